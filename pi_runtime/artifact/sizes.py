@@ -1,0 +1,89 @@
+"""Which arrays an artifact holds and how many bytes each takes: the one count that all parts of the toolchain share.
+
+Names are paths in the Zarr hierarchy. V vocabulary, D model width, H heads, G KV heads, E head width, F neurons,
+k = 1 (plain: fc2) or 2 (gated: up, down), R predictor rank.
+
+    embedding [V, D]   positions [P, D]   head [V, D]   final_norm/weight [D]   final_norm/bias [D]
+    layers/N/attention/norm/{weight,bias} [D]   …/qkv [(H+2G)·E, D]   …/qkv_bias   …/out [D, H·E]   …/out_bias [D]
+    layers/N/ffn/norm/{weight,bias} [D]         …/first [F, D]        …/first_bias [F]
+    layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D]
+    layers/N/ffn/order [F]    original index of each stored neuron
+    layers/N/ffn/counts [F]   how often it fired while profiling
+    layers/N/predictor/down [R, D]   …/up [F, R]   …/bias [F]
+
+`first` decides whether a neuron fires; `rest` is needed only when it does. Rows are neurons, hottest first.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.formats import FORMATS
+
+PARTS = ("embedding", "attention", "ffn", "head", "predictor")
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """Number format and logical shape of one array."""
+
+    format: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return FORMATS[self.format].nbytes(self.shape)
+
+
+def array_specs(
+    decoder: Decoder, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool
+) -> dict[str, ArraySpec]:
+    """Every array of an artifact, in the order it is written.
+
+    `formats` maps each of `PARTS` to a weight format; `ranks` has a predictor rank or None a layer; `profiled` says
+    whether neuron order and counts are stored. Norms and biases are always f32.
+    """
+    d = decoder
+    specs = {"embedding": ArraySpec(formats["embedding"], (d.vocab_size, d.d_model))}
+    if d.positions == "learned":
+        specs["positions"] = ArraySpec(formats["embedding"], (d.context_length + d.position_offset, d.d_model))
+    for n, rank in enumerate(ranks):
+        for name, spec in _layer_specs(d, formats, rank, profiled):
+            specs[f"layers/{n}/{name}"] = spec
+    specs.update(_norm(d, "final_norm"))
+    if not d.tied_head:
+        specs["head"] = ArraySpec(formats["head"], (d.vocab_size, d.d_model))
+    return specs
+
+
+def _layer_specs(
+    d: Decoder, formats: Mapping[str, str], rank: int | None, profiled: bool
+) -> Iterator[tuple[str, ArraySpec]]:
+    qkv, heads = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim, d.n_heads * d.head_dim
+    yield from _norm(d, "attention/norm")
+    yield "attention/qkv", ArraySpec(formats["attention"], (qkv, d.d_model))
+    if d.qkv_bias:
+        yield "attention/qkv_bias", ArraySpec("f32", (qkv,))
+    yield "attention/out", ArraySpec(formats["attention"], (d.d_model, heads))
+    if d.out_bias:
+        yield "attention/out_bias", ArraySpec("f32", (d.d_model,))
+    yield from _norm(d, "ffn/norm")
+    yield "ffn/first", ArraySpec(formats["ffn"], (d.d_ff, d.d_model))
+    yield "ffn/rest", ArraySpec(formats["ffn"], (d.d_ff, 2 if d.ffn == "gated" else 1, d.d_model))
+    if d.ffn_bias:
+        yield "ffn/first_bias", ArraySpec("f32", (d.d_ff,))
+        if d.ffn == "gated":
+            yield "ffn/up_bias", ArraySpec("f32", (d.d_ff,))
+        yield "ffn/down_bias", ArraySpec("f32", (d.d_model,))
+    if profiled:
+        yield "ffn/order", ArraySpec("u32", (d.d_ff,))
+        yield "ffn/counts", ArraySpec("u64", (d.d_ff,))
+    if rank is not None:
+        yield "predictor/down", ArraySpec(formats["predictor"], (rank, d.d_model))
+        yield "predictor/up", ArraySpec(formats["predictor"], (d.d_ff, rank))
+        yield "predictor/bias", ArraySpec("f32", (d.d_ff,))
+
+
+def _norm(d: Decoder, name: str) -> list[tuple[str, ArraySpec]]:
+    parts = ("weight", "bias") if d.norm == "layer" else ("weight",)
+    return [(f"{name}/{part}", ArraySpec("f32", (d.d_model,))) for part in parts]

@@ -1,0 +1,76 @@
+"""What can go wrong, and how a program that calls us is told.
+
+    PiError                      exit code 1   something is wrong with us
+    ├── UsageError                         2   the command asks for what cannot be
+    │   ├── DeviceError                        a device that is not there
+    │   └── MissingExtraError                  an optional dependency that is not installed
+    ├── InputError                         3   something that was read is not usable
+    │   ├── ArtifactError                      not an artifact, damaged, or of another version
+    │   ├── PromptError                        a prompt that cannot be run
+    │   └── TemplateError                      a chat template that fails or exceeds its limits
+    ├── DoesNotFitError                    4   memory or disk is too small
+    └── NotMetError                        5   a lock or a quality budget is not met
+
+`pi_compile.errors` adds its own leaves. Every leaf says what is wrong with which file or flag, and where it helps
+what was expected, what was found, and what to do.
+"""
+
+__all__ = [
+    "ArtifactError",
+    "DeviceError",
+    "DoesNotFitError",
+    "InputError",
+    "MissingExtraError",
+    "NotMetError",
+    "PiError",
+    "PromptError",
+    "TemplateError",
+    "UsageError",
+]
+
+
+class PiError(Exception):
+    """Base of every error a user can cause. `str(error)` is the whole message, a line a field."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, expected: object = None, found: object = None, remedy: str | None = None) -> None:
+        self.what, self.expected, self.found, self.remedy = what, expected, found, remedy
+        fields = (("expected", expected), ("found", found), ("try", remedy))
+        super().__init__("\n".join([what, *(f"  {k}: {v}" for k, v in fields if v is not None)]))
+
+
+class UsageError(PiError):
+    exit_code = 2
+
+
+class DeviceError(UsageError):
+    pass
+
+
+class MissingExtraError(UsageError):
+    pass
+
+
+class InputError(PiError):
+    exit_code = 3
+
+
+class ArtifactError(InputError):
+    pass
+
+
+class PromptError(InputError):
+    pass
+
+
+class TemplateError(InputError):
+    pass
+
+
+class DoesNotFitError(PiError):
+    exit_code = 4
+
+
+class NotMetError(PiError):
+    exit_code = 5

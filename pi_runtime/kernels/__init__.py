@@ -1,0 +1,1 @@
+"""Operators: a NumPy reference that defines them, and compiled twins."""

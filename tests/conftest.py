@@ -1,0 +1,22 @@
+"""Fixtures every test may use."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+SHARED = Path(os.environ.get("PI_TEST_DATA", Path(__file__).parents[2] / "shared"))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Folder of real models and texts kept beside the repository; the test is skipped where it is not there."""
+    if not (SHARED / "models").is_dir():
+        pytest.skip("no real models beside the repository (PI_TEST_DATA)")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def demo() -> Path:
+    """The bundled demo checkpoint."""
+    return Path(__file__).parents[1] / "recipes" / "demo"
