@@ -5,3 +5,23 @@ model = load("artifact.pi")
 for piece in model.generate("Once upon a time"):
     print(piece, end="")
 """
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pi_runtime.model import Model as Model
+    from pi_runtime.model import load as load
+    from pi_runtime.sampling import Sampling as Sampling
+
+__all__ = ["Model", "Sampling", "load"]
+
+_HOMES = {"Model": "pi_runtime.model", "Sampling": "pi_runtime.sampling", "load": "pi_runtime.model"}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: importing the contract, or asking for --help, must not load numba.
+    if name in _HOMES:
+        import importlib  # noqa: PLC0415
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,6 +24,8 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 ROW_ALIGN = 64
+# Smallest value that rounds to infinity: half a unit above the largest finite one (the tie goes to even, so upwards).
+_TOO_LARGE = {"f16": 65520.0, "bf16": 2.0**128 - 2.0**119}
 
 
 @dataclass(frozen=True)
@@ -53,22 +55,29 @@ class Format:
         return count
 
     def encode(self, values: Array) -> Array:
-        """Values of the logical shape → stored array, padded. Values must be representable (see `overflows`)."""
-        out = np.zeros(self.stored_shape(values.shape), self.stored)
-        out[..., : values.shape[-1]] = _to_bf16(values) if self.name == "bf16" else values
+        """Values of the logical shape → stored array, C order, padded; may share memory with `values`.
+
+        Values must be finite and representable (see `overflows`).
+        """
+        rounded = _to_bf16(values) if self.name == "bf16" else values
+        shape = self.stored_shape(values.shape)
+        if shape == values.shape:
+            return np.ascontiguousarray(rounded, self.stored)
+        out = np.zeros(shape, self.stored)
+        out[..., : values.shape[-1]] = rounded
         return out
 
     def decode(self, stored: Array, columns: int) -> Array:
-        """Stored array → values: float32 for float formats, else the stored integers; padding dropped."""
+        """Stored array → values: float32 for float formats, else stored integers; padding dropped; maybe a view."""
         cut = stored[..., :columns]
         if self.name == "bf16":
             return (cut.astype(np.uint32) << 16).view(np.float32)
-        return cut.astype(np.float32) if self.stored.kind == "f" else cut
+        return cut.astype(np.float32, copy=False) if self.stored.kind == "f" else cut
 
     def overflows(self, values: Array) -> bool:
         """Whether a finite value would become infinite in this format."""
-        largest = {"f16": 65519.996, "bf16": 3.3961775e38}.get(self.name)
-        return largest is not None and bool(np.any(np.abs(values) > np.float32(largest)))
+        limit = _TOO_LARGE.get(self.name)
+        return limit is not None and bool(np.any((np.abs(values) >= np.float32(limit)) & np.isfinite(values)))
 
 
 def _to_bf16(values: Array) -> Array:

@@ -1,0 +1,80 @@
+"""Everything a developer or CI runs. `python -m pip install nox && python -m nox -s demo` is where to begin."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["tests", "lint", "types", "runtime_only"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = False
+
+# One torch for all sessions: results and timings are compared between them.
+TORCH = "torch==2.13.0"
+PYTHONS = ["3.11", "3.12", "3.13"]
+TEST_TOOLS = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "test")
+
+if shutil.which("pyenv") and "PYENV_VERSION" not in os.environ:
+    # pyenv's `python3.12` answers only if that version is selected: select all that are installed.
+    installed = subprocess.run(["pyenv", "versions", "--bare"], capture_output=True, text=True, check=False).stdout.split()
+    ours = [v for p in PYTHONS for v in installed if v.startswith(f"{p}.")]
+    os.environ["PYENV_VERSION"] = ":".join(ours) or "system"
+
+
+def install_all(session: nox.Session) -> None:
+    # torch first and pinned, or the other packages would pull another build of it.
+    session.install(TORCH)
+    session.install("-e", ".[compile]", *TEST_TOOLS)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Compile the bundled model, answer a prompt, and show what was done."""
+    session.install(TORCH)
+    session.install("-e", ".[compile]")
+    session.run("python", "recipes/demo/demo.py", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The whole test suite."""
+    install_all(session)
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, and who may import whom."""
+    session.install("ruff==0.17.5", "import-linter==2.16", "-e", ".")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict type checking."""
+    install_all(session)
+    session.install("mypy==2.4.1")
+    session.run("mypy")
+
+
+@nox.session(python=PYTHONS)
+def runtime_only(session: nox.Session) -> None:
+    """Without the compile extra: generate from the golden artifact, and pass every test that needs no torch."""
+    session.install("-e", ".", *TEST_TOOLS)
+    session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('torch')")
+    session.run("pi-run", "tests/artifact/golden.pi", "--prompt", "golden", "--max-tokens", "8", "--stats")
+    session.run("pytest", "tests/artifact", "tests/runtime", "tests/kernels", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Benchmarks: `nox -s bench -- NAME [ARGUMENTS]` runs tests/benchmarks/NAME.py; without a name, lists them."""
+    names = sorted(p.stem for p in Path("tests/benchmarks").glob("[a-z]*.py"))
+    if not session.posargs or session.posargs[0] not in names:
+        session.error(f"name one of: {', '.join(names)}")
+    install_all(session)
+    session.run("python", f"tests/benchmarks/{session.posargs[0]}.py", *session.posargs[1:])

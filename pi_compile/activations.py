@@ -1,0 +1,104 @@
+"""An activation profile: how often each neuron fired, and the order that follows from it.
+
+This is what placing needs and no more, so that a placement can be reproduced without model, corpus or torch.
+On disk it is one `.npz` file (NumPy's own container): `meta` (JSON), `counts` and `order`.
+"""
+
+import hashlib
+import io
+import json
+import zipfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_compile.errors import ProfileError
+from pi_runtime.artifact.decoder import Decoder
+
+Counts = npt.NDArray[np.uint64]
+Order = npt.NDArray[np.uint32]
+
+GROUP = 64
+"""Neurons that move together: cuts fall between groups."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ActivationProfile:
+    """Counts of a decoder's neurons over a text."""
+
+    decoder: Decoder
+    tokens: int
+    """Tokens that were pushed through."""
+    counts: Counts
+    """(layers, F): tokens for which neuron f of the checkpoint's order fired."""
+    order: Order
+    """(layers, F): the checkpoint's index of the neuron stored at each place, hottest group first."""
+    inputs: str
+    """Digest of what it was made from: checkpoint, text and settings."""
+
+    def ordered_counts(self) -> Counts:
+        """(layers, F) counts in stored order."""
+        return np.take_along_axis(self.counts, self.order.astype(np.int64), axis=1)
+
+    def density(self) -> npt.NDArray[np.float64]:
+        """(layers,) mean share of neurons that fire for a token."""
+        return np.asarray(self.counts.mean(1) / self.tokens)
+
+    def cumulative_curve(self, points: int = 100) -> npt.NDArray[np.float64]:
+        """(layers, points + 1) share of all activations covered by the hottest 0, 1/points, … 1 of the neurons."""
+        falling = -np.sort(-self.counts.astype(np.int64), axis=1)
+        mass = np.concatenate([np.zeros((len(falling), 1), np.int64), np.cumsum(falling, axis=1)], axis=1)
+        places = np.linspace(0, falling.shape[1], points + 1).round().astype(np.int64)
+        return np.asarray(mass[:, places] / np.maximum(mass[:, -1:], 1))
+
+    def digest(self) -> str:
+        """sha256 of the content: the same on every machine, whatever the file's compression."""
+        h = hashlib.sha256(json.dumps(self._meta(), sort_keys=True).encode())
+        h.update(self.counts.astype("<u8").tobytes())
+        h.update(self.order.astype("<u4").tobytes())
+        return h.hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        buffer = io.BytesIO()
+        meta = np.array(json.dumps(self._meta(), sort_keys=True))
+        np.savez_compressed(buffer, meta=meta, counts=_narrow(self.counts), order=_narrow(self.order))
+        temporary = path.with_name(f".{path.name}.partial")
+        temporary.write_bytes(buffer.getvalue())
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read and check a file. Raises ProfileError."""
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                meta: dict[str, Any] = json.loads(str(stored["meta"]))
+                counts, order = stored["counts"].astype(np.uint64), stored["order"].astype(np.uint32)
+            decoder = Decoder(**meta["decoder"])
+            profile = cls(decoder=decoder, tokens=meta["tokens"], counts=counts, order=order, inputs=meta["inputs"])
+        except FileNotFoundError:
+            raise ProfileError(f"{path}: no such profile", remedy="pi-compile profile RECIPE makes one") from None
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+            raise ProfileError(f"{path}: not an activation profile", found=error) from None
+        profile._check(path)
+        return profile
+
+    def _check(self, path: Path) -> None:
+        expected = (self.decoder.n_layers, self.decoder.d_ff)
+        if self.counts.shape != expected or self.order.shape != expected:
+            raise ProfileError(f"{path}: wrong shape", expected=expected, found=(self.counts.shape, self.order.shape))
+        if not np.array_equal(np.sort(self.order, axis=1), np.tile(np.arange(expected[1]), (expected[0], 1))):
+            raise ProfileError(f"{path}: the order of a layer does not name every neuron once")
+        if self.tokens < 1 or self.counts.max(initial=0) > self.tokens:
+            raise ProfileError(f"{path}: counts above the {self.tokens} tokens profiled")
+
+    def _meta(self) -> dict[str, Any]:
+        return {"decoder": asdict(self.decoder), "tokens": self.tokens, "inputs": self.inputs}
+
+
+def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The smallest unsigned type that holds the values, for a small file."""
+    return values.astype(np.min_scalar_type(int(values.max(initial=0))))

@@ -1,0 +1,157 @@
+"""`config.json`, read strictly: every key is understood, harmless, or holds a value that changes nothing."""
+
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from pi_compile.errors import CheckpointError
+
+_HARMLESS_KEYS = """
+    _name_or_path architectures auto_map dtype model_type name_or_path torch_dtype transformers_version
+    unsloth_version unsloth_fixed tokenizer_class prefix model_max_length max_sequence_length
+    attention_dropout activation_dropout dropout embd_pdrop resid_pdrop hidden_dropout attn_dropout layerdrop
+    initializer_range init_std gradient_checkpointing use_cache use_bfloat16 torchscript return_dict
+    output_attentions output_hidden_states output_scores return_dict_in_generate keys_to_ignore_at_inference
+    attn_implementation _attn_implementation _attn_implementation_autoset use_flash_attn use_flash_attention_2
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id
+    forced_eos_token_id bad_words_ids suppress_tokens begin_suppress_tokens num_labels id2label label2id problem_type
+    finetuning_task task_specific_params pretraining_tp _commit_hash _flax_dtype tf_legacy_loss
+    max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams num_beam_groups
+    num_return_sequences diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size remove_invalid_values exponential_decay_length_penalty
+"""
+HARMLESS = frozenset(_HARMLESS_KEYS.split())
+"""Keys of every family that describe files, training, tokens or generation, but not the function."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention_multiplier": (1.0,),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "logits_scaling": (1.0,),
+    "logit_scale": (1.0,),
+    "partial_rotary_factor": (1.0,),
+    "rotary_pct": (1.0,),
+    "chunk_size_feed_forward": (0,),
+    "pruned_heads": ({},),
+    "quantization_config": (),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "logit_soft_cap": (),
+    "clip_qkv": (),
+    "is_encoder_decoder": (),
+    "add_cross_attention": (),
+    "is_decoder": (True,),
+}
+"""Keys that change the function unless they hold one of these values (or null or false)."""
+
+
+class Config:
+    """The fields of one `config.json`, with their file named in every message."""
+
+    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+        self.path, self.fields = path, fields
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Value of a key; `default` where it is missing or null."""
+        value = self.fields.get(key)
+        return default if value is None else value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """An integer in 1 … 2³¹ − 1."""
+        value = self.get(key, default)
+        if type(value) is not int or not 1 <= value < 2**31:
+            raise self.error(key, value, expected="a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive finite number."""
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self.error(key, value, expected="a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if type(value) is not bool:
+            raise self.error(key, value, expected="true or false")
+        return value
+
+    def choice(self, key: str, default: str | None, allowed: Mapping[str, str]) -> str:
+        """One of `allowed`, translated by it."""
+        value = self.get(key, default)
+        if not isinstance(value, str) or value not in allowed:
+            raise self.error(key, value, expected=f"one of {', '.join(allowed)}", remedy="no other is supported yet")
+        return allowed[value]
+
+    def error(self, key: str, value: object, *, expected: object = None, remedy: str | None = None) -> CheckpointError:
+        found = f"{value!r}" if value is not None or key in self.fields else "no such key"
+        return CheckpointError(f"{self.path}: {key}", expected=expected, found=found, remedy=remedy)
+
+
+def check_keys(
+    config: Config, read: Collection[str], neutral: Mapping[str, tuple[Any, ...]], ignore: Collection[str]
+) -> list[str]:
+    """Refuse what might change the function; return notices of what was ignored on request.
+
+    `read` are the keys the family understands, `neutral` its own additions to `NEUTRAL`, `ignore` the keys that the
+    user declares to be without effect. Raises CheckpointError naming every key in question.
+    """
+    fields = config.fields
+    _refuse_ignoring(config, sorted(set(ignore) & (set(read) | {"model_type"})))
+    allowed = {**NEUTRAL, **neutral}
+    open_keys = [
+        key for key in sorted(fields) if key not in read and key not in HARMLESS and not _without_effect(config, key)
+    ]
+    refused = [key for key in open_keys if key not in ignore and fields[key] not in allowed.get(key, ())]
+    changing = [key for key in refused if key in allowed or key == "sliding_window"]
+    if changing:
+        raise CheckpointError(
+            f"{config.path}: {', '.join(changing)} would change the function, and this is not supported",
+            expected=f"{_neutral_text(allowed, changing[0])}",
+            found=", ".join(f"{key} = {_short(fields[key])}" for key in changing),
+            remedy="use another checkpoint of the model; a quantised one can be replaced by the one it was made from",
+        )
+    if refused:
+        names = ", ".join(f'"{key}"' for key in refused)
+        raise CheckpointError(
+            f"{config.path}: {', '.join(refused)} {'is' if len(refused) == 1 else 'are'} not understood",
+            expected="keys whose meaning is known, so that the artifact computes the checkpoint's function",
+            found=", ".join(f"{key} = {_short(fields[key])}" for key in refused),
+            remedy=f"if this does not change the function, write in the recipe: [model] ignore_config = [{names}]",
+        )
+    return [f"config.json: {key} = {_short(fields[key])} is ignored, as asked" for key in open_keys if key in ignore]
+
+
+def _without_effect(config: Config, key: str) -> bool:
+    value = config.fields[key]
+    if value is None or value is False:
+        return True
+    if key == "sliding_window":
+        # A window as long as the context, or switched off, is no window.
+        context = config.size("max_position_embeddings", 2048)
+        return config.fields.get("use_sliding_window") is False or (type(value) is int and value >= context)
+    if key == "use_sliding_window":
+        return "sliding_window" in config.fields
+    if key == "layer_types":
+        return isinstance(value, list) and all(kind in ("full_attention", "attention") for kind in value)
+    return False
+
+
+def _refuse_ignoring(config: Config, keys: list[str]) -> None:
+    if keys:
+        raise CheckpointError(
+            f"{config.path}: {', '.join(keys)} cannot be ignored: the model is read with it",
+            remedy="take it out of ignore_config",
+        )
+
+
+def _neutral_text(allowed: Mapping[str, tuple[Any, ...]], key: str) -> str:
+    if key == "sliding_window":
+        return "sliding_window no shorter than max_position_embeddings"
+    return f"{key} = {' or '.join(repr(value) for value in (*allowed[key], None))}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,130 @@
+"""The folder of a checkpoint: found on disk or fetched from the hub, and which of its files are read."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+from pi_compile.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def find_folder(model: str | Path, revision: str | None = None) -> Path:
+    """Folder of a checkpoint: `model` itself, or the snapshot of the hub model of that name at `revision`.
+
+    Only configuration, tokenizer and weights are fetched, pickled weights only where there are no others. Raises
+    CheckpointError for whatever is neither.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise CheckpointError(
+                f"{model}: revision {revision!r} is given for a local folder",
+                expected="a revision only with a hub name",
+                remedy="drop the revision, or name the hub model",
+            )
+        _check_folder(path)
+        return path
+    if path.exists():
+        raise CheckpointError(f"{model}: is a file", expected="a checkpoint folder", remedy=_advice_for_file(path))
+    if not _HUB_NAME.fullmatch(str(model)):
+        raise CheckpointError(
+            f"{model}: no such folder",
+            expected="a folder with config.json and weights, or a hub name OWNER/NAME",
+        )
+    folder = _fetch(str(model), revision)
+    _check_folder(folder)
+    return folder
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint. Raises CheckpointError if it cannot be read or is not an object."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON", found=error, remedy=remedy_for(path)) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a JSON object", found=type(value).__name__)
+    return value
+
+
+def remedy_for(path: Path) -> str:
+    """What to do about a file of a checkpoint that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError:
+        pointer = False
+    if pointer:
+        return "this is a Git LFS pointer, not the file: run `git lfs pull` in the checkpoint's folder"
+    return "the file is damaged or was not fetched whole: fetch it again"
+
+
+def _check_folder(folder: Path) -> None:
+    if (folder / CONFIG_FILE).is_file():
+        return
+    names = sorted(p.name for p in folder.iterdir())
+    remedy = None
+    if any(name.endswith(".gguf") for name in names):
+        remedy = "a GGUF file is another engine's artifact: use the Hugging Face checkpoint it was made from"
+    elif "adapter_config.json" in names:
+        remedy = "this is an adapter (LoRA), not a model: merge it into its base model and save that"
+    elif "params.json" in names:
+        remedy = "this is a checkpoint in its maker's own form: use the one converted for Hugging Face"
+    found = f"{len(names)} entries: {', '.join(names[:8])}" if names else "an empty folder"
+    raise CheckpointError(f"{folder}: no {CONFIG_FILE}", expected="a checkpoint folder", found=found, remedy=remedy)
+
+
+def _advice_for_file(path: Path) -> str:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == b"GGUF" or path.suffix == ".gguf":
+        return "a GGUF file is another engine's artifact: use the Hugging Face checkpoint it was made from"
+    if path.suffix == ".pi":
+        return "this is already an artifact: run it with `pi-run`"
+    return f"name the folder: {path.parent}"
+
+
+def _fetch(name: str, revision: str | None) -> Path:
+    patterns = [CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES]
+    try:
+        folder = _snapshot(name, revision, [*patterns, *SAFETENSORS, "model-*.safetensors"])
+        if not any((folder / file).is_file() for file in SAFETENSORS):
+            folder = _snapshot(name, revision, [*patterns, *PICKLES, "pytorch_model-*.bin"])
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise CheckpointError(
+            f"{name}: no such folder, and the hub cannot be reached",
+            found=str(error).split("\n")[0],
+            remedy="give the path of a local checkpoint, or go online to fetch this one once",
+        ) from None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"{name}: no such folder, and the hub does not give {name} at revision {revision or 'main'}",
+            found=f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
+            remedy="check name and revision; for a gated model log in with `hf auth login`",
+        ) from None
+    return folder
+
+
+def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
+    return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))

@@ -1,0 +1,164 @@
+"""Understanding a checkpoint: its family, its decoder, and a tensor of the right shape for every array."""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from pi_compile.checkpoint.adapter import Adapter, adapters
+from pi_compile.checkpoint.config import Config, check_keys
+from pi_compile.checkpoint.folder import CONFIG_FILE, read_json
+from pi_compile.checkpoint.tensors import DTYPES, TensorSource
+from pi_compile.errors import CheckpointError
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.sizes import PARTS, array_specs
+
+_COMPARED_ROWS = 4096
+_LISTED = 8
+
+
+@dataclass(frozen=True)
+class Understood:
+    """What a checkpoint turned out to be."""
+
+    adapter: Adapter
+    prefix: str
+    decoder: Decoder
+    source: TensorSource
+    notices: tuple[str, ...]
+
+
+def understand(folder: Path, ignore_config: Collection[str]) -> Understood:
+    """Read config and tensor names. Raises CheckpointError for the first kind of fault, listing all of that kind."""
+    config = Config(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE))
+    adapter = _adapter(config)
+    notices = check_keys(config, adapter.read_keys, adapter.neutral_keys, ignore_config)
+    if config.get("auto_map"):
+        notices.append("config.json: auto_map is ignored: the checkpoint's own code is never run")
+    decoder = adapter.decoder(config)
+    source = TensorSource(folder)
+    prefix = _prefix(adapter, source)
+    if decoder.tied_head and adapter.head in source.names:
+        decoder = _settle_head(decoder, adapter, prefix, source, notices)
+    _check_tensors(decoder, adapter, prefix, source)
+    return Understood(adapter, prefix, decoder, source, tuple(notices))
+
+
+def _adapter(config: Config) -> Adapter:
+    known = adapters()
+    family = config.get("model_type")
+    if family not in known:
+        own_code = " through its own code (auto_map), which is never run" if config.get("auto_map") else ""
+        raise CheckpointError(
+            f"{config.path}: model type {family!r} is not supported{own_code}",
+            expected=f"one of the families {', '.join(sorted(known))}",
+            found=f"model_type = {family!r}, architectures = {config.get('architectures')}",
+            remedy="use a checkpoint of a supported family",
+        )
+    adapter = known[family]
+    architectures = config.get("architectures", [])
+    wrong = not isinstance(architectures, list) or [a for a in architectures if a not in adapter.architectures]
+    if wrong:
+        raise config.error("architectures", architectures, expected=f"one of {', '.join(adapter.architectures)}")
+    return adapter
+
+
+def _prefix(adapter: Adapter, source: TensorSource) -> str:
+    """The prefix under which this checkpoint keeps its decoder; the usual one if it keeps none."""
+    norm = adapter.globals["final_norm/weight"][0].name
+    return next((p for p in adapter.prefixes if p + norm in source.names), adapter.prefixes[0])
+
+
+def _settle_head(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource, notices: list[str]) -> Decoder:
+    """As transformers does: a head stored in place of the tied embedding is the embedding, one beside it is used
+    where it differs."""
+    embedding = prefix + adapter.globals["embedding"][0].name
+    if embedding not in source.names:
+        source.alias(embedding, adapter.head)
+    if _equal(source.tensor(embedding), source.tensor(adapter.head)):
+        return decoder
+    notices.append(f"config.json ties the head to the embedding, but {adapter.head} differs from it and is used")
+    return replace(decoder, tied_head=False)
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    starts = range(0, a.shape[0], _COMPARED_ROWS)
+    return all(torch.equal(a[n : n + _COMPARED_ROWS], b[n : n + _COMPARED_ROWS]) for n in starts)
+
+
+def expected_tensors(decoder: Decoder, adapter: Adapter, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Tensor name → shape, for every tensor that the decoder needs."""
+    specs = array_specs(decoder, dict.fromkeys(PARTS, "f32"), [None] * decoder.n_layers, profiled=False)
+    expected: dict[str, tuple[int, ...]] = {}
+    for array, spec in specs.items():
+        pieces = adapter.pieces(array, prefix, decoder.tied_head)
+        for piece, shape in zip(pieces, _piece_shapes(decoder, array, spec.shape), strict=True):
+            expected[piece.name] = shape[::-1] if piece.transposed else shape
+    return expected
+
+
+def _piece_shapes(decoder: Decoder, array: str, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if array.endswith(("attention/qkv", "attention/qkv_bias")):
+        for heads in (decoder.n_heads, decoder.n_kv_heads, decoder.n_kv_heads):
+            yield (heads * decoder.head_dim, *shape[1:])
+    elif array.endswith("ffn/rest"):
+        yield from [(shape[0], shape[2])] * shape[1]
+    else:
+        yield shape
+
+
+def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource) -> None:
+    expected = expected_tensors(decoder, adapter, prefix)
+    missing = [name for name in expected if name not in source.names]
+    if missing:
+        raise CheckpointError(
+            f"{source.folder}: {len(missing)} tensors that config.json calls for are missing",
+            expected=f"{len(expected)} tensors of a {adapter.family} model",
+            found=f"no {_listed(missing)}",
+            remedy="config.json and weights are of different models, or the checkpoint is incomplete",
+        )
+    ignorable = re.compile("|".join(adapter.ignorable))
+    # With a tied head, a stored head is a copy: `_settle_head` has compared them.
+    known = expected.keys() | ({adapter.head} if decoder.tied_head else set())
+    extra = sorted(name for name in source.names if name not in known and not ignorable.search(name))
+    if extra:
+        raise CheckpointError(
+            f"{source.folder}: {len(extra)} tensors that config.json does not account for",
+            expected=f"the tensors of a {adapter.family} model with these settings",
+            found=_listed(extra),
+            remedy="they may change the function: correct config.json, or save the checkpoint without them",
+        )
+    _check_shapes(expected, source)
+    _check_dtypes(expected, source)
+
+
+def _check_shapes(expected: dict[str, tuple[int, ...]], source: TensorSource) -> None:
+    wrong = [name for name, shape in expected.items() if source.shape(name) != shape]
+    if wrong:
+        raise CheckpointError(
+            f"{source.path(wrong[0])}: {len(wrong)} tensors have not the shape that config.json calls for",
+            expected=_listed([f"{name} {expected[name]}" for name in wrong]),
+            found=_listed([f"{name} {source.shape(name)}" for name in wrong]),
+            remedy="config.json and weights are of different models",
+        )
+
+
+def _check_dtypes(expected: dict[str, tuple[int, ...]], source: TensorSource) -> None:
+    allowed = tuple(DTYPES.values())
+    wrong = [name for name in expected if source.dtype(name) not in allowed]
+    if wrong:
+        raise CheckpointError(
+            f"{source.path(wrong[0])}: {len(wrong)} tensors are not in a float format that is read",
+            expected=", ".join(allowed),
+            found=_listed([f"{name} {source.dtype(name)}" for name in wrong]),
+            remedy="use the checkpoint before quantisation, or save it as float32, float16 or bfloat16",
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

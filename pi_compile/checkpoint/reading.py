@@ -1,0 +1,180 @@
+"""One opened checkpoint: its decoder, and the values of every artifact array in bounded blocks.
+
+D model width, F neurons, k = 1 (plain) or 2 (gated). Nothing is kept: each block is read from the mapped file when it
+is asked for, so that memory does not grow with the model.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pi_compile.checkpoint.adapter import Adapter, Piece
+from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, find_folder
+from pi_compile.checkpoint.opening import understand
+from pi_compile.checkpoint.tensors import TensorSource
+from pi_compile.errors import CheckpointError
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.sizes import PARTS, array_specs
+
+Values = npt.NDArray[np.float32]
+Order = npt.NDArray[np.integer[Any]] | Sequence[int]
+
+BLOCK_BYTES = 16 << 20
+NEURON_ARRAYS = ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest")
+"""Arrays of a layer with one row a neuron."""
+_PARTS_OF = {"embedding": "embedding", "positions": "embedding", "head": "head"}
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A checkpoint whose every key and tensor is understood. Open one with `open_checkpoint`."""
+
+    folder: Path
+    revision: str | None
+    """Commit of a hub model; None for a local folder."""
+    adapter: Adapter
+    prefix: str
+    decoder: Decoder
+    source: TensorSource
+    notices: tuple[str, ...]
+    """What the user should know though it is no error."""
+
+    @property
+    def family(self) -> str:
+        return self.decoder.family
+
+    @cached_property
+    def array_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Logical shape of every artifact array that comes from the checkpoint."""
+        specs = array_specs(self.decoder, dict.fromkeys(PARTS, "f32"), [None] * self.decoder.n_layers, profiled=False)
+        return {name: spec.shape for name, spec in specs.items()}
+
+    def tensor_names(self, array: str) -> tuple[str, ...]:
+        """Checkpoint tensors that an artifact array is made of."""
+        return tuple(piece.name for piece in self._pieces(array))
+
+    def format(self, part: str) -> str:
+        """Number format that keeps a part (embedding, attention, ffn, head) as it is: f32 where formats are mixed."""
+        matrices = [name for name, shape in self.array_shapes.items() if len(shape) > 1 and part_of(name) == part]
+        found = {self.source.dtype(tensor) for array in matrices for tensor in self.tensor_names(array)}
+        return found.pop() if len(found) == 1 else "f32"
+
+    def extremes(self, tensor: str) -> Values:
+        """Smallest and largest value of a checkpoint tensor."""
+        low, high = torch.aminmax(self.source.tensor(tensor))
+        return np.array([low, high], np.float32)
+
+    @cached_property
+    def file_digests(self) -> dict[str, str]:
+        """sha256 of every file that is read, by name: config, tokenizer, weights. Reads them all once."""
+        present = [name for name in (GENERATION_FILE, *TOKENIZER_FILES) if (self.folder / name).is_file()]
+        names = sorted({CONFIG_FILE, *present, *self.source.files})
+        with ThreadPoolExecutor() as pool:
+            return dict(zip(names, pool.map(_file_digest, (self.folder / name for name in names)), strict=True))
+
+    def digest(self) -> str:
+        """sha256 over names and contents of every file that is read."""
+        return hashlib.sha256(json.dumps(self.file_digests, sort_keys=True).encode()).hexdigest()
+
+    def values(self, array: str, order: Order | None = None) -> Values:
+        """A whole artifact array. For small arrays and tests: `blocks` bounds memory, this does not."""
+        return np.concatenate(list(self.blocks(array, order)))
+
+    def layer_values(self, layer: int, order: Order | None = None) -> dict[str, Values]:
+        """All arrays of one layer, without the prefix `layers/N/`."""
+        prefix = f"layers/{layer}/"
+        names = [name.removeprefix(prefix) for name in self.array_shapes if name.startswith(prefix)]
+        return {name: self.values(prefix + name, order if name in NEURON_ARRAYS else None) for name in names}
+
+    def blocks(self, array: str, order: Order | None = None) -> Iterator[Values]:
+        """Values of one artifact array as consecutive blocks of rows, each at most `BLOCK_BYTES` or one row.
+
+        `order` permutes the neurons: stored row i is neuron order[i] of the checkpoint; only arrays with a row a
+        neuron take it. Raises CheckpointError naming the tensor if a value is not finite.
+        """
+        index = None if order is None else torch.from_numpy(np.array(order, np.int64))
+        if index is not None:
+            assert array.split("/", 2)[-1] in NEURON_ARRAYS, array
+            assert np.array_equal(np.sort(index), np.arange(self.decoder.d_ff)), "not a permutation"
+        pieces = self._pieces(array)
+        if array.endswith("ffn/rest"):
+            return self._stacked(pieces, index)
+        return (block for piece in pieces for block in self._piece_blocks(piece, index))
+
+    def _pieces(self, array: str) -> tuple[Piece, ...]:
+        return self.adapter.pieces(array, self.prefix, self.decoder.tied_head)
+
+    def _piece_blocks(self, piece: Piece, index: torch.Tensor | None) -> Iterator[Values]:
+        tensor = self._matrix(piece)
+        step = _rows_per_block(tensor.shape[1:])
+        for start in range(0, tensor.shape[0], step):
+            yield self._read(piece.name, tensor, slice(start, start + step), index)
+
+    def _stacked(self, pieces: tuple[Piece, ...], index: torch.Tensor | None) -> Iterator[Values]:
+        """[F, k, D] from k matrices [F, D]."""
+        tensors = [self._matrix(piece) for piece in pieces]
+        n_rows, width = tensors[0].shape
+        step = _rows_per_block((len(pieces), width))
+        for start in range(0, n_rows, step):
+            rows = slice(start, min(start + step, n_rows))
+            block = np.empty((rows.stop - start, len(pieces), width), np.float32)
+            for k, (piece, tensor) in enumerate(zip(pieces, tensors, strict=True)):
+                block[:, k] = self._read(piece.name, tensor, rows, index)
+            yield block
+
+    def _matrix(self, piece: Piece) -> torch.Tensor:
+        """The mapped tensor, or a transposed copy: one pass over the file beats a strided one for every block."""
+        tensor = self.source.tensor(piece.name)
+        return tensor.t().contiguous() if piece.transposed else tensor
+
+    def _read(self, name: str, tensor: torch.Tensor, rows: slice, index: torch.Tensor | None) -> Values:
+        part = tensor[rows] if index is None else tensor[index[rows]]
+        values = part.to(torch.float32, memory_format=torch.contiguous_format)
+        low, high = torch.aminmax(values)
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            raise CheckpointError(
+                f"{self.source.path(name)}: tensor {name} holds NaN or infinity",
+                expected="finite weights",
+                remedy="the checkpoint is damaged, or its training diverged: use another",
+            )
+        return values.numpy()
+
+
+def open_checkpoint(model: str | Path, revision: str | None = None, ignore_config: Collection[str] = ()) -> Checkpoint:
+    """Open a local folder or a hub name, and check all of it but the values.
+
+    `ignore_config` are config keys that the user declares to be without effect. Raises CheckpointError for whatever
+    is missing, damaged, contradictory or not understood.
+    """
+    folder = find_folder(model, revision)
+    commit = folder.name if not Path(model).expanduser().is_dir() else None
+    understood = understand(folder, ignore_config)
+    return Checkpoint(folder=folder, revision=commit, **vars(understood))
+
+
+def part_of(array: str) -> str | None:
+    """Part of the model (as in `sizes.PARTS`) that decides an array's number format; None for final norms."""
+    if array.startswith("layers/"):
+        return array.split("/")[2]
+    return _PARTS_OF.get(array)
+
+
+def _rows_per_block(row_shape: Sequence[int]) -> int:
+    row = 4
+    for n in row_shape:
+        row *= n
+    return max(1, BLOCK_BYTES // row)
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

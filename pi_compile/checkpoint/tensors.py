@@ -1,0 +1,137 @@
+"""Named tensors of a checkpoint, memory-mapped: shapes and dtypes at once, values only when asked for.
+
+Read are `model.safetensors`, its sharded form with `model.safetensors.index.json`, and, where a checkpoint has nothing
+else, `pytorch_model.bin` in both forms through `torch.load(weights_only=True, mmap=True)`. No other pickle, no code.
+"""
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pi_compile.checkpoint.folder import PICKLES, SAFETENSORS, read_json, remedy_for
+from pi_compile.errors import CheckpointError
+
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+class TensorSource:
+    """The tensors of one checkpoint. Values stay in the file until read; nothing is copied on opening."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open every weight file of `folder`. Raises CheckpointError if one is missing, damaged or not as indexed."""
+        self.folder = folder
+        main = _main_file(folder)
+        index = read_json(folder / main).get("weight_map") if main.endswith(".index.json") else None
+        self.files: tuple[str, ...] = (main,) if index is None else (main, *_shards(folder / main, index))
+        """Names of the files that are read, index included."""
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._file_of: dict[str, str] = {}
+        for file in self.files if index is None else self.files[1:]:
+            for name, tensor in _open_file(folder / file).items():
+                if index is None or index.get(name, file) == file:
+                    self._tensors[name], self._file_of[name] = tensor, file
+        self.names = frozenset(self._tensors)
+        if index is not None:
+            _check_index(folder / main, index, self._file_of)
+
+    def alias(self, name: str, existing: str) -> None:
+        """Give a tensor another name as well."""
+        self._tensors[name], self._file_of[name] = self._tensors[existing], self._file_of[existing]
+        self.names |= {name}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> str:
+        """`f32`, `f16`, `bf16`, or torch's name of any other."""
+        dtype = self._tensors[name].dtype
+        return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The mapped tensor: a view of the file's pages. Do not write to it."""
+        return self._tensors[name]
+
+    def path(self, name: str) -> Path:
+        """File that holds a tensor."""
+        return self.folder / self._file_of[name]
+
+
+def _main_file(folder: Path) -> str:
+    for name in (*SAFETENSORS, *PICKLES):
+        if (folder / name).is_file():
+            return name
+    raise CheckpointError(
+        f"{folder}: no weights",
+        expected=f"one of {', '.join((*SAFETENSORS, *PICKLES))}",
+        found=", ".join(sorted(p.name for p in folder.iterdir() if p.is_file())),
+        remedy="save the model with `save_pretrained`, which writes model.safetensors",
+    )
+
+
+def _shards(path: Path, index: object) -> list[str]:
+    """Shard names of an index, sorted. Only plain names beside the index are followed."""
+    suffix = ".safetensors" if path.name in SAFETENSORS else ".bin"
+    names = list(index.values()) if isinstance(index, dict) else []
+    if not names or not all(isinstance(n, str) and Path(n).name == n and n.endswith(suffix) for n in names):
+        raise CheckpointError(f"{path}: not an index", expected=f"weight_map: tensor name → name of a {suffix} file")
+    shards = sorted(set(names))
+    missing = [name for name in shards if not (path.parent / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path.parent}: {len(missing)} of {len(shards)} shards are missing",
+            expected=f"every file that {path.name} names",
+            found=f"no {', '.join(missing[:5])}",
+            remedy="fetch the missing files of the checkpoint",
+        )
+    return shards
+
+
+def _check_index(path: Path, index: Mapping[str, str], file_of: Mapping[str, str]) -> None:
+    lacking = sorted(name for name in index if name not in file_of)
+    if lacking:
+        raise CheckpointError(
+            f"{path}: {len(lacking)} tensors are not in the shard that the index names",
+            expected=f"{lacking[0]} in {index[lacking[0]]}",
+            found=f"not there: {', '.join(lacking[:5])}",
+            remedy="index and shards are of different checkpoints: fetch them again",
+        )
+
+
+def _open_file(path: Path) -> Mapping[str, torch.Tensor]:
+    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickle(path)
+
+
+def _open_safetensors(path: Path) -> Mapping[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: not a whole safetensors file", found=str(error), remedy=remedy_for(path)
+        ) from None
+
+
+def _open_pickle(path: Path) -> Mapping[str, torch.Tensor]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            f"{path}: holds more than weights, and a pickle's code is never run",
+            expected="a file that torch.load(weights_only=True) reads",
+            remedy="use a checkpoint in safetensors form",
+        ) from None
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: not a whole torch file of the zip form",
+            found=str(error).split("\n")[0],
+            remedy=f"{remedy_for(path)}, or convert it to safetensors",
+        ) from None
+    if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
+        raise CheckpointError(
+            f"{path}: not a state dict", expected="tensor name → tensor", remedy="save the model with `save_pretrained`"
+        )
+    return MappingProxyType(state)

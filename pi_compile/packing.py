@@ -1,0 +1,174 @@
+"""Pack: a checkpoint becomes one artifact, streamed array by array, one block in memory."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_compile.activations import ActivationProfile
+from pi_compile.checkpoint import Checkpoint
+from pi_compile.checkpoint.reading import NEURON_ARRAYS, part_of
+from pi_compile.errors import CheckpointError
+from pi_compile.text_files import read_text_files
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.formats import FORMATS, Format
+from pi_runtime.artifact.layout import place_arrays
+from pi_runtime.artifact.schema import Layer, Manifest, Plan
+from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs
+from pi_runtime.artifact.writer import ArtifactWriter
+
+Array = npt.NDArray[Any]
+Progress = Callable[[int, int], None]
+
+KEEP = "keep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackSpec:
+    """How a checkpoint is to be packed."""
+
+    formats: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(PARTS, KEEP))
+    """Number format of each of embedding, attention, ffn, head and predictor: f32, f16, bf16, or `keep`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackResult:
+    """The artifact that was written."""
+
+    path: Path
+    sha256: str
+    """Of the whole file."""
+    nbytes: int
+    manifest: Manifest
+    notices: tuple[str, ...]
+    """What the user should know about tokenizer and template."""
+
+
+def pack(
+    checkpoint: Checkpoint,
+    spec: PackSpec,
+    output: Path,
+    *,
+    recipe: Mapping[str, Any],
+    profile: ActivationProfile | None = None,
+    plans: Sequence[Plan] = (),
+    progress: Progress | None = None,
+) -> PackResult:
+    """Write the artifact of a checkpoint to `output`; the same inputs give the same bytes.
+
+    `recipe` is stored as it is; `profile` orders the neurons and is stored; `progress` is called with bytes done and
+    in all. Memory: one block, and one layer's matrix where neurons are reordered. Raises CheckpointError for values
+    that are not finite or that a format cannot hold, and what `ArtifactWriter` raises.
+    """
+    text = read_text_files(checkpoint.folder, checkpoint.decoder.vocab_size)
+    formats = resolve_formats(checkpoint, spec)
+    layers = tuple(Layer(rung=exact_rung(checkpoint.decoder)) for _ in range(checkpoint.decoder.n_layers))
+    specs = array_specs(checkpoint.decoder, formats, [None] * len(layers), profile is not None)
+    manifest = Manifest(
+        decoder=checkpoint.decoder,
+        formats=formats,
+        layers=layers,
+        profiled_tokens=0 if profile is None else profile.tokens,
+        plans=tuple(plans),
+        text=text.text,
+        generation=text.generation,
+        recipe=recipe,
+        provenance=_provenance(checkpoint, profile),
+        arrays={},
+        files={},
+    )
+    expected = place_arrays(specs)[1] + sum(map(len, text.files.values()))
+    with ArtifactWriter(output, expected_nbytes=expected) as writer:
+        meter = _Meter(sum(s.nbytes for s in specs.values()), progress)
+        for name, array_spec in specs.items():
+            writer.add_array(name, array_spec, meter.watch(array_spec, _blocks(checkpoint, profile, name, array_spec)))
+        for name, data in text.files.items():
+            writer.add_file(name, data)
+        manifest = writer.finish(manifest)
+    sha256, nbytes = _digest(output)
+    return PackResult(path=output, sha256=sha256, nbytes=nbytes, manifest=manifest, notices=text.notices)
+
+
+def exact_rung(decoder: Decoder) -> str:
+    """The best rung that needs no training and loses nothing: `gate` where the activation has zeros, else `dense`."""
+    return "gate" if decoder.sparse else "dense"
+
+
+def resolve_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
+    """Format of every part, with `keep` replaced by the checkpoint's own.
+
+    A tied head has the embedding's; predictors, which no checkpoint has, keep that of the FFN.
+    """
+    own = {part: checkpoint.format(part) for part in ("embedding", "attention", "ffn")}
+    formats = {part: own[part] if spec.formats[part] == KEEP else spec.formats[part] for part in own}
+    for part, like in (("head", "embedding"), ("predictor", "ffn")):
+        formats[part] = spec.formats[part]
+        if part == "head" and not checkpoint.decoder.tied_head:
+            formats[part] = checkpoint.format(part) if formats[part] == KEEP else formats[part]
+        elif part == "head" or formats[part] == KEEP:
+            formats[part] = formats[like]
+    return formats
+
+
+class _Meter:
+    """Tells how many bytes of all arrays are done."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._progress, self._done = total, progress, 0
+
+    def watch(self, spec: ArraySpec, blocks: Iterable[Array]) -> Iterator[Array]:
+        row = spec.nbytes // spec.shape[0]
+        for block in blocks:
+            yield block
+            self._done += row * len(block)
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+
+def _blocks(checkpoint: Checkpoint, profile: ActivationProfile | None, name: str, spec: ArraySpec) -> Iterable[Array]:
+    layer, _, local = name.removeprefix("layers/").partition("/")
+    if profile is None:
+        return _representable(checkpoint, name, spec, checkpoint.blocks(name))
+    if local == "ffn/order":
+        return [profile.order[int(layer)].astype(np.uint32)]
+    if local == "ffn/counts":
+        return [profile.ordered_counts()[int(layer)].astype(np.uint64)]
+    order = profile.order[int(layer)] if local in NEURON_ARRAYS else None
+    return _representable(checkpoint, name, spec, checkpoint.blocks(name, order))
+
+
+def _representable(checkpoint: Checkpoint, name: str, spec: ArraySpec, blocks: Iterable[Array]) -> Iterator[Array]:
+    """The blocks, each checked to fit the format; a format that is kept holds what it held."""
+    tensors, target = checkpoint.tensor_names(name), FORMATS[spec.format]
+    kept = all(checkpoint.source.dtype(tensor) == spec.format for tensor in tensors)
+    for block in blocks:
+        if not kept and target.overflows(block):
+            raise _too_large(checkpoint, name, target, tensors)
+        yield block
+
+
+def _too_large(checkpoint: Checkpoint, name: str, target: Format, tensors: Sequence[str]) -> CheckpointError:
+    largest = {tensor: float(np.abs(checkpoint.extremes(tensor)).max()) for tensor in tensors}
+    wrong = {tensor: value for tensor, value in largest.items() if target.overflows(np.array(value))}
+    return CheckpointError(
+        f"{checkpoint.folder}: values of {', '.join(wrong)} are too large for {target.name}",
+        expected=f"values that {target.name} can hold",
+        found=f"{max(wrong.values()):.6g}",
+        remedy=f'in the recipe: [pack] {part_of(name)} = "{"bf16" if target.name == "f16" else "f32"}"',
+    )
+
+
+def _provenance(checkpoint: Checkpoint, profile: ActivationProfile | None) -> dict[str, Any]:
+    made_from: dict[str, Any] = {"digest": checkpoint.digest(), "files": checkpoint.file_digests}
+    provenance = {"pi_toolchain": version("pi-toolchain"), "checkpoint": made_from}
+    return provenance if profile is None else {**provenance, "profile": profile.digest()}
+
+
+def _digest(path: Path) -> tuple[str, int]:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size

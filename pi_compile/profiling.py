@@ -1,0 +1,194 @@
+"""Profile: how often each neuron fires on a text, and the order of neurons that follows.
+
+Text is cut into windows, windows into shards. A group of layers is loaded, all shards pass through it, and the hidden
+states are kept for the next group: with all layers in one group that is the ordinary forward pass, with one layer a
+group the memory is that of one layer whatever the model's size. Both are the same arithmetic, so the counts agree.
+Counts are integers summed in shard order. A shard that is done is on disk: a killed run goes on from there.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pi_compile import torch_decoder as td
+from pi_compile.activations import ActivationProfile, Counts
+from pi_compile.checkpoint import Checkpoint
+from pi_compile.errors import CorpusError
+from pi_compile.hidden_states import HiddenStates
+from pi_compile.neuron_order import neuron_order
+from pi_runtime.artifact.decoder import Decoder
+
+Tokens = npt.NDArray[np.integer]
+Progress = Callable[[int, int], None]
+Bits = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSpec:
+    """How text is pushed through."""
+
+    window: int = 512
+    """Tokens of one sequence; at most the model's context."""
+    batch: int = 8
+    """Sequences at once. Part of the result: a product's last bit may depend on its shape."""
+    shard: int = 64
+    """Sequences of one shard, the unit that is not computed again after a kill."""
+    layers_at_once: int | None = None
+    """Layers held in memory together; None for all."""
+    cofiring_tokens: int = 4096
+    """Tokens sampled, evenly over the text, for which neurons fire together."""
+    device: str = "cpu"
+    """cpu or cuda:N."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a stage will take."""
+
+    seconds: float
+    disk_bytes: int
+    memory_bytes: int
+
+
+def estimate(d: Decoder, tokens: int, spec: ProfileSpec) -> Estimate:
+    """Time by a short matrix product at this width, disk by hidden states, memory by weights and activations."""
+    rows = spec.batch * spec.window
+    a, b = torch.randn(min(rows, 512), d.d_model), torch.randn(d.d_model, min(d.d_ff, 4096))
+    began = time.perf_counter()
+    for _ in range(3):
+        a @ b
+    flops_per_s = 3 * 2 * a.numel() * b.shape[1] / (time.perf_counter() - began)
+    layer = layer_parameters(d)
+    resident = min(spec.layers_at_once or d.n_layers, d.n_layers)
+    spilled = 2 if resident < d.n_layers else 0
+    return Estimate(
+        seconds=2 * layer * d.n_layers * tokens / flops_per_s,
+        disk_bytes=spilled * tokens * d.d_model * 4,
+        memory_bytes=4 * (resident * layer + d.vocab_size * d.d_model + rows * (2 * d.d_ff + 6 * d.d_model)),
+    )
+
+
+def layer_parameters(d: Decoder) -> int:
+    """Weights of one layer."""
+    attention = (2 * d.n_heads + 2 * d.n_kv_heads) * d.head_dim * d.d_model
+    return attention + (3 if d.ffn == "gated" else 2) * d.d_ff * d.d_model
+
+
+def profile(
+    checkpoint: Checkpoint, tokens: Tokens, spec: ProfileSpec, *, scratch: Path, inputs: str, progress: Progress
+) -> ActivationProfile:
+    """Count over a token stream.
+
+    `scratch`: a folder that is this run's alone; what it holds of an earlier, killed run with the same `inputs` is
+    taken over. Raises CorpusError for a text shorter than one window.
+    """
+    d = checkpoint.decoder
+    window = min(spec.window, d.context_length)
+    ids_NT = td.windows(tokens, window)
+    if len(ids_NT) == 0:
+        raise CorpusError(f"the text has {len(tokens)} tokens", expected=f"at least one window of {window}")
+    run = _Run(checkpoint, ids_NT, spec, scratch, progress)
+    with torch.inference_mode():
+        counted = [layer for group in run.groups() for layer in run.count(group)]
+    counts: Counts = np.stack([counts for counts, _ in counted])
+    order = np.stack([neuron_order(counts, bits) for counts, bits in counted])
+    return ActivationProfile(decoder=d, tokens=ids_NT.numel(), counts=counts, order=order, inputs=inputs)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One profiling run: where its hidden states and finished shards are."""
+
+    checkpoint: Checkpoint
+    ids_NT: torch.Tensor
+    spec: ProfileSpec
+    scratch: Path
+    progress: Progress
+
+    def groups(self) -> Iterator[range]:
+        layers, step = self.checkpoint.decoder.n_layers, self.spec.layers_at_once or self.checkpoint.decoder.n_layers
+        return (range(start, min(layers, start + step)) for start in range(0, layers, step))
+
+    def count(self, group: range) -> list[tuple[Counts, Bits]]:
+        """(counts (F,), co-firing bits (samples, F)) of each layer of a group."""
+        shards = [slice(s, s + self.spec.shard) for s in range(0, len(self.ids_NT), self.spec.shard)]
+        files = [self.scratch / f"layers-{group.start}-shard-{n}.npz" for n in range(len(shards))]
+        if not all(file.exists() for file in files):
+            self._count_missing(group, shards, files)
+        counts = np.zeros((len(group), self.checkpoint.decoder.d_ff), np.uint64)
+        bits = []
+        for file in files:
+            with np.load(file, allow_pickle=False) as stored:
+                counts += stored["counts"]
+                bits.append(np.unpackbits(stored["bits"], axis=2, count=counts.shape[1]))
+        joined = np.concatenate(bits, axis=1)
+        return [(counts[n], joined[n]) for n in range(len(group))]
+
+    def _count_missing(self, group: range, shards: list[slice], files: list[Path]) -> None:
+        weights = [td.layer_weights(self.checkpoint, n, self.spec.device) for n in group]
+        ends = td.end_weights(self.checkpoint, self.spec.device) if group.start == 0 else {}
+        for n, (shard, file) in enumerate(zip(shards, files, strict=True)):
+            if file.exists():
+                continue
+            shape = (len(group), self.checkpoint.decoder.d_ff)
+            counts, bits = np.zeros(shape, np.int64), []
+            for batch in range(shard.start, min(shard.stop, len(self.ids_NT)), self.spec.batch):
+                rows = slice(batch, min(batch + self.spec.batch, shard.stop, len(self.ids_NT)))
+                fired = self._push(group, weights, ends, rows)
+                counts += np.stack([count_fired(f).cpu().numpy() for f in fired])
+                bits.append(np.stack([np.packbits(self._sample(f), axis=1) for f in fired]))
+            _write_whole(file, counts=counts.astype(np.uint64), bits=np.concatenate(bits, axis=1))
+            self.progress(group.start * len(shards) + (n + 1) * len(group), self.layers * len(shards))
+
+    @property
+    def layers(self) -> int:
+        return self.checkpoint.decoder.n_layers
+
+    def _push(
+        self, group: range, weights: list[dict[str, torch.Tensor]], ends: td.Weights, rows: slice
+    ) -> list[torch.Tensor]:
+        """One batch through a group of layers; which neurons fired, per layer (tokens, F) bool."""
+        d = self.checkpoint.decoder
+        if group.start == 0:
+            x = td.embed(d, ends, self.ids_NT[rows].to(self.spec.device))
+        else:
+            x = torch.from_numpy(self._hidden(group.start)[rows]).to(self.spec.device)
+        fired = []
+        for w in weights:
+            x = td.attention(d, w, x)
+            h = td.neurons(d, w, td.norm(d, w, "ffn/norm", x))
+            fired.append((h != 0).flatten(0, 1))
+            x = x + td.ffn_output(w, h)
+        if group.stop < d.n_layers:
+            self._hidden(group.stop)[rows] = x.cpu().numpy()
+        return fired
+
+    def _hidden(self, layer: int) -> npt.NDArray[np.float32]:
+        """Hidden states (N, T, D) before a group of layers."""
+        shape = (*self.ids_NT.shape, self.checkpoint.decoder.d_model)
+        return HiddenStates(self.scratch, "hidden", shape).before(layer // (self.spec.layers_at_once or self.layers))
+
+    def _sample(self, fired: torch.Tensor) -> npt.NDArray[np.bool_]:
+        step = max(1, self.ids_NT.numel() // self.spec.cofiring_tokens)
+        return fired[::step].cpu().numpy()
+
+
+def count_fired(fired: torch.Tensor) -> torch.Tensor:
+    """(tokens, F) bool → (F,) int64.
+
+    Summed as bytes over at most 255 tokens first: a sixth of the time of a direct sum.
+    """
+    return sum(
+        (part.sum(0, dtype=torch.uint8).long() for part in torch.split(fired, 255)), torch.zeros(1, dtype=torch.long)
+    )
+
+
+def _write_whole(path: Path, **arrays: npt.NDArray[np.generic]) -> None:
+    temporary = path.with_suffix(".partial.npz")
+    np.savez(temporary, **arrays)  # type: ignore[arg-type]
+    temporary.replace(path)

@@ -1,0 +1,132 @@
+"""What a choice of predictors costs on a text: perplexity, and per layer what is read and lost.
+
+The text goes through the decoder with the selection applied at every position of every layer.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812  its usual name
+
+from pi_compile import torch_decoder as td
+from pi_compile.checkpoint import Checkpoint
+from pi_compile.predictor import Predictor
+from pi_compile.trained import LayerRow
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.formats import FORMATS
+
+BATCH = 8
+"""Windows at once."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """FFN bytes of one layer: of a row of `first`, of a neuron's `rest`, and of everything a predictor holds."""
+
+    d: Decoder
+    ffn_format: str
+    predictor_format: str
+
+    def gate(self, density: float) -> float:
+        """Bytes per token of the gate rung: every row of `first`, `rest` where it fires."""
+        return self.d.d_ff * (self._row + density * self._rest)
+
+    def predicted(self, rank: int, read: float, kept: float) -> float:
+        """Bytes per token of the predicted rung: predictor, `first` of the share `read`, `rest` of the share `kept`."""
+        fmt = FORMATS[self.predictor_format]
+        predictor = fmt.nbytes((rank, self.d.d_model)) + fmt.nbytes((self.d.d_ff, rank)) + 4 * self.d.d_ff
+        return predictor + self.d.d_ff * (read * self._row + kept * self._rest)
+
+    @property
+    def _row(self) -> int:
+        return FORMATS[self.ffn_format].nbytes((1, self.d.d_model))
+
+    @property
+    def _rest(self) -> int:
+        return self._row * (2 if self.d.ffn == "gated" else 1)
+
+
+@dataclass
+class Tally:
+    """Sums over the tokens of a text for one layer."""
+
+    tokens: int = 0
+    fires: int = 0
+    predicted: int = 0
+    both: int = 0
+    lost: float = 0.0
+    state: float = 0.0
+
+    def add(
+        self, h: torch.Tensor, predicted: torch.Tensor | None, lost_y: torch.Tensor | None, x: torch.Tensor
+    ) -> None:
+        fires = h != 0
+        self.tokens += h.shape[:-1].numel()
+        self.fires += int(fires.sum())
+        self.predicted += h.numel() if predicted is None else int(predicted.sum())
+        self.both += int(fires.sum() if predicted is None else (fires & predicted).sum())
+        self.lost += 0.0 if lost_y is None else float((lost_y**2).sum())
+        self.state += float((x**2).sum())
+
+    def row(self, reading: Reading, rung: str, rank: int | None) -> LayerRow:
+        """The table row; without a predictor every neuron counts as predicted."""
+        neurons = self.tokens * reading.d.d_ff
+        density, read, kept = self.fires / neurons, self.predicted / neurons, self.both / neurons
+        gate = reading.gate(density)
+        return LayerRow(
+            rung=rung,
+            density=density,
+            rank=rank,
+            ffn_bytes=gate if rank is None else reading.predicted(rank, read, kept),
+            gate_bytes=gate,
+            recall=self.both / max(self.fires, 1),
+            precision=self.both / max(self.predicted, 1),
+            rows_read_over_active=self.predicted / max(self.fires, 1),
+            error=self.lost / max(self.state, 1e-30),
+        )
+
+
+def judge(
+    checkpoint: Checkpoint,
+    ids_NT: torch.Tensor,
+    predictors: Sequence[Predictor | None],
+    *,
+    device: str,
+    step: Callable[[], None] = lambda: None,
+) -> tuple[float, list[Tally]]:
+    """(perplexity, tally per layer) of a text under a choice of predictors; None skips nothing in that layer."""
+    d = checkpoint.decoder
+    with torch.inference_mode():
+        ends = td.end_weights(checkpoint, device)
+        states = [td.embed(d, ends, ids.to(device)) for ids in torch.split(ids_NT, BATCH)]
+        tallies = [Tally() for _ in predictors]
+        for n, predictor in enumerate(predictors):
+            w = td.layer_weights(checkpoint, n, device)
+            states = [layer_step(d, w, x, predictor, tallies[n]) for x in states]
+            step()
+        losses = [
+            F.cross_entropy(
+                td.logits(d, ends, x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(device), reduction="sum"
+            )
+            for x, ids in zip(states, torch.split(ids_NT, BATCH), strict=True)
+        ]
+    predicted_tokens = ids_NT.shape[0] * (ids_NT.shape[1] - 1)
+    return math.exp(float(torch.stack(losses).double().sum()) / predicted_tokens), tallies
+
+
+def layer_step(d: Decoder, w: td.Weights, x: torch.Tensor, predictor: Predictor | None, tally: Tally) -> torch.Tensor:
+    """One layer with selection; adds to the tally."""
+    x = td.attention(d, w, x)
+    inputs = td.norm(d, w, "ffn/norm", x)
+    h = td.neurons(d, w, inputs)
+    if predictor is None:
+        x = x + td.ffn_output(w, h)
+        tally.add(h, None, None, x)
+        return x
+    predicted = predictor.scores(inputs) > 0
+    kept = torch.where(predicted, h, 0.0)
+    x = x + td.ffn_output(w, kept)
+    tally.add(h, predicted, (h - kept) @ w["ffn/rest"][:, -1], x)
+    return x

@@ -1,0 +1,285 @@
+"""Train: a predictor for each layer, of the size that pays, under one quality budget.
+
+Layer by layer: the layer's FFN inputs on the fit and tune texts, a few candidate ranks around the one its sparsity and
+skewness suggest, a few thresholds each, and for every candidate the bytes it reads and the error it leaves on the
+tune text. Then one number, the price of an error, is raised until the perplexity on the tune text keeps the budget;
+a layer takes the candidate, or the gate rung, that is cheapest at that price. What is reported is measured on a third
+text. N tokens, D model width, F neurons.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import zarr
+
+from pi_compile import torch_decoder as td
+from pi_compile.activations import ActivationProfile
+from pi_compile.checkpoint import Checkpoint
+from pi_compile.hidden_states import HiddenStates
+from pi_compile.predictor import Predictor, energy, second_moment, starting_rank, threshold_for, train, warm_start
+from pi_compile.selection_quality import BATCH, Reading, Tally, judge
+from pi_compile.trained import Floats, LayerRow, Trained
+from pi_runtime.artifact.formats import FORMATS, ROW_ALIGN
+from pi_runtime.errors import NotMetError
+
+Tokens = npt.NDArray[np.integer]
+Progress = Callable[[int, int], None]
+LOST_SHARES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+"""Shares of the neurons' energy that thresholds are tried for."""
+RANK_FACTORS = (0.5, 1.0, 1.5)
+CHUNK = 4096
+"""Samples in memory at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSpec:
+    """How predictors are trained and chosen."""
+
+    window: int = 512
+    batch: int = 512
+    steps: int = 400
+    learning_rate: float = 3e-3
+    perplexity_increase: float = 0.001
+    """Largest relative increase of perplexity that all layers together may cost."""
+    predictor_format: str = "f16"
+    ffn_format: str = "f16"
+    rungs: tuple[str, ...] = ("dense", "gate", "predicted")
+    """Rungs a layer may take. Without dense and gate the quality budget may be out of reach."""
+    seed: int = 0
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Three disjoint token streams."""
+
+    fit: Tokens
+    tune: Tokens
+    report: Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One way to run a layer, as measured on the tune text."""
+
+    predictor: Predictor | None
+    row: LayerRow
+
+
+def train_predictors(
+    checkpoint: Checkpoint,
+    profile: ActivationProfile,
+    texts: Texts,
+    spec: TrainSpec,
+    *,
+    scratch: Path,
+    inputs: str,
+    progress: Progress,
+) -> Trained:
+    """Fit, choose and report. `scratch` is this run's alone; finished layers of an earlier run with the same `inputs`
+    are taken over. Raises NotMetError if the allowed rungs cannot keep the quality budget."""
+    run = _Run(checkpoint, profile, texts, spec, scratch, progress)
+    # A model that is not sparse has nothing to predict.
+    sparse = checkpoint.decoder.sparse and "predicted" in spec.rungs
+    layers = [run.layer(n) if sparse else [] for n in range(checkpoint.decoder.n_layers)]
+    chosen, tune = _choose(run, layers)
+    report_ids = run.ids(texts.report)
+    dense, tallies = judge(checkpoint, report_ids, [None] * len(layers), device=spec.device)
+    predictors = [c.predictor for c in chosen]
+    quality = dense
+    if any(predictors):
+        quality, tallies = judge(checkpoint, report_ids, predictors, device=spec.device)
+    rows = [t.row(run.reading, c.row.rung, c.row.rank) for t, c in zip(tallies, chosen, strict=True)]
+    return Trained(
+        rows=tuple(rows),
+        predictors=tuple(_arrays(p) for p in predictors),
+        perplexity={**tune, "report_dense": dense, "report": quality},
+        inputs=inputs,
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    checkpoint: Checkpoint
+    profile: ActivationProfile
+    texts: Texts
+    spec: TrainSpec
+    scratch: Path
+    progress: Progress
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.checkpoint.decoder, self.spec.ffn_format, self.spec.predictor_format)
+
+    def ids(self, tokens: Tokens) -> torch.Tensor:
+        return td.windows(tokens, min(self.spec.window, self.checkpoint.decoder.context_length))
+
+    def layer(self, n: int) -> list[Candidate]:
+        """Candidates of layer n, trained now or taken from an earlier run."""
+        file = self.scratch / f"layer-{n}.npz"
+        if not file.exists():
+            self._fit(n, file)
+        self.progress(n + 1, self.checkpoint.decoder.n_layers)
+        with np.load(file, allow_pickle=False) as stored:
+            found = []
+            for item in json.loads(str(stored["candidates"])):
+                down, up, bias = (torch.from_numpy(stored[f"{k}-{item['rank']}"]) for k in ("down", "up", "bias"))
+                predictor = Predictor(down, up, bias).shifted(item.pop("threshold"))
+                found.append(Candidate(predictor, LayerRow(**item)))
+        return found
+
+    def _fit(self, n: int, file: Path) -> None:
+        torch.manual_seed(self.spec.seed * 1_000_003 + n)
+        w = td.layer_weights(self.checkpoint, n, self.spec.device)
+        fit = self._advance("fit", self.texts.fit, n, w)
+        tune = self._advance("tune", self.texts.tune, n, w)
+        moment = second_moment(_blocks(fit, self.spec.device), self.checkpoint.decoder.d_model)
+        arrays: dict[str, Any] = {}
+        candidates: list[dict[str, Any]] = []
+        for rank in self._ranks(n):
+            start = warm_start(w["ffn/first"], w.get("ffn/first_bias"), moment, rank)
+            batches = _batches(fit, self.spec.batch, self.spec.device, np.random.default_rng([self.spec.seed, n, rank]))
+            with torch.enable_grad():
+                trained = train(
+                    start,
+                    batches,
+                    self.checkpoint.decoder,
+                    w,
+                    steps=self.spec.steps,
+                    learning_rate=self.spec.learning_rate,
+                )
+            stored = trained.stored_as(self.spec.predictor_format)
+            arrays |= {f"down-{rank}": stored.down, f"up-{rank}": stored.up, f"bias-{rank}": stored.bias}
+            candidates += self._thresholds(stored, rank, w, tune)
+        arrays = {name: array.numpy(force=True) for name, array in arrays.items()}
+        temporary = file.with_suffix(".partial.npz")
+        np.savez(temporary, candidates=np.array(json.dumps(candidates)), **arrays)
+        temporary.replace(file)
+
+    def _ranks(self, n: int) -> list[int]:
+        d = self.checkpoint.decoder
+        # A row of `up` is padded to a cache line: ranks in between would cost the same.
+        step = min(ROW_ALIGN // FORMATS[self.spec.predictor_format].itemsize, d.d_model)
+        top = float(self.profile.cumulative_curve(5)[n, 1])
+        base = starting_rank(d, float(self.profile.density()[n]), top, step)
+        wished = (max(step, round(base * factor / step) * step) for factor in RANK_FACTORS)
+        return sorted({rank for rank in wished if rank <= d.d_model})
+
+    def _advance(self, name: str, tokens: Tokens, n: int, w: td.Weights) -> zarr.Array[Any]:
+        """Push a text's hidden states through layer n; its FFN inputs (N, D) as a chunked array on disk."""
+        d, ids = self.checkpoint.decoder, self.ids(tokens)
+        states = HiddenStates(self.scratch, name, (*ids.shape, d.d_model))
+        samples = zarr.create_array(
+            self.scratch / f"{name}-inputs.zarr",
+            shape=(ids.numel(), d.d_model),
+            chunks=(min(CHUNK, ids.numel()), d.d_model),
+            dtype="float32",
+            compressors=None,
+            overwrite=True,
+        )
+        ends = td.end_weights(self.checkpoint, self.spec.device) if n == 0 else {}
+        before, after = states.before(n), states.before(n + 1)
+        with torch.inference_mode():
+            for start in range(0, len(ids), BATCH):
+                rows = slice(start, start + BATCH)
+                x = (
+                    td.embed(d, ends, ids[rows].to(self.spec.device))
+                    if n == 0
+                    else torch.from_numpy(before[rows].copy()).to(self.spec.device)
+                )
+                x = td.attention(d, w, x)
+                inputs = td.norm(d, w, "ffn/norm", x)
+                flat = inputs.flatten(0, 1).numpy(force=True)
+                samples[start * ids.shape[1] : start * ids.shape[1] + len(flat)] = flat
+                after[rows] = (x + td.ffn_output(w, td.neurons(d, w, inputs))).numpy(force=True)
+        return samples
+
+    def _thresholds(self, p: Predictor, rank: int, w: td.Weights, tune: "zarr.Array[Any]") -> list[dict[str, Any]]:
+        """Candidates of one trained predictor: a threshold for each share of energy that may be lost."""
+        d, rest = self.checkpoint.decoder, w["ffn/rest"][:, -1]
+        found: dict[float, dict[str, Any]] = {}
+        with torch.inference_mode():
+            blocks = list(_blocks(tune, self.spec.device))
+            h = torch.cat([td.neurons(d, w, x) for x in blocks])
+            scores = torch.cat([p.scores(x) for x in blocks])
+            lost_by_neuron = energy(h, w)
+            y = h @ rest
+            for share in LOST_SHARES:
+                threshold = threshold_for(scores, lost_by_neuron, share)
+                predicted = scores > threshold
+                tally = Tally()
+                tally.add(h, predicted, torch.where(predicted, 0.0, h) @ rest, y)
+                row = tally.row(self.reading, "predicted", rank)
+                found[threshold] = {**asdict(row), "threshold": threshold}
+        return list(found.values())
+
+
+def _choose(run: _Run, layers: list[list[Candidate]]) -> tuple[list[Candidate], dict[str, float]]:
+    """The cheapest candidates whose perplexity on the tune text keeps the budget, by the price of an error."""
+    ids, count = run.ids(run.texts.tune), len(layers)
+    dense, tallies = judge(run.checkpoint, ids, [None] * count, device=run.spec.device)
+    exact = "gate" if run.checkpoint.decoder.sparse and "gate" in run.spec.rungs else "dense"
+    allowed = []
+    for candidates, tally in zip(layers, tallies, strict=True):
+        plain = Candidate(None, tally.row(run.reading, exact, None))
+        # A predictor that reads more than the gate rung is no use at any price.
+        useful = [c for c in candidates if exact not in run.spec.rungs or c.row.ffn_bytes < plain.row.ffn_bytes]
+        allowed.append([*useful, plain] if exact in run.spec.rungs else useful or [plain])
+    low, high = -2.0, 10.0
+    best: tuple[list[Candidate], float] | None = None
+    for _ in range(8):
+        price = 10 ** ((low + high) / 2)
+        chosen = [
+            min(options, key=lambda c: c.row.ffn_bytes / c.row.gate_bytes + price * c.row.error) for options in allowed
+        ]
+        perplexity, _ = judge(run.checkpoint, ids, [c.predictor for c in chosen], device=run.spec.device)
+        if perplexity <= dense * (1 + run.spec.perplexity_increase):
+            best, high = (chosen, perplexity), (low + high) / 2
+        else:
+            low = (low + high) / 2
+    if best is None:
+        raise _not_met(run, allowed, dense)
+    return best[0], {"tune_dense": dense, "tune": best[1]}
+
+
+def _not_met(run: _Run, allowed: list[list[Candidate]], dense: float) -> NotMetError:
+    safest = [min(options, key=lambda c: c.row.error) for options in allowed]
+    perplexity, _ = judge(
+        run.checkpoint, run.ids(run.texts.tune), [c.predictor for c in safest], device=run.spec.device
+    )
+    worst = sorted(range(len(safest)), key=lambda n: -safest[n].row.error)[:3]
+    return NotMetError(
+        "the quality budget is out of reach with the allowed rungs",
+        expected=f"perplexity at most {100 * run.spec.perplexity_increase:.2f} % above dense ({dense:.3f})",
+        found=f"{perplexity:.3f} at best; most is lost in layers {', '.join(map(str, worst))}",
+        remedy="allow the gate rung in [train] rungs, or raise [quality] perplexity_increase",
+    )
+
+
+def _arrays(p: Predictor | None) -> tuple[Floats, Floats, Floats] | None:
+    return None if p is None else (p.down.numpy(force=True), p.up.numpy(force=True), p.bias.numpy(force=True))
+
+
+def _blocks(samples: "zarr.Array[Any]", device: str) -> Iterator[torch.Tensor]:
+    for start in range(0, samples.shape[0], CHUNK):
+        yield torch.from_numpy(np.asarray(samples[start : start + CHUNK])).to(device)
+
+
+def _batches(samples: "zarr.Array[Any]", size: int, device: str, rng: np.random.Generator) -> Iterator[torch.Tensor]:
+    """Endless batches in random order; one chunk of the file is in memory at a time."""
+    starts = np.arange(0, samples.shape[0], CHUNK)
+    while True:
+        for start in rng.permutation(starts):
+            chunk = torch.from_numpy(np.asarray(samples[start : start + CHUNK])).to(device)
+            yield from torch.split(chunk[torch.from_numpy(rng.permutation(len(chunk)))], size)
+
+
+def table(rows: Sequence[LayerRow]) -> list[dict[str, Any]]:
+    """The rows as plain values, to print or to write as JSON."""
+    return [{"layer": n, **asdict(row)} for n, row in enumerate(rows)]

@@ -1,0 +1,144 @@
+"""What a well-typed manifest may still not say: each check yields its problems, with their paths."""
+
+import re
+import reprlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pi_runtime.artifact.decoder import ACTIVATIONS, FFNS, NORMS, POSITIONS, Decoder
+from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.sizes import PARTS, array_specs
+
+if TYPE_CHECKING:
+    from pi_runtime.artifact.schema import Manifest
+
+RUNGS = ("dense", "gate", "predicted")
+REQUIRED_FILE = "tokenizer.json"
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.[A-Za-z0-9._-]{1,64}")
+_RESERVED = ("manifest.json", "zarr.json")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+# Generation default → the types it may have and its bounds, both allowed.
+_GENERATION: dict[str, tuple[tuple[type, ...], float, float]] = {
+    "do_sample": ((bool,), 0, 1),
+    "min_p": ((int, float), 0, 1),
+    "repetition_penalty": ((int, float), 1e-6, 1e6),
+    "temperature": ((int, float), 0, 1e6),
+    "top_k": ((int,), 0, 2**31),
+    "top_p": ((int, float), 0, 1),
+}
+
+
+def contradictions(m: "Manifest") -> Iterator[str]:
+    """Every problem of a manifest; later checks rest on earlier ones, so it ends after the first group that fails."""
+    for check in (_decoder, _formats, _layers, _plans, _arrays, _files, _text):
+        problems = list(check(m))
+        if problems:
+            yield from problems
+            return
+
+
+def _decoder(m: "Manifest") -> Iterator[str]:
+    d = m.decoder
+    for name, allowed in (("norm", NORMS), ("positions", POSITIONS), ("ffn", FFNS), ("activation", ACTIVATIONS)):
+        if getattr(d, name) not in allowed:
+            yield f"decoder.{name}: {getattr(d, name)!r} is none of {', '.join(allowed)}"
+    for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "context_length"):
+        if not 1 <= getattr(d, name) < 2**31:
+            yield f"decoder.{name}: {getattr(d, name)} is not a size"
+    if d.n_kv_heads > 0 and d.n_heads % d.n_kv_heads:
+        yield f"decoder.n_kv_heads: {d.n_kv_heads} does not divide n_heads {d.n_heads}"
+    if not d.norm_eps > 0:
+        yield f"decoder.norm_eps: {d.norm_eps} is not above 0"
+    yield from _position_problems(d)
+
+
+def _position_problems(d: Decoder) -> Iterator[str]:
+    rope = d.positions == "rope"
+    if rope and d.head_dim % 2:
+        yield f"decoder.head_dim: {d.head_dim} is odd, and rope rotates halves"
+    if rope != (d.rope_theta > 0) or d.rope_theta < 0:
+        yield f"decoder.rope_theta: {d.rope_theta} with positions {d.positions}"
+    if not 0 <= d.position_offset < 2**31 or (rope and d.position_offset):
+        yield f"decoder.position_offset: {d.position_offset} with positions {d.positions}"
+
+
+def _formats(m: "Manifest") -> Iterator[str]:
+    if set(m.formats) != set(PARTS) or not set(m.formats.values()) <= set(WEIGHT_FORMATS):
+        yield f"formats: each of {', '.join(PARTS)} needs one of {', '.join(WEIGHT_FORMATS)}, found {dict(m.formats)}"
+
+
+def _layers(m: "Manifest") -> Iterator[str]:
+    d = m.decoder
+    if len(m.layers) != d.n_layers:
+        yield f"layers: {len(m.layers)} entries for {d.n_layers} layers"
+    for n, layer in enumerate(m.layers):
+        if layer.rung not in RUNGS:
+            yield f"layers[{n}].rung: {layer.rung!r} is none of {', '.join(RUNGS)}"
+        if layer.rung == "predicted" and layer.rank is None:
+            yield f"layers[{n}]: rung predicted without a predictor"
+        if layer.rank is not None and not 1 <= layer.rank <= d.d_model:
+            yield f"layers[{n}].rank: {layer.rank} is not in 1…{d.d_model}"
+
+
+def _plans(m: "Manifest") -> Iterator[str]:
+    d = m.decoder
+    for n, plan in enumerate(m.plans):
+        if len(plan.cuts) != d.n_layers or not all(0 <= cut <= d.d_ff for cut in plan.cuts):
+            yield f"plans[{n}].cuts: not one cut in 0…{d.d_ff} for each layer"
+        if not 0 <= plan.used_bytes <= plan.vram_bytes < 2**63:
+            yield f"plans[{n}]: {plan.used_bytes} bytes used of a budget of {plan.vram_bytes}"
+    budgets = [plan.vram_bytes for plan in m.plans]
+    if budgets != sorted(budgets):
+        yield f"plans: budgets {budgets} do not rise"
+
+
+def _arrays(m: "Manifest") -> Iterator[str]:
+    if not 0 <= m.profiled_tokens < 2**63:
+        yield f"profiled_tokens: {m.profiled_tokens} is not a count"
+        return
+    expected = array_specs(m.decoder, m.formats, [layer.rank for layer in m.layers], m.profiled_tokens > 0)
+    for name in sorted(expected.keys() ^ m.arrays.keys()):
+        yield f"arrays.{name}: {'missing' if name in expected else 'not an array of this decoder'}"
+    for name, spec in expected.items():
+        entry = m.arrays.get(name)
+        if entry is None:
+            continue
+        if (entry.format, entry.shape, entry.nbytes) != (spec.format, spec.shape, spec.nbytes):
+            yield (
+                f"arrays.{name}: {entry.format} {entry.shape} in {entry.nbytes} bytes, "
+                f"expected {spec.format} {spec.shape} in {spec.nbytes}"
+            )
+        if not _DIGEST.fullmatch(entry.sha256):
+            yield f"arrays.{name}.sha256: not a digest"
+
+
+def _files(m: "Manifest") -> Iterator[str]:
+    if REQUIRED_FILE not in m.files:
+        yield f"files.{REQUIRED_FILE}: missing"
+    for name, entry in m.files.items():
+        if not _FILE_NAME.fullmatch(name) or name in _RESERVED:
+            yield f"files.{name}: not a file name"
+        if not 0 <= entry.nbytes < 2**63:
+            yield f"files.{name}.nbytes: {entry.nbytes} is not a size"
+        if not _DIGEST.fullmatch(entry.sha256):
+            yield f"files.{name}.sha256: not a digest"
+
+
+def _text(m: "Manifest") -> Iterator[str]:
+    ids = (*m.text.prefix_ids, *m.text.end_ids)
+    if not all(0 <= i < m.decoder.vocab_size for i in ids):
+        yield f"text: token ids {ids} outside the vocabulary of {m.decoder.vocab_size}"
+    yield from generation_problems(m.generation)
+
+
+def generation_problems(generation: Mapping[str, Any]) -> Iterator[str]:
+    """What cannot be among the generation defaults; for a packer to ask before it writes anything."""
+    for name, value in generation.items():
+        if name not in _GENERATION:
+            yield f"generation.{name}: unknown key; known are {', '.join(_GENERATION)}"
+        elif not _in_range(value, *_GENERATION[name]):
+            yield f"generation.{name}: {reprlib.repr(value)} is no value for it"
+
+
+def _in_range(value: Any, kinds: tuple[type, ...], low: float, high: float) -> bool:
+    return type(value) in kinds and low <= value <= high

@@ -1,0 +1,98 @@
+"""JSON to frozen dataclasses and back, strictly: one spelling for each value, every problem reported with its path.
+
+Canonical JSON: UTF-8, keys sorted by code point, no spaces, non-ASCII characters as themselves, floats as Python's
+`repr`, no NaN and no infinity, each key once.
+"""
+
+import json
+import math
+import reprlib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Any, NoReturn
+
+MAX_DEPTH = 32
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one spelling of a value made of dataclasses, mappings, sequences, strings, numbers, booleans and None.
+
+    Raises ValueError for NaN, infinity and lone surrogates.
+    """
+    return json.dumps(
+        value, default=vars, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
+
+
+def parse_json(data: bytes) -> Any:
+    """JSON without NaN and infinity, nested at most `MAX_DEPTH` deep. Raises ValueError."""
+    try:
+        value = json.loads(data.decode(), parse_constant=_refuse, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    level, depth = [value], 0
+    while level := [child for node in level for child in _children(node)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deeply")
+    return value
+
+
+def _children(node: Any) -> Iterable[Any]:
+    if isinstance(node, dict):
+        return node.values()
+    return node if isinstance(node, list) else ()
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is too large a number")
+    return value
+
+
+def decode(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
+    """JSON value → the type `kind`, noting in `problems` whatever does not match."""
+    # bool is a subclass of int, and 1 stands for 1.0 in no canonical file: types must be the very same.
+    if kind is Any or type(value) is kind:
+        return value
+    if is_dataclass(kind):
+        return _decode_dataclass(kind, value, path, problems)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple and isinstance(value, list):
+        return tuple(decode(arguments[0], v, f"{path}[{n}]", problems) for n, v in enumerate(value))
+    if origin is Mapping and isinstance(value, dict):
+        return {k: decode(arguments[1], v, f"{path}.{k}", problems) for k, v in value.items()}
+    if origin in (typing.Union, types.UnionType):
+        return None if value is None else decode(arguments[0], value, path, problems)
+    problems.append(f"{path}: expected {getattr(kind, '__name__', kind)}, found {reprlib.repr(value)}")
+    return None
+
+
+def _decode_dataclass(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
+    if not isinstance(value, dict):
+        problems.append(f"{path}: expected an object, found {reprlib.repr(value)}")
+        return None
+    known = _fields(kind)
+    problems += [f"{path}.{key}: unknown key" for key in sorted(value.keys() - known.keys())]
+    decoded = {}
+    for name, (hint, required) in known.items():
+        if name in value:
+            decoded[name] = decode(hint, value[name], f"{path}.{name}", problems)
+        elif required:
+            problems.append(f"{path}.{name}: missing")
+    return None if problems else kind(**decoded)
+
+
+@cache
+def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """Name → type and whether it must be given."""
+    hints = typing.get_type_hints(kind)
+    return {f.name: (hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(kind)}

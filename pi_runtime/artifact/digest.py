@@ -1,0 +1,67 @@
+"""The digest of a whole file, defined so that it can be computed in parallel.
+
+digest(data) = sha256( sha256(data[0 : 4 MiB]) ‖ sha256(data[4 MiB : 8 MiB]) ‖ … )        the last piece may be shorter
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+CHUNK = 4 << 20
+_BUFFER = 256 << 10  # stays in the processor's cache between reading and hashing
+
+
+def combine(chunk_digests: Iterable[bytes]) -> str:
+    """The digest of a file from the sha256 of its chunks, as 64 hexadecimal digits."""
+    return hashlib.sha256(b"".join(chunk_digests)).hexdigest()
+
+
+def workers() -> int:
+    """Threads worth having for hashing (hashlib releases the GIL)."""
+    return min(4, os.cpu_count() or 1)
+
+
+class GrowingDigest:
+    """Digest of a file while it is written: chunks that will not change any more are read back and hashed in threads.
+
+    Reading back costs little: the bytes were just written and lie in the page cache.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._next = path, 0
+        self._pool = ThreadPoolExecutor(workers(), thread_name_prefix="pi-digest")
+        self._chunks: list[Future[bytes]] = []
+
+    def advance(self, final: int) -> None:
+        """The bytes [0, final) will not change any more."""
+        while self._next + CHUNK <= final:
+            self._submit(CHUNK)
+
+    def finish(self, nbytes: int) -> str:
+        """The digest of the first `nbytes` bytes. Raises OSError where they cannot be read."""
+        self.advance(nbytes)
+        if self._next < nbytes:
+            self._submit(nbytes - self._next)
+        return combine(chunk.result() for chunk in self._chunks)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _submit(self, nbytes: int) -> None:
+        self._chunks.append(self._pool.submit(_hash_piece, self._path, self._next, nbytes))
+        self._next += nbytes
+
+
+def _hash_piece(path: Path, offset: int, nbytes: int) -> bytes:
+    sha, buffer = hashlib.sha256(), memoryview(bytearray(min(_BUFFER, nbytes)))
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        while nbytes:
+            n = file.readinto(buffer[: min(len(buffer), nbytes)])
+            if not n:
+                raise OSError(f"{path} became shorter while it was written")
+            sha.update(buffer[:n])
+            nbytes -= n
+    return sha.digest()

@@ -1,0 +1,67 @@
+"""Where everything lies in the file: a pure function of the arrays, the plain files and the manifest's length.
+
+arrays, in the order of `array_specs`   tokenizer.json …, by name   zarr.json …   manifest.json
+central directory   end record   comment with the digest
+"""
+
+from collections.abc import Iterable, Mapping
+from zlib import crc32
+
+from pi_runtime.artifact.hierarchy import chunk_name, documents
+from pi_runtime.artifact.records import Entry, central_record, local_header, place
+from pi_runtime.artifact.schema import FORMAT_NAME, FORMAT_VERSION, Manifest
+from pi_runtime.artifact.sizes import ArraySpec, array_specs
+
+MANIFEST = "manifest.json"
+ALIGN, ALIGN_LARGE, LARGE_FROM = 64, 4096, 1 << 16
+COMMENT = f"{FORMAT_NAME}/{FORMAT_VERSION} sha256-4MiB ".encode()
+"""The ZIP's comment up to the 64 hexadecimal digits of the digest."""
+DIGEST_NBYTES = 64
+
+
+def place_array(name: str, spec: ArraySpec, offset: int) -> Entry:
+    """The entry of an array whose local header starts at `offset`: data on a cache line, large data on a page."""
+    nbytes = spec.nbytes
+    return place(chunk_name(name, spec), nbytes, offset, ALIGN_LARGE if nbytes >= LARGE_FROM else ALIGN)
+
+
+def place_arrays(specs: Mapping[str, ArraySpec]) -> tuple[dict[str, Entry], int]:
+    """The entries of all arrays by array name, and the offset after them: nearly all of the file's size."""
+    entries, offset = {}, 0
+    for name, spec in specs.items():
+        entries[name] = entry = place_array(name, spec, offset)
+        offset = entry.data + entry.size
+    return entries, offset
+
+
+def place_files(sizes: Iterable[tuple[str, int]], offset: int) -> tuple[dict[str, Entry], int]:
+    """The entries of plain files (name, size) from `offset`, one after the other, and the offset after them."""
+    entries = {}
+    for name, size in sizes:
+        entries[name] = entry = place(name, size, offset, 1)
+        offset = entry.data + entry.size
+    return entries, offset
+
+
+def manifest_specs(manifest: Manifest) -> dict[str, ArraySpec]:
+    """The arrays an artifact with this manifest holds."""
+    ranks = [layer.rank for layer in manifest.layers]
+    return array_specs(manifest.decoder, manifest.formats, ranks, manifest.profiled_tokens > 0)
+
+
+def trailer(specs: Mapping[str, ArraySpec], manifest: bytes, offset: int) -> tuple[list[Entry], bytes]:
+    """The generated entries from `offset` to the central directory, and their bytes, headers included."""
+    attributes = {"format": FORMAT_NAME, "version": FORMAT_VERSION, "manifest": MANIFEST}
+    contents = [*documents(specs, attributes), (MANIFEST, manifest)]
+    entries, parts = [], []
+    for name, content in contents:
+        entry = place(name, len(content), offset, 1).with_crc(crc32(content))
+        entries.append(entry)
+        parts += [local_header(entry), content]
+        offset = entry.data + entry.size
+    return entries, b"".join(parts)
+
+
+def directory(entries: Iterable[Entry]) -> bytes:
+    """The central directory."""
+    return b"".join(map(central_record, entries))

@@ -1,0 +1,99 @@
+"""Reading an artifact: checked, then memory-mapped; arrays are views of the file."""
+
+import difflib
+import hashlib
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import numpy as np
+
+from pi_runtime.artifact.formats import FORMATS, Array
+from pi_runtime.artifact.schema import Manifest
+from pi_runtime.artifact.structure import Structure, damaged, read_structure
+from pi_runtime.errors import ArtifactError
+
+
+class Artifact:
+    """An artifact on disk, memory-mapped read-only; processes that open the same file share its pages."""
+
+    def __init__(self, path: Path, structure: Structure, mapping: mmap.mmap) -> None:
+        self.path = path
+        self.manifest: Manifest = structure.manifest
+        self.nbytes = structure.nbytes
+        self._mapping = mapping
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Check the structure and map the file; the data is not read (see `verify`).
+
+        Raises ArtifactError: no such file, not an artifact, damaged, of another version.
+        """
+        path = Path(path)
+        with open_file(path) as file:
+            structure = read_structure(file, path)
+            return cls(path, structure, mmap.mmap(file.fileno(), structure.nbytes, access=mmap.ACCESS_READ))
+
+    def array(self, name: str) -> Array:
+        """The stored array, rows padded: a read-only view of the file. Raises KeyError for a name that is not there."""
+        entry = self.manifest.arrays[name]
+        fmt = FORMATS[entry.format]
+        shape = fmt.stored_shape(entry.shape)
+        count = entry.nbytes // fmt.itemsize
+        return np.frombuffer(self._mapping, fmt.stored, count, entry.offset).reshape(shape)
+
+    def values(self, name: str) -> Array:
+        """The values of an array in its logical shape: float32 for weights, integers for order and counts."""
+        entry = self.manifest.arrays[name]
+        return FORMATS[entry.format].decode(self.array(name), entry.shape[-1])
+
+    def file(self, name: str) -> bytes:
+        """The content of a plain file, held against its digest. Raises KeyError, or ArtifactError if damaged."""
+        entry = self.manifest.files[name]
+        data = self._mapping[entry.offset : entry.offset + entry.nbytes]
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise damaged(self.path, name, f"sha256 {entry.sha256}", hashlib.sha256(data).hexdigest())
+        return data
+
+    def close(self) -> None:
+        """Unmap the file, or leave that to the last array that still views it."""
+        with suppress(BufferError):
+            self._mapping.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    """Open for reading; what the operating system refuses becomes an ArtifactError that says what to do."""
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            found = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+            raise ArtifactError(f"{path}: not an artifact", expected="a .pi file", found=found, remedy=_instead(path))
+        with path.open("rb", buffering=0) as file:
+            yield file
+    except (FileNotFoundError, NotADirectoryError):
+        raise ArtifactError(f"{path}: no such file", remedy=_instead(path)) from None
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read", found=error.strerror) from None
+
+
+def _instead(path: Path) -> str:
+    """What the user may have meant: an artifact in the folder that `path` is or is in, the most similar first."""
+    folder = path if path.is_dir() else path.parent
+    if (folder / "config.json").is_file() and folder == path:
+        return "this looks like a checkpoint: `pi-compile init` makes a recipe of it, `pi-compile build` an artifact"
+    there = sorted(other.name for other in folder.glob("*.pi")) if folder.is_dir() else []
+    if not there:
+        return "name an artifact that `pi-compile build` wrote"
+    best = difflib.get_close_matches(path.name, there, 1, 0) or there
+    return f"did you mean {folder / best[0]}?"

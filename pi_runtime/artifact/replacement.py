@@ -1,0 +1,112 @@
+"""A file that appears whole or not at all: written beside its target under a hidden name, then moved over it.
+
+The hidden file is `.NAME.PID-N.tmp`. Its writer holds an exclusive flock on it for as long as it lives, so the next
+writer of the same target can tell what a killed one left behind (lock free: removed) from a live one's (lock held:
+left alone). Windows has no flock, but refuses to remove a file that someone has open, which comes to the same.
+"""
+
+import os
+import re
+import sys
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Self
+
+if sys.platform != "win32":
+    import fcntl
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+class Replacement:
+    """A new file on its way to `target`. Everything may raise OSError; whatever happens, `target` is old or new."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = Path(os.path.realpath(target))  # a link keeps pointing to what it points to
+        with suppress(OSError):  # a folder that cannot be listed may still be written to
+            _remove_stale(self.target)
+        self.path, fd = _create(self.target)
+        self.file = os.fdopen(fd, "r+b", buffering=0)
+        self._pending = True
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write all of `data` at the file's position."""
+        rest = memoryview(data)
+        while rest:
+            rest = rest[self.file.write(rest) or 0 :]
+
+    def publish(self) -> None:
+        """Bring the bytes to the disk and move the file to its target."""
+        os.fsync(self.file.fileno())
+        if sys.platform == "win32":
+            self.file.close()  # an open file cannot be moved there
+        self.path.replace(self.target)
+        self._pending = False
+        self.file.close()  # only now: the lock guards the hidden name
+        _sync_folder(self.target.parent)
+
+    def discard(self) -> None:
+        """Remove the hidden file; nothing if it has been published."""
+        if sys.platform == "win32":
+            self.file.close()
+        if self._pending:
+            self._pending = False
+            with suppress(OSError):  # the next writer of this target will remove it
+                self.path.unlink()
+        self.file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+
+def _create(target: Path) -> tuple[Path, int]:
+    for n in count():
+        path = target.with_name(f".{target.name}.{os.getpid()}-{n}.tmp")
+        try:
+            fd = os.open(path, _FLAGS, 0o666)
+        except FileExistsError:
+            continue
+        with suppress(OSError):  # a file system without locks: others will leave the file alone
+            _lock(fd, wait=True)
+        if os.fstat(fd).st_nlink:
+            return path, fd
+        os.close(fd)  # another writer took the file for a stale one between the two calls
+    raise AssertionError
+
+
+def _lock(fd: int, *, wait: bool) -> None:
+    """Take the lock on an open file. Raises OSError where another has it, and where there are no locks."""
+    if sys.platform != "win32":
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+
+
+def _remove_stale(target: Path) -> None:
+    hidden = re.compile(rf"\.{re.escape(target.name)}\.\d+-\d+\.tmp")
+    for path in target.parent.iterdir():
+        if hidden.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+            with suppress(OSError):  # gone meanwhile, locked, or not ours to remove
+                _remove_unlocked(path)
+
+
+def _remove_unlocked(path: Path) -> None:
+    if sys.platform == "win32":
+        path.unlink()
+    else:
+        with path.open("rb") as file:
+            _lock(file.fileno(), wait=False)
+            if os.fstat(file.fileno()).st_nlink:  # else another writer was quicker, and the name may be a new file's
+                path.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    if sys.platform != "win32":
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # some network file systems cannot
+                os.fsync(fd)
+        finally:
+            os.close(fd)

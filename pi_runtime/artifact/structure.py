@@ -1,0 +1,205 @@
+"""The strict check of an artifact's structure: everything but the data itself, before anything is mapped.
+
+The manifest and the checksums in the directory determine every other byte outside the arrays and plain files. So the
+check makes from them what the writer would have written, and compares: end record, central directory, local headers
+with their padding, `zarr.json` documents. What is accepted has one spelling, so nothing overlaps, hides or escapes.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from zlib import crc32
+
+from pi_runtime.artifact.layout import (
+    COMMENT,
+    DIGEST_NBYTES,
+    MANIFEST,
+    manifest_specs,
+    place_arrays,
+    place_files,
+    trailer,
+)
+from pi_runtime.artifact.magic import foreign
+from pi_runtime.artifact.records import (
+    TAIL_NBYTES,
+    End,
+    Entry,
+    central_record,
+    local_header,
+    parse_directory,
+    parse_end,
+)
+from pi_runtime.artifact.schema import REMEDY, Manifest
+from pi_runtime.errors import ArtifactError
+
+_LARGEST = 16 << 20
+"""Bytes that a central directory or a manifest may have, so that a hostile file cannot fill the memory."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A file whose structure is that of an artifact."""
+
+    manifest: Manifest
+    arrays: dict[str, Entry]
+    files: dict[str, Entry]
+    nbytes: int
+    digest: str
+    """As the end record has it; `verify` holds it against the bytes."""
+
+
+def damaged(path: Path, part: str, expected: object = None, found: object = None) -> ArtifactError:
+    """The error for one damaged part of an artifact."""
+    return ArtifactError(f"{path}: damaged at {part}", expected=expected, found=found, remedy=REMEDY)
+
+
+def read_structure(file: BinaryIO, path: Path) -> Structure:
+    """Check the structure of an open file. Raises ArtifactError naming the first part that is wrong."""
+    nbytes = os.fstat(file.fileno()).st_size
+    tail_nbytes = TAIL_NBYTES + len(COMMENT) + DIGEST_NBYTES
+    tail = _read(file, path, max(0, nbytes - tail_nbytes), min(nbytes, tail_nbytes))
+    if tail[-DIGEST_NBYTES - len(COMMENT) : -DIGEST_NBYTES] != COMMENT:
+        raise foreign(file, path, nbytes)
+    digest = tail[-DIGEST_NBYTES:]
+    end = _check_end(path, tail[: -DIGEST_NBYTES - len(COMMENT)], nbytes)
+    records = _read(file, path, end.offset, end.size)
+    found = _parse_directory(path, records, end)
+    manifest, text = _read_manifest(file, path, found, end)
+    arrays, files, generated, trailing = _expected(path, manifest, text, found)
+    every = [*arrays.values(), *files.values(), *generated]
+    _compare_entries(path, found, every, end)
+    _compare_directory(path, records, every)
+    _compare_manifest(path, manifest, arrays, files)
+    _compare_headers(file, path, [*arrays.values(), *files.values()])
+    _compare_generated(file, path, generated, trailing)
+    return Structure(manifest, arrays, files, nbytes, digest.decode("latin-1"))
+
+
+def _read(file: BinaryIO, path: Path, offset: int, nbytes: int) -> bytes:
+    file.seek(offset)
+    data = file.read(nbytes)
+    if len(data) != nbytes:
+        raise damaged(path, f"byte {offset}", f"{nbytes} bytes", f"{len(data)}")
+    return data
+
+
+def _check_end(path: Path, tail: bytes, nbytes: int) -> End:
+    """The end record, which must be the one record that fits a file of this size."""
+    try:
+        end = parse_end(tail)
+    except ValueError as error:
+        raise damaged(path, "the end record", found=error) from None
+    if end.offset + end.size >= nbytes:
+        raise damaged(path, "the end record", f"a directory inside {nbytes:,} bytes", f"at {end.offset:,}")
+    packed = end.pack(len(COMMENT) + DIGEST_NBYTES)
+    size = end.offset + end.size + len(packed) + len(COMMENT) + DIGEST_NBYTES
+    if size != nbytes:
+        raise damaged(path, "the end record", f"a file of {size:,} bytes", f"{nbytes:,} bytes")
+    if not tail.endswith(packed):
+        raise damaged(path, "the end record", "the bytes that follow from its values", "others")
+    if end.size > _LARGEST:
+        raise damaged(path, "the end record", f"a directory of at most {_LARGEST:,} bytes", f"{end.size:,}")
+    return end
+
+
+def _parse_directory(path: Path, records: bytes, end: End) -> list[Entry]:
+    try:
+        found = list(parse_directory(records))
+    except ValueError as error:
+        raise damaged(path, "the central directory", found=error) from None
+    if len(found) != end.entries or not found:
+        raise damaged(path, "the central directory", f"{end.entries} entries", len(found))
+    return found
+
+
+def _read_manifest(file: BinaryIO, path: Path, found: list[Entry], end: End) -> tuple[Manifest, bytes]:
+    """The manifest, which must be the last entry and end where the directory begins."""
+    name, size, *_ = found[-1]
+    if name != MANIFEST:
+        raise damaged(path, "the central directory", f"{MANIFEST} as the last entry", repr(name))
+    if size > min(_LARGEST, end.offset):
+        raise damaged(path, MANIFEST, f"at most {min(_LARGEST, end.offset):,} bytes", f"{size:,}")
+    text = _read(file, path, end.offset - size, size)
+    if crc32(text) != found[-1].crc:
+        raise damaged(path, MANIFEST, f"CRC-32 {found[-1].crc:08x}", f"{crc32(text):08x}")
+    return Manifest.from_json(text, str(path)), text
+
+
+def _expected(
+    path: Path, manifest: Manifest, text: bytes, found: list[Entry]
+) -> tuple[dict[str, Entry], dict[str, Entry], list[Entry], bytes]:
+    """Arrays and files with the checksums of the directory; the generated entries, and their bytes."""
+    specs = manifest_specs(manifest)
+    arrays, offset = place_arrays(specs)
+    files, offset = place_files([(name, manifest.files[name].nbytes) for name in sorted(manifest.files)], offset)
+    generated, trailing = trailer(specs, text, offset)
+    names = [entry.name for entry in (*arrays.values(), *files.values(), *generated)]
+    if [entry.name for entry in found] != names:
+        raise damaged(path, "the central directory", **_difference(names, [entry.name for entry in found]))
+    checksums = iter(entry.crc for entry in found)
+    arrays = {name: entry.with_crc(next(checksums)) for name, entry in arrays.items()}
+    files = {name: entry.with_crc(next(checksums)) for name, entry in files.items()}
+    return arrays, files, generated, trailing
+
+
+def _difference(expected: list[str], found: list[str]) -> dict[str, object]:
+    """The first place where two lists of names differ, as fields of an error."""
+    for n, (wanted, name) in enumerate(zip(expected, found, strict=False)):
+        if wanted != name:
+            twice = " (again)" if name in found[:n] else ""
+            return {"expected": f"entry {wanted}", "found": f"{name[:200]!r}{twice}"}
+    return {"expected": f"{len(expected)} entries", "found": len(found)}
+
+
+def _compare_entries(path: Path, found: list[Entry], every: list[Entry], end: End) -> None:
+    """Names have been compared. The last entry ends at the directory, so all of them lie inside the file."""
+    for entry, wanted in zip(found, every, strict=True):
+        if (entry.size, entry.offset) != (wanted.size, wanted.offset):
+            raise damaged(
+                path,
+                f"the directory's entry {entry.name}",
+                f"{wanted.size:,} bytes, header at {wanted.offset:,}",
+                f"{entry.size:,} bytes, header at {entry.offset:,}",
+            )
+    last = every[-1].data + every[-1].size
+    if last != end.offset:
+        raise damaged(path, "the end record", f"the directory at {last:,}, after the last entry", f"{end.offset:,}")
+
+
+def _compare_directory(path: Path, records: bytes, every: list[Entry]) -> None:
+    at = 0
+    for entry in every:
+        record = central_record(entry)
+        if records[at : at + len(record)] != record:
+            raise damaged(path, f"the directory's entry {entry.name}", "the record that follows from the manifest")
+        at += len(record)
+    if at != len(records):
+        raise damaged(path, "the central directory", f"{at} bytes", len(records))
+
+
+def _compare_manifest(path: Path, manifest: Manifest, arrays: dict[str, Entry], files: dict[str, Entry]) -> None:
+    """Offsets are the one thing in a checked manifest that the layout may still contradict."""
+    for kind, said, lies in (("arrays", manifest.arrays, arrays), ("files", manifest.files, files)):
+        for name, entry in lies.items():
+            if said[name].offset != entry.data:
+                raise damaged(path, f"{MANIFEST}, {kind}.{name}.offset", entry.data, said[name].offset)
+
+
+def _compare_headers(file: BinaryIO, path: Path, entries: Iterable[Entry]) -> None:
+    for entry in entries:
+        header = local_header(entry)
+        if _read(file, path, entry.offset, len(header)) != header:
+            raise damaged(path, f"the local header of {entry.name} or its padding")
+
+
+def _compare_generated(file: BinaryIO, path: Path, generated: list[Entry], trailing: bytes) -> None:
+    start = generated[0].offset
+    read = _read(file, path, start, len(trailing))
+    if read == trailing:
+        return
+    for entry in generated:
+        end = entry.data + entry.size - start
+        if read[:end] != trailing[:end]:
+            raise damaged(path, entry.name, "the content that follows from the manifest", "another")

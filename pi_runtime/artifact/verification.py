@@ -1,0 +1,132 @@
+"""`verify`: is every byte of an artifact what was written?"""
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from zlib import crc32
+
+from pi_runtime.artifact.digest import CHUNK, combine, workers
+from pi_runtime.artifact.layout import DIGEST_NBYTES
+from pi_runtime.artifact.reader import open_file
+from pi_runtime.artifact.records import Entry
+from pi_runtime.artifact.schema import REMEDY
+from pi_runtime.artifact.structure import Structure, damaged, read_structure
+from pi_runtime.errors import ArtifactError
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """An artifact found whole."""
+
+    path: Path
+    nbytes: int
+    digest: str
+    """Digest of the file, as its end record has it."""
+    arrays: int
+    files: int
+
+
+def verify(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    """Read the file once and hold every byte against structure, checksums and digests.
+
+    `progress` is called with bytes done and bytes in all. Raises ArtifactError naming each damaged part.
+    """
+    path = Path(path)
+    with open_file(path) as file:
+        structure = read_structure(file, path)
+        parts = _parts(structure)
+        digest = _sweep(file, path, structure.nbytes - DIGEST_NBYTES, parts, progress or _quiet)
+    wrong = [part.name for part in parts if not part.whole]
+    if digest != structure.digest:
+        # The structure has been compared byte by byte and each part hashed: what is left is the digest's own text.
+        wrong = wrong or ["the digest in the end record"]
+    if wrong:
+        raise ArtifactError(f"{path}: damaged in {len(wrong)} parts", found=_listed(wrong), remedy=REMEDY)
+    manifest = structure.manifest
+    return VerifyReport(
+        path=path, nbytes=structure.nbytes, digest=digest, arrays=len(manifest.arrays), files=len(manifest.files)
+    )
+
+
+def _quiet(_done: int, _total: int) -> None:
+    pass
+
+
+class _Part:
+    """One array or plain file: what was said of it, and what its bytes have come to so far."""
+
+    def __init__(self, name: str, entry: Entry, sha256: str) -> None:
+        self.name, self.start, self.end = name, entry.data, entry.data + entry.size
+        self._crc, self._said, self._sha256 = 0, (entry.crc, sha256), hashlib.sha256()
+
+    def update(self, data: memoryview) -> None:
+        self._crc = crc32(data, self._crc)
+        self._sha256.update(data)
+
+    @property
+    def whole(self) -> bool:
+        return (self._crc, self._sha256.hexdigest()) == self._said
+
+
+def _parts(structure: Structure) -> list[_Part]:
+    """In the order of the file."""
+    arrays, files = structure.manifest.arrays, structure.manifest.files
+    return [
+        *(_Part(f"array {name}", entry, arrays[name].sha256) for name, entry in structure.arrays.items()),
+        *(_Part(f"file {name}", entry, files[name].sha256) for name, entry in structure.files.items()),
+    ]
+
+
+def _sweep(file: BinaryIO, path: Path, nbytes: int, parts: list[_Part], progress: Callable[[int, int], None]) -> str:
+    """Feed the first `nbytes` bytes to the parts, and return their digest.
+
+    Chunks are hashed in any order by a pool; the parts in file order by one thread. A few chunks are under way at once.
+    """
+    chunks: list[Future[bytes]] = []
+    underway: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(workers()) as pool, ThreadPoolExecutor(1) as lane:
+        rest = deque(parts)
+        for offset, chunk in _chunks(file, path, nbytes):
+            chunks.append(pool.submit(_sha256, chunk))
+            underway.append(lane.submit(_feed, rest, offset, chunk))
+            if len(underway) > workers():
+                underway.popleft().result()
+                chunks[-len(underway) - 1].result()
+            progress(offset + len(chunk), nbytes)
+        for fed in underway:
+            fed.result()
+        return combine(chunk.result() for chunk in chunks)
+
+
+def _chunks(file: BinaryIO, path: Path, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    file.seek(0)
+    for offset in range(0, nbytes, CHUNK):
+        chunk = file.read(min(CHUNK, nbytes - offset))
+        if len(chunk) != min(CHUNK, nbytes - offset):
+            raise damaged(path, f"byte {offset + len(chunk):,}", found="the file became shorter while it was read")
+        yield offset, memoryview(chunk)
+
+
+def _sha256(data: memoryview) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _feed(rest: deque[_Part], offset: int, chunk: memoryview) -> None:
+    """Give the parts their shares of a chunk; `rest` has the parts that have not ended before it."""
+    end = offset + len(chunk)
+    while rest and rest[0].start < end:
+        part = rest[0]
+        part.update(chunk[max(0, part.start - offset) : part.end - offset])
+        if part.end > end:
+            return
+        rest.popleft()
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return ", ".join(names[:20]) + more

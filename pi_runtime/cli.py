@@ -1,0 +1,152 @@
+"""`pi-run`: answer a prompt from one artifact."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pi_runtime import console
+from pi_runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from pi_runtime.engine import Generation
+    from pi_runtime.model import Model
+    from pi_runtime.sampling import Sampling
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    raise SystemExit(console.run(app))
+
+
+@app.command()
+def run(
+    artifact: Annotated[Path, typer.Argument(help="An artifact made by pi-compile.", show_default=False)],
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue; - reads stdin.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Talk, through the model's own chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 256,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens of this total probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 discourages repeats.")] = None,
+    seed: Annotated[int | None, typer.Option(envvar="PI_SEED", help="Same seed, same text.")] = None,
+    ctx_size: Annotated[int | None, typer.Option(envvar="PI_CTX_SIZE", help="Positions to hold.")] = None,
+    mode: Annotated[str, typer.Option(envvar="PI_MODE", help="auto, dense, gate or predicted.")] = "auto",
+    device: Annotated[str, typer.Option(envvar="PI_DEVICE", help="auto, cpu or cuda:N.")] = "auto",
+    threads: Annotated[int | None, typer.Option(envvar="PI_THREADS", help="CPU threads.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Say afterwards how long it took.")] = False,
+    as_json: Annotated[bool, console.JSON] = False,
+    debug: Annotated[bool, console.DEBUG] = False,
+) -> None:
+    """Continue a prompt, or chat, with a packed model. Text goes to stdout as it comes."""
+    import time
+
+    began = time.perf_counter()
+    if chat == (prompt is not None):
+        raise UsageError("give either --prompt TEXT or --chat", remedy="pi-run ARTIFACT --prompt 'Once upon a time'")
+    if chat and as_json:
+        raise UsageError("--chat does not go with --json")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    from pi_runtime.kernels.compiling import is_cold
+    from pi_runtime.model import load
+    from pi_runtime.sampling import Sampling
+
+    if is_cold():
+        console.say("compiling kernels for this processor, once (some tens of seconds) …")
+    with load(artifact, mode=mode, context=ctx_size, threads=threads, device=device) as model:
+        load_s = time.perf_counter() - began
+        chosen = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+        }
+        flags = {name: value for name, value in chosen.items() if value is not None}
+        sampling = Sampling.from_generation_config(model.manifest.generation, **flags)
+        if chat:
+            _chat(model, sampling, system, max_tokens, stop or [], stats=stats, load_s=load_s)
+            return
+        assert text is not None
+        answer = model.generate(text, max_tokens=max_tokens, sampling=sampling, stop=stop or [])
+        if as_json:
+            console.print_json({"text": "".join(answer), **_report(model, answer, load_s)})
+            return
+        _stream(answer)
+        if answer.finish_reason == "context":
+            console.say(f"(stopped: the context of {model.context} tokens is full; see --ctx-size)")
+        if stats:
+            _print_stats(_report(model, answer, load_s))
+
+
+def _stream(answer: "Generation") -> str:
+    pieces = []
+    for piece in answer:
+        pieces.append(piece)
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return "".join(pieces)
+
+
+def _chat(
+    model: "Model",
+    sampling: "Sampling",
+    system: str | None,
+    max_tokens: int,
+    stop: list[str],
+    *,
+    stats: bool,
+    load_s: float,
+) -> None:
+    messages = [{"role": "system", "content": system}] if system else []
+    cache = model.new_cache()
+    console.say("Your turn; an empty line or end of input ends the talk.")
+    while line := _ask():
+        messages.append({"role": "user", "content": line})
+        answer = model.generate(
+            model.chat_prompt(messages), max_tokens=max_tokens, sampling=sampling, stop=stop, cache=cache
+        )
+        messages.append({"role": "assistant", "content": _stream(answer)})
+        if answer.finish_reason == "context":
+            console.say(f"(the context of {model.context} tokens is full; start again, or raise --ctx-size)")
+            return
+        if stats:
+            _print_stats(_report(model, answer, load_s))
+
+
+def _ask() -> str:
+    if sys.stdin.isatty():
+        sys.stderr.write("> ")
+        sys.stderr.flush()
+    return sys.stdin.readline().strip()
+
+
+def _report(model: "Model", answer: "Generation", load_s: float) -> dict[str, object]:
+    s = answer.stats
+    figures = {
+        "load_s": load_s,
+        "first_token_s": load_s + s.first_token_s,
+        "prompt_tokens": s.prompt_tokens,
+        "prefill_tokens_per_s": s.prefill_tokens_per_s,
+        "generated_tokens": s.generated_tokens,
+        "decode_tokens_per_s": s.decode_tokens_per_s,
+        "rows_read_share": s.rows_read_share,
+        "active_share": s.active_share,
+    }
+    return {"finish_reason": answer.finish_reason, "mode": model.mode, "stats": figures}
+
+
+def _print_stats(report: dict[str, object]) -> None:
+    figures = report["stats"]
+    assert isinstance(figures, dict)
+    console.say(f"  {'mode':22}{report['mode']}")
+    for name, value in figures.items():
+        shown = "-" if value is None else f"{value:.3f}" if isinstance(value, float) else value
+        console.say(f"  {name:22}{shown}")

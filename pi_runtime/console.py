@@ -1,0 +1,97 @@
+"""What both command lines share: results to stdout, progress and errors to stderr, exit codes.
+
+0 ok · 1 internal · 2 usage · 3 bad input or artifact · 4 does not fit · 5 lock or quality budget not met ·
+130 interrupted.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+from pi_runtime.errors import PiError, UsageError
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total)."""
+
+DEBUG = typer.Option("--debug", envvar="PI_DEBUG", help="Show a traceback with an error.")
+JSON = typer.Option("--json", help="Print the result as JSON.")
+
+
+def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
+    """Run a command line; every outcome becomes an exit code, every error a message on stderr."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    debug = "--debug" in arguments or bool(os.environ.get("PI_DEBUG"))
+    try:
+        result = app(arguments, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except PiError as error:
+        code, message = error.exit_code, str(error)
+    except KeyboardInterrupt:
+        code, message = 130, "interrupted"
+    except BrokenPipeError:
+        # Whoever read our output has enough. Python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # the last line of defence: an internal error must have its exit code too
+        if hasattr(error, "format_message"):  # click's own: a flag it does not know, a missing argument
+            code, message = getattr(error, "exit_code", UsageError.exit_code), _usage(error)
+        elif type(error).__name__ == "Abort":
+            code, message = 130, "interrupted"
+        else:
+            code, message = 1, f"internal error: {type(error).__name__}: {error}\n  try: run again with --debug"
+        if debug:
+            import traceback  # noqa: PLC0415
+
+            traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)  # noqa: T201
+    return code
+
+
+def _usage(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    hint = f"\n  try: {context.command_path} --help" if context else ""
+    return f"{error.format_message()}{hint}"
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """One JSON object on stdout."""
+    sys.stdout.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def say(message: str) -> None:
+    """A line about what is going on, on stderr."""
+    sys.stderr.write(message + "\n")
+
+
+@contextmanager
+def progress(title: str, unit: str = "bytes") -> Iterator[Progress]:
+    """A bar with rate and time left on stderr; nothing where stderr is no terminal. `unit`: bytes or a noun."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich import progress as bars  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+
+    rate: list[bars.ProgressColumn] = (
+        [bars.DownloadColumn(), bars.TransferSpeedColumn()]
+        if unit == "bytes"
+        else [bars.MofNCompleteColumn(), bars.TextColumn(unit)]
+    )
+    columns = [bars.TextColumn("{task.description}"), bars.BarColumn(), *rate, bars.TimeRemainingColumn()]
+    with bars.Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def size(nbytes: float) -> str:
+    """8589934592 → `8.0 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

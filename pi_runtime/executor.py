@@ -1,0 +1,65 @@
+"""Runs token blocks of one open artifact on the CPU: the compiled forward pass with its memory."""
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.cache import KVCache
+from pi_runtime.kernels import table
+from pi_runtime.kernels.buffers import BLOCK_TOKENS, buffers
+from pi_runtime.kernels.forward import forward
+from pi_runtime.kernels.reference import rotary_table
+
+Floats = npt.NDArray[np.float32]
+
+
+class CpuExecutor:
+    """One artifact, one mode, all of it on the CPU.
+
+    `threads` bounds numba's threads for the calls made here; results do not depend on it.
+    """
+
+    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int) -> None:
+        decoder, layers = artifact.manifest.decoder, artifact.manifest.layers
+        self._threads = threads
+        self._shape = table.shape_of(decoder, artifact.manifest.formats)
+        self._ends = table.ends_of(artifact)
+        self._table_LW = table.table_of(artifact, mode)
+        self._eps = np.float32(decoder.norm_eps)
+        self._buffers = buffers(self._shape, len(layers), max((layer.rank or 0 for layer in layers), default=0))
+        self._cos_SE, self._sin_SE = rotary_table(decoder, context)
+
+    @property
+    def neurons(self) -> int:
+        """Neurons of all layers."""
+        return self._shape.d_ff * len(self._table_LW)
+
+    @property
+    def rows_read(self) -> npt.NDArray[np.int64]:
+        """(layers, 2): rows of `first` read and neurons kept for the last single token that ran with selection."""
+        return self._buffers.rows_L2
+
+    def run(self, tokens: npt.NDArray[np.int64], cache: KVCache, *, select: bool, every: bool) -> Floats:
+        """Append up to `BLOCK_TOKENS` tokens to the cache; logits (T, V) if `every`, else (1, V) of the last.
+
+        The result is a view of a buffer that the next call overwrites. Token ids and room are the caller's promise.
+        """
+        assert 0 < len(tokens) <= min(BLOCK_TOKENS, cache.room), (len(tokens), cache.room)
+        numba.set_num_threads(self._threads)
+        forward(
+            self._shape,
+            self._ends,
+            self._table_LW,
+            self._eps,
+            self._cos_SE,
+            self._sin_SE,
+            tokens,
+            len(cache.tokens),
+            cache.values,
+            select,
+            every,
+            self._buffers,
+        )
+        cache.tokens += tokens.tolist()
+        return self._buffers.logits_TV[: len(tokens) if every else 1]

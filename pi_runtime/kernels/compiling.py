@@ -1,0 +1,77 @@
+"""How kernels are compiled: options all share, and a kernel cache that never goes stale.
+
+numba notices an edit only in the file of the function it compiles, not in what that function calls. So the cache
+folder is named after a digest of every kernel source, numba's version and the processor; an edit means a new folder.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding
+import numba
+
+# Threads of libgomp that wait for work spin for milliseconds by default. On a machine with anything else to do that
+# makes each parallel region wait for a time slice (8 ms against 5 µs, measured); a short spin costs nothing when idle.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+"""Sums may be vectorised; infinities and NaN keep their meaning."""
+
+
+def cache_folder() -> Path:
+    """Folder of compiled kernels for these sources on this machine: `$PI_CACHE_DIR`, else the user's cache folder,
+    else (read-only home) the temporary folder."""
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()}".encode())
+    digest.update(llvmlite.binding.get_host_cpu_features().flatten().encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pi-runtime"
+    candidates = [Path(chosen)] if (chosen := os.environ.get("PI_CACHE_DIR")) else [user]
+    for base in [
+        *candidates,
+        Path(tempfile.gettempdir()) / f"pi-runtime-{os.getuid() if hasattr(os, 'getuid') else 0}",
+    ]:
+        folder = base / "kernels" / digest.hexdigest()[:16]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK):
+            return folder
+    raise AssertionError("the temporary folder is not writable")
+
+
+def is_cold() -> bool:
+    """Whether the kernels are still to be compiled (some tens of seconds, once)."""
+    return not any(cache_folder().rglob("*.nbi"))
+
+
+def leaf(function: Callable[..., Any]) -> Any:
+    """Compile a function that other kernels call: serial, and inlined by LLVM where that pays."""
+    return _compile(function, parallel=False)
+
+
+def operator(function: Callable[..., Any]) -> Any:
+    """Compile a function whose `prange` loops run on numba's threads. It calls leaves only."""
+    return _compile(function, parallel=True)
+
+
+def _compile(function: Callable[..., Any], *, parallel: bool) -> Any:
+    # numba takes the cache folder from its global configuration when a function is decorated: lend it ours, once.
+    # One folder for each way of compiling, because numba's key does not hold the options.
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(cache_folder() / ("threaded" if parallel else "serial"))
+    try:
+        return numba.njit(parallel=parallel, nogil=True, fastmath=FASTMATH, cache=True, error_model="numpy")(function)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def threading_layer() -> str:
+    """Name of the library behind numba's threads: `omp`, `tbb` or `workqueue` (the slow one that is always there)."""
+    numba.get_num_threads()  # starts the threads, and with them chooses
+    return str(numba.threading_layer())

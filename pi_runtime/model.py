@@ -1,0 +1,171 @@
+"""An open artifact as a model: logits and text."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Manifest
+from pi_runtime.cache import KVCache
+from pi_runtime.devices import resolve_device
+from pi_runtime.engine import Generation
+from pi_runtime.errors import ArtifactError, PromptError, TemplateError, UsageError
+from pi_runtime.executor import CpuExecutor
+from pi_runtime.kernels.buffers import BLOCK_TOKENS
+from pi_runtime.sampling import Sampler, Sampling
+from pi_runtime.template import render
+from pi_runtime.tokenizer import Tokenizer
+
+MODES = ("auto", "dense", "gate", "predicted")
+DEFAULT_CONTEXT = 4096
+"""Positions held unless asked otherwise, where the model allows as many."""
+
+
+def load(
+    path: str | Path,
+    *,
+    mode: str = "auto",
+    context: int | None = None,
+    threads: int | None = None,
+    device: str = "auto",
+) -> "Model":
+    """Open an artifact for running.
+
+    `mode`: `dense` computes every neuron; `gate` skips `rest` where a neuron does not fire, which changes nothing;
+    `auto` runs each layer on the rung its compiler chose; `predicted` is `auto` for an artifact that has predictors.
+    `context`: positions to hold, prompt and answer together. `threads`: of the CPU; results do not depend on it.
+
+    Raises ArtifactError for a file that is not an artifact of this version, UsageError for an argument that cannot
+    be, DeviceError for a device that is not there.
+    """
+    resolve_device(device)
+    available = int(numba.config.NUMBA_NUM_THREADS)
+    if threads is not None and not 1 <= threads <= available:
+        raise UsageError(f"--threads {threads}", expected=f"1 to {available}", remedy="NUMBA_NUM_THREADS sets the most")
+    if mode not in MODES:
+        raise UsageError(f"--mode {mode}: unknown mode", expected=", ".join(MODES))
+    artifact = Artifact.open(Path(path))
+    try:
+        return Model(artifact, mode, _context(artifact.manifest, context), threads or available)
+    except BaseException:
+        artifact.close()
+        raise
+
+
+def _context(manifest: Manifest, wanted: int | None) -> int:
+    longest = manifest.decoder.context_length
+    if wanted is None:
+        return min(longest, DEFAULT_CONTEXT)
+    if not 2 <= wanted <= longest:
+        raise UsageError(f"--ctx-size {wanted}", expected=f"2 to {longest}, the context this model was made for")
+    return wanted
+
+
+class Model:
+    """A loaded artifact; a context manager that closes the file. Make one with `load`."""
+
+    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int) -> None:
+        rungs = {layer.rung for layer in artifact.manifest.layers}
+        if mode == "predicted" and "predicted" not in rungs:
+            raise UsageError(
+                f"{artifact.path}: --mode predicted, but the artifact has no predictors",
+                remedy="--mode auto, or train predictors: pi-compile train RECIPE, then pack again",
+            )
+        self._artifact = artifact
+        self.mode = mode
+        self.context = context
+        self.tokenizer = Tokenizer(
+            artifact.file("tokenizer.json"), artifact.manifest.text, vocab_size=artifact.manifest.decoder.vocab_size
+        )
+        self._executor = CpuExecutor(artifact, mode, context, threads)
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the artifact says of itself."""
+        return self._artifact.manifest
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        cache: KVCache | None = None,
+    ) -> Generation:
+        """Continue a prompt (text, or token ids taken as they are); yields pieces of text.
+
+        `sampling`: None takes the checkpoint's generation defaults. `max_tokens`: None goes on until the model ends or
+        the context is full. `cache`: one that earlier calls used; what it holds of the prompt is not computed again.
+        Raises PromptError where the prompt is empty, outside the vocabulary, or leaves no room.
+        """
+        if max_tokens is not None and max_tokens < 1:
+            raise UsageError(f"--max-tokens {max_tokens}", expected="1 or more")
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked(prompt).tolist()
+        if sampling is None:
+            sampling = Sampling.from_generation_config(self.manifest.generation)
+        return Generation(
+            self._executor,
+            self.tokenizer,
+            cache or self.new_cache(),
+            ids,
+            end_ids=self.manifest.text.end_ids,
+            sampler=Sampler(sampling, self.manifest.decoder.vocab_size),
+            stop=stop,
+            max_tokens=max_tokens,
+        )
+
+    def logits(self, token_ids: npt.ArrayLike) -> npt.NDArray[np.float32]:
+        """float32 (T, vocabulary) for a sequence of T token ids, with the mode's selection at every position."""
+        ids = self._checked(token_ids)
+        if len(ids) > self.context:
+            raise PromptError(f"{len(ids)} tokens", expected=f"at most the context of {self.context}")
+        cache = self.new_cache()
+        blocks = [ids[start : start + BLOCK_TOKENS] for start in range(0, len(ids), BLOCK_TOKENS)]
+        return np.concatenate([self._executor.run(b, cache, select=True, every=True).copy() for b in blocks])
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The conversation as the model's own template writes it, ready for the assistant's turn."""
+        if "chat_template.jinja" not in self.manifest.files:
+            raise TemplateError(
+                f"{self._artifact.path}: the model has no chat template", remedy="give the text with --prompt"
+            )
+        try:
+            template = self._artifact.file("chat_template.jinja").decode()
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"{self._artifact.path}: the chat template is not UTF-8", found=error) from None
+        text = self.manifest.text
+        variables = {"bos_token": text.bos_token, "eos_token": text.eos_token, **text.special_tokens}
+        return render(template, messages, variables=variables)
+
+    def new_cache(self) -> KVCache:
+        """An empty key-value cache for one sequence."""
+        return KVCache(self.manifest.decoder, self.context)
+
+    def close(self) -> None:
+        """Unmap the file. The model cannot be used afterwards."""
+        self._artifact.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _checked(self, token_ids: Any) -> npt.NDArray[np.int64]:
+        ids = np.ascontiguousarray(token_ids)
+        vocabulary = self.manifest.decoder.vocab_size
+        if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+            raise PromptError("token ids must be a non-empty list of integers", found=f"{ids.dtype} {ids.shape}")
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            raise PromptError(
+                f"token id {ids.max() if ids.min() >= 0 else ids.min()}", expected=f"0 to {vocabulary - 1}"
+            )
+        return ids.astype(np.int64)

@@ -1,0 +1,190 @@
+"""From logits to the next token: transformers' logits processors in transformers' order, then one seeded draw.
+
+    x_V  logits      p = softmax(x)      C  the candidates still in play
+
+    repetition penalty   x_i ← x_i · r  if x_i < 0  else  x_i / r,   for every i seen so far
+    temperature          x ← x / t
+    top-k                C = {i : x_i ≥ the k-th largest x}
+    top-p                C without the least likely tokens, as long as those removed sum to at most 1 − p
+    min-p                C = {i : p_i ≥ m · max p}
+
+Temperature 0 is greedy: the largest penalised logit, the lowest id on ties; the filters then change nothing.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_runtime.errors import ArtifactError, PiError, UsageError
+
+Float64s = npt.NDArray[np.float64]
+Float32s = npt.NDArray[np.float32]
+Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
+Mask = npt.NDArray[np.bool_]
+
+DEFAULT_TOP_K = 50  # what transformers samples with where a checkpoint names no top_k
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. Raises UsageError naming the flag of a value that cannot be."""
+
+    temperature: float = 0.0
+    """Divides the logits; 0 is greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens (and ties with the last of them); 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens that together hold this probability; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the most likely one; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Makes every token of prompt and answer less likely to come again; 1 changes nothing."""
+    seed: int | None = None
+    """Of the random generator; None draws a fresh one."""
+
+    def __post_init__(self) -> None:
+        _check("--temperature", self.temperature, "a number ≥ 0", _is_number(self.temperature, 0))
+        _check("--top-k", self.top_k, "an integer ≥ 0 (0 keeps all)", _is_integer(self.top_k))
+        _check("--top-p", self.top_p, "a number in 0…1", _is_number(self.top_p, 0, 1))
+        _check("--min-p", self.min_p, "a number in 0…1", _is_number(self.min_p, 0, 1))
+        penalty = self.repetition_penalty
+        _check("--repetition-penalty", penalty, "a number > 0", _is_number(penalty, 0) and penalty > 0)
+        _check("--seed", self.seed, "an integer ≥ 0", self.seed is None or _is_integer(self.seed))
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
+        """The checkpoint's own defaults, changed by the given fields; an override of None is not one.
+
+        As in transformers a config without `do_sample: true` means greedy, and one without `top_k` means 50. An
+        explicit temperature, or a filter that is not off, asks for sampling. Raises ArtifactError for a config that
+        cannot be, UsageError for an override that cannot.
+        """
+        known = {f.name for f in fields(cls)} - {"seed"}
+        given = {name: value for name, value in config.items() if name in known and value is not None}
+        try:
+            defaults = cls(**{"temperature": 1.0, "top_k": DEFAULT_TOP_K, **given})
+        except UsageError as error:
+            raise ArtifactError(f"the model's generation defaults: {error}") from None
+        changed = replace(defaults, **{name: value for name, value in overrides.items() if value is not None})
+        off = cls()
+        filtered = any(overrides.get(name) not in (None, getattr(off, name)) for name in ("top_k", "top_p", "min_p"))
+        if config.get("do_sample") or filtered or overrides.get("temperature") is not None:
+            return changed
+        return replace(changed, temperature=0.0)
+
+
+class Sampler:
+    """Chooses token after token; its random generator is its only state."""
+
+    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
+        self._sampling, self._vocab_size = sampling, vocab_size
+        self._random = np.random.Generator(np.random.PCG64(sampling.seed))
+
+    def __call__(self, logits: Float32s, seen_ids: Ids) -> int:
+        """Float32 logits (vocabulary,) and every id so far, prompt included → the next id.
+
+        Raises PiError where the logits say nothing: a NaN, +inf, or −inf everywhere. `logits` is left as it was.
+        """
+        assert logits.shape == (self._vocab_size,), logits.shape
+        s = self._sampling
+        scores = penalise(logits, seen_ids, s.repetition_penalty)
+        # max() is NaN if any logit is.
+        if not math.isfinite(top := float(scores.max())):
+            raise PiError(
+                f"the model's logits have the maximum {top}",
+                expected="finite logits",
+                remedy="`pi-compile verify` on the artifact; if it is whole, its weights overflow the arithmetic",
+            )
+        if s.temperature == 0:
+            return int(scores.argmax())
+        ids, p = candidates(scores, s)
+        cumulated = p.cumsum()
+        # Below the total even where the product rounds up to it, so that an id of probability 0 is never drawn.
+        point = min(self._random.random() * cumulated[-1], np.nextafter(cumulated[-1], 0))
+        return int(ids[np.searchsorted(cumulated, point, side="right")])
+
+
+def candidates(scores: Float32s, sampling: Sampling) -> tuple[npt.NDArray[np.intp], Float64s]:
+    """Penalised logits → the ids that may be drawn, rising, and their probabilities (float64)."""
+    ids = np.arange(scores.size)
+    # The shift changes no probability and lets any temperature > 0 divide without reaching +inf or NaN.
+    with np.errstate(over="ignore"):
+        x: Float64s = (scores.astype(np.float64) - float(scores.max())) / sampling.temperature
+    if 0 < sampling.top_k < x.size:
+        ids, x = _keep(top_k(x, sampling.top_k), ids, x)
+    if sampling.top_p < 1:
+        ids, x = _keep(top_p(x, sampling.top_p), ids, x)
+    if sampling.min_p > 0:
+        ids, x = _keep(min_p(x, sampling.min_p), ids, x)
+    return ids, softmax(x)
+
+
+def softmax(x: Float64s) -> Float64s:
+    """exp(x_i) / Σ exp(x)."""
+    e: Float64s = np.exp(x - x.max())
+    p: Float64s = e / e.sum()
+    return p
+
+
+def penalise(logits: Float32s, seen_ids: Ids, penalty: float) -> Float32s:
+    """x_i · r where x_i < 0, x_i / r elsewhere, once for each seen i (Keskar et al. 2019, section 4.1)."""
+    if penalty == 1 or not len(seen_ids):
+        return logits
+    seen = np.unique(np.asarray(seen_ids, np.int64))
+    seen = seen[seen < logits.size]
+    scores, r = logits.copy(), np.float32(penalty)
+    x = logits[seen]
+    with np.errstate(all="ignore"):  # an overflow is the caller's to find
+        scores[seen] = np.where(x < 0, x * r, x / r)
+    return scores
+
+
+def top_k(x: Float64s, k: int) -> Mask:
+    """Whether x_i is at least the k-th largest; ties with it stay."""
+    k = min(k, x.size)
+    keep: Mask = x >= np.partition(x, x.size - k)[x.size - k]
+    return keep
+
+
+def top_p(x: Float64s, p: float) -> Mask:
+    """False for the least likely tokens as long as they sum to at most 1 − p (Holtzman et al. 2020); one is kept."""
+    prob = softmax(x)
+    # Those below (1 − p) / V are all removed and need no sorting; half of it, so that rounding never removes the most
+    # likely one here.
+    tail = prob < 0.5 * (1 - p) / x.size
+    rising = np.flatnonzero(~tail)
+    rising = rising[np.argsort(x[rising], kind="stable")]
+    keep: Mask = np.zeros(x.size, np.bool_)
+    keep[rising] = prob[tail].sum() + prob[rising].cumsum() > 1 - p
+    keep[rising[-1]] = True
+    return keep
+
+
+def min_p(x: Float64s, m: float) -> Mask:
+    """Whether a token is at least m times as likely as the most likely one (Nguyen et al. 2024)."""
+    p = softmax(x)
+    keep: Mask = p >= m * p.max()
+    return keep
+
+
+def _keep(mask: Mask, ids: npt.NDArray[np.intp], x: Float64s) -> tuple[npt.NDArray[np.intp], Float64s]:
+    return ids[mask], x[mask]
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: object, low: float, high: float = math.inf) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and low <= value <= high
+
+
+def _check(flag: str, value: object, expected: str, ok: bool) -> None:
+    if not ok:
+        raise UsageError(f"{flag} {value}", expected=expected, found=repr(value))

@@ -1,0 +1,51 @@
+"""Stop strings: end a text where one of them appears, without ever having shown its beginning."""
+
+from collections.abc import Sequence
+
+from pi_runtime.errors import UsageError
+
+
+class StopStrings:
+    """A filter between the pieces of a text and their reader.
+
+    The text ends at the first position where some stop string is complete; of several that are complete there, the
+    longest counts. The stop string itself is not let through. Where the pieces are cut makes no difference to the
+    joined output, and no more is held back than could still become a stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Raises UsageError for an empty stop string."""
+        # A str is a Sequence[str] too: its letters would each stop the text.
+        if isinstance(stops, str) or not all(isinstance(stop, str) for stop in stops):
+            raise UsageError("--stop: not a list of strings", found=repr(stops))
+        if "" in stops:
+            raise UsageError("--stop: an empty stop string", expected="at least one character")
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self._stopped = False
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """The next piece → the text that can be shown now, and whether the text has ended."""
+        if self._stopped:
+            return "", True
+        text = self._held + piece
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
+            self._held, self._stopped = "", True
+            return text[: min(matches)[1]], True
+        cut = len(text) - self._pending(text)
+        self._held = text[cut:]
+        return text[:cut], False
+
+    def finish(self) -> str:
+        """The text came to its own end: what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _pending(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        for n in range(min(len(text), self._longest - 1), 0, -1):
+            if any(stop.startswith(text[-n:]) for stop in self._stops):
+                return n
+        return 0

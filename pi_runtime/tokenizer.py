@@ -1,0 +1,154 @@
+"""Text to token ids and back, by the `tokenizers` library and the manifest's word on which ids frame a text."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+import tokenizers
+
+from pi_runtime.artifact.schema import Text
+from pi_runtime.errors import ArtifactError, PromptError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+REPLACEMENT = "\ufffd"
+BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+class Tokenizer:
+    """One model's tokenizer."""
+
+    def __init__(self, data: bytes, text: Text, *, vocab_size: int) -> None:
+        """`data` is what `tokenizer.json` holds, `vocab_size` the model's. Raises ArtifactError for a bad file."""
+        self._library = _call("is not usable", tokenizers.Tokenizer.from_buffer, data)
+        # Published files carry the settings of their last training run; a prompt is never cut or padded.
+        self._library.no_truncation()
+        self._library.no_padding()
+        added = self._library.get_added_tokens_decoder().values()
+        self._special = frozenset(token.content for token in added if token.special)
+        self._prefix_ids, self._vocab_size = list(text.prefix_ids), vocab_size
+
+    def encode(self, text: str, *, prefix: bool = True) -> list[int]:
+        """The ids of `text`, without the tokenizer's own framing.
+
+        With `prefix` they begin with the manifest's `prefix_ids`: whatever of these the text itself begins with, as a
+        rendered chat does, is not put a second time. Raises PromptError for text that is not Unicode, ArtifactError
+        where tokenizer and model do not belong together.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(
+                f"the prompt is not Unicode text at character {error.start}", found=error.reason
+            ) from None
+        encoding = _call("cannot encode this text", self._library.encode, text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        if max(ids, default=0) >= self._vocab_size:
+            raise ArtifactError(
+                "tokenizer.json has tokens that the model has not",
+                expected=f"ids below {self._vocab_size}",
+                found=f"id {max(ids)} for {self._library.id_to_token(max(ids))!r}",
+            )
+        if not prefix:
+            return ids
+        shared = 0
+        while shared < min(len(ids), len(self._prefix_ids)) and ids[shared] == self._prefix_ids[shared]:
+            shared += 1
+        return self._prefix_ids + ids[shared:]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; special tokens have none, nor have ids of the model that the tokenizer does not name.
+
+        Raises PromptError for an id outside the vocabulary.
+        """
+        for token_id in ids:
+            self._check(token_id)
+        return self._decode(ids)
+
+    def stream(self) -> "TextStream":
+        """A decoder for ids that come one by one."""
+        return TextStream(self)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = _call("cannot decode these tokens", self._library.decode, list(ids), skip_special_tokens=True)
+        return text
+
+    def _token(self, token_id: int) -> str | None:
+        """The token as `decode` sees it, None for one that it skips."""
+        self._check(token_id)
+        token = self._library.id_to_token(token_id)
+        return None if token in self._special else token
+
+    def _check(self, token_id: int) -> None:
+        if not 0 <= token_id < self._vocab_size:
+            raise PromptError(f"token id {token_id} is not in the vocabulary", expected=f"0…{self._vocab_size - 1}")
+
+
+class TextStream:
+    """Ids one by one → text, never half a character; the pieces joined are `decode` of all ids.
+
+    (`tokenizers.decoders.DecodeStream` does not promise that: it never gives the bytes of an unfinished character,
+    and raises or departs from `decode` where bytes turn out to be none.)
+
+    What a token adds can depend on the token before it (its leading space) and, for a character made of several
+    tokens, on those after it. So the ids not yet shown in full are *held*, and decoded after a *context* of shown ids:
+
+    - byte-fallback tokens (`<0xE2>`): one bad byte makes replacement characters of the whole run, so a run is held
+      until it ends;
+    - byte-level tokens: an unfinished character at the end decodes to exactly one replacement character, so all but
+      that one is final.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+        self._held: list[int] = []
+        self._context_chars = 0
+        self._shown_chars = 0
+        """Characters of the held ids that were given out already."""
+
+    def push(self, token_id: int) -> str:
+        """The next id → the text that it completes, often "". Raises PromptError for an id outside the vocabulary."""
+        token = self._tokenizer._token(token_id)
+        if token is None:
+            return ""
+        self._held.append(token_id)
+        if BYTE_TOKEN.fullmatch(token):
+            return ""
+        text = self._held_text()
+        if text.endswith(REPLACEMENT):
+            return self._show(text[:-1])
+        piece = self._show(text)
+        # The context must have text of its own: where decoding strips a leading space, it must not be that of the
+        # next token.
+        alone = self._tokenizer._decode(self._held)
+        self._context = self._held if alone else self._context + self._held
+        self._context_chars = len(alone) if alone else self._context_chars + len(text)
+        self._held, self._shown_chars = [], 0
+        return piece
+
+    def finish(self) -> str:
+        """No id follows: the rest, incomplete bytes as replacement characters."""
+        return self._show(self._held_text()) if self._held else ""
+
+    def _held_text(self) -> str:
+        return self._tokenizer._decode(self._context + self._held)[self._context_chars :]
+
+    def _show(self, text: str) -> str:
+        piece = text[self._shown_chars :]
+        self._shown_chars = max(self._shown_chars, len(text))
+        return piece
+
+
+def _call(failure: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`function` of the tokenizers library, whose errors have no class of their own."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:  # ValueError or a bare Exception, by version and cause
+        raise ArtifactError(f"tokenizer.json {failure}", found=str(error)[:200]) from None
+    except BaseException as error:
+        # A panic of the Rust side arrives as pyo3's PanicException, which cannot be imported.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ArtifactError(f"tokenizer.json {failure}", found=str(error)[:200]) from None

@@ -1,0 +1,213 @@
+"""Each filter is transformers' filter; the draw has the stated distribution."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pi_runtime import sampling as ours
+from pi_runtime.errors import ArtifactError, PiError, UsageError
+from pi_runtime.sampling import Sampler, Sampling, candidates
+
+V = 307
+
+
+def random_logits(seed: int, size: int = V) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 3, size).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import torch
+    from transformers.generation import logits_process
+
+    def apply(name: str, argument: float, x: np.ndarray, ids: list[int] | None = None) -> np.ndarray:
+        processor = getattr(logits_process, name)(argument)
+        return processor(torch.tensor([ids or [0]]), torch.tensor(x)[None])[0].numpy()
+
+    return apply
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("mine", "name", "arguments"),
+    [
+        (ours.top_k, "TopKLogitsWarper", [1, 2, 40, V, 10 * V]),
+        (ours.top_p, "TopPLogitsWarper", [0.0, 1e-6, 0.1, 0.5, 0.9, 0.999]),
+        (ours.min_p, "MinPLogitsWarper", [0.0, 0.01, 0.3, 1.0]),
+    ],
+)
+def test_filter_keeps_what_transformers_keeps(
+    theirs: Any, seed: int, mine: Callable[..., np.ndarray], name: str, arguments: list[float]
+) -> None:
+    x = random_logits(seed)
+    for argument in arguments:
+        kept = np.isfinite(theirs(name, argument, x))
+        np.testing.assert_array_equal(mine(x.astype(np.float64), argument), kept, err_msg=f"{name}({argument})")
+        assert kept.any()
+
+
+@pytest.mark.parametrize("mine", [ours.top_k, ours.min_p])
+def test_ties_stay_together(mine: Callable[..., np.ndarray]) -> None:
+    assert mine(np.array([1.0, 2.0, 2.0, 0.0]), 1).tolist() == [False, True, True, False]
+
+
+def test_top_p_ties_as_transformers(theirs: Any) -> None:
+    x = np.array([1, 2, 2, 0, 2, 2], np.float32)
+    for p in (0.0, 0.3, 0.6, 0.9):
+        kept = np.isfinite(theirs("TopPLogitsWarper", p, x))
+        assert ours.top_p(x.astype(np.float64), p).tolist() == kept.tolist(), p
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.1, 2.0])
+def test_penalty_is_transformers(theirs: Any, penalty: float) -> None:
+    x, seen = random_logits(1), [3, 5, 5, V - 1, V + 20]
+    np.testing.assert_array_equal(
+        ours.penalise(x, seen, penalty), theirs("RepetitionPenaltyLogitsProcessor", penalty, x, seen)
+    )
+    np.testing.assert_array_equal(x, random_logits(1))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_whole_chain_is_transformers(theirs: Any, seed: int) -> None:
+    x, seen = random_logits(seed), [1, 2, 3]
+    expected = theirs("RepetitionPenaltyLogitsProcessor", 1.2, x, seen)
+    for name, argument in (
+        ("TemperatureLogitsWarper", 0.7),
+        ("TopKLogitsWarper", 60),
+        ("TopPLogitsWarper", 0.95),
+        ("MinPLogitsWarper", 0.02),
+    ):
+        expected = theirs(name, argument, expected)
+    chain = Sampling(temperature=0.7, top_k=60, top_p=0.95, min_p=0.02, repetition_penalty=1.2)
+    ids, p = candidates(ours.penalise(x, seen, 1.2), chain)
+    np.testing.assert_array_equal(ids, np.flatnonzero(np.isfinite(expected)))
+    weights = np.exp(expected[ids].astype(np.float64))
+    np.testing.assert_allclose(p, weights / weights.sum(), rtol=1e-5)
+
+
+def test_draws_have_the_stated_probabilities() -> None:
+    """Inverse CDF: an evenly spaced u gives each id its probability's share of the draws, to one draw."""
+
+    class Even:
+        n, total = 0, 20_000
+
+        def random(self) -> float:
+            self.n += 1
+            return (self.n - 0.5) / self.total
+
+    x = random_logits(0, 12)
+    chosen = Sampling(temperature=1.5, top_k=9)
+    sampler = Sampler(chosen, x.size)
+    sampler._random = Even()  # type: ignore[assignment]
+    counts = np.bincount([sampler(x, []) for _ in range(Even.total)], minlength=x.size)
+    ids, p = candidates(x, chosen)
+    assert counts.sum() == counts[ids].sum() == Even.total
+    np.testing.assert_allclose(counts[ids], p * Even.total, atol=1.01)
+
+
+def test_largest_u_still_draws_a_possible_id() -> None:
+    class Last:
+        def random(self) -> float:
+            return 1 - 2**-53
+
+    x = np.array([0, 0, 0, -np.inf], np.float32)
+    sampler = Sampler(Sampling(temperature=1), x.size)
+    sampler._random = Last()  # type: ignore[assignment]
+    assert sampler(x, []) == 2
+
+
+def test_a_seed_repeats_and_another_does_not() -> None:
+    def draw(seed: int | None) -> list[int]:
+        sampler = Sampler(Sampling(temperature=1.0, seed=seed), V)
+        return [sampler(random_logits(n), []) for n in range(40)]
+
+    assert draw(7) == draw(7)
+    assert draw(7) != draw(8)
+    assert draw(None) != draw(None)
+
+
+def test_greedy_takes_the_lowest_of_the_largest() -> None:
+    x = np.array([1, 4, 4, 0], np.float32)
+    assert Sampler(Sampling(), 4)(x, []) == 1
+    assert Sampler(Sampling(repetition_penalty=2), 4)(x, [1]) == 2
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1e-300),
+        Sampling(temperature=5e-324),
+        Sampling(temperature=1, top_k=1),
+        Sampling(temperature=1, top_p=0),
+        Sampling(temperature=1, top_p=1e-9),
+        Sampling(temperature=1, min_p=1),
+        Sampling(temperature=1e-3, top_k=10 * V, top_p=1, min_p=0),
+    ],
+)
+def test_extremes_are_greedy(sampling: Sampling) -> None:
+    for seed in range(10):
+        x = random_logits(seed)
+        assert Sampler(sampling, V)(x, []) == x.argmax()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=2, top_k=5, top_p=0.9, min_p=0.1)])
+def test_one_possible_token_is_taken(sampling: Sampling) -> None:
+    x = np.full(V, -np.inf, np.float32)
+    x[17] = -3
+    assert Sampler(sampling, V)(x, [17]) == 17
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_say_nothing(temperature: float, bad: float) -> None:
+    x = random_logits(0)
+    x[5] = bad
+    sampler = Sampler(Sampling(temperature=temperature), V)
+    with pytest.raises(PiError, match="logits"):
+        sampler(x, [])
+    with pytest.raises(PiError, match="logits"):
+        sampler(np.full(V, -np.inf, np.float32), [])
+
+
+@pytest.mark.parametrize(
+    ("flag", "field", "values"),
+    [
+        ("--temperature", "temperature", [-0.1, math.nan, math.inf, "hot", True]),
+        ("--top-k", "top_k", [-1, 1.5, True]),
+        ("--top-p", "top_p", [-0.1, 1.1, math.nan]),
+        ("--min-p", "min_p", [-0.1, 1.1, None]),
+        ("--repetition-penalty", "repetition_penalty", [0, -1, math.inf]),
+        ("--seed", "seed", [-1, 0.5]),
+    ],
+)
+def test_impossible_values_name_the_flag(flag: str, field: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(UsageError, match=flag):
+            Sampling(**{field: value})
+
+
+def test_generation_config() -> None:
+    read = Sampling.from_generation_config
+    llama = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": None, "eos_token_id": 2}
+    assert read({}).temperature == 0
+    assert read({**llama, "do_sample": False}).temperature == 0
+    assert read(llama) == Sampling(temperature=0.6, top_p=0.9, top_k=50)
+    assert read(llama, temperature=0.0).temperature == 0
+    assert read(llama, top_p=None, top_k=0, seed=3) == Sampling(temperature=0.6, top_p=0.9, seed=3)
+    assert read({"repetition_penalty": 1.3}).repetition_penalty == 1.3
+    # A filter or a temperature asks for sampling, a value that switches a filter off does not.
+    assert read({}, temperature=0.8).temperature == 0.8
+    assert read({}, top_p=0.5) == Sampling(temperature=1.0, top_p=0.5, top_k=50)
+    assert read({}, top_p=1.0, seed=1).temperature == 0
+
+
+def test_generation_config_errors_name_their_source() -> None:
+    with pytest.raises(ArtifactError, match="generation defaults"):
+        Sampling.from_generation_config({"do_sample": True, "top_p": 7})
+    with pytest.raises(UsageError, match="--top-p"):
+        Sampling.from_generation_config({}, top_p=7)
