@@ -1,13 +1,236 @@
-"""From a recipe file to an artifact: joins recipe, checkpoint and packing."""
+"""A recipe's stages in their order, each made once: corpus → profile → train → place → pack.
 
+The one place where stages and store meet. Every stage is keyed by what it reads: digests of checkpoint and text, its
+section of the recipe, the results before it, and its own code. So what changed, and what depends on it, runs again.
+"""
+
+import hashlib
+import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import tokenizers
+
+from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
-from pi_compile.packing import PackSpec, pack
+from pi_compile.corpus import CorpusSpec, Streams, read_streams, source_files
+from pi_compile.machine_file import find_machine
+from pi_compile.packing import PackSpec, pack, resolve_formats
+from pi_compile.placement import ladder
+from pi_compile.profiling import ProfileSpec, estimate, profile
 from pi_compile.recipe import Recipe, read_recipe
-from pi_runtime.console import Progress
+from pi_compile.store import Store, code_digest, key_of
+from pi_compile.text_files import TOKENIZER, read_text_files
+from pi_compile.trained import Trained
+from pi_compile.training import Texts, TrainSpec, train_predictors
+from pi_runtime.artifact.schema import Plan
+from pi_runtime.console import Progress, size
+
+Result = TypeVar("Result")
+
+STORE = ".pi-build"
+"""Folder beside the recipe that holds every recipe's intermediate results."""
+_CODE = {
+    "corpus": ("pi_compile/corpus.py", "pi_compile/python_docs.py"),
+    "profile": (
+        "pi_compile/checkpoint",
+        "pi_compile/torch_decoder.py",
+        "pi_compile/hidden_states.py",
+        "pi_compile/profiling.py",
+        "pi_compile/neuron_order.py",
+        "pi_compile/activations.py",
+    ),
+    "train": (
+        "pi_compile/training.py",
+        "pi_compile/predictor.py",
+        "pi_compile/selection_quality.py",
+        "pi_compile/trained.py",
+        "pi_runtime/artifact/formats.py",
+    ),
+    "pack": ("pi_compile/packing.py", "pi_compile/text_files.py", "pi_compile/checkpoint", "pi_runtime/artifact"),
+}
+
+
+@dataclass
+class Pipeline:
+    """The stages of one recipe. `ran` names those that had to be made."""
+
+    recipe_path: Path
+    device: str
+    notice: Callable[[str], None]
+    progress: Callable[..., AbstractContextManager[Progress]]
+    ran: list[str] = field(default_factory=list)
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        return read_recipe(self.recipe_path)
+
+    @property
+    def folder(self) -> Path:
+        return self.recipe_path.resolve().parent
+
+    @cached_property
+    def store(self) -> Store:
+        return Store(self.folder / STORE / self.recipe_path.stem)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        checkpoint = recipe_checkpoint(self.recipe, self.folder)
+        for line in checkpoint.notices:
+            self.notice(line)
+        return checkpoint
+
+    @cached_property
+    def formats(self) -> dict[str, str]:
+        return resolve_formats(self.checkpoint, PackSpec(formats=self.recipe.pack.model_dump()))
+
+    @cached_property
+    def streams(self) -> Streams:
+        """Token streams of the corpus."""
+        spec = _corpus_spec(self.recipe)
+        files = source_files([*spec.text, *spec.report], self.folder)
+        text = read_text_files(self.checkpoint.folder, self.checkpoint.decoder.vocab_size)
+        window = min(self.recipe.profile.window, self.checkpoint.decoder.context_length)
+        key = key_of(
+            spec=asdict(spec),
+            window=window,
+            files=[(f.name, _file_digest(f)) for f in files],
+            tokenizer=hashlib.sha256(text.files[TOKENIZER]).hexdigest(),
+            code=code_digest(*_CODE["corpus"]),
+        )
+        tokenizer = tokenizers.Tokenizer.from_buffer(text.files[TOKENIZER])
+        tokenizer.no_truncation()
+        return self._stage(
+            "corpus",
+            key,
+            lambda _scratch: read_streams(spec, self.folder, tokenizer, window),
+            lambda streams, path: _save_arrays(path, fit=streams.fit, tune=streams.tune, report=streams.report),
+            lambda path: Streams(**dict(np.load(path, allow_pickle=False))),
+        )
+
+    @cached_property
+    def profile(self) -> ActivationProfile:
+        """Counts and order of the neurons."""
+        section = self.recipe.profile
+        spec = ProfileSpec(
+            window=section.window,
+            batch=section.batch,
+            layers_at_once=section.layers_at_once or None,
+            cofiring_tokens=section.cofiring_tokens,
+            device=self.device,
+        )
+        fit = self.streams.fit
+        key = key_of(
+            checkpoint=self.checkpoint.digest(),
+            text=_digest(fit),
+            spec=asdict(spec),
+            code=code_digest(*_CODE["profile"]),
+        )
+
+        def make(scratch: Path) -> ActivationProfile:
+            e = estimate(self.checkpoint.decoder, len(fit), spec)
+            self.notice(
+                f"profiling {len(fit):,} tokens: about {e.seconds:.0f} s, "
+                f"{size(e.memory_bytes)} of memory, {size(e.disk_bytes)} of disk"
+            )
+            with self.progress("profiling", "shards") as progress:
+                return profile(self.checkpoint, fit, spec, scratch=scratch, inputs=key, progress=progress)
+
+        return self._stage("profile", key, make, lambda p, path: p.save(path), ActivationProfile.load)
+
+    @cached_property
+    def trained(self) -> Trained:
+        """Predictors and the rung of each layer."""
+        section = self.recipe.train
+        spec = TrainSpec(
+            window=self.recipe.profile.window,
+            steps=section.steps,
+            perplexity_increase=self.recipe.quality.perplexity_increase,
+            predictor_format=self.formats["predictor"],
+            ffn_format=self.formats["ffn"],
+            rungs=tuple(section.rungs),
+            seed=section.seed,
+            device=self.device,
+        )
+        streams = self.streams
+        texts = Texts(fit=streams.fit[: section.tokens], tune=streams.tune, report=streams.report)
+        key = key_of(
+            profile=self.profile.digest(),
+            checkpoint=self.checkpoint.digest(),
+            texts=[_digest(t) for t in (texts.fit, texts.tune, texts.report)],
+            spec=asdict(spec),
+            code=code_digest(*_CODE["profile"], *_CODE["train"]),
+        )
+
+        def make(scratch: Path) -> Trained:
+            with self.progress("training", "layers") as progress:
+                return train_predictors(
+                    self.checkpoint, self.profile, texts, spec, scratch=scratch, inputs=key, progress=progress
+                )
+
+        return self._stage("train", key, make, lambda t, path: t.save(path), Trained.load)
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """One placement for each GPU budget. Solved anew each time: it takes a second and reads no model."""
+        section = self.recipe.place
+        machine = find_machine(section.machine, self.folder)
+        budgets = [int(gib * 2**30) for gib in section.vram_gib]
+        return ladder(self.profile, self.formats, self.trained.ranks, machine, budgets)
+
+    def pack(self, output: Path) -> dict[str, Any]:
+        """The artifact; left alone where it is already what would be written."""
+        recipe = self.recipe.model_dump()
+        key = key_of(
+            checkpoint=self.checkpoint.digest(),
+            profile=self.profile.digest(),
+            trained=self.trained.digest(),
+            plans=[asdict(p) for p in self.plans],
+            recipe=recipe,
+            output=str(output.resolve()),
+            code=code_digest(*_CODE["pack"]),
+        )
+        record = self.store.folder / "packed.json"
+        known = json.loads(record.read_text()) if record.exists() else {}
+        if known.get("key") == key and output.exists() and _file_digest(output) == known["report"]["sha256"]:
+            return dict(known["report"])
+        with self.progress("packing") as progress:
+            result = pack(
+                self.checkpoint,
+                PackSpec(formats=self.recipe.pack.model_dump()),
+                output,
+                recipe=recipe,
+                profile=self.profile,
+                trained=self.trained,
+                plans=self.plans,
+                progress=progress,
+            )
+        for line in result.notices:
+            self.notice(line)
+        report = {"artifact": str(result.path), "bytes": result.nbytes, "sha256": result.sha256}
+        temporary = record.with_suffix(".partial")
+        temporary.write_text(json.dumps({"key": key, "report": report}))
+        temporary.replace(record)
+        self.ran.append("pack")
+        return report
+
+    def _stage(
+        self,
+        name: str,
+        key: str,
+        make: Callable[[Path], Result],
+        save: Callable[[Result, Path], None],
+        load: Callable[[Path], Result],
+    ) -> Result:
+        result, made = self.store.result(name, key, make=make, save=save, load=load)
+        if made:
+            self.ran.append(name)
+        return result
 
 
 def recipe_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
@@ -18,14 +241,32 @@ def recipe_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
     return open_checkpoint(model, section.revision or None, section.ignore_config)
 
 
-def pack_recipe(
-    path: Path, output: Path | None, *, progress: Progress, notice: Callable[[str], None]
-) -> dict[str, Any]:
-    """Pack the checkpoint of the recipe at `path`; returns what to report."""
-    recipe = read_recipe(path)
-    checkpoint = recipe_checkpoint(recipe, path.resolve().parent)
-    for line in checkpoint.notices:
-        notice(line)
+def pack_plain(recipe_path: Path, output: Path, *, progress: Progress, notice: Callable[[str], None]) -> dict[str, Any]:
+    """Pack without profile and predictors: exact, and quick to make."""
+    recipe = read_recipe(recipe_path)
+    checkpoint = recipe_checkpoint(recipe, recipe_path.resolve().parent)
     spec = PackSpec(formats=recipe.pack.model_dump())
-    result = pack(checkpoint, spec, output or Path(path.stem + ".pi"), recipe=recipe.model_dump(), progress=progress)
+    result = pack(checkpoint, spec, output, recipe=recipe.model_dump(), progress=progress)
+    for line in (*checkpoint.notices, *result.notices):
+        notice(line)
     return {"artifact": str(result.path), "bytes": result.nbytes, "sha256": result.sha256}
+
+
+def _corpus_spec(recipe: Recipe) -> CorpusSpec:
+    section = recipe.corpus.model_dump()
+    return CorpusSpec(**{**section, "text": tuple(section["text"]), "report": tuple(section["report"])})
+
+
+def _digest(tokens: np.ndarray[Any, Any]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _save_arrays(path: Path, **arrays: np.ndarray[Any, Any]) -> None:
+    temporary = path.with_suffix(".partial.npz")
+    np.savez(temporary, **arrays)  # type: ignore[arg-type]
+    temporary.replace(path)

@@ -1,12 +1,18 @@
 """`pi-compile`: make and examine artifacts."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pi_runtime import console
+
+if TYPE_CHECKING:
+    from pi_compile.building import Pipeline
 
 app = typer.Typer(
     add_completion=False,
@@ -23,14 +29,52 @@ Json = Annotated[bool, console.JSON]
 Debug = Annotated[bool, console.DEBUG]
 
 
+Device = Annotated[str, typer.Option(envvar="PI_DEVICE", help="Where profile and train compute: cpu or cuda:N.")]
+
+
 def main() -> None:
     raise SystemExit(console.run(app))
+
+
+@contextmanager
+def _pipeline(recipe: Path, device: str) -> Iterator["Pipeline"]:
+    from pi_compile.building import Pipeline
+    from pi_compile.devices import torch_device
+
+    pipeline = Pipeline(recipe, torch_device(device), console.say, console.progress)
+    with pipeline.store.exclusive(console.say):
+        yield pipeline
+
+
+def _show(rows: dict[str, Any], pipeline: "Pipeline", as_json: bool) -> None:
+    if as_json:
+        console.print_json({**rows, "ran": pipeline.ran})
+        return
+    from pi_compile.report import print_report
+
+    print_report(rows)
+    console.say(_done(pipeline.ran))
+
+
+def _show_artifact(packed: dict[str, Any], ran: list[str], as_json: bool) -> None:
+    if as_json:
+        console.print_json({**packed, "ran": ran})
+    else:
+        console.say(_done(ran))
+        console.say(f"{packed['artifact']}: {console.size(packed['bytes'])}, sha256 {packed['sha256'][:16]}…")
+
+
+def _done(ran: list[str]) -> str:
+    return f"made: {', '.join(ran)}" if ran else "nothing to do: everything is up to date"
 
 
 @app.command()
 def init(
     model: Annotated[str, typer.Argument(help="A checkpoint's folder, or a hub name.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The recipe to write.")],
+    corpus: Annotated[
+        list[Path] | None, typer.Option(help="Text to profile on; may be given again. Default: Python's documentation.")
+    ] = None,
     revision: Annotated[str, typer.Option(help="Commit of a hub name.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing recipe.")] = False,
     as_json: Json = False,
@@ -39,7 +83,7 @@ def init(
     """Write a complete recipe for a checkpoint, keeping its number formats."""
     from pi_compile.starting import start_recipe
 
-    recipe = start_recipe(model, output, revision=revision, force=force)
+    recipe = start_recipe(model, output, revision=revision, corpus=corpus or [], force=force)
     if as_json:
         console.print_json({"recipe": str(output), **recipe.model_dump()})
     else:
@@ -47,34 +91,111 @@ def init(
 
 
 @app.command()
-def pack(recipe: RecipePath, output: Output = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Pack the checkpoint of a recipe into one artifact."""
-    from pi_compile.building import pack_recipe
+def profile(recipe: RecipePath, device: Device = "cpu", as_json: Json = False, debug: Debug = False) -> None:
+    """Count how often each neuron fires on the recipe's corpus."""
+    from pi_compile import report
 
-    with console.progress("packing") as progress:
-        result = pack_recipe(recipe, output, progress=progress, notice=console.say)
-    if as_json:
-        console.print_json(result)
-    else:
-        console.say(f"{result['artifact']}: {console.size(result['bytes'])}, sha256 {result['sha256'][:16]}…")
+    with _pipeline(recipe, device) as pipeline:
+        _show(report.profile_report(pipeline.profile), pipeline, as_json)
 
 
 @app.command()
-def build(recipe: RecipePath, output: Output = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Run every stage of a recipe: so far, pack."""
-    pack(recipe, output, as_json, debug)
+def train(recipe: RecipePath, device: Device = "cpu", as_json: Json = False, debug: Debug = False) -> None:
+    """Train predictors and choose each layer's rung."""
+    from pi_compile import report
+
+    with _pipeline(recipe, device) as pipeline:
+        _show(report.train_report(pipeline.trained), pipeline, as_json)
+
+
+@app.command()
+def place(recipe: RecipePath, device: Device = "cpu", as_json: Json = False, debug: Debug = False) -> None:
+    """Decide which neurons belong on the GPU, for a ladder of budgets."""
+    from pi_compile import report
+
+    with _pipeline(recipe, device) as pipeline:
+        _show(report.place_report(pipeline.plans, pipeline.profile), pipeline, as_json)
+
+
+@app.command()
+def pack(
+    recipe: RecipePath,
+    output: Output = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Without profile and predictors: exact, quick.")] = False,
+    device: Device = "cpu",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Pack the checkpoint of a recipe, with all that its stages found, into one artifact."""
+    if not plain:
+        build(recipe, output, device, as_json, debug)
+        return
+    from pi_compile.building import pack_plain
+
+    with console.progress("packing") as progress:
+        packed = pack_plain(recipe, output or Path(recipe.stem + ".pi"), progress=progress, notice=console.say)
+    _show_artifact(packed, ["pack"], as_json)
+
+
+@app.command()
+def build(
+    recipe: RecipePath, output: Output = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
+) -> None:
+    """Run every stage that is not done yet: profile, train, place, pack."""
+    with _pipeline(recipe, device) as pipeline:
+        _show_artifact(pipeline.pack(output or Path(recipe.stem + ".pi")), pipeline.ran, as_json)
+
+
+@app.command("eval")
+def evaluate(
+    artifact: ArtifactPath,
+    text: Annotated[list[Path], typer.Option(help="Held-out text; may be given again.", show_default=False)],
+    model: Annotated[Path | None, typer.Option(help="The checkpoint, to compare with.", show_default=False)] = None,
+    tokens: Annotated[int, typer.Option(help="Most tokens to score.")] = 16_384,
+    window: Annotated[int, typer.Option(help="Tokens of one sequence.")] = 512,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say how faithful an artifact is: perplexity, agreement and bytes read, for each mode."""
+    from pi_compile import report
+    from pi_compile.evaluation import evaluate as score
+
+    with console.progress("scoring", "windows") as progress:
+        found = score(artifact, text, model, tokens=tokens, window=window, progress=progress)
+    if as_json:
+        console.print_json(found)
+    else:
+        report.print_report(report.eval_report(found))
+
+
+@app.command()
+def machine(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The machine profile to write.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine's memory bandwidth, and its GPU's where there is one."""
+    from pi_compile.machine import measure_machine
+
+    found = measure_machine()
+    output.write_text(found.to_toml(), encoding="utf-8")
+    if as_json:
+        console.print_json(found.model_dump())
+    else:
+        sys.stdout.write(found.to_toml())
 
 
 @app.command()
 def inspect(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) -> None:
     """Say what an artifact holds."""
+    from pi_compile.inspection import describe
     from pi_compile.inspection import inspect as look
 
     report = look(artifact)
     if as_json:
         console.print_json(report)
     else:
-        _print_tree(report)
+        typer.echo(describe(report))
 
 
 @app.command()
@@ -83,32 +204,22 @@ def verify(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) 
     from pi_runtime.artifact.verification import verify as check
 
     with console.progress("verifying") as progress:
-        report = check(artifact, progress)
+        found = check(artifact, progress)
     if as_json:
-        console.print_json(asdict(report))
+        fields = asdict(found)
+        console.print_json({"artifact": str(fields.pop("path")), "bytes": fields.pop("nbytes"), **fields})
     else:
-        console.say(f"{artifact}: every byte is as it was written")
+        held = f"{console.size(found.nbytes)} in {found.arrays + found.files} parts"
+        typer.echo(f"{artifact}: every byte is as it was written ({held})")
 
 
 @app.command()
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
     """Say what this machine and installation can do, and what is missing."""
-    from pi_compile.doctor import examine
+    from pi_compile.doctor import describe, examine
 
     findings = examine()
     if as_json:
         console.print_json({f.topic: {"found": f.found, "remedy": f.remedy} for f in findings})
-        return
-    for f in findings:
-        typer.echo(f"{f.topic:17}{f.found}" + (f"\n{'':17}→ {f.remedy}" if f.remedy else ""))
-
-
-def _print_tree(value: dict[str, Any], indent: str = "") -> None:
-    for key, entry in value.items():
-        if isinstance(entry, dict):
-            typer.echo(f"{indent}{key}")
-            _print_tree(entry, indent + "  ")
-        elif key.startswith("bytes") or "bytes_by_part" in indent:
-            typer.echo(f"{indent}{key:{24 - len(indent)}}{console.size(entry)}")
-        else:
-            typer.echo(f"{indent}{key:{24 - len(indent)}}{entry}")
+    else:
+        typer.echo(describe(findings))

@@ -7,15 +7,18 @@ import shutil
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from pi_runtime.console import size
 
 EXTRAS = {
     "runtime": ("numpy", "numba", "tokenizers", "jinja2", "typer", "rich"),
     "place": ("highspy", "pydantic", "scipy"),
-    "compile": ("torch", "transformers", "datasets", "safetensors", "zarr"),
+    "compile": ("torch", "transformers", "datasets", "huggingface_hub", "safetensors", "zarr"),
     "cuda": ("torch", "triton"),
 }
+"""Packages of the installation itself (`runtime`) and of each extra."""
+_NOTABLE = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512vnni", "neon")
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,15 @@ def examine() -> list[Finding]:
     ]
 
 
+def describe(findings: list[Finding]) -> str:
+    """Findings as lines to read, remedies below."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.topic:17}{finding.found}")
+        lines += [f"{'':17}→ {finding.remedy}"] if finding.remedy else []
+    return "\n".join(lines)
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -46,7 +58,16 @@ def _cores() -> int:
 def _memory() -> Finding:
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return Finding("memory", "unknown on this system")
-    return Finding("memory", size(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+    page = os.sysconf("SC_PAGE_SIZE")
+    return Finding("memory", f"{size(os.sysconf('SC_PHYS_PAGES') * page)}{_available()}")
+
+
+def _available() -> str:
+    """Linux's estimate of what can be had without swapping."""
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text(encoding="ascii").splitlines() if meminfo.is_file() else []
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return f", {size(int(found[0]) << 10)} available" if found else ""
 
 
 def _kernels() -> list[Finding]:
@@ -57,13 +78,13 @@ def _kernels() -> list[Finding]:
     from pi_runtime.kernels.compiling import cache_folder, is_cold, threading_layer  # noqa: PLC0415
 
     features = binding.get_host_cpu_features()
-    notable = [f for f in ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512vnni", "neon") if features.get(f)]
+    notable = ", ".join(f for f in _NOTABLE if features.get(f)) or "no vector extension we use"
     layer = threading_layer()
     slow = "install libgomp (Debian: libgomp1): without OpenMP each parallel step waits some ten times longer"
     folder = cache_folder()
     state = "compiled on first run" if is_cold() else "ready"
     return [
-        Finding("processor", f"{binding.get_host_cpu_name()}: {', '.join(notable) or 'no vector extension we use'}"),
+        Finding("processor", f"{binding.get_host_cpu_name()}: {notable}"),
         Finding("threading layer", layer, "" if layer in ("omp", "tbb") else slow),
         Finding("kernels", f"{state}, in {folder}, {size(shutil.disk_usage(folder).free)} free"),
     ]
@@ -71,17 +92,23 @@ def _kernels() -> list[Finding]:
 
 def _gpu() -> Finding:
     if find_spec("torch") is None:
-        return Finding("gpu", "not looked for: torch is not installed", "pip install 'pi-toolchain[cuda]'")
+        return Finding("gpu", "not looked for: torch is not installed", f"with a GPU: {_install('cuda')}")
     import torch  # noqa: PLC0415
 
-    names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    return Finding("gpu", ", ".join(names) or "none: everything runs on the CPU")
+    cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    text = ", ".join(f"cuda:{n} {card.name}, {size(card.total_memory)}" for n, card in enumerate(cards))
+    return Finding("gpu", text or "none: everything runs on the CPU")
 
 
 def _extra(name: str, packages: tuple[str, ...]) -> Finding:
+    topic = name if name == "runtime" else f"extra {name}"
     missing = [p for p in packages if find_spec(p) is None]
     if not missing:
-        versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
-        return Finding(f"extra {name}", versions)
-    install = "pip install pi-toolchain" if name == "runtime" else f"pip install 'pi-toolchain[{name}]'"
-    return Finding(f"extra {name}", f"missing {', '.join(missing)}", f"{install} ({sys.executable})")
+        return Finding(topic, ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages))
+    remedy = f"with a GPU: {_install(name)}" if name == "cuda" else _install(name)
+    return Finding(topic, f"missing {', '.join(missing)}", remedy)
+
+
+def _install(extra: str) -> str:
+    package = "pi-toolchain" if extra == "runtime" else f"'pi-toolchain[{extra}]'"
+    return f"{sys.executable} -m pip install {package}"

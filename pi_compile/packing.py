@@ -14,7 +14,9 @@ from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.reading import NEURON_ARRAYS, part_of
 from pi_compile.errors import CheckpointError
+from pi_compile.rungs import exact_rung
 from pi_compile.text_files import read_text_files
+from pi_compile.trained import Trained
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.layout import place_arrays
@@ -56,19 +58,21 @@ def pack(
     *,
     recipe: Mapping[str, Any],
     profile: ActivationProfile | None = None,
+    trained: Trained | None = None,
     plans: Sequence[Plan] = (),
     progress: Progress | None = None,
 ) -> PackResult:
     """Write the artifact of a checkpoint to `output`; the same inputs give the same bytes.
 
-    `recipe` is stored as it is; `profile` orders the neurons and is stored; `progress` is called with bytes done and
-    in all. Memory: one block, and one layer's matrix where neurons are reordered. Raises CheckpointError for values
-    that are not finite or that a format cannot hold, and what `ArtifactWriter` raises.
+    `recipe` is stored as it is; `profile` orders the neurons and is stored; `trained` gives rungs and predictors;
+    `progress` is called with bytes done and in all. Memory: one block, and one layer's matrix where neurons are
+    reordered. Raises CheckpointError for values that are not finite or that a format cannot hold, and what
+    `ArtifactWriter` raises.
     """
     text = read_text_files(checkpoint.folder, checkpoint.decoder.vocab_size)
     formats = resolve_formats(checkpoint, spec)
-    layers = tuple(Layer(rung=exact_rung(checkpoint.decoder)) for _ in range(checkpoint.decoder.n_layers))
-    specs = array_specs(checkpoint.decoder, formats, [None] * len(layers), profile is not None)
+    layers = _layers(checkpoint.decoder, trained)
+    specs = array_specs(checkpoint.decoder, formats, [layer.rank for layer in layers], profile is not None)
     manifest = Manifest(
         decoder=checkpoint.decoder,
         formats=formats,
@@ -78,25 +82,21 @@ def pack(
         text=text.text,
         generation=text.generation,
         recipe=recipe,
-        provenance=_provenance(checkpoint, profile),
+        provenance=_provenance(checkpoint, profile, trained),
         arrays={},
         files={},
     )
     expected = place_arrays(specs)[1] + sum(map(len, text.files.values()))
     with ArtifactWriter(output, expected_nbytes=expected) as writer:
+        source = _Source(checkpoint, profile, trained)
         meter = _Meter(sum(s.nbytes for s in specs.values()), progress)
         for name, array_spec in specs.items():
-            writer.add_array(name, array_spec, meter.watch(array_spec, _blocks(checkpoint, profile, name, array_spec)))
+            writer.add_array(name, array_spec, meter.watch(array_spec, source.blocks(name, array_spec)))
         for name, data in text.files.items():
             writer.add_file(name, data)
         manifest = writer.finish(manifest)
     sha256, nbytes = _digest(output)
     return PackResult(path=output, sha256=sha256, nbytes=nbytes, manifest=manifest, notices=text.notices)
-
-
-def exact_rung(decoder: Decoder) -> str:
-    """The best rung that needs no training and loses nothing: `gate` where the activation has zeros, else `dense`."""
-    return "gate" if decoder.sparse else "dense"
 
 
 def resolve_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
@@ -130,16 +130,40 @@ class _Meter:
                 self._progress(self._done, self._total)
 
 
-def _blocks(checkpoint: Checkpoint, profile: ActivationProfile | None, name: str, spec: ArraySpec) -> Iterable[Array]:
-    layer, _, local = name.removeprefix("layers/").partition("/")
-    if profile is None:
-        return _representable(checkpoint, name, spec, checkpoint.blocks(name))
-    if local == "ffn/order":
-        return [profile.order[int(layer)].astype(np.uint32)]
-    if local == "ffn/counts":
-        return [profile.ordered_counts()[int(layer)].astype(np.uint64)]
-    order = profile.order[int(layer)] if local in NEURON_ARRAYS else None
-    return _representable(checkpoint, name, spec, checkpoint.blocks(name, order))
+@dataclass(frozen=True)
+class _Source:
+    """Where the values of each array come from."""
+
+    checkpoint: Checkpoint
+    profile: ActivationProfile | None
+    trained: Trained | None
+
+    def blocks(self, name: str, spec: ArraySpec) -> Iterable[Array]:
+        layer, _, local = name.removeprefix("layers/").partition("/")
+        if local.startswith("predictor/"):
+            return [self._predictor(int(layer), local.removeprefix("predictor/"))]
+        if self.profile is None:
+            return _representable(self.checkpoint, name, spec, self.checkpoint.blocks(name))
+        if local == "ffn/order":
+            return [self.profile.order[int(layer)].astype(np.uint32)]
+        if local == "ffn/counts":
+            return [self.profile.ordered_counts()[int(layer)].astype(np.uint64)]
+        order = self.profile.order[int(layer)] if local in NEURON_ARRAYS else None
+        return _representable(self.checkpoint, name, spec, self.checkpoint.blocks(name, order))
+
+    def _predictor(self, layer: int, part: str) -> Array:
+        assert self.trained is not None
+        predictor = self.trained.predictors[layer]
+        assert predictor is not None
+        values = predictor[("down", "up", "bias").index(part)]
+        # `down` has a row a rank; the others a row a neuron.
+        return values if part == "down" or self.profile is None else values[self.profile.order[layer]]
+
+
+def _layers(decoder: Decoder, trained: Trained | None) -> tuple[Layer, ...]:
+    if trained is None:
+        return (Layer(rung=exact_rung(decoder)),) * decoder.n_layers
+    return tuple(Layer(rung=row.rung, rank=row.rank) for row in trained.rows)
 
 
 def _representable(checkpoint: Checkpoint, name: str, spec: ArraySpec, blocks: Iterable[Array]) -> Iterator[Array]:
@@ -163,10 +187,11 @@ def _too_large(checkpoint: Checkpoint, name: str, target: Format, tensors: Seque
     )
 
 
-def _provenance(checkpoint: Checkpoint, profile: ActivationProfile | None) -> dict[str, Any]:
+def _provenance(checkpoint: Checkpoint, profile: ActivationProfile | None, trained: Trained | None) -> dict[str, Any]:
     made_from: dict[str, Any] = {"digest": checkpoint.digest(), "files": checkpoint.file_digests}
-    provenance = {"pi_toolchain": version("pi-toolchain"), "checkpoint": made_from}
-    return provenance if profile is None else {**provenance, "profile": profile.digest()}
+    results = {"profile": profile, "trained": trained}
+    digests = {name: result.digest() for name, result in results.items() if result is not None}
+    return {"pi_toolchain": version("pi-toolchain"), "checkpoint": made_from, **digests}
 
 
 def _digest(path: Path) -> tuple[str, int]:

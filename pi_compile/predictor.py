@@ -7,7 +7,7 @@ weighted cross-entropy; a threshold, folded into the bias, is set afterwards fro
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,13 +110,13 @@ def train(
     return Predictor(*(t.detach() for t in leaves))
 
 
-def threshold_for(scores_NF: Tensor, energy_NF: Tensor, lost_share: float) -> float:
-    """The highest threshold at which the neurons not predicted hold at most `lost_share` of the energy."""
+def thresholds_for(scores_NF: Tensor, energy_NF: Tensor, lost_shares: Sequence[float]) -> list[float]:
+    """For each share, the highest threshold at which the neurons not predicted hold at most that much of the energy."""
     fires = energy_NF > 0
     scores, place = scores_NF[fires].sort()
     lost = energy_NF[fires][place].double().cumsum(0)
     if len(lost) == 0:
-        return float(scores_NF.max())
-    k = int(torch.searchsorted(lost, lost_share * lost[-1]))
+        return [float(scores_NF.max())] * len(lost_shares)
+    stays = torch.searchsorted(lost, torch.tensor(lost_shares, dtype=torch.float64) * lost[-1]).clamp_max(len(lost) - 1)
     # A neuron is predicted if its score is *above* the threshold: stop just below the first one that must stay.
-    return float(torch.nextafter(scores[min(k, len(scores) - 1)], torch.tensor(-math.inf)))
+    return torch.nextafter(scores[stays], torch.tensor(-math.inf)).tolist()

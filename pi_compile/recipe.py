@@ -1,20 +1,13 @@
 """A recipe: one model on one machine, as a complete and strict TOML file.
 
-    [model]
-    path = "../models/opt-125m"     # a folder, relative to the recipe, or a hub name
-    revision = ""                   # of a hub name: a commit; empty for a folder
-    ignore_config = []              # config.json keys known not to change the function
-
-    [pack]                          # number format of each part: keep, f32, f16 or bf16
-    embedding = "keep"
-    …
-
-Every key must be there and none may be unknown: a recipe says everything that decides its artifact.
+Every key must be there and none may be unknown: a recipe says everything that decides its artifact. `docs/recipes.md`
+explains the keys; paths are relative to the recipe.
 """
 
 import difflib
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pi_compile.errors import RecipeError
 
+Rung = Literal["dense", "gate", "predicted"]
 WeightFormat = Literal["keep", "f32", "f16", "bf16"]
 
 
@@ -40,6 +34,62 @@ class ModelSection(_Section):
     """Keys of config.json that this project does not know and that do not change the function."""
 
 
+class CorpusSection(_Section):
+    """Text to profile and train on, tune on, and report on."""
+
+    text: Annotated[list[str], Field(min_length=1)]
+    """Paths or globs (text, JSON, JSON lines, Parquet), `python`, or `hub:OWNER/NAME@REVISION`."""
+    report: list[str]
+    """The same, held out; empty: report on a stretch of `text` that is used for nothing else."""
+    field: str
+    """Column that holds the text where the data has columns."""
+    fit_tokens: Annotated[int, Field(ge=1)]
+    tune_tokens: Annotated[int, Field(ge=64)]
+    report_tokens: Annotated[int, Field(ge=64)]
+
+
+class ProfileSection(_Section):
+    """How text is pushed through the model."""
+
+    window: Annotated[int, Field(ge=8)]
+    """Tokens of one sequence."""
+    batch: Annotated[int, Field(ge=1)]
+    """Sequences at once."""
+    layers_at_once: Annotated[int, Field(ge=0)]
+    """Layers in memory together; 0 for all. 1 profiles a model larger than memory."""
+    cofiring_tokens: Annotated[int, Field(ge=0)]
+    """Tokens sampled for which neurons fire together."""
+
+
+class TrainSection(_Section):
+    """How predictors are trained."""
+
+    tokens: Annotated[int, Field(ge=64)]
+    """Of the fit text, how many train predictors (profiling takes all)."""
+    steps: Annotated[int, Field(ge=0)]
+    """Optimiser steps per candidate; 0 keeps the warm start."""
+    rungs: Annotated[list[Rung], Field(min_length=1)]
+    """Rungs a layer may take."""
+    seed: int
+
+
+class QualitySection(_Section):
+    """What may be lost."""
+
+    perplexity_increase: Annotated[float, Field(gt=0, le=1)]
+    """Relative increase of perplexity that skipping may cost."""
+
+
+class PlaceSection(_Section):
+    """What belongs on the GPU."""
+
+    machine: str
+    """A machine profile: a name in `profiles/machines`, or a path."""
+    objective: Literal["hot-mass"]
+    vram_gib: list[float]
+    """GPU budgets to solve for beside the ladder of shares of the model."""
+
+
 class PackSection(_Section):
     """Number format of each part of the artifact; `keep` is the checkpoint's own."""
 
@@ -54,6 +104,11 @@ class Recipe(_Section):
     """One model × machine."""
 
     model: ModelSection
+    corpus: CorpusSection
+    profile: ProfileSection
+    train: TrainSection
+    quality: QualitySection
+    place: PlaceSection
     pack: PackSection
 
     def to_toml(self) -> str:
@@ -66,10 +121,20 @@ class Recipe(_Section):
         return "\n\n".join(blocks) + "\n"
 
 
-def default_recipe(model: str, *, revision: str = "") -> Recipe:
-    """What `init` writes: everything kept as the checkpoint has it."""
+def default_recipe(model: str, *, revision: str = "", corpus: Sequence[str] = ("python",)) -> Recipe:
+    """What `init` writes: everything kept as the checkpoint has it, and nothing skipped that costs more than 0.1 %."""
     keep: dict[str, Any] = dict.fromkeys(PackSection.model_fields, "keep")
-    return Recipe(model=ModelSection(path=model, revision=revision, ignore_config=[]), pack=PackSection(**keep))
+    return Recipe(
+        model=ModelSection(path=model, revision=revision, ignore_config=[]),
+        corpus=CorpusSection(
+            text=list(corpus), report=[], field="text", fit_tokens=1_000_000, tune_tokens=16_384, report_tokens=16_384
+        ),
+        profile=ProfileSection(window=512, batch=8, layers_at_once=0, cofiring_tokens=4096),
+        train=TrainSection(tokens=65_536, steps=300, rungs=["dense", "gate", "predicted"], seed=0),
+        quality=QualitySection(perplexity_increase=0.001),
+        place=PlaceSection(machine="pc-low", objective="hot-mass", vram_gib=[]),
+        pack=PackSection(**keep),
+    )
 
 
 def read_recipe(path: Path) -> Recipe:

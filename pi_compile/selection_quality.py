@@ -4,7 +4,7 @@ The text goes through the decoder with the selection applied at every position o
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,32 +88,49 @@ class Tally:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What a text looks like under one choice of predictors."""
+
+    states: list[torch.Tensor]
+    """Last hidden states (B, T, D) of each batch."""
+    tallies: list[Tally]
+    perplexity: float
+    divergence: float
+    """Mean Kullback–Leibler divergence of the next-token distributions from those of another verdict, in nats.
+
+    To first order what the mean log-perplexity rises by. Never negative and free of the luck of which words the text
+    happens to hold, it ranks choices where differences of perplexity are noise.
+    """
+
+
 def judge(
     checkpoint: Checkpoint,
     ids_NT: torch.Tensor,
     predictors: Sequence[Predictor | None],
     *,
     device: str,
-    step: Callable[[], None] = lambda: None,
-) -> tuple[float, list[Tally]]:
-    """(perplexity, tally per layer) of a text under a choice of predictors; None skips nothing in that layer."""
+    dense: Verdict | None = None,
+) -> Verdict:
+    """Push a text through a choice of predictors; None skips nothing in that layer. `dense`: what to diverge from."""
     d = checkpoint.decoder
     with torch.inference_mode():
         ends = td.end_weights(checkpoint, device)
-        states = [td.embed(d, ends, ids.to(device)) for ids in torch.split(ids_NT, BATCH)]
+        batches = [ids.to(device) for ids in torch.split(ids_NT, BATCH)]
+        states = [td.embed(d, ends, ids) for ids in batches]
         tallies = [Tally() for _ in predictors]
         for n, predictor in enumerate(predictors):
             w = td.layer_weights(checkpoint, n, device)
             states = [layer_step(d, w, x, predictor, tallies[n]) for x in states]
-            step()
-        losses = [
-            F.cross_entropy(
-                td.logits(d, ends, x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(device), reduction="sum"
-            )
-            for x, ids in zip(states, torch.split(ids_NT, BATCH), strict=True)
-        ]
-    predicted_tokens = ids_NT.shape[0] * (ids_NT.shape[1] - 1)
-    return math.exp(float(torch.stack(losses).double().sum()) / predicted_tokens), tallies
+        loss = divergence = 0.0
+        for n, (x, ids) in enumerate(zip(states, batches, strict=True)):
+            logp = td.logits(d, ends, x)[:, :-1].log_softmax(-1)
+            loss += float(F.nll_loss(logp.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"))
+            if dense is not None:
+                wanted = td.logits(d, ends, dense.states[n])[:, :-1].log_softmax(-1)
+                divergence += float(F.kl_div(logp, wanted, log_target=True, reduction="sum"))
+    tokens = ids_NT.shape[0] * (ids_NT.shape[1] - 1)
+    return Verdict(states, tallies, math.exp(loss / tokens), divergence / tokens)
 
 
 def layer_step(d: Decoder, w: td.Weights, x: torch.Tensor, predictor: Predictor | None, tally: Tally) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """`init`: a complete recipe for a checkpoint."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from pi_compile.checkpoint import open_checkpoint
@@ -8,7 +9,9 @@ from pi_compile.recipe import Recipe, default_recipe
 from pi_runtime.errors import UsageError
 
 
-def start_recipe(model: str, output: Path, *, revision: str = "", force: bool = False) -> Recipe:
+def start_recipe(
+    model: str, output: Path, *, revision: str = "", corpus: Sequence[Path] = (), force: bool = False
+) -> Recipe:
     """Check that the checkpoint is one we can compile, then write its recipe.
 
     A folder is written relative to the recipe, so that both can move together. Raises UsageError rather than replace
@@ -19,9 +22,17 @@ def start_recipe(model: str, output: Path, *, revision: str = "", force: bool = 
     if not output.parent.is_dir():
         raise UsageError(f"{output}: no such folder {output.parent}")
     open_checkpoint(model, revision or None)
-    folder = Path(model)
-    if folder.is_dir():
-        model = Path(os.path.relpath(folder.resolve(), output.resolve().parent)).as_posix()
-    recipe = default_recipe(model, revision=revision)
+    here = output.resolve().parent
+    if Path(model).is_dir():
+        model = _relative(Path(model), here)
+    missing = [str(path) for path in corpus if not path.exists()]
+    if missing:
+        raise UsageError(f"--corpus {missing[0]}: no such file or folder")
+    text = [_relative(path, here) for path in corpus] or ["python"]
+    recipe = default_recipe(model, revision=revision, corpus=text)
     output.write_text(recipe.to_toml(), encoding="utf-8")
     return recipe
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), folder)).as_posix()

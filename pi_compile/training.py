@@ -22,10 +22,12 @@ from pi_compile import torch_decoder as td
 from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.hidden_states import HiddenStates
-from pi_compile.predictor import Predictor, energy, second_moment, starting_rank, threshold_for, train, warm_start
-from pi_compile.selection_quality import BATCH, Reading, Tally, judge
+from pi_compile.predictor import Predictor, energy, second_moment, starting_rank, thresholds_for, train, warm_start
+from pi_compile.rungs import exact_rung
+from pi_compile.selection_quality import BATCH, Reading, Tally, Verdict, judge
 from pi_compile.trained import Floats, LayerRow, Trained
 from pi_runtime.artifact.formats import FORMATS, ROW_ALIGN
+from pi_runtime.artifact.schema import RUNGS
 from pi_runtime.errors import NotMetError
 
 Tokens = npt.NDArray[np.integer]
@@ -33,6 +35,10 @@ Progress = Callable[[int, int], None]
 LOST_SHARES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 """Shares of the neurons' energy that thresholds are tried for."""
 RANK_FACTORS = (0.5, 1.0, 1.5)
+TUNE_SHARE = 0.25
+"""Part of the quality budget that may be spent on the tune text: other text costs more."""
+LOWEST_PRICE, HIGHEST_PRICE, PRICES = -1.0, 8.0, 8
+"""The price of an error is searched between these powers of ten, in so many halvings."""
 CHUNK = 4096
 """Samples in memory at once."""
 
@@ -49,7 +55,7 @@ class TrainSpec:
     """Largest relative increase of perplexity that all layers together may cost."""
     predictor_format: str = "f16"
     ffn_format: str = "f16"
-    rungs: tuple[str, ...] = ("dense", "gate", "predicted")
+    rungs: tuple[str, ...] = RUNGS
     """Rungs a layer may take. Without dense and gate the quality budget may be out of reach."""
     seed: int = 0
     device: str = "cpu"
@@ -89,17 +95,15 @@ def train_predictors(
     sparse = checkpoint.decoder.sparse and "predicted" in spec.rungs
     layers = [run.layer(n) if sparse else [] for n in range(checkpoint.decoder.n_layers)]
     chosen, tune = _choose(run, layers)
-    report_ids = run.ids(texts.report)
-    dense, tallies = judge(checkpoint, report_ids, [None] * len(layers), device=spec.device)
     predictors = [c.predictor for c in chosen]
-    quality = dense
-    if any(predictors):
-        quality, tallies = judge(checkpoint, report_ids, predictors, device=spec.device)
-    rows = [t.row(run.reading, c.row.rung, c.row.rank) for t, c in zip(tallies, chosen, strict=True)]
+    report_ids = run.ids(texts.report)
+    dense = judge(checkpoint, report_ids, [None] * len(layers), device=spec.device)
+    sparse_verdict = judge(checkpoint, report_ids, predictors, device=spec.device, dense=dense)
+    rows = [t.row(run.reading, c.row.rung, c.row.rank) for t, c in zip(sparse_verdict.tallies, chosen, strict=True)]
     return Trained(
         rows=tuple(rows),
         predictors=tuple(_arrays(p) for p in predictors),
-        perplexity={**tune, "report_dense": dense, "report": quality},
+        perplexity={**tune, "report_dense": dense.perplexity, "report": sparse_verdict.perplexity},
         inputs=inputs,
     )
 
@@ -210,8 +214,7 @@ class _Run:
             scores = torch.cat([p.scores(x) for x in blocks])
             lost_by_neuron = energy(h, w)
             y = h @ rest
-            for share in LOST_SHARES:
-                threshold = threshold_for(scores, lost_by_neuron, share)
+            for threshold in thresholds_for(scores, lost_by_neuron, LOST_SHARES):
                 predicted = scores > threshold
                 tally = Tally()
                 tally.add(h, predicted, torch.where(predicted, 0.0, h) @ rest, y)
@@ -221,44 +224,46 @@ class _Run:
 
 
 def _choose(run: _Run, layers: list[list[Candidate]]) -> tuple[list[Candidate], dict[str, float]]:
-    """The cheapest candidates whose perplexity on the tune text keeps the budget, by the price of an error."""
-    ids, count = run.ids(run.texts.tune), len(layers)
-    dense, tallies = judge(run.checkpoint, ids, [None] * count, device=run.spec.device)
-    exact = "gate" if run.checkpoint.decoder.sparse and "gate" in run.spec.rungs else "dense"
-    allowed = []
-    for candidates, tally in zip(layers, tallies, strict=True):
-        plain = Candidate(None, tally.row(run.reading, exact, None))
-        # A predictor that reads more than the gate rung is no use at any price.
-        useful = [c for c in candidates if exact not in run.spec.rungs or c.row.ffn_bytes < plain.row.ffn_bytes]
-        allowed.append([*useful, plain] if exact in run.spec.rungs else useful or [plain])
-    low, high = -2.0, 10.0
-    best: tuple[list[Candidate], float] | None = None
-    for _ in range(8):
-        price = 10 ** ((low + high) / 2)
-        chosen = [
-            min(options, key=lambda c: c.row.ffn_bytes / c.row.gate_bytes + price * c.row.error) for options in allowed
-        ]
-        perplexity, _ = judge(run.checkpoint, ids, [c.predictor for c in chosen], device=run.spec.device)
-        if perplexity <= dense * (1 + run.spec.perplexity_increase):
-            best, high = (chosen, perplexity), (low + high) / 2
+    """The cheapest candidates that keep the budget on the tune text, found by raising the price of an error."""
+    ids, device = run.ids(run.texts.tune), run.spec.device
+    dense = judge(run.checkpoint, ids, [None] * len(layers), device=device)
+    options = [_options(run, found, tally) for found, tally in zip(layers, dense.tallies, strict=True)]
+    low, high = LOWEST_PRICE, HIGHEST_PRICE
+    best: tuple[list[Candidate], Verdict] | None = None
+    for _ in range(PRICES):
+        chosen = [_cheapest(o, 10 ** ((low + high) / 2)) for o in options]
+        verdict = judge(run.checkpoint, ids, [c.predictor for c in chosen], device=device, dense=dense)
+        if verdict.divergence <= TUNE_SHARE * run.spec.perplexity_increase:
+            best, high = (chosen, verdict), (low + high) / 2
         else:
             low = (low + high) / 2
     if best is None:
-        raise _not_met(run, allowed, dense)
-    return best[0], {"tune_dense": dense, "tune": best[1]}
+        raise _not_met(run, [_cheapest(o, 10**HIGHEST_PRICE) for o in options], verdict)
+    chosen, verdict = best
+    return chosen, {"tune_dense": dense.perplexity, "tune": verdict.perplexity, "tune_divergence": verdict.divergence}
 
 
-def _not_met(run: _Run, allowed: list[list[Candidate]], dense: float) -> NotMetError:
-    safest = [min(options, key=lambda c: c.row.error) for options in allowed]
-    perplexity, _ = judge(
-        run.checkpoint, run.ids(run.texts.tune), [c.predictor for c in safest], device=run.spec.device
-    )
+def _options(run: _Run, found: list[Candidate], dense: Tally) -> list[Candidate]:
+    """What a layer may take: the exact rung if the recipe allows it, and predictors that read less than gate."""
+    exact = exact_rung(run.checkpoint.decoder)
+    plain = Candidate(None, dense.row(run.reading, exact, None))
+    useful = [c for c in found if c.row.ffn_bytes < plain.row.ffn_bytes]
+    allowed = exact in run.spec.rungs or not found
+    # Without the exact rung a predictor has to do, even one that reads more.
+    return [*useful, plain] if allowed else useful or found
+
+
+def _cheapest(options: list[Candidate], price: float) -> Candidate:
+    return min(options, key=lambda c: c.row.ffn_bytes / c.row.gate_bytes + price * c.row.error)
+
+
+def _not_met(run: _Run, safest: list[Candidate], verdict: Verdict) -> NotMetError:
     worst = sorted(range(len(safest)), key=lambda n: -safest[n].row.error)[:3]
     return NotMetError(
-        "the quality budget is out of reach with the allowed rungs",
-        expected=f"perplexity at most {100 * run.spec.perplexity_increase:.2f} % above dense ({dense:.3f})",
-        found=f"{perplexity:.3f} at best; most is lost in layers {', '.join(map(str, worst))}",
-        remedy="allow the gate rung in [train] rungs, or raise [quality] perplexity_increase",
+        "the quality budget is out of reach with the rungs that [train] rungs allows",
+        expected=f"at most {TUNE_SHARE * run.spec.perplexity_increase:.2e} nats of divergence on the tune text",
+        found=f"{verdict.divergence:.2e} with the best predictors; layers {', '.join(map(str, worst))} lose most",
+        remedy="allow gate in [train] rungs, or raise [quality] perplexity_increase",
     )
 
 

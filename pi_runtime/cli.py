@@ -1,15 +1,17 @@
 """`pi-run`: answer a prompt from one artifact."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pi_runtime import console
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
+    from pi_runtime.artifact.schema import Plan
     from pi_runtime.engine import Generation
     from pi_runtime.model import Model
     from pi_runtime.sampling import Sampling
@@ -37,7 +39,10 @@ def run(
     seed: Annotated[int | None, typer.Option(envvar="PI_SEED", help="Same seed, same text.")] = None,
     ctx_size: Annotated[int | None, typer.Option(envvar="PI_CTX_SIZE", help="Positions to hold.")] = None,
     mode: Annotated[str, typer.Option(envvar="PI_MODE", help="auto, dense, gate or predicted.")] = "auto",
-    device: Annotated[str, typer.Option(envvar="PI_DEVICE", help="auto, cpu or cuda:N.")] = "auto",
+    device: Annotated[str, typer.Option(envvar="PI_DEVICE", help="auto, cpu, stand-in or cuda:N.")] = "auto",
+    vram_budget: Annotated[
+        str | None, typer.Option(envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB: picks the placement.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(envvar="PI_THREADS", help="CPU threads.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Say afterwards how long it took.")] = False,
     as_json: Annotated[bool, console.JSON] = False,
@@ -51,14 +56,18 @@ def run(
         raise UsageError("give either --prompt TEXT or --chat", remedy="pi-run ARTIFACT --prompt 'Once upon a time'")
     if chat and as_json:
         raise UsageError("--chat does not go with --json")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _read(sys.stdin.read) if prompt == "-" else prompt
     from pi_runtime.kernels.compiling import is_cold
     from pi_runtime.model import load
+    from pi_runtime.planning import parse_size
     from pi_runtime.sampling import Sampling
 
     if is_cold():
         console.say("compiling kernels for this processor, once (some tens of seconds) …")
-    with load(artifact, mode=mode, context=ctx_size, threads=threads, device=device) as model:
+    budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
+    with load(artifact, mode=mode, context=ctx_size, threads=threads, device=device, vram_budget=budget) as model:
+        if model.plan is not None:
+            console.say(_told(model.plan, artifact))
         load_s = time.perf_counter() - began
         chosen = {
             "temperature": temperature,
@@ -83,6 +92,13 @@ def run(
             console.say(f"(stopped: the context of {model.context} tokens is full; see --ctx-size)")
         if stats:
             _print_stats(_report(model, answer, load_s))
+
+
+def _told(plan: "Plan", artifact: Path) -> str:
+    return (
+        f"no GPU in use: the CPU stands in for one. Placement: {plan.objective} for {console.size(plan.vram_bytes)}, "
+        f"{console.size(plan.used_bytes)} used; to solve another budget: [place] vram_gib, then pi-compile build"
+    )
 
 
 def _stream(answer: "Generation") -> str:
@@ -125,7 +141,14 @@ def _ask() -> str:
     if sys.stdin.isatty():
         sys.stderr.write("> ")
         sys.stderr.flush()
-    return sys.stdin.readline().strip()
+    return _read(sys.stdin.readline).strip()
+
+
+def _read(read: Callable[[], str]) -> str:
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise PromptError("the text on stdin cannot be decoded", expected=error.encoding, found=error) from None
 
 
 def _report(model: "Model", answer: "Generation", load_s: float) -> dict[str, object]:

@@ -4,6 +4,7 @@
 130 interrupted.
 """
 
+import io
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 import typer
 
-from pi_runtime.errors import PiError, UsageError
+from pi_runtime.outcomes import INTERRUPTED, outcome
 
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
@@ -25,37 +26,35 @@ JSON = typer.Option("--json", help="Print the result as JSON.")
 def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
     """Run a command line; every outcome becomes an exit code, every error a message on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    debug = "--debug" in arguments or bool(os.environ.get("PI_DEBUG"))
+    debug = "--debug" in arguments or os.environ.get("PI_DEBUG", "").lower() in ("1", "true", "t", "yes", "y", "on")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without a character shall not end the text
     try:
         result = app(arguments, standalone_mode=False)
-        return result if isinstance(result, int) else 0
-    except PiError as error:
-        code, message = error.exit_code, str(error)
-    except KeyboardInterrupt:
-        code, message = 130, "interrupted"
+        sys.stdout.flush()  # here, where a reader that is gone can still be met
+        if result != INTERRUPTED:
+            return result if isinstance(result, int) else 0
+        code, message = outcome(KeyboardInterrupt())  # typer turns Ctrl-C into a number
     except BrokenPipeError:
-        # Whoever read our output has enough. Python would complain again when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as error:  # the last line of defence: an internal error must have its exit code too
-        if hasattr(error, "format_message"):  # click's own: a flag it does not know, a missing argument
-            code, message = getattr(error, "exit_code", UsageError.exit_code), _usage(error)
-        elif type(error).__name__ == "Abort":
-            code, message = 130, "interrupted"
-        else:
-            code, message = 1, f"internal error: {type(error).__name__}: {error}\n  try: run again with --debug"
+        return _reader_gone()
+    except SystemExit as end:  # typer's way out of a broken pipe
+        if isinstance(end.__context__, BrokenPipeError):
+            return _reader_gone()
+        raise
+    except (Exception, KeyboardInterrupt) as error:  # the last line of defence: internal errors have an exit code too
         if debug:
             import traceback  # noqa: PLC0415
 
             traceback.print_exc()
-    print(f"error: {message}", file=sys.stderr)  # noqa: T201
+        code, message = outcome(error)
+    print(message, file=sys.stderr)  # noqa: T201
     return code
 
 
-def _usage(error: Any) -> str:
-    context = getattr(error, "ctx", None)
-    hint = f"\n  try: {context.command_path} --help" if context else ""
-    return f"{error.format_message()}{hint}"
+def _reader_gone() -> int:
+    """Whoever read our output has enough. Python would complain again when it flushes stdout at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def print_json(value: Mapping[str, Any]) -> None:

@@ -6,15 +6,15 @@ from pi_runtime.errors import DeviceError, MissingExtraError, UsageError
 
 
 def resolve_device(name: str) -> str:
-    """`auto`, `cpu` or `cuda:N` → the device to use. Raises DeviceError for one that is not there.
+    """`auto`, `cpu`, `stand-in` or `cuda:N` → the device to use. Raises DeviceError for one that is not there.
 
-    So far every run is on the CPU; `auto` says so, and asking for a GPU is refused rather than ignored.
+    So far every run is on the CPU, which can also stand in for a GPU; asking for a GPU is refused rather than ignored.
     """
-    if name in ("auto", "cpu"):
-        return "cpu"
+    if name in ("auto", "cpu", "stand-in"):
+        return "cpu" if name == "auto" else name
     kind, _, index = name.partition(":")
     if kind != "cuda" or not (index == "" or index.isdecimal()):
-        raise UsageError(f"--device {name}: unknown device", expected="auto, cpu or cuda:N")
+        raise UsageError(f"--device {name}: unknown device", expected="auto, cpu, stand-in or cuda:N")
     if importlib.util.find_spec("torch") is None:
         raise MissingExtraError(
             f"--device {name}: needs torch, which is not installed", remedy="pip install 'pi-toolchain[cuda]'"

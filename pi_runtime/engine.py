@@ -130,12 +130,14 @@ class Generation(Iterator[str]):
             yield tail
 
     def _prefill(self) -> int:
+        began = time.perf_counter()
         self._cached = self._cache.keep_common(self._prompt)
         for start in range(self._cached, len(self._prompt), BLOCK_TOKENS):
             block = np.array(self._prompt[start : start + BLOCK_TOKENS], np.int64)
             logits_1V = self._executor.run(block, self._cache, select=False, every=False)
         token = self._sampler(logits_1V[0], self._prompt)
-        self._first = self._prefill_s = time.perf_counter() - self._began
+        now = time.perf_counter()
+        self._first, self._prefill_s = now - self._began, now - began
         return token
 
     def _step(self, token: int) -> int:

@@ -6,12 +6,14 @@ import numpy.typing as npt
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.cache import KVCache
+from pi_runtime.errors import UsageError
 from pi_runtime.kernels import table
 from pi_runtime.kernels.buffers import BLOCK_TOKENS, buffers
 from pi_runtime.kernels.forward import forward
 from pi_runtime.kernels.reference import rotary_table
 
 Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
 
 
 class CpuExecutor:
@@ -21,13 +23,16 @@ class CpuExecutor:
     """
 
     def __init__(self, artifact: Artifact, mode: str, context: int, threads: int) -> None:
+        # Kept because the table holds addresses into its mapping.
+        self._artifact: Artifact | None = artifact
         decoder, layers = artifact.manifest.decoder, artifact.manifest.layers
         self._threads = threads
         self._shape = table.shape_of(decoder, artifact.manifest.formats)
         self._ends = table.ends_of(artifact)
         self._table_LW = table.table_of(artifact, mode)
         self._eps = np.float32(decoder.norm_eps)
-        self._buffers = buffers(self._shape, len(layers), max((layer.rank or 0 for layer in layers), default=0))
+        self._largest_rank = max((layer.rank or 0 for layer in layers), default=0)
+        self._buffers = buffers(self._shape, len(layers), self._largest_rank)
         self._cos_SE, self._sin_SE = rotary_table(decoder, context)
 
     @property
@@ -36,16 +41,16 @@ class CpuExecutor:
         return self._shape.d_ff * len(self._table_LW)
 
     @property
-    def rows_read(self) -> npt.NDArray[np.int64]:
+    def rows_read(self) -> Ints:
         """(layers, 2): rows of `first` read and neurons kept for the last single token that ran with selection."""
         return self._buffers.rows_L2
 
-    def run(self, tokens: npt.NDArray[np.int64], cache: KVCache, *, select: bool, every: bool) -> Floats:
+    def run(self, tokens: Ints, cache: KVCache, *, select: bool, every: bool) -> Floats:
         """Append up to `BLOCK_TOKENS` tokens to the cache; logits (T, V) if `every`, else (1, V) of the last.
 
         The result is a view of a buffer that the next call overwrites. Token ids and room are the caller's promise.
         """
-        assert 0 < len(tokens) <= min(BLOCK_TOKENS, cache.room), (len(tokens), cache.room)
+        self._check(tokens, cache)
         numba.set_num_threads(self._threads)
         forward(
             self._shape,
@@ -63,3 +68,14 @@ class CpuExecutor:
         )
         cache.tokens += tokens.tolist()
         return self._buffers.logits_TV[: len(tokens) if every else 1]
+
+    def close(self) -> None:
+        """Close the artifact; `run` refuses from now on."""
+        if self._artifact is not None:
+            self._artifact.close()
+        self._artifact = None
+
+    def _check(self, tokens: Ints, cache: KVCache) -> None:
+        assert 0 < len(tokens) <= min(BLOCK_TOKENS, cache.room), (len(tokens), cache.room)
+        if self._artifact is None:
+            raise UsageError("the model is closed", remedy="read all of what it generates before closing it")

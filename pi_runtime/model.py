@@ -1,5 +1,6 @@
 """An open artifact as a model: logits and text."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -10,13 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.schema import Manifest
+from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.cache import KVCache
 from pi_runtime.devices import resolve_device
 from pi_runtime.engine import Generation
 from pi_runtime.errors import ArtifactError, PromptError, TemplateError, UsageError
 from pi_runtime.executor import CpuExecutor
+from pi_runtime.hybrid import HybridExecutor
 from pi_runtime.kernels.buffers import BLOCK_TOKENS
+from pi_runtime.planning import choose_plan
 from pi_runtime.sampling import Sampler, Sampling
 from pi_runtime.template import render
 from pi_runtime.tokenizer import Tokenizer
@@ -33,17 +36,24 @@ def load(
     context: int | None = None,
     threads: int | None = None,
     device: str = "auto",
+    vram_budget: int | None = None,
 ) -> "Model":
     """Open an artifact for running.
 
     `mode`: `dense` computes every neuron; `gate` skips `rest` where a neuron does not fire, which changes nothing;
     `auto` runs each layer on the rung its compiler chose; `predicted` is `auto` for an artifact that has predictors.
+    `device`: `cpu`; `stand-in` splits hot from cold neurons as a GPU would, by the stored plan for `vram_budget` bytes
+    (None: the largest), with the CPU in the GPU's place; `auto` is `stand-in` where a budget is given.
     `context`: positions to hold, prompt and answer together. `threads`: of the CPU; results do not depend on it.
 
     Raises ArtifactError for a file that is not an artifact of this version, UsageError for an argument that cannot
     be, DeviceError for a device that is not there.
     """
-    resolve_device(device)
+    if device == "auto" and vram_budget is not None:
+        device = "stand-in"
+    device = resolve_device(device)
+    if device == "cpu" and vram_budget is not None:
+        raise UsageError("--vram-budget does not go with --device cpu", remedy="--device stand-in, or leave it out")
     available = int(numba.config.NUMBA_NUM_THREADS)
     if threads is not None and not 1 <= threads <= available:
         raise UsageError(f"--threads {threads}", expected=f"1 to {available}", remedy="NUMBA_NUM_THREADS sets the most")
@@ -51,7 +61,11 @@ def load(
         raise UsageError(f"--mode {mode}: unknown mode", expected=", ".join(MODES))
     artifact = Artifact.open(Path(path))
     try:
-        return Model(artifact, mode, _context(artifact.manifest, context), threads or available)
+        plan = None
+        if device == "stand-in":
+            budget = sys.maxsize if vram_budget is None else vram_budget
+            plan = choose_plan(artifact.manifest.plans, budget, str(path))
+        return Model(artifact, mode, _context(artifact.manifest, context), threads or available, plan)
     except BaseException:
         artifact.close()
         raise
@@ -69,7 +83,7 @@ def _context(manifest: Manifest, wanted: int | None) -> int:
 class Model:
     """A loaded artifact; a context manager that closes the file. Make one with `load`."""
 
-    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int) -> None:
+    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int, plan: Plan | None = None) -> None:
         rungs = {layer.rung for layer in artifact.manifest.layers}
         if mode == "predicted" and "predicted" not in rungs:
             raise UsageError(
@@ -82,7 +96,13 @@ class Model:
         self.tokenizer = Tokenizer(
             artifact.file("tokenizer.json"), artifact.manifest.text, vocab_size=artifact.manifest.decoder.vocab_size
         )
-        self._executor = CpuExecutor(artifact, mode, context, threads)
+        self.plan = plan
+        """The placement this run follows; None where the CPU has everything."""
+        self._executor = (
+            CpuExecutor(artifact, mode, context, threads)
+            if plan is None
+            else HybridExecutor(artifact, mode, context, threads, plan)
+        )
 
     @property
     def manifest(self) -> Manifest:
@@ -106,13 +126,16 @@ class Model:
         """
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"--max-tokens {max_tokens}", expected="1 or more")
+        empty = self.new_cache()
+        if cache is not None and cache.values.shape != empty.values.shape:
+            raise UsageError("the cache was made for another model or context", remedy="model.new_cache()")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked(prompt).tolist()
         if sampling is None:
             sampling = Sampling.from_generation_config(self.manifest.generation)
         return Generation(
             self._executor,
             self.tokenizer,
-            cache or self.new_cache(),
+            cache or empty,
             ids,
             end_ids=self.manifest.text.end_ids,
             sampler=Sampler(sampling, self.manifest.decoder.vocab_size),
@@ -128,6 +151,13 @@ class Model:
         cache = self.new_cache()
         blocks = [ids[start : start + BLOCK_TOKENS] for start in range(0, len(ids), BLOCK_TOKENS)]
         return np.concatenate([self._executor.run(b, cache, select=True, every=True).copy() for b in blocks])
+
+    def decode(self, token: int, cache: KVCache) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        """One step of generation: logits (V,) after `token`; (layers, 2) rows of `first` read and neurons kept."""
+        if cache.room == 0:
+            raise PromptError(f"the context of {cache.context} tokens is full")
+        logits_1V = self._executor.run(self._checked([token]), cache, select=True, every=False)
+        return logits_1V[0].copy(), self._executor.rows_read.copy()
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The conversation as the model's own template writes it, ready for the assistant's turn."""
@@ -148,8 +178,8 @@ class Model:
         return KVCache(self.manifest.decoder, self.context)
 
     def close(self) -> None:
-        """Unmap the file. The model cannot be used afterwards."""
-        self._artifact.close()
+        """Unmap the file. Using the model afterwards, or what it was still generating, is a UsageError."""
+        self._executor.close()
 
     def __enter__(self) -> Self:
         return self

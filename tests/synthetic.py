@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,13 @@ def random_artifact(
     ranks: Sequence[int | None] | None = None,
     profiled: bool = False,
     scale: float = 1.0,
+    files: Mapping[str, bytes] | None = None,
+    **manifest_fields: Any,
 ) -> Path:
     """Write an artifact of normally distributed weights: `scale` / √columns for matrices, norms around 1.
 
-    A layer with a rank takes the rung `predicted`, another one `gate`, or `dense` where nothing is sparse.
+    A layer with a rank takes the rung `predicted`, another one `gate`, or `dense` where nothing is sparse. `files`
+    come beside a tokenizer of bytes, or instead of it; `manifest_fields` (text, generation, …) replace the usual ones.
     """
     rng = np.random.default_rng(seed)
     ranks = ranks or [None] * decoder.n_layers
@@ -77,8 +81,9 @@ def random_artifact(
     with ArtifactWriter(path) as writer:
         for name, spec in array_specs(decoder, manifest.formats, ranks, profiled).items():
             writer.add_array(name, spec, [random_values(name, spec, rng, scale)])
-        writer.add_file("tokenizer.json", byte_tokenizer())
-        writer.finish(manifest)
+        for name, data in {"tokenizer.json": byte_tokenizer(), **(files or {})}.items():
+            writer.add_file(name, data)
+        writer.finish(replace(manifest, **manifest_fields))
     return path
 
 

@@ -7,12 +7,15 @@ folder is named after a digest of every kernel source, numba's version and the p
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
 import numba
+
+from pi_runtime.errors import UsageError
 
 # Threads of libgomp that wait for work spin for milliseconds by default. On a machine with anything else to do that
 # makes each parallel region wait for a time slice (8 ms against 5 µs, measured); a short spin costs nothing when idle.
@@ -24,25 +27,39 @@ FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 
 def cache_folder() -> Path:
     """Folder of compiled kernels for these sources on this machine: `$PI_CACHE_DIR`, else the user's cache folder,
-    else (read-only home) the temporary folder."""
+    else (read-only home) the temporary folder. Raises UsageError where none can be written."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()}".encode())
     digest.update(llvmlite.binding.get_host_cpu_features().flatten().encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pi-runtime"
-    candidates = [Path(chosen)] if (chosen := os.environ.get("PI_CACHE_DIR")) else [user]
-    for base in [
-        *candidates,
-        Path(tempfile.gettempdir()) / f"pi-runtime-{os.getuid() if hasattr(os, 'getuid') else 0}",
-    ]:
+    tried = []
+    for base in _bases():
+        tried.append(str(base))
         folder = base / "kernels" / digest.hexdigest()[:16]
-        try:
+        with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(folder, os.W_OK):
-            return folder
-    raise AssertionError("the temporary folder is not writable")
+            if os.access(folder, os.W_OK):
+                return folder
+    raise UsageError(
+        "no folder for compiled kernels can be written",
+        found=", ".join(tried),
+        remedy="PI_CACHE_DIR=FOLDER",
+    )
+
+
+def _bases() -> Iterator[Path]:
+    if named := os.environ.get("PI_CACHE_DIR"):
+        yield Path(named)
+    else:
+        with suppress(RuntimeError):  # a user without a home
+            yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pi-runtime"
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    shared = Path(tempfile.gettempdir()) / f"pi-runtime-{user}"
+    with suppress(OSError):
+        shared.mkdir(mode=0o700, exist_ok=True)
+        # Compiled kernels are code: not from a folder that somebody else has put there.
+        if shared.lstat().st_uid == user:
+            yield shared
 
 
 def is_cold() -> bool:

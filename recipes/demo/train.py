@@ -2,7 +2,7 @@
 
     python recipes/demo/train.py [--tokens 30e6] [--out recipes/demo]
 
-Needs the compile extra (torch, transformers, tokenizers). The loss is cross-entropy plus an L1 penalty on the gated
+The text is `pi_compile.python_docs`. Needs the compile extra. The loss is cross-entropy plus an L1 penalty on the gated
 activations (as in ProSparse, arXiv 2402.13516, section 3.2). Its weight is not a constant: a small controller moves
 it so that the mean density follows a falling target, because the weight that gives a density is not known beforehand.
 Two cores need about an hour. `model.safetensors` is written in float16; figures go to `training.json`.
@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from corpus import documents, is_held_out
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from pi_compile.python_docs import documents, is_held_out
 
 END = "<|end|>"
 VOCABULARY, CONTEXT, BATCH = 2048, 512, 16

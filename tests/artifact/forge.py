@@ -13,6 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from pi_runtime.artifact import Artifact
+from pi_runtime.errors import ArtifactError
+
 PREFIX = b"pi-artifact/1 sha256-4MiB "
 
 
@@ -98,3 +103,17 @@ def change_manifest(entries: list[Forged], change: Callable[[Any], object]) -> N
     manifest = json.loads(entries[-1].data)
     change(manifest)
     entries[-1].data = json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def refusal(path: Path, check: Callable[[Path], object] = Artifact.open) -> str:
+    """The message with which `check` refuses the file, and nothing but an ArtifactError."""
+    with pytest.raises(ArtifactError) as caught:
+        check(path)
+    assert caught.value.exit_code == 3
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def refused(path: Path, data: bytes, check: Callable[[Path], object] = Artifact.open) -> str:
+    path.write_bytes(data)
+    return refusal(path, check)

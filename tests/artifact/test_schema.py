@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import MAX_DEPTH, canonical_json, parse_json
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.schema import FORMAT_VERSION, Manifest
+from pi_runtime.artifact.schema import FORMAT_VERSION, ArrayEntry, FileEntry, Layer, Manifest, Plan, Text
 from pi_runtime.errors import ArtifactError
 
 GOLDEN = Path(__file__).with_name("golden.pi")
@@ -180,3 +181,10 @@ def test_messages_carry_no_control_characters_and_end(manifest: Manifest) -> Non
     message = refused(manifest, lambda m: m.update({f"\x1b[2J{n}": 1 for n in range(1000)}))
     assert "\x1b" not in message
     assert "… and 950 more" in message
+
+
+@pytest.mark.parametrize("kind", [Manifest, Decoder, Layer, Plan, Text, ArrayEntry, FileEntry])
+def test_the_page_on_the_format_names_every_field(kind: type[Any]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
+    assert [f.name for f in fields(kind) if f"`{f.name}`" not in page] == []
+    assert f"version {FORMAT_VERSION}\n" in page.splitlines(keepends=True)[0]

@@ -1,0 +1,19 @@
+"""Where torch computes."""
+
+from pi_runtime.errors import DeviceError, UsageError
+
+
+def torch_device(name: str) -> str:
+    """`cpu` or `cuda:N`, checked to be there. Raises DeviceError, UsageError."""
+    if name in ("cpu", "auto"):
+        return "cpu"
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index == "" or index.isdecimal()):
+        raise UsageError(f"--device {name}: unknown device", expected="cpu or cuda:N")
+    import torch  # noqa: PLC0415  seconds to import
+
+    if int(index or 0) >= torch.cuda.device_count():
+        raise DeviceError(
+            f"--device {name}: no such GPU", found=f"{torch.cuda.device_count()} CUDA devices", remedy="--device cpu"
+        )
+    return f"cuda:{index or 0}"

@@ -1,0 +1,88 @@
+"""Results of stages as plain values, and as tables to read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from pi_compile.activations import ActivationProfile
+from pi_compile.trained import Trained
+from pi_runtime.artifact.schema import Plan
+
+
+def profile_report(p: ActivationProfile) -> dict[str, Any]:
+    """Tokens, and per layer density and the share of activations that the hottest fifth of the neurons has."""
+    curve = p.cumulative_curve()
+    layers = [
+        {
+            "layer": n,
+            "density": float(density),
+            "top_20_share": float(curve[n, 20]),
+            "neurons_for_80_percent": float(np.argmax(curve[n] >= 0.8) / 100),
+        }
+        for n, density in enumerate(p.density())
+    ]
+    return {"tokens": p.tokens, "layers": layers}
+
+
+def train_report(t: Trained) -> dict[str, Any]:
+    """Perplexities, FFN bytes against the gate rung, and the table of layers."""
+    read, gate = (sum(getattr(row, name) for row in t.rows) for name in ("ffn_bytes", "gate_bytes"))
+    layers = [{"layer": n, **asdict(row)} for n, row in enumerate(t.rows)]
+    return {**t.perplexity, "ffn_bytes_over_gate": read / gate, "layers": layers}
+
+
+def place_report(plans: Sequence[Plan], p: ActivationProfile) -> dict[str, Any]:
+    """Per budget: bytes used, share of activations on the GPU, cuts."""
+    ordered = np.cumsum(p.ordered_counts().astype(np.int64), axis=1)
+    total = max(int(ordered[:, -1].sum()), 1)
+    rows = []
+    for plan in plans:
+        hot = sum(int(ordered[n, cut - 1]) for n, cut in enumerate(plan.cuts) if cut)
+        rows.append({**asdict(plan), "hot_share": hot / total})
+    return {"plans": rows}
+
+
+def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The evaluation with modes as rows."""
+    modes = [
+        {
+            "mode": mode,
+            "perplexity": perplexity,
+            "agreement": found["agreement"].get(mode),
+            "bytes_per_token": found["bytes_per_token"].get(mode),
+            "ffn_bytes_per_token": found["ffn_bytes_per_token"].get(mode),
+            "tokens_per_s": found["tokens_per_s"].get(mode),
+        }
+        for mode, perplexity in found["perplexity"].items()
+    ]
+    return {"tokens": found["tokens"], "modes": modes, "layers": found["layers"]}
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """Plain values as lines, lists of rows as tables, on stdout."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    console = Console()
+    for name, value in report.items():
+        if not isinstance(value, list):
+            console.print(f"{name.replace('_', ' ')}: {_shown(value)}", highlight=False)
+            continue
+        table = Table(box=None, header_style="bold")
+        for column in value[0] if value else ():
+            table.add_column(column.replace("_", " "), justify="right")
+        for row in value:
+            table.add_row(*map(_shown, row.values()))
+        console.print(table)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)

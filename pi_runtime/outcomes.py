@@ -1,0 +1,79 @@
+"""What becomes of an error at the end of a command: an exit code and a message."""
+
+import errno
+from typing import Any
+
+from pi_runtime.errors import DoesNotFitError, MissingExtraError, PiError, UsageError
+
+EXTRA_OF = {
+    "highspy": "place",
+    "scipy": "place",
+    "pydantic": "compile",  # of both: who lacks it most likely lacks the rest too
+    "datasets": "compile",
+    "huggingface_hub": "compile",
+    "safetensors": "compile",
+    "torch": "compile",
+    "transformers": "compile",
+    "zarr": "compile",
+    "triton": "cuda",
+}
+"""Extra that installs each optional package."""
+INTERRUPTED = 130
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file system or a limit allows no larger file",
+}
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def outcome(error: BaseException) -> tuple[int, str]:
+    """Exit code and message. What is nobody's but ours is an internal error, 1."""
+    if isinstance(error, KeyboardInterrupt) or (_is(error, "Abort") and not isinstance(error.__cause__, EOFError)):
+        return INTERRUPTED, "interrupted"
+    if hasattr(error, "format_message"):  # click's own: a flag it does not know, a missing argument
+        return getattr(error, "exit_code", UsageError.exit_code), _usage(error)
+    known = error if isinstance(error, PiError) else _known(error)
+    if known is not None:
+        return known.exit_code, f"error: {known}"
+    return 1, f"error: internal error: {type(error).__name__}: {error}\n  try: run again with --debug"
+
+
+def _known(error: BaseException) -> PiError | None:
+    """The user error behind an exception that no code of ours has put in the user's terms."""
+    if isinstance(error, ModuleNotFoundError):
+        return missing_extra(error.name or "")
+    if isinstance(error, MemoryError):
+        return DoesNotFitError("not enough memory", found=str(error) or None)
+    if isinstance(error, OSError) and error.errno in _FULL:
+        remedy = "make room there, or name an output on another disk"
+        return DoesNotFitError(f"{_place(error)}: {_FULL[error.errno]}", remedy=remedy)
+    if isinstance(error, OSError) and error.errno in _FORBIDDEN:
+        return UsageError(f"{_place(error)}: {error.strerror}", remedy="change its permissions, or name another place")
+    return None
+
+
+def missing_extra(module: str) -> MissingExtraError | None:
+    """The error for a package that is not installed; None for one that no extra installs."""
+    package = module.partition(".")[0]
+    if package not in EXTRA_OF:
+        return None
+    what = f"{package} is not installed, and this command needs it"
+    return MissingExtraError(what, remedy=f"pip install 'pi-toolchain[{EXTRA_OF[package]}]'")
+
+
+def _place(error: OSError) -> str:
+    return str(error.filename or "output")
+
+
+def _is(error: BaseException, name: str) -> bool:
+    # typer brings its own click, or takes the installed one: the classes differ, their names do not.
+    return type(error).__name__ == name
+
+
+def _usage(error: Any) -> str:
+    message = str(error.format_message())
+    if _is(error, "NoArgsIsHelpError"):  # a command without its arguments: the message is the help text
+        return message
+    context = getattr(error, "ctx", None)
+    return f"error: {message}" + (f"\n  try: {context.command_path} --help" if context else "")

@@ -1,0 +1,190 @@
+"""The ladder of one FFN against NumPy: rungs, ranges of neurons, empty and full selections, one token and blocks."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from stored import WEIGHT_FORMATS, Layer, ffn_layer
+from synthetic import small_decoder
+
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.kernels import ffn, reference, table
+from pi_runtime.kernels.buffers import BLOCK_TOKENS, CHUNKS, GROUP
+
+FEW = settings(max_examples=40, deadline=None, derandomize=True)
+RUNGS = {"dense": table.DENSE, "gate": table.GATE, "predicted": table.PREDICTED}
+RUNG = st.sampled_from(list(RUNGS))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the definition gives for neurons [low, high) of some tokens."""
+
+    y_TD: np.ndarray
+    read_TF: np.ndarray
+    kept_TF: np.ndarray
+    margin: float
+    """How far the decision nearest to zero is from it: nearer than rounding errors it may fall either way."""
+
+
+def expected(layer: Layer, x_TD: np.ndarray, rung: str, low: int, high: int) -> Expected:
+    w, d = layer.values, layer.decoder
+    inside = np.zeros((len(x_TD), d.d_ff), bool)
+    inside[:, low:high] = True
+    scores = reference.scores(w, x_TD)
+    read = inside & (scores > 0) if rung == "predicted" else inside
+    z_TF = x_TD @ w["ffn/first"].T + (w["ffn/first_bias"] if d.ffn_bias else 0)
+    kept = read if rung == "dense" else read & (reference.activate(d, z_TF) != 0)
+    y_TD = reference.ffn(d, w, x_TD, read) - (w["ffn/down_bias"] if d.ffn_bias else 0)
+    return Expected(y_TD, read, kept, float(min(np.abs(scores).min(), np.abs(z_TF).min())))
+
+
+def decoders() -> st.SearchStrategy[Decoder]:
+    return st.builds(
+        lambda d_model, d_ff, activation, ffn, bias: small_decoder(
+            d_model=d_model, d_ff=d_ff, activation=activation, ffn=ffn, ffn_bias=bias
+        ),
+        st.integers(1, 40),
+        st.integers(1, 3 * GROUP + 5),
+        st.sampled_from(["relu", "silu"]),
+        st.sampled_from(["gated", "plain"]),
+        st.booleans(),
+    )
+
+
+def one_token(run: Any, layer: Layer, x_D: np.ndarray, rung: str, low: int, high: int) -> tuple[np.ndarray, int, int]:
+    """(partial sums added up, rows of `first` read, neurons kept)."""
+    layer.buffers.sums_CD[:] = np.nan
+    read, kept = run(layer.shape, layer.on(RUNGS[rung]), x_D, low, high, layer.buffers)
+    y_D = np.zeros_like(x_D)
+    ffn.add_sums(layer.buffers.sums_CD, y_D)
+    return y_D, read, kept
+
+
+def block(layer: Layer, x_TD: np.ndarray, rung: str, low: int, high: int, *, select: bool = True) -> np.ndarray:
+    y_TD = np.zeros_like(x_TD)
+    ffn.block(layer.shape, layer.on(RUNGS[rung]), x_TD, low, high, select, layer.buffers, y_TD)
+    return y_TD
+
+
+def inputs(layer: Layer, tokens: int, seed: int = 9) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((tokens, layer.decoder.d_model), np.float32)
+
+
+def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5 * (1 + float(np.abs(wanted).max())))
+
+
+@pytest.mark.parametrize("run", [ffn.step, ffn.serial_step], ids=["threaded", "serial"])
+@FEW
+@given(decoders(), st.sampled_from(WEIGHT_FORMATS), RUNG, st.integers(1, 9), st.integers(0, 99))
+@example(small_decoder(d_ff=2 * GROUP), "f32", "predicted", 4, 0)
+@example(small_decoder(d_ff=GROUP + 1, d_model=1), "f16", "gate", 1, 0)
+@example(small_decoder(d_ff=1, d_model=33), "bf16", "dense", 1, 0)
+@example(small_decoder(d_ff=CHUNKS - 1), "f32", "dense", 3, 0)
+def test_one_token(run: Any, decoder: Decoder, fmt: str, rung: str, rank: int, seed: int) -> None:
+    layer = ffn_layer(decoder, fmt, rank, seed)
+    x_TD = inputs(layer, 1, seed)
+    wanted = expected(layer, x_TD, rung, 0, decoder.d_ff)
+    assume(wanted.margin > 1e-5)
+    y_D, read, kept = one_token(run, layer, x_TD[0], rung, 0, decoder.d_ff)
+    assert_close(y_D, wanted.y_TD[0])
+    assert (read, kept) == (wanted.read_TF.sum(), wanted.kept_TF.sum())
+    np.testing.assert_array_equal(layer.buffers.index_F[:kept], np.flatnonzero(wanted.kept_TF))
+
+
+@FEW
+@given(decoders(), st.sampled_from(WEIGHT_FORMATS), RUNG, st.integers(1, 7), st.integers(0, 99))
+@example(small_decoder(d_ff=GROUP + 3, d_model=31), "f16", "predicted", BLOCK_TOKENS, 0)
+def test_a_block_of_tokens(decoder: Decoder, fmt: str, rung: str, tokens: int, seed: int) -> None:
+    layer = ffn_layer(decoder, fmt, 5, seed)
+    x_TD = inputs(layer, tokens, seed)
+    wanted = expected(layer, x_TD, rung, 0, decoder.d_ff)
+    assume(wanted.margin > 1e-5)
+    assert_close(block(layer, x_TD, rung, 0, decoder.d_ff), wanted.y_TD)
+
+
+def test_a_block_adds_to_what_is_there() -> None:
+    layer = ffn_layer(small_decoder(), "f32", 3, 0)
+    x_TD = inputs(layer, 4)
+    y_TD = np.ones_like(x_TD)
+    ffn.block(layer.shape, layer.row, x_TD, 0, 40, False, layer.buffers, y_TD)
+    assert_close(y_TD, 1 + block(layer, x_TD, "dense", 0, 40))
+
+
+@FEW
+@given(decoders(), st.sampled_from(WEIGHT_FORMATS), RUNG, st.data())
+def test_ranges_of_neurons_add_up_to_the_whole(decoder: Decoder, fmt: str, rung: str, data: st.DataObject) -> None:
+    layer = ffn_layer(decoder, fmt, 4, 0)
+    cut = data.draw(st.integers(0, decoder.d_ff))
+    x_TD = inputs(layer, 3)
+    whole = expected(layer, x_TD, rung, 0, decoder.d_ff)
+    assume(whole.margin > 1e-5)
+    ranges = [(0, cut), (cut, decoder.d_ff)]
+    for low, high in ranges:
+        assert_close(block(layer, x_TD, rung, low, high), expected(layer, x_TD, rung, low, high).y_TD)
+    assert_close(sum(block(layer, x_TD, rung, *part) for part in ranges), whole.y_TD)
+    for run in (ffn.step, ffn.serial_step):
+        parts = [one_token(run, layer, x_TD[0], rung, *part) for part in ranges]
+        assert_close(parts[0][0] + parts[1][0], whole.y_TD[0])
+        assert parts[0][1] + parts[1][1] == whole.read_TF[0].sum()
+        assert parts[0][2] + parts[1][2] == whole.kept_TF[0].sum()
+
+
+@pytest.mark.parametrize("run", [ffn.step, ffn.serial_step], ids=["threaded", "serial"])
+@pytest.mark.parametrize("kind", ["gated", "plain"])
+@pytest.mark.parametrize(("bias", "rows"), [(-1e9, 0), (1e9, 150)], ids=["nothing", "everything"])
+def test_a_predictor_that_predicts(run: Any, kind: str, bias: float, rows: int) -> None:
+    decoder = small_decoder(d_ff=150, ffn=kind)
+    layer = ffn_layer(decoder, "f16", 4, 0, predictor__bias=np.full(150, bias, np.float32))
+    x_TD = inputs(layer, 5)
+    y_D, read, kept = one_token(run, layer, x_TD[0], "predicted", 0, 150)
+    dense_TD = block(layer, x_TD, "dense", 0, 150)
+    assert read == rows
+    if rows:
+        assert 0 < kept < rows
+        assert_close(y_D, dense_TD[0])
+        np.testing.assert_array_equal(block(layer, x_TD, "predicted", 0, 150), dense_TD)
+    else:
+        assert kept == 0
+        assert not y_D.any()
+        assert not block(layer, x_TD, "predicted", 0, 150).any()
+    np.testing.assert_array_equal(block(layer, x_TD, "predicted", 0, 150, select=False), dense_TD)
+
+
+@pytest.mark.parametrize("run", [ffn.step, ffn.serial_step], ids=["threaded", "serial"])
+@pytest.mark.parametrize("rung", ["gate", "dense"])
+def test_no_neuron_fires(run: Any, rung: str) -> None:
+    first = -np.abs(np.random.default_rng(0).standard_normal((70, 32), np.float32))
+    layer = ffn_layer(small_decoder(d_ff=70), "bf16", 2, 0, ffn__first=first)
+    x_TD = np.abs(inputs(layer, 3))
+    y_D, read, kept = one_token(run, layer, x_TD[0], rung, 0, 70)
+    assert (read, kept) == (70, 70 if rung == "dense" else 0)
+    assert not y_D.any()
+    assert not block(layer, x_TD, rung, 0, 70).any()
+
+
+def test_the_smallest_activation_counts() -> None:
+    """A neuron that fires by one denormal is not silent."""
+    first = np.full((3, 1), -1, np.float32)
+    first[1] = 2.0**-149
+    layer = ffn_layer(small_decoder(d_ff=3, d_model=1, ffn="plain"), "f32", 1, 0, ffn__first=first)
+    y_D, _, kept = one_token(ffn.step, layer, np.ones(1, np.float32), "gate", 0, 3)
+    assert kept == 1
+    assert layer.buffers.index_F[0] == 1
+    assert abs(y_D[0] - layer.values["ffn/rest"][1, 0, 0] * 2.0**-149) <= 2.0**-149
+
+
+@pytest.mark.parametrize(("activation", "large"), [("relu", 1e30), ("silu", 1e30), ("silu", 88.0), ("silu", 200.0)])
+def test_large_activations(activation: str, large: float) -> None:
+    """exp(−x) may overflow: silu(−large) is 0 and silu(large) is large."""
+    first = np.array([[large], [-large]], np.float32)
+    rest = np.ones((2, 1, 1), np.float32)
+    decoder = small_decoder(d_ff=2, d_model=1, ffn="plain", activation=activation)
+    layer = ffn_layer(decoder, "f32", 1, 0, ffn__first=first, ffn__rest=rest)
+    x_D = np.ones(1, np.float32)
+    assert_close(one_token(ffn.step, layer, x_D, "gate", 0, 2)[0], np.float32([large]))
+    assert_close(block(layer, np.ones((2, 1), np.float32), "gate", 0, 2), np.full((2, 1), large, np.float32))
