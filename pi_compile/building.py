@@ -19,6 +19,7 @@ import tokenizers
 from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.corpus import CorpusSpec, Streams, read_streams, source_files
+from pi_compile.errors import RecipeError
 from pi_compile.machine_file import find_machine
 from pi_compile.packing import PackSpec, pack, resolve_formats
 from pi_compile.placement import ladder
@@ -237,7 +238,14 @@ def recipe_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
     """The checkpoint a recipe names; `folder` is the recipe's own."""
     section = recipe.model
     # A recipe pins a hub model by its revision; a folder has none.
-    model = section.path if section.revision else folder / section.path
+    model = section.path if section.revision else folder / Path(section.path).expanduser()
+    if not section.revision and not Path(model).exists():
+        raise RecipeError(
+            f"[model] path = {section.path!r}: no such folder",
+            expected="a folder, from the recipe's own on; or a hub name with its revision",
+            found=f"no {model}",
+            remedy="correct the path; for a hub name `pi-compile init` finds the revision",
+        )
     return open_checkpoint(model, section.revision or None, section.ignore_config)
 
 

@@ -42,6 +42,7 @@ def _pipeline(recipe: Path, device: str) -> Iterator["Pipeline"]:
     from pi_compile.devices import torch_device
 
     pipeline = Pipeline(recipe, torch_device(device), console.say, console.progress)
+    _ = pipeline.checkpoint  # is usable, before a folder is made for results
     with pipeline.store.exclusive(console.say):
         yield pipeline
 
@@ -80,10 +81,10 @@ def init(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write a complete recipe for a checkpoint, keeping its number formats."""
+    """Write a complete recipe for a checkpoint."""
     from pi_compile.starting import start_recipe
 
-    recipe = start_recipe(model, output, revision=revision, corpus=corpus or [], force=force)
+    recipe = start_recipe(model, output, revision=revision, corpus=corpus or [], force=force, notice=console.say)
     if as_json:
         console.print_json({"recipe": str(output), **recipe.model_dump()})
     else:
@@ -126,14 +127,15 @@ def pack(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Pack the checkpoint of a recipe, with all that its stages found, into one artifact."""
+    """Write the artifact, with all that the stages before found."""
     if not plain:
         build(recipe, output, device, as_json, debug)
         return
     from pi_compile.building import pack_plain
+    from pi_compile.output import artifact_path
 
     with console.progress("packing") as progress:
-        packed = pack_plain(recipe, output or Path(recipe.stem + ".pi"), progress=progress, notice=console.say)
+        packed = pack_plain(recipe, artifact_path(recipe, output), progress=progress, notice=console.say)
     _show_artifact(packed, ["pack"], as_json)
 
 
@@ -141,9 +143,12 @@ def pack(
 def build(
     recipe: RecipePath, output: Output = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
 ) -> None:
-    """Run every stage that is not done yet: profile, train, place, pack."""
+    """Run what is not done yet of profile, train, place, pack."""
+    from pi_compile.output import artifact_path
+
+    path = artifact_path(recipe, output)
     with _pipeline(recipe, device) as pipeline:
-        _show_artifact(pipeline.pack(output or Path(recipe.stem + ".pi")), pipeline.ran, as_json)
+        _show_artifact(pipeline.pack(path), pipeline.ran, as_json)
 
 
 @app.command("eval")
@@ -156,7 +161,7 @@ def evaluate(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say how faithful an artifact is: perplexity, agreement and bytes read, for each mode."""
+    """Say how faithful each mode of an artifact is, and what it reads."""
     from pi_compile import report
     from pi_compile.evaluation import evaluate as score
 
@@ -174,11 +179,13 @@ def machine(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure this machine's memory bandwidth, and its GPU's where there is one."""
+    """Measure this machine's memory bandwidth, and its GPU's."""
     from pi_compile.machine import measure_machine
+    from pi_compile.output import check_output, write_text
 
+    check_output(output)
     found = measure_machine()
-    output.write_text(found.to_toml(), encoding="utf-8")
+    write_text(output, found.to_toml())
     if as_json:
         console.print_json(found.model_dump())
     else:
@@ -215,7 +222,7 @@ def verify(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) 
 
 @app.command()
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
-    """Say what this machine and installation can do, and what is missing."""
+    """Say what this machine and installation can do."""
     from pi_compile.doctor import describe, examine
 
     findings = examine()

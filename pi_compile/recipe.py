@@ -70,7 +70,8 @@ class TrainSection(_Section):
     """Optimiser steps per candidate; 0 keeps the warm start."""
     rungs: Annotated[list[Rung], Field(min_length=1)]
     """Rungs a layer may take."""
-    seed: int
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    """Of everything random in training: the same seed gives the same predictors."""
 
 
 class QualitySection(_Section):
@@ -86,7 +87,7 @@ class PlaceSection(_Section):
     machine: str
     """A machine profile: a name in `profiles/machines`, or a path."""
     objective: Literal["hot-mass"]
-    vram_gib: list[float]
+    vram_gib: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
     """GPU budgets to solve for beside the ladder of shares of the model."""
 
 
@@ -150,18 +151,22 @@ def read_recipe(path: Path) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        problems = "\n    ".join(_problem(dict(e)) for e in error.errors())
-        raise RecipeError(f"{path}: invalid recipe", found=f"\n    {problems}") from None
+        problems = "".join(f"\n    {_problem(dict(e))}" for e in error.errors())
+        remedy = "docs/recipes.md explains every key; `pi-compile init` writes a complete recipe to compare with"
+        raise RecipeError(f"{path}: not a recipe as it stands:{problems}", remedy=remedy) from None
 
 
 def _problem(error: dict[str, Any]) -> str:
     location = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(error["loc"][-1]), _known_keys(error["loc"][:-1]), n=1, cutoff=0.5)
-        return f"{location}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+        known = _known_keys(error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
+        return f"{location}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}")
     if error["type"] == "missing":
         return f"{location}: missing"
-    return f"{location}: {error['msg']} (found {error['input']!r})"
+    if error["type"] == "model_type":
+        return f"{location}: should be a table [{location}] (found {error['input']!r})"
+    return f"{location}: {error['msg'].replace('Input should', 'should')} (found {error['input']!r})"
 
 
 def _known_keys(section: tuple[Any, ...]) -> list[str]:

@@ -1,37 +1,50 @@
 """`init`: a complete recipe for a checkpoint."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pi_compile.checkpoint import open_checkpoint
+from pi_compile.output import check_output, write_text
 from pi_compile.recipe import Recipe, default_recipe
+from pi_compile.text_files import read_text_files
 from pi_runtime.errors import UsageError
 
 
 def start_recipe(
-    model: str, output: Path, *, revision: str = "", corpus: Sequence[Path] = (), force: bool = False
+    model: str,
+    output: Path,
+    *,
+    revision: str = "",
+    corpus: Sequence[Path] = (),
+    force: bool = False,
+    notice: Callable[[str], None] = lambda _line: None,
 ) -> Recipe:
-    """Check that the checkpoint is one we can compile, then write its recipe.
+    """Check that the checkpoint is one we can compile, tokenizer included, then write its recipe.
 
-    A folder is written relative to the recipe, so that both can move together. Raises UsageError rather than replace
-    a recipe, unless `force`.
+    A folder is written relative to the recipe, so that both can move together; a hub name with the commit it means
+    today. `notice` is told what the user should know of the checkpoint. Raises UsageError rather than replace a
+    recipe, unless `force`, and what `open_checkpoint` and `read_text_files` raise.
     """
+    check_output(output)
     if output.exists() and not force:
-        raise UsageError(f"{output}: exists already", remedy="--force, or another -o")
-    if not output.parent.is_dir():
-        raise UsageError(f"{output}: no such folder {output.parent}")
-    open_checkpoint(model, revision or None)
-    here = output.resolve().parent
-    if Path(model).is_dir():
-        model = _relative(Path(model), here)
-    missing = [str(path) for path in corpus if not path.exists()]
-    if missing:
-        raise UsageError(f"--corpus {missing[0]}: no such file or folder")
-    text = [_relative(path, here) for path in corpus] or ["python"]
-    recipe = default_recipe(model, revision=revision, corpus=text)
-    output.write_text(recipe.to_toml(), encoding="utf-8")
+        raise UsageError(f"-o {output}: exists already", remedy="--force replaces it; or name another file")
+    here = Path(os.path.realpath(output)).parent
+    text = [_relative(_existing(path), here) for path in corpus] or ["python"]
+    checkpoint = open_checkpoint(model, revision or None)
+    found = read_text_files(checkpoint.folder, checkpoint.decoder.vocab_size)
+    for line in (*checkpoint.notices, *found.notices):
+        notice(line)
+    name = _relative(checkpoint.folder, here) if checkpoint.revision is None else model
+    recipe = default_recipe(name, revision=checkpoint.revision or "", corpus=text)
+    write_text(output, recipe.to_toml())
     return recipe
+
+
+def _existing(path: Path) -> Path:
+    if not path.exists():
+        raise UsageError(f"--corpus {path}: no such file or folder")
+    return path
 
 
 def _relative(path: Path, folder: Path) -> str:

@@ -1,0 +1,173 @@
+"""The stages of a recipe together: nothing twice, nothing stale, and a kill at any moment is survived."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import hf
+import pytest
+
+from pi_compile import building
+from pi_compile.building import Pipeline
+from pi_compile.recipe import Recipe, default_recipe
+from pi_runtime import load
+from pi_runtime.artifact import verify
+from pi_runtime.errors import DoesNotFitError
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "neurons", "sleep", "and", "fire"]
+
+
+def prose(seed: int, words: int) -> str:
+    return " ".join(WORDS[(seed * 7 + n * n + n // 3) % len(WORDS)] for n in range(words))
+
+
+def small_recipe(**changes: dict[str, object]) -> Recipe:
+    data = default_recipe("model", corpus=["text"]).model_dump()
+    data["corpus"] |= {"report": ["held-out.txt"], "fit_tokens": 3000, "tune_tokens": 200, "report_tokens": 200}
+    data["profile"] |= {"window": 32, "batch": 4, "cofiring_tokens": 256}
+    data["train"] |= {"tokens": 512, "steps": 4}
+    for section, values in changes.items():
+        data[section] |= values
+    return Recipe.model_validate(data)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a model, text and `small.toml`."""
+    hf.random_llama(tmp_path / "model", intermediate_size=192, num_hidden_layers=2)
+    (tmp_path / "text").mkdir()
+    for n in range(3):
+        (tmp_path / "text" / f"{n}.txt").write_text(prose(n, 1500))
+    (tmp_path / "held-out.txt").write_text(prose(9, 1500))
+    (tmp_path / "small.toml").write_text(small_recipe().to_toml())
+    return tmp_path
+
+
+@contextmanager
+def silent(*_: object) -> Iterator[object]:
+    yield lambda _done, _total: None
+
+
+def build(project: Path) -> tuple[list[str], dict[str, object]]:
+    """(stages that ran, report)."""
+    pipeline = Pipeline(project / "small.toml", "cpu", lambda _line: None, silent)
+    with pipeline.store.exclusive(lambda _line: None):
+        report = pipeline.pack(project / "small.pi")
+    return pipeline.ran, report
+
+
+def test_a_build_makes_a_whole_artifact(project: Path) -> None:
+    ran, report = build(project)
+    assert ran == ["corpus", "profile", "train", "pack"]
+    verify(project / "small.pi")
+    assert hashlib.sha256((project / "small.pi").read_bytes()).hexdigest() == report["sha256"]
+    with load(project / "small.pi") as model:
+        assert model.manifest.profiled_tokens == 2976  # whole windows of 32
+        assert [plan.vram_bytes for plan in model.manifest.plans] == sorted(
+            {p.vram_bytes for p in model.manifest.plans}
+        )
+        assert "".join(model.generate("the quick", max_tokens=4))
+    with load(project / "small.pi", device="stand-in") as model:
+        assert "".join(model.generate("the quick", max_tokens=4))
+
+
+def test_a_second_build_does_nothing(project: Path) -> None:
+    _, first = build(project)
+    written = (project / "small.pi").stat().st_mtime_ns
+    ran, second = build(project)
+    assert (ran, second) == ([], first)
+    assert (project / "small.pi").stat().st_mtime_ns == written
+
+
+def test_a_damaged_output_is_packed_again(project: Path) -> None:
+    _, first = build(project)
+    data = bytearray((project / "small.pi").read_bytes())
+    data[5000] ^= 1
+    (project / "small.pi").write_bytes(data)
+    ran, second = build(project)
+    assert (ran, second) == (["pack"], first)
+
+
+def change_model(project: Path) -> None:
+    file = project / "model" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+
+
+def change_text(project: Path) -> None:
+    (project / "text" / "1.txt").write_text(prose(1, 1500)[:-1] + "y")
+
+
+def change_recipe(**changes: dict[str, object]) -> object:
+    return lambda project: (project / "small.toml").write_text(small_recipe(**changes).to_toml())
+
+
+@pytest.mark.parametrize(
+    ("change", "stages"),
+    [
+        pytest.param(change_model, ["profile", "train", "pack"], id="model"),
+        pytest.param(change_text, ["corpus", "profile", "train", "pack"], id="text"),
+        pytest.param(change_recipe(profile={"batch": 2}), ["profile", "train", "pack"], id="profile-section"),
+        pytest.param(change_recipe(train={"seed": 1}), ["train", "pack"], id="train-section"),
+        pytest.param(change_recipe(quality={"perplexity_increase": 0.5}), ["train", "pack"], id="quality-section"),
+        pytest.param(change_recipe(place={"vram_gib": [0.0001]}), ["pack"], id="place-section"),
+        pytest.param(change_recipe(pack={"head": "f16", "embedding": "f16"}), ["pack"], id="pack-section"),
+    ],
+)
+def test_what_changed_and_what_depends_on_it_runs_again(project: Path, change: object, stages: list[str]) -> None:
+    build(project)
+    change(project)  # type: ignore[operator]
+    assert build(project)[0] == stages
+    assert build(project)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "stages"),
+    [
+        ("pi_compile/corpus.py", ["corpus"]),  # the same text comes out: nothing after it depends on the code
+        ("pi_compile/profiling.py", ["profile", "train", "pack"]),
+        ("pi_compile/predictor.py", ["train", "pack"]),
+        ("pi_compile/packing.py", ["pack"]),
+    ],
+)
+def test_changed_code_runs_its_stage_again(
+    project: Path, source: str, stages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(project)
+    original = building.code_digest
+    monkeypatch.setattr(building, "code_digest", lambda *files: original(*files) + str(source in files))
+    assert build(project)[0] == stages
+
+
+def test_a_build_killed_twenty_times_ends_in_the_same_bytes(project: Path) -> None:
+    command = [sys.executable, str(Path(__file__).parents[1] / "kill_builds.py"), project / "small.toml"]
+    done = subprocess.run([*command, project / "small.pi", "20", "1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["killed"] >= 10
+    assert hashlib.sha256((project / "small.pi").read_bytes()).hexdigest() == result["sha256"]
+    verify(project / "small.pi")
+    assert not list(project.glob(".*.tmp"))
+    assert not list((project / ".pi-build" / "small").glob("*.work"))
+
+
+def test_two_builds_at_once_do_not_disturb_each_other(project: Path) -> None:
+    command = [sys.executable, "-m", "pi_compile", "build", "small.toml", "-o", "small.pi", "--json"]
+    both = [subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    reports = [json.loads(process.communicate()[0]) for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert reports[0]["sha256"] == reports[1]["sha256"]
+    assert sorted(len(report["ran"]) for report in reports) == [0, 4]
+    verify(project / "small.pi")
+
+
+def test_a_budget_that_fits_nothing_names_the_nearest(project: Path) -> None:
+    build(project)
+    with pytest.raises(DoesNotFitError, match=r"at least \d+ bytes") as caught:
+        load(project / "small.pi", vram_budget=1)
+    assert caught.value.exit_code == 4

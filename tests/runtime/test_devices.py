@@ -1,0 +1,54 @@
+"""A device is there, or asking for it is an error that says why."""
+
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from pi_runtime.devices import resolve_device
+from pi_runtime.errors import DeviceError, MissingExtraError, UsageError
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int | None) -> None:
+    """A machine with so many GPUs, None for one without torch."""
+    torch = SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: gpus))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if gpus is None else object())
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+@pytest.mark.parametrize("gpus", [None, 0, 2])
+def test_the_processor_is_always_there(monkeypatch: pytest.MonkeyPatch, name: str, gpus: int | None) -> None:
+    pretend(monkeypatch, gpus)
+    assert resolve_device(name) == "cpu"
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "CPU", "cuda:x", "cuda:-1", "cuda:²", "cuda:0:1", "cpu:0", " cpu"])
+def test_unknown_names(name: str) -> None:
+    with pytest.raises(UsageError, match="unknown device") as caught:
+        resolve_device(name)
+    assert type(caught.value) is UsageError
+    assert "auto, cpu or cuda:N" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:3"])
+def test_without_torch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    pretend(monkeypatch, None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'pi-toolchain\[cuda\]'"):
+        resolve_device(name)
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])
+def test_no_such_gpu(monkeypatch: pytest.MonkeyPatch, name: str, gpus: int) -> None:
+    pretend(monkeypatch, gpus)
+    with pytest.raises(DeviceError, match="no such GPU") as caught:
+        resolve_device(name)
+    assert f"{gpus} CUDA devices" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_gpu_is_refused_rather_than_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 1)
+    with pytest.raises(DeviceError, match="on the CPU only"):
+        resolve_device("cuda:0")
