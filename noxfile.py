@@ -18,8 +18,8 @@ TEST_TOOLS = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml
 
 if shutil.which("pyenv") and "PYENV_VERSION" not in os.environ:
     # pyenv's `python3.12` answers only if that version is selected: select all that are installed.
-    installed = subprocess.run(["pyenv", "versions", "--bare"], capture_output=True, text=True, check=False).stdout.split()
-    ours = [v for p in PYTHONS for v in installed if v.startswith(f"{p}.")]
+    listed = subprocess.run(["pyenv", "versions", "--bare"], capture_output=True, text=True, check=False).stdout
+    ours = [v for p in PYTHONS for v in listed.split() if v.startswith(f"{p}.")]
     os.environ["PYENV_VERSION"] = ":".join(ours) or "system"
 
 

@@ -2,8 +2,8 @@
 
     python docs/activation_curves.py NAME=PROFILE.npz… [NAME=CURVES.csv] -o docs/activation-curves.svg
 
-A `.npz` is an activation profile (see `pi-compile profile`): one line a layer. A `.csv` holds published curves: a column of fractions,
-then a column a line.
+A `.npz` is an activation profile (see `pi-compile profile`): one line a layer. A `.csv` holds published curves: a
+column of fractions, then a column a line.
 """
 
 import argparse

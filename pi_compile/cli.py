@@ -71,7 +71,9 @@ def _done(ran: list[str]) -> str:
 
 @app.command()
 def init(
-    model: Annotated[str, typer.Argument(help="A checkpoint's folder, or a hub name.", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a hub name.", show_default=False)
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The recipe to write.")],
     corpus: Annotated[
         list[Path] | None, typer.Option(help="Text to profile on; may be given again. Default: Python's documentation.")

@@ -20,6 +20,8 @@ from pi_compile.errors import CorpusError
 
 PIECE = 4096
 """Characters of a piece."""
+HUB_CHARACTERS = 16
+"""Characters read for each token wanted, of a hub data set, which may be of any size."""
 READERS = {".txt": "text", ".md": "text", ".raw": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 PYTHON, HUB = "python", "hub:"
 
@@ -53,17 +55,32 @@ class Streams:
 
 def source_files(sources: Sequence[str], folder: Path) -> list[Path]:
     """The local files behind the sources, in a fixed order. Raises CorpusError for a source that has none."""
-    found = []
+    found: dict[Path, Path] = {}
     for source in sources:
         if source == PYTHON or source.startswith(HUB):
             continue
-        pattern = str(folder / source)
-        matches = sorted(Path(p) for p in glob.glob(pattern, recursive=True))  # noqa: PTH207  patterns may be absolute
+        matches = _matches(source, folder)
         files = [f for m in matches for f in (sorted(m.rglob("*")) if m.is_dir() else [m]) if f.suffix in READERS]
         if not files:
-            raise CorpusError(f"{pattern}: no text found", expected=f"files ending in {', '.join(READERS)}")
-        found += files
-    return found
+            raise CorpusError(f"{folder / source}: no text found", expected=f"files ending in {', '.join(READERS)}")
+        for file in files:
+            # A file that two sources name is one text: twice in the stream, it could be in `fit` and in `tune`.
+            found.setdefault(file.resolve(), file)
+    return list(found.values())
+
+
+def _matches(source: str, folder: Path) -> list[Path]:
+    """What a path or pattern names; a name that exists is no pattern, whatever brackets it has."""
+    if (folder / source).exists():
+        return [folder / source]
+    # Not `Path.glob`, which takes no absolute pattern.
+    return sorted(folder / p for p in glob.glob(source, root_dir=folder, recursive=True))  # noqa: PTH207
+
+
+def _origins(sources: Sequence[str], folder: Path) -> set[str]:
+    """What two corpora must not share: local files, and hub data sets in any revision."""
+    hub = {source.partition("@")[0] for source in sources if source.startswith(HUB)}
+    return hub | {str(file.resolve()) for file in source_files(sources, folder)}
 
 
 def read_streams(spec: CorpusSpec, folder: Path, tokenizer: tokenizers.Tokenizer, window: int) -> Streams:
@@ -71,11 +88,13 @@ def read_streams(spec: CorpusSpec, folder: Path, tokenizer: tokenizers.Tokenizer
 
     Raises CorpusError: nothing found, an unreadable file, a text that is in both corpora, or one that is too short.
     """
-    shared = {f.resolve() for f in source_files(spec.text, folder)} & {
-        f.resolve() for f in source_files(spec.report, folder)
-    }
+    shared = _origins(spec.text, folder) & _origins(spec.report, folder)
     if shared:
-        raise CorpusError(f"{sorted(shared)[0]}: is in [corpus] text and in report, which must be disjoint")
+        raise CorpusError(f"{min(shared)}: is in [corpus] text and in report, which must be disjoint")
+    for name in ("fit_tokens", "tune_tokens", "report_tokens"):
+        if getattr(spec, name) < window:
+            found = getattr(spec, name)
+            raise CorpusError(f"[corpus] {name}", expected=f"at least one window of {window} tokens", found=found)
     own_report = 0 if spec.report else spec.report_tokens
     wanted = spec.fit_tokens + spec.tune_tokens + own_report
     stream = _tokens(spec, spec.text, folder, tokenizer, wanted, python_docs.TRAIN)
@@ -101,7 +120,7 @@ def _tokens(
     """The first `wanted` tokens of the shuffled pieces."""
     pieces = [
         document[start : start + PIECE]
-        for document in _documents(sources, folder, spec.field, split)
+        for document in _documents(sources, folder, spec.field, split, HUB_CHARACTERS * wanted)
         for start in range(0, len(document), PIECE)
     ]
     if not any(pieces):
@@ -116,18 +135,31 @@ def _tokens(
     return np.concatenate(parts)[:wanted]
 
 
-def _documents(sources: Sequence[str], folder: Path, field: str, split: str) -> Iterator[str]:
-    for source in sources:
+def _documents(sources: Sequence[str], folder: Path, field: str, split: str, hub_characters: int) -> Iterator[str]:
+    for source in dict.fromkeys(sources):
         if source == PYTHON:
             yield from python_docs.split_documents(split)
         elif source.startswith(HUB):
             name, _, revision = source.removeprefix(HUB).partition("@")
-            yield from _column(_load(source, path=name, revision=revision or None, split="train"), field, source)
-        else:
-            for file in source_files([source], folder):
-                options: dict[str, Any] = {"sample_by": "document"} if READERS[file.suffix] == "text" else {}
-                rows = _load(str(file), path=READERS[file.suffix], data_files=str(file), split="train", **options)
-                yield from _column(rows, "text" if options else field, str(file))
+            rows = _load(source, path=name, revision=revision or None, split="train")
+            yield from _head(_column(rows, field, source), hub_characters)
+    for file in source_files(sources, folder):
+        if file.stat().st_size == 0:
+            continue  # `datasets` fails on empty JSON with an error of the interpreter's
+        reader = READERS[file.suffix]
+        options = {"sample_by": "document", "encoding": "utf-8-sig"} if reader == "text" else {}
+        # `data_files` are patterns: brackets in a name must not be taken for one.
+        rows = _load(str(file), path=reader, data_files=glob.escape(str(file)), split="train", **options)
+        yield from _column(rows, "text" if options else field, str(file))
+
+
+def _head(documents: Iterator[str], characters: int) -> Iterator[str]:
+    """The first documents, until they have so many characters."""
+    for document in documents:
+        yield document
+        characters -= len(document)
+        if characters <= 0:
+            return
 
 
 def _load(source: str, **arguments: Any) -> Any:
@@ -145,10 +177,12 @@ def _column(rows: Any, field: str, source: str) -> Iterator[str]:
 
     try:
         for row in rows:
-            if not isinstance(row.get(field), str):
+            if field not in row:
                 raise CorpusError(
                     f"{source}: no text column {field!r}", found=", ".join(row), remedy="set [corpus] field"
                 )
+            if not isinstance(row[field], str):
+                raise CorpusError(f"{source}: column {field!r}", expected="text in every row", found=repr(row[field]))
             yield row[field]
     except (OSError, ValueError, datasets.exceptions.DatasetsError, pyarrow.ArrowException) as error:
         raise CorpusError(f"{source}: cannot be read", found=error) from None

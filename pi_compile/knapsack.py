@@ -61,7 +61,8 @@ def solver_version() -> str:
 
 def solve(choices: Sequence[Choice], capacity: int) -> Solution:
     """The exact optimum under the tie rule. Weights and values must sum to less than 2**61 each."""
-    assert capacity >= 0 and all(_is_sound(c) for c in choices)
+    assert capacity >= 0
+    assert all(_is_sound(c) for c in choices)
     assert max(sum(int(c.values.max()) for c in choices), sum(int(c.weights[-1]) for c in choices)) < _LIMIT
     scaled, units, scale = _in_units(choices, capacity)
     bound, losses = _losses(scaled, units, relaxation_price(scaled, units))

@@ -117,6 +117,7 @@ def thresholds_for(scores_NF: Tensor, energy_NF: Tensor, lost_shares: Sequence[f
     lost = energy_NF[fires][place].double().cumsum(0)
     if len(lost) == 0:
         return [float(scores_NF.max())] * len(lost_shares)
-    stays = torch.searchsorted(lost, torch.tensor(lost_shares, dtype=torch.float64) * lost[-1]).clamp_max(len(lost) - 1)
+    may_lose = torch.tensor(lost_shares, dtype=torch.float64, device=lost.device) * lost[-1]
+    stays = torch.searchsorted(lost, may_lose, right=True).clamp_max(len(lost) - 1)
     # A neuron is predicted if its score is *above* the threshold: stop just below the first one that must stay.
-    return torch.nextafter(scores[stays], torch.tensor(-math.inf)).tolist()
+    return torch.nextafter(scores[stays], scores.new_tensor(-math.inf)).tolist()

@@ -18,7 +18,6 @@ import torch
 from pi_compile import torch_decoder as td
 from pi_compile.activations import ActivationProfile, Counts
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.errors import CorpusError
 from pi_compile.hidden_states import HiddenStates
 from pi_compile.neuron_order import neuron_order
 from pi_runtime.artifact.decoder import Decoder
@@ -58,10 +57,13 @@ class Estimate:
 def estimate(d: Decoder, tokens: int, spec: ProfileSpec) -> Estimate:
     """Time by a short matrix product at this width, disk by hidden states, memory by weights and activations."""
     rows = spec.batch * spec.window
-    a, b = torch.randn(min(rows, 512), d.d_model), torch.randn(d.d_model, min(d.d_ff, 4096))
+    a = torch.ones(min(rows, 512), d.d_model, device=spec.device)
+    b = torch.ones(d.d_model, min(d.d_ff, 4096), device=spec.device)
+    (a @ b).sum().item()  # a first product starts libraries, and `item` waits for the device
     began = time.perf_counter()
     for _ in range(3):
-        a @ b
+        product = a @ b
+    product.sum().item()
     flops_per_s = 3 * 2 * a.numel() * b.shape[1] / (time.perf_counter() - began)
     layer = layer_parameters(d)
     resident = min(spec.layers_at_once or d.n_layers, d.n_layers)
@@ -90,13 +92,11 @@ def profile(
     d = checkpoint.decoder
     window = min(spec.window, d.context_length)
     ids_NT = td.windows(tokens, window)
-    if len(ids_NT) == 0:
-        raise CorpusError(f"the text has {len(tokens)} tokens", expected=f"at least one window of {window}")
     run = _Run(checkpoint, ids_NT, spec, scratch, progress)
     with torch.inference_mode():
-        counted = [layer for group in run.groups() for layer in run.count(group)]
-    counts: Counts = np.stack([counts for counts, _ in counted])
-    order = np.stack([neuron_order(counts, bits) for counts, bits in counted])
+        # Ordered as they come: the co-firing bits of all layers together would take more than a layer's weights.
+        counted = [(counts, neuron_order(counts, bits)) for group in run.groups() for counts, bits in run.count(group)]
+    counts, order = (np.stack(arrays) for arrays in zip(*counted, strict=True))
     return ActivationProfile(decoder=d, tokens=ids_NT.numel(), counts=counts, order=order, inputs=inputs)
 
 
@@ -114,7 +114,7 @@ class _Run:
         layers, step = self.checkpoint.decoder.n_layers, self.spec.layers_at_once or self.checkpoint.decoder.n_layers
         return (range(start, min(layers, start + step)) for start in range(0, layers, step))
 
-    def count(self, group: range) -> list[tuple[Counts, Bits]]:
+    def count(self, group: range) -> Iterator[tuple[Counts, Bits]]:
         """(counts (F,), co-firing bits (samples, F)) of each layer of a group."""
         shards = [slice(s, s + self.spec.shard) for s in range(0, len(self.ids_NT), self.spec.shard)]
         files = [self.scratch / f"layers-{group.start}-shard-{n}.npz" for n in range(len(shards))]
@@ -125,9 +125,9 @@ class _Run:
         for file in files:
             with np.load(file, allow_pickle=False) as stored:
                 counts += stored["counts"]
-                bits.append(np.unpackbits(stored["bits"], axis=2, count=counts.shape[1]))
-        joined = np.concatenate(bits, axis=1)
-        return [(counts[n], joined[n]) for n in range(len(group))]
+                bits.append(stored["bits"])
+        packed = np.concatenate(bits, axis=1)
+        return ((of_layer, np.unpackbits(packed[n], axis=1, count=len(of_layer))) for n, of_layer in enumerate(counts))
 
     def _count_missing(self, group: range, shards: list[slice], files: list[Path]) -> None:
         weights = [td.layer_weights(self.checkpoint, n, self.spec.device) for n in group]
@@ -139,9 +139,9 @@ class _Run:
             counts, bits = np.zeros(shape, np.int64), []
             for batch in range(shard.start, min(shard.stop, len(self.ids_NT)), self.spec.batch):
                 rows = slice(batch, min(batch + self.spec.batch, shard.stop, len(self.ids_NT)))
-                fired = self._push(group, weights, ends, rows)
-                counts += np.stack([count_fired(f).cpu().numpy() for f in fired])
-                bits.append(np.stack([np.packbits(self._sample(f), axis=1) for f in fired]))
+                layers = self._push(group, weights, ends, rows)
+                counts += np.stack([layer for layer, _ in layers])
+                bits.append(np.stack([sample for _, sample in layers]))
             _write_whole(file, counts=counts.astype(np.uint64), bits=np.concatenate(bits, axis=1))
             self.progress(group.start * len(shards) + (n + 1) * len(group), self.layers * len(shards))
 
@@ -151,31 +151,35 @@ class _Run:
 
     def _push(
         self, group: range, weights: list[dict[str, torch.Tensor]], ends: td.Weights, rows: slice
-    ) -> list[torch.Tensor]:
-        """One batch through a group of layers; which neurons fired, per layer (tokens, F) bool."""
+    ) -> list[tuple[npt.NDArray[np.int64], Bits]]:
+        """One batch through a group of layers; per layer the counts (F,), and the sample's bits, packed."""
         d = self.checkpoint.decoder
         if group.start == 0:
             x = td.embed(d, ends, self.ids_NT[rows].to(self.spec.device))
         else:
             x = torch.from_numpy(self._hidden(group.start)[rows]).to(self.spec.device)
-        fired = []
+        found = []
         for w in weights:
             x = td.attention(d, w, x)
             h = td.neurons(d, w, td.norm(d, w, "ffn/norm", x))
-            fired.append((h != 0).flatten(0, 1))
+            fired = (h != 0).flatten(0, 1)
+            found.append((count_fired(fired).cpu().numpy(), self._sample(fired, rows.start * self.ids_NT.shape[1])))
             x = x + td.ffn_output(w, h)
         if group.stop < d.n_layers:
             self._hidden(group.stop)[rows] = x.cpu().numpy()
-        return fired
+        return found
 
     def _hidden(self, layer: int) -> npt.NDArray[np.float32]:
         """Hidden states (N, T, D) before a group of layers."""
         shape = (*self.ids_NT.shape, self.checkpoint.decoder.d_model)
         return HiddenStates(self.scratch, "hidden", shape).before(layer // (self.spec.layers_at_once or self.layers))
 
-    def _sample(self, fired: torch.Tensor) -> npt.NDArray[np.bool_]:
-        step = max(1, self.ids_NT.numel() // self.spec.cofiring_tokens)
-        return fired[::step].cpu().numpy()
+    def _sample(self, fired: torch.Tensor, start: int) -> Bits:
+        """Packed bits of every so manieth token of the text; `fired` begins with token `start`."""
+        if self.spec.cofiring_tokens == 0:
+            return np.packbits(fired[:0].cpu().numpy(), axis=1)
+        step = -(-self.ids_NT.numel() // self.spec.cofiring_tokens)
+        return np.packbits(fired[-start % step :: step].cpu().numpy(), axis=1)
 
 
 def count_fired(fired: torch.Tensor) -> torch.Tensor:
@@ -183,9 +187,7 @@ def count_fired(fired: torch.Tensor) -> torch.Tensor:
 
     Summed as bytes over at most 255 tokens first: a sixth of the time of a direct sum.
     """
-    return sum(
-        (part.sum(0, dtype=torch.uint8).long() for part in torch.split(fired, 255)), torch.zeros(1, dtype=torch.long)
-    )
+    return torch.stack([part.sum(0, dtype=torch.uint8) for part in torch.split(fired, 255)]).sum(0)
 
 
 def _write_whole(path: Path, **arrays: npt.NDArray[np.generic]) -> None:

@@ -65,12 +65,13 @@ def print_report(report: Mapping[str, Any]) -> None:
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    console = Console()
+    # Piped or narrow, a table must not lose its digits: lines may be longer than the terminal.
+    console = Console(soft_wrap=True, width=200)
     for name, value in report.items():
         if not isinstance(value, list):
             console.print(f"{name.replace('_', ' ')}: {_shown(value)}", highlight=False)
             continue
-        table = Table(box=None, header_style="bold")
+        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
         for column in value[0] if value else ():
             table.add_column(column.replace("_", " "), justify="right")
         for row in value:
@@ -82,7 +83,7 @@ def _shown(value: Any) -> str:
     if value is None:
         return "–"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.2g}"
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else str(value)

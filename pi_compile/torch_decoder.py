@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
 
 from pi_compile.checkpoint import Checkpoint
+from pi_compile.errors import CorpusError
 from pi_runtime.artifact.decoder import Decoder
 
 Tensor = torch.Tensor
@@ -94,6 +95,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def windows(tokens: np.ndarray[Any, np.dtype[Any]], length: int) -> Tensor:
-    """A token stream → (N, length) consecutive windows, the rest dropped."""
+    """A token stream → (N, length) consecutive windows, the rest dropped. Raises CorpusError if there is none."""
     n = len(tokens) // length
+    if n == 0:
+        raise CorpusError(f"the text has {len(tokens)} tokens", expected=f"at least one window of {length}")
     return torch.from_numpy(np.asarray(tokens[: n * length], np.int64).reshape(n, length))

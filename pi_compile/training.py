@@ -139,7 +139,6 @@ class _Run:
         return found
 
     def _fit(self, n: int, file: Path) -> None:
-        torch.manual_seed(self.spec.seed * 1_000_003 + n)
         w = td.layer_weights(self.checkpoint, n, self.spec.device)
         fit = self._advance("fit", self.texts.fit, n, w)
         tune = self._advance("tune", self.texts.tune, n, w)

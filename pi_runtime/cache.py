@@ -13,6 +13,11 @@ def kv_nbytes(decoder: Decoder, context: int) -> int:
     return 2 * decoder.n_layers * decoder.n_kv_heads * context * decoder.head_dim * 4
 
 
+def kv_shape(decoder: Decoder, context: int) -> tuple[int, ...]:
+    """(layers, 2, G, S, E): keys and values of `context` positions."""
+    return (decoder.n_layers, 2, decoder.n_kv_heads, context, decoder.head_dim)
+
+
 class KVCache:
     """Keys and values (layers, 2, G, S, E), float32, for one sequence of at most S = `context` positions."""
 
@@ -20,9 +25,8 @@ class KVCache:
         self.context = context
         self.tokens: list[int] = []
         """Tokens whose keys and values are held, in order."""
-        shape = (decoder.n_layers, 2, decoder.n_kv_heads, context, decoder.head_dim)
         # zeros, not empty: the pages are mapped only when they are written.
-        self.values: npt.NDArray[np.float32] = np.zeros(shape, np.float32)
+        self.values: npt.NDArray[np.float32] = np.zeros(kv_shape(decoder, context), np.float32)
 
     @property
     def room(self) -> int:

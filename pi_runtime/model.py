@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest, Plan
-from pi_runtime.cache import KVCache
+from pi_runtime.cache import KVCache, kv_shape
 from pi_runtime.devices import resolve_device
 from pi_runtime.engine import Generation
 from pi_runtime.errors import ArtifactError, PromptError, TemplateError, UsageError
@@ -126,16 +126,13 @@ class Model:
         """
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"--max-tokens {max_tokens}", expected="1 or more")
-        empty = self.new_cache()
-        if cache is not None and cache.values.shape != empty.values.shape:
-            raise UsageError("the cache was made for another model or context", remedy="model.new_cache()")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked(prompt).tolist()
         if sampling is None:
             sampling = Sampling.from_generation_config(self.manifest.generation)
         return Generation(
             self._executor,
             self.tokenizer,
-            cache or empty,
+            self.new_cache() if cache is None else self._own(cache),
             ids,
             end_ids=self.manifest.text.end_ids,
             sampler=Sampler(sampling, self.manifest.decoder.vocab_size),
@@ -154,7 +151,7 @@ class Model:
 
     def decode(self, token: int, cache: KVCache) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """One step of generation: logits (V,) after `token`; (layers, 2) rows of `first` read and neurons kept."""
-        if cache.room == 0:
+        if self._own(cache).room == 0:
             raise PromptError(f"the context of {cache.context} tokens is full")
         logits_1V = self._executor.run(self._checked([token]), cache, select=True, every=False)
         return logits_1V[0].copy(), self._executor.rows_read.copy()
@@ -188,6 +185,12 @@ class Model:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _own(self, cache: KVCache) -> KVCache:
+        """The cache, if it has this model's shape: kernels do not ask."""
+        if cache.values.shape != kv_shape(self.manifest.decoder, self.context):
+            raise UsageError("the cache was made for another model or context", remedy="model.new_cache()")
+        return cache
 
     def _checked(self, token_ids: Any) -> npt.NDArray[np.int64]:
         ids = np.ascontiguousarray(token_ids)

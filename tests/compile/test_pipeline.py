@@ -18,7 +18,7 @@ from pi_runtime import load
 from pi_runtime.artifact import verify
 from pi_runtime.errors import DoesNotFitError
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "neurons", "sleep", "and", "fire"]
+WORDS = [*"abcdefghij", "the", "quick", "brown", "fox", "neurons", "fire"]
 
 
 def prose(seed: int, words: int) -> str:
@@ -30,6 +30,7 @@ def small_recipe(**changes: dict[str, object]) -> Recipe:
     data["corpus"] |= {"report": ["held-out.txt"], "fit_tokens": 3000, "tune_tokens": 200, "report_tokens": 200}
     data["profile"] |= {"window": 32, "batch": 4, "cofiring_tokens": 256}
     data["train"] |= {"tokens": 512, "steps": 4}
+    data["place"] |= {"machine": "stand-in"}
     for section, values in changes.items():
         data[section] |= values
     return Recipe.model_validate(data)
@@ -140,7 +141,7 @@ def test_changed_code_runs_its_stage_again(
 ) -> None:
     build(project)
     original = building.code_digest
-    monkeypatch.setattr(building, "code_digest", lambda *files: original(*files) + str(source in files))
+    monkeypatch.setattr(building, "code_digest", lambda *files: original(*files) + ("edited" if source in files else ""))
     assert build(project)[0] == stages
 
 

@@ -14,14 +14,16 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int | None) -> None:
     """A machine with so many GPUs, None for one without torch."""
     torch = SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: gpus))
     monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if gpus is None else object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None if gpus is None else object())
 
 
-@pytest.mark.parametrize("name", ["auto", "cpu"])
+@pytest.mark.parametrize(("name", "device"), [("auto", "cpu"), ("cpu", "cpu"), ("stand-in", "stand-in")])
 @pytest.mark.parametrize("gpus", [None, 0, 2])
-def test_the_processor_is_always_there(monkeypatch: pytest.MonkeyPatch, name: str, gpus: int | None) -> None:
+def test_the_processor_is_always_there(
+    monkeypatch: pytest.MonkeyPatch, name: str, device: str, gpus: int | None
+) -> None:
     pretend(monkeypatch, gpus)
-    assert resolve_device(name) == "cpu"
+    assert resolve_device(name) == device
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "CPU", "cuda:x", "cuda:-1", "cuda:²", "cuda:0:1", "cpu:0", " cpu"])
@@ -29,7 +31,7 @@ def test_unknown_names(name: str) -> None:
     with pytest.raises(UsageError, match="unknown device") as caught:
         resolve_device(name)
     assert type(caught.value) is UsageError
-    assert "auto, cpu or cuda:N" in str(caught.value)
+    assert "expected: auto, cpu, stand-in or cuda:N" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:3"])

@@ -1,10 +1,6 @@
-"""Generation: the loop over logits, its ends, its cache, its figures."""
+"""Generation: greedy, seeds, ends, whole characters, prompts that cannot be run."""
 
-import gc
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,36 +8,10 @@ from scripted import saying, scripted_artifact
 from synthetic import END_ID, random_artifact, small_decoder
 
 from pi_runtime import Model, Sampling, load
-from pi_runtime import engine as engine_module
-from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import PromptError, UsageError
-from pi_runtime.kernels import reference
 
-LOOP = {ord("a"): ord("b"), ord("b"): ord("a")}
 NEVER = Text(prefix_ids=(), end_ids=())
-
-
-@pytest.fixture(scope="module")
-def random_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers with predictors that pass about half, and no end of text."""
-    decoder = small_decoder(d_ff=150, n_layers=3, context_length=96)
-    return random_artifact(
-        tmp_path_factory.mktemp("engine") / "a.pi", decoder, ranks=[4, None, 6], seed=5, scale=3.0, text=NEVER
-    )
-
-
-@pytest.fixture(scope="module")
-def model(random_path: Path) -> Iterator[Model]:
-    with load(random_path, mode="dense") as model:
-        yield model
-
-
-@pytest.fixture
-def loop(tmp_path: Path) -> Iterator[Model]:
-    """Says abab… without end."""
-    with load(scripted_artifact(tmp_path / "loop.pi", LOOP), context=8) as model:
-        yield model
 
 
 def naive(model: Model, prompt: list[int], count: int) -> list[int]:
@@ -93,9 +63,6 @@ def test_generation_defaults_are_the_checkpoints(tmp_path: Path) -> None:
         other = model.generate([1], max_tokens=8, sampling=Sampling(temperature=9.0, seed=1))
         "".join(other)
         assert other.token_ids != answer.token_ids
-
-
-# Ends
 
 
 def test_the_model_ends_its_text(tmp_path: Path) -> None:
@@ -160,9 +127,6 @@ def test_learned_positions_last_to_the_end_of_the_context(tmp_path: Path) -> Non
         assert answer.token_ids[:-1] == naive(model, [5, 6], 18)
 
 
-# Text
-
-
 def test_no_piece_splits_a_character(tmp_path: Path) -> None:
     text = "aé→🙂"
     with load(scripted_artifact(tmp_path / "a.pi", saying(text))) as model:
@@ -180,51 +144,6 @@ def test_begin_of_text_comes_once(tmp_path: Path) -> None:
             assert "".join(answer) == "c"
             assert answer.stats.prompt_tokens == count
         assert "".join(model.generate("", max_tokens=1)) == "x"
-
-
-# Cache
-
-
-def test_a_talk_with_a_cache_reads_like_one_without(random_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    with load(random_path, mode="gate") as model:
-        cache, talk = model.new_cache(), rng.integers(0, 256, 20).tolist()
-        held = 0
-        for _ in range(3):
-            reused, fresh = model.generate(talk, max_tokens=9, cache=cache), model.generate(talk, max_tokens=9)
-            assert "".join(reused) == "".join(fresh)
-            assert reused.token_ids == fresh.token_ids
-            assert (reused.stats.cached_tokens, fresh.stats.cached_tokens) == (held, 0)
-            # The last token of an answer has not run yet.
-            held = len(talk) + 8
-            assert cache.tokens == talk + reused.token_ids[:-1]
-            talk = talk + reused.token_ids + rng.integers(0, 256, 5).tolist()
-
-
-def test_a_cache_of_another_talk_is_used_as_far_as_it_agrees(model: Model) -> None:
-    cache = model.new_cache()
-    "".join(model.generate([1, 2, 3, 4, 5, 6], max_tokens=5, cache=cache))
-    for prompt, kept in [([1, 2, 3, 9, 9], 3), ([1, 2, 3, 9, 9], 4), ([1, 2], 1), ([7, 7], 0)]:
-        answer = model.generate(prompt, max_tokens=6, cache=cache)
-        assert "".join(answer) == "".join(model.generate(prompt, max_tokens=6))
-        assert answer.stats.cached_tokens == kept
-
-
-def test_a_cache_of_another_shape_is_refused(model: Model, loop: Model) -> None:
-    with pytest.raises(UsageError, match="another model or context"):
-        model.generate([1], cache=loop.new_cache())
-
-
-def test_two_generations_may_take_turns(model: Model) -> None:
-    def texts() -> list[str]:
-        return ["".join(model.generate([n], max_tokens=12)) for n in (3, 4)]
-
-    one, two = (model.generate([n], max_tokens=12) for n in (3, 4))
-    turns = list(itertools.zip_longest(one, two, fillvalue=""))
-    assert ["".join(column) for column in zip(*turns, strict=True)] == texts()
-
-
-# Prompts
 
 
 @pytest.mark.parametrize(
@@ -251,93 +170,3 @@ def test_a_prompt_that_cannot_be_run(loop: Model, prompt: str | list[int], messa
 def test_max_tokens_below_one(loop: Model, count: int) -> None:
     with pytest.raises(UsageError, match="--max-tokens"):
         loop.generate("a", max_tokens=count)
-
-
-# Figures
-
-
-def test_figures_before_and_after(loop: Model) -> None:
-    answer = loop.generate("aa")
-    before = answer.stats
-    assert (before.prompt_tokens, before.generated_tokens, before.prefill_tokens_per_s) == (2, 0, None)
-    "".join(answer)
-    s = answer.stats
-    assert (s.prompt_tokens, s.cached_tokens, s.generated_tokens) == (2, 0, 7)
-    assert s.first_token_s >= s.prefill_s > 0
-    assert s.decode_s > 0
-    assert s.prefill_tokens_per_s == 2 / s.prefill_s
-    assert s.decode_tokens_per_s == 6 / s.decode_s
-
-
-def test_one_token_has_no_decoding_speed(loop: Model) -> None:
-    answer = loop.generate("a", max_tokens=1)
-    "".join(answer)
-    s = answer.stats
-    assert (s.decode_s, s.decode_tokens_per_s, s.rows_read_share, s.active_share) == (0, None, None, None)
-
-
-def test_time_before_the_first_piece_is_asked_for_is_not_prefill(loop: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count()
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    answer = loop.generate("a")
-    for _ in range(100):
-        next(clock)
-    next(answer)
-    assert (answer.stats.prefill_s, answer.stats.first_token_s) == (1, 102)
-
-
-def counted(path: Path, ids: list[int], prefilled: int, mode: str) -> tuple[float, float]:
-    """Shares of rows read and of neurons kept over ids[prefilled:], by the definition; the ids before run dense."""
-    with Artifact.open(path) as artifact:
-        d = artifact.manifest.decoder
-        x_TD = artifact.values("embedding")[ids]
-        read = kept = 0
-        for n, layer in enumerate(artifact.manifest.layers):
-            w = reference._Weights(artifact, f"layers/{n}/")
-            x_TD = x_TD + reference.attention(d, w, reference.norm(d, w, "attention/norm", x_TD))
-            normed_TD = reference.norm(d, w, "ffn/norm", x_TD)
-            active_TF = np.ones((len(ids), d.d_ff), bool)
-            if mode == "predicted" and layer.rung == "predicted":
-                active_TF[prefilled:] = reference.scores(w, normed_TD)[prefilled:] > 0
-            fires_TF = active_TF & ((normed_TD @ w["ffn/first"].T > 0) | (mode == "dense"))
-            read, kept = read + active_TF[prefilled:].sum(), kept + fires_TF[prefilled:].sum()
-            x_TD = x_TD + reference.ffn(d, w, normed_TD, active_TF)
-    neurons = d.d_ff * d.n_layers * (len(ids) - prefilled)
-    return read / neurons, kept / neurons
-
-
-@pytest.mark.parametrize("mode", ["dense", "gate", "predicted", "auto"])
-def test_shares_are_those_counted_by_the_definition(random_path: Path, mode: str) -> None:
-    prompt = [5, 80, 17]
-    with load(random_path, mode=mode) as model:
-        answer = model.generate(prompt, max_tokens=25)
-        "".join(answer)
-    ran = prompt + answer.token_ids[:-1]
-    wanted = counted(random_path, ran, len(prompt), "predicted" if mode == "auto" else mode)
-    s = answer.stats
-    assert s.rows_read_share is not None
-    assert s.active_share is not None
-    np.testing.assert_allclose((s.rows_read_share, s.active_share), wanted, rtol=1e-12)
-    assert {"dense": s.active_share == 1, "gate": s.active_share < s.rows_read_share == 1}.get(
-        mode, s.rows_read_share < 1
-    )
-
-
-# The model's end
-
-
-def test_a_generation_outlives_its_models_name(random_path: Path) -> None:
-    answer = load(random_path, mode="dense").generate([1, 2], max_tokens=5)
-    gc.collect()
-    with load(random_path, mode="dense") as model:
-        assert "".join(answer) == "".join(model.generate([1, 2], max_tokens=5))
-
-
-def test_a_closed_model_says_so(random_path: Path) -> None:
-    with load(random_path) as model:
-        begun, unbegun = model.generate([1, 2]), model.generate([1, 2])
-        next(begun)
-    for use in (lambda: list(begun), lambda: list(unbegun), lambda: model.logits([1])):
-        with pytest.raises(UsageError, match="the model is closed"):
-            use()
-    model.close()

@@ -1,0 +1,106 @@
+"""A machine profile: what one computer's memories and links can do, with the unit in every key.
+
+Read from TOML, measured by `pi-compile machine` or written from a named source.
+"""
+
+import difflib
+import json
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pi_compile.errors import ProfileError
+
+LIBRARY = Path(__file__).resolve().parents[1] / "profiles" / "machines"
+Positive = Annotated[float, Field(gt=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Cpu(_Section):
+    """Processor and RAM."""
+
+    name: str
+    cores: Annotated[int, Field(ge=1)]
+    ram_gib: Positive
+    bandwidth_gb_per_s: Positive
+    """Sequential reads by all cores, 10⁹ bytes a second."""
+
+
+class Gpu(_Section):
+    """Graphics card and its memory."""
+
+    name: str
+    vram_gib: Positive
+    bandwidth_gb_per_s: Positive
+
+
+class Link(_Section):
+    """Between the two."""
+
+    pcie_gb_per_s: Positive
+    """One way."""
+    sync_us: Annotated[float, Field(ge=0)]
+    """T_sync: handing a layer's partial result over and waiting for it, microseconds."""
+
+
+class Machine(_Section):
+    """One computer. Without `gpu` and `link` everything stays on the CPU."""
+
+    name: str
+    source: str
+    """How the figures were had: a publication, or the method and date of a measurement."""
+    cpu: Cpu
+    gpu: Gpu | None = None
+    link: Link | None = None
+
+    def to_toml(self) -> str:
+        """The profile as a file that `read_machine` takes back unchanged."""
+        data = self.model_dump(exclude_none=True)
+        lines = [f"{key} = {json.dumps(value)}" for key, value in data.items() if not isinstance(value, dict)]
+        for name, section in data.items():
+            if isinstance(section, dict):
+                pairs = (f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in section.items())
+                lines += ["", f"[{name}]", *pairs]
+        return "\n".join(lines) + "\n"
+
+
+def find_machine(name: str, folder: Path) -> Machine:
+    """A profile by name (`profiles/machines/NAME.toml`) or by path, relative to `folder`. Raises ProfileError."""
+    if not name.endswith(".toml"):
+        return read_machine(LIBRARY / f"{name}.toml")
+    return read_machine(folder / name)
+
+
+def read_machine(path: Path) -> Machine:
+    """Read and check a profile. Raises ProfileError naming every problem."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        known = ", ".join(sorted(p.stem for p in LIBRARY.glob("*.toml")))
+        raise ProfileError(
+            f"{path}: no such machine profile",
+            expected=f"{known}, or a path",
+            remedy=f"pi-compile machine -o {path.name}",
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ProfileError(f"{path}: not a machine profile", found=error) from None
+    try:
+        return Machine.model_validate(data)
+    except ValidationError as error:
+        problems = "\n    ".join(_problem(dict(e)) for e in error.errors())
+        raise ProfileError(f"{path}: invalid machine profile", found=f"\n    {problems}") from None
+
+
+def _problem(error: dict[str, Any]) -> str:
+    location = ".".join(map(str, error["loc"]))
+    if error["type"] != "extra_forbidden":
+        return f"{location}: {error['msg']}"
+    sections: dict[str, type[BaseModel]] = {"cpu": Cpu, "gpu": Gpu, "link": Link}
+    known = sections.get(str(error["loc"][0]), Machine).model_fields
+    near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
+    return f"{location}: unknown key" + (f"; did you mean {near[0]}?" if near else "")

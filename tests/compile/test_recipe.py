@@ -1,0 +1,89 @@
+"""The recipe: complete, strict, the same after a round trip, and documented key by key."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+pytest.importorskip("pydantic")
+
+from pydantic.fields import FieldInfo
+
+from pi_compile.errors import RecipeError
+from pi_compile.recipe import Recipe, default_recipe, read_recipe
+
+ROOT = Path(__file__).parents[2]
+DEFAULT = default_recipe("../models/some").model_dump()
+Row = dict[str, str]
+
+
+def documented() -> dict[str, dict[str, Row]]:
+    """Section → key → row of docs/recipes.md."""
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    sections: dict[str, dict[str, Row]] = {}
+    for name, body in re.findall(r"^## \[(\w+)\]\n(.*?)(?=^## |\Z)", text, re.M | re.S):
+        rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.+?) \|$", body, re.M)
+        sections[name] = {key: {"value": value, "default": default, "why": why} for key, value, default, why in rows}
+    return sections
+
+
+def fields() -> list[tuple[str, str, FieldInfo]]:
+    sections = ((name, section.annotation) for name, section in Recipe.model_fields.items())
+    return [(name, key, field) for name, section in sections for key, field in section.model_fields.items()]
+
+
+def literals(annotation: Any) -> list[str]:
+    """Strings that a type allows by name."""
+    if get_origin(annotation) is Literal:
+        return list(get_args(annotation))
+    return [name for inner in get_args(annotation) for name in literals(inner)]
+
+
+def test_every_key_is_documented_in_order() -> None:
+    assert {name: list(rows) for name, rows in documented().items()} == {
+        name: list(section.annotation.model_fields) for name, section in Recipe.model_fields.items()
+    }
+
+
+@pytest.mark.parametrize(("section", "key", "field"), fields(), ids=lambda value: value if type(value) is str else "")
+def test_a_documented_key_is_as_documented(section: str, key: str, field: FieldInfo) -> None:
+    row = documented()[section][key]
+    if (section, key) != ("model", "path"):
+        assert row["default"] == f"`{json.dumps(DEFAULT[section][key])}`"
+    assert re.findall(r'`"([\w-]+)"`', row["value"]) == literals(field.annotation)
+    bounds = [b for m in field.metadata for b in (getattr(m, "ge", None), getattr(m, "gt", None)) if b is not None]
+    assert all(str(bound) in row["value"] for bound in bounds)
+
+
+def test_a_recipe_is_read_back_unchanged(tmp_path: Path) -> None:
+    recipe = default_recipe('od"d\\näme/modèle', revision="abc", corpus=["a b/*.txt", "python"])
+    (tmp_path / "r.toml").write_text(recipe.to_toml(), encoding="utf-8")
+    assert read_recipe(tmp_path / "r.toml") == recipe
+
+
+def test_a_recipe_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        default_recipe("m").train.seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_bundled_recipes_are_valid(path: Path) -> None:
+    assert read_recipe(path).model.path
+
+
+@pytest.mark.parametrize(("section", "key", "field"), fields(), ids=lambda value: value if type(value) is str else "")
+def test_every_key_must_be_there(tmp_path: Path, section: str, key: str, field: FieldInfo) -> None:
+    path = tmp_path / "r.toml"
+    toml = default_recipe("m").to_toml()
+    head, _, body = toml.partition(f"[{section}]\n")
+    path.write_text(f"{head}[{section}]\n" + re.sub(rf"^{key} = .*\n", "", body, count=1, flags=re.M))
+    with pytest.raises(RecipeError, match=rf"{section}\.{key}: missing"):
+        read_recipe(path)
+
+
+def test_numbers_may_be_written_without_a_point(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(default_recipe("m").to_toml().replace("vram_gib = []", "vram_gib = [8, 10.5]"))
+    assert read_recipe(path).place.vram_gib == [8.0, 10.5]

@@ -1,0 +1,90 @@
+"""The cache over the turns of a talk, and models that are closed while they still generate."""
+
+import functools
+import gc
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pi_runtime import Model, load
+from pi_runtime.errors import PromptError, UsageError
+
+
+def test_a_talk_with_a_cache_reads_like_one_without(random_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    with load(random_path, mode="gate") as model:
+        cache, talk = model.new_cache(), rng.integers(0, 256, 20).tolist()
+        held = 0
+        for _ in range(3):
+            reused, fresh = model.generate(talk, max_tokens=9, cache=cache), model.generate(talk, max_tokens=9)
+            assert "".join(reused) == "".join(fresh)
+            assert reused.token_ids == fresh.token_ids
+            assert (reused.stats.cached_tokens, fresh.stats.cached_tokens) == (held, 0)
+            # The last token of an answer has not run yet.
+            held = len(talk) + 8
+            assert cache.tokens == talk + reused.token_ids[:-1]
+            talk = talk + reused.token_ids + rng.integers(0, 256, 5).tolist()
+
+
+def test_a_cache_of_another_talk_is_used_as_far_as_it_agrees(model: Model) -> None:
+    cache = model.new_cache()
+    "".join(model.generate([1, 2, 3, 4, 5, 6], max_tokens=5, cache=cache))
+    for prompt, kept in [([1, 2, 3, 9, 9], 3), ([1, 2, 3, 9, 9], 4), ([1, 2], 1), ([7, 7], 0)]:
+        answer = model.generate(prompt, max_tokens=6, cache=cache)
+        assert "".join(answer) == "".join(model.generate(prompt, max_tokens=6))
+        assert answer.stats.cached_tokens == kept
+
+
+def test_a_cache_of_another_shape_is_refused(model: Model, loop: Model) -> None:
+    with pytest.raises(UsageError, match="another model or context"):
+        model.generate([1], cache=loop.new_cache())
+    with pytest.raises(UsageError, match="another model or context"):
+        model.decode(1, loop.new_cache())
+
+
+def test_decode_is_a_step_of_generation(random_path: Path) -> None:
+    with load(random_path, mode="predicted") as model:
+        answer, cache = model.generate([1, 2, 3], max_tokens=6), model.new_cache()
+        "".join(answer)
+        "".join(model.generate([1, 2, 3], max_tokens=1, cache=cache))
+        for token, following in itertools.pairwise(answer.token_ids):
+            logits_V, rows = model.decode(token, cache)
+            assert logits_V.argmax() == following
+            assert rows.shape == (3, 2)
+
+
+def test_decoding_stops_at_the_end_of_the_context(loop: Model) -> None:
+    cache = loop.new_cache()
+    for _ in range(8):
+        loop.decode(1, cache)
+    with pytest.raises(PromptError, match="context of 8 tokens is full"):
+        loop.decode(1, cache)
+
+
+def test_two_generations_may_take_turns(model: Model) -> None:
+    def texts() -> list[str]:
+        return ["".join(model.generate([n], max_tokens=12)) for n in (3, 4)]
+
+    one, two = (model.generate([n], max_tokens=12) for n in (3, 4))
+    turns = list(itertools.zip_longest(one, two, fillvalue=""))
+    assert ["".join(column) for column in zip(*turns, strict=True)] == texts()
+
+
+def test_a_generation_outlives_its_models_name(random_path: Path) -> None:
+    answer = load(random_path, mode="dense").generate([1, 2], max_tokens=5)
+    gc.collect()
+    with load(random_path, mode="dense") as model:
+        assert "".join(answer) == "".join(model.generate([1, 2], max_tokens=5))
+
+
+def test_a_closed_model_says_so(random_path: Path) -> None:
+    with load(random_path) as model:
+        begun, unbegun = model.generate([1, 2]), model.generate([1, 2])
+        next(begun)
+    decode = functools.partial(model.decode, 1, model.new_cache())
+    for use in (lambda: list(begun), lambda: list(unbegun), lambda: model.logits([1]), decode):
+        with pytest.raises(UsageError, match="the model is closed"):
+            use()
+    model.close()

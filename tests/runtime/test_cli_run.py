@@ -1,0 +1,215 @@
+"""`pi-run` as its user meets it: results, talk, variables and flags."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from scripted import saying, scripted_artifact
+from synthetic import END_ID, random_artifact, small_decoder
+
+from pi_runtime.cli import app
+from pi_runtime.engine import Generation
+from pi_runtime.kernels import compiling
+
+Run = Callable[..., tuple[int, str, str]]
+
+STATS = {
+    "load_s",
+    "first_token_s",
+    "prompt_tokens",
+    "prefill_tokens_per_s",
+    "generated_tokens",
+    "decode_tokens_per_s",
+    "rows_read_share",
+    "active_share",
+}
+
+
+def test_a_prompt_goes_on(run: Run, alphabet: Path) -> None:
+    assert run(alphabet, "--prompt", "uv") == (0, "wxyz\n", "")
+    assert run(alphabet, "-p", "u", "-n", 3) == (0, "vwx\n", "")
+
+
+def test_a_prompt_from_stdin(run: Run, alphabet: Path) -> None:
+    assert run(alphabet, "-p", "-", stdin="wx") == (0, "yz\n", "")
+
+
+def test_stop_strings(run: Run, alphabet: Path) -> None:
+    assert run(alphabet, "-p", "a", "--stop", "xy", "--stop", "de") == (0, "bc\n", "")
+
+
+def test_json(run: Run, alphabet: Path) -> None:
+    code, out, err = run(alphabet, "-p", "abc", "-n", 4, "--json")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert report.keys() == {"text", "finish_reason", "mode", "stats"}
+    assert (report["text"], report["finish_reason"], report["mode"]) == ("defg", "length", "auto")
+    assert report["stats"].keys() == STATS
+    assert (report["stats"]["prompt_tokens"], report["stats"]["generated_tokens"]) == (3, 4)
+    assert report["stats"]["first_token_s"] > report["stats"]["load_s"] > 0
+    assert report["stats"]["rows_read_share"] == 1
+
+
+def test_json_of_one_token(run: Run, alphabet: Path) -> None:
+    stats = json.loads(run(alphabet, "-p", "a", "-n", 1, "--json")[1])["stats"]
+    assert stats["decode_tokens_per_s"] is None
+    assert stats["rows_read_share"] is None
+
+
+def test_stats_go_to_stderr(run: Run, alphabet: Path) -> None:
+    code, out, err = run(alphabet, "-p", "x", "--stats", "--mode", "gate")
+    assert (code, out) == (0, "yz\n")
+    lines = dict(line.split() for line in err.splitlines())
+    assert lines.keys() == {"mode", *STATS}
+    assert (lines["mode"], lines["generated_tokens"], lines["rows_read_share"]) == ("gate", "2", "1.000")
+
+
+def test_a_full_context_is_told(run: Run, endless: Path) -> None:
+    code, out, err = run(endless, "-p", "a", "--ctx-size", 4)
+    assert (code, out) == (0, "baba\n")
+    assert err == "(stopped: the context of 4 tokens is full; see --ctx-size)\n"
+
+
+def test_cold_kernels_are_told(run: Run, alphabet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "is_cold", lambda: True)
+    code, out, err = run(alphabet, "-p", "x")
+    assert (code, out) == (0, "yz\n")
+    assert err.startswith("compiling kernels for this processor, once")
+
+
+def test_sampling_flags(run: Run, random_path: Path) -> None:
+    def text(*flags: object) -> str:
+        code, out, _ = run(random_path, "-p", "a", "-n", 12, *flags)
+        assert code == 0
+        return out
+
+    greedy, hot = text(), ("--temperature", 5.0)
+    assert text("--temperature", 0) == greedy
+    assert text(*hot, "--top-k", 1) == greedy
+    assert text(*hot, "--top-p", 0.0) == greedy
+    assert text(*hot, "--min-p", 1.0) == greedy
+    assert text(*hot, "--seed", 3) == text(*hot, "--seed", 3) != text(*hot, "--seed", 4)
+    assert text("--repetition-penalty", 1e6) != greedy
+
+
+def test_end_of_text_is_not_shown(run: Run, tmp_path: Path) -> None:
+    """Not even where it is not an end: special tokens have no text."""
+    path = scripted_artifact(tmp_path / "a.pi", {ord("a"): END_ID, END_ID: ord("b"), ord("b"): 0}, end_ids=(0,))
+    assert run(path, "-p", "a") == (0, "b\n", "")
+
+
+def test_chat(run: Run, alphabet: Path) -> None:
+    code, out, err = run(alphabet, "--chat", stdin="uv\nx\n\nnever read\n")
+    assert (code, out) == (0, "wxyz\nyz\n")
+    assert "Your turn" in err
+    assert run(alphabet, "--chat", stdin="")[:2] == (0, "")
+    assert run(alphabet, "--chat", "-n", 1, "--stats", stdin="a\n")[2].count("generated_tokens") == 1
+
+
+def test_a_talk_is_remembered_and_not_computed_again(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = b"{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
+    path = random_artifact(tmp_path / "a.pi", small_decoder(), files={"chat_template.jinja": template})
+    prompts, cached, finished = [], [], Generation._prefill
+
+    def prefill(self: Generation) -> int:
+        token = finished(self)
+        prompts.append(bytes(self._prompt).decode(errors="replace"))
+        cached.append(self.stats.cached_tokens)
+        return token
+
+    monkeypatch.setattr(Generation, "_prefill", prefill)
+    code, out, _ = run(path, "--chat", "--system", "be", "-n", 2, stdin="hi\nyo\n")
+    first, second = prompts
+    assert code == 0
+    assert first == "s:be;u:hi;a:"
+    # The answer comes back through its text, in which bytes that are no character are replaced.
+    assert second == f"{first}{out[: out.index(chr(10))]};u:yo;a:"
+    assert cached[0] == 0
+    assert cached[1] >= len(first)
+
+
+def test_a_talk_ends_with_its_context(run: Run, tmp_path: Path) -> None:
+    files = {"chat_template.jinja": b"{{ messages[-1].content }}"}
+    path = scripted_artifact(tmp_path / "a.pi", saying("ab", then=ord("a")), context=8, files=files)
+    code, out, err = run(path, "--chat", stdin="a\nb\n")
+    assert (code, out) == (0, "babababa\n")
+    assert "the context of 8 tokens is full" in err
+
+
+def test_an_answer_of_nothing(run: Run, tmp_path: Path) -> None:
+    assert run(scripted_artifact(tmp_path / "a.pi", {}), "-p", "q") == (0, "\n", "")
+
+
+@pytest.mark.parametrize(
+    ("variable", "wrong", "flags"),
+    [
+        ("PI_MODE", "sparse", ["--mode", "gate"]),
+        ("PI_DEVICE", "gpu", ["--device", "cpu"]),
+        ("PI_CTX_SIZE", "1", ["--ctx-size", "32"]),
+        ("PI_THREADS", "0", ["--threads", "1"]),
+        ("PI_SEED", "-1", ["--seed", "1"]),
+    ],
+)
+def test_variables_stand_in_for_flags(
+    run: Run, alphabet: Path, monkeypatch: pytest.MonkeyPatch, variable: str, wrong: str, flags: list[str]
+) -> None:
+    monkeypatch.setenv(variable, wrong)
+    code, _, err = run(alphabet, "-p", "x")
+    assert code == 2
+    assert flags[0] in err
+    assert run(alphabet, "-p", "x", *flags) == (0, "yz\n", "")
+
+
+def test_a_variable_of_the_wrong_kind(run: Run, alphabet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PI_THREADS", "many")
+    code, _, err = run(alphabet, "-p", "x")
+    assert code == 2
+    assert "PI_THREADS" in err
+
+
+def test_the_budget_may_be_a_variable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = Path(__file__).parents[1] / "artifact" / "golden.pi"
+    monkeypatch.setenv("PI_VRAM_BUDGET", "1KiB")
+    assert run(golden, "-p", "x")[0] == 4
+    code, out, err = run(golden, "-p", "x", "-n", 4, "--vram-budget", "1GiB")
+    assert code == 0
+    assert "the CPU stands in for one" in err
+    monkeypatch.delenv("PI_VRAM_BUDGET")
+    assert run(golden, "-p", "x", "-n", 4) == (0, out, "")
+
+
+FLAGS = {
+    "--prompt": ("-p", None),
+    "--chat": (None, None),
+    "--system": (None, None),
+    "--max-tokens": ("-n", None),
+    "--stop": (None, None),
+    "--temperature": (None, None),
+    "--top-k": (None, None),
+    "--top-p": (None, None),
+    "--min-p": (None, None),
+    "--repetition-penalty": (None, None),
+    "--seed": (None, "PI_SEED"),
+    "--ctx-size": (None, "PI_CTX_SIZE"),
+    "--mode": (None, "PI_MODE"),
+    "--device": (None, "PI_DEVICE"),
+    "--vram-budget": (None, "PI_VRAM_BUDGET"),
+    "--threads": (None, "PI_THREADS"),
+    "--stats": (None, None),
+    "--json": (None, None),
+    "--debug": (None, "PI_DEBUG"),
+}
+
+
+def test_flags_are_frozen(run: Run) -> None:
+    """A new flag is a decision: it is written here too, and in the documentation."""
+    options = [p for p in typer.main.get_command(app).params if p.param_type_name == "option"]
+    found = {
+        max(p.opts, key=len): (next((o for o in p.opts if not o.startswith("--")), None), p.envvar) for p in options
+    }
+    assert found == FLAGS
+    code, out, err = run("--help")
+    assert (code, err) == (0, "")
+    assert all(flag in out for flag in FLAGS)

@@ -1,0 +1,50 @@
+"""Every module can be imported, by itself and first, and says nothing while it is."""
+
+import pkgutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+import pi_compile
+import pi_runtime
+
+# Imports each module with none of ours loaded before, so that a circle shows whichever way it is entered.
+ALONE = """
+import importlib, sys
+for name in sys.argv[1:]:
+    for ours in [m for m in sys.modules if m.partition(".")[0] in ("pi_runtime", "pi_compile")]:
+        del sys.modules[ours]
+    importlib.import_module(name)
+sys.stderr.write(" ".join(sorted({m.partition(".")[0] for m in sys.modules})))
+"""
+# Not pydantic and scipy: typer and numba take them where they are installed.
+FOREIGN = {"torch", "transformers", "datasets", "highspy", "zarr", "safetensors", "triton", "pi_compile"}
+
+
+def modules(package: str, path: list[str]) -> list[str]:
+    names = [info.name for info in pkgutil.walk_packages(path, f"{package}.")]
+    return [package, *(name for name in names if not name.endswith("__main__"))]
+
+
+def import_alone(names: list[str]) -> set[str]:
+    """Top-level packages loaded in the end."""
+    done = subprocess.run([sys.executable, "-c", ALONE, *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "\n" not in done.stderr, done.stderr
+    return set(done.stderr.split())
+
+
+def test_the_runtime_stands_alone() -> None:
+    loaded = import_alone(modules("pi_runtime", pi_runtime.__path__))
+    assert loaded & FOREIGN == set()
+
+
+@pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("torch", "transformers", "datasets", "highspy")),
+    reason="needs the compile extra",
+)
+def test_every_module_of_the_compiler() -> None:
+    import_alone(modules("pi_compile", pi_compile.__path__))

@@ -1,0 +1,44 @@
+"""What `pi_runtime` offers: few names, all of them there, nothing loaded before it is used."""
+
+import subprocess
+import sys
+
+import pytest
+
+import pi_runtime
+
+SURFACE = {"Model", "Sampling", "load"}
+
+
+def test_the_surface_is_complete_and_small() -> None:
+    assert set(pi_runtime.__all__) == SURFACE
+    assert len(SURFACE) <= 8
+    assert sorted(pi_runtime.__all__) == list(pi_runtime.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(SURFACE))
+def test_every_name_is_there_and_says_what_it_is(name: str) -> None:
+    found = getattr(pi_runtime, name)
+    assert found.__name__ == name
+    assert found.__doc__
+
+
+def test_other_names_are_not() -> None:
+    with pytest.raises(AttributeError, match="module 'pi_runtime' has no attribute 'lode'"):
+        _ = pi_runtime.lode
+    with pytest.raises(ImportError):
+        from pi_runtime import lode  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("pi_runtime", {"numpy", "numba", "torch", "tokenizers", "jinja2", "typer", "rich"}),
+        ("pi_runtime.artifact.writer", {"numba", "torch", "tokenizers", "jinja2", "typer", "rich", "zarr"}),
+        ("pi_runtime.artifact.verification", {"numba", "torch", "tokenizers", "jinja2", "typer", "rich", "zarr"}),
+    ],
+)
+def test_importing_loads_nothing_heavy(module: str, absent: set[str]) -> None:
+    code = f"import sys, {module}; print(sorted({absent!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
