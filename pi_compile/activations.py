@@ -5,9 +5,7 @@ On disk it is one `.npz` file (NumPy's own container): `meta` (JSON), `counts` a
 """
 
 import hashlib
-import io
 import json
-import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,8 +13,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from pi_compile.array_file import read_arrays, write_arrays
 from pi_compile.errors import ProfileError
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.decoding import decode
 
 Counts = npt.NDArray[np.uint64]
 Order = npt.NDArray[np.uint32]
@@ -63,26 +63,24 @@ class ActivationProfile:
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        buffer = io.BytesIO()
         meta = np.array(json.dumps(self._meta(), sort_keys=True))
-        np.savez_compressed(buffer, meta=meta, counts=_narrow(self.counts), order=_narrow(self.order))
-        temporary = path.with_name(f".{path.name}.partial")
-        temporary.write_bytes(buffer.getvalue())
-        temporary.replace(path)
+        arrays = {"meta": meta, "counts": _narrow(self.counts), "order": _narrow(self.order)}
+        write_arrays(path, arrays, compressed=True)
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read and check a file. Raises ProfileError."""
         try:
-            with np.load(path, allow_pickle=False) as stored:
-                meta: dict[str, Any] = json.loads(str(stored["meta"]))
-                counts, order = stored["counts"].astype(np.uint64), stored["order"].astype(np.uint32)
-            decoder = Decoder(**meta["decoder"])
-            profile = cls(decoder=decoder, tokens=meta["tokens"], counts=counts, order=order, inputs=meta["inputs"])
+            stored = read_arrays(path)
+            meta = decode(_Meta, json.loads(str(stored["meta"])), "meta", problems := [])
+            counts, order = (stored[name].astype(t, casting="safe") for name, t in (("counts", "u8"), ("order", "u4")))
         except FileNotFoundError:
             raise ProfileError(f"{path}: no such profile", remedy="pi-compile profile RECIPE makes one") from None
-        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise ProfileError(f"{path}: not an activation profile", found=error) from None
+        if problems:
+            raise ProfileError(f"{path}: not an activation profile", found="; ".join(problems))
+        profile = cls(counts=counts, order=order, **vars(meta))
         profile._check(path)
         return profile
 
@@ -97,6 +95,15 @@ class ActivationProfile:
 
     def _meta(self) -> dict[str, Any]:
         return {"decoder": asdict(self.decoder), "tokens": self.tokens, "inputs": self.inputs}
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """What a file holds beside its arrays."""
+
+    decoder: Decoder
+    tokens: int
+    inputs: str
 
 
 def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -14,7 +14,7 @@ BYTES = 1 << 30
 
 
 def measure_machine() -> Machine:
-    """Best read bandwidth by 1, 2, 4, … all threads (of 1 GiB, or an eighth of RAM); copies of a GPU if there is one."""
+    """Best read bandwidth by 1, 2, 4 … threads (1 GiB, or an eighth of RAM); a GPU's copies if there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 << 30
     threads = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < cores} | {cores})

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pi_compile.errors import ProfileError
 
-LIBRARY = Path(__file__).resolve().parents[1] / "profiles" / "machines"
 Positive = Annotated[float, Field(gt=0)]
 
 
@@ -69,10 +68,16 @@ class Machine(_Section):
         return "\n".join(lines) + "\n"
 
 
+def library() -> Path:
+    """Folder of the bundled profiles: `profiles/machines`, which a wheel carries inside the package."""
+    here = Path(__file__).resolve().parent
+    return here / "machines" if (here / "machines").is_dir() else here.parent / "profiles" / "machines"
+
+
 def find_machine(name: str, folder: Path) -> Machine:
     """A profile by name (`profiles/machines/NAME.toml`) or by path, relative to `folder`. Raises ProfileError."""
     if not name.endswith(".toml"):
-        return read_machine(LIBRARY / f"{name}.toml")
+        return read_machine(library() / f"{name}.toml")
     return read_machine(folder / name)
 
 
@@ -81,7 +86,7 @@ def read_machine(path: Path) -> Machine:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        known = ", ".join(sorted(p.stem for p in LIBRARY.glob("*.toml")))
+        known = ", ".join(sorted(p.stem for p in library().glob("*.toml")))
         raise ProfileError(
             f"{path}: no such machine profile",
             expected=f"{known}, or a path",

@@ -23,6 +23,7 @@ from pi_compile.cost import least_neurons, neuron_bytes
 from pi_compile.knapsack import Choice, solve
 from pi_compile.machine_file import Machine
 from pi_runtime.artifact.schema import Plan
+from pi_runtime.errors import DoesNotFitError
 
 Ints = npt.NDArray[np.int64]
 OBJECTIVE = "hot-mass"
@@ -122,14 +123,25 @@ def ladder(
     machine: Machine,
     extra_budgets: Sequence[int] = (),
 ) -> tuple[Plan, ...]:
-    """Plans for a ladder of GPU budgets and any `extra_budgets` (bytes), by rising budget.
+    """Plans for a ladder of GPU budgets and any `extra_budgets` (bytes), by rising budget, without empty ones.
 
-    () for a machine without a GPU. Where layers are too small for the hand-over to pay, a plan may leave every neuron to the CPU.
+    () for a machine without a GPU, or where no layer is large enough for the hand-over to pay. Raises DoesNotFitError
+    for an extra budget that no layer's least cut fits.
     """
     if machine.gpu is None:
         return ()
     layers = layers_of(profile, formats, ranks, machine)
+    least = min((int(layer.nbytes[1]) for layer in layers if len(layer.nbytes) > 1), default=None)
+    if least is None:
+        return ()
+    for budget in extra_budgets:
+        if budget < least:
+            raise DoesNotFitError(
+                f"[place] vram_gib: {budget} bytes hold no layer's smallest cut",
+                expected=f"at least {least} bytes ({least / 2**30:.6f} GiB)",
+                remedy="raise the budget, or leave it out",
+            )
     whole = sum(neuron_bytes(profile.decoder, formats, rank) * profile.decoder.d_ff for rank in ranks)
-    total = int(profile.counts.sum())
     budgets = sorted({whole * percent // 100 for percent in LADDER} | set(extra_budgets))
-    return tuple(place(layers, budget, total).plan for budget in budgets)
+    total = int(profile.counts.sum())
+    return tuple(place(layers, budget, total).plan for budget in budgets if budget >= least)

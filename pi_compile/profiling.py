@@ -17,6 +17,7 @@ import torch
 
 from pi_compile import torch_decoder as td
 from pi_compile.activations import ActivationProfile, Counts
+from pi_compile.array_file import read_arrays, write_arrays
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.hidden_states import HiddenStates
 from pi_compile.neuron_order import neuron_order
@@ -123,9 +124,9 @@ class _Run:
         counts = np.zeros((len(group), self.checkpoint.decoder.d_ff), np.uint64)
         bits = []
         for file in files:
-            with np.load(file, allow_pickle=False) as stored:
-                counts += stored["counts"]
-                bits.append(stored["bits"])
+            stored = read_arrays(file)
+            counts += stored["counts"]
+            bits.append(stored["bits"])
         packed = np.concatenate(bits, axis=1)
         return ((of_layer, np.unpackbits(packed[n], axis=1, count=len(of_layer))) for n, of_layer in enumerate(counts))
 
@@ -142,7 +143,7 @@ class _Run:
                 layers = self._push(group, weights, ends, rows)
                 counts += np.stack([layer for layer, _ in layers])
                 bits.append(np.stack([sample for _, sample in layers]))
-            _write_whole(file, counts=counts.astype(np.uint64), bits=np.concatenate(bits, axis=1))
+            write_arrays(file, {"counts": counts.astype(np.uint64), "bits": np.concatenate(bits, axis=1)})
             self.progress(group.start * len(shards) + (n + 1) * len(group), self.layers * len(shards))
 
     @property
@@ -188,9 +189,3 @@ def count_fired(fired: torch.Tensor) -> torch.Tensor:
     Summed as bytes over at most 255 tokens first: a sixth of the time of a direct sum.
     """
     return torch.stack([part.sum(0, dtype=torch.uint8) for part in torch.split(fired, 255)]).sum(0)
-
-
-def _write_whole(path: Path, **arrays: npt.NDArray[np.generic]) -> None:
-    temporary = path.with_suffix(".partial.npz")
-    np.savez(temporary, **arrays)  # type: ignore[arg-type]
-    temporary.replace(path)

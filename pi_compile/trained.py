@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from pi_compile.array_file import read_arrays, write_arrays
 from pi_compile.errors import ProfileError
 
 Floats = npt.NDArray[np.float32]
@@ -67,24 +68,22 @@ class Trained:
         for n, predictor in enumerate(self.predictors):
             if predictor is not None:
                 arrays |= dict(zip((f"down-{n}", f"up-{n}", f"bias-{n}"), predictor, strict=True))
-        temporary = path.with_suffix(".partial.npz")
-        np.savez(temporary, **arrays)
-        temporary.replace(path)
+        write_arrays(path, arrays)
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a file that `save` wrote. Raises ProfileError."""
         try:
-            with np.load(path, allow_pickle=False) as stored:
-                meta = json.loads(str(stored["meta"]))
-                rows = tuple(LayerRow(**row) for row in meta["rows"])
-                predictors = tuple(
-                    (stored[f"down-{n}"], stored[f"up-{n}"], stored[f"bias-{n}"]) if row.rank is not None else None
-                    for n, row in enumerate(rows)
-                )
-        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+            stored = read_arrays(path)
+            meta = json.loads(str(stored["meta"]))
+            rows = tuple(LayerRow(**row) for row in meta.pop("rows"))
+            predictors = tuple(
+                (stored[f"down-{n}"], stored[f"up-{n}"], stored[f"bias-{n}"]) if row.rank is not None else None
+                for n, row in enumerate(rows)
+            )
+            return cls(rows=rows, predictors=predictors, **meta)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ProfileError(f"{path}: not a file of trained predictors", found=error) from None
-        return cls(rows=rows, predictors=predictors, perplexity=meta["perplexity"], inputs=meta["inputs"])
 
     def _meta(self) -> dict[str, Any]:
         rows: Sequence[dict[str, Any]] = [asdict(row) for row in self.rows]

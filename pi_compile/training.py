@@ -20,6 +20,7 @@ import zarr
 
 from pi_compile import torch_decoder as td
 from pi_compile.activations import ActivationProfile
+from pi_compile.array_file import read_arrays, write_arrays
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.hidden_states import HiddenStates
 from pi_compile.predictor import Predictor, energy, second_moment, starting_rank, thresholds_for, train, warm_start
@@ -130,12 +131,12 @@ class _Run:
         if not file.exists():
             self._fit(n, file)
         self.progress(n + 1, self.checkpoint.decoder.n_layers)
-        with np.load(file, allow_pickle=False) as stored:
-            found = []
-            for item in json.loads(str(stored["candidates"])):
-                down, up, bias = (torch.from_numpy(stored[f"{k}-{item['rank']}"]) for k in ("down", "up", "bias"))
-                predictor = Predictor(down, up, bias).shifted(item.pop("threshold"))
-                found.append(Candidate(predictor, LayerRow(**item)))
+        stored = read_arrays(file)
+        found = []
+        for item in json.loads(str(stored["candidates"])):
+            down, up, bias = (torch.from_numpy(stored[f"{k}-{item['rank']}"]) for k in ("down", "up", "bias"))
+            predictor = Predictor(down, up, bias).shifted(item.pop("threshold"))
+            found.append(Candidate(predictor, LayerRow(**item)))
         return found
 
     def _fit(self, n: int, file: Path) -> None:
@@ -161,9 +162,7 @@ class _Run:
             arrays |= {f"down-{rank}": stored.down, f"up-{rank}": stored.up, f"bias-{rank}": stored.bias}
             candidates += self._thresholds(stored, rank, w, tune)
         arrays = {name: array.numpy(force=True) for name, array in arrays.items()}
-        temporary = file.with_suffix(".partial.npz")
-        np.savez(temporary, candidates=np.array(json.dumps(candidates)), **arrays)
-        temporary.replace(file)
+        write_arrays(file, {"candidates": np.array(json.dumps(candidates)), **arrays})
 
     def _ranks(self, n: int) -> list[int]:
         d = self.checkpoint.decoder

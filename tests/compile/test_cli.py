@@ -21,6 +21,7 @@ from hf import random_llama
 
 from pi_compile import inspection
 from pi_compile.cli import app
+from pi_compile.machine_file import read_machine
 from pi_compile.recipe import Recipe, default_recipe, read_recipe
 from pi_runtime import console
 from pi_runtime.artifact import verify
@@ -219,6 +220,22 @@ def test_json_of_init(run: Run, project: Path, tmp_path: Path) -> None:
     assert report.keys() == documented_keys("init")
     assert report["recipe"] == str(tmp_path / "r.toml")
     assert Recipe.model_validate({k: v for k, v in report.items() if k != "recipe"}) == read_recipe(tmp_path / "r.toml")
+
+
+def test_json_of_eval(run: Run, built: Path) -> None:
+    text = built.parent / "text" / "1.txt"
+    report = json.loads(run("eval", built.with_suffix(".pi"), "--text", text, "--tokens", 64, "--window", 32, "--json"))
+    assert report.keys() == documented_keys("eval")
+    assert report["tokens"] == 64
+    assert len(report["layers"]) == 2
+
+
+def test_json_of_machine(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pi_compile.machine.read_bandwidth", lambda *_: 12.5e9)
+    report = json.loads(run("machine", "-o", tmp_path / "m.toml", "--json"))
+    assert report.keys() == documented_keys("machine")
+    assert report["cpu"]["bandwidth_gb_per_s"] == 12.5
+    assert json.loads(json.dumps(read_machine(tmp_path / "m.toml").model_dump())) == report
 
 
 def test_json_of_inspect(run: Run) -> None:

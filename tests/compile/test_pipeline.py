@@ -141,7 +141,8 @@ def test_changed_code_runs_its_stage_again(
 ) -> None:
     build(project)
     original = building.code_digest
-    monkeypatch.setattr(building, "code_digest", lambda *files: original(*files) + ("edited" if source in files else ""))
+    edited = {True: "edited", False: ""}
+    monkeypatch.setattr(building, "code_digest", lambda *files: original(*files) + edited[source in files])
     assert build(project)[0] == stages
 
 
@@ -172,3 +173,17 @@ def test_a_budget_that_fits_nothing_names_the_nearest(project: Path) -> None:
     with pytest.raises(DoesNotFitError, match=r"at least \d+ bytes") as caught:
         load(project / "small.pi", vram_budget=1)
     assert caught.value.exit_code == 4
+
+
+def test_a_recipe_budget_that_holds_no_cut_is_refused(project: Path) -> None:
+    (project / "small.toml").write_text(small_recipe(place={"vram_gib": [1e-6]}).to_toml())
+    with pytest.raises(DoesNotFitError, match="vram_gib: 1073 bytes") as caught:
+        build(project)
+    assert "at least" in str(caught.value)
+
+
+def test_a_machine_on_which_no_hand_over_pays_gets_no_placement(project: Path) -> None:
+    (project / "small.toml").write_text(small_recipe(place={"machine": "pc-low"}).to_toml())
+    build(project)
+    with load(project / "small.pi") as model:
+        assert model.manifest.plans == ()
