@@ -70,9 +70,10 @@ class ActivationProfile:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read and check a file. Raises ProfileError."""
+        problems: list[str] = []
         try:
             stored = read_arrays(path)
-            meta = decode(_Meta, json.loads(str(stored["meta"])), "meta", problems := [])
+            meta = decode(_Meta, json.loads(str(stored["meta"])), "meta", problems)
             counts, order = (stored[name].astype(t, casting="safe") for name, t in (("counts", "u8"), ("order", "u4")))
         except FileNotFoundError:
             raise ProfileError(f"{path}: no such profile", remedy="pi-compile profile RECIPE makes one") from None

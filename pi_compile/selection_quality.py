@@ -75,11 +75,12 @@ class Tally:
         neurons = self.tokens * reading.d.d_ff
         density, read, kept = self.fires / neurons, self.predicted / neurons, self.both / neurons
         gate = reading.gate(density)
+        exact = reading.gate(1.0) if rung == "dense" else gate
         return LayerRow(
             rung=rung,
             density=density,
             rank=rank,
-            ffn_bytes=gate if rank is None else reading.predicted(rank, read, kept),
+            ffn_bytes=exact if rank is None else reading.predicted(rank, read, kept),
             gate_bytes=gate,
             recall=self.both / max(self.fires, 1),
             precision=self.both / max(self.predicted, 1),

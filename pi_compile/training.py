@@ -226,29 +226,35 @@ def _choose(run: _Run, layers: list[list[Candidate]]) -> tuple[list[Candidate], 
     ids, device = run.ids(run.texts.tune), run.spec.device
     dense = judge(run.checkpoint, ids, [None] * len(layers), device=device)
     options = [_options(run, found, tally) for found, tally in zip(layers, dense.tallies, strict=True)]
+
+    def verdict_on(chosen: list[Candidate]) -> Verdict:
+        return judge(run.checkpoint, ids, [c.predictor for c in chosen], device=device, dense=dense)
+
+    # At no price is there a better choice for quality than the least error in every layer.
+    chosen = [min(found, key=lambda c: (c.row.error, c.row.ffn_bytes)) for found in options]
+    verdict, most = verdict_on(chosen), TUNE_SHARE * run.spec.perplexity_increase
+    if verdict.divergence > most:
+        raise _not_met(run, chosen, verdict)
     low, high = LOWEST_PRICE, HIGHEST_PRICE
-    best: tuple[list[Candidate], Verdict] | None = None
     for _ in range(PRICES):
-        chosen = [_cheapest(o, 10 ** ((low + high) / 2)) for o in options]
-        verdict = judge(run.checkpoint, ids, [c.predictor for c in chosen], device=device, dense=dense)
-        if verdict.divergence <= TUNE_SHARE * run.spec.perplexity_increase:
-            best, high = (chosen, verdict), (low + high) / 2
+        price = (low + high) / 2
+        cheaper = [_cheapest(found, 10**price) for found in options]
+        judged = verdict if cheaper == chosen else verdict_on(cheaper)
+        if judged.divergence <= most:
+            chosen, verdict, high = cheaper, judged, price
         else:
-            low = (low + high) / 2
-    if best is None:
-        raise _not_met(run, [_cheapest(o, 10**HIGHEST_PRICE) for o in options], verdict)
-    chosen, verdict = best
+            low = price
     return chosen, {"tune_dense": dense.perplexity, "tune": verdict.perplexity, "tune_divergence": verdict.divergence}
 
 
 def _options(run: _Run, found: list[Candidate], dense: Tally) -> list[Candidate]:
-    """What a layer may take: the exact rung if the recipe allows it, and predictors that read less than gate."""
-    exact = exact_rung(run.checkpoint.decoder)
-    plain = Candidate(None, dense.row(run.reading, exact, None))
-    useful = [c for c in found if c.row.ffn_bytes < plain.row.ffn_bytes]
-    allowed = exact in run.spec.rungs or not found
-    # Without the exact rung a predictor has to do, even one that reads more.
-    return [*useful, plain] if allowed else useful or found
+    """What a layer may take: an exact rung if the recipe allows one, and predictors that read less than gate."""
+    exact = [rung for rung in (exact_rung(run.checkpoint.decoder), "dense") if rung in run.spec.rungs]
+    if not exact and not found:
+        raise NotMetError("only dense runs this model, which is not sparse", remedy="allow dense in [train] rungs")
+    useful = [c for c in found if c.row.ffn_bytes < c.row.gate_bytes]
+    # Without an exact rung a predictor has to do, even one that reads more.
+    return [*useful, Candidate(None, dense.row(run.reading, exact[0], None))] if exact else useful or found
 
 
 def _cheapest(options: list[Candidate], price: float) -> Candidate:
