@@ -20,6 +20,7 @@ from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.corpus import CorpusSpec, Streams, read_streams, source_files
 from pi_compile.errors import RecipeError
+from pi_compile.errors import ProfileError
 from pi_compile.machine_file import find_machine
 from pi_compile.packing import PackSpec, pack, resolve_formats
 from pi_compile.placement import ladder
@@ -33,6 +34,7 @@ from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress, size
 
 Result = TypeVar("Result")
+Dated = TypeVar("Dated", ActivationProfile, Trained)
 
 STORE = ".pi-build"
 """Folder beside the recipe that holds every recipe's intermediate results."""
@@ -142,7 +144,13 @@ class Pipeline:
             with self.progress("profiling", "shards") as progress:
                 return profile(self.checkpoint, fit, spec, scratch=scratch, inputs=key, progress=progress)
 
-        return self._stage("profile", key, make, lambda p, path: p.save(path), ActivationProfile.load)
+        return self._stage(
+            "profile",
+            key,
+            make,
+            lambda p, path: p.save(path),
+            lambda path: _fresh(ActivationProfile.load(path), key, path),
+        )
 
     @cached_property
     def trained(self) -> Trained:
@@ -174,7 +182,9 @@ class Pipeline:
                     self.checkpoint, self.profile, texts, spec, scratch=scratch, inputs=key, progress=progress
                 )
 
-        return self._stage("train", key, make, lambda t, path: t.save(path), Trained.load)
+        return self._stage(
+            "train", key, make, lambda t, path: t.save(path), lambda path: _fresh(Trained.load(path), key, path)
+        )
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
@@ -258,6 +268,18 @@ def pack_plain(recipe_path: Path, output: Path, *, progress: Progress, notice: C
     for line in (*checkpoint.notices, *result.notices):
         notice(line)
     return {"artifact": str(result.path), "bytes": result.nbytes, "sha256": result.sha256}
+
+
+def _fresh(result: Dated, key: str, path: Path) -> Dated:
+    """A stored result, if it was made from what is wanted now: a file may have been copied there by hand."""
+    if result.inputs != key:
+        raise ProfileError(
+            f"{path}: stale, or of another model",
+            expected=f"made from inputs {key[:16]}…",
+            found=f"{result.inputs[:16]}…",
+            remedy="delete it, and it is made again",
+        )
+    return result
 
 
 def _corpus_spec(recipe: Recipe) -> CorpusSpec:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.reading import NEURON_ARRAYS, part_of
-from pi_compile.errors import CheckpointError
+from pi_compile.errors import CheckpointError, ProfileError
 from pi_compile.rungs import exact_rung
 from pi_compile.text_files import read_text_files
 from pi_compile.trained import Trained
@@ -69,6 +69,10 @@ def pack(
     reordered. Raises CheckpointError for values that are not finite or that a format cannot hold, and what
     `ArtifactWriter` raises.
     """
+    if profile is not None and profile.decoder != checkpoint.decoder:
+        raise ProfileError(
+            "the activation profile is of another model", expected=checkpoint.decoder, found=profile.decoder
+        )
     text = read_text_files(checkpoint.folder, checkpoint.decoder.vocab_size)
     formats = resolve_formats(checkpoint, spec)
     layers = _layers(checkpoint.decoder, trained)

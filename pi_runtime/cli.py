@@ -67,7 +67,7 @@ def run(
     budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
     with load(artifact, mode=mode, context=ctx_size, threads=threads, device=device, vram_budget=budget) as model:
         if model.plan is not None:
-            console.say(_told(model.plan, artifact))
+            console.say(_told(model.plan))
         load_s = time.perf_counter() - began
         chosen = {
             "temperature": temperature,
@@ -94,7 +94,7 @@ def run(
             _print_stats(_report(model, answer, load_s))
 
 
-def _told(plan: "Plan", artifact: Path) -> str:
+def _told(plan: "Plan") -> str:
     return (
         f"no GPU in use: the CPU stands in for one. Placement: {plan.objective} for {console.size(plan.vram_bytes)}, "
         f"{console.size(plan.used_bytes)} used; to solve another budget: [place] vram_gib, then pi-compile build"

@@ -15,6 +15,7 @@ from typing import Any
 import llvmlite.binding
 import numba
 
+from pi_runtime.artifact import formats
 from pi_runtime.errors import UsageError
 
 # Threads of libgomp that wait for work spin for milliseconds by default. On a machine with anything else to do that
@@ -30,7 +31,8 @@ def cache_folder() -> Path:
     else (read-only home) the temporary folder. Raises UsageError where none can be written."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()}".encode())
     digest.update(llvmlite.binding.get_host_cpu_features().flatten().encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    # Kernels hold the format codes and the row alignment as constants.
+    for source in (*sorted(Path(__file__).parent.glob("*.py")), Path(formats.__file__)):
         digest.update(source.read_bytes())
     tried = []
     for base in _bases():

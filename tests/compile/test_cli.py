@@ -120,14 +120,8 @@ assert console.run(pi_run, ["--help"]) == 0
 heavy = {{"torch", "transformers", "numba", "numpy", "datasets", "tokenizers", "scipy", "zarr"}}
 print("=====", *(heavy & set(sys.modules)))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        env={**os.environ, "COLUMNS": "80", "NO_COLOR": "1"},
-    )
+    env = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     overview, *texts, run_help, loaded = done.stdout.split("=====")
     assert loaded.split() == []
     assert "..." not in overview.partition("Commands:")[2]

@@ -12,7 +12,11 @@ import hf
 import pytest
 
 from pi_compile import building
+from pi_compile.activations import ActivationProfile
 from pi_compile.building import Pipeline
+from pi_compile.checkpoint import open_checkpoint
+from pi_compile.errors import ProfileError
+from pi_compile.packing import PackSpec, pack
 from pi_compile.recipe import Recipe, default_recipe
 from pi_runtime import load
 from pi_runtime.artifact import verify
@@ -187,3 +191,22 @@ def test_a_machine_on_which_no_hand_over_pays_gets_no_placement(project: Path) -
     build(project)
     with load(project / "small.pi") as model:
         assert model.manifest.plans == ()
+
+
+def test_a_profile_of_another_model_is_refused(project: Path) -> None:
+    build(project)
+    store = project / ".pi-build" / "small"
+    (own,) = store.glob("profile-*.npz")
+    hf.random_llama(project / "model", intermediate_size=192, num_hidden_layers=3)
+    build(project)
+    (other,) = store.glob("profile-*.npz")
+    foreign = other.read_bytes()
+    hf.random_llama(project / "model", intermediate_size=192, num_hidden_layers=2)
+    build(project)
+    own.write_bytes(foreign)
+    with pytest.raises(ProfileError, match="stale, or of another model"):
+        build(project)
+
+    checkpoint, profile = open_checkpoint(project / "model"), ActivationProfile.load(own)
+    with pytest.raises(ProfileError, match="of another model"):
+        pack(checkpoint, PackSpec(), project / "b.pi", recipe={}, profile=profile)

@@ -1,0 +1,108 @@
+"""Evaluation of a packed file: its figures against the same computed by hand."""
+
+import json
+import math
+from pathlib import Path
+
+import hf
+import numpy as np
+import pytest
+import torch
+
+from pi_compile.activations import ActivationProfile
+from pi_compile.checkpoint import open_checkpoint
+from pi_compile.errors import CheckpointError, CorpusError
+from pi_compile.evaluation import evaluate
+from pi_compile.packing import PackSpec, pack
+from pi_compile.trained import LayerRow, Trained
+from pi_runtime import load
+from pi_runtime.artifact.decoder import Decoder
+
+KEYS = {"tokens", "perplexity", "agreement", "bytes_per_token", "ffn_bytes_per_token", "tokens_per_s", "layers"}
+TEXT = "Once upon a time there was a little neuron that did not fire. It waited, and waited; then it did! " * 12
+F = 83
+
+
+def trained(d: Decoder, *, bias: float) -> Trained:
+    """Predictors of rank 5 that say the sign of a random projection, shifted."""
+    rng = np.random.default_rng(0)
+    row = LayerRow(
+        rung="predicted", density=0.5, rank=5, ffn_bytes=1.0, gate_bytes=1.0, recall=1.0, precision=1.0,
+        rows_read_over_active=1.0, error=0.0,
+    )  # fmt: skip
+    arrays = [
+        (
+            rng.standard_normal((5, d.d_model), np.float32),
+            rng.standard_normal((F, 5), np.float32),
+            np.full(F, bias, "f4"),
+        )
+        for _ in range(d.n_layers)
+    ]
+    return Trained(rows=(row,) * d.n_layers, predictors=tuple(arrays), perplexity={}, inputs="x")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> torch.nn.Module:
+    return hf.random_llama(tmp_path / "model", intermediate_size=F)
+
+
+def packed(tmp_path: Path, bias: float | None) -> Path:
+    checkpoint = open_checkpoint(tmp_path / "model")
+    d = checkpoint.decoder
+    counts = np.random.default_rng(1).integers(0, 100, (d.n_layers, F)).astype(np.uint64)
+    order = np.argsort(-counts.astype(np.int64), axis=1, kind="stable").astype(np.uint32)
+    profile = ActivationProfile(decoder=d, tokens=100, counts=counts, order=order, inputs="x")
+    predictors = None if bias is None else trained(d, bias=bias)
+    pack(checkpoint, PackSpec(), tmp_path / "a.pi", recipe={}, profile=profile, trained=predictors)
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "a.pi"
+
+
+def score(artifact: Path, model: Path | None = None) -> dict[str, object]:
+    text = artifact.with_name("text.txt")
+    found = evaluate(artifact, [text], model, tokens=96, window=32, progress=lambda _done, _total: None)
+    assert set(found) == KEYS
+    json.dumps(found)
+    return found
+
+
+def test_perplexity_and_agreement_are_those_of_transformers(tmp_path: Path, model: torch.nn.Module) -> None:
+    artifact = packed(tmp_path, None)
+    found = score(artifact, tmp_path / "model")
+    with load(artifact) as opened:
+        ids = torch.tensor(opened.tokenizer.encode(TEXT, prefix=False)[:96]).reshape(3, 32)
+    with torch.inference_mode():
+        loss = model.float()(input_ids=ids, labels=ids).loss
+    for mode in ("checkpoint", "dense", "gate"):
+        assert found["perplexity"][mode] == pytest.approx(math.exp(loss), rel=1e-4)
+    assert found["agreement"] == {"dense": 1.0, "gate": 1.0}
+
+
+def test_rows_and_bytes_are_what_the_predictor_lets_through(tmp_path: Path, model: torch.nn.Module) -> None:
+    """A predictor that names every neuron reads what gate reads and its own bytes; one that names none, only those."""
+    everything, nothing = score(packed(tmp_path, 1e4)), score(packed(tmp_path, -1e4))
+    row = 192  # 48 float32, three cache lines
+    own = 3 * (5 * row + F * 64 + F * 4)
+    dense, gate = everything["ffn_bytes_per_token"]["dense"], everything["ffn_bytes_per_token"]["gate"]
+    assert dense == 3 * 3 * F * row
+    assert everything["ffn_bytes_per_token"]["predicted"] == pytest.approx(gate + own)
+    assert nothing["ffn_bytes_per_token"]["predicted"] == own
+    assert everything["perplexity"]["predicted"] == pytest.approx(everything["perplexity"]["dense"], rel=1e-5)
+    assert nothing["perplexity"]["predicted"] != pytest.approx(nothing["perplexity"]["dense"], rel=1e-5)
+    for layer in everything["layers"]:
+        assert layer["recall"] == 1.0
+        assert layer["precision"] == pytest.approx(layer["density"])
+        assert layer["rows_read_over_active"] == pytest.approx(1 / layer["density"])
+    assert {layer["recall"] for layer in nothing["layers"]} == {0.0}
+    extra = everything["bytes_per_token"]["gate"] - gate
+    assert everything["bytes_per_token"]["dense"] == pytest.approx(dense + extra)
+
+
+def test_what_cannot_be_scored_says_why(tmp_path: Path, model: torch.nn.Module) -> None:
+    artifact = packed(tmp_path, None)
+    with pytest.raises(CorpusError, match="at least one window"):
+        evaluate(artifact, [artifact.with_name("text.txt")], None, tokens=8, window=32, progress=lambda *_: None)
+    with pytest.raises(CorpusError, match=r"none\.txt: cannot be read"):
+        evaluate(artifact, [tmp_path / "none.txt"], None, tokens=96, window=32, progress=lambda *_: None)
+    with pytest.raises(CheckpointError, match="transformers cannot load"):
+        score(artifact, tmp_path / "nothing")
