@@ -19,8 +19,7 @@ import tokenizers
 from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.corpus import CorpusSpec, Streams, read_streams, source_files
-from pi_compile.errors import RecipeError
-from pi_compile.errors import ProfileError
+from pi_compile.errors import ProfileError, RecipeError
 from pi_compile.machine_file import find_machine
 from pi_compile.packing import PackSpec, pack, resolve_formats
 from pi_compile.placement import ladder

@@ -5,7 +5,8 @@ from pi_runtime.errors import DeviceError, UsageError
 
 def torch_device(name: str) -> str:
     """`cpu` or `cuda:N`, checked to be there. Raises DeviceError, UsageError."""
-    if name in ("cpu", "auto"):
+    # PI_DEVICE may be set for pi-run, which knows two more.
+    if name in ("cpu", "auto", "stand-in"):
         return "cpu"
     kind, _, index = name.partition(":")
     if kind != "cuda" or not (index == "" or index.isdecimal()):

@@ -127,7 +127,9 @@ def _score(logits: Callable[[Windows], npt.NDArray[np.float32]], windows: Window
 def _score_checkpoint(model: Path, windows: Windows) -> Score:
     import torch  # noqa: PLC0415  only where a checkpoint is compared
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers.utils import logging  # noqa: PLC0415
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:

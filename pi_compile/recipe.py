@@ -87,7 +87,7 @@ class PlaceSection(_Section):
     machine: str
     """A machine profile: a name in `profiles/machines`, or a path."""
     objective: Literal["hot-mass"]
-    vram_gib: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+    vram_gib: list[Annotated[float, Field(gt=0, lt=2**20, allow_inf_nan=False)]]
     """GPU budgets to solve for beside the ladder of shares of the model."""
 
 

@@ -66,9 +66,10 @@ class Store:
     ) -> tuple[Result, bool]:
         """(result, whether it was made now). `make` gets the stage's scratch folder, which it may find half done."""
         path = self.folder / f"{stage}-{key[:16]}{suffix}"
-        if path.exists():
-            return load(path), False
         scratch = self.folder / f"{stage}-{key[:16]}.work"
+        if path.exists():
+            shutil.rmtree(scratch, ignore_errors=True)  # a kill after saving left it
+            return load(path), False
         # Scratch of other keys is of no use to anyone any more, and may be large.
         for other in self.folder.glob(f"{stage}-*.work"):
             if other != scratch:

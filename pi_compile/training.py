@@ -166,12 +166,13 @@ class _Run:
 
     def _ranks(self, n: int) -> list[int]:
         d = self.checkpoint.decoder
+        full = min(d.d_model, d.d_ff)
         # A row of `up` is padded to a cache line: ranks in between would cost the same.
-        step = min(ROW_ALIGN // FORMATS[self.spec.predictor_format].itemsize, d.d_model)
+        step = min(ROW_ALIGN // FORMATS[self.spec.predictor_format].itemsize, full)
         top = float(self.profile.cumulative_curve(5)[n, 1])
         base = starting_rank(d, float(self.profile.density()[n]), top, step)
         wished = (max(step, round(base * factor / step) * step) for factor in RANK_FACTORS)
-        return sorted({rank for rank in wished if rank <= d.d_model})
+        return sorted({rank for rank in wished if rank <= full})
 
     def _advance(self, name: str, tokens: Tokens, n: int, w: td.Weights) -> zarr.Array[Any]:
         """Push a text's hidden states through layer n; its FFN inputs (N, D) as a chunked array on disk."""

@@ -57,18 +57,12 @@ def run(
     if chat and as_json:
         raise UsageError("--chat does not go with --json")
     text = _read(sys.stdin.read) if prompt == "-" else prompt
-    from pi_runtime.kernels.compiling import is_cold
     from pi_runtime.model import load
     from pi_runtime.planning import parse_size
     from pi_runtime.sampling import Sampling
 
-    if is_cold():
-        console.say("compiling kernels for this processor, once (some tens of seconds) …")
     budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
     with load(artifact, mode=mode, context=ctx_size, threads=threads, device=device, vram_budget=budget) as model:
-        if model.plan is not None:
-            console.say(_told(model.plan))
-        load_s = time.perf_counter() - began
         chosen = {
             "temperature": temperature,
             "top_k": top_k,
@@ -79,19 +73,34 @@ def run(
         }
         flags = {name: value for name, value in chosen.items() if value is not None}
         sampling = Sampling.from_generation_config(model.manifest.generation, **flags)
-        if chat:
+        _tell(model)
+        load_s = time.perf_counter() - began
+        if text is None:
             _chat(model, sampling, system, max_tokens, stop or [], stats=stats, load_s=load_s)
             return
-        assert text is not None
         answer = model.generate(text, max_tokens=max_tokens, sampling=sampling, stop=stop or [])
-        if as_json:
-            console.print_json({"text": "".join(answer), **_report(model, answer, load_s)})
-            return
-        _stream(answer)
-        if answer.finish_reason == "context":
-            console.say(f"(stopped: the context of {model.context} tokens is full; see --ctx-size)")
-        if stats:
-            _print_stats(_report(model, answer, load_s))
+        _answer(model, answer, as_json=as_json, stats=stats, load_s=load_s)
+
+
+def _tell(model: "Model") -> None:
+    """What the user should know before the first token."""
+    from pi_runtime.kernels.compiling import is_cold
+
+    if model.plan is not None:
+        console.say(_told(model.plan))
+    if is_cold():
+        console.say("compiling kernels for this processor, once (some tens of seconds) …")
+
+
+def _answer(model: "Model", answer: "Generation", *, as_json: bool, stats: bool, load_s: float) -> None:
+    if as_json:
+        console.print_json({"text": "".join(answer), **_report(model, answer, load_s)})
+        return
+    _stream(answer)
+    if answer.finish_reason == "context":
+        console.say(f"(stopped: the context of {model.context} tokens is full; see --ctx-size)")
+    if stats:
+        _print_stats(_report(model, answer, load_s))
 
 
 def _told(plan: "Plan") -> str:

@@ -102,7 +102,7 @@ def _exchange(request: bytes, limits: Limits) -> dict[str, Any]:
         raise TemplateError(
             "the process that renders chat templates did not start",
             found=f"{sys.executable} ended with {child.returncode}",
-            remedy="`pi-run doctor`; reinstall jinja2",
+            remedy="`pi-compile doctor`; reinstall jinja2",
         )
     if late.is_set() or child.returncode == -getattr(signal, "SIGXCPU", 0):
         raise _exceeded("time", limits)

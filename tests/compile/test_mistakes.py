@@ -206,6 +206,7 @@ def test_an_artifact_instead_of_a_recipe(fails: Fails, artifact: Path) -> None:
         ("batch = 8", "batch = 0", "profile.batch: should be greater than or equal to 1 (found 0)"),
         ('ffn = "keep"', 'ffn = "q8"', "pack.ffn: should be 'keep', 'f32', 'f16' or 'bf16' (found 'q8')"),
         ("vram_gib = []", "vram_gib = [8, nan]", "place.vram_gib.1: should be a finite number (found nan)"),
+        ("vram_gib = []", "vram_gib = [1e300]", "place.vram_gib.0: should be less than 1048576 (found 1e+300)"),
         ("vram_gib = []", "vram_gib = [-8]", "place.vram_gib.0: should be greater than 0 (found -8)"),
         ("ignore_config = []", 'ignore_config = "x"', "model.ignore_config: should be a valid list (found 'x')"),
     ],

@@ -1,0 +1,223 @@
+"""Profiling counts what fires, in whatever portions, and goes on after a kill."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import hf
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from pi_compile import profiling
+from pi_compile import torch_decoder as td
+from pi_compile.activations import ActivationProfile
+from pi_compile.checkpoint import Checkpoint, open_checkpoint
+from pi_compile.errors import CorpusError, ProfileError
+from pi_compile.profiling import ProfileSpec, count_fired, estimate, profile
+
+# 11 windows and a rest; shards of 4, 4 and 3 windows; batches of 3 and 1.
+SPEC = ProfileSpec(window=16, batch=3, shard=4, cofiring_tokens=50)
+TOKENS = np.random.default_rng(0).integers(3, 130, 11 * 16 + 5)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Checkpoint]:
+    folder = tmp_path_factory.mktemp("llama")
+    return hf.random_llama(folder, tokenizer=False, mlp_bias=True), open_checkpoint(folder)
+
+
+@pytest.fixture(scope="module")
+def opt(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Checkpoint]:
+    folder = tmp_path_factory.mktemp("opt")
+    return hf.random_opt(folder, tokenizer=False), open_checkpoint(folder)
+
+
+def run(
+    checkpoint: Checkpoint,
+    scratch: Path,
+    tokens: np.ndarray = TOKENS,
+    progress: Callable[[int, int], None] = lambda _done, _total: None,
+    **changes: Any,
+) -> ActivationProfile:
+    scratch.mkdir(exist_ok=True)
+    spec = replace(SPEC, **changes)
+    return profile(checkpoint, tokens, spec, scratch=scratch, inputs="inputs", progress=progress)
+
+
+def preactivations(model: PreTrainedModel, windows: torch.Tensor) -> list[torch.Tensor]:
+    """(tokens, F) of every layer, from hooks on transformers' own modules."""
+    layers = model.model.layers if model.config.model_type == "llama" else model.model.decoder.layers
+    firsts = [layer.mlp.gate_proj if model.config.model_type == "llama" else layer.fc1 for layer in layers]
+    found: list[torch.Tensor] = []
+    hooks = [m.register_forward_hook(lambda _m, _x, y: found.append(y.flatten(0, -2))) for m in firsts]
+    with torch.inference_mode():
+        model(windows)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_counts_are_a_plain_count(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    model, checkpoint = request.getfixturevalue(family)
+    found = run(checkpoint, tmp_path)
+    assert (found.tokens, found.inputs, found.decoder) == (11 * 16, "inputs", checkpoint.decoder)
+    z = torch.stack(preactivations(model, td.windows(TOKENS, 16))).numpy()
+    # Which sign a value next to zero gets is a matter of the last bit.
+    doubtful = (np.abs(z) < 1e-4).sum(1)
+    assert doubtful.sum() < 1e-3 * z.size
+    assert (np.abs(found.counts.astype(int) - (z > 0).sum(1)) <= doubtful).all()
+    assert 0.2 < found.density().min() < found.density().max() < 0.8
+
+
+def test_a_smooth_activation_fires_always(tmp_path: Path) -> None:
+    hf.random_llama(tmp_path / "model", tokenizer=False, hidden_act="silu")
+    found = run(open_checkpoint(tmp_path / "model"), tmp_path / "work")
+    np.testing.assert_array_equal(found.density(), 1)
+    np.testing.assert_array_equal(found.order, np.tile(np.arange(83), (3, 1)))
+
+
+@pytest.mark.parametrize("layers_at_once", [1, 2, 3, 7])
+def test_layer_by_layer_counts_the_same(llama: Any, tmp_path: Path, layers_at_once: int) -> None:
+    whole = run(llama[1], tmp_path / "whole")
+    parts = run(llama[1], tmp_path / "parts", layers_at_once=layers_at_once)
+    np.testing.assert_array_equal(parts.counts, whole.counts)
+    np.testing.assert_array_equal(parts.order, whole.order)
+    assert parts.digest() == whole.digest()
+
+
+def test_each_weight_is_read_once(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, original = [], td.layer_weights
+    monkeypatch.setattr(td, "layer_weights", lambda c, n, device: read.append(n) or original(c, n, device))
+    run(llama[1], tmp_path, layers_at_once=1)
+    assert read == [0, 1, 2]
+
+
+def test_hidden_states_take_the_disk_that_was_estimated(llama: Any, tmp_path: Path) -> None:
+    tokens = TOKENS[: 11 * 16]
+    for step, name in ((1, "layers"), (None, "whole")):
+        run(llama[1], tmp_path / name, tokens, layers_at_once=step)
+        taken = sum(f.stat().st_size - 128 for f in (tmp_path / name).glob("hidden-*.npy"))
+        assert taken == estimate(llama[1].decoder, len(tokens), replace(SPEC, layers_at_once=step)).disk_bytes
+
+
+@pytest.mark.parametrize("layers_at_once", [1, None])
+@pytest.mark.parametrize("finished", range(1, 10, 2))
+def test_a_killed_run_goes_on(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers_at_once: int | None, finished: int
+) -> None:
+    whole = run(llama[1], tmp_path / "whole", layers_at_once=layers_at_once)
+    seen: list[tuple[int, int]] = []
+
+    def stop_early(done: int, total: int) -> None:
+        seen.append((done, total))
+        if done >= finished:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(llama[1], tmp_path / "killed", progress=stop_early, layers_at_once=layers_at_once)
+    batches, original = [], td.neurons
+    monkeypatch.setattr(td, "neurons", lambda *a: batches.append(a) or original(*a))
+    again = run(llama[1], tmp_path / "killed", progress=lambda *a: seen.append(a), layers_at_once=layers_at_once)
+    assert again.digest() == whole.digest()
+    # Three shards: two with two batches, one with one; of each layer only what was missing.
+    step = 1 if layers_at_once else 3
+    assert seen == [(done, 9) for done in range(step, 10, step)]
+    left = [[2, 2, 1][(n // step) % 3] for n in range(-(-finished // step) * step, 9, step)]
+    assert len(batches) == step * sum(left)
+
+
+@pytest.mark.parametrize("batch", range(1, 15, 3))
+def test_a_kill_in_the_middle_of_a_shard(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    whole = run(llama[1], tmp_path / "whole", layers_at_once=1)
+    calls, original = [], td.ffn_output
+
+    def dies(*arguments: Any) -> torch.Tensor:
+        calls.append(arguments)
+        if len(calls) == batch:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(td, "ffn_output", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run(llama[1], tmp_path / "killed", layers_at_once=1)
+    assert run(llama[1], tmp_path / "killed", layers_at_once=1).digest() == whole.digest()
+
+
+def test_a_missing_shard_of_the_last_layers_is_made_again(llama: Any, tmp_path: Path) -> None:
+    whole = run(llama[1], tmp_path, layers_at_once=2)
+    (tmp_path / "layers-2-shard-1.npz").unlink()
+    assert run(llama[1], tmp_path, layers_at_once=2).digest() == whole.digest()
+
+
+def test_a_damaged_shard_is_refused(llama: Any, tmp_path: Path) -> None:
+    run(llama[1], tmp_path)
+    file = tmp_path / "layers-0-shard-1.npz"
+    file.write_bytes(file.read_bytes()[:-30])
+    with pytest.raises(ProfileError, match="remove it and make it again"):
+        run(llama[1], tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"batch": 1}, {"batch": 64}, {"shard": 1}, {"shard": 100}], ids=str)
+def test_portions_do_not_change_what_is_sampled(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int]
+) -> None:
+    model, checkpoint = llama
+    sampled: list[np.ndarray] = []
+    original = profiling.neuron_order
+    monkeypatch.setattr(profiling, "neuron_order", lambda c, bits: sampled.append(bits) or original(c, bits))
+    run(checkpoint, tmp_path, **changes)
+    z = torch.stack(preactivations(model, td.windows(TOKENS, 16))).numpy()[:, ::4]  # 176 tokens, at most 50
+    found = np.stack(sampled)
+    assert found.shape == z.shape == (3, 44, 83)
+    assert ((found == 1) == (z > 0))[np.abs(z) > 1e-4].all()
+
+
+def test_without_a_sample_neurons_are_ordered_by_count(llama: Any, tmp_path: Path) -> None:
+    found = run(llama[1], tmp_path, cofiring_tokens=0)
+    assert (np.diff(found.ordered_counts().astype(int), axis=1) <= 0).all()
+
+
+def test_a_text_shorter_than_one_window(llama: Any, tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=r"the text has 15 tokens\n  expected: at least one window of 16") as caught:
+        run(llama[1], tmp_path, TOKENS[:15])
+    assert caught.value.exit_code == 3
+
+
+def test_windows_are_no_longer_than_the_context(llama: Any, tmp_path: Path) -> None:
+    assert run(llama[1], tmp_path, window=10**6).tokens == len(TOKENS) // 64 * 64
+
+
+@pytest.mark.parametrize("tokens", [1, 254, 255, 256, 700])
+def test_bytes_do_not_overflow(tokens: int) -> None:
+    fired = torch.ones(tokens, 3, dtype=torch.bool)
+    fired[:, 1] = False
+    assert count_fired(fired).tolist() == [tokens, 0, tokens]
+
+
+def test_an_estimate_grows_with_what_is_asked(llama: Any) -> None:
+    d = replace(llama[1].decoder, d_model=512, d_ff=2048, n_layers=8, vocab_size=1000)
+    spec = ProfileSpec()
+    whole, layers = estimate(d, 10**6, spec), estimate(d, 10**6, replace(spec, layers_at_once=1))
+    assert whole.seconds > 0
+    weights = 4 * 8 * (3 * 512 * 2048 + (2 * d.n_heads + 2 * d.n_kv_heads) * d.head_dim * 512)
+    assert weights < whole.memory_bytes < 4 * weights
+    assert whole.memory_bytes - layers.memory_bytes == weights * 7 // 8
+    assert (whole.disk_bytes, layers.disk_bytes) == (0, 2 * 10**6 * 512 * 4)
+    assert estimate(replace(d, ffn="plain"), 10**6, spec).memory_bytes < whole.memory_bytes
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_counts_nearly_the_same(llama: Any, tmp_path: Path) -> None:
+    cpu = run(llama[1], tmp_path / "cpu").counts.astype(int)
+    gpu = run(llama[1], tmp_path / "gpu", device="cuda:0", layers_at_once=1).counts.astype(int)
+    assert np.abs(cpu - gpu).sum() < 1e-3 * cpu.sum()

@@ -1,0 +1,39 @@
+"""Stage results as values and tables."""
+
+import numpy as np
+import pytest
+from synthetic import small_decoder
+
+from pi_compile import report
+from pi_compile.activations import ActivationProfile
+from pi_runtime.artifact.schema import Plan
+
+
+def profile() -> ActivationProfile:
+    decoder = small_decoder(n_layers=1, d_ff=100)
+    counts = np.zeros((1, 100), np.uint64)
+    counts[0, :20] = 40
+    counts[0, 20:] = 10
+    order = np.arange(100, dtype=np.uint32)[None]
+    return ActivationProfile(decoder=decoder, tokens=40, counts=counts, order=order, inputs="x")
+
+
+def test_profile_figures() -> None:
+    (layer,) = report.profile_report(profile())["layers"]
+    assert layer == {"layer": 0, "density": 0.4, "top_20_share": 0.5, "neurons_for_80_percent": 0.68}
+
+
+def test_place_figures() -> None:
+    plans = [Plan(objective="hot-mass", vram_bytes=9, used_bytes=8, cuts=(20,))]
+    (row,) = report.place_report(plans, profile())["plans"]
+    assert row["hot_share"] == 0.5
+    assert "no layer is large enough" in report.place_report([], profile())["why none"]
+
+
+def test_no_digit_of_a_table_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{f"column {n}": 1234567.0 + n for n in range(9)}, {f"column {n}": None for n in range(9)}]
+    report.print_report({"total": 3, "rows": rows})
+    out = capsys.readouterr().out
+    assert "total: 3" in out
+    assert all(f"1,234,56{n}" in out for n in (7, 8, 9))
+    assert "…" not in out
