@@ -129,7 +129,7 @@ def _score_checkpoint(model: Path, windows: Windows) -> Score:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     try:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
