@@ -77,4 +77,6 @@ def bench(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"name one of: {', '.join(names)}")
     install_all(session)
-    session.run("python", f"tests/benchmarks/{session.posargs[0]}.py", *session.posargs[1:])
+    session.run(
+        "python", f"tests/benchmarks/{session.posargs[0]}.py", *session.posargs[1:], env={"PYTHONPATH": "tests"}
+    )

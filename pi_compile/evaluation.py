@@ -44,7 +44,7 @@ def evaluate(
     with the checkpoint, of the others with `dense`. Raises CorpusError for a text shorter than one window.
     """
     scores: dict[str, Score] = {}
-    decoded: dict[str, _Decoded] = {}
+    decoded: dict[str, Decoded] = {}
     with load(artifact) as opened:
         manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
     modes = ["dense", "gate", *(["predicted"] if any(layer.rung == "predicted" for layer in manifest.layers) else [])]
@@ -66,7 +66,7 @@ def evaluate(
         "tokens": windows.size,
         "perplexity": perplexity | {mode: score.perplexity for mode, score in scores.items()},
         "agreement": agreement | {mode: _agreement(scores[mode], scores["dense"]) for mode in modes[1:]},
-        "bytes_per_token": {mode: _other_bytes(manifest) + sum(d.ffn_bytes(manifest)) for mode, d in decoded.items()},
+        "bytes_per_token": {mode: other_bytes(manifest) + sum(d.ffn_bytes(manifest)) for mode, d in decoded.items()},
         "ffn_bytes_per_token": {mode: sum(d.ffn_bytes(manifest)) for mode, d in decoded.items()},
         "tokens_per_s": {mode: d.tokens_per_s for mode, d in decoded.items()},
         "layers": _layer_rows(manifest, decoded),
@@ -74,7 +74,7 @@ def evaluate(
 
 
 @dataclass(frozen=True, eq=False)
-class _Decoded:
+class Decoded:
     """What decoding token by token read."""
 
     rows_LT2: npt.NDArray[np.int64]
@@ -142,21 +142,21 @@ def _score_checkpoint(model: Path, windows: Windows) -> Score:
     return _score(logits, windows, lambda: None)
 
 
-def _decode(model: Model, ids: npt.NDArray[np.int64]) -> _Decoded:
+def _decode(model: Model, ids: npt.NDArray[np.int64]) -> Decoded:
     cache, rows, seconds = model.new_cache(), [], []
     for token in ids[: model.context]:
         began = time.perf_counter()
         _, read = model.decode(int(token), cache)
         seconds.append(time.perf_counter() - began)
         rows.append(read)
-    return _Decoded(np.stack(rows, axis=1), model.mode, 1 / statistics.median(seconds))
+    return Decoded(np.stack(rows, axis=1), model.mode, 1 / statistics.median(seconds))
 
 
 def _agreement(one: Score, other: Score | None) -> float | None:
     return None if other is None else float((one.best == other.best).mean())
 
 
-def _other_bytes(m: Manifest) -> int:
+def other_bytes(m: Manifest) -> int:
     """Bytes per token of everything but the FFN neurons: attention, norms, head. Of the embedding one row is read."""
     skipped = ("ffn/first", "ffn/rest", "ffn/order", "ffn/counts", "positions")
     total = 0
@@ -169,7 +169,7 @@ def _other_bytes(m: Manifest) -> int:
     return total
 
 
-def _layer_rows(m: Manifest, decoded: dict[str, _Decoded]) -> list[dict[str, Any]]:
+def _layer_rows(m: Manifest, decoded: dict[str, Decoded]) -> list[dict[str, Any]]:
     """Recall counts what the gate rung kept on the same tokens as what fires."""
     rows = []
     active = decoded["gate"].rows_LT2[:, :, 1].sum(1)
