@@ -111,8 +111,8 @@ class Pipeline:
             "corpus",
             key,
             lambda _scratch: read_streams(spec, self.folder, tokenizer, window),
-            lambda streams, path: _save_arrays(path, fit=streams.fit, tune=streams.tune, report=streams.report),
-            lambda path: Streams(**dict(np.load(path, allow_pickle=False))),
+            lambda streams, path: streams.save(path),
+            Streams.load,
         )
 
     @cached_property
@@ -293,9 +293,3 @@ def _digest(tokens: np.ndarray[Any, Any]) -> str:
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _save_arrays(path: Path, **arrays: np.ndarray[Any, Any]) -> None:
-    temporary = path.with_suffix(".partial.npz")
-    np.savez(temporary, **arrays)  # type: ignore[arg-type]
-    temporary.replace(path)

@@ -117,6 +117,8 @@ def place(recipe: RecipePath, device: Device = "cpu", as_json: Json = False, deb
     from pi_compile import report
 
     with _pipeline(recipe, device) as pipeline:
+        if not pipeline.plans:
+            console.say("no plans: the machine has no GPU, or no layer is large enough for a hand-over to it to pay")
         _show(report.place_report(pipeline.plans, pipeline.profile), pipeline, as_json)
 
 

@@ -6,10 +6,11 @@ is a sample of the whole.
 """
 
 import glob
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,21 @@ class Streams:
     fit: Stream
     tune: Stream
     report: Stream
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        temporary = path.with_suffix(".partial.npz")
+        np.savez(temporary, fit=self.fit, tune=self.tune, report=self.report)
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote. Raises CorpusError."""
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                return cls(stored["fit"], stored["tune"], stored["report"])
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise CorpusError(f"{path}: damaged", found=error, remedy="delete it, and it is made again") from None
 
 
 def source_files(sources: Sequence[str], folder: Path) -> list[Path]:

@@ -41,8 +41,7 @@ def place_report(plans: Sequence[Plan], p: ActivationProfile) -> dict[str, Any]:
     for plan in plans:
         hot = sum(int(ordered[n, cut - 1]) for n, cut in enumerate(plan.cuts) if cut)
         rows.append({**asdict(plan), "hot_share": hot / total})
-    why = "on this machine no layer is large enough for a hand-over to the GPU to pay, or there is no GPU"
-    return {"plans": rows} if rows else {"plans": rows, "why none": why}
+    return {"plans": rows}
 
 
 def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
