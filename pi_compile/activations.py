@@ -55,8 +55,8 @@ class ActivationProfile:
         return np.asarray(mass[:, places] / np.maximum(mass[:, -1:], 1))
 
     def digest(self) -> str:
-        """sha256 of the content: the same on every machine, whatever the file's compression."""
-        h = hashlib.sha256(json.dumps(self._meta(), sort_keys=True).encode())
+        """sha256 of the content, whatever it was made from and however the file is compressed."""
+        h = hashlib.sha256(json.dumps({**self._meta(), "inputs": None}, sort_keys=True).encode())
         h.update(self.counts.astype("<u8").tobytes())
         h.update(self.order.astype("<u4").tobytes())
         return h.hexdigest()

@@ -6,6 +6,7 @@ section of the recipe, the results before it, and its own code. So what changed,
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
@@ -21,6 +22,7 @@ from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.corpus import CorpusSpec, Streams, read_streams, source_files
 from pi_compile.errors import ProfileError, RecipeError
 from pi_compile.machine_file import find_machine
+from pi_compile.output import write_text
 from pi_compile.packing import PackSpec, pack, resolve_formats
 from pi_compile.placement import ladder
 from pi_compile.profiling import ProfileSpec, estimate, profile
@@ -37,25 +39,6 @@ Dated = TypeVar("Dated", ActivationProfile, Trained)
 
 STORE = ".pi-build"
 """Folder beside the recipe that holds every recipe's intermediate results."""
-_CODE = {
-    "corpus": ("pi_compile/corpus.py", "pi_compile/python_docs.py"),
-    "profile": (
-        "pi_compile/checkpoint",
-        "pi_compile/torch_decoder.py",
-        "pi_compile/hidden_states.py",
-        "pi_compile/profiling.py",
-        "pi_compile/neuron_order.py",
-        "pi_compile/activations.py",
-    ),
-    "train": (
-        "pi_compile/training.py",
-        "pi_compile/predictor.py",
-        "pi_compile/selection_quality.py",
-        "pi_compile/trained.py",
-        "pi_runtime/artifact/formats.py",
-    ),
-    "pack": ("pi_compile/packing.py", "pi_compile/text_files.py", "pi_compile/checkpoint", "pi_runtime/artifact"),
-}
 
 
 @dataclass
@@ -102,8 +85,10 @@ class Pipeline:
             spec=asdict(spec),
             window=window,
             files=[(f.name, _file_digest(f)) for f in files],
+            # `python` is the documentation of the Python that runs.
+            python=sys.version_info[:3],
             tokenizer=hashlib.sha256(text.files[TOKENIZER]).hexdigest(),
-            code=code_digest(*_CODE["corpus"]),
+            code=code_digest("pi_compile.corpus"),
         )
         tokenizer = tokenizers.Tokenizer.from_buffer(text.files[TOKENIZER])
         tokenizer.no_truncation()
@@ -131,7 +116,7 @@ class Pipeline:
             checkpoint=self.checkpoint.digest(),
             text=_digest(fit),
             spec=asdict(spec),
-            code=code_digest(*_CODE["profile"]),
+            code=code_digest("pi_compile.profiling"),
         )
 
         def make(scratch: Path) -> ActivationProfile:
@@ -172,7 +157,7 @@ class Pipeline:
             checkpoint=self.checkpoint.digest(),
             texts=[_digest(t) for t in (texts.fit, texts.tune, texts.report)],
             spec=asdict(spec),
-            code=code_digest(*_CODE["profile"], *_CODE["train"]),
+            code=code_digest("pi_compile.training"),
         )
 
         def make(scratch: Path) -> Trained:
@@ -181,9 +166,15 @@ class Pipeline:
                     self.checkpoint, self.profile, texts, spec, scratch=scratch, inputs=key, progress=progress
                 )
 
-        return self._stage(
+        trained = self._stage(
             "train", key, make, lambda t, path: t.save(path), lambda path: _fresh(Trained.load(path), key, path)
         )
+        increase = trained.perplexity["report"] / trained.perplexity["report_dense"] - 1
+        if increase > spec.perplexity_increase:
+            self.notice(
+                f"skipping costs {100 * increase:.2f} % of perplexity on the report text, more than [quality] says"
+            )
+        return trained
 
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
@@ -203,10 +194,10 @@ class Pipeline:
             plans=[asdict(p) for p in self.plans],
             recipe=recipe,
             output=str(output.resolve()),
-            code=code_digest(*_CODE["pack"]),
+            code=code_digest("pi_compile.packing"),
         )
         record = self.store.folder / "packed.json"
-        known = json.loads(record.read_text()) if record.exists() else {}
+        known = _record(record)
         if known.get("key") == key and output.exists() and _file_digest(output) == known["report"]["sha256"]:
             return dict(known["report"])
         with self.progress("packing") as progress:
@@ -223,9 +214,7 @@ class Pipeline:
         for line in result.notices:
             self.notice(line)
         report = {"artifact": str(result.path), "bytes": result.nbytes, "sha256": result.sha256}
-        temporary = record.with_suffix(".partial")
-        temporary.write_text(json.dumps({"key": key, "report": report}))
-        temporary.replace(record)
+        write_text(record, json.dumps({"key": key, "report": report}))
         self.ran.append("pack")
         return report
 
@@ -267,6 +256,14 @@ def pack_plain(recipe_path: Path, output: Path, *, progress: Progress, notice: C
     for line in (*checkpoint.notices, *result.notices):
         notice(line)
     return {"artifact": str(result.path), "bytes": result.nbytes, "sha256": result.sha256}
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """What was packed last; nothing where that cannot be read, and it is packed again."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}
 
 
 def _fresh(result: Dated, key: str, path: Path) -> Dated:

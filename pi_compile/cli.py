@@ -76,7 +76,7 @@ def init(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The recipe to write.")],
     corpus: Annotated[
-        list[Path] | None, typer.Option(help="Text to profile on; may be given again. Default: Python's documentation.")
+        list[str] | None, typer.Option(help="Text to profile on; may be given again. Default: Python's documentation.")
     ] = None,
     revision: Annotated[str, typer.Option(help="Commit of a hub name.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing recipe.")] = False,
@@ -160,8 +160,8 @@ def evaluate(
     artifact: ArtifactPath,
     text: Annotated[list[Path], typer.Option(help="Held-out text; may be given again.", show_default=False)],
     model: Annotated[Path | None, typer.Option(help="The checkpoint, to compare with.", show_default=False)] = None,
-    tokens: Annotated[int, typer.Option(help="Most tokens to score.")] = 16_384,
-    window: Annotated[int, typer.Option(help="Tokens of one sequence.")] = 512,
+    tokens: Annotated[int, typer.Option(min=2, help="Most tokens to score.")] = 16_384,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of one sequence.")] = 512,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:

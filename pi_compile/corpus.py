@@ -157,7 +157,9 @@ def _documents(sources: Sequence[str], folder: Path, field: str, split: str, hub
             yield from python_docs.split_documents(split)
         elif source.startswith(HUB):
             name, _, revision = source.removeprefix(HUB).partition("@")
-            rows = _load(source, path=name, revision=revision or None, split="train")
+            if not revision:
+                raise CorpusError(f"{source}: no revision", expected=f"{HUB}OWNER/NAME@REVISION, which means one text")
+            rows = _load(source, path=name, revision=revision, split="train")
             yield from _head(_column(rows, field, source), hub_characters)
     for file in source_files(sources, folder):
         if file.stat().st_size == 0:

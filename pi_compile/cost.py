@@ -2,30 +2,32 @@
 
 from collections.abc import Mapping
 
-from pi_compile.machine_file import Machine
+from pi_compile.machine_file import Machine, whole
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.sizes import FfnBytes
 
 _PICO = 10**12
 
 
 def neuron_bytes(d: Decoder, formats: Mapping[str, str], rank: int | None) -> int:
     """Stored bytes of one neuron: its rows of `first` and `rest`, its biases, its predictor row and bias."""
-    row = FORMATS[formats["ffn"]].nbytes((1, d.d_model))
-    rows = 3 if d.ffn == "gated" else 2
-    biases = 4 * (rows - 1) if d.ffn_bias else 0
-    predictor = 0 if rank is None else FORMATS[formats["predictor"]].nbytes((1, rank)) + 4
-    return rows * row + biases + predictor
+    neuron = FfnBytes.of(d, formats)
+    predictor = 0 if rank is None else neuron.predictor_row(rank)
+    return neuron.first + neuron.rest + neuron.biases + predictor
 
 
 def least_neurons(machine: Machine, nbytes: int) -> int | None:
     """C_l: the fewest neurons of `nbytes` each for which the GPU pays for its hand-over; None where it never does.
 
-    From C · T_GPU + T_sync ≤ C · T_CPU with T = bytes ÷ bandwidth (PowerInfer, section 6.3), in picoseconds:
-    C = ⌈T_sync / (T_CPU − T_GPU)⌉.
+    From C · T_GPU + T_sync ≤ C · T_CPU with T = nbytes ÷ bandwidth (PowerInfer, section 6.3):
+
+        C = ⌈T_sync / (T_CPU − T_GPU)⌉ = ⌈T_sync · cpu · gpu / (nbytes · (gpu − cpu))⌉
+
+    with the bandwidths cpu and gpu in bytes a second and T_sync in picoseconds; nothing is rounded but the result.
     """
     if machine.gpu is None or machine.link is None:
         return None
-    cpu, gpu = (nbytes * _PICO // round(unit.bandwidth_gb_per_s * 10**9) for unit in (machine.cpu, machine.gpu))
-    sync = round(machine.link.sync_us * 10**6)
-    return None if cpu <= gpu else -(-sync // (cpu - gpu))
+    cpu, gpu = (whole(unit.bandwidth_gb_per_s, 10**9) for unit in (machine.cpu, machine.gpu))
+    if gpu <= cpu:
+        return None
+    return -(-whole(machine.link.sync_us, 10**6) * cpu * gpu // (nbytes * (gpu - cpu) * _PICO))

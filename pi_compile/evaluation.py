@@ -1,9 +1,10 @@
 """Evaluate: how faithful a packed artifact is, run through the runtime itself.
 
-Perplexity and agreement come from `logits`, with the mode's selection at every position; rows, bytes and speed from
-decoding token by token, which skips for real. T tokens, L layers, V vocabulary.
+Every mode sees every token, with its selection at every position; what fires and what is read is counted on the same
+inputs. Speed comes from decoding token by token. T tokens, L layers, V vocabulary.
 """
 
+import itertools
 import math
 import statistics
 import time
@@ -15,15 +16,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError, CorpusError
 from pi_runtime import Model, load
-from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.schema import Manifest
+from pi_runtime.artifact.sizes import FfnBytes
 
 Progress = Callable[[int, int], None]
 Windows = npt.NDArray[np.int64]
-DECODED = 512
-"""Tokens decoded one by one for rows, bytes and speed."""
+Examine = Callable[[Windows], tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]]
+TIMED = 256
+"""Tokens decoded one by one to time them."""
+SUFFIXES = (".txt", ".md", ".raw")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +37,20 @@ class Score:
     perplexity: float
     best: npt.NDArray[np.int64]
     """Likeliest next token at every position."""
+    tally_L3: npt.NDArray[np.int64]
+    """Neurons that fire, that are read, and both, summed over the tokens."""
+    tokens: int
+
+    def ffn_bytes(self, m: Manifest, mode: str) -> list[float]:
+        """FFN bytes per token of each layer, the predictor's included."""
+        neuron = FfnBytes.of(m.decoder, m.formats)
+        _, read, both = self.tally_L3.T / self.tokens
+        kept = np.full_like(both, m.decoder.d_ff) if mode == "dense" else both
+        predicted = [mode == "predicted" and layer.rung == "predicted" for layer in m.layers]
+        return [
+            float(read[n] * neuron.first + kept[n] * neuron.rest) + (neuron.predictor(layer.rank or 0) if used else 0)
+            for n, (layer, used) in enumerate(zip(m.layers, predicted, strict=True))
+        ]
 
 
 def evaluate(
@@ -41,87 +59,84 @@ def evaluate(
     """Perplexity, top-1 agreement, bytes per token and tokens/s by mode, and a row a layer.
 
     `model`: the checkpoint the artifact was packed from, scored by transformers in float32. Agreement of `dense` is
-    with the checkpoint, of the others with `dense`. Raises CorpusError for a text shorter than one window.
+    with the checkpoint, of the others with `dense`. Raises CorpusError for a text shorter than one window,
+    CheckpointError for a checkpoint that the artifact was not packed from.
     """
-    scores: dict[str, Score] = {}
-    decoded: dict[str, Decoded] = {}
     with load(artifact) as opened:
         manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
+    if model is not None:
+        _check_origin(manifest, model)
     modes = ["dense", "gate", *(["predicted"] if any(layer.rung == "predicted" for layer in manifest.layers) else [])]
-    done = 0
-
-    def scored_window() -> None:
-        nonlocal done
-        done += 1
-        progress(done, len(windows) * len(modes))
-
-    for mode in modes:
+    scores: dict[str, Score] = {}
+    speeds: dict[str, float] = {}
+    for n, mode in enumerate(modes):
         with load(artifact, mode=mode) as opened:
-            scores[mode] = _score(opened.logits, windows, scored_window)
-            decoded[mode] = _decode(opened, windows.reshape(-1)[:DECODED])
+            step = _counter(progress, n * len(windows), len(modes) * len(windows))
+            scores[mode] = _score(opened.examine, windows, step)
+            speeds[mode] = _tokens_per_s(opened, windows.reshape(-1)[:TIMED])
     checkpoint = _score_checkpoint(model, windows) if model is not None else None
-    perplexity = {"checkpoint": checkpoint.perplexity if checkpoint else None}
+    ffn = {mode: score.ffn_bytes(manifest, mode) for mode, score in scores.items()}
     agreement = {"dense": _agreement(scores["dense"], checkpoint)}
     return {
         "tokens": windows.size,
-        "perplexity": perplexity | {mode: score.perplexity for mode, score in scores.items()},
+        "perplexity": {"checkpoint": checkpoint.perplexity if checkpoint else None}
+        | {mode: score.perplexity for mode, score in scores.items()},
         "agreement": agreement | {mode: _agreement(scores[mode], scores["dense"]) for mode in modes[1:]},
-        "bytes_per_token": {mode: other_bytes(manifest) + sum(d.ffn_bytes(manifest)) for mode, d in decoded.items()},
-        "ffn_bytes_per_token": {mode: sum(d.ffn_bytes(manifest)) for mode, d in decoded.items()},
-        "tokens_per_s": {mode: d.tokens_per_s for mode, d in decoded.items()},
-        "layers": _layer_rows(manifest, decoded),
+        "bytes_per_token": {mode: other_bytes(manifest) + sum(layers) for mode, layers in ffn.items()},
+        "ffn_bytes_per_token": {mode: sum(layers) for mode, layers in ffn.items()},
+        "tokens_per_s": speeds,
+        "layers": _layer_rows(manifest, scores[modes[-1]], ffn),
     }
-
-
-@dataclass(frozen=True, eq=False)
-class Decoded:
-    """What decoding token by token read."""
-
-    rows_LT2: npt.NDArray[np.int64]
-    """Rows of `first` read, neurons kept."""
-    mode: str
-    tokens_per_s: float
-
-    def ffn_bytes(self, m: Manifest) -> list[float]:
-        """FFN bytes per token of each layer, the predictor's included."""
-        d, fmt = m.decoder, FORMATS[m.formats["ffn"]]
-        row = fmt.nbytes((1, d.d_model))
-        rest = row * (2 if d.ffn == "gated" else 1)
-        read, kept = self.rows_LT2.mean(1).T
-        totals = []
-        for n, layer in enumerate(m.layers):
-            predictor = 0
-            if self.mode == "predicted" and layer.rung == "predicted":
-                names = [f"layers/{n}/predictor/{part}" for part in ("down", "up", "bias")]
-                predictor = sum(m.arrays[name].nbytes for name in names)
-            totals.append(predictor + float(read[n]) * row + float(kept[n]) * rest)
-        return totals
 
 
 def _windows(model: Model, texts: Sequence[Path], tokens: int, window: int) -> Windows:
     window = min(window, model.context)
     ids: list[int] = []
     for path in texts:
-        try:
-            ids += model.tokenizer.encode(path.read_text(encoding="utf-8"), prefix=False)
-        except (OSError, UnicodeDecodeError) as error:
-            raise CorpusError(f"--text {path}: cannot be read as text", found=error) from None
+        files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        if not files:
+            raise CorpusError(
+                f"--text {path}: no text in this folder", expected=f"files ending in {', '.join(SUFFIXES)}"
+            )
+        for file in files:
+            try:
+                ids += model.tokenizer.encode(file.read_text(encoding="utf-8"), prefix=False)
+            except (OSError, UnicodeDecodeError) as error:
+                raise CorpusError(f"--text {file}: cannot be read as text", found=error) from None
     count = min(len(ids), tokens) // window
     if count == 0:
         raise CorpusError(f"the text has {len(ids)} tokens", expected=f"at least one window of {window}")
     return np.array(ids[: count * window], np.int64).reshape(count, window)
 
 
-def _score(logits: Callable[[Windows], npt.NDArray[np.float32]], windows: Windows, step: Callable[[], None]) -> Score:
-    loss, best = 0.0, []
+def _score(examine: Examine, windows: Windows, step: Callable[[], None]) -> Score:
+    loss, best, tallies = 0.0, [], []
     for ids in windows:
-        rows = logits(ids)[:-1].astype(np.float64)
+        found, tally = examine(ids)
+        rows = found[:-1].astype(np.float64)
         rows -= rows.max(1, keepdims=True)
         logp = rows - np.log(np.exp(rows).sum(1, keepdims=True))
         loss -= float(logp[np.arange(len(rows)), ids[1:]].sum())
         best.append(logp.argmax(1))
+        tallies.append(tally)
         step()
-    return Score(math.exp(loss / (windows.size - len(windows))), np.concatenate(best))
+    perplexity = math.exp(loss / (windows.size - len(windows)))
+    return Score(perplexity, np.concatenate(best), np.sum(tallies, axis=0), windows.size)
+
+
+def _counter(progress: Progress, done: int, total: int) -> Callable[[], None]:
+    counter = itertools.count(done + 1)
+    return lambda: progress(next(counter), total)
+
+
+def _check_origin(m: Manifest, model: Path) -> None:
+    origin, found = m.provenance.get("checkpoint", {}).get("digest"), open_checkpoint(model).digest()
+    if origin != found:
+        raise CheckpointError(
+            f"--model {model}: the artifact was not packed from this checkpoint",
+            expected=f"digest {str(origin)[:16]}…",
+            found=f"{found[:16]}…",
+        )
 
 
 def _score_checkpoint(model: Path, windows: Windows) -> Score:
@@ -135,21 +150,20 @@ def _score_checkpoint(model: Path, windows: Windows) -> Score:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"--model {model}: transformers cannot load it", found=error) from None
 
-    def logits(ids: Windows) -> npt.NDArray[np.float32]:
+    def examine(ids: Windows) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         with torch.inference_mode():
-            return np.asarray(loaded(torch.from_numpy(ids)[None]).logits[0])
+            return np.asarray(loaded(torch.from_numpy(ids)[None]).logits[0]), np.zeros((0, 3), np.int64)
 
-    return _score(logits, windows, lambda: None)
+    return _score(examine, windows, lambda: None)
 
 
-def _decode(model: Model, ids: npt.NDArray[np.int64]) -> Decoded:
-    cache, rows, seconds = model.new_cache(), [], []
+def _tokens_per_s(model: Model, ids: npt.NDArray[np.int64]) -> float:
+    cache, seconds = model.new_cache(), []
     for token in ids[: model.context]:
         began = time.perf_counter()
-        _, read = model.decode(int(token), cache)
+        model.decode(int(token), cache)
         seconds.append(time.perf_counter() - began)
-        rows.append(read)
-    return Decoded(np.stack(rows, axis=1), model.mode, 1 / statistics.median(seconds))
+    return 1 / statistics.median(seconds)
 
 
 def _agreement(one: Score, other: Score | None) -> float | None:
@@ -169,25 +183,20 @@ def other_bytes(m: Manifest) -> int:
     return total
 
 
-def _layer_rows(m: Manifest, decoded: dict[str, Decoded]) -> list[dict[str, Any]]:
-    """Recall counts what the gate rung kept on the same tokens as what fires."""
+def _layer_rows(m: Manifest, score: Score, ffn: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """What fires and what is read, in the mode that skips most."""
     rows = []
-    active = decoded["gate"].rows_LT2[:, :, 1].sum(1)
-    last = decoded.get("predicted", decoded["gate"])
-    read, kept = last.rows_LT2.sum(1).T
-    tokens = last.rows_LT2.shape[1]
-    bytes_by_mode = {mode: d.ffn_bytes(m) for mode, d in decoded.items()}
-    for n, layer in enumerate(m.layers):
+    for n, (layer, (fires, read, both)) in enumerate(zip(m.layers, score.tally_L3.tolist(), strict=True)):
         rows.append(
             {
                 "layer": n,
                 "rung": layer.rung,
-                "density": float(active[n] / tokens / m.decoder.d_ff),
+                "density": fires / score.tokens / m.decoder.d_ff,
                 "rank": layer.rank,
-                "recall": float(kept[n] / max(active[n], 1)),
-                "precision": float(kept[n] / max(read[n], 1)),
-                "rows_read_over_active": float(read[n] / max(active[n], 1)),
-                **{f"{mode}_bytes": per_layer[n] for mode, per_layer in bytes_by_mode.items()},
+                "recall": both / max(fires, 1),
+                "precision": both / max(read, 1),
+                "rows_read_over_active": read / max(fires, 1),
+                **{f"{mode}_bytes": layers[n] for mode, layers in ffn.items()},
             }
         )
     return rows

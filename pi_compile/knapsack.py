@@ -54,11 +54,6 @@ class Solution:
     """Upper bound from the linear relaxation, rounded down."""
 
 
-def solver_version() -> str:
-    """Name and version of the solver of the relaxation."""
-    return f"HiGHS {highspy.Highs().version()}"
-
-
 def solve(choices: Sequence[Choice], capacity: int) -> Solution:
     """The exact optimum under the tie rule. Weights and values must sum to less than 2**61 each."""
     assert capacity >= 0

@@ -6,14 +6,21 @@ Read from TOML, measured by `pi-compile machine` or written from a named source.
 import difflib
 import json
 import tomllib
+from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pi_compile.errors import ProfileError
 
-Positive = Annotated[float, Field(gt=0)]
+# The upper bound keeps a slip (bytes for GB) and infinity out of the solver's integers.
+Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+
+
+def whole(value: float, unit: int) -> int:
+    """value · unit from the decimal digits that were written, rounded to an integer, half to even."""
+    return int((Decimal(repr(value)) * unit).to_integral_value())
 
 
 class _Section(BaseModel):
@@ -43,7 +50,7 @@ class Link(_Section):
 
     pcie_gb_per_s: Positive
     """One way."""
-    sync_us: Annotated[float, Field(ge=0)]
+    sync_us: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
     """T_sync: handing a layer's partial result over and waiting for it, microseconds."""
 
 
@@ -57,15 +64,25 @@ class Machine(_Section):
     gpu: Gpu | None = None
     link: Link | None = None
 
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if (self.gpu is None) != (self.link is None):
+            raise ValueError("gpu and link go together: both or neither")
+        return self
+
     def to_toml(self) -> str:
         """The profile as a file that `read_machine` takes back unchanged."""
         data = self.model_dump(exclude_none=True)
-        lines = [f"{key} = {json.dumps(value)}" for key, value in data.items() if not isinstance(value, dict)]
+        lines = [_line(key, value) for key, value in data.items() if not isinstance(value, dict)]
         for name, section in data.items():
             if isinstance(section, dict):
-                pairs = (f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in section.items())
-                lines += ["", f"[{name}]", *pairs]
+                lines += ["", f"[{name}]", *(_line(key, value) for key, value in section.items())]
         return "\n".join(lines) + "\n"
+
+
+def _line(key: str, value: str | int | float) -> str:
+    # JSON's strings and numbers are TOML's, but for escaped surrogates and one control character.
+    return f"{key} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
 
 
 def library() -> Path:
@@ -103,6 +120,8 @@ def read_machine(path: Path) -> Machine:
 
 def _problem(error: dict[str, Any]) -> str:
     location = ".".join(map(str, error["loc"]))
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
     if error["type"] != "extra_forbidden":
         return f"{location}: {error['msg']}"
     sections: dict[str, type[BaseModel]] = {"cpu": Cpu, "gpu": Gpu, "link": Link}

@@ -96,26 +96,6 @@ def place(layers: Sequence[Layer], budget: int, total_mass: int) -> Placement:
     )
 
 
-def greedy(layers: Sequence[Layer], budget: int) -> tuple[int, ...]:
-    """A second opinion by a simple rule: the groups with most activations a byte, until the budget is used.
-
-    Never takes the optimum's place. Returns cuts.
-    """
-    picks, left = [0] * len(layers), budget
-    while True:
-        best, choice = 0.0, None
-        for n, layer in enumerate(layers):
-            j = picks[n] + 1
-            if j < len(layer.cuts) and (cost := int(layer.nbytes[j] - layer.nbytes[j - 1])) <= left:
-                worth = int(layer.masses[j] - layer.masses[j - 1]) / cost
-                if choice is None or worth > best:
-                    best, choice = worth, (n, cost)
-        if choice is None:
-            return tuple(int(layer.cuts[j]) for layer, j in zip(layers, picks, strict=True))
-        picks[choice[0]] += 1
-        left -= choice[1]
-
-
 def ladder(
     profile: ActivationProfile,
     formats: Mapping[str, str],
@@ -126,12 +106,17 @@ def ladder(
     """Plans for a ladder of GPU budgets and any `extra_budgets` (bytes), by rising budget, without empty ones.
 
     () for a machine without a GPU, or where no layer is large enough for the hand-over to pay. Raises DoesNotFitError
-    for an extra budget that no layer's least cut fits.
+    for an extra budget that no layer's least cut fits, or where none pays.
     """
     if machine.gpu is None:
         return ()
     layers = layers_of(profile, formats, ranks, machine)
     least = min((int(layer.nbytes[1]) for layer in layers if len(layer.nbytes) > 1), default=None)
+    if least is None and extra_budgets:
+        raise DoesNotFitError(
+            "[place] vram_gib: on this machine no layer is large enough for a hand-over to the GPU to pay",
+            remedy="vram_gib = [], or another [place] machine",
+        )
     if least is None:
         return ()
     for budget in extra_budgets:

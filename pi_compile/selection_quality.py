@@ -15,37 +15,20 @@ from pi_compile.checkpoint import Checkpoint
 from pi_compile.predictor import Predictor
 from pi_compile.trained import LayerRow
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.sizes import FfnBytes
 
 BATCH = 8
 """Windows at once."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """FFN bytes of one layer: of a row of `first`, of a neuron's `rest`, and of everything a predictor holds."""
+def gate_bytes(neuron: FfnBytes, density: float) -> float:
+    """Bytes per token of the gate rung: every row of `first`, `rest` where it fires."""
+    return neuron.d.d_ff * (neuron.first + density * neuron.rest)
 
-    d: Decoder
-    ffn_format: str
-    predictor_format: str
 
-    def gate(self, density: float) -> float:
-        """Bytes per token of the gate rung: every row of `first`, `rest` where it fires."""
-        return self.d.d_ff * (self._row + density * self._rest)
-
-    def predicted(self, rank: int, read: float, kept: float) -> float:
-        """Bytes per token of the predicted rung: predictor, `first` of the share `read`, `rest` of the share `kept`."""
-        fmt = FORMATS[self.predictor_format]
-        predictor = fmt.nbytes((rank, self.d.d_model)) + fmt.nbytes((self.d.d_ff, rank)) + 4 * self.d.d_ff
-        return predictor + self.d.d_ff * (read * self._row + kept * self._rest)
-
-    @property
-    def _row(self) -> int:
-        return FORMATS[self.ffn_format].nbytes((1, self.d.d_model))
-
-    @property
-    def _rest(self) -> int:
-        return self._row * (2 if self.d.ffn == "gated" else 1)
+def predicted_bytes(neuron: FfnBytes, rank: int, read: float, kept: float) -> float:
+    """Bytes per token of the predicted rung: predictor, `first` of the share `read`, `rest` of the share `kept`."""
+    return neuron.predictor(rank) + neuron.d.d_ff * (read * neuron.first + kept * neuron.rest)
 
 
 @dataclass
@@ -70,17 +53,17 @@ class Tally:
         self.lost += 0.0 if lost_y is None else float((lost_y**2).sum())
         self.state += float((x**2).sum())
 
-    def row(self, reading: Reading, rung: str, rank: int | None) -> LayerRow:
+    def row(self, neuron: FfnBytes, rung: str, rank: int | None) -> LayerRow:
         """The table row; without a predictor every neuron counts as predicted."""
-        neurons = self.tokens * reading.d.d_ff
+        neurons = self.tokens * neuron.d.d_ff
         density, read, kept = self.fires / neurons, self.predicted / neurons, self.both / neurons
-        gate = reading.gate(density)
-        exact = reading.gate(1.0) if rung == "dense" else gate
+        gate = gate_bytes(neuron, density)
+        exact = gate_bytes(neuron, 1.0) if rung == "dense" else gate
         return LayerRow(
             rung=rung,
             density=density,
             rank=rank,
-            ffn_bytes=exact if rank is None else reading.predicted(rank, read, kept),
+            ffn_bytes=exact if rank is None else predicted_bytes(neuron, rank, read, kept),
             gate_bytes=gate,
             recall=self.both / max(self.fires, 1),
             precision=self.both / max(self.predicted, 1),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pi_compile.checkpoint import open_checkpoint
+from pi_compile.corpus import HUB, PYTHON
 from pi_compile.output import check_output, write_text
 from pi_compile.recipe import Recipe, default_recipe
 from pi_compile.text_files import read_text_files
@@ -16,7 +17,7 @@ def start_recipe(
     output: Path,
     *,
     revision: str = "",
-    corpus: Sequence[Path] = (),
+    corpus: Sequence[str] = (),
     force: bool = False,
     notice: Callable[[str], None] = lambda _line: None,
 ) -> Recipe:
@@ -30,7 +31,7 @@ def start_recipe(
     if output.exists() and not force:
         raise UsageError(f"-o {output}: exists already", remedy="--force replaces it; or name another file")
     here = Path(os.path.realpath(output)).parent
-    text = [_relative(_existing(path), here) for path in corpus] or ["python"]
+    text = [_source(source, here) for source in corpus] or [PYTHON]
     checkpoint = open_checkpoint(model, revision or None)
     found = read_text_files(checkpoint.folder, checkpoint.decoder.vocab_size)
     for line in (*checkpoint.notices, *found.notices):
@@ -41,10 +42,15 @@ def start_recipe(
     return recipe
 
 
-def _existing(path: Path) -> Path:
-    if not path.exists():
-        raise UsageError(f"--corpus {path}: no such file or folder")
-    return path
+def _source(source: str, folder: Path) -> str:
+    """A corpus as the recipe writes it: a path relative to the recipe, `python`, or a pinned hub name as it is."""
+    if source == PYTHON or source.startswith(HUB):
+        return source
+    if not Path(source).exists():
+        raise UsageError(
+            f"--corpus {source}: no such file or folder", expected=f"a path, {PYTHON}, or {HUB}OWNER/NAME@REVISION"
+        )
+    return _relative(Path(source), folder)
 
 
 def _relative(path: Path, folder: Path) -> str:

@@ -4,6 +4,7 @@ A result's name holds the digest of everything it depends on: a result that is t
 that is under way works in a scratch folder of the same name. One process at a time works in a store; another waits.
 """
 
+import ast
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ import pi_compile
 import pi_runtime
 
 Result = TypeVar("Result")
+_ROOTS = {"pi_compile": pi_compile, "pi_runtime": pi_runtime}
 
 
 def key_of(**inputs: Any) -> str:
@@ -24,20 +26,46 @@ def key_of(**inputs: Any) -> str:
     return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def code_digest(*modules: str) -> str:
-    """Digest of source files or folders, named from the package: `pi_compile/profiling.py`, `pi_runtime/artifact`.
+def code_digest(module: str) -> str:
+    """Digest of the source of a module and of everything of ours that it imports, directly or not.
 
-    It keys this local store only; no artifact or lock depends on it.
+    It keys this local store only; no artifact depends on it.
     """
-    roots = {"pi_compile": Path(pi_compile.__file__).parent, "pi_runtime": Path(pi_runtime.__file__).parent}
     digest = hashlib.sha256()
-    for module in sorted(modules):
-        package, _, rest = module.partition("/")
-        path = roots[package] / rest
-        assert path.exists(), module
-        for source in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(source.relative_to(roots[package]).as_posix().encode() + b"\0" + source.read_bytes())
+    for name, path in sources_of(module).items():
+        digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def sources_of(module: str) -> dict[str, Path]:
+    """Source files by module name: `module` and what it imports of our two packages, in order of name."""
+    found: dict[str, Path] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        path = _source(name)
+        if path is not None and name not in found:
+            found[name] = path
+            waiting += _imports(ast.parse(path.read_bytes()))
+    return dict(sorted(found.items()))
+
+
+def _source(name: str) -> Path | None:
+    package, *rest = name.split(".")
+    if package not in _ROOTS:
+        return None
+    stem = Path(_ROOTS[package].__file__ or "").parent.joinpath(*rest)
+    return next((p for p in (stem / "__init__.py", stem.with_suffix(".py")) if p.is_file()), None)
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            # The name may be a module itself; if not, it has no source and is left out.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 class Store:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import zipfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,8 +55,8 @@ class Trained:
         return tuple(row.rank for row in self.rows)
 
     def digest(self) -> str:
-        """sha256 of the content."""
-        h = hashlib.sha256(json.dumps(self._meta(), sort_keys=True).encode())
+        """sha256 of the content, whatever it was made from."""
+        h = hashlib.sha256(json.dumps({**self._meta(), "inputs": None}, sort_keys=True).encode())
         for predictor in self.predictors:
             for array in predictor or ():
                 h.update(np.ascontiguousarray(array, "<f4").tobytes())

@@ -8,7 +8,7 @@ text. N tokens, D model width, F neurons.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from pi_compile.checkpoint import Checkpoint
 from pi_compile.hidden_states import HiddenStates
 from pi_compile.predictor import Predictor, energy, second_moment, starting_rank, thresholds_for, train, warm_start
 from pi_compile.rungs import exact_rung
-from pi_compile.selection_quality import BATCH, Reading, Tally, Verdict, judge
+from pi_compile.selection_quality import BATCH, Tally, Verdict, judge
 from pi_compile.trained import Floats, LayerRow, Trained
 from pi_runtime.artifact.formats import FORMATS, ROW_ALIGN
 from pi_runtime.artifact.schema import RUNGS
+from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import NotMetError
 
 Tokens = npt.NDArray[np.integer]
@@ -100,7 +101,7 @@ def train_predictors(
     report_ids = run.ids(texts.report)
     dense = judge(checkpoint, report_ids, [None] * len(layers), device=spec.device)
     sparse_verdict = judge(checkpoint, report_ids, predictors, device=spec.device, dense=dense)
-    rows = [t.row(run.reading, c.row.rung, c.row.rank) for t, c in zip(sparse_verdict.tallies, chosen, strict=True)]
+    rows = [t.row(run.neuron, c.row.rung, c.row.rank) for t, c in zip(sparse_verdict.tallies, chosen, strict=True)]
     return Trained(
         rows=tuple(rows),
         predictors=tuple(_arrays(p) for p in predictors),
@@ -119,8 +120,8 @@ class _Run:
     progress: Progress
 
     @property
-    def reading(self) -> Reading:
-        return Reading(self.checkpoint.decoder, self.spec.ffn_format, self.spec.predictor_format)
+    def neuron(self) -> FfnBytes:
+        return FfnBytes(self.checkpoint.decoder, self.spec.ffn_format, self.spec.predictor_format)
 
     def ids(self, tokens: Tokens) -> torch.Tensor:
         return td.windows(tokens, min(self.spec.window, self.checkpoint.decoder.context_length))
@@ -160,7 +161,7 @@ class _Run:
                 )
             stored = trained.stored_as(self.spec.predictor_format)
             arrays |= {f"down-{rank}": stored.down, f"up-{rank}": stored.up, f"bias-{rank}": stored.bias}
-            candidates += self._thresholds(stored, rank, w, tune)
+            candidates += self._thresholds(stored, rank, n, w, tune)
         arrays = {name: array.numpy(force=True) for name, array in arrays.items()}
         write_arrays(file, {"candidates": np.array(json.dumps(candidates)), **arrays})
 
@@ -176,8 +177,7 @@ class _Run:
 
     def _advance(self, name: str, tokens: Tokens, n: int, w: td.Weights) -> zarr.Array[Any]:
         """Push a text's hidden states through layer n; its FFN inputs (N, D) as a chunked array on disk."""
-        d, ids = self.checkpoint.decoder, self.ids(tokens)
-        states = HiddenStates(self.scratch, name, (*ids.shape, d.d_model))
+        d, ids, states = self.checkpoint.decoder, self.ids(tokens), self._states(name, tokens)
         samples = zarr.create_array(
             self.scratch / f"{name}-inputs.zarr",
             shape=(ids.numel(), d.d_model),
@@ -203,7 +203,12 @@ class _Run:
                 after[rows] = (x + td.ffn_output(w, td.neurons(d, w, inputs))).numpy(force=True)
         return samples
 
-    def _thresholds(self, p: Predictor, rank: int, w: td.Weights, tune: "zarr.Array[Any]") -> list[dict[str, Any]]:
+    def _states(self, name: str, tokens: Tokens) -> HiddenStates:
+        return HiddenStates(self.scratch, name, (*self.ids(tokens).shape, self.checkpoint.decoder.d_model))
+
+    def _thresholds(
+        self, p: Predictor, rank: int, n: int, w: td.Weights, tune: "zarr.Array[Any]"
+    ) -> list[dict[str, Any]]:
         """Candidates of one trained predictor: a threshold for each share of energy that may be lost."""
         d, rest = self.checkpoint.decoder, w["ffn/rest"][:, -1]
         found: dict[float, dict[str, Any]] = {}
@@ -212,12 +217,12 @@ class _Run:
             h = torch.cat([td.neurons(d, w, x) for x in blocks])
             scores = torch.cat([p.scores(x) for x in blocks])
             lost_by_neuron = energy(h, w)
-            y = h @ rest
+            x = torch.from_numpy(self._states("tune", self.texts.tune).before(n + 1)).to(h.device)
             for threshold in thresholds_for(scores, lost_by_neuron, LOST_SHARES):
                 predicted = scores > threshold
                 tally = Tally()
-                tally.add(h, predicted, torch.where(predicted, 0.0, h) @ rest, y)
-                row = tally.row(self.reading, "predicted", rank)
+                tally.add(h, predicted, torch.where(predicted, 0.0, h) @ rest, x)
+                row = tally.row(self.neuron, "predicted", rank)
                 found[threshold] = {**asdict(row), "threshold": threshold}
         return list(found.values())
 
@@ -255,7 +260,7 @@ def _options(run: _Run, found: list[Candidate], dense: Tally) -> list[Candidate]
         raise NotMetError("only dense runs this model, which is not sparse", remedy="allow dense in [train] rungs")
     useful = [c for c in found if c.row.ffn_bytes < c.row.gate_bytes]
     # Without an exact rung a predictor has to do, even one that reads more.
-    return [*useful, Candidate(None, dense.row(run.reading, exact[0], None))] if exact else useful or found
+    return [*useful, Candidate(None, dense.row(run.neuron, exact[0], None))] if exact else useful or found
 
 
 def _cheapest(options: list[Candidate], price: float) -> Candidate:
@@ -288,8 +293,3 @@ def _batches(samples: "zarr.Array[Any]", size: int, device: str, rng: np.random.
         for start in rng.permutation(starts):
             chunk = torch.from_numpy(np.asarray(samples[start : start + CHUNK])).to(device)
             yield from torch.split(chunk[torch.from_numpy(rng.permutation(len(chunk)))], size)
-
-
-def table(rows: Sequence[LayerRow]) -> list[dict[str, Any]]:
-    """The rows as plain values, to print or to write as JSON."""
-    return [{"layer": n, **asdict(row)} for n, row in enumerate(rows)]

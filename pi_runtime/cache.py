@@ -8,11 +8,6 @@ import numpy.typing as npt
 from pi_runtime.artifact.decoder import Decoder
 
 
-def kv_nbytes(decoder: Decoder, context: int) -> int:
-    """Bytes of a cache for `context` positions: 2 · layers · G · context · E float32."""
-    return 2 * decoder.n_layers * decoder.n_kv_heads * context * decoder.head_dim * 4
-
-
 def kv_shape(decoder: Decoder, context: int) -> tuple[int, ...]:
     """(layers, 2, G, S, E): keys and values of `context` positions."""
     return (decoder.n_layers, 2, decoder.n_kv_heads, context, decoder.head_dim)

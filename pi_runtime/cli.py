@@ -74,6 +74,7 @@ def run(
         flags = {name: value for name, value in chosen.items() if value is not None}
         sampling = Sampling.from_generation_config(model.manifest.generation, **flags)
         _tell(model)
+        model.warm_up()
         load_s = time.perf_counter() - began
         if text is None:
             _chat(model, sampling, system, max_tokens, stop or [], stats=stats, load_s=load_s)

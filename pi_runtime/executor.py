@@ -45,6 +45,11 @@ class CpuExecutor:
         """(layers, 2): rows of `first` read and neurons kept for the last single token that ran with selection."""
         return self._buffers.rows_L2
 
+    @property
+    def tally(self) -> Ints:
+        """(layers, 3), of the last call with `select` and `every`: neurons that fire, that are read, and both."""
+        return self._buffers.tally_L3
+
     def run(self, tokens: Ints, cache: KVCache, *, select: bool, every: bool) -> Floats:
         """Append up to `BLOCK_TOKENS` tokens to the cache; logits (T, V) if `every`, else (1, V) of the last.
 

@@ -55,8 +55,8 @@ class HybridExecutor(CpuExecutor):
         self._accelerator = ThreadPoolExecutor(1, thread_name_prefix="pi-stand-in")
 
     def run(self, tokens: Ints, cache: KVCache, *, select: bool, every: bool) -> Floats:
-        """As `CpuExecutor.run`; a single token with selection goes to both sides."""
-        if len(tokens) > 1 or not select:
+        """As `CpuExecutor.run`; a single token with selection and not `every` goes to both sides."""
+        if len(tokens) > 1 or not select or every:
             return super().run(tokens, cache, select=select, every=every)
         self._check(tokens, cache)
         # One core is the stand-in's.

@@ -142,12 +142,28 @@ class Model:
 
     def logits(self, token_ids: npt.ArrayLike) -> npt.NDArray[np.float32]:
         """float32 (T, vocabulary) for a sequence of T token ids, with the mode's selection at every position."""
+        return self.examine(token_ids)[0]
+
+    def examine(self, token_ids: npt.ArrayLike) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        """`logits`, and what was selected: (layers, 3) sums over the tokens of neurons that fire, that the mode would
+        read, and both."""
         ids = self._checked(token_ids)
         if len(ids) > self.context:
             raise PromptError(f"{len(ids)} tokens", expected=f"at most the context of {self.context}")
         cache = self.new_cache()
-        blocks = [ids[start : start + BLOCK_TOKENS] for start in range(0, len(ids), BLOCK_TOKENS)]
-        return np.concatenate([self._executor.run(b, cache, select=True, every=True).copy() for b in blocks])
+        found, tally = [], np.zeros_like(self._executor.tally)
+        for start in range(0, len(ids), BLOCK_TOKENS):
+            block = ids[start : start + BLOCK_TOKENS]
+            found.append(self._executor.run(block, cache, select=True, every=True).copy())
+            tally += self._executor.tally
+        return np.concatenate(found), tally
+
+    def warm_up(self) -> None:
+        """Compile, or load from the cache, what a generation will run, so that its times are its own."""
+        cache = self.new_cache()
+        for tokens, select in (([0, 0], False), ([0], True)):
+            if cache.room >= len(tokens):
+                self._executor.run(np.array(tokens, np.int64), cache, select=select, every=False)
 
     def decode(self, token: int, cache: KVCache) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """One step of generation: logits (V,) after `token`; (layers, 2) rows of `first` read and neurons kept."""

@@ -20,9 +20,9 @@ def parse_size(text: str, flag: str) -> int:
 def choose_plan(plans: Sequence[Plan], budget: int, where: str) -> Plan:
     """The stored plan that uses most of the budget. Raises DoesNotFitError naming the smallest there is."""
     if not plans:
-        raise UsageError(
-            f"{where}: --vram-budget, but the artifact holds no placement",
-            remedy="pi-compile build RECIPE profiles, places and packs",
+        raise DoesNotFitError(
+            f"{where}: holds no placement: it was packed without one, or for a machine on which no hand-over pays",
+            remedy="run it on the CPU (--device cpu, no --vram-budget), or set [place] machine and build it again",
         )
     fitting = [plan for plan in plans if plan.used_bytes <= budget]
     if not fitting:

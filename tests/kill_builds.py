@@ -9,6 +9,7 @@ how many builds were killed and the sha256 of what the last, undisturbed one lef
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from pi_compile.building import Pipeline
+from pi_compile.building import STORE, Pipeline
 
 
 def build(recipe: Path, output: Path) -> dict[str, object]:
@@ -55,8 +56,14 @@ def main() -> None:
     scratch.write_bytes(recipe.read_bytes())
     in_child(scratch, output.with_name("undisturbed.pi"), None)
     whole = time.perf_counter() - began
-    # Late moments are of no use once the early stages are done, so each kill comes within a share of what is left.
-    killed = sum(in_child(recipe, output, rng.uniform(0, whole * (1 - n / kills) + 0.05)) for n in range(kills))
+    killed = 0
+    while killed < kills:
+        # Late moments are of no use once the early stages are done: each kill comes within a share of what is left.
+        if in_child(recipe, output, rng.uniform(0, whole * (1 - killed / kills) + 0.02)):
+            killed += 1
+        else:  # it was done before: begin again
+            shutil.rmtree(recipe.parent / STORE / recipe.stem)
+            output.unlink()
     in_child(recipe, output, None)
     undisturbed = build(scratch, output.with_name("undisturbed.pi"))
     print(

@@ -16,6 +16,7 @@ k = 1 (plain: fc2) or 2 (gated: up, down), R predictor rank.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS
@@ -33,6 +34,43 @@ class ArraySpec:
     @property
     def nbytes(self) -> int:
         return FORMATS[self.format].nbytes(self.shape)
+
+
+@dataclass(frozen=True)
+class FfnBytes:
+    """Stored bytes of one layer's FFN by what is read of it, row padding included."""
+
+    d: Decoder
+    ffn_format: str
+    predictor_format: str
+
+    @classmethod
+    def of(cls, d: Decoder, formats: Mapping[str, str]) -> Self:
+        return cls(d, formats["ffn"], formats["predictor"])
+
+    @property
+    def first(self) -> int:
+        """One neuron's row of `first`."""
+        return FORMATS[self.ffn_format].nbytes((1, self.d.d_model))
+
+    @property
+    def rest(self) -> int:
+        """One neuron's rows of `rest`."""
+        return self.first * (2 if self.d.ffn == "gated" else 1)
+
+    @property
+    def biases(self) -> int:
+        """One neuron's biases."""
+        return 4 * (2 if self.d.ffn == "gated" else 1) if self.d.ffn_bias else 0
+
+    def predictor(self, rank: int) -> int:
+        """A whole predictor: down, up and bias."""
+        fmt = FORMATS[self.predictor_format]
+        return fmt.nbytes((rank, self.d.d_model)) + self.d.d_ff * self.predictor_row(rank)
+
+    def predictor_row(self, rank: int) -> int:
+        """One neuron's row of `up` and its bias."""
+        return FORMATS[self.predictor_format].nbytes((1, rank)) + 4
 
 
 def array_specs(

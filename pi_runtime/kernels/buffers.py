@@ -33,6 +33,8 @@ class Buffers(NamedTuple):
     sums_CD: Floats
     rows_L2: Ints
     """Rows of `first` read and neurons kept, per layer, of the last single-token call."""
+    tally_L3: Ints
+    """Per layer, over the tokens of the last block with selection: neurons that fire, that are read, and both."""
     logits_TV: Floats
 
 
@@ -53,5 +55,6 @@ def buffers(s: Shape, layers: int, largest_rank: int, tokens: int = BLOCK_TOKENS
         counts_B2=np.empty((-(-s.d_ff // GROUP), 2), np.int64),
         sums_CD=np.empty((CHUNKS, s.d_model), f32),
         rows_L2=np.zeros((layers, 2), np.int64),
+        tally_L3=np.zeros((layers, 3), np.int64),
         logits_TV=np.empty((tokens, s.vocabulary), f32),
     )

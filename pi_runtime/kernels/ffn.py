@@ -121,9 +121,11 @@ def serial_step(s: Shape, w: Ints, x_D: Floats, low: int, high: int, b: Buffers)
 
 
 @leaf
-def block(s: Shape, w: Ints, x_TD: Floats, low: int, high: int, select: bool, b: Buffers, y_TD: Floats) -> None:
+def block(
+    s: Shape, w: Ints, x_TD: Floats, low: int, high: int, select: bool, b: Buffers, tally_3: Ints, y_TD: Floats
+) -> None:
     """y ← y + the sum over [low, high) for T tokens. Computes every neuron; with `select`, a layer on the predicted
-    rung then drops those that were not predicted, token by token."""
+    rung then drops those that were not predicted, token by token. `tally_3`: neurons that fire, are read, and both."""
     tokens, width = x_TD.shape
     stride, rows = row_stride(s.ffn_format, width), high - low
     rest_stride = s.rest_rows * stride
@@ -145,11 +147,28 @@ def block(s: Shape, w: Ints, x_TD: Floats, low: int, high: int, select: bool, b:
         down_stride, up_stride = row_stride(s.predictor_format, width), row_stride(s.predictor_format, rank)
         linear(s.predictor_format, w[table.PREDICTOR_DOWN], down_stride, rank, 0, x_TD, r_TR)
         linear(s.predictor_format, up, up_stride, rows, _at(w[table.PREDICTOR_BIAS], low), r_TR, other_TF)
-        for t in range(tokens):
-            for i in range(rows):
-                if other_TF[t, i] <= 0:
-                    h_TF[t, i] = np.float32(0)
+    else:
+        other_TF[:] = np.float32(1)
+    if select:
+        _drop(h_TF, other_TF, tally_3)
     combine(s.ffn_format, rest, rest_stride, width, h_TF, y_TD)
+
+
+@leaf
+def _drop(h_TF: Floats, score_TF: Floats, tally_3: Ints) -> None:
+    """h ← 0 where the score is not above 0; counts neurons that fire, that are read, and both."""
+    fire, read, both = 0, 0, 0
+    for t in range(h_TF.shape[0]):
+        for i in range(h_TF.shape[1]):
+            if h_TF[t, i] != 0:
+                fire += 1
+            if score_TF[t, i] > 0:
+                read += 1
+                if h_TF[t, i] != 0:
+                    both += 1
+            else:
+                h_TF[t, i] = np.float32(0)
+    tally_3[0], tally_3[1], tally_3[2] = fire, read, both
 
 
 @leaf

@@ -79,8 +79,8 @@ def forward(
 ) -> None:
     """Tokens at positions start… → logits in `b.logits_TV`, keys and values in the cache.
 
-    `select`: skip what the layer's rung skips (else all layers are dense); `every`: logits at all positions, else
-    only the last, in row 0. Returns nothing; float32 throughout.
+    `select`: skip what the layer's rung skips (else all layers are dense); `every`: logits at all positions, and
+    tallies, else only the last position's, in row 0. Returns nothing; float32 throughout.
     """
     tokens = tokens_T.shape[0]
     x_TD = b.x_TD[:tokens]
@@ -88,12 +88,12 @@ def forward(
     for layer in range(table_LW.shape[0]):
         w = table_LW[layer]
         attention(s, w, eps, cos_SE, sin_SE, start, cache_L2GSE[layer], x_TD, b)
-        if tokens == 1 and select:
+        if tokens == 1 and select and not every:
             read, kept = ffn.step(s, w, b.normed_TD[0], 0, s.d_ff, b)
             b.rows_L2[layer, 0], b.rows_L2[layer, 1] = read, kept
             ffn.add_sums(b.sums_CD, x_TD[0])
         else:
-            ffn.block(s, w, b.normed_TD[:tokens], 0, s.d_ff, select, b, x_TD)
+            ffn.block(s, w, b.normed_TD[:tokens], 0, s.d_ff, select, b, b.tally_L3[layer], x_TD)
         for t in range(tokens):
             add_vector(w[table.DOWN_BIAS], x_TD[t])
     if every:

@@ -1,6 +1,6 @@
-"""Train the bundled demo checkpoint: a ReLU-gated Llama of 3.5 M parameters on Python's own documentation.
+"""Train the bundled demo checkpoint: a ReLU-gated Llama of 3.2 M parameters on Python's own documentation.
 
-    python recipes/demo/train.py [--tokens 30e6] [--out recipes/demo]
+    python recipes/demo/train.py [--tokens 20e6] [--out recipes/demo]
 
 The text is `pi_compile.python_docs`. Needs the compile extra. The loss is cross-entropy plus an L1 penalty on the gated
 activations (as in ProSparse, arXiv 2402.13516, section 3.2). Its weight is not a constant: a small controller moves
@@ -81,7 +81,7 @@ def evaluate(model: LlamaForCausalLM, seen: Densities, stream: np.ndarray) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--tokens", type=float, default=30e6)
+    parser.add_argument("--tokens", type=float, default=20e6)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     args = parser.parse_args()
     torch.manual_seed(0)

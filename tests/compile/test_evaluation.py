@@ -17,10 +17,16 @@ from pi_compile.packing import PackSpec, pack
 from pi_compile.trained import LayerRow, Trained
 from pi_runtime import load
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.kernels import reference
 
 KEYS = {"tokens", "perplexity", "agreement", "bytes_per_token", "ffn_bytes_per_token", "tokens_per_s", "layers"}
 TEXT = "Once upon a time there was a little neuron that did not fire. It waited, and waited; then it did! " * 12
 F = 83
+NAMES = (
+    *("attention/norm/weight", "attention/qkv", "attention/out", "ffn/norm/weight", "ffn/first"),
+    *("predictor/down", "predictor/up", "predictor/bias"),
+)
 
 
 def trained(d: Decoder, *, bias: float) -> Trained:
@@ -104,5 +110,43 @@ def test_what_cannot_be_scored_says_why(tmp_path: Path, model: torch.nn.Module) 
         evaluate(artifact, [artifact.with_name("text.txt")], None, tokens=8, window=32, progress=lambda *_: None)
     with pytest.raises(CorpusError, match=r"none\.txt: cannot be read"):
         evaluate(artifact, [tmp_path / "none.txt"], None, tokens=96, window=32, progress=lambda *_: None)
-    with pytest.raises(CheckpointError, match="transformers cannot load"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         score(artifact, tmp_path / "nothing")
+    hf.random_llama(tmp_path / "other", intermediate_size=F, hidden_act="silu")
+    with pytest.raises(CheckpointError, match="not packed from this checkpoint"):
+        score(artifact, tmp_path / "other")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CorpusError, match="no text here"):
+        evaluate(artifact, [tmp_path / "empty"], None, tokens=96, window=32, progress=lambda *_: None)
+
+
+def test_recall_and_precision_are_those_of_the_predictor_on_the_same_inputs(
+    tmp_path: Path, model: torch.nn.Module
+) -> None:
+    """Counted again from the reference: layer 0 sees the same input in every mode."""
+    artifact = packed(tmp_path, 0.0)
+    found = score(artifact)["layers"][0]
+    with Artifact.open(artifact) as opened, load(artifact) as running:
+        d, w = opened.manifest.decoder, {n: opened.values(f"layers/0/{n}") for n in NAMES}
+        ids = np.array(running.tokenizer.encode(TEXT, prefix=False)[:96]).reshape(3, 32)
+        fires, read = [], []
+        for window in ids:
+            x = opened.values("embedding")[window]
+            x = x + reference.attention(d, w, reference.norm(d, w, "attention/norm", x))
+            x = reference.norm(d, w, "ffn/norm", x)
+            fires.append(x @ w["ffn/first"].T > 0)
+            read.append(reference.scores(w, x) > 0)
+    both = np.logical_and(fires, read).sum()
+    assert found["density"] == pytest.approx(np.mean(fires), abs=1e-3)
+    assert found["recall"] == pytest.approx(both / np.sum(fires), abs=2e-3)
+    assert found["precision"] == pytest.approx(both / np.sum(read), abs=2e-3)
+    assert 0.1 < found["recall"] < 0.9
+
+
+def test_folders_are_read_whole(tmp_path: Path, model: torch.nn.Module) -> None:
+    artifact = packed(tmp_path, None)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(TEXT)
+    one = score(artifact)
+    many = evaluate(artifact, [tmp_path / "texts"], None, tokens=96, window=32, progress=lambda *_: None)
+    assert many["perplexity"] == one["perplexity"]

@@ -52,7 +52,8 @@ def test_bands_are_as_wide_as_they_can_be() -> None:
     assert bands(halves) == [(0, 2 * GROUP), (2 * GROUP, 4 * GROUP)]
     # One more group would cost the first prefix 2 %.
     assert bands(np.repeat([1000, 980, 979], GROUP)) == [(0, GROUP), (GROUP, 3 * GROUP)]
-    assert bands(np.repeat([1000, 991], GROUP)) == [(0, 2 * GROUP)]
+    assert bands(np.repeat([1000, 990], GROUP)) == [(0, 2 * GROUP)]
+    assert bands(np.repeat([1000, 989], GROUP)) == [(0, GROUP), (GROUP, 2 * GROUP)]
 
 
 def test_ties_go_to_the_lower_index() -> None:
@@ -65,6 +66,9 @@ def test_a_chain_goes_on_with_what_fires_most_alike() -> None:
     bits = np.array([[1, 0, 1, 1], [1, 0, 0, 1], [0, 1, 0, 0], [0, 1, 1, 1]], np.uint8)
     # Cosines with neuron 0: neuron 3 has 2/√3, neuron 2 has 1/√2. With neuron 3: 2 has 2/√2, 1 has 1/√2.
     assert chain(bits).tolist() == [0, 3, 2, 1]
+    # A neuron that always fires shares most tokens with neuron 0, but is less alike than one with three of its four.
+    always = np.array([[1, 1, 1]] * 3 + [[1, 1, 0]] + [[0, 1, 0]] * 4, np.uint8)
+    assert chain(always).tolist() == [0, 2, 1]
 
 
 def runs(active: np.ndarray) -> float:

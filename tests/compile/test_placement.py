@@ -12,7 +12,7 @@ from pi_compile.cost import least_neurons, neuron_bytes
 from pi_compile.errors import ProfileError
 from pi_compile.knapsack import Choice, solve
 from pi_compile.machine_file import Cpu, Gpu, Link, Machine, find_machine, library, read_machine
-from pi_compile.placement import Layer, greedy, ladder, layers_of, place
+from pi_compile.placement import Layer, ladder, layers_of, place
 from pi_runtime.artifact.sizes import PARTS
 
 FORMATS = dict.fromkeys(PARTS, "f16")
@@ -32,6 +32,23 @@ def profile(counts: np.ndarray, tokens: int = 1000) -> ActivationProfile:
     decoder = small_decoder(n_layers=counts.shape[0], d_ff=counts.shape[1])
     order = np.argsort(-counts, axis=1, kind="stable").astype(np.uint32)
     return ActivationProfile(decoder=decoder, tokens=tokens, counts=counts.astype(np.uint64), order=order, inputs="x")
+
+
+def greedy(layers: list[Layer], budget: int) -> tuple[int, ...]:
+    """Cuts by a simple rule: the groups with most activations a byte, until the budget is used."""
+    picks, left = [0] * len(layers), budget
+    while True:
+        best, choice = 0.0, None
+        for n, layer in enumerate(layers):
+            j = picks[n] + 1
+            if j < len(layer.cuts) and (cost := int(layer.nbytes[j] - layer.nbytes[j - 1])) <= left:
+                worth = int(layer.masses[j] - layer.masses[j - 1]) / cost
+                if choice is None or worth > best:
+                    best, choice = worth, (n, cost)
+        if choice is None:
+            return tuple(int(layer.cuts[j]) for layer, j in zip(layers, picks, strict=True))
+        picks[choice[0]] += 1
+        left -= choice[1]
 
 
 def best_of_all(choices: list[Choice], capacity: int) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ def test_the_error_is_the_tail_of_the_singular_values(rank: int) -> None:
     start = warm_start(W, None, MOMENT, rank)
     assert (start.down.shape, start.up.shape) == ((rank, D_MODEL), (D_FF, rank))
     error = (X @ W.T - start.scores(X)).double().square().sum(1).mean()
-    assert float(error) == pytest.approx(float(sigma[rank:].square().sum()), rel=1e-2)
+    assert float(error) == pytest.approx(float(sigma[rank:].square().sum()), rel=1e-3)
 
 
 def test_weighting_by_the_inputs_beats_plain_svd() -> None:

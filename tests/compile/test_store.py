@@ -11,7 +11,7 @@ import pytest
 
 import pi_compile
 from pi_compile import store as store_module
-from pi_compile.store import Store, code_digest, key_of
+from pi_compile.store import Store, code_digest, key_of, sources_of
 
 
 @pytest.fixture
@@ -165,22 +165,27 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_code_digests_change_with_one_byte_of_their_files(sources: Path) -> None:
-    names = ("pi_compile/profiling.py", "pi_compile/checkpoint")
-    before = code_digest(*names)
-    assert code_digest(*reversed(names)) == before
-    (sources / "training.py").write_text("# not among them")
-    (sources / "checkpoint" / "notes.txt").write_text("no source")
-    assert code_digest(*names) == before
+def test_a_code_digest_changes_with_one_byte_of_what_the_module_imports(sources: Path) -> None:
+    before = code_digest("pi_compile.profiling")
+    (sources / "training.py").write_text("# not imported by profiling")
+    assert code_digest("pi_compile.profiling") == before
     seen = {before}
-    for name in ("profiling.py", "checkpoint/llama.py"):
+    for name in ("profiling.py", "checkpoint/llama.py", "checkpoint/__init__.py", "hidden_states.py"):
         original = (sources / name).read_bytes()
-        (sources / name).write_bytes(original[:-1] + b" ")
-        seen.add(code_digest(*names))
+        (sources / name).write_bytes(original + b"\n")
+        seen.add(code_digest("pi_compile.profiling"))
         (sources / name).write_bytes(original)
-        assert code_digest(*names) == before
-    (sources / "checkpoint" / "new.py").touch()
-    seen.add(code_digest(*names))
-    (sources / "checkpoint" / "new.py").rename(sources / "checkpoint" / "newer.py")
-    seen.add(code_digest(*names))
+    assert code_digest("pi_compile.profiling") == before
     assert len(seen) == 5
+
+
+def test_imports_are_followed_into_both_packages_and_nowhere_else() -> None:
+    found = sources_of("pi_compile.training")
+    assert {
+        "pi_compile.training",
+        "pi_compile.rungs",
+        "pi_compile.predictor",
+        "pi_runtime.artifact.formats",
+    } <= found.keys()
+    assert "pi_compile.packing" not in found
+    assert all(name.split(".")[0] in ("pi_compile", "pi_runtime") for name in found)

@@ -66,7 +66,9 @@ def one_token(run: Any, layer: Layer, x_D: np.ndarray, rung: str, low: int, high
 
 def block(layer: Layer, x_TD: np.ndarray, rung: str, low: int, high: int, *, select: bool = True) -> np.ndarray:
     y_TD = np.zeros_like(x_TD)
-    ffn.block(layer.shape, layer.on(RUNGS[rung]), x_TD, low, high, select, layer.buffers, y_TD)
+    ffn.block(
+        layer.shape, layer.on(RUNGS[rung]), x_TD, low, high, select, layer.buffers, layer.buffers.tally_L3[0], y_TD
+    )
     return y_TD
 
 
@@ -111,7 +113,7 @@ def test_a_block_adds_to_what_is_there() -> None:
     layer = ffn_layer(small_decoder(), "f32", 3, 0)
     x_TD = inputs(layer, 4)
     y_TD = np.ones_like(x_TD)
-    ffn.block(layer.shape, layer.row, x_TD, 0, 40, False, layer.buffers, y_TD)
+    ffn.block(layer.shape, layer.row, x_TD, 0, 40, False, layer.buffers, layer.buffers.tally_L3[0], y_TD)
     assert_close(y_TD, 1 + block(layer, x_TD, "dense", 0, 40))
 
 

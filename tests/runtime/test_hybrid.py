@@ -105,5 +105,6 @@ def test_the_budget_picks_the_plan(tmp_path: Path) -> None:
 
 def test_without_a_placement_a_budget_is_refused(tmp_path: Path) -> None:
     path = random_artifact(tmp_path / "a.pi", small_decoder())
-    with pytest.raises(UsageError, match="holds no placement"):
-        load(path, vram_budget=10**9)
+    for arguments in ({"vram_budget": 10**9}, {"device": "stand-in"}):
+        with pytest.raises(DoesNotFitError, match="holds no placement"):
+            load(path, **arguments)
