@@ -116,7 +116,7 @@ def test_what_cannot_be_scored_says_why(tmp_path: Path, model: torch.nn.Module) 
     with pytest.raises(CheckpointError, match="not packed from this checkpoint"):
         score(artifact, tmp_path / "other")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CorpusError, match="no text here"):
+    with pytest.raises(CorpusError, match="no text in this folder"):
         evaluate(artifact, [tmp_path / "empty"], None, tokens=96, window=32, progress=lambda *_: None)
 
 
