@@ -2,6 +2,11 @@
 
     python docs/activation_curves.py NAME=PROFILE.npz… [NAME=CURVES.csv] -o docs/activation-curves.svg
 
+The committed figure: "demo model"=profiles/activations/demo.npz, the profile that docs/fidelity.md's command makes of
+novels-relu, and Bamboo-7B's curves as numbers read off the vector figure of its authors' public README.
+
+Needs matplotlib (`pip install --group docs`).
+
 A `.npz` is an activation profile (see `pi-compile profile`): one line a layer. A `.csv` holds published curves: a
 column of fractions, then a column a line.
 """

@@ -55,10 +55,10 @@ def test_the_digest_is_of_the_content() -> None:
         made(counts=counts),
         made(order=order),
         made(tokens=TOKENS + 1),
-        made(inputs="other"),
         made(decoder=replace(DECODER, norm_eps=1e-3)),
     ]
-    assert len({profile.digest(), *(other.digest() for other in others)}) == 6
+    assert len({profile.digest(), *(other.digest() for other in others)}) == 5
+    assert made(inputs="other").digest() == profile.digest()  # what it was made from does not matter
     assert made(counts=profile.counts.astype(">u8")).digest() == profile.digest()
 
 

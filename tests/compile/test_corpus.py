@@ -284,8 +284,7 @@ def test_an_endless_data_set_is_read_as_far_as_needed(
 ) -> None:
     hub = Hub({"text": words(n % WORDS, n % WORDS + 100)} for n in itertools.count(0, 100))
     monkeypatch.setattr(datasets, "load_dataset", hub)
-    assert len(read(text=("hub:owner/name",)).fit) == 400
-    assert hub.calls[0]["revision"] is None
+    assert len(read(text=("hub:owner/name@1",)).fit) == 400
     assert hub.taken * 100 * len("w123 ") < 1.5 * HUB_CHARACTERS * 510
 
 
@@ -294,8 +293,12 @@ def test_a_hub_name_that_is_not_there(refused: Callable[..., str], monkeypatch: 
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'owner/name' doesn't exist on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", missing)
-    message = refused(text=("hub:owner/name",))
-    assert "hub:owner/name: cannot be read as a dataset\n  found: Dataset 'owner/name' doesn't exist" in message
+    message = refused(text=("hub:owner/name@1",))
+    assert "hub:owner/name@1: cannot be read as a dataset\n  found: Dataset 'owner/name' doesn't exist" in message
+
+
+def test_a_hub_name_without_a_revision(refused: Callable[..., str]) -> None:
+    assert "hub:owner/name: no revision\n  expected: hub:OWNER/NAME@REVISION" in refused(text=("hub:owner/name",))
 
 
 def test_the_same_data_set_in_text_and_report(refused: Callable[..., str]) -> None:
