@@ -19,10 +19,10 @@ import numba
 import numpy as np
 from synthetic import bare_manifest, byte_tokenizer, small_decoder
 
-from pi_compile.evaluation import Decoded, other_bytes
+from pi_compile.evaluation import other_bytes
 from pi_runtime import load
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs
+from pi_runtime.artifact.sizes import PARTS, ArraySpec, FfnBytes, array_specs
 from pi_runtime.artifact.writer import ArtifactWriter
 from pi_runtime.measure import read_bandwidth
 
@@ -88,9 +88,12 @@ def measure(path: Path, tokens: int) -> None:
     dense = statistics.median(seconds["dense"])
     for mode, model in models.items():
         manifest, median = model.manifest, statistics.median(seconds[mode])
-        decoded = Decoded(np.stack(rows[mode], axis=1), mode, 1 / median)
-        nbytes = other_bytes(manifest) + sum(decoded.ffn_bytes(manifest))
-        read, kept = decoded.rows_LT2.mean((0, 1)) / manifest.decoder.d_ff
+        neuron = FfnBytes.of(manifest.decoder, manifest.formats)
+        read, kept = np.mean(rows[mode], axis=(0, 1))
+        predictor = neuron.predictor(manifest.layers[0].rank or 0) if mode == "predicted" else 0
+        ffn = read * neuron.first + kept * neuron.rest + predictor
+        nbytes = other_bytes(manifest) + manifest.decoder.n_layers * ffn
+        read, kept = read / manifest.decoder.d_ff, kept / manifest.decoder.d_ff
         print(
             f"{mode:10} {1 / median:9.1f} {dense / median:8.2f} {read:9.3f} {kept:6.3f} {nbytes / 1e6:9.1f}"
             f" {nbytes / median / bandwidth:8.2f}"
