@@ -161,7 +161,7 @@ class Pipeline:
         )
 
         def make(scratch: Path) -> Trained:
-            with self.progress("training", "layers") as progress:
+            with self.progress("training", "steps") as progress:
                 return train_predictors(
                     self.checkpoint, self.profile, texts, spec, scratch=scratch, inputs=key, progress=progress
                 )

@@ -131,7 +131,8 @@ class _Run:
         file = self.scratch / f"layer-{n}.npz"
         if not file.exists():
             self._fit(n, file)
-        self.progress(n + 1, self.checkpoint.decoder.n_layers)
+        # What follows the layers, a pass for each price, is shown as further steps.
+        self.progress(n + 1, self.checkpoint.decoder.n_layers + PRICES)
         stored = read_arrays(file)
         found = []
         for item in json.loads(str(stored["candidates"])):
@@ -242,7 +243,7 @@ def _choose(run: _Run, layers: list[list[Candidate]]) -> tuple[list[Candidate], 
     if verdict.divergence > most:
         raise _not_met(run, chosen, verdict)
     low, high = LOWEST_PRICE, HIGHEST_PRICE
-    for _ in range(PRICES):
+    for tried in range(PRICES):
         price = (low + high) / 2
         cheaper = [_cheapest(found, 10**price) for found in options]
         judged = verdict if cheaper == chosen else verdict_on(cheaper)
@@ -250,6 +251,7 @@ def _choose(run: _Run, layers: list[list[Candidate]]) -> tuple[list[Candidate], 
             chosen, verdict, high = cheaper, judged, price
         else:
             low = price
+        run.progress(len(layers) + tried + 1, len(layers) + PRICES)
     return chosen, {"tune_dense": dense.perplexity, "tune": verdict.perplexity, "tune_divergence": verdict.divergence}
 
 

@@ -195,7 +195,8 @@ def test_training_repeats_and_the_seed_decides(run: Callable[..., Trained], trai
     np.random.seed(12345)  # no global generator has a say
     done: list[tuple[int, int]] = []
     assert run("a", progress=lambda *a: done.append(a)).digest() == trained.digest()
-    assert done == [(1, 3), (2, 3), (3, 3)]
+    steps = 3 + training.PRICES
+    assert done == [(n, steps) for n in range(1, steps + 1)]
     assert run("b", seed=1).digest() != trained.digest()
 
 
