@@ -131,6 +131,7 @@ def _chat(
     stats: bool,
     load_s: float,
 ) -> None:
+    _ = model.chat_template  # before anybody types: a model without one cannot talk
     messages = [{"role": "system", "content": system}] if system else []
     cache = model.new_cache()
     console.say("Your turn; an empty line or end of input ends the talk.")

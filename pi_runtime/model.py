@@ -172,19 +172,23 @@ class Model:
         logits_1V = self._executor.run(self._checked([token]), cache, select=True, every=False)
         return logits_1V[0].copy(), self._executor.rows_read.copy()
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation as the model's own template writes it, ready for the assistant's turn."""
+    @property
+    def chat_template(self) -> str:
+        """The model's own template (Jinja). Raises TemplateError where it has none."""
         if "chat_template.jinja" not in self.manifest.files:
             raise TemplateError(
                 f"{self._artifact.path}: the model has no chat template", remedy="give the text with --prompt"
             )
         try:
-            template = self._artifact.file("chat_template.jinja").decode()
+            return self._artifact.file("chat_template.jinja").decode()
         except UnicodeDecodeError as error:
             raise ArtifactError(f"{self._artifact.path}: the chat template is not UTF-8", found=error) from None
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The conversation as the model's own template writes it, ready for the assistant's turn."""
         text = self.manifest.text
         variables = {"bos_token": text.bos_token, "eos_token": text.eos_token, **text.special_tokens}
-        return render(template, messages, variables=variables)
+        return render(self.chat_template, messages, variables=variables)
 
     def new_cache(self) -> KVCache:
         """An empty key-value cache for one sequence."""
