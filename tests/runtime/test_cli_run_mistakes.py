@@ -27,7 +27,6 @@ Run = Callable[..., tuple[int, str, str]]
         (["-p", "a", "--mode", "predicted"], "the artifact has no predictors"),
         (["-p", "a", "--device", "cuda:0"], "--device cuda:0"),
         (["-p", "a", "--device", "gpu"], "--device gpu: unknown device"),
-        (["-p", "a", "--device", "stand-in"], "holds no placement"),
         (["-p", "a", "--vram-budget", "much"], "--vram-budget much: not a size"),
         (["-p", "a", "--vram-budget", "1GiB", "--device", "cpu"], "--vram-budget does not go with --device cpu"),
         (["-p", "a", "--temperature", "-1"], "--temperature -1"),
@@ -55,6 +54,13 @@ def test_usage(run: Run, alphabet: Path, arguments: list[str], message: str) -> 
     assert (code, out) == (2, "")
     assert message in err
     assert err.startswith("error: ")
+
+
+@pytest.mark.parametrize("arguments", [["--device", "stand-in"], ["--vram-budget", "1GiB"]], ids=" ".join)
+def test_without_a_placement_nothing_fits(run: Run, alphabet: Path, arguments: list[str]) -> None:
+    code, out, err = run(alphabet, "-p", "a", *arguments)
+    assert (code, out) == (4, "")
+    assert "holds no placement" in err
 
 
 def test_no_artifact_named(run: Run) -> None:
