@@ -16,11 +16,13 @@ TORCH = "torch==2.13.0"
 PYTHONS = ["3.11", "3.12", "3.13"]
 TEST_TOOLS = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "test")
 
-if shutil.which("pyenv") and "PYENV_VERSION" not in os.environ:
-    # pyenv's `python3.12` answers only if that version is selected: select all that are installed.
+if shutil.which("pyenv"):
+    # pyenv's `python3.12` answers only if that version is selected, and its shim has selected the one we run on: add
+    # all that are installed.
     listed = subprocess.run(["pyenv", "versions", "--bare"], capture_output=True, text=True, check=False).stdout
     ours = [v for p in PYTHONS for v in listed.split() if v.startswith(f"{p}.")]
-    os.environ["PYENV_VERSION"] = ":".join(ours) or "system"
+    chosen = [v for v in os.environ.get("PYENV_VERSION", "").split(":") if v]
+    os.environ["PYENV_VERSION"] = ":".join(dict.fromkeys([*chosen, *ours])) or "system"
 
 
 def install_all(session: nox.Session) -> None:
