@@ -6,7 +6,6 @@ is a sample of the whole.
 """
 
 import glob
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy.typing as npt
 import tokenizers
 
 from pi_compile import python_docs
+from pi_compile.array_file import read_arrays, write_arrays
 from pi_compile.errors import CorpusError
 
 PIECE = 4096
@@ -55,18 +55,13 @@ class Streams:
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        temporary = path.with_suffix(".partial.npz")
-        np.savez(temporary, fit=self.fit, tune=self.tune, report=self.report)
-        temporary.replace(path)
+        write_arrays(path, {"fit": self.fit, "tune": self.tune, "report": self.report})
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` wrote. Raises CorpusError."""
-        try:
-            with np.load(path, allow_pickle=False) as stored:
-                return cls(stored["fit"], stored["tune"], stored["report"])
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise CorpusError(f"{path}: damaged", found=error, remedy="delete it, and it is made again") from None
+        """Read what `save` wrote. Raises ProfileError for a damaged file."""
+        stored = read_arrays(path)
+        return cls(stored["fit"], stored["tune"], stored["report"])
 
 
 def source_files(sources: Sequence[str], folder: Path) -> list[Path]:

@@ -27,8 +27,3 @@ class HiddenStates:
             temporary.replace(path)
         states: Floats = np.lib.format.open_memmap(path, "r+")
         return states
-
-    @property
-    def nbytes(self) -> int:
-        """Disk both files take."""
-        return 2 * 4 * int(np.prod(self.shape))

@@ -76,6 +76,7 @@ class Generation(Iterator[str]):
         self._executor, self._cache, self._prompt = executor, cache, list(prompt)
         self._sampler, self._stop = sampler, StopStrings(stop)
         self._end_ids, self._text = frozenset(end_ids), tokenizer.stream()
+        self._seen = list(prompt)
         self._limit = max_tokens
         self._began = time.perf_counter()
         self._cached = 0
@@ -112,6 +113,7 @@ class Generation(Iterator[str]):
                 self.finish_reason = "end"
                 break
             self.token_ids.append(token)
+            self._seen.append(token)
             piece, stopped = self._stop.push(self._text.push(token))
             if piece:
                 yield piece
@@ -145,6 +147,6 @@ class Generation(Iterator[str]):
         logits_1V = self._executor.run(np.array([token], np.int64), self._cache, select=True, every=False)
         self._rows += self._executor.rows_read.sum(0)
         self._steps += 1
-        token = self._sampler(logits_1V[0], self._prompt + self.token_ids)
+        token = self._sampler(logits_1V[0], self._seen)
         self._decode_s += time.perf_counter() - began
         return token
