@@ -79,6 +79,9 @@ def bench(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"name one of: {', '.join(names)}")
     install_all(session)
+    if session.posargs[0] == "cpu":
+        # The peer, built for this processor.
+        session.install("llama-cpp-python==0.3.36", "gguf==0.19.0", env={"CMAKE_ARGS": "-DGGML_NATIVE=ON"})
     session.run(
         "python", f"tests/benchmarks/{session.posargs[0]}.py", *session.posargs[1:], env={"PYTHONPATH": "tests"}
     )

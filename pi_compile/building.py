@@ -27,6 +27,7 @@ from pi_compile.packing import PackSpec, pack, resolve_formats
 from pi_compile.placement import ladder
 from pi_compile.profiling import ProfileSpec, estimate, profile
 from pi_compile.recipe import Recipe, read_recipe
+from pi_compile.report import pack_report
 from pi_compile.store import Store, code_digest, key_of
 from pi_compile.text_files import TOKENIZER, read_text_files
 from pi_compile.trained import Trained
@@ -213,7 +214,7 @@ class Pipeline:
             )
         for line in result.notices:
             self.notice(line)
-        report = {"artifact": str(result.path), "bytes": result.nbytes, "sha256": result.sha256}
+        report = pack_report(result)
         write_text(record, json.dumps({"key": key, "report": report}))
         self.ran.append("pack")
         return report
@@ -255,7 +256,7 @@ def pack_plain(recipe_path: Path, output: Path, *, progress: Progress, notice: C
     result = pack(checkpoint, spec, output, recipe=recipe.model_dump(), progress=progress)
     for line in (*checkpoint.notices, *result.notices):
         notice(line)
-    return {"artifact": str(result.path), "bytes": result.nbytes, "sha256": result.sha256}
+    return pack_report(result)
 
 
 def _record(path: Path) -> dict[str, Any]:

@@ -61,6 +61,10 @@ def _show_artifact(packed: dict[str, Any], ran: list[str], as_json: bool) -> Non
     if as_json:
         console.print_json({**packed, "ran": ran})
     else:
+        if "quantisation" in packed:
+            from pi_compile.report import print_report
+
+            print_report({"quantisation": packed["quantisation"]})
         console.say(_done(ran))
         console.say(f"{packed['artifact']}: {console.size(packed['bytes'])}, sha256 {packed['sha256'][:16]}…")
 

@@ -20,7 +20,7 @@ from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError, CorpusError
 from pi_runtime import Model, load
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import FfnBytes
+from pi_runtime.artifact.sizes import FfnBytes, without_scales
 
 Progress = Callable[[int, int], None]
 Windows = npt.NDArray[np.int64]
@@ -171,10 +171,11 @@ def _agreement(one: Score, other: Score | None) -> float | None:
 
 
 def other_bytes(m: Manifest) -> int:
-    """Bytes per token of everything but the FFN neurons: attention, norms, head. Of the embedding one row is read."""
+    """Bytes per token of all but the FFN neurons: attention, norms, head, scales. Of the embedding one row is read."""
     skipped = ("ffn/first", "ffn/rest", "ffn/order", "ffn/counts", "positions")
     total = 0
-    for name, entry in m.arrays.items():
+    for array, entry in m.arrays.items():
+        name = without_scales(array)
         local = name.split("/", 2)[-1]
         if name == "embedding" and not m.decoder.tied_head:
             continue

@@ -9,6 +9,7 @@ from typing import Any
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import RUNGS, Manifest
+from pi_runtime.artifact.sizes import is_scales, without_scales
 from pi_runtime.console import size
 
 _INDENT = 18
@@ -37,16 +38,17 @@ def inspect(path: Path) -> dict[str, Any]:
 
 
 def parameters(m: Manifest) -> int:
-    """Weights of the model itself: neither predictors, nor order and counts of the neurons."""
-    own = (e for name, e in m.arrays.items() if "/predictor/" not in name and not name.endswith(("/order", "/counts")))
-    return sum(math.prod(entry.shape) for entry in own)
+    """Weights of the model itself: neither predictors, nor scales, nor order and counts of the neurons."""
+    ours = (name for name in m.arrays if "/predictor/" not in name and not is_scales(name))
+    return sum(math.prod(m.arrays[name].shape) for name in ours if not name.endswith(("/order", "/counts")))
 
 
 def bytes_by_part(m: Manifest, nbytes: int) -> dict[str, int]:
-    """Stored bytes of embedding, attention, ffn, predictor and head, norms and row padding included; `other` is the
-    rest of the file: tokenizer, manifest, headers."""
+    """Stored bytes of embedding, attention, ffn, predictor and head: norms, scales and row padding included. `other` is
+    the rest of the file: tokenizer, manifest, headers."""
     totals: Counter[str] = Counter()
-    for name, entry in m.arrays.items():
+    for array, entry in m.arrays.items():
+        name = without_scales(array)
         part = name.split("/")[2] if name.startswith("layers/") else name.split("/")[0]
         totals[{"positions": "embedding", "final_norm": "head"}.get(part, part)] += entry.nbytes
     parts = {part: totals[part] for part in ("embedding", "attention", "ffn", "predictor", "head") if totals[part]}

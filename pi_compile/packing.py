@@ -20,8 +20,9 @@ from pi_compile.trained import Trained
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.layout import place_arrays
+from pi_runtime.artifact.rounding import RoundingError
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
-from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs
+from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
 from pi_runtime.artifact.writer import ArtifactWriter
 
 Array = npt.NDArray[Any]
@@ -35,7 +36,7 @@ class PackSpec:
     """How a checkpoint is to be packed."""
 
     formats: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(PARTS, KEEP))
-    """Number format of each of embedding, attention, ffn, head and predictor: f32, f16, bf16, or `keep`."""
+    """Number format of each of embedding, attention, ffn, head and predictor: f32, f16, bf16, q8, q4, or `keep`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,8 @@ class PackResult:
     """Of the whole file."""
     nbytes: int
     manifest: Manifest
+    errors: Mapping[str, RoundingError]
+    """What quantising cost each part that is q8 or q4."""
     notices: tuple[str, ...]
     """What the user should know about tokenizer and template."""
 
@@ -65,9 +68,9 @@ def pack(
     """Write the artifact of a checkpoint to `output`; the same inputs give the same bytes.
 
     `recipe` is stored as it is; `profile` orders the neurons and is stored; `trained` gives rungs and predictors;
-    `progress` is called with bytes done and in all. Memory: one block, and one layer's matrix where neurons are
-    reordered. Raises CheckpointError for values that are not finite or that a format cannot hold, and what
-    `ArtifactWriter` raises.
+    `progress` is called with bytes done and in all. Memory: one block, one layer's matrix where neurons are reordered,
+    and the scales of one matrix in q8 or q4. Raises CheckpointError for values that are not finite or that a format
+    cannot hold, and what `ArtifactWriter` raises.
     """
     if profile is not None and profile.decoder != checkpoint.decoder:
         raise ProfileError(
@@ -93,14 +96,20 @@ def pack(
     expected = place_arrays(specs)[1] + sum(map(len, text.files.values()))
     with ArtifactWriter(output, expected_nbytes=expected) as writer:
         source = _Source(checkpoint, profile, trained)
-        meter = _Meter(sum(s.nbytes for s in specs.values()), progress)
+        meter = _Meter(sum(s.nbytes_with_scales for n, s in specs.items() if not is_scales(n)), progress)
+        errors: dict[str, RoundingError] = {}
         for name, array_spec in specs.items():
-            writer.add_array(name, array_spec, meter.watch(array_spec, source.blocks(name, array_spec)))
+            if is_scales(name):  # written with the array they belong to
+                continue
+            error = writer.add_array(name, array_spec, meter.watch(array_spec, source.blocks(name, array_spec)))
+            part = part_of(name)
+            if error is not None and part is not None:
+                errors[part] = errors.get(part, RoundingError()) + error
         for name, data in text.files.items():
             writer.add_file(name, data)
         manifest = writer.finish(manifest)
     sha256, nbytes = _digest(output)
-    return PackResult(path=output, sha256=sha256, nbytes=nbytes, manifest=manifest, notices=text.notices)
+    return PackResult(path=output, sha256=sha256, nbytes=nbytes, manifest=manifest, errors=errors, notices=text.notices)
 
 
 def resolve_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
@@ -126,7 +135,7 @@ class _Meter:
         self._total, self._progress, self._done = total, progress, 0
 
     def watch(self, spec: ArraySpec, blocks: Iterable[Array]) -> Iterator[Array]:
-        row = spec.nbytes // spec.shape[0]
+        row = spec.nbytes_with_scales // spec.shape[0]
         for block in blocks:
             yield block
             self._done += row * len(block)
@@ -187,7 +196,7 @@ def _too_large(checkpoint: Checkpoint, name: str, target: Format, tensors: Seque
         f"{checkpoint.folder}: values of {', '.join(wrong)} are too large for {target.name}",
         expected=f"values that {target.name} can hold",
         found=f"{max(wrong.values()):.6g}",
-        remedy=f'in the recipe: [pack] {part_of(name)} = "{"bf16" if target.name == "f16" else "f32"}"',
+        remedy=f'in the recipe: [pack] {part_of(name)} = "{"f32" if target.name == "bf16" else "bf16"}"',
     )
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812  its usual name
 
 from pi_compile import torch_decoder as td
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.quantisation import as_stored
 
 Tensor = torch.Tensor
 MISS_WEIGHT = 4.0
@@ -39,11 +39,7 @@ class Predictor:
 
     def stored_as(self, name: str) -> "Predictor":
         """What remains of it in a number format: what the runtime will compute with."""
-        fmt = FORMATS[name]
-        down, up = (
-            torch.from_numpy(fmt.decode(fmt.encode(m.cpu().numpy()), m.shape[1])).to(m.device)
-            for m in (self.down, self.up)
-        )
+        down, up = (torch.from_numpy(as_stored(name, m.cpu().numpy())).to(m.device) for m in (self.down, self.up))
         return Predictor(down, up, self.bias)
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pi_compile.errors import RecipeError
 
 Rung = Literal["dense", "gate", "predicted"]
-WeightFormat = Literal["keep", "f32", "f16", "bf16"]
+WeightFormat = Literal["keep", "f32", "f16", "bf16", "q8", "q4"]
 
 
 class _Section(BaseModel):

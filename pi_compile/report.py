@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pi_compile.activations import ActivationProfile
 from pi_compile.trained import Trained
 from pi_runtime.artifact.schema import Plan
+from pi_runtime.artifact.sizes import PARTS
+
+if TYPE_CHECKING:
+    from pi_compile.packing import PackResult
 
 
 def profile_report(p: ActivationProfile) -> dict[str, Any]:
@@ -42,6 +46,22 @@ def place_report(plans: Sequence[Plan], p: ActivationProfile) -> dict[str, Any]:
         hot = sum(int(ordered[n, cut - 1]) for n, cut in enumerate(plan.cuts) if cut)
         rows.append({**asdict(plan), "hot_share": hot / total})
     return {"plans": rows}
+
+
+def pack_report(result: "PackResult") -> dict[str, Any]:
+    """Where the artifact is, its bytes and digest, and for parts in q8 or q4 what that cost."""
+    report: dict[str, Any] = {"artifact": str(result.path), "bytes": result.nbytes, "sha256": result.sha256}
+    rows = [
+        {
+            "part": part,
+            "format": result.manifest.formats[part],
+            "relative_rms_error": result.errors[part].relative,
+            "largest_error": result.errors[part].largest,
+        }
+        for part in PARTS
+        if part in result.errors
+    ]
+    return {**report, "quantisation": rows} if rows else report
 
 
 def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Trained:
 
     rows: tuple[LayerRow, ...]
     predictors: tuple[tuple[Floats, Floats, Floats] | None, ...]
-    """(down [R, D], up [F, R], bias [F]) of each layer on the predicted rung."""
+    """(down [R, D], up [F, R], bias [F]) of each layer on the predicted rung, not yet rounded to their format."""
     perplexity: dict[str, float]
     """On tune and report text, dense and as chosen: `tune_dense`, `tune`, `report_dense`, `report`."""
     inputs: str

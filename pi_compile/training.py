@@ -27,7 +27,7 @@ from pi_compile.predictor import Predictor, energy, second_moment, starting_rank
 from pi_compile.rungs import exact_rung
 from pi_compile.selection_quality import BATCH, Tally, Verdict, judge
 from pi_compile.trained import Floats, LayerRow, Trained
-from pi_runtime.artifact.formats import FORMATS, ROW_ALIGN
+from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.schema import RUNGS
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import NotMetError
@@ -77,6 +77,7 @@ class Candidate:
     """One way to run a layer, as measured on the tune text."""
 
     predictor: Predictor | None
+    """As trained, with its threshold; packing rounds it to its format, as every measurement does."""
     row: LayerRow
 
 
@@ -97,14 +98,13 @@ def train_predictors(
     sparse = checkpoint.decoder.sparse and "predicted" in spec.rungs
     layers = [run.layer(n) if sparse else [] for n in range(checkpoint.decoder.n_layers)]
     chosen, tune = _choose(run, layers)
-    predictors = [c.predictor for c in chosen]
     report_ids = run.ids(texts.report)
     dense = judge(checkpoint, report_ids, [None] * len(layers), device=spec.device)
-    sparse_verdict = judge(checkpoint, report_ids, predictors, device=spec.device, dense=dense)
+    sparse_verdict = judge(checkpoint, report_ids, run.stored(chosen), device=spec.device, dense=dense)
     rows = [t.row(run.neuron, c.row.rung, c.row.rank) for t, c in zip(sparse_verdict.tallies, chosen, strict=True)]
     return Trained(
         rows=tuple(rows),
-        predictors=tuple(_arrays(p) for p in predictors),
+        predictors=tuple(_arrays(c.predictor) for c in chosen),
         perplexity={**tune, "report_dense": dense.perplexity, "report": sparse_verdict.perplexity},
         inputs=inputs,
     )
@@ -141,6 +141,10 @@ class _Run:
             found.append(Candidate(predictor, LayerRow(**item)))
         return found
 
+    def stored(self, chosen: list[Candidate]) -> list[Predictor | None]:
+        """Their predictors as the artifact will hold them."""
+        return [c.predictor and c.predictor.stored_as(self.spec.predictor_format) for c in chosen]
+
     def _fit(self, n: int, file: Path) -> None:
         w = td.layer_weights(self.checkpoint, n, self.spec.device)
         fit = self._advance("fit", self.texts.fit, n, w)
@@ -160,19 +164,18 @@ class _Run:
                     steps=self.spec.steps,
                     learning_rate=self.spec.learning_rate,
                 )
-            stored = trained.stored_as(self.spec.predictor_format)
-            arrays |= {f"down-{rank}": stored.down, f"up-{rank}": stored.up, f"bias-{rank}": stored.bias}
-            candidates += self._thresholds(stored, rank, n, w, tune)
+            arrays |= {f"down-{rank}": trained.down, f"up-{rank}": trained.up, f"bias-{rank}": trained.bias}
+            candidates += self._thresholds(trained.stored_as(self.spec.predictor_format), rank, n, w, tune)
         arrays = {name: array.numpy(force=True) for name, array in arrays.items()}
         write_arrays(file, {"candidates": np.array(json.dumps(candidates)), **arrays})
 
     def _ranks(self, n: int) -> list[int]:
         d = self.checkpoint.decoder
         full = min(d.d_model, d.d_ff)
-        # A row of `up` is padded to a cache line: ranks in between would cost the same.
-        step = min(ROW_ALIGN // FORMATS[self.spec.predictor_format].itemsize, full)
+        # A row of `up` is padded to whole cache lines: ranks in between would cost the same.
+        step = min(FORMATS[self.spec.predictor_format].columns_per_line, full)
         top = float(self.profile.cumulative_curve(5)[n, 1])
-        base = starting_rank(d, float(self.profile.density()[n]), top, step)
+        base = min(starting_rank(d, float(self.profile.density()[n]), top, step), full // step * step)
         wished = (max(step, round(base * factor / step) * step) for factor in RANK_FACTORS)
         return sorted({rank for rank in wished if rank <= full})
 
@@ -235,7 +238,7 @@ def _choose(run: _Run, layers: list[list[Candidate]]) -> tuple[list[Candidate], 
     options = [_options(run, found, tally) for found, tally in zip(layers, dense.tallies, strict=True)]
 
     def verdict_on(chosen: list[Candidate]) -> Verdict:
-        return judge(run.checkpoint, ids, [c.predictor for c in chosen], device=device, dense=dense)
+        return judge(run.checkpoint, ids, run.stored(chosen), device=device, dense=dense)
 
     # At no price is there a better choice for quality than the least error in every layer.
     chosen = [min(found, key=lambda c: (c.row.error, c.row.ffn_bytes)) for found in options]

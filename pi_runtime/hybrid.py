@@ -63,11 +63,11 @@ class HybridExecutor(CpuExecutor):
         numba.set_num_threads(max(1, self._threads - 1))
         b, s, start = self._buffers, self._shape, len(cache.tokens)
         x_TD = b.x_TD[:1]
-        embed(s, self._ends, tokens, start, x_TD)
+        embed(s, self._ends, tokens, start, b.normed_TD[0], x_TD)
         for layer, w in enumerate(self._table_LW):
             attention(s, w, self._eps, self._cos_SE, self._sin_SE, start, cache.values[layer], x_TD, b)
             b.rows_L2[layer] = self._ffn(w, b.normed_TD[0], self._cuts[layer], x_TD[0])
-        head(s, self._ends, self._eps, x_TD, b.logits_TV[:1])
+        head(s, self._ends, self._eps, x_TD, b.records.ctypes.data, b.logits_TV[:1])
         cache.tokens += tokens.tolist()
         return b.logits_TV[:1]
 
@@ -85,9 +85,9 @@ class HybridExecutor(CpuExecutor):
             if pending is not None:
                 rows += pending.result()
         if cut > 0:
-            ffn.add_sums(self.hot.buffers.sums_CD, y_D)
+            ffn.add_sums(self.hot.buffers.sums_CP, y_D)
         if cut < self._shape.d_ff:
-            ffn.add_sums(self.cold.buffers.sums_CD, y_D)
+            ffn.add_sums(self.cold.buffers.sums_CP, y_D)
         add_vector(w[table.DOWN_BIAS], y_D)
         return rows
 

@@ -1,6 +1,6 @@
 """Anonymous memory of a packing process: run as a script it packs and prints what it measured, as JSON.
 
-python rss.py CHECKPOINT ARTIFACT
+python rss.py CHECKPOINT ARTIFACT FORMAT
 """
 
 import json
@@ -34,9 +34,9 @@ def rss_anon() -> int:
     return int(found[1]) * 1024
 
 
-def pack_in_child(checkpoint: Path, artifact: Path) -> Measured:
+def pack_in_child(checkpoint: Path, artifact: Path, fmt: str = "keep") -> Measured:
     """Pack in a process of its own, so that nothing else is counted."""
-    command = [sys.executable, __file__, str(checkpoint), str(artifact)]
+    command = [sys.executable, __file__, str(checkpoint), str(artifact), fmt]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return Measured(**json.loads(done.stdout))
 
@@ -86,6 +86,7 @@ def main() -> None:
     from pi_compile.checkpoint import open_checkpoint
     from pi_compile.packing import PackSpec, pack
     from pi_compile.text_files import read_text_files
+    from pi_runtime.artifact.sizes import PARTS
 
     checkpoint = open_checkpoint(sys.argv[1])
     read_text_files(checkpoint.folder, checkpoint.decoder.vocab_size)  # imports much of transformers
@@ -99,7 +100,7 @@ def main() -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     start = time.perf_counter()
-    result = pack(checkpoint, PackSpec(), Path(sys.argv[2]), recipe={})
+    result = pack(checkpoint, PackSpec(formats=dict.fromkeys(PARTS, sys.argv[3])), Path(sys.argv[2]), recipe={})
     seconds = time.perf_counter() - start
     done.set()
     watcher.join()

@@ -1,4 +1,4 @@
-"""Weights in memory as an artifact stores them, for calling kernels on them directly."""
+"""Weights in memory as an artifact stores them, and inputs as kernels take them, for calling kernels directly."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,50 +8,122 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.artifact.sizes import PARTS, array_specs
-from pi_runtime.kernels import table
+from pi_runtime.artifact.formats import BLOCK, FORMATS, WEIGHT_FORMATS
+from pi_runtime.artifact.quantisation import dequantise, quantise
+from pi_runtime.artifact.sizes import PARTS, array_specs, is_scales, scales_name
+from pi_runtime.kernels import reference, table
 from pi_runtime.kernels.buffers import Buffers, buffers
+from pi_runtime.kernels.memory import matrix
+from pi_runtime.kernels.operand import prepare, record_nbytes
 
 F32 = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
-WEIGHT_FORMATS = ("f32", "f16", "bf16")
+__all__ = ["WEIGHT_FORMATS", "Layer", "Matrix", "Weights", "ffn_layer", "records", "store", "store_integers"]
 
 
 @dataclass(frozen=True)
 class Matrix:
     """A matrix in a number format; `values` is what its bytes mean."""
 
-    fmt: int
+    format: str
     stored: npt.NDArray[Any]
     values: F32
+    scales: npt.NDArray[Any] | None = None
+
+    @property
+    def quantised(self) -> bool:
+        return FORMATS[self.format].quantised
+
+    @property
+    def fmt(self) -> int:
+        """The code that kernels switch on."""
+        return FORMATS[self.format].code
 
     @property
     def address(self) -> int:
         return int(self.stored.ctypes.data)
 
     @property
-    def stride(self) -> int:
-        return self.stored.strides[0]
+    def scales_address(self) -> int:
+        return 0 if self.scales is None else int(self.scales.ctypes.data)
+
+    @property
+    def matrix(self) -> Any:
+        """As kernels take it."""
+        return matrix(self.fmt, self.address, self.scales_address, self.values.shape[-1])
 
 
 def store(fmt: str, values: npt.ArrayLike) -> Matrix:
     values = np.asarray(values, np.float32)
-    stored = FORMATS[fmt].encode(values)
-    return Matrix(FORMATS[fmt].code, stored, np.ascontiguousarray(FORMATS[fmt].decode(stored, values.shape[-1])))
+    f = FORMATS[fmt]
+    if f.quantised and values.ndim > 1:
+        stored, scales = quantise(f, values)
+        return Matrix(fmt, stored, dequantise(f, stored, scales, values.shape[-1]), scales)
+    stored = f.encode(values)
+    return Matrix(fmt, stored, np.ascontiguousarray(f.decode(stored, values.shape[-1])))
+
+
+def store_integers(fmt: str, q_ND: npt.ArrayLike, scale: npt.ArrayLike) -> Matrix:
+    """A q8 or q4 matrix of these integers (q4: −8…7) and scales (one, or one a block), put together byte by byte."""
+    q_ND = np.asarray(q_ND, np.int64)
+    rows, columns = q_ND.shape
+    f, blocks = FORMATS[fmt], -(-columns // BLOCK)
+    stored = np.zeros(f.stored_shape((rows, columns)), f.stored)
+    if fmt == "q4" and columns % BLOCK:  # whole blocks are stored
+        q_ND = np.pad(q_ND, ((0, 0), (0, -columns % BLOCK)))
+    scales = np.zeros(FORMATS["scale"].stored_shape((rows, blocks)), np.float16)
+    scales[:, :blocks] = scale
+    for column, q_N in enumerate(q_ND.T):
+        place, half = _place(column, blocks)
+        if fmt == "q8":
+            stored[:, place] = q_N
+        else:
+            at = place // (2 * half) * half + place % half
+            stored[:, at] |= (q_N + 8 << 4 * (place // half % 2)).astype(np.uint8)
+    values = q_ND[:, :columns] * np.repeat(scales[:, :blocks].astype(np.float32), BLOCK, -1)[:, :columns]
+    return Matrix(fmt, stored, values.astype(np.float32), scales)
+
+
+def _place(column: int, blocks: int) -> tuple[int, int]:
+    """Where a column of a row lies, and how far apart the places are that share a byte of q4."""
+    group, inside = divmod(column, 8 * BLOCK)
+    if group >= blocks // 8:
+        return column, BLOCK
+    block, k, j = inside // 32, inside % 32 // 4, inside % 4
+    return group * 8 * BLOCK + 32 * k + 4 * block + j, 4 * BLOCK
+
+
+def records(fmt: int, x_TD: F32) -> npt.NDArray[np.uint8]:
+    """One record a vector, in memory that was not zero."""
+    found = np.full((len(x_TD), record_nbytes(x_TD.shape[1])), 0xA5, np.uint8)
+    for x_D, record in zip(x_TD, found, strict=True):
+        prepare(fmt, x_D, record.ctypes.data)
+    return found
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One layer's arrays by their short names, as the reference takes them."""
+
+    matrices: Mapping[str, Matrix]
+
+    def __getitem__(self, name: str) -> F32:
+        return self.matrices[name].values
+
+    def product(self, name: str, x_TD: F32) -> F32:
+        rounded_TD = reference.rounded(x_TD) if self.matrices[name].quantised else x_TD
+        return np.tensordot(rounded_TD, self[name], (-1, -1))
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's FFN: values by their short names, and the row of addresses that kernels take."""
+    """One layer's FFN: its weights, and the row of addresses that kernels take."""
 
     decoder: Decoder
     shape: table.Shape
-    values: Mapping[str, F32]
+    values: Weights
     row: Ints
     buffers: Buffers
-    kept: tuple[Matrix, ...]
-    """What the addresses point to."""
 
     def on(self, rung: int) -> Ints:
         """The row of addresses, with another rung."""
@@ -68,16 +140,13 @@ def ffn_layer(decoder: Decoder, fmt: str, rank: int, seed: int, **given: F32) ->
     matrices = {}
     for name, spec in array_specs(decoder, formats, [rank], False).items():
         local = name.removeprefix("layers/0/")
-        if local.startswith(("ffn/", "predictor/")):
+        if not is_scales(name) and local.startswith(("ffn/", "predictor/")):
             values = rng.standard_normal(spec.shape, np.float32) / np.float32(np.sqrt(spec.shape[-1]))
             matrices[local] = store(spec.format, given.get(local.replace("/", "__"), values))
-    row = [matrices[name].address if name in matrices else 0 for name in table._COLUMNS]
+    addresses = {name: m.address for name, m in matrices.items()}
+    addresses |= {scales_name(name): m.scales_address for name, m in matrices.items()}
+    row = [addresses.get(name, 0) for name in table._COLUMNS]
     shape = table.shape_of(decoder, formats)
     return Layer(
-        decoder,
-        shape,
-        {name: m.values for name, m in matrices.items()},
-        np.array([*row, table.PREDICTED, rank], np.int64),
-        buffers(shape, 1, rank),
-        tuple(matrices.values()),
+        decoder, shape, Weights(matrices), np.array([*row, table.PREDICTED, rank], np.int64), buffers(shape, 1, rank)
     )

@@ -13,7 +13,9 @@ from typing import BinaryIO, Self
 import numpy as np
 
 from pi_runtime.artifact.formats import FORMATS, Array
+from pi_runtime.artifact.quantisation import dequantise
 from pi_runtime.artifact.schema import Manifest
+from pi_runtime.artifact.sizes import scales_name
 from pi_runtime.artifact.structure import Structure, damaged, read_structure
 from pi_runtime.errors import ArtifactError
 
@@ -36,7 +38,7 @@ class Artifact:
         path = Path(path)
         with open_file(path) as file:
             structure = read_structure(file, path)
-            return cls(path, structure, mmap.mmap(file.fileno(), structure.nbytes, access=mmap.ACCESS_READ))
+            return cls(path, structure, _mapped(file, structure.nbytes))
 
     def array(self, name: str) -> Array:
         """The stored array, rows padded: a read-only view of the file. Raises KeyError for a name that is not there."""
@@ -49,7 +51,10 @@ class Artifact:
     def values(self, name: str) -> Array:
         """The values of an array in its logical shape: float32 for weights, integers for order and counts."""
         entry = self.manifest.arrays[name]
-        return FORMATS[entry.format].decode(self.array(name), entry.shape[-1])
+        fmt = FORMATS[entry.format]
+        if fmt.quantised:
+            return dequantise(fmt, self.array(name), self.array(scales_name(name)), entry.shape[-1])
+        return fmt.decode(self.array(name), entry.shape[-1])
 
     def file(self, name: str) -> bytes:
         """The content of a plain file, held against its digest. Raises KeyError, or ArtifactError if damaged."""
@@ -69,6 +74,16 @@ class Artifact:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _mapped(file: BinaryIO, nbytes: int) -> mmap.mmap:
+    """The file in memory, in huge pages where system and file system have them for files: scattered rows of a model of
+    gigabytes otherwise wait for address translation as long as for the data."""
+    mapping = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 @contextmanager

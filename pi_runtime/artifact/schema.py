@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 FORMAT_NAME = "pi-artifact"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 REMEDY = "copy or download it again, or pack it anew with `pi-compile build`"
 
 

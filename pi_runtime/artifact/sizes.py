@@ -11,7 +11,8 @@ k = 1 (plain: fc2) or 2 (gated: up, down), R predictor rank.
     layers/N/ffn/counts [F]   how often it fired while profiling
     layers/N/predictor/down [R, D]   …/up [F, R]   …/bias [F]
 
-`first` decides whether a neuron fires; `rest` is needed only when it does. Rows are neurons, hottest first.
+`first` decides whether a neuron fires; `rest` is needed only when it does. Rows are neurons, hottest first. Beside
+every q8 or q4 matrix NAME […, D] stands NAME_scales […, ⌈D / 32⌉].
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.formats import BLOCK, FORMATS
 
 PARTS = ("embedding", "attention", "ffn", "head", "predictor")
 
@@ -34,6 +35,31 @@ class ArraySpec:
     @property
     def nbytes(self) -> int:
         return FORMATS[self.format].nbytes(self.shape)
+
+    @property
+    def scales(self) -> "ArraySpec | None":
+        """The array of scales beside this one, if its format has them."""
+        if not FORMATS[self.format].quantised:
+            return None
+        return ArraySpec("scale", (*self.shape[:-1], -(-self.shape[-1] // BLOCK)))
+
+    @property
+    def nbytes_with_scales(self) -> int:
+        return self.nbytes + (self.scales.nbytes if self.scales else 0)
+
+
+def scales_name(name: str) -> str:
+    """Name of the array that holds the scales of array `name`."""
+    return f"{name}_scales"
+
+
+def is_scales(name: str) -> bool:
+    return name.endswith("_scales")
+
+
+def without_scales(name: str) -> str:
+    """Name of the array itself, given its own or that of its scales."""
+    return name.removesuffix("_scales")
 
 
 @dataclass(frozen=True)
@@ -51,7 +77,7 @@ class FfnBytes:
     @property
     def first(self) -> int:
         """One neuron's row of `first`."""
-        return FORMATS[self.ffn_format].nbytes((1, self.d.d_model))
+        return ArraySpec(self.ffn_format, (1, self.d.d_model)).nbytes_with_scales
 
     @property
     def rest(self) -> int:
@@ -65,12 +91,12 @@ class FfnBytes:
 
     def predictor(self, rank: int) -> int:
         """A whole predictor: down, up and bias."""
-        fmt = FORMATS[self.predictor_format]
-        return fmt.nbytes((rank, self.d.d_model)) + self.d.d_ff * self.predictor_row(rank)
+        down = ArraySpec(self.predictor_format, (rank, self.d.d_model)).nbytes_with_scales
+        return down + self.d.d_ff * self.predictor_row(rank)
 
     def predictor_row(self, rank: int) -> int:
         """One neuron's row of `up` and its bias."""
-        return FORMATS[self.predictor_format].nbytes((1, rank)) + 4
+        return ArraySpec(self.predictor_format, (1, rank)).nbytes_with_scales + 4
 
 
 def array_specs(
@@ -81,17 +107,26 @@ def array_specs(
     `formats` maps each of `PARTS` to a weight format; `ranks` has a predictor rank or None a layer; `profiled` says
     whether neuron order and counts are stored. Norms and biases are always f32.
     """
-    d = decoder
-    specs = {"embedding": ArraySpec(formats["embedding"], (d.vocab_size, d.d_model))}
+    specs = {}
+    for name, spec in _plain_specs(decoder, formats, ranks, profiled):
+        specs[name] = spec
+        if spec.scales is not None:
+            specs[scales_name(name)] = spec.scales
+    return specs
+
+
+def _plain_specs(
+    d: Decoder, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool
+) -> Iterator[tuple[str, ArraySpec]]:
+    yield "embedding", ArraySpec(formats["embedding"], (d.vocab_size, d.d_model))
     if d.positions == "learned":
-        specs["positions"] = ArraySpec(formats["embedding"], (d.context_length + d.position_offset, d.d_model))
+        yield "positions", ArraySpec(formats["embedding"], (d.context_length + d.position_offset, d.d_model))
     for n, rank in enumerate(ranks):
         for name, spec in _layer_specs(d, formats, rank, profiled):
-            specs[f"layers/{n}/{name}"] = spec
-    specs.update(_norm(d, "final_norm"))
+            yield f"layers/{n}/{name}", spec
+    yield from _norm(d, "final_norm")
     if not d.tied_head:
-        specs["head"] = ArraySpec(formats["head"], (d.vocab_size, d.d_model))
-    return specs
+        yield "head", ArraySpec(formats["head"], (d.vocab_size, d.d_model))
 
 
 def _layer_specs(

@@ -9,6 +9,7 @@ with ArtifactWriter("artifact.pi") as writer:
 
 import errno
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,7 @@ from zlib import crc32
 import numpy as np
 
 from pi_runtime.artifact.digest import GrowingDigest
-from pi_runtime.artifact.formats import FORMATS, Array
+from pi_runtime.artifact.formats import FORMATS, Array, Format
 from pi_runtime.artifact.layout import (
     COMMENT,
     DIGEST_NBYTES,
@@ -32,13 +33,15 @@ from pi_runtime.artifact.layout import (
     place_files,
     trailer,
 )
+from pi_runtime.artifact.quantisation import dequantise, quantise
 from pi_runtime.artifact.records import LOCAL_CRC_OFFSET, End, Entry, local_header
 from pi_runtime.artifact.replacement import Replacement
+from pi_runtime.artifact.rounding import RoundingError
 from pi_runtime.artifact.schema import ArrayEntry, FileEntry, Manifest
-from pi_runtime.artifact.sizes import ArraySpec
+from pi_runtime.artifact.sizes import ArraySpec, scales_name
 from pi_runtime.errors import DoesNotFitError, InputError, UsageError
 
-_PIECE = 4 << 20  # encoded, hashed and written at a time
+_PIECE = 4 << 20  # bytes encoded, hashed and written at a time
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -77,18 +80,37 @@ class ArtifactWriter:
     def __exit__(self, *_: object) -> None:
         self._resources.close()
 
-    def add_array(self, name: str, spec: ArraySpec, blocks: Iterable[Array]) -> None:
+    def add_array(self, name: str, spec: ArraySpec, blocks: Iterable[Array]) -> RoundingError | None:
         """Write one array from its logical values, given as consecutive blocks of rows (axis 0).
 
         float32 for weight formats, integers for u32 and u64; finite and representable. Arrays come in the order of
-        `array_specs`.
+        `array_specs`; the scales of q8 and q4, which follow from the values, are written along. Returns what quantising
+        cost, None for other formats.
         """
+        if spec.scales is None:
+            self._add_stored(name, spec, (FORMATS[spec.format].encode(piece) for piece in _pieces(blocks, spec)))
+            return None
+        quantising = _Quantising(FORMATS[spec.format], spec.scales)
+        self._add_stored(name, spec, map(quantising.integers, _pieces(blocks, spec)))
+        self._add_stored(scales_name(name), spec.scales, [quantising.scales])
+        return quantising.error
+
+    def add_stored(self, name: str, spec: ArraySpec, stored: Array, scales: Array | None = None) -> None:
+        """Write one array that is already as it is stored, and the scales that go with it: what `Format.encode` or
+        `quantise` returned."""
+        assert stored.shape == FORMATS[spec.format].stored_shape(spec.shape), f"{name}: {stored.shape} of {spec}"
+        assert (scales is None) == (spec.scales is None), name
+        self._add_stored(name, spec, [stored])
+        if spec.scales is not None and scales is not None:
+            self._add_stored(scales_name(name), spec.scales, [scales])
+
+    def _add_stored(self, name: str, spec: ArraySpec, pieces: Iterable[Array]) -> None:
         assert name not in self._arrays, name
         entry = place_array(name, spec, self._offset)
         self._write(local_header(entry))
         sha, crc, rows = hashlib.sha256(), 0, 0
-        for piece in _pieces(blocks, spec):
-            stored = FORMATS[spec.format].encode(piece).reshape(-1).view(np.uint8).data
+        for piece in pieces:
+            stored = piece.reshape(-1).view(np.uint8).data
             hashing = self._hashing.submit(sha.update, stored)
             self._write(stored)
             crc, rows = crc32(stored, crc), rows + len(piece)
@@ -191,9 +213,28 @@ class ArtifactWriter:
         return Path(os.path.realpath(self._path)).parent
 
 
+class _Quantising:
+    """One array, quantised piece by piece: integers go out, scales stay (a sixteenth of q8, an eighth of q4)."""
+
+    def __init__(self, fmt: Format, scales: ArraySpec) -> None:
+        self._fmt, self._rows = fmt, 0
+        # In one array from the start: small ones in between would keep the heap from shrinking after each piece.
+        scale = FORMATS[scales.format]
+        self.scales = np.zeros(scale.stored_shape(scales.shape), scale.stored)
+        self.error = RoundingError()
+
+    def integers(self, piece: Array) -> Array:
+        stored, scales = quantise(self._fmt, piece)
+        self.scales[self._rows : self._rows + len(piece)] = scales
+        self._rows += len(piece)
+        self.error += RoundingError.between(piece, dequantise(self._fmt, stored, scales, piece.shape[-1]))
+        return stored
+
+
 def _pieces(blocks: Iterable[Array], spec: ArraySpec) -> Iterator[Array]:
     """The blocks, cut into pieces of a few MiB."""
-    rows = max(1, _PIECE * spec.shape[0] // spec.nbytes)
+    row = max(spec.nbytes // spec.shape[0], 4 * math.prod(spec.shape[1:]))  # stored, and given as float32
+    rows = max(1, _PIECE // row)
     for block in blocks:
         assert block.shape[1:] == spec.shape[1:], f"a block {block.shape} of an array {spec.shape}"
         for start in range(0, len(block), rows):

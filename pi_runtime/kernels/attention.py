@@ -46,20 +46,23 @@ def attend(qkv_TQ: Floats, heads: int, start: int, cache_2GSE: Floats, out_TQ: F
         positions = start + t + 1
         k_SE, v_SE = cache_2GSE[0, h * groups // heads], cache_2GSE[1, h * groups // heads]
         q_E, out_E = qkv_TQ[t, h * width : (h + 1) * width], out_TQ[t, h * width : (h + 1) * width]
-        p_S = np.empty(positions, np.float32)
-        largest = np.float32(-np.inf)
+        # One pass: when a larger score comes, what has been summed so far fades accordingly.
+        largest, total = np.float32(-np.inf), np.float32(0)
+        out_E[:] = np.float32(0)
         for s in range(positions):
             score = np.float32(0)
             for j in range(width):
                 score += q_E[j] * k_SE[s, j]
-            p_S[s] = score * scale
-            largest = max(largest, p_S[s])
-        total = np.float32(0)
-        for s in range(positions):
-            p_S[s] = np.exp(p_S[s] - largest)
-            total += p_S[s]
-        out_E[:] = np.float32(0)
-        for s in range(positions):
-            p = p_S[s] / total
+            score *= scale
+            if score > largest:
+                fade = np.exp(largest - score)
+                total *= fade
+                for j in range(width):
+                    out_E[j] *= fade
+                largest = score
+            p = np.exp(score - largest)
+            total += p
             for j in range(width):
                 out_E[j] += p * v_SE[s, j]
+        for j in range(width):
+            out_E[j] /= total

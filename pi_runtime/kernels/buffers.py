@@ -3,12 +3,15 @@
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pi_runtime.kernels.memory import Floats, Ints
+from pi_runtime.kernels.operand import record_nbytes
 from pi_runtime.kernels.table import Shape
+from pi_runtime.kernels.weighted import scratch_floats
 
-GROUP = 64
-"""Neurons one thread walks through at once: a placement group."""
+PARTS = 128
+"""Shares that neurons or candidates of an FFN are cut into; as many threads can take them."""
 CHUNKS = 32
 """Partial sums of an FFN; as many threads can share them."""
 BLOCK_TOKENS = 64
@@ -16,7 +19,10 @@ BLOCK_TOKENS = 64
 
 
 class Buffers(NamedTuple):
-    """Everything one call writes, allocated once. T stands for up to `BLOCK_TOKENS`; flat where T varies."""
+    """Everything one call writes, allocated once. T stands for up to `BLOCK_TOKENS`; flat where T varies.
+
+    P is a width padded to whole vectors (see `operand`).
+    """
 
     x_TD: Floats
     """The residual stream; on return it holds the normed states the head was applied to."""
@@ -26,11 +32,18 @@ class Buffers(NamedTuple):
     h_TF: Floats
     other_TF: Floats
     r_TR: Floats
-    r_R: Floats
-    h_F: Floats
+    records: npt.NDArray[np.uint8]
+    """Inputs of row products as `operand` has them, one a token."""
+    r_records: npt.NDArray[np.uint8]
+    """The same for the middle of the predictor."""
+    candidates_F: Ints
+    """Neurons whose row of `first` is read."""
     index_F: Ints
-    counts_B2: Ints
-    sums_CD: Floats
+    """Neurons that fire, and `h_F` how strongly."""
+    h_F: Floats
+    counts_B: Ints
+    sums_CP: Floats
+    scratch_CX: Floats
     rows_L2: Ints
     """Rows of `first` read and neurons kept, per layer, of the last single-token call."""
     tally_L3: Ints
@@ -41,6 +54,8 @@ class Buffers(NamedTuple):
 def buffers(s: Shape, layers: int, largest_rank: int, tokens: int = BLOCK_TOKENS) -> Buffers:
     """Buffers for calls of up to `tokens` tokens."""
     f32: Any = np.float32
+    padded = -(-s.d_model // 128) * 128
+    widest = max(s.d_model, s.heads * s.head_dim, largest_rank)
     return Buffers(
         x_TD=np.empty((tokens, s.d_model), f32),
         normed_TD=np.empty((tokens, s.d_model), f32),
@@ -49,11 +64,14 @@ def buffers(s: Shape, layers: int, largest_rank: int, tokens: int = BLOCK_TOKENS
         h_TF=np.empty(tokens * s.d_ff, f32),
         other_TF=np.empty(tokens * s.d_ff, f32),
         r_TR=np.empty(tokens * largest_rank, f32),
-        r_R=np.empty(largest_rank, f32),
-        h_F=np.empty(s.d_ff, f32),
+        records=np.empty(tokens * record_nbytes(widest), np.uint8),
+        r_records=np.empty(tokens * record_nbytes(largest_rank), np.uint8),
+        candidates_F=np.empty(s.d_ff, np.int64),
         index_F=np.empty(s.d_ff, np.int64),
-        counts_B2=np.empty((-(-s.d_ff // GROUP), 2), np.int64),
-        sums_CD=np.empty((CHUNKS, s.d_model), f32),
+        h_F=np.empty(s.d_ff, f32),
+        counts_B=np.empty(PARTS, np.int64),
+        sums_CP=np.empty((CHUNKS, padded), f32),
+        scratch_CX=np.empty((CHUNKS, scratch_floats(s.d_model)), f32),
         rows_L2=np.zeros((layers, 2), np.int64),
         tally_L3=np.zeros((layers, 3), np.int64),
         logits_TV=np.empty((tokens, s.vocabulary), f32),

@@ -1,7 +1,8 @@
 """How kernels are compiled: options all share, and a kernel cache that never goes stale.
 
 numba notices an edit only in the file of the function it compiles, not in what that function calls. So the cache
-folder is named after a digest of every kernel source, numba's version and the processor; an edit means a new folder.
+folder is named after a digest of every kernel source, numba's version, the processor and the instruction set; an edit
+means a new folder.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numba
 
 from pi_runtime.artifact import formats
 from pi_runtime.errors import UsageError
+from pi_runtime.kernels.isa import ISA
 
 # Threads of libgomp that wait for work spin for milliseconds by default. On a machine with anything else to do that
 # makes each parallel region wait for a time slice (8 ms against 5 µs, measured); a short spin costs nothing when idle.
@@ -29,7 +32,7 @@ FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 def cache_folder() -> Path:
     """Folder of compiled kernels for these sources on this machine: `$PI_CACHE_DIR`, else the user's cache folder,
     else (read-only home) the temporary folder. Raises UsageError where none can be written."""
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()}".encode())
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {ISA.name}".encode())
     digest.update(llvmlite.binding.get_host_cpu_features().flatten().encode())
     # Kernels hold the format codes and the row alignment as constants.
     for source in (*sorted(Path(__file__).parent.glob("*.py")), Path(formats.__file__)):
@@ -64,6 +67,10 @@ def _bases() -> Iterator[Path]:
             yield shared
 
 
+_folder = cache(cache_folder)
+"""The same for every kernel of a process: its sources are read once."""
+
+
 def is_cold() -> bool:
     """Whether the kernels are still to be compiled (some tens of seconds, once)."""
     return not any(cache_folder().rglob("*.nbi"))
@@ -74,18 +81,24 @@ def leaf(function: Callable[..., Any]) -> Any:
     return _compile(function, parallel=False)
 
 
+def exact(function: Callable[..., Any]) -> Any:
+    """As `leaf`, but every operation rounds as it is written: what it computes equals NumPy's to the last bit."""
+    return _compile(function, parallel=False, fastmath=False)
+
+
 def operator(function: Callable[..., Any]) -> Any:
     """Compile a function whose `prange` loops run on numba's threads. It calls leaves only."""
     return _compile(function, parallel=True)
 
 
-def _compile(function: Callable[..., Any], *, parallel: bool) -> Any:
+def _compile(function: Callable[..., Any], *, parallel: bool, fastmath: set[str] | bool = FASTMATH) -> Any:
     # numba takes the cache folder from its global configuration when a function is decorated: lend it ours, once.
-    # One folder for each way of compiling, because numba's key does not hold the options.
+    # One folder for threaded and for serial code, because numba's key does not hold the options. A function is
+    # compiled in one way only, so `fastmath` needs no folder of its own.
     before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(cache_folder() / ("threaded" if parallel else "serial"))
+    numba.config.CACHE_DIR = str(_folder() / ("threaded" if parallel else "serial"))
     try:
-        return numba.njit(parallel=parallel, nogil=True, fastmath=FASTMATH, cache=True, error_model="numpy")(function)
+        return numba.njit(parallel=parallel, nogil=True, fastmath=fastmath, cache=True, error_model="numpy")(function)
     finally:
         numba.config.CACHE_DIR = before
 

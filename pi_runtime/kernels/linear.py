@@ -7,95 +7,139 @@ depend on how many threads there are.
 import numpy as np
 from numba import prange
 
+from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.compiling import leaf, operator
-from pi_runtime.kernels.memory import F32, Floats, row_dot, row_load, vector
+from pi_runtime.kernels.loading import load_row
+from pi_runtime.kernels.memory import Floats, Matrix, is_quantised, vector
+from pi_runtime.kernels.operand import block_sums_at, columns_at, padded, prepare, scales_at, stride_of
+from pi_runtime.kernels.rows import row_dot, rows_ahead
+from pi_runtime.kernels.tiles import PANEL, TOKENS, multiply_bytes, multiply_floats, pack_bytes, pack_floats
 
 ROWS = 32
 """Rows a thread takes at once."""
 COLUMNS = 256
 """Columns a thread takes at once where rows are summed."""
+DEEP_FLOATS, DEEP_BYTES = 256, 1024
+"""Columns of a panel that are packed and multiplied at once: a panel of them stays in the first-level cache."""
 
 
 @operator
-def linear(fmt: int, address: int, stride: int, rows: int, bias: int, x_TD: Floats, y_TN: Floats) -> None:
-    """y = x Wᵀ + bias, W's rows `stride` bytes apart; `bias` is an address or 0."""
+def linear(  # noqa: PLR0912  two ways of one product, and numba compiles no tuple-returning helper into `prange`
+    m: Matrix, rows: int, bias: int, x_TD: Floats, records: int, y_TN: Floats
+) -> None:
+    """y = x Wᵀ + bias for the first `rows` rows of m; `bias` is an address or 0, `records` room for T records."""
     tokens, columns = x_TD.shape
-    for block in prange((rows + ROWS - 1) // ROWS):
-        first, last = block * ROWS, min(rows, (block + 1) * ROWS)
-        if tokens == 1:
-            for n in range(first, last):
-                y_TN[0, n] = row_dot(fmt, address + n * stride, x_TD[0])
-        else:
-            w_4D = np.empty((4, columns), np.float32)
-            for n in range(first, last, 4):
-                for i in range(4):  # past the end the last row is computed again, and dropped
-                    row_load(fmt, address + min(n + i, last - 1) * stride, w_4D[i])
-                for t in range(0, tokens, 4):
-                    _tile(w_4D, x_TD, t, min(last - n, 4), n, y_TN)
-        if bias != 0:
-            b_N = vector(bias, rows)
-            for t in range(tokens):
-                for n in range(first, last):
-                    y_TN[t, n] += b_N[n]
+    stride = stride_of(columns)
+    if tokens == 1 or PANEL == 0:
+        for t in range(tokens):
+            prepare(m.fmt, x_TD[t], records + t * stride)
+        ahead = rows_ahead(m)
+        for block in prange((rows + ROWS - 1) // ROWS):
+            for n in range(block * ROWS, min(rows, (block + 1) * ROWS)):
+                b = vector(bias, rows)[n] if bias != 0 else np.float32(0)
+                for t in range(tokens):
+                    y_TN[t, n] = row_dot(m, n, n + ahead, records + t * stride) + b
+    else:
+        if is_quantised(m.fmt):
+            for t in prange(tokens):
+                prepare(m.fmt, x_TD[t], records + t * stride)
+        for panel in prange((rows + PANEL - 1) // PANEL):
+            last = min(rows - panel * PANEL, PANEL) - 1
+            out_TR = np.zeros((tokens + TOKENS, PANEL), np.float32)
+            if is_quantised(m.fmt):
+                _bytes_panel(m, panel * PANEL, last, columns, tokens, records, out_TR)
+            else:
+                _floats_panel(m, panel * PANEL, last, x_TD, out_TR)
+            for r in range(last + 1):
+                n = panel * PANEL + r
+                b = vector(bias, rows)[n] if bias != 0 else np.float32(0)
+                for t in range(tokens):
+                    y_TN[t, n] = out_TR[t, r] + b
 
 
 @leaf
-def _tile(w_4D: Floats, x_TD: Floats, t: int, count: int, n: int, y_TN: Floats) -> None:
-    """Four rows by four tokens at once: each number loaded is used four times."""
+def _floats_panel(m: Matrix, row: int, last: int, x_TD: Floats, out_TR: Floats) -> None:
+    """Rows row … row + last of m times all vectors. Past the last vector some room of `out_TR` is scratch."""
     tokens, columns = x_TD.shape
-    x0, x1 = x_TD[t], x_TD[min(t + 1, tokens - 1)]
-    x2, x3 = x_TD[min(t + 2, tokens - 1)], x_TD[min(t + 3, tokens - 1)]
-    for i in range(0, count, 2):
-        w0, w1 = w_4D[i], w_4D[i + 1]
-        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
-        for j in range(columns):
-            a0 += w0[j] * x0[j]
-            a1 += w0[j] * x1[j]
-            a2 += w0[j] * x2[j]
-            a3 += w0[j] * x3[j]
-            b0 += w1[j] * x0[j]
-            b1 += w1[j] * x1[j]
-            b2 += w1[j] * x2[j]
-            b3 += w1[j] * x3[j]
-        _store(y_TN, t, n + i, a0, a1, a2, a3)
-        if i + 1 < count:
-            _store(y_TN, t, n + i + 1, b0, b1, b2, b3)
+    panel_KR = np.empty((DEEP_FLOATS, PANEL), np.float32)
+    panel, out, step = panel_KR.ctypes.data, out_TR.ctypes.data, 4 * PANEL
+    for first in range(0, columns, DEEP_FLOATS):
+        count = min(columns - first, DEEP_FLOATS)
+        pack_floats(m, row, last, first, count, panel)
+        for t in range(0, tokens, TOKENS):
+            x0, x1, x2, x3 = (
+                x_TD.ctypes.data + 4 * (min(t, tokens - 1) * columns + first),
+                x_TD.ctypes.data + 4 * (min(t + 1, tokens - 1) * columns + first),
+                x_TD.ctypes.data + 4 * (min(t + 2, tokens - 1) * columns + first),
+                x_TD.ctypes.data + 4 * (min(t + 3, tokens - 1) * columns + first),
+            )
+            o = out + t * step
+            multiply_floats(panel, step, count, x0, x1, x2, x3, o, o + step, o + 2 * step, o + 3 * step)
 
 
 @leaf
-def _store(y_TN: Floats, t: int, n: int, a0: float, a1: float, a2: float, a3: float) -> None:
-    tokens = y_TN.shape[0]
-    y_TN[t, n] = a0
-    if t + 1 < tokens:
-        y_TN[t + 1, n] = a1
-    if t + 2 < tokens:
-        y_TN[t + 2, n] = a2
-    if t + 3 < tokens:
-        y_TN[t + 3, n] = a3
+def _bytes_panel(m: Matrix, row: int, last: int, columns: int, tokens: int, records: int, out_TR: Floats) -> None:
+    """The same for q8 and q4, vectors given as records."""
+    p, stride = padded(columns), stride_of(columns)
+    panel_KR = np.empty((DEEP_BYTES // 4, PANEL), np.int32)
+    scales_BR = np.empty((DEEP_BYTES // BLOCK, PANEL), np.float32)
+    panel, scales, out, step = panel_KR.ctypes.data, scales_BR.ctypes.data, out_TR.ctypes.data, 4 * PANEL
+    for first in range(0, columns, DEEP_BYTES):
+        blocks = (min(columns - first, DEEP_BYTES) + BLOCK - 1) // BLOCK
+        pack_bytes(m, row, last, first, blocks, panel, scales)
+        for t in range(0, tokens, TOKENS):
+            r0, r1 = records + min(t, tokens - 1) * stride, records + min(t + 1, tokens - 1) * stride
+            r2, r3 = records + min(t + 2, tokens - 1) * stride, records + min(t + 3, tokens - 1) * stride
+            q, s, n = columns_at(0, p) + first, scales_at(0, p) + first // 8, block_sums_at(0, p) + first // 8
+            o = out + t * step
+            multiply_bytes(
+                m.fmt,
+                panel,
+                scales,
+                blocks,
+                (r0 + q, r1 + q, r2 + q, r3 + q),
+                (r0 + s, r1 + s, r2 + s, r3 + s),
+                (r0 + n, r1 + n, r2 + n, r3 + n),
+                (o, o + step, o + 2 * step, o + 3 * step),
+            )
 
 
 @operator
-def combine(fmt: int, address: int, stride: int, columns: int, h_TN: Floats, y_TD: Floats) -> None:
-    """y ← y + h W: rows of W weighted by h and summed in row order, skipping zeros. A thread owns columns."""
+def combine(m: Matrix, h_TN: Floats, y_TD: Floats) -> None:
+    """y ← y + h W: rows of m weighted by h, in row order. A thread owns columns."""
     tokens, rows = h_TN.shape
-    itemsize = 4 if fmt == F32 else 2
-    for tile in prange((columns + COLUMNS - 1) // COLUMNS):
-        first, last = tile * COLUMNS, min(columns, (tile + 1) * COLUMNS)
-        w_4C = np.empty((4, last - first), np.float32)
-        for n in range(0, rows, 4):
-            loaded = False
-            for t in range(tokens):
-                h0, h1 = h_TN[t, n], h_TN[t, n + 1] if n + 1 < rows else np.float32(0)
-                h2 = h_TN[t, n + 2] if n + 2 < rows else np.float32(0)
-                h3 = h_TN[t, n + 3] if n + 3 < rows else np.float32(0)
-                if h0 != 0 or h1 != 0 or h2 != 0 or h3 != 0:
-                    if not loaded:
-                        for i in range(4):  # past the end any row will do, its weight is zero
-                            row_load(fmt, address + min(n + i, rows - 1) * stride + first * itemsize, w_4C[i])
-                        loaded = True
-                    y_C, w0, w1, w2, w3 = y_TD[t, first:last], w_4C[0], w_4C[1], w_4C[2], w_4C[3]
-                    for j in range(last - first):
-                        y_C[j] += h0 * w0[j] + h1 * w1[j] + h2 * w2[j] + h3 * w3[j]
+    width = y_TD.shape[1]
+    for tile in prange((width + COLUMNS - 1) // COLUMNS):
+        first, columns = tile * COLUMNS, min(width - tile * COLUMNS, COLUMNS)
+        w_RC, out_TC = np.zeros((ROWS, COLUMNS), np.float32), np.zeros((tokens + TOKENS, COLUMNS), np.float32)
+        for start in range(0, rows, ROWS):
+            count = min(rows - start, ROWS)
+            for r in range(count):
+                load_row(m, start + r, first, w_RC[r, :columns])
+            _add_tile(w_RC, count, h_TN, start, columns, out_TC)
+        for t in range(tokens):
+            for j in range(columns):
+                y_TD[t, first + j] += out_TC[t, j]
+
+
+@leaf
+def _add_tile(w_RC: Floats, count: int, h_TN: Floats, start: int, columns: int, out_TC: Floats) -> None:
+    """out ← out + h[:, start : start + count] w."""
+    tokens, rows = h_TN.shape
+    if PANEL == 0:
+        for t in range(tokens):
+            for r in range(count):
+                for j in range(columns):
+                    out_TC[t, j] += h_TN[t, start + r] * w_RC[r, j]
+        return
+    h, step = h_TN.ctypes.data + 4 * start, 4 * COLUMNS
+    for j in range(0, columns, max(PANEL, 1)):
+        w, out = w_RC.ctypes.data + 4 * j, out_TC.ctypes.data + 4 * j
+        for t in range(0, tokens, TOKENS):
+            h0, h1 = h + 4 * rows * min(t, tokens - 1), h + 4 * rows * min(t + 1, tokens - 1)
+            h2, h3 = h + 4 * rows * min(t + 2, tokens - 1), h + 4 * rows * min(t + 3, tokens - 1)
+            o = out + t * step
+            multiply_floats(w, step, count, h0, h1, h2, h3, o, o + step, o + 2 * step, o + 3 * step)
 
 
 @leaf

@@ -1,13 +1,12 @@
-"""Weights by address: rows of a memory-mapped matrix, converted to float32 in registers.
+"""Weights by address: where the rows of a memory-mapped matrix lie, and numbers converted to float32.
 
-A kernel gets an address and a format code, not a typed array, so it compiles once for all formats. One row holds D
-numbers and is padded to 64 bytes; `row_stride` gives the distance of two rows.
+A kernel gets addresses and a format code, not a typed array, so it compiles once for all formats.
 """
 
 # The signatures of `generate` are numba's.
 # ruff: noqa: ARG001
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +15,17 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pi_runtime.artifact.formats import FORMATS, ROW_ALIGN
+from pi_runtime.artifact.formats import BLOCK, FORMATS, ROW_ALIGN, WEIGHT_FORMATS
 from pi_runtime.kernels.compiling import leaf
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
-F32, F16, BF16 = (FORMATS[name].code for name in ("f32", "f16", "bf16"))
+F32, F16, BF16, Q8, Q4 = (FORMATS[name].code for name in WEIGHT_FORMATS)
 
 
 @intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
+def pointer_of(typing_context: Any, address: Any) -> Any:
     """Integer address → pointer, for `carray`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -36,7 +35,7 @@ def _pointer(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _half_to_float(typing_context: Any, bits: Any) -> Any:
+def half_to_float(typing_context: Any, bits: Any) -> Any:
     """binary16 in a uint16 → float32. numba has no float16 arrays on the CPU; LLVM has the instruction."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -46,7 +45,7 @@ def _half_to_float(typing_context: Any, bits: Any) -> Any:
 
 
 @intrinsic
-def _bfloat_to_float(typing_context: Any, bits: Any) -> Any:
+def bfloat_to_float(typing_context: Any, bits: Any) -> Any:
     """bfloat16 in a uint16 → float32: the same bits with sixteen zeros behind them."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -56,70 +55,63 @@ def _bfloat_to_float(typing_context: Any, bits: Any) -> Any:
     return types.float32(types.uint16), generate
 
 
+class Matrix(NamedTuple):
+    """A stored matrix, or every k-th of its rows. Addresses and bytes."""
+
+    fmt: int
+    values: int
+    scales: int
+    """0 where the format has none."""
+    stride: int
+    """From one row to the next."""
+    scales_stride: int
+    columns: int
+
+
+@leaf
+def is_quantised(fmt: int) -> bool:
+    return fmt in (Q8, Q4)
+
+
 @leaf
 def row_stride(fmt: int, columns: int) -> int:
-    """Bytes from one row to the next."""
-    itemsize = 4 if fmt == F32 else 2
-    return (columns * itemsize + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
+    """Bytes from one stored row to the next, scales not counted."""
+    bits = 32 if fmt == F32 else 16
+    if fmt == Q8:
+        bits = 8
+    elif fmt == Q4:
+        bits = 4
+    # q4 goes by groups of 64 columns: an odd number of columns still has whole bytes.
+    return ((columns * bits + 7) // 8 + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
+
+
+@leaf
+def scales_stride(columns: int) -> int:
+    """Bytes from one row's scales to the next row's: two a block, padded to eight."""
+    return (columns + 4 * BLOCK - 1) // (4 * BLOCK) * 8
+
+
+@leaf
+def matrix(fmt: int, values: int, scales: int, columns: int) -> Matrix:
+    """A whole stored matrix."""
+    return Matrix(fmt, values, scales, row_stride(fmt, columns), scales_stride(columns), columns)
+
+
+@leaf
+def every(m: Matrix, k: int, which: int) -> Matrix:
+    """The rows `which`, `which` + k, …"""
+    values, scales = m.values + which * m.stride, m.scales + which * m.scales_stride
+    return Matrix(m.fmt, values, scales, k * m.stride, k * m.scales_stride, m.columns)
+
+
+@leaf
+def from_row(m: Matrix, first: int) -> Matrix:
+    """The rows from `first` on."""
+    values, scales = m.values + first * m.stride, m.scales + first * m.scales_stride
+    return Matrix(m.fmt, values, scales, m.stride, m.scales_stride, m.columns)
 
 
 @leaf
 def vector(address: int, n: int) -> Floats:
     """n float32 at an address (norm weights, biases)."""
-    return carray(_pointer(address), (n,), np.float32)
-
-
-@leaf
-def row_dot(fmt: int, address: int, x_D: Floats) -> np.float32:
-    """Σ_j row_j x_j."""
-    n = x_D.shape[0]
-    total = np.float32(0)
-    if fmt == F32:
-        row = carray(_pointer(address), (n,), np.float32)
-        for j in range(n):
-            total += row[j] * x_D[j]
-    elif fmt == F16:
-        half = carray(_pointer(address), (n,), np.uint16)
-        for j in range(n):
-            total += _half_to_float(half[j]) * x_D[j]
-    else:
-        brain = carray(_pointer(address), (n,), np.uint16)
-        for j in range(n):
-            total += _bfloat_to_float(brain[j]) * x_D[j]
-    return total
-
-
-@leaf
-def row_add(fmt: int, address: int, scale: np.float32, y_D: Floats) -> None:
-    """y ← y + scale · row."""
-    n = y_D.shape[0]
-    if fmt == F32:
-        row = carray(_pointer(address), (n,), np.float32)
-        for j in range(n):
-            y_D[j] += scale * row[j]
-    elif fmt == F16:
-        half = carray(_pointer(address), (n,), np.uint16)
-        for j in range(n):
-            y_D[j] += scale * _half_to_float(half[j])
-    else:
-        brain = carray(_pointer(address), (n,), np.uint16)
-        for j in range(n):
-            y_D[j] += scale * _bfloat_to_float(brain[j])
-
-
-@leaf
-def row_load(fmt: int, address: int, out_D: Floats) -> None:
-    """out ← row, as float32."""
-    n = out_D.shape[0]
-    if fmt == F32:
-        row = carray(_pointer(address), (n,), np.float32)
-        for j in range(n):
-            out_D[j] = row[j]
-    elif fmt == F16:
-        half = carray(_pointer(address), (n,), np.uint16)
-        for j in range(n):
-            out_D[j] = _half_to_float(half[j])
-    else:
-        brain = carray(_pointer(address), (n,), np.uint16)
-        for j in range(n):
-            out_D[j] = _bfloat_to_float(brain[j])
+    return carray(pointer_of(address), (n,), np.float32)

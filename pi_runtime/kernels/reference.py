@@ -1,15 +1,17 @@
 """The forward pass as its equations, in NumPy: the definition every compiled operator is held against.
 
 Shapes: T tokens of one block, S positions so far (T included), D model width, H heads, G KV heads, E head width,
-F neurons, R predictor rank, V vocabulary. All arithmetic is float32, one token block at a time; slow on purpose.
+F neurons, R predictor rank, V vocabulary. All arithmetic is float32, one token block at a time; slow on purpose. A
+product with a q8 or q4 matrix rounds its input to bytes first (`rounded`); the weighted sum of `down` rows does not.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
 
 F32 = npt.NDArray[np.float32]
@@ -36,10 +38,10 @@ def forward(artifact: Artifact, tokens: npt.ArrayLike, mode: str = "dense") -> F
         active_TF = scores(w, normed_TD) > 0 if predict else None
         x_TD = x_TD + ffn(decoder, w, normed_TD, active_TF)
     x_TD = norm(decoder, _Weights(artifact, ""), "final_norm", x_TD)
-    return x_TD @ artifact.values("embedding" if decoder.tied_head else "head").T
+    return _Weights(artifact, "").product("embedding" if decoder.tied_head else "head", x_TD)
 
 
-def norm(decoder: Decoder, w: "_Weights", name: str, x_TD: F32) -> F32:
+def norm(decoder: Decoder, w: "Weights", name: str, x_TD: F32) -> F32:
     """rms: x / √(mean x² + eps) · weight;  layer: (x − mean) / √(var + eps) · weight + bias."""
     if decoder.norm == "layer":
         x_TD = x_TD - x_TD.mean(-1, keepdims=True)
@@ -48,10 +50,10 @@ def norm(decoder: Decoder, w: "_Weights", name: str, x_TD: F32) -> F32:
     return y_TD + w[f"{name}/bias"] if decoder.norm == "layer" else y_TD
 
 
-def attention(decoder: Decoder, w: "_Weights", x_TD: F32) -> F32:
+def attention(decoder: Decoder, w: "Weights", x_TD: F32) -> F32:
     """softmax(q kᵀ / √E) v, causal, H query heads sharing G heads of keys and values; from position 0."""
     d, n_tokens = decoder, len(x_TD)
-    qkv = x_TD @ w["attention/qkv"].T + (w["attention/qkv_bias"] if d.qkv_bias else np.float32(0))
+    qkv = w.product("attention/qkv", x_TD) + (w["attention/qkv_bias"] if d.qkv_bias else np.float32(0))
     heads = qkv.reshape(n_tokens, d.n_heads + 2 * d.n_kv_heads, d.head_dim)
     q_THE, k_SGE, v_SGE = np.split(heads, [d.n_heads, d.n_heads + d.n_kv_heads], axis=1)
     if d.positions == "rope":
@@ -63,7 +65,7 @@ def attention(decoder: Decoder, w: "_Weights", x_TD: F32) -> F32:
     p_HTS = np.exp(scores_HTS - scores_HTS.max(-1, keepdims=True))
     p_HTS /= p_HTS.sum(-1, keepdims=True)
     mixed_THE = np.einsum("hts,she->the", p_HTS, v_SHE)
-    y_TD = mixed_THE.reshape(n_tokens, -1) @ w["attention/out"].T
+    y_TD = w.product("attention/out", mixed_THE.reshape(n_tokens, -1))
     return y_TD + w["attention/out_bias"] if d.out_bias else y_TD
 
 
@@ -94,28 +96,57 @@ def activate(decoder: Decoder, x: F32) -> F32:
         return np.asarray(x / (np.float32(1) + np.exp(-x)), np.float32)
 
 
-def scores(w: "_Weights", x_TD: F32) -> F32:
+def scores(w: "Weights", x_TD: F32) -> F32:
     """Predictor: up · (down · x) + bias; a neuron is predicted to fire where it is above 0."""
-    return (x_TD @ w["predictor/down"].T) @ w["predictor/up"].T + w["predictor/bias"]
+    return w.product("predictor/up", w.product("predictor/down", x_TD)) + w["predictor/bias"]
 
 
-def ffn(decoder: Decoder, w: "_Weights", x_TD: F32, active_TF: npt.NDArray[np.bool_] | None = None) -> F32:
+def ffn(decoder: Decoder, w: "Weights", x_TD: F32, active_TF: npt.NDArray[np.bool_] | None = None) -> F32:
     """y = Σ h_i rest_i over all neurons, or the active ones; see `Decoder` for h."""
     d, rest = decoder, w["ffn/rest"]
-    h_TF = activate(d, x_TD @ w["ffn/first"].T + (w["ffn/first_bias"] if d.ffn_bias else np.float32(0)))
+    h_TF = activate(d, w.product("ffn/first", x_TD) + (w["ffn/first_bias"] if d.ffn_bias else np.float32(0)))
     if d.ffn == "gated":
-        h_TF = h_TF * (x_TD @ rest[:, 0].T + (w["ffn/up_bias"] if d.ffn_bias else np.float32(0)))
+        up_TF = w.product("ffn/rest", x_TD)[..., 0]
+        h_TF = h_TF * (up_TF + (w["ffn/up_bias"] if d.ffn_bias else np.float32(0)))
     if active_TF is not None:
         h_TF = np.where(active_TF, h_TF, np.float32(0))
     y_TD = h_TF @ rest[:, -1]
     return y_TD + w["ffn/down_bias"] if d.ffn_bias else y_TD
 
 
+def rounded(x_TD: F32) -> F32:
+    """s · round(x / s) in blocks of 32 columns with s = max |x| / 127, half to even; 0 where s is below 2⁻¹²⁶."""
+    n_tokens, columns = x_TD.shape
+    blocks = -(-columns // BLOCK)
+    x_TBJ = np.zeros((n_tokens, blocks * BLOCK), np.float32)
+    x_TBJ[:, :columns] = x_TD
+    x_TBJ = x_TBJ.reshape(n_tokens, blocks, BLOCK)
+    s_TB1 = np.abs(x_TBJ).max(-1, keepdims=True) / np.float32(127)
+    usable = s_TB1 >= np.float32(2.0**-126)
+    inverse = np.divide(np.float32(1), s_TB1, out=np.zeros_like(s_TB1), where=usable)
+    found = np.rint(x_TBJ * inverse) * np.where(usable, s_TB1, np.float32(0))
+    return np.asarray(found.reshape(n_tokens, -1)[:, :columns], np.float32)
+
+
+class Weights(Protocol):
+    """Values of one layer by their short names, and products with them."""
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]: ...
+
+    def product(self, name: str, x_TD: F32) -> F32: ...
+
+
 class _Weights:
-    """Values of one layer by their short names."""
+    """Those of an artifact."""
 
     def __init__(self, artifact: Artifact, prefix: str) -> None:
         self._artifact, self._prefix = artifact, prefix
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         return self._artifact.values(self._prefix + name)
+
+    def product(self, name: str, x_TD: F32) -> F32:
+        """x Wᵀ over the last axis of W: (T, N), or (T, N, k) for rows in groups of k."""
+        quantised = FORMATS[self._artifact.manifest.arrays[self._prefix + name].format].quantised
+        x_TD = rounded(x_TD) if quantised else x_TD
+        return np.tensordot(x_TD, self[name], (-1, -1))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.sizes import scales_name
 
 # Columns of the weight table: the address of each array, 0 where the model has none.
 _COLUMNS = (
@@ -31,6 +32,12 @@ _COLUMNS = (
     "predictor/down",
     "predictor/up",
     "predictor/bias",
+    "attention/qkv_scales",
+    "attention/out_scales",
+    "ffn/first_scales",
+    "ffn/rest_scales",
+    "predictor/down_scales",
+    "predictor/up_scales",
 )
 (
     ATTENTION_NORM,
@@ -49,6 +56,12 @@ _COLUMNS = (
     PREDICTOR_DOWN,
     PREDICTOR_UP,
     PREDICTOR_BIAS,
+    QKV_SCALES,
+    OUT_SCALES,
+    FIRST_SCALES,
+    REST_SCALES,
+    PREDICTOR_DOWN_SCALES,
+    PREDICTOR_UP_SCALES,
 ) = range(len(_COLUMNS))
 # Two more columns: how the layer is run.
 RUNG, RANK = len(_COLUMNS), len(_COLUMNS) + 1
@@ -87,6 +100,9 @@ class Ends(NamedTuple):
     norm: int
     norm_bias: int
     head: int
+    embedding_scales: int
+    positions_scales: int
+    head_scales: int
 
 
 def shape_of(decoder: Decoder, formats: Mapping[str, str]) -> Shape:
@@ -113,13 +129,16 @@ def shape_of(decoder: Decoder, formats: Mapping[str, str]) -> Shape:
 
 
 def ends_of(artifact: Artifact) -> Ends:
-    tied = artifact.manifest.decoder.tied_head
+    head = "embedding" if artifact.manifest.decoder.tied_head else "head"
     return Ends(
         embedding=_address(artifact, "embedding"),
         positions=_address(artifact, "positions"),
         norm=_address(artifact, "final_norm/weight"),
         norm_bias=_address(artifact, "final_norm/bias"),
-        head=_address(artifact, "embedding" if tied else "head"),
+        head=_address(artifact, head),
+        embedding_scales=_address(artifact, scales_name("embedding")),
+        positions_scales=_address(artifact, scales_name("positions")),
+        head_scales=_address(artifact, scales_name(head)),
     )
 
 

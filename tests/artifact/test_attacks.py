@@ -21,6 +21,7 @@ from pi_runtime.artifact.sizes import PARTS
 GOLDEN = Path(__file__).with_name("golden.pi")
 DATA = GOLDEN.read_bytes()
 ZEROS = "0" * 64
+NODE = [e.name for e in take_apart(GOLDEN)].index(b"embedding/zarr.json")
 
 
 def forged(change: Callable[[list[Forged]], object], **options: Any) -> bytes:
@@ -96,8 +97,8 @@ LIES: dict[str, tuple[Callable[[list[Forged]], object], dict[str, Any], str]] = 
     "encrypted": (put(0, flags=1), {}, "entry embedding/c/0/0"),
     "data descriptor": (put(0, flags=8), {}, "entry embedding/c/0/0"),
     "entry comment": (put(0, comment=b"hello"), {}, "central directory"),
-    "size too small": (put(0, size=16447), {}, "entry embedding/c/0/0"),
-    "size too large": (put(0, size=16449), {}, "entry embedding/c/0/0"),
+    "size too small": (put(0, size=257 * 192 - 1), {}, "entry embedding/c/0/0"),
+    "size too large": (put(0, size=257 * 192 + 1), {}, "entry embedding/c/0/0"),
     "size of 4 GiB": (put(0, size=0xFFFFFFFE), {}, "entry embedding/c/0/0"),
     "ZIP64 size without its record": (put(0, size=0xFFFFFFFF), {}, "entry embedding/c/0/0"),
     "ZIP64 offset without its record": (put(1, offset=0xFFFFFFFF), {}, "entry layers/0/attention"),
@@ -113,7 +114,7 @@ LIES: dict[str, tuple[Callable[[list[Forged]], object], dict[str, Any], str]] = 
     "directory offset": (nothing, {"directory_offset": 0}, "end record"),
     "directory offset of ZIP64": (nothing, {"directory_offset": 0xFFFFFFFF}, "end record"),
     "zarr.json of another shape": (
-        lambda e: put(25, crc=zlib.crc32(e[25].data), data=e[25].data.replace(b"257", b"999"))(e),
+        lambda e: put(NODE, crc=zlib.crc32(e[NODE].data), data=e[NODE].data.replace(b"257", b"999"))(e),
         {},
         "damaged at embedding/zarr.json",
     ),
@@ -132,7 +133,7 @@ def test_lies_of_the_container(scratch: Path, name: str) -> None:
 
 
 MANIFEST_LIES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "shape": (lambda m: m["arrays"]["embedding"].update(shape=[257, 25]), "arrays.embedding"),
+    "shape": (lambda m: m["arrays"]["embedding"].update(shape=[257, 73]), "arrays.embedding"),
     "huge shape": (lambda m: m["decoder"].update(vocab_size=2**31 - 1), "arrays.embedding"),
     "dtype": (lambda m: m["arrays"]["embedding"].update(format="f16"), "arrays.embedding"),
     "array elsewhere": (lambda m: m["arrays"]["embedding"].update(offset=128), "arrays.embedding.offset"),
@@ -141,11 +142,19 @@ MANIFEST_LIES: dict[str, tuple[Callable[[Any], object], str]] = {
     "file elsewhere": (lambda m: m["files"]["tokenizer.json"].update(offset=0), "files.tokenizer.json.offset"),
     "file longer": (lambda m: m["files"]["tokenizer.json"].update(nbytes=10**6), "entry tokenizer.json"),
     "file of 2⁶² bytes": (lambda m: m["files"]["tokenizer.json"].update(nbytes=2**62), "entry tokenizer.json"),
+    "scales missing": (
+        lambda m: m["arrays"].pop("layers/0/ffn/rest_scales"),
+        "arrays.layers/0/ffn/rest_scales: missing",
+    ),
+    "scales of another shape": (
+        lambda m: m["arrays"]["layers/0/ffn/first_scales"].update(shape=[40, 4]),
+        "arrays.layers/0/ffn/first_scales: scale (40, 4) in 320 bytes, expected scale (40, 3) in 320",
+    ),
     "array missing": (lambda m: m["arrays"].pop("head"), "arrays.head: missing"),
     "unknown key": (lambda m: m.update(code="import os"), "manifest.code: unknown key"),
     "wrong type": (lambda m: m.update(profiled_tokens="many"), "manifest.profiled_tokens: expected int"),
     "other decoder": (lambda m: m["decoder"].update(tied_head=True), "arrays.head: not an array of this decoder"),
-    "other version": (lambda m: m.update(version=2), "artifact format version 2"),
+    "other version": (lambda m: m.update(version=3), "artifact format version 3"),
     "not a number": (lambda m: m["decoder"].update(norm_eps=float("nan")), "not JSON"),
 }
 
@@ -173,7 +182,7 @@ def test_a_wrong_digest_in_the_manifest(scratch: Path) -> None:
 def test_a_wrong_checksum_in_the_directory(scratch: Path) -> None:
     assert "array embedding" in refused(scratch, forged(put(0, crc=1)), verify)
     assert "manifest.json" in refused(scratch, forged(put(-1, crc=1)))
-    assert "entry embedding/zarr.json" in refused(scratch, forged(put(25, crc=1)))
+    assert "entry embedding/zarr.json" in refused(scratch, forged(put(NODE, crc=1)))
 
 
 def test_a_true_file_with_other_data_passes(scratch: Path) -> None:
@@ -181,7 +190,7 @@ def test_a_true_file_with_other_data_passes(scratch: Path) -> None:
     import hashlib
 
     def change(entries: list[Forged]) -> None:
-        entries[0].data = np.arange(257 * 32, dtype="<u2").tobytes()
+        entries[0].data = np.arange(257 * 96, dtype="<u2").tobytes()
         digest = hashlib.sha256(entries[0].data).hexdigest()
         change_manifest(entries, lambda m: m["arrays"]["embedding"].update(sha256=digest))
 

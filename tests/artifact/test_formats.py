@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi_runtime.artifact.formats import FORMATS, ROW_ALIGN, WEIGHT_FORMATS
+from pi_runtime.artifact.formats import BLOCK, FORMATS, ROW_ALIGN, WEIGHT_FORMATS
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+FLOATS = ("f32", "f16", "bf16", "scale")
 BF16_MAX = float(np.uint32(0x7F7F0000).view(np.float32))
 
 
@@ -70,30 +71,30 @@ def test_f32_never_overflows() -> None:
 
 
 @given(
-    st.sampled_from(sorted(FORMATS)),
+    st.sampled_from([*FLOATS, "u32", "u64"]),
     st.lists(st.integers(1, 5), max_size=2),
     st.integers(1, 70),
     st.integers(0, 2**32 - 1),
 )
 def test_shapes_padding_and_round_trip(name: str, leading: list[int], columns: int, seed: int) -> None:
     fmt, shape = FORMATS[name], (*leading, columns)
-    values = np.random.default_rng(seed).integers(0, 100, shape).astype("f4" if name in WEIGHT_FORMATS else "i8")
+    values = np.random.default_rng(seed).integers(0, 100, shape).astype("f4" if name in FLOATS else "i8")
     stored = fmt.encode(values)
     assert stored.flags.c_contiguous
     assert (stored.dtype, stored.shape) == (fmt.stored, fmt.stored_shape(shape))
     assert stored.nbytes == fmt.nbytes(shape)
     if leading:
-        assert stored.strides[-2] % ROW_ALIGN == 0
-        assert stored.shape[-1] - columns < ROW_ALIGN // fmt.itemsize
+        assert stored.strides[-2] % fmt.row_align == 0
+        assert stored.shape[-1] - columns < fmt.row_align // fmt.itemsize
     assert not stored[..., columns:].any()
     decoded = fmt.decode(stored, columns)
-    assert decoded.dtype == (np.float32 if name in WEIGHT_FORMATS else fmt.stored)
+    assert decoded.dtype == (np.float32 if name in FLOATS else fmt.stored)
     np.testing.assert_array_equal(decoded, values)
 
 
 def test_encode_takes_any_strides() -> None:
     values = np.arange(64, dtype=np.float32).reshape(4, 16)[:, ::2]
-    for name in WEIGHT_FORMATS:
+    for name in FLOATS:
         np.testing.assert_array_equal(FORMATS[name].decode(FORMATS[name].encode(values), 8), values)
         np.testing.assert_array_equal(FORMATS[name].decode(FORMATS[name].encode(values[0]), 8), values[0])
 
@@ -109,6 +110,25 @@ def test_names_and_codes() -> None:
         "f32": ("f32", 0),
         "f16": ("f16", 1),
         "bf16": ("bf16", 2),
+        "q8": ("q8", 3),
+        "q4": ("q4", 4),
+        "scale": ("scale", 15),
         "u32": ("u32", 16),
         "u64": ("u64", 17),
     }
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.integers(1, 5), st.integers(1, 300))
+def test_rows_fill_whole_lines(name: str, rows: int, columns: int) -> None:
+    fmt = FORMATS[name]
+    items = fmt.stored_shape((rows, columns))[-1]
+    assert items * fmt.itemsize % fmt.row_align == 0
+    assert items * fmt.per_item >= columns > items * fmt.per_item - fmt.columns_per_line
+    assert fmt.nbytes((rows, columns)) == rows * items * fmt.itemsize
+
+
+def test_bits_per_weight() -> None:
+    bits = {name: 8 * FORMATS[name].nbytes((1, 1024)) / 1024 for name in WEIGHT_FORMATS}
+    assert bits == {"f32": 32, "f16": 16, "bf16": 16, "q8": 8, "q4": 4}
+    assert all(FORMATS[name].row_align == ROW_ALIGN for name in WEIGHT_FORMATS)
+    assert 8 * FORMATS["scale"].nbytes((1, 1024 // BLOCK)) / 1024 == 0.5

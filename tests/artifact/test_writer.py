@@ -16,9 +16,10 @@ import pytest
 from synthetic import bare_manifest, random_artifact, small_decoder
 
 from pi_runtime.artifact import Artifact, ArtifactWriter, array_specs, verify
-from pi_runtime.artifact.formats import Array
+from pi_runtime.artifact.formats import FORMATS, Array
+from pi_runtime.artifact.quantisation import quantise
 from pi_runtime.artifact.replacement import Replacement
-from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.artifact.sizes import PARTS, ArraySpec, is_scales
 from pi_runtime.errors import DoesNotFitError, InputError, UsageError
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")
@@ -197,6 +198,15 @@ def test_permissions_are_those_of_any_new_file(tmp_path: Path) -> None:
     assert (tmp_path / "a.pi").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
+def test_scales_are_the_writers_own(tmp_path: Path) -> None:
+    spec = ArraySpec("q8", (257, 32))
+    with ArtifactWriter(tmp_path / "a.pi") as writer:
+        writer.add_array("embedding", spec, [np.ones(spec.shape, np.float32)])
+        with pytest.raises(AssertionError, match="embedding_scales"):
+            writer.add_array("embedding_scales", ArraySpec("scale", (257, 1)), [np.ones((257, 1), np.float32)])
+    assert not list(tmp_path.iterdir())
+
+
 def test_our_own_mistakes_are_assertions(tmp_path: Path) -> None:
     spec = SPECS["embedding"]
     for blocks in ([], [np.ones((3, 32), np.float32)], [np.ones((257, 31), np.float32)]):
@@ -276,3 +286,24 @@ def run_child(path: Path, before: str, on_block: str = "pass") -> subprocess.Com
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False, timeout=60
     )
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16", "q8", "q4"])
+def test_arrays_already_encoded_make_the_same_file(tmp_path: Path, name: str) -> None:
+    formats, rng = dict.fromkeys(PARTS, name), np.random.default_rng(0)
+    manifest, values = bare_manifest(DECODER, formats, [None, None]), {}
+    specs = {n: s for n, s in array_specs(DECODER, formats, [None, None], False).items() if not is_scales(n)}
+    with ArtifactWriter(tmp_path / "plain") as writer:
+        for key, spec in specs.items():
+            values[key] = rng.standard_normal(spec.shape, np.float32)
+            writer.add_array(key, spec, [values[key]])
+        writer.add_file("tokenizer.json", b"{}")
+        writer.finish(manifest)
+    with ArtifactWriter(tmp_path / "encoded") as writer:
+        for key, spec in specs.items():
+            fmt = FORMATS[spec.format]
+            stored, scales = quantise(fmt, values[key]) if fmt.quantised else (fmt.encode(values[key]), None)
+            writer.add_stored(key, spec, stored, scales)
+        writer.add_file("tokenizer.json", b"{}")
+        writer.finish(manifest)
+    assert (tmp_path / "encoded").read_bytes() == (tmp_path / "plain").read_bytes()

@@ -209,6 +209,19 @@ def test_json_of_plain_packing(run: Run, built: Path, tmp_path: Path) -> None:
     assert report["bytes"] == (tmp_path / "a.pi").stat().st_size
 
 
+def test_quantising_is_reported(run: Run, built: Path, tmp_path: Path) -> None:
+    recipe = built.parent / "quantised.toml"
+    text = built.read_text().replace('ffn = "keep"', 'ffn = "q4"').replace('embedding = "keep"', 'embedding = "q8"')
+    recipe.write_text(text)
+    report = json.loads(run("pack", "--plain", recipe, "-o", tmp_path / "a.pi", "--json"))
+    assert report.keys() == documented_keys("pack") | {"quantisation"}
+    assert [(row["part"], row["format"]) for row in report["quantisation"]] == [("embedding", "q8"), ("ffn", "q4")]
+    header, *rows = run("pack", "--plain", recipe, "-o", tmp_path / "b.pi").splitlines()
+    assert header.split() == ["part", "format", "relative", "rms", "error", "largest", "error"]
+    assert [row.split()[:2] for row in rows] == [["embedding", "q8"], ["ffn", "q4"]]
+    assert run("pack", "--plain", built, "-o", tmp_path / "c.pi") == ""
+
+
 def test_json_of_init(run: Run, project: Path, tmp_path: Path) -> None:
     report = json.loads(run("init", project / "models" / "tiny", "-o", tmp_path / "r.toml", "--json"))
     assert report.keys() == documented_keys("init")

@@ -8,21 +8,24 @@ import hf
 import numpy as np
 import pytest
 import torch
+from synthetic import random_artifact, small_decoder
 
 from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError, CorpusError
-from pi_compile.evaluation import evaluate
+from pi_compile.evaluation import Score, evaluate, other_bytes
 from pi_compile.packing import PackSpec, pack
 from pi_compile.trained import LayerRow, Trained
 from pi_runtime import load
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.kernels import reference
 
 KEYS = {"tokens", "perplexity", "agreement", "bytes_per_token", "ffn_bytes_per_token", "tokens_per_s", "layers"}
 TEXT = "Once upon a time there was a little neuron that did not fire. It waited, and waited; then it did! " * 12
 F = 83
+GOLDEN = Path(__file__).parents[1] / "artifact" / "golden.pi"
 NAMES = (
     *("attention/norm/weight", "attention/qkv", "attention/out", "ffn/norm/weight", "ffn/first"),
     *("predictor/down", "predictor/up", "predictor/bias"),
@@ -102,6 +105,35 @@ def test_rows_and_bytes_are_what_the_predictor_lets_through(tmp_path: Path, mode
     assert {layer["recall"] for layer in nothing["layers"]} == {0.0}
     extra = everything["bytes_per_token"]["gate"] - gate
     assert everything["bytes_per_token"]["dense"] == pytest.approx(dense + extra)
+
+
+def test_bytes_per_token_count_the_scales() -> None:
+    """By hand. A row of 72 columns is 128 bytes in q8 and 64 in q4, with 8 bytes of scales; 24 columns are 64 and 8."""
+    with Artifact.open(GOLDEN) as artifact:
+        manifest = artifact.manifest
+    layer = 40 * (128 + 8) + 72 * (64 + 8) + 2 * 72 * 4  # q8: qkv, out; norms
+    assert other_bytes(manifest) == 2 * layer + 72 * 4 + 257 * 192
+    first = 64 + 8  # q4
+    tally = np.array([[30, 50, 20], [30, 400, 30]])  # fires, read, both, over 10 tokens
+    found = Score(1.0, np.zeros(0, np.int64), tally, 10)
+    assert found.ffn_bytes(manifest, "gate") == [5 * first + 2 * 2 * first, 40 * first + 3 * 2 * first]
+    predictor = 3 * 320 + 40 * 64 + 40 * 4  # f32, rank 3
+    assert found.ffn_bytes(manifest, "predicted")[0] == 5 * first + 2 * 2 * first + predictor
+    assert found.ffn_bytes(manifest, "dense")[1] == 40 * first + 40 * 2 * first
+
+
+def test_bytes_per_token_of_a_tied_head_in_q8(tmp_path: Path) -> None:
+    """The embedding is read whole, as the head; of the positions one row is read, which is not counted."""
+    path = random_artifact(tmp_path / "a.pi", small_decoder("opt", n_layers=1), format="q8", ranks=[3], profiled=True)
+    with Artifact.open(path) as artifact:
+        found, predictor = (
+            other_bytes(artifact.manifest),
+            FfnBytes.of(artifact.manifest.decoder, artifact.manifest.formats),
+        )
+    row = 64 + 8
+    attention = 64 * row + 64 * 4 + 32 * row + 32 * 4
+    assert found == 257 * row + attention + 3 * 2 * 32 * 4 + (40 + 32) * 4
+    assert predictor.predictor(3) == 3 * row + 40 * (row + 4)
 
 
 def test_what_cannot_be_scored_says_why(tmp_path: Path, model: torch.nn.Module) -> None:

@@ -16,6 +16,7 @@ import hf
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
+from planted import D_FF, D_MODEL, DENSE_LAYER, LAYERS, RANK, SHAPE, SPEC, TEXTS, planted, profiled, text, trained_on
 
 from pi_compile import torch_decoder as td
 from pi_compile import training
@@ -23,68 +24,16 @@ from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.errors import CorpusError, ProfileError
 from pi_compile.predictor import Predictor
-from pi_compile.profiling import ProfileSpec, profile
 from pi_compile.report import train_report
-from pi_compile.selection_quality import gate_bytes, judge, predicted_bytes
+from pi_compile.selection_quality import judge
 from pi_compile.trained import Trained
-from pi_compile.training import Texts, TrainSpec, train_predictors
-from pi_runtime.artifact.sizes import FfnBytes, array_specs
+from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import NotMetError
-
-D_MODEL, D_FF, LAYERS, RANK = 128, 192, 3, 32
-SHAPE = {
-    "hidden_size": D_MODEL,
-    "intermediate_size": D_FF,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-SPEC = TrainSpec(window=32, batch=128, steps=12)
-DENSE_LAYER = 1
-"""Its neurons fire for most tokens, and no low-rank predictor can tell which."""
-
-
-def text(seed: int, tokens: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(3, 130, tokens)
-
-
-TEXTS = Texts(fit=text(0, 1500), tune=text(1, 400), report=text(2, 400))
-
-
-def plant(folder: Path) -> None:
-    """Layers whose neurons fire rarely, by a function of few directions of the input; one in which they fire often."""
-    generator = torch.Generator().manual_seed(7)
-    # A head whose logits differ by about one, as those of a model that predicts something.
-    changes = {"lm_head__weight": 0.05 * torch.randn(131, D_MODEL, generator=generator)}
-    for n in range(LAYERS):
-        mlp = f"model__layers__{n}__mlp__"
-        if n == DENSE_LAYER:
-            changes[f"{mlp}gate_proj__bias"] = torch.full((D_FF,), 2.0)
-            continue
-        a, b = torch.randn(D_FF, 4, generator=generator), torch.randn(4, D_MODEL, generator=generator)
-        changes[f"{mlp}gate_proj__weight"] = a @ b * 0.1
-        changes[f"{mlp}gate_proj__bias"] = torch.full((D_FF,), -5.0)
-    hf.edit_tensors(folder, **changes)
 
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, ActivationProfile]:
-    folder = tmp_path_factory.mktemp("sparse")
-    hf.random_llama(folder, tokenizer=False, mlp_bias=True, **SHAPE)
-    plant(folder)
-    return profiled(open_checkpoint(folder), tmp_path_factory.mktemp("counts"))
-
-
-def profiled(checkpoint: Checkpoint, scratch: Path) -> tuple[Checkpoint, ActivationProfile]:
-    spec = ProfileSpec(window=32, batch=8)
-    return checkpoint, profile(checkpoint, TEXTS.fit, spec, scratch=scratch, inputs="", progress=lambda *_: None)
-
-
-def trained_on(model: Any, scratch: Path, *, texts: Texts = TEXTS, progress: Any = None, **changes: Any) -> Trained:
-    scratch.mkdir(exist_ok=True)
-    progress = progress or (lambda *_: None)
-    return train_predictors(*model, texts, replace(SPEC, **changes), scratch=scratch, inputs="key", progress=progress)
+    return planted(tmp_path_factory.mktemp("sparse"), tmp_path_factory.mktemp("counts"))
 
 
 @pytest.fixture(scope="module")
@@ -265,14 +214,6 @@ def test_a_text_shorter_than_one_window(run: Callable[..., Trained], name: str) 
         run(texts=replace(TEXTS, **{name: text(0, 31)}))
 
 
-def test_predictors_are_stored_in_the_recipes_format(run: Callable[..., Trained]) -> None:
-    for name in ("f16", "bf16"):
-        down, up, _ = run(name, predictor_format=name).predictors[0] or ()
-        stored = Predictor(*map(torch.from_numpy, (down, up, up[:, 0]))).stored_as(name)
-        np.testing.assert_array_equal(stored.down, down)
-        np.testing.assert_array_equal(stored.up, up)
-
-
 def test_a_saved_result_comes_back(trained: Trained, tmp_path: Path) -> None:
     trained.save(tmp_path / "a.npz")
     loaded = Trained.load(tmp_path / "a.npz")
@@ -347,20 +288,3 @@ def test_a_verdict_counts_and_loses_what_a_predictor_leaves_out(sparse: Any) -> 
     assert row.error == pytest.approx(float(lost / x.square().sum()), rel=1e-3)
     assert verdict.divergence > 0
     assert verdict.perplexity != dense.perplexity
-
-
-@pytest.mark.parametrize("ffn", ["gated", "plain"])
-@pytest.mark.parametrize(("ffn_format", "predictor_format"), [("f32", "f16"), ("bf16", "f32")])
-def test_bytes_read_are_those_of_the_artifact(sparse: Any, ffn: str, ffn_format: str, predictor_format: str) -> None:
-    """With every neuron read, whole arrays: `first`, `rest`, and the predictor's three."""
-    d = replace(sparse[0].decoder, ffn=ffn, n_layers=1, ffn_bias=False)
-    formats = dict.fromkeys(("embedding", "attention", "head"), "f32")
-    formats |= {"ffn": ffn_format, "predictor": predictor_format}
-    specs = array_specs(d, formats, [40], profiled=False)
-    ffn_bytes = specs["layers/0/ffn/first"].nbytes + specs["layers/0/ffn/rest"].nbytes
-    predictor = sum(spec.nbytes for name, spec in specs.items() if "predictor" in name)
-    neuron = FfnBytes(d, ffn_format, predictor_format)
-    assert gate_bytes(neuron, 1.0) == ffn_bytes
-    assert gate_bytes(neuron, 0.0) == specs["layers/0/ffn/first"].nbytes
-    assert predicted_bytes(neuron, 40, 1.0, 1.0) == ffn_bytes + predictor
-    assert predicted_bytes(neuron, 40, 0.0, 0.0) == predictor

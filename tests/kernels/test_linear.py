@@ -1,50 +1,65 @@
-"""Products, weighted sums of rows, norms and number formats against NumPy in float64."""
+"""Products with a matrix, sums of its rows, and norms against NumPy in float64."""
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from stored import WEIGHT_FORMATS, Matrix, store
+from rounding import bound, product
+from stored import WEIGHT_FORMATS, Matrix, store, store_integers
 
-from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.kernels.linear import COLUMNS, ROWS, add_vector, combine, linear, norm
-from pi_runtime.kernels.memory import row_add, row_dot, row_load, row_stride
+from pi_runtime.kernels.linear import COLUMNS, DEEP_BYTES, DEEP_FLOATS, ROWS, add_vector, combine, linear, norm
+from pi_runtime.kernels.memory import every, from_row
+from pi_runtime.kernels.operand import record_nbytes
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 FMT = st.sampled_from(WEIGHT_FORMATS)
 SEED = st.integers(0, 999)
-# The unit roundoff, and the largest error of one operation whose result is denormal.
-U, TINY = 2.0**-24, 2.0**-149
 
 
 def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(scale)
 
 
-def bound(terms: int, magnitude: np.ndarray) -> np.ndarray:
-    """Largest error of a sum of products in any order (Higham, 2002, section 3.1), denormals included."""
-    return (terms + 1) * U * 1.01 * magnitude + (terms + 1) * TINY
+def times(w: Matrix, x_TD: np.ndarray, bias_N: np.ndarray | None = None) -> np.ndarray:
+    """x Wᵀ + bias, nothing written around it."""
+    tokens, rows = len(x_TD), len(w.values)
+    around = np.full((tokens + 2, rows), np.float32(7))
+    room = np.full(tokens * record_nbytes(x_TD.shape[1]) + 64, 0xA5, np.uint8)
+    linear(w.matrix, rows, 0 if bias_N is None else bias_N.ctypes.data, x_TD, room.ctypes.data, around[1:-1])
+    assert np.all(around[[0, -1]] == 7), "wrote outside the result"
+    assert np.all(room[-64:] == 0xA5), "wrote outside the records"
+    return around[1:-1]
 
 
-def assert_product(found: np.ndarray, x_TD: np.ndarray, w_ND: np.ndarray, b_N: np.ndarray) -> None:
-    x, w, b = x_TD.astype(np.float64), w_ND.astype(np.float64), b_N.astype(np.float64)
-    assert np.all(np.abs(found - (x @ w.T + b)) <= bound(w.shape[1] + 1, np.abs(x) @ np.abs(w).T + np.abs(b)))
+def check(w: Matrix, x_TD: np.ndarray, bias_N: np.ndarray | None = None) -> None:
+    exact = product(w, x_TD)
+    found = times(w, x_TD, bias_N)
+    if bias_N is not None:
+        error = exact.error * 1.001 + 2.0**-24 * (np.abs(exact.value) + np.abs(bias_N)) + 2.0**-149
+        exact = exact._replace(value=exact.value + bias_N, error=error)
+    assert exact.holds(found)
 
 
 @FEW
-@given(FMT, st.integers(1, 9), st.integers(1, 90), st.integers(1, 2 * ROWS + 7), st.booleans(), SEED)
+@given(FMT, st.integers(1, 9), st.integers(1, 300), st.integers(1, 2 * ROWS + 7), st.booleans(), SEED)
 @example("f32", 1, 1, 1, False, 0)
 @example("f16", 1, 300, ROWS, True, 0)
 @example("bf16", 64, 33, ROWS + 1, True, 0)
+@example("q8", 64, 33, ROWS + 1, True, 0)
+@example("q4", 64, 65, 2 * ROWS + 1, True, 0)
 @example("f32", 2, 16, 2 * ROWS, True, 0)
 def test_linear(fmt: str, tokens: int, columns: int, rows: int, biased: bool, seed: int) -> None:
-    w, x_TD = store(fmt, random(seed, rows, columns)), random(seed + 1, tokens, columns)
-    bias_N = random(seed + 2, rows) if biased else np.zeros(rows, np.float32)
-    around = np.full((tokens + 2, rows), np.float32(7))
-    linear(w.fmt, w.address, w.stride, rows, bias_N.ctypes.data if biased else 0, x_TD, around[1:-1])
-    assert_product(around[1:-1], x_TD, w.values, bias_N)
-    assert np.all(around[[0, -1]] == 7), "wrote outside the result"
+    bias_N = random(seed + 2, rows) if biased else None
+    check(store(fmt, random(seed, rows, columns)), random(seed + 1, tokens, columns), bias_N)
+
+
+@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(
+    "columns", [DEEP_FLOATS, DEEP_FLOATS + 1, 2 * DEEP_FLOATS + 9, DEEP_BYTES, DEEP_BYTES + 1, DEEP_BYTES + 97]
+)
+def test_columns_beyond_what_is_packed_at_once(fmt: str, tokens: int, columns: int) -> None:
+    check(store(fmt, random(0, 37, columns)), random(1, tokens, columns))
 
 
 @FEW
@@ -54,10 +69,23 @@ def test_linear_over_some_rows_gives_their_part_of_the_whole(fmt: str, tokens: i
     low = data.draw(st.integers(0, rows - 1))
     high = data.draw(st.integers(low + 1, rows))
     w, x_TD, b_N = store(fmt, random(1, rows, columns)), random(2, tokens, columns), random(3, rows)
-    part = np.empty((tokens, high - low), np.float32)
-    address = w.address + low * w.stride
-    linear(w.fmt, address, w.stride, high - low, b_N[low:].ctypes.data, x_TD, part)
-    assert_product(part, x_TD, w.values[low:high], b_N[low:high])
+    part, room = np.empty((tokens, high - low), np.float32), np.empty(tokens * record_nbytes(columns), np.uint8)
+    linear(from_row(w.matrix, low), high - low, b_N[low:].ctypes.data, x_TD, room.ctypes.data, part)
+    whole = times(w, x_TD, b_N)
+    np.testing.assert_allclose(part, whole[:, low:high], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_linear_takes_every_second_row(fmt: str, tokens: int) -> None:
+    rest, x_TD = store(fmt, random(1, 40, 2, 330)), random(2, tokens, 330)
+    room, y_TN = np.empty(tokens * record_nbytes(330), np.uint8), np.empty((tokens, 40), np.float32)
+    for which in range(2):
+        linear(every(rest.matrix, 2, which), 40, 0, x_TD, room.ctypes.data, y_TN)
+        assert rest.scales is None or rest.scales.shape[:2] == (40, 2)
+        scales = None if rest.scales is None else rest.scales[:, which]
+        one = Matrix(fmt, rest.stored[:, which], np.ascontiguousarray(rest.values[:, which]), scales)
+        assert product(one, x_TD).holds(y_TN)
 
 
 @pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
@@ -65,52 +93,72 @@ def test_linear_over_some_rows_gives_their_part_of_the_whole(fmt: str, tokens: i
 @pytest.mark.parametrize("scale", [1e-40, 1e-6, 2e4])
 def test_linear_of_small_and_large_weights(fmt: str, tokens: int, scale: float) -> None:
     """1e-40 is denormal in f32 and bf16 and nothing in f16, 1e-6 denormal in f16, and 65504 the largest there."""
-    w = store(fmt, np.clip(random(4, 40, 19, scale=scale), -65504, 65504))
-    x_TD, y_TN = random(5, tokens, 19, scale=1e4), np.empty((tokens, 40), np.float32)
-    linear(w.fmt, w.address, w.stride, 40, 0, x_TD, y_TN)
-    assert_product(y_TN, x_TD, w.values, np.zeros(40))
-    assert bool(y_TN.any()) == bool(w.values.any())
+    w, x_TD = store(fmt, np.clip(random(4, 40, 19, scale=scale), -65504, 65504)), random(5, tokens, 19, scale=1e4)
+    check(w, x_TD)
+    assert bool(times(w, x_TD).any()) == bool(w.values.any())
 
 
+@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("scale", [1e-40, 1e-30, 1e30])
+def test_linear_of_small_and_large_inputs(fmt: str, scale: float) -> None:
+    w = store(fmt, random(6, 40, 69))
+    for tokens in (1, 5):
+        check(w, random(7, tokens, 69, scale=scale))
+
+
+@pytest.mark.parametrize("fmt", ["q8", "q4"])
+@pytest.mark.parametrize("tokens", [1, 6])
+@pytest.mark.parametrize("columns", [64, 300, 700])
+def test_integer_sums_are_exact_in_a_block_too(fmt: str, tokens: int, columns: int) -> None:
+    """One scale, a power of two, and sums below 2²⁴; among them rows and inputs of nothing but the largest integers."""
+    rng = np.random.default_rng(columns)
+    low, high = (-127, 128) if fmt == "q8" else (-8, 8)
+    q_ND, q_TD = rng.integers(low, high, (40, columns)), rng.integers(-127, 128, (tokens, columns))
+    q_ND[0], q_ND[1], q_TD[:, ::32], q_TD[-1] = low, high - 1, 127, 127
+    found = times(store_integers(fmt, q_ND, 2.0**-3), np.float32(q_TD * 2.0**5))
+    np.testing.assert_array_equal(found, q_TD @ q_ND.T * 2.0**2)
+
+
+@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_infinities_and_nan_come_through(tokens: int) -> None:
-    w = store("f32", np.ones((5, 20)))
-    x_TD = np.ones((tokens, 20), np.float32)
-    y_TN = np.empty((tokens, 5), np.float32)
+def test_infinities_and_nan_come_through(fmt: str, tokens: int) -> None:
+    """Where inputs become bytes an infinite one is NaN. Other tokens are not touched."""
+    w, x_TD = store(fmt, np.ones((5, 20))), np.ones((tokens, 20), np.float32)
     for wrong in (np.inf, -np.inf, np.nan):
         x_TD[-1, 7] = wrong
-        linear(w.fmt, w.address, w.stride, 5, 0, x_TD, y_TN)
-        np.testing.assert_array_equal(y_TN[-1], np.full(5, wrong, np.float32))
-        assert np.all(y_TN[:-1] == 20)
+        y_TN = times(w, x_TD)
+        np.testing.assert_array_equal(y_TN[-1], np.full(5, np.nan if w.quantised else wrong, np.float32))
+        np.testing.assert_allclose(y_TN[:-1], 20 * w.values[0, 0], rtol=1e-6)
 
 
 @FEW
-@given(FMT, st.integers(1, 6), st.integers(1, 30), st.integers(1, 70), st.floats(0, 1), SEED)
+@given(FMT, st.integers(1, 9), st.integers(1, 70), st.integers(1, 300), st.floats(0, 1), SEED)
 @example("f16", 1, 7, COLUMNS, 0.5, 0)
 @example("bf16", 3, 5, COLUMNS + 1, 0.5, 0)
 @example("f32", 2, 4, 2 * COLUMNS + 3, 1.0, 0)
+@example("q8", 64, 33, 2 * COLUMNS + 3, 1.0, 0)
+@example("q4", 5, 65, COLUMNS + 33, 1.0, 0)
 @example("f32", 2, 4, 3, 0.0, 0)
 def test_combine(fmt: str, tokens: int, rows: int, columns: int, density: float, seed: int) -> None:
-    w, h_TN, before_TD = (
-        store(fmt, random(seed, rows, columns)),
-        random(seed + 1, tokens, rows),
-        random(2, tokens, columns),
-    )
+    w, h_TN = store(fmt, random(seed, rows, columns)), random(seed + 1, tokens, rows)
     h_TN[np.random.default_rng(seed).random(h_TN.shape) >= density] = 0
-    y_TD = before_TD.copy()
-    combine(w.fmt, w.address, w.stride, columns, h_TN, y_TD)
+    before_TD = random(2, tokens, columns)
+    around = np.full((tokens + 2, columns), np.float32(7))
+    around[1:-1] = before_TD
+    combine(w.matrix, h_TN, around[1:-1])
+    assert np.all(around[[0, -1]] == 7), "wrote outside the result"
     h, v, y = h_TN.astype(np.float64), w.values.astype(np.float64), before_TD.astype(np.float64)
-    assert np.all(np.abs(y_TD - (y + h @ v)) <= bound(rows + 1, np.abs(y) + np.abs(h) @ np.abs(v)))
+    assert np.all(np.abs(around[1:-1] - (y + h @ v)) <= bound(rows + 1, np.abs(y) + np.abs(h) @ np.abs(v)))
     idle = ~h_TN.any(1)
-    np.testing.assert_array_equal(y_TD[idle], before_TD[idle])
+    np.testing.assert_array_equal(around[1:-1][idle], before_TD[idle])
 
 
-def test_combine_takes_every_second_row_of_rest() -> None:
+@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+def test_combine_takes_every_second_row_of_rest(fmt: str) -> None:
     """`rest` holds up and down side by side: rows of down are two strides apart."""
-    rest = store("f16", random(1, 9, 2, 13))
-    h_TN, y_TD = random(2, 3, 9), np.zeros((3, 13), np.float32)
-    stride = int(row_stride(rest.fmt, 13))
-    combine(rest.fmt, rest.address + stride, 2 * stride, 13, h_TN, y_TD)
+    rest, h_TN = store(fmt, random(1, 9, 2, 83)), random(2, 3, 9)
+    y_TD = np.zeros((3, 83), np.float32)
+    combine(every(rest.matrix, 2, 1), h_TN, y_TD)
     np.testing.assert_allclose(y_TD, h_TN @ rest.values[:, 1], rtol=1e-5, atol=1e-5)
 
 
@@ -136,75 +184,9 @@ def test_norm_in_place() -> None:
     np.testing.assert_array_equal(x_TD, apart)
 
 
-@FEW
-@given(FMT, st.integers(1, 200), SEED)
-def test_one_row(fmt: str, columns: int, seed: int) -> None:
-    w = store(fmt, random(seed, 3, columns))
-    x_D, before_D = random(seed + 1, columns), random(seed + 2, columns)
-    row = w.values[1].astype(np.float64)
-    address = w.address + w.stride
-    assert w.stride == row_stride(w.fmt, columns)
-    assert abs(row_dot(w.fmt, address, x_D) - row @ x_D) <= bound(columns, np.abs(row) @ np.abs(x_D))
-    out_D, y_D = np.empty(columns, np.float32), before_D.copy()
-    row_load(w.fmt, address, out_D)
-    np.testing.assert_array_equal(out_D, w.values[1])
-    row_add(w.fmt, address, np.float32(-1.5), y_D)
-    np.testing.assert_allclose(y_D, before_D - 1.5 * row, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("columns", [1, 15, 16, 17, 31, 32, 33])
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
-def test_rows_are_as_far_apart_as_the_format_says(fmt: str, columns: int) -> None:
-    assert row_stride(FORMATS[fmt].code, columns) == FORMATS[fmt].nbytes((1, columns))
-
-
 @pytest.mark.parametrize("address", ["given", "none"])
 def test_add_vector(address: str) -> None:
     b_D, y_D = random(1, 37), random(2, 37)
     wanted = y_D + b_D if address == "given" else y_D.copy()
     add_vector(b_D.ctypes.data if address == "given" else 0, y_D)
     np.testing.assert_array_equal(y_D, wanted)
-
-
-def every_number(fmt: str) -> Matrix:
-    """All 65536 bit patterns of a 16-bit format, one a column."""
-    stored = np.arange(65536, dtype=np.uint16).view(FORMATS[fmt].stored).reshape(1, -1)
-    return Matrix(FORMATS[fmt].code, stored, FORMATS[fmt].decode(stored, 65536))
-
-
-@pytest.mark.parametrize("fmt", ["f16", "bf16"])
-def test_every_bit_pattern_converts(fmt: str) -> None:
-    w = every_number(fmt)
-    values = w.values[0]
-    loaded, added = np.empty(65536, np.float32), np.zeros(65536, np.float32)
-    row_load(w.fmt, w.address, loaded)
-    np.testing.assert_array_equal(loaded, values)
-    np.testing.assert_array_equal(np.signbit(loaded), np.signbit(values))
-    row_add(w.fmt, w.address, np.float32(1), added)
-    np.testing.assert_array_equal(added, values)
-
-
-@pytest.mark.parametrize("fmt", ["f16", "bf16"])
-@pytest.mark.parametrize("tokens", [1, 2])
-def test_every_bit_pattern_multiplies(fmt: str, tokens: int) -> None:
-    """The same through the product, one number a row: for one token and for a block."""
-    stored = np.zeros((65536, 32), np.uint16)
-    stored[:, 0] = np.arange(65536)
-    y_TN = np.empty((tokens, 65536), np.float32)
-    linear(FORMATS[fmt].code, stored.ctypes.data, 64, 65536, 0, np.full((tokens, 1), 1, np.float32), y_TN)
-    for y_N in y_TN:
-        np.testing.assert_array_equal(y_N, every_number(fmt).values[0])
-
-
-@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one thread only")
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_threads_do_not_change_a_bit(tokens: int) -> None:
-    w, x_TD, h_TN = store("f16", random(1, 333, 301)), random(2, tokens, 301), random(3, tokens, 333)
-    found = []
-    for threads in range(1, numba.config.NUMBA_NUM_THREADS + 1):
-        numba.set_num_threads(threads)
-        y_TN, y_TD = np.empty((tokens, 333), np.float32), np.zeros((tokens, 301), np.float32)
-        linear(w.fmt, w.address, w.stride, 333, 0, x_TD, y_TN)
-        combine(w.fmt, w.address, w.stride, 301, h_TN, y_TD)
-        found.append((y_TN.tobytes(), y_TD.tobytes()))
-    assert len(set(found)) == 1

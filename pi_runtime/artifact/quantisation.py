@@ -1,0 +1,165 @@
+"""q8 and q4: what a block of weights becomes, and back.
+
+A block is `BLOCK` consecutive columns of one row; D columns are ⌈D / 32⌉ blocks, the last one filled up with zeros.
+With the scale s rounded to binary16 before it is used,
+
+    q8   s = max |w| / 127                 q = round(w / s) in −127…127        w ≈ ŵ = s q
+    q4   s = −w* / m, then refitted        q = round(w / s) + 8 in 0…15        w ≈ ŵ = s (q − 8)
+
+w* being the block's value of largest magnitude, sign included (the negative one of two equals): at m = 8 it becomes
+q − 8 = −8, the one integer whose negative is missing. m is the one of `_DIVISORS` with the least Σ (w − ŵ)²; the refit
+is the least-squares scale Σ (q − 8) w / Σ (q − 8)² of the integers found, kept where its own error is smaller (in
+outline llama.cpp's make_qx_quants; docs/fidelity.md has what else was tried). Rounding is half to even. All of it is
+elementwise float32 arithmetic in a fixed order: the same bytes on every machine.
+"""
+
+import numpy as np
+
+from pi_runtime.artifact.formats import BLOCK, FORMATS, Array, Format
+
+GROUP, FOUR = 8, 4
+"""Blocks whose fours of columns are interleaved."""
+
+_DIVISORS = (8.0, 7.0, 7.25, 7.5, 7.75, 8.25, 8.5, 8.75)
+"""Scales that q4 tries; the first of equals wins, so that values which are s q already, largest |q| 7 or 8, stay."""
+_LARGEST_SCALE = np.float32(65504)
+_AT_ONCE = 2048
+"""Blocks quantised at once: their temporaries stay in the cache."""
+
+
+def quantise(fmt: Format, values: Array) -> tuple[Array, Array]:
+    """Values (…, D) → (stored array of `fmt`, stored array of `scale`), both padded with zeros.
+
+    Values must be finite and representable (see `Format.overflows`).
+    """
+    columns = values.shape[-1]
+    blocks = -(-columns // BLOCK)
+    rows = values.reshape(-1, columns)
+    stored = np.zeros(fmt.stored_shape(rows.shape), fmt.stored)
+    scales = np.zeros(FORMATS["scale"].stored_shape((len(rows), blocks)), FORMATS["scale"].stored)
+    step = max(1, _AT_ONCE // blocks)
+    for start in range(0, len(rows), step):
+        piece = slice(start, start + step)
+        q, scale = (_q8 if fmt.name == "q8" else _q4)(_blocks(rows[piece], blocks))
+        packed = _pack(fmt, q, blocks)
+        stored[piece, : packed.shape[-1]] = packed
+        scales[piece, :blocks] = scale.reshape(-1, blocks)
+    leading = values.shape[:-1]
+    return stored.reshape(*leading, stored.shape[-1]), scales.reshape(*leading, scales.shape[-1])
+
+
+def dequantise(fmt: Format, stored: Array, scales: Array, columns: int) -> Array:
+    """Stored arrays → float32 values (…, D): each the float32 product of scale and integer."""
+    blocks = -(-columns // BLOCK)
+    scale = np.repeat(scales[..., :blocks].astype(np.float32), BLOCK, axis=-1)[..., :columns]
+    return integers(fmt, stored, columns).astype(np.float32) * scale
+
+
+def as_stored(name: str, values: Array) -> Array:
+    """What remains of a matrix in the weight format `name`: float32 values after a round trip."""
+    fmt = FORMATS[name]
+    if not fmt.quantised:
+        return np.ascontiguousarray(fmt.decode(fmt.encode(values), values.shape[-1]))
+    return np.ascontiguousarray(dequantise(fmt, *quantise(fmt, values), values.shape[-1]))
+
+
+def integers(fmt: Format, stored: Array, columns: int) -> Array:
+    """The signed integers (…, D) that multiply the scales, in the order of the columns: q of q8, q − 8 of q4."""
+    leading, blocks = stored.shape[:-1], -(-columns // BLOCK)
+    grouped, left = blocks // GROUP * GROUP * BLOCK // fmt.per_item, blocks % GROUP
+    fours, rest = stored[..., :grouped], stored[..., grouped : grouped + -(-left // fmt.per_item) * BLOCK]
+    if fmt.per_item == 2:
+        fours, rest = ((_split(part, n * BLOCK) - np.uint8(8)).view(np.int8) for part, n in ((fours, 4), (rest, 1)))
+    q = fours.reshape(*leading, -1, BLOCK // FOUR, GROUP, FOUR).swapaxes(-3, -2).reshape(*leading, -1)
+    return np.concatenate([q, rest], axis=-1)[..., :columns]
+
+
+# Below, N blocks lie side by side, w (BLOCK, N): what is summed over a block is then an elementwise sum of rows, in an
+# order that we choose (NumPy's own sums take one that depends on the processor), and every operation is a long one.
+
+
+def _blocks(rows: Array, blocks: int) -> Array:
+    padded = np.zeros((len(rows), blocks * BLOCK), np.float32)
+    padded[:, : rows.shape[1]] = rows
+    return np.ascontiguousarray(padded.reshape(-1, BLOCK).T)
+
+
+def _q8(w: Array) -> tuple[Array, Array]:
+    scale = _rounded(np.abs(w).max(0) / np.float32(127))
+    return _quotient(w, scale, -127, 127), scale
+
+
+def _q4(w: Array) -> tuple[Array, Array]:
+    """q − 8, and the scale."""
+    high, low = w.max(0), w.min(0)
+    extreme = np.where(high > -low, high, low)
+    scale = _rounded(extreme / np.float32(-_DIVISORS[0]))
+    q = _quotient(w, scale, -8, 7)
+    least = _squared_error(w, q, scale)
+    for divisor in _DIVISORS[1:]:
+        tried = _rounded(extreme / np.float32(-divisor))
+        error = _squared_error(w, _quotient(w, tried, -8, 7), tried)
+        scale, least = np.where(error < least, tried, scale), np.minimum(error, least)
+    q = _quotient(w, scale, -8, 7)
+    norm = _sum(q * q)
+    fitted = _rounded(_sum(q * w) / np.where(norm == 0, np.float32(1), norm))
+    refitted = _quotient(w, fitted, -8, 7)
+    better = _squared_error(w, refitted, fitted) < least
+    return np.where(better, refitted, q), np.where(better, fitted, scale)
+
+
+def _rounded(scale: Array) -> Array:
+    """The nearest binary16, as float32; no infinity and no −0."""
+    bounded = np.clip(scale, -_LARGEST_SCALE, _LARGEST_SCALE)
+    return bounded.astype(np.float16).astype(np.float32) + np.float32(0)
+
+
+def _quotient(w: Array, scale: Array, lowest: int, highest: int) -> Array:
+    """round(w / s) within bounds, 0 where the scale is 0."""
+    q = w / np.where(scale == 0, np.float32(np.inf), scale)
+    np.rint(q, out=q)
+    return np.clip(q, lowest, highest, out=q)
+
+
+def _squared_error(w: Array, q: Array, scale: Array) -> Array:
+    e = q * scale
+    np.subtract(w, e, out=e)
+    return _sum(np.square(e, out=e))
+
+
+def _sum(x: Array) -> Array:
+    """Over each block: the second half is added to the first, again and again."""
+    while len(x) > 1:
+        half = len(x) // 2
+        x = x[:half] + x[half:]
+    total: Array = x[0]
+    return total
+
+
+def _pack(fmt: Format, q: Array, blocks: int) -> Array:
+    """q (BLOCK, N) → stored rows without padding."""
+    rows = q.astype(np.int8).T.reshape(-1, blocks * BLOCK)
+    if fmt.per_item == 2:
+        rows = (rows + np.int8(8)).view(np.uint8)
+    grouped = blocks // GROUP * GROUP * BLOCK
+    fours = rows[:, :grouped].reshape(len(rows), -1, GROUP, BLOCK // FOUR, FOUR).swapaxes(2, 3)
+    head, rest = fours.reshape(len(rows), -1), rows[:, grouped:]
+    if fmt.per_item == 2:
+        head, rest = _join(head, 4 * BLOCK), _join(rest, BLOCK)
+    return np.concatenate([head, rest], axis=1)
+
+
+def _join(nibbles: Array, apart: int) -> Array:
+    """Two to a byte: the second `apart` nibbles of every 2 `apart` into the upper halves; 0 where there are none."""
+    rows, columns = nibbles.shape
+    whole = np.zeros((rows, -(-columns // (2 * apart)) * 2 * apart), np.uint8)
+    whole[:, :columns] = nibbles
+    pairs = whole.reshape(rows, -1, 2, apart)
+    joined: Array = pairs[:, :, 0] | pairs[:, :, 1] << np.uint8(4)
+    return joined.reshape(rows, -1)
+
+
+def _split(stored: Array, apart: int) -> Array:
+    """The inverse of `_join`, on any leading axes."""
+    bytes_ = stored.reshape(*stored.shape[:-1], -1, 1, apart)
+    return np.concatenate([bytes_ & np.uint8(15), bytes_ >> np.uint8(4)], axis=-2).reshape(*stored.shape[:-1], -1)

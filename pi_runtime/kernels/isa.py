@@ -1,0 +1,95 @@
+"""Which instructions the kernels are made of, decided before anything is compiled.
+
+    avx512    512-bit vectors and the integer dot product vpdpbusd (AVX-512 F, BW, DQ, VL, VNNI)
+    avxvnni   256-bit vectors and vpdpbusd, in its VEX form or, on processors without that, in AVX-512's
+    avx2      256-bit vectors, integer dot products from vpmaddubsw and vpmaddwd (AVX2, FMA, F16C)
+    portable  whatever LLVM makes of plain loops
+
+`PI_ISA` forces one. An instruction the processor lacks would end the process inside LLVM, so it is refused here.
+"""
+
+import os
+import platform
+from dataclasses import dataclass
+
+import llvmlite.binding
+import numba
+
+from pi_runtime.errors import UsageError
+
+_AVX2 = {"avx2", "fma", "f16c"}
+_VNNI_512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
+
+
+@dataclass(frozen=True)
+class Isa:
+    """One instruction set. `lanes`: float32 numbers in a vector, 0 where loops are left to LLVM."""
+
+    name: str
+    lanes: int
+    dot: bool
+    """Whether there is vpdpbusd: four products of bytes added to each 32-bit lane, without saturation."""
+
+
+_ISAS = (
+    Isa("avx512", 16, True),
+    Isa("avxvnni", 8, True),
+    Isa("avx2", 8, False),
+    Isa("portable", 0, False),
+)
+NAMES = tuple(isa.name for isa in _ISAS)
+
+
+def available(features: set[str]) -> tuple[str, ...]:
+    """Names of what a processor with these LLVM features can run, best first."""
+    there = {
+        "avx512": features >= _AVX2 | _VNNI_512,
+        "avxvnni": features >= _AVX2 and ("avxvnni" in features or features >= _VNNI_512),
+        "avx2": features >= _AVX2,
+        "portable": True,
+    }
+    return tuple(name for name in NAMES if there[name])
+
+
+def choose(features: set[str], wanted: str | None) -> Isa:
+    """The best instruction set, or the one asked for. Raises UsageError for one that is not there."""
+    there = available(features)
+    name = there[0] if wanted is None else wanted
+    if name not in there:
+        raise UsageError(f"PI_ISA={name}: not on this processor", expected=" or ".join(there))
+    return _ISAS[NAMES.index(name)]
+
+
+def target_features(isa: Isa, features: set[str]) -> str:
+    """LLVM's feature string for code that keeps to `isa` on a processor with `features`; '' leaves all as it is."""
+    if isa.name in ("avx512", "portable"):
+        return ""
+    if isa.name == "avxvnni" and "avxvnni" not in features:
+        return _flags(features) + ",+prefer-256-bit"
+    kept = {f for f in features if not f.startswith("avx512") and (isa.dot or not f.startswith("avxvnni"))}
+    return _flags(kept) + "," + ",".join(f"-{f}" for f in sorted(features - kept))
+
+
+def _flags(features: set[str]) -> str:
+    return ",".join(f"+{f}" for f in sorted(features))
+
+
+def host_features() -> set[str]:
+    """LLVM's names of what this processor has; empty where it is no x86-64."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return set()
+    return {name for name, present in llvmlite.binding.get_host_cpu_features().items() if present}
+
+
+def _activate() -> Isa:
+    features = host_features()
+    isa = choose(features, os.environ.get("PI_ISA"))
+    if forced := target_features(isa, features):
+        # numba compiles for the whole processor unless told otherwise, before its first compilation.
+        numba.config.CPU_NAME = llvmlite.binding.get_host_cpu_name()
+        numba.config.CPU_FEATURES = forced
+    return isa
+
+
+ISA = _activate()
+"""What this process compiles for."""

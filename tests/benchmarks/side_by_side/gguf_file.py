@@ -1,0 +1,71 @@
+"""A Llama of random weights as a GGUF file, for llama.cpp: same shape and bits as ours."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from pi_runtime.artifact.decoder import Decoder
+
+TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8": Type.Q8_0, "q4": Type.Q4_0}
+_TILE_ROWS = 1024
+
+
+def write_gguf(path: Path, d: Decoder, format_name: str) -> None:
+    """Write the file; without a tokenizer, since tokens come as numbers."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_vocab_size(d.vocab_size)
+    writer.add_context_length(d.context_length)
+    writer.add_embedding_length(d.d_model)
+    writer.add_block_count(d.n_layers)
+    writer.add_feed_forward_length(d.d_ff)
+    writer.add_head_count(d.n_heads)
+    writer.add_head_count_kv(d.n_kv_heads)
+    writer.add_rope_dimension_count(d.head_dim)
+    writer.add_rope_freq_base(d.rope_theta)
+    writer.add_layer_norm_rms_eps(d.norm_eps)
+    writer.add_tokenizer_model("none")
+    rng, made = np.random.default_rng(0), {}
+    for name, shape in _shapes(d):
+        if len(shape) == 1:
+            writer.add_tensor(name, np.ones(shape, np.float32))
+            continue
+        if shape not in made:  # the same numbers for each layer; the file has them each time
+            made[shape] = _matrix(rng, shape, TYPES[format_name])
+        writer.add_tensor(name, made[shape], raw_dtype=TYPES[format_name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def dense_bytes(path: Path) -> int:
+    """Bytes that one token must read: all tensors but the embedding."""
+    return sum(int(t.n_bytes) for t in gguf.GGUFReader(path).tensors if t.name != "token_embd.weight")
+
+
+def _shapes(d: Decoder) -> list[tuple[str, tuple[int, ...]]]:
+    heads, kv_heads = d.n_heads * d.head_dim, d.n_kv_heads * d.head_dim
+    layer = {
+        "attn_norm": (d.d_model,),
+        "attn_q": (heads, d.d_model),
+        "attn_k": (kv_heads, d.d_model),
+        "attn_v": (kv_heads, d.d_model),
+        "attn_output": (d.d_model, heads),
+        "ffn_norm": (d.d_model,),
+        "ffn_gate": (d.d_ff, d.d_model),
+        "ffn_up": (d.d_ff, d.d_model),
+        "ffn_down": (d.d_model, d.d_ff),
+    }
+    table = (d.vocab_size, d.d_model)
+    layers = [(f"blk.{n}.{name}.weight", shape) for n in range(d.n_layers) for name, shape in layer.items()]
+    ends = [("token_embd.weight", table), ("output_norm.weight", (d.d_model,)), ("output.weight", table)]
+    return [*ends, *layers]
+
+
+def _matrix(rng: np.random.Generator, shape: tuple[int, ...], kind: Type) -> np.ndarray:
+    rows = min(_TILE_ROWS, shape[0])
+    values = rng.standard_normal((rows, shape[1]), np.float32) / np.float32(np.sqrt(shape[1]))
+    tile = gguf.quantize(values, kind)
+    return tile[np.arange(shape[0]) % rows]

@@ -1,0 +1,88 @@
+"""llama.cpp as an engine, through its C interface: no tokenizer, no sampling."""
+
+import ctypes
+import time
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from side_by_side.gguf_file import dense_bytes
+from side_by_side.process import serve, threads
+
+BATCH = 512
+_rng = np.random.default_rng(0)
+
+
+@llama_cpp.llama_log_callback
+def _silent(level: int, text: bytes, data: ctypes.c_void_p) -> None:
+    pass
+
+
+class _Session:
+    def __init__(self, path: str, context: int) -> None:
+        llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
+        params = llama_cpp.llama_model_default_params()
+        params.n_gpu_layers = 0
+        self.model = llama_cpp.llama_model_load_from_file(path.encode(), params)
+        assert self.model, path
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx = context
+        settings.n_batch = settings.n_ubatch = BATCH
+        settings.n_threads = settings.n_threads_batch = threads()
+        settings.offload_kqv = False
+        self.context = llama_cpp.llama_init_from_model(self.model, settings)
+        assert self.context, path
+        self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.nbytes = dense_bytes(Path(path))
+        heads, groups = llama_cpp.llama_model_n_head(self.model), llama_cpp.llama_model_n_head_kv(self.model)
+        width = llama_cpp.llama_model_n_embd(self.model) // heads * groups
+        self.cache_row_bytes = 2 * 2 * llama_cpp.llama_model_n_layer(self.model) * width  # keys and values in f16
+        self.held = 0
+
+    def keep(self, tokens: int) -> None:
+        """Forget all but the first `tokens` positions."""
+        assert llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self.context), 0, tokens, -1)
+        self.held = min(self.held, tokens)
+
+    def run(self, tokens: int) -> float:
+        """Append so many pseudo-random tokens; logits of the last. Seconds."""
+        ids = (ctypes.c_int32 * tokens)(*_rng.integers(0, self.vocabulary, tokens).tolist())
+        began = time.perf_counter()
+        for start in range(0, tokens, BATCH):
+            part = (ctypes.c_int32 * min(BATCH, tokens - start)).from_buffer(ids, 4 * start)
+            code = llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(part, len(part)))
+            assert code == 0, code
+        llama_cpp.llama_get_logits_ith(self.context, -1)
+        self.held += tokens
+        return time.perf_counter() - began
+
+
+_sessions: list[_Session] = []
+
+
+def open_model(path: str, context: int) -> dict[str, Any]:
+    _sessions.append(_Session(path, context))
+    return {"isa": None}
+
+
+def prefill(tokens: int) -> dict[str, Any]:
+    session = _sessions[0]
+    session.keep(0)
+    return {"seconds": session.run(tokens), "bytes_per_token": session.nbytes / tokens}
+
+
+def decode(context: int, tokens: int) -> dict[str, Any]:
+    session = _sessions[0]
+    if session.held < context:
+        prefill(context)
+    session.keep(context)
+    seconds = [session.run(1) for _ in range(tokens + 1)][1:]
+    session.keep(context)
+    held = session.cache_row_bytes * (context + tokens / 2)
+    return {"seconds": seconds, "read": 1.0, "density": 1.0, "bytes_per_token": session.nbytes, "cache_bytes": held}
+
+
+if __name__ == "__main__":
+    serve({f.__name__: f for f in (open_model, prefill, decode)})

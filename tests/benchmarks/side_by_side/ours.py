@@ -1,0 +1,122 @@
+"""This project as an engine: several open artifacts and modes, one key-value cache."""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pi_runtime import Model, Sampling, load
+from pi_runtime.artifact import Artifact
+from pi_runtime.artifact.schema import Manifest
+from pi_runtime.artifact.sizes import FfnBytes
+from pi_runtime.cache import KVCache
+from pi_runtime.kernels import reference
+from pi_runtime.kernels.isa import ISA
+from side_by_side.process import serve, threads
+
+_models: dict[str, Model] = {}
+_caches: list[KVCache] = []
+_rng = np.random.default_rng(0)
+
+
+def open_model(name: str, path: str, mode: str, context: int) -> dict[str, Any]:
+    """Open an artifact under a name. All models of one process have one shape and share the cache."""
+    model = load(path, mode=mode, context=context, threads=threads())
+    model.warm_up()
+    _models[name] = model
+    if not _caches:
+        _caches.append(model.new_cache())
+    return {"isa": ISA.name}
+
+
+def prefill(name: str, tokens: int) -> dict[str, Any]:
+    """Run a new prompt of `tokens` tokens, which then is the context."""
+    model, cache = _models[name], _caches[0]
+    del cache.tokens[:]
+    generation = model.generate(_ids(model, tokens), max_tokens=1, sampling=Sampling(temperature=0), cache=cache)
+    for _ in generation:
+        pass
+    return {"seconds": generation.stats.prefill_s, "bytes_per_token": dense_bytes(model.manifest) / tokens}
+
+
+def decode(name: str, context: int, tokens: int) -> dict[str, Any]:
+    """Single tokens after a context: seconds of each, without the first, which wakes the threads."""
+    model, cache = _models[name], _caches[0]
+    if len(cache.tokens) < context:
+        prefill(name, context)
+    del cache.tokens[context:]
+    seconds, rows_2 = [], np.zeros(2)
+    for n, token in enumerate(_ids(model, tokens + 1)):
+        began = time.perf_counter()
+        _, rows_L2 = model.decode(token, cache)
+        if n:
+            seconds.append(time.perf_counter() - began)
+            rows_2 += rows_L2.sum(0) / tokens
+    del cache.tokens[context:]
+    m = model.manifest
+    read, kept = (rows_2 / (m.decoder.n_layers * m.decoder.d_ff)).tolist()
+    dense = model.mode == "dense"
+    nbytes = dense_bytes(m) if dense else _bytes(m, read, kept, with_predictor=model.mode == "predicted")
+    held = cache.values.nbytes * (context + tokens / 2) / cache.context
+    density = 1.0 if dense else kept
+    return {"seconds": seconds, "read": read, "density": density, "bytes_per_token": nbytes, "cache_bytes": held}
+
+
+def dense_bytes(m: Manifest) -> float:
+    """Bytes that one token must read where nothing is skipped."""
+    return _bytes(m, 1, 1, with_predictor=False)
+
+
+def _bytes(m: Manifest, read: float, kept: float, *, with_predictor: bool) -> float:
+    """Attention, norms, head; the shares of `first` and `rest` that are read; the predictors. The cache is left out."""
+    d, neuron = m.decoder, FfnBytes.of(m.decoder, m.formats)
+    total = 0.0
+    for name, entry in m.arrays.items():
+        if "/predictor/" not in name and not name.startswith(("embedding", "positions")) and not _of_neurons(name):
+            total += entry.nbytes
+    total += d.n_layers * d.d_ff * (read * neuron.first + kept * neuron.rest)
+    return total + sum(neuron.predictor(layer.rank or 0) for layer in m.layers) * with_predictor
+
+
+def _of_neurons(name: str) -> bool:
+    return re.search(r"/ffn/(first|rest|order|counts)(_scales)?$", name) is not None
+
+
+def check(path: str, tokens: int) -> dict[str, float]:
+    """Relative distance of our logits from the reference's, the largest over tokens: decoding in each mode, and the
+    last token of a prompt."""
+    errors = {}
+    for mode in ("dense", "gate", "predicted"):
+        with Artifact.open(Path(path)) as artifact, load(path, mode=mode, threads=threads()) as model:
+            ids = _ids(model, tokens)
+            wanted_TV, cache = reference.forward(artifact, ids, mode), model.new_cache()
+            found_TV = np.stack([model.decode(token, cache)[0] for token in ids])
+            errors[mode] = float(_distance(found_TV, wanted_TV).max())
+            if mode == "dense":
+                # The last token alone after a prompt of the others, so that prefill's cache is what is checked.
+                cache = model.new_cache()
+                list(model.generate(ids[:-1], max_tokens=1, sampling=Sampling(temperature=0), cache=cache))
+                errors["prefill"] = float(_distance(model.decode(ids[-1], cache)[0], wanted_TV[-1]))
+    return errors
+
+
+def _distance(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    return np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
+
+
+def memory() -> dict[str, int]:
+    """Resident bytes beyond mapped files, and the size of the cache, which counts as far as it was ever filled."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found
+    cache = _caches[0]
+    return {"anonymous": int(found[1]) * 1024, "cache": cache.values.nbytes}
+
+
+def _ids(model: Model, tokens: int) -> list[int]:
+    return _rng.integers(0, model.manifest.decoder.vocab_size, tokens).tolist()
+
+
+if __name__ == "__main__":
+    serve({f.__name__: f for f in (open_model, prefill, decode, check, memory)})
