@@ -72,6 +72,20 @@ def runtime_only(session: nox.Session) -> None:
     session.run("pytest", "tests/artifact", "tests/runtime", "tests/kernels", *session.posargs)
 
 
+@nox.session(python=PYTHONS)
+def placements(session: nox.Session) -> None:
+    """Recompute the locked placements with the `place` extra alone: all small ones; `-- all` for the large too."""
+    session.install("-e", ".[place]")
+    session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('torch')")
+    for lock in sorted(Path("recipes").glob("*.lock")):
+        if "175b" not in lock.stem or "all" in session.posargs:
+            # Neither locale nor threads may matter.
+            env = {"LC_ALL": "C", "OMP_NUM_THREADS": "1"} if session.python == PYTHONS[0] else {"LC_ALL": "C.UTF-8"}
+            session.run(
+                "pi-compile", "place", str(lock.with_suffix(".toml")), "--locked", "--json", env=env, silent=True
+            )
+
+
 @nox.session
 def bench(session: nox.Session) -> None:
     """Benchmarks: `nox -s bench -- NAME [ARGUMENTS]` runs tests/benchmarks/NAME.py; without a name, lists them."""

@@ -2,13 +2,13 @@
 
     python docs/activation_curves.py NAME=PROFILE.npz… [NAME=CURVES.csv] -o docs/activation-curves.svg
 
-The committed figure: "demo model"=profiles/activations/demo.npz, the profile that docs/fidelity.md's command makes of
+The committed figure: "demo model"=profiles/activations/demo.npz, the counts that docs/fidelity.md's command makes of
 novels-relu, and Bamboo-7B's curves as numbers read off the vector figure of its authors' public README.
 
 Needs matplotlib (`pip install --group docs`).
 
-A `.npz` is an activation profile (see `pi-compile profile`): one line a layer. A `.csv` holds published curves: a
-column of fractions, then a column a line.
+A `.npz` is an activation file (`pi-compile train RECIPE --export`): one line a layer. A `.csv` holds published curves:
+a column of fractions, then a column a line.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from pi_compile.activations import ActivationProfile
+from pi_compile.activation_file import Activations
+from pi_compile.activations import cumulative_curve
 
 mpl.use("svg")
 mpl.rcParams |= {"svg.hashsalt": "pi", "svg.fonttype": "none", "font.size": 9}
@@ -27,7 +28,7 @@ mpl.rcParams |= {"svg.hashsalt": "pi", "svg.fonttype": "none", "font.size": 9}
 def curves(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
     """(fraction of neurons, share of activations) of each line, both in percent."""
     if path.suffix == ".npz":
-        return [(np.linspace(0, 100, 101), 100 * curve) for curve in ActivationProfile.load(path).cumulative_curve()]
+        return [(np.linspace(0, 100, 101), 100 * curve) for curve in cumulative_curve(Activations.load(path).counts)]
     with path.open(encoding="utf-8") as file:
         rows = list(csv.reader(file))
     table = np.array([[float(v) for v in row] for row in rows[1:]])

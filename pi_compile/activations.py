@@ -25,6 +25,14 @@ GROUP = 64
 """Neurons that move together: cuts fall between groups."""
 
 
+def cumulative_curve(counts: npt.NDArray[Any], points: int = 100) -> npt.NDArray[np.float64]:
+    """(layers, points + 1) share of all activations covered by the hottest 0, 1/points, … 1 of the neurons."""
+    falling = -np.sort(-counts.astype(np.int64), axis=1)
+    mass = np.concatenate([np.zeros((len(falling), 1), np.int64), np.cumsum(falling, axis=1)], axis=1)
+    places = np.linspace(0, falling.shape[1], points + 1).round().astype(np.int64)
+    return np.asarray(mass[:, places] / np.maximum(mass[:, -1:], 1))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ActivationProfile:
     """Counts of a decoder's neurons over a text."""
@@ -49,10 +57,7 @@ class ActivationProfile:
 
     def cumulative_curve(self, points: int = 100) -> npt.NDArray[np.float64]:
         """(layers, points + 1) share of all activations covered by the hottest 0, 1/points, … 1 of the neurons."""
-        falling = -np.sort(-self.counts.astype(np.int64), axis=1)
-        mass = np.concatenate([np.zeros((len(falling), 1), np.int64), np.cumsum(falling, axis=1)], axis=1)
-        places = np.linspace(0, falling.shape[1], points + 1).round().astype(np.int64)
-        return np.asarray(mass[:, places] / np.maximum(mass[:, -1:], 1))
+        return cumulative_curve(self.counts, points)
 
     def digest(self) -> str:
         """sha256 of the content, whatever it was made from and however the file is compressed."""

@@ -17,14 +17,16 @@ from typing import Any, TypeVar
 import numpy as np
 import tokenizers
 
+from pi_compile.activation_file import Activations
 from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.corpus import CorpusSpec, Streams, read_streams, source_files
 from pi_compile.errors import ProfileError, RecipeError
 from pi_compile.machine_file import find_machine
 from pi_compile.output import write_text
-from pi_compile.packing import PackSpec, pack, resolve_formats
-from pi_compile.placement import ladder
+from pi_compile.packing import PackSpec, own_formats, pack, resolve_formats
+from pi_compile.placement import Placement
+from pi_compile.placing import place_section
 from pi_compile.profiling import ProfileSpec, estimate, profile
 from pi_compile.recipe import Recipe, read_recipe
 from pi_compile.report import pack_report
@@ -32,6 +34,7 @@ from pi_compile.store import Store, code_digest, key_of
 from pi_compile.text_files import TOKENIZER, read_text_files
 from pi_compile.trained import Trained
 from pi_compile.training import Texts, TrainSpec, train_predictors
+from pi_compile.workload import Workload
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress, size
 
@@ -178,12 +181,31 @@ class Pipeline:
         return trained
 
     @cached_property
-    def plans(self) -> tuple[Plan, ...]:
-        """One placement for each GPU budget. Solved anew each time: it takes a second and reads no model."""
+    def placements(self) -> tuple[Placement, ...]:
+        """One for each GPU budget. Solved anew each time: it takes seconds and reads no model."""
         section = self.recipe.place
-        machine = find_machine(section.machine, self.folder)
-        budgets = [int(gib * 2**30) for gib in section.vram_gib]
-        return ladder(self.profile, self.formats, self.trained.ranks, machine, budgets)
+        activations = self.activations(trained=True)
+        work = Workload(
+            shape=activations.shape,
+            formats=self.formats,
+            tokens=activations.tokens,
+            counts=activations.ordered_counts(),
+            layers=activations.layers(),
+            context=min(section.context, activations.shape.context_length),
+        )
+        return place_section(work, find_machine(section.machine, self.folder), section)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The placements, as an artifact stores them."""
+        return tuple(placement.plan for placement in self.placements)
+
+    def activations(self, *, trained: bool) -> Activations:
+        """What placing needs of this model, with the table of training or without."""
+        own = own_formats(self.checkpoint)
+        if not trained:
+            return Activations.of(self.profile, own)
+        return Activations.of(self.profile, own, self.trained.rows, self.formats["predictor"])
 
     def pack(self, output: Path) -> dict[str, Any]:
         """The artifact; left alone where it is already what would be written."""

@@ -29,6 +29,9 @@ Json = Annotated[bool, console.JSON]
 Debug = Annotated[bool, console.DEBUG]
 
 
+Export = Annotated[
+    Path | None, typer.Option(help="Write what placing needs of the model: an activation file.", show_default=False)
+]
 Device = Annotated[str, typer.Option(envvar="PI_DEVICE", help="Where profile and train compute: cpu or cuda:N.")]
 
 
@@ -45,6 +48,16 @@ def _pipeline(recipe: Path, device: str) -> Iterator["Pipeline"]:
     _ = pipeline.checkpoint  # is usable, before a folder is made for results
     with pipeline.store.exclusive(console.say):
         yield pipeline
+
+
+def _export(pipeline: "Pipeline", path: Path | None, *, trained: bool) -> None:
+    if path is None:
+        return
+    from pi_compile.output import check_output
+
+    check_output(path)
+    pipeline.activations(trained=trained).save(path)
+    console.say(f"{path}: written; [place] activations takes its path from the recipe's folder on")
 
 
 def _show(rows: dict[str, Any], pipeline: "Pipeline", as_json: bool) -> None:
@@ -67,6 +80,21 @@ def _show_artifact(packed: dict[str, Any], ran: list[str], as_json: bool) -> Non
             print_report({"quantisation": packed["quantisation"]})
         console.say(_done(ran))
         console.say(f"{packed['artifact']}: {console.size(packed['bytes'])}, sha256 {packed['sha256'][:16]}…")
+
+
+def _show_placements(rows: dict[str, Any], ran: list[str], as_json: bool) -> None:
+    if as_json:
+        console.print_json({**rows, "ran": ran})
+        return
+    from pi_compile.report import print_report
+
+    if not rows["plans"]:
+        console.say("no plans: the machine has no GPU, or nothing is worth a hand-over to it")
+    print_report({"plans": [{k: v for k, v in row.items() if k not in _LONG} for row in rows["plans"]]})
+
+
+_LONG = ("attention", "cuts", "context", "gpu_bytes", "ram_bytes_by_part", "digest")
+"""Keys of a placement that a table has no room for."""
 
 
 def _done(ran: list[str]) -> str:
@@ -98,32 +126,57 @@ def init(
 
 
 @app.command()
-def profile(recipe: RecipePath, device: Device = "cpu", as_json: Json = False, debug: Debug = False) -> None:
+def profile(
+    recipe: RecipePath, export: Export = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
+) -> None:
     """Count how often each neuron fires on the recipe's corpus."""
     from pi_compile import report
 
     with _pipeline(recipe, device) as pipeline:
         _show(report.profile_report(pipeline.profile), pipeline, as_json)
+        _export(pipeline, export, trained=False)
 
 
 @app.command()
-def train(recipe: RecipePath, device: Device = "cpu", as_json: Json = False, debug: Debug = False) -> None:
+def train(
+    recipe: RecipePath, export: Export = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
+) -> None:
     """Train predictors and choose each layer's rung."""
     from pi_compile import report
 
     with _pipeline(recipe, device) as pipeline:
         _show(report.train_report(pipeline.trained), pipeline, as_json)
+        _export(pipeline, export, trained=True)
 
 
 @app.command()
-def place(recipe: RecipePath, device: Device = "cpu", as_json: Json = False, debug: Debug = False) -> None:
-    """Decide which neurons belong on the GPU, for a ladder of budgets."""
+def place(
+    recipe: RecipePath,
+    lock: Annotated[bool, typer.Option("--lock", help="Write the placements to the recipe's .lock.")] = False,
+    locked: Annotated[bool, typer.Option("--locked", help="Compare them with the recipe's .lock.")] = False,
+    device: Device = "cpu",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Decide which parts belong on the GPU, for a ladder of budgets."""
     from pi_compile import report
+    from pi_compile.placing import names_activations, place_recipe
 
-    with _pipeline(recipe, device) as pipeline:
-        if not pipeline.plans:
-            console.say("no plans: the machine has no GPU, or no layer is large enough for a hand-over to it to pay")
-        _show(report.place_report(pipeline.plans, pipeline.profile), pipeline, as_json)
+    if not (lock or locked or names_activations(recipe)):
+        with _pipeline(recipe, device) as pipeline:
+            _show_placements(report.place_report(pipeline.placements), pipeline.ran, as_json)
+        return
+    from pi_compile import locks
+
+    placed = place_recipe(recipe)
+    path = locks.lock_path(recipe)
+    if locked:
+        locks.check_lock(path, placed)
+    elif lock:
+        locks.write_lock(path, placed)
+    _show_placements(report.place_report(placed.placements), ["place"], as_json)
+    if lock or locked:
+        console.say(f"{path}: {'written' if not locked else 'recomputed, and the same'}")
 
 
 @app.command()
@@ -198,6 +251,56 @@ def machine(
         console.print_json(found.model_dump())
     else:
         sys.stdout.write(found.to_toml())
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A recipe, a config.json or its folder, or a bundled OWNER/NAME.", show_default=False
+        ),
+    ],
+    machine: Annotated[str | None, typer.Option(help="A machine profile; default: the recipe's.")] = None,
+    vram_budget: Annotated[
+        str | None, typer.Option(envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB. Default: all but 1 GiB.")
+    ] = None,
+    ram_budget: Annotated[
+        str | None, typer.Option(envvar="PI_RAM_BUDGET", help="Memory to use, like 24GiB. Default: all.")
+    ] = None,
+    curve: Annotated[str | None, typer.Option(help="A published activation curve; with --density.")] = None,
+    density: Annotated[str | None, typer.Option(help="Share of the neurons that fire for a token.")] = None,
+    counts: Annotated[Path | None, typer.Option(help="An activation profile of the model.", show_default=False)] = None,
+    number_format: Annotated[
+        str | None, typer.Option("--format", help="Number format of all weights. Default: the recipe's, the config's.")
+    ] = None,
+    ctx_size: Annotated[
+        int | None, typer.Option(envvar="PI_CTX_SIZE", min=1, help="Positions to make room for. Default: 2048.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say what a machine would do with a model, from its config alone."""
+    from pi_compile.plan_request import plan_request
+    from pi_compile.plan_text import describe
+    from pi_compile.planning import plan as look_ahead
+
+    spec = plan_request(
+        model,
+        machine=machine,
+        vram_budget=vram_budget,
+        ram_budget=ram_budget,
+        curve=curve,
+        density=density,
+        counts=counts,
+        fmt=number_format,
+        ctx_size=ctx_size,
+    )
+    found = look_ahead(spec)
+    if as_json:
+        console.print_json(found)
+    else:
+        typer.echo(describe(found))
 
 
 @app.command()

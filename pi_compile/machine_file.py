@@ -8,14 +8,16 @@ import json
 import tomllib
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from pi_compile.bundled import bundled
 from pi_compile.errors import ProfileError
 
 # The upper bound keeps a slip (bytes for GB) and infinity out of the solver's integers.
 Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
 def whole(value: float, unit: int) -> int:
@@ -27,6 +29,10 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+Rates = dict[Literal["f32", "f16", "bf16", "q8", "q4"], Positive]
+"""10⁹ stored bytes a second by number format, for formats that a unit reads more slowly than its memory delivers."""
+
+
 class Cpu(_Section):
     """Processor and RAM."""
 
@@ -35,6 +41,14 @@ class Cpu(_Section):
     ram_gib: Positive
     bandwidth_gb_per_s: Positive
     """Sequential reads by all cores, 10⁹ bytes a second."""
+    launch_us: NotNegative = 0.0
+    """Starting one of the operators that a layer consists of, microseconds."""
+    format_gb_per_s: Rates = Field(default_factory=dict)
+    """Matrices read as a whole; a format that is not here runs at `bandwidth_gb_per_s`."""
+    gather_gb_per_s: Rates = Field(default_factory=dict)
+    """Rows picked out of a matrix; a format that is not here runs as if read as a whole."""
+    products_gflop_per_s: Positive | None = None
+    """A matrix times many vectors at once, 10⁹ operations a second, an addition and a multiplication being two."""
 
 
 class Gpu(_Section):
@@ -43,6 +57,10 @@ class Gpu(_Section):
     name: str
     vram_gib: Positive
     bandwidth_gb_per_s: Positive
+    launch_us: NotNegative = 0.0
+    format_gb_per_s: Rates = Field(default_factory=dict)
+    gather_gb_per_s: Rates = Field(default_factory=dict)
+    products_gflop_per_s: Positive | None = None
 
 
 class Link(_Section):
@@ -50,7 +68,7 @@ class Link(_Section):
 
     pcie_gb_per_s: Positive
     """One way."""
-    sync_us: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+    sync_us: NotNegative
     """T_sync: handing a layer's partial result over and waiting for it, microseconds."""
 
 
@@ -73,11 +91,17 @@ class Machine(_Section):
     def to_toml(self) -> str:
         """The profile as a file that `read_machine` takes back unchanged."""
         data = self.model_dump(exclude_none=True)
-        lines = [_line(key, value) for key, value in data.items() if not isinstance(value, dict)]
-        for name, section in data.items():
-            if isinstance(section, dict):
-                lines += ["", f"[{name}]", *(_line(key, value) for key, value in section.items())]
-        return "\n".join(lines) + "\n"
+        return "\n".join(_table("", data)) + "\n"
+
+
+def _table(name: str, data: dict[str, Any]) -> list[str]:
+    """A table's values, then its tables; empty ones are left out."""
+    lines = [_line(key, value) for key, value in data.items() if not isinstance(value, dict)]
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            inner = f"{name}.{key}" if name else key
+            lines += ["", f"[{inner}]", *_table(inner, value)]
+    return lines
 
 
 def _line(key: str, value: str | int | float) -> str:
@@ -86,9 +110,8 @@ def _line(key: str, value: str | int | float) -> str:
 
 
 def library() -> Path:
-    """Folder of the bundled profiles: `profiles/machines`, which a wheel carries inside the package."""
-    here = Path(__file__).resolve().parent
-    return here / "machines" if (here / "machines").is_dir() else here.parent / "profiles" / "machines"
+    """Folder of the bundled profiles."""
+    return bundled("machines")
 
 
 def find_machine(name: str, folder: Path) -> Machine:

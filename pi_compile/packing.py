@@ -14,6 +14,7 @@ from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.reading import NEURON_ARRAYS, part_of
 from pi_compile.errors import CheckpointError, ProfileError
+from pi_compile.part_formats import KEEP, resolve
 from pi_compile.rungs import exact_rung
 from pi_compile.text_files import read_text_files
 from pi_compile.trained import Trained
@@ -27,8 +28,6 @@ from pi_runtime.artifact.writer import ArtifactWriter
 
 Array = npt.NDArray[Any]
 Progress = Callable[[int, int], None]
-
-KEEP = "keep"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,15 +116,13 @@ def resolve_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
 
     A tied head has the embedding's; predictors, which no checkpoint has, keep that of the FFN.
     """
-    own = {part: checkpoint.format(part) for part in ("embedding", "attention", "ffn")}
-    formats = {part: own[part] if spec.formats[part] == KEEP else spec.formats[part] for part in own}
-    for part, like in (("head", "embedding"), ("predictor", "ffn")):
-        formats[part] = spec.formats[part]
-        if part == "head" and not checkpoint.decoder.tied_head:
-            formats[part] = checkpoint.format(part) if formats[part] == KEEP else formats[part]
-        elif part == "head" or formats[part] == KEEP:
-            formats[part] = formats[like]
-    return formats
+    return resolve(own_formats(checkpoint), spec.formats, tied_head=checkpoint.decoder.tied_head)
+
+
+def own_formats(checkpoint: Checkpoint) -> dict[str, str]:
+    """The checkpoint's number format of each part it has."""
+    parts = ["embedding", "attention", "ffn", *([] if checkpoint.decoder.tied_head else ["head"])]
+    return {part: checkpoint.format(part) for part in parts}
 
 
 class _Meter:

@@ -1,132 +1,249 @@
-"""Place: which neurons belong on the GPU.
+"""Place: which parts of a model belong on the GPU.
 
-PowerInfer's program (SOSP'24, section 6.3): maximise the activations that happen on the GPU,
-
-    max Σ_l Σ_{i on GPU in l} count_{l,i}     s.t.  Σ bytes ≤ budget,     per layer: none, or at least C_l neurons.
-
-Neurons are stored hottest group first and every neuron of a layer has the same bytes. So among all sets of g groups of
-a layer the first g have the most activations, and only *cuts* need to be considered: in layer l the neurons before the
-cut go to the GPU. That leaves one choice a layer, a multiple-choice knapsack, solved exactly (see `knapsack`). Where
-the profile's order trades hot mass between near-equal groups (at most 1 %), the cuts are part of the definition.
+`time`, the default, minimises the predicted time of a token (`cost`) over all parts at once, subject to the bytes of
+both memories (`program`), exactly (`chain`). `hot-mass` is PowerInfer's objective (`hot_mass`). Neurons are stored
+hottest group first, so that only *cuts* are looked at: in layer l the neurons before the cut go to the GPU.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from decimal import Decimal
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from pi_compile.activations import GROUP, ActivationProfile
-from pi_compile.cost import least_neurons, neuron_bytes
-from pi_compile.knapsack import Choice, solve
+from pi_compile.chain import solve
+from pi_compile.cost import Costs, TokenTime, costs_of, token_time
+from pi_compile.greedy import greedy
+from pi_compile.hot_mass import hot_mass
 from pi_compile.machine_file import Machine
+from pi_compile.program import Choice, Sizes, all_cpu, program_of
+from pi_compile.units import CPU, GPU
+from pi_compile.workload import Workload
+from pi_runtime.artifact.checks import SIDES
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.errors import DoesNotFitError
 
-Ints = npt.NDArray[np.int64]
-OBJECTIVE = "hot-mass"
 LADDER = (10, 25, 50, 75, 100)
-"""Budgets that every artifact has a plan for, in percent of all neurons' bytes."""
+"""Budgets that every artifact has a plan for, in percent of the GPU memory that takes everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The optimum for one budget. Neurons before `cuts[l]` are the GPU's."""
+    """Where everything is for one pair of budgets."""
 
-    budget: int
-    """GPU bytes there are for neurons."""
-    cuts: tuple[int, ...]
-    used_bytes: int
-    hot_mass: int
-    """Activations, over the profiled text, of the neurons on the GPU."""
-    total_mass: int
-    bound: int
-    """Hot mass that no placement can exceed, from the linear relaxation."""
+    objective: str
+    solver: str
+    vram: int
+    """GPU bytes there are."""
+    ram: int
+    context: int
+    """Positions the key-value cache holds."""
+    choice: Choice
+    time: TokenTime
+    gpu_bytes: Mapping[str, int]
+    """Bytes by part."""
+    ram_bytes: Mapping[str, int]
+    gap: float | None
+    """Predicted time over the proven optimum, less 1: 0 from the exact solver; None where time was not minimised."""
+    bound_ns: int | None
+    """No placement is predicted faster by the linear relaxation alone, which the exact solver starts from."""
+    second_opinion: TokenTime | None
+    """What the greedy rule reaches, beside the exact solver."""
+    hot_share: float
+    """Share of all activations that the neurons on the GPU account for."""
+    digest: str
+    """Of the inputs: shape, formats, counts, rungs, machine, budgets, objective; and of the answer."""
 
     @property
     def plan(self) -> Plan:
         """What an artifact stores."""
-        return Plan(objective=OBJECTIVE, vram_bytes=self.budget, used_bytes=self.used_bytes, cuts=self.cuts)
-
-    def digest(self) -> str:
-        """sha256 of the content."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """What one layer may be cut at: `cuts[j]` neurons hold `masses[j]` activations in `nbytes[j]` bytes."""
-
-    cuts: Ints
-    masses: Ints
-    nbytes: Ints
-
-
-def layers_of(
-    profile: ActivationProfile, formats: Mapping[str, str], ranks: Sequence[int | None], machine: Machine
-) -> list[Layer]:
-    """The allowed cuts of every layer: 0, and every whole number of groups of at least C_l neurons."""
-    d = profile.decoder
-    layers = []
-    for counts, rank in zip(profile.ordered_counts(), ranks, strict=True):
-        size = neuron_bytes(d, formats, rank)
-        least = least_neurons(machine, size)
-        cuts = np.array([*range(GROUP, d.d_ff, GROUP), d.d_ff], np.int64)
-        cuts = np.concatenate([[0], cuts[cuts >= least] if least is not None else cuts[:0]])
-        mass = np.concatenate([[0], np.cumsum(counts.astype(np.int64))])
-        layers.append(Layer(cuts=cuts, masses=mass[cuts], nbytes=cuts * size))
-    return layers
+        return Plan(
+            objective=self.objective,
+            vram_bytes=self.vram,
+            used_bytes=sum(self.gpu_bytes.values()),
+            ram_bytes=sum(self.ram_bytes.values()),
+            context=self.context,
+            attention=tuple(SIDES[side] for side in self.choice.sides),
+            cuts=self.choice.cuts,
+            embedding=SIDES[self.choice.embedding],
+            head=SIDES[self.choice.head],
+            predicted_ns=self.time.ns,
+            digest=self.digest,
+        )
 
 
-def place(layers: Sequence[Layer], budget: int, total_mass: int) -> Placement:
-    """The cuts of greatest hot mass within `budget` bytes; of equal ones the least bytes, then the largest first
-    layers."""
-    found = solve([Choice(layer.nbytes, layer.masses) for layer in layers], budget)
-    used = sum(int(layer.nbytes[j]) for layer, j in zip(layers, found.picks, strict=True))
-    assert used <= budget
+def ram_of(machine: Machine, gib: float = 0.0) -> int:
+    """RAM budget in bytes; 0 for all that the machine has."""
+    return in_bytes(gib or machine.cpu.ram_gib)
+
+
+def in_bytes(gib: float) -> int:
+    """GiB as they were written, in whole bytes, rounded down."""
+    return int(Decimal(repr(gib)) * 2**30)
+
+
+def place(
+    work: Workload,
+    machine: Machine,
+    vram: int,
+    ram: int,
+    *,
+    objective: str = "time",
+    solver: str = "exact",
+) -> Placement:
+    """The best placement within `vram` bytes of GPU memory and `ram` bytes of RAM.
+
+    Ties: least time, then least GPU bytes, then least RAM, then GPU before CPU and larger cuts before smaller, in the
+    order embedding, layers, head. Raises DoesNotFitError with the bytes needed and budgets that fit.
+    """
+    costs, sizes = costs_of(work, machine), Sizes.of(work)
+    vram = vram if len(costs.units) > 1 else 0
+    bound, second = None, None
+    if objective == "hot-mass":
+        choice = hot_mass(work, machine, sizes, vram)
+    elif solver == "greedy":
+        choice = greedy(costs, sizes, vram, ram)
+    else:
+        choice, bound = _exact(costs, sizes, vram, ram)
+        second = greedy(costs, sizes, vram, ram)
+    gpu, here = _totals(sizes, choice)
+    if here > ram:
+        raise _does_not_fit(costs, sizes, vram, ram)
+    assert gpu <= vram
+    hot = sum(int(counts[:cut].sum()) for counts, cut in zip(work.counts, choice.cuts, strict=True))
+    inputs = _inputs(work, machine, vram, ram, objective, solver)
+    ram_bytes, gpu_bytes = sizes.used(choice)
     return Placement(
-        budget=budget,
-        cuts=tuple(int(layer.cuts[j]) for layer, j in zip(layers, found.picks, strict=True)),
-        used_bytes=used,
-        hot_mass=sum(int(layer.masses[j]) for layer, j in zip(layers, found.picks, strict=True)),
-        total_mass=total_mass,
-        bound=min(found.relaxed, total_mass),
+        objective=objective,
+        solver=solver,
+        vram=vram,
+        ram=ram,
+        context=work.context,
+        choice=choice,
+        time=_time(costs, choice),
+        gpu_bytes=gpu_bytes,
+        ram_bytes=ram_bytes,
+        gap=None if bound is None else 0.0,
+        bound_ns=bound,
+        second_opinion=None if second is None else _time(costs, second),
+        hot_share=hot / max(int(work.counts.sum()), 1),
+        digest=_sha256({"inputs": inputs, "answer": asdict(choice)}),
+    )
+
+
+def _exact(costs: Costs, sizes: Sizes, vram: int, ram: int) -> tuple[Choice, int]:
+    """The optimum, and the relaxation's bound in nanoseconds."""
+    nothing = all_cpu(len(costs.layers))
+    options = []
+    _, here = _totals(sizes, nothing)
+    if here <= ram:
+        time = _time(costs, nothing).total
+        options.append((time, 0, here, nothing, time))
+    # The GPU's buffers are needed with the first byte that is placed there.
+    capacity = vram - sizes.scratch[GPU]
+    if capacity >= 0 and len(costs.units) > 1 and sizes.everything - capacity <= ram:
+        program = program_of(costs, sizes)
+        way = solve(program.within(capacity, ram - sizes.scratch[CPU]))
+        if way is not None:
+            choice = program.choice(way)
+            assert _time(costs, choice).total == way.cost
+            options.append((way.cost, *_totals(sizes, choice), choice, way.bound))
+    if not options:
+        raise _does_not_fit(costs, sizes, vram, ram)
+    best = min(options, key=lambda option: option[:3])
+    return best[3], -(-min(option[4] for option in options) // 1000)
+
+
+def _time(costs: Costs, choice: Choice) -> TokenTime:
+    return token_time(costs, choice.sides, choice.cuts, choice.embedding, choice.head)
+
+
+def _totals(sizes: Sizes, choice: Choice) -> tuple[int, int]:
+    """Bytes of (GPU memory, RAM)."""
+    ram, gpu = sizes.used(choice)
+    return sum(gpu.values()), sum(ram.values())
+
+
+def _does_not_fit(costs: Costs, sizes: Sizes, vram: int, ram: int) -> DoesNotFitError:
+    """What is needed, what there is, and the nearest budgets that fit, one of the two left as it is."""
+    _, less = _totals(sizes, greedy(costs, sizes, vram, limit=0))
+    more, _ = _totals(sizes, greedy(costs, sizes, 1 << 62, limit=ram))
+    fits = [f"{less} bytes of RAM ({less / 2**30:.2f} GiB) with this GPU budget"]
+    if sizes.scratch[CPU] <= ram and len(costs.units) > 1:
+        fits.append(f"{more} bytes of GPU memory ({more / 2**30:.2f} GiB) with this RAM")
+    return DoesNotFitError(
+        "the model does not fit: no placement keeps both budgets",
+        expected=f"{sizes.everything} bytes in all ({sizes.everything / 2**30:.2f} GiB)",
+        found=f"{vram} bytes of GPU memory and {ram} bytes of RAM ({(vram + ram) / 2**30:.2f} GiB together)",
+        remedy=" or ".join(fits),
     )
 
 
 def ladder(
-    profile: ActivationProfile,
-    formats: Mapping[str, str],
-    ranks: Sequence[int | None],
+    work: Workload,
     machine: Machine,
-    extra_budgets: Sequence[int] = (),
-) -> tuple[Plan, ...]:
-    """Plans for a ladder of GPU budgets and any `extra_budgets` (bytes), by rising budget, without empty ones.
+    budgets: Sequence[int] = (),
+    *,
+    ram: int | None = None,
+    objective: str = "time",
+) -> tuple[Placement, ...]:
+    """Placements for a ladder of GPU budgets and any further `budgets` (bytes), by rising budget.
 
-    () for a machine without a GPU, or where no layer is large enough for the hand-over to pay. Raises DoesNotFitError
-    for an extra budget that no layer's least cut fits, or where none pays.
+    Without those that place nothing, and of the ladder without those that do not fit into RAM; () for a machine
+    without a GPU. Raises DoesNotFitError for a further budget that does not fit, or at which nothing is placed.
     """
+    ram = ram_of(machine) if ram is None else ram
     if machine.gpu is None:
+        place(work, machine, 0, ram)  # it must fit all the same
         return ()
-    layers = layers_of(profile, formats, ranks, machine)
-    least = min((int(layer.nbytes[1]) for layer in layers if len(layer.nbytes) > 1), default=None)
-    if least is None and extra_budgets:
-        raise DoesNotFitError(
-            "[place] vram_gib: on this machine no layer is large enough for a hand-over to the GPU to pay",
-            remedy="vram_gib = [], or another [place] machine",
+    most = Sizes.of(work).all_on_gpu
+    found = []
+    for budget in sorted({most * percent // 100 for percent in LADDER} | set(budgets)):
+        try:
+            placement = place(work, machine, budget, ram, objective=objective)
+        except DoesNotFitError:
+            if budget in budgets or budget == most:
+                raise
+            continue
+        if placement.choice.uses_gpu:
+            found.append(placement)
+        elif budget in budgets:
+            raise _nothing_placed(Sizes.of(work), budget)
+    return tuple(found)
+
+
+def _nothing_placed(sizes: Sizes, budget: int) -> DoesNotFitError:
+    least = sizes.least_on_gpu
+    if budget >= least:
+        return DoesNotFitError(
+            f"[place] vram_gib: with {budget} bytes nothing is worth a hand-over to the GPU on this machine",
+            remedy="raise the budget, or leave it out; or another [place] machine",
         )
-    if least is None:
-        return ()
-    for budget in extra_budgets:
-        if budget < least:
-            raise DoesNotFitError(
-                f"[place] vram_gib: {budget} bytes hold no layer's smallest cut",
-                expected=f"at least {least} bytes ({least / 2**30:.6f} GiB)",
-                remedy="raise the budget, or leave it out",
-            )
-    whole = sum(neuron_bytes(profile.decoder, formats, rank) * profile.decoder.d_ff for rank in ranks)
-    budgets = sorted({whole * percent // 100 for percent in LADDER} | set(extra_budgets))
-    total = int(profile.counts.sum())
-    return tuple(place(layers, budget, total).plan for budget in budgets if budget >= least)
+    return DoesNotFitError(
+        f"[place] vram_gib: {budget} bytes hold no part of the model beside the GPU's buffers",
+        expected=f"at least {least} bytes ({least / 2**30:.6f} GiB)",
+        remedy="raise the budget, or leave it out",
+    )
+
+
+def _inputs(work: Workload, machine: Machine, vram: int, ram: int, objective: str, solver: str) -> dict[str, Any]:
+    """Everything that decides a placement, and nothing else: names and sources do not."""
+    return {
+        "shape": {**asdict(work.shape), "family": None},
+        "formats": dict(work.formats),
+        "tokens": work.tokens,
+        "counts": hashlib.sha256(work.counts.astype("<i8").tobytes()).hexdigest(),
+        "layers": [asdict(layer) for layer in work.layers],
+        "context": work.context,
+        "kv_itemsize": work.kv_itemsize,
+        "machine": machine.model_dump(exclude={"name": True, "source": True, "cpu": {"name"}, "gpu": {"name"}}),
+        "vram": vram,
+        "ram": ram,
+        "objective": objective,
+        "solver": solver,
+    }
+
+
+def _sha256(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pi_compile.errors import RecipeError
 
 Rung = Literal["dense", "gate", "predicted"]
+PUBLISHED = "published"
+"""Activations of a model whose config and published curve come with us."""
 WeightFormat = Literal["keep", "f32", "f16", "bf16", "q8", "q4"]
 
 
@@ -86,9 +88,16 @@ class PlaceSection(_Section):
 
     machine: str
     """A machine profile: a name in `profiles/machines`, or a path."""
-    objective: Literal["hot-mass"]
+    objective: Literal["time", "hot-mass"]
+    """Least predicted time of a token, or PowerInfer's: most activations on the GPU."""
+    activations: str
+    """What `place` reads instead of the model: an activation file, `published`, or nothing."""
+    context: Annotated[int, Field(ge=1)]
+    """Positions of the key-value cache; the model's own if that is shorter."""
     vram_gib: list[Annotated[float, Field(gt=0, lt=2**20, allow_inf_nan=False)]]
     """GPU budgets to solve for beside the ladder of shares of the model."""
+    ram_gib: Annotated[float, Field(ge=0, lt=2**20, allow_inf_nan=False)]
+    """RAM budget; 0 for all that the machine has."""
 
 
 class PackSection(_Section):
@@ -133,7 +142,7 @@ def default_recipe(model: str, *, revision: str = "", corpus: Sequence[str] = ("
         profile=ProfileSection(window=512, batch=8, layers_at_once=0, cofiring_tokens=4096),
         train=TrainSection(tokens=65_536, steps=300, rungs=["dense", "gate", "predicted"], seed=0),
         quality=QualitySection(perplexity_increase=0.001),
-        place=PlaceSection(machine="pc-low", objective="hot-mass", vram_gib=[]),
+        place=PlaceSection(machine="pc-low", objective="time", activations="", context=2048, vram_gib=[], ram_gib=0.0),
         pack=PackSection(**keep),
     )
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pi_compile.activations import ActivationProfile
+from pi_compile.placement import Placement
 from pi_compile.trained import Trained
-from pi_runtime.artifact.schema import Plan
 from pi_runtime.artifact.sizes import PARTS
 
 if TYPE_CHECKING:
@@ -37,15 +37,27 @@ def train_report(t: Trained) -> dict[str, Any]:
     return {**t.perplexity, "ffn_bytes_over_gate": read / gate, "layers": layers}
 
 
-def place_report(plans: Sequence[Plan], p: ActivationProfile) -> dict[str, Any]:
-    """Per budget: bytes used, share of activations on the GPU, cuts."""
-    ordered = np.cumsum(p.ordered_counts().astype(np.int64), axis=1)
-    total = max(int(ordered[:, -1].sum()), 1)
-    rows = []
-    for plan in plans:
-        hot = sum(int(ordered[n, cut - 1]) for n, cut in enumerate(plan.cuts) if cut)
-        rows.append({**asdict(plan), "hot_share": hot / total})
-    return {"plans": rows}
+def place_report(placements: Sequence[Placement]) -> dict[str, Any]:
+    """Per budget: bytes of both memories, predicted speed, what a quick rule would reach, and what is on the GPU."""
+    return {"plans": [_placement(p) for p in placements]}
+
+
+def _placement(p: Placement) -> dict[str, Any]:
+    plan, second = asdict(p.plan), p.second_opinion
+    digest, predicted = plan.pop("digest"), plan.pop("predicted_ns")
+    return {
+        **plan,
+        "predicted_tokens_per_s": 1e9 / predicted,
+        "gap": p.gap,
+        "greedy_tokens_per_s": None if second is None else 1e9 / second.ns,
+        "hot_share": p.hot_share,
+        "attention_layers": plan["attention"].count("gpu"),
+        "smallest_cut": min(plan["cuts"]),
+        "largest_cut": max(plan["cuts"]),
+        "gpu_bytes": dict(p.gpu_bytes),
+        "ram_bytes_by_part": dict(p.ram_bytes),
+        "digest": digest,
+    }
 
 
 def pack_report(result: "PackResult") -> dict[str, Any]:

@@ -13,7 +13,8 @@ import tokenizers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer
 
-from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, read_json
+from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE
+from pi_compile.checkpoint.json_file import read_json
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.schema import Text
 

@@ -6,11 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.decoder import Decoder
-
-
-def kv_shape(decoder: Decoder, context: int) -> tuple[int, ...]:
-    """(layers, 2, G, S, E): keys and values of `context` positions."""
-    return (decoder.n_layers, 2, decoder.n_kv_heads, context, decoder.head_dim)
+from pi_runtime.artifact.footprint import kv_shape
 
 
 class KVCache:

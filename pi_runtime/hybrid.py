@@ -42,7 +42,9 @@ class Side:
 class HybridExecutor(CpuExecutor):
     """Decodes by a plan: in layer l the hot side has neurons [0, cuts[l]), the cold side the rest.
 
-    Prompts run dense on the CPU, whose memory holds everything. Close it, or its thread stays.
+    Attention, embedding and head run on the CPU whatever the plan says of their sides, because here both sides are
+    the same processor and memory; what is computed is the same. Prompts run dense on the CPU, whose memory holds
+    everything. Close it, or its thread stays.
     """
 
     def __init__(self, artifact: Artifact, mode: str, context: int, threads: int, plan: Plan) -> None:

@@ -10,9 +10,10 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from pi_runtime.artifact.footprint import kv_shape
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest, Plan
-from pi_runtime.cache import KVCache, kv_shape
+from pi_runtime.cache import KVCache
 from pi_runtime.devices import resolve_device
 from pi_runtime.engine import Generation
 from pi_runtime.errors import ArtifactError, PromptError, TemplateError, UsageError

@@ -97,8 +97,8 @@ def golden_artifact(path: Path) -> Path:
     formats = {"embedding": "bf16", "attention": "q8", "ffn": "q4", "head": "f16", "predictor": "f32"}
     ranks = (3, None)
     plans = (
-        Plan(objective="hot-mass", vram_bytes=1 << 15, used_bytes=20000, cuts=(8, 0)),
-        Plan(objective="time", vram_bytes=1 << 16, used_bytes=50000, cuts=(40, 40)),
+        stored_plan((8, 0), 1 << 15, 20000, objective="hot-mass"),
+        stored_plan((40, 40), 1 << 16, 50000, attention=("gpu", "cpu"), head="gpu"),
     )
     with ArtifactWriter(path) as writer:
         for number, (name, spec) in enumerate(array_specs(decoder, formats, ranks, True).items()):
@@ -108,6 +108,21 @@ def golden_artifact(path: Path) -> Path:
         writer.add_file("chat_template.jinja", "{{ messages[-1].content }} →".encode())
         writer.finish(bare_manifest(decoder, formats, ranks, 1 << 20, plans))
     return path
+
+
+def stored_plan(cuts: tuple[int, ...], vram_bytes: int, used_bytes: int, **fields: Any) -> Plan:
+    """A plan as artifacts hold it; everything but its cuts on the CPU unless `fields` say otherwise."""
+    usual: dict[str, Any] = {
+        "objective": "time",
+        "ram_bytes": 70000,
+        "context": 64,
+        "attention": ("cpu",) * len(cuts),
+        "embedding": "cpu",
+        "head": "cpu",
+        "predicted_ns": 1000,
+        "digest": "0" * 64,
+    }
+    return Plan(vram_bytes=vram_bytes, used_bytes=used_bytes, cuts=cuts, **{**usual, **fields})
 
 
 def _counted_values(name: str, spec: ArraySpec, number: int) -> Array:

@@ -1,6 +1,19 @@
-"""Hugging Face checkpoints: finding, understanding and reading them, block by block."""
+"""Hugging Face checkpoints: finding, understanding and reading them, block by block.
 
-from pi_compile.checkpoint.adapter import families
-from pi_compile.checkpoint.reading import Checkpoint, open_checkpoint
+What reads weights is loaded on first use: a config can be understood where torch is not installed.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pi_compile.checkpoint.adapter import families
+    from pi_compile.checkpoint.reading import Checkpoint, open_checkpoint
 
 __all__ = ["Checkpoint", "families", "open_checkpoint"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{'adapter' if name == 'families' else 'reading'}"), name)

@@ -1,9 +1,7 @@
 """The folder of a checkpoint: found on disk or fetched from the hub, and which of its files are read."""
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -26,7 +24,6 @@ TOKENIZER_FILES = (
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def find_folder(model: str | Path, revision: str | None = None) -> Path:
@@ -55,29 +52,6 @@ def find_folder(model: str | Path, revision: str | None = None) -> Path:
     folder = _fetch(str(model), revision)
     _check_folder(folder)
     return folder
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint. Raises CheckpointError if it cannot be read or is not an object."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON", found=error, remedy=remedy_for(path)) from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: not a JSON object", found=type(value).__name__)
-    return value
-
-
-def remedy_for(path: Path) -> str:
-    """What to do about a file of a checkpoint that cannot be read."""
-    try:
-        with path.open("rb") as file:
-            pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
-    except OSError:
-        pointer = False
-    if pointer:
-        return "this is a Git LFS pointer, not the file: run `git lfs pull` in the checkpoint's folder"
-    return "the file is damaged or was not fetched whole: fetch it again"
 
 
 def _check_folder(folder: Path) -> None:

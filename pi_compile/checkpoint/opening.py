@@ -9,7 +9,8 @@ import torch
 
 from pi_compile.checkpoint.adapter import Adapter, adapters
 from pi_compile.checkpoint.config import Config, check_keys
-from pi_compile.checkpoint.folder import CONFIG_FILE, read_json
+from pi_compile.checkpoint.folder import CONFIG_FILE
+from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.tensors import DTYPES, TensorSource
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder

@@ -12,7 +12,8 @@ from types import MappingProxyType
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pi_compile.checkpoint.folder import PICKLES, SAFETENSORS, read_json, remedy_for
+from pi_compile.checkpoint.folder import PICKLES, SAFETENSORS
+from pi_compile.checkpoint.json_file import read_json, remedy_for
 from pi_compile.errors import CheckpointError
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}

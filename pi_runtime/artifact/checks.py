@@ -10,9 +10,11 @@ from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.sizes import PARTS, array_specs
 
 if TYPE_CHECKING:
-    from pi_runtime.artifact.schema import Manifest
+    from pi_runtime.artifact.schema import Manifest, Plan
 
 RUNGS = ("dense", "gate", "predicted")
+OBJECTIVES = ("time", "hot-mass")
+SIDES = ("cpu", "gpu")
 REQUIRED_FILE = "tokenizer.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.[A-Za-z0-9._-]{1,64}")
 _RESERVED = ("manifest.json", "zarr.json")
@@ -87,9 +89,27 @@ def _plans(m: "Manifest") -> Iterator[str]:
             yield f"plans[{n}].cuts: not one cut in 0…{d.d_ff} for each layer"
         if not 0 <= plan.used_bytes <= plan.vram_bytes < 2**63:
             yield f"plans[{n}]: {plan.used_bytes} bytes used of a budget of {plan.vram_bytes}"
+        yield from (f"plans[{n}].{problem}" for problem in _plan(plan, d))
     budgets = [plan.vram_bytes for plan in m.plans]
     if budgets != sorted(budgets):
         yield f"plans: budgets {budgets} do not rise"
+
+
+def _plan(plan: "Plan", d: Decoder) -> Iterator[str]:
+    if plan.objective not in OBJECTIVES:
+        yield f"objective: {plan.objective!r} is none of {', '.join(OBJECTIVES)}"
+    if len(plan.attention) != d.n_layers:
+        yield f"attention: {len(plan.attention)} sides for {d.n_layers} layers"
+    for name, sides in (("attention", plan.attention), ("embedding", [plan.embedding]), ("head", [plan.head])):
+        for side in sorted(set(sides) - set(SIDES)):
+            yield f"{name}: {side!r} is none of {', '.join(SIDES)}"
+    if not 1 <= plan.context <= d.context_length:
+        yield f"context: {plan.context} is not in 1…{d.context_length}"
+    for name in ("ram_bytes", "predicted_ns"):
+        if not 0 <= getattr(plan, name) < 2**63:
+            yield f"{name}: {getattr(plan, name)} is not a size"
+    if not _DIGEST.fullmatch(plan.digest):
+        yield "digest: not a digest"
 
 
 def _arrays(m: "Manifest") -> Iterator[str]:

@@ -63,14 +63,28 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One placement: in layer l the neurons [0, cuts[l]) of the stored order belong to the GPU."""
+    """One placement: which parts belong on the GPU. Sides are `cpu` or `gpu`."""
 
     objective: str
+    """What it is best at: `time` or `hot-mass`."""
     vram_bytes: int
-    """Budget the plan was solved for."""
+    """GPU budget it was solved for."""
     used_bytes: int
-    """GPU bytes it needs."""
+    """GPU bytes it needs: parts, cache and buffers."""
+    ram_bytes: int
+    """Bytes of RAM it needs."""
+    context: int
+    """Positions of the key-value cache that these bytes are for."""
+    attention: tuple[str, ...]
+    """Side of each layer's attention with its cache, norms and predictor."""
     cuts: tuple[int, ...]
+    """In layer l the neurons [0, cuts[l]) of the stored order belong to the GPU."""
+    embedding: str
+    head: str
+    predicted_ns: int
+    """Time of a token by the compiler's model, 0 if it has none."""
+    digest: str
+    """Of what it was solved from, and of the answer: sha256, for comparing with a lock."""
 
 
 @dataclass(frozen=True, kw_only=True)

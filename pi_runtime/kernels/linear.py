@@ -13,7 +13,15 @@ from pi_runtime.kernels.loading import load_row
 from pi_runtime.kernels.memory import Floats, Matrix, is_quantised, vector
 from pi_runtime.kernels.operand import block_sums_at, columns_at, padded, prepare, scales_at, stride_of
 from pi_runtime.kernels.rows import row_dot, rows_ahead
-from pi_runtime.kernels.tiles import PANEL, TOKENS, multiply_bytes, multiply_floats, pack_bytes, pack_floats
+from pi_runtime.kernels.tiles import (
+    FLOAT_TOKENS,
+    PANEL,
+    TOKENS,
+    multiply_bytes,
+    multiply_floats,
+    pack_bytes,
+    pack_floats,
+)
 
 ROWS = 32
 """Rows a thread takes at once."""
@@ -45,7 +53,7 @@ def linear(  # noqa: PLR0912  two ways of one product, and numba compiles no tup
                 prepare(m.fmt, x_TD[t], records + t * stride)
         for panel in prange((rows + PANEL - 1) // PANEL):
             last = min(rows - panel * PANEL, PANEL) - 1
-            out_TR = np.zeros((tokens + TOKENS, PANEL), np.float32)
+            out_TR = np.zeros((tokens + FLOAT_TOKENS, PANEL), np.float32)
             if is_quantised(m.fmt):
                 _bytes_panel(m, panel * PANEL, last, columns, tokens, records, out_TR)
             else:
@@ -66,15 +74,9 @@ def _floats_panel(m: Matrix, row: int, last: int, x_TD: Floats, out_TR: Floats) 
     for first in range(0, columns, DEEP_FLOATS):
         count = min(columns - first, DEEP_FLOATS)
         pack_floats(m, row, last, first, count, panel)
-        for t in range(0, tokens, TOKENS):
-            x0, x1, x2, x3 = (
-                x_TD.ctypes.data + 4 * (min(t, tokens - 1) * columns + first),
-                x_TD.ctypes.data + 4 * (min(t + 1, tokens - 1) * columns + first),
-                x_TD.ctypes.data + 4 * (min(t + 2, tokens - 1) * columns + first),
-                x_TD.ctypes.data + 4 * (min(t + 3, tokens - 1) * columns + first),
-            )
-            o = out + t * step
-            multiply_floats(panel, step, count, x0, x1, x2, x3, o, o + step, o + 2 * step, o + 3 * step)
+        for t in range(0, tokens, FLOAT_TOKENS):
+            x = x_TD.ctypes.data + 4 * (t * columns + first)
+            multiply_floats(panel, step, count, x, 4 * columns, out + t * step, step, tokens - t)
 
 
 @leaf
@@ -111,7 +113,7 @@ def combine(m: Matrix, h_TN: Floats, y_TD: Floats) -> None:
     width = y_TD.shape[1]
     for tile in prange((width + COLUMNS - 1) // COLUMNS):
         first, columns = tile * COLUMNS, min(width - tile * COLUMNS, COLUMNS)
-        w_RC, out_TC = np.zeros((ROWS, COLUMNS), np.float32), np.zeros((tokens + TOKENS, COLUMNS), np.float32)
+        w_RC, out_TC = np.zeros((ROWS, COLUMNS), np.float32), np.zeros((tokens + FLOAT_TOKENS, COLUMNS), np.float32)
         for start in range(0, rows, ROWS):
             count = min(rows - start, ROWS)
             for r in range(count):
@@ -135,11 +137,8 @@ def _add_tile(w_RC: Floats, count: int, h_TN: Floats, start: int, columns: int, 
     h, step = h_TN.ctypes.data + 4 * start, 4 * COLUMNS
     for j in range(0, columns, max(PANEL, 1)):
         w, out = w_RC.ctypes.data + 4 * j, out_TC.ctypes.data + 4 * j
-        for t in range(0, tokens, TOKENS):
-            h0, h1 = h + 4 * rows * min(t, tokens - 1), h + 4 * rows * min(t + 1, tokens - 1)
-            h2, h3 = h + 4 * rows * min(t + 2, tokens - 1), h + 4 * rows * min(t + 3, tokens - 1)
-            o = out + t * step
-            multiply_floats(w, step, count, h0, h1, h2, h3, o, o + step, o + 2 * step, o + 3 * step)
+        for t in range(0, tokens, FLOAT_TOKENS):
+            multiply_floats(w, step, count, h + 4 * rows * t, 4 * rows, out + t * step, step, tokens - t)
 
 
 @leaf

@@ -29,7 +29,7 @@ def forward(artifact: Artifact, tokens: npt.ArrayLike, mode: str = "dense") -> F
     if decoder.positions == "learned":
         x_TD = x_TD + artifact.values("positions")[decoder.position_offset + np.arange(len(ids))]
     for n, layer in enumerate(artifact.manifest.layers):
-        w = _Weights(artifact, f"layers/{n}/")
+        w = StoredWeights(artifact, f"layers/{n}/")
         # x ← x + attention(norm(x))
         x_TD = x_TD + attention(decoder, w, norm(decoder, w, "attention/norm", x_TD))
         # x ← x + ffn(norm(x))
@@ -37,8 +37,8 @@ def forward(artifact: Artifact, tokens: npt.ArrayLike, mode: str = "dense") -> F
         predict = mode == "predicted" and layer.rung == "predicted"
         active_TF = scores(w, normed_TD) > 0 if predict else None
         x_TD = x_TD + ffn(decoder, w, normed_TD, active_TF)
-    x_TD = norm(decoder, _Weights(artifact, ""), "final_norm", x_TD)
-    return _Weights(artifact, "").product("embedding" if decoder.tied_head else "head", x_TD)
+    x_TD = norm(decoder, StoredWeights(artifact, ""), "final_norm", x_TD)
+    return StoredWeights(artifact, "").product("embedding" if decoder.tied_head else "head", x_TD)
 
 
 def norm(decoder: Decoder, w: "Weights", name: str, x_TD: F32) -> F32:
@@ -136,7 +136,7 @@ class Weights(Protocol):
     def product(self, name: str, x_TD: F32) -> F32: ...
 
 
-class _Weights:
+class StoredWeights:
     """Those of an artifact."""
 
     def __init__(self, artifact: Artifact, prefix: str) -> None:

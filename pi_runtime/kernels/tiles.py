@@ -29,8 +29,8 @@ from pi_runtime.kernels.memory import BF16, F16, Q4, Q8, Matrix, half_to_float, 
 
 PANEL = 2 * ISA.lanes
 """Rows of a panel; 0 where there are no vector instructions, and nothing here is used."""
-TOKENS = 4
-"""Vectors of one call."""
+FLOAT_TOKENS, TOKENS = 6, 4
+"""Vectors of one call, of floats and of bytes: as many as there are registers for the sums."""
 
 
 def _tokens(b: Any, arguments: Any) -> list[Any]:
@@ -39,15 +39,22 @@ def _tokens(b: Any, arguments: Any) -> list[Any]:
 
 @intrinsic
 def multiply_floats(
-    typing_context: Any, panel: Any, step: Any, count: Any, x0: Any, x1: Any, x2: Any, x3: Any,
-    out0: Any, out1: Any, out2: Any, out3: Any,
-) -> Any:  # fmt: skip
-    """out_t[: PANEL] += Σ_{k < count} x_t[k] panel_k, the rows panel_k being `step` bytes apart."""
+    typing_context: Any, panel: Any, step: Any, count: Any, x: Any, x_stride: Any, out: Any, out_stride: Any, left: Any
+) -> Any:
+    """out_t[: PANEL] += Σ_{k < count} x_t[k] panel_k for `FLOAT_TOKENS` vectors.
+
+    Rows of the panel, vectors and results lie `step`, `x_stride` and `out_stride` bytes apart. Where only `left` remain
+    the last one is taken again, and what lies behind its result is scratch.
+    """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         lanes, kind = ISA.lanes, v.vec(v.F32, ISA.lanes)
-        panel, step, count = v.pointer(b, arguments[0]), arguments[1], arguments[2]
-        x, out = _tokens(b, arguments[3:7]), _tokens(b, arguments[7:11])
+        panel, step, count, first, x_stride, result, out_stride, left = arguments
+        panel, x, out = v.pointer(b, panel), [], []
+        for k in range(FLOAT_TOKENS):
+            which = b.select(b.icmp_signed("<", v.offset(k), left), v.offset(k), b.sub(left, v.offset(1)))
+            x.append(v.pointer(b, b.add(first, b.mul(which, x_stride))))
+            out.append(v.pointer(b, b.add(result, b.mul(v.offset(k), out_stride))))
         halves = [v.offset(0), v.offset(4 * lanes)]
         sums = [[cgutils.alloca_once_value(b, v.load(b, o, half, kind)) for half in halves] for o in out]
         with cgutils.for_range(b, count) as loop:
@@ -62,7 +69,7 @@ def multiply_floats(
                 v.store(b, b.load(total), o, half)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 11), generate
+    return types.void(*[types.intp] * 8), generate
 
 
 def _multiply_bytes(bits: int) -> Any:

@@ -23,7 +23,7 @@ from pi_runtime.artifact.sizes import PARTS, is_scales, scales_name
 from pi_runtime.errors import ArtifactError
 
 GOLDEN = Path(__file__).with_name("golden.pi")
-GOLDEN_SHA256 = "20043d02dd71c302123ad9b56697059f3d451bb1122748ef3715e97485cee5d0"
+GOLDEN_SHA256 = "0a3f7857ffbf40bf15616af1db58abd23636ac13497248f124b9f0025b8c1bf2"
 
 
 @st.composite

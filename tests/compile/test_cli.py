@@ -33,13 +33,17 @@ GOLDEN = ROOT / "tests" / "artifact" / "golden.pi"
 EVERYWHERE = {"--json", "--debug"}
 FLAGS = {
     "init": {"MODEL", "-o", "--output", "--corpus", "--revision", "--force"},
-    "profile": {"RECIPE", "--device"},
-    "train": {"RECIPE", "--device"},
-    "place": {"RECIPE", "--device"},
+    "profile": {"RECIPE", "--device", "--export"},
+    "train": {"RECIPE", "--device", "--export"},
+    "place": {"RECIPE", "--device", "--lock", "--locked"},
     "pack": {"RECIPE", "-o", "--output", "--plain", "--device"},
     "build": {"RECIPE", "-o", "--output", "--device"},
     "eval": {"ARTIFACT", "--text", "--model", "--tokens", "--window"},
     "machine": {"-o", "--output"},
+    "plan": {
+        *("MODEL", "--machine", "--vram-budget", "--ram-budget", "--curve", "--density", "--counts", "--format"),
+        "--ctx-size",
+    },
     "inspect": {"ARTIFACT"},
     "verify": {"ARTIFACT"},
     "doctor": set(),
@@ -194,6 +198,20 @@ def test_a_second_build_does_nothing(built: Path, capsys: pytest.CaptureFixture[
 # What is printed.
 
 
+def test_what_is_exported_places_as_the_model_does(run: Run, built: Path) -> None:
+    from pi_compile.placing import place_recipe
+
+    recipe = read_recipe(built)
+    own, again = built.with_name("own.toml"), built.with_name("again.toml")
+    for path, activations in ((own, ""), (again, "a.npz")):
+        section = recipe.place.model_copy(update={"machine": "stand-in", "activations": activations})
+        path.write_text(recipe.model_copy(update={"place": section}).to_toml())
+    run("train", own, "--export", built.with_name("a.npz"))
+    plans = json.loads(run("place", own, "--json"))["plans"]
+    assert len(plans) > 1
+    assert [p.plan.digest for p in place_recipe(again).placements] == [plan["digest"] for plan in plans]
+
+
 @pytest.mark.parametrize("command", ["profile", "train", "place", "pack", "build"])
 def test_json_of_a_stage(run: Run, built: Path, tmp_path: Path, command: str) -> None:
     output = ["-o", tmp_path / "small.pi"] if command in ("pack", "build") else []
@@ -239,6 +257,7 @@ def test_json_of_eval(run: Run, built: Path) -> None:
 
 def test_json_of_machine(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pi_compile.machine.read_bandwidth", lambda *_: 12.5e9)
+    monkeypatch.setattr("pi_compile.machine.BYTES", 1 << 20)
     report = json.loads(run("machine", "-o", tmp_path / "m.toml", "--json"))
     assert report.keys() == documented_keys("machine")
     assert report["cpu"]["bandwidth_gb_per_s"] == 12.5

@@ -26,10 +26,6 @@ KEYS = {"tokens", "perplexity", "agreement", "bytes_per_token", "ffn_bytes_per_t
 TEXT = "Once upon a time there was a little neuron that did not fire. It waited, and waited; then it did! " * 12
 F = 83
 GOLDEN = Path(__file__).parents[1] / "artifact" / "golden.pi"
-NAMES = (
-    *("attention/norm/weight", "attention/qkv", "attention/out", "ffn/norm/weight", "ffn/first"),
-    *("predictor/down", "predictor/up", "predictor/bias"),
-)
 
 
 def trained(d: Decoder, *, bias: float) -> Trained:
@@ -159,7 +155,7 @@ def test_recall_and_precision_are_those_of_the_predictor_on_the_same_inputs(
     artifact = packed(tmp_path, 0.0)
     found = score(artifact)["layers"][0]
     with Artifact.open(artifact) as opened, load(artifact) as running:
-        d, w = opened.manifest.decoder, {n: opened.values(f"layers/0/{n}") for n in NAMES}
+        d, w = opened.manifest.decoder, reference.StoredWeights(opened, "layers/0/")
         ids = np.array(running.tokenizer.encode(TEXT, prefix=False)[:96]).reshape(3, 32)
         fires, read = [], []
         for window in ids:

@@ -1,6 +1,7 @@
 """`pi-compile machine`: the profile it writes is one that placing reads."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,30 @@ from pi_runtime import console
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "read_bandwidth", lambda _nbytes, threads: 10e9 + threads * 1e9)
+    rates = {"f32": 8e9, "f16": 7e9, "bf16": 6.06e9, "q8": 5e9, "q4": 4e9}
+    monkeypatch.setattr(machine, "most_threads", lambda: 6)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _pid: range(12), raising=False)
+    monkeypatch.setattr(machine, "read_bandwidth", lambda _nbytes, threads: 20e9 - (threads - 4) ** 2 * 1e9)
+    monkeypatch.setattr(machine, "product_bandwidth", lambda fmt, _nbytes, threads: rates[fmt] * threads)
+    monkeypatch.setattr(machine, "gather_bandwidth", lambda fmt, _nbytes, threads: rates[fmt] * threads / 2)
+    monkeypatch.setattr(machine, "product_flops", lambda _fmt, threads: threads * 10e9)
+    monkeypatch.setattr(machine, "launch_seconds", lambda threads: threads * 1e-6)
+    monkeypatch.setattr(machine, "_gpu", lambda: (None, None, ""))
 
 
-def test_the_best_rate_over_thread_counts_is_kept() -> None:
+def test_everything_is_measured_at_the_best_number_of_threads() -> None:
+    """Not the largest: memory is often read fastest by fewer threads than there are."""
     found = machine.measure_machine()
-    assert found.cpu.bandwidth_gb_per_s == 10.0 + found.cpu.cores
-    assert f"{found.cpu.cores}: {10.0 + found.cpu.cores}" in found.source
+    assert (found.cpu.cores, found.cpu.bandwidth_gb_per_s, found.cpu.launch_us) == (12, 20.0, 4.0)
+    assert found.cpu.products_gflop_per_s == 40.0
+    assert found.cpu.format_gb_per_s == {"f32": 32.0, "f16": 28.0, "bf16": 24.2, "q8": 20.0, "q4": 16.0}
+    assert found.cpu.gather_gb_per_s == {"f32": 16.0, "f16": 14.0, "bf16": 12.1, "q8": 10.0, "q4": 8.0}
+    assert "GB/s by threads 1: 11.0, 2: 16.0, 4: 20.0, 6: 16.0; products on 4 threads" in found.source
     assert found.cpu.ram_gib > 0.1
+
+
+def test_the_method_and_the_day_stand_in_the_file() -> None:
+    assert re.match(r"measured 20\d\d-\d\d-\d\d by pi-compile machine", machine.measure_machine().source)
 
 
 def test_the_command_writes_and_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

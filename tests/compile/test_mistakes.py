@@ -204,7 +204,7 @@ def test_an_artifact_instead_of_a_recipe(fails: Fails, artifact: Path) -> None:
         ("seed = 0", "seed = true", "train.seed: should be a valid integer (found True)"),
         ("batch = 8", 'batch = "8"', "profile.batch: should be a valid integer (found '8')"),
         ("batch = 8", "batch = 0", "profile.batch: should be greater than or equal to 1 (found 0)"),
-        ('ffn = "keep"', 'ffn = "q8"', "pack.ffn: should be 'keep', 'f32', 'f16' or 'bf16' (found 'q8')"),
+        ('ffn = "keep"', 'ffn = "q5"', "pack.ffn: should be 'keep', 'f32', 'f16', 'bf16', 'q8' or 'q4' (found 'q5')"),
         ("vram_gib = []", "vram_gib = [8, nan]", "place.vram_gib.1: should be a finite number (found nan)"),
         ("vram_gib = []", "vram_gib = [1e300]", "place.vram_gib.0: should be less than 1048576 (found 1e+300)"),
         ("vram_gib = []", "vram_gib = [-8]", "place.vram_gib.0: should be greater than 0 (found -8)"),

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import torch
 from hf import edit_tensors, random_llama, random_opt, write_tokenizer
 from rss import layer_bytes, pack_in_child, synthetic_llama
+from synthetic import stored_plan
 
 from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import open_checkpoint
@@ -23,7 +24,6 @@ from pi_compile.packing import PackResult, PackSpec, pack
 from pi_compile.report import pack_report
 from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.schema import Plan
 from pi_runtime.artifact.sizes import PARTS, is_scales
 from pi_runtime.artifact.verification import verify
 
@@ -161,7 +161,7 @@ def test_the_same_input_gives_the_same_bytes_anywhere(tmp_path: Path, fmt: str) 
 def test_what_is_reported_is_what_was_written(tmp_path: Path, fmt: str) -> None:
     random_llama(tmp_path)
     calls: list[tuple[int, int]] = []
-    plan = Plan(objective="hot-mass", vram_bytes=1 << 20, used_bytes=0, cuts=(0, 0, 0))
+    plan = stored_plan((0, 0, 0), 1 << 20, 0)
     result = pack_folder(
         tmp_path,
         tmp_path / "model.pi",

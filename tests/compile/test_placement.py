@@ -1,136 +1,187 @@
-"""Placement against brute force, and the rules around it."""
+"""Placement against brute force over cuts and sides, and the rules around it."""
 
 import itertools
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from synthetic import small_decoder
+from placeable import machine, random_machine, random_workload, workload
 
-from pi_compile.activations import ActivationProfile
-from pi_compile.cost import least_neurons, neuron_bytes
+from pi_compile.cost import costs_of, token_time
 from pi_compile.errors import ProfileError
-from pi_compile.knapsack import Choice, solve
-from pi_compile.machine_file import Cpu, Gpu, Link, Machine, find_machine, library, read_machine
-from pi_compile.placement import Layer, ladder, layers_of, place
-from pi_runtime.artifact.sizes import PARTS
+from pi_compile.hot_mass import least_neurons
+from pi_compile.machine_file import Gpu, Machine, find_machine, library, read_machine
+from pi_compile.placement import ladder, place
+from pi_compile.program import Choice, Sizes
+from pi_compile.units import CPU, GPU
+from pi_compile.workload import LayerWork, Workload
+from pi_runtime.errors import DoesNotFitError
 
-FORMATS = dict.fromkeys(PARTS, "f16")
-
-
-def machine(sync_us: float = 0.0) -> Machine:
-    return Machine(
-        name="m",
-        source="test",
-        cpu=Cpu(name="c", cores=2, ram_gib=8.0, bandwidth_gb_per_s=40.0),
-        gpu=Gpu(name="g", vram_gib=8.0, bandwidth_gb_per_s=400.0),
-        link=Link(pcie_gb_per_s=16.0, sync_us=sync_us),
-    )
+MUCH = 1 << 40
 
 
-def profile(counts: np.ndarray, tokens: int = 1000) -> ActivationProfile:
-    decoder = small_decoder(n_layers=counts.shape[0], d_ff=counts.shape[1])
-    order = np.argsort(-counts, axis=1, kind="stable").astype(np.uint32)
-    return ActivationProfile(decoder=decoder, tokens=tokens, counts=counts.astype(np.uint64), order=order, inputs="x")
+def every_choice(work: Workload) -> Iterator[tuple[Any, ...]]:
+    """(sides, cuts, embedding, head) of every placement."""
+    n, cuts = work.shape.n_layers, [int(cut) for cut in work.cuts()]
+    sides = itertools.product((CPU, GPU), repeat=n)
+    return itertools.product(sides, itertools.product(cuts, repeat=n), (CPU, GPU), (CPU, GPU))
 
 
-def greedy(layers: list[Layer], budget: int) -> tuple[int, ...]:
-    """Cuts by a simple rule: the groups with most activations a byte, until the budget is used."""
-    picks, left = [0] * len(layers), budget
-    while True:
-        best, choice = 0.0, None
-        for n, layer in enumerate(layers):
-            j = picks[n] + 1
-            if j < len(layer.cuts) and (cost := int(layer.nbytes[j] - layer.nbytes[j - 1])) <= left:
-                worth = int(layer.masses[j] - layer.masses[j - 1]) / cost
-                if choice is None or worth > best:
-                    best, choice = worth, (n, cost)
-        if choice is None:
-            return tuple(int(layer.cuts[j]) for layer, j in zip(layers, picks, strict=True))
-        picks[choice[0]] += 1
-        left -= choice[1]
+def brute(work: Workload, m: Machine, vram: int, ram: int) -> Choice | None:
+    """Least time, GPU bytes, RAM; then GPU first and larger cuts, in the order of the stages."""
+    costs, sizes, best = costs_of(work, m), Sizes.of(work), None
+    for sides, cuts, embedding, head in every_choice(work):
+        choice = Choice(sides=sides, cuts=cuts, embedding=embedding, head=head)
+        here, there = (sum(part.values()) for part in sizes.used(choice))
+        if there > vram or here > ram:
+            continue
+        layers = tuple(x for side, cut in zip(sides, cuts, strict=True) for x in (-side, -cut))
+        time = token_time(costs, sides, cuts, embedding, head).total
+        key = (time, there, here, (-embedding, *layers, -head))
+        if best is None or key < best[0]:
+            best = (key, choice)
+    return None if best is None else best[1]
 
 
-def best_of_all(choices: list[Choice], capacity: int) -> tuple[int, ...]:
-    """The tie rule spelt out: most value, least weight, then the heaviest options first."""
-
-    def rank(picks: tuple[int, ...]) -> tuple[int, ...]:
-        weights = [int(c.weights[j]) for c, j in zip(choices, picks, strict=True)]
-        return (sum(int(c.values[j]) for c, j in zip(choices, picks, strict=True)), -sum(weights), *weights)
-
-    every = itertools.product(*(range(len(c.weights)) for c in choices))
-    fitting = (p for p in every if sum(int(c.weights[j]) for c, j in zip(choices, p, strict=True)) <= capacity)
-    return max(fitting, key=rank)
-
-
-@pytest.mark.parametrize("spread", [3, 50, 10**9], ids="values below {}".format)
-def test_the_knapsack_equals_brute_force_on_random_instances(spread: int) -> None:
-    rng = np.random.default_rng(spread)
-    for _ in range(700):
-        choices = []
-        for _ in range(rng.integers(1, 5)):
-            n = rng.integers(1, 5)
-            weights = np.concatenate([[0], np.cumsum(rng.integers(1, spread, n))])
-            values = np.concatenate([[0], rng.integers(0, spread, n)])
-            choices.append(Choice(weights.astype(np.int64), values.astype(np.int64)))
-        capacity = int(rng.integers(0, 1 + sum(int(c.weights[-1]) for c in choices)))
-        found = solve(choices, capacity)
-        assert found.picks == best_of_all(choices, capacity), (choices, capacity)
-        assert found.value <= found.relaxed
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_brute_force_over_cuts_and_sides(seed: int) -> None:
+    """Ranks, rungs, formats, bandwidths, crossings and both budgets vary; every placement is tried."""
+    rng = np.random.default_rng(seed)
+    for case in range(15):
+        work, m = random_workload(rng), random_machine(rng)
+        sizes = Sizes.of(work)
+        vram = int(rng.integers(0, sizes.all_on_gpu * 11 // 10))
+        tight = rng.random() < 0.5
+        ram = sizes.everything - vram + int(rng.integers(0, vram + 1)) if tight else MUCH
+        expected = brute(work, m, vram, ram)
+        if expected is None:
+            with pytest.raises(DoesNotFitError):
+                place(work, m, vram, ram)
+        else:
+            assert place(work, m, vram, ram).choice == expected, (seed, case)
 
 
-@pytest.mark.parametrize("sync_us", [0.0, 0.3, 0.8])
-def test_cuts_equal_the_best_subset_of_groups(sync_us: float) -> None:
-    """Over all subsets of 64-neuron groups, hand-over rule included; the last group is ragged."""
+def test_three_layers_equal_brute_force() -> None:
+    rng = np.random.default_rng(9)
+    for _ in range(6):
+        work, m = random_workload(rng, layers=3), random_machine(rng)
+        vram = Sizes.of(work).all_on_gpu * int(rng.integers(20, 100)) // 100
+        assert place(work, m, vram, MUCH).choice == brute(work, m, vram, MUCH)
+
+
+def test_more_budget_is_never_slower_and_greedy_never_faster() -> None:
+    work = workload(np.random.default_rng(1).integers(0, 1000, (4, 640)))
+    whole = Sizes.of(work).all_on_gpu
+    found = [place(work, machine(0.05), whole * share // 10, MUCH) for share in range(11)]
+    times = [p.time.total for p in found]
+    assert times == sorted(times, reverse=True)
+    assert found[-1].choice.cuts == (640,) * 4
+    assert all(p.second_opinion is not None and p.second_opinion.total >= p.time.total for p in found)
+    assert all(p.bound_ns is not None and p.bound_ns <= p.time.ns for p in found)
+
+
+def test_greedy_keeps_the_budgets_and_says_its_name() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        work, m = random_workload(rng, layers=3, groups=4), random_machine(rng)
+        vram = Sizes.of(work).all_on_gpu * int(rng.integers(0, 110)) // 100
+        found = place(work, m, vram, MUCH, solver="greedy")
+        assert sum(found.gpu_bytes.values()) <= vram
+        assert (found.solver, found.gap) == ("greedy", None)
+
+
+def test_hot_mass_has_the_most_activations_of_all_placements_with_its_sides() -> None:
     rng = np.random.default_rng(7)
-    for _ in range(60):
-        counts = rng.integers(0, 1000, (2, 64 * 3 + 20))
-        p, m = profile(counts), machine(sync_us)
-        ranks = [None, 5]
-        sizes = [neuron_bytes(p.decoder, FORMATS, rank) for rank in ranks]
-        budget = int(rng.integers(0, sum(sizes) * counts.shape[1] + 1))
-        found = place(layers_of(p, FORMATS, ranks, m), budget, int(counts.sum()))
-
-        ordered = p.ordered_counts().astype(int)
-        groups = [slice(s, min(s + 64, ordered.shape[1])) for s in range(0, ordered.shape[1], 64)]
-        best = 0
-        for chosen in itertools.product(itertools.product([0, 1], repeat=len(groups)), repeat=2):
-            neurons = [sum(g.stop - g.start for g, on in zip(groups, c, strict=True) if on) for c in chosen]
-            least = [least_neurons(m, size) for size in sizes]
-            enough = all(n == 0 or n >= (c or 0) for n, c in zip(neurons, least, strict=True))
-            # With a ragged last group only prefixes are cuts of whole groups: a set may skip to it, a prefix may not.
-            ragged = any(c[-1] and not all(c) for c in chosen)
-            if enough and not ragged and sum(n * s for n, s in zip(neurons, sizes, strict=True)) <= budget:
-                mass = sum(
-                    ordered[n, g].sum() for n, c in enumerate(chosen) for g, on in zip(groups, c, strict=True) if on
-                )
-                best = max(best, int(mass))
-        assert found.hot_mass == best
-        assert found.used_bytes <= budget
+    for sync_us in (0.0, 0.3, 0.8):
+        m = machine(sync_us)
+        for _ in range(10):
+            work = workload(rng.integers(0, 1000, (2, 64 * 3 + 20)))
+            sizes = Sizes.of(work)
+            vram = int(rng.integers(0, sizes.all_on_gpu))
+            found = place(work, m, vram, MUCH, objective="hot-mass")
+            least = least_neurons(m, sizes.parts.neuron)
+            best = 0
+            for cuts in itertools.product([int(c) for c in work.cuts()], repeat=2):
+                used = sizes.used(replace(found.choice, cuts=cuts))[GPU]
+                if sum(used.values()) <= vram and all(c == 0 or c >= (least or 0) for c in cuts):
+                    best = max(best, sum(int(row[:c].sum()) for row, c in zip(work.counts, cuts, strict=True)))
+            mass = sum(int(row[:c].sum()) for row, c in zip(work.counts, found.choice.cuts, strict=True))
+            assert mass == best
+            assert sum(found.gpu_bytes.values()) <= vram
 
 
-def test_more_budget_never_holds_less_and_greedy_never_more() -> None:
-    p = profile(np.random.default_rng(1).integers(0, 1000, (4, 640)))
-    layers = layers_of(p, FORMATS, [None] * 4, machine(0.2))
-    whole = sum(int(layer.nbytes[-1]) for layer in layers)
-    masses = [place(layers, whole * share // 20, 10**9).hot_mass for share in range(21)]
-    assert masses == sorted(masses)
-    assert masses[-1] == int(p.counts.sum())
-    for share in (3, 9, 15):
-        budget = whole * share // 20
-        cuts = greedy(layers, budget)
-        mass = sum(int(la.masses[np.searchsorted(la.cuts, cut)]) for la, cut in zip(layers, cuts, strict=True))
-        assert mass <= place(layers, budget, 10**9).hot_mass
+def test_time_is_no_worse_than_hot_mass() -> None:
+    rng = np.random.default_rng(8)
+    for _ in range(10):
+        work, m = random_workload(rng, layers=3, groups=4), random_machine(rng)
+        vram = Sizes.of(work).all_on_gpu * int(rng.integers(5, 100)) // 100
+        assert place(work, m, vram, MUCH).time.total <= place(work, m, vram, MUCH, objective="hot-mass").time.total
 
 
-def test_the_digest_knows_counts_and_budget() -> None:
-    counts = np.random.default_rng(2).integers(1, 1000, (2, 256))
-    layers = layers_of(profile(counts), FORMATS, [None, None], machine())
-    one = place(layers, 50_000, int(counts.sum()))
-    assert one.digest() == place(layers, 50_000, int(counts.sum())).digest()
-    assert one.digest() != place(layers, 50_001, int(counts.sum())).digest()
-    counts[0, counts[0].argmax()] += 1
-    assert one.digest() != place(layers_of(profile(counts, 2000), FORMATS, [None, None], machine()), 50_000, 0).digest()
+def test_bytes_by_part_are_all_bytes_once() -> None:
+    """Whatever goes to the GPU leaves RAM, but for a tied matrix that is needed in both."""
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        work = random_workload(rng)
+        sizes = Sizes.of(work)
+        found = place(work, machine(), sizes.all_on_gpu // 2, MUCH)
+        both = {name: found.gpu_bytes[name] + found.ram_bytes[name] for name in found.gpu_bytes if name != "scratch"}
+        twice = work.shape.tied_head and found.choice.embedding != found.choice.head
+        both["embedding"] -= sizes.parts.embedding if twice else 0
+        assert sum(both.values()) + sizes.scratch[CPU] == sizes.everything
+
+
+def changed(work: Workload, m: Machine) -> list[tuple[Workload, Machine, int, int, str]]:
+    counts = work.counts.copy()
+    counts[0, 0] -= 1
+    cpu = m.cpu.model_copy(update={"bandwidth_gb_per_s": 40.1})
+    return [
+        (replace(work, counts=counts), m, 60_000, MUCH, "time"),
+        (replace(work, tokens=1001), m, 60_000, MUCH, "time"),
+        (replace(work, context=17), m, 60_000, MUCH, "time"),
+        (replace(work, layers=(LayerWork(rung="dense"),) * 2), m, 60_000, MUCH, "time"),
+        (replace(work, formats={**work.formats, "head": "q8"}), m, 60_000, MUCH, "time"),
+        (work, m.model_copy(update={"cpu": cpu}), 60_000, MUCH, "time"),
+        (work, m, 60_001, MUCH, "time"),
+        (work, m, 60_000, MUCH - 1, "time"),
+        (work, m, 60_000, MUCH, "hot-mass"),
+    ]
+
+
+def test_the_digest_knows_every_input_and_no_name() -> None:
+    work, m = workload(np.random.default_rng(2).integers(1, 1000, (2, 256))), machine()
+    digests = {place(w, x, v, r, objective=o).digest for w, x, v, r, o in changed(work, m)}
+    own = place(work, m, 60_000, MUCH).digest
+    assert len(digests | {own}) == len(changed(work, m)) + 1
+    renamed = m.model_copy(update={"name": "other", "source": "elsewhere"})
+    assert place(work, renamed, 60_000, MUCH).digest == own
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    work = workload(np.random.default_rng(2).integers(1, 1000, (3, 256)))
+    sizes = Sizes.of(work)
+    vram, ram = sizes.all_on_gpu // 4, (sizes.everything + sizes.scratch[CPU]) // 2
+    with pytest.raises(DoesNotFitError) as caught:
+        place(work, machine(), vram, ram)
+    error = caught.value
+    assert error.exit_code == 4
+    assert str(sizes.everything) in str(error.expected)
+    assert f"{vram} bytes of GPU memory and {ram} bytes of RAM" in str(error.found)
+    more_ram, more_vram = (int(part.split()[0]) for part in str(error.remedy).split(" or "))
+    place(work, machine(), vram, more_ram)
+    place(work, machine(), more_vram, ram)
+
+
+def test_without_a_gpu_everything_is_on_the_cpu() -> None:
+    work, m = workload(np.full((2, 128), 5)), machine(gpu=None, link=None)
+    found = place(work, m, MUCH, MUCH)
+    assert (found.choice.uses_gpu, sum(found.gpu_bytes.values())) == (False, 0)
+    assert ladder(work, m) == ()
+    with pytest.raises(DoesNotFitError):
+        ladder(work, m, ram=1000)
 
 
 def test_least_neurons_pays_for_the_hand_over_exactly() -> None:
@@ -139,33 +190,23 @@ def test_least_neurons_pays_for_the_hand_over_exactly() -> None:
     assert least is not None
     gain = nbytes / 40e9 - nbytes / 400e9
     assert least * gain >= 50e-6 > (least - 1) * gain
-    slow = m.model_copy(update={"gpu": Gpu(name="g", vram_gib=1.0, bandwidth_gb_per_s=30.0)})
+    slow = machine(gpu=Gpu(name="g", vram_gib=1.0, bandwidth_gb_per_s=30.0))
     assert least_neurons(slow, nbytes) is None
-    assert least_neurons(m.model_copy(update={"gpu": None, "link": None}), nbytes) is None
-
-
-def test_a_neuron_is_all_its_rows() -> None:
-    gated, plain = small_decoder(d_model=100), small_decoder("opt", d_model=100)
-    assert neuron_bytes(gated, FORMATS, None) == 3 * 256  # 200 bytes, padded to cache lines
-    assert neuron_bytes(gated, FORMATS, 40) == 3 * 256 + 128 + 4
-    assert neuron_bytes(plain, FORMATS, None) == 2 * 256 + 4
+    assert least_neurons(machine(gpu=None, link=None), nbytes) is None
 
 
 def test_the_ladder_rises_and_takes_further_budgets() -> None:
-    p = profile(np.random.default_rng(3).integers(0, 1000, (3, 640)))
-    plans = ladder(p, FORMATS, [None] * 3, machine(), [60_000])
+    work = workload(np.random.default_rng(3).integers(0, 1000, (3, 640)))
+    found = ladder(work, machine(), [90_000])
+    plans = [p.plan for p in found]
     budgets = [plan.vram_bytes for plan in plans]
-    assert 60_000 in budgets
+    assert 90_000 in budgets
     assert budgets == sorted(set(budgets))
     assert plans[-1].cuts == (640, 640, 640)
+    assert plans[-1].attention == ("gpu",) * 3
     assert all(plan.used_bytes <= plan.vram_bytes for plan in plans)
-    assert ladder(p, FORMATS, [None] * 3, machine().model_copy(update={"gpu": None})) == ()
-
-
-def test_a_layer_with_one_group_only() -> None:
-    layer = Layer(cuts=np.array([0, 40]), masses=np.array([0, 9]), nbytes=np.array([0, 400]))
-    assert place([layer], 399, 9).cuts == (0,)
-    assert place([layer], 400, 9).cuts == (40,)
+    with pytest.raises(DoesNotFitError, match="100 bytes hold no part"):
+        ladder(work, machine(), [100])
 
 
 @pytest.mark.parametrize("path", sorted(library().glob("*.toml")), ids=lambda p: p.stem)

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from placeable import machine, workload
 from synthetic import small_decoder
 
 from pi_compile import report
 from pi_compile.activations import ActivationProfile
-from pi_runtime.artifact.schema import Plan
+from pi_compile.placement import place
 
 
 def profile() -> ActivationProfile:
@@ -24,10 +25,13 @@ def test_profile_figures() -> None:
 
 
 def test_place_figures() -> None:
-    plans = [Plan(objective="hot-mass", vram_bytes=9, used_bytes=8, cuts=(20,))]
-    (row,) = report.place_report(plans, profile())["plans"]
-    assert row["hot_share"] == 0.5
-    assert report.place_report([], profile()) == {"plans": []}
+    work = workload(np.random.default_rng(0).integers(1, 1000, (2, 128)))
+    placement = place(work, machine(), 1 << 30, 1 << 40)
+    (row,) = report.place_report([placement])["plans"]
+    assert row["used_bytes"] == sum(row["gpu_bytes"].values())
+    assert row["predicted_tokens_per_s"] == 1e9 / placement.time.ns
+    assert (row["hot_share"], row["gap"], row["attention_layers"], row["smallest_cut"]) == (1.0, 0.0, 2, 128)
+    assert report.place_report([]) == {"plans": []}
 
 
 def test_no_digit_of_a_table_is_lost(capsys: pytest.CaptureFixture[str]) -> None:

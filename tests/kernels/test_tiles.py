@@ -11,7 +11,7 @@ from pi_runtime.kernels import tiles
 from pi_runtime.kernels.isa import ISA
 from pi_runtime.kernels.linear import DEEP_BYTES
 from pi_runtime.kernels.operand import block_sums_at, columns_at, padded, scales_at, stride_of
-from pi_runtime.kernels.tiles import PANEL, TOKENS, multiply_bytes, pack_bytes, pack_floats
+from pi_runtime.kernels.tiles import FLOAT_TOKENS, PANEL, TOKENS, multiply_bytes, pack_bytes, pack_floats
 
 pytestmark = pytest.mark.skipif(PANEL == 0, reason="no vector instructions")
 FLOATS, BYTES = ["f32", "f16", "bf16"], ["q8", "q4"]
@@ -70,23 +70,23 @@ def test_a_panel_of_bytes(fmt: str, last: int, first: int, blocks: int) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 33, 64])
-def test_floats_times_four_vectors(count: int) -> None:
-    """Results are added to what is there; four vectors may be one and the same."""
-    panel_KR, x_TK = random(2, count, PANEL), random(3, TOKENS, count)
-    out_TR = random(4, TOKENS + 1, PANEL)
-    before = out_TR.copy()
-    x, out = (tuple(int(row.ctypes.data) for row in rows) for rows in (x_TK, out_TR[:TOKENS]))
-    multiply_floats(panel_KR.ctypes.data, 4 * PANEL, count, x, out)
-    wanted = before[:TOKENS].astype(np.float64) + x_TK.astype(np.float64) @ panel_KR.astype(np.float64)
-    error = bound(count + 1, np.abs(before[:TOKENS]) + np.abs(x_TK) @ np.abs(panel_KR))
-    assert np.all(np.abs(out_TR[:TOKENS] - wanted) <= error)
-    np.testing.assert_array_equal(out_TR[TOKENS], before[TOKENS])
+@pytest.mark.parametrize("left", range(1, FLOAT_TOKENS + 2))
+def test_floats_times_some_vectors(count: int, left: int) -> None:
+    """Results are added to what is there; where vectors are missing, so many results behind are scratch."""
+    panel_KR, x_TK = random(2, count, PANEL), random(3, left, count)
+    out_TR = random(4, FLOAT_TOKENS + 1, PANEL)
+    before, tokens = out_TR.copy(), min(left, FLOAT_TOKENS)
+    multiply_floats(panel_KR.ctypes.data, 4 * PANEL, count, x_TK.ctypes.data, 4 * count, out_TR.ctypes.data, left)
+    wanted = before[:tokens].astype(np.float64) + x_TK[:tokens].astype(np.float64) @ panel_KR.astype(np.float64)
+    error = bound(count + 1, np.abs(before[:tokens]) + np.abs(x_TK[:tokens]) @ np.abs(panel_KR))
+    assert np.all(np.abs(out_TR[:tokens] - wanted) <= error)
+    np.testing.assert_array_equal(out_TR[FLOAT_TOKENS], before[FLOAT_TOKENS])
 
 
 @numba.njit
-def multiply_floats(panel: int, step: int, count: int, x: tuple[int, ...], out: tuple[int, ...]) -> None:
+def multiply_floats(panel: int, step: int, count: int, x: int, x_stride: int, out: int, left: int) -> None:
     """The intrinsic can be called from compiled code alone."""
-    tiles.multiply_floats(panel, step, count, x[0], x[1], x[2], x[3], out[0], out[1], out[2], out[3])
+    tiles.multiply_floats(panel, step, count, x, x_stride, out, 4 * PANEL, left)
 
 
 @pytest.mark.parametrize("fmt", BYTES)

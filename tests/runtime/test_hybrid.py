@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic import random_artifact, small_decoder
+from synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import load
 from pi_runtime.artifact.schema import Plan
@@ -18,7 +18,7 @@ CUTS = {"inside": (128, 64), "one-sided": (0, 200), "mixed": (192, 0)}
 
 
 def plans(cuts: tuple[int, ...]) -> list[Plan]:
-    return [Plan(objective="hot-mass", vram_bytes=1000, used_bytes=900, cuts=cuts)]
+    return [stored_plan(cuts, 1000, 900)]
 
 
 @pytest.fixture
@@ -88,10 +88,7 @@ def test_a_fault_on_either_side_surfaces_and_the_model_still_works(broken: str, 
 
 
 def test_the_budget_picks_the_plan(tmp_path: Path) -> None:
-    ladder = [
-        Plan(objective="hot-mass", vram_bytes=b, used_bytes=b - 1, cuts=(c, c))
-        for b, c in ((100, 0), (200, 64), (300, 128))
-    ]
+    ladder = [stored_plan((c, c), b, b - 1) for b, c in ((100, 0), (200, 64), (300, 128))]
     path = random_artifact(tmp_path / "a.pi", small_decoder(d_ff=200), plans=ladder)
     for budget, cut in ((99, 0), (198, 0), (199, 64), (10**9, 128), (None, 128)):
         with load(path, device="stand-in", vram_budget=budget) as model:

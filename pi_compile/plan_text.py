@@ -1,0 +1,48 @@
+"""A plan as a text to read."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pi_runtime.console import size
+
+
+def describe(found: Mapping[str, Any]) -> str:
+    """What is planned, where everything goes at the budget, and a line for each budget around it."""
+    lines = [f"{title:16}{text}".rstrip() for title, text in _lines(found)]
+    return "\n".join("".join(c if c.isprintable() else "�" for c in line) for line in lines)
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    formats = sorted(set(found["formats"].values()))
+    yield "model", f"{found['model']}, {found['parameters'] / 1e9:.2f} B parameters in {', '.join(formats)}"
+    yield "machine", f"{found['machine']}; context {found['context']:,}"
+    yield "activation", f"{found['density']:.1%} of the neurons fire for a token"
+    yield "", found["activation"]
+    rank = "" if found["predictor_rank"] is None else f", predictors of rank {found['predictor_rank']} by rule"
+    yield "ffn", f"{found['rung']}{rank}"
+    main = next(budget for budget in found["budgets"] if budget["percent"] == 0)
+    yield "", ""
+    yield "part", f"{'GPU':>12}{'RAM':>12}"
+    for part in main["ram"]:
+        yield f"  {part}", f"{size(main['gpu'].get(part, 0)):>12}{size(main['ram'][part]):>12}"
+    yield "  all", f"{size(sum(main['gpu'].values())):>12}{size(sum(main['ram'].values())):>12}"
+    shares = [cut / found["neurons"] for cut in main["cuts"]]
+    if any(shares):
+        many = f"{min(shares):.0%} to {max(shares):.0%} of a layer's neurons"
+        yield "on the GPU", f"{many}, {main['activations_on_gpu']:.0%} of activations"
+    yield "", ""
+    yield "a token takes", ", ".join(f"{part} {ms:.1f} ms" for part, ms in main["milliseconds"].items())
+    yield "", ""
+    yield "budget", f"{'GPU':>12}{'RAM':>12}{'decode':>12}{'prefill':>12}{'layer split':>14}   tokens/s"
+    for budget in found["budgets"]:
+        sizes = f"{size(budget['vram_bytes']):>12}{size(budget['ram_bytes']):>12}"
+        yield (
+            f"  {budget['percent']:{'+' if budget['percent'] else ''}} %",
+            sizes + (_rates(budget) if budget["fits"] else f"  {budget['why']}"),
+        )
+
+
+def _rates(budget: Mapping[str, Any]) -> str:
+    keys = ("decode_tokens_per_s", "prefill_tokens_per_s")
+    rates = "".join(f"{budget[key]:>12.1f}" for key in keys)
+    return f"{rates}{budget['layer_split_tokens_per_s']:>14.1f}"

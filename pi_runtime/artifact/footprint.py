@@ -1,0 +1,116 @@
+"""How many bytes running a model needs where: its parts, the key-value cache, and the buffers of a call.
+
+Placing, packing and running share these counts, as they share `sizes` for the arrays.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+from pi_runtime.artifact.formats import BLOCK
+from pi_runtime.artifact.sizes import ArraySpec
+
+CHUNKS, SHARES = 32, 128
+"""Partial sums of one FFN, and shares its neurons are cut into."""
+
+
+class Shape(Protocol):
+    """What sizes depend on, named as in `Decoder`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def d_model(self) -> int: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_heads(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def d_ff(self) -> int: ...
+    @property
+    def positions(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartBytes:
+    """Stored bytes of what running a model reads, by the parts that can lie in one memory or another.
+
+    Quantised matrices with their scales. Neuron order and counts are not read, and in no part.
+    """
+
+    embedding: int
+    """The matrix of tokens, and what brings it to the model's width."""
+    embedding_row: int
+    positions: int
+    head: int
+    """The matrix, or 0 where it is the embedding's (`tied_head`)."""
+    final_norm: int
+    attention: int
+    """Of one layer: attention and both norms; a router."""
+    ffn_bias: int
+    """Of one layer: `down_bias`, added once where the residual is."""
+    neuron: int
+    """One neuron: its rows of `first` and `rest`, and its biases."""
+    first: int
+    """Of these, what is read to know whether it fires: its row of `first`, and its biases."""
+
+    @classmethod
+    def of(cls, specs: Mapping[str, ArraySpec], vocab_size: int, neurons: int) -> Self:
+        """From the arrays of a model with at least one layer, and the neurons of a layer."""
+
+        def total(*starts: str) -> int:
+            return sum(s.nbytes for name, s in specs.items() if name.startswith(starts))
+
+        ffn = "layers/0/ffn/"
+        first = total(f"{ffn}first", f"{ffn}up_bias")
+        return cls(
+            embedding=total("embedding"),
+            embedding_row=total("embedding") // vocab_size,
+            positions=total("positions"),
+            head=total("head"),
+            final_norm=total("final_norm"),
+            attention=total("layers/0/attention/", f"{ffn}norm/", f"{ffn}router"),
+            ffn_bias=total(f"{ffn}down_bias"),
+            neuron=(first + total(f"{ffn}rest")) // neurons,
+            first=first // neurons,
+        )
+
+
+def predictor_bytes(specs: Mapping[str, ArraySpec], layer: int) -> int:
+    """Of one layer's predictor, 0 where it has none."""
+    return sum(s.nbytes for name, s in specs.items() if name.startswith(f"layers/{layer}/predictor/"))
+
+
+def kv_shape(decoder: Shape, context: int) -> tuple[int, ...]:
+    """(layers, 2, G, S, E): keys and values of `context` positions, float32."""
+    return (decoder.n_layers, 2, decoder.n_kv_heads, context, decoder.head_dim)
+
+
+def kv_bytes(decoder: Shape, positions: int, itemsize: int = 4) -> int:
+    """Keys and values of one layer for so many positions."""
+    return itemsize * math.prod(kv_shape(decoder, positions)[1:])
+
+
+def scratch_bytes(decoder: Shape, largest_rank: int, tokens: int, context: int) -> int:
+    """Buffers of calls of up to `tokens` tokens, and the table of rotary angles; a test holds it against the runtime's
+    own."""
+    d, t = decoder, tokens
+    heads = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim + d.n_heads * d.head_dim
+    floats = t * (2 * d.d_model + heads + 2 * d.d_ff + largest_rank + d.vocab_size)
+    width = _padded(d.d_model)
+    floats += d.d_ff + CHUNKS * (width + 51 * (width // BLOCK) + 132)
+    integers = 2 * d.d_ff + SHARES + 5 * d.n_layers
+    # The inputs of products, as floats and as bytes: 6.25 a column.
+    widest = max(d.d_model, d.n_heads * d.head_dim, largest_rank)
+    records = t * (_padded(widest) + _padded(largest_rank)) * 25 // 4
+    angles = context * d.head_dim if d.positions == "rope" else 0
+    return 4 * (floats + angles) + 8 * integers + records
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // 128) * 128

@@ -1,0 +1,187 @@
+"""Predicted against published tokens per second: this design, PowerInfer's, and a split by layers.
+
+    python tests/benchmarks/published.py [--format q4] [--solver greedy] [--svg docs/published.svg]
+
+The rows are the FP16 measurements of PowerInfer's figures 10 and 11 (SOSP'24; OPT-6.7B: its first version): tokens per
+second of llama.cpp at 512 tokens of output, and PowerInfer's steady rate, fitted to its three lengths of output. No
+constant belongs to a model: everything comes from the machine profiles, the published activations beside the models'
+configs, and what stands here with its source.
+"""
+
+import argparse
+import statistics
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+
+from pi_compile.bundled import bundled
+from pi_compile.curves import TOKENS, curve_counts, find_curve
+from pi_compile.machine_file import Machine, read_machine
+from pi_compile.placement import place
+from pi_compile.planned_model import find_planned
+from pi_compile.rivals import layer_split, powerinfer
+from pi_compile.shapes import parameters
+from pi_compile.units import PICO
+from pi_compile.untrained import PREDICTOR_SHARE
+from pi_compile.workload import LayerWork, Workload
+from pi_runtime.artifact.sizes import PARTS
+
+RESERVE = 2**30
+"""GPU memory that the driver, its context and buffers take: our assumption."""
+OUTPUT = 512
+"""Longest output; the cache is half full on average over prompt and output."""
+PREDICTOR_WEIGHTS = {
+    "facebook/opt-13b": 880,
+    "facebook/opt-66b": 3230,
+    "SparseLLM/ReluFalcon-40B": 3630,
+    "SparseLLM/ReluLLaMA-70B": 5660,
+}
+"""Millions, PowerInfer's table 6; for other models its mean share."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One measurement: tokens per second of llama.cpp and of PowerInfer."""
+
+    machine: str
+    model: str
+    prompt: int
+    layer_split: float
+    powerinfer: float
+
+
+ROWS = (
+    Published("pc-high", "facebook/opt-30b", 64, 1.6, 17.4),
+    Published("pc-high", "facebook/opt-30b", 128, 1.6, 17.5),
+    Published("pc-high", "facebook/opt-66b", 64, 0.6, 2.33),
+    Published("pc-high", "facebook/opt-66b", 128, 0.6, 2.36),
+    Published("pc-high", "SparseLLM/ReluFalcon-40B", 64, 1.1, 12.9),
+    Published("pc-high", "SparseLLM/ReluFalcon-40B", 128, 1.1, 12.1),
+    Published("pc-high", "SparseLLM/ReluLLaMA-70B", 64, 0.6, 2.0),
+    Published("pc-high", "SparseLLM/ReluLLaMA-70B", 128, 0.6, 2.0),
+    Published("pc-low", "PowerInfer/Bamboo-base-v0_1", 64, 7.3, 26.9),
+    Published("pc-low", "PowerInfer/Bamboo-base-v0_1", 128, 7.2, 25.5),
+    Published("pc-low", "facebook/opt-6.7b", 64, 7.4, 39.4),
+    Published("pc-low", "facebook/opt-6.7b", 128, 6.9, 36.2),
+    Published("pc-low", "facebook/opt-13b", 64, 1.9, 14.2),
+    Published("pc-low", "facebook/opt-13b", 128, 1.9, 12.7),
+    Published("pc-low", "facebook/opt-30b", 64, 0.6, 2.04),
+    Published("pc-low", "facebook/opt-30b", 128, 0.6, 1.94),
+    Published("pc-low", "SparseLLM/ReluLLaMA-13B", 64, 2.0, 10.1),
+    Published("pc-low", "SparseLLM/ReluLLaMA-13B", 128, 2.0, 10.1),
+)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The same three rates by the model of time."""
+
+    ours: float
+    layer_split: float
+    powerinfer: float
+
+
+def workload(model: str, prompt: int, fmt: str) -> Workload:
+    """A published model as PowerInfer ran it: its predictors' sizes, and a cache of 16 bit numbers."""
+    planned = find_planned(model, Path())
+    shape, activation = planned.shape, planned.activation
+    assert activation is not None
+    counts = curve_counts(find_curve(activation.curve), shape, activation.density).astype(np.int64)
+    published = PREDICTOR_WEIGHTS.get(model)
+    weights = published * 10**6 if published else int(parameters(shape) * Fraction(PREDICTOR_SHARE))
+    rank = weights // (shape.n_layers * (shape.d_model + shape.d_ff))
+    return Workload(
+        shape=shape,
+        formats=dict.fromkeys(PARTS, fmt),
+        tokens=TOKENS,
+        counts=counts,
+        layers=(LayerWork(rung="predicted", rank=rank),) * shape.n_layers,
+        context=prompt + OUTPUT,
+        kv_itemsize=2,
+    )
+
+
+def rivals(row: Published, fmt: str = "f16") -> tuple[float, float]:
+    """(split by layers, PowerInfer) predicted for one row."""
+    work, machine, vram = _given(row, fmt)
+    return layer_split(work, machine, vram).tokens_per_s, powerinfer(work, machine, vram).tokens_per_s
+
+
+def predict(row: Published, fmt: str = "f16", solver: str = "exact") -> Predicted:
+    """All three rates for one row."""
+    work, machine, vram = _given(row, fmt)
+    ours = place(work, machine, vram, int(machine.cpu.ram_gib * 2**30), solver=solver)
+    return Predicted(PICO / ours.time.total, *rivals(row, fmt))
+
+
+def _given(row: Published, fmt: str) -> tuple[Workload, Machine, int]:
+    machine = read_machine(bundled("machines") / f"{row.machine}.toml")
+    assert machine.gpu is not None
+    return workload(row.model, row.prompt, fmt), machine, int(machine.gpu.vram_gib * 2**30) - RESERVE
+
+
+def errors(pairs: list[tuple[float, float]]) -> list[float]:
+    """|predicted ÷ published − 1|."""
+    return [abs(predicted / published - 1) for predicted, published in pairs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--format", default="f16", help="number format of the weights; published are f16")
+    parser.add_argument("--solver", choices=("exact", "greedy"), default="exact", help="of this design's placement")
+    parser.add_argument("--svg", type=Path, help="draw the table")
+    args = parser.parse_args()
+    found = [predict(row, args.format, args.solver) for row in ROWS]
+    print(
+        "| machine | model | prompt | layer split | predicted | | PowerInfer | predicted | | this design, predicted |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row, p in zip(ROWS, found, strict=True):
+        split, power = p.layer_split / row.layer_split - 1, p.powerinfer / row.powerinfer - 1
+        print(
+            f"| {row.machine} | {row.model.split('/')[1]} | {row.prompt} | {row.layer_split} | {p.layer_split:.2f} "
+            f"| {split:+.0%} | {row.powerinfer} | {p.powerinfer:.1f} | {power:+.0%} | {p.ours:.1f} |"
+        )
+    split_median = statistics.median(errors([(p.layer_split, r.layer_split) for p, r in zip(found, ROWS, strict=True)]))
+    power_median = statistics.median(errors([(p.powerinfer, r.powerinfer) for p, r in zip(found, ROWS, strict=True)]))
+    print(f"\nmedian error: layer split {split_median:.1%}, PowerInfer {power_median:.1%}")
+    if args.svg:
+        draw(found, args.svg)
+
+
+def draw(found: list[Predicted], path: Path) -> None:
+    """One group of bars a row: published rates hollow, predicted ones filled."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams |= {"svg.hashsalt": "pi", "svg.fonttype": "none", "font.size": 9}
+    import matplotlib.pyplot as plt
+
+    kept = [(row, p) for row, p in zip(ROWS, found, strict=True) if row.prompt == 64]
+    figure, axis = plt.subplots(figsize=(9.2, 3.6))
+    bars = (
+        ("layer split, published", "#777", False, [r.layer_split for r, _ in kept]),
+        ("layer split, predicted", "#777", True, [p.layer_split for _, p in kept]),
+        ("PowerInfer, published", "#2a6f97", False, [r.powerinfer for r, _ in kept]),
+        ("PowerInfer, predicted", "#2a6f97", True, [p.powerinfer for _, p in kept]),
+        ("this design, predicted", "#c1121f", True, [p.ours for _, p in kept]),
+    )
+    for n, (label, colour, filled, values) in enumerate(bars):
+        places = [i + (n - 2) * 0.16 for i in range(len(kept))]
+        axis.bar(places, values, 0.14, label=label, edgecolor=colour, color=colour if filled else "white")
+    axis.set_yscale("log")
+    axis.set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"])
+    axis.set_ylabel("tokens per second, FP16")
+    names = [f"{r.model.split('/')[1].replace('-base-v0_1', '')}\n{r.machine}" for r, _ in kept]
+    axis.set_xticks(range(len(kept)), names, fontsize=7)
+    axis.grid(axis="y", color="#ddd", lw=0.5)
+    axis.set_axisbelow(True)
+    axis.legend(fontsize=7, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None}, facecolor="white")
+
+
+if __name__ == "__main__":
+    main()
