@@ -3,8 +3,8 @@
     row · x = Σ_j w_j x_j                                    f32, f16, bf16: float32 throughout
     row · x = Σ_b s_b t_b Σ_{j in b} w_j q_j                 q8, q4: integer sums in blocks of 32, exact
 
-with the vector as a record (see `operand`): q its integers and t their scales. `_portable` defines what the vector
-instructions compute, and is what runs where there are none.
+with the vector as a record (see `operand`): q its integers and t their scales. The `portable_` forms define what the
+vector instructions compute, and are what runs where there are none; those of q8 and q4 are in `block_rows`.
 """
 
 # The signatures of `generate` are numba's.
