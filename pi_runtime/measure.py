@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
+from pi_runtime.artifact.footprint import record_nbytes
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.sizes import ArraySpec
 from pi_runtime.kernels.compiling import leaf, operator
 from pi_runtime.kernels.linear import linear
 from pi_runtime.kernels.memory import Floats, Ints, Matrix, matrix
-from pi_runtime.kernels.operand import prepare, record_nbytes
+from pi_runtime.kernels.operand import prepare
 from pi_runtime.kernels.rows import row_dot, rows_ahead
 
 SLICES = 256

@@ -8,12 +8,13 @@ from rounding import product
 from stored import WEIGHT_FORMATS, Matrix, ffn_layer, records, store, store_integers
 from synthetic import small_decoder
 
+from pi_runtime.artifact.footprint import record_nbytes, sum_floats
 from pi_runtime.kernels import ffn, reference, table
 from pi_runtime.kernels.isa import ISA
 from pi_runtime.kernels.linear import linear
-from pi_runtime.kernels.operand import padded, record_nbytes
+from pi_runtime.kernels.operand import padded
 from pi_runtime.kernels.rows import row_dot
-from pi_runtime.kernels.weighted import add_rows, scratch_floats
+from pi_runtime.kernels.weighted import add_rows
 
 WIDTHS = (1, 33, 97, 225, 257, 700)
 
@@ -56,7 +57,7 @@ def check_weighted_sums(fmt: str) -> None:
     for count, columns in ((1, 31), (33, 97), (70, 300), (5, 512)):
         w, h_K = store(fmt, random(count, 90, columns)), random(2, count)
         index_K = np.random.default_rng(0).permutation(90)[:count]
-        y_P, scratch = np.zeros(padded(columns), np.float32), np.empty(scratch_floats(columns), np.float32)
+        y_P, scratch = np.zeros(padded(columns), np.float32), np.empty(sum_floats(columns), np.float32)
         add_rows(w.matrix, index_K, h_K, index_K, y_P, scratch.ctypes.data)
         # Every term may be off by half of 1/32767 of the largest one.
         error = count * 0.6 / 32767 * np.abs(h_K).max() * np.abs(w.values).max()

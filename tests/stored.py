@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.footprint import record_nbytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.quantisation import dequantise, quantise
 from pi_runtime.artifact.sizes import PARTS, array_specs, is_scales, scales_name
 from pi_runtime.kernels import reference, table
 from pi_runtime.kernels.buffers import Buffers, buffers
 from pi_runtime.kernels.memory import matrix
-from pi_runtime.kernels.operand import prepare, record_nbytes
+from pi_runtime.kernels.operand import prepare
 
 F32 = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]

@@ -15,10 +15,10 @@ from stored import Layer, Matrix, ffn_layer, store
 from synthetic import small_decoder
 
 from pi_runtime import load
+from pi_runtime.artifact.footprint import record_nbytes
 from pi_runtime.kernels import ffn, table
 from pi_runtime.kernels.attention import attend, remember
 from pi_runtime.kernels.linear import combine, linear
-from pi_runtime.kernels.operand import record_nbytes
 
 FOUND: dict[str, list[str]] = defaultdict(list)
 

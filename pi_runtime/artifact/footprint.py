@@ -12,7 +12,9 @@ from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.artifact.sizes import ArraySpec
 
 CHUNKS, SHARES = 32, 128
-"""Partial sums of one FFN, and shares its neurons are cut into."""
+"""Partial sums of one FFN, and shares its neurons are cut into: as many threads can take them."""
+PAD, GROUP_ROWS = 128, 32
+"""Columns that inputs are padded to a multiple of, and rows of q8 and q4 that are summed together."""
 
 
 class Shape(Protocol):
@@ -96,21 +98,32 @@ def kv_bytes(decoder: Shape, positions: int, itemsize: int = 4) -> int:
     return itemsize * math.prod(kv_shape(decoder, positions)[1:])
 
 
+def padded_width(columns: int) -> int:
+    """Columns with padding."""
+    return -(-columns // PAD) * PAD
+
+
+def record_nbytes(columns: int) -> int:
+    """The input of products: 4 bytes a column as float32, twice one as bytes, and 8 a block of scale and sum."""
+    return padded_width(columns) * 25 // 4
+
+
+def sum_floats(columns: int) -> int:
+    """What weighted sums of rows work in, as 4-byte numbers: of each block and row a weight and half a pair of 16-bit
+    ones, of each block three numbers; 8-byte addresses of the rows and of those to be fetched."""
+    blocks = padded_width(columns) // BLOCK
+    return blocks * (GROUP_ROWS + GROUP_ROWS // 2 + 3) + 4 * (GROUP_ROWS + 1)
+
+
 def scratch_bytes(decoder: Shape, largest_rank: int, tokens: int, context: int) -> int:
     """Buffers of calls of up to `tokens` tokens, and the table of rotary angles; a test holds it against the runtime's
     own."""
     d, t = decoder, tokens
     heads = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim + d.n_heads * d.head_dim
     floats = t * (2 * d.d_model + heads + 2 * d.d_ff + largest_rank + d.vocab_size)
-    width = _padded(d.d_model)
-    floats += d.d_ff + CHUNKS * (width + 51 * (width // BLOCK) + 132)
+    floats += d.d_ff + CHUNKS * (padded_width(d.d_model) + sum_floats(d.d_model))
     integers = 2 * d.d_ff + SHARES + 5 * d.n_layers
-    # The inputs of products, as floats and as bytes: 6.25 a column.
     widest = max(d.d_model, d.n_heads * d.head_dim, largest_rank)
-    records = t * (_padded(widest) + _padded(largest_rank)) * 25 // 4
+    records = t * (record_nbytes(widest) + record_nbytes(largest_rank))
     angles = context * d.head_dim if d.positions == "rope" else 0
     return 4 * (floats + angles) + 8 * integers + records
-
-
-def _padded(columns: int) -> int:
-    return -(-columns // 128) * 128

@@ -5,15 +5,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pi_runtime.artifact.footprint import CHUNKS, SHARES, padded_width, record_nbytes, sum_floats
 from pi_runtime.kernels.memory import Floats, Ints
-from pi_runtime.kernels.operand import record_nbytes
 from pi_runtime.kernels.table import Shape
-from pi_runtime.kernels.weighted import scratch_floats
 
-PARTS = 128
-"""Shares that neurons or candidates of an FFN are cut into; as many threads can take them."""
-CHUNKS = 32
-"""Partial sums of an FFN; as many threads can share them."""
 BLOCK_TOKENS = 64
 """Most tokens of one call."""
 
@@ -54,7 +49,6 @@ class Buffers(NamedTuple):
 def buffers(s: Shape, layers: int, largest_rank: int, tokens: int = BLOCK_TOKENS) -> Buffers:
     """Buffers for calls of up to `tokens` tokens."""
     f32: Any = np.float32
-    padded = -(-s.d_model // 128) * 128
     widest = max(s.d_model, s.heads * s.head_dim, largest_rank)
     return Buffers(
         x_TD=np.empty((tokens, s.d_model), f32),
@@ -69,9 +63,9 @@ def buffers(s: Shape, layers: int, largest_rank: int, tokens: int = BLOCK_TOKENS
         candidates_F=np.empty(s.d_ff, np.int64),
         index_F=np.empty(s.d_ff, np.int64),
         h_F=np.empty(s.d_ff, f32),
-        counts_B=np.empty(PARTS, np.int64),
-        sums_CP=np.empty((CHUNKS, padded), f32),
-        scratch_CX=np.empty((CHUNKS, scratch_floats(s.d_model)), f32),
+        counts_B=np.empty(SHARES, np.int64),
+        sums_CP=np.empty((CHUNKS, padded_width(s.d_model)), f32),
+        scratch_CX=np.empty((CHUNKS, sum_floats(s.d_model)), f32),
         rows_L2=np.zeros((layers, 2), np.int64),
         tally_L3=np.zeros((layers, 3), np.int64),
         logits_TV=np.empty((tokens, s.vocabulary), f32),

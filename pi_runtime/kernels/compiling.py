@@ -17,7 +17,7 @@ from typing import Any
 import llvmlite.binding
 import numba
 
-from pi_runtime.artifact import formats
+from pi_runtime.artifact import footprint, formats
 from pi_runtime.errors import UsageError
 from pi_runtime.kernels.isa import ISA
 
@@ -34,8 +34,9 @@ def cache_folder() -> Path:
     else (read-only home) the temporary folder. Raises UsageError where none can be written."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {ISA.name}".encode())
     digest.update(llvmlite.binding.get_host_cpu_features().flatten().encode())
-    # Kernels hold the format codes and the row alignment as constants.
-    for source in (*sorted(Path(__file__).parent.glob("*.py")), Path(formats.__file__)):
+    # Kernels hold format codes, alignments and sizes as constants.
+    contract = Path(formats.__file__), Path(footprint.__file__)
+    for source in (*sorted(Path(__file__).parent.glob("*.py")), *contract):
         digest.update(source.read_bytes())
     tried = []
     for base in _bases():

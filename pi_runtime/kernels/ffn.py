@@ -12,8 +12,9 @@ While a row is read, one that comes later is fetched.
 import numpy as np
 from numba import prange
 
+from pi_runtime.artifact.footprint import CHUNKS, SHARES
 from pi_runtime.kernels import table
-from pi_runtime.kernels.buffers import CHUNKS, PARTS, Buffers
+from pi_runtime.kernels.buffers import Buffers
 from pi_runtime.kernels.compiling import leaf, operator
 from pi_runtime.kernels.linear import combine, linear
 from pi_runtime.kernels.memory import Floats, Ints, Matrix, every, from_row, matrix, vector
@@ -58,13 +59,13 @@ def _predict(
     """
     rank, count = r_R.shape[0], high - low
     bias_F = vector(bias, high)
-    for share in prange(PARTS):
-        for k in range(rank * share // PARTS, rank * (share + 1) // PARTS):
+    for share in prange(SHARES):
+        for k in range(rank * share // SHARES, rank * (share + 1) // SHARES):
             r_R[k] = row_dot(down, k, k + rows_ahead(down), records)
     prepare(up.fmt, r_R, middle)
-    for share in prange(PARTS):
-        begin, found = count * share // PARTS, 0
-        for k in range(begin, count * (share + 1) // PARTS):
+    for share in prange(SHARES):
+        begin, found = count * share // SHARES, 0
+        for k in range(begin, count * (share + 1) // SHARES):
             if row_dot(up, low + k, low + k + rows_ahead(up), middle) + bias_F[low + k] > 0:
                 candidates_F[begin + found] = low + k
                 found += 1
@@ -77,9 +78,9 @@ def _fire(
 ) -> None:  # fmt: skip
     """`first` of the candidates (`listed`, else all from `low` on), and what fires: `index_F`, `h_F` share by share."""
     ahead = rows_ahead(first)
-    for share in prange(PARTS):
-        begin, kept = count * share // PARTS, 0
-        for k in range(begin, count * (share + 1) // PARTS):
+    for share in prange(SHARES):
+        begin, kept = count * share // SHARES, 0
+        for k in range(begin, count * (share + 1) // SHARES):
             i, later = low + k, low + k + ahead
             if listed:
                 i, later = candidates_F[k], candidates_F[min(k + ahead, count - 1)]
@@ -97,8 +98,8 @@ def _fire(
 def _close(count: int, counts_B: Ints, index_F: Ints) -> int:
     """Close the gaps between the shares of a list; returns its length."""
     kept = 0
-    for share in range(PARTS):
-        begin = count * share // PARTS
+    for share in range(SHARES):
+        begin = count * share // SHARES
         for k in range(counts_B[share]):
             index_F[kept] = index_F[begin + k]
             kept += 1
@@ -108,8 +109,8 @@ def _close(count: int, counts_B: Ints, index_F: Ints) -> int:
 @leaf
 def _close_both(count: int, counts_B: Ints, index_F: Ints, h_F: Floats) -> int:
     kept = 0
-    for share in range(PARTS):
-        begin = count * share // PARTS
+    for share in range(SHARES):
+        begin = count * share // SHARES
         if begin == kept:  # no gap so far
             kept += counts_B[share]
             continue
@@ -157,43 +158,43 @@ _serial_predict, _serial_fire, _serial_rest = leaf(_predict), leaf(_fire), leaf(
 
 
 @leaf
-def step(s: Shape, w: Ints, x_D: Floats, low: int, high: int, b: Buffers) -> tuple[int, int]:
-    """One token, on numba's threads: partial sums into `b.sums_CP`; returns (rows of `first` read, neurons kept)."""
+def _step(s: Shape, w: Ints, x_D: Floats, low: int, high: int, threaded: bool, b: Buffers) -> tuple[int, int]:
     records, count, listed = b.records.ctypes.data, high - low, w[table.RUNG] == table.PREDICTED
     prepare(max(s.ffn_format, s.predictor_format if listed else 0), x_D, records)
     if listed:
-        r_R, middle = b.r_TR[: w[table.RANK]], b.r_records.ctypes.data
-        bias, rows = w[table.PREDICTOR_BIAS], _predictor_rows(s, w)
-        _threaded_predict(rows[0], rows[1], bias, low, high, records, r_R, middle, b.candidates_F, b.counts_B)
+        down, up = _predictor_rows(s, w)
+        places = records, b.r_TR[: w[table.RANK]], b.r_records.ctypes.data, b.candidates_F, b.counts_B
+        if threaded:
+            _threaded_predict(down, up, w[table.PREDICTOR_BIAS], low, high, *places)
+        else:
+            _serial_predict(down, up, w[table.PREDICTOR_BIAS], low, high, *places)
         count = _close(count, b.counts_B, b.candidates_F)
     first, bias, dense = _first_rows(s, w), w[table.FIRST_BIAS], w[table.RUNG] == table.DENSE
-    lists = b.candidates_F, b.index_F, b.h_F, b.counts_B
-    _threaded_fire(first, bias, s.activation, dense, low, listed, count, records, *lists)
+    lists = records, b.candidates_F, b.index_F, b.h_F, b.counts_B
+    if threaded:
+        _threaded_fire(first, bias, s.activation, dense, low, listed, count, *lists)
+    else:
+        _serial_fire(first, bias, s.activation, dense, low, listed, count, *lists)
     kept = _close_both(count, b.counts_B, b.index_F, b.h_F)
-    rest, k, bias = _rest_rows(s, w), s.rest_rows, w[table.UP_BIAS]
-    down = every(rest, k, k - 1)
-    _threaded_rest(rest, down, k, bias, kept, records, b.index_F, b.h_F, b.sums_CP, b.scratch_CX)
+    rest, k = _rest_rows(s, w), s.rest_rows
+    last, sums = every(rest, k, k - 1), (records, b.index_F, b.h_F, b.sums_CP, b.scratch_CX)
+    if threaded:
+        _threaded_rest(rest, last, k, w[table.UP_BIAS], kept, *sums)
+    else:
+        _serial_rest(rest, last, k, w[table.UP_BIAS], kept, *sums)
     return count, kept
+
+
+@leaf
+def step(s: Shape, w: Ints, x_D: Floats, low: int, high: int, b: Buffers) -> tuple[int, int]:
+    """One token, on numba's threads: partial sums into `b.sums_CP`; returns (rows of `first` read, neurons kept)."""
+    return _step(s, w, x_D, low, high, True, b)
 
 
 @leaf
 def serial_step(s: Shape, w: Ints, x_D: Floats, low: int, high: int, b: Buffers) -> tuple[int, int]:
     """`step` on the calling thread alone, for the side that stands in for an accelerator."""
-    records, count, listed = b.records.ctypes.data, high - low, w[table.RUNG] == table.PREDICTED
-    prepare(max(s.ffn_format, s.predictor_format if listed else 0), x_D, records)
-    if listed:
-        r_R, middle = b.r_TR[: w[table.RANK]], b.r_records.ctypes.data
-        bias, rows = w[table.PREDICTOR_BIAS], _predictor_rows(s, w)
-        _serial_predict(rows[0], rows[1], bias, low, high, records, r_R, middle, b.candidates_F, b.counts_B)
-        count = _close(count, b.counts_B, b.candidates_F)
-    first, bias, dense = _first_rows(s, w), w[table.FIRST_BIAS], w[table.RUNG] == table.DENSE
-    lists = b.candidates_F, b.index_F, b.h_F, b.counts_B
-    _serial_fire(first, bias, s.activation, dense, low, listed, count, records, *lists)
-    kept = _close_both(count, b.counts_B, b.index_F, b.h_F)
-    rest, k, bias = _rest_rows(s, w), s.rest_rows, w[table.UP_BIAS]
-    down = every(rest, k, k - 1)
-    _serial_rest(rest, down, k, bias, kept, records, b.index_F, b.h_F, b.sums_CP, b.scratch_CX)
-    return count, kept
+    return _step(s, w, x_D, low, high, False, b)
 
 
 @leaf

@@ -12,19 +12,14 @@ signed weights: Σ (u − 8) q = Σ u q − 8 Σ q for q4, and 128 instead of 8 
 import numpy as np
 from numba import carray
 
+from pi_runtime.artifact.footprint import PAD
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.compiling import exact, leaf
 from pi_runtime.kernels.loading import GROUP_COLUMNS
 from pi_runtime.kernels.memory import Floats, is_quantised, pointer_of
 
-PAD = 128
 _TINY = np.float32(2.0**-126)
 """Below the smallest normal scale 1/s would overflow: such a block counts as zeros."""
-
-
-def record_nbytes(columns: int) -> int:
-    """Bytes of the record of one vector: 6.25 P."""
-    return -(-columns // PAD) * PAD * 25 // 4
 
 
 @leaf
@@ -35,7 +30,7 @@ def padded(columns: int) -> int:
 
 @leaf
 def stride_of(columns: int) -> int:
-    """Bytes from one record to the next: `record_nbytes`, for kernels."""
+    """Bytes from one record to the next: `footprint.record_nbytes`, for kernels."""
     return padded(columns) * 25 // 4
 
 

@@ -20,6 +20,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from pi_runtime.artifact.footprint import GROUP_ROWS
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels import vectors as v
 from pi_runtime.kernels.compiling import leaf
@@ -40,18 +41,10 @@ from pi_runtime.kernels.memory import (
 from pi_runtime.kernels.operand import padded
 from pi_runtime.kernels.rows import prefetch
 
-GROUP_ROWS = 32
 FEW_ROWS = 8
 """Rows of float formats that are worked off together, and how many rows early one is asked for."""
 _VECTORS = ISA.lanes > 0
 _TINY = np.float32(2.0**-126)
-
-
-def scratch_floats(columns: int) -> int:
-    """float32 that `add_rows` works in: c, n in pairs of 16-bit numbers, g, 1 / g and −8 Σ n of each block, and 64-bit
-    addresses of the rows and of those to be fetched."""
-    blocks = padded(columns) // BLOCK
-    return GROUP_ROWS * blocks + GROUP_ROWS // 2 * blocks + 3 * blocks + 4 * (GROUP_ROWS + 1)
 
 
 @leaf
@@ -64,7 +57,7 @@ def rows_at_once(fmt: int) -> int:
 def add_rows(m: Matrix, index_K: Ints, h_K: Floats, later_K: Ints, y_P: Floats, scratch: int) -> None:
     """y ← y + Σ h_k row(index_k); meanwhile the rows `later_K` are fetched into the second-level cache.
 
-    y has room for `padded(columns)`, `scratch` for `scratch_floats`.
+    y has room for `padded(columns)`, `scratch` for `footprint.sum_floats`.
     """
     count = index_K.shape[0]
     if not _VECTORS:

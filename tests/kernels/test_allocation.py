@@ -14,9 +14,9 @@ from stored import WEIGHT_FORMATS, ffn_layer, store
 from synthetic import random_artifact, small_decoder
 
 from pi_runtime import load
+from pi_runtime.artifact.footprint import record_nbytes
 from pi_runtime.kernels import ffn, table
 from pi_runtime.kernels.linear import linear
-from pi_runtime.kernels.operand import record_nbytes
 
 Count = Callable[..., int]
 

@@ -12,8 +12,9 @@ from stored import WEIGHT_FORMATS, Layer, ffn_layer
 from synthetic import small_decoder
 
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.footprint import CHUNKS
 from pi_runtime.kernels import ffn, reference, table
-from pi_runtime.kernels.buffers import BLOCK_TOKENS, CHUNKS
+from pi_runtime.kernels.buffers import BLOCK_TOKENS
 
 GROUP = 64
 

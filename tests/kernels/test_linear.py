@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from rounding import bound, product
 from stored import WEIGHT_FORMATS, Matrix, store, store_integers
 
+from pi_runtime.artifact.footprint import record_nbytes
 from pi_runtime.kernels.linear import COLUMNS, DEEP_BYTES, DEEP_FLOATS, ROWS, add_vector, combine, linear, norm
 from pi_runtime.kernels.memory import every, from_row
-from pi_runtime.kernels.operand import record_nbytes
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 FMT = st.sampled_from(WEIGHT_FORMATS)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from rounding import input_blocks
 from stored import WEIGHT_FORMATS, records
 
+from pi_runtime.artifact.footprint import record_nbytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.kernels import operand, reference
 
@@ -26,7 +27,7 @@ def parts_of(record: np.ndarray, columns: int) -> dict[str, np.ndarray]:
         nbytes = n * np.dtype(dtype).itemsize
         parts[name] = record[at : at + nbytes].view(dtype)
         at += nbytes
-    assert at == record.nbytes == operand.record_nbytes(columns)
+    assert at == record.nbytes == record_nbytes(columns)
     return parts
 
 
@@ -109,5 +110,5 @@ def test_float_formats_need_the_floats_alone(fmt: int) -> None:
 
 def test_records_of_tokens_lie_one_after_the_other() -> None:
     for columns in (1, 127, 128, 129, 2048):
-        assert operand.stride_of(columns) == operand.record_nbytes(columns)
+        assert operand.stride_of(columns) == record_nbytes(columns)
         assert operand.padded(columns) == padded(columns)

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from rounding import TINY, U, blocks_of, bound
 from stored import WEIGHT_FORMATS, Matrix, store, store_integers
 
+from pi_runtime.artifact.footprint import GROUP_ROWS, sum_floats
 from pi_runtime.kernels.isa import ISA
 from pi_runtime.kernels.operand import padded
-from pi_runtime.kernels.weighted import GROUP_ROWS, add_rows, scratch_floats
+from pi_runtime.kernels.weighted import add_rows
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
 COUNTS = [0, 1, 2, 3, 31, 32, 33, 70]
@@ -23,7 +24,7 @@ def summed(w: Matrix, index_K: np.ndarray, h_K: np.ndarray, before_D: np.ndarray
     columns = len(before_D)
     y_P = np.full(padded(columns) + 16, np.float32(7))
     y_P[:columns], y_P[columns:-16] = before_D, 0
-    scratch = np.full(scratch_floats(columns) + 16, np.nan, np.float32)
+    scratch = np.full(sum_floats(columns) + 16, np.nan, np.float32)
     scratch[-16:] = 7
     later_K = np.arange(len(w.values))[: len(h_K) % 5]
     add_rows(w.matrix, np.asarray(index_K, np.int64), h_K, later_K, y_P[:-16], scratch.ctypes.data)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from pi_runtime import measure
+from pi_runtime.artifact.footprint import record_nbytes
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.kernels.memory import matrix
-from pi_runtime.kernels.operand import record_nbytes
 
 
 @pytest.mark.parametrize("size", [measure.SLICES, measure.SLICES * 1001])
