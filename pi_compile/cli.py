@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pi_compile.cli_output import show, show_artifact, show_placements
 from pi_runtime import console
 
 if TYPE_CHECKING:
@@ -60,47 +61,6 @@ def _export(pipeline: "Pipeline", path: Path | None, *, trained: bool) -> None:
     console.say(f"{path}: written; [place] activations takes its path from the recipe's folder on")
 
 
-def _show(rows: dict[str, Any], pipeline: "Pipeline", as_json: bool) -> None:
-    if as_json:
-        console.print_json({**rows, "ran": pipeline.ran})
-        return
-    from pi_compile.report import print_report
-
-    print_report(rows)
-    console.say(_done(pipeline.ran))
-
-
-def _show_artifact(packed: dict[str, Any], ran: list[str], as_json: bool) -> None:
-    if as_json:
-        console.print_json({**packed, "ran": ran})
-    else:
-        if "quantisation" in packed:
-            from pi_compile.report import print_report
-
-            print_report({"quantisation": packed["quantisation"]})
-        console.say(_done(ran))
-        console.say(f"{packed['artifact']}: {console.size(packed['bytes'])}, sha256 {packed['sha256'][:16]}…")
-
-
-def _show_placements(rows: dict[str, Any], ran: list[str], as_json: bool) -> None:
-    if as_json:
-        console.print_json({**rows, "ran": ran})
-        return
-    from pi_compile.report import print_report
-
-    if not rows["plans"]:
-        console.say("no plans: the machine has no GPU, or nothing is worth a hand-over to it")
-    print_report({"plans": [{k: v for k, v in row.items() if k not in _LONG} for row in rows["plans"]]})
-
-
-_LONG = ("attention", "cuts", "context", "gpu_bytes", "ram_bytes_by_part", "digest")
-"""Keys of a placement that a table has no room for."""
-
-
-def _done(ran: list[str]) -> str:
-    return f"made: {', '.join(ran)}" if ran else "nothing to do: everything is up to date"
-
-
 @app.command()
 def init(
     model: Annotated[
@@ -133,7 +93,7 @@ def profile(
     from pi_compile import report
 
     with _pipeline(recipe, device) as pipeline:
-        _show(report.profile_report(pipeline.profile), pipeline, as_json)
+        show(report.profile_report(pipeline.profile), pipeline.ran, as_json)
         _export(pipeline, export, trained=False)
 
 
@@ -145,7 +105,7 @@ def train(
     from pi_compile import report
 
     with _pipeline(recipe, device) as pipeline:
-        _show(report.train_report(pipeline.trained), pipeline, as_json)
+        show(report.train_report(pipeline.trained), pipeline.ran, as_json)
         _export(pipeline, export, trained=True)
 
 
@@ -164,7 +124,7 @@ def place(
 
     if not (lock or locked or names_activations(recipe)):
         with _pipeline(recipe, device) as pipeline:
-            _show_placements(report.place_report(pipeline.placements), pipeline.ran, as_json)
+            show_placements(report.place_report(pipeline.placements), pipeline.ran, as_json)
         return
     from pi_compile import locks
 
@@ -174,7 +134,7 @@ def place(
         locks.check_lock(path, placed)
     elif lock:
         locks.write_lock(path, placed)
-    _show_placements(report.place_report(placed.placements), ["place"], as_json)
+    show_placements(report.place_report(placed.placements), ["place"], as_json)
     if lock or locked:
         console.say(f"{path}: {'written' if not locked else 'recomputed, and the same'}")
 
@@ -197,7 +157,7 @@ def pack(
 
     with console.progress("packing") as progress:
         packed = pack_plain(recipe, artifact_path(recipe, output), progress=progress, notice=console.say)
-    _show_artifact(packed, ["pack"], as_json)
+    show_artifact(packed, ["pack"], as_json)
 
 
 @app.command()
@@ -209,7 +169,7 @@ def build(
 
     path = artifact_path(recipe, output)
     with _pipeline(recipe, device) as pipeline:
-        _show_artifact(pipeline.pack(path), pipeline.ran, as_json)
+        show_artifact(pipeline.pack(path), pipeline.ran, as_json)
 
 
 @app.command("eval")
