@@ -91,7 +91,7 @@ class ActivationProfile:
         return profile
 
     def _check(self, path: Path) -> None:
-        expected = (self.decoder.n_layers, self.decoder.d_ff)
+        expected = (self.decoder.n_layers, self.decoder.neurons)
         if self.counts.shape != expected or self.order.shape != expected:
             raise ProfileError(f"{path}: wrong shape", expected=expected, found=(self.counts.shape, self.order.shape))
         if not np.array_equal(np.sort(self.order, axis=1), np.tile(np.arange(expected[1]), (expected[0], 1))):

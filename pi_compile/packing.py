@@ -78,7 +78,7 @@ def pack(
     text = read_text_files(checkpoint.folder, checkpoint.decoder.vocab_size)
     formats = resolve_formats(checkpoint, spec)
     layers = _layers(checkpoint.decoder, trained)
-    specs = array_specs(checkpoint.decoder, formats, [layer.rank for layer in layers], profile is not None)
+    specs = array_specs(checkpoint.decoder, formats, [layer.predictor for layer in layers], profile is not None)
     manifest = Manifest(
         decoder=checkpoint.decoder,
         formats=formats,

@@ -72,14 +72,14 @@ def estimate(d: Decoder, tokens: int, spec: ProfileSpec) -> Estimate:
     return Estimate(
         seconds=2 * layer * d.n_layers * tokens / flops_per_s,
         disk_bytes=spilled * tokens * d.d_model * 4,
-        memory_bytes=4 * (resident * layer + d.vocab_size * d.d_model + rows * (2 * d.d_ff + 6 * d.d_model)),
+        memory_bytes=4 * (resident * layer + d.vocab_size * d.d_model + rows * (2 * d.neurons + 6 * d.d_model)),
     )
 
 
 def layer_parameters(d: Decoder) -> int:
     """Weights of one layer."""
     attention = (2 * d.n_heads + 2 * d.n_kv_heads) * d.head_dim * d.d_model
-    return attention + (3 if d.ffn == "gated" else 2) * d.d_ff * d.d_model
+    return attention + (3 if d.ffn == "gated" else 2) * d.neurons * d.d_model
 
 
 def profile(
@@ -121,7 +121,7 @@ class _Run:
         files = [self.scratch / f"layers-{group.start}-shard-{n}.npz" for n in range(len(shards))]
         if not all(file.exists() for file in files):
             self._count_missing(group, shards, files)
-        counts = np.zeros((len(group), self.checkpoint.decoder.d_ff), np.uint64)
+        counts = np.zeros((len(group), self.checkpoint.decoder.neurons), np.uint64)
         bits = []
         for file in files:
             stored = read_arrays(file)
@@ -136,7 +136,7 @@ class _Run:
         for n, (shard, file) in enumerate(zip(shards, files, strict=True)):
             if file.exists():
                 continue
-            shape = (len(group), self.checkpoint.decoder.d_ff)
+            shape = (len(group), self.checkpoint.decoder.neurons)
             counts, bits = np.zeros(shape, np.int64), []
             for batch in range(shard.start, min(shard.stop, len(self.ids_NT)), self.spec.batch):
                 rows = slice(batch, min(batch + self.spec.batch, shard.stop, len(self.ids_NT)))
@@ -161,11 +161,11 @@ class _Run:
             x = torch.from_numpy(self._hidden(group.start)[rows]).to(self.spec.device)
         found = []
         for w in weights:
-            x = td.attention(d, w, x)
-            h = td.neurons(d, w, td.norm(d, w, "ffn/norm", x))
+            x, inputs = td.before_ffn(d, w, x)
+            h = td.neurons(d, w, inputs)
             fired = (h != 0).flatten(0, 1)
             found.append((count_fired(fired).cpu().numpy(), self._sample(fired, rows.start * self.ids_NT.shape[1])))
-            x = x + td.ffn_output(w, h)
+            x = td.after_ffn(d, w, x, td.ffn_output(w, h))
         if group.stop < d.n_layers:
             self._hidden(group.stop)[rows] = x.cpu().numpy()
         return found

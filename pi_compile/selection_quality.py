@@ -119,15 +119,14 @@ def judge(
 
 def layer_step(d: Decoder, w: td.Weights, x: torch.Tensor, predictor: Predictor | None, tally: Tally) -> torch.Tensor:
     """One layer with selection; adds to the tally."""
-    x = td.attention(d, w, x)
-    inputs = td.norm(d, w, "ffn/norm", x)
+    x, inputs = td.before_ffn(d, w, x)
     h = td.neurons(d, w, inputs)
     if predictor is None:
-        x = x + td.ffn_output(w, h)
+        x = td.after_ffn(d, w, x, td.ffn_output(w, h))
         tally.add(h, None, None, x)
         return x
     predicted = predictor.scores(inputs) > 0
     kept = torch.where(predicted, h, 0.0)
-    x = x + td.ffn_output(w, kept)
+    x = td.after_ffn(d, w, x, td.ffn_output(w, kept))
     tally.add(h, predicted, (h - kept) @ w["ffn/rest"][:, -1], x)
     return x

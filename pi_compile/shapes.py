@@ -1,22 +1,12 @@
-"""The sizes of a model, known from its config alone: enough to plan and place, before anything can run it.
+"""The sizes of a model, known from its config alone: enough to plan and place, before anything can run it."""
 
-Legend as in `pi_runtime.artifact.sizes`, and X experts. What a `Decoder` can say has the arrays of `array_specs`;
-beyond it:
-
-    layers/N/attention/norm only, where attention and FFN stand side by side and share their norm
-    layers/N/attention/{q_norm,k_norm} [E]
-    layers/N/ffn/router [X, D]     layers/N/ffn/{first,rest,order,counts} over X·F neurons, expert by expert
-    layers/N/predictor/{down [X·R, D], up [X·F, R]}
-    embedding_in [D, W], embedding_out [W, D] beside an embedding [V, W] narrower than the model     head_bias [V]
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Self
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales, scales_name
+from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +51,11 @@ class ModelShape:
         return self.n_experts * self.d_ff
 
     @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated, at most."""
+        return self.head_dim if self.positions == "rope" else 0
+
+    @property
     def sparse(self) -> bool:
         """Whether most activations are exactly zero."""
         return "relu" in self.activation
@@ -69,31 +64,15 @@ class ModelShape:
     def of(cls, d: Decoder) -> Self:
         """The shape of a decoder that the runtime knows."""
         shared = (name for name in cls.__dataclass_fields__ if hasattr(d, name))
-        return cls(**{name: getattr(d, name) for name in shared}, d_embedding=d.d_model)
+        return cls(**{name: getattr(d, name) for name in shared})
 
     def decoder(self) -> Decoder:
-        """The decoder nearest to it, with the neurons of all experts in one FFN. For sizes only: it may not run."""
+        """The decoder of this shape. For sizes only: its function is not known."""
+        shared = (name for name in Decoder.__dataclass_fields__ if name in self.__dataclass_fields__)
+        rotary = (1.0,) * (self.rotary_dim // 2)
+        fields = {name: getattr(self, name) for name in shared}
         return Decoder(
-            family=self.family,
-            vocab_size=self.vocab_size,
-            d_model=self.d_model,
-            n_layers=self.n_layers,
-            n_heads=self.n_heads,
-            n_kv_heads=self.n_kv_heads,
-            head_dim=self.head_dim,
-            d_ff=self.neurons,
-            context_length=self.context_length,
-            norm=self.norm,
-            norm_eps=1e-5,
-            positions=self.positions,
-            rope_theta=0.0,
-            position_offset=self.position_offset,
-            ffn=self.ffn,
-            activation=self.activation,
-            tied_head=self.tied_head,
-            qkv_bias=self.qkv_bias,
-            out_bias=self.out_bias,
-            ffn_bias=self.ffn_bias,
+            **fields, norm_eps=1e-5, rotary_frequencies=rotary, block="parallel" if self.shared_norm else "sequential"
         )
 
 
@@ -101,46 +80,10 @@ def shape_specs(
     shape: ModelShape, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool
 ) -> dict[str, ArraySpec]:
     """Every array of an artifact of this shape, as `array_specs` has them."""
-    specs: dict[str, ArraySpec] = {}
-    for name, spec in _adapted(shape, formats, ranks, profiled):
-        specs[name] = spec
-        if spec.scales is not None:
-            specs[scales_name(name)] = spec.scales
-    return specs
+    return array_specs(shape.decoder(), formats, ranks, profiled)
 
 
 def parameters(shape: ModelShape) -> int:
     """Weights of the model, norms and biases included."""
     specs = shape_specs(shape, dict.fromkeys(PARTS, "f32"), [None] * shape.n_layers, profiled=False)
     return sum(prod(spec.shape) for spec in specs.values())
-
-
-def _adapted(
-    s: ModelShape, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool
-) -> Iterator[tuple[str, ArraySpec]]:
-    for name, spec in array_specs(s.decoder(), formats, ranks, profiled).items():
-        part = name.split("/", 2)[2] if name.startswith("layers/") else name
-        if is_scales(name) or (s.shared_norm and part.startswith("ffn/norm")):
-            continue
-        if not s.final_norm and name.startswith("final_norm"):
-            continue
-        if part == "embedding" and s.d_embedding != s.d_model:
-            yield from _narrow_embedding(s, formats["embedding"])
-        elif part == "head" and s.d_embedding != s.d_model:
-            yield name, ArraySpec(formats["head"], (s.vocab_size, s.d_embedding))
-        elif part == "predictor/down":
-            yield name, ArraySpec(spec.format, (s.n_experts * spec.shape[0], spec.shape[1]))
-        else:
-            yield name, spec
-        if part == "attention/out" and s.qk_norm:
-            yield from ((name.replace("out", norm), ArraySpec("f32", (s.head_dim,))) for norm in ("q_norm", "k_norm"))
-        if part == "ffn/rest" and s.n_experts > 1:
-            yield name.replace("rest", "router"), ArraySpec("f32", (s.n_experts, s.d_model))
-    if s.head_bias:
-        yield "head_bias", ArraySpec("f32", (s.vocab_size,))
-
-
-def _narrow_embedding(s: ModelShape, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
-    yield "embedding", ArraySpec(fmt, (s.vocab_size, s.d_embedding))
-    yield "embedding_in", ArraySpec(fmt, (s.d_model, s.d_embedding))
-    yield "embedding_out", ArraySpec(fmt, (s.d_embedding, s.d_model))

@@ -33,6 +33,8 @@ def end_weights(checkpoint: Checkpoint, device: str) -> dict[str, Tensor]:
 def embed(d: Decoder, ends: Weights, ids_BT: Tensor) -> Tensor:
     """(B, T) ids → (B, T, D), positions from 0."""
     x_BTD = ends["embedding"][ids_BT]
+    if d.d_embedding != d.d_model:
+        x_BTD = F.linear(x_BTD, ends["embedding_in"])
     if d.positions == "learned":
         x_BTD = x_BTD + ends["positions"][d.position_offset : d.position_offset + ids_BT.shape[1]]
     return x_BTD
@@ -45,13 +47,32 @@ def norm(d: Decoder, w: Weights, name: str, x: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, d.norm_eps)
 
 
-def attention(d: Decoder, w: Weights, x_BTD: Tensor) -> Tensor:
-    """x + attention(norm(x)), causal, from position 0."""
-    batch, tokens, _ = x_BTD.shape
+def before_ffn(d: Decoder, w: Weights, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    """The first half of a block: the residual that the FFN's output is added to, and the FFN's input."""
+    if d.block == "post-norm":
+        x_BTD = norm(d, w, "attention/norm", x_BTD + attention(d, w, x_BTD))
+        return x_BTD, x_BTD
     normed = norm(d, w, "attention/norm", x_BTD)
-    qkv = F.linear(normed, w["attention/qkv"], w.get("attention/qkv_bias"))
+    attended = x_BTD + attention(d, w, normed)
+    if not d.shared_norm:
+        normed = norm(d, w, "ffn/norm", x_BTD if d.block == "parallel" else attended)
+    return attended, normed
+
+
+def after_ffn(d: Decoder, w: Weights, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+    """The block's output, from the residual and the FFN's output."""
+    x_BTD = x_BTD + y_BTD
+    return norm(d, w, "ffn/norm", x_BTD) if d.block == "post-norm" else x_BTD
+
+
+def attention(d: Decoder, w: Weights, x_BTD: Tensor) -> Tensor:
+    """Causal attention over (B, T, D) inputs, from position 0."""
+    batch, tokens, _ = x_BTD.shape
+    qkv = F.linear(x_BTD, w["attention/qkv"], w.get("attention/qkv_bias"))
     heads = qkv.view(batch, tokens, -1, d.head_dim).transpose(1, 2)
     q, k, v = torch.split(heads, [d.n_heads, d.n_kv_heads, d.n_kv_heads], dim=1)
+    if d.qk_norm:
+        q, k = (F.rms_norm(t, (d.head_dim,), w[f"attention/{n}_norm"], d.norm_eps) for t, n in ((q, "q"), (k, "k")))
     if d.positions == "rope":
         cos, sin = _rotary(d, tokens, x_BTD.device)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
@@ -59,39 +80,72 @@ def attention(d: Decoder, w: Weights, x_BTD: Tensor) -> Tensor:
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     mixed = mixed.transpose(1, 2).reshape(batch, tokens, -1)
-    return x_BTD + F.linear(mixed, w["attention/out"], w.get("attention/out_bias"))
+    return F.linear(mixed, w["attention/out"], w.get("attention/out_bias"))
 
 
-def neurons(d: Decoder, w: Weights, x: Tensor) -> Tensor:
-    """(…, D) normed FFN inputs → (…, F) neuron values h; zero exactly where a ReLU neuron does not fire."""
-    z = F.linear(x, w["ffn/first"], w.get("ffn/first_bias"))
+def activate_(d: Decoder, z: Tensor, threshold: float = 0.0) -> Tensor:
+    """a(z) in place, and 0 where its magnitude is at most the model's threshold or the given one."""
     # In place: at this width every further pass over (…, F) costs as much as a tenth of the product.
-    h = F.relu_(z) if d.activation == "relu" else F.silu(z, inplace=True)
+    match d.activation:
+        case "relu" | "drelu":
+            h = z.relu_()
+        case "relu2":
+            h = z.relu_().square_()
+        case "silu":
+            h = F.silu(z, inplace=True)
+        case kind:
+            h = F.gelu(z, approximate="tanh" if kind == "gelu_tanh" else "none")
+    limit = max(d.threshold, threshold)
+    return h.masked_fill_(h.abs() <= limit, 0.0) if limit > 0 else h
+
+
+def neurons(d: Decoder, w: Weights, x: Tensor, threshold: float = 0.0) -> Tensor:
+    """(…, D) normed FFN inputs → (…, X·F) neuron values h; zero exactly where a neuron does not fire.
+
+    With experts, each value times its expert's share of the token: 0 in those the router does not take.
+    """
+    z = F.linear(x, w["ffn/first"], w.get("ffn/first_bias"))
+    h = activate_(d, z, threshold)
     if d.ffn == "gated":
-        h *= F.linear(x, w["ffn/rest"][:, 0], w.get("ffn/up_bias"))
+        up = F.linear(x, w["ffn/rest"][:, 0], w.get("ffn/up_bias"))
+        h *= up.relu_() if d.activation == "drelu" else up
+    if d.n_experts > 1:
+        h *= routing(d, w, x).repeat_interleave(d.d_ff, -1)
     return h
 
 
+def routing(d: Decoder, w: Weights, x: Tensor) -> Tensor:
+    """(…, D) → (…, X) shares of the experts; see `pi_runtime.kernels.reference.routing`."""
+    values = F.linear(x, w["ffn/router"])
+    # A stable sort, unlike topk, takes the lower of two equal experts.
+    best = values.sort(dim=-1, descending=True, stable=True).indices[..., : d.experts_per_token]
+    return torch.zeros_like(values).scatter(-1, best, values.gather(-1, best).softmax(-1))
+
+
 def ffn_output(w: Weights, h: Tensor) -> Tensor:
-    """(…, F) neuron values → (…, D): Σ h_i rest_i + bias."""
+    """(…, X·F) neuron values → (…, D): Σ h_i rest_i + bias."""
     y = h @ w["ffn/rest"][:, -1]
     return y + w["ffn/down_bias"] if "ffn/down_bias" in w else y
 
 
 def logits(d: Decoder, ends: Weights, x_BTD: Tensor) -> Tensor:
-    head = ends["embedding" if d.tied_head else "head"]
-    return F.linear(norm(d, ends, "final_norm", x_BTD), head)
+    if d.final_norm:
+        x_BTD = norm(d, ends, "final_norm", x_BTD)
+    if d.d_embedding != d.d_model:
+        x_BTD = F.linear(x_BTD, ends["embedding_out"])
+    return F.linear(x_BTD, ends["embedding" if d.tied_head else "head"], ends.get("head_bias"))
 
 
 def _rotary(d: Decoder, tokens: int, device: Any) -> tuple[Tensor, Tensor]:
-    j = torch.arange(0, d.head_dim, 2, dtype=torch.float32, device=device) / d.head_dim
-    angles = torch.outer(torch.arange(tokens, dtype=torch.float32, device=device), 1.0 / d.rope_theta**j)
-    return angles.cos(), angles.sin()
+    frequencies = torch.tensor(d.rotary_frequencies, dtype=torch.float32, device=device)
+    angles = torch.outer(torch.arange(tokens, dtype=torch.float32, device=device), frequencies)
+    return angles.cos() * d.rotary_scale, angles.sin() * d.rotary_scale
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    half = cos.shape[-1]
+    a, b, others = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, others], dim=-1)
 
 
 def windows(tokens: np.ndarray[Any, np.dtype[Any]], length: int) -> Tensor:

@@ -200,11 +200,11 @@ class _Run:
                     if n == 0
                     else torch.from_numpy(before[rows].copy()).to(self.spec.device)
                 )
-                x = td.attention(d, w, x)
-                inputs = td.norm(d, w, "ffn/norm", x)
+                x, inputs = td.before_ffn(d, w, x)
                 flat = inputs.flatten(0, 1).numpy(force=True)
                 samples[start * ids.shape[1] : start * ids.shape[1] + len(flat)] = flat
-                after[rows] = (x + td.ffn_output(w, td.neurons(d, w, inputs))).numpy(force=True)
+                y = td.ffn_output(w, td.neurons(d, w, inputs))
+                after[rows] = td.after_ffn(d, w, x, y).numpy(force=True)
         return samples
 
     def _states(self, name: str, tokens: Tokens) -> HiddenStates:

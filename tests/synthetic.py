@@ -31,7 +31,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {
         "norm": "rms",
         "positions": "rope",
-        "rope_theta": 10000.0,
         "position_offset": 0,
         "ffn": "gated",
         "tied_head": False,
@@ -42,7 +41,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {
         "norm": "layer",
         "positions": "learned",
-        "rope_theta": 0.0,
         "position_offset": 2,
         "ffn": "plain",
         "tied_head": True,
@@ -55,7 +53,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 def small_decoder(family: str = "llama", **overrides: Any) -> Decoder:
     """A decoder of a few thousand weights: `llama` (gated, RMSNorm, rope) or `opt` (plain, LayerNorm, learned)."""
-    return Decoder(**{"family": family, **_SHAPE, **_FAMILIES[family], **overrides})
+    fields = {"family": family, **_SHAPE, **_FAMILIES[family], **overrides}
+    fields.setdefault("d_embedding", fields["d_model"])
+    if fields["positions"] == "rope":
+        fields.setdefault("rotary_frequencies", frequencies(fields["head_dim"]))
+    return Decoder(**fields)
+
+
+def frequencies(rotary_dim: int, theta: float = 10000.0) -> tuple[float, ...]:
+    """Plain rotary angles for one position."""
+    exponent = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    return tuple((np.float32(1) / np.float32(theta) ** exponent).tolist())
 
 
 def random_artifact(

@@ -1,5 +1,7 @@
 """The Llama family: RMSNorm, rotary positions, grouped-query attention, gated FFN with relu or silu."""
 
+import numpy as np
+
 from pi_compile.checkpoint.adapter import Adapter, Piece, of
 from pi_compile.checkpoint.config import Config
 from pi_compile.errors import CheckpointError
@@ -24,6 +26,7 @@ def _decoder(config: Config) -> Decoder:
         family=ADAPTER.family,
         vocab_size=config.size("vocab_size"),
         d_model=d_model,
+        d_embedding=d_model,
         n_layers=config.size("num_hidden_layers"),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
@@ -33,8 +36,7 @@ def _decoder(config: Config) -> Decoder:
         norm="rms",
         norm_eps=config.number("rms_norm_eps", 1e-6),
         positions="rope",
-        rope_theta=_rope_theta(config),
-        position_offset=0,
+        rotary_frequencies=frequencies(head_dim, _rope_theta(config)),
         ffn="gated",
         activation=config.choice("hidden_act", "silu", _ACTIVATIONS),
         tied_head=config.flag("tie_word_embeddings", default=ADAPTER.tied_by_default),
@@ -65,6 +67,12 @@ def _rope_theta(config: Config) -> float:
     if type(theta) not in (int, float) or not 0 < theta < float("inf"):
         raise CheckpointError(f"{config.path}: rope_theta", expected="a positive number", found=repr(theta))
     return float(theta)
+
+
+def frequencies(rotary_dim: int, theta: float) -> tuple[float, ...]:
+    """theta^(−2j / rotary_dim) for j < rotary_dim / 2, in float32 as transformers has it."""
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    return tuple((np.float32(1) / np.float32(theta) ** exponents).tolist())
 
 
 _READ_KEYS = """

@@ -5,14 +5,19 @@ import reprlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pi_runtime.artifact.decoder import ACTIVATIONS, FFNS, NORMS, POSITIONS, Decoder
+from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, FFNS, NORMS, POSITIONS, Decoder
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.sizes import PARTS, array_specs
 
 if TYPE_CHECKING:
     from pi_runtime.artifact.schema import Manifest, Plan
 
-RUNGS = ("dense", "gate", "predicted")
+RUNGS = ("dense", "gate", "threshold", "predicted", "sign")
+_CHOICES = {"norm": NORMS, "positions": POSITIONS, "block": BLOCKS, "ffn": FFNS, "activation": ACTIVATIONS}
+_SIZES = (
+    *("vocab_size", "d_model", "d_embedding", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff"),
+    *("n_experts", "experts_per_token", "context_length"),
+)
 OBJECTIVES = ("time", "hot-mass")
 SIDES = ("cpu", "gpu")
 REQUIRED_FILE = "tokenizer.json"
@@ -41,25 +46,35 @@ def contradictions(m: "Manifest") -> Iterator[str]:
 
 def _decoder(m: "Manifest") -> Iterator[str]:
     d = m.decoder
-    for name, allowed in (("norm", NORMS), ("positions", POSITIONS), ("ffn", FFNS), ("activation", ACTIVATIONS)):
+    for name, allowed in _CHOICES.items():
         if getattr(d, name) not in allowed:
             yield f"decoder.{name}: {getattr(d, name)!r} is none of {', '.join(allowed)}"
-    for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "context_length"):
+    for name in _SIZES:
         if not 1 <= getattr(d, name) < 2**31:
             yield f"decoder.{name}: {getattr(d, name)} is not a size"
     if d.n_kv_heads > 0 and d.n_heads % d.n_kv_heads:
         yield f"decoder.n_kv_heads: {d.n_kv_heads} does not divide n_heads {d.n_heads}"
+    if d.experts_per_token > d.n_experts:
+        yield f"decoder.experts_per_token: {d.experts_per_token} of {d.n_experts} experts"
     if not d.norm_eps > 0:
         yield f"decoder.norm_eps: {d.norm_eps} is not above 0"
+    if d.shared_norm and d.block != "parallel":
+        yield f"decoder.shared_norm: true in a {d.block} block"
+    if d.activation == "drelu" and d.ffn != "gated":
+        yield f"decoder.activation: drelu with a {d.ffn} FFN"
+    if not (d.threshold >= 0 and (d.sparse or d.threshold == 0)):
+        yield f"decoder.threshold: {d.threshold} with activation {d.activation}"
     yield from _position_problems(d)
 
 
 def _position_problems(d: Decoder) -> Iterator[str]:
     rope = d.positions == "rope"
-    if rope and d.head_dim % 2:
-        yield f"decoder.head_dim: {d.head_dim} is odd, and rope rotates halves"
-    if rope != (d.rope_theta > 0) or d.rope_theta < 0:
-        yield f"decoder.rope_theta: {d.rope_theta} with positions {d.positions}"
+    if rope != (d.rotary_dim > 0) or d.rotary_dim > d.head_dim:
+        yield f"decoder.rotary_frequencies: {d.rotary_dim // 2} with positions {d.positions}, head_dim {d.head_dim}"
+    if not all(f > 0 for f in d.rotary_frequencies):
+        yield "decoder.rotary_frequencies: not all are above 0"
+    if not d.rotary_scale > 0 or (not rope and d.rotary_scale != 1):
+        yield f"decoder.rotary_scale: {d.rotary_scale} with positions {d.positions}"
     if not 0 <= d.position_offset < 2**31 or (rope and d.position_offset):
         yield f"decoder.position_offset: {d.position_offset} with positions {d.positions}"
 
@@ -80,13 +95,19 @@ def _layers(m: "Manifest") -> Iterator[str]:
             yield f"layers[{n}]: rung predicted without a predictor"
         if layer.rank is not None and not 1 <= layer.rank <= d.d_model:
             yield f"layers[{n}].rank: {layer.rank} is not in 1…{d.d_model}"
+        if layer.rank is not None and layer.rung == "sign":
+            yield f"layers[{n}].rank: {layer.rank} on the rung sign"
+        if not layer.threshold >= 0 or (layer.threshold > 0 and layer.rung != "threshold"):
+            yield f"layers[{n}].threshold: {layer.threshold} on the rung {layer.rung}"
+        if not -d.d_model <= layer.margin <= d.d_model or (layer.margin and layer.rung != "sign"):
+            yield f"layers[{n}].margin: {layer.margin} on the rung {layer.rung}"
 
 
 def _plans(m: "Manifest") -> Iterator[str]:
     d = m.decoder
     for n, plan in enumerate(m.plans):
-        if len(plan.cuts) != d.n_layers or not all(0 <= cut <= d.d_ff for cut in plan.cuts):
-            yield f"plans[{n}].cuts: not one cut in 0…{d.d_ff} for each layer"
+        if len(plan.cuts) != d.n_layers * d.n_experts or not all(0 <= cut <= d.d_ff for cut in plan.cuts):
+            yield f"plans[{n}].cuts: not one cut in 0…{d.d_ff} for each layer and expert"
         if not 0 <= plan.used_bytes <= plan.vram_bytes < 2**63:
             yield f"plans[{n}]: {plan.used_bytes} bytes used of a budget of {plan.vram_bytes}"
         yield from (f"plans[{n}].{problem}" for problem in _plan(plan, d))
@@ -116,7 +137,7 @@ def _arrays(m: "Manifest") -> Iterator[str]:
     if not 0 <= m.profiled_tokens < 2**63:
         yield f"profiled_tokens: {m.profiled_tokens} is not a count"
         return
-    expected = array_specs(m.decoder, m.formats, [layer.rank for layer in m.layers], m.profiled_tokens > 0)
+    expected = array_specs(m.decoder, m.formats, [layer.predictor for layer in m.layers], m.profiled_tokens > 0)
     for name in sorted(expected.keys() ^ m.arrays.keys()):
         yield f"arrays.{name}: {'missing' if name in expected else 'not an array of this decoder'}"
     for name, spec in expected.items():

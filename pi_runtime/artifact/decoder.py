@@ -1,17 +1,31 @@
 """A decoder described by data: everything the forward pass must know beside the weights.
 
-One block is  x ← x + attention(norm(x));  x ← x + ffn(norm(x)).  The FFN is, per neuron i with activation a,
+One block, with n₁ and n₂ its norms, is
+
+    sequential   x ← x + attention(n₁(x));   x ← x + ffn(n₂(x))
+    parallel     x ← x + attention(n₁(x)) + ffn(n₂(x))               n₂ = n₁ where they share a norm
+    post-norm    x ← n₁(x + attention(x));   x ← n₂(x + ffn(x))
+
+The FFN is, per neuron i with activation a,
 
     plain   h_i = a(fc1_i · x + b_i)                       y = Σ h_i fc2_i + b
     gated   h_i = a(gate_i · x + b_i) (up_i · x + c_i)     y = Σ h_i down_i + b
+
+and with experts  y = Σ_e p_e y_e  over the experts_per_token experts e with the largest router_e · x, p the softmax of
+these values over those experts.
 """
 
 from dataclasses import dataclass
 
 NORMS = ("rms", "layer")
 POSITIONS = ("rope", "learned")
+BLOCKS = ("sequential", "parallel", "post-norm")
 FFNS = ("plain", "gated")
-ACTIVATIONS = ("relu", "silu")
+SPARSE_ACTIVATIONS = ("relu", "relu2", "drelu")
+ACTIVATIONS = (*SPARSE_ACTIVATIONS, "silu", "gelu", "gelu_tanh")
+"""`relu` max(z, 0);  `relu2` max(z, 0)²;  `drelu` max(z, 0) with the gated FFN's up · x + c likewise cut off at 0
+(TurboSparse);  `silu` z / (1 + e⁻ᶻ);  `gelu` z Φ(z), Φ the normal distribution;  `gelu_tanh` its usual approximation
+z/2 (1 + tanh(√(2/π) (z + 0.044715 z³)))."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,28 +36,45 @@ class Decoder:
     """Name of the adapter that read it; for display, no behaviour depends on it."""
     vocab_size: int
     d_model: int
+    d_embedding: int
+    """Width of the embedding. Where it is not `d_model`, a matrix brings it there, and another back before the head."""
     n_layers: int
     n_heads: int
     n_kv_heads: int
     """Heads of keys and values; a divisor of `n_heads` (grouped-query attention)."""
     head_dim: int
     d_ff: int
-    """Neurons of one FFN."""
+    """Neurons of one FFN; with experts, of one expert."""
+    n_experts: int = 1
+    experts_per_token: int = 1
+    """Experts that the router takes for a token; of one expert there is no router."""
     context_length: int
     """Positions the model was made for."""
+    block: str = "sequential"
+    shared_norm: bool = False
+    """Whether attention and FFN of a parallel block read the same norm's output."""
     norm: str
     """`rms`: x / √(mean x² + eps) · w;  `layer`: (x − mean) / √(var + eps) · w + b."""
     norm_eps: float
+    final_norm: bool = True
+    qk_norm: bool = False
+    """Whether each head of queries and keys goes through an `rms` norm before its rotation."""
     positions: str
-    """`rope`: halves of each head rotated by angles pos · theta^(−2j/head_dim);  `learned`: a table is added."""
-    rope_theta: float
-    """Base of the rotary angles; 0 where positions are learned."""
-    position_offset: int
+    """`rope`: the first 2J numbers of each head are two halves, rotated by angles pos · frequency_j;
+    `learned`: a table is added."""
+    rotary_frequencies: tuple[float, ...] = ()
+    """J angles for one position, float32 numbers; whatever scaling the model has is in them. () where learned."""
+    rotary_scale: float = 1.0
+    """Factor of cosine and sine (YaRN's attention factor)."""
+    position_offset: int = 0
     """Row of the learned table that holds position 0; 0 with rope."""
     ffn: str
     activation: str
+    threshold: float = 0.0
+    """A sparse activation's value a(z) counts as 0 unless it is above this (FATReLU, ProSparse)."""
     tied_head: bool
     """Whether the output head is the embedding table."""
+    head_bias: bool = False
     qkv_bias: bool
     out_bias: bool
     ffn_bias: bool
@@ -51,4 +82,14 @@ class Decoder:
     @property
     def sparse(self) -> bool:
         """Whether the activation is exactly zero for inactive neurons, so that skipping them is exact."""
-        return self.activation == "relu"
+        return self.activation in SPARSE_ACTIVATIONS
+
+    @property
+    def neurons(self) -> int:
+        """Neurons of a layer, all experts together."""
+        return self.n_experts * self.d_ff
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading numbers of a head that are rotated."""
+        return 2 * len(self.rotary_frequencies)

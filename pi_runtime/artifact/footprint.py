@@ -35,7 +35,7 @@ class Shape(Protocol):
     @property
     def d_ff(self) -> int: ...
     @property
-    def positions(self) -> str: ...
+    def rotary_dim(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,5 +125,5 @@ def scratch_bytes(decoder: Shape, largest_rank: int, tokens: int, context: int) 
     integers = 2 * d.d_ff + SHARES + 5 * d.n_layers
     widest = max(d.d_model, d.n_heads * d.head_dim, largest_rank)
     records = t * (record_nbytes(widest) + record_nbytes(largest_rank))
-    angles = context * d.head_dim if d.positions == "rope" else 0
+    angles = context * d.rotary_dim
     return 4 * (floats + angles) + 8 * integers + records

@@ -8,6 +8,7 @@ from typing import Any, Self, cast
 from pi_runtime.artifact.checks import RUNGS, contradictions
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import canonical_json, decode, parse_json
+from pi_runtime.artifact.sizes import SIGNS
 from pi_runtime.errors import ArtifactError
 
 __all__ = [
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 FORMAT_NAME = "pi-artifact"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 REMEDY = "copy or download it again, or pack it anew with `pi-compile build`"
 
 
@@ -55,10 +56,21 @@ class Layer:
     """How one layer's FFN is to be run."""
 
     rung: str
-    """`dense`: every neuron;  `gate`: `first` for all, `rest` where it is non-zero;  `predicted`: `first` on the
-    rows whose score  up · (down · x) + bias  is above 0, then `rest` where non-zero."""
+    """`dense`: every neuron;  `gate`: `first` for all, `rest` where the activation is not 0;  `threshold`: `rest` where
+    its magnitude is above `threshold`;  `predicted`: `first` on the rows whose score  up · (down · x) + bias  is
+    above 0, then `rest` where it is not 0;  `sign`: `first` on the rows where columns in which weight and input have
+    the same sign, less those in which they differ, are more than `margin`, then likewise."""
     rank: int | None = None
     """Rank of the predictor, None where there is none."""
+    threshold: float = 0.0
+    """On the rung `threshold`: magnitudes of the activation up to here count as 0 (CATS)."""
+    margin: int = 0
+    """On the rung `sign` (SparseInfer); an input of 0 counts as above 0."""
+
+    @property
+    def predictor(self) -> int | None:
+        """Rank of the predictor that is stored, `SIGNS`, or None."""
+        return SIGNS if self.rung == "sign" else self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +90,7 @@ class Plan:
     attention: tuple[str, ...]
     """Side of each layer's attention with its cache, norms and predictor."""
     cuts: tuple[int, ...]
-    """In layer l the neurons [0, cuts[l]) of the stored order belong to the GPU."""
+    """Of expert e in layer l the neurons [0, cuts[l · experts + e]) of its stored order belong to the GPU."""
     embedding: str
     head: str
     predicted_ns: int

@@ -1,18 +1,23 @@
 """Which arrays an artifact holds and how many bytes each takes: the one count that all parts of the toolchain share.
 
-Names are paths in the Zarr hierarchy. V vocabulary, D model width, H heads, G KV heads, E head width, F neurons,
-k = 1 (plain: fc2) or 2 (gated: up, down), R predictor rank.
+Names are paths in the Zarr hierarchy. V vocabulary, D model width, W embedding width, H heads, G KV heads, E head
+width, X experts, F neurons of all experts, k = 1 (plain: fc2) or 2 (gated: up, down), R predictor rank.
 
-    embedding [V, D]   positions [P, D]   head [V, D]   final_norm/weight [D]   final_norm/bias [D]
+    embedding [V, W]   positions [P, D]   head [V, W]   head_bias [V]   final_norm/weight [D]   final_norm/bias [D]
+    embedding_in [D, W]   embedding_out [W, D]   only where W is not D: x = in · e, and out · x goes to the head
     layers/N/attention/norm/{weight,bias} [D]   …/qkv [(H+2G)·E, D]   …/qkv_bias   …/out [D, H·E]   …/out_bias [D]
+    layers/N/attention/{q_norm,k_norm} [E]
     layers/N/ffn/norm/{weight,bias} [D]         …/first [F, D]        …/first_bias [F]
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D]
+    layers/N/ffn/router [X, D]
     layers/N/ffn/order [F]    original index of each stored neuron
     layers/N/ffn/counts [F]   how often it fired while profiling
-    layers/N/predictor/down [R, D]   …/up [F, R]   …/bias [F]
+    layers/N/predictor/down [X·R, D]   …/up [F, R]   …/bias [F]
+    layers/N/predictor/signs [F, ⌈D / 64⌉]   bit j % 64 of word j / 64 is set where column j of `first` is below 0
 
-`first` decides whether a neuron fires; `rest` is needed only when it does. Rows are neurons, hottest first. Beside
-every q8 or q4 matrix NAME […, D] stands NAME_scales […, ⌈D / 32⌉].
+`first` decides whether a neuron fires; `rest` is needed only when it does. Rows are neurons, expert by expert, in each
+the hottest first; `down` has R rows an expert. Beside every q8 or q4 matrix NAME […, D] stands
+NAME_scales […, ⌈D / 32⌉].
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +28,8 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 
 PARTS = ("embedding", "attention", "ffn", "head", "predictor")
+SIGNS = 0
+"""In the place of a rank: the predictor is the signs of `first`."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +97,14 @@ class FfnBytes:
         return 4 * (2 if self.d.ffn == "gated" else 1) if self.d.ffn_bias else 0
 
     def predictor(self, rank: int) -> int:
-        """A whole predictor: down, up and bias."""
-        down = ArraySpec(self.predictor_format, (rank, self.d.d_model)).nbytes_with_scales
+        """The predictor of one expert's neurons: down, up and bias, or the signs."""
+        down = ArraySpec(self.predictor_format, (rank, self.d.d_model)).nbytes_with_scales if rank != SIGNS else 0
         return down + self.d.d_ff * self.predictor_row(rank)
 
     def predictor_row(self, rank: int) -> int:
-        """One neuron's row of `up` and its bias."""
+        """One neuron's row of `up` and its bias, or its signs."""
+        if rank == SIGNS:
+            return _signs(1, self.d).nbytes
         return ArraySpec(self.predictor_format, (1, rank)).nbytes_with_scales + 4
 
 
@@ -104,8 +113,8 @@ def array_specs(
 ) -> dict[str, ArraySpec]:
     """Every array of an artifact, in the order it is written.
 
-    `formats` maps each of `PARTS` to a weight format; `ranks` has a predictor rank or None a layer; `profiled` says
-    whether neuron order and counts are stored. Norms and biases are always f32.
+    `formats` maps each of `PARTS` to a weight format; `ranks` has a predictor rank, `SIGNS` or None a layer; `profiled`
+    says whether neuron order and counts are stored. Norms, biases and routers are always f32.
     """
     specs = {}
     for name, spec in _plain_specs(decoder, formats, ranks, profiled):
@@ -118,43 +127,67 @@ def array_specs(
 def _plain_specs(
     d: Decoder, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool
 ) -> Iterator[tuple[str, ArraySpec]]:
-    yield "embedding", ArraySpec(formats["embedding"], (d.vocab_size, d.d_model))
+    narrow = d.d_embedding != d.d_model
+    yield "embedding", ArraySpec(formats["embedding"], (d.vocab_size, d.d_embedding))
+    if narrow:
+        yield "embedding_in", ArraySpec(formats["embedding"], (d.d_model, d.d_embedding))
     if d.positions == "learned":
         yield "positions", ArraySpec(formats["embedding"], (d.context_length + d.position_offset, d.d_model))
     for n, rank in enumerate(ranks):
         for name, spec in _layer_specs(d, formats, rank, profiled):
             yield f"layers/{n}/{name}", spec
-    yield from _norm(d, "final_norm")
+    if d.final_norm:
+        yield from _norm(d, "final_norm")
+    if narrow:
+        yield "embedding_out", ArraySpec(formats["embedding"], (d.d_embedding, d.d_model))
     if not d.tied_head:
-        yield "head", ArraySpec(formats["head"], (d.vocab_size, d.d_model))
+        yield "head", ArraySpec(formats["head"], (d.vocab_size, d.d_embedding))
+    if d.head_bias:
+        yield "head_bias", ArraySpec("f32", (d.vocab_size,))
 
 
 def _layer_specs(
     d: Decoder, formats: Mapping[str, str], rank: int | None, profiled: bool
 ) -> Iterator[tuple[str, ArraySpec]]:
-    qkv, heads = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim, d.n_heads * d.head_dim
-    yield from _norm(d, "attention/norm")
-    yield "attention/qkv", ArraySpec(formats["attention"], (qkv, d.d_model))
-    if d.qkv_bias:
-        yield "attention/qkv_bias", ArraySpec("f32", (qkv,))
-    yield "attention/out", ArraySpec(formats["attention"], (d.d_model, heads))
-    if d.out_bias:
-        yield "attention/out_bias", ArraySpec("f32", (d.d_model,))
-    yield from _norm(d, "ffn/norm")
-    yield "ffn/first", ArraySpec(formats["ffn"], (d.d_ff, d.d_model))
-    yield "ffn/rest", ArraySpec(formats["ffn"], (d.d_ff, 2 if d.ffn == "gated" else 1, d.d_model))
+    yield from _attention_specs(d, formats["attention"])
+    if not d.shared_norm:
+        yield from _norm(d, "ffn/norm")
+    if d.n_experts > 1:
+        yield "ffn/router", ArraySpec("f32", (d.n_experts, d.d_model))
+    yield "ffn/first", ArraySpec(formats["ffn"], (d.neurons, d.d_model))
+    yield "ffn/rest", ArraySpec(formats["ffn"], (d.neurons, 2 if d.ffn == "gated" else 1, d.d_model))
     if d.ffn_bias:
-        yield "ffn/first_bias", ArraySpec("f32", (d.d_ff,))
+        yield "ffn/first_bias", ArraySpec("f32", (d.neurons,))
         if d.ffn == "gated":
-            yield "ffn/up_bias", ArraySpec("f32", (d.d_ff,))
+            yield "ffn/up_bias", ArraySpec("f32", (d.neurons,))
         yield "ffn/down_bias", ArraySpec("f32", (d.d_model,))
     if profiled:
-        yield "ffn/order", ArraySpec("u32", (d.d_ff,))
-        yield "ffn/counts", ArraySpec("u64", (d.d_ff,))
-    if rank is not None:
-        yield "predictor/down", ArraySpec(formats["predictor"], (rank, d.d_model))
-        yield "predictor/up", ArraySpec(formats["predictor"], (d.d_ff, rank))
-        yield "predictor/bias", ArraySpec("f32", (d.d_ff,))
+        yield "ffn/order", ArraySpec("u32", (d.neurons,))
+        yield "ffn/counts", ArraySpec("u64", (d.neurons,))
+    if rank == SIGNS:
+        yield "predictor/signs", _signs(d.neurons, d)
+    elif rank is not None:
+        yield "predictor/down", ArraySpec(formats["predictor"], (d.n_experts * rank, d.d_model))
+        yield "predictor/up", ArraySpec(formats["predictor"], (d.neurons, rank))
+        yield "predictor/bias", ArraySpec("f32", (d.neurons,))
+
+
+def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
+    qkv, heads = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim, d.n_heads * d.head_dim
+    yield from _norm(d, "attention/norm")
+    yield "attention/qkv", ArraySpec(fmt, (qkv, d.d_model))
+    if d.qkv_bias:
+        yield "attention/qkv_bias", ArraySpec("f32", (qkv,))
+    if d.qk_norm:
+        yield "attention/q_norm", ArraySpec("f32", (d.head_dim,))
+        yield "attention/k_norm", ArraySpec("f32", (d.head_dim,))
+    yield "attention/out", ArraySpec(fmt, (d.d_model, heads))
+    if d.out_bias:
+        yield "attention/out_bias", ArraySpec("f32", (d.d_model,))
+
+
+def _signs(neurons: int, d: Decoder) -> ArraySpec:
+    return ArraySpec("u64", (neurons, -(-d.d_model // 64)))
 
 
 def _norm(d: Decoder, name: str) -> list[tuple[str, ArraySpec]]:

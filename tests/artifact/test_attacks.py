@@ -154,7 +154,7 @@ MANIFEST_LIES: dict[str, tuple[Callable[[Any], object], str]] = {
     "unknown key": (lambda m: m.update(code="import os"), "manifest.code: unknown key"),
     "wrong type": (lambda m: m.update(profiled_tokens="many"), "manifest.profiled_tokens: expected int"),
     "other decoder": (lambda m: m["decoder"].update(tied_head=True), "arrays.head: not an array of this decoder"),
-    "other version": (lambda m: m.update(version=3), "artifact format version 3"),
+    "other version": (lambda m: m.update(version=2), "artifact format version 2"),
     "not a number": (lambda m: m["decoder"].update(norm_eps=float("nan")), "not JSON"),
 }
 

@@ -179,10 +179,10 @@ def test_one_flipped_bit(fails: Fails, artifact: Path, part: str) -> None:
 
 def test_an_artifact_of_a_newer_version(fails: Fails, artifact: Path) -> None:
     data = artifact.read_bytes()
-    artifact.write_bytes(data.replace(b"pi-artifact/2 ", b"pi-artifact/9 "))
+    artifact.write_bytes(data.replace(b"pi-artifact/3 ", b"pi-artifact/9 "))
     message = fails(INPUT, "inspect", artifact)
     assert f"{artifact}: artifact format version 9" in message
-    assert "expected: version 2" in message
+    assert "expected: version 3" in message
     assert "use the release that wrote it" in message
 
 
