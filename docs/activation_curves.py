@@ -5,7 +5,7 @@
 The committed figure: "demo model"=profiles/activations/demo.npz, the counts that docs/fidelity.md's command makes of
 novels-relu, and Bamboo-7B's curves as numbers read off the vector figure of its authors' public README.
 
-Needs matplotlib (`pip install --group docs`).
+Needs matplotlib (the `report` extra).
 
 A `.npz` is an activation file (`pi-compile train RECIPE --export`): one line a layer. A `.csv` holds published curves:
 a column of fractions, then a column a line.

@@ -1,7 +1,8 @@
 """What placing needs of a model and no more, in one file, so that a placement can be reproduced without the model.
 
 Shape, number formats of the checkpoint, counts and order of the neurons, and the table of the train stage. One `.npz`
-(NumPy's own container): `meta` (JSON), `counts` and `order`, whose first axis is 1 where all layers are alike.
+(NumPy's own container): `meta` (JSON), `counts`, `order`, and with experts `routed`, whose first axis is 1 where all
+layers are alike.
 """
 
 import hashlib
@@ -15,13 +16,13 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.activations import ActivationProfile
+from pi_compile.activations import ActivationProfile, orders_experts, within_routed
 from pi_compile.array_file import read_arrays, write_arrays
 from pi_compile.errors import ProfileError
-from pi_compile.shapes import ModelShape
 from pi_compile.trained import LayerRow
 from pi_compile.workload import MILLION, Ints, LayerWork
 from pi_runtime.artifact.checks import RUNGS
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import decode
 
 
@@ -58,7 +59,7 @@ def _whole(value: float, unit: int) -> int:
 class Activations:
     """The content of a file."""
 
-    shape: ModelShape
+    shape: Decoder
     formats: Mapping[str, str]
     """The checkpoint's own: of embedding, attention, ffn, and of the head where it is not the embedding."""
     tokens: int
@@ -66,6 +67,8 @@ class Activations:
     """(layers, neurons): tokens for which neuron f of the checkpoint's order fired."""
     order: npt.NDArray[np.uint32]
     """(layers, neurons): the checkpoint's index of the neuron stored at each place."""
+    routed: Ints | None = None
+    """(layers, experts): tokens that the router sent to each expert; None where there is no router."""
     table: tuple[TableRow, ...] = ()
     """One row a layer; () for a model that was not trained."""
     predictor_format: str = ""
@@ -81,11 +84,12 @@ class Activations:
     ) -> Self:
         """From what the stages made."""
         return cls(
-            shape=ModelShape.of(profile.decoder),
+            shape=profile.decoder,
             formats=formats,
             tokens=profile.tokens,
             counts=profile.counts.astype(np.int64),
             order=profile.order,
+            routed=None if profile.routed is None else profile.routed.astype(np.int64),
             table=tuple(map(TableRow.of, rows)),
             predictor_format=predictor_format,
         )
@@ -103,13 +107,17 @@ class Activations:
         h = hashlib.sha256(json.dumps(self._meta(), sort_keys=True).encode())
         h.update(self.counts.astype("<i8").tobytes())
         h.update(self.order.astype("<u4").tobytes())
+        if self.routed is not None:
+            h.update(self.routed.astype("<i8").tobytes())
         return h.hexdigest()
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
         meta = np.array(json.dumps(self._meta(), sort_keys=True))
-        arrays = {"meta": meta, "counts": _small(self.counts), "order": _small(self.order)}
-        write_arrays(path, arrays, compressed=True)
+        arrays: dict[str, npt.NDArray[Any]] = {"counts": self.counts, "order": self.order}
+        if self.routed is not None:
+            arrays["routed"] = self.routed
+        write_arrays(path, {"meta": meta, **{name: _small(a) for name, a in arrays.items()}}, compressed=True)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -120,26 +128,31 @@ class Activations:
             meta = decode(_Meta, json.loads(str(stored["meta"])), "meta", problems)
             if problems:
                 raise ProfileError(f"{path}: not an activation file", found="; ".join(problems))
-            rows = (meta.shape.n_layers, meta.shape.neurons)
+            layers, neurons, experts = meta.shape.n_layers, meta.shape.neurons, meta.shape.n_experts
             counts, order = (
-                np.broadcast_to(stored[name].astype(t, casting="safe"), rows)
+                np.broadcast_to(stored[name].astype(t, casting="safe"), (layers, neurons))
                 for name, t in (("counts", "i8"), ("order", "u4"))
             )
+            routed = None
+            if experts > 1:
+                routed = np.broadcast_to(stored["routed"].astype("i8", casting="safe"), (layers, experts))
         except FileNotFoundError:
             remedy = "pi-compile train RECIPE --export FILE makes one"
             raise ProfileError(f"{path}: no such activation file", remedy=remedy) from None
         except (ValueError, KeyError, TypeError) as error:
             raise ProfileError(f"{path}: not an activation file", found=error) from None
-        found = cls(counts=counts, order=order, **vars(meta))
+        found = cls(counts=counts, order=order, routed=routed, **vars(meta))
         problem = found._problem()
         if problem:
             raise ProfileError(f"{path}: contradicts itself", found=problem)
         return found
 
     def _problem(self) -> str:
-        if self.tokens < 1 or self.counts.min(initial=0) < 0 or self.counts.max(initial=0) > self.tokens:
+        experts = self.shape.n_experts
+        counted = self.tokens >= 1 and within_routed(self.counts, self.routed, self.tokens, experts)
+        if not counted or self.counts.min(initial=0) < 0:
             return f"counts outside the {self.tokens} tokens profiled"
-        if not (np.sort(self.order, axis=1) == np.arange(self.shape.neurons)).all():
+        if not orders_experts(self.order, experts):
             return "the order of a layer does not name every neuron once"
         if self.table and len(self.table) != self.shape.n_layers:
             return f"a table of {len(self.table)} rows for {self.shape.n_layers} layers"
@@ -161,7 +174,7 @@ class Activations:
 class _Meta:
     """What a file holds beside its arrays."""
 
-    shape: ModelShape
+    shape: Decoder
     formats: Mapping[str, str]
     tokens: int
     table: tuple[TableRow, ...]

@@ -22,11 +22,14 @@ def write_arrays(path: Path, arrays: Arrays, *, compressed: bool = False) -> Non
         new.publish()
 
 
-def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """All arrays of a file. Raises ProfileError where it is damaged or something else, FileNotFoundError without it."""
+def read_arrays(path: Path, start: str = "") -> dict[str, npt.NDArray[Any]]:
+    """All arrays of a file whose names start so.
+
+    Raises ProfileError where it is damaged or something else, FileNotFoundError without it.
+    """
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
+            return {name: stored[name] for name in stored.files if name.startswith(start)}
     except FileNotFoundError:
         raise
     # A flipped bit of a ZIP may make it encrypted or of a later version: RuntimeError.

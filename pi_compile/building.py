@@ -20,20 +20,22 @@ import tokenizers
 from pi_compile.activation_file import Activations
 from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
-from pi_compile.corpus import CorpusSpec, Streams, read_streams, source_files
+from pi_compile.corpus import Streams, read_streams, source_files
 from pi_compile.errors import ProfileError, RecipeError
+from pi_compile.estimates import Estimate
 from pi_compile.machine_file import find_machine
 from pi_compile.output import write_text
 from pi_compile.packing import PackSpec, own_formats, pack, resolve_formats
 from pi_compile.placement import Placement
 from pi_compile.placing import place_section
-from pi_compile.profiling import ProfileSpec, estimate, profile
+from pi_compile.profiling import estimate, profile
 from pi_compile.recipe import Recipe, read_recipe
 from pi_compile.report import pack_report
+from pi_compile.stage_specs import corpus_spec, profile_spec, train_spec
 from pi_compile.store import Store, code_digest, key_of
 from pi_compile.text_files import TOKENIZER, read_text_files
 from pi_compile.trained import Trained
-from pi_compile.training import Texts, TrainSpec, train_predictors
+from pi_compile.training import Texts, train_predictors, training_work
 from pi_compile.workload import Workload
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress, size
@@ -75,13 +77,19 @@ class Pipeline:
         return checkpoint
 
     @cached_property
-    def formats(self) -> dict[str, str]:
+    def checkpoint_formats(self) -> dict[str, str]:
+        """Number format of every part, as the recipe has it before training."""
         return resolve_formats(self.checkpoint, PackSpec(formats=self.recipe.pack.model_dump()))
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """… and after it."""
+        return {**self.checkpoint_formats, "predictor": self.trained.predictor_format}
 
     @cached_property
     def streams(self) -> Streams:
         """Token streams of the corpus."""
-        spec = _corpus_spec(self.recipe)
+        spec = corpus_spec(self.recipe)
         files = source_files([*spec.text, *spec.report], self.folder)
         text = read_text_files(self.checkpoint.folder, self.checkpoint.decoder.vocab_size)
         window = min(self.recipe.profile.window, self.checkpoint.decoder.context_length)
@@ -107,14 +115,7 @@ class Pipeline:
     @cached_property
     def profile(self) -> ActivationProfile:
         """Counts and order of the neurons."""
-        section = self.recipe.profile
-        spec = ProfileSpec(
-            window=section.window,
-            batch=section.batch,
-            layers_at_once=section.layers_at_once or None,
-            cofiring_tokens=section.cofiring_tokens,
-            device=self.device,
-        )
+        spec = profile_spec(self.recipe, self.device)
         fit = self.streams.fit
         key = key_of(
             checkpoint=self.checkpoint.digest(),
@@ -124,11 +125,9 @@ class Pipeline:
         )
 
         def make(scratch: Path) -> ActivationProfile:
+            self.checkpoint.check_values()
             e = estimate(self.checkpoint.decoder, len(fit), spec)
-            self.notice(
-                f"profiling {len(fit):,} tokens: about {e.seconds:.0f} s, "
-                f"{size(e.memory_bytes)} of memory, {size(e.disk_bytes)} of disk"
-            )
+            self.notice(_announced("profiling", len(fit), e))
             with self.progress("profiling", "shards") as progress:
                 return profile(self.checkpoint, fit, spec, scratch=scratch, inputs=key, progress=progress)
 
@@ -143,19 +142,10 @@ class Pipeline:
     @cached_property
     def trained(self) -> Trained:
         """Predictors and the rung of each layer."""
-        section = self.recipe.train
-        spec = TrainSpec(
-            window=self.recipe.profile.window,
-            steps=section.steps,
-            perplexity_increase=self.recipe.quality.perplexity_increase,
-            predictor_format=self.formats["predictor"],
-            ffn_format=self.formats["ffn"],
-            rungs=tuple(section.rungs),
-            seed=section.seed,
-            device=self.device,
-        )
+        machine = find_machine(self.recipe.place.machine, self.folder)
+        spec = train_spec(self.recipe, self.checkpoint_formats, machine, self.device)
         streams = self.streams
-        texts = Texts(fit=streams.fit[: section.tokens], tune=streams.tune, report=streams.report)
+        texts = Texts(fit=streams.fit[: self.recipe.train.tokens], tune=streams.tune, report=streams.report)
         key = key_of(
             profile=self.profile.digest(),
             checkpoint=self.checkpoint.digest(),
@@ -165,20 +155,21 @@ class Pipeline:
         )
 
         def make(scratch: Path) -> Trained:
+            e = training_work(self.checkpoint, self.profile, texts, spec).estimate(self.device)
+            self.notice(_announced("training", len(texts.fit), e))
             with self.progress("training", "steps") as progress:
                 return train_predictors(
                     self.checkpoint, self.profile, texts, spec, scratch=scratch, inputs=key, progress=progress
                 )
 
-        trained = self._stage(
+        return self._stage(
             "train", key, make, lambda t, path: t.save(path), lambda path: _fresh(Trained.load(path), key, path)
         )
-        increase = trained.perplexity["report"] / trained.perplexity["report_dense"] - 1
-        if increase > spec.perplexity_increase:
-            self.notice(
-                f"skipping costs {100 * increase:.2f} % of perplexity on the report text, more than [quality] says"
-            )
-        return trained
+
+    @property
+    def refined(self) -> ActivationProfile:
+        """The profile, with what fires above the thresholds that were chosen."""
+        return self.trained.refined(self.profile)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -190,6 +181,7 @@ class Pipeline:
             formats=self.formats,
             tokens=activations.tokens,
             counts=activations.ordered_counts(),
+            routed=activations.routed,
             layers=activations.layers(),
             context=min(section.context, activations.shape.context_length),
         )
@@ -205,7 +197,7 @@ class Pipeline:
         own = own_formats(self.checkpoint)
         if not trained:
             return Activations.of(self.profile, own)
-        return Activations.of(self.profile, own, self.trained.rows, self.formats["predictor"])
+        return Activations.of(self.refined, own, self.trained.rows, self.trained.predictor_format)
 
     def pack(self, output: Path) -> dict[str, Any]:
         """The artifact; left alone where it is already what would be written."""
@@ -226,10 +218,10 @@ class Pipeline:
         with self.progress("packing") as progress:
             result = pack(
                 self.checkpoint,
-                PackSpec(formats=self.recipe.pack.model_dump()),
+                PackSpec(formats=self.formats),
                 output,
                 recipe=recipe,
-                profile=self.profile,
+                profile=self.refined,
                 trained=self.trained,
                 plans=self.plans,
                 progress=progress,
@@ -301,9 +293,9 @@ def _fresh(result: Dated, key: str, path: Path) -> Dated:
     return result
 
 
-def _corpus_spec(recipe: Recipe) -> CorpusSpec:
-    section = recipe.corpus.model_dump()
-    return CorpusSpec(**{**section, "text": tuple(section["text"]), "report": tuple(section["report"])})
+def _announced(what: str, tokens: int, e: Estimate) -> str:
+    memory, disk = size(e.memory_bytes), size(e.disk_bytes)
+    return f"{what} on {tokens:,} tokens: about {e.seconds:,.0f} s, {memory} of memory, {disk} of disk"
 
 
 def _digest(tokens: np.ndarray[Any, Any]) -> str:

@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pi_compile import cli_artifact, cli_planning
+from pi_compile.cli_options import Debug, Device, Export, Json, Output, RecipePath
 from pi_compile.cli_output import show, show_artifact, show_placements
 from pi_runtime import console
 
@@ -22,18 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Compile a checkpoint into one artifact that pi-run runs.",
 )
-
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (see init).", show_default=False)]
-ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A packed model.", show_default=False)]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; default: the recipe's name .pi")]
-Json = Annotated[bool, console.JSON]
-Debug = Annotated[bool, console.DEBUG]
-
-
-Export = Annotated[
-    Path | None, typer.Option(help="Write what placing needs of the model: an activation file.", show_default=False)
-]
-Device = Annotated[str, typer.Option(envvar="PI_DEVICE", help="Where profile and train compute: cpu or cuda:N.")]
 
 
 def main() -> None:
@@ -172,26 +161,7 @@ def build(
         show_artifact(pipeline.pack(path), pipeline.ran, as_json)
 
 
-@app.command("eval")
-def evaluate(
-    artifact: ArtifactPath,
-    text: Annotated[list[Path], typer.Option(help="Held-out text; may be given again.", show_default=False)],
-    model: Annotated[Path | None, typer.Option(help="The checkpoint, to compare with.", show_default=False)] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Most tokens to score.")] = 16_384,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of one sequence.")] = 512,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Say how faithful each mode of an artifact is, and what it reads."""
-    from pi_compile import report
-    from pi_compile.evaluation import evaluate as score
-
-    with console.progress("scoring", "windows") as progress:
-        found = score(artifact, text, model, tokens=tokens, window=window, progress=progress)
-    if as_json:
-        console.print_json(found)
-    else:
-        report.print_report(report.eval_report(found))
+app.command("eval")(cli_artifact.evaluate)
 
 
 @app.command()
@@ -213,82 +183,12 @@ def machine(
         sys.stdout.write(found.to_toml())
 
 
-@app.command()
-def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A recipe, a config.json or its folder, or a bundled OWNER/NAME.", show_default=False
-        ),
-    ],
-    machine: Annotated[str | None, typer.Option(help="A machine profile; default: the recipe's.")] = None,
-    vram_budget: Annotated[
-        str | None, typer.Option(envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB. Default: all but 1 GiB.")
-    ] = None,
-    ram_budget: Annotated[
-        str | None, typer.Option(envvar="PI_RAM_BUDGET", help="Memory to use, like 24GiB. Default: all.")
-    ] = None,
-    curve: Annotated[str | None, typer.Option(help="A published activation curve; with --density.")] = None,
-    density: Annotated[str | None, typer.Option(help="Share of the neurons that fire for a token.")] = None,
-    counts: Annotated[Path | None, typer.Option(help="An activation profile of the model.", show_default=False)] = None,
-    number_format: Annotated[
-        str | None, typer.Option("--format", help="Number format of all weights. Default: the recipe's, the config's.")
-    ] = None,
-    ctx_size: Annotated[
-        int | None, typer.Option(envvar="PI_CTX_SIZE", min=1, help="Positions to make room for. Default: 2048.")
-    ] = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Say what a machine would do with a model, from its config alone."""
-    from pi_compile.plan_request import plan_request
-    from pi_compile.plan_text import describe
-    from pi_compile.planning import plan as look_ahead
-
-    spec = plan_request(
-        model,
-        machine=machine,
-        vram_budget=vram_budget,
-        ram_budget=ram_budget,
-        curve=curve,
-        density=density,
-        counts=counts,
-        fmt=number_format,
-        ctx_size=ctx_size,
-    )
-    found = look_ahead(spec)
-    if as_json:
-        console.print_json(found)
-    else:
-        typer.echo(describe(found))
+app.command()(cli_planning.plan)
+app.command("report")(cli_planning.report)
 
 
-@app.command()
-def inspect(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) -> None:
-    """Say what an artifact holds."""
-    from pi_compile.inspection import describe
-    from pi_compile.inspection import inspect as look
-
-    report = look(artifact)
-    if as_json:
-        console.print_json(report)
-    else:
-        typer.echo(describe(report))
-
-
-@app.command()
-def verify(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) -> None:
-    """Check every byte of an artifact against its digests."""
-    from pi_runtime.artifact.verification import verify as check
-
-    with console.progress("verifying") as progress:
-        found = check(artifact, progress)
-    if as_json:
-        fields = asdict(found)
-        console.print_json({"artifact": str(fields.pop("path")), "bytes": fields.pop("nbytes"), **fields})
-    else:
-        held = f"{console.size(found.nbytes)} in {found.arrays + found.files} parts"
-        typer.echo(f"{artifact}: every byte is as it was written ({held})")
+app.command()(cli_artifact.inspect)
+app.command()(cli_artifact.verify)
 
 
 @app.command()

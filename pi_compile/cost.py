@@ -1,22 +1,24 @@
 """The model of time: what a token costs on a machine, part by part, in integer picoseconds.
 
 A decode step reads weights and cache once and computes little, so a part takes the bytes it reads ÷ the rate at which
-its unit reads them, plus the launch of its operator. With the residual stream on side s = side of the layer's
+its unit reads them, plus the launches of its operators. With the residual stream on side s = side of the layer's
 attention, a cut that gives the first neurons to the GPU, and N tokens profiled,
 
     token   =  embedding  +  Σ_l ( attention_l + FFN_l )  +  crossings  +  head
-    attention_l  =  launch_s + ( attention and norms, and the cache half full ) ÷ rate_s
+    attention_l  =  3 launch_s + ( attention and norms ) ÷ rate_s  +  cache_s
+    cache_s =  the longer of reading the cache, half full, and of what its queries compute, G of them for each head
     FFN_l   =  predictor_l  +  max( T_gpu , T_cpu )  +  hand-over, if a neuron is not on side s
-    T_u     =  launch_u + ( rows of `first` read + rows of `rest` read ) ÷ rate_u        0 without neurons
-    predictor_l  =  launch_s + its bytes ÷ rate_s                                        on the rung `predicted`
+    T_u     =  2 launch_u + ( rows of `first` read + rows of `rest` read ) ÷ rate_u        0 without neurons
+    predictor_l  =  2 launch_s + its bytes ÷ rate_s                             on the rungs `predicted` and `sign`
     hand-over    =  T_sync + D float32 over the link, there and back
     crossing     =  T_sync + D float32, wherever two neighbours' residuals are on different sides
     head    =  launch + ( head and last norm ) ÷ rate;    on the GPU also T_sync + V float32 of logits back
     embedding    =  one row;    on the GPU also a launch
 
-Rows read follow from the counts (`workload.rows_read`). A matrix read as a whole runs at the format's rate, picked
-rows at its gather rate: `first` is picked on the rung `predicted`, `rest` on all but `dense`. Every term is rounded up.
-Left out, because small: the list of active rows in a hand-over, sampling, and the arithmetic of attention.
+Rows read follow from the counts (`workload.rows_read`), with experts only those of the experts that a token goes to. A
+matrix runs at its format's rate; where the profile has them, a predictor, all neurons of a layer, and picked ones at
+their own: `first` is picked on the rungs `predicted` and `sign`, `rest` on all but `dense`. Every term is rounded up.
+Left out, because small: the list of active rows in a hand-over, sampling, norms, and sums that stay in a cache.
 """
 
 from collections.abc import Sequence
@@ -28,6 +30,10 @@ from pi_compile.machine_file import Machine
 from pi_compile.units import CPU, GPU, PICO, Link, Unit, link_of, units_of
 from pi_compile.workload import Ints, Workload, rows_read
 from pi_runtime.artifact.footprint import PartBytes, kv_bytes
+
+ATTENTION_LAUNCHES, PREDICTOR_LAUNCHES, FFN_LAUNCHES = 3, 2, 2
+"""Operators of a layer: queries, keys and values, attention over the cache, its output; down and up; `first` and
+`rest`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,6 +101,17 @@ class TokenTime:
         return self.embedding + sum(layer.total for layer in self.layers) + self.head
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Where it goes. The two sides of an FFN work at once: of them the longer counts."""
+        return {
+            "attention": sum(layer.attention for layer in self.layers),
+            "predictor": sum(layer.predictor for layer in self.layers),
+            "ffn": sum(max(layer.gpu, layer.cpu) for layer in self.layers),
+            "hand-over": sum(layer.handover + layer.crossing for layer in self.layers),
+            "embedding and head": self.embedding + self.head,
+        }
+
+    @property
     def ns(self) -> int:
         """Rounded up to nanoseconds."""
         return -(-self.total // 1000)
@@ -130,13 +147,20 @@ def _layer(work: Workload, units: Sequence[Unit], layer: int, parts: PartBytes) 
     cache = kv_bytes(work.shape, work.context // 2, work.kv_itemsize)
     fmt = work.formats["attention"]
     predictor = (0,) * len(units)
-    if how.rung == "predicted":
-        nbytes = work.routed(work.predictor(layer))
-        predictor = tuple(u.launch_ps + u.ps(nbytes, work.formats["predictor"]) for u in units)
+    if how.picks:
+        nbytes = work.routed_part(work.predictor(layer))
+        predictor = tuple(
+            PREDICTOR_LAUNCHES * u.launch_ps + u.ps(nbytes, work.formats["predictor"], "predictor") for u in units
+        )
     first, rest = rows_read(work, layer)
     gpu = units[GPU] if len(units) > 1 else None
     return LayerCost(
-        attention=tuple(u.launch_ps + u.ps(parts.attention + parts.ffn_bias, fmt) + u.ps(cache) for u in units),
+        attention=tuple(
+            ATTENTION_LAUNCHES * u.launch_ps
+            + u.ps(parts.attention + parts.ffn_bias, fmt)
+            + u.cache_ps(cache, work.shape.n_heads // work.shape.n_kv_heads)
+            for u in units
+        ),
         predictor=predictor,
         before=_ffn_ps(work, layer, gpu, parts, first, rest) if gpu else np.zeros(len(first), np.int64),
         after=_ffn_ps(work, layer, units[CPU], parts, first[-1] - first, rest[-1] - rest),
@@ -145,13 +169,13 @@ def _layer(work: Workload, units: Sequence[Unit], layer: int, parts: PartBytes) 
 
 def _ffn_ps(work: Workload, layer: int, unit: Unit, parts: PartBytes, first: Ints, rest: Ints) -> Ints:
     """T_u where so many rows of `first` and `rest` are read over all profiled tokens."""
-    fmt, rung = work.formats["ffn"], work.layers[layer].rung
+    fmt, how = work.formats["ffn"], work.layers[layer]
     # Python's integers: the products do not fit into 64 bits.
     first_bytes = first.astype(object) * parts.first
     rest_bytes = rest.astype(object) * (parts.neuron - parts.first)
-    first_ps = -(-first_bytes * PICO // (work.tokens * unit.rate(fmt, gathered=rung == "predicted")))
-    rest_ps = -(-rest_bytes * PICO // (work.tokens * unit.rate(fmt, gathered=rung != "dense")))
-    return np.where(first > 0, unit.launch_ps + (first_ps + rest_ps).astype(np.int64), 0)
+    first_ps = -(-first_bytes * PICO // (work.tokens * unit.rate(fmt, "picked" if how.picks else "neurons")))
+    rest_ps = -(-rest_bytes * PICO // (work.tokens * unit.rate(fmt, "neurons" if how.rung == "dense" else "picked")))
+    return np.where(first > 0, FFN_LAUNCHES * unit.launch_ps + (first_ps + rest_ps).astype(np.int64), 0)
 
 
 def token_time(costs: Costs, sides: Sequence[int], cuts: Sequence[int], embedding: int, head: int) -> TokenTime:

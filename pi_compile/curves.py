@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pi_compile.bundled import bundled
 from pi_compile.errors import ProfileError
-from pi_compile.shapes import ModelShape
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.errors import UsageError
 
 UNIT = 10**6
@@ -74,8 +74,8 @@ def read_curve(path: Path) -> Curve:
     return Curve(name=path.stem, source=source, shares=shares)
 
 
-def curve_counts(curve: Curve, shape: ModelShape, density: Decimal, tokens: int = TOKENS) -> npt.NDArray[np.uint64]:
-    """(layers, neurons) counts, hottest first, of a model with this curve and density over so many tokens.
+def curve_counts(curve: Curve, shape: Decoder, density: Decimal, tokens: int = TOKENS) -> npt.NDArray[np.uint64]:
+    """(layers, neurons) counts of a model with this curve and density over so many tokens; in each expert falling.
 
     A curve of several layers is stretched over the model's. With experts, density is that of an expert that is routed:
     each has the curve, over its share of the tokens.
@@ -86,7 +86,7 @@ def curve_counts(curve: Curve, shape: ModelShape, density: Decimal, tokens: int 
     columns = len(curve.shares)
     of_column = [_counts(shares, shape.d_ff, density, routed) for shares in curve.shares]
     layers = [of_column[layer * columns // shape.n_layers] for layer in range(shape.n_layers)]
-    return np.repeat(np.array(layers, np.uint64), shape.n_experts, axis=1)
+    return np.tile(np.array(layers, np.uint64), (1, shape.n_experts))
 
 
 def _counts(shares: tuple[int, ...], neurons: int, density: Decimal, tokens: int) -> list[int]:

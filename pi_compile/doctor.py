@@ -14,6 +14,7 @@ from pi_runtime.console import size
 EXTRAS = {
     "runtime": ("numpy", "numba", "tokenizers", "jinja2", "typer", "rich"),
     "place": ("highspy", "pydantic", "scipy"),
+    "report": ("matplotlib",),
     "compile": ("torch", "transformers", "datasets", "huggingface_hub", "safetensors", "zarr"),
     "cuda": ("torch", "triton"),
 }

@@ -4,12 +4,13 @@ InputError                    exit code 3   something that was read is not usabl
 ├── CheckpointError                         a checkpoint that is damaged, incomplete or not understood
 ├── RecipeError                             a recipe with unknown, missing or contradicting keys
 ├── CorpusError                             a corpus that is missing, unreadable or too short
+├── TaskError                               a task file that is missing, unreadable or not understood
 └── ProfileError                            an activation profile that is missing, damaged or of another model
 """
 
 from pi_runtime.errors import InputError
 
-__all__ = ["CheckpointError", "CorpusError", "ProfileError", "RecipeError"]
+__all__ = ["CheckpointError", "CorpusError", "ProfileError", "RecipeError", "TaskError"]
 
 
 class CheckpointError(InputError):
@@ -25,4 +26,8 @@ class CorpusError(InputError):
 
 
 class ProfileError(InputError):
+    pass
+
+
+class TaskError(InputError):
     pass

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.checkpoint import open_checkpoint
-from pi_compile.errors import CheckpointError, CorpusError
+from pi_compile.errors import CorpusError
+from pi_compile.original import check_origin, original_logits
 from pi_runtime import Model, load
+from pi_runtime.artifact.checks import EXACT_RUNGS
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import FfnBytes, without_scales
 
@@ -42,15 +43,13 @@ class Score:
     tokens: int
 
     def ffn_bytes(self, m: Manifest, mode: str) -> list[float]:
-        """FFN bytes per token of each layer, the predictor's included."""
-        neuron = FfnBytes.of(m.decoder, m.formats)
+        """FFN bytes per token of each layer, the predictor's included; of the experts that a token goes to."""
+        neuron, experts = FfnBytes.of(m.decoder, m.formats), m.decoder.experts_per_token
         _, read, both = self.tally_L3.T / self.tokens
-        kept = np.full_like(both, m.decoder.d_ff) if mode == "dense" else both
-        predicted = [mode == "predicted" and layer.rung == "predicted" for layer in m.layers]
-        return [
-            float(read[n] * neuron.first + kept[n] * neuron.rest) + (neuron.predictor(layer.rank or 0) if used else 0)
-            for n, (layer, used) in enumerate(zip(m.layers, predicted, strict=True))
-        ]
+        kept = np.full_like(both, experts * m.decoder.d_ff) if mode == "dense" else both
+        picked = [layer.predictor if mode == "predicted" else None for layer in m.layers]
+        predictors = [0 if rank is None else experts * neuron.predictor(rank) for rank in picked]
+        return [float(r * neuron.first + k * neuron.rest) + p for r, k, p in zip(read, kept, predictors, strict=True)]
 
 
 def evaluate(
@@ -65,8 +64,8 @@ def evaluate(
     with load(artifact) as opened:
         manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
     if model is not None:
-        _check_origin(manifest, model)
-    modes = ["dense", "gate", *(["predicted"] if any(layer.rung == "predicted" for layer in manifest.layers) else [])]
+        check_origin(manifest, model)
+    modes = modes_of(manifest)
     scores: dict[str, Score] = {}
     speeds: dict[str, float] = {}
     for n, mode in enumerate(modes):
@@ -87,6 +86,12 @@ def evaluate(
         "tokens_per_s": speeds,
         "layers": _layer_rows(manifest, scores[modes[-1]], ffn),
     }
+
+
+def modes_of(m: Manifest) -> list[str]:
+    """The modes an artifact can run in, from nothing skipped to most."""
+    leaves_out = any(layer.rung not in EXACT_RUNGS for layer in m.layers)
+    return ["dense", "gate", *(["predicted"] if leaves_out else [])]
 
 
 def _windows(model: Model, texts: Sequence[Path], tokens: int, window: int) -> Windows:
@@ -129,32 +134,9 @@ def _counter(progress: Progress, done: int, total: int) -> Callable[[], None]:
     return lambda: progress(next(counter), total)
 
 
-def _check_origin(m: Manifest, model: Path) -> None:
-    origin, found = m.provenance.get("checkpoint", {}).get("digest"), open_checkpoint(model).digest()
-    if origin != found:
-        raise CheckpointError(
-            f"--model {model}: the artifact was not packed from this checkpoint",
-            expected=f"digest {str(origin)[:16]}…",
-            found=f"{found[:16]}…",
-        )
-
-
 def _score_checkpoint(model: Path, windows: Windows) -> Score:
-    import torch  # noqa: PLC0415  only where a checkpoint is compared
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-    from transformers.utils import logging  # noqa: PLC0415
-
-    logging.disable_progress_bar()
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"--model {model}: transformers cannot load it", found=error) from None
-
-    def examine(ids: Windows) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        with torch.inference_mode():
-            return np.asarray(loaded(torch.from_numpy(ids)[None]).logits[0]), np.zeros((0, 3), np.int64)
-
-    return _score(examine, windows, lambda: None)
+    logits = original_logits(model)
+    return _score(lambda ids: (logits(ids, len(ids)), np.zeros((0, 3), np.int64)), windows, lambda: None)
 
 
 def _tokens_per_s(model: Model, ids: npt.NDArray[np.int64]) -> float:
@@ -192,7 +174,7 @@ def _layer_rows(m: Manifest, score: Score, ffn: dict[str, list[float]]) -> list[
             {
                 "layer": n,
                 "rung": layer.rung,
-                "density": fires / score.tokens / m.decoder.d_ff,
+                "density": fires / score.tokens / (m.decoder.experts_per_token * m.decoder.d_ff),
                 "rank": layer.rank,
                 "recall": both / max(fires, 1),
                 "precision": both / max(read, 1),

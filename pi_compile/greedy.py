@@ -74,19 +74,21 @@ def _filled(state: _State, left: int, limit: int | None) -> Choice:
         if nbytes > left:
             steps[n] = _step(state, n, left)
             continue
-        over = limit is not None and sum(sizes.used(state.choice())[CPU].values()) > limit
-        if nbytes == 0 or (worth <= 0 and not over):
+        if nbytes == 0 or (worth <= 0 and (limit is None or sum(sizes.used(state.choice())[CPU].values()) <= limit)):
             return state.choice()
         left -= nbytes
+        changed = {n}
+        if n >= layers or side != state.sides[n]:
+            # A tied head's bytes depend on the embedding's side, and either's time on its neighbour.
+            changed |= {max(0, n - 1), min(layers - 1, n + 1), 0, layers - 1, layers, layers + 1}
         if n < layers:
             state.sides[n], state.places[n] = side, place
         elif n == layers:
             state.embedding = side
         else:
             state.head = side
-        # A tied head's bytes depend on the embedding's side, and either's time on its neighbour.
-        for changed in {max(0, n - 1), n, min(layers - 1, n + 1), 0, layers - 1, layers, layers + 1}:
-            steps[changed] = _step(state, changed, left)
+        for k in changed:
+            steps[k] = _step(state, k, left)
 
 
 _NO_STEP = (-np.inf, 0, GPU, 0)

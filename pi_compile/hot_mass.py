@@ -41,7 +41,8 @@ def hot_mass(work: Workload, machine: Machine, sizes: Sizes, vram: int) -> Choic
     from pi_compile.knapsack import solve  # noqa: PLC0415
 
     nothing = all_cpu(work.shape.n_layers)
-    least = least_neurons(machine, sizes.parts.neuron)
+    # Of several experts a neuron is read for its share of the tokens only.
+    least = least_neurons(machine, work.routed_part(sizes.parts.neuron))
     left = vram - sizes.scratch[GPU]
     if least is None or left < 0:
         return nothing
@@ -57,10 +58,11 @@ def hot_mass(work: Workload, machine: Machine, sizes: Sizes, vram: int) -> Choic
         left -= sizes.block(layer) if fits else 0
     cuts = work.cuts()
     cuts = np.concatenate([[0], cuts[(cuts > 0) & (cuts >= least)]])
-    found = solve([Options(cuts * sizes.parts.neuron, mass) for mass in _masses(work, cuts)], left)
+    found = solve([Options(cuts * sizes.parts.neuron, mass) for mass in masses(work, cuts)], left)
     return Choice(sides=tuple(sides), cuts=tuple(int(cuts[j]) for j in found.picks), embedding=CPU, head=head)
 
 
-def _masses(work: Workload, cuts: Ints) -> list[Ints]:
-    """Activations of the neurons before each cut, for every layer."""
-    return [np.concatenate([[0], np.cumsum(counts)])[cuts] for counts in work.counts.astype(np.int64)]
+def masses(work: Workload, cuts: Ints) -> list[Ints]:
+    """Activations of the neurons before each of these cuts, for every layer."""
+    places = np.searchsorted(work.cuts(), cuts)
+    return [work.before(n, counts)[places] for n, counts in enumerate(work.counts)]

@@ -57,12 +57,14 @@ def bytes_by_part(m: Manifest, nbytes: int) -> dict[str, int]:
 
 def _plan(m: Manifest, number: int) -> dict[str, Any]:
     plan = m.plans[number]
-    share = sum(plan.cuts) / (m.decoder.d_ff * m.decoder.n_layers)
+    share = sum(plan.cuts) / (m.decoder.neurons * m.decoder.n_layers)
+    experts = [cut / m.decoder.d_ff for cut in plan.cuts] if m.decoder.n_experts > 1 else []
     return {
         "objective": plan.objective,
         "vram_bytes": plan.vram_bytes,
         "used_bytes": plan.used_bytes,
         "gpu_neuron_share": share,
+        **({"gpu_expert_share": [min(experts), max(experts)]} if experts else {}),
     }
 
 
@@ -94,7 +96,8 @@ def _model_lines(d: Mapping[str, Any], count: int) -> Iterator[tuple[str, str]]:
     yield "model", f"{d['family']}, {_count(count)} parameters, {d['n_layers']} layers, width {d['d_model']:,}"
     shared = "" if d["n_kv_heads"] == d["n_heads"] else f", {d['n_kv_heads']} for keys and values"
     yield "  attention", f"{d['n_heads']} heads of {d['head_dim']}{shared}; context {d['context_length']:,}"
-    yield "  ffn", f"{d['d_ff']:,} neurons, {d['ffn']}, {d['activation']}"
+    experts = f"{d['n_experts']} experts, {d['experts_per_token']} a token, of " if d["n_experts"] > 1 else ""
+    yield "  ffn", f"{experts}{d['d_ff']:,} neurons, {d['ffn']}, {d['activation']}"
     head = "the embedding, transposed" if d["tied_head"] else "its own"
     yield "  vocabulary", f"{d['vocab_size']:,} tokens; output head: {head}"
 
@@ -117,7 +120,10 @@ def _plan_lines(plans: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         yield "plans", "none: runs on the CPU alone"
     for number, plan in enumerate(plans):
         used = f"{size(plan['used_bytes']):>10} used of {size(plan['vram_bytes']):>10}"
-        yield "plans" if not number else "", f"{used}, {plan['gpu_neuron_share']:6.1%} of neurons, {plan['objective']}"
+        low, high = plan.get("gpu_expert_share", (0, 0))
+        experts = f" ({low:.0%} to {high:.0%} of an expert's)" if high else ""
+        shares = f"{plan['gpu_neuron_share']:6.1%} of neurons{experts}"
+        yield "plans" if not number else "", f"{used}, {shares}, {plan['objective']}"
 
 
 def _origin_lines(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

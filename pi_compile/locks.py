@@ -52,8 +52,11 @@ def _plan_lines(p: Placement) -> Iterator[str]:
     yield f"gpu = {_inline(p.gpu_bytes)}"
     yield f"ram = {_inline(p.ram_bytes)}"
     yield "layers = ["
-    for side, cut, time in zip(plan.attention, plan.cuts, p.time.layers, strict=True):
-        yield f'    {{ attention = "{side}", cut = {cut}, ps = {time.total} }},'
+    experts = len(plan.cuts) // len(plan.attention)
+    for n, (side, time) in enumerate(zip(plan.attention, p.time.layers, strict=True)):
+        cuts = plan.cuts[n * experts : (n + 1) * experts]
+        cut = f"cuts = {list(cuts)}" if experts > 1 else f"cut = {cuts[0]}"
+        yield f'    {{ attention = "{side}", {cut}, ps = {time.total} }},'
     yield "]"
     yield f'digest = "{plan.digest}"'
 

@@ -33,34 +33,39 @@ Rates = dict[Literal["f32", "f16", "bf16", "q8", "q4"], Positive]
 """10⁹ stored bytes a second by number format, for formats that a unit reads more slowly than its memory delivers."""
 
 
-class Cpu(_Section):
-    """Processor and RAM."""
+class _Unit(_Section):
+    """What a processor makes of its memory."""
 
     name: str
-    cores: Annotated[int, Field(ge=1)]
-    ram_gib: Positive
     bandwidth_gb_per_s: Positive
     """Sequential reads by all cores, 10⁹ bytes a second."""
     launch_us: NotNegative = 0.0
-    """Starting one of the operators that a layer consists of, microseconds."""
+    """Starting one operator, microseconds: a product with a matrix, or attention over the cache."""
     format_gb_per_s: Rates = Field(default_factory=dict)
-    """Matrices read as a whole; a format that is not here runs at `bandwidth_gb_per_s`."""
+    """A matrix times one vector; a format that is not here runs at `bandwidth_gb_per_s`."""
+    neurons_gb_per_s: Rates = Field(default_factory=dict)
+    """All neurons of an FFN; a format that is not here runs at `format_gb_per_s`, as for the next two."""
     gather_gb_per_s: Rates = Field(default_factory=dict)
-    """Rows picked out of a matrix; a format that is not here runs as if read as a whole."""
+    """Neurons picked out of an FFN."""
+    predictor_gb_per_s: Rates = Field(default_factory=dict)
+    """Predictors, whose rows are short."""
+    attention_gb_per_s: Positive | None = None
+    """10⁹ bytes of keys and values a second, once for each query; without it, reading them is what takes time."""
     products_gflop_per_s: Positive | None = None
     """A matrix times many vectors at once, 10⁹ operations a second, an addition and a multiplication being two."""
 
 
-class Gpu(_Section):
+class Cpu(_Unit):
+    """Processor and RAM."""
+
+    cores: Annotated[int, Field(ge=1)]
+    ram_gib: Positive
+
+
+class Gpu(_Unit):
     """Graphics card and its memory."""
 
-    name: str
     vram_gib: Positive
-    bandwidth_gb_per_s: Positive
-    launch_us: NotNegative = 0.0
-    format_gb_per_s: Rates = Field(default_factory=dict)
-    gather_gb_per_s: Rates = Field(default_factory=dict)
-    products_gflop_per_s: Positive | None = None
 
 
 class Link(_Section):

@@ -20,11 +20,18 @@ LARGEST = 4096
 Ints = npt.NDArray[np.integer]
 
 
-def neuron_order(counts: Ints, fired: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
+def neuron_order(counts: Ints, fired: npt.NDArray[np.uint8], experts: int = 1) -> npt.NDArray[np.uint32]:
     """(F,) counts and (samples, F) co-firing bits → (F,) original index of the neuron at each place.
 
-    Ties go to the lower index, so the order is a function of its inputs.
+    Of several experts, each has the neurons of its own F / experts places. Ties go to the lower index, so the order is
+    a function of its inputs.
     """
+    size = len(counts) // experts
+    own = (slice(start, start + size) for start in range(0, len(counts), size))
+    return np.concatenate([_expert_order(counts[e], fired[:, e]) + np.uint32(e.start) for e in own])
+
+
+def _expert_order(counts: Ints, fired: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
     order = np.argsort(-counts.astype(np.int64), kind="stable")
     falling = counts.astype(np.int64)[order]
     for start, stop in bands(falling):

@@ -21,6 +21,7 @@ from pi_compile.trained import Trained
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.layout import place_arrays
+from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.artifact.rounding import RoundingError
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
@@ -94,7 +95,7 @@ def pack(
     )
     expected = place_arrays(specs)[1] + sum(map(len, text.files.values()))
     with ArtifactWriter(output, expected_nbytes=expected) as writer:
-        source = _Source(checkpoint, profile, trained)
+        source = _Source(checkpoint, profile, trained, formats["ffn"])
         meter = _Meter(sum(s.nbytes_with_scales for n, s in specs.items() if not is_scales(n)), progress)
         errors: dict[str, RoundingError] = {}
         for name, array_spec in specs.items():
@@ -147,9 +148,12 @@ class _Source:
     checkpoint: Checkpoint
     profile: ActivationProfile | None
     trained: Trained | None
+    ffn_format: str
 
     def blocks(self, name: str, spec: ArraySpec) -> Iterable[Array]:
         layer, _, local = name.removeprefix("layers/").partition("/")
+        if local == "predictor/signs":
+            return self._signs(int(layer))
         if local.startswith("predictor/"):
             return [self._predictor(int(layer), local.removeprefix("predictor/"))]
         if self.profile is None:
@@ -160,6 +164,16 @@ class _Source:
             return [self.profile.ordered_counts()[int(layer)].astype(np.uint64)]
         order = self.profile.order[int(layer)] if local in NEURON_ARRAYS else None
         return _representable(self.checkpoint, name, spec, self.checkpoint.blocks(name, order))
+
+    def _signs(self, layer: int) -> Iterator[Array]:
+        """(rows, ⌈D / 64⌉) words of a block of `first`: bit j is set where column j is below 0 as it is stored."""
+        name = f"layers/{layer}/ffn/first"
+        order = None if self.profile is None else self.profile.order[layer]
+        for block in self.checkpoint.blocks(name, order):
+            negative = as_stored(self.ffn_format, np.asarray(block, np.float32)) < 0
+            padded = np.zeros((len(block), -(-block.shape[1] // 64) * 64), bool)
+            padded[:, : block.shape[1]] = negative
+            yield np.packbits(padded, axis=1, bitorder="little").view("<u8")
 
     def _predictor(self, layer: int, part: str) -> Array:
         assert self.trained is not None
@@ -173,7 +187,9 @@ class _Source:
 def _layers(decoder: Decoder, trained: Trained | None) -> tuple[Layer, ...]:
     if trained is None:
         return (Layer(rung=exact_rung(decoder)),) * decoder.n_layers
-    return tuple(Layer(rung=row.rung, rank=row.rank) for row in trained.rows)
+    return tuple(
+        Layer(rung=row.rung, rank=row.rank, threshold=row.threshold, margin=row.margin) for row in trained.rows
+    )
 
 
 def _representable(checkpoint: Checkpoint, name: str, spec: ArraySpec, blocks: Iterable[Array]) -> Iterator[Array]:

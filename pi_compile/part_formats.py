@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 
 KEEP = "keep"
+AUTO = "auto"
+"""Of predictors: whichever of `PREDICTOR_FORMATS` training finds best; before it, as `KEEP`."""
+PREDICTOR_FORMATS = ("f16", "q8", "q4")
 
 
 def resolve(own: Mapping[str, str], wanted: Mapping[str, str], *, tied_head: bool) -> dict[str, str]:
@@ -14,5 +17,5 @@ def resolve(own: Mapping[str, str], wanted: Mapping[str, str], *, tied_head: boo
     formats = {part: own[part] if wanted[part] == KEEP else wanted[part] for part in own if part != "head"}
     kept = formats["embedding"] if tied_head else own["head"]
     formats["head"] = kept if wanted["head"] == KEEP or tied_head else wanted["head"]
-    formats["predictor"] = formats["ffn"] if wanted["predictor"] == KEEP else wanted["predictor"]
+    formats["predictor"] = formats["ffn"] if wanted["predictor"] in (KEEP, AUTO) else wanted["predictor"]
     return formats

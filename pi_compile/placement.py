@@ -40,6 +40,8 @@ class Placement:
     context: int
     """Positions the key-value cache holds."""
     choice: Choice
+    cuts: tuple[int, ...]
+    """Of each layer and expert, as an artifact stores them."""
     time: TokenTime
     gpu_bytes: Mapping[str, int]
     """Bytes by part."""
@@ -65,7 +67,7 @@ class Placement:
             ram_bytes=sum(self.ram_bytes.values()),
             context=self.context,
             attention=tuple(SIDES[side] for side in self.choice.sides),
-            cuts=self.choice.cuts,
+            cuts=self.cuts,
             embedding=SIDES[self.choice.embedding],
             head=SIDES[self.choice.head],
             predicted_ns=self.time.ns,
@@ -111,7 +113,6 @@ def place(
     if here > ram:
         raise _does_not_fit(costs, sizes, vram, ram)
     assert gpu <= vram
-    hot = sum(int(counts[:cut].sum()) for counts, cut in zip(work.counts, choice.cuts, strict=True))
     inputs = _inputs(work, machine, vram, ram, objective, solver)
     ram_bytes, gpu_bytes = sizes.used(choice)
     return Placement(
@@ -121,13 +122,14 @@ def place(
         ram=ram,
         context=work.context,
         choice=choice,
+        cuts=tuple(cut for n, c in enumerate(choice.cuts) for cut in work.expert_cuts(n, c)),
         time=_time(costs, choice),
         gpu_bytes=gpu_bytes,
         ram_bytes=ram_bytes,
         gap=None if bound is None else 0.0,
         bound_ns=bound,
         second_opinion=None if second is None else _time(costs, second),
-        hot_share=hot / max(int(work.counts.sum()), 1),
+        hot_share=work.hot(choice.cuts) / max(int(work.counts.sum()), 1),
         digest=_sha256({"inputs": inputs, "answer": asdict(choice)}),
     )
 
@@ -234,6 +236,7 @@ def _inputs(work: Workload, machine: Machine, vram: int, ram: int, objective: st
         "formats": dict(work.formats),
         "tokens": work.tokens,
         "counts": hashlib.sha256(work.counts.astype("<i8").tobytes()).hexdigest(),
+        **({} if work.routed is None else {"routed": work.routed.tolist()}),
         "layers": [asdict(layer) for layer in work.layers],
         "context": work.context,
         "kv_itemsize": work.kv_itemsize,

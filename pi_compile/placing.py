@@ -69,6 +69,7 @@ def _workload(recipe: Recipe, folder: Path, machine: Machine) -> tuple[Workload,
         formats=resolve(found.formats, recipe.pack.model_dump(), tied_head=found.shape.tied_head),
         tokens=found.tokens,
         counts=found.ordered_counts(),
+        routed=found.routed,
         layers=found.layers() or untrained_layers(found.shape),
         context=min(section.context, found.shape.context_length),
     )
@@ -86,6 +87,7 @@ def _published(recipe: Recipe, folder: Path, machine: Machine) -> tuple[Workload
         formats=formats,
         tokens=firing.tokens,
         counts=firing.counts,
+        routed=firing.routed,
         layers=untrained_layers(model.shape),
         context=context,
     )

@@ -4,9 +4,10 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from pi_compile.machine_file import Machine, find_machine
+from pi_compile.placement import in_bytes, ram_of
 from pi_compile.planned_model import find_planned
 from pi_compile.planning import GIB, PlanSpec
-from pi_compile.recipe import Recipe, read_recipe
+from pi_compile.recipe import PUBLISHED, Recipe, read_recipe
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.errors import UsageError
@@ -31,6 +32,12 @@ def plan_request(
     ctx_size: int | None,
 ) -> PlanSpec:
     """Everything a plan depends on. Raises UsageError, RecipeError, CheckpointError or ProfileError."""
+    if target.endswith(".pi"):
+        raise UsageError(
+            f"{target}: an artifact does not keep how many rows its predictors pick",
+            expected="its recipe, or its config.json with --counts",
+            remedy="pi-compile train RECIPE --export PROFILE, then --counts PROFILE",
+        )
     recipe = read_recipe(Path(target)) if target.endswith(".toml") else None
     folder = Path(target).resolve().parent if recipe else Path()
     model = find_planned(recipe.model.path if recipe else target, folder)
@@ -38,7 +45,8 @@ def plan_request(
     if fmt is not None and fmt not in WEIGHT_FORMATS:
         raise UsageError(f"--format {fmt}: unknown", expected=f"one of {', '.join(WEIGHT_FORMATS)}")
     wanted = dict.fromkeys(PARTS, fmt) if fmt else recipe.pack.model_dump() if recipe else dict.fromkeys(PARTS, "keep")
-    context = ctx_size or min(CONTEXT, model.shape.context_length)
+    ram = parse_size(ram_budget, "--ram-budget") if ram_budget else ram_of(found, recipe.place.ram_gib if recipe else 0)
+    context = ctx_size or min(recipe.place.context if recipe else CONTEXT, model.shape.context_length)
     if context > model.shape.context_length:
         raise UsageError(
             f"--ctx-size {context}: longer than the model's context", expected=f"at most {model.shape.context_length}"
@@ -49,10 +57,11 @@ def plan_request(
         formats=model.formats(wanted),
         context=context,
         vram=_vram(vram_budget, recipe, found),
-        ram=parse_size(ram_budget, "--ram-budget") if ram_budget else int(found.cpu.ram_gib * GIB),
+        ram=ram,
         curve=curve,
         density=None if density is None else _share(density),
-        counts=counts,
+        counts=counts or (None if curve or density else _activations(recipe, folder)),
+        objective=recipe.place.objective if recipe else "time",
     )
 
 
@@ -68,6 +77,13 @@ def _machine(name: str | None, recipe: Recipe | None, folder: Path) -> Machine:
     return find_machine(recipe.place.machine, folder)
 
 
+def _activations(recipe: Recipe | None, folder: Path) -> Path | None:
+    """The activation file that a recipe names."""
+    if recipe is None or recipe.place.activations in ("", PUBLISHED):
+        return None
+    return folder / recipe.place.activations
+
+
 def _vram(budget: str | None, recipe: Recipe | None, machine: Machine) -> int:
     """The flag; else the recipe's largest budget; else all of the card but `RESERVE`."""
     if machine.gpu is None:
@@ -77,7 +93,7 @@ def _vram(budget: str | None, recipe: Recipe | None, machine: Machine) -> int:
     if budget is not None:
         return parse_size(budget, "--vram-budget")
     if recipe is not None and recipe.place.vram_gib:
-        return int(max(recipe.place.vram_gib) * GIB)
+        return in_bytes(max(recipe.place.vram_gib))
     return max(int(machine.gpu.vram_gib * GIB) - RESERVE, 0)
 
 

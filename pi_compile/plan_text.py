@@ -16,10 +16,11 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     formats = sorted(set(found["formats"].values()))
     yield "model", f"{found['model']}, {found['parameters'] / 1e9:.2f} B parameters in {', '.join(formats)}"
     yield "machine", f"{found['machine']}; context {found['context']:,}"
-    yield "activation", f"{found['density']:.1%} of the neurons fire for a token"
+    of_experts = " of its experts" if found["experts"] > 1 else ""
+    yield "activation", f"{found['density']:.1%} of the neurons{of_experts} fire for a token"
     yield "", found["activation"]
-    rank = "" if found["predictor_rank"] is None else f", predictors of rank {found['predictor_rank']} by rule"
-    yield "ffn", f"{found['rung']}{rank}"
+    rank, how = found["predictor_rank"], "at most, as trained" if found["trained"] else "by rule"
+    yield "ffn", found["rung"] + ("" if rank is None else f", predictors of rank {rank} {how}")
     main = next(budget for budget in found["budgets"] if budget["percent"] == 0)
     yield "", ""
     yield "part", f"{'GPU':>12}{'RAM':>12}"
@@ -30,6 +31,9 @@ def _lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if any(shares):
         many = f"{min(shares):.0%} to {max(shares):.0%} of a layer's neurons"
         yield "on the GPU", f"{many}, {main['activations_on_gpu']:.0%} of activations"
+        if found["experts"] > 1:
+            of_expert = [cut * found["experts"] / found["neurons"] for cut in main["expert_cuts"]]
+            yield "", f"{min(of_expert):.0%} to {max(of_expert):.0%} of an expert's"
     yield "", ""
     yield "a token takes", ", ".join(f"{part} {ms:.1f} ms" for part, ms in main["milliseconds"].items())
     yield "", ""

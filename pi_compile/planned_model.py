@@ -4,15 +4,17 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from math import prod
 from pathlib import Path
 
 from pi_compile.bundled import bundled
+from pi_compile.checkpoint.adapter import decoder_of
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.errors import CheckpointError, ProfileError
-from pi_compile.shape_reading import shape_of
-from pi_compile.shapes import ModelShape
-from pi_runtime.artifact.sizes import PARTS
+from pi_compile.part_formats import AUTO, KEEP
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.sizes import PARTS, array_specs
 from pi_runtime.errors import UsageError
 
 _CONFIG = "config.json"
@@ -34,7 +36,7 @@ class PlannedModel:
     """What is known of a model without its weights."""
 
     name: str
-    shape: ModelShape
+    shape: Decoder
     dtype: str | None
     """Number format of its checkpoint, if the config says."""
     activation: Activation | None
@@ -43,7 +45,7 @@ class PlannedModel:
     def formats(self, wanted: Mapping[str, str]) -> dict[str, str]:
         """Format of each part; `keep` is the checkpoint's, and for predictors the FFN's."""
         kept = {part: wanted[part] if wanted[part] != "keep" else self.dtype for part in PARTS}
-        if wanted["predictor"] == "keep":
+        if wanted["predictor"] in (KEEP, AUTO):
             kept["predictor"] = kept["ffn"]
         formats = {part: fmt for part, fmt in kept.items() if fmt is not None}
         if len(formats) < len(PARTS):
@@ -73,10 +75,16 @@ def find_planned(name: str, folder: Path) -> PlannedModel:
     dtype = config.get("dtype", config.get("torch_dtype"))
     return PlannedModel(
         name=name,
-        shape=shape_of(config),
+        shape=decoder_of(config),
         dtype=_DTYPES.get(dtype) if isinstance(dtype, str) else None,
         activation=_activation(path.parent / "activation.toml"),
     )
+
+
+def parameters(d: Decoder) -> int:
+    """Weights of a model, norms and biases included."""
+    specs = array_specs(d, dict.fromkeys(PARTS, "f32"), [None] * d.n_layers, profiled=False)
+    return sum(prod(spec.shape) for spec in specs.values())
 
 
 def bundled_models() -> list[str]:

@@ -13,13 +13,14 @@ from pi_compile.curves import TOKENS, curve_counts, find_curve
 from pi_compile.errors import ProfileError
 from pi_compile.machine_file import Machine
 from pi_compile.placement import Placement, place
-from pi_compile.planned_model import PlannedModel
+from pi_compile.planned_model import PlannedModel, parameters
 from pi_compile.prefill import prefill_tokens_per_s
 from pi_compile.rivals import layer_split
-from pi_compile.shapes import ModelShape, parameters
 from pi_compile.units import GPU, PICO
 from pi_compile.untrained import untrained_layers
-from pi_compile.workload import Ints, Workload
+from pi_compile.workload import Ints, LayerWork, Workload
+from pi_runtime.artifact.checks import RUNGS
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.errors import DoesNotFitError, UsageError
 
 AROUND = (-25, 0, 25)
@@ -42,7 +43,9 @@ class PlanSpec:
     """Name of a published curve; with `density`. Neither it nor counts: the model's published activation."""
     density: Decimal | None = None
     counts: Path | None = None
-    """An activation file of this model."""
+    """An activation file of this model; where it has the table of training, rungs and ranks are the table's."""
+    objective: str = "time"
+    """What the placement is best at; see `placement.place`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,10 @@ class Firing:
     counts: Ints
     tokens: int
     source: str
+    layers: tuple[LayerWork, ...] = ()
+    """Rungs and ranks as trained; () where nothing was."""
+    routed: Ints | None = None
+    """As `Workload` has it."""
 
 
 def plan(spec: PlanSpec) -> dict[str, Any]:
@@ -61,14 +68,8 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
     the model fires.
     """
     shape, firing = spec.model.shape, firing_of(spec)
-    work = Workload(
-        shape=shape,
-        formats=spec.formats,
-        tokens=firing.tokens,
-        counts=firing.counts,
-        layers=untrained_layers(shape),
-        context=spec.context,
-    )
+    work = workload_of(spec, firing)
+    rungs = {layer.rung for layer in work.layers}
     return {
         "model": spec.model.name,
         "parameters": parameters(shape),
@@ -77,11 +78,26 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
         "formats": dict(spec.formats),
         "context": spec.context,
         "activation": firing.source,
-        "density": round(float(firing.counts.mean() / firing.tokens), 4),
-        "rung": work.layers[0].rung,
-        "predictor_rank": work.layers[0].rank,
+        "experts": shape.n_experts,
+        "density": round(float(firing.counts.mean() / work.routed_part(firing.tokens)), 4),
+        "rung": ", ".join(rung for rung in RUNGS if rung in rungs),
+        "predictor_rank": max((layer.rank or 0 for layer in work.layers), default=0) or None,
+        "trained": bool(firing.layers),
         "budgets": [_outlook(spec, work, percent) for percent in AROUND],
     }
+
+
+def workload_of(spec: PlanSpec, firing: Firing) -> Workload:
+    """What is to be placed; rungs and ranks by rule where they are not trained."""
+    return Workload(
+        shape=spec.model.shape,
+        formats=spec.formats,
+        tokens=firing.tokens,
+        counts=firing.counts,
+        routed=firing.routed,
+        layers=firing.layers or untrained_layers(spec.model.shape),
+        context=spec.context,
+    )
 
 
 def firing_of(spec: PlanSpec) -> Firing:
@@ -102,13 +118,14 @@ def firing_of(spec: PlanSpec) -> Firing:
         raise UsageError(
             f"{spec.model.name}: nothing is known of how its neurons fire",
             expected="--counts PROFILE, or --curve NAME with --density SHARE",
-            remedy="plain ReLU FFN: --curve opt-30b --density 0.03; gated: --curve reglu-70b --density 0.2",
+            remedy="plain ReLU FFN: --curve opt-30b --density 0.03; gated: --curve reglu-70b --density 0.2; "
+            "of a recipe that is built: pi-compile train RECIPE --export PROFILE",
         )
     counts = curve_counts(curve, shape, density).astype(np.int64)
     return Firing(counts=counts, tokens=TOKENS, source=f"curve {curve.name}, density {density} ({why})")
 
 
-def _profiled(path: Path, shape: ModelShape) -> Firing:
+def _profiled(path: Path, shape: Decoder) -> Firing:
     found = Activations.load(path)
     expected = (shape.n_layers, shape.neurons)
     if found.counts.shape != expected:
@@ -116,7 +133,9 @@ def _profiled(path: Path, shape: ModelShape) -> Firing:
     return Firing(
         counts=found.ordered_counts(),
         tokens=found.tokens,
+        routed=found.routed,
         source=f"counts of {found.tokens} tokens in {path.name}",
+        layers=found.layers(),
     )
 
 
@@ -125,7 +144,7 @@ def _outlook(spec: PlanSpec, work: Workload, percent: int) -> dict[str, Any]:
     vram, ram = (spec.vram * (100 + percent) // 100, spec.ram) if spec.vram else (0, spec.ram * (100 + percent) // 100)
     found: dict[str, Any] = {"percent": percent, "vram_bytes": vram, "ram_bytes": ram}
     try:
-        placement = place(work, spec.machine, vram, ram)
+        placement = place(work, spec.machine, vram, ram, objective=spec.objective)
     except DoesNotFitError as error:
         if percent == 0:
             raise
@@ -135,21 +154,15 @@ def _outlook(spec: PlanSpec, work: Workload, percent: int) -> dict[str, Any]:
 
 def _placed(spec: PlanSpec, work: Workload, placement: Placement, vram: int) -> dict[str, Any]:
     choice, time = placement.choice, placement.time
-    hot = sum(int(counts[:cut].sum()) for counts, cut in zip(work.counts, choice.cuts, strict=True))
     return {
         "ram": placement.ram_bytes,
         "gpu": placement.gpu_bytes,
         "attention_layers_on_gpu": choice.sides.count(GPU),
         "cuts": list(choice.cuts),
-        "activations_on_gpu": round(hot / max(int(work.counts.sum()), 1), 4),
+        "expert_cuts": list(placement.cuts),
+        "activations_on_gpu": round(placement.hot_share, 4),
         "decode_tokens_per_s": PICO / time.total,
         "prefill_tokens_per_s": prefill_tokens_per_s(work, spec.machine, choice),
-        "milliseconds": {
-            "attention": sum(layer.attention for layer in time.layers) / 1e9,
-            "predictor": sum(layer.predictor for layer in time.layers) / 1e9,
-            "ffn": sum(max(layer.gpu, layer.cpu) for layer in time.layers) / 1e9,
-            "hand-over": sum(layer.handover + layer.crossing for layer in time.layers) / 1e9,
-            "embedding and head": (time.embedding + time.head) / 1e9,
-        },
+        "milliseconds": {part: ps / 1e9 for part, ps in time.parts.items()},
         "layer_split_tokens_per_s": layer_split(work, spec.machine, vram).tokens_per_s,
     }

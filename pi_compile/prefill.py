@@ -12,9 +12,9 @@ from math import prod
 
 from pi_compile.machine_file import Machine, whole
 from pi_compile.program import PREFILL_TOKENS, Choice
-from pi_compile.shapes import shape_specs
 from pi_compile.units import CPU, GPU, PICO, link_of, units_of
 from pi_compile.workload import Workload
+from pi_runtime.artifact.sizes import array_specs
 
 
 def prefill_tokens_per_s(work: Workload, machine: Machine, choice: Choice) -> float:
@@ -39,8 +39,8 @@ def block_ps(work: Workload, machine: Machine, choice: Choice, tokens: int) -> i
     for side, cut in zip(choice.sides, choice.cuts, strict=True):
         cold = work.shape.neurons - cut
         attention = part_ps(side, parts.attention, weights["attention"], "attention")
-        hot_ps = part_ps(GPU, cut * parts.neuron, work.routed(cut * weights["neuron"]), "ffn") if cut else 0
-        cold_ps = part_ps(CPU, cold * parts.neuron, work.routed(cold * weights["neuron"]), "ffn") if cold else 0
+        hot_ps = part_ps(GPU, cut * parts.neuron, work.routed_part(cut * weights["neuron"]), "ffn") if cut else 0
+        cold_ps = part_ps(CPU, cold * parts.neuron, work.routed_part(cold * weights["neuron"]), "ffn") if cold else 0
         split = cut != (0 if side == CPU else work.shape.neurons)
         total += attention + max(hot_ps, cold_ps) + (2 * handed if split else 0) + (handed if side != before else 0)
         before = side
@@ -49,7 +49,7 @@ def block_ps(work: Workload, machine: Machine, choice: Choice, tokens: int) -> i
 
 def _weights(work: Workload) -> dict[str, int]:
     """Numbers in one layer's attention, and in one neuron."""
-    specs = shape_specs(work.shape, work.formats, [None], profiled=False)
+    specs = array_specs(work.shape, work.formats, [None], profiled=False)
     names = ("layers/0/attention/qkv", "layers/0/attention/out")
     neuron = sum(prod(specs[f"layers/0/ffn/{name}"].shape) for name in ("first", "rest")) // work.shape.neurons
     return {"attention": sum(prod(specs[name].shape) for name in names), "neuron": neuron}

@@ -6,7 +6,6 @@ group the memory is that of one layer whatever the model's size. Both are the sa
 Counts are integers summed in shard order. A shard that is done is on disk: a killed run goes on from there.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from pi_compile import torch_decoder as td
 from pi_compile.activations import ActivationProfile, Counts
 from pi_compile.array_file import read_arrays, write_arrays
 from pi_compile.checkpoint import Checkpoint
+from pi_compile.estimates import Estimate, flops_per_s, layer_parameters
 from pi_compile.hidden_states import HiddenStates
 from pi_compile.neuron_order import neuron_order
 from pi_runtime.artifact.decoder import Decoder
@@ -46,40 +46,18 @@ class ProfileSpec:
     """cpu or cuda:N."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What a stage will take."""
-
-    seconds: float
-    disk_bytes: int
-    memory_bytes: int
-
-
 def estimate(d: Decoder, tokens: int, spec: ProfileSpec) -> Estimate:
     """Time by a short matrix product at this width, disk by hidden states, memory by weights and activations."""
     rows = spec.batch * spec.window
-    a = torch.ones(min(rows, 512), d.d_model, device=spec.device)
-    b = torch.ones(d.d_model, min(d.d_ff, 4096), device=spec.device)
-    (a @ b).sum().item()  # a first product starts libraries, and `item` waits for the device
-    began = time.perf_counter()
-    for _ in range(3):
-        product = a @ b
-    product.sum().item()
-    flops_per_s = 3 * 2 * a.numel() * b.shape[1] / (time.perf_counter() - began)
-    layer = layer_parameters(d)
+    products = flops_per_s(min(rows, 512), d.d_model, min(d.d_ff, 4096), spec.device)
+    layer = layer_parameters(d, d.n_experts)
     resident = min(spec.layers_at_once or d.n_layers, d.n_layers)
     spilled = 2 if resident < d.n_layers else 0
     return Estimate(
-        seconds=2 * layer * d.n_layers * tokens / flops_per_s,
+        seconds=2 * layer_parameters(d, d.experts_per_token) * d.n_layers * tokens / products,
         disk_bytes=spilled * tokens * d.d_model * 4,
         memory_bytes=4 * (resident * layer + d.vocab_size * d.d_model + rows * (2 * d.neurons + 6 * d.d_model)),
     )
-
-
-def layer_parameters(d: Decoder) -> int:
-    """Weights of one layer."""
-    attention = (2 * d.n_heads + 2 * d.n_kv_heads) * d.head_dim * d.d_model
-    return attention + (3 if d.ffn == "gated" else 2) * d.neurons * d.d_model
 
 
 def profile(
@@ -96,9 +74,20 @@ def profile(
     run = _Run(checkpoint, ids_NT, spec, scratch, progress)
     with torch.inference_mode():
         # Ordered as they come: the co-firing bits of all layers together would take more than a layer's weights.
-        counted = [(counts, neuron_order(counts, bits)) for group in run.groups() for counts, bits in run.count(group)]
-    counts, order = (np.stack(arrays) for arrays in zip(*counted, strict=True))
-    return ActivationProfile(decoder=d, tokens=ids_NT.numel(), counts=counts, order=order, inputs=inputs)
+        counted = [
+            (counts, neuron_order(counts, bits, d.n_experts), routed)
+            for group in run.groups()
+            for counts, bits, routed in run.count(group)
+        ]
+    counts, order, routed = (np.stack(arrays) for arrays in zip(*counted, strict=True))
+    return ActivationProfile(
+        decoder=d,
+        tokens=ids_NT.numel(),
+        counts=counts,
+        order=order,
+        routed=routed if d.n_experts > 1 else None,
+        inputs=inputs,
+    )
 
 
 @dataclass(frozen=True)
@@ -115,20 +104,21 @@ class _Run:
         layers, step = self.checkpoint.decoder.n_layers, self.spec.layers_at_once or self.checkpoint.decoder.n_layers
         return (range(start, min(layers, start + step)) for start in range(0, layers, step))
 
-    def count(self, group: range) -> Iterator[tuple[Counts, Bits]]:
-        """(counts (F,), co-firing bits (samples, F)) of each layer of a group."""
+    def count(self, group: range) -> Iterator[tuple[Counts, Bits, Counts]]:
+        """Of each layer of a group counts (F,), co-firing bits (samples, F), and tokens routed to each expert (X,)."""
         shards = [slice(s, s + self.spec.shard) for s in range(0, len(self.ids_NT), self.spec.shard)]
         files = [self.scratch / f"layers-{group.start}-shard-{n}.npz" for n in range(len(shards))]
         if not all(file.exists() for file in files):
             self._count_missing(group, shards, files)
-        counts = np.zeros((len(group), self.checkpoint.decoder.neurons), np.uint64)
-        bits = []
+        d, bits = self.checkpoint.decoder, []
+        counts, routed = (np.zeros((len(group), size), np.uint64) for size in (d.neurons, d.n_experts))
         for file in files:
             stored = read_arrays(file)
             counts += stored["counts"]
+            routed += stored["routed"]
             bits.append(stored["bits"])
-        packed = np.concatenate(bits, axis=1)
-        return ((of_layer, np.unpackbits(packed[n], axis=1, count=len(of_layer))) for n, of_layer in enumerate(counts))
+        fired = (np.unpackbits(of_layer, axis=1, count=d.neurons) for of_layer in np.concatenate(bits, axis=1))
+        return zip(counts, fired, routed, strict=True)
 
     def _count_missing(self, group: range, shards: list[slice], files: list[Path]) -> None:
         weights = [td.layer_weights(self.checkpoint, n, self.spec.device) for n in group]
@@ -136,14 +126,16 @@ class _Run:
         for n, (shard, file) in enumerate(zip(shards, files, strict=True)):
             if file.exists():
                 continue
-            shape = (len(group), self.checkpoint.decoder.neurons)
-            counts, bits = np.zeros(shape, np.int64), []
+            d, bits = self.checkpoint.decoder, []
+            counts, routed = (np.zeros((len(group), size), np.int64) for size in (d.neurons, d.n_experts))
             for batch in range(shard.start, min(shard.stop, len(self.ids_NT)), self.spec.batch):
                 rows = slice(batch, min(batch + self.spec.batch, shard.stop, len(self.ids_NT)))
                 layers = self._push(group, weights, ends, rows)
-                counts += np.stack([layer for layer, _ in layers])
-                bits.append(np.stack([sample for _, sample in layers]))
-            write_arrays(file, {"counts": counts.astype(np.uint64), "bits": np.concatenate(bits, axis=1)})
+                counts += np.stack([layer.counts for layer in layers])
+                routed += np.stack([layer.routed for layer in layers])
+                bits.append(np.stack([layer.bits for layer in layers]))
+            sums = {"counts": counts.astype(np.uint64), "routed": routed.astype(np.uint64)}
+            write_arrays(file, {**sums, "bits": np.concatenate(bits, axis=1)})
             self.progress(group.start * len(shards) + (n + 1) * len(group), self.layers * len(shards))
 
     @property
@@ -152,8 +144,8 @@ class _Run:
 
     def _push(
         self, group: range, weights: list[dict[str, torch.Tensor]], ends: td.Weights, rows: slice
-    ) -> list[tuple[npt.NDArray[np.int64], Bits]]:
-        """One batch through a group of layers; per layer the counts (F,), and the sample's bits, packed."""
+    ) -> list["_Batch"]:
+        """One batch through a group of layers."""
         d = self.checkpoint.decoder
         if group.start == 0:
             x = td.embed(d, ends, self.ids_NT[rows].to(self.spec.device))
@@ -163,8 +155,14 @@ class _Run:
         for w in weights:
             x, inputs = td.before_ffn(d, w, x)
             h = td.neurons(d, w, inputs)
-            fired = (h != 0).flatten(0, 1)
-            found.append((count_fired(fired).cpu().numpy(), self._sample(fired, rows.start * self.ids_NT.shape[1])))
+            fired, routed = (h != 0).flatten(0, 1), (td.routing(d, w, inputs) > 0).flatten(0, 1)
+            found.append(
+                _Batch(
+                    count_fired(fired).numpy(force=True),
+                    count_fired(routed).numpy(force=True),
+                    self._sample(fired, rows.start * self.ids_NT.shape[1]),
+                )
+            )
             x = td.after_ffn(d, w, x, td.ffn_output(w, h))
         if group.stop < d.n_layers:
             self._hidden(group.stop)[rows] = x.cpu().numpy()
@@ -181,6 +179,16 @@ class _Run:
             return np.packbits(fired[:0].cpu().numpy(), axis=1)
         step = -(-self.ids_NT.numel() // self.spec.cofiring_tokens)
         return np.packbits(fired[-start % step :: step].cpu().numpy(), axis=1)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What one layer makes of a batch."""
+
+    counts: npt.NDArray[np.int64]
+    routed: npt.NDArray[np.int64]
+    bits: Bits
+    """Packed."""
 
 
 def count_fired(fired: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ from itertools import product
 
 import numpy as np
 
-from pi_compile.activations import GROUP
 from pi_compile.chain import Chain, Node, Way
 from pi_compile.cost import Costs
 from pi_compile.units import CPU, GPU
@@ -26,7 +25,8 @@ PREFILL_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A placement: sides are `CPU` or `GPU`, neurons before `cuts[l]` are the GPU's."""
+    """A placement: sides are `CPU` or `GPU`, the first `cuts[l]` neurons of layer l are the GPU's; see
+    `layer_groups` for their order."""
 
     sides: tuple[int, ...]
     """Of each layer's attention, cache, norms and predictor."""
@@ -57,6 +57,8 @@ class Sizes:
     """Buffers of each side; the GPU's only where it has work."""
     neurons: int
     """Of one layer."""
+    group: int
+    """Neurons of the first group that is placed."""
     tied_head: bool
 
     @classmethod
@@ -72,6 +74,7 @@ class Sizes:
                 scratch_bytes(shape, largest, 1, work.context),
             ),
             neurons=shape.neurons,
+            group=int(work.cuts()[1]),
             tied_head=shape.tied_head,
         )
 
@@ -83,7 +86,7 @@ class Sizes:
     @property
     def least_on_gpu(self) -> int:
         """GPU memory that takes a part at all: a group of neurons, or head or embedding, with the buffers."""
-        group = min(GROUP, self.neurons) * self.parts.neuron
+        group = self.group * self.parts.neuron
         head = self.parts.head + self.parts.final_norm + (self.parts.embedding if self.tied_head else 0)
         return self.scratch[GPU] + min(group, head, self.parts.embedding + self.parts.positions)
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pi_compile.errors import RecipeError
 
-Rung = Literal["dense", "gate", "predicted"]
+Rung = Literal["dense", "gate", "threshold", "predicted", "sign"]
 PUBLISHED = "published"
 """Activations of a model whose config and published curve come with us."""
 WeightFormat = Literal["keep", "f32", "f16", "bf16", "q8", "q4"]
@@ -107,7 +107,8 @@ class PackSection(_Section):
     attention: WeightFormat
     ffn: WeightFormat
     head: WeightFormat
-    predictor: WeightFormat
+    predictor: WeightFormat | Literal["auto"]
+    """`auto`: of f16, q8 and q4 the one with which the model is predicted to run quickest."""
 
 
 class Recipe(_Section):

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def profile_report(p: ActivationProfile) -> dict[str, Any]:
-    """Tokens, and per layer density and the share of activations that the hottest fifth of the neurons has."""
+    """Tokens, and per layer density and the share of activations that the hottest fifth of the neurons has; with
+    experts also which share of the tokens the busiest and the idlest are sent."""
     curve = p.cumulative_curve()
     layers = [
         {
@@ -24,17 +25,31 @@ def profile_report(p: ActivationProfile) -> dict[str, Any]:
             "density": float(density),
             "top_20_share": float(curve[n, 20]),
             "neurons_for_80_percent": float(np.argmax(curve[n] >= 0.8) / 100),
+            **_routing(p, n),
         }
         for n, density in enumerate(p.density())
     ]
     return {"tokens": p.tokens, "layers": layers}
 
 
+def _routing(p: ActivationProfile, layer: int) -> dict[str, float]:
+    if p.routed is None:
+        return {}
+    shares = p.routed[layer] / p.tokens
+    return {"busiest_expert": float(shares.max()), "idlest_expert": float(shares.min())}
+
+
 def train_report(t: Trained) -> dict[str, Any]:
-    """Perplexities, FFN bytes against the gate rung, and the table of layers."""
+    """Perplexities, format of the predictors, FFN bytes against the gate rung, time, and the table of layers."""
     read, gate = (sum(getattr(row, name) for row in t.rows) for name in ("ffn_bytes", "gate_bytes"))
     layers = [{"layer": n, **asdict(row)} for n, row in enumerate(t.rows)]
-    return {**t.perplexity, "ffn_bytes_over_gate": read / gate, "layers": layers}
+    return {
+        **t.perplexity,
+        "predictor_format": t.predictor_format,
+        "ffn_bytes_over_gate": read / gate,
+        "ffn_us": sum(row.ffn_us for row in t.rows),
+        "layers": layers,
+    }
 
 
 def place_report(placements: Sequence[Placement]) -> dict[str, Any]:
@@ -90,6 +105,31 @@ def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
         for mode, perplexity in found["perplexity"].items()
     ]
     return {"tokens": found["tokens"], "modes": modes, "layers": found["layers"]}
+
+
+def task_reports(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What `evaluate_tasks` found, each task with modes as rows."""
+    reports = []
+    for task in tasks:
+        head = f"{task['task']}, {task['kind']}, {task['items']:,} questions"
+        if task["truncated"]:
+            head += f", {task['truncated']:,} of them truncated to the model's context"
+        rows = [{"mode": mode, **_with_errors(row)} for mode, row in task["modes"].items()]
+        chance = {} if task["chance"] is None else {"chance": task["chance"]}
+        reports.append({"task": head, **chance, "modes": rows})
+    return reports
+
+
+def _with_errors(row: Mapping[str, float | None]) -> dict[str, Any]:
+    """`acc` and `acc_stderr` as one column, `0.250 ± 0.043`."""
+    shown: dict[str, Any] = {}
+    for name, value in row.items():
+        if name.endswith("_stderr"):
+            share = shown[name.removesuffix("_stderr")]
+            shown[name.removesuffix("_stderr")] = _shown(share) + ("" if value is None else f" ± {_shown(value)}")
+        else:
+            shown[name] = value
+    return shown
 
 
 def print_report(report: Mapping[str, Any]) -> None:

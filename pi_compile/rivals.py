@@ -14,7 +14,7 @@ import numpy as np
 
 from pi_compile import knapsack
 from pi_compile.cost import Costs, costs_of, token_time
-from pi_compile.hot_mass import least_neurons
+from pi_compile.hot_mass import least_neurons, masses
 from pi_compile.machine_file import Machine
 from pi_compile.program import Choice, Sizes
 from pi_compile.units import CPU, GPU
@@ -73,18 +73,15 @@ def powerinfer(work: Workload, machine: Machine, vram: int) -> Rival:
 
 def _hot_mass(work: Workload, machine: Machine, sizes: Sizes, budget: int) -> tuple[tuple[int, ...], int]:
     """(cut of each layer, bytes) of the greatest hot mass."""
-    least = least_neurons(machine, sizes.parts.neuron)
+    least = least_neurons(machine, work.routed_part(sizes.parts.neuron))
     every = work.cuts()
     cuts: Ints = np.concatenate([[0], every[every >= max(least, 1)] if least is not None else every[:0]])
-    classes = []
-    for counts in work.counts:
-        mass = np.concatenate([[0], np.cumsum(counts.astype(np.int64))])
-        classes.append(knapsack.Choice(cuts * sizes.parts.neuron, mass[cuts]))
-    found = knapsack.solve(classes, budget)
+    found = knapsack.solve([knapsack.Choice(cuts * sizes.parts.neuron, mass) for mass in masses(work, cuts)], budget)
     return tuple(int(cuts[j]) for j in found.picks), found.weight
 
 
 def _cache_ps(work: Workload, costs: Costs, choice: Choice) -> int:
-    """Reading keys and values in RAM, half full, and the hand-overs of layers whose matrices are the GPU's."""
-    read = costs.units[CPU].ps(kv_bytes(work.shape, work.context // 2, work.kv_itemsize))
+    """Attention over keys and values in RAM, half full, and the hand-overs of layers whose matrices are the GPU's."""
+    nbytes = kv_bytes(work.shape, work.context // 2, work.kv_itemsize)
+    read = costs.units[CPU].cache_ps(nbytes, work.shape.n_heads // work.shape.n_kv_heads)
     return len(choice.sides) * read + choice.sides.count(GPU) * costs.handover

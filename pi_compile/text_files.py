@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer
+from transformers.utils import logging
 
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE
 from pi_compile.checkpoint.json_file import read_json
@@ -84,6 +85,8 @@ def _stored_tokenizer(folder: Path) -> bytes | None:
 
 
 def _load(folder: Path) -> Any:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it warns of model types that only the checkpoint's own code knows
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     # A tokenizer's files are foreign input to foreign code, which fails in all of these ways.
@@ -97,6 +100,8 @@ def _load(folder: Path) -> Any:
             remedy=f"put a {TOKENIZER} there (saved where it does load), or install what is named: "
             "tokenizer.model needs `pip install sentencepiece protobuf`",
         ) from None
+    finally:
+        logging.set_verbosity(verbosity)
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(
             f"{folder}: the tokenizer has no {TOKENIZER} form",

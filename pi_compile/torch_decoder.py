@@ -1,7 +1,7 @@
 """The decoder in torch, layer by layer: what profiling and training push text through.
 
-The same equations as `pi_runtime.kernels.reference`, over batches. B sequences, T tokens each, D model width, F
-neurons. float32 throughout; weights of one layer at a time, by their artifact names.
+The same equations as `pi_runtime.kernels.reference`, over batches. B sequences, T tokens each, D model width, X
+experts, F neurons of one expert. float32 throughout; weights of one layer at a time, by their artifact names.
 """
 
 from collections.abc import Mapping
@@ -102,20 +102,38 @@ def activate_(d: Decoder, z: Tensor, threshold: float = 0.0) -> Tensor:
 def neurons(d: Decoder, w: Weights, x: Tensor, threshold: float = 0.0) -> Tensor:
     """(…, D) normed FFN inputs → (…, X·F) neuron values h; zero exactly where a neuron does not fire.
 
-    With experts, each value times its expert's share of the token: 0 in those the router does not take.
+    With experts, each value times its expert's share of the token: 0, and not computed, in those the router does not
+    take.
     """
-    z = F.linear(x, w["ffn/first"], w.get("ffn/first_bias"))
-    h = activate_(d, z, threshold)
+    if d.n_experts == 1:
+        return _expert_neurons(d, w, x, threshold)
+    x_ND, share_NX = x.flatten(0, -2), routing(d, w, x).flatten(0, -2)
+    h_NXF = x.new_zeros(len(x_ND), d.n_experts, d.d_ff)
+    for e, own in enumerate(_by_expert(w, d.n_experts)):
+        tokens = share_NX[:, e].nonzero()[:, 0]
+        h_NXF[tokens, e] = _expert_neurons(d, own, x_ND[tokens], threshold) * share_NX[tokens, e, None]
+    return h_NXF.view(*x.shape[:-1], d.neurons)
+
+
+def _by_expert(w: Weights, experts: int) -> list[Weights]:
+    """The weights of each expert's neurons."""
+    names = [name for name in ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest") if name in w]
+    pieces = (w[name].chunk(experts) for name in names)
+    return [dict(zip(names, own, strict=True)) for own in zip(*pieces, strict=True)]
+
+
+def _expert_neurons(d: Decoder, w: Weights, x: Tensor, threshold: float) -> Tensor:
+    h = activate_(d, F.linear(x, w["ffn/first"], w.get("ffn/first_bias")), threshold)
     if d.ffn == "gated":
         up = F.linear(x, w["ffn/rest"][:, 0], w.get("ffn/up_bias"))
         h *= up.relu_() if d.activation == "drelu" else up
-    if d.n_experts > 1:
-        h *= routing(d, w, x).repeat_interleave(d.d_ff, -1)
     return h
 
 
 def routing(d: Decoder, w: Weights, x: Tensor) -> Tensor:
     """(…, D) → (…, X) shares of the experts; see `pi_runtime.kernels.reference.routing`."""
+    if d.n_experts == 1:
+        return x.new_ones(*x.shape[:-1], 1)
     values = F.linear(x, w["ffn/router"])
     # A stable sort, unlike topk, takes the lower of two equal experts.
     best = values.sort(dim=-1, descending=True, stable=True).indices[..., : d.experts_per_token]
@@ -124,8 +142,19 @@ def routing(d: Decoder, w: Weights, x: Tensor) -> Tensor:
 
 def ffn_output(w: Weights, h: Tensor) -> Tensor:
     """(…, X·F) neuron values → (…, D): Σ h_i rest_i + bias."""
-    y = h @ w["ffn/rest"][:, -1]
+    rest = w["ffn/rest"][:, -1]
+    y = _sum_of_experts(rest, h, len(w["ffn/router"])) if "ffn/router" in w else h @ rest
     return y + w["ffn/down_bias"] if "ffn/down_bias" in w else y
+
+
+def _sum_of_experts(rest: Tensor, h: Tensor, experts: int) -> Tensor:
+    """h @ rest, of each expert the tokens for which any of its neurons fires."""
+    h_NXF = h.view(-1, experts, len(rest) // experts)
+    y_ND = h.new_zeros(len(h_NXF), rest.shape[1])
+    for e, own in enumerate(rest.chunk(experts)):
+        tokens = h_NXF[:, e].any(-1).nonzero()[:, 0]
+        y_ND.index_add_(0, tokens, h_NXF[tokens, e] @ own)
+    return y_ND.view(*h.shape[:-1], -1)
 
 
 def logits(d: Decoder, ends: Weights, x_BTD: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pi_compile.machine_file import Cpu, Gpu, Machine, whole
+from pi_compile.machine_file import Cpu, Gpu, Machine, Rates, whole
 from pi_runtime.artifact.checks import SIDES
 
 PICO = 10**12
@@ -17,20 +17,27 @@ class Unit:
 
     name: str
     launch_ps: int
-    """Starting one operator: attention, predictor, FFN, or head."""
+    """Starting one operator."""
     bytes_per_s: Mapping[str, int]
     """Reading a whole matrix, by number format; other formats and everything else at `""`."""
-    gathered_per_s: Mapping[str, int]
-    """Reading picked rows; formats that are not here as `bytes_per_s`."""
+    others_per_s: Mapping[str, Mapping[str, int]]
+    """The same by what is read otherwise: `neurons`, all of a layer; `picked` ones; a `predictor`. Formats that are not
+    here as `bytes_per_s`."""
+    queried_per_s: int | None
+    """Bytes of keys and values worked through, once for each query; None where reading them takes longer."""
 
-    def rate(self, fmt: str, *, gathered: bool = False) -> int:
+    def rate(self, fmt: str, what: str = "") -> int:
         """Bytes a second at which this format is read."""
-        stream = self.bytes_per_s.get(fmt, self.bytes_per_s[""])
-        return self.gathered_per_s.get(fmt, stream) if gathered else stream
+        return self.others_per_s.get(what, {}).get(fmt, self.bytes_per_s.get(fmt, self.bytes_per_s[""]))
 
-    def ps(self, nbytes: int, fmt: str = "", *, gathered: bool = False) -> int:
+    def ps(self, nbytes: int, fmt: str = "", what: str = "") -> int:
         """Picoseconds to read so many bytes, rounded up."""
-        return -(-nbytes * PICO // self.rate(fmt, gathered=gathered))
+        return -(-nbytes * PICO // self.rate(fmt, what))
+
+    def cache_ps(self, nbytes: int, queries: int) -> int:
+        """Picoseconds of attention over `nbytes` of keys and values, each worked through by so many queries."""
+        computing = 0 if self.queried_per_s is None else -(-nbytes * queries * PICO // self.queried_per_s)
+        return max(self.ps(nbytes), computing)
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,20 @@ def link_of(machine: Machine) -> Link | None:
 
 
 def _unit(name: str, section: Cpu | Gpu) -> Unit:
-    stream = {str(fmt): whole(rate, 10**9) for fmt, rate in section.format_gb_per_s.items()}
-    picked = {str(fmt): whole(rate, 10**9) for fmt, rate in section.gather_gb_per_s.items()}
-    rates = {"": whole(section.bandwidth_gb_per_s, 10**9), **stream}
-    return Unit(name, whole(section.launch_us, 10**6), rates, picked)
+    others = {
+        "neurons": section.neurons_gb_per_s,
+        "picked": section.gather_gb_per_s,
+        "predictor": section.predictor_gb_per_s,
+    }
+    queried = section.attention_gb_per_s
+    return Unit(
+        name=name,
+        launch_ps=whole(section.launch_us, 10**6),
+        bytes_per_s={"": whole(section.bandwidth_gb_per_s, 10**9), **_in_bytes(section.format_gb_per_s)},
+        others_per_s={what: _in_bytes(rates) for what, rates in others.items()},
+        queried_per_s=None if queried is None else whole(queried, 10**9),
+    )
+
+
+def _in_bytes(rates: Rates) -> dict[str, int]:
+    return {str(fmt): whole(rate, 10**9) for fmt, rate in rates.items()}

@@ -2,15 +2,16 @@
 
 from fractions import Fraction
 
-from pi_compile.shapes import ModelShape, parameters
+from pi_compile.planned_model import parameters
 from pi_compile.workload import LayerWork
+from pi_runtime.artifact.decoder import Decoder
 
 PREDICTOR_SHARE = Fraction(709, 10_000)
 """Weights of all predictors ÷ weights of the model: the mean of PowerInfer's table 6 (SOSP'24)."""
 RANK_STEP = 32
 
 
-def untrained_layers(shape: ModelShape) -> tuple[LayerWork, ...]:
+def untrained_layers(shape: Decoder) -> tuple[LayerWork, ...]:
     """Rung and rank of each layer by rule.
 
     A model whose activation has zeros has a predictor everywhere, of a rank that makes all of them `PREDICTOR_SHARE`

@@ -86,9 +86,10 @@ def run(
 def _tell(model: "Model") -> None:
     """What the user should know before the first token."""
     from pi_runtime.kernels.compiling import is_cold
+    from pi_runtime.planning import gpu_bytes
 
     if model.plan is not None:
-        console.say(_told(model.plan))
+        console.say(_told(model.plan, gpu_bytes(model.plan, model.manifest.decoder, model.context), model.context))
     if is_cold():
         console.say("compiling kernels for this processor, once (some tens of seconds) …")
 
@@ -104,10 +105,11 @@ def _answer(model: "Model", answer: "Generation", *, as_json: bool, stats: bool,
         _print_stats(_report(model, answer, load_s))
 
 
-def _told(plan: "Plan") -> str:
+def _told(plan: "Plan", used: int, context: int) -> str:
+    solved = "" if context == plan.context else f" with a context of {context} (solved for {plan.context})"
     return (
         f"no GPU in use: the CPU stands in for one. Placement: {plan.objective} for {console.size(plan.vram_bytes)}, "
-        f"{console.size(plan.used_bytes)} used; to solve another budget: [place] vram_gib, then pi-compile build"
+        f"{console.size(used)} used{solved}; to solve another budget: [place] vram_gib, then pi-compile build"
     )
 
 

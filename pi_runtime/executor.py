@@ -29,16 +29,16 @@ class CpuExecutor:
         self._threads = threads
         self._shape = table.shape_of(decoder, artifact.manifest.formats)
         self._ends = table.ends_of(artifact)
-        self._table_LW = table.table_of(artifact, mode)
+        self._table_LXW = table.table_of(artifact, mode)
         self._eps = np.float32(decoder.norm_eps)
         self._largest_rank = max((layer.rank or 0 for layer in layers), default=0)
         self._buffers = buffers(self._shape, len(layers), self._largest_rank)
-        self._cos_SE, self._sin_SE = rotary_table(decoder, context)
+        self._cos_SJ, self._sin_SJ = rotary_table(decoder, context)
 
     @property
     def neurons(self) -> int:
-        """Neurons of all layers."""
-        return self._shape.d_ff * len(self._table_LW)
+        """Neurons of all layers, those of all experts."""
+        return self._shape.d_ff * self._shape.experts * len(self._table_LXW)
 
     @property
     def rows_read(self) -> Ints:
@@ -47,7 +47,8 @@ class CpuExecutor:
 
     @property
     def tally(self) -> Ints:
-        """(layers, 3), of the last call with `select` and `every`: neurons that fire, that are read, and both."""
+        """(layers, 3), of the last call with `select` and `every`: neurons that fire, rows of `first` read, and neurons
+        that fire and are kept."""
         return self._buffers.tally_L3
 
     def run(self, tokens: Ints, cache: KVCache, *, select: bool, every: bool) -> Floats:
@@ -60,10 +61,10 @@ class CpuExecutor:
         forward(
             self._shape,
             self._ends,
-            self._table_LW,
+            self._table_LXW,
             self._eps,
-            self._cos_SE,
-            self._sin_SE,
+            self._cos_SJ,
+            self._sin_SJ,
             tokens,
             len(cache.tokens),
             cache.values,

@@ -1,7 +1,7 @@
 """An open artifact as a model: logits and text."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +26,8 @@ from pi_runtime.template import render
 from pi_runtime.tokenizer import Tokenizer
 
 MODES = ("auto", "dense", "gate", "predicted")
+_LEAVE_OUT = {"predicted", "sign", "threshold"}
+"""Rungs that leave out neurons which fire."""
 DEFAULT_CONTEXT = 4096
 """Positions held unless asked otherwise, where the model allows as many."""
 
@@ -42,7 +44,8 @@ def load(
     """Open an artifact for running.
 
     `mode`: `dense` computes every neuron; `gate` skips `rest` where a neuron does not fire, which changes nothing;
-    `auto` runs each layer on the rung its compiler chose; `predicted` is `auto` for an artifact that has predictors.
+    `auto` runs each layer on the rung its compiler chose; `predicted` is `auto` for an artifact of which some layer's
+    rung leaves out neurons that fire.
     `device`: `cpu`; `stand-in` splits hot from cold neurons as a GPU would, by the stored plan for `vram_budget` bytes
     (None: the largest), with the CPU in the GPU's place; `auto` is `stand-in` where a budget is given.
     `context`: positions to hold, prompt and answer together. `threads`: of the CPU; results do not depend on it.
@@ -62,11 +65,11 @@ def load(
         raise UsageError(f"--mode {mode}: unknown mode", expected=", ".join(MODES))
     artifact = Artifact.open(Path(path))
     try:
-        plan = None
+        plan, positions = None, _context(artifact.manifest, context)
         if device == "stand-in":
             budget = sys.maxsize if vram_budget is None else vram_budget
-            plan = choose_plan(artifact.manifest.plans, budget, str(path))
-        return Model(artifact, mode, _context(artifact.manifest, context), threads or available, plan)
+            plan = choose_plan(artifact.manifest.plans, budget, artifact.manifest.decoder, positions, str(path))
+        return Model(artifact, mode, positions, threads or available, plan)
     except BaseException:
         artifact.close()
         raise
@@ -86,7 +89,7 @@ class Model:
 
     def __init__(self, artifact: Artifact, mode: str, context: int, threads: int, plan: Plan | None = None) -> None:
         rungs = {layer.rung for layer in artifact.manifest.layers}
-        if mode == "predicted" and "predicted" not in rungs:
+        if mode == "predicted" and not rungs & _LEAVE_OUT:
             raise UsageError(
                 f"{artifact.path}: --mode predicted, but the artifact has no predictors",
                 remedy="--mode auto, or train predictors: pi-compile train RECIPE, then pack again",
@@ -141,23 +144,39 @@ class Model:
             max_tokens=max_tokens,
         )
 
-    def logits(self, token_ids: npt.ArrayLike) -> npt.NDArray[np.float32]:
-        """float32 (T, vocabulary) for a sequence of T token ids, with the mode's selection at every position."""
-        return self.examine(token_ids)[0]
+    def logits(
+        self, token_ids: npt.ArrayLike, last: int | None = None, *, cache: KVCache | None = None
+    ) -> npt.NDArray[np.float32]:
+        """float32 (T, vocabulary) for a sequence of T token ids, with the mode's selection at every position.
+
+        `last`: only the rows of so many positions at the end. `cache`: one that earlier calls of `logits` used; what it
+        holds of the positions before those is not computed again.
+        """
+        ids = self._checked(token_ids)
+        last = len(ids) if last is None else last
+        if not 1 <= last <= len(ids):
+            raise UsageError(f"logits of the last {last} positions", expected=f"1 to {len(ids)}, the tokens given")
+        cache = self.new_cache() if cache is None else self._own(cache)
+        cache.keep_common(ids.tolist())
+        del cache.tokens[len(ids) - last :]
+        return np.concatenate(list(self._blocks(ids, cache)))[-last:]
 
     def examine(self, token_ids: npt.ArrayLike) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """`logits`, and what was selected: (layers, 3) sums over the tokens of neurons that fire, that the mode would
-        read, and both."""
-        ids = self._checked(token_ids)
-        if len(ids) > self.context:
-            raise PromptError(f"{len(ids)} tokens", expected=f"at most the context of {self.context}")
-        cache = self.new_cache()
+        """`logits`, and what was selected: (layers, 3) sums over the tokens of neurons that fire, rows of `first`
+        that the mode reads, and neurons that fire and are kept."""
         found, tally = [], np.zeros_like(self._executor.tally)
-        for start in range(0, len(ids), BLOCK_TOKENS):
-            block = ids[start : start + BLOCK_TOKENS]
-            found.append(self._executor.run(block, cache, select=True, every=True).copy())
+        for block in self._blocks(self._checked(token_ids), self.new_cache()):
+            found.append(block)
             tally += self._executor.tally
         return np.concatenate(found), tally
+
+    def _blocks(self, ids: npt.NDArray[np.int64], cache: KVCache) -> Iterator[npt.NDArray[np.float32]]:
+        """Run what the cache does not hold yet: logits a block of tokens."""
+        if len(ids) > self.context:
+            raise PromptError(f"{len(ids)} tokens", expected=f"at most the context of {self.context}")
+        for start in range(len(cache.tokens), len(ids), BLOCK_TOKENS):
+            block = ids[start : start + BLOCK_TOKENS]
+            yield self._executor.run(block, cache, select=True, every=True).copy()
 
     def warm_up(self) -> None:
         """Compile, or load from the cache, what a generation will run, so that its times are its own."""

@@ -8,6 +8,7 @@ from pi_runtime.errors import DoesNotFitError, MissingExtraError, PiError, Usage
 EXTRA_OF = {
     "highspy": "place",
     "scipy": "place",
+    "matplotlib": "report",
     "pydantic": "compile",  # of both: who lacks it most likely lacks the rest too
     "datasets": "compile",
     "huggingface_hub": "compile",

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.footprint import kv_bytes, scratch_bytes
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.errors import DoesNotFitError, UsageError
 
@@ -17,20 +19,37 @@ def parse_size(text: str, flag: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def choose_plan(plans: Sequence[Plan], budget: int, where: str) -> Plan:
-    """The stored plan that uses most of the budget. Raises DoesNotFitError naming the smallest there is."""
+def gpu_bytes(plan: Plan, decoder: Decoder, context: int) -> int:
+    """GPU bytes that a plan needs with a cache of `context` positions instead of those it was solved for."""
+    if plan.used_bytes == 0:
+        return 0
+
+    def of_context(positions: int) -> int:
+        cache = plan.attention.count("gpu") * kv_bytes(decoder, positions)
+        return cache + scratch_bytes(decoder, 0, 1, positions)
+
+    return plan.used_bytes + of_context(context) - of_context(plan.context)
+
+
+def choose_plan(plans: Sequence[Plan], budget: int, decoder: Decoder, context: int, where: str) -> Plan:
+    """The stored plan that uses most of the budget with a cache of `context` positions. Raises DoesNotFitError naming
+    the smallest there is."""
     if not plans:
         raise DoesNotFitError(
             f"{where}: holds no placement: it was packed without one, or for a machine on which no hand-over pays",
             remedy="run it on the CPU (--device cpu, no --vram-budget), or set [place] machine and build it again",
         )
-    fitting = [plan for plan in plans if plan.used_bytes <= budget]
+    needed = [gpu_bytes(plan, decoder, context) for plan in plans]
+    fitting = [(nbytes, plan.vram_bytes, n) for n, (nbytes, plan) in enumerate(zip(needed, plans, strict=True))]
+    fitting = [found for found in fitting if found[0] <= budget]
     if not fitting:
-        smallest = min(plan.used_bytes for plan in plans)
+        smallest, shorter = min(needed), min(plan.context for plan in plans)
+        fits = shorter < context and min(gpu_bytes(plan, decoder, shorter) for plan in plans) <= budget
         raise DoesNotFitError(
-            f"{where}: no stored placement fits the GPU budget",
+            f"{where}: no stored placement fits the GPU budget with a context of {context} tokens",
             expected=f"at least {smallest} bytes",
             found=f"{budget} bytes",
-            remedy=f"--vram-budget {smallest}, or add the budget to [place] vram_gib and build again",
+            remedy=f"--vram-budget {smallest}, {f'--ctx-size {shorter}, ' if fits else ''}"
+            "or add the budget to [place] vram_gib and build again",
         )
-    return max(fitting, key=lambda plan: (plan.used_bytes, plan.vram_bytes))
+    return plans[max(fitting)[2]]

@@ -59,7 +59,8 @@ def randomised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.2, generator=generator)
+            of_norm = name.endswith("weight") and ("norm" in name or "ln_" in name)
+            parameter.normal_(1.0 if of_norm else 0.0, 0.2, generator=generator)
     return model.eval()
 
 

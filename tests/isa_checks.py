@@ -9,7 +9,7 @@ from stored import WEIGHT_FORMATS, Matrix, ffn_layer, records, store, store_inte
 from synthetic import small_decoder
 
 from pi_runtime.artifact.footprint import record_nbytes, sum_floats
-from pi_runtime.kernels import ffn, reference, table
+from pi_runtime.kernels import ffn, reference
 from pi_runtime.kernels.isa import ISA
 from pi_runtime.kernels.linear import linear
 from pi_runtime.kernels.operand import padded
@@ -67,7 +67,7 @@ def check_weighted_sums(fmt: str) -> None:
 def check_ffn(fmt: str) -> None:
     layer = ffn_layer(small_decoder(d_model=133, d_ff=200, activation="silu"), fmt, 1, 0)
     x_TD = random(3, 1, 133)
-    ffn.serial_step(layer.shape, layer.on(table.GATE), x_TD[0], 0, 200, layer.buffers)
+    ffn.serial_step(layer.shape, layer.on("gate"), x_TD[0], 0, 200, np.float32(1), False, layer.buffers)
     y_D = np.zeros(133, np.float32)
     ffn.add_sums(layer.buffers.sums_CP, y_D)
     np.testing.assert_allclose(y_D, reference.ffn(layer.decoder, layer.values, x_TD)[0], rtol=1e-3, atol=1e-4)

@@ -23,7 +23,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-SPEC = TrainSpec(window=32, batch=128, steps=12)
+SPEC = TrainSpec(window=32, batch=128, steps=12, rungs=("dense", "gate", "predicted"))
 DENSE_LAYER = 1
 """Its neurons fire for most tokens, and no low-rank predictor can tell which."""
 

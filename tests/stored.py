@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pi_runtime.artifact import schema
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import record_nbytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS, WEIGHT_FORMATS
@@ -19,7 +20,17 @@ from pi_runtime.kernels.operand import prepare
 
 F32 = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
-__all__ = ["WEIGHT_FORMATS", "Layer", "Matrix", "Weights", "ffn_layer", "records", "store", "store_integers"]
+__all__ = [
+    "WEIGHT_FORMATS",
+    "Layer",
+    "Matrix",
+    "Weights",
+    "ffn_layer",
+    "packed_signs",
+    "records",
+    "store",
+    "store_integers",
+]
 
 
 @dataclass(frozen=True)
@@ -118,19 +129,37 @@ class Weights:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's FFN: its weights, and the row of addresses that kernels take."""
+    """One layer's FFN with a predictor and signs: its weights, and the row of addresses that kernels take."""
 
     decoder: Decoder
     shape: table.Shape
     values: Weights
-    row: Ints
+    addresses: Ints
+    rank: int
     buffers: Buffers
 
-    def on(self, rung: int) -> Ints:
-        """The row of addresses, with another rung."""
-        row = self.row.copy()
-        row[table.RUNG] = rung
-        return row
+    def how(self, rung: str) -> schema.Layer:
+        """How the layer is run on a rung."""
+        return schema.Layer(
+            rung=rung,
+            rank=None if rung == "sign" else self.rank,
+            threshold=0.3 if rung == "threshold" else 0.0,
+            margin=1 if rung == "sign" else 0,
+        )
+
+    def on(self, rung: str) -> Ints:
+        """The row of the table for a rung."""
+        return np.concatenate([self.addresses, table.how(self.decoder, self.how(rung), "auto")])
+
+
+def packed_signs(values_FD: F32) -> npt.NDArray[np.uint64]:
+    """Signs as `predictor/signs` has them; beyond the last column bits are set, which nobody may read."""
+    bits_FB = np.packbits(values_FD < 0, axis=1, bitorder="little")
+    columns = values_FD.shape[1]
+    bits_FB = np.pad(bits_FB, ((0, 0), (0, -bits_FB.shape[1] % 8)), constant_values=255)
+    if columns % 8:
+        bits_FB[:, columns // 8] |= np.uint8(0xFF << columns % 8 & 0xFF)
+    return np.ascontiguousarray(bits_FB).view(np.uint64)
 
 
 def ffn_layer(decoder: Decoder, fmt: str, rank: int, seed: int, **given: F32) -> Layer:
@@ -144,10 +173,10 @@ def ffn_layer(decoder: Decoder, fmt: str, rank: int, seed: int, **given: F32) ->
         if not is_scales(name) and local.startswith(("ffn/", "predictor/")):
             values = rng.standard_normal(spec.shape, np.float32) / np.float32(np.sqrt(spec.shape[-1]))
             matrices[local] = store(spec.format, given.get(local.replace("/", "__"), values))
+    signs_FW = packed_signs(matrices["ffn/first"].values)
+    matrices["predictor/signs"] = Matrix("u64", FORMATS["u64"].encode(signs_FW), signs_FW)
     addresses = {name: m.address for name, m in matrices.items()}
     addresses |= {scales_name(name): m.scales_address for name, m in matrices.items()}
     row = [addresses.get(name, 0) for name in table._COLUMNS]
     shape = table.shape_of(decoder, formats)
-    return Layer(
-        decoder, shape, Weights(matrices), np.array([*row, table.PREDICTED, rank], np.int64), buffers(shape, 1, rank)
-    )
+    return Layer(decoder, shape, Weights(matrices), np.array(row, np.int64), rank, buffers(shape, 1, rank))

@@ -176,6 +176,8 @@ def random_values(name: str, spec: ArraySpec, rng: np.random.Generator, scale: f
         return rng.permutation(spec.shape[0])
     if name.endswith("counts"):
         return np.sort(rng.integers(0, 1000, spec.shape))[::-1]
+    if name.endswith("signs"):
+        return rng.integers(0, 2**64, spec.shape, np.uint64)
     values = rng.standard_normal(spec.shape, np.float32) * np.float32(scale / np.sqrt(spec.shape[-1]))
     return values + np.float32(1) if name.endswith("norm/weight") else values
 

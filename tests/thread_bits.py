@@ -1,13 +1,15 @@
 """Digests of what operators and models compute, one after the other at several numbers of threads.
 
-`thread_bits.py FORMAT ARTIFACT THREADS…` prints {name: [digest, …]} as JSON. A process of its own, because numba starts
-its threads once: NUMBA_NUM_THREADS is the largest of THREADS.
+`thread_bits.py FORMAT ARTIFACT:… THREADS…` prints {name: [digest, …]} as JSON. A process of its own, because numba
+starts its threads once: NUMBA_NUM_THREADS is the largest of THREADS.
 """
 
 import hashlib
 import json
+import os
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -15,8 +17,9 @@ from stored import Layer, Matrix, ffn_layer, store
 from synthetic import small_decoder
 
 from pi_runtime import load
+from pi_runtime.artifact.checks import RUNGS
 from pi_runtime.artifact.footprint import record_nbytes
-from pi_runtime.kernels import ffn, table
+from pi_runtime.kernels import ffn
 from pi_runtime.kernels.attention import attend, remember
 from pi_runtime.kernels.linear import combine, linear
 
@@ -45,8 +48,8 @@ def operators(w: Matrix, layer: Layer) -> None:
         note(f"attend {tokens}", mixed_TQ)
     width, b = layer.decoder.d_model, layer.buffers
     low, high = 5, layer.decoder.d_ff - 10
-    for rung in (table.DENSE, table.GATE, table.PREDICTED):
-        read, kept = ffn.step(layer.shape, layer.on(rung), random(width), low, high, b)
+    for rung in RUNGS:
+        read, kept = ffn.step(layer.shape, layer.on(rung), random(width), low, high, np.float32(1), False, b)
         assert 0 < kept <= read
         note(f"step {rung}", b.sums_CP[:, :width], b.index_F[:kept], b.h_F[:kept])
         y_TD, x_TD = np.zeros((7, width), np.float32), random(7, width)
@@ -55,25 +58,27 @@ def operators(w: Matrix, layer: Layer) -> None:
 
 
 def models(path: str, threads: int) -> None:
+    name = Path(path).stem
     for mode in ("dense", "gate", "predicted"):
         with load(path, mode=mode, threads=threads) as model:
             run = model._executor.run
             for tokens in (1, 7, 64):
                 cache = model.new_cache()
                 logits = [run(np.arange(tokens) * 37 % 257, cache, select=False, every=False).copy()]
-                note(f"{mode} prefill {tokens}", *logits)
+                note(f"{name} {mode} prefill {tokens}", *logits)
                 steps = [run(np.array([t]), cache, select=True, every=False).copy() for t in (5, 6, 7)]
-                note(f"{mode} decode {tokens}", *steps)
-            note(f"{mode} logits", model.logits(np.arange(90) * 11 % 257))
+                note(f"{name} {mode} decode {tokens}", *steps)
+            note(f"{name} {mode} logits", model.logits(np.arange(90) * 11 % 257))
 
 
-def main(fmt: str, path: str, *threads: str) -> None:
+def main(fmt: str, paths: str, *threads: str) -> None:
     w = store(fmt, np.random.default_rng(0).standard_normal((333, 701), np.float32))
     layer = ffn_layer(small_decoder(d_model=133, d_ff=1500), fmt, 9, 0)
     for n in map(int, threads):
         numba.set_num_threads(n)
         operators(w, layer)
-        models(path, n)
+        for path in paths.split(os.pathsep):
+            models(path, n)
     print(json.dumps(FOUND))
 
 

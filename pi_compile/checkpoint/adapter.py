@@ -1,7 +1,8 @@
 """What a family of checkpoints is to us: its config keys, its decoder, and where each artifact array comes from.
 
-An adapter is data plus one function from config to `Decoder`. Tensor names are relative to a prefix, since the bare
-model and the model with its head are saved under different ones. D model width, F neurons, N layer.
+An adapter is data plus functions from config to `Decoder` and from `Decoder` to tensor names. Names are relative to a
+prefix, since the bare model and the model with its head are saved under different ones. D model width, F neurons, N
+layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,21 +10,40 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pi_compile.checkpoint.config import Config
+from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
+
+HEAD = {"head": "lm_head.weight", "head_bias": "lm_head.bias"}
+"""Tensors of the output head; never prefixed."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a fused tensor: it is `groups` blocks of `size` rows; of each those from `start` to `stop`."""
+
+    groups: int
+    size: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One checkpoint tensor that an array is made of."""
+    """One checkpoint tensor, or some rows of it, that an array is made of."""
 
     name: str
     """Name without the family's prefix; `{n}` stands for the layer."""
     transposed: bool = False
     """Whether it is stored as [D, F] and wanted as [F, D]."""
+    rows: Rows | None = None
+    """Those taken, of several arrays that are stored as one; None for all."""
+    addend: float = 0.0
+    """Added to every value: 1 where the model multiplies by 1 + weight."""
 
 
 Table = Mapping[str, tuple[Piece, ...]]
-"""Artifact array → its pieces, joined along axis 0; the pieces of `ffn/rest` [F, k, D] are joined along axis 1."""
+"""Artifact array → its pieces, joined along axis 0; those of `ffn/rest` [F, k, D] are k for each expert, joined along
+axis 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,31 +52,38 @@ class Adapter:
 
     family: str
     """`model_type` of its config.json."""
+    older: tuple[str, ...] = ()
+    """Further values of `model_type`."""
     architectures: tuple[str, ...]
     """Classes whose checkpoints hold the whole decoder."""
-    prefixes: tuple[str, ...]
+    prefixes: tuple[str, ...] = ("model.", "")
     """What may stand before the names of `globals` and `layer`, tried in turn."""
-    head: str
-    """Name of the output head; never prefixed."""
     globals: Table
-    layer: Table
+    layer: Callable[[Decoder], Table]
+    """Names of a layer's tensors, which may depend on the kind of decoder."""
     read_keys: frozenset[str]
     neutral_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignorable: tuple[str, ...] = ()
     """Patterns of tensors without effect, such as buffers that older versions saved."""
-    tied_by_default: bool
-    """Value of `tie_word_embeddings` where the config has none."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Pattern of tensors that are not used → the notice that says so."""
+    planned_only: str = ""
+    """Why its checkpoints cannot be read though its sizes are known; empty where they can."""
     decoder: Callable[[Config], Decoder]
+    """Raises CheckpointError for a value it does not know; other keys are not its concern, see `check_keys`."""
 
-    def pieces(self, array: str, prefix: str, tied_head: bool) -> tuple[Piece, ...]:
+    def pieces(self, array: str, prefix: str, decoder: Decoder) -> tuple[Piece, ...]:
         """Pieces of one artifact array, with full tensor names."""
-        if array == "head":
-            assert not tied_head
-            return (Piece(self.head),)
-        if array.startswith("layers/"):
-            _, n, rest = array.split("/", 2)
-            return tuple(Piece(prefix + p.name.format(n=n), p.transposed) for p in self.layer[rest])
-        return tuple(Piece(prefix + p.name, p.transposed) for p in self.globals[array])
+        if array in HEAD:
+            return of(HEAD[array])
+        if not array.startswith("layers/"):
+            return tuple(_named(piece, prefix) for piece in self.globals[array])
+        _, n, rest = array.split("/", 2)
+        return tuple(_named(piece, prefix, n) for piece in self.layer(decoder)[rest])
+
+
+def _named(piece: Piece, prefix: str, layer: str = "") -> Piece:
+    return Piece(prefix + piece.name.replace("{n}", layer), piece.transposed, piece.rows, piece.addend)
 
 
 def of(*names: str) -> tuple[Piece, ...]:
@@ -64,13 +91,74 @@ def of(*names: str) -> tuple[Piece, ...]:
     return tuple(Piece(name) for name in names)
 
 
-def adapters() -> dict[str, Adapter]:
-    """Every supported family by its `model_type`."""
-    from pi_compile.checkpoint import llama, opt  # noqa: PLC0415 (they import this module)
+def both(array: str, name: str) -> dict[str, tuple[Piece, ...]]:
+    """`array/weight` and `array/bias` of a module."""
+    return {f"{array}/{part}": of(f"{name}.{part}") for part in ("weight", "bias")}
 
-    return {adapter.family: adapter for adapter in (llama.ADAPTER, opt.ADAPTER)}
+
+def adapters() -> dict[str, Adapter]:
+    """Every known family by its `model_type`."""
+    from pi_compile.checkpoint import (  # noqa: PLC0415 (they import this module)
+        bamboo,
+        falcon,
+        gpt2,
+        llama,
+        minicpm,
+        mistral,
+        mixtral,
+        nemotron,
+        opt,
+        phi,
+        qwen,
+        sparsellama,
+    )
+
+    known = (
+        bamboo.ADAPTER,
+        falcon.ADAPTER,
+        gpt2.ADAPTER,
+        llama.ADAPTER,
+        minicpm.ADAPTER,
+        mistral.ADAPTER,
+        mixtral.ADAPTER,
+        mixtral.TURBOSPARSE,
+        nemotron.ADAPTER,
+        opt.ADAPTER,
+        phi.ADAPTER,
+        qwen.QWEN2,
+        qwen.QWEN3,
+        sparsellama.ADAPTER,
+    )
+    return {name: adapter for adapter in known for name in (adapter.family, *adapter.older)}
 
 
 def families() -> tuple[str, ...]:
-    """Names of the supported families, sorted."""
-    return tuple(sorted(adapters()))
+    """Names of the families whose checkpoints are read, sorted."""
+    return tuple(sorted({a.family for a in adapters().values() if not a.planned_only}))
+
+
+def find_adapter(config: Config) -> Adapter:
+    """The family of a config. Raises CheckpointError where it is none of ours."""
+    known = adapters()
+    architectures = config.get("architectures")
+    # Older configs of some families name their class only.
+    named = architectures if isinstance(architectures, list) else []
+    of_class = [adapter.family for adapter in known.values() if adapter.architectures[0] in named]
+    family = config.get("model_type", of_class[0] if of_class else None)
+    if not isinstance(family, str) or family not in known:
+        own_code = " through its own code (auto_map), which is never run" if config.get("auto_map") else ""
+        raise CheckpointError(
+            f"{config.path}: model type {family!r} is not supported{own_code}",
+            expected=f"one of the families {', '.join(families())}",
+            found=f"model_type = {family!r}, architectures = {architectures}",
+            remedy="use a checkpoint of a supported family",
+        )
+    return known[family]
+
+
+def decoder_of(config: Config) -> Decoder:
+    """The decoder that a config describes; keys that are not understood are let through, for planning.
+
+    Raises CheckpointError naming the key in question.
+    """
+    return find_adapter(config).decoder(config)

@@ -42,6 +42,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (),
     "add_cross_attention": (),
     "is_decoder": (True,),
+    "layer_types": (),
+    "use_sliding_window": (),
 }
 """Keys that change the function unless they hold one of these values (or null or false)."""
 
@@ -51,6 +53,8 @@ class Config:
 
     def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
         self.path, self.fields = path, fields
+        self.notices: list[str] = []
+        """What the user should know though it is no error."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Value of a key; `default` where it is missing or null."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pi_compile.checkpoint.adapter import Adapter, adapters
+from pi_compile.checkpoint.adapter import HEAD, Adapter, Piece, find_adapter
 from pi_compile.checkpoint.config import Config, check_keys
 from pi_compile.checkpoint.folder import CONFIG_FILE
 from pi_compile.checkpoint.json_file import read_json
@@ -39,26 +39,25 @@ def understand(folder: Path, ignore_config: Collection[str]) -> Understood:
     if config.get("auto_map"):
         notices.append("config.json: auto_map is ignored: the checkpoint's own code is never run")
     decoder = adapter.decoder(config)
+    notices += config.notices
     source = TensorSource(folder)
-    prefix = _prefix(adapter, source)
-    if decoder.tied_head and adapter.head in source.names:
+    prefix = _prefix(adapter, decoder, source)
+    if decoder.tied_head and HEAD["head"] in source.names:
         decoder = _settle_head(decoder, adapter, prefix, source, notices)
     _check_tensors(decoder, adapter, prefix, source)
+    for pattern, notice in adapter.left_out.items():
+        notices += [notice] if any(re.search(pattern, name) for name in source.names) else []
     return Understood(adapter, prefix, decoder, source, tuple(notices))
 
 
 def _adapter(config: Config) -> Adapter:
-    known = adapters()
-    family = config.get("model_type")
-    if family not in known:
-        own_code = " through its own code (auto_map), which is never run" if config.get("auto_map") else ""
+    adapter = find_adapter(config)
+    if adapter.planned_only:
         raise CheckpointError(
-            f"{config.path}: model type {family!r} is not supported{own_code}",
-            expected=f"one of the families {', '.join(sorted(known))}",
-            found=f"model_type = {family!r}, architectures = {config.get('architectures')}",
-            remedy="use a checkpoint of a supported family",
+            f"{config.path}: a {adapter.family} model can be planned for, but not read",
+            found=adapter.planned_only,
+            remedy="use a checkpoint of it in Llama's form, with these in its weights",
         )
-    adapter = known[family]
     architectures = config.get("architectures", [])
     wrong = not isinstance(architectures, list) or [a for a in architectures if a not in adapter.architectures]
     if wrong:
@@ -66,10 +65,12 @@ def _adapter(config: Config) -> Adapter:
     return adapter
 
 
-def _prefix(adapter: Adapter, source: TensorSource) -> str:
+def _prefix(adapter: Adapter, decoder: Decoder, source: TensorSource) -> str:
     """The prefix under which this checkpoint keeps its decoder; the usual one if it keeps none."""
-    norm = adapter.globals["final_norm/weight"][0].name
-    return next((p for p in adapter.prefixes if p + norm in source.names), adapter.prefixes[0])
+    for prefix in adapter.prefixes:
+        if adapter.pieces("layers/0/attention/out", prefix, decoder)[0].name in source.names:
+            return prefix
+    return adapter.prefixes[0]
 
 
 def _settle_head(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource, notices: list[str]) -> Decoder:
@@ -77,10 +78,10 @@ def _settle_head(decoder: Decoder, adapter: Adapter, prefix: str, source: Tensor
     where it differs."""
     embedding = prefix + adapter.globals["embedding"][0].name
     if embedding not in source.names:
-        source.alias(embedding, adapter.head)
-    if _equal(source.tensor(embedding), source.tensor(adapter.head)):
+        source.alias(embedding, HEAD["head"])
+    if _equal(source.tensor(embedding), source.tensor(HEAD["head"])):
         return decoder
-    notices.append(f"config.json ties the head to the embedding, but {adapter.head} differs from it and is used")
+    notices.append(f"config.json ties the head to the embedding, but {HEAD['head']} differs from it and is used")
     return replace(decoder, tied_head=False)
 
 
@@ -96,20 +97,26 @@ def expected_tensors(decoder: Decoder, adapter: Adapter, prefix: str) -> dict[st
     specs = array_specs(decoder, dict.fromkeys(PARTS, "f32"), [None] * decoder.n_layers, profiled=False)
     expected: dict[str, tuple[int, ...]] = {}
     for array, spec in specs.items():
-        pieces = adapter.pieces(array, prefix, decoder.tied_head)
-        for piece, shape in zip(pieces, _piece_shapes(decoder, array, spec.shape), strict=True):
-            expected[piece.name] = shape[::-1] if piece.transposed else shape
+        pieces = adapter.pieces(array, prefix, decoder)
+        for piece, shape in zip(pieces, _piece_shapes(decoder, array, spec.shape, len(pieces)), strict=True):
+            expected[piece.name] = _stored_shape(piece, shape)
     return expected
 
 
-def _piece_shapes(decoder: Decoder, array: str, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if array.endswith(("attention/qkv", "attention/qkv_bias")):
+def _piece_shapes(decoder: Decoder, array: str, shape: tuple[int, ...], pieces: int) -> Iterator[tuple[int, ...]]:
+    if array.endswith("ffn/rest"):
+        yield from [(shape[0] * shape[1] // pieces, shape[2])] * pieces
+    elif array.endswith(("attention/qkv", "attention/qkv_bias")) and pieces == 3:
         for heads in (decoder.n_heads, decoder.n_kv_heads, decoder.n_kv_heads):
             yield (heads * decoder.head_dim, *shape[1:])
-    elif array.endswith("ffn/rest"):
-        yield from [(shape[0], shape[2])] * shape[1]
     else:
-        yield shape
+        yield from [(shape[0] // pieces, *shape[1:])] * pieces
+
+
+def _stored_shape(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if piece.rows is not None:
+        shape = (piece.rows.groups * piece.rows.size, *shape[1:])
+    return shape[::-1] if piece.transposed else shape
 
 
 def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource) -> None:
@@ -122,10 +129,10 @@ def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: Tens
             found=f"no {_listed(missing)}",
             remedy="config.json and weights are of different models, or the checkpoint is incomplete",
         )
-    ignorable = re.compile("|".join(adapter.ignorable))
+    ignorable = (*adapter.ignorable, *adapter.left_out)
     # With a tied head, a stored head is a copy: `_settle_head` has compared them.
-    known = expected.keys() | ({adapter.head} if decoder.tied_head else set())
-    extra = sorted(name for name in source.names if name not in known and not ignorable.search(name))
+    known = expected.keys() | ({HEAD["head"]} if decoder.tied_head else set())
+    extra = sorted(n for n in source.names - known if not any(re.search(pattern, n) for pattern in ignorable))
     if extra:
         raise CheckpointError(
             f"{source.folder}: {len(extra)} tensors that config.json does not account for",

@@ -31,7 +31,7 @@ Order = npt.NDArray[np.integer[Any]] | Sequence[int]
 BLOCK_BYTES = 16 << 20
 NEURON_ARRAYS = ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest")
 """Arrays of a layer with one row a neuron."""
-_PARTS_OF = {"embedding": "embedding", "positions": "embedding", "head": "head"}
+_ENDS = ("embedding", "embedding_in", "embedding_out", "positions")
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,47 +98,29 @@ class Checkpoint:
     def blocks(self, array: str, order: Order | None = None) -> Iterator[Values]:
         """Values of one artifact array as consecutive blocks of rows, each at most `BLOCK_BYTES` or one row.
 
-        `order` permutes the neurons: stored row i is neuron order[i] of the checkpoint; only arrays with a row a
-        neuron take it. Raises CheckpointError naming the tensor if a value is not finite.
+        `order` permutes the neurons, each expert's among themselves: stored row i is neuron order[i] of the
+        checkpoint; only arrays with a row a neuron take it. Raises CheckpointError naming the tensor if a value is not
+        finite.
         """
         index = None if order is None else torch.from_numpy(np.array(order, np.int64))
         if index is not None:
             assert array.split("/", 2)[-1] in NEURON_ARRAYS, array
-            assert np.array_equal(np.sort(index), np.arange(self.decoder.d_ff)), "not a permutation"
-        pieces = self._pieces(array)
-        if array.endswith("ffn/rest"):
-            return self._stacked(pieces, index)
-        return (block for piece in pieces for block in self._piece_blocks(piece, index))
+            assert np.array_equal(np.sort(index), np.arange(self.decoder.neurons)), "not a permutation"
+        together = self.array_shapes[array][1] if array.endswith("ffn/rest") else None
+        return self._joined(self._pieces(array), together, index)
 
-    def _pieces(self, array: str) -> tuple[Piece, ...]:
-        return self.adapter.pieces(array, self.prefix, self.decoder.tied_head)
+    def check_values(self) -> None:
+        """Read all weights once, so that no long work ends at a bad one.
 
-    def _piece_blocks(self, piece: Piece, index: torch.Tensor | None) -> Iterator[Values]:
-        tensor = self._matrix(piece)
-        step = _rows_per_block(tensor.shape[1:])
-        for start in range(0, tensor.shape[0], step):
-            yield self._read(piece.name, tensor, slice(start, start + step), index)
+        Raises CheckpointError naming a tensor whose values are not all finite.
+        """
+        for name in dict.fromkeys(name for array in self.array_shapes for name in self.tensor_names(array)):
+            tensor = self.source.tensor(name)
+            step = _rows_per_block(tensor.shape[1:])
+            for start in range(0, len(tensor), step):
+                self._check_finite(name, tensor[start : start + step])
 
-    def _stacked(self, pieces: tuple[Piece, ...], index: torch.Tensor | None) -> Iterator[Values]:
-        """[F, k, D] from k matrices [F, D]."""
-        tensors = [self._matrix(piece) for piece in pieces]
-        n_rows, width = tensors[0].shape
-        step = _rows_per_block((len(pieces), width))
-        for start in range(0, n_rows, step):
-            rows = slice(start, min(start + step, n_rows))
-            block = np.empty((rows.stop - start, len(pieces), width), np.float32)
-            for k, (piece, tensor) in enumerate(zip(pieces, tensors, strict=True)):
-                block[:, k] = self._read(piece.name, tensor, rows, index)
-            yield block
-
-    def _matrix(self, piece: Piece) -> torch.Tensor:
-        """The mapped tensor, or a transposed copy: one pass over the file beats a strided one for every block."""
-        tensor = self.source.tensor(piece.name)
-        return tensor.t().contiguous() if piece.transposed else tensor
-
-    def _read(self, name: str, tensor: torch.Tensor, rows: slice, index: torch.Tensor | None) -> Values:
-        part = tensor[rows] if index is None else tensor[index[rows]]
-        values = part.to(torch.float32, memory_format=torch.contiguous_format)
+    def _check_finite(self, name: str, values: torch.Tensor) -> None:
         low, high = torch.aminmax(values)
         if not (torch.isfinite(low) and torch.isfinite(high)):
             raise CheckpointError(
@@ -146,7 +128,42 @@ class Checkpoint:
                 expected="finite weights",
                 remedy="the checkpoint is damaged, or its training diverged: use another",
             )
-        return values.numpy()
+
+    def _pieces(self, array: str) -> tuple[Piece, ...]:
+        return self.adapter.pieces(array, self.prefix, self.decoder)
+
+    def _joined(self, pieces: tuple[Piece, ...], together: int | None, index: torch.Tensor | None) -> Iterator[Values]:
+        """Piece after piece; so many `together` stand side by side: [F, k, D] from k matrices [F, D]."""
+        before = 0
+        for start in range(0, len(pieces), together or 1):
+            side_by_side = pieces[start : start + (together or 1)]
+            tensors = [self._matrix(piece) for piece in side_by_side]
+            n_rows = len(tensors[0])
+            own = None if index is None else index[before : before + n_rows] - before
+            assert own is None or (own.min() >= 0 and own.max() < n_rows), "neurons of several experts mixed"
+            before += n_rows
+            step = _rows_per_block((len(tensors), *tensors[0].shape[1:]))
+            for row in range(0, n_rows, step):
+                rows = slice(row, row + step)
+                parts = [self._read(p, tensor, rows, own) for p, tensor in zip(side_by_side, tensors, strict=True)]
+                yield parts[0] if together is None else np.stack(parts, axis=1)
+
+    def _matrix(self, piece: Piece) -> torch.Tensor:
+        """The mapped tensor, or a copy of the wanted rows or transposed: one pass over the file beats a strided one
+        for every block."""
+        tensor = self.source.tensor(piece.name)
+        if piece.transposed:
+            tensor = tensor.t().contiguous()
+        if piece.rows is None:
+            return tensor
+        blocks = tensor.view(piece.rows.groups, piece.rows.size, *tensor.shape[1:])
+        return blocks[:, piece.rows.start : piece.rows.stop].flatten(0, 1)
+
+    def _read(self, piece: Piece, tensor: torch.Tensor, rows: slice, index: torch.Tensor | None) -> Values:
+        part = tensor[rows] if index is None else tensor[index[rows]]
+        values = part.to(torch.float32, memory_format=torch.contiguous_format)
+        self._check_finite(piece.name, values)
+        return (values + piece.addend if piece.addend else values).numpy()
 
 
 def open_checkpoint(model: str | Path, revision: str | None = None, ignore_config: Collection[str] = ()) -> Checkpoint:
@@ -162,10 +179,13 @@ def open_checkpoint(model: str | Path, revision: str | None = None, ignore_confi
 
 
 def part_of(array: str) -> str | None:
-    """Part of the model (as in `sizes.PARTS`) that decides an array's number format; None for final norms."""
+    """Part of the model (as in `sizes.PARTS`) that decides an array's number format; None for final norms and the
+    head's bias."""
     if array.startswith("layers/"):
         return array.split("/")[2]
-    return _PARTS_OF.get(array)
+    if array in _ENDS:
+        return "embedding"
+    return "head" if array == "head" else None
 
 
 def _rows_per_block(row_shape: Sequence[int]) -> int:

@@ -12,7 +12,9 @@ from pi_runtime.artifact.sizes import PARTS, array_specs
 if TYPE_CHECKING:
     from pi_runtime.artifact.schema import Manifest, Plan
 
-RUNGS = ("dense", "gate", "threshold", "predicted", "sign")
+EXACT_RUNGS = ("dense", "gate")
+"""They leave out nothing, or zeros."""
+RUNGS = (*EXACT_RUNGS, "threshold", "predicted", "sign")
 _CHOICES = {"norm": NORMS, "positions": POSITIONS, "block": BLOCKS, "ffn": FFNS, "activation": ACTIVATIONS}
 _SIZES = (
     *("vocab_size", "d_model", "d_embedding", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff"),

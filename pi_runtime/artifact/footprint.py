@@ -25,6 +25,8 @@ class Shape(Protocol):
     @property
     def d_model(self) -> int: ...
     @property
+    def d_embedding(self) -> int: ...
+    @property
     def n_layers(self) -> int: ...
     @property
     def n_heads(self) -> int: ...
@@ -34,6 +36,10 @@ class Shape(Protocol):
     def head_dim(self) -> int: ...
     @property
     def d_ff(self) -> int: ...
+    @property
+    def n_experts(self) -> int: ...
+    @property
+    def experts_per_token(self) -> int: ...
     @property
     def rotary_dim(self) -> int: ...
 
@@ -115,15 +121,23 @@ def sum_floats(columns: int) -> int:
     return blocks * (GROUP_ROWS + GROUP_ROWS // 2 + 3) + 4 * (GROUP_ROWS + 1)
 
 
+def sign_words(columns: int) -> int:
+    """64-bit words that hold a sign for each column."""
+    return -(-columns // 64)
+
+
 def scratch_bytes(decoder: Shape, largest_rank: int, tokens: int, context: int) -> int:
     """Buffers of calls of up to `tokens` tokens, and the table of rotary angles; a test holds it against the runtime's
     own."""
     d, t = decoder, tokens
     heads = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim + d.n_heads * d.head_dim
-    floats = t * (2 * d.d_model + heads + 2 * d.d_ff + largest_rank + d.vocab_size)
+    narrow = d.d_embedding if d.d_embedding != d.d_model else 0
+    gathered = d.d_model if d.n_experts > 1 else 0
+    floats = t * (3 * d.d_model + narrow + heads + 2 * d.d_ff + largest_rank + d.vocab_size)
+    floats += t * (gathered + d.n_experts + d.experts_per_token)
     floats += d.d_ff + CHUNKS * (padded_width(d.d_model) + sum_floats(d.d_model))
-    integers = 2 * d.d_ff + SHARES + 5 * d.n_layers
-    widest = max(d.d_model, d.n_heads * d.head_dim, largest_rank)
+    integers = 2 * d.d_ff + SHARES + 5 * d.n_layers + t * (sign_words(d.d_model) + d.experts_per_token + 1)
+    widest = max(d.d_model, d.d_embedding, d.n_heads * d.head_dim, largest_rank)
     records = t * (record_nbytes(widest) + record_nbytes(largest_rank))
     angles = context * d.rotary_dim
     return 4 * (floats + angles) + 8 * integers + records

@@ -1,28 +1,45 @@
 """Rotary positions and attention over the key-value cache.
 
-T tokens of this block, the first at position `start`; H query heads, G key-value heads, E head width, S cached
-positions. `qkv_TQ` holds each token's H + 2G heads side by side. The cache of a layer is (2, G, S, E): keys, values.
+T tokens of this block, the first at position `start`; H query heads, G key-value heads, E head width, J rotary
+frequencies, S cached positions. `qkv_TQ` holds each token's H + 2G heads side by side. The cache of a layer is
+(2, G, S, E): keys, values.
 """
 
 import numpy as np
 from numba import prange
 
 from pi_runtime.kernels.compiling import leaf, operator
-from pi_runtime.kernels.memory import Floats
+from pi_runtime.kernels.memory import Floats, vector
 
 
 @leaf
-def rotate(cos_SE: Floats, sin_SE: Floats, start: int, heads: int, width: int, qkv_TQ: Floats) -> None:
-    """(a, b) → (a cos − b sin, b cos + a sin) for the halves of the first `heads` heads, in place."""
-    half = width // 2
+def norm_heads(eps: float, weight: int, first: int, heads: int, width: int, qkv_TQ: Floats) -> None:
+    """x ← x / √(mean x² + eps) · weight for each of `heads` heads from `first` on, in place."""
+    w_E = vector(weight, width)
     for t in range(qkv_TQ.shape[0]):
-        cos_E, sin_E = cos_SE[start + t], sin_SE[start + t]
+        for h in range(first, first + heads):
+            head_E = qkv_TQ[t, h * width : (h + 1) * width]
+            square = np.float32(0)
+            for j in range(width):
+                square += head_E[j] * head_E[j]
+            scale = np.float32(1) / np.sqrt(square / np.float32(width) + eps)
+            for j in range(width):
+                head_E[j] *= scale * w_E[j]
+
+
+@leaf
+def rotate(cos_SJ: Floats, sin_SJ: Floats, start: int, heads: int, width: int, qkv_TQ: Floats) -> None:
+    """(a, b) → (a cos − b sin, b cos + a sin) for the halves of the first 2J numbers of the first `heads` heads, in
+    place."""
+    half = cos_SJ.shape[1]
+    for t in range(qkv_TQ.shape[0]):
+        cos_J, sin_J = cos_SJ[start + t], sin_SJ[start + t]
         for h in range(heads):
             head_E = qkv_TQ[t, h * width : (h + 1) * width]
             for j in range(half):
                 a, b = head_E[j], head_E[half + j]
-                head_E[j] = a * cos_E[j] - b * sin_E[j]
-                head_E[half + j] = b * cos_E[j] + a * sin_E[j]
+                head_E[j] = a * cos_J[j] - b * sin_J[j]
+                head_E[half + j] = b * cos_J[j] + a * sin_J[j]
 
 
 @leaf

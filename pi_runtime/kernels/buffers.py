@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.footprint import CHUNKS, SHARES, padded_width, record_nbytes, sum_floats
-from pi_runtime.kernels.memory import Floats, Ints
+from pi_runtime.artifact.footprint import CHUNKS, SHARES, padded_width, record_nbytes, sign_words, sum_floats
+from pi_runtime.kernels.memory import Floats, Ints, Words
 from pi_runtime.kernels.table import Shape
 
 BLOCK_TOKENS = 64
@@ -22,8 +22,18 @@ class Buffers(NamedTuple):
     x_TD: Floats
     """The residual stream; on return it holds the normed states the head was applied to."""
     normed_TD: Floats
+    attended_TD: Floats
+    narrow_TW: Floats
+    """States as wide as the embedding, where the model is of another width."""
     qkv_TQ: Floats
     mixed_TQ: Floats
+    router_TX: Floats
+    taken_TK: Ints
+    """Experts that the router takes for each token, and `share_TK` of each; expert 0, all of it, where there is one."""
+    share_TK: Floats
+    gathered_TD: Floats
+    """Inputs of the tokens that go to one expert, and `places_T` which these are."""
+    places_T: Ints
     h_TF: Floats
     other_TF: Floats
     r_TR: Floats
@@ -31,6 +41,8 @@ class Buffers(NamedTuple):
     """Inputs of row products as `operand` has them, one a token."""
     r_records: npt.NDArray[np.uint8]
     """The same for the middle of the predictor."""
+    signs_TW: Words
+    """Signs of the inputs, packed."""
     candidates_F: Ints
     """Neurons whose row of `first` is read."""
     index_F: Ints
@@ -49,17 +61,25 @@ class Buffers(NamedTuple):
 def buffers(s: Shape, layers: int, largest_rank: int, tokens: int = BLOCK_TOKENS) -> Buffers:
     """Buffers for calls of up to `tokens` tokens."""
     f32: Any = np.float32
-    widest = max(s.d_model, s.heads * s.head_dim, largest_rank)
+    widest = max(s.d_model, s.d_embedding, s.heads * s.head_dim, largest_rank)
     return Buffers(
         x_TD=np.empty((tokens, s.d_model), f32),
         normed_TD=np.empty((tokens, s.d_model), f32),
+        attended_TD=np.empty((tokens, s.d_model), f32),
+        narrow_TW=np.empty((tokens, s.d_embedding if s.d_embedding != s.d_model else 0), f32),
         qkv_TQ=np.empty((tokens, (s.heads + 2 * s.kv_heads) * s.head_dim), f32),
         mixed_TQ=np.empty((tokens, s.heads * s.head_dim), f32),
+        router_TX=np.empty((tokens, s.experts), f32),
+        taken_TK=np.zeros((tokens, s.experts_per_token), np.int64),
+        share_TK=np.ones((tokens, s.experts_per_token), f32),
+        gathered_TD=np.empty((tokens if s.experts > 1 else 0, s.d_model), f32),
+        places_T=np.empty(tokens, np.int64),
         h_TF=np.empty(tokens * s.d_ff, f32),
         other_TF=np.empty(tokens * s.d_ff, f32),
         r_TR=np.empty(tokens * largest_rank, f32),
         records=np.empty(tokens * record_nbytes(widest), np.uint8),
         r_records=np.empty(tokens * record_nbytes(largest_rank), np.uint8),
+        signs_TW=np.empty((tokens, sign_words(s.d_model)), np.uint64),
         candidates_F=np.empty(s.d_ff, np.int64),
         index_F=np.empty(s.d_ff, np.int64),
         h_F=np.empty(s.d_ff, f32),

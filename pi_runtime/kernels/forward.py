@@ -1,7 +1,7 @@
 """The decoder over one block of T ≥ 1 tokens: one compiled call, prefill (T > 1) and decode (T = 1) alike."""
 
-from pi_runtime.kernels import ffn, table
-from pi_runtime.kernels.attention import attend, remember, rotate
+from pi_runtime.kernels import experts, ffn, table
+from pi_runtime.kernels.attention import attend, norm_heads, remember, rotate
 from pi_runtime.kernels.buffers import Buffers
 from pi_runtime.kernels.compiling import leaf
 from pi_runtime.kernels.linear import add_vector, linear, norm
@@ -11,16 +11,25 @@ from pi_runtime.kernels.table import Ends, Shape
 
 
 @leaf
-def embed(s: Shape, ends: Ends, tokens_T: Ints, start: int, position_D: Floats, x_TD: Floats) -> None:
-    """x ← the tokens' embeddings, plus learned positions where the model has them; `position_D` is scratch."""
-    table = matrix(s.embedding_format, ends.embedding, ends.embedding_scales, s.d_model)
+def embed(s: Shape, ends: Ends, tokens_T: Ints, start: int, b: Buffers, x_TD: Floats) -> None:
+    """x ← the tokens' embeddings, brought to the model's width, plus learned positions where the model has them."""
+    tokens = tokens_T.shape[0]
+    rows = matrix(s.embedding_format, ends.embedding, ends.embedding_scales, s.d_embedding)
     places = matrix(s.embedding_format, ends.positions, ends.positions_scales, s.d_model)
-    for t in range(tokens_T.shape[0]):
-        load_row(table, tokens_T[t], 0, x_TD[t])
-        if ends.positions != 0:
+    if ends.embedding_in != 0:
+        narrow_TW = b.narrow_TW[:tokens]
+        for t in range(tokens):
+            load_row(rows, tokens_T[t], 0, narrow_TW[t])
+        widen = matrix(s.embedding_format, ends.embedding_in, ends.embedding_in_scales, s.d_embedding)
+        linear(widen, s.d_model, 0, narrow_TW, b.records.ctypes.data, x_TD)
+    else:
+        for t in range(tokens):
+            load_row(rows, tokens_T[t], 0, x_TD[t])
+    if ends.positions != 0:
+        position_D = b.normed_TD[0]
+        for t in range(tokens):
             load_row(places, start + t + s.position_offset, 0, position_D)
-            for j in range(s.d_model):
-                x_TD[t, j] += position_D[j]
+            _add(position_D, x_TD[t])
 
 
 @leaf
@@ -28,46 +37,98 @@ def attention(
     s: Shape,
     w: Ints,
     eps: float,
-    cos_SE: Floats,
-    sin_SE: Floats,
+    cos_SJ: Floats,
+    sin_SJ: Floats,
     start: int,
     cache_2GSE: Floats,
     x_TD: Floats,
     b: Buffers,
 ) -> None:
-    """x ← x + attention(norm(x)); then the FFN's input norm(x) into `b.normed_TD`."""
+    """The block up to its FFN: attention is added to x, `b.normed_TD` gets the FFN's input, and its experts are chosen.
+
+    sequential   x ← x + attention(n₁(x)),  input n₂(x)
+    parallel     input n₂(x) or n₁(x),  x ← x + attention(n₁(x))
+    post-norm    x ← n₁(x + attention(x)),  input x
+    """
     tokens = x_TD.shape[0]
-    normed_TD, qkv_TQ, mixed_TQ = b.normed_TD[:tokens], b.qkv_TQ[:tokens], b.mixed_TQ[:tokens]
-    qkv = matrix(s.attention_format, w[table.QKV], w[table.QKV_SCALES], s.d_model)
-    out = matrix(s.attention_format, w[table.OUT], w[table.OUT_SCALES], s.heads * s.head_dim)
-    norm(s.centred, eps, w[table.ATTENTION_NORM], w[table.ATTENTION_NORM_BIAS], x_TD, normed_TD)
-    linear(qkv, qkv_TQ.shape[1], w[table.QKV_BIAS], normed_TD, b.records.ctypes.data, qkv_TQ)
-    if s.rotary:
-        rotate(cos_SE, sin_SE, start, s.heads + s.kv_heads, s.head_dim, qkv_TQ)
-    remember(qkv_TQ, s.heads, start, cache_2GSE)
-    attend(qkv_TQ, s.heads, start, cache_2GSE, mixed_TQ)
-    linear(out, s.d_model, w[table.OUT_BIAS], mixed_TQ, b.records.ctypes.data, normed_TD)
+    normed_TD, attended_TD = b.normed_TD[:tokens], b.attended_TD[:tokens]
+    if s.block == table.POST_NORM:
+        _mix(s, w, eps, cos_SJ, sin_SJ, start, cache_2GSE, x_TD, b)
+    else:
+        norm(s.centred, eps, w[table.ATTENTION_NORM], w[table.ATTENTION_NORM_BIAS], x_TD, normed_TD)
+        _mix(s, w, eps, cos_SJ, sin_SJ, start, cache_2GSE, normed_TD, b)
+    if s.block == table.PARALLEL and w[table.FFN_NORM] != 0:
+        norm(s.centred, eps, w[table.FFN_NORM], w[table.FFN_NORM_BIAS], x_TD, normed_TD)
     for t in range(tokens):
-        for j in range(s.d_model):
-            x_TD[t, j] += normed_TD[t, j]
-    norm(s.centred, eps, w[table.FFN_NORM], w[table.FFN_NORM_BIAS], x_TD, normed_TD)
+        _add(attended_TD[t], x_TD[t])
+    if s.block == table.SEQUENTIAL:
+        norm(s.centred, eps, w[table.FFN_NORM], w[table.FFN_NORM_BIAS], x_TD, normed_TD)
+    elif s.block == table.POST_NORM:
+        norm(s.centred, eps, w[table.ATTENTION_NORM], w[table.ATTENTION_NORM_BIAS], x_TD, x_TD)
+        normed_TD[:] = x_TD
+    if s.experts > 1:
+        experts.route(s, w, normed_TD, b)
 
 
 @leaf
-def head(s: Shape, ends: Ends, eps: float, x_TD: Floats, records: int, logits_TV: Floats) -> None:
-    """logits = norm(x) Wᵀ."""
-    norm(s.centred, eps, ends.norm, ends.norm_bias, x_TD, x_TD)
-    linear(matrix(s.head_format, ends.head, ends.head_scales, s.d_model), s.vocabulary, 0, x_TD, records, logits_TV)
+def _mix(
+    s: Shape,
+    w: Ints,
+    eps: float,
+    cos_SJ: Floats,
+    sin_SJ: Floats,
+    start: int,
+    cache_2GSE: Floats,
+    x_TD: Floats,
+    b: Buffers,
+) -> None:
+    """`b.attended_TD` ← attention(x)."""
+    tokens = x_TD.shape[0]
+    qkv_TQ, mixed_TQ = b.qkv_TQ[:tokens], b.mixed_TQ[:tokens]
+    qkv = matrix(s.attention_format, w[table.QKV], w[table.QKV_SCALES], s.d_model)
+    out = matrix(s.attention_format, w[table.OUT], w[table.OUT_SCALES], s.heads * s.head_dim)
+    linear(qkv, qkv_TQ.shape[1], w[table.QKV_BIAS], x_TD, b.records.ctypes.data, qkv_TQ)
+    if w[table.Q_NORM] != 0:
+        norm_heads(eps, w[table.Q_NORM], 0, s.heads, s.head_dim, qkv_TQ)
+        norm_heads(eps, w[table.K_NORM], s.heads, s.kv_heads, s.head_dim, qkv_TQ)
+    rotate(cos_SJ, sin_SJ, start, s.heads + s.kv_heads, s.head_dim, qkv_TQ)
+    remember(qkv_TQ, s.heads, start, cache_2GSE)
+    attend(qkv_TQ, s.heads, start, cache_2GSE, mixed_TQ)
+    linear(out, s.d_model, w[table.OUT_BIAS], mixed_TQ, b.records.ctypes.data, b.attended_TD[:tokens])
+
+
+@leaf
+def after_ffn(s: Shape, w: Ints, eps: float, x_TD: Floats) -> None:
+    """x ← x + the FFN's bias, and normed where the block ends with a norm."""
+    for t in range(x_TD.shape[0]):
+        add_vector(w[table.DOWN_BIAS], x_TD[t])
+    if s.block == table.POST_NORM:
+        norm(s.centred, eps, w[table.FFN_NORM], w[table.FFN_NORM_BIAS], x_TD, x_TD)
+
+
+@leaf
+def head(s: Shape, ends: Ends, eps: float, x_TD: Floats, b: Buffers, logits_TV: Floats) -> None:
+    """logits = norm(x) Wᵀ + bias, brought to the embedding's width before; x is overwritten."""
+    tokens, records = x_TD.shape[0], b.records.ctypes.data
+    if ends.norm != 0:
+        norm(s.centred, eps, ends.norm, ends.norm_bias, x_TD, x_TD)
+    rows = matrix(s.head_format, ends.head, ends.head_scales, s.d_embedding)
+    if ends.embedding_out != 0:
+        narrow = matrix(s.embedding_format, ends.embedding_out, ends.embedding_out_scales, s.d_model)
+        linear(narrow, s.d_embedding, 0, x_TD, records, b.narrow_TW[:tokens])
+        linear(rows, s.vocabulary, ends.head_bias, b.narrow_TW[:tokens], records, logits_TV)
+    else:
+        linear(rows, s.vocabulary, ends.head_bias, x_TD, records, logits_TV)
 
 
 @leaf
 def forward(
     s: Shape,
     ends: Ends,
-    table_LW: Ints,
+    table_LXW: Ints,
     eps: float,
-    cos_SE: Floats,
-    sin_SE: Floats,
+    cos_SJ: Floats,
+    sin_SJ: Floats,
     tokens_T: Ints,
     start: int,
     cache_L2GSE: Floats,
@@ -82,19 +143,25 @@ def forward(
     """
     tokens = tokens_T.shape[0]
     x_TD = b.x_TD[:tokens]
-    embed(s, ends, tokens_T, start, b.normed_TD[0], x_TD)
-    for layer in range(table_LW.shape[0]):
-        w = table_LW[layer]
-        attention(s, w, eps, cos_SE, sin_SE, start, cache_L2GSE[layer], x_TD, b)
+    embed(s, ends, tokens_T, start, b, x_TD)
+    for layer in range(table_LXW.shape[0]):
+        w_XW = table_LXW[layer]
+        attention(s, w_XW[0], eps, cos_SJ, sin_SJ, start, cache_L2GSE[layer], x_TD, b)
         if tokens == 1 and select and not every:
-            read, kept = ffn.step(s, w, b.normed_TD[0], 0, s.d_ff, b)
+            read, kept = experts.step(s, w_XW, b.normed_TD[0], b)
             b.rows_L2[layer, 0], b.rows_L2[layer, 1] = read, kept
             ffn.add_sums(b.sums_CP, x_TD[0])
         else:
-            ffn.block(s, w, b.normed_TD[:tokens], 0, s.d_ff, select, b, b.tally_L3[layer], x_TD)
-        for t in range(tokens):
-            add_vector(w[table.DOWN_BIAS], x_TD[t])
+            experts.block(s, w_XW, b.normed_TD[:tokens], select, b, b.tally_L3[layer], x_TD)
+        after_ffn(s, w_XW[0], eps, x_TD)
     if every:
-        head(s, ends, eps, x_TD, b.records.ctypes.data, b.logits_TV[:tokens])
+        head(s, ends, eps, x_TD, b, b.logits_TV[:tokens])
     else:
-        head(s, ends, eps, x_TD[tokens - 1 :], b.records.ctypes.data, b.logits_TV[:1])
+        head(s, ends, eps, x_TD[tokens - 1 :], b, b.logits_TV[:1])
+
+
+@leaf
+def _add(y_D: Floats, x_D: Floats) -> None:
+    """x ← x + y."""
+    for j in range(x_D.shape[0]):
+        x_D[j] += y_D[j]

@@ -20,6 +20,7 @@ from pi_runtime.kernels.compiling import leaf
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
 
 F32, F16, BF16, Q8, Q4 = (FORMATS[name].code for name in WEIGHT_FORMATS)
 
@@ -53,6 +54,16 @@ def bfloat_to_float(typing_context: Any, bits: Any) -> Any:
         return builder.bitcast(wide, ir.FloatType())
 
     return types.float32(types.uint16), generate
+
+
+@intrinsic
+def count_ones(typing_context: Any, word: Any) -> Any:
+    """Bits that are set in a uint64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.uint64), generate
 
 
 class Matrix(NamedTuple):

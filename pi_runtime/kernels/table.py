@@ -1,4 +1,4 @@
-"""What compiled code knows of an artifact: a `Shape` of integers, and one row of addresses a layer.
+"""What compiled code knows of an artifact: a `Shape` of numbers, and one row of addresses for each layer and expert.
 
 Numba compiles once for these types, whatever the model and its number formats.
 """
@@ -9,9 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.checks import EXACT_RUNGS
+from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, Decoder
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import scales_name
 
 # Columns of the weight table: the address of each array, 0 where the model has none.
@@ -22,16 +24,20 @@ _COLUMNS = (
     "attention/qkv_bias",
     "attention/out",
     "attention/out_bias",
+    "attention/q_norm",
+    "attention/k_norm",
     "ffn/norm/weight",
     "ffn/norm/bias",
+    "ffn/router",
+    "ffn/down_bias",
     "ffn/first",
     "ffn/first_bias",
     "ffn/rest",
     "ffn/up_bias",
-    "ffn/down_bias",
     "predictor/down",
     "predictor/up",
     "predictor/bias",
+    "predictor/signs",
     "attention/qkv_scales",
     "attention/out_scales",
     "ffn/first_scales",
@@ -46,16 +52,20 @@ _COLUMNS = (
     QKV_BIAS,
     OUT,
     OUT_BIAS,
+    Q_NORM,
+    K_NORM,
     FFN_NORM,
     FFN_NORM_BIAS,
+    ROUTER,
+    DOWN_BIAS,
     FIRST,
     FIRST_BIAS,
     REST,
     UP_BIAS,
-    DOWN_BIAS,
     PREDICTOR_DOWN,
     PREDICTOR_UP,
     PREDICTOR_BIAS,
+    SIGNS,
     QKV_SCALES,
     OUT_SCALES,
     FIRST_SCALES,
@@ -63,28 +73,38 @@ _COLUMNS = (
     PREDICTOR_DOWN_SCALES,
     PREDICTOR_UP_SCALES,
 ) = range(len(_COLUMNS))
-# Two more columns: how the layer is run.
-RUNG, RANK = len(_COLUMNS), len(_COLUMNS) + 1
-DENSE, GATE, PREDICTED = range(3)
-RELU, SILU = range(2)
+# Four more columns: how the layer is run; `LIMIT` are the bits of a float32: magnitudes of the activation up to it
+# count as 0.
+RUNG, RANK, LIMIT, MARGIN = range(len(_COLUMNS), len(_COLUMNS) + 4)
+# Of an expert there are its own rows of these.
+_OF_EXPERT = ("ffn/first", "ffn/rest", "ffn/up_bias", "predictor/")
+DENSE, GATE, PREDICTED, SIGN = range(4)
+_RUNGS = {"dense": DENSE, "gate": GATE, "threshold": GATE, "predicted": PREDICTED, "sign": SIGN}
+SEQUENTIAL, PARALLEL, POST_NORM = range(len(BLOCKS))
+RELU, RELU2, DRELU, SILU, GELU, GELU_TANH = range(len(ACTIVATIONS))
 
 
 class Shape(NamedTuple):
-    """`Decoder` and number formats as integers."""
+    """`Decoder` and number formats as numbers."""
 
     d_model: int
+    d_embedding: int
     heads: int
     kv_heads: int
     head_dim: int
     d_ff: int
+    experts: int
+    experts_per_token: int
     vocabulary: int
     rest_rows: int
     """2 for a gated FFN (up, down), 1 for a plain one (fc2)."""
     centred: int
     """1: layer norm, 0: rms norm."""
-    rotary: int
+    block: int
     position_offset: int
     activation: int
+    threshold: float
+    """Values of the activation up to here count as 0."""
     attention_format: int
     ffn_format: int
     predictor_format: int
@@ -98,10 +118,16 @@ class Ends(NamedTuple):
     embedding: int
     positions: int
     norm: int
+    """0 where there is no norm before the head."""
     norm_bias: int
+    embedding_in: int
+    embedding_out: int
     head: int
+    head_bias: int
     embedding_scales: int
     positions_scales: int
+    embedding_in_scales: int
+    embedding_out_scales: int
     head_scales: int
 
 
@@ -110,16 +136,20 @@ def shape_of(decoder: Decoder, formats: Mapping[str, str]) -> Shape:
     code = {part: FORMATS[name].code for part, name in formats.items()}
     return Shape(
         d_model=d.d_model,
+        d_embedding=d.d_embedding,
         heads=d.n_heads,
         kv_heads=d.n_kv_heads,
         head_dim=d.head_dim,
         d_ff=d.d_ff,
+        experts=d.n_experts,
+        experts_per_token=d.experts_per_token,
         vocabulary=d.vocab_size,
         rest_rows=2 if d.ffn == "gated" else 1,
         centred=int(d.norm == "layer"),
-        rotary=int(d.positions == "rope"),
+        block=BLOCKS.index(d.block),
         position_offset=d.position_offset,
-        activation=RELU if d.activation == "relu" else SILU,
+        activation=ACTIVATIONS.index(d.activation),
+        threshold=d.threshold,
         attention_format=code["attention"],
         ffn_format=code["ffn"],
         predictor_format=code["predictor"],
@@ -130,30 +160,56 @@ def shape_of(decoder: Decoder, formats: Mapping[str, str]) -> Shape:
 
 def ends_of(artifact: Artifact) -> Ends:
     head = "embedding" if artifact.manifest.decoder.tied_head else "head"
+
+    def address(name: str) -> int:
+        return _address(artifact, name)
+
     return Ends(
-        embedding=_address(artifact, "embedding"),
-        positions=_address(artifact, "positions"),
-        norm=_address(artifact, "final_norm/weight"),
-        norm_bias=_address(artifact, "final_norm/bias"),
-        head=_address(artifact, head),
-        embedding_scales=_address(artifact, scales_name("embedding")),
-        positions_scales=_address(artifact, scales_name("positions")),
-        head_scales=_address(artifact, scales_name(head)),
+        embedding=address("embedding"),
+        positions=address("positions"),
+        norm=address("final_norm/weight"),
+        norm_bias=address("final_norm/bias"),
+        embedding_in=address("embedding_in"),
+        embedding_out=address("embedding_out"),
+        head=address(head),
+        head_bias=address("head_bias"),
+        embedding_scales=address(scales_name("embedding")),
+        positions_scales=address(scales_name("positions")),
+        embedding_in_scales=address(scales_name("embedding_in")),
+        embedding_out_scales=address(scales_name("embedding_out")),
+        head_scales=address(scales_name(head)),
     )
 
 
 def table_of(artifact: Artifact, mode: str) -> npt.NDArray[np.int64]:
-    """(layers, columns): addresses, then rung and rank. The modes dense and gate override the stored rungs.
+    """(layers, experts, columns): addresses, then how the layer is run (see `how`).
 
     The addresses are valid as long as the artifact is open.
     """
-    rows = []
-    for n, layer in enumerate(artifact.manifest.layers):
-        addresses = [_address(artifact, f"layers/{n}/{name}") for name in _COLUMNS]
-        rung = {"dense": DENSE, "gate": GATE, "predicted": PREDICTED}[mode if mode in ("dense", "gate") else layer.rung]
-        rows.append([*addresses, rung, layer.rank or 0])
-    return np.array(rows, np.int64)
+    m = artifact.manifest
+    return np.array(
+        [
+            [
+                [*(_address(artifact, f"layers/{n}/{name}", expert) for name in _COLUMNS), *how(m.decoder, layer, mode)]
+                for expert in range(m.decoder.n_experts)
+            ]
+            for n, layer in enumerate(m.layers)
+        ],
+        np.int64,
+    )
 
 
-def _address(artifact: Artifact, name: str) -> int:
-    return int(artifact.array(name).ctypes.data) if name in artifact.manifest.arrays else 0
+def how(d: Decoder, layer: Layer, mode: str) -> list[int]:
+    """Rung, rank, bits of the limit, and margin. The modes dense and gate override the stored rungs."""
+    limit = np.float32(d.threshold if mode in EXACT_RUNGS else max(d.threshold, layer.threshold))
+    rung = _RUNGS[mode if mode in EXACT_RUNGS else layer.rung]
+    return [rung, layer.rank or 0, int(limit.view(np.int32)), layer.margin]
+
+
+def _address(artifact: Artifact, name: str, expert: int = 0) -> int:
+    """Of an array, or of an expert's rows of it; 0 where there is none."""
+    if name not in artifact.manifest.arrays:
+        return 0
+    stored = artifact.array(name)
+    own = name.split("/", 2)[-1].startswith(_OF_EXPERT)
+    return int(stored.ctypes.data) + (expert * stored.nbytes // artifact.manifest.decoder.n_experts if own else 0)

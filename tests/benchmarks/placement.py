@@ -2,8 +2,8 @@
 
     python tests/benchmarks/placement.py [--only NAME]
 
-Every answer is checked before its figure is printed: bytes within the budget, time equal to the model of time's, and
-not above the greedy rule's.
+Also the time until a budget that fits nothing is refused. Every answer is checked before its figure is printed: bytes
+within the budget, time equal to the model of time's, and not above the greedy rule's.
 """
 
 import argparse
@@ -12,16 +12,19 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from pi_compile.machine_file import find_machine
+from pi_compile.machine_file import Machine, find_machine
 from pi_compile.placement import place
 from pi_compile.planned_model import find_planned
 from pi_compile.program import Sizes
 from pi_compile.workload import LayerWork, Workload
 from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.errors import DoesNotFitError
 
 MODELS = {"OPT-6.7B": "facebook/opt-6.7b", "OPT-66B": "facebook/opt-66b", "OPT-175B": "metaseq/OPT-175B"}
 TOKENS = 10**6
+REFUSED_S = 3.0
 
 
 def workload(name: str, *, same: bool) -> Workload:
@@ -68,6 +71,16 @@ def main() -> None:
                 kind = "identical" if same else "differing"
                 figures = f"{seconds:8.2f} {found.gap:5.0f} {relaxed:9.1e} {slower:8.2%} {peak:9}"
                 print(f"{name:9} {kind:10} {percent:>6}% {figures}", flush=True)
+            refuse(name, work, machine, whole)
+
+
+def refuse(name: str, work: Workload, machine: Machine, whole: int) -> None:
+    """Time until a tenth of the bytes, in GPU memory and RAM together, is refused with the budgets that would do."""
+    began = time.perf_counter()
+    with pytest.raises(DoesNotFitError, match="bytes of RAM"):
+        place(work, machine, whole // 20, whole // 20)
+    seconds = time.perf_counter() - began
+    print(f"{name:9} a tenth of its bytes refused in {seconds:.2f} s, of at most {REFUSED_S}", flush=True)
 
 
 if __name__ == "__main__":

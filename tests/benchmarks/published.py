@@ -20,9 +20,8 @@ from pi_compile.bundled import bundled
 from pi_compile.curves import TOKENS, curve_counts, find_curve
 from pi_compile.machine_file import Machine, read_machine
 from pi_compile.placement import place
-from pi_compile.planned_model import find_planned
+from pi_compile.planned_model import find_planned, parameters
 from pi_compile.rivals import layer_split, powerinfer
-from pi_compile.shapes import parameters
 from pi_compile.units import PICO
 from pi_compile.untrained import PREDICTOR_SHARE
 from pi_compile.workload import LayerWork, Workload

@@ -77,15 +77,15 @@ def test_a_key_that_is_read_cannot_be_ignored(folder: Path) -> None:
 
 
 WRONG_FIELDS = {
-    "hidden_act": ("gelu", "one of relu, silu"),
+    "hidden_act": ("quick_gelu", "one of relu, relu2, silu"),
     "hidden_size": (-4, "a positive integer"),
     "num_hidden_layers": ("3", "a positive integer"),
     "num_key_value_heads": (2, "a divisor of 3"),
     "head_dim": (9, "an even width"),
     "rms_norm_eps": (0, "a positive number"),
     "mlp_bias": ("no", "true or false"),
-    "rope_parameters": ({"rope_type": "llama3", "factor": 8.0}, "default"),
-    "rope_scaling": ({"type": "linear", "factor": 2.0}, "default"),
+    "rope_parameters": ({"rope_type": "llama3", "factor": 8.0}, "rope_parameters: low_freq_factor"),
+    "rope_scaling": ({"type": "linear", "factor": -2.0}, "a positive number"),
     "rope_theta": ("big", "a positive number"),
 }
 

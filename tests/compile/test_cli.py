@@ -38,11 +38,15 @@ FLAGS = {
     "place": {"RECIPE", "--device", "--lock", "--locked"},
     "pack": {"RECIPE", "-o", "--output", "--plain", "--device"},
     "build": {"RECIPE", "-o", "--output", "--device"},
-    "eval": {"ARTIFACT", "--text", "--model", "--tokens", "--window"},
+    "eval": {"ARTIFACT", "--text", "--task", "--model", "--tokens", "--window", "--limit"},
     "machine": {"-o", "--output"},
     "plan": {
         *("MODEL", "--machine", "--vram-budget", "--ram-budget", "--curve", "--density", "--counts", "--format"),
         "--ctx-size",
+    },
+    "report": {
+        *("MODEL", "-o", "--output", "--machine", "--vram-budget", "--ram-budget", "--curve", "--density", "--counts"),
+        *("--format", "--ctx-size"),
     },
     "inspect": {"ARTIFACT"},
     "verify": {"ARTIFACT"},
@@ -121,7 +125,7 @@ for arguments in {calls}:
     print("=====")
 assert console.run(pi_run, ["--help"]) == 0
 # Not pydantic, which some versions of typer load themselves.
-heavy = {{"torch", "transformers", "numba", "numpy", "datasets", "tokenizers", "scipy", "zarr"}}
+heavy = {{"torch", "transformers", "numba", "numpy", "datasets", "tokenizers", "scipy", "zarr", "matplotlib"}}
 print("=====", *(heavy & set(sys.modules)))
 """
     env = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
@@ -247,12 +251,25 @@ def test_json_of_init(run: Run, project: Path, tmp_path: Path) -> None:
     assert Recipe.model_validate({k: v for k, v in report.items() if k != "recipe"}) == read_recipe(tmp_path / "r.toml")
 
 
-def test_json_of_eval(run: Run, built: Path) -> None:
-    text = built.parent / "text" / "1.txt"
-    report = json.loads(run("eval", built.with_suffix(".pi"), "--text", text, "--tokens", 64, "--window", 32, "--json"))
+def test_json_of_eval(run: Run, built: Path, tmp_path: Path) -> None:
+    text, task = built.parent / "text" / "1.txt", tmp_path / "task.jsonl"
+    task.write_text('{"ctx": "Once upon a", "choices": [" time", " neuron there was"], "label": 0}\n' * 3)
+    artifact, scored = built.with_suffix(".pi"), ["--text", text, "--tokens", 64, "--window", 32]
+    asked = ["--task", task, "--limit", 2]
+    report = json.loads(run("eval", artifact, *scored, *asked, "--json"))
     assert report.keys() == documented_keys("eval")
     assert report["tokens"] == 64
     assert len(report["layers"]) == 2
+    (found,) = report["tasks"]
+    assert found["items"] == 2
+    assert found["modes"].keys() == set(report["perplexity"]) - {"checkpoint"}
+    assert json.loads(run("eval", artifact, *asked, "--json")) == {"tasks": [found]}
+    assert json.loads(run("eval", artifact, *scored, "--json")).keys() == documented_keys("eval") - {"tasks"}
+    lines = run("eval", artifact, *asked).splitlines()
+    assert lines[0] == f"task: {task}, multiple choice, 2 questions"
+    assert lines[1] == "chance: 0.5000"
+    assert lines[2].split() == ["mode", "acc", "acc", "norm", "agreement"]
+    assert re.match(r" *dense +[01](\.0000)? ± 0 ", lines[3])
 
 
 def test_json_of_machine(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +286,8 @@ def test_json_of_inspect(run: Run) -> None:
     assert report.keys() == documented_keys("inspect")
     assert sum(report["bytes_by_part"].values()) == report["bytes"] == GOLDEN.stat().st_size
     assert report["decoder"]["d_ff"] == 40
-    assert report["layers"] == [{"rung": "predicted", "rank": 3}, {"rung": "gate", "rank": None}]
+    usual = {"threshold": 0.0, "margin": 0}
+    assert report["layers"] == [{"rung": "predicted", "rank": 3, **usual}, {"rung": "gate", "rank": None, **usual}]
     assert [plan["gpu_neuron_share"] for plan in report["plans"]] == [0.1, 1.0]
 
 

@@ -7,6 +7,7 @@ from pi_compile.cost import costs_of, token_time
 from pi_compile.machine_file import Cpu, Link
 from pi_compile.units import CPU, GPU
 from pi_compile.workload import LayerWork, rows_read
+from pi_runtime.artifact.footprint import kv_bytes
 
 COUNTS = np.repeat([[1000, 500, 10, 0]], 64, axis=1)
 
@@ -37,12 +38,29 @@ def test_formats_and_gathered_rows_run_at_their_own_rates() -> None:
         cores=2,
         ram_gib=8.0,
         bandwidth_gb_per_s=40.0,
-        format_gb_per_s={"f16": 20.0},
+        format_gb_per_s={"f16": 25.0},
+        neurons_gb_per_s={"f16": 20.0},
         gather_gb_per_s={"f16": 10.0},
+        predictor_gb_per_s={"f16": 5.0},
         launch_us=1.0,
     )
+    work = workload(COUNTS, (LayerWork(rung="predicted", rank=4),))
+    layer = costs_of(work, machine(cpu=cpu)).layers[0]
+    assert layer.after[0] == 2 * 10**6 + (96_640 * 64 + 96_640 * 128) * 100 // 1000
+    assert layer.predictor[CPU] == 2 * 10**6 + work.predictor(0) * 200
     layer = costs_of(workload(COUNTS), machine(cpu=cpu)).layers[0]
-    assert layer.after[0] == 10**6 + 256 * 64 * 50 + 96_640 * 128 * 100 // 1000
+    assert layer.after[0] == 2 * 10**6 + 256 * 64 * 50 + 96_640 * 128 * 100 // 1000
+    assert layer.predictor[CPU] == 0
+
+
+def test_attention_launches_three_times_and_takes_the_longer_of_reading_and_computing() -> None:
+    work = workload(COUNTS)
+    parts, cache = work.parts(), kv_bytes(work.shape, work.context // 2)
+    queries = work.shape.n_heads // work.shape.n_kv_heads
+    for rate, computing in ((None, 0), (80.0 * queries, cache * 25 // 2), (10.0 * queries, cache * 100)):
+        cpu = Cpu(name="c", cores=2, ram_gib=8.0, bandwidth_gb_per_s=40.0, launch_us=1.0, attention_gb_per_s=rate)
+        found = costs_of(work, machine(cpu=cpu)).layers[0].attention[CPU]
+        assert found == 3 * 10**6 + (parts.attention + parts.ffn_bias) * 25 + max(cache * 25, computing)
 
 
 def test_a_hand_over_is_paid_where_a_neuron_is_elsewhere_and_a_crossing_where_the_side_changes() -> None:

@@ -14,14 +14,14 @@ from synthetic import small_decoder
 from pi_compile.bundled import bundled
 from pi_compile.curves import UNIT, Curve, curve_counts, find_curve, read_curve
 from pi_compile.errors import ProfileError
-from pi_compile.shapes import ModelShape
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.errors import UsageError
 
-SHAPE = ModelShape.of(small_decoder("llama"))
+SHAPE = small_decoder("llama")
 NAMES = sorted(path.stem for path in bundled("published").glob("*.csv"))
 
 
-def shape(neurons: int, layers: int = 1) -> ModelShape:
+def shape(neurons: int, layers: int = 1) -> Decoder:
     return replace(SHAPE, n_layers=layers, d_ff=neurons)
 
 
@@ -77,7 +77,7 @@ def test_experts_share_the_tokens() -> None:
     one = curve_counts(find_curve("bamboo-7b"), shape(64), Decimal("0.15"), tokens=1000)
     many = replace(shape(64), n_experts=8, experts_per_token=2)
     counts = curve_counts(find_curve("bamboo-7b"), many, Decimal("0.15"), tokens=4000)
-    np.testing.assert_array_equal(counts, np.repeat(one, 8, axis=1))
+    np.testing.assert_array_equal(counts, np.tile(one, (1, 8)))
 
 
 def test_the_same_integers_everywhere() -> None:

@@ -10,10 +10,10 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
+from families import CASES, random_checkpoint
 from hf import edit_json, edit_tensors, random_llama, random_opt
 
-from pi_compile.checkpoint import Checkpoint, families, open_checkpoint, reading
-from pi_compile.errors import CheckpointError
+from pi_compile.checkpoint import Checkpoint, open_checkpoint, reading
 
 LLAMA_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -143,27 +143,7 @@ def test_decoder_of_a_llama(tmp_path: Path) -> None:
     d = open_checkpoint(tmp_path).decoder
     assert (d.family, d.norm, d.positions, d.ffn, d.activation) == ("llama", "rms", "rope", "gated", "relu")
     assert (d.n_heads, d.n_kv_heads, d.head_dim, d.d_ff, d.context_length) == (3, 1, 10, 83, 64)
-    assert (d.rope_theta, d.norm_eps) == (5e5, 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("fields", "theta"),
-    [
-        ({"rope_theta": 777.0}, 777.0),
-        ({"rope_theta": 777, "rope_scaling": None}, 777.0),
-        ({}, 10000.0),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_theta": 777.0}, 5.0),
-        ({"rope_scaling": {"type": "default", "rope_theta": 6.0}, "rope_parameters": {"rope_theta": 5.0}}, 6.0),
-        ({"rope_parameters": {"partial_rotary_factor": 1.0}, "rope_theta": 8.0}, 8.0),
-    ],
-)
-def test_rope_base_is_read_as_transformers_reads_it(tmp_path: Path, fields: dict[str, Any], theta: float) -> None:
-    from transformers import AutoConfig
-
-    random_llama(tmp_path, tokenizer=False)
-    edit_json(tmp_path / "config.json", *({"rope_parameters"} - fields.keys()), **fields)
-    assert open_checkpoint(tmp_path).decoder.rope_theta == theta
-    assert AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"] == theta
+    assert (d.rotary_frequencies[1], d.norm_eps) == (pytest.approx(5e5**-0.2, rel=1e-6), 1e-6)
 
 
 def test_heads_without_head_dim_split_the_width(tmp_path: Path) -> None:
@@ -219,24 +199,67 @@ def test_buffers_of_older_versions_are_ignored(tmp_path: Path) -> None:
     open_checkpoint(tmp_path)
 
 
-def test_the_families(tmp_path: Path) -> None:
-    assert families() == ("llama", "opt")
+FALCON_OLDER = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "num_kv_heads": "n_head_kv"}
 
 
-OPT_REFUSED = [
-    ({"do_layer_norm_before": False}, "do_layer_norm_before"),
-    ({"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
-    ({"word_embed_proj_dim": 20}, "word_embed_proj_dim"),
-    ({"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
-    ({"activation_function": "gelu"}, "activation_function"),
-]
+def test_the_first_falcons(tmp_path: Path) -> None:
+    """Keys of tiiuae/falcon-40b's first config: other names, and no word of the new architecture."""
+    random_checkpoint(tmp_path, "falcon-40b", tokenizer=False)
+    now = open_checkpoint(tmp_path)
+    older = {FALCON_OLDER[key]: value for key, value in CASES["falcon-40b"].fields.items() if key in FALCON_OLDER}
+    gone = (*FALCON_OLDER, "new_decoder_architecture", "num_ln_in_parallel_attn")
+    own = {"model_type": "RefinedWeb", "architectures": ["RWForCausalLM"]}
+    edit_json(tmp_path / "config.json", *gone, **older, **own)
+    then = open_checkpoint(tmp_path)
+    assert then.decoder == now.decoder
+    np.testing.assert_array_equal(then.values("layers/1/attention/qkv"), now.values("layers/1/attention/qkv"))
 
 
-@pytest.mark.parametrize(("fields", "key"), OPT_REFUSED, ids=[key for _, key in OPT_REFUSED])
-def test_opt_of_another_kind_is_refused_by_name(tmp_path: Path, fields: dict[str, Any], key: str) -> None:
-    random_opt(tmp_path, tokenizer=False)
-    edit_json(tmp_path / "config.json", **fields)
-    with pytest.raises(CheckpointError, match=rf"config\.json: {key}\n") as caught:
-        open_checkpoint(tmp_path)
-    assert "supported yet" in str(caught.value)
-    assert caught.value.exit_code == 3
+def test_the_first_gpt2(tmp_path: Path) -> None:
+    """openai-community/gpt2: the bare model's names, and the causal mask among the weights."""
+    model = random_checkpoint(tmp_path, "gpt2", tokenizer=False)
+    model.transformer.save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", architectures=["GPT2LMHeadModel"], n_ctx=37)
+    edit_tensors(tmp_path, h__0__attn__bias=torch.ones(1, 1, 37, 37))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.decoder.tied_head
+    check_equal(checkpoint.values("layers/0/attention/qkv"), model.state_dict()["transformer.h.0.attn.c_attn.weight"].T)
+
+
+def test_experts_are_stored_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = random_checkpoint(tmp_path, "mixtral", tokenizer=False).model.layers[1].mlp.experts
+    checkpoint = open_checkpoint(tmp_path)
+    first = experts.gate_up_proj[:, :53].flatten(0, 1)
+    rest = torch.stack([experts.gate_up_proj[:, 53:], experts.down_proj.transpose(1, 2)], 2).flatten(0, 1)
+    rng = np.random.default_rng(0)
+    order = np.concatenate([53 * e + rng.permutation(53) for e in range(5)])
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 3000)
+    for array, expected in (("first", first), ("rest", rest)):
+        check_equal(checkpoint.values(f"layers/1/ffn/{array}"), expected)
+        check_equal(checkpoint.values(f"layers/1/ffn/{array}", order), expected[order])
+
+
+NOTICES = {
+    "bamboo": ["auto_map is ignored", "sliding_window = 19: the context is cut from 40 positions to the window"],
+    "turbosparse-mistral": [
+        "auto_map is ignored",
+        "sliding_window = 19",
+        "the checkpoint's own predictors are left out",
+    ],
+    "turbosparse-mixtral": ["auto_map is ignored", "own predictors are left out"],
+    "prosparse": ["auto_map is ignored"],
+    "mistral-window": ["sliding_window = 19"],
+    "mistral": [],
+    "opt-350m": [],
+}
+
+
+@pytest.mark.parametrize("case", NOTICES)
+def test_what_the_user_is_told(tmp_path: Path, case: str) -> None:
+    random_checkpoint(tmp_path, case, tokenizer=False)
+    checkpoint = open_checkpoint(tmp_path)
+    assert len(checkpoint.notices) == len(NOTICES[case])
+    for found, expected in zip(checkpoint.notices, NOTICES[case], strict=True):
+        assert expected in found
+    windowed = any("sliding_window" in notice for notice in NOTICES[case])
+    assert (checkpoint.decoder.context_length == 19) == windowed

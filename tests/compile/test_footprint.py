@@ -51,7 +51,7 @@ def test_parts_are_the_bytes_of_the_file(family: str, tmp_path: Path) -> None:
 
 def allocated(executor: CpuExecutor) -> int:
     """Bytes of everything an executor allocates beside the weights."""
-    arrays = [*executor._buffers, executor._cos_SE, executor._sin_SE]
+    arrays = [*executor._buffers, executor._cos_SJ, executor._sin_SJ]
     return sum(array.nbytes for array in arrays)
 
 
@@ -68,7 +68,7 @@ def test_buffers_and_cache_are_what_a_run_allocates(family: str, tmp_path: Path)
         assert allocated(executor) == pytest.approx(sizes.scratch[CPU], rel=0.01)
         hot = sum(array.nbytes for array in executor.hot.buffers)
         # The stand-in shares the CPU's table of angles.
-        angles = executor._cos_SE.nbytes + executor._sin_SE.nbytes
+        angles = executor._cos_SJ.nbytes + executor._sin_SJ.nbytes
         assert hot + angles == pytest.approx(sizes.scratch[GPU], rel=0.01)
         executor.close()
     assert KVCache(decoder, 100).values.nbytes == 2 * sizes.cache

@@ -18,7 +18,6 @@ from pi_compile.errors import ProfileError, RecipeError
 from pi_compile.machine_file import Cpu, Gpu, Link, Machine
 from pi_compile.placing import place_recipe
 from pi_compile.recipe import default_recipe
-from pi_compile.shapes import ModelShape
 from pi_runtime import console
 from pi_runtime.errors import NotMetError, UsageError
 
@@ -48,7 +47,7 @@ def activations() -> Activations:
     counts = rng.integers(0, 1000, (3, 640))
     rows = [TableRow(rung="predicted", rank=4 + n, ffn_bytes=1, read_ppm=1_500_000, loss_ppb=7) for n in range(3)]
     return Activations(
-        shape=ModelShape.of(decoder),
+        shape=decoder,
         formats={"embedding": "f16", "attention": "f16", "ffn": "f16", "head": "f16"},
         tokens=1000,
         counts=counts,

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "most_threads", lambda: 6)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _pid: range(12), raising=False)
     monkeypatch.setattr(machine, "read_bandwidth", lambda _nbytes, threads: 20e9 - (threads - 4) ** 2 * 1e9)
-    monkeypatch.setattr(machine, "product_bandwidth", lambda fmt, _nbytes, threads: rates[fmt] * threads)
-    monkeypatch.setattr(machine, "gather_bandwidth", lambda fmt, _nbytes, threads: rates[fmt] * threads / 2)
+    monkeypatch.setattr(machine, "weights", lambda fmt, _nbytes, *_columns: fmt)
+    probes = {"product": 1, "neuron": 0.8, "gather": 0.5, "predictor": 0.4}
+    for name, share in probes.items():
+        probe = partial(lambda share, fmt, threads: rates[fmt] * threads * share, share)
+        monkeypatch.setattr(machine, f"{name}_bandwidth", probe)
     monkeypatch.setattr(machine, "product_flops", lambda _fmt, threads: threads * 10e9)
-    monkeypatch.setattr(machine, "launch_seconds", lambda threads: threads * 1e-6)
+    monkeypatch.setattr(machine, "attention_bandwidth", lambda threads: threads * 6e9)
+    monkeypatch.setattr(machine, "launch_seconds", lambda fmt, threads: threads * (1e-6 if fmt != "f32" else 1))
     monkeypatch.setattr(machine, "_gpu", lambda: (None, None, ""))
 
 
@@ -31,6 +36,9 @@ def test_everything_is_measured_at_the_best_number_of_threads() -> None:
     assert (found.cpu.cores, found.cpu.bandwidth_gb_per_s, found.cpu.launch_us) == (12, 20.0, 4.0)
     assert found.cpu.products_gflop_per_s == 40.0
     assert found.cpu.format_gb_per_s == {"f32": 32.0, "f16": 28.0, "bf16": 24.2, "q8": 20.0, "q4": 16.0}
+    assert found.cpu.neurons_gb_per_s == {"f32": 25.6, "f16": 22.4, "bf16": 19.4, "q8": 16.0, "q4": 12.8}
+    assert found.cpu.predictor_gb_per_s == {"f32": 12.8, "f16": 11.2, "bf16": 9.7, "q8": 8.0, "q4": 6.4}
+    assert found.cpu.attention_gb_per_s == 24.0
     assert found.cpu.gather_gb_per_s == {"f32": 16.0, "f16": 14.0, "bf16": 12.1, "q8": 10.0, "q4": 8.0}
     assert "GB/s by threads 1: 11.0, 2: 16.0, 4: 20.0, 6: 16.0; products on 4 threads" in found.source
     assert found.cpu.ram_gib > 0.1

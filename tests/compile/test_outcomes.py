@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from commands import FIT, INPUT, INTERRUPTED, USAGE, assert_a_message, child
 
+from pi_compile.checkpoint import families
 from pi_compile.cli import app as pi_compile
 from pi_runtime import console
 from pi_runtime.outcomes import EXTRA_OF
@@ -136,7 +137,7 @@ def test_a_message_as_a_user_sees_it(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (INPUT, "")
     assert done.stderr.splitlines() == [
         "error: model/config.json: model type 'mamba' is not supported",
-        "  expected: one of the families llama, opt",
+        f"  expected: one of the families {', '.join(families())}",
         "  found: model_type = 'mamba', architectures = None",
         "  try: use a checkpoint of a supported family",
     ]

@@ -4,7 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from pi_compile.recipe import Recipe, default_recipe
 from pi_compile.store import code_digest, sources_of
 from pi_runtime import load
 from pi_runtime.artifact import verify
+from pi_runtime.artifact.reader import Artifact
 from pi_runtime.errors import DoesNotFitError
 
 WORDS = [*"abcdefghij", "the", "quick", "brown", "fox", "neurons", "fire"]
@@ -124,6 +125,8 @@ def change_recipe(**changes: dict[str, object]) -> object:
         pytest.param(change_recipe(train={"seed": 1}), ["train", "pack"], id="train-section"),
         pytest.param(change_recipe(quality={"perplexity_increase": 0.5}), ["train", "pack"], id="quality-section"),
         pytest.param(change_recipe(place={"vram_gib": [0.0001]}), ["pack"], id="place-section"),
+        # Rungs are chosen for the machine; here they come out the same.
+        pytest.param(change_recipe(place={"machine": "pc-low"}), ["train", "pack"], id="machine"),
         pytest.param(change_recipe(pack={"head": "f16", "embedding": "f16"}), ["pack"], id="pack-section"),
     ],
 )
@@ -179,6 +182,32 @@ def test_two_builds_at_once_do_not_disturb_each_other(project: Path) -> None:
     assert reports[0]["sha256"] == reports[1]["sha256"]
     assert sorted(len(report["ran"]) for report in reports) == [0, 4]
     verify(project / "small.pi")
+
+
+def test_a_quality_budget_out_of_reach_ends_the_build(project: Path, fails: Callable[..., str]) -> None:
+    """Where no exact rung is allowed: exit code 5, the layers, and no artifact."""
+    recipe = small_recipe(train={"rungs": ["predicted"]}, quality={"perplexity_increase": 1e-9})
+    (project / "small.toml").write_text(recipe.to_toml())
+    message = fails(5, "build", project / "small.toml", "-o", project / "small.pi")
+    assert "training on 512 tokens: about " in message
+    assert "the quality budget is out of reach with the rungs that [train] rungs allows" in message
+    assert "most is lost in layers " in message
+    assert "(predicted, error " in message
+    assert not (project / "small.pi").exists()
+
+
+def test_every_rung_may_be_in_one_artifact(project: Path) -> None:
+    rungs = ["dense", "gate", "threshold", "predicted", "sign"]
+    recipe = small_recipe(
+        train={"rungs": rungs}, quality={"perplexity_increase": 0.5}, pack={"predictor": "auto", "ffn": "q8"}
+    )
+    (project / "small.toml").write_text(recipe.to_toml())
+    build(project)
+    verify(project / "small.pi")
+    with Artifact.open(project / "small.pi") as artifact:
+        manifest = artifact.manifest
+    assert {layer.rung for layer in manifest.layers} - {"dense", "gate"}
+    assert manifest.formats["predictor"] in ("f16", "q8", "q4")
 
 
 def test_a_budget_that_fits_nothing_names_the_nearest(project: Path) -> None:

@@ -1,49 +1,21 @@
 """Placement against brute force over cuts and sides, and the rules around it."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from placeable import machine, random_machine, random_workload, workload
+from placeable import MUCH, brute, machine, random_machine, random_workload, workload
 
-from pi_compile.cost import costs_of, token_time
 from pi_compile.errors import ProfileError
 from pi_compile.hot_mass import least_neurons
 from pi_compile.machine_file import Gpu, Machine, find_machine, library, read_machine
 from pi_compile.placement import ladder, place
-from pi_compile.program import Choice, Sizes
+from pi_compile.program import Sizes
 from pi_compile.units import CPU, GPU
 from pi_compile.workload import LayerWork, Workload
 from pi_runtime.errors import DoesNotFitError
-
-MUCH = 1 << 40
-
-
-def every_choice(work: Workload) -> Iterator[tuple[Any, ...]]:
-    """(sides, cuts, embedding, head) of every placement."""
-    n, cuts = work.shape.n_layers, [int(cut) for cut in work.cuts()]
-    sides = itertools.product((CPU, GPU), repeat=n)
-    return itertools.product(sides, itertools.product(cuts, repeat=n), (CPU, GPU), (CPU, GPU))
-
-
-def brute(work: Workload, m: Machine, vram: int, ram: int) -> Choice | None:
-    """Least time, GPU bytes, RAM; then GPU first and larger cuts, in the order of the stages."""
-    costs, sizes, best = costs_of(work, m), Sizes.of(work), None
-    for sides, cuts, embedding, head in every_choice(work):
-        choice = Choice(sides=sides, cuts=cuts, embedding=embedding, head=head)
-        here, there = (sum(part.values()) for part in sizes.used(choice))
-        if there > vram or here > ram:
-            continue
-        layers = tuple(x for side, cut in zip(sides, cuts, strict=True) for x in (-side, -cut))
-        time = token_time(costs, sides, cuts, embedding, head).total
-        key = (time, there, here, (-embedding, *layers, -head))
-        if best is None or key < best[0]:
-            best = (key, choice)
-    return None if best is None else best[1]
 
 
 @pytest.mark.parametrize("seed", range(4))

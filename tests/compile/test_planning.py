@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,23 @@ import pytest
 from commands import FIT, INPUT, USAGE, assert_a_message
 from synthetic import small_decoder
 
+from pi_compile import plan_text
 from pi_compile.activation_file import Activations
 from pi_compile.activations import ActivationProfile
 from pi_compile.cli import app
+from pi_compile.locks import lock_path
 from pi_compile.machine_file import Cpu, Gpu, Link, Machine, find_machine
-from pi_compile.planned_model import bundled_models, find_planned
+from pi_compile.planned_model import bundled_models, find_planned, parameters
+from pi_compile.planning import PlanSpec
+from pi_compile.planning import plan as planned
 from pi_compile.prefill import block_ps
 from pi_compile.program import Choice
 from pi_compile.recipe import read_recipe
-from pi_compile.shapes import ModelShape, parameters, shape_specs
 from pi_compile.untrained import PREDICTOR_SHARE, untrained_layers
 from pi_compile.workload import LayerWork, Workload
 from pi_runtime import console
-from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.sizes import PARTS, array_specs
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*-*.toml"))
@@ -92,8 +97,8 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     return run
 
 
-def stored(shape: ModelShape, rank: int | None, fmt: str = "f16") -> int:
-    specs = shape_specs(shape, dict.fromkeys(PARTS, fmt), [rank] * shape.n_layers, profiled=False)
+def stored(shape: Decoder, rank: int | None, fmt: str = "f16") -> int:
+    specs = array_specs(shape, dict.fromkeys(PARTS, fmt), [rank] * shape.n_layers, profiled=False)
     return sum(spec.nbytes for spec in specs.values())
 
 
@@ -191,6 +196,7 @@ def test_mistakes(refused: Callable[..., str], folder: Path) -> None:
     assert "facebook/opt-6.7b" in refused(INPUT, "facebook/opt-6.6b", "--machine", "m.toml")
     assert "no such machine profile" in refused(INPUT, "config.json", "--machine", "pc-medium")
     assert "no such recipe" in refused(INPUT, "r.toml")
+    assert "pi-compile train RECIPE --export" in refused(USAGE, "model.pi", "--machine", "m.toml")
     assert "of another model" in refused(INPUT, *here, "--counts", ROOT / "profiles" / "activations" / "demo.npz")
     assert "--machine" in refused(USAGE, "config.json")
     assert "go together" in refused(USAGE, *here, "--density", "0.1")
@@ -239,6 +245,41 @@ def test_a_recipe_is_planned(plan: Plan, name: str) -> None:
     assert found["budgets"][1]["decode_tokens_per_s"] > found["budgets"][1]["layer_split_tokens_per_s"]
 
 
+def test_a_recipe_is_planned_as_it_is_placed(plan: Plan) -> None:
+    """With the activations, table and context that it names; flags go before."""
+    recipe = ROOT / "recipes" / "demo.toml"
+    found = plan(recipe, "--vram-budget", "4332416B")
+    lock = lock_path(recipe).read_text(encoding="utf-8")
+    budget = found["budgets"][1]
+    assert f"predicted_ns = {ceil(1e9 / budget['decode_tokens_per_s'])}\n" in lock
+    assert (found["context"], found["trained"], found["predictor_rank"]) == (512, True, 64)
+    assert plan(recipe, "--ctx-size", "64")["context"] == 64
+    assert plan(recipe, *FIRES)["trained"] is False
+
+
+def test_experts_are_planned_at_the_bytes_of_their_arrays() -> None:
+    """Two layers of TurboSparse-Mixtral-47B: the parts that are placed are the arrays of the file, each once."""
+    name = "PowerInfer/TurboSparse-Mixtral"
+    model = find_planned(name, Path())
+    model = replace(model, shape=replace(model.shape, n_layers=2))
+    formats = dict.fromkeys(PARTS, "q4")
+    machine = find_machine("pc-low", Path())
+    spec = PlanSpec(model=model, machine=machine, formats=formats, context=2048, vram=2**30, ram=2**36)
+    found = planned(spec)
+    experts, budget = model.shape.n_experts, found["budgets"][1]
+    assert (experts, found["experts"], found["density"]) == (8, 8, 0.15)
+    parts = ("embedding", "attention", "predictor", "ffn", "head")
+    placed = sum(budget["gpu"][part] + budget["ram"][part] for part in parts)
+    assert placed == stored(model.shape, found["predictor_rank"], "q4")
+    cuts = np.array(budget["expert_cuts"]).reshape(2, experts)
+    assert cuts.sum(1).tolist() == budget["cuts"]
+    assert cuts.min() > 0
+    assert (np.ptp(cuts, axis=1) <= 64).all(), "experts that are alike have like cuts"
+    text = plan_text.describe(found)
+    assert "of the neurons of its experts fire for a token" in text
+    assert "of an expert's" in text
+
+
 # The rule for models that are not trained yet, and prefill.
 
 
@@ -256,7 +297,7 @@ def test_ranks_by_rule() -> None:
 
 def test_prefill_is_bound_by_memory_or_by_arithmetic() -> None:
     """One layer on the CPU, by hand: 4 · 32² + 3 · 40 · 32 weights of f16, and twice as many operations a token."""
-    shape = replace(ModelShape.of(small_decoder("llama", n_kv_heads=4)), n_layers=1, d_ff=64)
+    shape = replace(small_decoder("llama", n_kv_heads=4), n_layers=1, d_ff=64)
     work = Workload(
         shape=shape,
         formats=dict.fromkeys(PARTS, "f16"),

@@ -4,14 +4,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import small_decoder
 
@@ -19,13 +18,14 @@ from pi_compile import torch_decoder as td
 from pi_compile.predictor import (
     MISS_WEIGHT,
     Predictor,
+    WarmStarts,
     energy,
+    routed,
     second_moment,
     starting_rank,
-    thresholds_for,
     train,
-    warm_start,
 )
+from pi_runtime.artifact.decoder import Decoder
 
 D_MODEL, D_FF, SAMPLES = 24, 60, 512
 
@@ -44,6 +44,10 @@ W = torch.randn(D_FF, D_MODEL, generator=seeded())
 B = torch.randn(D_FF, generator=seeded(2))
 X = anisotropic(SAMPLES)
 MOMENT = second_moment([X], D_MODEL)
+
+
+def warm_start(first: torch.Tensor, bias: torch.Tensor | None, moment: torch.Tensor, rank: int) -> Predictor:
+    return WarmStarts(first, bias, moment).at(rank)
 
 
 def test_the_second_moment_is_that_of_all_blocks() -> None:
@@ -159,7 +163,7 @@ def test_training_lowers_the_loss_on_unseen_inputs(rank: int) -> None:
     start = warm_start(w["ffn/first"], w["ffn/first_bias"], MOMENT, rank)
     spread = 1 / start.scores(X).std()
     scaled = Predictor(start.down, start.up * spread, start.bias * spread)
-    trained = train(start, batches(), d, w, steps=100, learning_rate=1e-2)
+    (trained,) = train([start], batches(), d, w, steps=100, learning_rate=1e-2)
     unseen = anisotropic(SAMPLES, seed=4)
     assert weighted_loss(trained, unseen, w) < 0.85 * weighted_loss(scaled, unseen, w)
     assert not trained.up.requires_grad
@@ -170,18 +174,61 @@ def test_training_repeats() -> None:
     start = warm_start(w["ffn/first"], w["ffn/first_bias"], MOMENT, 6)
     before = [t.clone() for t in (start.down, start.up, start.bias)]
     torch.manual_seed(1)
-    first = train(start, batches(), d, w, steps=10, learning_rate=1e-2)
+    (first,) = train([start], batches(), d, w, steps=10, learning_rate=1e-2)
     torch.manual_seed(2)  # no generator but the batches' own has a say
-    second = train(start, batches(), d, w, steps=10, learning_rate=1e-2)
+    (second,) = train([start], batches(), d, w, steps=10, learning_rate=1e-2)
     for name in ("down", "up", "bias"):
         assert torch.equal(getattr(first, name), getattr(second, name))
     assert all(torch.equal(a, b) for a, b in zip(before, (start.down, start.up, start.bias), strict=True))
 
 
+def test_ranks_trained_side_by_side_are_as_if_alone() -> None:
+    d, w = small_decoder(), layer()
+    starts = [warm_start(w["ffn/first"], w["ffn/first_bias"], MOMENT, rank) for rank in (3, 9)]
+    steps: list[int] = []
+    together = train(starts, batches(), d, w, steps=10, learning_rate=1e-2, stepped=lambda: steps.append(1))
+    assert len(steps) == 10
+    for start, found in zip(starts, together, strict=True):
+        (alone,) = train([start], batches(), d, w, steps=10, learning_rate=1e-2)
+        assert torch.equal(found.scores(X), alone.scores(X))
+
+
+def experts(n: int = 3) -> tuple[Decoder, dict[str, torch.Tensor]]:
+    d = small_decoder(n_experts=n, experts_per_token=2, d_model=D_MODEL, d_ff=D_FF // n)
+    return d, {**layer(), "ffn/router": torch.randn(n, D_MODEL, generator=seeded(6))}
+
+
+def test_experts_have_predictors_of_their_own_in_one() -> None:
+    _, w = experts()
+    whole = WarmStarts(w["ffn/first"], w["ffn/first_bias"], MOMENT, 3).at(5)
+    assert (whole.down.shape, whole.up.shape) == ((15, D_MODEL), (D_FF, 5))
+    parts = zip(w["ffn/first"].chunk(3), w["ffn/first_bias"].chunk(3), strict=True)
+    scores = torch.cat([warm_start(first, bias, MOMENT, 5).scores(X) for first, bias in parts], -1)
+    torch.testing.assert_close(whole.scores(X), scores, rtol=1e-4, atol=1e-4)
+
+
+def test_what_an_expert_would_say_to_tokens_of_others_does_not_count() -> None:
+    d, w = experts()
+    start = WarmStarts(w["ffn/first"], w["ffn/first_bias"], MOMENT, 3).at(5)
+    x = X[:64]
+    idle = ~routed(d, w, x)
+    e = energy(td.neurons(d, w, x), w)
+    assert not e[idle].any()
+    (first,) = train([start], iter([x, x]), d, w, steps=1, learning_rate=1e-2)
+    # An expert that no token goes to stays as it was.
+    w["ffn/router"] = torch.stack([torch.zeros(D_MODEL), *x[:1].repeat(2, 1)])
+    x = x[(x @ w["ffn/router"].T)[:, 1] > 0]
+    (second,) = train([start], iter([x, x]), d, w, steps=1, learning_rate=1e-2)
+    scale = 1 / start.scores(x).std()
+    torch.testing.assert_close(second.up[: D_FF // 3], start.up[: D_FF // 3] * scale)
+    assert not torch.allclose(second.up[D_FF // 3 :], start.up[D_FF // 3 :] * scale)
+    assert first.up.shape == start.up.shape
+
+
 def test_no_steps_keep_the_warm_start() -> None:
     d, w = small_decoder(), layer()
     start = warm_start(w["ffn/first"], w["ffn/first_bias"], MOMENT, 6)
-    kept = train(start, batches(), d, w, steps=0, learning_rate=1e-2)
+    (kept,) = train([start], batches(), d, w, steps=0, learning_rate=1e-2)
     assert torch.equal(kept.scores(X) > 0, start.scores(X) > 0)
 
 
@@ -190,59 +237,15 @@ def test_layers_in_which_all_or_nothing_fires_train(bias: float) -> None:
     d, w = small_decoder(), layer()
     w["ffn/first_bias"] = torch.full((D_FF,), bias)
     start = warm_start(W, w["ffn/first_bias"], MOMENT, 6)
-    trained = train(start, batches(), d, w, steps=5, learning_rate=1e-2)
+    (trained,) = train([start], batches(), d, w, steps=5, learning_rate=1e-2)
     assert torch.isfinite(trained.scores(X)).all()
     assert torch.equal(trained.scores(X) > 0, td.neurons(d, w, X) != 0)
-
-
-def lost_at(threshold: float, scores: np.ndarray, e: np.ndarray) -> float:
-    return float(e[scores <= threshold].astype(np.float64).sum() / e.astype(np.float64).sum())
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    n=st.integers(1, 40),
-    distinct=st.sampled_from([2, 5, 1000]),
-    share=st.sampled_from([0.0, 1e-4, 0.01, 0.1, 0.25, 0.5, 0.75]),
-)
-def test_a_threshold_loses_what_it_may_and_no_less(seed: int, n: int, distinct: int, share: float) -> None:
-    rng = np.random.default_rng(seed)
-    scores = (rng.integers(-distinct, distinct, (n, 3)) / 16).astype(np.float32)
-    e = (rng.integers(0, 4, (n, 3)) * rng.integers(0, 2, (n, 3))).astype(np.float32)
-    e[0, 0] = 1
-    (threshold,) = thresholds_for(torch.from_numpy(scores), torch.from_numpy(e), [share])
-    assert lost_at(threshold, scores, e) <= share
-    higher = scores[scores > threshold]
-    assert lost_at(float(higher.min()), scores, e) > share  # the next one that changes anything
-
-
-def test_all_shares_at_once_are_each_by_itself() -> None:
-    scores, e = torch.randn(50, 9, generator=seeded()), torch.rand(50, 9, generator=seeded(1))
-    shares = (1e-3, 1e-2, 0.3)
-    found = thresholds_for(scores, e, shares)
-    assert found == [thresholds_for(scores, e, [share])[0] for share in shares]
-    assert found == sorted(found)
-
-
-def test_where_nothing_fires_nothing_is_predicted() -> None:
-    scores = torch.randn(50, 9, generator=seeded())
-    for threshold in thresholds_for(scores, torch.zeros(50, 9), (1e-3, 0.1)):
-        assert not (scores > threshold).any()
-
-
-def test_where_everything_fires_the_least_may_be_lost() -> None:
-    scores = torch.arange(100.0).view(10, 10)
-    (threshold,) = thresholds_for(scores, torch.ones(10, 10), [0.1])
-    assert int((scores <= threshold).sum()) == 10
-    (none,) = thresholds_for(scores, torch.ones(10, 10), [0.0])
-    assert (scores > none).all()
 
 
 def test_a_plain_layer_trains_too() -> None:
     d, w = replace(small_decoder(), ffn="plain"), layer("plain")
     start = warm_start(w["ffn/first"], w["ffn/first_bias"], MOMENT, 12)
-    trained = train(start, batches(), d, w, steps=40, learning_rate=1e-2)
+    (trained,) = train([start], batches(), d, w, steps=40, learning_rate=1e-2)
     fires = td.neurons(d, w, X) > 0
     predicted = trained.scores(X) > 0
     assert float((predicted & fires).sum() / fires.sum()) > 0.9

@@ -12,7 +12,6 @@ from pi_compile.cost import costs_of, token_time
 from pi_compile.machine_file import Cpu, Gpu, Link, Machine
 from pi_compile.program import Sizes
 from pi_compile.rivals import layer_split, powerinfer
-from pi_compile.shapes import ModelShape
 from pi_compile.units import CPU, GPU
 from pi_compile.workload import LayerWork, Workload
 from pi_runtime.artifact.sizes import PARTS
@@ -27,7 +26,7 @@ MACHINE = Machine(
 
 
 def work(layers: int = 4, tied: bool = False) -> Workload:
-    shape = replace(ModelShape.of(small_decoder("llama", tied_head=tied)), n_layers=layers, d_ff=256)
+    shape = replace(small_decoder("llama", tied_head=tied), n_layers=layers, d_ff=256)
     counts = np.tile(np.arange(256, 0, -1), (layers, 1)) + np.arange(layers)[:, None]
     return Workload(
         shape=shape,

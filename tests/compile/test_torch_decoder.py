@@ -1,7 +1,6 @@
-"""The decoder that profiling and training use computes what transformers computes."""
+"""The decoder of profiling and training: weights and windows. For what it computes, see test_family_logits.py."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,40 +9,10 @@ pytest.importorskip("transformers")
 
 import hf
 import numpy as np
-import torch
 
 from pi_compile import torch_decoder as td
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CorpusError
-
-CASES = {
-    "llama-relu": (hf.random_llama, {}),
-    "llama-silu": (hf.random_llama, {"hidden_act": "silu"}),
-    "llama-biases": (hf.random_llama, {"attention_bias": True, "mlp_bias": True}),
-    "llama-tied": (hf.random_llama, {"tie_word_embeddings": True, "num_key_value_heads": 3}),
-    "llama-theta": (hf.random_llama, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
-    "opt": (hf.random_opt, {}),
-    "opt-biasless": (hf.random_opt, {"enable_bias": False}),
-}
-
-
-@pytest.mark.parametrize(("save", "changes"), CASES.values(), ids=CASES)
-def test_hidden_states_and_logits_are_those_of_transformers(save: Any, changes: dict[str, Any], tmp_path: Path) -> None:
-    model = save(tmp_path, tokenizer=False, **changes)
-    checkpoint = open_checkpoint(tmp_path)
-    d = checkpoint.decoder
-    ids = torch.randint(0, d.vocab_size, (3, 29), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        wanted = model(ids, output_hidden_states=True)
-        ends = td.end_weights(checkpoint, "cpu")
-        x = td.embed(d, ends, ids)
-        # The last of transformers' hidden states is normed: the logits stand for it.
-        for n in range(d.n_layers):
-            torch.testing.assert_close(x, wanted.hidden_states[n], rtol=1e-4, atol=1e-4)
-            w = td.layer_weights(checkpoint, n, "cpu")
-            x = td.attention(d, w, x)
-            x = x + td.ffn_output(w, td.neurons(d, w, td.norm(d, w, "ffn/norm", x)))
-        torch.testing.assert_close(td.logits(d, ends, x), wanted.logits, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_have_the_names_of_the_artifact(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,18 +15,22 @@ pytest.importorskip("zarr")
 import hf
 import numpy as np
 import torch
-from planted import SPEC, TEXTS, planted, trained_on
+from planted import TEXTS, planted, trained_on
 from synthetic import small_decoder
 
 from pi_compile import torch_decoder as td
-from pi_compile import training
 from pi_compile.activations import ActivationProfile
 from pi_compile.array_file import read_arrays
+from pi_compile.candidates import LOST_SHARES, ranks_for
 from pi_compile.checkpoint import Checkpoint
+from pi_compile.ffn_time import Reads
+from pi_compile.histogram import Histogram
 from pi_compile.packing import PackSpec, pack
-from pi_compile.predictor import Predictor, energy, thresholds_for
-from pi_compile.selection_quality import gate_bytes, judge, predicted_bytes
+from pi_compile.predictor import Predictor, energy
+from pi_compile.selection import Selection
+from pi_compile.selection_quality import judge
 from pi_compile.trained import Trained
+from pi_compile.training import BYTES
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import PARTS, FfnBytes, array_specs
 
@@ -42,6 +45,10 @@ def run(sparse: Any, tmp_path: Path) -> Callable[..., Trained]:
     return lambda **changes: trained_on(sparse, tmp_path / "work", **changes)
 
 
+def selection(p: Predictor | None) -> Selection:
+    return Selection() if p is None else Selection(rung="predicted", predictor=p)
+
+
 def as_predictor(arrays: Any) -> Predictor:
     return Predictor(*map(torch.from_numpy, arrays))
 
@@ -51,28 +58,31 @@ def test_everything_is_measured_on_predictors_as_stored(
     run: Callable[..., Trained], sparse: Any, tmp_path: Path, name: str, rank: int
 ) -> None:
     """Thresholds, the choice and what is reported; ranks fill whole cache lines of the format."""
-    trained = run(predictor_format=name)
+    trained = run(predictor_formats=(name,))
     assert trained.ranks == (rank, None, rank)
     tune, report = (td.windows(t, 32) for t in (TEXTS.tune, TEXTS.report))
     raw = [p and as_predictor(p) for p in trained.predictors]
-    stored = [p and p.stored_as(name) for p in raw]
+    stored = [selection(p and p.stored_as(name)) for p in raw]
     verdict = judge(sparse[0], report, stored, device="cpu")
     neuron = FfnBytes(sparse[0].decoder, "f16", name)
     assert trained.perplexity["report"] == verdict.perplexity
-    assert trained.rows[0] == verdict.tallies[0].row(neuron, "predicted", rank)
+    assert trained.rows[0] == verdict.tallies[0].row(neuron, BYTES, stored[0])
     assert trained.perplexity["tune"] == judge(sparse[0], tune, stored, device="cpu").perplexity
-    assert trained.perplexity["tune"] != judge(sparse[0], tune, raw, device="cpu").perplexity
+    assert trained.perplexity["tune"] != judge(sparse[0], tune, [selection(p) for p in raw], device="cpu").perplexity
 
     fitted = read_arrays(tmp_path / "work" / "layer-0.npz")
-    whole = as_predictor([fitted[f"{part}-{rank}"] for part in ("down", "up", "bias")]).stored_as(name)
+    whole = as_predictor([fitted[f"trained-{rank}/{part}"] for part in ("down", "up", "bias")]).stored_as(name)
     w = td.layer_weights(sparse[0], 0, "cpu")
     with torch.inference_mode():
-        x = td.attention(sparse[0].decoder, w, td.embed(sparse[0].decoder, td.end_weights(sparse[0], "cpu"), tune))
-        inputs = td.norm(sparse[0].decoder, w, "ffn/norm", x).flatten(0, 1)
+        x = td.embed(sparse[0].decoder, td.end_weights(sparse[0], "cpu"), tune)
+        inputs = td.before_ffn(sparse[0].decoder, w, x)[1].flatten(0, 1)
         lost = energy(td.neurons(sparse[0].decoder, w, inputs), w)
-        wanted = thresholds_for(whole.scores(inputs), lost, training.LOST_SHARES)
-    found = [c["threshold"] for c in json.loads(str(fitted["candidates"])) if c["rank"] == rank]
-    assert found == pytest.approx(sorted(set(wanted)), rel=1e-4)
+        histogram = Histogram()
+        histogram.add(whole.scores(inputs)[lost > 0], lost[lost > 0])
+        wanted = [histogram.threshold(share) for share in LOST_SHARES]
+    tried = json.loads(str(fitted["candidates"]))
+    found = [c["threshold"] for c in tried if (c["rank"], c["trained"]) == (rank, True)]
+    assert found == pytest.approx(sorted(set(wanted)), rel=2**-6)  # a bin
 
 
 @pytest.mark.parametrize("name", ["f16", "q8", "q4"])
@@ -81,7 +91,7 @@ def test_what_was_measured_is_what_is_packed(
 ) -> None:
     checkpoint, profile = sparse
     hf.write_tokenizer(checkpoint.folder)
-    trained = run(predictor_format=name)
+    trained = run(predictor_formats=(name,))
     formats = {**dict.fromkeys(PARTS, "keep"), "predictor": name}
     pack(checkpoint, PackSpec(formats=formats), tmp_path / "a.pi", recipe={}, profile=profile, trained=trained)
     stored = as_predictor(trained.predictors[0]).stored_as(name)
@@ -101,8 +111,7 @@ def test_ranks_fill_lines_and_stay_below_the_width(name: str, step: int, d_model
     for most in (5, 50, 100):
         counts = rng.integers(0, most + 1, (1, d_ff)).astype(np.uint64)
         profile = ActivationProfile(decoder=decoder, tokens=100, counts=counts, order=order, inputs="")
-        spec = replace(SPEC, predictor_format=name)
-        ranks = training._Run(SimpleNamespace(decoder=decoder), profile, TEXTS, spec, Path(), print)._ranks(0)
+        ranks = ranks_for(decoder, [name], float(profile.density()[0]), float(profile.cumulative_curve(5)[0, 1]))
         assert ranks
         assert ranks == sorted(set(ranks))
         assert all(rank % min(step, full) == 0 and rank <= full for rank in ranks)
@@ -121,7 +130,8 @@ def test_bytes_read_are_those_of_the_artifact(sparse: Any, ffn: str, ffn_format:
     first, rest = (specs[f"layers/0/ffn/{name}"].nbytes_with_scales for name in ("first", "rest"))
     predictor = sum(spec.nbytes for name, spec in specs.items() if "predictor" in name)
     neuron = FfnBytes(d, ffn_format, predictor_format)
-    assert gate_bytes(neuron, 1.0) == first + rest
-    assert gate_bytes(neuron, 0.0) == first
-    assert predicted_bytes(neuron, 40, 1.0, 1.0) == first + rest + predictor
-    assert predicted_bytes(neuron, 40, 0.0, 0.0) == predictor
+    assert Reads.of(neuron, "dense", None, 0.5, 0.5).total == first + rest
+    assert Reads.of(neuron, "gate", None, 1.0, 1.0).total == first + rest
+    assert Reads.of(neuron, "gate", None, 1.0, 0.0).total == first
+    assert Reads.of(neuron, "predicted", 40, 1.0, 1.0).total == first + rest + predictor
+    assert Reads.of(neuron, "predicted", 40, 0.0, 0.0).total == predictor

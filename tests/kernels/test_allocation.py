@@ -14,8 +14,9 @@ from stored import WEIGHT_FORMATS, ffn_layer, store
 from synthetic import random_artifact, small_decoder
 
 from pi_runtime import load
+from pi_runtime.artifact.checks import RUNGS
 from pi_runtime.artifact.footprint import record_nbytes
-from pi_runtime.kernels import ffn, table
+from pi_runtime.kernels import ffn
 from pi_runtime.kernels.linear import linear
 
 Count = Callable[..., int]
@@ -47,12 +48,12 @@ def test_a_product(fmt: str, allocations: Count) -> None:
 
 
 @pytest.mark.parametrize("run", [ffn.step, ffn.serial_step], ids=["threaded", "serial"])
-@pytest.mark.parametrize("rung", [table.DENSE, table.GATE, table.PREDICTED], ids=["dense", "gate", "predicted"])
+@pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
-def test_an_ffn(run: Any, rung: int, fmt: str, allocations: Count) -> None:
+def test_an_ffn(run: Any, rung: str, fmt: str, allocations: Count) -> None:
     layer = ffn_layer(small_decoder(d_ff=300), fmt, 5, 0)
     x_D = np.random.default_rng(0).standard_normal(32, np.float32)
-    assert allocations(run, layer.shape, layer.on(rung), x_D, 0, 300, layer.buffers) == 0
+    assert allocations(run, layer.shape, layer.on(rung), x_D, 0, 300, np.float32(1), False, layer.buffers) == 0
 
 
 @pytest.mark.parametrize("fmt", ["f16", "q8", "q4"])

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from synthetic import small_decoder
+from synthetic import frequencies, small_decoder
 
 from pi_runtime.kernels import reference
-from pi_runtime.kernels.attention import attend, remember, rotate
+from pi_runtime.kernels.attention import attend, norm_heads, remember, rotate
 
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
 
@@ -57,9 +57,18 @@ def test_attend_neither_overflows_nor_loses_its_sum(scale: float) -> None:
 
 
 @FEW
-@given(st.integers(1, 5), st.integers(1, 3), st.integers(0, 4), st.sampled_from([2, 6, 8, 10]), st.integers(0, 40))
-def test_rotate(tokens: int, heads: int, others: int, width: int, start: int) -> None:
-    decoder = small_decoder(head_dim=width)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(0, 4),
+    st.integers(2, 11),
+    st.integers(1, 5),
+    st.sampled_from([1.0, 1.25]),
+    st.integers(0, 40),
+)
+def test_rotate(tokens: int, heads: int, others: int, width: int, pairs: int, scale: float, start: int) -> None:
+    rotated = 2 * min(pairs, width // 2)
+    decoder = small_decoder(head_dim=width, rotary_frequencies=frequencies(rotated), rotary_scale=scale)
     before = np.random.default_rng(0).standard_normal((tokens, (heads + others) * width), np.float32)
     qkv_TQ = before.copy()
     cos_SE, sin_SE = reference.rotary_table(decoder, start + tokens)
@@ -70,6 +79,18 @@ def test_rotate(tokens: int, heads: int, others: int, width: int, start: int) ->
     wanted = reference.rotate(decoder, padded)[start:].reshape(tokens, -1)
     np.testing.assert_allclose(qkv_TQ[:, : heads * width], wanted, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(qkv_TQ[:, heads * width :], before[:, heads * width :])
+
+
+@FEW
+@given(st.integers(1, 5), st.integers(0, 3), st.integers(1, 3), st.integers(1, 40), st.sampled_from([1e-30, 1.0, 1e9]))
+def test_norm_heads(tokens: int, first: int, heads: int, width: int, size: float) -> None:
+    rng, decoder = np.random.default_rng(width), small_decoder(norm_eps=1e-5)
+    before = rng.standard_normal((tokens, (first + heads + 1) * width), np.float32) * np.float32(size)
+    weight_E, qkv_TQ = rng.standard_normal(width, np.float32), before.copy()
+    norm_heads(np.float32(1e-5), weight_E.ctypes.data, first, heads, width, qkv_TQ)
+    wanted = before.reshape(tokens, -1, width)
+    wanted[:, first : first + heads] = reference.rms(decoder, wanted[:, first : first + heads]) * weight_E
+    np.testing.assert_allclose(qkv_TQ, wanted.reshape(tokens, -1), rtol=1e-5, atol=0)
 
 
 def test_rotation_depends_on_the_distance_alone() -> None:

@@ -17,6 +17,7 @@ from synthetic import random_artifact, small_decoder
 
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Layer
 from pi_runtime.kernels import reference
 
 ODD = {"d_model": 44, "n_heads": 3, "n_kv_heads": 3, "head_dim": 10, "d_ff": 83, "n_layers": 3, "context_length": 160}
@@ -33,6 +34,34 @@ DECODERS: dict[str, dict[str, Any]] = {
     "opt": {"family": "opt"},
     "opt-odd": {"family": "opt", **ODD},
     "opt-no-bias": {"family": "opt", "qkv_bias": False, "out_bias": False, "ffn_bias": False},
+    "narrow-post-norm": {"family": "opt", **ODD, "block": "post-norm", "d_embedding": 20, "final_norm": False},
+    "wide-embedding-tied": {"d_embedding": 150, "tied_head": True, "head_bias": True},
+    "parallel-shared-norm": {
+        **ODD,
+        "n_kv_heads": 1,
+        "block": "parallel",
+        "shared_norm": True,
+        "norm": "layer",
+        "ffn": "plain",
+        "activation": "gelu",
+    },
+    "parallel-partial-rotary": {
+        "block": "parallel",
+        "norm": "layer",
+        "ffn": "plain",
+        "activation": "gelu_tanh",
+        "rotary_frequencies": (1.0, 0.03),
+        "rotary_scale": 1.3,
+        "head_bias": True,
+        "qkv_bias": True,
+        "out_bias": True,
+        "ffn_bias": True,
+    },
+    "qk-norm-fatrelu": {**ODD, "n_kv_heads": 1, "qk_norm": True, "threshold": 0.05},
+    "relu2-plain": {"activation": "relu2", "ffn": "plain", "norm": "layer", "rotary_frequencies": (1.0,)},
+    "drelu": {**ODD, "activation": "drelu", "ffn_bias": True},
+    "experts": {"n_experts": 5, "experts_per_token": 2, "d_ff": 23, "activation": "silu"},
+    "experts-odd": {**ODD, "n_experts": 3, "experts_per_token": 1, "d_ff": 29, "activation": "drelu", "ffn_bias": True},
 }
 
 
@@ -76,6 +105,21 @@ def test_logits_equal_the_reference_and_token_by_token_equals_the_block(name: st
         assert relative_error(steps, wanted) < 1e-5, mode
 
 
+@pytest.mark.parametrize("name", ["llama-silu-tied-biases", "opt-odd", "drelu", "experts"])
+def test_a_layer_on_each_rung_that_leaves_something_out(name: str, tmp_path: Path) -> None:
+    layers = (Layer(rung="sign", margin=2), Layer(rung="threshold", threshold=0.1), Layer(rung="predicted", rank=4))
+    decoder = small_decoder(**{**DECODERS[name], "n_layers": 3})
+    ranks = [layer.predictor for layer in layers]
+    path = random_artifact(tmp_path / "a.pi", decoder, ranks=ranks, layers=layers, format="f16")
+    ids = np.random.default_rng(3).integers(0, decoder.vocab_size, 64)
+    with Artifact.open(path) as artifact:
+        wanted, exact = (reference.forward(artifact, ids, mode) for mode in ("predicted", "dense"))
+    assert relative_error(wanted, exact) > 1e-2
+    for mode in ("auto", "predicted", "gate"):
+        for found in both_ways(path, mode, ids):
+            assert relative_error(found, exact if mode == "gate" else wanted) < 1e-5, mode
+
+
 class Margins:
     """Watches the reference: how far the nearest quotient is from a half, and the nearest score from zero."""
 
@@ -107,8 +151,11 @@ def decided(artifact: Artifact, mode: str, margins: Margins) -> Iterator[tuple[n
             yield ids, wanted
 
 
-@pytest.mark.parametrize("fmt", BYTES)
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    ("name", "fmt"),
+    # Numbers that come from q4 have quotients that are halves: a narrow embedding's, which a product begins with.
+    [(name, fmt) for name, d in DECODERS.items() for fmt in BYTES if fmt != "q4" or "d_embedding" not in d],
+)
 def test_decided_inputs_of_q8_and_q4(name: str, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = artifact_of(name, fmt, tmp_path)
     margins = Margins(monkeypatch)

@@ -9,10 +9,11 @@ import pytest
 from synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import load
-from pi_runtime.artifact.schema import Plan
+from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.errors import DoesNotFitError, UsageError
 from pi_runtime.hybrid import HybridExecutor, Side
 from pi_runtime.model import Model
+from pi_runtime.planning import gpu_bytes
 
 CUTS = {"inside": (128, 64), "one-sided": (0, 200), "mixed": (192, 0)}
 
@@ -41,6 +42,24 @@ def test_two_sides_give_what_one_gives(family: str, cuts: tuple[int, ...], mode:
     path = random_artifact(tmp_path / "a.pi", decoder, ranks=[7] * decoder.n_layers, plans=plans(cuts))
     ids = np.random.default_rng(0).integers(0, decoder.vocab_size, 20)
     with load(path, mode=mode) as one, load(path, mode=mode, device="stand-in") as two:
+        (wanted, wanted_rows), (found, rows) = decode(one, ids), decode(two, ids)
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    np.testing.assert_array_equal(rows, wanted_rows)
+
+
+RUNGS = (Layer(rung="sign", margin=2), Layer(rung="threshold", threshold=0.1), Layer(rung="predicted", rank=7))
+
+
+@pytest.mark.parametrize("layer", RUNGS, ids=lambda layer: layer.rung)
+def test_two_sides_share_the_experts(layer: Layer, tmp_path: Path) -> None:
+    """Cuts of one layer: inside, none, all, inside, none; so a token may be wholly on one side."""
+    decoder = small_decoder(d_ff=70, n_layers=1, n_experts=5, experts_per_token=2, activation="silu")
+    path = random_artifact(
+        tmp_path / "a.pi", decoder, ranks=[layer.predictor], layers=(layer,),
+        plans=[stored_plan((30, 0, 70, 64, 0), 1000, 900, attention=("cpu",))],
+    )  # fmt: skip
+    ids = np.random.default_rng(0).integers(0, decoder.vocab_size, 40)
+    with load(path) as one, load(path, device="stand-in") as two:
         (wanted, wanted_rows), (found, rows) = decode(one, ids), decode(two, ids)
     assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
     np.testing.assert_array_equal(rows, wanted_rows)
@@ -98,6 +117,26 @@ def test_the_budget_picks_the_plan(tmp_path: Path) -> None:
         load(path, vram_budget=98)
     with pytest.raises(UsageError, match="--device cpu"):
         load(path, device="cpu", vram_budget=98)
+
+
+def test_a_longer_cache_counts_against_the_budget(tmp_path: Path) -> None:
+    """Of 4 layers, 2 key-value heads of 8 and float32: 128 bytes a position and layer on the GPU, and 32 of angles."""
+    decoder = small_decoder(context_length=512, n_layers=4)
+    ladder = [
+        stored_plan((c,) * 4, 10_000, used, attention=("gpu",) * on_gpu + ("cpu",) * (4 - on_gpu))
+        for used, c, on_gpu in ((1000, 8, 0), (5000, 16, 2), (9000, 24, 4))
+    ]
+    path = random_artifact(tmp_path / "a.pi", decoder, plans=ladder)
+    longer = {0: 32, 2: 32 + 2 * 128, 4: 32 + 4 * 128}
+    for context in (32, 64, 65, 512):
+        needed = [plan.used_bytes + (context - 64) * longer[plan.attention.count("gpu")] for plan in ladder]
+        for plan, nbytes in zip(ladder, needed, strict=True):
+            assert gpu_bytes(plan, decoder, context) == nbytes
+            fitting = [n for n in needed if n <= nbytes]
+            with load(path, vram_budget=nbytes, context=context) as model:
+                assert model.plan == ladder[needed.index(max(fitting))]
+    with pytest.raises(DoesNotFitError, match=r"context of 512 tokens(?s:.)*at least 15336 bytes(?s:.)*--ctx-size 64"):
+        load(path, vram_budget=9000, context=512)
 
 
 def test_without_a_placement_a_budget_is_refused(tmp_path: Path) -> None:

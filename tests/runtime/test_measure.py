@@ -5,8 +5,8 @@ import pytest
 
 from pi_runtime import measure
 from pi_runtime.artifact.footprint import record_nbytes
-from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.kernels.memory import matrix
+from pi_runtime.artifact.sizes import ArraySpec
+from pi_runtime.kernels import table
 
 
 @pytest.mark.parametrize("size", [measure.SLICES, measure.SLICES * 1001])
@@ -23,20 +23,34 @@ def test_a_rate_comes_out() -> None:
 
 @pytest.mark.parametrize("fmt", measure.MEASURED)
 def test_every_format_gives_its_rates(fmt: str) -> None:
-    nbytes = 40 * FORMATS[fmt].nbytes((1, measure.COLUMNS))
-    assert measure.product_bandwidth(fmt, nbytes, threads=1, repeats=1) > 1e6
-    assert measure.gather_bandwidth(fmt, nbytes, threads=1, repeats=1) > 1e6
+    w = measure.weights(fmt, 1, columns=96, rows=300)
+    assert (w.columns, len(w), w.row_nbytes) == (96, 300, ArraySpec(fmt, (1, 96)).nbytes_with_scales)
+    probes = measure.product_bandwidth, measure.neuron_bandwidth, measure.gather_bandwidth, measure.predictor_bandwidth
+    for probe in probes:
+        assert probe(w, threads=1, repeats=1) > 1e3
     assert measure.product_flops(fmt, threads=1, tokens=2, rows=8, repeats=1) > 1e6
 
 
-def test_the_picked_rows_are_those_of_the_list() -> None:
-    w_ND = np.random.default_rng(1).standard_normal((130, 32)).astype(np.float32)
-    x_D, idx_K = np.arange(32, dtype=np.float32), np.array([0, 3, 4, 64, 129])
-    y_K = np.empty(5, np.float32)
-    record = np.empty(record_nbytes(32), np.uint8)
-    measure._picked(matrix(FORMATS["f32"].code, w_ND.ctypes.data, 0, 32), idx_K, x_D, record.ctypes.data, y_K)
-    np.testing.assert_allclose(y_K, w_ND[idx_K] @ x_D, rtol=1e-5)
+@pytest.mark.parametrize("fmt", measure.MEASURED)
+def test_just_the_picked_neurons_are_read(fmt: str) -> None:
+    w, up = measure.weights(fmt, 1, columns=96, rows=300), measure.weights(fmt, 1, columns=32, rows=100)
+    layer = measure._Layer(w, up, rank=32, neurons=100)
+    assert layer.run(table.DENSE, layer.all_F) == (100, 100)
+    assert layer.run(table.PREDICTED, layer.none_F) == (0, 0)
+    assert layer.run(table.PREDICTED, layer.only(np.array([3, 50, 99]))) == (3, 3)
+
+
+def test_slices_add_up_to_the_whole() -> None:
+    w = measure.weights("f32", 1, columns=32, rows=12)
+    x_TD, y_TN = np.arange(32, dtype=np.float32)[None], np.zeros((1, 12), np.float32)
+    records = np.empty(record_nbytes(32), np.uint8)
+    measure._in_slices(w.kernel, 4, 3, x_TD, records.ctypes.data, y_TN)
+    np.testing.assert_allclose(y_TN, x_TD @ w.values.view(np.float32).T, rtol=1e-5)
 
 
 def test_a_launch_takes_less_than_a_second() -> None:
-    assert 0 < measure.launch_seconds(1, times=2) < 1
+    assert 0 <= measure.launch_seconds(measure.weights("f16", 1 << 23), 1, repeats=1) < 1
+
+
+def test_attention_gives_its_rate() -> None:
+    assert measure.attention_bandwidth(1, repeats=1) > 1e6

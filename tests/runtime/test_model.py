@@ -10,6 +10,7 @@ from synthetic import random_artifact, small_decoder
 
 from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Layer
 from pi_runtime.errors import ArtifactError, DeviceError, MissingExtraError, PromptError, TemplateError, UsageError
 from pi_runtime.kernels import reference
 from pi_runtime.model import DEFAULT_CONTEXT
@@ -52,6 +53,17 @@ def test_predicted_needs_predictors(tmp_path: Path) -> None:
     path.unlink()  # nothing holds it open
 
 
+@pytest.mark.parametrize("layer", [Layer(rung="sign", margin=3), Layer(rung="threshold", threshold=0.2)])
+def test_modes_of_rungs_without_a_trained_predictor(layer: Layer, tmp_path: Path) -> None:
+    layers = layer, Layer(rung="gate")
+    ranks = [layer.predictor, None]
+    path = random_artifact(tmp_path / "a.pi", small_decoder(activation="silu"), ranks=ranks, layers=layers)
+    ids = list(range(40, 61))
+    for mode, means in (("auto", "predicted"), ("predicted", "predicted"), ("gate", "dense"), ("dense", "dense")):
+        with load(path, mode=mode) as model:
+            assert_is_mode(model, means, ids)
+
+
 def test_logits_are_float32_and_the_callers_own(path: Path) -> None:
     with load(path) as model:
         one = model.logits([1, 2, 3])
@@ -71,6 +83,41 @@ def test_token_ids_of_any_integer_kind(path: Path, ids: Any) -> None:
 def test_what_are_no_token_ids(path: Path, ids: Any) -> None:
     with load(path) as model, pytest.raises(PromptError, match="non-empty list of integers"):
         model.logits(ids)
+
+
+@pytest.mark.parametrize("mode", ["dense", "gate", "predicted"])
+def test_logits_with_a_cache_are_those_without(tmp_path: Path, mode: str) -> None:
+    """Texts that share a beginning, none, all, or more than the positions asked for; over block borders too."""
+    path = random_artifact(tmp_path / "a.pi", small_decoder(d_ff=90, context_length=150), ranks=[4, None])
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, 257, 150)
+    with load(path, mode=mode) as model:
+        cache = model.new_cache()
+        for common, length, last in [
+            (0, 100, 3),
+            (90, 140, 60),
+            (90, 91, 1),
+            (139, 140, 50),
+            (91, 91, 1),
+            (5, 150, 150),
+        ]:
+            ids = np.concatenate([base[:common], rng.integers(0, 257, length - common)])
+            found = model.logits(ids, last, cache=cache)
+            assert cache.tokens == ids.tolist()
+            np.testing.assert_allclose(found, model.logits(ids)[-last:], rtol=1e-4, atol=1e-5)
+        for wrong in (0, 4):
+            with pytest.raises(UsageError, match=f"the last {wrong} positions"):
+                model.logits([1, 2, 3], wrong)
+
+
+def test_what_a_cache_holds_is_not_computed_again(path: Path) -> None:
+    ran: list[int] = []
+    with load(path) as model:
+        run, cache = model._executor.run, model.new_cache()
+        model._executor.run = lambda tokens, *rest, **kinds: ran.append(len(tokens)) or run(tokens, *rest, **kinds)
+        for ids in (range(50), [*range(45), 7, 8, 9], [*range(45), 7, 8, 9], [1]):
+            model.logits(list(ids), 2 if len(ids) > 1 else 1, cache=cache)
+    assert ran == [50, 3, 2, 1]
 
 
 def test_logits_of_a_whole_context_and_no_more(path: Path) -> None:

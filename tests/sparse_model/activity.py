@@ -16,10 +16,12 @@ TOKENS = 64
 _FACTORS = np.geomspace(0.25, 16, 417)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Activity:
     """What the reference forward measured over `TOKENS` pseudo-random tokens; means over layers where not by layer."""
 
+    counts_LF: Array
+    """Tokens for which each neuron fired."""
     density_L: tuple[float, ...]
     overlap: float
     """|A ∩ B| ÷ |A| of the sets of two consecutive tokens."""
@@ -105,6 +107,7 @@ def describe(c: Calibrated, margin_L: Sequence[float]) -> Activity:
     fire = sum(int(a.sum()) for a in c.active_LTF)
     both = sum(int((a & n).sum()) for a, n in zip(c.active_LTF, named_LTF, strict=True))
     return Activity(
+        counts_LF=np.stack([a.sum(0, dtype=np.int64) for a in c.active_LTF]),
         density_L=tuple(float(a.mean()) for a in c.active_LTF),
         overlap=overlap,
         overlap_independent=overlap_independent,

@@ -1,0 +1,179 @@
+"""Rotary positions: the angles of a config, whichever rope type it has, as transformers computes them in float32.
+
+The types default, linear, llama3 and yarn give fixed angles; dynamic and longrope change them with the length of the
+text. Source: `modeling_rope_utils.py` of transformers. J angles for a rotated width of 2J.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_compile.checkpoint.config import Config
+
+F32 = npt.NDArray[np.float32]
+KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+"""What is read of a config; `partial_rotary_factor` too, where the family has it."""
+THETA = 10000.0
+
+
+def rotary(config: Config, head_dim: int, *, theta: float = THETA, partial: float | None = None) -> dict[str, Any]:
+    """The fields of a decoder with rotary positions: `positions`, `rotary_frequencies`, `rotary_scale`.
+
+    `theta` is the family's base where the config has none, `partial` its share of a head that is rotated; None: all.
+    """
+    rope = _Rope(config, theta, partial)
+    width = int(head_dim * rope.share)
+    if width % 2 or not 2 <= width <= head_dim:
+        expected = "an even width of a head that is rotated: its two halves are turned"
+        raise config.error("head_dim" if rope.share == 1 else "partial_rotary_factor", width, expected=expected)
+    frequencies_J, scale = TYPES[rope.kind](rope, width)
+    return {"positions": "rope", "rotary_frequencies": tuple(frequencies_J.tolist()), "rotary_scale": scale}
+
+
+class _Rope:
+    """The rope parameters of a config, wherever it keeps them.
+
+    As in transformers, a `rope_scaling` that is not empty replaces `rope_parameters`, and what is inside them goes
+    before what is beside them.
+    """
+
+    def __init__(self, config: Config, theta: float, partial: float | None) -> None:
+        self.config = config
+        self.key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        self.fields: Mapping[str, Any] = config.get(self.key, {})
+        if not isinstance(self.fields, dict):
+            raise config.error(self.key, self.fields, expected="an object")
+        self.kind: Any = self.fields.get("rope_type", self.fields.get("type", "default"))
+        self._check_kind()
+        self.theta = self.number("rope_theta", config.fields.get("rope_theta", theta), name="rope_theta")
+        beside = config.get("partial_rotary_factor", partial or 1.0)
+        self.share = self.number("partial_rotary_factor", beside, name="partial_rotary_factor")
+        if self.share != 1 and (partial is None or self.share > 1):
+            most = "1: this family turns whole heads" if partial is None else "at most 1"
+            raise config.error("partial_rotary_factor", self.share, expected=most)
+
+    def _check_kind(self) -> None:
+        if self.kind in ("dynamic", "longrope", "su"):
+            raise self.error(
+                "rope type", self.kind, "angles that do not depend on how long the text is", "no such type is supported"
+            )
+        if not isinstance(self.kind, str) or self.kind not in TYPES:
+            raise self.error("rope type", self.kind, f"one of {', '.join(TYPES)}", "no other is supported")
+        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KEYS_OF[self.kind]}
+        unknown = sorted(k for k, v in self.fields.items() if k not in known and v is not None and v is not False)
+        if unknown:
+            names = ", ".join(unknown)
+            raise self.error(names, self.fields[unknown[0]], f"keys that the rope type {self.kind} has", None)
+
+    def error(self, name: str, value: object, expected: str, remedy: str | None) -> Exception:
+        return self.config.error(f"{self.key}: {name}", value, expected=expected, remedy=remedy)
+
+    def number(self, key: str, default: float | None = None, name: str | None = None) -> float:
+        """A positive number of the parameters."""
+        value: Any = self.fields.get(key)
+        value = default if value is None else value
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self.config.error(name or f"{self.key}: {key}", value, expected="a positive number")
+        return float(value)
+
+    def original_length(self) -> float:
+        """Positions of the model before its context was stretched."""
+        beside = self.config.get("original_max_position_embeddings")
+        if beside is not None:
+            return float(self.config.size("original_max_position_embeddings"))
+        return self.number("original_max_position_embeddings", self.config.get("max_position_embeddings", 2048))
+
+
+def frequencies(width: int, theta: float) -> F32:
+    """theta^(−2j / width) for j < width / 2."""
+    return np.float32(1) / _powers(width, theta)
+
+
+def _powers(width: int, theta: float) -> F32:
+    # Through float64: float32 powers differ between processors in the last bit, and the angles are part of a file.
+    exponents = (np.arange(0, width, 2, dtype=np.float32) / np.float32(width)).astype(np.float64)
+    return np.asarray((theta**exponents), np.float32)
+
+
+def _default(rope: _Rope, width: int) -> tuple[F32, float]:
+    return frequencies(width, rope.theta), 1.0
+
+
+def _linear(rope: _Rope, width: int) -> tuple[F32, float]:
+    """All angles divided by `factor`."""
+    return frequencies(width, rope.theta) / np.float32(rope.number("factor")), 1.0
+
+
+def _llama3(rope: _Rope, width: int) -> tuple[F32, float]:
+    """Low frequencies divided by `factor`, high ones kept, those between them blended (Llama 3.1)."""
+    low, high, factor = rope.number("low_freq_factor"), rope.number("high_freq_factor"), rope.number("factor")
+    if high <= low:
+        raise rope.error("high_freq_factor", high, f"more than low_freq_factor = {low}", None)
+    length, slow = rope.original_length(), np.float32(factor)
+    f_J = frequencies(width, rope.theta)
+    wavelength_J = (np.float32(1) / f_J) * np.float32(2 * math.pi)
+    scaled_J = np.where(wavelength_J > np.float32(length / low), f_J / slow, f_J)
+    smooth_J = ((np.float32(1) / wavelength_J) * np.float32(length) - np.float32(low)) / np.float32(high - low)
+    blended_J = (np.float32(1) - smooth_J) * scaled_J / slow + smooth_J * scaled_J
+    between_J = (wavelength_J >= np.float32(length / high)) & (wavelength_J <= np.float32(length / low))
+    return np.where(between_J, blended_J, scaled_J), 1.0
+
+
+def _yarn(rope: _Rope, width: int) -> tuple[F32, float]:
+    """Angles between kept and divided by `factor`, by a ramp over j; cosine and sine scaled (arXiv:2309.00071)."""
+    length = rope.original_length()
+    stretched = rope.config.get("max_position_embeddings", 2048) / length
+    factor = rope.number("factor", stretched)
+    low, high = (_turns(rope, width, length, key, default) for key, default in (("beta_fast", 32), ("beta_slow", 1)))
+    truncate = rope.fields.get("truncate", True)
+    if type(truncate) is not bool:
+        raise rope.error("truncate", truncate, "true or false", None)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    steps_J = np.arange(width // 2, dtype=np.float32) - np.float32(low)
+    ramp_J = np.clip(steps_J / np.float32((high + 0.001 if low == high else high) - low), 0, 1).astype(np.float32)
+    kept_J = np.float32(1) - ramp_J
+    powers_J = _powers(width, rope.theta)
+    kept = np.float32(1) / powers_J
+    divided = np.float32(1) / (np.float32(factor) * powers_J)
+    return divided * (np.float32(1) - kept_J) + kept * kept_J, _yarn_scale(rope, factor)
+
+
+def _turns(rope: _Rope, width: int, length: float, key: str, default: float) -> float:
+    """The j whose angle turns so many times over the original length."""
+    turns = rope.number(key, default)
+    if rope.theta == 1:
+        raise rope.error("rope_theta", rope.theta, "another number than 1", None)
+    return width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+def _yarn_scale(rope: _Rope, factor: float) -> float:
+    if rope.fields.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+    mscale, whole = rope.fields.get("mscale"), rope.fields.get("mscale_all_dim")
+    if mscale and whole:
+        return _mscale(factor, rope.number("mscale")) / _mscale(factor, rope.number("mscale_all_dim"))
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+TYPES: Mapping[str, Callable[[_Rope, int], tuple[F32, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+_STRETCHED = ("factor", "original_max_position_embeddings")
+_KEYS_OF: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor", "original_max_position_embeddings"),
+    "llama3": (*_STRETCHED, "low_freq_factor", "high_freq_factor"),
+    "yarn": (*_STRETCHED, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+}

@@ -1,0 +1,101 @@
+"""The commands that examine an artifact: eval, inspect, verify."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pi_compile.cli_options import ArtifactPath, Debug, Json
+from pi_runtime import console
+from pi_runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from pi_compile.tasks import Task
+
+
+def evaluate(
+    artifact: ArtifactPath,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Held-out text, or a folder of it; may be given again.")
+    ] = None,
+    task: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Questions with known answers, a JSON object a line (see docs/fidelity.md); may be given again."
+        ),
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="The checkpoint, to compare with.", show_default=False)] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Most tokens of the text to score.")] = 16_384,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of one sequence of it.")] = 512,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Score this many questions of a task, the first. Default: all.")
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say how faithful each mode of an artifact is, and what it reads.
+
+    On held-out text (--text), on questions (--task), or both.
+    """
+    from pi_compile import report
+    from pi_compile.evaluation import evaluate as score_text
+    from pi_compile.task_evaluation import evaluate_tasks
+
+    if not text and not task:
+        raise UsageError("eval: nothing to score", expected="--text FILE or --task FILE, or both")
+    if limit is not None and not task:
+        raise UsageError(
+            "--limit is of questions", expected="--task FILE", remedy="--tokens limits what is scored of a text"
+        )
+    tasks = _read_tasks(task or [], limit)
+    found: dict[str, Any] = {}
+    if text:
+        with console.progress("scoring text", "windows") as progress:
+            found = score_text(artifact, text, model, tokens=tokens, window=window, progress=progress)
+    if tasks:
+        with console.progress("scoring tasks", "questions") as progress:
+            found["tasks"] = evaluate_tasks(artifact, tasks, model, progress=progress)
+    if as_json:
+        console.print_json(found)
+    else:
+        report.print_report(report.eval_report(found) if text else {})
+        for row in report.task_reports(found.get("tasks", [])):
+            report.print_report(row)
+
+
+def _read_tasks(paths: list[Path], limit: int | None) -> list["Task"]:
+    from pi_compile.tasks import read_task
+
+    tasks = [read_task(path, limit) for path in paths]
+    for task in tasks:
+        if task.joined:
+            share = f"{task.joined:,} of {len(task.items):,} questions"
+            console.say(f"{task.path}: no space parts context and answer in {share}; they are scored as they stand")
+    return tasks
+
+
+def inspect(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) -> None:
+    """Say what an artifact holds."""
+    from pi_compile.inspection import describe
+    from pi_compile.inspection import inspect as look
+
+    report = look(artifact)
+    if as_json:
+        console.print_json(report)
+    else:
+        typer.echo(describe(report))
+
+
+def verify(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) -> None:
+    """Check every byte of an artifact against its digests."""
+    from pi_runtime.artifact.verification import verify as check
+
+    with console.progress("verifying") as progress:
+        found = check(artifact, progress)
+    if as_json:
+        fields = asdict(found)
+        console.print_json({"artifact": str(fields.pop("path")), "bytes": fields.pop("nbytes"), **fields})
+    else:
+        held = f"{console.size(found.nbytes)} in {found.arrays + found.files} parts"
+        typer.echo(f"{artifact}: every byte is as it was written ({held})")

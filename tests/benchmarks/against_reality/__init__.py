@@ -1,0 +1,1 @@
+"""What the benchmark `reality` is made of."""
