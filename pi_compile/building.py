@@ -14,13 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import tokenizers
 
 from pi_compile.activation_file import Activations
 from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.corpus import Streams, read_streams, source_files
+from pi_compile.digests import file_digest, token_digest
 from pi_compile.errors import ProfileError, RecipeError
 from pi_compile.estimates import Estimate
 from pi_compile.machine_file import find_machine
@@ -91,12 +91,12 @@ class Pipeline:
         """Token streams of the corpus."""
         spec = corpus_spec(self.recipe)
         files = source_files([*spec.text, *spec.report], self.folder)
-        text = read_text_files(self.checkpoint.folder, self.checkpoint.decoder.vocab_size)
+        text = read_text_files(self.checkpoint.location, self.checkpoint.decoder.vocab_size)
         window = min(self.recipe.profile.window, self.checkpoint.decoder.context_length)
         key = key_of(
             spec=asdict(spec),
             window=window,
-            files=[(f.name, _file_digest(f)) for f in files],
+            files=[(f.name, file_digest(f)) for f in files],
             # `python` is the documentation of the Python that runs.
             python=sys.version_info[:3],
             tokenizer=hashlib.sha256(text.files[TOKENIZER]).hexdigest(),
@@ -119,7 +119,7 @@ class Pipeline:
         fit = self.streams.fit
         key = key_of(
             checkpoint=self.checkpoint.digest(),
-            text=_digest(fit),
+            text=token_digest(fit),
             spec=asdict(spec),
             code=code_digest("pi_compile.profiling"),
         )
@@ -149,7 +149,7 @@ class Pipeline:
         key = key_of(
             profile=self.profile.digest(),
             checkpoint=self.checkpoint.digest(),
-            texts=[_digest(t) for t in (texts.fit, texts.tune, texts.report)],
+            texts=[token_digest(t) for t in (texts.fit, texts.tune, texts.report)],
             spec=asdict(spec),
             code=code_digest("pi_compile.training"),
         )
@@ -213,7 +213,7 @@ class Pipeline:
         )
         record = self.store.folder / "packed.json"
         known = _record(record)
-        if known.get("key") == key and output.exists() and _file_digest(output) == known["report"]["sha256"]:
+        if known.get("key") == key and output.exists() and file_digest(output) == known["report"]["sha256"]:
             return dict(known["report"])
         with self.progress("packing") as progress:
             result = pack(
@@ -254,8 +254,8 @@ def recipe_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
     model = section.path if section.revision else folder / Path(section.path).expanduser()
     if not section.revision and not Path(model).exists():
         raise RecipeError(
-            f"[model] path = {section.path!r}: no such folder",
-            expected="a folder, from the recipe's own on; or a hub name with its revision",
+            f"[model] path = {section.path!r}: no such folder or file",
+            expected="a folder or a GGUF file, from the recipe's own on; or a hub name with its revision",
             found=f"no {model}",
             remedy="correct the path; for a hub name `pi-compile init` finds the revision",
         )
@@ -296,12 +296,3 @@ def _fresh(result: Dated, key: str, path: Path) -> Dated:
 def _announced(what: str, tokens: int, e: Estimate) -> str:
     memory, disk = size(e.memory_bytes), size(e.disk_bytes)
     return f"{what} on {tokens:,} tokens: about {e.seconds:,.0f} s, {memory} of memory, {disk} of disk"
-
-
-def _digest(tokens: np.ndarray[Any, Any]) -> str:
-    return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

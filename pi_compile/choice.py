@@ -45,6 +45,8 @@ def choose(
 
     Where none is, the one that errs least. `stepped` is called `PRICES` times for each format.
     """
+    if not any(c.format for layer in options for c in layer):
+        formats = formats[:1]
     found = [_in_format(options, fmt, most, time, judge, stepped) for fmt in formats]
     keeps = [choice for choice in found if choice.tune.divergence <= most]
     if not keeps:

@@ -53,7 +53,8 @@ def _export(pipeline: "Pipeline", path: Path | None, *, trained: bool) -> None:
 @app.command()
 def init(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a hub name.", show_default=False)
+        str,
+        typer.Argument(metavar="MODEL", help="A checkpoint's folder, a GGUF file, or a hub name.", show_default=False),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The recipe to write.")],
     corpus: Annotated[

@@ -61,7 +61,7 @@ def evaluate(
     with the checkpoint, of the others with `dense`. Raises CorpusError for a text shorter than one window,
     CheckpointError for a checkpoint that the artifact was not packed from.
     """
-    with load(artifact) as opened:
+    with load(artifact, device="cpu") as opened:
         manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
     if model is not None:
         check_origin(manifest, model)
@@ -69,7 +69,7 @@ def evaluate(
     scores: dict[str, Score] = {}
     speeds: dict[str, float] = {}
     for n, mode in enumerate(modes):
-        with load(artifact, mode=mode) as opened:
+        with load(artifact, mode=mode, device="cpu") as opened:
             step = _counter(progress, n * len(windows), len(modes) * len(windows))
             scores[mode] = _score(opened.examine, windows, step)
             speeds[mode] = _tokens_per_s(opened, windows.reshape(-1)[:TIMED])

@@ -76,7 +76,7 @@ def pack(
         raise ProfileError(
             "the activation profile is of another model", expected=checkpoint.decoder, found=profile.decoder
         )
-    text = read_text_files(checkpoint.folder, checkpoint.decoder.vocab_size)
+    text = read_text_files(checkpoint.location, checkpoint.decoder.vocab_size)
     formats = resolve_formats(checkpoint, spec)
     layers = _layers(checkpoint.decoder, trained)
     specs = array_specs(checkpoint.decoder, formats, [layer.predictor for layer in layers], profile is not None)

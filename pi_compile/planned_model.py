@@ -65,6 +65,12 @@ def find_planned(name: str, folder: Path) -> PlannedModel:
         path = path / _CONFIG
     if not path.is_file():
         path = bundled("models") / name / _CONFIG
+    if path.suffix == ".gguf":
+        raise CheckpointError(
+            f"{name}: a GGUF file is not planned for",
+            expected=f"a {_CONFIG}",
+            remedy="name that of the model it was made from; `build` places this one too",
+        )
     if not path.is_file():
         raise CheckpointError(
             f"{name}: no config to plan from",

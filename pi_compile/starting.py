@@ -23,8 +23,8 @@ def start_recipe(
 ) -> Recipe:
     """Check that the checkpoint is one we can compile, tokenizer included, then write its recipe.
 
-    A folder is written relative to the recipe, so that both can move together; a hub name with the commit it means
-    today. `notice` is told what the user should know of the checkpoint. Raises UsageError rather than replace a
+    A folder or file is written relative to the recipe, so that both can move together; a hub name with the commit it
+    means today. `notice` is told what the user should know of the checkpoint. Raises UsageError rather than replace a
     recipe, unless `force`, and what `open_checkpoint` and `read_text_files` raise.
     """
     check_output(output)
@@ -33,10 +33,10 @@ def start_recipe(
     here = Path(os.path.realpath(output)).parent
     text = [_source(source, here) for source in corpus] or [PYTHON]
     checkpoint = open_checkpoint(model, revision or None)
-    found = read_text_files(checkpoint.folder, checkpoint.decoder.vocab_size)
+    found = read_text_files(checkpoint.location, checkpoint.decoder.vocab_size)
     for line in (*checkpoint.notices, *found.notices):
         notice(line)
-    name = _relative(checkpoint.folder, here) if checkpoint.revision is None else model
+    name = _relative(checkpoint.location, here) if checkpoint.revision is None else model
     recipe = default_recipe(name, revision=checkpoint.revision or "", corpus=text)
     write_text(output, recipe.to_toml())
     return recipe

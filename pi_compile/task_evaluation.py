@@ -26,7 +26,7 @@ def evaluate_tasks(
     Agreement of `dense` is with the checkpoint, of the others with `dense`. Raises CheckpointError for a checkpoint
     that the artifact was not packed from, TaskError for an answer that this model's tokens or context cannot hold.
     """
-    with load(artifact) as opened:
+    with load(artifact, device="cpu") as opened:
         manifest, context = opened.manifest, opened.manifest.decoder.context_length
         asked = [[requests(item, opened.tokenizer.encode, context) for item in task.items] for task in tasks]
     if model is not None:
@@ -41,7 +41,7 @@ def evaluate_tasks(
     longest = max(len(one.ids_T) for one in itertools.chain(*itertools.chain(*asked)))
     scores: list[dict[str, TaskScore]] = [{} for _ in tasks]
     for mode in modes:
-        with load(artifact, mode=mode, context=min(longest, context)) as opened:
+        with load(artifact, mode=mode, device="cpu", context=min(longest, context)) as opened:
             # One cache: the answers of an item share its context, and that is computed once.
             logits = partial(opened.logits, cache=opened.new_cache())
             for found, task, items in zip(scores, tasks, asked, strict=True):

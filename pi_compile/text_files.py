@@ -3,7 +3,9 @@
 The measure is what transformers does with the checkpoint; none of the checkpoint's own code is run.
 """
 
+import json
 import math
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import Any
 
 import tokenizers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE
+from pi_compile.checkpoint.gguf_config import gguf_config
+from pi_compile.checkpoint.gguf_file import open_gguf
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.schema import Text
@@ -42,19 +46,20 @@ class TextFiles:
     notices: tuple[str, ...]
 
 
-def read_text_files(folder: Path, vocab_size: int) -> TextFiles:
+def read_text_files(location: Path, vocab_size: int) -> TextFiles:
     """Read tokenizer, chat template, end tokens and sampling defaults of a checkpoint with this vocabulary.
+
+    `location` is its folder, or a GGUF file, of which all is taken: nothing beside it is read.
 
     Raises CheckpointError where there is no tokenizer, or one that transformers or the runtime cannot read.
     """
     notices: list[str] = []
-    config = read_json(folder / CONFIG_FILE)
-    own = read_json(folder / GENERATION_FILE) if (folder / GENERATION_FILE).is_file() else None
-    ends = _named_ends(config, own or {}, folder)
-    generation = _generation(config if own is None else own, folder)
-    stored = _stored_tokenizer(folder)
-    tokenizer = _load(folder)
-    files = {TOKENIZER: _tokenizer_json(folder, stored, tokenizer, notices)}
+    config, own = _configs(location)
+    ends = _named_ends(config, own or {}, location)
+    generation = _generation(config if own is None else own, location)
+    stored = _stored_tokenizer(location) if location.is_dir() else None
+    tokenizer = _load(location)
+    files = {TOKENIZER: _tokenizer_json(location, stored, tokenizer, notices)}
     template = _template(tokenizer, notices)
     if template is not None:
         files[TEMPLATE] = template.encode()
@@ -63,13 +68,21 @@ def read_text_files(folder: Path, vocab_size: int) -> TextFiles:
     framing = ("bos_token", "eos_token")
     special = {name: _plain(token) for name, token in tokenizer.special_tokens_map.items() if name not in framing}
     text = Text(
-        prefix_ids=_prefix_ids(tokenizer, vocab_size, folder, notices),
+        prefix_ids=_prefix_ids(tokenizer, vocab_size, location, notices),
         end_ids=_end_ids(ends, tokenizer, vocab_size, notices),
         bos_token=tokenizer.bos_token,
         eos_token=tokenizer.eos_token,
         special_tokens=special,
     )
     return TextFiles(text, files, generation, tuple(notices))
+
+
+def _configs(location: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """config.json and generation_config.json, or what stands for the first in a GGUF file."""
+    if not location.is_dir():
+        return gguf_config(open_gguf(location)).fields, None
+    own = location / GENERATION_FILE
+    return read_json(location / CONFIG_FILE), read_json(own) if own.is_file() else None
 
 
 def _stored_tokenizer(folder: Path) -> bytes | None:
@@ -84,27 +97,55 @@ def _stored_tokenizer(folder: Path) -> bytes | None:
     )
 
 
-def _load(folder: Path) -> Any:
+def _of_folder(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+def _of_gguf(file: Path) -> Any:
+    # Through a folder of its own: transformers prefers a tokenizer.json that happens to lie beside the file.
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / file.name).symlink_to(file.resolve())
+        loaded = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name, local_files_only=True)
+    # It adds special tokens of its own that the file has not, with ids that the model has not.
+    state = json.loads(loaded.backend_tokenizer.to_str())
+    vocabulary, special = state["model"]["vocab"], loaded.special_tokens_map
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in vocabulary]
+    if (state["pre_tokenizer"] or {}).get("type") == "Metaspace":
+        # As llama.cpp, which puts a space before every text, also before one that begins with a space, or before none.
+        before = open_gguf(file).metadata.get("tokenizer.ggml.add_space_prefix", True)
+        steps = [{"type": "Prepend", "prepend": "▁"}] if before else []
+        space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        state["normalizer"], state["pre_tokenizer"] = {"type": "Sequence", "normalizers": [*steps, space]}, None
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(state)),
+        chat_template=loaded.chat_template,
+        **{name: token for name, token in special.items() if isinstance(token, str) and token in vocabulary},
+    )
+
+
+def _load(location: Path) -> Any:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it warns of model types that only the checkpoint's own code knows
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer = (_of_folder if location.is_dir() else _of_gguf)(location)
     # A tokenizer's files are foreign input to foreign code, which fails in all of these ways.
     except (
         *(OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, ImportError),
         StrictDataclassError,  # of config.json, which transformers reads for the kind of tokenizer
     ) as error:
         raise CheckpointError(
-            f"{folder}: transformers cannot read the tokenizer",
+            f"{location}: transformers cannot read the tokenizer",
             found=f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
             remedy=f"put a {TOKENIZER} there (saved where it does load), or install what is named: "
-            "tokenizer.model needs `pip install sentencepiece protobuf`",
+            "tokenizer.model needs `pip install sentencepiece protobuf`"
+            if location.is_dir()
+            else "use a GGUF file with a tokenizer of the kind llama or gpt2, or the Hugging Face checkpoint",
         ) from None
     finally:
         logging.set_verbosity(verbosity)
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(
-            f"{folder}: the tokenizer has no {TOKENIZER} form",
+            f"{location}: the tokenizer has no {TOKENIZER} form",
             found=type(tokenizer).__name__,
             expected=f"a {TOKENIZER}",
         )

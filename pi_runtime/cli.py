@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,12 +58,18 @@ def run(
     if chat and as_json:
         raise UsageError("--chat does not go with --json")
     text = _read(sys.stdin.read) if prompt == "-" else prompt
+    from pi_runtime.devices import resolve_device
     from pi_runtime.model import load
     from pi_runtime.planning import parse_size
     from pi_runtime.sampling import Sampling
 
     budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
-    with load(artifact, mode=mode, context=ctx_size, threads=threads, device=device, vram_budget=budget) as model:
+    to_gpu = resolve_device(device).startswith("cuda")
+    with console.progress("to the GPU") if to_gpu else nullcontext() as bar:
+        opened = load(
+            artifact, mode=mode, context=ctx_size, threads=threads, device=device, vram_budget=budget, progress=bar
+        )
+    with opened as model:
         chosen = {
             "temperature": temperature,
             "top_k": top_k,
@@ -88,8 +95,11 @@ def _tell(model: "Model") -> None:
     from pi_runtime.kernels.compiling import is_cold
     from pi_runtime.planning import gpu_bytes
 
+    if model.notice is not None:
+        console.say(model.notice)
     if model.plan is not None:
-        console.say(_told(model.plan, gpu_bytes(model.plan, model.manifest.decoder, model.context), model.context))
+        used = gpu_bytes(model.plan, model.manifest.decoder, model.context)
+        console.say(_told(model.device, model.plan, used, model.context))
     if is_cold():
         console.say("compiling kernels for this processor, once (some tens of seconds) …")
 
@@ -105,10 +115,11 @@ def _answer(model: "Model", answer: "Generation", *, as_json: bool, stats: bool,
         _print_stats(_report(model, answer, load_s))
 
 
-def _told(plan: "Plan", used: int, context: int) -> str:
+def _told(device: str, plan: "Plan", used: int, context: int) -> str:
+    where = "no GPU in use: the CPU stands in for one" if device == "stand-in" else device
     solved = "" if context == plan.context else f" with a context of {context} (solved for {plan.context})"
     return (
-        f"no GPU in use: the CPU stands in for one. Placement: {plan.objective} for {console.size(plan.vram_bytes)}, "
+        f"{where}. Placement: {plan.objective} for {console.size(plan.vram_bytes)}, "
         f"{console.size(used)} used{solved}; to solve another budget: [place] vram_gib, then pi-compile build"
     )
 

@@ -1,29 +1,50 @@
 """Which device a run is on."""
 
+import ctypes
 import importlib.util
 
 from pi_runtime.errors import DeviceError, MissingExtraError, UsageError
 
 
 def resolve_device(name: str) -> str:
-    """`auto`, `cpu`, `stand-in` or `cuda:N` → the device to use. Raises DeviceError for one that is not there.
+    """`auto`, `cpu`, `stand-in`, `cuda` or `cuda:N` → the device to use, `cpu`, `stand-in` or `cuda:N`.
 
-    So far every run is on the CPU, which can also stand in for a GPU; asking for a GPU is refused rather than ignored.
+    `auto` is the first GPU where there is one and torch and Triton are installed. Raises DeviceError for a device that
+    is not there, MissingExtraError for what it needs.
     """
-    if name in ("auto", "cpu", "stand-in"):
-        return "cpu" if name == "auto" else name
+    if name == "auto":
+        return "cuda:0" if not _missing() and gpu_driver() and _gpus() else "cpu"
+    if name in ("cpu", "stand-in"):
+        return name
     kind, _, index = name.partition(":")
     if kind != "cuda" or not (index == "" or index.isdecimal()):
         raise UsageError(f"--device {name}: unknown device", expected="auto, cpu, stand-in or cuda:N")
-    if importlib.util.find_spec("torch") is None:
+    if missing := _missing():
         raise MissingExtraError(
-            f"--device {name}: needs torch, which is not installed", remedy="pip install 'pi-toolchain[cuda]'"
+            f"--device {name}: needs {' and '.join(missing)}, not installed", remedy="pip install 'pi-toolchain[cuda]'"
         )
-    import torch  # noqa: PLC0415  heavy, and needed only here
-
-    present = torch.cuda.device_count()
+    present = _gpus()
     if int(index or 0) >= present:
         raise DeviceError(
             f"--device {name}: no such GPU", found=f"{present} CUDA devices", remedy="--device cpu, or --device auto"
         )
-    raise DeviceError(f"--device {name}: this release computes on the CPU only", remedy="--device cpu")
+    return f"cuda:{int(index or 0)}"
+
+
+def _missing() -> list[str]:
+    return [package for package in ("torch", "triton") if importlib.util.find_spec(package) is None]
+
+
+def _gpus() -> int:
+    import torch  # noqa: PLC0415  heavy, and needed only where a GPU may be
+
+    return int(torch.cuda.device_count())
+
+
+def gpu_driver() -> bool:
+    """Whether NVIDIA's driver is here and has a GPU; costs no import of torch."""
+    try:
+        cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    except OSError:
+        return False
+    return cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0

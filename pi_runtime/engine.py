@@ -10,7 +10,6 @@ import numpy as np
 from pi_runtime.cache import KVCache
 from pi_runtime.errors import PromptError
 from pi_runtime.executor import CpuExecutor
-from pi_runtime.kernels.buffers import BLOCK_TOKENS
 from pi_runtime.sampling import Sampler
 from pi_runtime.stopping import StopStrings
 from pi_runtime.tokenizer import Tokenizer
@@ -134,8 +133,9 @@ class Generation(Iterator[str]):
     def _prefill(self) -> int:
         began = time.perf_counter()
         self._cached = self._cache.keep_common(self._prompt)
-        for start in range(self._cached, len(self._prompt), BLOCK_TOKENS):
-            block = np.array(self._prompt[start : start + BLOCK_TOKENS], np.int64)
+        step = self._executor.block_tokens
+        for start in range(self._cached, len(self._prompt), step):
+            block = np.array(self._prompt[start : start + step], np.int64)
             logits_1V = self._executor.run(block, self._cache, select=False, every=False)
         token = self._sampler(logits_1V[0], self._prompt)
         now = time.perf_counter()

@@ -5,6 +5,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Plan
 from pi_runtime.cache import KVCache
 from pi_runtime.errors import UsageError
 from pi_runtime.kernels import table
@@ -22,11 +23,15 @@ class CpuExecutor:
     `threads` bounds numba's threads for the calls made here; results do not depend on it.
     """
 
+    plan: Plan | None = None
+    """The placement it follows; None where the CPU has everything."""
+    device_name = "cpu"
+
     def __init__(self, artifact: Artifact, mode: str, context: int, threads: int) -> None:
         # Kept because the table holds addresses into its mapping.
         self._artifact: Artifact | None = artifact
         decoder, layers = artifact.manifest.decoder, artifact.manifest.layers
-        self._threads = threads
+        self._threads, self.context = threads, context
         self._shape = table.shape_of(decoder, artifact.manifest.formats)
         self._ends = table.ends_of(artifact)
         self._table_LXW = table.table_of(artifact, mode)
@@ -34,6 +39,11 @@ class CpuExecutor:
         self._largest_rank = max((layer.rank or 0 for layer in layers), default=0)
         self._buffers = buffers(self._shape, len(layers), self._largest_rank)
         self._cos_SJ, self._sin_SJ = rotary_table(decoder, context)
+
+    @property
+    def block_tokens(self) -> int:
+        """Most tokens of a prompt that one call of `run` takes."""
+        return BLOCK_TOKENS
 
     @property
     def neurons(self) -> int:
@@ -83,5 +93,8 @@ class CpuExecutor:
 
     def _check(self, tokens: Ints, cache: KVCache) -> None:
         assert 0 < len(tokens) <= min(BLOCK_TOKENS, cache.room), (len(tokens), cache.room)
+        self._check_open()
+
+    def _check_open(self) -> None:
         if self._artifact is None:
             raise UsageError("the model is closed", remedy="read all of what it generates before closing it")

@@ -53,6 +53,8 @@ class HybridExecutor(CpuExecutor):
     everything. Close it, or its thread stays.
     """
 
+    device_name = "stand-in"
+
     def __init__(self, artifact: Artifact, mode: str, context: int, threads: int, plan: Plan) -> None:
         super().__init__(artifact, mode, context, threads)
         self.plan = plan

@@ -1,7 +1,7 @@
 """An open artifact as a model: logits and text."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +16,7 @@ from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.cache import KVCache
 from pi_runtime.devices import resolve_device
 from pi_runtime.engine import Generation
-from pi_runtime.errors import ArtifactError, PromptError, TemplateError, UsageError
+from pi_runtime.errors import ArtifactError, DoesNotFitError, PromptError, TemplateError, UsageError
 from pi_runtime.executor import CpuExecutor
 from pi_runtime.hybrid import HybridExecutor
 from pi_runtime.kernels.buffers import BLOCK_TOKENS
@@ -40,22 +40,26 @@ def load(
     threads: int | None = None,
     device: str = "auto",
     vram_budget: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> "Model":
     """Open an artifact for running.
 
     `mode`: `dense` computes every neuron; `gate` skips `rest` where a neuron does not fire, which changes nothing;
     `auto` runs each layer on the rung its compiler chose; `predicted` is `auto` for an artifact of which some layer's
     rung leaves out neurons that fire.
-    `device`: `cpu`; `stand-in` splits hot from cold neurons as a GPU would, by the stored plan for `vram_budget` bytes
-    (None: the largest), with the CPU in the GPU's place; `auto` is `stand-in` where a budget is given.
+    `device`: `cpu`; `cuda:N` runs by the best stored plan that fits `vram_budget` bytes and what the card has free;
+    `stand-in` runs the same plan with the CPU in the GPU's place; `auto` is the first GPU where there is one and a plan
+    fits it, else `stand-in` where a budget is given, else `cpu`. `progress`: called with (done, total) bytes while
+    weights go to a GPU.
     `context`: positions to hold, prompt and answer together. `threads`: of the CPU; results do not depend on it.
 
     Raises ArtifactError for a file that is not an artifact of this version, UsageError for an argument that cannot
     be, DeviceError for a device that is not there.
     """
-    if device == "auto" and vram_budget is not None:
-        device = "stand-in"
+    automatic = device == "auto"
     device = resolve_device(device)
+    if automatic and device == "cpu" and vram_budget is not None:
+        device = "stand-in"
     if device == "cpu" and vram_budget is not None:
         raise UsageError("--vram-budget does not go with --device cpu", remedy="--device stand-in, or leave it out")
     available = int(numba.config.NUMBA_NUM_THREADS)
@@ -65,14 +69,47 @@ def load(
         raise UsageError(f"--mode {mode}: unknown mode", expected=", ".join(MODES))
     artifact = Artifact.open(Path(path))
     try:
-        plan, positions = None, _context(artifact.manifest, context)
-        if device == "stand-in":
-            budget = sys.maxsize if vram_budget is None else vram_budget
-            plan = choose_plan(artifact.manifest.plans, budget, artifact.manifest.decoder, positions, str(path))
-        return Model(artifact, mode, positions, threads or available, plan)
+        positions = _context(artifact.manifest, context)
+        _check_mode(artifact, mode)
+        if not device.startswith("cuda"):
+            return Model(
+                artifact, mode, _executor(artifact, mode, positions, threads or available, device, vram_budget)
+            )
+        from pi_runtime.cuda.opening import open_on_gpu  # noqa: PLC0415  needs torch
+
+        index = int(device.partition(":")[2])
+        try:
+            executor = open_on_gpu(
+                artifact, mode, positions, threads or available, index=index, vram_budget=vram_budget, progress=progress
+            )
+        except (DoesNotFitError, UsageError) as error:
+            if not automatic or vram_budget is not None:
+                raise
+            notice = f"the GPU is not used: {error.what}"
+            return Model(artifact, mode, CpuExecutor(artifact, mode, positions, threads or available), notice)
+        return Model(artifact, mode, executor)
     except BaseException:
         artifact.close()
         raise
+
+
+def _executor(
+    artifact: Artifact, mode: str, context: int, threads: int, device: str, vram_budget: int | None
+) -> CpuExecutor:
+    if device == "cpu":
+        return CpuExecutor(artifact, mode, context, threads)
+    budget = sys.maxsize if vram_budget is None else vram_budget
+    m = artifact.manifest
+    plan = choose_plan(m.plans, budget, m.decoder, context, str(artifact.path))
+    return HybridExecutor(artifact, mode, context, threads, plan)
+
+
+def _check_mode(artifact: Artifact, mode: str) -> None:
+    if mode == "predicted" and not {layer.rung for layer in artifact.manifest.layers} & _LEAVE_OUT:
+        raise UsageError(
+            f"{artifact.path}: --mode predicted, but the artifact has no predictors",
+            remedy="--mode auto, or train predictors: pi-compile train RECIPE, then pack again",
+        )
 
 
 def _context(manifest: Manifest, wanted: int | None) -> int:
@@ -87,26 +124,25 @@ def _context(manifest: Manifest, wanted: int | None) -> int:
 class Model:
     """A loaded artifact; a context manager that closes the file. Make one with `load`."""
 
-    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int, plan: Plan | None = None) -> None:
-        rungs = {layer.rung for layer in artifact.manifest.layers}
-        if mode == "predicted" and not rungs & _LEAVE_OUT:
-            raise UsageError(
-                f"{artifact.path}: --mode predicted, but the artifact has no predictors",
-                remedy="--mode auto, or train predictors: pi-compile train RECIPE, then pack again",
-            )
-        self._artifact = artifact
+    def __init__(self, artifact: Artifact, mode: str, executor: CpuExecutor, notice: str | None = None) -> None:
+        self.notice = notice
+        """What the user should know of where it runs."""
+        self._artifact, self._executor = artifact, executor
         self.mode = mode
-        self.context = context
+        self.context = executor.context
         self.tokenizer = Tokenizer(
             artifact.file("tokenizer.json"), artifact.manifest.text, vocab_size=artifact.manifest.decoder.vocab_size
         )
-        self.plan = plan
+
+    @property
+    def plan(self) -> Plan | None:
         """The placement this run follows; None where the CPU has everything."""
-        self._executor = (
-            CpuExecutor(artifact, mode, context, threads)
-            if plan is None
-            else HybridExecutor(artifact, mode, context, threads, plan)
-        )
+        return self._executor.plan
+
+    @property
+    def device(self) -> str:
+        """Where it runs: `cpu`, `stand-in`, or a GPU by its name."""
+        return self._executor.device_name
 
     @property
     def manifest(self) -> Manifest:

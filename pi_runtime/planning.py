@@ -35,10 +35,7 @@ def choose_plan(plans: Sequence[Plan], budget: int, decoder: Decoder, context: i
     """The stored plan that uses most of the budget with a cache of `context` positions. Raises DoesNotFitError naming
     the smallest there is."""
     if not plans:
-        raise DoesNotFitError(
-            f"{where}: holds no placement: it was packed without one, or for a machine on which no hand-over pays",
-            remedy="run it on the CPU (--device cpu, no --vram-budget), or set [place] machine and build it again",
-        )
+        raise no_placement(where)
     needed = [gpu_bytes(plan, decoder, context) for plan in plans]
     fitting = [(nbytes, plan.vram_bytes, n) for n, (nbytes, plan) in enumerate(zip(needed, plans, strict=True))]
     fitting = [found for found in fitting if found[0] <= budget]
@@ -53,3 +50,11 @@ def choose_plan(plans: Sequence[Plan], budget: int, decoder: Decoder, context: i
             "or add the budget to [place] vram_gib and build again",
         )
     return plans[max(fitting)[2]]
+
+
+def no_placement(where: str) -> DoesNotFitError:
+    """The error for an artifact without plans."""
+    return DoesNotFitError(
+        f"{where}: holds no placement: it was packed without one, or for a machine on which no hand-over pays",
+        remedy="run it on the CPU (--device cpu, no --vram-budget), or set [place] machine and build it again",
+    )

@@ -5,6 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from pi_runtime.devices import gpu_driver
+
+if not gpu_driver():
+    # Triton reads it when it is imported, and whoever imports it first decides.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 SHARED = Path(os.environ.get("PI_TEST_DATA", Path(__file__).parents[2] / "shared"))
 
 

@@ -23,44 +23,51 @@ TOKENIZER_FILES = (
 )
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+GGUF = ".gguf"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def find_folder(model: str | Path, revision: str | None = None) -> Path:
-    """Folder of a checkpoint: `model` itself, or the snapshot of the hub model of that name at `revision`.
+def find_checkpoint(model: str | Path, revision: str | None = None) -> Path:
+    """Folder or GGUF file of a checkpoint: `model` itself, the only GGUF file in it where it has no other weights, or
+    the snapshot of the hub model of that name at `revision`.
 
     Only configuration, tokenizer and weights are fetched, pickled weights only where there are no others. Raises
     CheckpointError for whatever is neither.
     """
     path = Path(model).expanduser()
+    if path.exists() and revision is not None:
+        raise CheckpointError(
+            f"{model}: revision {revision!r} is given for a local {'folder' if path.is_dir() else 'file'}",
+            expected="a revision only with a hub name",
+            remedy="drop the revision, or name the hub model",
+        )
     if path.is_dir():
-        if revision is not None:
-            raise CheckpointError(
-                f"{model}: revision {revision!r} is given for a local folder",
-                expected="a revision only with a hub name",
-                remedy="drop the revision, or name the hub model",
-            )
-        _check_folder(path)
+        return _only_gguf(path) or _checked(path)
+    if path.suffix == GGUF and path.is_file():
         return path
     if path.exists():
         raise CheckpointError(f"{model}: is a file", expected="a checkpoint folder", remedy=_advice_for_file(path))
     if not _HUB_NAME.fullmatch(str(model)):
         raise CheckpointError(
             f"{model}: no such folder",
-            expected="a folder with config.json and weights, or a hub name OWNER/NAME",
+            expected="a folder with config.json and weights, a GGUF file, or a hub name OWNER/NAME",
         )
-    folder = _fetch(str(model), revision)
-    _check_folder(folder)
-    return folder
+    return _checked(_fetch(str(model), revision))
 
 
-def _check_folder(folder: Path) -> None:
+def _only_gguf(folder: Path) -> Path | None:
+    found = [path for path in folder.iterdir() if path.suffix == GGUF]
+    other = any((folder / name).is_file() for name in (*SAFETENSORS, *PICKLES))
+    return found[0] if len(found) == 1 and not other else None
+
+
+def _checked(folder: Path) -> Path:
     if (folder / CONFIG_FILE).is_file():
-        return
+        return folder
     names = sorted(p.name for p in folder.iterdir())
     remedy = None
-    if any(name.endswith(".gguf") for name in names):
-        remedy = "a GGUF file is another engine's artifact: use the Hugging Face checkpoint it was made from"
+    if any(name.endswith(GGUF) for name in names):
+        remedy = "name one of its GGUF files"
     elif "adapter_config.json" in names:
         remedy = "this is an adapter (LoRA), not a model: merge it into its base model and save that"
     elif "params.json" in names:
@@ -72,8 +79,8 @@ def _check_folder(folder: Path) -> None:
 def _advice_for_file(path: Path) -> str:
     with path.open("rb") as file:
         magic = file.read(4)
-    if magic == b"GGUF" or path.suffix == ".gguf":
-        return "a GGUF file is another engine's artifact: use the Hugging Face checkpoint it was made from"
+    if magic == b"GGUF":
+        return f"this is a GGUF file: let its name end in {GGUF}"
     if path.suffix == ".pi":
         return "this is already an artifact: run it with `pi-run`"
     return f"name the folder: {path.parent}"

@@ -10,10 +10,14 @@ import torch
 from pi_compile.checkpoint.adapter import HEAD, Adapter, Piece, find_adapter
 from pi_compile.checkpoint.config import Config, check_keys
 from pi_compile.checkpoint.folder import CONFIG_FILE
+from pi_compile.checkpoint.gguf_config import divided, gguf_config
+from pi_compile.checkpoint.gguf_file import open_gguf
+from pi_compile.checkpoint.gguf_tensors import GgufSource
 from pi_compile.checkpoint.json_file import read_json
-from pi_compile.checkpoint.tensors import DTYPES, TensorSource
+from pi_compile.checkpoint.tensors import DTYPES, Source, TensorSource
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.sizes import PARTS, array_specs
 
 _COMPARED_ROWS = 4096
@@ -27,20 +31,29 @@ class Understood:
     adapter: Adapter
     prefix: str
     decoder: Decoder
-    source: TensorSource
+    source: Source
     notices: tuple[str, ...]
 
 
-def understand(folder: Path, ignore_config: Collection[str]) -> Understood:
-    """Read config and tensor names. Raises CheckpointError for the first kind of fault, listing all of that kind."""
-    config = Config(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE))
+def understand(location: Path, ignore_config: Collection[str]) -> Understood:
+    """Read config and tensor names of a folder or a GGUF file.
+
+    Raises CheckpointError for the first kind of fault, listing all of that kind.
+    """
+    file = open_gguf(location) if location.is_file() else None
+    config = read_config(location) if file is None else gguf_config(file)
     adapter = _adapter(config)
     notices = check_keys(config, adapter.read_keys, adapter.neutral_keys, ignore_config)
     if config.get("auto_map"):
         notices.append("config.json: auto_map is ignored: the checkpoint's own code is never run")
     decoder = adapter.decoder(config)
     notices += config.notices
-    source = TensorSource(folder)
+    source: Source
+    if file is None:
+        source = TensorSource(location)
+    else:
+        decoder = divided(decoder, file)
+        source = GgufSource(file, decoder, expected_tensors(decoder, adapter, adapter.prefixes[0]))
     prefix = _prefix(adapter, decoder, source)
     if decoder.tied_head and HEAD["head"] in source.names:
         decoder = _settle_head(decoder, adapter, prefix, source, notices)
@@ -48,6 +61,11 @@ def understand(folder: Path, ignore_config: Collection[str]) -> Understood:
     for pattern, notice in adapter.left_out.items():
         notices += [notice] if any(re.search(pattern, name) for name in source.names) else []
     return Understood(adapter, prefix, decoder, source, tuple(notices))
+
+
+def read_config(folder: Path) -> Config:
+    """The config of a folder. Raises CheckpointError if it cannot be read."""
+    return Config(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE))
 
 
 def _adapter(config: Config) -> Adapter:
@@ -65,7 +83,7 @@ def _adapter(config: Config) -> Adapter:
     return adapter
 
 
-def _prefix(adapter: Adapter, decoder: Decoder, source: TensorSource) -> str:
+def _prefix(adapter: Adapter, decoder: Decoder, source: Source) -> str:
     """The prefix under which this checkpoint keeps its decoder; the usual one if it keeps none."""
     for prefix in adapter.prefixes:
         if adapter.pieces("layers/0/attention/out", prefix, decoder)[0].name in source.names:
@@ -73,7 +91,7 @@ def _prefix(adapter: Adapter, decoder: Decoder, source: TensorSource) -> str:
     return adapter.prefixes[0]
 
 
-def _settle_head(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource, notices: list[str]) -> Decoder:
+def _settle_head(decoder: Decoder, adapter: Adapter, prefix: str, source: Source, notices: list[str]) -> Decoder:
     """As transformers does: a head stored in place of the tied embedding is the embedding, one beside it is used
     where it differs."""
     embedding = prefix + adapter.globals["embedding"][0].name
@@ -119,15 +137,15 @@ def _stored_shape(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[::-1] if piece.transposed else shape
 
 
-def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource) -> None:
+def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: Source) -> None:
     expected = expected_tensors(decoder, adapter, prefix)
     missing = [name for name in expected if name not in source.names]
     if missing:
         raise CheckpointError(
-            f"{source.folder}: {len(missing)} tensors that config.json calls for are missing",
+            f"{source.location}: {len(missing)} tensors that {source.described_by} calls for are missing",
             expected=f"{len(expected)} tensors of a {adapter.family} model",
             found=f"no {_listed(missing)}",
-            remedy="config.json and weights are of different models, or the checkpoint is incomplete",
+            remedy=f"{source.described_by} and weights are of different models, or the checkpoint is incomplete",
         )
     ignorable = (*adapter.ignorable, *adapter.left_out)
     # With a tied head, a stored head is a copy: `_settle_head` has compared them.
@@ -135,33 +153,32 @@ def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: Tens
     extra = sorted(n for n in source.names - known if not any(re.search(pattern, n) for pattern in ignorable))
     if extra:
         raise CheckpointError(
-            f"{source.folder}: {len(extra)} tensors that config.json does not account for",
+            f"{source.location}: {len(extra)} tensors that {source.described_by} does not account for",
             expected=f"the tensors of a {adapter.family} model with these settings",
             found=_listed(extra),
-            remedy="they may change the function: correct config.json, or save the checkpoint without them",
+            remedy=f"they may change the function: correct {source.described_by}, or save the checkpoint without them",
         )
     _check_shapes(expected, source)
     _check_dtypes(expected, source)
 
 
-def _check_shapes(expected: dict[str, tuple[int, ...]], source: TensorSource) -> None:
+def _check_shapes(expected: dict[str, tuple[int, ...]], source: Source) -> None:
     wrong = [name for name, shape in expected.items() if source.shape(name) != shape]
     if wrong:
         raise CheckpointError(
-            f"{source.path(wrong[0])}: {len(wrong)} tensors have not the shape that config.json calls for",
+            f"{source.path(wrong[0])}: {len(wrong)} tensors have not the shape that {source.described_by} calls for",
             expected=_listed([f"{name} {expected[name]}" for name in wrong]),
             found=_listed([f"{name} {source.shape(name)}" for name in wrong]),
-            remedy="config.json and weights are of different models",
+            remedy=f"{source.described_by} and weights are of different models",
         )
 
 
-def _check_dtypes(expected: dict[str, tuple[int, ...]], source: TensorSource) -> None:
-    allowed = tuple(DTYPES.values())
-    wrong = [name for name in expected if source.dtype(name) not in allowed]
+def _check_dtypes(expected: dict[str, tuple[int, ...]], source: Source) -> None:
+    wrong = [name for name in expected if source.dtype(name) not in WEIGHT_FORMATS]
     if wrong:
         raise CheckpointError(
             f"{source.path(wrong[0])}: {len(wrong)} tensors are not in a float format that is read",
-            expected=", ".join(allowed),
+            expected=", ".join(DTYPES.values()),
             found=_listed([f"{name} {source.dtype(name)}" for name in wrong]),
             remedy="use the checkpoint before quantisation, or save it as float32, float16 or bfloat16",
         )

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 
 from pi_compile.checkpoint.adapter import Adapter, Piece
-from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, find_folder
+from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, find_checkpoint
 from pi_compile.checkpoint.opening import understand
-from pi_compile.checkpoint.tensors import TensorSource
+from pi_compile.checkpoint.tensors import Rows, Source
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.sizes import PARTS, array_specs
@@ -38,15 +38,21 @@ _ENDS = ("embedding", "embedding_in", "embedding_out", "positions")
 class Checkpoint:
     """A checkpoint whose every key and tensor is understood. Open one with `open_checkpoint`."""
 
-    folder: Path
+    location: Path
+    """Its folder, or its GGUF file."""
     revision: str | None
     """Commit of a hub model; None for a local folder."""
     adapter: Adapter
     prefix: str
     decoder: Decoder
-    source: TensorSource
+    source: Source
     notices: tuple[str, ...]
     """What the user should know though it is no error."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its files."""
+        return self.location if self.location.is_dir() else self.location.parent
 
     @property
     def family(self) -> str:
@@ -63,8 +69,12 @@ class Checkpoint:
         return tuple(piece.name for piece in self._pieces(array))
 
     def format(self, part: str) -> str:
-        """Number format that keeps a part (embedding, attention, ffn, head) as it is: f32 where formats are mixed."""
-        matrices = [name for name, shape in self.array_shapes.items() if len(shape) > 1 and part_of(name) == part]
+        """Number format that keeps a part (embedding, attention, ffn, head) as it is: f32 where formats are mixed.
+
+        Routers do not count: they are f32 in every artifact.
+        """
+        of_part = [n for n, shape in self.array_shapes.items() if len(shape) > 1 and part_of(n) == part]
+        matrices = [name for name in of_part if not name.endswith("/router")]
         found = {self.source.dtype(tensor) for array in matrices for tensor in self.tensor_names(array)}
         return found.pop() if len(found) == 1 else "f32"
 
@@ -76,8 +86,8 @@ class Checkpoint:
     @cached_property
     def file_digests(self) -> dict[str, str]:
         """sha256 of every file that is read, by name: config, tokenizer, weights. Reads them all once."""
-        present = [name for name in (GENERATION_FILE, *TOKENIZER_FILES) if (self.folder / name).is_file()]
-        names = sorted({CONFIG_FILE, *present, *self.source.files})
+        beside = (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES) if self.location.is_dir() else ()
+        names = sorted({*(name for name in beside if (self.folder / name).is_file()), *self.source.files})
         with ThreadPoolExecutor() as pool:
             return dict(zip(names, pool.map(_file_digest, (self.folder / name for name in names)), strict=True))
 
@@ -115,7 +125,7 @@ class Checkpoint:
         Raises CheckpointError naming a tensor whose values are not all finite.
         """
         for name in dict.fromkeys(name for array in self.array_shapes for name in self.tensor_names(array)):
-            tensor = self.source.tensor(name)
+            tensor = self.source.rows(name)
             step = _rows_per_block(tensor.shape[1:])
             for start in range(0, len(tensor), step):
                 self._check_finite(name, tensor[start : start + step])
@@ -148,9 +158,11 @@ class Checkpoint:
                 parts = [self._read(p, tensor, rows, own) for p, tensor in zip(side_by_side, tensors, strict=True)]
                 yield parts[0] if together is None else np.stack(parts, axis=1)
 
-    def _matrix(self, piece: Piece) -> torch.Tensor:
-        """The mapped tensor, or a copy of the wanted rows or transposed: one pass over the file beats a strided one
-        for every block."""
+    def _matrix(self, piece: Piece) -> Rows:
+        """The tensor in its file, or a copy of the wanted rows or transposed: one pass over the file beats a strided
+        one for every block."""
+        if piece.rows is None and not piece.transposed:
+            return self.source.rows(piece.name)
         tensor = self.source.tensor(piece.name)
         if piece.transposed:
             tensor = tensor.t().contiguous()
@@ -159,7 +171,7 @@ class Checkpoint:
         blocks = tensor.view(piece.rows.groups, piece.rows.size, *tensor.shape[1:])
         return blocks[:, piece.rows.start : piece.rows.stop].flatten(0, 1)
 
-    def _read(self, piece: Piece, tensor: torch.Tensor, rows: slice, index: torch.Tensor | None) -> Values:
+    def _read(self, piece: Piece, tensor: Rows, rows: slice, index: torch.Tensor | None) -> Values:
         part = tensor[rows] if index is None else tensor[index[rows]]
         values = part.to(torch.float32, memory_format=torch.contiguous_format)
         self._check_finite(piece.name, values)
@@ -167,15 +179,15 @@ class Checkpoint:
 
 
 def open_checkpoint(model: str | Path, revision: str | None = None, ignore_config: Collection[str] = ()) -> Checkpoint:
-    """Open a local folder or a hub name, and check all of it but the values.
+    """Open a local folder, a GGUF file or a hub name, and check all of it but the values.
 
     `ignore_config` are config keys that the user declares to be without effect. Raises CheckpointError for whatever
     is missing, damaged, contradictory or not understood.
     """
-    folder = find_folder(model, revision)
-    commit = folder.name if not Path(model).expanduser().is_dir() else None
-    understood = understand(folder, ignore_config)
-    return Checkpoint(folder=folder, revision=commit, **vars(understood))
+    location = find_checkpoint(model, revision)
+    commit = location.name if not Path(model).expanduser().exists() else None
+    understood = understand(location, ignore_config)
+    return Checkpoint(location=location, revision=commit, **vars(understood))
 
 
 def part_of(array: str) -> str | None:

@@ -5,26 +5,57 @@ else, `pytorch_model.bin` in both forms through `torch.load(weights_only=True, m
 """
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pi_compile.checkpoint.folder import PICKLES, SAFETENSORS
+from pi_compile.checkpoint.folder import CONFIG_FILE, PICKLES, SAFETENSORS
 from pi_compile.checkpoint.json_file import read_json, remedy_for
 from pi_compile.errors import CheckpointError
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
+class Rows(Protocol):
+    """A tensor of which some rows are read at a time."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: slice | torch.Tensor, /) -> torch.Tensor: ...
+
+
+class Source(Protocol):
+    """Named tensors of a checkpoint, whatever they are stored in."""
+
+    location: Path
+    """Folder, or the one file."""
+    described_by: str
+    """What says which tensors there should be."""
+    files: tuple[str, ...]
+    """Names of the files that are read."""
+    names: frozenset[str]
+
+    def alias(self, name: str, existing: str) -> None: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> str: ...
+    def tensor(self, name: str) -> torch.Tensor: ...
+    def rows(self, name: str) -> Rows: ...
+    def path(self, name: str) -> Path: ...
+
+
 class TensorSource:
     """The tensors of one checkpoint. Values stay in the file until read; nothing is copied on opening."""
 
+    described_by = CONFIG_FILE
+
     def __init__(self, folder: Path) -> None:
         """Open every weight file of `folder`. Raises CheckpointError if one is missing, damaged or not as indexed."""
-        self.folder = folder
+        self.location = folder
         main = _main_file(folder)
         index = read_json(folder / main).get("weight_map") if main.endswith(".index.json") else None
         self.files: tuple[str, ...] = (main,) if index is None else (main, *_shards(folder / main, index))
@@ -56,9 +87,11 @@ class TensorSource:
         """The mapped tensor: a view of the file's pages. Do not write to it."""
         return self._tensors[name]
 
+    rows = tensor
+
     def path(self, name: str) -> Path:
         """File that holds a tensor."""
-        return self.folder / self._file_of[name]
+        return self.location / self._file_of[name]
 
 
 def _main_file(folder: Path) -> str:

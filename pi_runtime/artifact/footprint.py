@@ -13,6 +13,8 @@ from pi_runtime.artifact.sizes import ArraySpec
 
 CHUNKS, SHARES = 32, 128
 """Partial sums of one FFN, and shares its neurons are cut into: as many threads can take them."""
+SPLITS, PARTS, NEURONS = 32, 8, 1024
+"""On a GPU: partial sums of one FFN, parts of one token's attention, and neurons of one dense product."""
 PAD, GROUP_ROWS = 128, 32
 """Columns that inputs are padded to a multiple of, and rows of q8 and q4 that are summed together."""
 
@@ -78,7 +80,7 @@ class PartBytes:
         first = total(f"{ffn}first", f"{ffn}up_bias")
         return cls(
             embedding=total("embedding"),
-            embedding_row=total("embedding") // vocab_size,
+            embedding_row=specs["embedding"].nbytes_with_scales // vocab_size,
             positions=total("positions"),
             head=total("head"),
             final_norm=total("final_norm"),
@@ -141,3 +143,22 @@ def scratch_bytes(decoder: Shape, largest_rank: int, tokens: int, context: int) 
     records = t * (record_nbytes(widest) + record_nbytes(largest_rank))
     angles = context * d.rotary_dim
     return 4 * (floats + angles) + 8 * integers + records
+
+
+def dense_rows(tokens: int) -> int:
+    """Rows of q8 and q4 that a GPU unpacks at once for a dense product with so many tokens."""
+    return min(NEURONS, 16 * tokens)
+
+
+def gpu_scratch_bytes(decoder: Shape, largest_rank: int, context: int, tokens: int) -> int:
+    """A GPU's buffers for decoding and for prompts in blocks of so many tokens; a test holds it against the runtime's
+    own. Weights of q8 and q4 are unpacked to 16 bits for dense products."""
+    d, t = decoder, tokens
+    mixed = d.n_heads * d.head_dim
+    qkv = mixed + 2 * d.n_kv_heads * d.head_dim
+    lists = 8 * d.d_ff + 2 * d.d_model + 64 + 2 * d.n_layers
+    parts = d.n_heads * PARTS * (d.head_dim + 2)
+    one = (SPLITS + 2) * d.d_model + qkv + mixed + largest_rank + d.vocab_size + lists + parts
+    rows = dense_rows(t)
+    block = t * (5 * d.d_model + 2 * qkv + 2 * mixed + 4 * rows) + rows * max(d.d_model, mixed)
+    return 4 * (one + block + context * d.rotary_dim)

@@ -8,6 +8,8 @@ A single token walks the ladder: candidates (all rows, or those selected) → `f
 list is cut into shares of equal length whose number is fixed, each is worked off in order, the gaps between the results
 are closed in order, and the C partial sums are added in order: the bits do not depend on the number of threads.
 While a row is read, one that comes later is fetched.
+
+`threads` None means the calling thread alone: numba then compiles one of two branches, not both.
 """
 
 import numpy as np
@@ -131,35 +133,43 @@ _serial_fire, _serial_rest = leaf(_fire), leaf(_rest)
 
 @leaf
 def _neurons(
-    s: Shape, w: Ints, low: int, listed: bool, count: int, share: np.float32, more: bool, threaded: bool, b: Buffers
+    s: Shape,
+    w: Ints,
+    low: int,
+    listed: bool,
+    count: int,
+    share: np.float32,
+    more: bool,
+    threads: bool | None,
+    b: Buffers,
 ) -> int:
     """Partial sums of `count` neurons, those from `low` on or those in `b.candidates_F`; returns how many are kept."""
     records, bias, dense = b.records.ctypes.data, w[table.FIRST_BIAS], w[table.RUNG] == table.DENSE
     first, limit, lists = first_rows(s, w), limit_of(w), (b.candidates_F, b.index_F, b.h_F, b.counts_B)
-    if threaded:
-        _threaded_fire(first, bias, s.activation, limit, dense, low, listed, count, records, *lists)
-    else:
+    if threads is None:
         _serial_fire(first, bias, s.activation, limit, dense, low, listed, count, records, *lists)
+    else:
+        _threaded_fire(first, bias, s.activation, limit, dense, low, listed, count, records, *lists)
     kept = _close(count, b.counts_B, b.index_F, b.h_F)
     rest, k, bias, cut_off = rest_rows(s, w), s.rest_rows, w[table.UP_BIAS], s.activation == table.DRELU
     last, sums = every(rest, k, k - 1), (records, b.index_F, b.h_F, b.sums_CP, b.scratch_CX)
-    if threaded:
-        _threaded_rest(rest, last, k, bias, cut_off, dense, share, more, kept, *sums)
-    else:
+    if threads is None:
         _serial_rest(rest, last, k, bias, cut_off, dense, share, more, kept, *sums)
+    else:
+        _threaded_rest(rest, last, k, bias, cut_off, dense, share, more, kept, *sums)
     return kept
 
 
 @leaf
 def _step(
-    s: Shape, w: Ints, x_D: Floats, low: int, high: int, share: np.float32, more: bool, threaded: bool, b: Buffers
+    s: Shape, w: Ints, x_D: Floats, low: int, high: int, share: np.float32, more: bool, threads: bool | None, b: Buffers
 ) -> tuple[int, int]:
     predicted = w[table.RUNG] == table.PREDICTED
     prepare(max(s.ffn_format, s.predictor_format if predicted else 0), x_D, b.records.ctypes.data)
     count, listed = high - low, selects(w)
     if listed:
-        count = candidates(s, w, x_D, low, high, threaded, b)
-    return count, _neurons(s, w, low, listed, count, share, more, threaded, b)
+        count = candidates(s, w, x_D, low, high, threads, b)
+    return count, _neurons(s, w, low, listed, count, share, more, threads, b)
 
 
 @leaf
@@ -178,7 +188,7 @@ def serial_step(
     s: Shape, w: Ints, x_D: Floats, low: int, high: int, share: np.float32, more: bool, b: Buffers
 ) -> tuple[int, int]:
     """`step` on the calling thread alone, for the side that stands in for an accelerator."""
-    return _step(s, w, x_D, low, high, share, more, False, b)
+    return _step(s, w, x_D, low, high, share, more, None, b)
 
 
 @leaf

@@ -152,7 +152,7 @@ def activate(decoder: Decoder, z: F32, threshold: float = 0.0) -> F32:
     """
     h = _ACTIVATIONS[decoder.activation](z)
     limit = np.float32(max(decoder.threshold, threshold))
-    return np.where(np.abs(h) > limit, h, np.float32(0))
+    return np.where(np.abs(h) <= limit, np.float32(0), h)
 
 
 def selected(w: "Weights", layer: Layer, x_TD: F32) -> Bools | None:

@@ -100,7 +100,7 @@ _serial_predict, _serial_sign = leaf(_predict), leaf(_sign)
 
 
 @leaf
-def candidates(s: Shape, w: Ints, x_D: Floats, low: int, high: int, threaded: bool, b: Buffers) -> int:
+def candidates(s: Shape, w: Ints, x_D: Floats, low: int, high: int, threads: bool | None, b: Buffers) -> int:
     """List the neurons of [low, high) that the layer's rung selects in `b.candidates_F`; returns how many.
 
     The record of x in `b.records` is as the format of predictors needs it.
@@ -109,17 +109,17 @@ def candidates(s: Shape, w: Ints, x_D: Floats, low: int, high: int, threaded: bo
     if w[table.RUNG] == table.SIGN:
         x_W = b.signs_TW[0]
         pack_signs(x_D, x_W)
-        if threaded:
-            _threaded_sign(w[table.SIGNS], s.d_model, w[table.MARGIN], low, high, x_W, *lists)
-        else:
+        if threads is None:
             _serial_sign(w[table.SIGNS], s.d_model, w[table.MARGIN], low, high, x_W, *lists)
+        else:
+            _threaded_sign(w[table.SIGNS], s.d_model, w[table.MARGIN], low, high, x_W, *lists)
     else:
         down, up = predictor_rows(s, w)
         middle = b.r_TR[: w[table.RANK]], b.r_records.ctypes.data
-        if threaded:
-            _threaded_predict(down, up, w[table.PREDICTOR_BIAS], low, high, b.records.ctypes.data, *middle, *lists)
-        else:
+        if threads is None:
             _serial_predict(down, up, w[table.PREDICTOR_BIAS], low, high, b.records.ctypes.data, *middle, *lists)
+        else:
+            _threaded_predict(down, up, w[table.PREDICTOR_BIAS], low, high, b.records.ctypes.data, *middle, *lists)
     return close(high - low, b.counts_B, b.candidates_F)
 
 

@@ -1,17 +1,19 @@
 """What skipping costs a model on text it has not seen, rung by rung: the tables and curves of docs/fidelity.md.
 
-python tests/benchmarks/fidelity.py MODEL --text FOLDER --report FILE [--rungs RUNG,… …] [--formats FMT…]
-                                    [--work FOLDER] [--figures FILE.json]
+python tests/benchmarks/fidelity.py MODEL --text FOLDER --report FILE [--rungs RUNG,… …] [--work FOLDER]
+                                    [--steps N] [--budgets SHARE…] [--figures FILE.json]
 
-For each number format and each set of rungs (beside dense and gate) the recipe's road from profile to artifact, and the
-artifact's evaluation. `--figures` adds what the rungs cost at larger budgets, and recall by rank, as numbers to draw.
+Every rung is tried once, in f16. For each set of rungs (beside dense and gate) the choice is then made for several
+budgets; the one for the first of them is packed in f16, q8 and q4 and evaluated through the runtime. `--figures`
+keeps the numbers, for docs/fidelity_curves.py to draw.
 """
 
 import argparse
 import json
 import os
 import tempfile
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +22,20 @@ from pi_compile.array_file import read_arrays
 from pi_compile.building import Pipeline
 from pi_compile.evaluation import evaluate
 from pi_compile.machine_file import find_machine
+from pi_compile.packing import PackSpec, pack
 from pi_compile.recipe import Recipe, default_recipe
 from pi_compile.stage_specs import train_spec
+from pi_compile.trained import Trained
 from pi_compile.training import Texts, train_predictors
 from pi_runtime import console
 
-FIT_TOKENS, TRAIN_TOKENS, TUNE_TOKENS, TOKENS, WINDOW = 131_072, 32_768, 8192, 16_384, 256
-BUDGETS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""Increases of perplexity that the curves go through."""
+FIT_TOKENS, TRAIN_TOKENS, TUNE_TOKENS, TOKENS, WINDOW = 131_072, 32_768, 4096, 8192, 256
+BUDGETS = (1e-3, 1e-2, 1e-1)
+"""Increases of perplexity that the curves go through; artifacts are made for the first."""
+FORMATS = ("f16", "q8", "q4")
 
 
-def recipe(args: argparse.Namespace, folder: Path, rungs: list[str], fmt: str, budget: float) -> Recipe:
+def recipe(args: argparse.Namespace, folder: Path) -> Recipe:
     model, text, held_out = (
         Path(os.path.relpath(p.resolve(), folder)).as_posix() for p in (args.model, args.text, args.report)
     )
@@ -38,112 +43,88 @@ def recipe(args: argparse.Namespace, folder: Path, rungs: list[str], fmt: str, b
     data["corpus"] |= {"report": [held_out], "fit_tokens": FIT_TOKENS}
     data["corpus"] |= {"tune_tokens": TUNE_TOKENS, "report_tokens": TOKENS}
     data["profile"] |= {"window": WINDOW}
-    data["train"] |= {"tokens": TRAIN_TOKENS, "rungs": ["dense", "gate", *rungs]}
-    data["quality"] |= {"perplexity_increase": budget}
+    data["train"] |= {"tokens": TRAIN_TOKENS, "steps": args.steps}
     data["place"] |= {"machine": args.machine}
-    data["pack"] |= {**dict.fromkeys(("embedding", "attention", "ffn", "head"), fmt), "predictor": "auto"}
+    data["pack"] |= {**dict.fromkeys(("embedding", "attention", "ffn", "head"), "f16"), "predictor": "auto"}
     return Recipe.model_validate(data)
 
 
-def pipeline_of(args: argparse.Namespace, folder: Path, rungs: list[str], fmt: str, budget: float) -> Pipeline:
-    path = folder / f"{args.model.resolve().name}.toml"
-    path.write_text(recipe(args, folder, rungs, fmt, budget).to_toml(), encoding="utf-8")
-    pipeline = Pipeline(path, "cpu", console.say, console.progress)
-    pipeline.store.folder.mkdir(parents=True, exist_ok=True)
-    return pipeline
+class Bench:
+    """One model, its text, and a scratch folder in which every layer is tried once."""
 
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.folder = args, folder
+        path = folder / f"{args.model.resolve().name}.toml"
+        path.write_text(recipe(args, folder).to_toml(), encoding="utf-8")
+        self.pipeline = Pipeline(path, "cpu", console.say, console.progress)
+        self.pipeline.store.folder.mkdir(parents=True, exist_ok=True)
+        self.scratch = folder / "layers"
+        self.scratch.mkdir(exist_ok=True)
 
-def build(args: argparse.Namespace, folder: Path, rungs: list[str], fmt: str, budget: float) -> Pipeline:
-    pipeline = pipeline_of(args, folder, rungs, fmt, budget)
-    with pipeline.store.exclusive(console.say):
-        pipeline.pack(pipeline.recipe_path.with_suffix(".pi"))
-    assert pipeline.trained.perplexity["increase"] <= budget
-    return pipeline
-
-
-def scored(args: argparse.Namespace, pipeline: Pipeline) -> dict[str, Any]:
-    """Through the packed file and the runtime."""
-    with console.progress("scoring", "windows") as progress:
-        return evaluate(
-            pipeline.recipe_path.with_suffix(".pi"),
-            [args.report],
-            None,
-            tokens=TOKENS,
-            window=WINDOW,
-            progress=progress,
-        )
-
-
-def rows(found: dict[str, Any], pipeline: Pipeline, name: str, fmt: str) -> list[dict[str, Any]]:
-    """Of a set of rungs, and of dense and gate beside it."""
-    layers, tables = found["layers"], []
-    exact = abs(found["perplexity"]["gate"] / found["perplexity"]["dense"] - 1)
-    assert exact < 1e-5, f"gate differs from dense by {exact:.1e}"
-    for mode, perplexity in found["perplexity"].items():
-        if perplexity is not None:
-            tables.append(
-                {
-                    "rungs": name if mode == "predicted" else mode,
-                    "format": fmt,
-                    "predictor": pipeline.trained.predictor_format,
-                    "taken": " ".join(layer["rung"][0] for layer in layers) if mode == "predicted" else "",
-                    "density": sum(layer["density"] for layer in layers) / len(layers),
-                    "read_over_active": sum(layer["rows_read_over_active"] for layer in layers) / len(layers)
-                    if mode == "predicted"
-                    else None,
-                    "perplexity": perplexity,
-                    "increase_percent": 100 * (perplexity / found["perplexity"]["dense"] - 1),
-                    "agreement": found["agreement"][mode] if mode != "dense" else None,
-                    "ffn_bytes": found["ffn_bytes_per_token"][mode],
-                    "tokens_per_s": found["tokens_per_s"][mode],
-                }
+    def trained(self, rungs: Sequence[str], budget: float) -> Trained:
+        p, streams = self.pipeline, self.pipeline.streams
+        texts = Texts(fit=streams.fit[:TRAIN_TOKENS], tune=streams.tune, report=streams.report)
+        spec = train_spec(p.recipe, p.checkpoint_formats, find_machine(self.args.machine, self.folder), "cpu")
+        spec = replace(spec, rungs=("dense", "gate", *rungs), perplexity_increase=budget)
+        with console.progress(f"{' '.join(rungs)} {budget:g}", "steps") as progress:
+            return train_predictors(
+                p.checkpoint, p.profile, texts, spec, scratch=self.scratch, inputs="", progress=progress
             )
+
+    def scored(self, trained: Trained, fmt: str) -> dict[str, Any]:
+        """Through the packed file and the runtime."""
+        path, p = self.folder / "a.pi", self.pipeline
+        formats = {**dict.fromkeys(("embedding", "attention", "ffn", "head"), fmt)}
+        spec = PackSpec(formats={**formats, "predictor": trained.predictor_format})
+        pack(p.checkpoint, spec, path, recipe={}, profile=trained.refined(p.profile), trained=trained)
+        with console.progress("scoring", "windows") as progress:
+            return evaluate(path, [self.args.report], None, tokens=TOKENS, window=WINDOW, progress=progress)
+
+    def predictors(self) -> list[dict[str, Any]]:
+        """All that were tried, with what they read and lose on the tune text."""
+        found = []
+        for file in sorted(self.scratch.glob("layer-*.npz")):
+            for c in json.loads(str(read_arrays(file, "candidates")["candidates"])):
+                keys = ("rung", "rank", "trained", "format", "threshold", "margin", "error", "reads")
+                found.append({"layer": int(file.stem.split("-")[1]), **{k: c[k] for k in keys}})
+        return found
+
+
+def rows(found: dict[str, Any], name: str, fmt: str) -> list[dict[str, Any]]:
+    """Of a set of rungs, and of dense and gate beside it."""
+    layers, perplexity, tables = found["layers"], found["perplexity"], []
+    exact = abs(perplexity["gate"] / perplexity["dense"] - 1)
+    assert exact < 1e-5, f"gate differs from dense by {exact:.1e}"
+    for mode in [mode for mode, value in perplexity.items() if value is not None]:
+        chosen = mode == "predicted"
+        tables.append(
+            {
+                "rungs": name if chosen else mode,
+                "format": fmt,
+                "taken": " ".join(layer["rung"][0] for layer in layers) if chosen else "",
+                "perplexity": perplexity[mode],
+                "increase_percent": 100 * (perplexity[mode] / perplexity["dense"] - 1),
+                "agreement": found["agreement"][mode],
+                "ffn_bytes": found["ffn_bytes_per_token"][mode],
+                "over_gate": found["ffn_bytes_per_token"][mode] / found["ffn_bytes_per_token"]["gate"],
+                "tokens_per_s": found["tokens_per_s"][mode],
+            }
+        )
     return tables
 
 
-def curves(args: argparse.Namespace, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Bytes and perplexity that each set of rungs comes to at each budget, in f16; predictors are trained once."""
-    every = sorted({rung for rungs in args.rungs for rung in rungs.split(",")})
-    pipeline = pipeline_of(args, folder, every, "f16", BUDGETS[0])
-    streams = pipeline.streams
-    texts = Texts(fit=streams.fit[:TRAIN_TOKENS], tune=streams.tune, report=streams.report)
-    machine = find_machine(args.machine, folder)
-    spec = train_spec(pipeline.recipe, pipeline.checkpoint_formats, machine, "cpu")
-    scratch = folder / "curves"
-    scratch.mkdir(exist_ok=True)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for rungs in sorted(args.rungs, key=lambda r: -r.count(",")):
-        for budget in BUDGETS:
-            allowed = replace(spec, rungs=("dense", "gate", *rungs.split(",")), perplexity_increase=budget)
-            with console.progress(f"{rungs} {budget:g}", "steps") as progress:
-                trained = train_predictors(
-                    pipeline.checkpoint, pipeline.profile, texts, allowed, scratch=scratch, inputs="", progress=progress
-                )
-            read, gate = (sum(getattr(row, k) for row in trained.rows) for k in ("ffn_bytes", "gate_bytes"))
-            found.setdefault(rungs, []).append(
-                {
-                    "budget": budget,
-                    "bytes_over_gate": read / gate,
-                    **{k: trained.perplexity[k] for k in ("increase", "standard_error", "report_divergence")},
-                    "format": trained.predictor_format,
-                    "rungs": [row.rung for row in trained.rows],
-                    "ranks": [row.rank for row in trained.rows],
-                }
-            )
-            console.say(f"{rungs}: {found[rungs][-1]}")
-    return found
-
-
-def recall_by_rank(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Of the predictors that `curves` trained, at the threshold that loses 0.1 % of the energy: what they read."""
-    found = []
-    for file in sorted((folder / "curves").glob("layer-*.npz")):
-        for c in json.loads(str(read_arrays(file, "candidates")["candidates"])):
-            if c["rung"] == "predicted":
-                reads = {k: c["reads"][k] for k in ("predictor", "first", "rest")}
-                keys = ("rank", "trained", "format", "threshold", "error")
-                found.append({"layer": int(file.stem.split("-")[1]), **{k: c[k] for k in keys}, **reads})
-    return found
+def curve(bench: Bench, rungs: list[str], budgets: list[float]) -> tuple[list[dict[str, Any]], Trained]:
+    """Bytes and perplexity that a set of rungs comes to at each budget, and what was chosen for the first."""
+    points, kept = [], None
+    for budget in budgets:
+        trained = bench.trained(rungs, budget)
+        assert trained.perplexity["increase"] <= budget
+        kept = kept or trained
+        figures = report.train_report(trained)
+        points.append({"budget": budget, **figures})
+        console.say(f"{rungs} {budget:g}: {figures['ffn_bytes_over_gate']:.3f}, {figures['increase']:+.2e}")
+    assert kept is not None
+    return points, kept
 
 
 def main() -> None:
@@ -151,24 +132,30 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, required=True, help="to fit and tune on")
     parser.add_argument("--report", type=Path, required=True, help="to report on")
-    parser.add_argument("--rungs", nargs="+", default=["predicted", "sign", "threshold", "threshold,predicted,sign"])
-    parser.add_argument("--formats", nargs="+", default=["f16", "q8", "q4"])
+    parser.add_argument("--rungs", nargs="+", default=["threshold,predicted,sign", "predicted", "sign", "threshold"])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS)
     parser.add_argument("--machine", default="stand-in")
     parser.add_argument("--work", type=Path, help="kept for the next run")
-    parser.add_argument("--figures", type=Path, help="numbers for docs/fidelity_curves.py, instead of the tables")
+    parser.add_argument("--figures", type=Path, help="where to keep the numbers")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.work or Path(temporary)).resolve()
         folder.mkdir(exist_ok=True)
-        if args.figures:
-            found = {"curves": curves(args, folder), "predictors": recall_by_rank(args, folder)}
-            args.figures.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            return
-        for fmt in args.formats:
-            for rungs in args.rungs:
-                pipeline = build(args, folder, rungs.split(","), fmt, 0.001)
-                found = scored(args, pipeline)
-                report.print_report({"results": rows(found, pipeline, rungs, fmt), "layers": found["layers"]})
+        bench = Bench(args, folder)
+        sets = [s.split(",") for s in args.rungs]
+        figures: dict[str, Any] = {"curves": {}, "artifacts": []}
+        # What the first set tries in each layer is there for the others.
+        for rungs in sorted(sets, key=len, reverse=True):
+            name = " ".join(rungs)
+            figures["curves"][name], trained = curve(bench, rungs, args.budgets)
+            figures["predictors"] = bench.predictors()
+            report.print_report({"layers": [asdict(row) for row in trained.rows]})
+            for fmt in FORMATS:
+                figures["artifacts"] += rows(bench.scored(trained, fmt), name, fmt)
+            report.print_report({"results": figures["artifacts"]})
+            if args.figures:
+                args.figures.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

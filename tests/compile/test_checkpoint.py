@@ -52,12 +52,6 @@ def test_a_file_instead_of_a_folder(folder: Path) -> None:
     assert f"name the folder: {folder}" in refusal(folder / "model.safetensors")
 
 
-def test_a_gguf_file(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\0\0\0")
-    assert "GGUF" in refusal(tmp_path / "model.gguf")
-    assert "GGUF" in refusal(tmp_path)
-
-
 def test_an_adapter_instead_of_a_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     assert "merge it into its base model" in refusal(tmp_path)

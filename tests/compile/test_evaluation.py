@@ -32,8 +32,8 @@ def trained(d: Decoder, *, bias: float) -> Trained:
     """Predictors of rank 5 that say the sign of a random projection, shifted."""
     rng = np.random.default_rng(0)
     row = LayerRow(
-        rung="predicted", density=0.5, rank=5, ffn_bytes=1.0, ffn_us=1.0, gate_bytes=1.0, recall=1.0, precision=1.0,
-        rows_read_over_active=1.0, error=0.0,
+        rung="predicted", density=0.5, rank=5, ffn_bytes=1.0, gate_bytes=1.0, ffn_us=1.0, recall=1.0,
+        precision=1.0, rows_read_over_active=1.0, error=0.0,
     )  # fmt: skip
     arrays = [
         (
@@ -44,9 +44,14 @@ def trained(d: Decoder, *, bias: float) -> Trained:
         for _ in range(d.n_layers)
     ]
     return Trained(
-        rows=(row,) * d.n_layers, predictors=tuple(arrays), predictor_format="f32", counts=(None,) * d.n_layers,
-        counted_tokens=0, perplexity={}, inputs="x",
-    )  # fmt: skip
+        rows=(row,) * d.n_layers,
+        predictors=tuple(arrays),
+        predictor_format="f32",
+        counts=(None,) * d.n_layers,
+        counted_tokens=1,
+        perplexity={},
+        inputs="x",
+    )
 
 
 @pytest.fixture

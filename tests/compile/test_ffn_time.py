@@ -44,12 +44,12 @@ def test_it_is_the_time_of_the_layer_on_the_processor(rung: str, ffn: str) -> No
 def test_each_rung_pays_for_what_it_reads() -> None:
     d = small_decoder(d_model=128, d_ff=1000, ffn="gated")
     neuron = FfnBytes(d, "q4", "q8")
-    first, rest, launch = neuron.first, neuron.rest, 3e6
+    first, rest, launches = neuron.first, neuron.rest, 2 * 3e6
     signs = Reads.of(neuron, "sign", 0, 0.5, 0.1)
     assert signs.predictor == 1000 * 64  # two words of signs in a cache line
     times = {
-        "threshold": launch + 1000 * first / 20e9 * 1e12 + 200 * rest / 7e9 * 1e12,
-        "sign": 2 * launch + 64000 / 40e9 * 1e12 + 500 * first / 7e9 * 1e12 + 100 * rest / 7e9 * 1e12,
+        "threshold": launches + 1000 * first / 20e9 * 1e12 + 200 * rest / 7e9 * 1e12,
+        "sign": 2 * launches + 64000 / 40e9 * 1e12 + 500 * first / 7e9 * 1e12 + 100 * rest / 7e9 * 1e12,
     }
     assert Reads.of(neuron, "threshold", None, 1.0, 0.2).ps(UNIT, neuron) == pytest.approx(times["threshold"])
     assert signs.ps(UNIT, neuron) == pytest.approx(times["sign"])

@@ -315,7 +315,7 @@ def test_time_and_not_bytes_decides(run: Callable[..., Trained]) -> None:
     assert predicted("a", training.BYTES) > predicted("b", slow_to_pick)
     assert predicted("c", slow_to_start) == 0
     trained = run("c", unit=slow_to_start)
-    assert trained.rows[0].ffn_us == pytest.approx(1e6 + trained.rows[0].ffn_bytes / 1e3)
+    assert trained.rows[0].ffn_us == pytest.approx(2e6 + trained.rows[0].ffn_bytes / 1e3)
 
 
 @pytest.mark.parametrize("rungs", [("dense", "gate", "predicted"), ("dense", "gate", "threshold", "predicted", "sign")])

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pi_runtime import devices
 from pi_runtime.devices import resolve_device
 from pi_runtime.errors import DeviceError, MissingExtraError, UsageError
 
@@ -17,13 +18,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int | None) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None if gpus is None else object())
 
 
-@pytest.mark.parametrize(("name", "device"), [("auto", "cpu"), ("cpu", "cpu"), ("stand-in", "stand-in")])
+@pytest.mark.parametrize("name", ["cpu", "stand-in"])
 @pytest.mark.parametrize("gpus", [None, 0, 2])
-def test_the_processor_is_always_there(
-    monkeypatch: pytest.MonkeyPatch, name: str, device: str, gpus: int | None
-) -> None:
+def test_the_processor_is_always_there(monkeypatch: pytest.MonkeyPatch, name: str, gpus: int | None) -> None:
     pretend(monkeypatch, gpus)
-    assert resolve_device(name) == device
+    assert resolve_device(name) == name
 
 
 @pytest.mark.parametrize("name", ["", "gpu", "CPU", "cuda:x", "cuda:-1", "cuda:²", "cuda:0:1", "cpu:0", " cpu"])
@@ -50,7 +49,14 @@ def test_no_such_gpu(monkeypatch: pytest.MonkeyPatch, name: str, gpus: int) -> N
     assert caught.value.exit_code == 2
 
 
-def test_a_gpu_is_refused_rather_than_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, 1)
-    with pytest.raises(DeviceError, match="on the CPU only"):
-        resolve_device("cuda:0")
+@pytest.mark.parametrize(("name", "device"), [("cuda", "cuda:0"), ("cuda:0", "cuda:0"), ("cuda:1", "cuda:1")])
+def test_a_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch, name: str, device: str) -> None:
+    pretend(monkeypatch, 2)
+    assert resolve_device(name) == device
+
+
+@pytest.mark.parametrize(("driver", "gpus", "device"), [(True, 1, "cuda:0"), (True, None, "cpu"), (False, 1, "cpu")])
+def test_automatic(monkeypatch: pytest.MonkeyPatch, driver: bool, gpus: int | None, device: str) -> None:
+    pretend(monkeypatch, gpus)
+    monkeypatch.setattr(devices, "gpu_driver", lambda: driver)
+    assert resolve_device("auto") == device

@@ -38,8 +38,14 @@ def import_alone(names: list[str]) -> set[str]:
 
 
 def test_the_runtime_stands_alone() -> None:
-    loaded = import_alone(modules("pi_runtime", pi_runtime.__path__))
-    assert loaded & FOREIGN == set()
+    names = [name for name in modules("pi_runtime", pi_runtime.__path__) if not name.startswith("pi_runtime.cuda.")]
+    assert import_alone(names) & FOREIGN == set()
+
+
+@pytest.mark.skipif(any(find_spec(name) is None for name in ("torch", "triton")), reason="needs the cuda extra")
+def test_every_module_of_the_gpu_tier() -> None:
+    names = [name for name in modules("pi_runtime", pi_runtime.__path__) if name.startswith("pi_runtime.cuda.")]
+    assert import_alone(names) & FOREIGN == {"torch", "triton"}
 
 
 @pytest.mark.skipif(

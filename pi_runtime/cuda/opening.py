@@ -1,0 +1,70 @@
+"""From an open artifact and a GPU to a running executor: the budget, and the plan that fits it."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Plan
+from pi_runtime.cuda.devices import Cuda, Device
+from pi_runtime.cuda.executor import CudaExecutor, layers_in
+from pi_runtime.cuda.placed import needed_bytes
+from pi_runtime.errors import DoesNotFitError
+from pi_runtime.planning import no_placement
+
+
+def open_on_gpu(
+    artifact: Artifact,
+    mode: str,
+    context: int,
+    threads: int,
+    *,
+    index: int,
+    vram_budget: int | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> CudaExecutor:
+    """An executor on GPU `index` within the budget, or within what the card has free, whichever is less.
+
+    Raises DoesNotFitError where no stored plan fits, UsageError for a model that cannot run there.
+    """
+    layers_in(artifact.manifest, mode)
+    _stay_awake()
+    device: Device = Cuda(index)
+    budget = min(sys.maxsize if vram_budget is None else vram_budget, device.free_bytes())
+    plan = fitting_plan(artifact, context, budget, device.free_bytes())
+    try:
+        return CudaExecutor(artifact, mode, context, threads, plan, device, budget, progress)
+    except BaseException:
+        device.limit(None)
+        raise
+
+
+def _stay_awake() -> None:
+    """Let the CPU's threads spin while they wait for the GPU, some tens of microseconds a layer: waking takes as long.
+
+    libgomp reads it when the first parallel kernel starts; `kernels.compiling` has set 1000 unless the user chose.
+    """
+    if os.environ.get("GOMP_SPINCOUNT") == "1000":
+        os.environ["GOMP_SPINCOUNT"] = "100000"
+
+
+def fitting_plan(artifact: Artifact, context: int, budget: int, free: int) -> Plan:
+    """The stored plan that uses most of the budget with a cache of this context.
+
+    Raises DoesNotFitError that says what the smallest one needs.
+    """
+    plans = artifact.manifest.plans
+    if not plans:
+        raise no_placement(str(artifact.path))
+    needs = {n: needed_bytes(artifact.manifest, plan, context, 1) for n, plan in enumerate(plans)}
+    fitting = [n for n, nbytes in needs.items() if nbytes <= budget]
+    if not fitting:
+        least = min(needs.values())
+        raise DoesNotFitError(
+            f"{artifact.path}: no stored placement fits the GPU",
+            expected=f"at least {least} bytes with a context of {context}",
+            found=f"{budget} bytes" + (f", the card has {free} free" if free <= budget else ""),
+            remedy="--device cpu, a smaller --ctx-size, or "
+            + (f"--vram-budget {least}" if least <= free else "add the budget to [place] vram_gib and build again"),
+        )
+    return plans[max(fitting, key=lambda n: (needs[n], plans[n].vram_bytes))]

@@ -1,0 +1,66 @@
+"""Neurons selected by signs: those whose row of `first` has the input's sign in most columns (SparseInfer).
+
+agreement_i = #(columns of equal sign) − #(columns of different sign) = D − 2 #ones(signs_i xor signs(x))
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+ROWS = 64
+"""Rows that a program looks at: each packs the input's signs for itself."""
+WORDS = 16
+
+
+def agree(
+    signs_FW: torch.Tensor,
+    columns: int,
+    margin: int,
+    x_D: torch.Tensor,
+    marks_F: torch.Tensor,
+    counts_T: torch.Tensor,
+) -> int:
+    """Mark the rows whose agreement with x is above the margin; returns how many a count is for."""
+    rows = len(marks_F)
+    assert signs_FW.dtype == torch.int64
+    assert signs_FW.shape[0] == rows
+    assert 64 * signs_FW.shape[1] >= columns == len(x_D)
+    words = triton.cdiv(columns, 64)
+    _agree[(triton.cdiv(rows, ROWS),)](
+        signs_FW, x_D, marks_F, counts_T, signs_FW.stride(0), columns, words, margin, rows, ROWS, WORDS
+    )
+    return ROWS
+
+
+@triton.jit
+def _ones(word):
+    """Bits that are set. Shifts bring copies of the sign from above, which every mask drops."""
+    word = word - ((word >> 1) & 0x5555555555555555)
+    word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
+    word = word + (word >> 8)
+    word = word + (word >> 16)
+    return (word + (word >> 32)) & 0x7F
+
+
+@triton.jit
+def _agree(signs, x, marks, counts, stride, columns, words, margin, rows, R: tl.constexpr, W: tl.constexpr):
+    tile = tl.program_id(0)
+    row_R = tile * R + tl.arange(0, R)
+    there_R = row_R < rows
+    bit_J = tl.arange(0, 64)
+    differ_R = tl.zeros([R], tl.int32)
+    for first in range(0, words, W):
+        word_W = first + tl.arange(0, W)
+        column_JW = 64 * word_W[None, :] + bit_J[:, None]
+        there_JW = column_JW < columns
+        x_JW = tl.load(x + column_JW, mask=there_JW, other=0.0)
+        place_JW = bit_J.to(tl.int64)[:, None]
+        x_W = tl.sum((x_JW < 0.0).to(tl.int64) << place_JW, 0)
+        used_W = tl.sum(there_JW.to(tl.int64) << place_JW, 0)
+        at_RW = (row_R.to(tl.int64) * stride)[:, None] + word_W[None, :]
+        sign_RW = tl.load(signs + at_RW, mask=there_R[:, None] & (word_W < words)[None, :], other=0)
+        differ_R += tl.sum(_ones((sign_RW ^ x_W[None, :]) & used_W[None, :]), 1).to(tl.int32)
+    mark_R = tl.where(there_R & (columns - 2 * differ_R > margin), 1.0, 0.0)
+    tl.store(marks + row_R, mark_R, mask=there_R)
+    tl.store(counts + tile, tl.sum(mark_R, 0).to(tl.int32))

@@ -1,0 +1,68 @@
+"""One token's FFN in pieces, for a run in which predictor and neurons are not on the same side.
+
+`predict` lists the neurons that are predicted to fire; `cold_sum` computes those of a list, or of a range. Python calls
+`cold_sum` once a layer while a GPU waits for it: taking apart tuples of arrays at each call costs more (16 µs) than it
+may, so what stays the same goes in as one array of addresses.
+"""
+
+import numpy as np
+from numba import carray
+
+from pi_runtime.artifact.footprint import CHUNKS, SHARES
+from pi_runtime.kernels import table
+from pi_runtime.kernels.buffers import Buffers
+from pi_runtime.kernels.compiling import leaf
+from pi_runtime.kernels.ffn import _close, _threaded_fire, _threaded_rest, add_sums, limit_of
+from pi_runtime.kernels.memory import Floats, Ints, every, matrix, pointer_of
+from pi_runtime.kernels.operand import prepare
+from pi_runtime.kernels.selection import candidates
+from pi_runtime.kernels.table import Shape
+
+_FORMAT, _COLUMNS, _NEURONS, _ACTIVATION, _K, _RECORDS, _CANDIDATES, _INDEX, _H, _COUNTS, _SUMS, _SCRATCH = range(12)
+_SUMS_WIDTH, _SCRATCH_WIDTH = 12, 13
+
+
+def addresses(s: Shape, b: Buffers) -> Ints:
+    """What `cold_sum` works with; good as long as the buffers are."""
+    arrays = b.records, b.candidates_F, b.index_F, b.h_F, b.counts_B, b.sums_CP, b.scratch_CX
+    sizes = s.ffn_format, s.d_model, s.d_ff, s.activation, s.rest_rows
+    widths = b.sums_CP.shape[1], b.scratch_CX.shape[1]
+    return np.array([*sizes, *(array.ctypes.data for array in arrays), *widths], np.int64)
+
+
+@leaf
+def predict(s: Shape, w: Ints, x_D: Floats, b: Buffers) -> int:
+    """List all neurons that the layer's rung selects in `b.candidates_F`; returns how many."""
+    prepare(s.predictor_format, x_D, b.records.ctypes.data)
+    return candidates(s, w, x_D, 0, s.d_ff, True, b)
+
+
+@leaf
+def cold_sum(c: Ints, w: Ints, x_D: Floats, low: int, count: int, listed: bool, y_D: Floats) -> int:
+    """y ← the sum over the first `count` of the candidates (`listed`), or over the neurons [low, low + count).
+
+    `c`: from `addresses`; `w`: the layer's row of the weight table. Returns how many neurons were kept.
+    """
+    neurons, k = c[_NEURONS], c[_K]
+    candidates_F = carray(pointer_of(c[_CANDIDATES]), (neurons,), np.int64)
+    index_F = carray(pointer_of(c[_INDEX]), (neurons,), np.int64)
+    h_F = carray(pointer_of(c[_H]), (neurons,), np.float32)
+    counts_B = carray(pointer_of(c[_COUNTS]), (SHARES,), np.int64)
+    sums_CP = carray(pointer_of(c[_SUMS]), (CHUNKS, c[_SUMS_WIDTH]), np.float32)
+    scratch_CX = carray(pointer_of(c[_SCRATCH]), (CHUNKS, c[_SCRATCH_WIDTH]), np.float32)
+    prepare(c[_FORMAT], x_D, c[_RECORDS])
+    first = matrix(c[_FORMAT], w[table.FIRST], w[table.FIRST_SCALES], c[_COLUMNS])
+    rest = matrix(c[_FORMAT], w[table.REST], w[table.REST_SCALES], c[_COLUMNS])
+    dense, cut_off = w[table.RUNG] == table.DENSE, c[_ACTIVATION] == table.DRELU
+    _threaded_fire(
+        first, w[table.FIRST_BIAS], c[_ACTIVATION], limit_of(w), dense, low, listed, count, c[_RECORDS], candidates_F,
+        index_F, h_F, counts_B,
+    )  # fmt: skip
+    kept = _close(count, counts_B, index_F, h_F)
+    _threaded_rest(
+        rest, every(rest, k, k - 1), k, w[table.UP_BIAS], cut_off, dense, np.float32(1), False, kept, c[_RECORDS],
+        index_F, h_F, sums_CP, scratch_CX,
+    )  # fmt: skip
+    y_D[:] = np.float32(0)
+    add_sums(sums_CP, y_D)
+    return kept

@@ -1,0 +1,175 @@
+"""What a GPU, the CPU and their link give in this run, and the model of time that follows (see `pi_compile.cost`).
+
+token  =  Σ_l [ attention + predictor + max(T_gpu, T_cpu) + hand-over ]  +  head
+part   =  kernels · gap  +  bytes ÷ rate
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gpu_bench.model import Curve
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.footprint import kv_bytes
+from pi_runtime.artifact.schema import Plan
+from pi_runtime.cuda import lists, neurons, products
+from pi_runtime.cuda.devices import Device
+from pi_runtime.cuda.matrices import Matrix
+from pi_runtime.measure import gather_bandwidth, product_bandwidth, weights
+
+KERNELS = {"attention": 7, "predictor": 3, "ffn": 5, "merge": 1, "head": 2}
+"""Kernels a part starts on the GPU."""
+PICKED = 10
+"""One row in so many is read where rows are picked."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second of f16, and seconds."""
+
+    gpu: float
+    """Copies inside the card, read and written."""
+    gpu_stream: float
+    """Our matrix–vector product."""
+    gpu_picked: float
+    """Picked rows of an FFN."""
+    cpu_stream: float
+    cpu_picked: float
+    gap: float
+    """From one kernel of a graph to the next."""
+    handover: float
+    """A residual to pinned memory, waited for, and back."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Seconds of one token."""
+
+    token: float
+    gpu: float
+    """Of the GPU's neurons."""
+    cpu: float
+    """Of the CPU's neurons."""
+    gpu_bytes: float
+    cpu_bytes: float
+    """Read for one token."""
+
+
+def rates(device: Device, width: int, nbytes: int, threads: int) -> Rates:
+    """All of them, with matrices of this many bytes and columns."""
+    here = weights("f16", max(nbytes, 1 << 22))
+    with device.at_work():
+        rows = max(64, nbytes // 2 // width)
+        m = Matrix("f16", torch.full((rows, width), 0.01, dtype=torch.float16, device=device.device), None, width)
+        x_D, y_N = torch.ones(width, device=device.device), torch.zeros(rows, device=device.device)
+        other = torch.empty_like(m.values)
+        stream = seconds(device, lambda: products.linear(m, None, x_D, y_N, device.tiling))
+        return Rates(
+            gpu=2 * m.values.nbytes / seconds(device, lambda: other.copy_(m.values)),
+            gpu_stream=m.values.nbytes / stream,
+            gpu_picked=_picked(device, m, x_D),
+            cpu_stream=product_bandwidth(here, threads, 3),
+            cpu_picked=gather_bandwidth(here, threads, 3),
+            gap=_gap(device),
+            handover=_handover(device, width),
+        )
+
+
+def seconds(device: Device, work: Callable[[], object], repeats: int = 10) -> float:
+    """Best time of one run as a graph, by the host's clock, ten runs at a time."""
+    replay = device.replayable((work,))
+    best = float("inf")
+    for _ in range(repeats if device.device.type == "cuda" else 1):
+        device.synchronize()
+        began = time.perf_counter()
+        for _ in range(10 if device.device.type == "cuda" else 1):
+            replay()
+        device.synchronize()
+        best = min(best, (time.perf_counter() - began) / (10 if device.device.type == "cuda" else 1))
+    return best
+
+
+def _picked(device: Device, m: Matrix, x_D: torch.Tensor) -> float:
+    """One neuron in ten of a gated FFN whose rows are the matrix's, as decoding reads them."""
+    count = m.rows // 3
+    n = neurons.Neurons(m.slice(0, count), None, m.slice(count, 3 * count), None, 0)
+    drawn = np.sort(np.random.default_rng(0).permutation(count)[: max(1, count // PICKED)])
+    index_F = torch.zeros(count, dtype=torch.int32, device=device.device)
+    index_F[: len(drawn)] = torch.from_numpy(drawn.astype(np.int32))
+    listed = neurons.List(index_F, torch.tensor([len(drawn)], dtype=torch.int32, device=device.device))
+    h_F, counts_T = (
+        torch.zeros(count, device=device.device),
+        torch.zeros(count, dtype=torch.int32, device=device.device),
+    )
+    kept = neurons.List(torch.zeros_like(counts_T), torch.zeros(1, dtype=torch.int32, device=device.device))
+    kept_h_F = torch.zeros_like(h_F)
+    sums_SD = torch.zeros(device.tiling.splits, m.columns, device=device.device)
+
+    def work() -> None:
+        tile = neurons.fire(n, x_D, listed, h_F, counts_T, device.tiling)
+        within = (listed.index_F, listed.count)
+        lists.close(h_F, counts_T, tile, 0, (kept.index_F, kept_h_F, kept.count), within)
+        neurons.add_up(n, kept, kept_h_F, sums_SD, device.tiling)
+
+    taken = seconds(device, work)
+    assert int(kept.count.item()) == len(drawn), "all of these fire"
+    return 3 * len(drawn) * m.columns * 2 / taken
+
+
+def _gap(device: Device) -> float:
+    x = torch.zeros(1, device=device.device)
+
+    def many() -> None:
+        for _ in range(100):
+            x.add_(1)
+
+    return seconds(device, many) / 100
+
+
+def _handover(device: Device, width: int) -> float:
+    there, here = torch.zeros(width, device=device.device), device.pinned(width, torch.float32)
+    down = device.replayable((lambda: here.copy_(there, non_blocking=True),))
+    up = device.replayable((lambda: there.copy_(here, non_blocking=True),))
+    event, best = device.event(), float("inf")
+    for _ in range(200 if device.device.type == "cuda" else 2):
+        device.synchronize()
+        began = time.perf_counter()
+        down()
+        event.record()
+        event.synchronize()
+        up()
+        device.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def predict(d: Decoder, plan: Plan, curve: Curve, rank: int, context: int, r: Rates, *, dense: bool) -> Predicted:
+    """One token by the model of time; the predictor names just the neurons that fire."""
+    row, f = 2 * d.d_model, np.concatenate([[0], np.cumsum(curve.frequencies(d.d_ff))])
+    attention = 2 * (4 * d.n_heads * d.head_dim * d.d_model) + kv_bytes(d, context)
+    predictor = 0 if dense else 2 * rank * (d.d_model + d.d_ff)
+    head = 2 * d.vocab_size * d.d_model
+    token = KERNELS["head"] * r.gap + head / r.gpu_stream if plan.head == "gpu" else head / r.cpu_stream
+    gpu_bytes, cpu_bytes = (head, 0.0) if plan.head == "gpu" else (0.0, head)
+    gpu_s = cpu_s = 0.0
+    before = plan.embedding
+    for side, cut in zip(plan.attention, plan.cuts, strict=True):
+        there = side == "gpu"
+        hot, cold = (cut, d.d_ff - cut) if dense else (f[cut], f[-1] - f[cut])
+        whole = attention + predictor
+        token += (
+            (KERNELS["attention"] + (0 if dense else KERNELS["predictor"])) * r.gap + whole / r.gpu_stream
+            if there
+            else whole / r.cpu_stream
+        )
+        t_gpu = KERNELS["ffn"] * r.gap + 3 * row * hot / (r.gpu_stream if dense else r.gpu_picked) if cut else 0.0
+        t_cpu = 3 * row * cold / (r.cpu_stream if dense else r.cpu_picked)
+        split = cut != (d.d_ff if there else 0)
+        token += max(t_gpu, t_cpu) + (r.handover if split else 0.0) + (r.handover if side != before else 0.0)
+        gpu_s, cpu_s, before = gpu_s + t_gpu, cpu_s + t_cpu, side
+        gpu_bytes += 3 * row * hot + (whole if there else 0)
+        cpu_bytes += 3 * row * cold + (0 if there else whole)
+    return Predicted(token, gpu_s, cpu_s, gpu_bytes, cpu_bytes)
