@@ -15,7 +15,7 @@ EXTRAS = {
     "runtime": ("numpy", "numba", "tokenizers", "jinja2", "typer", "rich"),
     "place": ("highspy", "pydantic", "scipy"),
     "report": ("matplotlib",),
-    "compile": ("torch", "transformers", "datasets", "huggingface_hub", "safetensors", "zarr"),
+    "compile": ("torch", "transformers", "datasets", "huggingface_hub", "safetensors", "zarr", "gguf"),
     "cuda": ("torch", "triton"),
 }
 """Packages of the installation itself (`runtime`) and of each extra."""

@@ -11,6 +11,7 @@ EXTRA_OF = {
     "matplotlib": "report",
     "pydantic": "compile",  # of both: who lacks it most likely lacks the rest too
     "datasets": "compile",
+    "gguf": "compile",
     "huggingface_hub": "compile",
     "safetensors": "compile",
     "torch": "compile",

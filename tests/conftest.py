@@ -1,6 +1,7 @@
 """Fixtures every test may use."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from pi_runtime.devices import gpu_driver
 if not gpu_driver():
     # Triton reads it when it is imported, and whoever imports it first decides.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell's background jobs ignore it, and their children with them: then no test could interrupt a command.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = Path(os.environ.get("PI_TEST_DATA", Path(__file__).parents[2] / "shared"))
 

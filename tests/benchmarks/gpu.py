@@ -2,9 +2,11 @@
 
 python tests/benchmarks/gpu.py [--minutes 8.5] [--json PATH] [--device cpu --tiny]
 
-Needs torch, Triton, numba and NumPy. Weights are made on the GPU, f16, each layer its own; neurons fire as published
-curves say. Every placement's logits are held against those of all on the GPU, and these against plain torch, before a
-figure is printed. Rows are taken in order of interest until the time is up; what is left out is said.
+Needs torch, Triton, numba and NumPy. Offloading is that of transformers and accelerate where both can be imported, else
+a copy of its scheme in torch: rows say which. Weights are made on the GPU, f16, each layer its own; neurons fire as
+published curves say. Every placement's logits are held against those of all on the GPU, and these against plain torch,
+before a figure is printed, and accelerate's too. Rows are taken in order of interest until the time is up; what is left
+out is said.
 """
 
 import argparse
@@ -26,6 +28,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import numba
 import numpy as np
 import torch
+from gpu_bench import rival
 from gpu_bench.measuring import Rates, predict, rates
 from gpu_bench.model import OPT, REGLU, SEVEN, THIRTEEN, TINY, Curve, MemoryArtifact, Shape, make
 from gpu_bench.offload import Offload
@@ -113,22 +116,16 @@ def described(
     }  # fmt: skip
 
 
-def offloaded(artifact: MemoryArtifact, curve: Curve, case: Case, s: Setting) -> dict[str, Any]:
-    with s.device.at_work():
-        rival = Offload(artifact, case.budget, s.context, s.device.device)
-        rival.step(1)
-        began = time.perf_counter()
-        for token in range(3):
-            rival.step(token)
-        s.device.synchronize()
-        speed = 3 / (time.perf_counter() - began)
-    found = {"curve": curve.name, "budget": case.name, "gib": case.budget / 2**30, "what": "offload, dense"}
+def offloaded(
+    artifact: MemoryArtifact, curve: Curve, case: Case, s: Setting, other: rival.Rival, wanted: np.ndarray
+) -> dict[str, Any]:
+    decode, resident, logits = rival.measure(other, artifact, case.budget, s.device)
+    if other.checked:  # its residual stream is f16
+        check(f"{case.name}, {other.name}", logits, wanted, 0.1)
     return {
-        **found,
-        "attention": rival.resident,
-        "neurons": rival.resident / artifact.manifest.decoder.n_layers,
-        "decode": speed,
-    }
+        "curve": curve.name, "budget": case.name, "gib": case.budget / 2**30, "what": other.name,
+        "attention": resident, "neurons": resident / artifact.manifest.decoder.n_layers, "decode": decode,
+    }  # fmt: skip
 
 
 def check(what: str, found: np.ndarray, wanted: np.ndarray, error: float) -> None:
@@ -188,6 +185,7 @@ def bench(shape: Shape, curves: dict[Curve, float], s: Setting, found: list[dict
         f"{r.handover * 1e6:.1f} µs there and back",
         flush=True,
     )
+    other = rival.find(base, s.context, s.device)
     for curve, until in curves.items():
         s = replace(s, deadline=until)
         artifact = base.with_curve(curve)
@@ -202,7 +200,7 @@ def bench(shape: Shape, curves: dict[Curve, float], s: Setting, found: list[dict
                 found.append({"model": shape.name, **row})
                 show(found[-1])
             if not case.name.startswith("100") and time.monotonic() < s.deadline:
-                found.append({"model": shape.name, **offloaded(artifact, curve, case, s)})
+                found.append({"model": shape.name, **offloaded(artifact, curve, case, s, other, wanted)})
                 show(found[-1])
     return left
 

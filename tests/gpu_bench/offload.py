@@ -1,14 +1,26 @@
 """Dense decoding by torch with the layers that do not fit copied up for every token, as accelerate's offload does it.
 
 Whole layers stay on the GPU as long as the largest one fits beside them; the others lie in pageable RAM and go up when
-their turn comes. Also the plain definition that the executor's logits are held against.
+their turn comes. Stands in for accelerate where that or transformers is missing (`accelerated`); also the plain
+definition that the executor's logits are held against.
 """
 
+import numpy as np
 import torch
 
 from gpu_bench.model import MemoryArtifact
 
+NAME = "copy of accelerate's offload, dense"
 _NAMES = ("attention/qkv", "attention/out", "ffn/first", "ffn/rest", "ffn/first_bias")
+
+
+def resident_layers(artifact: MemoryArtifact, budget: int, context: int) -> int:
+    """How many layers stay on the GPU, beside both ends, the cache and the one that is computed."""
+    d = artifact.manifest.decoder
+    size = sum(artifact.array(f"layers/0/{name}").nbytes for name in _NAMES)
+    ends = sum(artifact.array(name).nbytes for name in ("embedding", "head"))
+    cache = 2 * d.n_layers * context * d.d_model * 2
+    return min(d.n_layers, max(0, (budget - cache - ends - size) // size))
 
 
 class Offload:
@@ -19,16 +31,17 @@ class Offload:
         self.d, self.device, self.dtype = d, device, torch.float16 if device.type == "cuda" else torch.float32
         here = [[torch.from_numpy(artifact.array(f"layers/{n}/{name}")) for name in _NAMES] for n in range(d.n_layers)]
         ends = [torch.from_numpy(artifact.array(name)) for name in ("embedding", "head")]
-        size = sum(t.nbytes for t in here[0])
-        cache = 2 * d.n_layers * context * d.d_model * 2
-        left = budget - cache - sum(t.nbytes for t in ends) - size
-        self.resident = min(d.n_layers, max(0, left // size))
+        self.resident = resident_layers(artifact, budget, context)
         self.layers = [[t.to(device) for t in w] if n < self.resident else w for n, w in enumerate(here)]
         self.embedding, self.head = (t.to(device) for t in ends)
         self.cache = torch.zeros(d.n_layers, 2, d.n_heads, context, d.head_dim, dtype=self.dtype, device=device)
         angles = torch.outer(torch.arange(context).float(), torch.tensor(d.rotary_frequencies)).to(device)
         self.cos, self.sin = angles.cos(), angles.sin()
         self.length = 0
+
+    def read(self, ids: np.ndarray) -> torch.Tensor:
+        """Logits (V,) after the last of these tokens."""
+        return [self.step(int(token)) for token in ids][-1]
 
     @torch.inference_mode()
     def step(self, token: int) -> torch.Tensor:
