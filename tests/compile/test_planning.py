@@ -248,8 +248,8 @@ def test_a_recipe_is_planned(plan: Plan, name: str) -> None:
 def test_a_recipe_is_planned_as_it_is_placed(plan: Plan) -> None:
     """With the activations, table and context that it names; flags go before."""
     recipe = ROOT / "recipes" / "demo.toml"
-    found = plan(recipe, "--vram-budget", "4332416B")
     lock = lock_path(recipe).read_text(encoding="utf-8")
+    found = plan(recipe, "--vram-budget", f"{re.findall(r'^vram_bytes = (.+)', lock, re.M)[2]}B")
     budget = found["budgets"][1]
     assert f"predicted_ns = {ceil(1e9 / budget['decode_tokens_per_s'])}\n" in lock
     assert (found["context"], found["trained"], found["predictor_rank"]) == (512, True, 64)
