@@ -101,7 +101,7 @@ def _tell(model: "Model") -> None:
         used = gpu_bytes(model.plan, model.manifest.decoder, model.context)
         console.say(_told(model.device, model.plan, used, model.context))
     if is_cold():
-        console.say("compiling kernels for this processor, once (some tens of seconds) …")
+        console.say("compiling kernels for this processor, once (a minute or two) …")
 
 
 def _answer(model: "Model", answer: "Generation", *, as_json: bool, stats: bool, load_s: float) -> None:

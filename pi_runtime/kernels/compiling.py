@@ -73,7 +73,7 @@ _folder = cache(cache_folder)
 
 
 def is_cold() -> bool:
-    """Whether the kernels are still to be compiled (some tens of seconds, once)."""
+    """Whether the kernels are still to be compiled (a minute or two, once)."""
     return not any(cache_folder().rglob("*.nbi"))
 
 
