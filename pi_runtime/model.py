@@ -10,6 +10,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from pi_runtime.artifact.checks import EXACT_RUNGS
 from pi_runtime.artifact.footprint import kv_shape
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest, Plan
@@ -26,8 +27,6 @@ from pi_runtime.template import render
 from pi_runtime.tokenizer import Tokenizer
 
 MODES = ("auto", "dense", "gate", "predicted")
-_LEAVE_OUT = {"predicted", "sign", "threshold"}
-"""Rungs that leave out neurons which fire."""
 DEFAULT_CONTEXT = 4096
 """Positions held unless asked otherwise, where the model allows as many."""
 
@@ -105,7 +104,7 @@ def _executor(
 
 
 def _check_mode(artifact: Artifact, mode: str) -> None:
-    if mode == "predicted" and not {layer.rung for layer in artifact.manifest.layers} & _LEAVE_OUT:
+    if mode == "predicted" and {layer.rung for layer in artifact.manifest.layers} <= {*EXACT_RUNGS}:
         raise UsageError(
             f"{artifact.path}: --mode predicted, but the artifact has no predictors",
             remedy="--mode auto, or train predictors: pi-compile train RECIPE, then pack again",

@@ -123,3 +123,11 @@ def brute(work: Workload, m: Machine, vram: int, ram: int) -> Choice | None:
         if best is None or key < best[0]:
             best = (key, choice)
     return None if best is None else best[1]
+
+
+def random_budgets(rng: np.random.Generator, work: Workload) -> tuple[int, int]:
+    """Bytes of GPU memory and RAM: too little, just enough or plenty."""
+    sizes = Sizes.of(work)
+    vram = int(rng.integers(0, sizes.all_on_gpu * 11 // 10))
+    tight = rng.random() < 0.5
+    return vram, sizes.everything - vram + int(rng.integers(0, vram + 1)) if tight else MUCH

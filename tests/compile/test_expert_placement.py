@@ -7,7 +7,7 @@ from math import ceil
 
 import numpy as np
 import pytest
-from placeable import MUCH, RUNGS, brute, machine, random_experts, random_machine, workload
+from placeable import MUCH, RUNGS, brute, machine, random_budgets, random_experts, random_machine, workload
 
 from pi_compile.cost import costs_of
 from pi_compile.hot_mass import least_neurons
@@ -28,10 +28,7 @@ def test_equals_brute_force_over_cuts_and_sides(seed: int) -> None:
     rng = np.random.default_rng(seed)
     for case in range(10):
         work, m = random_experts(rng, d_ff=int(rng.choice([50, 64, 100]))), random_machine(rng)
-        sizes = Sizes.of(work)
-        vram = int(rng.integers(0, sizes.all_on_gpu * 11 // 10))
-        tight = rng.random() < 0.5
-        ram = sizes.everything - vram + int(rng.integers(0, vram + 1)) if tight else MUCH
+        vram, ram = random_budgets(rng, work)
         expected = brute(work, m, vram, ram)
         if expected is None:
             with pytest.raises(DoesNotFitError):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from placeable import MUCH, brute, machine, random_machine, random_workload, workload
+from placeable import MUCH, brute, machine, random_budgets, random_machine, random_workload, workload
 
 from pi_compile.errors import ProfileError
 from pi_compile.hot_mass import least_neurons
@@ -24,10 +24,7 @@ def test_equals_brute_force_over_cuts_and_sides(seed: int) -> None:
     rng = np.random.default_rng(seed)
     for case in range(15):
         work, m = random_workload(rng), random_machine(rng)
-        sizes = Sizes.of(work)
-        vram = int(rng.integers(0, sizes.all_on_gpu * 11 // 10))
-        tight = rng.random() < 0.5
-        ram = sizes.everything - vram + int(rng.integers(0, vram + 1)) if tight else MUCH
+        vram, ram = random_budgets(rng, work)
         expected = brute(work, m, vram, ram)
         if expected is None:
             with pytest.raises(DoesNotFitError):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import FIT, INPUT, USAGE, assert_a_message
+from planned import CONFIG, MACHINE
 from synthetic import small_decoder
 
 from pi_compile import plan_text
@@ -22,7 +23,7 @@ from pi_compile.activation_file import Activations
 from pi_compile.activations import ActivationProfile
 from pi_compile.cli import app
 from pi_compile.locks import lock_path
-from pi_compile.machine_file import Cpu, Gpu, Link, Machine, find_machine
+from pi_compile.machine_file import Machine, find_machine
 from pi_compile.planned_model import bundled_models, find_planned, parameters
 from pi_compile.planning import PlanSpec
 from pi_compile.planning import plan as planned
@@ -37,24 +38,6 @@ from pi_runtime.artifact.sizes import PARTS, array_specs
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*-*.toml"))
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_act": "relu",
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "vocab_size": 500,
-    "max_position_embeddings": 128,
-    "torch_dtype": "float16",
-}
-MACHINE = Machine(
-    name="small",
-    source="test",
-    cpu=Cpu(name="c", cores=2, ram_gib=1.0, bandwidth_gb_per_s=10.0),
-    gpu=Gpu(name="g", vram_gib=1.0, bandwidth_gb_per_s=100.0),
-    link=Link(pcie_gb_per_s=10.0, sync_us=0.0),
-)
 FIRES = ("--curve", "reglu-70b", "--density", "0.2")
 Plan = Callable[..., dict[str, Any]]
 

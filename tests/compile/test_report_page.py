@@ -19,12 +19,13 @@ from synthetic import small_decoder
 
 pytest.importorskip("matplotlib")
 
+from planned import CONFIG, MACHINE
+
 from pi_compile.activation_file import Activations
 from pi_compile.activations import ActivationProfile
 from pi_compile.cli import app
 from pi_compile.explanation import Budget, Explanation, busy, explain
 from pi_compile.locks import lock_path
-from pi_compile.machine_file import Cpu, Gpu, Link, Machine
 from pi_compile.placement import place
 from pi_compile.plan_request import plan_request
 from pi_compile.planning import PlanSpec, firing_of, workload_of
@@ -35,24 +36,6 @@ from pi_runtime import console
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "link", "img", "br", "hr", "input", "source", "wbr"}
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_act": "relu",
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "vocab_size": 500,
-    "max_position_embeddings": 128,
-    "torch_dtype": "float16",
-}
-MACHINE = Machine(
-    name="small",
-    source="test",
-    cpu=Cpu(name="c", cores=2, ram_gib=1.0, bandwidth_gb_per_s=10.0),
-    gpu=Gpu(name="g", vram_gib=1.0, bandwidth_gb_per_s=100.0),
-    link=Link(pcie_gb_per_s=10.0, sync_us=0.0),
-)
 HERE = ("config.json", "--machine", "m.toml", "--vram-budget", "300KiB", "--counts", "p.npz")
 Run = Callable[..., str]
 
