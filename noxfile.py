@@ -16,6 +16,8 @@ TORCH = "torch==2.13.0"
 # For its interpreter: kernels of the GPU tier run without a GPU. 273 MiB to fetch.
 TRITON = "triton==3.9.0; platform_system == 'Linux'"
 PYTHONS = ["3.11", "3.12", "3.13"]
+# One process a core, up to four: each imports torch. A file's tests share what they set up, so they stay together.
+PYTEST = ["pytest", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile"]
 TEST_TOOLS = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "test")
 
 if shutil.which("pyenv"):
@@ -45,7 +47,7 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The whole test suite."""
     install_all(session)
-    session.run("pytest", *session.posargs)
+    session.run(*PYTEST, *session.posargs)
 
 
 @nox.session
@@ -71,7 +73,7 @@ def runtime_only(session: nox.Session) -> None:
     session.install("-e", ".", *TEST_TOOLS)
     session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('torch')")
     session.run("pi-run", "tests/artifact/golden.pi", "--prompt", "golden", "--max-tokens", "8", "--stats")
-    session.run("pytest", "tests/artifact", "tests/runtime", "tests/kernels", *session.posargs)
+    session.run(*PYTEST, "tests/artifact", "tests/runtime", "tests/kernels", *session.posargs)
 
 
 @nox.session(python=PYTHONS)

@@ -1,17 +1,19 @@
 """The commands that examine an artifact: eval, inspect, verify."""
 
+import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pi_compile.cli_options import ArtifactPath, Debug, Json
+from pi_compile.cli_options import ArtifactPath, Debug, Json, RunCtxSize, RunDevice, RunVramBudget, Threads
 from pi_runtime import console
 from pi_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from pi_compile.tasks import Task
+    from pi_compile.where import Where
 
 
 def evaluate(
@@ -31,12 +33,16 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Score this many questions of a task, the first. Default: all.")
     ] = None,
+    device: RunDevice = None,
+    vram_budget: RunVramBudget = None,
+    ctx_size: RunCtxSize = None,
+    threads: Threads = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Say how faithful each mode of an artifact is, and what it reads.
 
-    On held-out text (--text), on questions (--task), or both.
+    On held-out text (--text), on questions (--task), or both; on a GPU what decoding computes there, token by token.
     """
     from pi_compile import report
     from pi_compile.evaluation import evaluate as score_text
@@ -48,20 +54,31 @@ def evaluate(
         raise UsageError(
             "--limit is of questions", expected="--task FILE", remedy="--tokens limits what is scored of a text"
         )
+    where = _where(device, vram_budget, ctx_size, threads)
     tasks = _read_tasks(task or [], limit)
     found: dict[str, Any] = {}
     if text:
         with console.progress("scoring text", "windows") as progress:
-            found = score_text(artifact, text, model, tokens=tokens, window=window, progress=progress)
+            found = score_text(artifact, text, model, tokens=tokens, window=window, progress=progress, where=where)
     if tasks:
         with console.progress("scoring tasks", "questions") as progress:
-            found["tasks"] = evaluate_tasks(artifact, tasks, model, progress=progress)
+            found["tasks"] = evaluate_tasks(artifact, tasks, model, progress=progress, where=where)
     if as_json:
         console.print_json(found)
     else:
         report.print_report(report.eval_report(found) if text else {})
         for row in report.task_reports(found.get("tasks", [])):
             report.print_report(row)
+
+
+def _where(device: str | None, vram_budget: str | None, ctx_size: int | None, threads: int | None) -> "Where":
+    from pi_compile.where import Where
+    from pi_runtime.planning import parse_size
+
+    budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
+    chosen = ("cpu" if budget is None else "auto") if device is None else device
+    tell = functools.cache(console.say)  # each mode is opened for itself: a line once
+    return Where(device=chosen, vram_budget=budget, context=ctx_size, threads=threads, tell=tell)
 
 
 def _read_tasks(paths: list[Path], limit: int | None) -> list["Task"]:

@@ -14,6 +14,19 @@ Export = Annotated[
     Path | None, typer.Option(help="Write what placing needs of the model: an activation file.", show_default=False)
 ]
 Device = Annotated[str, typer.Option(envvar="PI_DEVICE", help="Where profile and train compute: cpu or cuda:N.")]
+# Where an artifact is run, as `pi-run` has it.
+RunDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device", envvar="PI_DEVICE", help="auto, cpu, stand-in or cuda:N. Default: cpu; auto with a budget."
+    ),
+]
+RunVramBudget = Annotated[
+    str | None,
+    typer.Option("--vram-budget", envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB: picks the placement."),
+]
+RunCtxSize = Annotated[int | None, typer.Option("--ctx-size", envvar="PI_CTX_SIZE", help="Positions to hold.")]
+Threads = Annotated[int | None, typer.Option(envvar="PI_THREADS", help="CPU threads.")]
 Json = Annotated[bool, console.JSON]
 Debug = Annotated[bool, console.DEBUG]
 

@@ -144,7 +144,7 @@ def _round_trip(link: Link | None, nbytes: int) -> int:
 def _layer(work: Workload, units: Sequence[Unit], layer: int, parts: PartBytes) -> LayerCost:
     how = work.layers[layer]
     # The cache is half full on average while an answer fills it.
-    cache = kv_bytes(work.shape, work.context // 2, work.kv_itemsize)
+    cache = kv_bytes(work.shape, work.formats["attention"], work.context // 2)
     fmt = work.formats["attention"]
     predictor = (0,) * len(units)
     if how.picks:

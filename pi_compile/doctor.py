@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pi_runtime.console import size
+from pi_runtime.devices import gpu_driver
 
 EXTRAS = {
     "runtime": ("numpy", "numba", "tokenizers", "jinja2", "typer", "rich"),
@@ -98,7 +99,11 @@ def _gpu() -> Finding:
 
     cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
     text = ", ".join(f"cuda:{n} {card.name}, {size(card.total_memory)}" for n, card in enumerate(cards))
-    return Finding("gpu", text or "none: everything runs on the CPU")
+    if not cards and gpu_driver():
+        return Finding("gpu", f"one that torch {torch.__version__} cannot use", "a torch built for CUDA in its place")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    needed = "install a C compiler and Python's headers (gcc, python3-dev): Triton builds what starts kernels"
+    return Finding("gpu", text or "none: everything runs on the CPU", needed if cards and not compiler else "")
 
 
 def _extra(name: str, packages: tuple[str, ...]) -> Finding:

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from pi_compile.errors import CorpusError
 from pi_compile.original import check_origin, original_logits
-from pi_runtime import Model, load
+from pi_compile.where import CPU, Where, place_of
+from pi_runtime import Model
 from pi_runtime.artifact.checks import EXACT_RUNGS
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import FfnBytes, without_scales
@@ -53,7 +54,14 @@ class Score:
 
 
 def evaluate(
-    artifact: Path, texts: Sequence[Path], model: Path | None, *, tokens: int, window: int, progress: Progress
+    artifact: Path,
+    texts: Sequence[Path],
+    model: Path | None,
+    *,
+    tokens: int,
+    window: int,
+    progress: Progress,
+    where: Where = CPU,
 ) -> dict[str, Any]:
     """Perplexity, top-1 agreement, bytes per token and tokens/s by mode, and a row a layer.
 
@@ -61,15 +69,17 @@ def evaluate(
     with the checkpoint, of the others with `dense`. Raises CorpusError for a text shorter than one window,
     CheckpointError for a checkpoint that the artifact was not packed from.
     """
-    with load(artifact, device="cpu") as opened:
+    with where.read(artifact) as opened:
         manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
     if model is not None:
         check_origin(manifest, model)
     modes = modes_of(manifest)
     scores: dict[str, Score] = {}
     speeds: dict[str, float] = {}
+    place: dict[str, object] = {}
     for n, mode in enumerate(modes):
-        with load(artifact, mode=mode, device="cpu") as opened:
+        with where.open(artifact, mode) as opened:
+            place = place_of(opened)
             step = _counter(progress, n * len(windows), len(modes) * len(windows))
             scores[mode] = _score(opened.examine, windows, step)
             speeds[mode] = _tokens_per_s(opened, windows.reshape(-1)[:TIMED])
@@ -77,6 +87,7 @@ def evaluate(
     ffn = {mode: score.ffn_bytes(manifest, mode) for mode, score in scores.items()}
     agreement = {"dense": _agreement(scores["dense"], checkpoint)}
     return {
+        **place,
         "tokens": windows.size,
         "perplexity": {"checkpoint": checkpoint.perplexity if checkpoint else None}
         | {mode: score.perplexity for mode, score in scores.items()},

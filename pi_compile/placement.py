@@ -239,7 +239,6 @@ def _inputs(work: Workload, machine: Machine, vram: int, ram: int, objective: st
         **({} if work.routed is None else {"routed": work.routed.tolist()}),
         "layers": [asdict(layer) for layer in work.layers],
         "context": work.context,
-        "kv_itemsize": work.kv_itemsize,
         "machine": machine.model_dump(exclude={"name": True, "source": True, "cpu": {"name"}, "gpu": {"name"}}),
         "vram": vram,
         "ram": ram,

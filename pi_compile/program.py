@@ -17,10 +17,20 @@ from pi_compile.chain import Chain, Node, Way
 from pi_compile.cost import Costs
 from pi_compile.units import CPU, GPU
 from pi_compile.workload import Ints, Workload
-from pi_runtime.artifact.footprint import PartBytes, kv_bytes, scratch_bytes
+from pi_runtime.artifact.footprint import (
+    PartBytes,
+    Shape,
+    gpu_scratch_bytes,
+    kv_bytes,
+    prompt_block,
+    scratch_bytes,
+    streamed_bytes,
+)
 
 PREFILL_TOKENS = 64
-"""Tokens of one prefill call on the CPU; the GPU's side decodes one at a time."""
+"""Tokens of one prefill call on the CPU."""
+PROMPT_SHARE = 64
+"""The GPU's buffers for prompts take at most this part of a model's bytes: decoding would have better use for more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +73,16 @@ class Sizes:
 
     @classmethod
     def of(cls, work: Workload) -> "Sizes":
-        shape = work.shape
+        shape, parts = work.shape, work.parts()
         largest = max((how.rank or 0 for how in work.layers), default=0)
+        predictor = tuple(work.predictor(n) for n in range(shape.n_layers))
         return cls(
-            parts=work.parts(),
-            predictor=tuple(work.predictor(n) for n in range(shape.n_layers)),
-            cache=kv_bytes(shape, work.context, work.kv_itemsize),
+            parts=parts,
+            predictor=predictor,
+            cache=kv_bytes(shape, work.formats["attention"], work.context),
             scratch=(
                 scratch_bytes(shape, largest, PREFILL_TOKENS, work.context),
-                scratch_bytes(shape, largest, 1, work.context),
+                _gpu_scratch(shape, largest, work.context, parts, parts.total(shape) + sum(predictor)),
             ),
             neurons=shape.neurons,
             group=int(work.cuts()[1]),
@@ -119,6 +130,18 @@ class Sizes:
             "head": parts.head + parts.final_norm if choice.head == side else 0,
             "scratch": self.scratch[side] if side == CPU or choice.uses_gpu else 0,
         }
+
+
+def _gpu_scratch(shape: Shape, rank: int, context: int, parts: PartBytes, model: int) -> int:
+    """The GPU's buffers: of a token; and of as large a block of a prompt as `PROMPT_SHARE` allows, with room for
+    the cold weights that a long one brings there."""
+
+    def needs(tokens: int) -> int:
+        return gpu_scratch_bytes(shape, rank, context, tokens)
+
+    pieces = streamed_bytes(shape, parts.neuron)
+    tokens, brought = prompt_block(needs, pieces, needs(1) + model // PROMPT_SHARE)
+    return needs(tokens) + brought
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,8 @@ def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
         }
         for mode, perplexity in found["perplexity"].items()
     ]
-    return {"tokens": found["tokens"], "modes": modes, "layers": found["layers"]}
+    place = {"device": found["device"]} if found["vram_bytes"] is not None else {}
+    return {**place, "tokens": found["tokens"], "modes": modes, "layers": found["layers"]}
 
 
 def task_reports(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

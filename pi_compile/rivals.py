@@ -82,6 +82,6 @@ def _hot_mass(work: Workload, machine: Machine, sizes: Sizes, budget: int) -> tu
 
 def _cache_ps(work: Workload, costs: Costs, choice: Choice) -> int:
     """Attention over keys and values in RAM, half full, and the hand-overs of layers whose matrices are the GPU's."""
-    nbytes = kv_bytes(work.shape, work.context // 2, work.kv_itemsize)
+    nbytes = kv_bytes(work.shape, work.formats["attention"], work.context // 2)
     read = costs.units[CPU].cache_ps(nbytes, work.shape.n_heads // work.shape.n_kv_heads)
     return len(choice.sides) * read + choice.sides.count(GPU) * costs.handover

@@ -10,7 +10,7 @@ from pi_compile.evaluation import modes_of
 from pi_compile.original import check_origin, original_logits
 from pi_compile.scoring import Request, TaskScore, mean_and_error, requests, score
 from pi_compile.tasks import CHOICE, Task
-from pi_runtime import load
+from pi_compile.where import CPU, Where
 
 Progress = Callable[[int, int], None]
 Asked = list[tuple[Request, ...]]
@@ -18,7 +18,7 @@ Asked = list[tuple[Request, ...]]
 
 
 def evaluate_tasks(
-    artifact: Path, tasks: Sequence[Task], model: Path | None, *, progress: Progress
+    artifact: Path, tasks: Sequence[Task], model: Path | None, *, progress: Progress, where: Where = CPU
 ) -> list[dict[str, Any]]:
     """A row a task: accuracy with its standard error by mode, and agreement of the answers.
 
@@ -26,8 +26,9 @@ def evaluate_tasks(
     Agreement of `dense` is with the checkpoint, of the others with `dense`. Raises CheckpointError for a checkpoint
     that the artifact was not packed from, TaskError for an answer that this model's tokens or context cannot hold.
     """
-    with load(artifact, device="cpu") as opened:
-        manifest, context = opened.manifest, opened.manifest.decoder.context_length
+    with where.read(artifact) as opened:
+        manifest = opened.manifest
+        context = manifest.decoder.context_length if where.context is None else where.context
         asked = [[requests(item, opened.tokenizer.encode, context) for item in task.items] for task in tasks]
     if model is not None:
         check_origin(manifest, model)
@@ -41,7 +42,7 @@ def evaluate_tasks(
     longest = max(len(one.ids_T) for one in itertools.chain(*itertools.chain(*asked)))
     scores: list[dict[str, TaskScore]] = [{} for _ in tasks]
     for mode in modes:
-        with load(artifact, mode=mode, device="cpu", context=min(longest, context)) as opened:
+        with where.open(artifact, mode, context=max(2, min(longest, context))) as opened:
             # One cache: the answers of an item share its context, and that is computed once.
             logits = partial(opened.logits, cache=opened.new_cache())
             for found, task, items in zip(scores, tasks, asked, strict=True):

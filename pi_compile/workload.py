@@ -55,8 +55,6 @@ class Workload:
     layers: tuple[LayerWork, ...]
     context: int
     """Positions the key-value cache holds."""
-    kv_itemsize: int = 4
-    """Bytes of one number in it."""
 
     def cuts(self) -> Ints:
         """Where a layer may be cut, as neurons on the GPU; see `layer_groups`."""

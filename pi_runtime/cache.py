@@ -5,19 +5,28 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import kv_shape
+from pi_runtime.artifact.footprint import kv_itemsize, kv_shape
+from pi_runtime.artifact.schema import Manifest
 
 
 class KVCache:
-    """Keys and values (layers, 2, G, S, E), float32, for one sequence of at most S = `context` positions."""
+    """Keys and values (layers, 2, G, S, E) for one sequence of at most S = `context` positions.
 
-    def __init__(self, decoder: Decoder, context: int) -> None:
+    float16, which is half as much to hold and to read; float32 beside attention weights that are.
+    """
+
+    def __init__(self, manifest: Manifest, context: int) -> None:
         self.context = context
         self.tokens: list[int] = []
         """Tokens whose keys and values are held, in order."""
+        dtype = np.dtype(f"f{kv_itemsize(manifest.formats['attention'])}")
         # zeros, not empty: the pages are mapped only when they are written.
-        self.values: npt.NDArray[np.float32] = np.zeros(kv_shape(decoder, context), np.float32)
+        self.values: npt.NDArray[np.floating] = np.zeros(kv_shape(manifest.decoder, context), dtype)
+
+    @property
+    def words(self) -> npt.NDArray[np.uint16]:
+        """The same memory as compiled kernels take it: 16-bit words."""
+        return self.values.view(np.uint16)
 
     @property
     def room(self) -> int:

@@ -58,13 +58,15 @@ def run(
     if chat and as_json:
         raise UsageError("--chat does not go with --json")
     text = _read(sys.stdin.read) if prompt == "-" else prompt
-    from pi_runtime.devices import resolve_device
+    from pi_runtime.devices import gpu_kernels_are_cold, resolve_device
     from pi_runtime.model import load
     from pi_runtime.planning import parse_size
     from pi_runtime.sampling import Sampling
 
     budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
     to_gpu = resolve_device(device).startswith("cuda")
+    if to_gpu and gpu_kernels_are_cold():
+        console.say("kernels for the GPU are compiled once, after the weights are there (a minute or two)")
     with console.progress("to the GPU") if to_gpu else nullcontext() as bar:
         opened = load(
             artifact, mode=mode, context=ctx_size, threads=threads, device=device, vram_budget=budget, progress=bar
@@ -98,10 +100,10 @@ def _tell(model: "Model") -> None:
     if model.notice is not None:
         console.say(model.notice)
     if model.plan is not None:
-        used = gpu_bytes(model.plan, model.manifest.decoder, model.context)
+        used = gpu_bytes(model.plan, model.manifest, model.context)
         console.say(_told(model.device, model.plan, used, model.context))
     if is_cold():
-        console.say("compiling kernels for this processor, once (a minute or two) …")
+        console.say("compiling kernels for this processor, once (half a minute) …")
 
 
 def _answer(model: "Model", answer: "Generation", *, as_json: bool, stats: bool, load_s: float) -> None:

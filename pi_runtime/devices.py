@@ -2,6 +2,8 @@
 
 import ctypes
 import importlib.util
+import os
+from pathlib import Path
 
 from pi_runtime.errors import DeviceError, MissingExtraError, UsageError
 
@@ -26,7 +28,9 @@ def resolve_device(name: str) -> str:
     present = _gpus()
     if int(index or 0) >= present:
         raise DeviceError(
-            f"--device {name}: no such GPU", found=f"{present} CUDA devices", remedy="--device cpu, or --device auto"
+            f"--device {name}: no such GPU",
+            found=f"{present} CUDA devices, by torch {_torch_version()}",
+            remedy="--device cpu, or --device auto; with a GPU here: its driver, and a torch built for CUDA",
         )
     return f"cuda:{int(index or 0)}"
 
@@ -39,6 +43,19 @@ def _gpus() -> int:
     import torch  # noqa: PLC0415  heavy, and needed only where a GPU may be
 
     return int(torch.cuda.device_count())
+
+
+def _torch_version() -> str:
+    import torch  # noqa: PLC0415
+
+    return str(torch.__version__)
+
+
+def gpu_kernels_are_cold() -> bool:
+    """Whether Triton has compiled nothing on this machine yet."""
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+    return not folder.is_dir() or not any(folder.iterdir())
 
 
 def gpu_driver() -> bool:

@@ -26,6 +26,8 @@ class CpuExecutor:
     plan: Plan | None = None
     """The placement it follows; None where the CPU has everything."""
     device_name = "cpu"
+    notice: str | None = None
+    """What the user should know of where it runs."""
 
     def __init__(self, artifact: Artifact, mode: str, context: int, threads: int) -> None:
         # Kept because the table holds addresses into its mapping.
@@ -77,13 +79,19 @@ class CpuExecutor:
             self._sin_SJ,
             tokens,
             len(cache.tokens),
-            cache.values,
+            cache.words,
             select,
             every,
             self._buffers,
         )
         cache.tokens += tokens.tolist()
         return self._buffers.logits_TV[: len(tokens) if every else 1]
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for one sequence."""
+        self._check_open()
+        assert self._artifact is not None
+        return KVCache(self._artifact.manifest, self.context)
 
     def close(self) -> None:
         """Close the artifact; `run` refuses from now on."""

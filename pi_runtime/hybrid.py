@@ -71,11 +71,11 @@ class HybridExecutor(CpuExecutor):
         self._check(tokens, cache)
         # One core is the stand-in's.
         numba.set_num_threads(max(1, self._threads - 1))
-        b, s, start = self._buffers, self._shape, len(cache.tokens)
+        b, s, start, words_L2GSW = self._buffers, self._shape, len(cache.tokens), cache.words
         x_TD = b.x_TD[:1]
         embed(s, self._ends, tokens, start, b, x_TD)
         for layer, w_XW in enumerate(self._table_LXW):
-            attention(s, w_XW[0], self._eps, self._cos_SJ, self._sin_SJ, start, cache.values[layer], x_TD, b)
+            attention(s, w_XW[0], self._eps, self._cos_SJ, self._sin_SJ, start, words_L2GSW[layer], x_TD, b)
             b.rows_L2[layer] = self._ffn(w_XW, b.normed_TD[0], self._cuts_LX[layer], x_TD[0])
             after_ffn(s, w_XW[0], self._eps, x_TD)
         head(s, self._ends, self._eps, x_TD, b, b.logits_TV[:1])

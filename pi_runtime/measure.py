@@ -22,7 +22,7 @@ from pi_runtime.artifact.sizes import PARTS, ArraySpec
 from pi_runtime.kernels import ffn, table
 from pi_runtime.kernels.attention import attend
 from pi_runtime.kernels.buffers import buffers
-from pi_runtime.kernels.compiling import leaf, operator
+from pi_runtime.kernels.compiling import leaf, threaded
 from pi_runtime.kernels.linear import ROWS, linear
 from pi_runtime.kernels.memory import Floats, Ints, Matrix, from_row, matrix
 
@@ -42,7 +42,7 @@ _WORDS = {"f32": 0x3C00, "f16": 0x3C00, "bf16": 0x3C00, "q8": 0x0101, "q4": 0x99
 _NEVER = np.float32(-1e30)
 
 
-@operator
+@threaded
 def _read(values: npt.NDArray[np.uint64], sums: npt.NDArray[np.uint64]) -> None:
     """Sum slices of an array: as little work per byte as keeps every byte read."""
     size = values.shape[0] // sums.shape[0]
@@ -57,9 +57,10 @@ def _read(values: npt.NDArray[np.uint64], sums: npt.NDArray[np.uint64]) -> None:
 
 @leaf
 def _in_slices(m: Matrix, rows: int, slices: int, x_TD: Floats, records: int, y_TN: Floats) -> None:
-    """y = W x by `slices` operators of `rows` rows each."""
+    """y = W x for one vector, by `slices` operators of `rows` rows each."""
     for k in range(slices):
-        linear(from_row(m, k * rows), rows, 0, x_TD, records, y_TN[:, k * rows : (k + 1) * rows])
+        y_1R = y_TN[0, k * rows : (k + 1) * rows].reshape(1, rows)
+        linear(from_row(m, k * rows), rows, 0, x_TD, records, y_1R)
 
 
 @dataclass(frozen=True)
@@ -239,12 +240,12 @@ def launch_seconds(w: Weights, threads: int, repeats: int = 5) -> float:
 
 
 def attention_bandwidth(threads: int, repeats: int = 5) -> float:
-    """Bytes of keys and values a second, counted once for each query, that attention works through where they are in
-    a cache: `TASKS` queries a thread of `WIDTH` numbers share one head of `POSITIONS`."""
+    """Bytes of float16 keys and values a second, counted once for each query, that attention works through where they
+    are in a cache: `TASKS` queries a thread of `WIDTH` numbers share one head of `POSITIONS`."""
     heads = TASKS * threads
-    cache_2GSE = np.ones((2, 1, POSITIONS, WIDTH), np.float32)
+    cache_2GSE = np.ones((2, 1, POSITIONS, WIDTH), np.float16)
     qkv_TQ, out_TQ = np.ones((1, (heads + 2) * WIDTH), np.float32), np.empty((1, heads * WIDTH), np.float32)
-    seconds = _best(lambda: attend(qkv_TQ, heads, POSITIONS - 1, cache_2GSE, out_TQ), threads, repeats)
+    seconds = _best(lambda: attend(qkv_TQ, heads, POSITIONS - 1, cache_2GSE.view(np.uint16), out_TQ), threads, repeats)
     assert np.allclose(out_TQ, 1)
     return heads * cache_2GSE.nbytes / seconds
 

@@ -17,7 +17,7 @@ from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.cache import KVCache
 from pi_runtime.devices import resolve_device
 from pi_runtime.engine import Generation
-from pi_runtime.errors import ArtifactError, DoesNotFitError, PromptError, TemplateError, UsageError
+from pi_runtime.errors import ArtifactError, DeviceError, DoesNotFitError, PromptError, TemplateError, UsageError
 from pi_runtime.executor import CpuExecutor
 from pi_runtime.hybrid import HybridExecutor
 from pi_runtime.kernels.buffers import BLOCK_TOKENS
@@ -81,10 +81,12 @@ def load(
             executor = open_on_gpu(
                 artifact, mode, positions, threads or available, index=index, vram_budget=vram_budget, progress=progress
             )
-        except (DoesNotFitError, UsageError) as error:
+        except (DoesNotFitError, DeviceError) as error:
             if not automatic or vram_budget is not None:
                 raise
             notice = f"the GPU is not used: {error.what}"
+            if error.expected is not None:
+                notice += f" (expected: {error.expected}; found: {error.found})"
             return Model(artifact, mode, CpuExecutor(artifact, mode, positions, threads or available), notice)
         return Model(artifact, mode, executor)
     except BaseException:
@@ -99,7 +101,7 @@ def _executor(
         return CpuExecutor(artifact, mode, context, threads)
     budget = sys.maxsize if vram_budget is None else vram_budget
     m = artifact.manifest
-    plan = choose_plan(m.plans, budget, m.decoder, context, str(artifact.path))
+    plan = choose_plan(m, budget, context, str(artifact.path))
     return HybridExecutor(artifact, mode, context, threads, plan)
 
 
@@ -124,7 +126,7 @@ class Model:
     """A loaded artifact; a context manager that closes the file. Make one with `load`."""
 
     def __init__(self, artifact: Artifact, mode: str, executor: CpuExecutor, notice: str | None = None) -> None:
-        self.notice = notice
+        self.notice = executor.notice if notice is None else notice
         """What the user should know of where it runs."""
         self._artifact, self._executor = artifact, executor
         self.mode = mode
@@ -247,7 +249,7 @@ class Model:
 
     def new_cache(self) -> KVCache:
         """An empty key-value cache for one sequence."""
-        return KVCache(self.manifest.decoder, self.context)
+        return KVCache(self.manifest, self.context)
 
     def close(self) -> None:
         """Unmap the file. Using the model afterwards, or what it was still generating, is a UsageError."""

@@ -1,11 +1,9 @@
 """Which of the stored placements a run takes."""
 
 import re
-from collections.abc import Sequence
 
-from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import kv_bytes, scratch_bytes
-from pi_runtime.artifact.schema import Plan
+from pi_runtime.artifact.footprint import gpu_scratch_bytes, kv_bytes
+from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.errors import DoesNotFitError, UsageError
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -19,29 +17,30 @@ def parse_size(text: str, flag: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def gpu_bytes(plan: Plan, decoder: Decoder, context: int) -> int:
+def gpu_bytes(plan: Plan, manifest: Manifest, context: int) -> int:
     """GPU bytes that a plan needs with a cache of `context` positions instead of those it was solved for."""
     if plan.used_bytes == 0:
         return 0
 
     def of_context(positions: int) -> int:
-        cache = plan.attention.count("gpu") * kv_bytes(decoder, positions)
-        return cache + scratch_bytes(decoder, 0, 1, positions)
+        cache = kv_bytes(manifest.decoder, manifest.formats["attention"], positions)
+        return plan.attention.count("gpu") * cache + gpu_scratch_bytes(manifest.decoder, 0, positions, 1)
 
     return plan.used_bytes + of_context(context) - of_context(plan.context)
 
 
-def choose_plan(plans: Sequence[Plan], budget: int, decoder: Decoder, context: int, where: str) -> Plan:
+def choose_plan(manifest: Manifest, budget: int, context: int, where: str) -> Plan:
     """The stored plan that uses most of the budget with a cache of `context` positions. Raises DoesNotFitError naming
     the smallest there is."""
+    plans = manifest.plans
     if not plans:
         raise no_placement(where)
-    needed = [gpu_bytes(plan, decoder, context) for plan in plans]
+    needed = [gpu_bytes(plan, manifest, context) for plan in plans]
     fitting = [(nbytes, plan.vram_bytes, n) for n, (nbytes, plan) in enumerate(zip(needed, plans, strict=True))]
     fitting = [found for found in fitting if found[0] <= budget]
     if not fitting:
         smallest, shorter = min(needed), min(plan.context for plan in plans)
-        fits = shorter < context and min(gpu_bytes(plan, decoder, shorter) for plan in plans) <= budget
+        fits = shorter < context and min(gpu_bytes(plan, manifest, shorter) for plan in plans) <= budget
         raise DoesNotFitError(
             f"{where}: no stored placement fits the GPU budget with a context of {context} tokens",
             expected=f"at least {smallest} bytes",

@@ -12,6 +12,10 @@ if not gpu_driver():
     # Triton reads it when it is imported, and whoever imports it first decides.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Other processes test on the other cores. torch reads it when it is imported; numba keeps its threads.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A shell's background jobs ignore it, and their children with them: then no test could interrupt a command.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,5 +1,6 @@
 """Executors on a GPU, or on Triton's interpreter in its place, and models for them."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ ROOM = 1 << 40
 NEVER = 10**6
 """Tokens from which cold weights are brought up."""
 LAYERS, NEURONS = 3, 200
+EXPERTS = {"n_experts": 3, "experts_per_token": 2}
 
 
 PREDICTED = (Layer(rung="predicted", rank=7), Layer(rung="gate"), Layer(rung="predicted", rank=9))
@@ -42,10 +44,10 @@ def model(
     return random_artifact(path, decoder, format=fmt, ranks=ranks, scale=2.0, layers=layers, plans=plans)
 
 
-def model_with_plan(path: Path, cuts: tuple[int, ...]) -> Path:
+def model_with_plan(path: Path, cuts: tuple[int, ...], **shape: Any) -> Path:
     """In q4, whose kernels are the longest; the middle layer's attention is on the CPU."""
     plans = (plan_of(["gpu", "cpu", "gpu"], cuts),)
-    return model(path, fmt="q4", layers=(*PREDICTED[:2], OTHERS[0]), plans=plans)
+    return model(path, fmt="q4", layers=(*PREDICTED[:2], OTHERS[0]), plans=plans, **shape)
 
 
 def plan_of(sides: Sequence[str], cuts: tuple[int, ...], ends: str = "gpu-gpu") -> Plan:
@@ -66,6 +68,14 @@ def running(path: Path, plan: Plan, there: Device, mode: str = "auto", **more: A
         yield executor
     finally:
         executor.close()
+
+
+def of_size(there: Device, memory: int, **more: Any) -> Device:
+    """The same device with so much memory free, and what else is given as attributes."""
+    kind = type("Sized", (type(there),), {"free_bytes": lambda _self: memory, **more})
+    found: Device = copy.copy(there)
+    found.__class__ = kind
+    return found
 
 
 def read(executor: CpuExecutor, cache: KVCache, ids: Sequence[int]) -> np.ndarray:

@@ -42,9 +42,9 @@ def operators(w: Matrix, layer: Layer) -> None:
         note(f"linear {tokens}", y_TN)
         combine(w.matrix, random(tokens, rows), y_TD := random(tokens, columns))
         note(f"combine {tokens}", y_TD)
-        qkv_TQ, cache_2GSE = random(tokens, 9 * 20), np.zeros((2, 2, 100, 20), np.float32)
-        remember(qkv_TQ, 5, 30, cache_2GSE)
-        attend(qkv_TQ, 5, 30, cache_2GSE, mixed_TQ := np.empty((tokens, 100), np.float32))
+        qkv_TQ, cache_2GSW = random(tokens, 9 * 20), np.zeros((2, 2, 100, 20), np.uint16)
+        remember(qkv_TQ, 5, 20, 30, cache_2GSW)
+        attend(qkv_TQ, 5, 30, cache_2GSW, mixed_TQ := np.empty((tokens, 100), np.float32))
         note(f"attend {tokens}", mixed_TQ)
     width, b = layer.decoder.d_model, layer.buffers
     low, high = 5, layer.decoder.d_ff - 10

@@ -4,7 +4,7 @@ Placing, packing and running share these counts, as they share `sizes` for the a
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -15,6 +15,10 @@ CHUNKS, SHARES = 32, 128
 """Partial sums of one FFN, and shares its neurons are cut into: as many threads can take them."""
 SPLITS, PARTS, NEURONS = 32, 8, 1024
 """On a GPU: partial sums of one FFN, parts of one token's attention, and neurons of one dense product."""
+PROMPT_TOKENS = (512, 256, 128, 64, 16, 1)
+"""Sizes of a prompt's blocks on a GPU."""
+STREAMED_TOKENS = 64
+"""Tokens of a block that bringing cold weights to the GPU may pay for."""
 PAD, GROUP_ROWS = 128, 32
 """Columns that inputs are padded to a multiple of, and rows of q8 and q4 that are summed together."""
 
@@ -90,6 +94,12 @@ class PartBytes:
             first=first // neurons,
         )
 
+    def total(self, decoder: Shape) -> int:
+        """All parts of a model without predictors, each once."""
+        ends = self.embedding + self.positions + self.head + self.final_norm
+        layer = self.attention + self.ffn_bias + decoder.n_experts * decoder.d_ff * self.neuron
+        return ends + decoder.n_layers * layer
+
 
 def predictor_bytes(specs: Mapping[str, ArraySpec], layer: int) -> int:
     """Of one layer's predictor, 0 where it has none."""
@@ -97,13 +107,18 @@ def predictor_bytes(specs: Mapping[str, ArraySpec], layer: int) -> int:
 
 
 def kv_shape(decoder: Shape, context: int) -> tuple[int, ...]:
-    """(layers, 2, G, S, E): keys and values of `context` positions, float32."""
+    """(layers, 2, G, S, E): keys and values of `context` positions."""
     return (decoder.n_layers, 2, decoder.n_kv_heads, context, decoder.head_dim)
 
 
-def kv_bytes(decoder: Shape, positions: int, itemsize: int = 4) -> int:
-    """Keys and values of one layer for so many positions."""
-    return itemsize * math.prod(kv_shape(decoder, positions)[1:])
+def kv_itemsize(attention: str) -> int:
+    """Bytes of a key's number beside attention weights of this format: float16, but float32 beside float32."""
+    return 4 if attention == "f32" else 2
+
+
+def kv_bytes(decoder: Shape, attention: str, positions: int) -> int:
+    """Keys and values of one layer for so many positions, beside attention weights of this format."""
+    return kv_itemsize(attention) * math.prod(kv_shape(decoder, positions)[1:])
 
 
 def padded_width(columns: int) -> int:
@@ -153,12 +168,36 @@ def dense_rows(tokens: int) -> int:
 def gpu_scratch_bytes(decoder: Shape, largest_rank: int, context: int, tokens: int) -> int:
     """A GPU's buffers for decoding and for prompts in blocks of so many tokens; a test holds it against the runtime's
     own. Weights of q8 and q4 are unpacked to 16 bits for dense products."""
-    d, t = decoder, tokens
+    d, t, k = decoder, tokens, decoder.experts_per_token
     mixed = d.n_heads * d.head_dim
     qkv = mixed + 2 * d.n_kv_heads * d.head_dim
-    lists = 8 * d.d_ff + 2 * d.d_model + 64 + 2 * d.n_layers
+    lists = 8 * k * d.d_ff + 2 * d.d_model + 64 + 2 * d.n_layers
     parts = d.n_heads * PARTS * (d.head_dim + 2)
-    one = (SPLITS + 2) * d.d_model + qkv + mixed + largest_rank + d.vocab_size + lists + parts
+    one = (SPLITS + 2) * d.d_model + qkv + mixed + k * largest_rank + d.vocab_size + lists + parts
     rows = dense_rows(t)
     block = t * (5 * d.d_model + 2 * qkv + 2 * mixed + 4 * rows) + rows * max(d.d_model, mixed)
+    if d.n_experts > 1:
+        # What a token's experts have to choose from; cuts of all; a block's tokens gathered for an expert.
+        one += 3 * k * d.d_ff + 2 * k + (2 * d.n_layers + 1) * d.n_experts
+        block += t * (2 * d.d_model + 4 * d.n_experts + 8 * k)
     return 4 * (one + block + context * d.rotary_dim)
+
+
+def streamed_bytes(decoder: Shape, neuron: int) -> int:
+    """A GPU's memory for cold neurons of so many bytes each that are brought to it: two pieces, which take turns."""
+    return 2 * min(NEURONS, decoder.d_ff) * neuron
+
+
+def prompt_block(needs: Callable[[int], int], pieces: int, room: int) -> tuple[int, int]:
+    """(Tokens of a prompt that a GPU reads at once, bytes for cold weights that are brought to it meanwhile).
+
+    The largest block whose `needs` and `pieces` (0 where nothing is cold) are within `room`; without the pieces where
+    they would leave none of `STREAMED_TOKENS`; one token at least.
+    """
+    for tokens in PROMPT_TOKENS:
+        if tokens >= STREAMED_TOKENS and needs(tokens) + pieces <= room:
+            return tokens, pieces
+    for tokens in PROMPT_TOKENS:
+        if needs(tokens) <= room:
+            return tokens, 0
+    return PROMPT_TOKENS[-1], 0

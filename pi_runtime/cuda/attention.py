@@ -1,9 +1,10 @@
 """Rotary positions, and attention of one token over the key-value cache.
 
-H query heads, G key-value heads, E head width, S positions the cache holds, P its parts. The position comes from device
-memory, so that one captured graph serves every token. The positions so far are cut into P parts; each part keeps its
-largest score, its sum of exponentials and its weighted sum of values, and `_combine` puts the parts together in order
-(flash decoding: Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+H query heads, G key-value heads, E head width, S positions the cache holds, P its parts. The cache is float16 or
+float32, sums are float32. The position comes from device memory, so that one captured graph serves every token. The
+positions so far are cut into P parts; each part keeps its largest score, its sum of exponentials and its weighted sum
+of values, and `_combine` puts the parts together in order (flash decoding: Dao et al. 2023,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ POSITIONS = 64
 """Positions that a program looks at at once."""
 QUERIES = 32
 """Tokens of a block whose attention a program computes."""
+BLOCK_NUMBERS = 4096
+"""Numbers of keys that such a program looks at at once: with as many values, and the next ones on their way, 53 KiB of
+shared memory for heads of 128 and 68 for 256, where GPUs of PCs have 99."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,11 @@ def attend_block(qkv_TQ: torch.Tensor, position: torch.Tensor, cache_2GSE: torch
     tokens, heads = out_TQ.shape[0], out_TQ.shape[1] // width
     assert qkv_TQ.shape == (tokens, (heads + 2 * groups) * width)
     assert out_TQ.is_contiguous()
+    padded = max(16, triton.next_power_of_2(width))
+    at_once = max(16, min(POSITIONS, BLOCK_NUMBERS // padded))
     _attend_block[(triton.cdiv(tokens, QUERIES), heads)](
         qkv_TQ, position, cache_2GSE, out_TQ, tokens, heads, groups, positions, width, width**-0.5,
-        QUERIES, POSITIONS, max(16, triton.next_power_of_2(width)), num_warps=8,
+        QUERIES, at_once, padded, num_warps=8, num_stages=2,
     )  # fmt: skip
 
 
@@ -118,6 +124,8 @@ def _remember(
     tl.store(row + column_E, x_E, mask=column_E < width)
     if head >= heads:
         line = cache + ((head - heads).to(tl.int64) * positions + at) * width
+        if cache.dtype.element_ty == tl.float16:
+            x_E = tl.minimum(tl.maximum(x_E, -65504.0), 65504.0)
         tl.store(line + column_E, x_E, mask=column_E < width)
 
 
@@ -144,13 +152,13 @@ def _attend(
         s_B = start + tl.arange(0, B)
         there_BE = (s_B < end)[:, None] & there_E[None, :]
         at_BE = (s_B * width)[:, None] + column_E[None, :]
-        score_B = tl.sum(tl.load(keys + at_BE, mask=there_BE, other=0.0) * q_E[None, :], 1)
+        score_B = tl.sum(tl.load(keys + at_BE, mask=there_BE, other=0.0).to(tl.float32) * q_E[None, :], 1)
         score_B = tl.where(s_B < end, score_B, -float("inf"))
         larger = tl.maximum(most, tl.max(score_B, 0))
         p_B = tl.exp(score_B - larger)
         fade = tl.exp(most - larger)
         sum_ = sum_ * fade + tl.sum(p_B, 0)
-        v_BE = tl.load(values + at_BE, mask=there_BE, other=0.0)
+        v_BE = tl.load(values + at_BE, mask=there_BE, other=0.0).to(tl.float32)
         mixed_E = mixed_E * fade + tl.sum(p_B[:, None] * v_BE, 0)
         most = larger
     place = head * P + part
@@ -198,13 +206,13 @@ def _attend_block(
         s_B = s + tl.arange(0, B)
         there_BE = (s_B < end)[:, None] & (column_E < width)[None, :]
         at_BE = (s_B * width)[:, None] + column_E[None, :]
-        k_BE = tl.load(keys + at_BE, mask=there_BE, other=0.0)
+        k_BE = tl.load(keys + at_BE, mask=there_BE, other=0.0).to(tl.float32)
         score_TB = tl.dot(q_TE, tl.trans(k_BE), input_precision="ieee")
         score_TB = tl.where(s_B[None, :] <= (start + token_T)[:, None], score_TB, -float("inf"))
         larger_T = tl.maximum(most_T, tl.max(score_TB, 1))
         p_TB = tl.exp(score_TB - larger_T[:, None])
         fade_T = tl.exp(most_T - larger_T)
-        v_BE = tl.load(values + at_BE, mask=there_BE, other=0.0)
+        v_BE = tl.load(values + at_BE, mask=there_BE, other=0.0).to(tl.float32)
         sum_T = sum_T * fade_T + tl.sum(p_TB, 1)
         mixed_TE = mixed_TE * fade_T[:, None] + tl.dot(p_TB, v_BE, input_precision="ieee")
         most_T = larger_T

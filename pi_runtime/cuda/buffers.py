@@ -1,6 +1,7 @@
 """Memory that a run on the GPU works in, allocated once: captured graphs hold its addresses.
 
-D model width, F neurons, H heads, E head width, Q = (H + 2G) E, R largest rank, V vocabulary, S positions.
+D model width, X experts of which a token goes to K, F neurons of these together, H heads, E head width, Q = (H + 2G) E,
+R largest rank, V vocabulary, S positions.
 """
 
 from dataclasses import dataclass, fields
@@ -16,29 +17,55 @@ from pi_runtime.kernels.reference import rotary_table
 
 @dataclass(frozen=True)
 class Parcel:
-    """What one hand-over carries in one copy: the FFN's input, and the rows that were predicted, with their number.
+    """What one hand-over carries in one copy: the FFN's input, of a mixture the experts taken and their shares, and the
+    rows that were predicted, with their number.
 
-    int32 [D + 1 + F]; the first D are float32 numbers.
+    int32 [D + K + K + 1 + F], K = 0 without experts; the first D + K are float32 numbers.
     """
 
     words: torch.Tensor
     width: int
+    slots: int
+    """K."""
+
+    @classmethod
+    def words_of(cls, d: Decoder) -> int:
+        """How many words it has."""
+        return d.d_model + 2 * slots_of(d) + 1 + d.experts_per_token * d.d_ff
 
     @property
     def x_D(self) -> torch.Tensor:
         return self.words[: self.width].view(torch.float32)
 
     @property
+    def share_K(self) -> torch.Tensor:
+        return self.words[self.width : self.width + self.slots].view(torch.float32)
+
+    @property
+    def taken_K(self) -> torch.Tensor:
+        return self.words[self.width + self.slots : self._end]
+
+    @property
     def count(self) -> torch.Tensor:
-        return self.words[self.width : self.width + 1]
+        return self.words[self._end : self._end + 1]
 
     @property
     def index_F(self) -> torch.Tensor:
-        return self.words[self.width + 1 :]
+        return self.words[self._end + 1 :]
+
+    @property
+    def _end(self) -> int:
+        """Words before the rows and their number."""
+        return self.width + 2 * self.slots
 
     def first(self, rows: int | None) -> torch.Tensor:
         """As much of it as carries up to so many rows, or none and no number."""
-        return self.words[: self.width if rows is None else self.width + 1 + rows]
+        return self.words[: self._end if rows is None else self._end + 1 + rows]
+
+
+def slots_of(d: Decoder) -> int:
+    """Experts that a parcel names."""
+    return d.experts_per_token if d.n_experts > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -57,12 +84,21 @@ class Buffers:
     mixed_E: torch.Tensor
     parts: Parts
     r_R: torch.Tensor
+    """Of a mixture R for each expert taken."""
+    router_X: torch.Tensor
     marks_F: torch.Tensor
     counts_F: torch.Tensor
     """int32, more than there are tiles."""
     hot_F: torch.Tensor
     """int32: predicted rows here, and how many."""
     hot_count: torch.Tensor
+    members_F: torch.Tensor
+    """int32, with experts: the neurons here of those taken; `rows_F` their rows in the whole layer, and `others_F` the
+    rows of the neurons that are not here."""
+    rows_F: torch.Tensor
+    others_F: torch.Tensor
+    members_count: torch.Tensor
+    others_count: torch.Tensor
     h_F: torch.Tensor
     kept_F: torch.Tensor
     """int32: neurons that fire, how strongly, and how many."""
@@ -88,24 +124,32 @@ def buffers(decoder: Decoder, rank: int, context: int, device: Device) -> Buffer
         return zeros(*shape, dtype=torch.int32)
 
     parts, turned = device.tiling.parts, d.positions == "rope"
+    listed = d.experts_per_token * d.d_ff
+    routed = listed if d.n_experts > 1 else 0
     angles = [torch.from_numpy(table).to(device.device) for table in rotary_table(d, context)]
     return Buffers(
         token=zeros(1, dtype=torch.int64),
         position=zeros(1, dtype=torch.int64),
         x_D=zeros(d.d_model),
         narrow_W=zeros(d.d_embedding if d.d_embedding != d.d_model else 0),
-        parcel=Parcel(integers(d.d_model + 1 + d.d_ff), d.d_model),
+        parcel=Parcel(integers(Parcel.words_of(d)), d.d_model, slots_of(d)),
         qkv_Q=zeros((d.n_heads + 2 * d.n_kv_heads) * e),
         mixed_E=zeros(d.n_heads * e),
         parts=Parts(zeros(d.n_heads, parts, e), zeros(d.n_heads, parts), zeros(d.n_heads, parts)),
-        r_R=zeros(max(rank, 1)),
-        marks_F=zeros(d.d_ff),
-        counts_F=integers(d.d_ff),
-        hot_F=integers(d.d_ff),
+        r_R=zeros(d.experts_per_token * max(rank, 1)),
+        router_X=zeros(d.n_experts if routed else 0),
+        marks_F=zeros(listed),
+        counts_F=integers(listed),
+        hot_F=integers(listed),
         hot_count=integers(1),
-        h_F=zeros(d.d_ff),
-        kept_F=integers(d.d_ff),
-        kept_h_F=zeros(d.d_ff),
+        members_F=integers(routed),
+        rows_F=integers(routed),
+        others_F=integers(routed),
+        members_count=integers(1),
+        others_count=integers(1),
+        h_F=zeros(listed),
+        kept_F=integers(listed),
+        kept_h_F=zeros(listed),
         kept_count=integers(1),
         sums_SD=zeros(device.tiling.splits, d.d_model),
         other_D=zeros(d.d_model),

@@ -5,14 +5,17 @@ any machine, step by step instead of side by side, for tests.
 """
 
 import contextlib
+import gc
 import os
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+import triton
 
+from pi_runtime.cuda.faults import in_words_of_a_user, no_device, not_pinned
 from pi_runtime.cuda.tiling import INTERPRETED, Tiling
-from pi_runtime.errors import DoesNotFitError
 
 Op = Callable[[], object]
 """Something to be done, with everything it needs bound to it."""
@@ -55,13 +58,14 @@ class Device(Protocol):
         ...
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros in RAM that the device can copy from and to by itself."""
+        """Zeros in RAM that the device can copy from and to by itself. Raises DoesNotFitError."""
         ...
 
     def event(self) -> Event: ...
 
     def at_work(self) -> contextlib.AbstractContextManager[None]:
-        """What is launched within goes to this device, in order; running out of its memory is a DoesNotFitError."""
+        """What is launched within goes to this device, in order. Its own faults are PiErrors, and a DoesNotFitError
+        where its memory ended."""
         ...
 
     def copying(self) -> contextlib.AbstractContextManager[object]:
@@ -81,16 +85,23 @@ class Cuda:
     tiling = Tiling()
 
     def __init__(self, index: int) -> None:
+        """Raises DeviceError for a GPU that does not answer, or that Triton cannot start kernels on."""
         self.device = torch.device("cuda", index)
-        self.name = f"cuda:{index}, {torch.cuda.get_device_name(index)}"
-        self._stream, self._copies = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-        self._pool = torch.cuda.graph_pool_handle()
+        try:
+            self.name = f"cuda:{index}, {torch.cuda.get_device_name(index)}"
+            self._stream, self._copies = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+            triton.runtime.driver.active.get_current_target()
+        except (RuntimeError, OSError, AssertionError, subprocess.SubprocessError) as error:  # as Triton and torch do
+            raise no_device(index, error) from error
 
     def free_bytes(self) -> int:
         return max(0, int(torch.cuda.mem_get_info(self.device)[0]) - HEADROOM)
 
     def limit(self, nbytes: int | None) -> None:
-        torch.cuda.empty_cache()  # what is only kept for reuse is not held
+        # What is only kept for reuse is not held, pinned RAM neither.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
         total = torch.cuda.get_device_properties(self.device).total_memory
         most = total if nbytes is None else min(total, self.held_bytes() + nbytes + LIBRARIES)
         torch.cuda.set_per_process_memory_fraction(most / total, self.device)
@@ -99,7 +110,10 @@ class Cuda:
         return int(torch.cuda.memory_reserved(self.device))
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(count, dtype=dtype, pin_memory=True)
+        try:
+            return torch.zeros(count, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            raise not_pinned(count * dtype.itemsize, error) from error
 
     def event(self) -> Event:
         event: Event = torch.cuda.Event()
@@ -107,12 +121,8 @@ class Cuda:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        try:
-            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
-                yield
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            raise out_of_memory(str(error)) from error
+        with in_words_of_a_user(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
 
     def copying(self) -> contextlib.AbstractContextManager[object]:
         stream: contextlib.AbstractContextManager[object] = torch.cuda.stream(self._copies)
@@ -123,12 +133,17 @@ class Cuda:
             op()
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph(), which collects garbage each time: there are two graphs a layer.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            for op in ops:
-                op()
-        finally:
+        # Not torch.cuda.graph(), which empties caches each time: there are two graphs a layer. No operation allocates,
+        # so none needs a pool to share; one that is shared cannot be used again when its last graph is gone.
+        with _uncollected():
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                for op in ops:
+                    op()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the capture's own end would only say that it failed
+                    graph.capture_end()
+                raise
             graph.capture_end()
         replay: Op = graph.replay
         return replay
@@ -136,6 +151,18 @@ class Cuda:
     def synchronize(self) -> None:
         self._stream.synchronize()
         self._copies.synchronize()
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected within: freed memory may record an event, which a capture would take for its own."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class _Done:
@@ -172,9 +199,8 @@ class Interpreted:
     def event(self) -> Event:
         return _Done()
 
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        yield
+    def at_work(self) -> contextlib.AbstractContextManager[None]:
+        return in_words_of_a_user()
 
     def copying(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -189,13 +215,3 @@ class Interpreted:
 
     def synchronize(self) -> None:
         pass
-
-
-def out_of_memory(found: Any) -> DoesNotFitError:
-    """The error for a GPU whose memory did not suffice after all."""
-    return DoesNotFitError(
-        "the GPU ran out of memory",
-        found=str(found).partition("\n")[0],
-        remedy="a smaller --vram-budget (a smaller part of the model goes there), a smaller --ctx-size, or end other "
-        "programs that use the GPU",
-    )

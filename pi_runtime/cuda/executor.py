@@ -1,37 +1,39 @@
 """Runs one artifact by a plan on a GPU and the CPU together."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import numba
 import numpy as np
 import torch
 
-from pi_runtime.artifact.footprint import kv_shape
+from pi_runtime.artifact.footprint import kv_itemsize, kv_shape, prompt_block
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
 from pi_runtime.cache import KVCache
 from pi_runtime.cuda import buffers, weights
 from pi_runtime.cuda.crossover import measured_crossover
-from pi_runtime.cuda.devices import Device
+from pi_runtime.cuda.cuts import cuts_of
+from pi_runtime.cuda.devices import Device, Op
+from pi_runtime.cuda.examined import Examined
 from pi_runtime.cuda.host import Host, Step, Words
 from pi_runtime.cuda.placed import GPU, needed_bytes, pieces
 from pi_runtime.cuda.prefill import Prefill
 from pi_runtime.cuda.program import program_of
 from pi_runtime.cuda.residence import Residence
+from pi_runtime.cuda.routed import RoutedHost, RoutedSide
+from pi_runtime.cuda.routed_prefill import RoutedPrefill
 from pi_runtime.cuda.side import Mail, Side
 from pi_runtime.cuda.streamed import Streamer, streaming_bytes
-from pi_runtime.errors import UsageError
 from pi_runtime.executor import CpuExecutor, Floats, Ints
+from pi_runtime.kernels.buffers import BLOCK_TOKENS
 from pi_runtime.kernels.listed import addresses
-
-PROMPT_TOKENS = (512, 256, 128, 64, 16, 1)
-"""Sizes of a prompt's blocks, the best that fits being taken."""
 
 
 class CudaExecutor(CpuExecutor):
     """Decodes by a list of calls (see `program`); reads prompts dense, in large blocks (see `prefill`).
 
-    Logits at every position, which is how a model is evaluated, come from the CPU, whose memory maps everything.
+    Logits at every position with selection, which is how a model is evaluated, are those of decoding, token by token.
     """
 
     def __init__(
@@ -51,34 +53,41 @@ class CudaExecutor(CpuExecutor):
         self.device, self.device_name = device, device.name
         layers = layers_in(artifact.manifest, mode)
         manifest, d = artifact.manifest, artifact.manifest.decoder
-        self._block_tokens = block_tokens(artifact, plan, context, budget)
-        self.needed_bytes = needed_bytes(manifest, plan, context, self.block_tokens)
+        self._block_tokens, self._pieces_bytes = prompt_room(manifest, plan, context, budget)
+        self.needed_bytes = needed_bytes(manifest, plan, context, self.block_tokens) + self._pieces_bytes
         device.limit(max(budget, self.needed_bytes))
         loaded = weights.load(artifact, pieces(manifest, plan), device, progress)
+        numba.set_num_threads(threads)  # starts them; kernels that come from the cache take them to be there
         with device.at_work():
             shape = kv_shape(d, context)[1:]
             here = [layer for layer, where in enumerate(plan.attention) if where == GPU]
-            cache = dict(zip(here, torch.zeros((len(here), *shape), device=device.device), strict=True))
+            dtype = torch.float16 if kv_itemsize(manifest.formats["attention"]) == 2 else torch.float32
+            cache = dict(zip(here, torch.zeros((len(here), *shape), dtype=dtype, device=device.device), strict=True))
             self._mail = Mail.of(d, device)
             b = buffers.buffers(d, self._largest_rank, context, device)
-            self.side = Side(d, layers, plan.cuts, loaded, device, b, cache, self._mail)
-            self.host = self._host(plan)
+            side = RoutedSide if d.n_experts > 1 else Side
+            self.side = side(d, layers, cuts_of(plan, d), loaded, device, b, cache, self._mail)
+            self.host = self._host()
             self._residence = Residence(cache, device)
-            self.host.step.cache_L2GSE = KVCache(d, context).values
+            self.host.step.cache_L2GSW = self.new_cache().words
+            self._examined = Examined(self.side, self.host, device)
             self.calls = program_of(plan, self.side, self.host, device)
             device.synchronize()
             for values in cache.values():
                 values.zero_()
-        self._prefill = self._reader(artifact, budget, stream_from)
+        self._prefill = self._reader(artifact, stream_from)
         self._runs = tuple(call.run for call in self.calls)
-        self._counted_L2 = np.array([_counted(how.rung, cut) for how, cut in zip(layers, plan.cuts, strict=True)])
+        self._examining: tuple[Op, ...] = ()
+        always = (cuts.hot if d.n_experts == 1 else 0 for cuts in self.side.cuts)
+        self._counted_L2 = np.array([_counted(how.rung, cut) for how, cut in zip(layers, always, strict=True)])
         self._rows_L2 = np.zeros((d.n_layers, 2), np.int64)
         self._ids, self._rows_there_L2 = self._mail.token.numpy(), self._mail.rows_L2.numpy()
         self._logits_V = self._mail.logits.numpy() if plan.head == GPU else self._buffers.logits_TV[0]
 
-    def _host(self, plan: Plan) -> Host:
+    def _host(self) -> Host:
         mail = self._mail
-        return Host(
+        host = RoutedHost if self._shape.experts > 1 else Host
+        return host(
             decoder=self.side.decoder,
             shape=self._shape,
             ends=self._ends,
@@ -87,7 +96,7 @@ class CudaExecutor(CpuExecutor):
             cos_SJ=self._cos_SJ,
             sin_SJ=self._sin_SJ,
             b=self._buffers,
-            cuts=plan.cuts,
+            cuts=self.side.cuts,
             step=Step(),
             given=Words.of(mail.to_gpu),
             taken=Words.of(mail.to_host),
@@ -116,70 +125,116 @@ class CudaExecutor(CpuExecutor):
     def run(self, tokens: Ints, cache: KVCache, *, select: bool, every: bool) -> Floats:
         """As `CpuExecutor.run`, with up to `block_tokens` tokens unless `every`."""
         self._check_open()
-        if every:
-            with self.device.at_work():
-                self._residence.bring_home(cache)
-            return super().run(tokens, cache, select=select, every=True)
-        assert 0 < len(tokens) <= min(self.block_tokens, cache.room), (len(tokens), cache.room)
+        most = BLOCK_TOKENS if every else self.block_tokens
+        assert 0 < len(tokens) <= min(most, cache.room), (len(tokens), cache.room)
         numba.set_num_threads(self._threads)
-        with self.device.at_work():
+        with self.device.at_work(), self._settled():
             self._residence.take(cache)
-            self.host.step.cache_L2GSE, self.host.step.start = cache.values, len(cache.tokens)
+            self.host.step.cache_L2GSW, self.host.step.start = cache.words, len(cache.tokens)
+            if every:
+                return self._every(tokens, cache, select=select)
             if len(tokens) == 1 and select:
-                self._decode(tokens)
+                self._begin(tokens)
+                self._decode(self._runs)
             else:
                 self._prefill.run(tokens)
         cache.tokens += tokens.tolist()
         return self._logits_V[None]
 
-    def _decode(self, tokens: Ints) -> None:
+    def _every(self, tokens: Ints, cache: KVCache, *, select: bool) -> Floats:
+        """Logits of all tokens: decoded one by one, or of dense blocks."""
+        logits_TV = self._buffers.logits_TV[: len(tokens)]
+        if not select:
+            for low in range(0, len(tokens), self.block_tokens):
+                part = slice(low, min(len(tokens), low + self.block_tokens))
+                self.host.step.start = len(cache.tokens)
+                self._prefill.every(tokens[part], logits_TV[part])
+                cache.tokens += tokens[part].tolist()
+            return logits_TV
+        self._examined.clear()
+        first_V = logits_TV[0]
+        for n in range(len(tokens)):
+            self.host.step.start = len(cache.tokens)
+            self._begin(tokens[n : n + 1])
+            if not self._examining:  # it writes into the cache where this token will
+                calls = program_of(self._placed, self.side, self.host, self.device, self._examined)
+                self._examining = tuple(call.run for call in calls)
+            self._decode(self._examining)
+            self._examined.add(self._rows_L2)
+            if n == 0:
+                first_V = self._logits_V.copy()  # the CPU's head writes into the first row
+            else:
+                logits_TV[n] = self._logits_V
+            cache.tokens += tokens[n : n + 1].tolist()
+        logits_TV[0] = first_V
+        return logits_TV
+
+    @property
+    def tally(self) -> Ints:
+        """As `CpuExecutor.tally`; computed when asked for."""
+        self._check_open()
+        with self.device.at_work():
+            return self._examined.tally(self._prefill, min(self.block_tokens, BLOCK_TOKENS))
+
+    @contextlib.contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Whatever goes wrong within, the GPU is at nothing afterwards that the next call could meet."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self.device.synchronize()
+            raise
+
+    def _begin(self, token_1: Ints) -> None:
         step = self.host.step
-        step.tokens[:] = tokens
-        self._ids[0], self._ids[1] = tokens[0], step.start
-        for run in self._runs:
+        step.tokens[:] = token_1
+        self._ids[0], self._ids[1] = token_1[0], step.start
+
+    def _decode(self, runs: Sequence[Op]) -> None:
+        for run in runs:
             run()
         self._rows_L2 = self._buffers.rows_L2 + self.rows_there
 
-    def _reader(self, artifact: Artifact, budget: int, stream_from: int | None) -> Prefill:
+    def _reader(self, artifact: Artifact, stream_from: int | None) -> Prefill:
         """Prompts: with cold weights brought to the GPU where there are any, memory for it is left and it may pay."""
         d, plan, device = self.side.decoder, self._placed, self.device
-        cold = any(cut < d.d_ff for cut in plan.cuts)
         streamer, first = None, 0
-        if cold and self.needed_bytes + streaming_bytes(artifact.manifest) <= budget:
+        if self._pieces_bytes:
             fmt = artifact.manifest.formats["ffn"]
             first = measured_crossover(d, fmt, self._threads, device) if stream_from is None else stream_from
             if first <= self.block_tokens:
                 with device.at_work():
                     streamer = Streamer(artifact, device)
         with device.at_work():
-            return Prefill(self.side, self.host, plan, device, self.block_tokens, streamer, first)
+            reader = RoutedPrefill if d.n_experts > 1 else Prefill
+            return reader(self.side, self.host, plan, device, self.block_tokens, streamer, first)
 
     def close(self) -> None:
         """Close the artifact and give the GPU's memory back; `run` refuses from now on."""
         if self._artifact is not None:
-            self.device.synchronize()
-            self._prefill.close()
+            # After a fault nothing on the GPU answers; the fault was raised where it was met.
+            with contextlib.suppress(RuntimeError):
+                self.device.synchronize()
+                self._prefill.close()
             # What holds the GPU's memory: its tensors, and the graphs that work in them.
-            self.calls, self._runs = (), ()
-            del self.side, self.host, self._prefill, self._residence
-            self.device.limit(None)
+            self.calls, self._runs, self._examining = (), (), ()
+            del self.side, self.host, self._prefill, self._residence, self._examined
+            with contextlib.suppress(RuntimeError):
+                self.device.limit(None)
         super().close()
 
 
 def layers_in(manifest: Manifest, mode: str) -> tuple[Layer, ...]:
-    """How each layer is run in a mode. Raises UsageError for what only the CPU can do so far."""
-    d = manifest.decoder
-    if d.n_experts > 1:
-        raise UsageError("a mixture of experts does not run on a GPU yet", remedy="--device cpu")
+    """How each layer is run in a mode."""
     return tuple(Layer(rung=mode) if mode in ("dense", "gate") else layer for layer in manifest.layers)
 
 
-def block_tokens(artifact: Artifact, plan: Plan, context: int, budget: int) -> int:
-    """Tokens of a prompt that are read at once: as many as there is memory for."""
-    for tokens in PROMPT_TOKENS:
-        if needed_bytes(artifact.manifest, plan, context, tokens) <= budget:
-            return tokens
-    return PROMPT_TOKENS[-1]
+def prompt_room(manifest: Manifest, plan: Plan, context: int, budget: int) -> tuple[int, int]:
+    """As `prompt_block`, for a budget of GPU bytes."""
+    cold = any(cut < manifest.decoder.d_ff for cut in plan.cuts)
+    pieces = streaming_bytes(manifest) if cold else 0
+    return prompt_block(lambda tokens: needed_bytes(manifest, plan, context, tokens), pieces, budget)
 
 
 def _counted(rung: str, cut: int) -> tuple[int, int]:

@@ -12,11 +12,13 @@ import numpy.typing as npt
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.cuda.buffers import Parcel
+from pi_runtime.cuda.cuts import Cuts
 from pi_runtime.executor import Floats, Ints
 from pi_runtime.kernels import experts, ffn, table
 from pi_runtime.kernels.buffers import Buffers
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 from pi_runtime.kernels.listed import cold_sum, predict
+from pi_runtime.kernels.memory import Halves
 from pi_runtime.kernels.table import Ends, Shape
 
 
@@ -26,7 +28,7 @@ class Step:
 
     tokens: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
     start: int = 0
-    cache_L2GSE: Floats = field(default_factory=lambda: np.zeros((0, 2, 0, 0, 0), np.float32))
+    cache_L2GSW: Halves = field(default_factory=lambda: np.zeros((0, 2, 0, 0, 0), np.uint16))
     listed: int = 0
     """Cold neurons that are predicted, in `candidates_F`."""
 
@@ -36,12 +38,14 @@ class Words:
     """A parcel in pinned memory as arrays."""
 
     x_D: Floats
+    share_K: Floats
+    taken_K: npt.NDArray[np.int32]
     count: npt.NDArray[np.int32]
     index_F: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, parcel: Parcel) -> "Words":
-        return cls(parcel.x_D.numpy(), parcel.count.numpy(), parcel.index_F.numpy())
+    def of(cls, p: Parcel) -> "Words":
+        return cls(p.x_D.numpy(), p.share_K.numpy(), p.taken_K.numpy(), p.count.numpy(), p.index_F.numpy())
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Host:
     cos_SJ: Floats
     sin_SJ: Floats
     b: Buffers
-    cuts: tuple[int, ...]
+    cuts: tuple[Cuts, ...]
     step: Step
     given: Words
     """The parcel for the GPU."""
@@ -80,7 +84,7 @@ class Host:
 
     def attention(self, layer: int) -> None:
         """x ← x + attention(norm(x)); then the FFN's input."""
-        s, cache = self.step, self.step.cache_L2GSE[layer]
+        s, cache = self.step, self.step.cache_L2GSW[layer]
         w = self.table_LXW[layer, 0]
         attention(self.shape, w, self.eps, self.cos_SJ, self.sin_SJ, s.start, cache, self.x_1D, self.b)
 
@@ -102,7 +106,7 @@ class Host:
         """Hot rows that are predicted, for the GPU; cold ones stay in the list here."""
         found = predict(self.shape, self.table_LXW[layer, 0], self.b.normed_TD[0], self.b)
         rows_F = self.b.candidates_F[:found]
-        hot = int(np.searchsorted(rows_F, self.cuts[layer]))
+        hot = int(np.searchsorted(rows_F, self.cuts[layer].hot))
         self.given.count[0] = hot
         self.given.index_F[:hot] = rows_F[:hot]
         rows_F[: found - hot] = rows_F[hot:].copy()
@@ -110,7 +114,7 @@ class Host:
 
     def cold(self, layer: int) -> None:
         """The sum of the neurons that are here, of an input that is here."""
-        if self.cuts[layer] < self.decoder.d_ff:
+        if self.cuts[layer].cold:
             self._cold(layer, self.b.normed_TD[0], self.step.listed, self.own_sum)
 
     def cold_for_gpu(self, layer: int) -> None:
@@ -122,14 +126,14 @@ class Host:
         self._cold(layer, self.taken.x_D, count, self.sum_to_gpu)
 
     def _cold(self, layer: int, x_D: Floats, count: int, sum_D: Floats) -> None:
-        low, listed = self.cuts[layer], self.predicts(layer)
-        count = count if listed else self.decoder.d_ff - low
+        low, listed = self.cuts[layer].hot, self.predicts(layer)
+        count = count if listed else self.cuts[layer].cold
         kept = cold_sum(self.addresses, self.table_LXW[layer, 0], x_D, low, count, listed, sum_D)
         self.b.rows_L2[layer, 0], self.b.rows_L2[layer, 1] = count, kept
 
     def merge(self, layer: int) -> None:
         """x ← x + what both sides found + the bias, once."""
-        if self.cuts[layer] < self.decoder.d_ff:
+        if self.cuts[layer].cold:
             self.x_1D[0] += self.own_sum
         self.x_1D[0] += self.sum_to_host
         after_ffn(self.shape, self.table_LXW[layer, 0], self.eps, self.x_1D)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.formats import BLOCK, FORMATS
 
 DTYPES: Mapping[str, torch.dtype] = {
     "f32": torch.float32,
@@ -55,8 +55,14 @@ class Matrix:
         if self.format != "q4":
             return self.columns
         # Groups of eight blocks, then the blocks left over in pairs.
-        blocks = -(-self.columns // 32)
+        blocks = -(-self.columns // BLOCK)
         return blocks // 8 * 128 + -(-(blocks % 8) // 2) * 32
+
+    @property
+    def words(self) -> int | None:
+        """Words of 32 bits in the whole groups of a q8 or q4 row."""
+        per_group = {"q8": 64, "q4": 32}.get(self.format)
+        return None if per_group is None else -(-self.columns // BLOCK) // 8 * per_group
 
     def every(self, k: int, which: int) -> "Matrix":
         """The rows `which`, `which` + k, …"""

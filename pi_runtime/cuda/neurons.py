@@ -14,13 +14,14 @@ import triton.language as tl
 
 from pi_runtime.cuda.activations import DRELU, activate
 from pi_runtime.cuda.matrices import Matrix
-from pi_runtime.cuda.rows import Q4, Q8, column_of, high_place, row_dots, scale_tile, stored_column, stored_tile
+from pi_runtime.cuda.rows import row_dots
+from pi_runtime.cuda.sums import weighted_sums
 from pi_runtime.cuda.tiling import Tiling
 
 
 @dataclass(frozen=True)
 class List:
-    """Neurons, and how many: int32 in device memory."""
+    """Neurons, and how many: int32 in device memory. There are never more than the list has room for."""
 
     index_F: torch.Tensor
     count: torch.Tensor
@@ -60,7 +61,7 @@ def predict(
     rows, width = tiling.dots(up)
     _predict[(triton.cdiv(up.rows, rows),)](
         up.values, up.scales, bias_F, r_R, marks_F, counts_T, *up.strides, up.width, up.columns, up.rows,
-        up.code, rows, width,
+        up.code, rows, width, **tiling.dot_options(up),
     )  # fmt: skip
     return rows
 
@@ -70,15 +71,16 @@ def fire(
 ) -> int:
     """h of the listed neurons, or of all, at their places in the list; returns how many a count of non-zeros is for."""
     assert x_D.shape == (n.first.columns,)
-    assert len(h_F) >= n.count
+    most = n.count if listed is None else min(n.count, len(listed.index_F))
+    assert len(h_F) >= most
     assert n.rest.columns == n.first.columns
     rows, width = tiling.dots(n.first)
     index, count = (None, None) if listed is None else (listed.index_F, listed.count)
-    _fire[(triton.cdiv(n.count, rows),)](
+    _fire[(triton.cdiv(most, rows),)](
         n.first.values, n.first.scales, n.first_bias, n.rest.values, n.rest.scales, n.up_bias, x_D, index, count,
         h_F, counts_T, *n.first.strides, *n.rest.strides, n.first.width, n.first.columns, n.count, n.limit,
         n.first.code, n.activation, n.k == 2, n.first_bias is not None, n.up_bias is not None, listed is not None,
-        rows, width,
+        rows, width, **tiling.dot_options(n.first),
     )  # fmt: skip
     return rows
 
@@ -87,12 +89,7 @@ def add_up(n: Neurons, kept: List | None, h_F: torch.Tensor, sums_SD: torch.Tens
     """sums ← the partial sums over the kept neurons, whose h stand in their order, or over all."""
     down = n.rest.every(n.k, n.k - 1)
     assert sums_SD.shape == (tiling.splits, down.columns)
-    rows, width = tiling.sums(down)
-    index, count = (None, None) if kept is None else (kept.index_F, kept.count)
-    _add_up[(triton.cdiv(down.width, width), tiling.splits)](
-        down.values, down.scales, index, count, h_F, sums_SD, *down.strides, down.width, down.columns, n.count,
-        down.code, kept is not None, tiling.splits, rows, width,
-    )  # fmt: skip
+    weighted_sums(down, None if kept is None else (kept.index_F, kept.count), h_F, sums_SD, tiling)
 
 
 @triton.jit
@@ -147,44 +144,3 @@ def _fire(
             h_R = h_R * up_R
     tl.store(h + n_R, h_R, mask=there_R)
     tl.store(counts + tile, tl.sum((h_R != 0.0).to(tl.int32), 0))
-
-
-@triton.jit
-def _add_up(
-    values, scales, index, count, h, sums, stride, scales_stride, width, columns, neurons,
-    FMT: tl.constexpr, LISTED: tl.constexpr, SPLITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    element_C = tl.program_id(0) * C + tl.arange(0, C)
-    split = tl.program_id(1)
-    size = neurons
-    if LISTED:
-        size = tl.load(count)
-    steps = (size + R - 1) // R
-    end = tl.minimum(size, steps * (split + 1) // SPLITS * R)
-    column_C = stored_column(element_C, columns, FMT)
-    upper_C = column_of(high_place(element_C, columns), columns)
-    low_RC = tl.zeros([R, C], tl.float32)
-    high_RC = tl.zeros([R, C], tl.float32)
-    for start in range(steps * split // SPLITS * R, end, R):
-        n_R = start + tl.arange(0, R)
-        there_R = n_R < end
-        row_R = n_R
-        if LISTED:
-            row_R = tl.load(index + n_R, mask=there_R, other=0)
-        h_R1 = tl.load(h + n_R, mask=there_R, other=0.0)[:, None]
-        stored_RC = stored_tile(values, stride, row_R, there_R, element_C, width)
-        if FMT == Q4:
-            scale_RC = scale_tile(scales, scales_stride, row_R, there_R, column_C, columns)
-            low_RC += h_R1 * (((stored_RC & 15).to(tl.int32) - 8).to(tl.float32) * scale_RC)
-            scale_RC = scale_tile(scales, scales_stride, row_R, there_R, upper_C, columns)
-            high_RC += h_R1 * (((stored_RC >> 4).to(tl.int32) - 8).to(tl.float32) * scale_RC)
-        elif FMT == Q8:
-            scale_RC = scale_tile(scales, scales_stride, row_R, there_R, column_C, columns)
-            low_RC += h_R1 * (stored_RC.to(tl.float32) * scale_RC)
-        else:
-            low_RC += h_R1 * stored_RC.to(tl.float32)
-    there_C = (element_C < width) & (column_C < columns)
-    tl.store(sums + split * columns + column_C, tl.sum(low_RC, 0), mask=there_C)
-    if FMT == Q4:
-        there_C = (element_C < width) & (upper_C < columns)
-        tl.store(sums + split * columns + upper_C, tl.sum(high_RC, 0), mask=there_C)

@@ -1,13 +1,15 @@
 """From an open artifact and a GPU to a running executor: the budget, and the plan that fits it."""
 
+import contextlib
 import os
-import sys
+import traceback
 from collections.abc import Callable
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
+from pi_runtime.console import size
 from pi_runtime.cuda.devices import Cuda, Device
-from pi_runtime.cuda.executor import CudaExecutor, layers_in
+from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.placed import needed_bytes
 from pi_runtime.errors import DoesNotFitError
 from pi_runtime.planning import no_placement
@@ -25,18 +27,30 @@ def open_on_gpu(
 ) -> CudaExecutor:
     """An executor on GPU `index` within the budget, or within what the card has free, whichever is less.
 
-    Raises DoesNotFitError where no stored plan fits, UsageError for a model that cannot run there.
+    Raises DoesNotFitError where no stored plan fits.
     """
-    layers_in(artifact.manifest, mode)
     _stay_awake()
     device: Device = Cuda(index)
-    budget = min(sys.maxsize if vram_budget is None else vram_budget, device.free_bytes())
-    plan = fitting_plan(artifact, context, budget, device.free_bytes())
+    free = device.free_bytes()
+    budget = free if vram_budget is None else min(vram_budget, free)
+    plan = fitting_plan(artifact, context, budget, free)
     try:
-        return CudaExecutor(artifact, mode, context, threads, plan, device, budget, progress)
-    except BaseException:
-        device.limit(None)
+        executor = CudaExecutor(artifact, mode, context, threads, plan, device, budget, progress)
+    except BaseException as error:
+        _let_go(error)
+        with contextlib.suppress(RuntimeError):
+            device.limit(None)
         raise
+    if vram_budget is not None and free < vram_budget:
+        executor.notice = f"{device.name} has {size(free)} free, less than --vram-budget {size(vram_budget)}"
+    return executor
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what frames on the way of an error hold: a model's tensors, in GPU memory that others may want."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _stay_awake() -> None:
@@ -63,7 +77,7 @@ def fitting_plan(artifact: Artifact, context: int, budget: int, free: int) -> Pl
         raise DoesNotFitError(
             f"{artifact.path}: no stored placement fits the GPU",
             expected=f"at least {least} bytes with a context of {context}",
-            found=f"{budget} bytes" + (f", the card has {free} free" if free <= budget else ""),
+            found=f"{budget} bytes" + (f", the card has {free} free for it" if free <= budget else ""),
             remedy="--device cpu, a smaller --ctx-size, or "
             + (f"--vram-budget {least}" if least <= free else "add the budget to [place] vram_gib and build again"),
         )

@@ -12,33 +12,40 @@ GPU = "gpu"
 
 @dataclass(frozen=True)
 class Piece:
-    """The first `rows` rows of an array, scales being arrays of their own."""
+    """Rows of an array one after the other, scales being arrays of their own."""
 
     name: str
-    rows: int
+    spans: tuple[tuple[int, int], ...]
+    """[low, high) of them; with experts one of each."""
     nbytes: int
 
 
 def pieces(manifest: Manifest, plan: Plan) -> Iterator[Piece]:
     """Every array that the plan puts on the GPU, in the order of the file."""
-    tied = manifest.decoder.tied_head
+    d = manifest.decoder
     for name, entry in manifest.arrays.items():
-        rows = _rows(without_scales(name), entry.shape[0], plan, tied=tied)
-        if rows:
-            yield Piece(name, rows, entry.nbytes * rows // entry.shape[0])
+        local, rows = without_scales(name), entry.shape[0]
+        if local.endswith(_CUT):
+            first = int(local.split("/")[1]) * d.n_experts
+            cuts = enumerate(plan.cuts[first : first + d.n_experts])
+            spans = tuple((n * d.d_ff, n * d.d_ff + cut) for n, cut in cuts if cut)
+        else:
+            spans = ((0, rows),) if _is_there(local, plan, tied=d.tied_head) else ()
+        if spans:
+            yield Piece(name, spans, entry.nbytes * sum(high - low for low, high in spans) // rows)
 
 
-def _rows(name: str, rows: int, plan: Plan, *, tied: bool) -> int:
+_CUT = ("/ffn/first", "/ffn/rest", "/ffn/first_bias", "/ffn/up_bias")
+"""Arrays with a row for each neuron, of which a part may be on the GPU."""
+
+
+def _is_there(name: str, plan: Plan, *, tied: bool) -> bool:
+    """Whether an array that is not cut is on the GPU."""
     if not name.startswith("layers/"):
         parts = {"embedding": plan.embedding, "embedding_in": plan.embedding, "positions": plan.embedding}
         shared = tied and name == "embedding"
-        return rows if GPU in (parts.get(name, plan.head), plan.head if shared else None) else 0
-    _, layer, local = name.split("/", 2)
-    if local in ("ffn/order", "ffn/counts"):
-        return 0
-    if local in ("ffn/first", "ffn/rest", "ffn/first_bias", "ffn/up_bias"):
-        return plan.cuts[int(layer)]
-    return rows if plan.attention[int(layer)] == GPU else 0
+        return GPU in (parts.get(name, plan.head), plan.head if shared else None)
+    return not name.endswith(("/ffn/order", "/ffn/counts")) and plan.attention[int(name.split("/")[1])] == GPU
 
 
 def weight_bytes(manifest: Manifest, plan: Plan) -> int:
@@ -50,5 +57,5 @@ def needed_bytes(manifest: Manifest, plan: Plan, context: int, tokens: int) -> i
     """GPU bytes of a run: weights, cache of so many positions, and buffers for blocks of so many tokens."""
     decoder = manifest.decoder
     rank = max((layer.rank or 0 for layer in manifest.layers), default=0)
-    cache = plan.attention.count(GPU) * kv_bytes(decoder, context)
+    cache = plan.attention.count(GPU) * kv_bytes(decoder, manifest.formats["attention"], context)
     return weight_bytes(manifest, plan) + cache + gpu_scratch_bytes(decoder, rank, context, tokens)

@@ -6,8 +6,10 @@ The CPU works in blocks of `BLOCK_TOKENS`; while it is at the cold neurons, the 
 tokens on (see `crossover`) cold weights are brought to the GPU instead.
 """
 
+import numpy as np
 import torch
 
+from pi_runtime.artifact.footprint import dense_rows
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda import attention, dense
 from pi_runtime.cuda.devices import Device
@@ -16,10 +18,10 @@ from pi_runtime.cuda.placed import GPU
 from pi_runtime.cuda.side import Side
 from pi_runtime.cuda.streamed import Streamer
 from pi_runtime.cuda.unpacking import unpack
-from pi_runtime.executor import Ints
+from pi_runtime.executor import Floats, Ints
 from pi_runtime.kernels import ffn
 from pi_runtime.kernels.buffers import BLOCK_TOKENS
-from pi_runtime.kernels.forward import after_ffn, embed
+from pi_runtime.kernels.forward import after_ffn, embed, head
 from pi_runtime.kernels.forward import attention as attention_here
 
 
@@ -52,8 +54,36 @@ class Prefill:
         self._ids_T = torch.zeros(tokens, dtype=torch.int64, device=device.device)
         self._here_x_TD, self._here_normed_TD, self._here_y_TD = here(d.d_model), here(d.d_model), here(d.d_model)
 
+    @dense.summed_in_float32()
     def run(self, tokens: Ints) -> None:
-        """Tokens at the host's step on, through all layers; the last one's residual where the head is."""
+        """Tokens at the host's step on, through all layers; the last one's logits where the decoder leaves them."""
+        self._last(self._through(tokens), len(tokens))
+
+    @dense.summed_in_float32()
+    def every(self, tokens: Ints, logits_TV: Floats) -> None:
+        """As `run`, with all tokens' logits, in float32 whatever the head's format."""
+        where = self._cross(self._through(tokens), self._plan.head, len(tokens))
+        if where == GPU:
+            self._heads_there(logits_TV)
+        else:
+            h, x_TD = self._host, self._here_x_TD.numpy()
+            head(h.shape, h.ends, h.eps, x_TD[: len(tokens)], h.b, logits_TV)
+
+    def fires(self, layer: int, given_TD: Floats) -> int:
+        """Neurons that fire on inputs of the layer's FFN, each counted where the plan has it."""
+        h, cut, every, count = self._host, self._side.cuts[layer].hot, self._side.decoder.d_ff, len(given_TD)
+        tally_3, there = np.zeros(3, np.int64), torch.zeros(())
+        if cut:
+            normed_TD = self._normed_TD[:count]
+            normed_TD.copy_(torch.from_numpy(given_TD))
+            there = dense.fires(self._side.layer_neurons(layer), self._side.decoder, normed_TD)
+        if cut < every:
+            y_TD = self._here_y_TD.numpy()[:count]
+            ffn.block(h.shape, h.table_LXW[layer, 0], given_TD, cut, every, True, h.b, tally_3, y_TD)
+        return int(tally_3[0]) + int(there)
+
+    def _through(self, tokens: Ints) -> str:
+        """All layers; returns where the residual is then."""
         where, count = self._plan.embedding, len(tokens)
         self._side.b.position.fill_(self._host.step.start)
         if where == GPU:
@@ -67,7 +97,7 @@ class Prefill:
             else:
                 self._attention_here(layer, count)
             self._ffn(layer, where, count)
-        self._last(where, count)
+        return where
 
     def _embed_there(self, tokens: Ints) -> None:
         side, x_TD = self._side, self._x_TD[: len(tokens)]
@@ -120,7 +150,7 @@ class Prefill:
 
     def _attention_here(self, layer: int, count: int) -> None:
         h, w = self._host, self._host.table_LXW[layer, 0]
-        cache = h.step.cache_L2GSE[layer]
+        cache = h.step.cache_L2GSW[layer]
         x_TD, normed_TD = self._here_x_TD.numpy(), self._here_normed_TD.numpy()
         for low in range(0, count, BLOCK_TOKENS):
             part = slice(low, min(count, low + BLOCK_TOKENS))
@@ -129,7 +159,7 @@ class Prefill:
             normed_TD[part] = h.b.normed_TD[: part.stop - low]
 
     def _ffn(self, layer: int, where: str, count: int) -> None:
-        side, cut, every = self._side, self._plan.cuts[layer], self._side.decoder.d_ff
+        side, cut, every = self._side, self._side.cuts[layer].hot, self._side.decoder.d_ff
         streamed = cut < every and self._streamer is not None and count >= self._stream_from
         there, here = cut > 0 or streamed, cut < every and not streamed
         normed_TD, y_TD = self._normed_TD[:count], self._y_TD[:count]
@@ -159,7 +189,7 @@ class Prefill:
         y_TD[:count] = 0
         for low in range(0, count, BLOCK_TOKENS):
             part = slice(low, min(count, low + BLOCK_TOKENS))
-            cut, every = h.cuts[layer], h.decoder.d_ff
+            cut, every = h.cuts[layer].hot, h.decoder.d_ff
             ffn.block(h.shape, w, normed_TD[part], cut, every, False, h.b, h.b.tally_L3[layer], y_TD[part])
 
     def _merge_there(self, layer: int, count: int, *, there: bool, here: bool) -> None:
@@ -204,6 +234,22 @@ class Prefill:
             self._device.synchronize()
         else:
             host.head()
+
+    def _heads_there(self, logits_TV: Floats) -> None:
+        """As `Side.head`, for a block, some rows of the head at a time."""
+        side, count, d = self._side, len(logits_TV), self._side.decoder
+        x_TD, w = self._x_TD[:count], side.weights
+        if d.final_norm:
+            side.norm("final_norm", x_TD, self._normed_TD[:count])
+            x_TD = self._normed_TD[:count]
+        if d.d_embedding != d.d_model:
+            x_TD = dense.product(w.matrix("embedding_out"), None, x_TD, exact=True)
+        rows, bias_V = w.matrix("embedding" if d.tied_head else "head"), w.vector("head_bias")
+        step, found_TV = dense_rows(count), torch.from_numpy(logits_TV)
+        for low in range(0, d.vocab_size, step):
+            high = min(d.vocab_size, low + step)
+            bias_N = None if bias_V is None else bias_V[low:high]
+            found_TV[:, low:high].copy_(dense.product(rows.slice(low, high), bias_N, x_TD, exact=True))
 
     def close(self) -> None:
         if self._streamer is not None:

@@ -20,7 +20,7 @@ def linear(
     rows, width = tiling.dots(m)
     _linear[(triton.cdiv(m.rows, rows),)](
         m.values, m.scales, bias, x_D, y_N, *m.strides, m.width, m.columns, m.rows,
-        m.code, bias is not None, add, rows, width,
+        m.code, bias is not None, add, rows, width, **tiling.dot_options(m),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from functools import partial
 
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.devices import Device, Event, Op
+from pi_runtime.cuda.examined import Examined
 from pi_runtime.cuda.host import Host
 from pi_runtime.cuda.placed import GPU
 from pi_runtime.cuda.side import Side
@@ -69,22 +70,25 @@ class Program:
             self._open.clear()
 
 
-def program_of(plan: Plan, side: Side, host: Host, device: Device) -> Sequence[Call]:
-    """The calls of one decoded token. Call it within `device.at_work()`; it runs everything once."""
+def program_of(plan: Plan, side: Side, host: Host, device: Device, examined: Examined | None = None) -> Sequence[Call]:
+    """The calls of one decoded token; `examined` keeps what FFNs are given. Call it within `device.at_work()`; it runs
+    everything once."""
     p = Program(device)
     gpu = GPU in (plan.embedding, plan.head, *plan.attention) or any(plan.cuts)
     if gpu:
         p.gpu(side.start)
     where = plan.embedding
     _on(p, where, side.embed, host.embed)
-    for layer, (attention, cut) in enumerate(zip(plan.attention, plan.cuts, strict=True)):
+    for layer, attention in enumerate(plan.attention):
         p.layer = layer
         where = _cross(p, where, attention, side, host)
         _on(p, where, partial(side.attention, layer), partial(host.attention, layer))
+        if examined is not None:
+            _on(p, where, partial(examined.there, layer), partial(examined.here, layer))
         if where == GPU:
-            _ffn_on_gpu(p, side, host, layer, cut)
+            _ffn_on_gpu(p, side, host, layer)
         else:
-            _ffn_on_cpu(p, side, host, layer, cut)
+            _ffn_on_cpu(p, side, host, layer)
     p.layer += 1
     where = _cross(p, where, plan.head, side, host)
     _on(p, where, side.head, host.head)
@@ -113,8 +117,8 @@ def _cross(p: Program, where: str, to: str, side: Side, host: Host) -> str:
     return to
 
 
-def _ffn_on_gpu(p: Program, side: Side, host: Host, layer: int, cut: int) -> None:
-    predicted, cold = side.selects(layer), side.decoder.d_ff - cut
+def _ffn_on_gpu(p: Program, side: Side, host: Host, layer: int) -> None:
+    predicted, hot, cold = side.selects(layer), side.cuts[layer].hot, side.cuts[layer].cold
     if predicted:
         p.gpu(partial(side.reduce, layer))
     if cold:
@@ -122,7 +126,7 @@ def _ffn_on_gpu(p: Program, side: Side, host: Host, layer: int, cut: int) -> Non
             p.gpu(partial(side.predict_cold, layer))
         p.gpu(partial(side.hand_over, cold if predicted else None))
         sent = p.record()
-    if cut:
+    if hot:
         if predicted:
             p.gpu(partial(side.predict_hot, layer))
         p.gpu(partial(side.hot, layer))
@@ -130,18 +134,19 @@ def _ffn_on_gpu(p: Program, side: Side, host: Host, layer: int, cut: int) -> Non
         p.wait(sent)
         p.cpu(partial(host.cold_for_gpu, layer), "cold")
         p.gpu(side.take)
-    p.gpu(partial(side.merge, layer, hot=cut > 0, cold=cold > 0))
+    p.gpu(partial(side.merge, layer, hot=hot > 0, cold=cold > 0))
 
 
-def _ffn_on_cpu(p: Program, side: Side, host: Host, layer: int, cut: int) -> None:
-    if not cut:
+def _ffn_on_cpu(p: Program, side: Side, host: Host, layer: int) -> None:
+    hot = side.cuts[layer].hot
+    if not hot:
         p.cpu(partial(host.whole, layer))
         return
     predicted = side.selects(layer)
     p.cpu(host.hand_over)
     if predicted:
         p.cpu(partial(host.predict, layer))
-    p.gpu(partial(side.receive, cut if predicted else None), partial(side.hot, layer), side.give_sum)
+    p.gpu(partial(side.receive, hot if predicted else None), partial(side.hot, layer), side.give_sum)
     ready = p.record()
     p.cpu(partial(host.cold, layer), "cold")
     p.wait(ready)

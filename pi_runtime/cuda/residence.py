@@ -32,18 +32,14 @@ class Residence:
         self._copy(cache, home=False)
         self._owner = weakref.ref(cache)
 
-    def bring_home(self, cache: KVCache) -> None:
-        """Make the sequence's cache in RAM complete, if the GPU has it; whoever goes on with it does so there."""
-        if self._owner is not None and self._owner() is cache:
-            self._copy(cache, home=True)
-            self._owner = None
-
     def _copy(self, cache: KVCache, *, home: bool) -> None:
         held = len(cache.tokens)
-        for layer, there in self._layers.items() if held else ():
-            here = torch.from_numpy(cache.values[layer])[:, :, :held]
-            if home:
-                here.copy_(there[:, :, :held])
-            else:
-                there[:, :, :held].copy_(here)
+        for layer, there_2GSE in self._layers.items() if held else ():
+            there_XSE, here_XSE = there_2GSE.flatten(0, 1), torch.from_numpy(cache.values[layer]).flatten(0, 1)
+            # Head by head: parts of all torch would lay together first, in GPU memory that nobody planned.
+            for there_SE, here_SE in zip(there_XSE, here_XSE, strict=True):
+                if home:
+                    here_SE[:held].copy_(there_SE[:held])
+                else:
+                    there_SE[:held].copy_(here_SE[:held])
         self._device.synchronize()

@@ -2,14 +2,18 @@
 
 R rows and C stored elements at a time. A row is read in the order in which it is stored (see `artifact.formats`): the
 places of q8 and q4 name columns out of order, so it is the vector that is gathered. The vector stays float32 (only the
-CPU rounds it to bytes), so a product is Σ_j w_j x_j in float32 with w = scale · q.
+CPU rounds it to bytes), so a product is Σ_j w_j x_j in float32 with w = scale · q. Whole groups of q8 and q4 blocks are
+read by `words`; what is here of these formats serves the up to seven blocks behind them, and single rows.
 """
 
 import triton
 import triton.language as tl
 
 from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.cuda.words import groups_of, word_dots
 
+LEFT = tl.constexpr(64)
+"""Stored elements that are read at once behind the last whole group."""
 Q8 = tl.constexpr(FORMATS["q8"].code)
 Q4 = tl.constexpr(FORMATS["q4"].code)
 
@@ -65,28 +69,50 @@ def stored_tile(values, stride, row_R, mask_R, element_C, width):
 
 
 @triton.jit
+def left_element(columns, FMT: tl.constexpr):
+    """The first stored element behind the last whole group of a q8 or q4 row."""
+    return groups_of(columns) * (128 if FMT == Q4 else 256)
+
+
+@triton.jit
 def row_dots(
     values, scales, stride, scales_stride, width, columns, row_R, mask_R, x,
     FMT: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """[R] row · x; 0 where `mask_R` is false, and such a row is not read."""
-    sums_RC = tl.zeros([R, C], tl.float32)
-    for start in range(0, width, C):
-        element_C = start + tl.arange(0, C)
+    """[R] row · x; 0 where `mask_R` is false, and such a row is not read. C as in `Tiling.dots`."""
+    if FMT == Q8 or FMT == Q4:  # noqa: SIM109, PLR1714 - Triton has no sets
+        found_R = word_dots(values, scales, stride, scales_stride, columns, row_R, mask_R, x, FMT, R, C)
+        if left_element(columns, FMT) < width:
+            found_R += _left_dots(values, scales, stride, scales_stride, width, columns, row_R, mask_R, x, FMT, R)
+    else:
+        sums_RC = tl.zeros([R, C], tl.float32)
+        for start in range(0, width, C):
+            element_C = start + tl.arange(0, C)
+            stored_RC = stored_tile(values, stride, row_R, mask_R, element_C, width)
+            x_C = tl.load(x + element_C, mask=element_C < width, other=0.0)
+            sums_RC += stored_RC.to(tl.float32) * x_C[None, :]
+        found_R = tl.sum(sums_RC, 1)
+    return found_R
+
+
+@triton.jit
+def _left_dots(
+    values, scales, stride, scales_stride, width, columns, row_R, mask_R, x, FMT: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """The same over the blocks behind the last whole group."""
+    sums_RC = tl.zeros([R, LEFT], tl.float32)
+    for start in range(left_element(columns, FMT), width, LEFT):
+        element_C = start + tl.arange(0, LEFT)
         stored_RC = stored_tile(values, stride, row_R, mask_R, element_C, width)
         column_C = stored_column(element_C, columns, FMT)
         x_C = tl.load(x + column_C, mask=(element_C < width) & (column_C < columns), other=0.0)
+        scale_RC = scale_tile(scales, scales_stride, row_R, mask_R, column_C, columns)
         if FMT == Q4:
             upper_C = column_of(high_place(element_C, columns), columns)
             x_upper_C = tl.load(x + upper_C, mask=(element_C < width) & (upper_C < columns), other=0.0)
-            low_RC = ((stored_RC & 15).to(tl.int32) - 8).to(tl.float32)
-            high_RC = ((stored_RC >> 4).to(tl.int32) - 8).to(tl.float32)
-            low_RC = low_RC * scale_tile(scales, scales_stride, row_R, mask_R, column_C, columns)
-            high_RC = high_RC * scale_tile(scales, scales_stride, row_R, mask_R, upper_C, columns)
-            sums_RC += low_RC * x_C[None, :] + high_RC * x_upper_C[None, :]
-        elif FMT == Q8:
-            w_RC = stored_RC.to(tl.float32) * scale_tile(scales, scales_stride, row_R, mask_R, column_C, columns)
-            sums_RC += w_RC * x_C[None, :]
+            sums_RC += ((stored_RC & 15).to(tl.int32) - 8).to(tl.float32) * scale_RC * x_C[None, :]
+            scale_RC = scale_tile(scales, scales_stride, row_R, mask_R, upper_C, columns)
+            sums_RC += ((stored_RC >> 4).to(tl.int32) - 8).to(tl.float32) * scale_RC * x_upper_C[None, :]
         else:
-            sums_RC += stored_RC.to(tl.float32) * x_C[None, :]
+            sums_RC += stored_RC.to(tl.float32) * scale_RC * x_C[None, :]
     return tl.sum(sums_RC, 1)

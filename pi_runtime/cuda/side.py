@@ -14,7 +14,8 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.cuda import attention, neurons, residual
 from pi_runtime.cuda.activations import CODES
-from pi_runtime.cuda.buffers import Buffers, Parcel
+from pi_runtime.cuda.buffers import Buffers, Parcel, slots_of
+from pi_runtime.cuda.cuts import Cuts
 from pi_runtime.cuda.devices import Device
 from pi_runtime.cuda.lists import close
 from pi_runtime.cuda.products import linear
@@ -30,7 +31,7 @@ class Side:
     decoder: Decoder
     layers: tuple[Layer, ...]
     """How each layer is run."""
-    cuts: tuple[int, ...]
+    cuts: tuple[Cuts, ...]
     weights: Weights
     device: Device
     b: Buffers
@@ -112,11 +113,11 @@ class Side:
         close(marks_N, b.counts_F, tile, low, (index_F, None, count))
 
     def predict_cold(self, layer: int) -> None:
-        cut, parcel = self.cuts[layer], self.b.parcel
-        self.predict(layer, cut, self.decoder.d_ff, parcel.index_F[: self.decoder.d_ff - cut], parcel.count)
+        cuts, parcel = self.cuts[layer], self.b.parcel
+        self.predict(layer, cuts.hot, self.decoder.d_ff, parcel.index_F[: cuts.cold], parcel.count)
 
     def predict_hot(self, layer: int) -> None:
-        self.predict(layer, 0, self.cuts[layer], self.b.hot_F, self.b.hot_count)
+        self.predict(layer, 0, self.cuts[layer].hot, self.b.hot_F, self.b.hot_count)
 
     def hand_over(self, rows: int | None) -> None:
         """The FFN's input, and up to so many cold rows, to the host."""
@@ -220,7 +221,7 @@ class Mail:
             return device.pinned(count, torch.float32)
 
         def parcel() -> Parcel:
-            return Parcel(device.pinned(d.d_model + 1 + d.d_ff, torch.int32), d.d_model)
+            return Parcel(device.pinned(Parcel.words_of(d), torch.int32), d.d_model, slots_of(d))
 
         return cls(
             token=device.pinned(2, torch.int64),

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pi_runtime.cuda.neurons import List
+
 ROWS = 64
 """Rows that a program looks at: each packs the input's signs for itself."""
 WORDS = 16
@@ -19,16 +21,20 @@ def agree(
     x_D: torch.Tensor,
     marks_F: torch.Tensor,
     counts_T: torch.Tensor,
+    asked: List | None = None,
 ) -> int:
-    """Mark the rows whose agreement with x is above the margin; returns how many a count is for."""
+    """Mark the rows, or those that the list asks for at their places in it, whose agreement with x is above the margin;
+    returns how many a count is for."""
     rows = len(marks_F)
     assert signs_FW.dtype == torch.int64
-    assert signs_FW.shape[0] == rows
+    assert rows == (signs_FW.shape[0] if asked is None else len(asked.index_F))
     assert 64 * signs_FW.shape[1] >= columns == len(x_D)
     words = triton.cdiv(columns, 64)
+    index, count = (None, None) if asked is None else (asked.index_F, asked.count)
     _agree[(triton.cdiv(rows, ROWS),)](
-        signs_FW, x_D, marks_F, counts_T, signs_FW.stride(0), columns, words, margin, rows, ROWS, WORDS
-    )
+        signs_FW, x_D, index, count, marks_F, counts_T, signs_FW.stride(0), columns, words, margin, rows,
+        asked is not None, ROWS, WORDS,
+    )  # fmt: skip
     return ROWS
 
 
@@ -44,10 +50,22 @@ def _ones(word):
 
 
 @triton.jit
-def _agree(signs, x, marks, counts, stride, columns, words, margin, rows, R: tl.constexpr, W: tl.constexpr):
+def _agree(
+    signs, x, index, count, marks, counts, stride, columns, words, margin, rows,
+    LISTED: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
-    row_R = tile * R + tl.arange(0, R)
-    there_R = row_R < rows
+    size = rows
+    if LISTED:
+        size = tl.load(count)
+    if tile * R >= size:
+        tl.store(counts + tile, 0)
+        return
+    n_R = tile * R + tl.arange(0, R)
+    there_R = n_R < size
+    row_R = n_R
+    if LISTED:
+        row_R = tl.load(index + n_R, mask=there_R, other=0)
     bit_J = tl.arange(0, 64)
     differ_R = tl.zeros([R], tl.int32)
     for first in range(0, words, W):
@@ -62,5 +80,5 @@ def _agree(signs, x, marks, counts, stride, columns, words, margin, rows, R: tl.
         sign_RW = tl.load(signs + at_RW, mask=there_R[:, None] & (word_W < words)[None, :], other=0)
         differ_R += tl.sum(_ones((sign_RW ^ x_W[None, :]) & used_W[None, :]), 1).to(tl.int32)
     mark_R = tl.where(there_R & (columns - 2 * differ_R > margin), 1.0, 0.0)
-    tl.store(marks + row_R, mark_R, mask=there_R)
+    tl.store(marks + n_R, mark_R, mask=there_R)
     tl.store(counts + tile, tl.sum(mark_R, 0).to(tl.int32))

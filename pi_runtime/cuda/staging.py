@@ -5,7 +5,7 @@ copy a piece into one pinned buffer while the other one is on its way over the l
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
@@ -52,8 +52,12 @@ class Staging:
     def _copy(self, source: Array, target: Array) -> None:
         step = -(-len(source) // _THREADS)
         parts = [slice(n, n + step) for n in range(0, len(source), step)]
-        for _ in self._copiers.map(lambda part: np.copyto(target[part], source[part]), parts):
-            pass
+        copies = [self._copiers.submit(np.copyto, target[part], source[part]) for part in parts]
+        try:
+            for copy in copies:
+                copy.result()
+        finally:
+            wait(copies)  # an interrupted one shall not go on into the next piece's bytes
 
     def close(self) -> None:
         """Wait for what is on its way, and free the buffers."""

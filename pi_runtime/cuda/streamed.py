@@ -65,6 +65,8 @@ class Streamer:
             )
             for _ in range(2)
         ]
+        for piece in self._pieces:
+            piece.used.record()  # by whoever had this memory before, and by the zeros
         self._staging = Staging(device)
 
     def pieces(self, layer: int, low: int, high: int) -> Iterator[Neurons]:

@@ -57,12 +57,16 @@ def load(artifact: Artifact, pieces: Iterable[Piece], device: Device, progress: 
         try:
             for piece, place in zip(wanted, places, strict=False):
                 entry = artifact.manifest.arrays[piece.name]
-                source = artifact.array(piece.name)[: piece.rows]
-                flat = (math.prod(source.shape[:-1]), source.shape[-1]) if source.ndim > 1 else source.shape
+                stored = artifact.array(piece.name)
                 dtype = torch.float16 if is_scales(piece.name) else DTYPES[entry.format]
-                target = memory[place : place + piece.nbytes].view(dtype).view(flat)
-                assert target.nbytes == piece.nbytes == source.nbytes, piece
-                staging.send(source, target, sent)
+                target = memory[place : place + piece.nbytes].view(dtype)
+                if stored.ndim > 1:
+                    target = target.view(-1, stored.shape[-1])
+                row, k = 0, math.prod(stored.shape[1:-1])
+                for low, high in piece.spans:
+                    staging.send(stored[low:high], target[row : row + (high - low) * k], sent)
+                    row += (high - low) * k
+                assert row == len(target), piece
                 weights.arrays[piece.name] = target
                 if entry.format in DTYPES:
                     weights.formats[piece.name] = entry.format

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from pi_runtime.kernels.compiling import leaf
+from pi_runtime.kernels.compiling import inner
 from pi_runtime.kernels.memory import Floats
 from pi_runtime.kernels.table import DRELU, GELU, RELU, RELU2, SILU
 
@@ -15,13 +15,13 @@ _HALF_ROOT = math.sqrt(0.5)
 _TANH_FACTOR = np.float32(math.sqrt(2 / math.pi))
 
 
-@leaf
+@inner
 def relu(z: np.float32) -> np.float32:
     """max(z, 0); NaN stays."""
     return np.float32(0) if z <= 0 else z
 
 
-@leaf
+@inner
 def activate(activation: int, limit: np.float32, z: np.float32) -> np.float32:
     h = relu(z)
     if activation == RELU2:
@@ -37,7 +37,7 @@ def activate(activation: int, limit: np.float32, z: np.float32) -> np.float32:
     return np.float32(0) if abs(h) <= limit else h
 
 
-@leaf
+@inner
 def activate_all(activation: int, limit: np.float32, h_N: Floats) -> None:
     """h ← a(h)."""
     if activation in (RELU, DRELU) and limit == 0:
@@ -48,7 +48,7 @@ def activate_all(activation: int, limit: np.float32, h_N: Floats) -> None:
         h_N[n] = activate(activation, limit, h_N[n])
 
 
-@leaf
+@inner
 def multiply(cut_off: bool, limit: np.float32, h_N: Floats, up_N: Floats) -> int:
     """h ← h · up, or h · max(up, 0); returns how many are not 0. Then those are 0 whose h was at most `limit`."""
     fire = 0
@@ -60,7 +60,7 @@ def multiply(cut_off: bool, limit: np.float32, h_N: Floats, up_N: Floats) -> int
     return fire
 
 
-@leaf
+@inner
 def drop_small(limit: np.float32, h_N: Floats) -> int:
     """h ← 0 where its magnitude is at most `limit`; returns how many were not 0."""
     fire = 0

@@ -34,9 +34,9 @@ class Buffers(NamedTuple):
     gathered_TD: Floats
     """Inputs of the tokens that go to one expert, and `places_T` which these are."""
     places_T: Ints
-    h_TF: Floats
-    other_TF: Floats
-    r_TR: Floats
+    h_flat: Floats
+    other_flat: Floats
+    r_flat: Floats
     records: npt.NDArray[np.uint8]
     """Inputs of row products as `operand` has them, one a token."""
     r_records: npt.NDArray[np.uint8]
@@ -74,9 +74,9 @@ def buffers(s: Shape, layers: int, largest_rank: int, tokens: int = BLOCK_TOKENS
         share_TK=np.ones((tokens, s.experts_per_token), f32),
         gathered_TD=np.empty((tokens if s.experts > 1 else 0, s.d_model), f32),
         places_T=np.empty(tokens, np.int64),
-        h_TF=np.empty(tokens * s.d_ff, f32),
-        other_TF=np.empty(tokens * s.d_ff, f32),
-        r_TR=np.empty(tokens * largest_rank, f32),
+        h_flat=np.empty(tokens * s.d_ff, f32),
+        other_flat=np.empty(tokens * s.d_ff, f32),
+        r_flat=np.empty(tokens * largest_rank, f32),
         records=np.empty(tokens * record_nbytes(widest), np.uint8),
         r_records=np.empty(tokens * record_nbytes(largest_rank), np.uint8),
         signs_TW=np.empty((tokens, sign_words(s.d_model)), np.uint64),

@@ -20,6 +20,7 @@ import numba
 from pi_runtime.artifact import footprint, formats
 from pi_runtime.errors import UsageError
 from pi_runtime.kernels.isa import ISA
+from pi_runtime.kernels.linking import by_address
 
 # Threads of libgomp that wait for work spin for milliseconds by default. On a machine with anything else to do that
 # makes each parallel region wait for a time slice (8 ms against 5 µs, measured); a short spin costs nothing when idle.
@@ -27,6 +28,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 """Sums may be vectorised; infinities and NaN keep their meaning."""
+_OPTIONS = {
+    "nogil": True,
+    "fastmath": FASTMATH,
+    "cache": True,
+    "error_model": "numpy",
+    "no_cfunc_wrapper": True,  # nothing in C calls kernels
+}
 
 
 def cache_folder() -> Path:
@@ -73,33 +81,63 @@ _folder = cache(cache_folder)
 
 
 def is_cold() -> bool:
-    """Whether the kernels are still to be compiled (a minute or two, once)."""
+    """Whether the kernels are still to be compiled (half a minute, once)."""
     return not any(cache_folder().rglob("*.nbi"))
 
 
 def leaf(function: Callable[..., Any]) -> Any:
-    """Compile a function that other kernels call: serial, and inlined by LLVM where that pays."""
-    return _compile(function, parallel=False)
+    """Compile a function that Python and other kernels call: serial, and inlined by LLVM where that pays."""
+    return _compile(function, "serial")
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """As `leaf`, called by kernels only: without the code that Python calls it by, which takes apart every array of
+    every argument and so is often the larger part."""
+    return _kept_from_python(_compile(function, "serial", no_cpython_wrapper=True))
+
+
+def body(function: Callable[..., Any]) -> Any:
+    """As `inner`, by address: what one step of a `prange` loop does. numba compiles such a loop three times over."""
+    return by_address(inner(function))
 
 
 def exact(function: Callable[..., Any]) -> Any:
-    """As `leaf`, but every operation rounds as it is written: what it computes equals NumPy's to the last bit."""
-    return _compile(function, parallel=False, fastmath=False)
+    """As `inner`, but every operation rounds as it is written: what it computes equals NumPy's to the last bit."""
+    return _kept_from_python(_compile(function, "serial", no_cpython_wrapper=True, fastmath=False))
+
+
+def threaded(function: Callable[..., Any]) -> Any:
+    """Compile a function whose `prange` loops run on numba's threads, for Python to call. It calls leaves only."""
+    return _compile(function, "threaded", parallel=True)
 
 
 def operator(function: Callable[..., Any]) -> Any:
-    """Compile a function whose `prange` loops run on numba's threads. It calls leaves only."""
-    return _compile(function, parallel=True)
+    """As `threaded`, for kernels to call: by address, so that it is not compiled into each of them."""
+    return by_address(_compile(function, "threaded", parallel=True, no_cpython_wrapper=True))
 
 
-def _compile(function: Callable[..., Any], *, parallel: bool, fastmath: set[str] | bool = FASTMATH) -> Any:
+def _kept_from_python(dispatcher: Any) -> Any:
+    """Calling it from Python is a TypeError. numba would jump to address 0."""
+
+    def refuse(*_arguments: Any, **_keywords: Any) -> None:
+        raise TypeError(f"{dispatcher.py_func.__qualname__} is called by kernels only: compile it with `leaf`")
+
+    def add_overload(compiled: Any) -> None:
+        # As numba's own, but not into the table of what Python calls.
+        dispatcher.overloads[tuple(compiled.signature.args)] = compiled
+
+    dispatcher._compile_for_args, dispatcher.add_overload = refuse, add_overload
+    return dispatcher
+
+
+def _compile(function: Callable[..., Any], folder: str, **options: Any) -> Any:
     # numba takes the cache folder from its global configuration when a function is decorated: lend it ours, once.
-    # One folder for threaded and for serial code, because numba's key does not hold the options. A function is
-    # compiled in one way only, so `fastmath` needs no folder of its own.
+    # One folder for threaded and for serial code, because numba's key does not hold the options. Else a function is
+    # compiled in one way only.
     before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(_folder() / ("threaded" if parallel else "serial"))
+    numba.config.CACHE_DIR = str(_folder() / folder)
     try:
-        return numba.njit(parallel=parallel, nogil=True, fastmath=fastmath, cache=True, error_model="numpy")(function)
+        return numba.njit(**_OPTIONS | options)(function)
     finally:
         numba.config.CACHE_DIR = before
 

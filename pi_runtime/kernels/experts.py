@@ -8,10 +8,13 @@ import numpy as np
 
 from pi_runtime.kernels import ffn, table
 from pi_runtime.kernels.buffers import Buffers
-from pi_runtime.kernels.compiling import leaf
+from pi_runtime.kernels.compiling import inner, leaf
 from pi_runtime.kernels.linear import linear
-from pi_runtime.kernels.memory import F32, Floats, Ints, matrix
+from pi_runtime.kernels.linking import by_address
+from pi_runtime.kernels.memory import F32, Floats, Ints, address_of, matrix
 from pi_runtime.kernels.table import Shape
+
+_block = by_address(ffn.block)
 
 
 @leaf
@@ -22,7 +25,7 @@ def route(s: Shape, w: Ints, x_TD: Floats, b: Buffers) -> None:
     """
     tokens = x_TD.shape[0]
     router = matrix(F32, w[table.ROUTER], 0, s.d_model)
-    linear(router, s.experts, 0, x_TD, b.records.ctypes.data, b.router_TX[:tokens])
+    linear(router, s.experts, 0, x_TD, address_of(b.records), b.router_TX[:tokens])
     for t in range(tokens):
         value_X, taken_K, share_K = b.router_TX[t], b.taken_TK[t], b.share_TK[t]
         total = np.float32(0)
@@ -38,7 +41,7 @@ def route(s: Shape, w: Ints, x_TD: Floats, b: Buffers) -> None:
             share_K[k] /= total
 
 
-@leaf
+@inner
 def _place(taken_K: Ints, expert: int) -> int:
     """Where an expert stands among those taken; -1: it is not."""
     place = -1
@@ -66,20 +69,21 @@ def block(s: Shape, w_XW: Ints, x_TD: Floats, select: bool, b: Buffers, tally_3:
     them goes back weighted."""
     tally_3[:] = 0
     if s.experts == 1:
-        ffn.block(s, w_XW[0], x_TD, 0, s.d_ff, select, b, tally_3, y_TD)
+        _block(s, w_XW[0], x_TD, 0, s.d_ff, select, b, tally_3, y_TD)
         return
     for expert in range(s.experts):
         count = 0
         for t in range(x_TD.shape[0]):
             if _place(b.taken_TK[t], expert) >= 0:
                 b.places_T[count] = t
-                b.gathered_TD[count] = x_TD[t]
+                for j in range(s.d_model):
+                    b.gathered_TD[count, j] = x_TD[t, j]
                 count += 1
         if count == 0:
             continue
         out_TD = b.attended_TD[:count]
         out_TD[:] = np.float32(0)
-        ffn.block(s, w_XW[expert], b.gathered_TD[:count], 0, s.d_ff, select, b, tally_3, out_TD)
+        _block(s, w_XW[expert], b.gathered_TD[:count], 0, s.d_ff, select, b, tally_3, out_TD)
         for n in range(count):
             t = b.places_T[n]
             share = b.share_TK[t, _place(b.taken_TK[t], expert)]

@@ -19,9 +19,10 @@ from pi_runtime.artifact.footprint import CHUNKS, SHARES
 from pi_runtime.kernels import table
 from pi_runtime.kernels.activations import activate, activate_all, drop_small, multiply, relu
 from pi_runtime.kernels.buffers import Buffers
-from pi_runtime.kernels.compiling import leaf, operator
+from pi_runtime.kernels.compiling import body, inner, leaf, operator
 from pi_runtime.kernels.linear import combine, linear
-from pi_runtime.kernels.memory import Floats, Ints, Matrix, every, from_row, matrix, vector
+from pi_runtime.kernels.linking import by_address
+from pi_runtime.kernels.memory import Floats, Ints, Matrix, address_of, every, from_row, matrix, vector
 from pi_runtime.kernels.operand import prepare
 from pi_runtime.kernels.rows import row_dot, rows_ahead
 from pi_runtime.kernels.selection import candidates, scores, selects
@@ -29,18 +30,18 @@ from pi_runtime.kernels.table import Shape
 from pi_runtime.kernels.weighted import FEW_ROWS, add_rows, rows_at_once
 
 
-@leaf
+@inner
 def limit_of(w: Ints) -> np.float32:
     """Magnitudes of the activation up to here count as 0 on the layer's rung."""
     return np.int32(w[table.LIMIT]).view(np.float32)
 
 
-@leaf
+@inner
 def first_rows(s: Shape, w: Ints) -> Matrix:
     return matrix(s.ffn_format, w[table.FIRST], w[table.FIRST_SCALES], s.d_model)
 
 
-@leaf
+@inner
 def rest_rows(s: Shape, w: Ints) -> Matrix:
     """`rest` with its k rows a neuron one after the other."""
     return matrix(s.ffn_format, w[table.REST], w[table.REST_SCALES], s.d_model)
@@ -68,7 +69,7 @@ def _fire(
         counts_B[share] = kept
 
 
-@leaf
+@inner
 def _close(count: int, counts_B: Ints, index_F: Ints, h_F: Floats) -> int:
     """Close the gaps between the shares of both lists; returns their length."""
     kept = 0
@@ -83,6 +84,32 @@ def _close(count: int, counts_B: Ints, index_F: Ints, h_F: Floats) -> int:
     return kept
 
 
+@body
+def _rest_chunk(
+    begin: int, end: int, rows: Matrix, down: Matrix, k: int, bias: int, cut_off: bool, dense: bool, share: np.float32,
+    more: bool, kept: int, records: int, index_F: Ints, h_F: Floats, y_P: Floats, scratch_X: Floats,
+) -> None:  # fmt: skip
+    at_once, start, last = rows_at_once(rows.fmt), begin, begin
+    if not more:
+        y_P[:] = np.float32(0)
+    for n in range(begin, end):
+        i, h = index_F[n], h_F[n] * share
+        up = np.float32(1)
+        if k == 2:
+            up = row_dot(rows, 2 * i, 2 * index_F[min(n + FEW_ROWS, kept - 1)], records)
+            if bias != 0:
+                up += vector(bias, i + 1)[i]
+        if cut_off:
+            up = relu(up)
+        if dense or not cut_off or up != 0:
+            index_F[last], h_F[last] = i, h * up
+            last += 1
+        if last - start == at_once or (n == end - 1 and last > start):
+            later_K = index_F[n + 1 : min(kept, n + 1 + at_once)]
+            add_rows(down, index_F[start:last], h_F[start:last], later_K, y_P, address_of(scratch_X))
+            start = last
+
+
 def _rest(
     rows: Matrix, down: Matrix, k: int, bias: int, cut_off: bool, dense: bool, share: np.float32, more: bool,
     kept: int, records: int, index_F: Ints, h_F: Floats, sums_CP: Floats, scratch_CX: Floats,
@@ -94,29 +121,14 @@ def _rest(
     such a neuron is left out before its row of `down` is read, unless all are to be (`dense`), and the others move up
     in their chunk of the lists.
     """
-    at_once, few = rows_at_once(rows.fmt), (kept + FEW_ROWS - 1) // FEW_ROWS
+    _rest_chunk()
+    few = (kept + FEW_ROWS - 1) // FEW_ROWS
     for c in prange(CHUNKS):
-        y_P = sums_CP[c]
-        if not more:
-            y_P[:] = np.float32(0)
         begin, end = few * c // CHUNKS * FEW_ROWS, min(kept, few * (c + 1) // CHUNKS * FEW_ROWS)
-        start, last = begin, begin
-        for n in range(begin, end):
-            i, h = index_F[n], h_F[n] * share
-            up = np.float32(1)
-            if k == 2:
-                up = row_dot(rows, 2 * i, 2 * index_F[min(n + FEW_ROWS, kept - 1)], records)
-                if bias != 0:
-                    up += vector(bias, i + 1)[i]
-            if cut_off:
-                up = relu(up)
-            if dense or not cut_off or up != 0:
-                index_F[last], h_F[last] = i, h * up
-                last += 1
-            if last - start == at_once or (n == end - 1 and last > start):
-                later_K = index_F[n + 1 : min(kept, n + 1 + at_once)]
-                add_rows(down, index_F[start:last], h_F[start:last], later_K, y_P, scratch_CX[c].ctypes.data)
-                start = last
+        _rest_chunk(
+            begin, end, rows, down, k, bias, cut_off, dense, share, more, kept, records, index_F, h_F, sums_CP[c],
+            scratch_CX[c],
+        )  # fmt: skip
 
 
 @leaf
@@ -127,11 +139,12 @@ def add_sums(sums_CP: Floats, y_D: Floats) -> None:
             y_D[j] += sums_CP[c, j]
 
 
+_scores = by_address(scores)
 _threaded_fire, _threaded_rest = operator(_fire), operator(_rest)
-_serial_fire, _serial_rest = leaf(_fire), leaf(_rest)
+_serial_fire, _serial_rest = inner(_fire), inner(_rest)
 
 
-@leaf
+@inner
 def _neurons(
     s: Shape,
     w: Ints,
@@ -144,7 +157,7 @@ def _neurons(
     b: Buffers,
 ) -> int:
     """Partial sums of `count` neurons, those from `low` on or those in `b.candidates_F`; returns how many are kept."""
-    records, bias, dense = b.records.ctypes.data, w[table.FIRST_BIAS], w[table.RUNG] == table.DENSE
+    records, bias, dense = address_of(b.records), w[table.FIRST_BIAS], w[table.RUNG] == table.DENSE
     first, limit, lists = first_rows(s, w), limit_of(w), (b.candidates_F, b.index_F, b.h_F, b.counts_B)
     if threads is None:
         _serial_fire(first, bias, s.activation, limit, dense, low, listed, count, records, *lists)
@@ -160,12 +173,12 @@ def _neurons(
     return kept
 
 
-@leaf
+@inner
 def _step(
     s: Shape, w: Ints, x_D: Floats, low: int, high: int, share: np.float32, more: bool, threads: bool | None, b: Buffers
 ) -> tuple[int, int]:
     predicted = w[table.RUNG] == table.PREDICTED
-    prepare(max(s.ffn_format, s.predictor_format if predicted else 0), x_D, b.records.ctypes.data)
+    prepare(max(s.ffn_format, s.predictor_format if predicted else 0), x_D, address_of(b.records))
     count, listed = high - low, selects(w)
     if listed:
         count = candidates(s, w, x_D, low, high, threads, b)
@@ -198,9 +211,9 @@ def block(
     """y ← y + the sum over [low, high) for T tokens. Computes every neuron; with `select`, drops those that the layer's
     rung leaves out, token by token, and adds to `tally_3`: neurons that fire, rows of `first` read, and neurons that
     fire and are kept."""
-    tokens, rows, k, records = x_TD.shape[0], high - low, s.rest_rows, b.records.ctypes.data
+    tokens, rows, k, records = x_TD.shape[0], high - low, s.rest_rows, address_of(b.records)
     first, rest = from_row(first_rows(s, w), low), from_row(rest_rows(s, w), low * k)
-    h_N, other_N = b.h_TF[: tokens * rows], b.other_TF[: tokens * rows]
+    h_N, other_N = b.h_flat[: tokens * rows], b.other_flat[: tokens * rows]
     h_TF, other_TF = h_N.reshape(tokens, rows), other_N.reshape(tokens, rows)
     limit, fire = limit_of(w) if select else np.float32(s.threshold), 0
     linear(first, rows, _at(w[table.FIRST_BIAS], low), x_TD, records, h_TF)
@@ -212,7 +225,7 @@ def block(
         fire = drop_small(limit, h_N)
     if select:
         if selects(w):
-            scores(s, w, x_TD, low, b, other_TF)
+            _scores(s, w, x_TD, low, b, other_TF)
         else:
             other_N[:] = np.float32(1)
         tally_3[0] += fire
@@ -220,7 +233,7 @@ def block(
     combine(every(rest, k, k - 1), h_TF, y_TD)
 
 
-@leaf
+@inner
 def _drop(h_N: Floats, score_N: Floats, tally_3: Ints) -> None:
     """h ← 0 where the score is not above 0; counts those that are read, and those that fire among them."""
     read, both = 0, 0
@@ -234,7 +247,7 @@ def _drop(h_N: Floats, score_N: Floats, tally_3: Ints) -> None:
     tally_3[2] += both
 
 
-@leaf
+@inner
 def _at(vector_address: int, low: int) -> int:
     """Address of element `low` of an f32 vector; 0 stays 0 (absent)."""
     return vector_address + low * 4 if vector_address != 0 else vector_address

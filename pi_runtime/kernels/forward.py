@@ -1,13 +1,18 @@
 """The decoder over one block of T ≥ 1 tokens: one compiled call, prefill (T > 1) and decode (T = 1) alike."""
 
+import numpy as np
+
 from pi_runtime.kernels import experts, ffn, table
 from pi_runtime.kernels.attention import attend, norm_heads, remember, rotate
 from pi_runtime.kernels.buffers import Buffers
-from pi_runtime.kernels.compiling import leaf
+from pi_runtime.kernels.compiling import inner, leaf
 from pi_runtime.kernels.linear import add_vector, linear, norm
+from pi_runtime.kernels.linking import by_address
 from pi_runtime.kernels.loading import load_row
-from pi_runtime.kernels.memory import Floats, Ints, matrix
+from pi_runtime.kernels.memory import Floats, Halves, Ints, address_of, matrix
 from pi_runtime.kernels.table import Ends, Shape
+
+_load_row, _norm_heads, _route = by_address(load_row), by_address(norm_heads), by_address(experts.route)
 
 
 @leaf
@@ -19,16 +24,16 @@ def embed(s: Shape, ends: Ends, tokens_T: Ints, start: int, b: Buffers, x_TD: Fl
     if ends.embedding_in != 0:
         narrow_TW = b.narrow_TW[:tokens]
         for t in range(tokens):
-            load_row(rows, tokens_T[t], 0, narrow_TW[t])
+            _load_row(rows, tokens_T[t], 0, narrow_TW[t])
         widen = matrix(s.embedding_format, ends.embedding_in, ends.embedding_in_scales, s.d_embedding)
-        linear(widen, s.d_model, 0, narrow_TW, b.records.ctypes.data, x_TD)
+        linear(widen, s.d_model, 0, narrow_TW, address_of(b.records), x_TD)
     else:
         for t in range(tokens):
-            load_row(rows, tokens_T[t], 0, x_TD[t])
+            _load_row(rows, tokens_T[t], 0, x_TD[t])
     if ends.positions != 0:
         position_D = b.normed_TD[0]
         for t in range(tokens):
-            load_row(places, start + t + s.position_offset, 0, position_D)
+            _load_row(places, start + t + s.position_offset, 0, position_D)
             _add(position_D, x_TD[t])
 
 
@@ -36,11 +41,11 @@ def embed(s: Shape, ends: Ends, tokens_T: Ints, start: int, b: Buffers, x_TD: Fl
 def attention(
     s: Shape,
     w: Ints,
-    eps: float,
+    eps: np.float32,
     cos_SJ: Floats,
     sin_SJ: Floats,
     start: int,
-    cache_2GSE: Floats,
+    cache_2GSW: Halves,
     x_TD: Floats,
     b: Buffers,
 ) -> None:
@@ -53,10 +58,10 @@ def attention(
     tokens = x_TD.shape[0]
     normed_TD, attended_TD = b.normed_TD[:tokens], b.attended_TD[:tokens]
     if s.block == table.POST_NORM:
-        _mix(s, w, eps, cos_SJ, sin_SJ, start, cache_2GSE, x_TD, b)
+        _mix(s, w, eps, cos_SJ, sin_SJ, start, cache_2GSW, x_TD, b)
     else:
         norm(s.centred, eps, w[table.ATTENTION_NORM], w[table.ATTENTION_NORM_BIAS], x_TD, normed_TD)
-        _mix(s, w, eps, cos_SJ, sin_SJ, start, cache_2GSE, normed_TD, b)
+        _mix(s, w, eps, cos_SJ, sin_SJ, start, cache_2GSW, normed_TD, b)
     if s.block == table.PARALLEL and w[table.FFN_NORM] != 0:
         norm(s.centred, eps, w[table.FFN_NORM], w[table.FFN_NORM_BIAS], x_TD, normed_TD)
     for t in range(tokens):
@@ -65,20 +70,21 @@ def attention(
         norm(s.centred, eps, w[table.FFN_NORM], w[table.FFN_NORM_BIAS], x_TD, normed_TD)
     elif s.block == table.POST_NORM:
         norm(s.centred, eps, w[table.ATTENTION_NORM], w[table.ATTENTION_NORM_BIAS], x_TD, x_TD)
-        normed_TD[:] = x_TD
+        for t in range(tokens):
+            _copy(x_TD[t], normed_TD[t])
     if s.experts > 1:
-        experts.route(s, w, normed_TD, b)
+        _route(s, w, normed_TD, b)
 
 
-@leaf
+@inner
 def _mix(
     s: Shape,
     w: Ints,
-    eps: float,
+    eps: np.float32,
     cos_SJ: Floats,
     sin_SJ: Floats,
     start: int,
-    cache_2GSE: Floats,
+    cache_2GSW: Halves,
     x_TD: Floats,
     b: Buffers,
 ) -> None:
@@ -87,18 +93,18 @@ def _mix(
     qkv_TQ, mixed_TQ = b.qkv_TQ[:tokens], b.mixed_TQ[:tokens]
     qkv = matrix(s.attention_format, w[table.QKV], w[table.QKV_SCALES], s.d_model)
     out = matrix(s.attention_format, w[table.OUT], w[table.OUT_SCALES], s.heads * s.head_dim)
-    linear(qkv, qkv_TQ.shape[1], w[table.QKV_BIAS], x_TD, b.records.ctypes.data, qkv_TQ)
+    linear(qkv, qkv_TQ.shape[1], w[table.QKV_BIAS], x_TD, address_of(b.records), qkv_TQ)
     if w[table.Q_NORM] != 0:
-        norm_heads(eps, w[table.Q_NORM], 0, s.heads, s.head_dim, qkv_TQ)
-        norm_heads(eps, w[table.K_NORM], s.heads, s.kv_heads, s.head_dim, qkv_TQ)
+        _norm_heads(eps, w[table.Q_NORM], 0, s.heads, s.head_dim, qkv_TQ)
+        _norm_heads(eps, w[table.K_NORM], s.heads, s.kv_heads, s.head_dim, qkv_TQ)
     rotate(cos_SJ, sin_SJ, start, s.heads + s.kv_heads, s.head_dim, qkv_TQ)
-    remember(qkv_TQ, s.heads, start, cache_2GSE)
-    attend(qkv_TQ, s.heads, start, cache_2GSE, mixed_TQ)
-    linear(out, s.d_model, w[table.OUT_BIAS], mixed_TQ, b.records.ctypes.data, b.attended_TD[:tokens])
+    remember(qkv_TQ, s.heads, s.head_dim, start, cache_2GSW)
+    attend(qkv_TQ, s.heads, start, cache_2GSW, mixed_TQ)
+    linear(out, s.d_model, w[table.OUT_BIAS], mixed_TQ, address_of(b.records), b.attended_TD[:tokens])
 
 
 @leaf
-def after_ffn(s: Shape, w: Ints, eps: float, x_TD: Floats) -> None:
+def after_ffn(s: Shape, w: Ints, eps: np.float32, x_TD: Floats) -> None:
     """x ← x + the FFN's bias, and normed where the block ends with a norm."""
     for t in range(x_TD.shape[0]):
         add_vector(w[table.DOWN_BIAS], x_TD[t])
@@ -107,9 +113,9 @@ def after_ffn(s: Shape, w: Ints, eps: float, x_TD: Floats) -> None:
 
 
 @leaf
-def head(s: Shape, ends: Ends, eps: float, x_TD: Floats, b: Buffers, logits_TV: Floats) -> None:
+def head(s: Shape, ends: Ends, eps: np.float32, x_TD: Floats, b: Buffers, logits_TV: Floats) -> None:
     """logits = norm(x) Wᵀ + bias, brought to the embedding's width before; x is overwritten."""
-    tokens, records = x_TD.shape[0], b.records.ctypes.data
+    tokens, records = x_TD.shape[0], address_of(b.records)
     if ends.norm != 0:
         norm(s.centred, eps, ends.norm, ends.norm_bias, x_TD, x_TD)
     rows = matrix(s.head_format, ends.head, ends.head_scales, s.d_embedding)
@@ -121,17 +127,21 @@ def head(s: Shape, ends: Ends, eps: float, x_TD: Floats, b: Buffers, logits_TV: 
         linear(rows, s.vocabulary, ends.head_bias, x_TD, records, logits_TV)
 
 
+_embed, _attention, _head = by_address(embed), by_address(attention), by_address(head)
+_block = by_address(experts.block)
+
+
 @leaf
 def forward(
     s: Shape,
     ends: Ends,
     table_LXW: Ints,
-    eps: float,
+    eps: np.float32,
     cos_SJ: Floats,
     sin_SJ: Floats,
     tokens_T: Ints,
     start: int,
-    cache_L2GSE: Floats,
+    cache_L2GSW: Halves,
     select: bool,
     every: bool,
     b: Buffers,
@@ -143,25 +153,32 @@ def forward(
     """
     tokens = tokens_T.shape[0]
     x_TD = b.x_TD[:tokens]
-    embed(s, ends, tokens_T, start, b, x_TD)
+    _embed(s, ends, tokens_T, start, b, x_TD)
     for layer in range(table_LXW.shape[0]):
         w_XW = table_LXW[layer]
-        attention(s, w_XW[0], eps, cos_SJ, sin_SJ, start, cache_L2GSE[layer], x_TD, b)
+        _attention(s, w_XW[0], eps, cos_SJ, sin_SJ, start, cache_L2GSW[layer], x_TD, b)
         if tokens == 1 and select and not every:
             read, kept = experts.step(s, w_XW, b.normed_TD[0], b)
             b.rows_L2[layer, 0], b.rows_L2[layer, 1] = read, kept
             ffn.add_sums(b.sums_CP, x_TD[0])
         else:
-            experts.block(s, w_XW, b.normed_TD[:tokens], select, b, b.tally_L3[layer], x_TD)
+            _block(s, w_XW, b.normed_TD[:tokens], select, b, b.tally_L3[layer], x_TD)
         after_ffn(s, w_XW[0], eps, x_TD)
     if every:
-        head(s, ends, eps, x_TD, b, b.logits_TV[:tokens])
+        _head(s, ends, eps, x_TD, b, b.logits_TV[:tokens])
     else:
-        head(s, ends, eps, x_TD[tokens - 1 :], b, b.logits_TV[:1])
+        _head(s, ends, eps, x_TD[tokens - 1 :], b, b.logits_TV[:1])
 
 
-@leaf
+@inner
 def _add(y_D: Floats, x_D: Floats) -> None:
     """x ← x + y."""
     for j in range(x_D.shape[0]):
         x_D[j] += y_D[j]
+
+
+@inner
+def _copy(y_D: Floats, x_D: Floats) -> None:
+    """x ← y."""
+    for j in range(x_D.shape[0]):
+        x_D[j] = y_D[j]

@@ -1,11 +1,13 @@
 """One token's FFN in pieces, for a run in which predictor and neurons are not on the same side.
 
-`predict` lists the neurons that are predicted to fire; `cold_sum` computes those of a list, or of a range. Python calls
-`cold_sum` once a layer while a GPU waits for it: taking apart tuples of arrays at each call costs more (16 µs) than it
-may, so what stays the same goes in as one array of addresses.
+`predict` lists the neurons that are predicted to fire; `cold_sum` computes those of a list, or of a range. With
+experts `predict_taken` and `cold_sum_taken` do the same for the K that the router takes. Python calls a sum once a
+layer while a GPU waits for it: taking apart tuples of arrays at each call costs more (16 µs) than it may, so what stays
+the same goes in as one array of addresses.
 """
 
 import numpy as np
+import numpy.typing as npt
 from numba import carray
 
 from pi_runtime.artifact.footprint import CHUNKS, SHARES
@@ -13,11 +15,12 @@ from pi_runtime.kernels import table
 from pi_runtime.kernels.buffers import Buffers
 from pi_runtime.kernels.compiling import leaf
 from pi_runtime.kernels.ffn import _close, _threaded_fire, _threaded_rest, add_sums, limit_of
-from pi_runtime.kernels.memory import Floats, Ints, every, matrix, pointer_of
+from pi_runtime.kernels.memory import Floats, Ints, address_of, every, matrix, pointer_of
 from pi_runtime.kernels.operand import prepare
 from pi_runtime.kernels.selection import candidates
 from pi_runtime.kernels.table import Shape
 
+Integers = npt.NDArray[np.int32]
 _FORMAT, _COLUMNS, _NEURONS, _ACTIVATION, _K, _RECORDS, _CANDIDATES, _INDEX, _H, _COUNTS, _SUMS, _SCRATCH = range(12)
 _SUMS_WIDTH, _SCRATCH_WIDTH = 12, 13
 
@@ -33,7 +36,7 @@ def addresses(s: Shape, b: Buffers) -> Ints:
 @leaf
 def predict(s: Shape, w: Ints, x_D: Floats, b: Buffers) -> int:
     """List all neurons that the layer's rung selects in `b.candidates_F`; returns how many."""
-    prepare(s.predictor_format, x_D, b.records.ctypes.data)
+    prepare(s.predictor_format, x_D, address_of(b.records))
     return candidates(s, w, x_D, 0, s.d_ff, True, b)
 
 
@@ -43,6 +46,63 @@ def cold_sum(c: Ints, w: Ints, x_D: Floats, low: int, count: int, listed: bool, 
 
     `c`: from `addresses`; `w`: the layer's row of the weight table. Returns how many neurons were kept.
     """
+    prepare(c[_FORMAT], x_D, c[_RECORDS])
+    kept = _cold_neurons(c, w, low, count, listed, np.float32(1), False)
+    _give(c, y_D)
+    return kept
+
+
+@leaf
+def predict_taken(
+    s: Shape, w_XW: Ints, x_D: Floats, cut_X: Ints, base_X: Ints, b: Buffers, hot_F: Integers, cold_F: Integers
+) -> tuple[int, int]:
+    """List the neurons that are selected of the experts taken: those below their expert's cut in `hot_F`, from the
+    expert's `base` on, the others in `cold_F`, expert · F + neuron. Returns how many of each."""
+    hot, cold = 0, 0
+    for k in range(s.experts_per_token):
+        expert = b.taken_TK[0, k]
+        for n in range(predict(s, w_XW[expert], x_D, b)):
+            neuron = b.candidates_F[n]
+            if neuron < cut_X[expert]:
+                hot_F[hot] = base_X[expert] + neuron
+                hot += 1
+            else:
+                cold_F[cold] = expert * s.d_ff + neuron
+                cold += 1
+    return hot, cold
+
+
+@leaf
+def cold_sum_taken(
+    c: Ints, w_XW: Ints, x_D: Floats, taken_K: Integers, share_K: Floats, cut_X: Ints, listed: bool, count: int,
+    listed_F: Integers, y_D: Floats,
+) -> tuple[int, int]:  # fmt: skip
+    """y ← Σ_k share_k · the sum over expert taken_k's neurons from its cut on, or (`listed`) over those among the first
+    `count` of the list, which has expert · F + neuron, one expert after the other as they are taken.
+
+    Returns the sums of (rows of `first` read, neurons kept).
+    """
+    prepare(c[_FORMAT], x_D, c[_RECORDS])
+    neurons, read, kept, next_ = c[_NEURONS], 0, 0, 0
+    candidates_F = carray(pointer_of(c[_CANDIDATES]), (neurons,), np.int64)
+    for k in range(taken_K.shape[0]):
+        expert = taken_K[k]
+        low = cut_X[expert]
+        wanted = neurons - low
+        if listed:
+            wanted = 0
+            while next_ < count and listed_F[next_] // neurons == expert:
+                candidates_F[wanted] = listed_F[next_] - expert * neurons
+                wanted, next_ = wanted + 1, next_ + 1
+        kept += _cold_neurons(c, w_XW[expert], low, wanted, listed, share_K[k], k > 0)
+        read += wanted
+    _give(c, y_D)
+    return read, kept
+
+
+@leaf
+def _cold_neurons(c: Ints, w: Ints, low: int, count: int, listed: bool, share: np.float32, more: bool) -> int:
+    """Partial sums of neurons, times `share`, or added to what is there (`more`); see `cold_sum`."""
     neurons, k = c[_NEURONS], c[_K]
     candidates_F = carray(pointer_of(c[_CANDIDATES]), (neurons,), np.int64)
     index_F = carray(pointer_of(c[_INDEX]), (neurons,), np.int64)
@@ -50,7 +110,6 @@ def cold_sum(c: Ints, w: Ints, x_D: Floats, low: int, count: int, listed: bool, 
     counts_B = carray(pointer_of(c[_COUNTS]), (SHARES,), np.int64)
     sums_CP = carray(pointer_of(c[_SUMS]), (CHUNKS, c[_SUMS_WIDTH]), np.float32)
     scratch_CX = carray(pointer_of(c[_SCRATCH]), (CHUNKS, c[_SCRATCH_WIDTH]), np.float32)
-    prepare(c[_FORMAT], x_D, c[_RECORDS])
     first = matrix(c[_FORMAT], w[table.FIRST], w[table.FIRST_SCALES], c[_COLUMNS])
     rest = matrix(c[_FORMAT], w[table.REST], w[table.REST_SCALES], c[_COLUMNS])
     dense, cut_off = w[table.RUNG] == table.DENSE, c[_ACTIVATION] == table.DRELU
@@ -60,9 +119,14 @@ def cold_sum(c: Ints, w: Ints, x_D: Floats, low: int, count: int, listed: bool, 
     )  # fmt: skip
     kept = _close(count, counts_B, index_F, h_F)
     _threaded_rest(
-        rest, every(rest, k, k - 1), k, w[table.UP_BIAS], cut_off, dense, np.float32(1), False, kept, c[_RECORDS],
-        index_F, h_F, sums_CP, scratch_CX,
+        rest, every(rest, k, k - 1), k, w[table.UP_BIAS], cut_off, dense, share, more, kept, c[_RECORDS], index_F, h_F,
+        sums_CP, scratch_CX,
     )  # fmt: skip
-    y_D[:] = np.float32(0)
-    add_sums(sums_CP, y_D)
     return kept
+
+
+@leaf
+def _give(c: Ints, y_D: Floats) -> None:
+    """y ← the partial sums together."""
+    y_D[:] = np.float32(0)
+    add_sums(carray(pointer_of(c[_SUMS]), (CHUNKS, c[_SUMS_WIDTH]), np.float32), y_D)

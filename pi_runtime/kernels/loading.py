@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels import vectors as v
-from pi_runtime.kernels.compiling import leaf
+from pi_runtime.kernels.compiling import inner, leaf
 from pi_runtime.kernels.isa import ISA
 from pi_runtime.kernels.memory import (
     BF16,
@@ -21,6 +21,7 @@ from pi_runtime.kernels.memory import (
     Q8,
     Floats,
     Matrix,
+    address_of,
     bfloat_to_float,
     half_to_float,
     pointer_of,
@@ -40,7 +41,7 @@ def place_of(column: int, blocks: int) -> int:
     return column - inside + inside % 32 // 4 * 32 + inside // 32 * 4 + inside % 4
 
 
-@leaf
+@inner
 def weight_of(fmt: int, row: int, place: int, blocks: int) -> np.int32:
     """The signed integer of q8 or q4 at a place of a row."""
     if fmt == Q8:
@@ -71,7 +72,7 @@ def load_row(m: Matrix, row: int, first: int, out_D: Floats) -> None:
         _load_blocks(m, address, m.scales + row * m.scales_stride, first // BLOCK, out_D)
 
 
-@leaf
+@inner
 def _load_blocks(m: Matrix, address: int, scales: int, start: int, out_D: Floats) -> None:
     """Blocks of q8 or q4 from block `start`, a whole number of groups into the row."""
     n, blocks = out_D.shape[0], (m.columns + BLOCK - 1) // BLOCK
@@ -82,9 +83,9 @@ def _load_blocks(m: Matrix, address: int, scales: int, start: int, out_D: Floats
         # A group that is wanted only in part is left to the loop below.
         groups = min(n // GROUP_COLUMNS, blocks // 8 - start // 8)
         if m.fmt == Q8:
-            _load_groups_q8(address + start * BLOCK, scales + 2 * start, groups, out_D.ctypes.data)
+            _load_groups_q8(address + start * BLOCK, scales + 2 * start, groups, address_of(out_D))
         else:
-            _load_groups_q4(address + start * BLOCK // 2, scales + 2 * start, groups, out_D.ctypes.data)
+            _load_groups_q4(address + start * BLOCK // 2, scales + 2 * start, groups, address_of(out_D))
         done = 8 * groups
     for b in range(done, count):
         out_J, scale = out_D[b * BLOCK : (b + 1) * BLOCK], half_to_float(scale_B[b])
@@ -95,7 +96,7 @@ def _load_blocks(m: Matrix, address: int, scales: int, start: int, out_D: Floats
             out_J[j] = scale * np.float32(weight_of(m.fmt, address, place_of((start + b) * BLOCK + j, blocks), blocks))
 
 
-@leaf
+@inner
 def load_single(fmt: int, address: int, block: int, scale: np.float32, out_J: Floats) -> None:
     """A block outside the groups of a row: its columns lie one after the other."""
     if fmt == Q8:

@@ -16,11 +16,13 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pi_runtime.artifact.formats import BLOCK, FORMATS, ROW_ALIGN, WEIGHT_FORMATS
-from pi_runtime.kernels.compiling import leaf
+from pi_runtime.kernels import halves
+from pi_runtime.kernels.compiling import inner, leaf
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
+Halves = npt.NDArray[np.uint16]
 
 F32, F16, BF16, Q8, Q4 = (FORMATS[name].code for name in WEIGHT_FORMATS)
 
@@ -36,13 +38,46 @@ def pointer_of(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def half_to_float(typing_context: Any, bits: Any) -> Any:
-    """binary16 in a uint16 → float32. numba has no float16 arrays on the CPU; LLVM has the instruction."""
+def address_of(typing_context: Any, array: Any) -> Any:
+    """Where an array's numbers begin; signed as all addresses are here (numba's `ctypes.data` is not)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+        array = cgutils.create_struct_proxy(signature.args[0])(context, builder, arguments[0])
+        return builder.ptrtoint(array.data, ir.IntType(64))
+
+    return types.intp(array), generate
+
+
+@intrinsic
+def half_to_float(typing_context: Any, bits: Any) -> Any:
+    """binary16 in a uint16 → float32. numba has no float16 arrays on the CPU."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return halves.widen(builder, arguments[0])
 
     return types.float32(types.uint16), generate
+
+
+@intrinsic
+def float_to_half(typing_context: Any, number: Any) -> Any:
+    """float32 → binary16 in a uint16, rounded to nearest even; what is out of range becomes infinite."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return halves.narrow(builder, arguments[0])
+
+    return types.uint16(types.float32), generate
+
+
+@intrinsic
+def widened(typing_context: Any, stored: Any) -> Any:
+    """A float32, or a binary16 in a uint16, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if signature.args[0] == types.float32:
+            return arguments[0]
+        return halves.widen(builder, arguments[0])
+
+    return (types.float32(stored), generate) if stored in (types.float32, types.uint16) else None
 
 
 @intrinsic
@@ -79,7 +114,7 @@ class Matrix(NamedTuple):
     columns: int
 
 
-@leaf
+@inner
 def is_quantised(fmt: int) -> bool:
     return fmt in (Q8, Q4)
 

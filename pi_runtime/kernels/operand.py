@@ -14,7 +14,7 @@ from numba import carray
 
 from pi_runtime.artifact.footprint import PAD
 from pi_runtime.artifact.formats import BLOCK
-from pi_runtime.kernels.compiling import exact, leaf
+from pi_runtime.kernels.compiling import exact, inner, leaf
 from pi_runtime.kernels.loading import GROUP_COLUMNS
 from pi_runtime.kernels.memory import Floats, is_quantised, pointer_of
 
@@ -34,7 +34,7 @@ def stride_of(columns: int) -> int:
     return padded(columns) * 25 // 4
 
 
-@leaf
+@inner
 def bytes_at(record: int, p: int) -> int:
     return record + 4 * p
 
@@ -96,7 +96,7 @@ def _quantise(p: int, record: int) -> None:
         sum_B[block] = total
 
 
-@leaf
+@inner
 def _interleave(groups: int, p: int, record: int) -> None:
     """The bytes in the order of stored rows: in each group of eight blocks, fours transposed."""
     from_Q = carray(pointer_of(columns_at(record, p)), (p // 4,), np.int32)

@@ -3,7 +3,7 @@
 Shapes: T tokens of one block, S positions so far (T included), D model width, H heads, G KV heads, E head width, J
 rotary frequencies, X experts, F neurons of one expert, R predictor rank, V vocabulary. All arithmetic is float32, one
 token block at a time; slow on purpose. A product with a q8 or q4 matrix rounds its input to bytes first (`rounded`);
-the weighted sum of `down` rows does not.
+the weighted sum of `down` rows does not. Keys and values are rounded to float16 where the cache has that.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.footprint import kv_itemsize
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
@@ -87,6 +88,7 @@ def attention(decoder: Decoder, w: "Weights", x_TD: F32) -> F32:
         q_THE, k_SGE = rms(d, q_THE) * w["attention/q_norm"], rms(d, k_SGE) * w["attention/k_norm"]
     if d.positions == "rope":
         q_THE, k_SGE = rotate(d, q_THE), rotate(d, k_SGE)
+    k_SGE, v_SGE = w.remembered(k_SGE), w.remembered(v_SGE)
     group = d.n_heads // d.n_kv_heads
     k_SHE, v_SHE = np.repeat(k_SGE, group, 1), np.repeat(v_SGE, group, 1)
     scores_HTS = np.einsum("the,she->hts", q_THE, k_SHE) / np.float32(np.sqrt(d.head_dim))
@@ -230,6 +232,8 @@ class Weights(Protocol):
 
     def product(self, name: str, x_TD: F32) -> F32: ...
 
+    def remembered(self, x_SGE: F32) -> F32: ...
+
 
 class StoredWeights:
     """Those of an artifact."""
@@ -245,3 +249,9 @@ class StoredWeights:
         quantised = FORMATS[self._artifact.manifest.arrays[self._prefix + name].format].quantised
         x_TD = rounded(x_TD) if quantised else x_TD
         return np.tensordot(x_TD, self[name], (-1, -1))
+
+    def remembered(self, x_SGE: F32) -> F32:
+        """Keys or values as the cache holds them."""
+        if kv_itemsize(self._artifact.manifest.formats["attention"]) == 4:
+            return x_SGE
+        return np.clip(x_SGE, -65504, 65504).astype(np.float16).astype(np.float32)

@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 
 from pi_runtime.kernels import vectors as v
 from pi_runtime.kernels.block_rows import dot_q4, dot_q8
-from pi_runtime.kernels.compiling import leaf
+from pi_runtime.kernels.compiling import inner, leaf
 from pi_runtime.kernels.isa import ISA
 from pi_runtime.kernels.memory import (
     BF16,
@@ -54,7 +54,7 @@ def row_dot(m: Matrix, row: int, later: int, record: int) -> np.float32:
     return dot_f32(values, record, m.columns, ahead)
 
 
-@leaf
+@inner
 def rows_ahead(m: Matrix) -> int:
     """How many rows early to ask for one, where rows are read in turn."""
     return (AHEAD_NBYTES + m.stride - 1) // m.stride

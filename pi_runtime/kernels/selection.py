@@ -11,9 +11,20 @@ from pi_runtime.artifact.footprint import SHARES
 from pi_runtime.artifact.formats import ROW_ALIGN
 from pi_runtime.kernels import table
 from pi_runtime.kernels.buffers import Buffers
-from pi_runtime.kernels.compiling import leaf, operator
+from pi_runtime.kernels.compiling import inner, operator
 from pi_runtime.kernels.linear import linear
-from pi_runtime.kernels.memory import Floats, Ints, Matrix, Words, count_ones, from_row, matrix, pointer_of, vector
+from pi_runtime.kernels.memory import (
+    Floats,
+    Ints,
+    Matrix,
+    Words,
+    address_of,
+    count_ones,
+    from_row,
+    matrix,
+    pointer_of,
+    vector,
+)
 from pi_runtime.kernels.operand import prepare
 from pi_runtime.kernels.rows import row_dot, rows_ahead
 from pi_runtime.kernels.table import Shape
@@ -22,13 +33,13 @@ _ROWS = 64
 """Rows of signs that a thread takes at once."""
 
 
-@leaf
+@inner
 def selects(w: Ints) -> bool:
     """Whether the layer's rung reads only some rows of `first`."""
     return w[table.RUNG] == table.PREDICTED or w[table.RUNG] == table.SIGN
 
 
-@leaf
+@inner
 def predictor_rows(s: Shape, w: Ints) -> tuple[Matrix, Matrix]:
     """down [R, D] and up [F, R]."""
     down = matrix(s.predictor_format, w[table.PREDICTOR_DOWN], w[table.PREDICTOR_DOWN_SCALES], s.d_model)
@@ -58,7 +69,7 @@ def _predict(
         counts_B[share] = found
 
 
-@leaf
+@inner
 def pack_signs(x_D: Floats, signs_W: Words) -> None:
     """Bit j % 64 of word j / 64 ← whether x_j is below 0; bits beyond the last column are 0."""
     for word in range(signs_W.shape[0]):
@@ -68,7 +79,7 @@ def pack_signs(x_D: Floats, signs_W: Words) -> None:
         signs_W[word] = packed
 
 
-@leaf
+@inner
 def agreement(signs: int, row: int, columns: int, x_W: Words) -> int:
     """Columns in which row and input have the same sign, less those in which they differ."""
     words = x_W.shape[0]
@@ -96,10 +107,10 @@ def _sign(
 
 
 _threaded_predict, _threaded_sign = operator(_predict), operator(_sign)
-_serial_predict, _serial_sign = leaf(_predict), leaf(_sign)
+_serial_predict, _serial_sign = inner(_predict), inner(_sign)
 
 
-@leaf
+@inner
 def candidates(s: Shape, w: Ints, x_D: Floats, low: int, high: int, threads: bool | None, b: Buffers) -> int:
     """List the neurons of [low, high) that the layer's rung selects in `b.candidates_F`; returns how many.
 
@@ -115,15 +126,15 @@ def candidates(s: Shape, w: Ints, x_D: Floats, low: int, high: int, threads: boo
             _threaded_sign(w[table.SIGNS], s.d_model, w[table.MARGIN], low, high, x_W, *lists)
     else:
         down, up = predictor_rows(s, w)
-        middle = b.r_TR[: w[table.RANK]], b.r_records.ctypes.data
+        middle = b.r_flat[: w[table.RANK]], address_of(b.r_records)
         if threads is None:
-            _serial_predict(down, up, w[table.PREDICTOR_BIAS], low, high, b.records.ctypes.data, *middle, *lists)
+            _serial_predict(down, up, w[table.PREDICTOR_BIAS], low, high, address_of(b.records), *middle, *lists)
         else:
-            _threaded_predict(down, up, w[table.PREDICTOR_BIAS], low, high, b.records.ctypes.data, *middle, *lists)
+            _threaded_predict(down, up, w[table.PREDICTOR_BIAS], low, high, address_of(b.records), *middle, *lists)
     return close(high - low, b.counts_B, b.candidates_F)
 
 
-@leaf
+@inner
 def close(count: int, counts_B: Ints, index_F: Ints) -> int:
     """Close the gaps between the shares of a list; returns its length."""
     kept = 0
@@ -135,7 +146,7 @@ def close(count: int, counts_B: Ints, index_F: Ints) -> int:
     return kept
 
 
-@leaf
+@inner
 def scores(s: Shape, w: Ints, x_TD: Floats, low: int, b: Buffers, score_TF: Floats) -> None:
     """Of T tokens: numbers above 0 where the layer's rung selects a neuron; of neurons from `low` on."""
     tokens, rows = score_TF.shape
@@ -145,11 +156,11 @@ def scores(s: Shape, w: Ints, x_TD: Floats, low: int, b: Buffers, score_TF: Floa
         _sign_scores(w[table.SIGNS], s.d_model, w[table.MARGIN], low, b.signs_TW, score_TF)
     else:
         rank = w[table.RANK]
-        r_TR = b.r_TR[: tokens * rank].reshape(tokens, rank)
+        r_TR = b.r_flat[: tokens * rank].reshape(tokens, rank)
         down, up = predictor_rows(s, w)
-        linear(down, rank, 0, x_TD, b.records.ctypes.data, r_TR)
+        linear(down, rank, 0, x_TD, address_of(b.records), r_TR)
         bias = w[table.PREDICTOR_BIAS] + 4 * low
-        linear(from_row(up, low), rows, bias, r_TR, b.r_records.ctypes.data, score_TF)
+        linear(from_row(up, low), rows, bias, r_TR, address_of(b.r_records), score_TF)
 
 
 @operator

@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 from pi_runtime.artifact.footprint import GROUP_ROWS
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels import vectors as v
-from pi_runtime.kernels.compiling import leaf
+from pi_runtime.kernels.compiling import inner, leaf
 from pi_runtime.kernels.group_sums import sum_q4, sum_q8
 from pi_runtime.kernels.isa import ISA
 from pi_runtime.kernels.loading import GROUP_COLUMNS, load_row, load_single
@@ -34,6 +34,7 @@ from pi_runtime.kernels.memory import (
     Floats,
     Ints,
     Matrix,
+    address_of,
     half_to_float,
     is_quantised,
     pointer_of,
@@ -47,7 +48,7 @@ _VECTORS = ISA.lanes > 0
 _TINY = np.float32(2.0**-126)
 
 
-@leaf
+@inner
 def rows_at_once(fmt: int) -> int:
     """Rows after which `add_rows` begins anew: so many are to be given at once."""
     return GROUP_ROWS if is_quantised(fmt) else FEW_ROWS
@@ -76,10 +77,10 @@ def add_rows(m: Matrix, index_K: Ints, h_K: Floats, later_K: Ints, y_P: Floats, 
             _add_four(m, index_K[k : k + 4], h_K[k : k + 4], index_K[k + 4 :] if k + 4 < count else later_K, y_P)
 
 
-@leaf
+@inner
 def _add_four(m: Matrix, index_K: Ints, h_K: Floats, later_K: Ints, y_P: Floats) -> None:
     """Up to four rows of a float format; a missing one is the first again, weighted by zero."""
-    count, y = index_K.shape[0], y_P.ctypes.data
+    count, y = index_K.shape[0], address_of(y_P)
     r0, r1 = m.values + index_K[0] * m.stride, m.values + index_K[min(1, count - 1)] * m.stride
     r2, r3 = m.values + index_K[min(2, count - 1)] * m.stride, m.values + index_K[min(3, count - 1)] * m.stride
     h1, h2 = h_K[1] if count > 1 else np.float32(0), h_K[2] if count > 2 else np.float32(0)
@@ -145,7 +146,7 @@ class _Group(NamedTuple):
     later_K: int
 
 
-@leaf
+@inner
 def _group(columns: int, scratch: int) -> _Group:
     blocks = padded(columns) // BLOCK
     n = scratch + 4 * GROUP_ROWS * blocks
@@ -154,13 +155,13 @@ def _group(columns: int, scratch: int) -> _Group:
     return _Group(blocks, scratch, n, g, g + 4 * blocks, g + 8 * blocks, rows, rows + 8 * (GROUP_ROWS + 1))
 
 
-@leaf
+@inner
 def _add_group(m: Matrix, index_K: Ints, h_K: Floats, later_K: Ints, y_P: Floats, scratch: int) -> None:
     """Up to `GROUP_ROWS` rows of q8 or q4."""
     a, count = _group(m.columns, scratch), index_K.shape[0]
     _weigh(m, index_K, h_K, a)
     _address(m, index_K, later_K, a)
-    groups, pairs, y = (m.columns + BLOCK - 1) // GROUP_COLUMNS, (count + 1) // 2, y_P.ctypes.data
+    groups, pairs, y = (m.columns + BLOCK - 1) // GROUP_COLUMNS, (count + 1) // 2, address_of(y_P)
     if m.fmt == Q8:
         sum_q8(a.rows_K, pairs, a.n_PB, a.g_B, a.sum_B, a.blocks, groups, y, a.later_K)
     else:
@@ -176,7 +177,7 @@ def _add_group(m: Matrix, index_K: Ints, h_K: Floats, later_K: Ints, y_P: Floats
                 y_J[j] += h_K[k] * out_J[j]
 
 
-@leaf
+@inner
 def _weigh(m: Matrix, index_K: Ints, h_K: Floats, a: _Group) -> None:
     """c, g, n and −8 Σ n of a group."""
     count, blocks = index_K.shape[0], a.blocks
@@ -210,7 +211,7 @@ def _weigh(m: Matrix, index_K: Ints, h_K: Floats, a: _Group) -> None:
             sum_B[block] -= np.int32(8) * (one + other)
 
 
-@leaf
+@inner
 def _address(m: Matrix, index_K: Ints, later_K: Ints, a: _Group) -> None:
     """Addresses of the rows and of those to be fetched; a last row without a partner has itself, weighted by zero."""
     count, later = index_K.shape[0], later_K.shape[0]

@@ -1,12 +1,15 @@
 """GPU and CPU together on made-up 7B and 13B models, beside offloading and a split by layers, under the same budgets.
 
-python tests/benchmarks/gpu.py [--minutes 8.5] [--json PATH] [--device cpu --tiny]
+python tests/benchmarks/gpu.py [--format f16|q8|q4] [--minutes 8.5] [--json PATH] [--device cpu --tiny]
+python tests/benchmarks/gpu.py --predict [--format f16|q8|q4] [--json PATH]
 
-Needs torch, Triton, numba and NumPy. Offloading is that of transformers and accelerate where both can be imported, else
-a copy of its scheme in torch: rows say which. Weights are made on the GPU, f16, each layer its own; neurons fire as
-published curves say. Every placement's logits are held against those of all on the GPU, and these against plain torch,
-before a figure is printed, and accelerate's too. Rows are taken in order of interest until the time is up; what is left
-out is said.
+Needs torch, Triton, numba and NumPy. Weights are made on the GPU, each layer its own; neurons fire as published curves
+say. Offloading is that of transformers and accelerate where both can be imported, else a copy of its scheme in torch;
+it has the same numbers in f16 whatever the format, and its rows say so. Every placement's logits are held against those
+of all on the GPU, and these against plain torch, before a figure is printed, and accelerate's too. Rows are taken in
+order of interest until the time is up; what is left out is said.
+
+`--predict` measures nothing and needs no GPU: what the same model of time says for machines in `profiles/machines`.
 """
 
 import argparse
@@ -28,18 +31,22 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import numba
 import numpy as np
 import torch
-from gpu_bench import rival
+from gpu_bench import predicting, rival
 from gpu_bench.measuring import Rates, predict, rates
-from gpu_bench.model import OPT, REGLU, SEVEN, THIRTEEN, TINY, Curve, MemoryArtifact, Shape, make
+from gpu_bench.model import OPT, REGLU, SEVEN, THIRTEEN, TINY, Curve, MemoryArtifact, Shape, in_f16, make, row_bytes
 from gpu_bench.offload import Offload
-from gpu_bench.placing import TOKENS, attention_first, everything_there, whole_layers
+from gpu_bench.placing import Case, attention_first, budgets, everything_there, whole_layers
 from gpu_bench.running import Row, measure, text
 
 from pi_runtime.artifact.footprint import kv_bytes
-from pi_runtime.artifact.schema import Manifest, Plan
+from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.devices import Cuda, Device, Interpreted
 from pi_runtime.cuda.placed import needed_bytes
-from pi_runtime.cuda.streamed import streaming_bytes
+
+FORMATS = ("f16", "q8", "q4")
+ERROR = {"f16": 0.03, "q8": 0.1, "q4": 0.1}
+"""How far logits may be off, on average, in shares of their deviation: the CPU rounds inputs of q8 and q4 to bytes, and
+a predictor names other neurons than a gate that is quantised once more."""
 
 
 @dataclass(frozen=True)
@@ -56,36 +63,15 @@ class Setting:
     """Which of the budgets."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One budget of one model."""
-
-    name: str
-    budget: int
-
-
-def budgets(artifact: MemoryArtifact, context: int) -> list[Case]:
-    """Shares of the whole model, and attention, cache and head with shares of the FFN; those of most interest first."""
-    manifest = artifact.manifest
-    every = everything_there(manifest, context)
-    whole = needed_bytes(manifest, every, context, TOKENS) + streaming_bytes(manifest)
-    bare = whole - sum(every.cuts) * neuron_bytes(manifest)
-    shares = [Case(f"{n} % of the model", whole * n // 100) for n in (25, 50, 10)]
-    beside = [Case(f"attention, KV, head, {n} % of FFN", bare + (whole - bare) * n // 100) for n in (10, 25, 50)]
-    return [Case("100 % of the model", whole), shares[0], beside[0], *shares[1:], *beside[1:]]
-
-
-def neuron_bytes(manifest: Manifest) -> int:
-    parts = (manifest.arrays[f"layers/0/ffn/{name}"] for name in ("first", "rest", "first_bias", "up_bias"))
-    return sum(entry.nbytes for entry in parts) // manifest.decoder.d_ff
-
-
 def rows(
     artifact: MemoryArtifact, curve: Curve, rank: int, case: Case, s: Setting, r: Rates, wanted: np.ndarray | None
 ) -> Iterator[dict[str, Any]]:
     """Ours, and the two splits by layers: with skipping and dense."""
     manifest, d = artifact.manifest, artifact.manifest.decoder
-    ours = attention_first(manifest, case.budget, s.context)
+    position = 32 + s.tokens // 2
+    ours = attention_first(
+        manifest, case.budget, s.context, lambda plan: predict(d, plan, curve, rank, position, r, dense=False).token
+    )
     layers = whole_layers(manifest, case.budget, s.context)
     for what, mode, plan in (
         ("ours", "auto", ours),
@@ -96,7 +82,7 @@ def rows(
             return
         found = measure(artifact, mode, plan, s.device, case.budget, s.threads, s.prompt, s.tokens)
         if wanted is not None and mode == "auto":
-            check(f"{case.name}, {what}", found.logits, wanted, 0.03)
+            check(f"{case.name}, {what}", found.logits, wanted, ERROR[manifest.formats["ffn"]])
         yield described(d, plan, curve, rank, s, r, what, case, found, dense=mode == "dense")
 
 
@@ -135,26 +121,27 @@ def check(what: str, found: np.ndarray, wanted: np.ndarray, error: float) -> Non
         raise SystemExit(f"{what}: logits differ by {off:.3f} of their deviation")
 
 
-def definition(artifact: MemoryArtifact, curve: Curve, s: Setting) -> tuple[np.ndarray, float]:
-    """Logits of all on the GPU, which skips nothing that fires; checked against torch's; its dense speed."""
+def definition(artifact: MemoryArtifact, plain: MemoryArtifact, curve: Curve, s: Setting) -> tuple[np.ndarray, float]:
+    """Logits of all on the GPU, which skips nothing that fires; checked against torch's of the same numbers in f16; its
+    dense speed."""
+    error = ERROR[artifact.manifest.formats["ffn"]]
     plan = everything_there(artifact.manifest, s.context)
     budget = needed_bytes(artifact.manifest, plan, s.context, 512)
     exact = measure(artifact, "dense", plan, s.device, budget, s.threads, s.prompt, s.tokens)
     skipping = measure(artifact, "auto", plan, s.device, budget, s.threads, s.prompt, s.tokens)
-    check(f"{curve.name}: skipping against dense", skipping.logits, exact.logits, 0.03)
+    check(f"{curve.name}: skipping against dense", skipping.logits, exact.logits, error)
     ids = text(artifact.manifest.decoder.vocab_size)
     with s.device.at_work():
-        plain = Offload(artifact, 1 << 50, s.context, s.device.device)
-        logits = [plain.step(int(token)).cpu().numpy() for token in ids[:36]][-4:]
-    check(f"{curve.name}: dense against torch", exact.logits, np.stack(logits), 0.03)
+        model = Offload(plain, 1 << 50, s.context, s.device.device)
+        logits = [model.step(int(token)).cpu().numpy() for token in ids[:36]][-4:]
+    check(f"{curve.name}: dense against torch", exact.logits, np.stack(logits), error)
     return skipping.logits, exact.decode
 
 
 def weights_read(artifact: MemoryArtifact, context: int) -> int:
     """Bytes of one dense token."""
-    d = artifact.manifest.decoder
-    dense = (4 * d.d_model * d.d_model + 3 * d.d_ff * d.d_model) * d.n_layers + d.vocab_size * d.d_model
-    return 2 * dense + kv_bytes(d, context) * d.n_layers
+    d, row = artifact.manifest.decoder, row_bytes(artifact.manifest.formats["ffn"], artifact.manifest.decoder.d_model)
+    return ((4 * d.d_model + 3 * d.d_ff) * d.n_layers + d.vocab_size) * row + kv_bytes(d, "f16", context) * d.n_layers
 
 
 def show(row: dict[str, Any]) -> None:
@@ -163,7 +150,7 @@ def show(row: dict[str, Any]) -> None:
         return "" if value is None else format(value, form)
 
     print(
-        f"| {row['model']} {row['curve']} | {row['budget']} ({row['gib']:.1f} GiB) | {row['what']} "
+        f"| {row['model']} {row['format']} {row['curve']} | {row['budget']} ({row['gib']:.1f} GiB) | {row['what']} "
         f"| {row['attention']} / {row['neurons']:.0%} | {cell('active', '.0%')} | {row['decode']:.1f} "
         f"| {cell('predicted', '.1f')} | {cell('measured/predicted', '.2f')} | {cell('prefill', '.0f')} "
         f"| {cell('overlap', '.2f')} | {cell('handover_us', '.0f')} "
@@ -172,35 +159,41 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def bench(shape: Shape, curves: dict[Curve, float], s: Setting, found: list[dict[str, Any]]) -> list[str]:
+def bench(shape: Shape, fmt: str, curves: dict[Curve, float], s: Setting, found: list[dict[str, Any]]) -> list[str]:
     """All rows of one model, each curve up to its time; returns what there was no time for."""
     began = time.monotonic()
-    base, left = make(shape, s.device.device), []
+    with s.device.at_work():
+        base, left = make(shape, fmt, s.device.device), []
+        plain = in_f16(base, shape, s.device.device)
     d = shape.decoder
-    print(f"\n{shape.name}: made in {time.monotonic() - began:.0f} s", flush=True)
-    r = rates(s.device, d.d_model, min(1 << 28, 4 * d.d_ff * d.d_model), s.threads)
+    print(f"\n{shape.name} {fmt}: made in {time.monotonic() - began:.0f} s", flush=True)
+    r = rates(s.device, fmt, d.d_model, min(1 << 28, 4 * d.d_ff * d.d_model), s.threads)
     print(
         f"GPU {r.gpu / 1e9:.0f} GB/s copied, {r.gpu_stream / 1e9:.0f} by our products, {r.gpu_picked / 1e9:.0f} of "
         f"picked rows; CPU {r.cpu_stream / 1e9:.1f} and {r.cpu_picked / 1e9:.1f}; {r.gap * 1e6:.1f} µs a kernel, "
         f"{r.handover * 1e6:.1f} µs there and back",
         flush=True,
     )
-    other = rival.find(base, s.context, s.device)
+    other = rival.find(plain, s.context, s.device)
     for curve, until in curves.items():
         s = replace(s, deadline=until)
         artifact = base.with_curve(curve)
-        wanted, dense = definition(artifact, curve, s)
+        wanted, dense = definition(artifact, plain.with_curve(curve), curve, s)
         share = dense * weights_read(artifact, 32 + s.tokens) / r.gpu
-        print(f"{shape.name} {curve.name}: dense, all on the GPU: {dense:.1f} tokens/s, {share:.2f} of its bandwidth")
-        for case in budgets(artifact, s.context)[s.cases]:
+        print(
+            f"{shape.name} {fmt} {curve.name}: dense, all on the GPU: {dense:.1f} tokens/s, "
+            f"{share:.2f} of its bandwidth"
+        )
+        for case in budgets(artifact.manifest, s.context)[s.cases]:
             if time.monotonic() > s.deadline:
                 left.append(f"{shape.name} {curve.name} {case.name}")
                 continue
             for row in rows(artifact, curve, shape.rank, case, s, r, wanted):
-                found.append({"model": shape.name, **row})
+                found.append({"model": shape.name, "format": fmt, **row})
                 show(found[-1])
             if not case.name.startswith("100") and time.monotonic() < s.deadline:
-                found.append({"model": shape.name, **offloaded(artifact, curve, case, s, other, wanted)})
+                row = offloaded(plain.with_curve(curve), curve, case, s, other, wanted)
+                found.append({"model": shape.name, "format": "f16", **row})
                 show(found[-1])
     return left
 
@@ -211,9 +204,14 @@ def main() -> None:
         "--device", default="cuda:0", help="cuda:N, or cpu: Triton's interpreter, for a test of the bench"
     )
     parser.add_argument("--tiny", action="store_true", help="a model of two layers, one budget")
+    parser.add_argument("--format", choices=FORMATS, default="f16", help="of all matrices; offloading stays in f16")
+    parser.add_argument("--predict", action="store_true", help="no measurement: what the model of time says")
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--json", type=Path)
     a = parser.parse_args()
+    if a.predict:
+        predicting.show(a.format, a.json)
+        return
     began = time.monotonic()
     device: Device = Interpreted() if a.device == "cpu" else Cuda(int(a.device.partition(":")[2] or 0))
     threads = int(numba.config.NUMBA_NUM_THREADS)
@@ -225,11 +223,11 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     found: list[dict[str, Any]] = []
     # Kernels are compiled in the first one's time.
-    shares = {TINY: {OPT: 1.0}} if a.tiny else {SEVEN: {OPT: 0.45, REGLU: 0.75}, THIRTEEN: {OPT: 1.0}}
+    shares = {TINY: {OPT: 1.0}} if a.tiny else {SEVEN: {OPT: 0.4, REGLU: 0.65}, THIRTEEN: {OPT: 0.85, REGLU: 1.0}}
     left = []
     for shape, curves in shares.items():
         until = {curve: began + 60 * a.minutes * share for curve, share in curves.items()}
-        left += bench(shape, until, s, found)
+        left += bench(shape, a.format, until, s, found)
     if left:
         print("no time for: " + "; ".join(left))
     if a.json:

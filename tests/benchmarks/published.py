@@ -27,8 +27,8 @@ from pi_compile.untrained import PREDICTOR_SHARE
 from pi_compile.workload import LayerWork, Workload
 from pi_runtime.artifact.sizes import PARTS
 
-RESERVE = 2**30
-"""GPU memory that the driver, its context and buffers take: our assumption."""
+DRIVER, BUFFERS = 2**29, 2**29
+"""GPU memory that the driver takes, and a rival's buffers: our assumptions. This design counts its own buffers."""
 OUTPUT = 512
 """Longest output; the cache is half full on average over prompt and output."""
 PREDICTOR_WEIGHTS = {
@@ -98,14 +98,14 @@ def workload(model: str, prompt: int, fmt: str) -> Workload:
         counts=counts,
         layers=(LayerWork(rung="predicted", rank=rank),) * shape.n_layers,
         context=prompt + OUTPUT,
-        kv_itemsize=2,
     )
 
 
 def rivals(row: Published, fmt: str = "f16") -> tuple[float, float]:
     """(split by layers, PowerInfer) predicted for one row."""
     work, machine, vram = _given(row, fmt)
-    return layer_split(work, machine, vram).tokens_per_s, powerinfer(work, machine, vram).tokens_per_s
+    left = vram - BUFFERS
+    return layer_split(work, machine, left).tokens_per_s, powerinfer(work, machine, left).tokens_per_s
 
 
 def predict(row: Published, fmt: str = "f16", solver: str = "exact") -> Predicted:
@@ -118,7 +118,7 @@ def predict(row: Published, fmt: str = "f16", solver: str = "exact") -> Predicte
 def _given(row: Published, fmt: str) -> tuple[Workload, Machine, int]:
     machine = read_machine(bundled("machines") / f"{row.machine}.toml")
     assert machine.gpu is not None
-    return workload(row.model, row.prompt, fmt), machine, int(machine.gpu.vram_gib * 2**30) - RESERVE
+    return workload(row.model, row.prompt, fmt), machine, int(machine.gpu.vram_gib * 2**30) - DRIVER
 
 
 def errors(pairs: list[tuple[float, float]]) -> list[float]:

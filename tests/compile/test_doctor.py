@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,25 @@ def test_without_torch_no_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> 
     finding = found("gpu")
     assert "torch is not installed" in finding.found
     assert "pi-toolchain[cuda]" in finding.remedy
+
+
+def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "gpu_driver", lambda: True)
+    assert found("gpu").remedy == "a torch built for CUDA in its place"
+
+
+def test_a_gpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    card = SimpleNamespace(name="Card", total_memory=1 << 30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _n: card)
+    monkeypatch.delenv("CC", raising=False)
+    for path, advised in (("/usr/bin/gcc", False), (None, True)):
+        monkeypatch.setattr(doctor.shutil, "which", lambda _name, path=path: path)
+        assert found("gpu").found == "cuda:0 Card, 1.0 GiB"
+        assert ("C compiler" in found("gpu").remedy) == advised
 
 
 @pytest.mark.parametrize(("layer", "advised"), [("omp", False), ("tbb", False), ("workqueue", True)])

@@ -8,7 +8,7 @@ import hf
 import numpy as np
 import pytest
 import torch
-from synthetic import random_artifact, small_decoder
+from synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import open_checkpoint
@@ -16,13 +16,15 @@ from pi_compile.errors import CheckpointError, CorpusError
 from pi_compile.evaluation import Score, evaluate, other_bytes
 from pi_compile.packing import PackSpec, pack
 from pi_compile.trained import LayerRow, Trained
+from pi_compile.where import Where
 from pi_runtime import load
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.kernels import reference
 
-KEYS = {"tokens", "perplexity", "agreement", "bytes_per_token", "ffn_bytes_per_token", "tokens_per_s", "layers"}
+KEYS = {"device", "vram_bytes", "tokens", "perplexity", "agreement", "bytes_per_token", "ffn_bytes_per_token"}
+KEYS |= {"tokens_per_s", "layers"}
 TEXT = "Once upon a time there was a little neuron that did not fire. It waited, and waited; then it did! " * 12
 F = 83
 GOLDEN = Path(__file__).parents[1] / "artifact" / "golden.pi"
@@ -186,3 +188,19 @@ def test_folders_are_read_whole(tmp_path: Path, model: torch.nn.Module) -> None:
     one = score(artifact)
     many = evaluate(artifact, [tmp_path / "texts"], None, tokens=96, window=32, progress=lambda *_: None)
     assert many["perplexity"] == one["perplexity"]
+
+
+def test_the_stand_in_scores_as_the_cpu_does(tmp_path: Path) -> None:
+    plan = stored_plan((32, 0), 1 << 20, 1 << 19)
+    path = random_artifact(tmp_path / "a.pi", small_decoder(n_layers=2), plans=(plan,))
+    (tmp_path / "text.txt").write_text(TEXT)
+    told: list[str] = []
+    where = Where(device="stand-in", vram_budget=1 << 20, context=64, tell=told.append)
+    here, there = (
+        evaluate(path, [tmp_path / "text.txt"], None, tokens=64, window=32, progress=lambda *_: None, where=w)
+        for w in (Where(), where)
+    )
+    assert (here["device"], here["vram_bytes"]) == ("cpu", None)
+    assert (there["device"], there["vram_bytes"]) == ("stand-in", 1 << 20)
+    assert there["perplexity"] == here["perplexity"]
+    assert set(told) == {"stand-in: by the placement for 1.0 MiB of GPU memory"}

@@ -7,10 +7,11 @@ import pytest
 from placeable import workload
 from synthetic import random_artifact, small_decoder, stored_plan
 
+from pi_compile import program
 from pi_compile.program import PREFILL_TOKENS, Sizes, all_cpu
 from pi_compile.units import CPU, GPU
 from pi_compile.workload import LayerWork
-from pi_runtime.artifact.footprint import scratch_bytes
+from pi_runtime.artifact.footprint import PROMPT_TOKENS, gpu_scratch_bytes, prompt_block, streamed_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.cache import KVCache
 from pi_runtime.executor import CpuExecutor
@@ -59,17 +60,33 @@ def allocated(executor: CpuExecutor) -> int:
 def test_buffers_and_cache_are_what_a_run_allocates(family: str, tmp_path: Path) -> None:
     decoder = small_decoder(family, d_ff=200, context_length=128)
     plan = stored_plan((64, 128), 1 << 20, 1 << 19)
-    path = random_artifact(tmp_path / "a.pi", decoder, ranks=[7, 5], plans=(plan,))
+    path = random_artifact(tmp_path / "a.pi", decoder, format="f16", ranks=[7, 5], plans=(plan,))
     layers = tuple(LayerWork(rung="predicted", rank=rank) for rank in (7, 5))
     sizes = Sizes.of(workload(np.ones((2, 200)), layers, context=100, family=family, context_length=128))
     assert PREFILL_TOKENS == BLOCK_TOKENS
     with Artifact.open(path) as artifact:
         executor = HybridExecutor(artifact, "auto", 100, 1, plan)
         assert allocated(executor) == pytest.approx(sizes.scratch[CPU], rel=0.01)
-        hot = sum(array.nbytes for array in executor.hot.buffers)
-        # The stand-in shares the CPU's table of angles.
-        angles = executor._cos_SJ.nbytes + executor._sin_SJ.nbytes
-        assert hot + angles == pytest.approx(sizes.scratch[GPU], rel=0.01)
         executor.close()
-    assert KVCache(decoder, 100).values.nbytes == 2 * sizes.cache
-    assert sizes.scratch[GPU] == scratch_bytes(decoder, 7, 1, 100)
+    assert KVCache(artifact.manifest, 100).values.nbytes == 2 * sizes.cache
+
+
+@pytest.mark.parametrize("share", [1, 64])
+def test_the_gpu_has_room_for_prompts(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of a token, and at most a `share`-th of the model more for blocks of prompts and what they bring."""
+    monkeypatch.setattr(program, "PROMPT_SHARE", share)
+    work = workload(np.ones((2, 2000)), (LayerWork(rung="predicted", rank=9),) * 2, context=100, d_model=128)
+    sizes = Sizes.of(work)
+    model = sizes.all_on_gpu - sizes.scratch[GPU] - 2 * sizes.cache
+    one = gpu_scratch_bytes(work.shape, 9, 100, 1)
+    assert 0 <= sizes.scratch[GPU] - one <= model // share
+    tokens, pieces = (1, 0) if share == 64 else (64, streamed_bytes(work.shape, sizes.parts.neuron))
+    assert sizes.scratch[GPU] == gpu_scratch_bytes(work.shape, 9, 100, tokens) + pieces
+
+
+def test_blocks_of_prompts() -> None:
+    """The largest with the pieces; without them where they leave too little; never none."""
+    needs = {tokens: 10 * tokens for tokens in PROMPT_TOKENS}.__getitem__
+    found = [prompt_block(needs, 100, room) for room in (5220, 5219, 740, 739, 160, 159, 0)]
+    assert found == [(512, 100), (256, 100), (64, 100), (64, 0), (16, 0), (1, 0), (1, 0)]
+    assert prompt_block(needs, 0, 5120) == (512, 0)

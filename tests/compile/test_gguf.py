@@ -68,7 +68,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path / "hf")
     write_gguf(tmp_path / "hf", tmp_path / "model.gguf", "f16")
     checkpoint = open_checkpoint(tmp_path / "model.gguf")
-    packed(checkpoint, tmp_path / "a.pi", "keep")
+    packed(checkpoint, tmp_path / "a.pi", "f32")
     ids = np.random.default_rng(0).integers(0, checkpoint.decoder.vocab_size, checkpoint.decoder.context_length)
     with Artifact.open(tmp_path / "a.pi") as artifact, torch.no_grad():
         found = reference.forward(artifact, ids)

@@ -94,7 +94,7 @@ def test_every_byte_is_somewhere_once(plan: Plan) -> None:
         parts = {part: budget["ram"][part] + budget["gpu"][part] for part in budget["ram"]}
         weights = sum(n for part, n in parts.items() if part not in ("cache", "scratch"))
         assert weights == stored(model.shape, found["predictor_rank"])
-        assert parts["cache"] == 4 * 2 * 128 * 64 * 4  # layers, keys and values, positions, width, float32
+        assert parts["cache"] == 4 * 2 * 128 * 64 * 2  # layers, keys and values, positions, width, float16
 
 
 def test_more_memory_is_never_slower(plan: Plan) -> None:

@@ -22,6 +22,9 @@ from pi_runtime.cuda.devices import Interpreted
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.tiling import Tiling
 
+SHARED_BYTES = 99 << 10
+"""Shared memory that a program may have on the GPUs of PCs (sm_86, sm_89, sm_120)."""
+
 
 class Driver:
     """Says which GPU to compile for."""
@@ -60,6 +63,7 @@ def run(artifact: Path, arch: int) -> set[str]:
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         kernel = launch(self, *arguments, grid=grid, warmup=True, **named)
         assert "cubin" in kernel.asm
+        assert kernel.metadata.shared <= SHARED_BYTES, (self.fn.__name__, kernel.metadata.shared)
         started.add(self.fn.__name__)
         return kernel
 
@@ -68,7 +72,7 @@ def run(artifact: Path, arch: int) -> set[str]:
         opened = Artifact.open(artifact)
         for plan in opened.manifest.plans:
             executor = CudaExecutor(Artifact.open(artifact), "auto", 48, 1, plan, Compiled(), 1 << 40, stream_from=1)
-            cache = KVCache(opened.manifest.decoder, 48)
+            cache = KVCache(opened.manifest, 48)
             executor.run(np.array([1, 2]), cache, select=False, every=False)
             executor.run(np.array([3]), cache, select=True, every=False)
             executor.close()

@@ -3,16 +3,23 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from gpu_running import ALL_THERE, CONTEXT, LAYERS, NEURONS, SPLIT, model, plan_of, running
+from gpu_running import ALL_THERE, CONTEXT, EXPERTS, LAYERS, NEURONS, SPLIT, model, of_size, plan_of, running
+from placeable import MUCH, machine, workload
 from synthetic import random_artifact, small_decoder, stored_plan
 
+from pi_compile import program
+from pi_compile.placement import place
+from pi_compile.units import GPU
+from pi_compile.workload import LayerWork
 from pi_runtime import devices, load
-from pi_runtime.artifact.footprint import gpu_scratch_bytes, kv_bytes, scratch_bytes
+from pi_runtime.artifact.footprint import gpu_scratch_bytes, kv_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.cuda import buffers, opening
 from pi_runtime.cuda.crossover import crossover_tokens
-from pi_runtime.cuda.devices import Device, Interpreted, out_of_memory
+from pi_runtime.cuda.devices import Device
+from pi_runtime.cuda.executor import prompt_room
 from pi_runtime.cuda.opening import fitting_plan
 from pi_runtime.cuda.placed import needed_bytes, weight_bytes
 from pi_runtime.cuda.tiling import Tiling
@@ -33,21 +40,18 @@ def test_weights_and_cache_are_what_was_counted(family: str, fmt: str, tmp_path:
     with running(path, SPLIT, there, progress=lambda done, total: seen.append((done, total))) as executor:
         assert executor.side.weights.nbytes == weight_bytes(manifest, SPLIT)
         assert seen[-1] == (weight_bytes(manifest, SPLIT),) * 2
-        assert sum(t.nbytes for t in executor.side.cache.values()) == LAYERS * kv_bytes(manifest.decoder, CONTEXT)
+        assert sum(t.nbytes for t in executor.side.cache.values()) == LAYERS * kv_bytes(manifest.decoder, fmt, CONTEXT)
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
-def test_buffers_are_within_what_was_counted(family: str) -> None:
-    """On the tiles of a GPU; decoding alone is within what placing counts."""
-
-    class There(Interpreted):
-        tiling = Tiling()
-
-    decoder = small_decoder(family, d_model=256, d_ff=700, n_heads=8, head_dim=32)
-    b = buffers.buffers(decoder, 40, 100, There())
+@pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
+def test_buffers_are_within_what_was_counted(family: str, there: Device) -> None:
+    """On the tiles of a GPU."""
+    experts = EXPERTS if family == "mixtral" else {}
+    shape = {"d_model": 256, "d_ff": 700, "n_heads": 8, "head_dim": 32, **experts}
+    decoder = small_decoder("llama" if experts else family, **shape)
+    b = buffers.buffers(decoder, 40, 100, of_size(there, 0, tiling=Tiling()))
     counted = gpu_scratch_bytes(decoder, 40, 100, 0)
     assert counted * 0.5 <= buffers.nbytes(b) <= counted
-    assert buffers.nbytes(b) <= scratch_bytes(decoder, 40, 1, 100)
 
 
 def test_the_best_plan_that_fits(tmp_path: Path) -> None:
@@ -79,18 +83,42 @@ def test_prompts_are_read_in_blocks_that_fit(tmp_path: Path, there: Device) -> N
             assert executor.block_tokens == tokens
 
 
+@pytest.mark.parametrize("share", [1, 64])
+def test_a_placement_leaves_room_for_prompts(share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within what a placement counts, a run has its weights, its cache and the buffers of the blocks it was counted
+    with."""
+    monkeypatch.setattr(program, "PROMPT_SHARE", share)
+    layers = (LayerWork(rung="predicted", rank=7), LayerWork(rung="gate"))
+    work = workload(np.arange(4000).reshape(2, 2000), layers, context=CONTEXT, d_model=128)
+    sizes = program.Sizes.of(work)
+    path = random_artifact(tmp_path / "a.pi", work.shape, format="f16", ranks=[7, None])
+    one = gpu_scratch_bytes(work.shape, 7, CONTEXT, 1)
+    for part in (3, 2, 1):
+        room = (sizes.all_on_gpu - sizes.scratch[GPU]) // part
+        plan = place(work, machine(), sizes.scratch[GPU] + room, MUCH).plan
+        with Artifact.open(path) as artifact:
+            manifest = artifact.manifest
+        assert any(plan.cuts)
+        assert needed_bytes(manifest, plan, CONTEXT, 1) - one == plan.used_bytes - sizes.scratch[GPU]
+        tokens, pieces = prompt_room(manifest, plan, CONTEXT, plan.used_bytes)
+        assert tokens > 1 or share == 64
+        assert pieces or share == 64 or part == 1
+
+
 @pytest.fixture
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_gpu(monkeypatch: pytest.MonkeyPatch, there: Device) -> None:
     """A machine with one GPU, of 1 MiB."""
     monkeypatch.setattr(devices, "_gpus", lambda: 1)
     monkeypatch.setattr(devices, "gpu_driver", lambda: True)
     monkeypatch.setattr(opening, "_stay_awake", lambda: None)
-    monkeypatch.setattr(opening, "Cuda", lambda _index: Interpreted(1 << 20))
+    monkeypatch.setattr(opening, "Cuda", lambda _index: of_size(there, 1 << 20))
 
 
-def test_a_model_on_a_gpu(tmp_path: Path, one_gpu: None) -> None:
-    plan = stored_plan((64, 64), 1 << 19, 1 << 18, attention=("gpu", "gpu"), embedding="gpu", head="gpu")
-    path = random_artifact(tmp_path / "a.pi", small_decoder(d_ff=NEURONS), plans=(plan,))
+@pytest.mark.parametrize("shape", [{}, EXPERTS], ids=["plain", "experts"])
+def test_a_model_on_a_gpu(shape: dict[str, int], tmp_path: Path, one_gpu: None) -> None:
+    cuts = (64, 0, NEURONS)[: shape.get("n_experts", 1)]
+    plan = stored_plan(cuts * 2, 1 << 19, 1 << 18, attention=("gpu", "gpu"), embedding="gpu", head="gpu")
+    path = random_artifact(tmp_path / "a.pi", small_decoder(d_ff=NEURONS, **shape), plans=(plan,))
     texts = []
     for device in ("cpu", "cuda:0", "auto"):
         with load(path, device=device, context=CONTEXT) as found:
@@ -106,13 +134,6 @@ def test_automatic_falls_back_and_says_so(tmp_path: Path, one_gpu: None) -> None
         assert found.device == "cpu"
         assert found.notice is not None
         assert "holds no placement" in found.notice
-
-
-def test_out_of_memory_says_what_to_lower() -> None:
-    error = out_of_memory("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
-    assert error.exit_code == 4
-    assert "--vram-budget" in str(error)
-    assert "--ctx-size" in str(error)
 
 
 def test_crossover() -> None:

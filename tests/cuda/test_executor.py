@@ -1,7 +1,6 @@
 """A GPU and the CPU by any plan give what the CPU alone gives; here the GPU may be Triton's interpreter."""
 
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,11 @@ from gpu_running import (
     read,
     running,
 )  # fmt: skip
-from synthetic import small_decoder
 
-from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.cache import KVCache
 from pi_runtime.cuda.devices import Device
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import PiError, UsageError
 from pi_runtime.executor import CpuExecutor
 from pi_runtime.kernels import reference
 
@@ -53,7 +50,7 @@ def test_any_plan_gives_what_the_cpu_gives(
     path = model(tmp_path / "a.pi", family)
     one = CpuExecutor(Artifact.open(path), "auto", CONTEXT, 1)
     with running(path, plan_of(SIDES[sides], CUTS[cuts], ends), there) as two:
-        caches = [KVCache(two.side.decoder, CONTEXT) for _ in range(2)]
+        caches = [two.new_cache() for _ in range(2)]
         assert_same(read(two, caches[1], PROMPT), read(one, caches[0], PROMPT))
         (wanted, wanted_rows), (found, rows) = (
             decoded(e, c, GOING_ON) for e, c in zip((one, two), caches, strict=True)
@@ -89,9 +86,9 @@ def assert_follows_the_definition(path: Path, there: Device, error: float = 1e-4
     with Artifact.open(path) as artifact, running(path, ALL_THERE, there) as executor:
         ids = [*PROMPT, *GOING_ON]
         dense = reference.forward(artifact, ids[:5], "dense")
-        cache = KVCache(artifact.manifest.decoder, CONTEXT)
+        cache = KVCache(artifact.manifest, CONTEXT)
         assert_same(read(executor, cache, ids[:5]), dense[-1], error)
-        cache = KVCache(artifact.manifest.decoder, CONTEXT)
+        cache = KVCache(artifact.manifest, CONTEXT)
         assert_same(decoded(executor, cache, ids)[0], reference.forward(artifact, ids, "predicted"), error)
 
 
@@ -101,11 +98,11 @@ def test_number_formats(fmt: str, tmp_path: Path, there: Device, monkeypatch: py
     monkeypatch.setattr(reference, "rounded", lambda x_TD: x_TD)
     path = model(tmp_path / "a.pi", "llama", fmt)
     with Artifact.open(path) as artifact, running(path, ALL_THERE, there) as executor:
-        cache = KVCache(artifact.manifest.decoder, CONTEXT)
+        cache = KVCache(artifact.manifest, CONTEXT)
         found, _ = decoded(executor, cache, GOING_ON)
         assert_same(found, reference.forward(artifact, GOING_ON, "predicted"))
         # Prompts are multiplied in 16 bits.
-        prompt = read(executor, KVCache(artifact.manifest.decoder, CONTEXT), PROMPT)
+        prompt = read(executor, KVCache(artifact.manifest, CONTEXT), PROMPT)
         wanted = reference.forward(artifact, PROMPT, "dense")[-1]
         assert np.abs(prompt - wanted).max() <= 0.02 * np.abs(wanted).max()
 
@@ -115,7 +112,7 @@ def test_cold_weights_come_up_for_a_long_prompt(tmp_path: Path, there: Device) -
     found = []
     for stream_from in (4, 5):
         with running(path, SPLIT, there, stream_from=stream_from) as executor:
-            found.append(read(executor, KVCache(executor.side.decoder, CONTEXT), PROMPT))
+            found.append(read(executor, executor.new_cache(), PROMPT))
     assert_same(found[0], found[1])
     assert (found[0] != found[1]).any(), "other additions, other bits"
 
@@ -125,9 +122,7 @@ def test_modes(mode: str, tmp_path: Path, there: Device) -> None:
     path = model(tmp_path / "a.pi")
     one = CpuExecutor(Artifact.open(path), mode, CONTEXT, 1)
     with running(path, SPLIT, there, mode) as two:
-        (wanted, wanted_rows), (found, rows) = (
-            decoded(e, KVCache(two.side.decoder, CONTEXT), GOING_ON) for e in (one, two)
-        )
+        (wanted, wanted_rows), (found, rows) = (decoded(e, two.new_cache(), GOING_ON) for e in (one, two))
     one.close()
     assert_same(found, wanted)
     np.testing.assert_array_equal(rows, wanted_rows)
@@ -139,9 +134,7 @@ def test_the_other_rungs(sides: str, tmp_path: Path, there: Device) -> None:
     path, plan = model(tmp_path / "a.pi", layers=OTHERS), plan_of(SIDES[sides], CUTS["some"])
     one = CpuExecutor(Artifact.open(path), "auto", CONTEXT, 1)
     with running(path, plan, there) as two:
-        (wanted, wanted_rows), (found, rows) = (
-            decoded(e, KVCache(two.side.decoder, CONTEXT), GOING_ON) for e in (one, two)
-        )
+        (wanted, wanted_rows), (found, rows) = (decoded(e, two.new_cache(), GOING_ON) for e in (one, two))
     one.close()
     assert_same(found, wanted)
     np.testing.assert_array_equal(rows, wanted_rows)
@@ -153,7 +146,7 @@ def test_two_talks_in_turn(tmp_path: Path, there: Device) -> None:
     with running(model(tmp_path / "a.pi"), SPLIT, there) as executor:
 
         def new() -> KVCache:
-            return KVCache(executor.side.decoder, CONTEXT)
+            return executor.new_cache()
 
         alone = [decoded(executor, new(), ids)[0] for ids in ([1, 2, 3, 4], [9, 8, 7, 6])]
         caches, in_turn = [new(), new()], [[], []]  # type: ignore[var-annotated]
@@ -162,7 +155,7 @@ def test_two_talks_in_turn(tmp_path: Path, there: Device) -> None:
                 in_turn[n].append(decoded(executor, caches[n], ids[part])[0])
         np.testing.assert_array_equal(np.concatenate(in_turn[0]), alone[0])
         np.testing.assert_array_equal(np.concatenate(in_turn[1]), alone[1])
-        # Logits at every position are the CPU's, and go on from what the GPU remembered.
+        # Logits at every position go on from what the GPU remembered.
         every = executor.run(np.array([5]), caches[1], select=True, every=True)
         wanted = decoded(executor, new(), [9, 8, 7, 6, 5])[0]
         assert_same(every, wanted[-1:])
@@ -174,10 +167,10 @@ def test_a_fault_on_either_side_surfaces_and_the_executor_still_works(kind: str,
         raise RuntimeError(f"{kind} broke")
 
     with running(model(tmp_path / "a.pi"), SPLIT, there) as executor:
-        wanted = decoded(executor, KVCache(executor.side.decoder, CONTEXT), [5])[0]
+        wanted = decoded(executor, executor.new_cache(), [5])[0]
         whole = executor._runs
         executor._runs = tuple(fail if call.kind == kind else call.run for call in executor.calls)
-        cache = KVCache(executor.side.decoder, CONTEXT)
+        cache = executor.new_cache()
         with pytest.raises(RuntimeError, match=f"{kind} broke"):
             decoded(executor, cache, [5])
         assert cache.tokens == [], "a token that failed is not remembered"
@@ -185,17 +178,24 @@ def test_a_fault_on_either_side_surfaces_and_the_executor_still_works(kind: str,
         np.testing.assert_array_equal(decoded(executor, cache, [5])[0], wanted)
 
 
-def test_what_runs_on_the_cpu_only(tmp_path: Path, there: Device) -> None:
-    decoder: Decoder = replace(small_decoder(), n_experts=2, experts_per_token=1)
-    from pi_runtime.cuda.executor import layers_in
+@pytest.mark.parametrize("kind", ["gpu", "wait"])
+def test_a_gpu_that_fails_is_one_clear_error_and_can_be_closed(
+    kind: str, tmp_path: Path, there: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging consider …")
 
-    with Artifact.open(model(tmp_path / "a.pi")) as artifact, pytest.raises(UsageError, match="experts"):
-        layers_in(replace(artifact.manifest, decoder=decoder), "auto")
+    with running(model(tmp_path / "a.pi"), SPLIT, there) as executor, monkeypatch.context() as patch:
+        executor._runs = tuple(fail if call.kind == kind else call.run for call in executor.calls)
+        patch.setattr(there, "synchronize", fail)
+        with pytest.raises(PiError, match=r"the GPU failed\n.*illegal memory access was encountered\n.*--device cpu"):
+            decoded(executor, executor.new_cache(), [5])
+        executor.close()
 
 
 def test_a_closed_executor_refuses(tmp_path: Path, there: Device) -> None:
     with running(model(tmp_path / "a.pi"), ALL_THERE, there) as executor:
-        cache = KVCache(executor.side.decoder, CONTEXT)
+        cache = executor.new_cache()
         memory = weakref.ref(executor.side.weights)
         executor.close()
         assert memory() is None, "somebody holds the GPU's memory"

@@ -53,7 +53,7 @@ class Accelerated:
     ) -> None:
         """`weights` are `named_weights` of this artifact under any curve."""
         d = artifact.manifest.decoder
-        self.resident, self.device = resident_layers(artifact, budget, context), device
+        self.resident, self.device = resident_layers(artifact.manifest, budget, context), device
         with accelerate.init_empty_weights():
             model = LlamaForCausalLM(_config(d)).eval()
         model.load_state_dict(weights | _thresholds(artifact), assign=True)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gpu_bench.model import Curve
+from gpu_bench.model import Curve, row_bytes
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import kv_bytes
+from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda import lists, neurons, products
 from pi_runtime.cuda.devices import Device
-from pi_runtime.cuda.matrices import Matrix
+from pi_runtime.cuda.matrices import DTYPES, Matrix
 from pi_runtime.measure import gather_bandwidth, product_bandwidth, weights
 
 KERNELS = {"attention": 7, "predictor": 3, "ffn": 5, "merge": 1, "head": 2}
@@ -28,8 +29,9 @@ PICKED = 10
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second of f16, and seconds."""
+    """Bytes a second of one format, and seconds."""
 
+    format: str
     gpu: float
     """Copies inside the card, read and written."""
     gpu_stream: float
@@ -58,24 +60,35 @@ class Predicted:
     """Read for one token."""
 
 
-def rates(device: Device, width: int, nbytes: int, threads: int) -> Rates:
+def rates(device: Device, fmt: str, width: int, nbytes: int, threads: int) -> Rates:
     """All of them, with matrices of this many bytes and columns."""
-    here = weights("f16", max(nbytes, 1 << 22))
+    here = weights(fmt, max(nbytes, 1 << 22))
     with device.at_work():
-        rows = max(64, nbytes // 2 // width)
-        m = Matrix("f16", torch.full((rows, width), 0.01, dtype=torch.float16, device=device.device), None, width)
+        rows = max(64, nbytes // row_bytes(fmt, width))
+        m = _constant(fmt, rows, width, device.device)
         x_D, y_N = torch.ones(width, device=device.device), torch.zeros(rows, device=device.device)
         other = torch.empty_like(m.values)
         stream = seconds(device, lambda: products.linear(m, None, x_D, y_N, device.tiling))
         return Rates(
+            format=fmt,
             gpu=2 * m.values.nbytes / seconds(device, lambda: other.copy_(m.values)),
-            gpu_stream=m.values.nbytes / stream,
+            gpu_stream=rows * row_bytes(fmt, width) / stream,
             gpu_picked=_picked(device, m, x_D),
             cpu_stream=product_bandwidth(here, threads, 3),
             cpu_picked=gather_bandwidth(here, threads, 3),
             gap=_gap(device),
             handover=_handover(device, width),
         )
+
+
+def _constant(fmt: str, rows: int, columns: int, device: torch.device) -> Matrix:
+    """One small number everywhere."""
+    shape, scales = FORMATS[fmt].stored_shape((rows, columns)), None
+    if FORMATS[fmt].quantised:
+        blocks = FORMATS["scale"].stored_shape((rows, -(-columns // BLOCK)))
+        scales = torch.full(blocks, 0.01, dtype=torch.float16, device=device)
+    value = {"f16": 0.01, "q8": 1, "q4": 0x99}[fmt]
+    return Matrix(fmt, torch.full(shape, value, dtype=DTYPES[fmt], device=device), scales, columns)
 
 
 def seconds(device: Device, work: Callable[[], object], repeats: int = 10) -> float:
@@ -116,7 +129,7 @@ def _picked(device: Device, m: Matrix, x_D: torch.Tensor) -> float:
 
     taken = seconds(device, work)
     assert int(kept.count.item()) == len(drawn), "all of these fire"
-    return 3 * len(drawn) * m.columns * 2 / taken
+    return 3 * len(drawn) * row_bytes(m.format, m.columns) / taken
 
 
 def _gap(device: Device) -> float:
@@ -148,10 +161,10 @@ def _handover(device: Device, width: int) -> float:
 
 def predict(d: Decoder, plan: Plan, curve: Curve, rank: int, context: int, r: Rates, *, dense: bool) -> Predicted:
     """One token by the model of time; the predictor names just the neurons that fire."""
-    row, f = 2 * d.d_model, np.concatenate([[0], np.cumsum(curve.frequencies(d.d_ff))])
-    attention = 2 * (4 * d.n_heads * d.head_dim * d.d_model) + kv_bytes(d, context)
-    predictor = 0 if dense else 2 * rank * (d.d_model + d.d_ff)
-    head = 2 * d.vocab_size * d.d_model
+    row, f = row_bytes(r.format, d.d_model), np.concatenate([[0], np.cumsum(curve.frequencies(d.d_ff))])
+    attention = 4 * d.d_model * row + kv_bytes(d, "f16", context)
+    predictor = 0 if dense else rank * row + d.d_ff * row_bytes(r.format, rank)
+    head = d.vocab_size * row
     token = KERNELS["head"] * r.gap + head / r.gpu_stream if plan.head == "gpu" else head / r.cpu_stream
     gpu_bytes, cpu_bytes = (head, 0.0) if plan.head == "gpu" else (0.0, head)
     gpu_s = cpu_s = 0.0

@@ -5,6 +5,7 @@ z_i = up_i · r is a standard normal number, a neuron with bias −t_i fires wit
 is up · down, so up, down and the bias are its predictor.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,11 @@ from statistics import NormalDist
 import numpy as np
 import torch
 
+from gpu_bench.stored import numbers, store
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS, Array
+from pi_runtime.artifact.formats import Array
 from pi_runtime.artifact.schema import ArrayEntry, Layer, Manifest, Text
-from pi_runtime.artifact.sizes import PARTS, array_specs
+from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales, scales_name
 
 CURVES = Path(__file__).parents[2] / "profiles" / "activations" / "published"
 WRITE = 0.25
@@ -61,16 +63,22 @@ class Curve:
     def frequencies(self, neurons: int) -> Array:
         """How often each neuron fires, hottest first: density × slope of the curve, at most 1, the excess going on to
         the next ones."""
-        lines = (CURVES / f"{self.name}.csv").read_text(encoding="utf-8").splitlines()
-        table = np.array([line.split(",") for line in lines if line[:1].isdigit()], float)
-        share = table[:, 1:].mean(1) / 100
-        share[0] = 0  # what a figure shows at 0 is the width of its line
-        mass = np.diff(np.interp(np.linspace(0, 100, neurons + 1), table[:, 0], share)) * self.density * neurons
-        found, excess = np.sort(mass)[::-1], 0.0
-        for n, wanted in enumerate(found):
-            found[n] = min(1.0, wanted + excess)
-            excess += wanted - found[n]
-        return found
+        return _frequencies(self, neurons)
+
+
+@functools.cache
+def _frequencies(curve: Curve, neurons: int) -> Array:
+    lines = (CURVES / f"{curve.name}.csv").read_text(encoding="utf-8").splitlines()
+    table = np.array([line.split(",") for line in lines if line[:1].isdigit()], float)
+    share = table[:, 1:].mean(1) / 100
+    share[0] = 0  # what a figure shows at 0 is the width of its line
+    mass = np.diff(np.interp(np.linspace(0, 100, neurons + 1), table[:, 0], share)) * curve.density * neurons
+    found, excess = np.sort(mass)[::-1].copy(), 0.0
+    for n, wanted in enumerate(found.copy()):
+        found[n] = min(1.0, wanted + excess)
+        excess += wanted - found[n]
+    found.flags.writeable = False
+    return found
 
 
 OPT = Curve("opt-30b", 0.03, "PowerInfer (SOSP'24), figure 4b and table 3: OPT, 3 % active")
@@ -102,11 +110,29 @@ class MemoryArtifact:
         return MemoryArtifact(self.manifest, {**self._arrays, **biases})
 
 
-def make(shape: Shape, device: torch.device, seed: int = 0) -> MemoryArtifact:
-    """Weights of all layers, each its own, in f16."""
-    d, generator = shape.decoder, torch.Generator(device=device).manual_seed(seed)
-    formats = dict.fromkeys(PARTS, "f16")
-    specs = array_specs(d, formats, [shape.rank] * d.n_layers, profiled=False)
+def manifest_of(shape: Shape, fmt: str) -> Manifest:
+    """Of a model whose matrices are all in this format; no byte of it need be there."""
+    d, formats = shape.decoder, dict.fromkeys(PARTS, fmt)
+    entries = {
+        name: ArrayEntry(format=s.format, shape=s.shape, offset=0, nbytes=s.nbytes, sha256="")
+        for name, s in array_specs(d, formats, [shape.rank] * d.n_layers, profiled=False).items()
+    }
+    layers = (Layer(rung="predicted", rank=shape.rank),) * d.n_layers
+    return Manifest(
+        decoder=d, formats=formats, layers=layers, profiled_tokens=0, text=Text(prefix_ids=(), end_ids=()),
+        generation={}, recipe={}, provenance={}, arrays=entries, files={},
+    )  # fmt: skip
+
+
+def row_bytes(fmt: str, columns: int) -> int:
+    """Of one row of a matrix, scales included."""
+    return ArraySpec(fmt, (1, columns)).nbytes_with_scales
+
+
+def make(shape: Shape, fmt: str, device: torch.device, seed: int = 0) -> MemoryArtifact:
+    """Weights of all layers, each its own, in one format."""
+    manifest, generator = manifest_of(shape, fmt), torch.Generator(device=device).manual_seed(seed)
+    d = manifest.decoder
     active = 0.05 * d.d_ff
     deviation = {
         "attention/out": WRITE * d.d_model**-0.5,
@@ -115,29 +141,39 @@ def make(shape: Shape, device: torch.device, seed: int = 0) -> MemoryArtifact:
     }
     arrays: dict[str, Array] = {}
     products: dict[str, torch.Tensor] = {}
-    for name, spec in specs.items():
+
+    def put(name: str, w: torch.Tensor) -> None:
+        stored, scales = store(fmt, w)
+        arrays[name] = stored.cpu().numpy()
+        if scales is not None:
+            arrays[scales_name(name)] = scales.cpu().numpy()
+        part = name.split("/", 2)[-1]
+        if part.startswith("predictor/"):  # as what is stored means
+            products[part] = numbers(fmt, stored, scales, w.shape[-1])
+
+    for name, spec in manifest.arrays.items():
         local = name.split("/", 2)[-1] if name.startswith("layers/") else name
-        assert FORMATS[spec.format].stored_shape(spec.shape) == spec.shape, (name, spec)
         if spec.format == "f32":
             arrays[name] = np.full(spec.shape, 1.0 if "norm" in name else 0.0, np.float32)
-        elif local != "ffn/first":
+        elif local != "ffn/first" and not is_scales(name):
             w = torch.randn(spec.shape, device=device, generator=generator) * deviation.get(local, d.d_model**-0.5)
             if local == "ffn/rest":
                 w[:, 1] *= WRITE * (d.d_model / active) ** 0.5
-            stored = w.to(torch.float16)
-            arrays[name] = stored.cpu().numpy()
-            if local.startswith("predictor/"):
-                products[local] = stored
+            put(name, w)
         if local == "predictor/up":
-            first = products["predictor/up"].float() @ products["predictor/down"].float()
-            arrays[name.replace("predictor/up", "ffn/first")] = first.to(torch.float16).cpu().numpy()
-    entries = {
-        name: ArrayEntry(format=s.format, shape=s.shape, offset=0, nbytes=s.nbytes, sha256="")
-        for name, s in specs.items()
-    }
-    layers = (Layer(rung="predicted", rank=shape.rank),) * d.n_layers
-    manifest = Manifest(
-        decoder=d, formats=formats, layers=layers, profiled_tokens=0, text=Text(prefix_ids=(), end_ids=()),
-        generation={}, recipe={}, provenance={}, arrays=entries, files={},
-    )  # fmt: skip
+            put(name.replace(local, "ffn/first"), products["predictor/up"] @ products["predictor/down"])
     return MemoryArtifact(manifest, arrays)
+
+
+def in_f16(artifact: MemoryArtifact, shape: Shape, device: torch.device) -> MemoryArtifact:
+    """The same numbers in f16."""
+    if artifact.manifest.formats["ffn"] == "f16":
+        return artifact
+    arrays: dict[str, Array] = {}
+    for name, spec in artifact.manifest.arrays.items():
+        if spec.format == "f32":
+            arrays[name] = artifact.array(name)
+        elif not is_scales(name):
+            stored, scales = (torch.from_numpy(artifact.array(n)).to(device) for n in (name, scales_name(name)))
+            arrays[name] = numbers(spec.format, stored, scales, spec.shape[-1]).to(torch.float16).cpu().numpy()
+    return MemoryArtifact(manifest_of(shape, "f16"), arrays)

@@ -9,16 +9,21 @@ import numpy as np
 import torch
 
 from gpu_bench.model import MemoryArtifact
+from pi_runtime.artifact.schema import Manifest
 
 NAME = "copy of accelerate's offload, dense"
 _NAMES = ("attention/qkv", "attention/out", "ffn/first", "ffn/rest", "ffn/first_bias")
 
 
-def resident_layers(artifact: MemoryArtifact, budget: int, context: int) -> int:
+def layer_bytes(manifest: Manifest) -> int:
+    """What goes up for a layer that does not stay."""
+    return sum(manifest.arrays[f"layers/0/{name}"].nbytes for name in _NAMES)
+
+
+def resident_layers(manifest: Manifest, budget: int, context: int) -> int:
     """How many layers stay on the GPU, beside both ends, the cache and the one that is computed."""
-    d = artifact.manifest.decoder
-    size = sum(artifact.array(f"layers/0/{name}").nbytes for name in _NAMES)
-    ends = sum(artifact.array(name).nbytes for name in ("embedding", "head"))
+    d, size = manifest.decoder, layer_bytes(manifest)
+    ends = sum(manifest.arrays[name].nbytes for name in ("embedding", "head"))
     cache = 2 * d.n_layers * context * d.d_model * 2
     return min(d.n_layers, max(0, (budget - cache - ends - size) // size))
 
@@ -31,7 +36,7 @@ class Offload:
         self.d, self.device, self.dtype = d, device, torch.float16 if device.type == "cuda" else torch.float32
         here = [[torch.from_numpy(artifact.array(f"layers/{n}/{name}")) for name in _NAMES] for n in range(d.n_layers)]
         ends = [torch.from_numpy(artifact.array(name)) for name in ("embedding", "head")]
-        self.resident = resident_layers(artifact, budget, context)
+        self.resident = resident_layers(artifact.manifest, budget, context)
         self.layers = [[t.to(device) for t in w] if n < self.resident else w for n, w in enumerate(here)]
         self.embedding, self.head = (t.to(device) for t in ends)
         self.cache = torch.zeros(d.n_layers, 2, d.n_heads, context, d.head_dim, dtype=self.dtype, device=device)

@@ -2,20 +2,46 @@
 
 `attention first`: the head, then attention with cache and predictor from the last layer back, the embedding, and what
 is left to the hottest neurons of the layers whose attention is on the GPU, the same share of each, because these hand
-over anyway. A byte of attention saves its time at every token, a neuron's only when it fires.
+over anyway, and no more of them than make a token faster. A byte of attention saves its time at every token, a neuron's
+only when it fires.
 
 `whole layers`: the last layers and the head, as many as fit (llama.cpp's split).
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.cuda.placed import needed_bytes
 from pi_runtime.cuda.streamed import streaming_bytes
 
-GROUP = 64
+GROUP, PARTS = 64, 32
+"""Neurons that a cut falls between, and parts of the largest cut that are tried."""
 TOKENS = 256
 """Of a prompt's blocks, for which buffers are counted in."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One budget of one model."""
+
+    name: str
+    budget: int
+
+
+def budgets(manifest: Manifest, context: int) -> list[Case]:
+    """Shares of the whole model, and attention, cache and head with shares of the FFN; those of most interest first."""
+    every = everything_there(manifest, context)
+    whole = needed_bytes(manifest, every, context, TOKENS) + streaming_bytes(manifest)
+    bare = whole - sum(every.cuts) * neuron_bytes(manifest)
+    shares = [Case(f"{n} % of the model", whole * n // 100) for n in (25, 50, 10)]
+    beside = [Case(f"attention, KV, head, {n} % of FFN", bare + (whole - bare) * n // 100) for n in (10, 25, 50)]
+    return [Case("100 % of the model", whole), shares[0], beside[0], *shares[1:], *beside[1:]]
+
+
+def neuron_bytes(manifest: Manifest) -> int:
+    starts = tuple(f"layers/0/ffn/{name}" for name in ("first", "rest", "up_bias"))
+    return sum(e.nbytes for name, e in manifest.arrays.items() if name.startswith(starts)) // manifest.decoder.d_ff
 
 
 def everything_here(manifest: Manifest, context: int) -> Plan:
@@ -38,7 +64,8 @@ def everything_there(manifest: Manifest, context: int) -> Plan:
     )
 
 
-def attention_first(manifest: Manifest, budget: int, context: int) -> Plan:
+def attention_first(manifest: Manifest, budget: int, context: int, seconds: Callable[[Plan], float]) -> Plan:
+    """`seconds`: one token of a plan, by the model of time."""
     d, plan = manifest.decoder, everything_here(manifest, context)
 
     def fits(tried: Plan) -> bool:
@@ -58,7 +85,8 @@ def attention_first(manifest: Manifest, budget: int, context: int) -> Plan:
     while low < high:  # the largest cut that fits
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(_cut(plan, middle * GROUP, d.d_ff)) else (low, middle - 1)
-    return _cut(plan, low * GROUP, d.d_ff)
+    cuts = sorted({min(low, max(1, low * part // PARTS)) * GROUP for part in range(1, PARTS + 1)}, reverse=True)
+    return min((_cut(plan, cut, d.d_ff) for cut in cuts), key=seconds)
 
 
 def whole_layers(manifest: Manifest, budget: int, context: int) -> Plan:

@@ -37,6 +37,7 @@ class Rival:
 
 
 def find(base: MemoryArtifact, context: int, device: Device) -> Rival:
+    """`base` in f16: the rival has no kernels for other formats."""
     # Imported in the bench's time: it takes seconds.
     try:
         from gpu_bench import accelerated

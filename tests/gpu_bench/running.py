@@ -41,7 +41,7 @@ def measure(
     try:
         ids = text(d.vocab_size)
         prefill = _prefill(executor, ids[:prompt])
-        cache = KVCache(d, plan.context)
+        cache = executor.new_cache()
         for start in range(0, 32, 16):  # the same short prompt for every placement: its logits are compared
             executor.run(ids[start : start + 16], cache, select=False, every=False)
         logits = [_step(executor, cache, token) for token in ids[32:36]]
@@ -71,7 +71,7 @@ def _prefill(executor: CudaExecutor, ids: np.ndarray) -> float:
     for _ in range(2):
         if taken > 2:
             break
-        cache, began = KVCache(executor.side.decoder, executor.context), time.perf_counter()
+        cache, began = executor.new_cache(), time.perf_counter()
         for start in range(0, len(ids), executor.block_tokens):
             executor.run(ids[start : start + executor.block_tokens], cache, select=False, every=False)
         taken = time.perf_counter() - began

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numba
 import pytest
 from synthetic import random_artifact, small_decoder
 
@@ -134,3 +135,18 @@ def test_one_compilation_serves_all_models_and_later_processes(tmp_path: Path) -
     )
     assert "data loaded from" in done.stdout
     assert "data saved to" not in done.stdout
+
+
+def test_what_kernels_alone_call_is_refused_to_python() -> None:
+    """Compiled or not: numba has nothing there to jump to."""
+    doubled = compiling.inner(_double)
+    quadrupled = numba.njit(lambda x: doubled(doubled(x)))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="_double is called by kernels only"):
+            doubled(3)
+        assert quadrupled(3) == 12
+    assert doubled.signatures
+
+
+def _double(x: int) -> int:
+    return 2 * x

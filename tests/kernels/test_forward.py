@@ -92,6 +92,10 @@ def artifact_of(name: str, fmt: str, folder: Path) -> tuple[Path, Any]:
     return random_artifact(folder / "a.pi", decoder, format=fmt, ranks=[5] * decoder.n_layers), decoder
 
 
+BOUND = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3}
+"""Beside weights of 16 bits keys and values are rounded to float16, some of them otherwise for a last bit: by 2⁻¹¹."""
+
+
 @pytest.mark.parametrize("fmt", FLOATS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_logits_equal_the_reference_and_token_by_token_equals_the_block(name: str, fmt: str, tmp_path: Path) -> None:
@@ -101,8 +105,8 @@ def test_logits_equal_the_reference_and_token_by_token_equals_the_block(name: st
         with Artifact.open(path) as artifact:
             wanted = reference.forward(artifact, ids, mode)
         block, steps = both_ways(path, mode, ids)
-        assert relative_error(block, wanted) < 1e-5, mode
-        assert relative_error(steps, wanted) < 1e-5, mode
+        assert relative_error(block, wanted) < BOUND[fmt], mode
+        assert relative_error(steps, wanted) < BOUND[fmt], mode
 
 
 @pytest.mark.parametrize("name", ["llama-silu-tied-biases", "opt-odd", "drelu", "experts"])
@@ -117,7 +121,7 @@ def test_a_layer_on_each_rung_that_leaves_something_out(name: str, tmp_path: Pat
     assert relative_error(wanted, exact) > 1e-2
     for mode in ("auto", "predicted", "gate"):
         for found in both_ways(path, mode, ids):
-            assert relative_error(found, exact if mode == "gate" else wanted) < 1e-5, mode
+            assert relative_error(found, exact if mode == "gate" else wanted) < BOUND["f16"], mode
 
 
 class Margins:

@@ -2,18 +2,19 @@
 
 import importlib.util
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from pi_runtime import devices
-from pi_runtime.devices import resolve_device
+from pi_runtime.devices import gpu_kernels_are_cold, resolve_device
 from pi_runtime.errors import DeviceError, MissingExtraError, UsageError
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int | None) -> None:
     """A machine with so many GPUs, None for one without torch."""
-    torch = SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: gpus))
+    torch = SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: gpus), __version__="2.13.0+cpu")
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None if gpus is None else object())
 
@@ -45,7 +46,7 @@ def test_no_such_gpu(monkeypatch: pytest.MonkeyPatch, name: str, gpus: int) -> N
     pretend(monkeypatch, gpus)
     with pytest.raises(DeviceError, match="no such GPU") as caught:
         resolve_device(name)
-    assert f"{gpus} CUDA devices" in str(caught.value)
+    assert f"{gpus} CUDA devices, by torch 2.13.0+cpu" in str(caught.value)
     assert caught.value.exit_code == 2
 
 
@@ -60,3 +61,16 @@ def test_automatic(monkeypatch: pytest.MonkeyPatch, driver: bool, gpus: int | No
     pretend(monkeypatch, gpus)
     monkeypatch.setattr(devices, "gpu_driver", lambda: driver)
     assert resolve_device("auto") == device
+
+
+def test_kernels_are_cold_until_triton_has_compiled_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    assert gpu_kernels_are_cold()
+    folder = tmp_path / ".triton" / "cache"
+    folder.mkdir(parents=True)
+    assert gpu_kernels_are_cold()
+    (folder / "a").touch()
+    assert not gpu_kernels_are_cold()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert gpu_kernels_are_cold()

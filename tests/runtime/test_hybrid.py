@@ -9,6 +9,7 @@ import pytest
 from synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import load
+from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.errors import DoesNotFitError, UsageError
 from pi_runtime.hybrid import HybridExecutor, Side
@@ -128,10 +129,12 @@ def test_a_longer_cache_counts_against_the_budget(tmp_path: Path) -> None:
     ]
     path = random_artifact(tmp_path / "a.pi", decoder, plans=ladder)
     longer = {0: 32, 2: 32 + 2 * 128, 4: 32 + 4 * 128}
+    with Artifact.open(path) as artifact:
+        manifest = artifact.manifest
     for context in (32, 64, 65, 512):
         needed = [plan.used_bytes + (context - 64) * longer[plan.attention.count("gpu")] for plan in ladder]
         for plan, nbytes in zip(ladder, needed, strict=True):
-            assert gpu_bytes(plan, decoder, context) == nbytes
+            assert gpu_bytes(plan, manifest, context) == nbytes
             fitting = [n for n in needed if n <= nbytes]
             with load(path, vram_budget=nbytes, context=context) as model:
                 assert model.plan == ladder[needed.index(max(fitting))]

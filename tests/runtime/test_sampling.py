@@ -90,6 +90,28 @@ def test_the_whole_chain_is_transformers(theirs: Any, seed: int) -> None:
     np.testing.assert_allclose(p, weights / weights.sum(), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [{"top_k": k} for k in (1, 50, 1024, 1025)]
+    + [{"top_k": 40, "top_p": 0.8, "min_p": 0.1}, {"min_p": 0.2}, {"min_p": 1.0}, {"min_p": 1e-3, "temperature": 1.0}],
+    ids=str,
+)
+def test_a_large_vocabulary_is_filtered_as_a_small_one(
+    chosen: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where most ids are left out beforehand, the same are drawn with the same probabilities; ties stay."""
+    sampling = Sampling(**{"temperature": 0.7, **chosen})
+    for seed in range(3):
+        x = np.round(random_logits(seed, 5000), seed)
+        found = candidates(x, sampling)
+        with monkeypatch.context() as patch:
+            patch.setattr(ours, "_in_play", lambda scores, _sampling: np.arange(scores.size))
+            wanted = candidates(x, sampling)
+        np.testing.assert_array_equal(found[0], wanted[0])
+        np.testing.assert_allclose(found[1], wanted[1], rtol=1e-12)
+        assert len(ours._in_play(x, sampling)) < x.size or sampling.top_k > ours.GROUPS
+
+
 def test_draws_have_the_stated_probabilities() -> None:
     """Inverse CDF: an evenly spaced u gives each id its probability's share of the draws, to one draw."""
 

@@ -52,6 +52,9 @@ class _Weights(dict[str, Array]):
     def product(self, name: str, x_TD: Array) -> Array:
         return np.tensordot(x_TD, self[name], (-1, -1))
 
+    def remembered(self, x_SGE: Array) -> Array:
+        return x_SGE
+
 
 def calibrate(spec: Spec, matrices: Matrices) -> Calibrated:
     """Run the reference forward layer by layer, setting each layer's thresholds to the density wanted."""

@@ -1,0 +1,103 @@
+"""Calls by address: a kernel is compiled once, however many others call it.
+
+numba compiles what a kernel calls into the kernel, and that again into its caller: with each level the whole tree is
+optimised anew, and most of a cold start is spent on code that is there already. A function called by address stays out
+of its callers. They read the address from a slot, a number in this process that LLVM knows by name; while it is 0 the
+slot's `bind` is called first, which compiles the function or loads it from the kernel cache, and gives the address or,
+negative, that of the exception in its way. So nothing is compiled before it is needed, and kernels in the cache hold no
+address.
+"""
+
+# The signatures of intrinsics are numba's.
+# ruff: noqa: ARG001
+
+import ctypes
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, get_args, get_origin
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import from_dtype, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_WORD = ir.IntType(64)
+_NUMBERS = {int: types.intp, float: types.float64, bool: types.boolean, np.float32: types.float32}
+_KEPT: list[Any] = []
+"""Slots and their `bind`: machine code refers to them for as long as the process lives."""
+
+
+def by_address(dispatcher: Any) -> Any:
+    """What a kernel calls in place of `dispatcher`, whose function returns nothing; Python cannot call it.
+
+    Called without arguments it only makes sure that the function is compiled: before threads call it that are not
+    Python's, whose errors nobody would see.
+    Arguments are converted to what the function's annotations say. Arrays are C-contiguous, with as many dimensions
+    as the shape at the end of their name has letters (`x_TD`: two); without one they are flat.
+    """
+    function = dispatcher.py_func
+    name = f"{function.__module__}.{function.__qualname__}"
+    kinds = cache(lambda: tuple(_kind(p.annotation, p.name) for p in _parameters(function)))
+
+    def bind() -> int:
+        try:
+            dispatcher.compile(kinds())
+            compiled = dispatcher.overloads[kinds()]
+            slot.value = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+        except BaseException as error:  # Ctrl-C, a full disk: the caller raises it again
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
+            return -id(error)
+        return slot.value
+
+    slot, callback = ctypes.c_int64(0), ctypes.CFUNCTYPE(ctypes.c_int64)(bind)
+    _KEPT.append((slot, callback))
+    llvmlite.binding.add_symbol(f"{name} address", ctypes.addressof(slot))
+    llvmlite.binding.add_symbol(f"{name} bind", ctypes.cast(callback, ctypes.c_void_p).value)
+
+    @intrinsic
+    def call(typing_context: Any, *arguments: Any) -> Any:
+        def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
+            convention, given = context.call_conv, list(signature.args[0])
+            known = b.module.globals.get(f"{name} address")
+            slot = ir.GlobalVariable(b.module, _WORD, f"{name} address") if known is None else known
+            address = cgutils.alloca_once_value(b, b.load(slot))
+            with cgutils.if_unlikely(b, b.icmp_signed("==", b.load(address), _WORD(0))):
+                bind = cgutils.get_or_insert_function(b.module, ir.FunctionType(_WORD, []), f"{name} bind")
+                found = b.call(bind, [])
+                b.store(found, address)
+                with cgutils.if_unlikely(b, b.icmp_signed("<", found, _WORD(0))):
+                    python = context.get_python_api(b)
+                    lock = python.gil_ensure()
+                    python.raise_object(b.inttoptr(b.neg(found), python.pyobj))
+                    python.gil_release(lock)
+                    convention.return_exc(b)
+            if given:
+                kind = convention.get_function_type(types.none, given).as_pointer()
+                callee, values = b.inttoptr(b.load(address), kind), cgutils.unpack_tuple(b, values[0])
+                status, _ = convention.call_function(b, callee, types.none, given, values)
+                with cgutils.if_unlikely(b, status.is_error):
+                    convention.return_status_propagate(b, status)
+            return context.get_dummy_value()
+
+        return types.none(types.Tuple(kinds() if arguments else ())), generate
+
+    return call
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function, eval_str=True).parameters.values())
+
+
+def _kind(annotation: Any, name: str) -> Any:
+    """numba's type of an argument."""
+    if annotation in _NUMBERS:
+        return _NUMBERS[annotation]
+    if get_origin(annotation) is np.ndarray:
+        shape = name.rpartition("_")[2]
+        dtype = get_args(get_args(annotation)[1])[0]
+        return types.Array(from_dtype(np.dtype(dtype)), 1 if shape.islower() else len(shape), "C")
+    fields = [_kind(kind, field) for field, kind in annotation.__annotations__.items()]
+    return types.BaseTuple.from_types(fields, annotation)
