@@ -24,6 +24,7 @@ from pi_runtime.kernels.attention import attend
 from pi_runtime.kernels.buffers import buffers
 from pi_runtime.kernels.compiling import leaf, threaded
 from pi_runtime.kernels.linear import ROWS, linear
+from pi_runtime.kernels.listed import addresses, cold_sum
 from pi_runtime.kernels.memory import Floats, Ints, Matrix, from_row, matrix
 
 SLICES = 256
@@ -108,6 +109,7 @@ class _Layer:
         ):
             self._row[at], self._row[scales_at] = m.values, m.scales
         self._row[table.RANK] = rank
+        self._addresses, self._sum_D = addresses(self._shape, self._buffers), np.zeros(w.columns, np.float32)
 
     def only(self, named: Ints) -> Floats:
         """Biases by which the predictor names just these."""
@@ -120,6 +122,10 @@ class _Layer:
         self._row[table.RUNG], self._row[table.PREDICTOR_BIAS] = rung, bias_F.ctypes.data
         read, kept = ffn.step(self._shape, self._row, self._x_D, 0, self.neurons, np.float32(1), False, self._buffers)
         return read, kept
+
+    def nothing(self) -> None:
+        """The sum of no neurons."""
+        cold_sum(self._addresses, self._row, self._x_D, 0, 0, True, self._sum_D)
 
 
 def _gated(width: int, neurons: int) -> Decoder:
@@ -213,6 +219,13 @@ def gather_bandwidth(w: Weights, threads: int, repeats: int = 5) -> float:
         found.append(some - _best(none, threads, 1))
     # On a busy machine a difference may be anything.
     return neurons * 3 * w.row_nbytes / PICKED / max(statistics.median(found), some / PICKED)
+
+
+def cold_seconds(w: Weights, threads: int, repeats: int = 5) -> float:
+    """What the CPU takes for its neurons of one layer beside a GPU when none of them is named: three operators,
+    the last of which adds up what the threads have summed."""
+    layer = _Layer(w, w, rank=1, neurons=len(w) // 3)
+    return _best(layer.nothing, threads, repeats)
 
 
 def predictor_bandwidth(up: Weights, threads: int, repeats: int = 5) -> float:

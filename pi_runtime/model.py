@@ -249,7 +249,7 @@ class Model:
 
     def new_cache(self) -> KVCache:
         """An empty key-value cache for one sequence."""
-        return KVCache(self.manifest, self.context)
+        return self._executor.new_cache()
 
     def close(self) -> None:
         """Unmap the file. Using the model afterwards, or what it was still generating, is a UsageError."""

@@ -27,8 +27,8 @@ Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 Mask = npt.NDArray[np.bool_]
 
 DEFAULT_TOP_K = 50  # what transformers samples with where a checkpoint names no top_k
-GROUPS = 1024
-"""Groups of logits whose largest bound the k-th largest of all from below."""
+GROUPS, LIKELY = 1024, 256
+"""Groups of logits whose largest bound the k-th largest of all from below; tokens in which a top-p is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,32 +112,45 @@ class Sampler:
 
 def candidates(scores: Float32s, sampling: Sampling) -> tuple[npt.NDArray[np.intp], Float64s]:
     """Penalised logits → the ids that may be drawn, rising, and their probabilities (float64)."""
-    ids = _in_play(scores, sampling)
+    ids, share = _in_play(scores, sampling)
     # The shift changes no probability and lets any temperature > 0 divide without reaching +inf or NaN.
     with np.errstate(over="ignore"):
         x: Float64s = (scores[ids].astype(np.float64) - float(scores.max())) / sampling.temperature
     if 0 < sampling.top_k < x.size:
         ids, x = _keep(top_k(x, sampling.top_k), ids, x)
-    if sampling.top_p < 1:
-        ids, x = _keep(top_p(x, sampling.top_p), ids, x)
+    if share < 1:
+        ids, x = _keep(top_p(x, share), ids, x)
     if sampling.min_p > 0:
         ids, x = _keep(min_p(x, sampling.min_p), ids, x)
     return ids, softmax(x)
 
 
-def _in_play(scores: Float32s, sampling: Sampling) -> npt.NDArray[np.intp]:
-    """All ids, or fewer with all that pass the first filter: then the exponentials of a large vocabulary, a millisecond
-    of them, are spared."""
-    rows, s = scores.size // GROUPS, sampling
-    if rows > 1 and 0 < s.top_k <= GROUPS:
-        # Of k groups the largest are at least this, so the k-th largest of all is, and so are its ties.
-        largest = scores[: rows * GROUPS].reshape(rows, GROUPS).max(0)
-        return np.flatnonzero(scores >= np.partition(largest, GROUPS - s.top_k)[GROUPS - s.top_k])
+def _in_play(scores: Float32s, sampling: Sampling) -> tuple[npt.NDArray[np.intp], float]:
+    """All ids, or fewer with all that pass the first filter, and the top-p that means the same among these: sorting a
+    large vocabulary, and its exponentials in float64, take milliseconds."""
+    s = sampling
+    if scores.size >= 2 * GROUPS and 0 < s.top_k <= GROUPS:
+        return _likeliest(scores, s.top_k), s.top_p
+    if scores.size >= 2 * GROUPS and s.top_k == 0 and s.top_p < 1:
+        ids, top = _likeliest(scores, LIKELY), scores.max()
+        with np.errstate(over="ignore"):
+            e = np.exp((scores - top) / np.float32(s.temperature))
+        share = s.top_p * e.sum(dtype=np.float64) / e[ids].sum(dtype=np.float64)
+        # Otherwise ids beyond these are kept too, or the sums do not tell.
+        if share < 1 - 1e-5:
+            return ids, share
     if s.top_k == 0 and s.top_p == 1 and s.min_p > 0:
         # A part in a million less, for rounding; the filter itself decides.
         least = float(scores.max()) + s.temperature * math.log(s.min_p * (1 - 1e-6))
-        return np.flatnonzero(scores.astype(np.float64) >= least)
-    return np.arange(scores.size)
+        return np.flatnonzero(scores.astype(np.float64) >= least), s.top_p
+    return np.arange(scores.size), s.top_p
+
+
+def _likeliest(scores: Float32s, count: int) -> npt.NDArray[np.intp]:
+    """At least `count` ids, and all whose scores are as large as the smallest one of theirs."""
+    # Of `count` groups the largest are at least this, so the count-th largest of all is, and so are its ties.
+    largest = scores[: scores.size // GROUPS * GROUPS].reshape(-1, GROUPS).max(0)
+    return np.flatnonzero(scores >= np.partition(largest, GROUPS - count)[GROUPS - count])
 
 
 def softmax(x: Float64s) -> Float64s:

@@ -92,6 +92,17 @@ def decoded(executor: CpuExecutor, cache: KVCache, ids: Sequence[int]) -> tuple[
     return np.stack(logits), np.stack(rows)
 
 
+def assert_same_answers(
+    one: CpuExecutor, two: CudaExecutor, prompt: Sequence[int], going_on: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """After a prompt, then token by token; returns the rows that each read and kept."""
+    caches = [two.new_cache() for _ in range(2)]
+    assert_same(read(two, caches[1], prompt), read(one, caches[0], prompt))
+    (wanted, wanted_rows), (found, rows) = (decoded(e, c, going_on) for e, c in zip((one, two), caches, strict=True))
+    assert_same(found, wanted)
+    return wanted_rows, rows
+
+
 def assert_same(found: np.ndarray, wanted: np.ndarray, error: float = 1e-4) -> None:
     assert np.abs(found - wanted).max() <= error * np.abs(wanted).max()
     np.testing.assert_array_equal(found.argmax(-1), wanted.argmax(-1))

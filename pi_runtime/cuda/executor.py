@@ -53,8 +53,8 @@ class CudaExecutor(CpuExecutor):
         self.device, self.device_name = device, device.name
         layers = layers_in(artifact.manifest, mode)
         manifest, d = artifact.manifest, artifact.manifest.decoder
-        self._block_tokens, self._pieces_bytes = prompt_room(manifest, plan, context, budget)
-        self.needed_bytes = needed_bytes(manifest, plan, context, self.block_tokens) + self._pieces_bytes
+        self._block_tokens, self._streamed_bytes = prompt_room(manifest, plan, context, budget)
+        self.needed_bytes = needed_bytes(manifest, plan, context, self.block_tokens) + self._streamed_bytes
         device.limit(max(budget, self.needed_bytes))
         loaded = weights.load(artifact, pieces(manifest, plan), device, progress)
         numba.set_num_threads(threads)  # starts them; kernels that come from the cache take them to be there
@@ -200,7 +200,7 @@ class CudaExecutor(CpuExecutor):
         """Prompts: with cold weights brought to the GPU where there are any, memory for it is left and it may pay."""
         d, plan, device = self.side.decoder, self._placed, self.device
         streamer, first = None, 0
-        if self._pieces_bytes:
+        if self._streamed_bytes:
             fmt = artifact.manifest.formats["ffn"]
             first = measured_crossover(d, fmt, self._threads, device) if stream_from is None else stream_from
             if first <= self.block_tokens:
@@ -233,8 +233,8 @@ def layers_in(manifest: Manifest, mode: str) -> tuple[Layer, ...]:
 def prompt_room(manifest: Manifest, plan: Plan, context: int, budget: int) -> tuple[int, int]:
     """As `prompt_block`, for a budget of GPU bytes."""
     cold = any(cut < manifest.decoder.d_ff for cut in plan.cuts)
-    pieces = streaming_bytes(manifest) if cold else 0
-    return prompt_block(lambda tokens: needed_bytes(manifest, plan, context, tokens), pieces, budget)
+    streamed = streaming_bytes(manifest) if cold else 0
+    return prompt_block(lambda tokens: needed_bytes(manifest, plan, context, tokens), streamed, budget)
 
 
 def _counted(rung: str, cut: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from pi_runtime.cuda.activations import DRELU, activate
 from pi_runtime.cuda.matrices import Matrix
-from pi_runtime.cuda.rows import row_dots
+from pi_runtime.cuda.rows import picked_row, row_dots
 from pi_runtime.cuda.sums import weighted_sums
 from pi_runtime.cuda.tiling import Tiling
 
@@ -123,9 +123,7 @@ def _fire(
         return
     n_R = tile * R + tl.arange(0, R)
     there_R = n_R < size
-    row_R = n_R
-    if LISTED:
-        row_R = tl.load(index + n_R, mask=there_R, other=0)
+    row_R = picked_row(index, n_R, there_R, LISTED)
     h_R = row_dots(first, first_scales, stride, scales_stride, width, columns, row_R, there_R, x, FMT, R, C)
     if BIASED:
         h_R += tl.load(first_bias + row_R, mask=there_R, other=0.0)

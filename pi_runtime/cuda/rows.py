@@ -19,6 +19,15 @@ Q4 = tl.constexpr(FORMATS["q4"].code)
 
 
 @triton.jit
+def picked_row(index, n_R, there_R, LISTED: tl.constexpr):
+    """[R] the n-th row of all, or of a list."""
+    row_R = n_R
+    if LISTED:
+        row_R = tl.load(index + n_R, mask=there_R, other=0)
+    return row_R
+
+
+@triton.jit
 def column_of(place, columns):
     """The column at a place of a q8 or q4 row: in groups of eight blocks fours of columns are interleaved."""
     grouped = (columns + 31) // 32 // 8 * 256

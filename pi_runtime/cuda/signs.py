@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from pi_runtime.cuda.neurons import List
+from pi_runtime.cuda.rows import picked_row
 
 ROWS = 64
 """Rows that a program looks at: each packs the input's signs for itself."""
@@ -63,9 +64,7 @@ def _agree(
         return
     n_R = tile * R + tl.arange(0, R)
     there_R = n_R < size
-    row_R = n_R
-    if LISTED:
-        row_R = tl.load(index + n_R, mask=there_R, other=0)
+    row_R = picked_row(index, n_R, there_R, LISTED)
     bit_J = tl.arange(0, 64)
     differ_R = tl.zeros([R], tl.int32)
     for first in range(0, words, W):

@@ -28,7 +28,7 @@ def piece_shapes(manifest: Manifest) -> dict[str, tuple[tuple[int, int], torch.d
     found = {}
     for name, entry in entries.items():
         fmt, k = FORMATS[entry.format], entry.shape[1] if len(entry.shape) == 3 else 1
-        rows = min(NEURONS, entry.shape[0]) * k
+        rows = min(NEURONS, manifest.decoder.d_ff) * k  # of one expert, where there are more
         found[name] = ((rows, fmt.stored_shape(entry.shape)[-1]), DTYPES[entry.format])
         if fmt.quantised:
             scales = manifest.arrays[scales_name(f"layers/0/ffn/{name}")]
@@ -110,7 +110,10 @@ class Streamer:
             full = f"layers/{layer}/ffn/{name}"
             if full not in manifest.arrays:
                 return None
-            return torch.from_numpy(self._artifact.array(full)[low:high].copy()).to(self._device.device)
+            # Through pinned memory: of another's copy the host would wait for the end.
+            here = self._device.pinned(count, torch.float32)
+            here.numpy()[:] = self._artifact.array(full)[low:high]
+            return here.to(self._device.device, non_blocking=True)
 
         return Neurons(
             matrix("first"), bias("first_bias"), matrix("rest"), bias("up_bias"), CODES[manifest.decoder.activation]

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from pi_runtime.cuda.matrices import Matrix
-from pi_runtime.cuda.rows import Q4, Q8, column_of, high_place, scale_tile, stored_column, stored_tile
+from pi_runtime.cuda.rows import Q4, Q8, column_of, high_place, picked_row, scale_tile, stored_column, stored_tile
 from pi_runtime.cuda.tiling import Tiling
 from pi_runtime.cuda.words import byte, mask_of, pair, sums_of_pair, word_column, word_scales, word_tile, words_of
 
@@ -49,14 +49,6 @@ def _part(count, size, LISTED: tl.constexpr, SPLITS: tl.constexpr, R: tl.constex
 
 
 @triton.jit
-def _row(index, n_R, there_R, LISTED: tl.constexpr):
-    row_R = n_R
-    if LISTED:
-        row_R = tl.load(index + n_R, mask=there_R, other=0)
-    return row_R
-
-
-@triton.jit
 def _add_rows(
     values, scales, index, count, h, sums, stride, scales_stride, first, width, columns, rows,
     FMT: tl.constexpr, LISTED: tl.constexpr, SPLITS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -70,7 +62,7 @@ def _add_rows(
     for start in range(begin, end, R):
         n_R = start + tl.arange(0, R)
         there_R = n_R < end
-        row_R = _row(index, n_R, there_R, LISTED)
+        row_R = picked_row(index, n_R, there_R, LISTED)
         h_R1 = tl.load(h + n_R, mask=there_R, other=0.0)[:, None]
         stored_RC = stored_tile(values, stride, row_R, there_R, element_C, width)
         if FMT == Q4:
@@ -109,7 +101,7 @@ def _add_words(
         for turn in tl.static_range(TURNS):
             n_R = start + turn * R + tl.arange(0, R)
             there_R = n_R < end
-            row_R = _row(index, n_R, there_R, LISTED)
+            row_R = picked_row(index, n_R, there_R, LISTED)
             mask_RW = there_R[:, None] & there_W[None, :]
             w_RW = word_tile(values, stride, row_R, word_W, mask_RW)
             h_RW = word_scales(scales, scales_stride, row_R, word_W, mask_RW, FMT)

@@ -107,7 +107,7 @@ def exact(function: Callable[..., Any]) -> Any:
 
 
 def threaded(function: Callable[..., Any]) -> Any:
-    """Compile a function whose `prange` loops run on numba's threads, for Python to call. It calls leaves only."""
+    """Compile a function whose `prange` loops run on numba's threads, for Python to call."""
     return _compile(function, "threaded", parallel=True)
 
 

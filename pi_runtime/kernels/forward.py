@@ -149,7 +149,7 @@ def forward(
     """Tokens at positions start… → logits in `b.logits_TV`, keys and values in the cache.
 
     `select`: skip what the layer's rung skips (else all layers are dense); `every`: logits at all positions, and
-    tallies, else only the last position's, in row 0. Returns nothing; float32 throughout.
+    tallies, else only the last position's, in row 0. Returns nothing; all float32 but the cache (see `attention`).
     """
     tokens = tokens_T.shape[0]
     x_TD = b.x_TD[:tokens]

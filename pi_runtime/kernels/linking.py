@@ -8,9 +8,6 @@ negative, that of the exception in its way. So nothing is compiled before it is 
 address.
 """
 
-# The signatures of intrinsics are numba's.
-# ruff: noqa: ARG001
-
 import ctypes
 import inspect
 from collections.abc import Callable
@@ -22,6 +19,7 @@ import numpy as np
 from llvmlite import ir
 from numba import from_dtype, types
 from numba.core import cgutils
+from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 _WORD = ir.IntType(64)
@@ -60,31 +58,52 @@ def by_address(dispatcher: Any) -> Any:
     @intrinsic
     def call(typing_context: Any, *arguments: Any) -> Any:
         def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
-            convention, given = context.call_conv, list(signature.args[0])
-            known = b.module.globals.get(f"{name} address")
-            slot = ir.GlobalVariable(b.module, _WORD, f"{name} address") if known is None else known
-            address = cgutils.alloca_once_value(b, b.load(slot))
-            with cgutils.if_unlikely(b, b.icmp_signed("==", b.load(address), _WORD(0))):
-                bind = cgutils.get_or_insert_function(b.module, ir.FunctionType(_WORD, []), f"{name} bind")
-                found = b.call(bind, [])
-                b.store(found, address)
-                with cgutils.if_unlikely(b, b.icmp_signed("<", found, _WORD(0))):
-                    python = context.get_python_api(b)
-                    lock = python.gil_ensure()
-                    python.raise_object(b.inttoptr(b.neg(found), python.pyobj))
-                    python.gil_release(lock)
-                    convention.return_exc(b)
-            if given:
-                kind = convention.get_function_type(types.none, given).as_pointer()
-                callee, values = b.inttoptr(b.load(address), kind), cgutils.unpack_tuple(b, values[0])
-                status, _ = convention.call_function(b, callee, types.none, given, values)
-                with cgutils.if_unlikely(b, status.is_error):
-                    convention.return_status_propagate(b, status)
+            address = _address(context, b, name)
+            if given := list(signature.args[0]):
+                _call(context, b, address, given, cgutils.unpack_tuple(b, values[0]))
             return context.get_dummy_value()
 
+        if arguments:
+            _check(typing_context, name, arguments, kinds())
         return types.none(types.Tuple(kinds() if arguments else ())), generate
 
     return call
+
+
+def _check(typing_context: Any, name: str, given: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+    """Raises TypingError. numba's own cast would only assert, and not of all arrays."""
+    if len(given) != len(wanted):
+        raise TypingError(f"{name} takes {len(wanted)} arguments, found {len(given)}")
+    for n, (one, other) in enumerate(zip(given, wanted, strict=True)):
+        if typing_context.can_convert(one, other) is None:
+            raise TypingError(f"{name}: argument {n} is to be {other}, found {one}")
+
+
+def _address(context: Any, b: Any, name: str) -> Any:
+    """Code that reads a function's slot and, while that holds 0, calls its `bind`; raises what is in the way."""
+    known = b.module.globals.get(f"{name} address")
+    slot = ir.GlobalVariable(b.module, _WORD, f"{name} address") if known is None else known
+    address = cgutils.alloca_once_value(b, b.load(slot))
+    with cgutils.if_unlikely(b, b.icmp_signed("==", b.load(address), _WORD(0))):
+        bind = cgutils.get_or_insert_function(b.module, ir.FunctionType(_WORD, []), f"{name} bind")
+        found = b.call(bind, [])
+        b.store(found, address)
+        with cgutils.if_unlikely(b, b.icmp_signed("<", found, _WORD(0))):
+            python = context.get_python_api(b)
+            lock = python.gil_ensure()  # kernels run without it
+            python.raise_object(b.inttoptr(b.neg(found), python.pyobj))
+            python.gil_release(lock)
+            context.call_conv.return_exc(b)
+    return b.load(address)
+
+
+def _call(context: Any, b: Any, address: Any, given: list[Any], values: Any) -> None:
+    """Code that calls what is at an address as numba calls its own functions; the caller raises what it raises."""
+    convention = context.call_conv
+    callee = b.inttoptr(address, convention.get_function_type(types.none, given).as_pointer())
+    status, _ = convention.call_function(b, callee, types.none, given, values)
+    with cgutils.if_unlikely(b, status.is_error):
+        convention.return_status_propagate(b, status)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -8,13 +8,13 @@ the same goes in as one array of addresses.
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray
+from numba import carray, prange
 
 from pi_runtime.artifact.footprint import CHUNKS, SHARES
 from pi_runtime.kernels import table
 from pi_runtime.kernels.buffers import Buffers
-from pi_runtime.kernels.compiling import leaf
-from pi_runtime.kernels.ffn import _close, _threaded_fire, _threaded_rest, add_sums, limit_of
+from pi_runtime.kernels.compiling import body, inner, leaf, operator
+from pi_runtime.kernels.ffn import _close, _threaded_fire, _threaded_rest, limit_of
 from pi_runtime.kernels.memory import Floats, Ints, address_of, every, matrix, pointer_of
 from pi_runtime.kernels.operand import prepare
 from pi_runtime.kernels.selection import candidates
@@ -23,6 +23,8 @@ from pi_runtime.kernels.table import Shape
 Integers = npt.NDArray[np.int32]
 _FORMAT, _COLUMNS, _NEURONS, _ACTIVATION, _K, _RECORDS, _CANDIDATES, _INDEX, _H, _COUNTS, _SUMS, _SCRATCH = range(12)
 _SUMS_WIDTH, _SCRATCH_WIDTH = 12, 13
+SLICES = 16
+"""Of a sum, that threads add up."""
 
 
 def addresses(s: Shape, b: Buffers) -> Ints:
@@ -31,6 +33,27 @@ def addresses(s: Shape, b: Buffers) -> Ints:
     sizes = s.ffn_format, s.d_model, s.d_ff, s.activation, s.rest_rows
     widths = b.sums_CP.shape[1], b.scratch_CX.shape[1]
     return np.array([*sizes, *(array.ctypes.data for array in arrays), *widths], np.int64)
+
+
+@body
+def _add_part(sums_CP: Floats, low: int, high: int, y_D: Floats) -> None:
+    y_P = y_D[low:high]
+    y_P[:] = np.float32(0)
+    for c in range(sums_CP.shape[0]):
+        sums_P = sums_CP[c, low:high]
+        for j in range(y_P.shape[0]):
+            y_P[j] += sums_P[j]
+
+
+def _add_up(sums_CP: Floats, y_D: Floats) -> None:
+    """y ← Σ_c sums_c, in order of c. Each sum lies in the cache of the thread that made it: one thread alone would
+    fetch them for as long as few cold neurons take."""
+    _add_part()
+    for part in prange(SLICES):
+        _add_part(sums_CP, y_D.shape[0] * part // SLICES, y_D.shape[0] * (part + 1) // SLICES, y_D)
+
+
+_threaded_add_up = operator(_add_up)
 
 
 @leaf
@@ -100,7 +123,7 @@ def cold_sum_taken(
     return read, kept
 
 
-@leaf
+@inner
 def _cold_neurons(c: Ints, w: Ints, low: int, count: int, listed: bool, share: np.float32, more: bool) -> int:
     """Partial sums of neurons, times `share`, or added to what is there (`more`); see `cold_sum`."""
     neurons, k = c[_NEURONS], c[_K]
@@ -125,8 +148,7 @@ def _cold_neurons(c: Ints, w: Ints, low: int, count: int, listed: bool, share: n
     return kept
 
 
-@leaf
+@inner
 def _give(c: Ints, y_D: Floats) -> None:
     """y ← the partial sums together."""
-    y_D[:] = np.float32(0)
-    add_sums(carray(pointer_of(c[_SUMS]), (CHUNKS, c[_SUMS_WIDTH]), np.float32), y_D)
+    _threaded_add_up(carray(pointer_of(c[_SUMS]), (CHUNKS, c[_SUMS_WIDTH]), np.float32), y_D)

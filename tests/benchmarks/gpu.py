@@ -6,19 +6,23 @@ python tests/benchmarks/gpu.py --predict [--format f16|q8|q4] [--json PATH]
 Needs torch, Triton, numba and NumPy. Weights are made on the GPU, each layer its own; neurons fire as published curves
 say. Offloading is that of transformers and accelerate where both can be imported, else a copy of its scheme in torch;
 it has the same numbers in f16 whatever the format, and its rows say so. Every placement's logits are held against those
-of all on the GPU, and these against plain torch, before a figure is printed, and accelerate's too. Rows are taken in
-order of interest until the time is up; what is left out is said.
+of all on the GPU, and these against plain torch, before a figure is printed, and accelerate's too: a row that fails
+says so instead, and the bench ends with 1. Rows are taken in order of interest until the time is up; what is left out
+is said.
 
 `--predict` measures nothing and needs no GPU: what the same model of time says for machines in `profiles/machines`.
 """
 
 import argparse
+import contextlib
+import gc
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +41,23 @@ from gpu_bench.model import OPT, REGLU, SEVEN, THIRTEEN, TINY, Curve, MemoryArti
 from gpu_bench.offload import Offload
 from gpu_bench.placing import Case, attention_first, budgets, everything_there, whole_layers
 from gpu_bench.running import Row, measure, text
+from gpu_bench.targets import verdicts
 
 from pi_runtime.artifact.footprint import kv_bytes
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.devices import Cuda, Device, Interpreted
 from pi_runtime.cuda.placed import needed_bytes
+from pi_runtime.errors import PiError
 
 FORMATS = ("f16", "q8", "q4")
+DEFINITION = "dense, all there"
 ERROR = {"f16": 0.03, "q8": 0.1, "q4": 0.1}
 """How far logits may be off, on average, in shares of their deviation: the CPU rounds inputs of q8 and q4 to bytes, and
 a predictor names other neurons than a gate that is quantised once more."""
+
+
+class WrongLogitsError(Exception):
+    """They are not what another placement, or plain torch, gives."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,7 @@ class Setting:
 
 
 def rows(
-    artifact: MemoryArtifact, curve: Curve, rank: int, case: Case, s: Setting, r: Rates, wanted: np.ndarray | None
+    artifact: MemoryArtifact, curve: Curve, rank: int, case: Case, s: Setting, r: Rates, wanted: np.ndarray
 ) -> Iterator[dict[str, Any]]:
     """Ours, and the two splits by layers: with skipping and dense."""
     manifest, d = artifact.manifest, artifact.manifest.decoder
@@ -80,68 +91,85 @@ def rows(
     ):
         if time.monotonic() > s.deadline:
             return
-        found = measure(artifact, mode, plan, s.device, case.budget, s.threads, s.prompt, s.tokens)
-        if wanted is not None and mode == "auto":
-            check(f"{case.name}, {what}", found.logits, wanted, ERROR[manifest.formats["ffn"]])
-        yield described(d, plan, curve, rank, s, r, what, case, found, dense=mode == "dense")
+
+        def row(what: str = what, mode: str = mode, plan: Plan = plan) -> dict[str, Any]:
+            found = measure(artifact, mode, plan, s.device, case.budget, s.threads, s.prompt, s.tokens)
+            if mode == "auto":
+                check(found.logits, wanted, ERROR[manifest.formats["ffn"]])
+            return described(d, plan, curve, rank, s, r, found, dense=mode == "dense")
+
+        yield attempted(row, curve, case, what, s)
+
+
+def attempted(
+    work: Callable[[], dict[str, Any]], curve: Curve, case: Case, what: str, s: Setting,
+    faults: tuple[type[Exception], ...] = (WrongLogitsError, PiError),
+) -> dict[str, Any]:  # fmt: skip
+    """A row, or one that says why there is none, with the GPU as it was before."""
+    found: dict[str, Any] = {"curve": curve.name, "budget": case.name, "gib": case.budget / 2**30, "what": what}
+    try:
+        return found | work()
+    except faults as error:
+        found["failed"] = f"{type(error).__name__}: {error}"
+    gc.collect()  # what an executor held that was not made
+    with contextlib.suppress(RuntimeError):
+        s.device.limit(None)
+    return found
 
 
 def described(
-    d: Any, plan: Plan, curve: Curve, rank: int, s: Setting, r: Rates, what: str, case: Case, found: Row, *, dense: bool
+    d: Any, plan: Plan, curve: Curve, rank: int, s: Setting, r: Rates, found: Row, *, dense: bool
 ) -> dict[str, Any]:
     p = predict(d, plan, curve, rank, 32 + s.tokens // 2, r, dense=dense)
-    gpu_left = max(1e-9, 1 / found.decode - found.cold)
     return {
-        "curve": curve.name, "budget": case.name, "gib": case.budget / 2**30, "what": what,
         "attention": plan.attention.count("gpu"), "neurons": sum(plan.cuts) / (d.d_ff * d.n_layers),
         "active": found.active_on_gpu, "decode": found.decode, "predicted": 1 / p.token,
         "measured/predicted": found.decode * p.token, "prefill": found.prefill, "overlap": found.overlap,
         "handover_us": None if found.handover is None else found.handover * 1e6,
-        "gpu_limit": p.gpu_bytes / gpu_left / r.gpu,
-        "cpu_limit": p.cpu_bytes / found.cold / r.cpu_stream if found.cold else None,
+        "gpu_limit": p.gpu_bytes / found.gpu / r.gpu if p.gpu_bytes else None,
+        "cpu_limit": p.cpu_bytes / found.cpu / r.cpu_stream if p.cpu_bytes else None,
     }  # fmt: skip
 
 
 def offloaded(
-    artifact: MemoryArtifact, curve: Curve, case: Case, s: Setting, other: rival.Rival, wanted: np.ndarray
+    artifact: MemoryArtifact, case: Case, s: Setting, other: rival.Rival, wanted: np.ndarray
 ) -> dict[str, Any]:
     decode, resident, logits = rival.measure(other, artifact, case.budget, s.device)
     if other.checked:  # its residual stream is f16
-        check(f"{case.name}, {other.name}", logits, wanted, 0.1)
-    return {
-        "curve": curve.name, "budget": case.name, "gib": case.budget / 2**30, "what": other.name,
-        "attention": resident, "neurons": resident / artifact.manifest.decoder.n_layers, "decode": decode,
-    }  # fmt: skip
+        check(logits, wanted, 0.1)
+    return {"attention": resident, "neurons": resident / artifact.manifest.decoder.n_layers, "decode": decode}
 
 
-def check(what: str, found: np.ndarray, wanted: np.ndarray, error: float) -> None:
-    """Stop where logits differ by more than a share of their deviation."""
-    off = float(np.abs(found - wanted).max() / wanted.std())
-    if not off <= error * 10 or float(np.abs(found - wanted).mean() / wanted.std()) > error:
-        raise SystemExit(f"{what}: logits differ by {off:.3f} of their deviation")
+def check(found: np.ndarray, wanted: np.ndarray, error: float) -> None:
+    """Raises where logits differ by more than a share of their deviation."""
+    off = np.abs(found - wanted) / wanted.std()
+    if not off.max() <= error * 10 or off.mean() > error:
+        raise WrongLogitsError(f"logits differ by {off.mean():.3f} of their deviation, {off.max():.3f} at most")
 
 
-def definition(artifact: MemoryArtifact, plain: MemoryArtifact, curve: Curve, s: Setting) -> tuple[np.ndarray, float]:
-    """Logits of all on the GPU, which skips nothing that fires; checked against torch's of the same numbers in f16; its
-    dense speed."""
-    error = ERROR[artifact.manifest.formats["ffn"]]
-    plan = everything_there(artifact.manifest, s.context)
-    budget = needed_bytes(artifact.manifest, plan, s.context, 512)
+def definition(
+    artifact: MemoryArtifact, plain: MemoryArtifact, curve: Curve, budget: int, s: Setting, r: Rates
+) -> dict[str, Any]:
+    """Logits of all on the GPU, which skips nothing that fires; checked against torch's of the same numbers in f16. Its
+    dense speed, and the share of memory's that this is."""
+    error, plan = ERROR[artifact.manifest.formats["ffn"]], everything_there(artifact.manifest, s.context)
     exact = measure(artifact, "dense", plan, s.device, budget, s.threads, s.prompt, s.tokens)
     skipping = measure(artifact, "auto", plan, s.device, budget, s.threads, s.prompt, s.tokens)
-    check(f"{curve.name}: skipping against dense", skipping.logits, exact.logits, error)
+    check(skipping.logits, exact.logits, error)
     ids = text(artifact.manifest.decoder.vocab_size)
     with s.device.at_work():
         model = Offload(plain, 1 << 50, s.context, s.device.device)
         logits = [model.step(int(token)).cpu().numpy() for token in ids[:36]][-4:]
-    check(f"{curve.name}: dense against torch", exact.logits, np.stack(logits), error)
-    return skipping.logits, exact.decode
+    check(exact.logits, np.stack(logits), error)
+    share = exact.decode * weights_read(artifact, curve, 32 + s.tokens) / r.gpu
+    return {"decode": exact.decode, "share": share, "logits": skipping.logits}
 
 
-def weights_read(artifact: MemoryArtifact, context: int) -> int:
-    """Bytes of one dense token."""
+def weights_read(artifact: MemoryArtifact, curve: Curve, context: int) -> int:
+    """Bytes of one dense token: of `up` the rows of neurons that fire."""
     d, row = artifact.manifest.decoder, row_bytes(artifact.manifest.formats["ffn"], artifact.manifest.decoder.d_model)
-    return ((4 * d.d_model + 3 * d.d_ff) * d.n_layers + d.vocab_size) * row + kv_bytes(d, "f16", context) * d.n_layers
+    layer = 4 * d.d_model + int((2 + curve.density) * d.d_ff)
+    return (layer * d.n_layers + d.vocab_size) * row + kv_bytes(d, "f16", context) * d.n_layers
 
 
 def show(row: dict[str, Any]) -> None:
@@ -149,6 +177,20 @@ def show(row: dict[str, Any]) -> None:
         value = row.get(name)
         return "" if value is None else format(value, form)
 
+    if "failed" in row:
+        print(
+            f"| {row['model']} {row['format']} {row['curve']} | {row['budget']} ({row['gib']:.1f} GiB) | {row['what']} "
+            f"| failed: {row['failed']} |",
+            flush=True,
+        )
+        return
+    if "share" in row:
+        print(
+            f"{row['model']} {row['format']} {row['curve']}: {row['what']}: {row['decode']:.1f} tokens/s, "
+            f"{row['share']:.2f} of memory's bandwidth",
+            flush=True,
+        )
+        return
     print(
         f"| {row['model']} {row['format']} {row['curve']} | {row['budget']} ({row['gib']:.1f} GiB) | {row['what']} "
         f"| {row['attention']} / {row['neurons']:.0%} | {cell('active', '.0%')} | {row['decode']:.1f} "
@@ -162,39 +204,50 @@ def show(row: dict[str, Any]) -> None:
 def bench(shape: Shape, fmt: str, curves: dict[Curve, float], s: Setting, found: list[dict[str, Any]]) -> list[str]:
     """All rows of one model, each curve up to its time; returns what there was no time for."""
     began = time.monotonic()
+    if began > max(curves.values()):
+        return [shape.name]
     with s.device.at_work():
         base, left = make(shape, fmt, s.device.device), []
         plain = in_f16(base, shape, s.device.device)
     d = shape.decoder
     print(f"\n{shape.name} {fmt}: made in {time.monotonic() - began:.0f} s", flush=True)
-    r = rates(s.device, fmt, d.d_model, min(1 << 28, 4 * d.d_ff * d.d_model), s.threads)
+    r = rates(s.device, fmt, d.d_model, min(1 << 30, 4 * d.d_ff * d.d_model * d.n_layers), s.threads)
     print(
         f"GPU {r.gpu / 1e9:.0f} GB/s copied, {r.gpu_stream / 1e9:.0f} by our products, {r.gpu_picked / 1e9:.0f} of "
         f"picked rows; CPU {r.cpu_stream / 1e9:.1f} and {r.cpu_picked / 1e9:.1f}; {r.gap * 1e6:.1f} µs a kernel, "
-        f"{r.handover * 1e6:.1f} µs there and back",
+        f"{r.cpu_gap * 1e6:.1f} and {r.cold * 1e6:.1f} on the CPU, {r.handover * 1e6:.1f} µs there and back",
         flush=True,
     )
     other = rival.find(plain, s.context, s.device)
+
+    def keep(row: dict[str, Any], of: str) -> None:
+        found.append({"model": shape.name, "format": of, **row})
+        show(found[-1])
+
     for curve, until in curves.items():
         s = replace(s, deadline=until)
-        artifact = base.with_curve(curve)
-        wanted, dense = definition(artifact, plain.with_curve(curve), curve, s)
-        share = dense * weights_read(artifact, 32 + s.tokens) / r.gpu
-        print(
-            f"{shape.name} {fmt} {curve.name}: dense, all on the GPU: {dense:.1f} tokens/s, "
-            f"{share:.2f} of its bandwidth"
-        )
+        if time.monotonic() > s.deadline:
+            left.append(f"{shape.name} {curve.name}")
+            continue
+        artifact, dense = base.with_curve(curve), plain.with_curve(curve)
+        plan = everything_there(artifact.manifest, s.context)
+        whole = Case("all on the GPU", needed_bytes(artifact.manifest, plan, s.context, 512))
+        row = attempted(partial(definition, artifact, dense, curve, whole.budget, s, r), curve, whole, DEFINITION, s)
+        wanted = row.pop("logits", None)
+        keep(row, fmt)
+        if wanted is None:
+            continue
         for case in budgets(artifact.manifest, s.context)[s.cases]:
             if time.monotonic() > s.deadline:
                 left.append(f"{shape.name} {curve.name} {case.name}")
                 continue
             for row in rows(artifact, curve, shape.rank, case, s, r, wanted):
-                found.append({"model": shape.name, "format": fmt, **row})
-                show(found[-1])
-            if not case.name.startswith("100") and time.monotonic() < s.deadline:
-                row = offloaded(plain.with_curve(curve), curve, case, s, other, wanted)
-                found.append({"model": shape.name, "format": "f16", **row})
-                show(found[-1])
+                keep(row, fmt)
+            if time.monotonic() > s.deadline:
+                left.append(f"the rest of {shape.name} {curve.name} {case.name}")
+            elif not case.name.startswith("100"):
+                work = partial(offloaded, dense, case, s, other, wanted)
+                keep(attempted(work, curve, case, other.name, s, (Exception,)), "f16")  # whatever others raise
     return left
 
 
@@ -225,13 +278,19 @@ def main() -> None:
     # Kernels are compiled in the first one's time.
     shares = {TINY: {OPT: 1.0}} if a.tiny else {SEVEN: {OPT: 0.4, REGLU: 0.65}, THIRTEEN: {OPT: 0.85, REGLU: 1.0}}
     left = []
-    for shape, curves in shares.items():
-        until = {curve: began + 60 * a.minutes * share for curve, share in curves.items()}
-        left += bench(shape, a.format, until, s, found)
+    try:
+        for shape, curves in shares.items():
+            until = {curve: began + 60 * a.minutes * share for curve, share in curves.items()}
+            left += bench(shape, a.format, until, s, found)
+    finally:
+        if a.json:
+            a.json.write_text(json.dumps(found, indent=1))
+    print("\n" + "\n".join(verdicts(found)))
     if left:
         print("no time for: " + "; ".join(left))
-    if a.json:
-        a.json.write_text(json.dumps(found, indent=1))
+    failed = sum("failed" in row for row in found)
+    if failed:
+        sys.exit(f"{failed} of {len(found)} rows failed")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 import torch
 from gpu_bench.model import OPT, REGLU, SEVEN, TINY, make, manifest_of
 from gpu_bench.stored import numbers, store
+from gpu_bench.targets import verdicts
 
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import dequantise
@@ -56,7 +57,8 @@ def test_weights_are_stored_as_the_format_says(fmt: str, columns: int) -> None:
 
 @pytest.mark.parametrize("fmt", ["f16", "q4"])
 def test_from_end_to_end(tmp_path: Path, fmt: str) -> None:
-    rows, _ = run(tmp_path, "--device", "cpu", "--tiny", "--format", fmt)
+    (definition, *rows), _ = run(tmp_path, "--device", "cpu", "--tiny", "--format", fmt)
+    assert (definition["what"], definition["share"] > 0) == ("dense, all there", True)
     assert [row["what"] for row in rows[:3]] == ["ours", "layers, sparse", "layers, dense"]
     (offload,) = rows[3:]
     real = all(importlib.util.find_spec(name) for name in ("accelerate", "transformers"))
@@ -65,6 +67,24 @@ def test_from_end_to_end(tmp_path: Path, fmt: str) -> None:
     assert all(row["decode"] > 0 for row in rows)
     assert 0 < rows[0]["neurons"] < 1
     assert rows[0]["handover_us"] is not None
+
+
+def test_targets() -> None:
+    def row(what: str, decode: float, **more: Any) -> dict[str, Any]:
+        return {"model": "7B", "format": "f16", "curve": "opt-30b", "budget": "25 % of the model", "what": what} | {
+            "decode": decode, "measured/predicted": 0.9, "handover_us": None, **more
+        }  # fmt: skip
+
+    rows = [row("ours", 9, handover_us=31.0), row("layers, dense", 3), row("x offload", 2), row("ours", 0, failed="no")]
+    assert list(verdicts(rows)) == [
+        "7B opt-30b: ours ÷ layers, dense at 25 % 3.00 (target 3): reached",
+        "7B opt-30b: ours ÷ x offload at 25 % 4.50 (target 5): missed",
+        "7B opt-30b: least of measured ÷ predicted 0.90 (target 0.8): reached",
+        "7B opt-30b: longest hand-over, µs a layer, 31.00 (target 30): missed",
+    ]
+    assert list(verdicts([row("dense", 9, budget="all", share=0.5)])) == [
+        "7B opt-30b: share of bandwidth 0.50 (target 0.7): missed"
+    ]
 
 
 @pytest.mark.parametrize("fmt", ["f16", "q4"])

@@ -14,14 +14,16 @@ from pi_compile.placement import place
 from pi_compile.units import GPU
 from pi_compile.workload import LayerWork
 from pi_runtime import devices, load
-from pi_runtime.artifact.footprint import gpu_scratch_bytes, kv_bytes
+from pi_runtime.artifact.footprint import PartBytes, gpu_scratch_bytes, kv_bytes, streamed_bytes
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.sizes import array_specs
 from pi_runtime.cuda import buffers, opening
 from pi_runtime.cuda.crossover import crossover_tokens
 from pi_runtime.cuda.devices import Device
 from pi_runtime.cuda.executor import prompt_room
 from pi_runtime.cuda.opening import fitting_plan
 from pi_runtime.cuda.placed import needed_bytes, weight_bytes
+from pi_runtime.cuda.streamed import streaming_bytes
 from pi_runtime.cuda.tiling import Tiling
 from pi_runtime.errors import DoesNotFitError
 
@@ -52,6 +54,18 @@ def test_buffers_are_within_what_was_counted(family: str, there: Device) -> None
     b = buffers.buffers(decoder, 40, 100, of_size(there, 0, tiling=Tiling()))
     counted = gpu_scratch_bytes(decoder, 40, 100, 0)
     assert counted * 0.5 <= buffers.nbytes(b) <= counted
+
+
+@pytest.mark.parametrize("fmt", ["f16", "q4"])
+@pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
+def test_cold_weights_on_their_way_are_within_what_was_counted(family: str, fmt: str, tmp_path: Path) -> None:
+    """With experts too: a piece is of one of them."""
+    experts = EXPERTS if family == "mixtral" else {}
+    with Artifact.open(model(tmp_path / "a.pi", "llama" if experts else family, fmt, **experts)) as artifact:
+        manifest, d = artifact.manifest, artifact.manifest.decoder
+    specs = array_specs(d, manifest.formats, [None] * d.n_layers, profiled=False)
+    counted = streamed_bytes(d, PartBytes.of(specs, d.vocab_size, d.neurons).neuron)
+    assert counted * 0.9 <= streaming_bytes(manifest) <= counted
 
 
 def test_the_best_plan_that_fits(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """What a GPU, the CPU and their link give in this run, and the model of time that follows (see `pi_compile.cost`).
 
 token  =  Σ_l [ attention + predictor + max(T_gpu, T_cpu) + hand-over ]  +  head
-part   =  kernels · gap  +  bytes ÷ rate
+part   =  kernels · gap  +  bytes ÷ rate            a rate is that of memory: what is read is larger than any cache
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +17,15 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import kv_bytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.schema import Plan
-from pi_runtime.cuda import lists, neurons, products
+from pi_runtime.cuda import lists, neurons, products, residual
 from pi_runtime.cuda.devices import Device
 from pi_runtime.cuda.matrices import DTYPES, Matrix
-from pi_runtime.measure import gather_bandwidth, product_bandwidth, weights
+from pi_runtime.measure import cold_seconds, gather_bandwidth, launch_seconds, product_bandwidth, weights
 
 KERNELS = {"attention": 7, "predictor": 3, "ffn": 5, "merge": 1, "head": 2}
 """Kernels a part starts on the GPU."""
+OPERATORS = {"attention": 3, "predictor": 2, "head": 1}
+"""The same on the CPU's threads."""
 PICKED = 10
 """One row in so many is read where rows are picked."""
 
@@ -41,7 +44,11 @@ class Rates:
     cpu_stream: float
     cpu_picked: float
     gap: float
-    """From one kernel of a graph to the next."""
+    """A kernel of ours in a graph that has next to nothing to do."""
+    cpu_gap: float
+    """An operator on the CPU's threads likewise."""
+    cold: float
+    """The CPU's neurons of a layer, where there are none: their operators, and adding up the threads' sums."""
     handover: float
     """A residual to pinned memory, waited for, and back."""
 
@@ -76,7 +83,9 @@ def rates(device: Device, fmt: str, width: int, nbytes: int, threads: int) -> Ra
             gpu_picked=_picked(device, m, x_D),
             cpu_stream=product_bandwidth(here, threads, 3),
             cpu_picked=gather_bandwidth(here, threads, 3),
-            gap=_gap(device),
+            gap=_gap(device, m, x_D),
+            cpu_gap=launch_seconds(here, threads, 3),
+            cold=cold_seconds(here, threads),
             handover=_handover(device, width),
         )
 
@@ -108,8 +117,27 @@ def seconds(device: Device, work: Callable[[], object], repeats: int = 10) -> fl
 def _picked(device: Device, m: Matrix, x_D: torch.Tensor) -> float:
     """One neuron in ten of a gated FFN whose rows are the matrix's, as decoding reads them."""
     count = m.rows // 3
-    n = neurons.Neurons(m.slice(0, count), None, m.slice(count, 3 * count), None, 0)
     drawn = np.sort(np.random.default_rng(0).permutation(count)[: max(1, count // PICKED)])
+    taken = seconds(device, _ffn(device, m, x_D, count, drawn))
+    return 3 * len(drawn) * row_bytes(m.format, m.columns) / taken
+
+
+def _gap(device: Device, m: Matrix, x_D: torch.Tensor) -> float:
+    """An FFN of which nothing is listed, its sums merged, and a norm: five kernels."""
+    count = min(m.rows // 3, 4 * m.columns)
+    ffn, y_1D, ones_D = _ffn(device, m, x_D, count, np.zeros(0, np.int64)), torch.zeros_like(x_D)[None], x_D
+
+    def work() -> None:
+        sums_SD = ffn()
+        residual.merge(y_1D[0], sums_SD)
+        residual.norm(y_1D, ones_D, None, 1e-5, y_1D)
+
+    return seconds(device, work) / 5
+
+
+def _ffn(device: Device, m: Matrix, x_D: torch.Tensor, count: int, drawn: np.ndarray) -> Callable[[], torch.Tensor]:
+    """The first `count` rows as `first`, twice as many behind them as `rest`, and a list of neurons: three kernels."""
+    n = neurons.Neurons(m.slice(0, count), None, m.slice(count, 3 * count), None, 0)
     index_F = torch.zeros(count, dtype=torch.int32, device=device.device)
     index_F[: len(drawn)] = torch.from_numpy(drawn.astype(np.int32))
     listed = neurons.List(index_F, torch.tensor([len(drawn)], dtype=torch.int32, device=device.device))
@@ -121,32 +149,23 @@ def _picked(device: Device, m: Matrix, x_D: torch.Tensor) -> float:
     kept_h_F = torch.zeros_like(h_F)
     sums_SD = torch.zeros(device.tiling.splits, m.columns, device=device.device)
 
-    def work() -> None:
+    def work() -> torch.Tensor:
         tile = neurons.fire(n, x_D, listed, h_F, counts_T, device.tiling)
         within = (listed.index_F, listed.count)
         lists.close(h_F, counts_T, tile, 0, (kept.index_F, kept_h_F, kept.count), within)
         neurons.add_up(n, kept, kept_h_F, sums_SD, device.tiling)
+        return sums_SD
 
-    taken = seconds(device, work)
+    work()
     assert int(kept.count.item()) == len(drawn), "all of these fire"
-    return 3 * len(drawn) * row_bytes(m.format, m.columns) / taken
-
-
-def _gap(device: Device) -> float:
-    x = torch.zeros(1, device=device.device)
-
-    def many() -> None:
-        for _ in range(100):
-            x.add_(1)
-
-    return seconds(device, many) / 100
+    return work
 
 
 def _handover(device: Device, width: int) -> float:
     there, here = torch.zeros(width, device=device.device), device.pinned(width, torch.float32)
     down = device.replayable((lambda: here.copy_(there, non_blocking=True),))
     up = device.replayable((lambda: there.copy_(here, non_blocking=True),))
-    event, best = device.event(), float("inf")
+    event, found = device.event(), []
     for _ in range(200 if device.device.type == "cuda" else 2):
         device.synchronize()
         began = time.perf_counter()
@@ -155,8 +174,8 @@ def _handover(device: Device, width: int) -> float:
         event.synchronize()
         up()
         device.synchronize()
-        best = min(best, time.perf_counter() - began)
-    return best
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
 
 
 def predict(d: Decoder, plan: Plan, curve: Curve, rank: int, context: int, r: Rates, *, dense: bool) -> Predicted:
@@ -165,24 +184,26 @@ def predict(d: Decoder, plan: Plan, curve: Curve, rank: int, context: int, r: Ra
     attention = 4 * d.d_model * row + kv_bytes(d, "f16", context)
     predictor = 0 if dense else rank * row + d.d_ff * row_bytes(r.format, rank)
     head = d.vocab_size * row
-    token = KERNELS["head"] * r.gap + head / r.gpu_stream if plan.head == "gpu" else head / r.cpu_stream
-    gpu_bytes, cpu_bytes = (head, 0.0) if plan.head == "gpu" else (0.0, head)
+    token, gpu_bytes, cpu_bytes = OPERATORS["head"] * r.cpu_gap + head / r.cpu_stream, 0.0, float(head)
+    if plan.head == "gpu":
+        token, gpu_bytes, cpu_bytes = KERNELS["head"] * r.gap + head / r.gpu_stream, float(head), 0.0
     gpu_s = cpu_s = 0.0
     before = plan.embedding
+    parts = ("attention",) if dense else ("attention", "predictor")
     for side, cut in zip(plan.attention, plan.cuts, strict=True):
-        there = side == "gpu"
-        hot, cold = (cut, d.d_ff - cut) if dense else (f[cut], f[-1] - f[cut])
-        whole = attention + predictor
-        token += (
-            (KERNELS["attention"] + (0 if dense else KERNELS["predictor"])) * r.gap + whole / r.gpu_stream
-            if there
-            else whole / r.cpu_stream
-        )
-        t_gpu = KERNELS["ffn"] * r.gap + 3 * row * hot / (r.gpu_stream if dense else r.gpu_picked) if cut else 0.0
-        t_cpu = 3 * row * cold / (r.cpu_stream if dense else r.cpu_picked)
+        there, whole = side == "gpu", attention + predictor
+        # Dense, a GPU's neurons that do not fire have no row of `up` read.
+        hot, cold = (2 * cut + f[cut], 3 * (d.d_ff - cut)) if dense else (3 * f[cut], 3 * (f[-1] - f[cut]))
+        if there:
+            kernels = sum(KERNELS[part] for part in (*parts, "merge"))
+            token += kernels * r.gap + whole / r.gpu_stream
+        else:
+            token += sum(OPERATORS[part] for part in parts) * r.cpu_gap + whole / r.cpu_stream
+        t_gpu = KERNELS["ffn"] * r.gap + row * hot / (r.gpu_stream if dense else r.gpu_picked) if cut else 0.0
+        t_cpu = r.cold + row * cold / (r.cpu_stream if dense else r.cpu_picked) if cut < d.d_ff else 0.0
         split = cut != (d.d_ff if there else 0)
         token += max(t_gpu, t_cpu) + (r.handover if split else 0.0) + (r.handover if side != before else 0.0)
         gpu_s, cpu_s, before = gpu_s + t_gpu, cpu_s + t_cpu, side
-        gpu_bytes += 3 * row * hot + (whole if there else 0)
-        cpu_bytes += 3 * row * cold + (0 if there else whole)
+        gpu_bytes += row * hot + (whole if there else 0)
+        cpu_bytes += row * cold + (0 if there else whole)
     return Predicted(token, gpu_s, cpu_s, gpu_bytes, cpu_bytes)

@@ -55,6 +55,8 @@ class Machine:
             cpu_stream=_rate(cpu, fmt, "format"),
             cpu_picked=_rate(cpu, fmt, "gather"),
             gap=gpu["launch_us"] / 1e6,
+            cpu_gap=cpu.get("launch_us", 0.0) / 1e6,
+            cold=2 * cpu.get("launch_us", 0.0) / 1e6,
             handover=self.units["link"]["sync_us"] / 1e6,
         )
 

@@ -25,8 +25,10 @@ class Row:
     """Time both sides are busy ÷ the longer one's; None where the layers are not split."""
     handover: float | None
     """Seconds a split layer, beside either side's work."""
-    cold: float
-    """Seconds a token of the CPU's neurons, alone."""
+    gpu: float
+    """Seconds a token of all that the GPU does, alone."""
+    cpu: float
+    """The same of the CPU."""
     active_on_gpu: float
     """Share of the neurons kept that the GPU has."""
     logits: np.ndarray
@@ -50,8 +52,8 @@ def measure(
             _step(executor, cache, token)
         decode = tokens / (time.perf_counter() - began)
         kept, there = int(executor.rows_read[:, 1].sum()), int(executor.rows_there[:, 1].sum())
-        overlap, handover, cold = _apart(executor)
-        return Row(decode, prefill, overlap, handover, cold, there / max(kept, 1), np.stack(logits))
+        overlap, handover, gpu, cpu = _apart(executor)
+        return Row(decode, prefill, overlap, handover, gpu, cpu, there / max(kept, 1), np.stack(logits))
     finally:
         executor.close()
 
@@ -78,27 +80,29 @@ def _prefill(executor: CudaExecutor, ids: np.ndarray) -> float:
     return len(ids) / taken
 
 
-def _apart(executor: CudaExecutor) -> tuple[float | None, float | None, float]:
-    """(overlap, hand-over a split layer, the CPU's neurons), from the calls of a token run in parts.
+def _apart(executor: CudaExecutor) -> tuple[float | None, float | None, float, float]:
+    """(overlap, hand-over a split layer, the GPU's part, the CPU's), from the calls of a token run in parts.
 
     What the parts compute is stale but as large as before: lists and inputs stay where the last token left them.
     """
     calls, device = executor.calls, executor.device
     cold = [call for call in calls if call.kind == "cold"]
     # Between the two stands the wait for the parcel, or the record of the sum.
-    hot = [calls[n - 2] for n, call in enumerate(calls) if call.kind == "cold" and calls[n - 2].kind == "gpu"]
+    pairs = [(calls[n - 2], call) for n, call in enumerate(calls) if call.kind == "cold" and calls[n - 2].kind == "gpu"]
+    hot, beside = [first for first, _ in pairs], [second for _, second in pairs]
     with device.at_work():
-        cold_s, hot_s = _seconds(device, cold), _seconds(device, hot)
-        if not cold:
-            return None, None, 0.0
         gpu_s = _seconds(device, [call for call in calls if call.kind == "gpu"])
+        cpu_s = _seconds(device, [call for call in calls if call.kind in ("cold", "cpu")])
+        if not cold:
+            return None, None, gpu_s, cpu_s
         waiting_s = _seconds(device, [call for call in calls if call.kind not in ("cold", "cpu")])
         handover = max(0.0, waiting_s - gpu_s) / len(cold)
-        if not hot:
-            return None, handover, cold_s
-        both = [call for pair in zip(hot, cold, strict=False) for call in pair]
-        both_s = _seconds(device, both)
-    return max(0.0, min(1.0, (hot_s + cold_s - both_s) / max(hot_s, cold_s))), handover, cold_s
+        if not pairs:
+            return None, handover, gpu_s, cpu_s
+        hot_s, beside_s = _seconds(device, hot), _seconds(device, beside)
+        both_s = _seconds(device, [call for pair in pairs for call in pair])
+    overlap = (hot_s + beside_s - both_s) / max(hot_s, beside_s)
+    return max(0.0, min(1.0, overlap)), handover, gpu_s, cpu_s
 
 
 def _seconds(device: Device, calls: Sequence[Call], repeats: int = 3) -> float:

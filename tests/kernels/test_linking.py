@@ -77,6 +77,25 @@ def test_threads_find_it_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     np.testing.assert_array_equal(x_D, 2 * np.arange(100))
 
 
+def test_other_arguments_than_annotated_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another layout would be read as if it were contiguous."""
+    far = by_address(numba.njit(**options(tmp_path, monkeypatch))(twice))
+    apart = numba.njit(lambda x_TD: far(0, x_TD[:, 0]))
+    whole = numba.njit(lambda x_TD: far(0, x_TD))
+    more = numba.njit(lambda x_TD: far(0, 1, x_TD[0]))
+    constant_TD = np.ones((2, 3), np.float32)
+    constant_TD.flags.writeable = False
+    for call, x_TD, found in (
+        (apart, np.ones((2, 3), np.float32), r"argument 1 .*float32, 1d, C.*found .*float32, 1d, A"),
+        (apart, constant_TD, "argument 1 .*found readonly"),
+        (whole, np.ones((2, 3), np.float32), "argument 1 .*found .*float32, 2d, C"),
+        (whole, np.ones(3), "argument 1 .*found .*float64, 1d, C"),
+        (more, np.ones((2, 3), np.float32), "twice takes 2 arguments, found 3"),
+    ):
+        with pytest.raises(numba.TypingError, match=found):
+            call(x_TD)
+
+
 def at_least(limit: int, x_D: Floats) -> None:
     if x_D[0] < limit:
         raise ValueError("too small")

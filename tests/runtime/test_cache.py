@@ -83,8 +83,8 @@ def test_a_closed_model_says_so(random_path: Path) -> None:
     with load(random_path) as model:
         begun, unbegun = model.generate([1, 2]), model.generate([1, 2])
         next(begun)
-    decode = functools.partial(model.decode, 1, model.new_cache())
-    for use in (lambda: list(begun), lambda: list(unbegun), lambda: model.logits([1]), decode):
+        decode = functools.partial(model.decode, 1, model.new_cache())
+    for use in (lambda: list(begun), lambda: list(unbegun), lambda: model.logits([1]), model.new_cache, decode):
         with pytest.raises(UsageError, match="the model is closed"):
             use()
     model.close()

@@ -38,6 +38,9 @@ def test_just_the_picked_neurons_are_read(fmt: str) -> None:
     assert layer.run(table.DENSE, layer.all_F) == (100, 100)
     assert layer.run(table.PREDICTED, layer.none_F) == (0, 0)
     assert layer.run(table.PREDICTED, layer.only(np.array([3, 50, 99]))) == (3, 3)
+    layer._sum_D[:] = 1
+    layer.nothing()
+    assert not layer._sum_D.any()
 
 
 def test_slices_add_up_to_the_whole() -> None:
@@ -50,6 +53,10 @@ def test_slices_add_up_to_the_whole() -> None:
 
 def test_a_launch_takes_less_than_a_second() -> None:
     assert 0 <= measure.launch_seconds(measure.weights("f16", 1 << 23), 1, repeats=1) < 1
+
+
+def test_no_neurons_take_less_than_a_second() -> None:
+    assert 0 < measure.cold_seconds(measure.weights("f16", 1 << 20), 1, repeats=1) < 1
 
 
 def test_attention_gives_its_rate() -> None:

@@ -93,7 +93,8 @@ def test_the_whole_chain_is_transformers(theirs: Any, seed: int) -> None:
 @pytest.mark.parametrize(
     "chosen",
     [{"top_k": k} for k in (1, 50, 1024, 1025)]
-    + [{"top_k": 40, "top_p": 0.8, "min_p": 0.1}, {"min_p": 0.2}, {"min_p": 1.0}, {"min_p": 1e-3, "temperature": 1.0}],
+    + [{"top_k": 40, "top_p": 0.8, "min_p": 0.1}, {"min_p": 0.2}, {"min_p": 1.0}, {"min_p": 1e-3, "temperature": 1.0}]
+    + [{"top_p": 0.0}, {"top_p": 0.5}, {"top_p": 0.9, "min_p": 0.05}, {"top_p": 0.95, "temperature": 9.0}],
     ids=str,
 )
 def test_a_large_vocabulary_is_filtered_as_a_small_one(
@@ -105,11 +106,12 @@ def test_a_large_vocabulary_is_filtered_as_a_small_one(
         x = np.round(random_logits(seed, 5000), seed)
         found = candidates(x, sampling)
         with monkeypatch.context() as patch:
-            patch.setattr(ours, "_in_play", lambda scores, _sampling: np.arange(scores.size))
+            patch.setattr(ours, "_in_play", lambda scores, sampling: (np.arange(scores.size), sampling.top_p))
             wanted = candidates(x, sampling)
         np.testing.assert_array_equal(found[0], wanted[0])
         np.testing.assert_allclose(found[1], wanted[1], rtol=1e-12)
-        assert len(ours._in_play(x, sampling)) < x.size or sampling.top_k > ours.GROUPS
+        fewer = len(ours._in_play(x, sampling)[0]) < x.size
+        assert fewer == (sampling.top_k <= ours.GROUPS and sampling.temperature < 9)
 
 
 def test_draws_have_the_stated_probabilities() -> None:
