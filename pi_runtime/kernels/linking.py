@@ -114,6 +114,9 @@ def _kind(annotation: Any, name: str) -> Any:
     """numba's type of an argument."""
     if annotation in _NUMBERS:
         return _NUMBERS[annotation]
+    # From Python 3.12 on NumPy's NDArray is a `type` statement's alias, which stands for what it is.
+    if alias := getattr(get_origin(annotation), "__value__", None):
+        annotation = alias[get_args(annotation)]
     if get_origin(annotation) is np.ndarray:
         shape = name.rpartition("_")[2]
         dtype = get_args(get_args(annotation)[1])[0]

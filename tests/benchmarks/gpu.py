@@ -1,6 +1,6 @@
 """GPU and CPU together on made-up 7B and 13B models, beside offloading and a split by layers, under the same budgets.
 
-python tests/benchmarks/gpu.py [--format f16|q8|q4] [--minutes 8.5] [--json PATH] [--device cpu --tiny]
+python tests/benchmarks/gpu.py [--format f16|q8|q4] [--minutes 7.5] [--json PATH] [--device cpu --tiny]
 python tests/benchmarks/gpu.py --predict [--format f16|q8|q4] [--json PATH]
 
 Needs torch, Triton, numba and NumPy. Weights are made on the GPU, each layer its own; neurons fire as published curves
@@ -259,7 +259,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of two layers, one budget")
     parser.add_argument("--format", choices=FORMATS, default="f16", help="of all matrices; offloading stays in f16")
     parser.add_argument("--predict", action="store_true", help="no measurement: what the model of time says")
-    parser.add_argument("--minutes", type=float, default=8.5)
+    parser.add_argument("--minutes", type=float, default=7.5, help="after which no row is begun")
     parser.add_argument("--json", type=Path)
     a = parser.parse_args()
     if a.predict:
