@@ -112,10 +112,11 @@ class Sampler:
 
 def candidates(scores: Float32s, sampling: Sampling) -> tuple[npt.NDArray[np.intp], Float64s]:
     """Penalised logits → the ids that may be drawn, rising, and their probabilities (float64)."""
-    ids, share = _in_play(scores, sampling)
+    top = float(scores.max())
+    ids, share = _in_play(scores, top, sampling)
     # The shift changes no probability and lets any temperature > 0 divide without reaching +inf or NaN.
     with np.errstate(over="ignore"):
-        x: Float64s = (scores[ids].astype(np.float64) - float(scores.max())) / sampling.temperature
+        x: Float64s = (scores[ids].astype(np.float64) - top) / sampling.temperature
     if 0 < sampling.top_k < x.size:
         ids, x = _keep(top_k(x, sampling.top_k), ids, x)
     if share < 1:
@@ -125,23 +126,23 @@ def candidates(scores: Float32s, sampling: Sampling) -> tuple[npt.NDArray[np.int
     return ids, softmax(x)
 
 
-def _in_play(scores: Float32s, sampling: Sampling) -> tuple[npt.NDArray[np.intp], float]:
+def _in_play(scores: Float32s, top: float, sampling: Sampling) -> tuple[npt.NDArray[np.intp], float]:
     """All ids, or fewer with all that pass the first filter, and the top-p that means the same among these: sorting a
     large vocabulary, and its exponentials in float64, take milliseconds."""
     s = sampling
     if scores.size >= 2 * GROUPS and 0 < s.top_k <= GROUPS:
         return _likeliest(scores, s.top_k), s.top_p
     if scores.size >= 2 * GROUPS and s.top_k == 0 and s.top_p < 1:
-        ids, top = _likeliest(scores, LIKELY), scores.max()
+        ids = _likeliest(scores, LIKELY)
         with np.errstate(over="ignore"):
-            e = np.exp((scores - top) / np.float32(s.temperature))
+            e = np.exp((scores - np.float32(top)) / np.float32(s.temperature))
         share = s.top_p * e.sum(dtype=np.float64) / e[ids].sum(dtype=np.float64)
         # Otherwise ids beyond these are kept too, or the sums do not tell.
         if share < 1 - 1e-5:
             return ids, share
     if s.top_k == 0 and s.top_p == 1 and s.min_p > 0:
         # A part in a million less, for rounding; the filter itself decides.
-        least = float(scores.max()) + s.temperature * math.log(s.min_p * (1 - 1e-6))
+        least = top + s.temperature * math.log(s.min_p * (1 - 1e-6))
         return np.flatnonzero(scores.astype(np.float64) >= least), s.top_p
     return np.arange(scores.size), s.top_p
 
