@@ -72,8 +72,8 @@ def runtime_only(session: nox.Session) -> None:
     """Without the compile extra: generate from the golden artifact, and pass every test that needs no torch."""
     session.install("-e", ".", *TEST_TOOLS)
     session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('torch')")
-    session.run("pi-run", "tests/artifact/golden.pi", "--prompt", "golden", "--max-tokens", "8", "--stats")
-    session.run(*PYTEST, "tests/artifact", "tests/runtime", "tests/kernels", *session.posargs)
+    session.run("pi-run", "tests/runtime/artifact/golden.pi", "--prompt", "golden", "--max-tokens", "8", "--stats")
+    session.run(*PYTEST, "tests/runtime", *session.posargs)
 
 
 @nox.session(python=PYTHONS)

@@ -18,8 +18,8 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from pi_compile.activation_file import Activations
-from pi_compile.activations import cumulative_curve
+from pi_compile.placement.activation_file import Activations
+from pi_compile.results.activation_profile import cumulative_curve
 
 mpl.use("svg")
 mpl.rcParams |= {"svg.hashsalt": "pi", "svg.fonttype": "none", "font.size": 9}

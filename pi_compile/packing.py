@@ -10,19 +10,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.checkpoint.reading import NEURON_ARRAYS, part_of
+from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
+from pi_compile.checkpoint.part_formats import KEEP, resolve
+from pi_compile.checkpoint.tokenizer_files import read_text_files
+from pi_compile.cost_model.default_rungs import exact_rung
 from pi_compile.errors import CheckpointError, ProfileError
-from pi_compile.part_formats import KEEP, resolve
-from pi_compile.rungs import exact_rung
-from pi_compile.text_files import read_text_files
-from pi_compile.trained import Trained
+from pi_compile.results.activation_profile import ActivationProfile
+from pi_compile.results.predictor_set import Trained
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.layout import place_arrays
-from pi_runtime.artifact.quantisation import as_stored
-from pi_runtime.artifact.rounding import RoundingError
+from pi_runtime.artifact.quantisation import RoundingError, as_stored
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
 from pi_runtime.artifact.writer import ArtifactWriter

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pi_compile import torch_decoder as td
-from pi_compile.activations import ActivationProfile, Counts
-from pi_compile.array_file import read_arrays, write_arrays
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.estimates import Estimate, flops_per_s, layer_parameters
-from pi_compile.hidden_states import HiddenStates
-from pi_compile.neuron_order import neuron_order
+from pi_compile.files.npz import read_arrays, write_arrays
+from pi_compile.results.activation_profile import ActivationProfile, Counts
+from pi_compile.results.neuron_order import neuron_order
+from pi_compile.torch_model import decoder as td
+from pi_compile.torch_model.hidden_states import HiddenStates
+from pi_compile.torch_model.throughput import Estimate, flops_per_s, layer_parameters
 from pi_runtime.artifact.decoder import Decoder
 
 Tokens = npt.NDArray[np.integer]

@@ -13,7 +13,7 @@ from pi_runtime.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from pi_runtime.artifact.schema import Plan
-    from pi_runtime.engine import Generation
+    from pi_runtime.generation import Generation
     from pi_runtime.model import Model
     from pi_runtime.sampling import Sampling
 
@@ -58,9 +58,9 @@ def run(
     if chat and as_json:
         raise UsageError("--chat does not go with --json")
     text = _read(sys.stdin.read) if prompt == "-" else prompt
-    from pi_runtime.devices import gpu_kernels_are_cold, resolve_device
+    from pi_runtime.execution.devices import gpu_kernels_are_cold, resolve_device
+    from pi_runtime.execution.plan_choice import parse_size
     from pi_runtime.model import load
-    from pi_runtime.planning import parse_size
     from pi_runtime.sampling import Sampling
 
     budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
@@ -94,8 +94,8 @@ def run(
 
 def _tell(model: "Model") -> None:
     """What the user should know before the first token."""
-    from pi_runtime.kernels.compiling import is_cold
-    from pi_runtime.planning import gpu_bytes
+    from pi_runtime.execution.plan_choice import gpu_bytes
+    from pi_runtime.kernels.codegen.jit import is_cold
 
     if model.notice is not None:
         console.say(model.notice)

@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from pi_runtime.outcomes import INTERRUPTED, outcome
+from pi_runtime.exit_codes import INTERRUPTED, outcome
 
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""

@@ -14,17 +14,17 @@ from pi_runtime.artifact.checks import EXACT_RUNGS
 from pi_runtime.artifact.footprint import kv_shape
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest, Plan
-from pi_runtime.cache import KVCache
-from pi_runtime.devices import resolve_device
-from pi_runtime.engine import Generation
 from pi_runtime.errors import ArtifactError, DeviceError, DoesNotFitError, PromptError, TemplateError, UsageError
-from pi_runtime.executor import CpuExecutor
-from pi_runtime.hybrid import HybridExecutor
-from pi_runtime.kernels.buffers import BLOCK_TOKENS
-from pi_runtime.planning import choose_plan
+from pi_runtime.execution.cpu import CpuExecutor
+from pi_runtime.execution.devices import resolve_device
+from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.plan_choice import choose_plan
+from pi_runtime.execution.stand_in import HybridExecutor
+from pi_runtime.generation import Generation
+from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.sampling import Sampler, Sampling
-from pi_runtime.template import render
-from pi_runtime.tokenizer import Tokenizer
+from pi_runtime.text.chat_template import render
+from pi_runtime.text.tokenizer import Tokenizer
 
 MODES = ("auto", "dense", "gate", "predicted")
 DEFAULT_CONTEXT = 4096

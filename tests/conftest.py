@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pi_runtime.devices import gpu_driver
+from pi_runtime.execution.devices import gpu_driver
 
 if not gpu_driver():
     # Triton reads it when it is imported, and whoever imports it first decides.

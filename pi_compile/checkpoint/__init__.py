@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pi_compile.checkpoint.adapter import families
-    from pi_compile.checkpoint.reading import Checkpoint, open_checkpoint
+    from pi_compile.checkpoint.checkpoint import Checkpoint, open_checkpoint
+    from pi_compile.checkpoint.families.adapter import families
 
 __all__ = ["Checkpoint", "families", "open_checkpoint"]
 
@@ -16,4 +16,5 @@ __all__ = ["Checkpoint", "families", "open_checkpoint"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{'adapter' if name == 'families' else 'reading'}"), name)
+    home = "families.adapter" if name == "families" else "checkpoint"
+    return getattr(import_module(f"{__name__}.{home}"), name)

@@ -13,6 +13,9 @@ outline llama.cpp's make_qx_quants; docs/fidelity.md has what else was tried). R
 elementwise float32 arithmetic in a fixed order: the same bytes on every machine.
 """
 
+from dataclasses import dataclass
+from typing import Self
+
 import numpy as np
 
 from pi_runtime.artifact.formats import BLOCK, FORMATS, Array, Format
@@ -163,3 +166,29 @@ def _split(stored: Array, apart: int) -> Array:
     """The inverse of `_join`, on any leading axes."""
     bytes_ = stored.reshape(*stored.shape[:-1], -1, 1, apart)
     return np.concatenate([bytes_ & np.uint8(15), bytes_ >> np.uint8(4)], axis=-2).reshape(*stored.shape[:-1], -1)
+
+
+@dataclass(frozen=True)
+class RoundingError:
+    """Values w and what is stored of them, ŵ; errors of several arrays add up. The last bits depend on the machine."""
+
+    squares: float = 0.0
+    """Σ (w − ŵ)²."""
+    of: float = 0.0
+    """Σ w²."""
+    largest: float = 0.0
+    """max |w − ŵ|."""
+
+    @classmethod
+    def between(cls, values: Array, stored: Array) -> Self:
+        error = values - stored
+        squares, of = (float(np.square(x).sum(dtype=np.float64)) for x in (error, values))
+        return cls(squares, of, float(np.abs(error, out=error).max(initial=0)))
+
+    def __add__(self, other: "RoundingError") -> "RoundingError":
+        return RoundingError(self.squares + other.squares, self.of + other.of, max(self.largest, other.largest))
+
+    @property
+    def relative(self) -> float:
+        """√(Σ (w − ŵ)² / Σ w²), 0 where all values are 0."""
+        return float(np.sqrt(self.squares / self.of)) if self.of else 0.0

@@ -33,10 +33,9 @@ from pi_runtime.artifact.layout import (
     place_files,
     trailer,
 )
-from pi_runtime.artifact.quantisation import dequantise, quantise
+from pi_runtime.artifact.quantisation import RoundingError, dequantise, quantise
 from pi_runtime.artifact.records import LOCAL_CRC_OFFSET, End, Entry, local_header
 from pi_runtime.artifact.replacement import Replacement
-from pi_runtime.artifact.rounding import RoundingError
 from pi_runtime.artifact.schema import ArrayEntry, FileEntry, Manifest
 from pi_runtime.artifact.sizes import ArraySpec, scales_name
 from pi_runtime.errors import DoesNotFitError, InputError, UsageError

@@ -10,24 +10,23 @@ import torch
 from pi_runtime.artifact.footprint import kv_itemsize, kv_shape, prompt_block
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
-from pi_runtime.cache import KVCache
-from pi_runtime.cuda import buffers, weights
-from pi_runtime.cuda.crossover import measured_crossover
-from pi_runtime.cuda.cuts import cuts_of
-from pi_runtime.cuda.devices import Device, Op
-from pi_runtime.cuda.examined import Examined
-from pi_runtime.cuda.host import Host, Step, Words
-from pi_runtime.cuda.placed import GPU, needed_bytes, pieces
-from pi_runtime.cuda.prefill import Prefill
-from pi_runtime.cuda.program import program_of
-from pi_runtime.cuda.residence import Residence
-from pi_runtime.cuda.routed import RoutedHost, RoutedSide
-from pi_runtime.cuda.routed_prefill import RoutedPrefill
-from pi_runtime.cuda.side import Mail, Side
-from pi_runtime.cuda.streamed import Streamer, streaming_bytes
-from pi_runtime.executor import CpuExecutor, Floats, Ints
-from pi_runtime.kernels.buffers import BLOCK_TOKENS
-from pi_runtime.kernels.listed import addresses
+from pi_runtime.cuda.decode.device_ops import Mail, Side
+from pi_runtime.cuda.decode.host_ops import Host, Step, Words
+from pi_runtime.cuda.decode.moe_ops import RoutedHost, RoutedSide
+from pi_runtime.cuda.decode.schedule import program_of
+from pi_runtime.cuda.decode.selection_stats import Examined
+from pi_runtime.cuda.memory import weights, workspace
+from pi_runtime.cuda.memory.devices import Device, Op
+from pi_runtime.cuda.memory.kv_residency import Residence
+from pi_runtime.cuda.memory.weight_streaming import Streamer, streaming_bytes
+from pi_runtime.cuda.plan_layout import GPU, cuts_of, needed_bytes, pieces
+from pi_runtime.cuda.prefill.crossover import measured_crossover
+from pi_runtime.cuda.prefill.moe_prefill import RoutedPrefill
+from pi_runtime.cuda.prefill.prefill import Prefill
+from pi_runtime.execution.cpu import CpuExecutor, Floats, Ints
+from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
+from pi_runtime.kernels.split_ffn import addresses
 
 
 class CudaExecutor(CpuExecutor):
@@ -64,7 +63,7 @@ class CudaExecutor(CpuExecutor):
             dtype = torch.float16 if kv_itemsize(manifest.formats["attention"]) == 2 else torch.float32
             cache = dict(zip(here, torch.zeros((len(here), *shape), dtype=dtype, device=device.device), strict=True))
             self._mail = Mail.of(d, device)
-            b = buffers.buffers(d, self._largest_rank, context, device)
+            b = workspace.buffers(d, self._largest_rank, context, device)
             side = RoutedSide if d.n_experts > 1 else Side
             self.side = side(d, layers, cuts_of(plan, d), loaded, device, b, cache, self._mail)
             self.host = self._host()

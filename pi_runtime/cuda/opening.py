@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import size
-from pi_runtime.cuda.devices import Cuda, Device
 from pi_runtime.cuda.executor import CudaExecutor
-from pi_runtime.cuda.placed import needed_bytes
+from pi_runtime.cuda.memory.devices import Cuda, Device
+from pi_runtime.cuda.plan_layout import needed_bytes
 from pi_runtime.errors import DoesNotFitError
-from pi_runtime.planning import no_placement
+from pi_runtime.execution.plan_choice import no_placement
 
 
 def open_on_gpu(

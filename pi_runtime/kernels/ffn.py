@@ -16,35 +16,35 @@ import numpy as np
 from numba import prange
 
 from pi_runtime.artifact.footprint import CHUNKS, SHARES
-from pi_runtime.kernels import table
-from pi_runtime.kernels.activations import activate, activate_all, drop_small, multiply, relu
-from pi_runtime.kernels.buffers import Buffers
-from pi_runtime.kernels.compiling import body, inner, leaf, operator
-from pi_runtime.kernels.linear import combine, linear
-from pi_runtime.kernels.linking import by_address
-from pi_runtime.kernels.memory import Floats, Ints, Matrix, address_of, every, from_row, matrix, vector
-from pi_runtime.kernels.operand import prepare
-from pi_runtime.kernels.rows import row_dot, rows_ahead
-from pi_runtime.kernels.selection import candidates, scores, selects
-from pi_runtime.kernels.table import Shape
-from pi_runtime.kernels.weighted import FEW_ROWS, add_rows, rows_at_once
+from pi_runtime.kernels.codegen.indirect_calls import by_address
+from pi_runtime.kernels.codegen.jit import body, inner, leaf, operator
+from pi_runtime.kernels.data import weight_table
+from pi_runtime.kernels.data.matrix_view import Floats, Ints, Matrix, address_of, every, from_row, matrix, vector
+from pi_runtime.kernels.data.quantised_input import prepare
+from pi_runtime.kernels.data.weight_table import Shape
+from pi_runtime.kernels.data.workspace import Buffers
+from pi_runtime.kernels.ops.activations import activate, activate_all, drop_small, multiply, relu
+from pi_runtime.kernels.ops.gathered_sum import FEW_ROWS, add_rows, rows_at_once
+from pi_runtime.kernels.ops.linear import combine, linear
+from pi_runtime.kernels.ops.neuron_selection import candidates, scores, selects
+from pi_runtime.kernels.ops.row_dot import row_dot, rows_ahead
 
 
 @inner
 def limit_of(w: Ints) -> np.float32:
     """Magnitudes of the activation up to here count as 0 on the layer's rung."""
-    return np.int32(w[table.LIMIT]).view(np.float32)
+    return np.int32(w[weight_table.LIMIT]).view(np.float32)
 
 
 @inner
 def first_rows(s: Shape, w: Ints) -> Matrix:
-    return matrix(s.ffn_format, w[table.FIRST], w[table.FIRST_SCALES], s.d_model)
+    return matrix(s.ffn_format, w[weight_table.FIRST], w[weight_table.FIRST_SCALES], s.d_model)
 
 
 @inner
 def rest_rows(s: Shape, w: Ints) -> Matrix:
     """`rest` with its k rows a neuron one after the other."""
-    return matrix(s.ffn_format, w[table.REST], w[table.REST_SCALES], s.d_model)
+    return matrix(s.ffn_format, w[weight_table.REST], w[weight_table.REST_SCALES], s.d_model)
 
 
 def _fire(
@@ -157,14 +157,14 @@ def _neurons(
     b: Buffers,
 ) -> int:
     """Partial sums of `count` neurons, those from `low` on or those in `b.candidates_F`; returns how many are kept."""
-    records, bias, dense = address_of(b.records), w[table.FIRST_BIAS], w[table.RUNG] == table.DENSE
+    records, bias, dense = address_of(b.records), w[weight_table.FIRST_BIAS], w[weight_table.RUNG] == weight_table.DENSE
     first, limit, lists = first_rows(s, w), limit_of(w), (b.candidates_F, b.index_F, b.h_F, b.counts_B)
     if threads is None:
         _serial_fire(first, bias, s.activation, limit, dense, low, listed, count, records, *lists)
     else:
         _threaded_fire(first, bias, s.activation, limit, dense, low, listed, count, records, *lists)
     kept = _close(count, b.counts_B, b.index_F, b.h_F)
-    rest, k, bias, cut_off = rest_rows(s, w), s.rest_rows, w[table.UP_BIAS], s.activation == table.DRELU
+    rest, k, bias, cut_off = rest_rows(s, w), s.rest_rows, w[weight_table.UP_BIAS], s.activation == weight_table.DRELU
     last, sums = every(rest, k, k - 1), (records, b.index_F, b.h_F, b.sums_CP, b.scratch_CX)
     if threads is None:
         _serial_rest(rest, last, k, bias, cut_off, dense, share, more, kept, *sums)
@@ -177,7 +177,7 @@ def _neurons(
 def _step(
     s: Shape, w: Ints, x_D: Floats, low: int, high: int, share: np.float32, more: bool, threads: bool | None, b: Buffers
 ) -> tuple[int, int]:
-    predicted = w[table.RUNG] == table.PREDICTED
+    predicted = w[weight_table.RUNG] == weight_table.PREDICTED
     prepare(max(s.ffn_format, s.predictor_format if predicted else 0), x_D, address_of(b.records))
     count, listed = high - low, selects(w)
     if listed:
@@ -216,11 +216,11 @@ def block(
     h_N, other_N = b.h_flat[: tokens * rows], b.other_flat[: tokens * rows]
     h_TF, other_TF = h_N.reshape(tokens, rows), other_N.reshape(tokens, rows)
     limit, fire = limit_of(w) if select else np.float32(s.threshold), 0
-    linear(first, rows, _at(w[table.FIRST_BIAS], low), x_TD, records, h_TF)
+    linear(first, rows, _at(w[weight_table.FIRST_BIAS], low), x_TD, records, h_TF)
     activate_all(s.activation, np.float32(s.threshold), h_N)
     if k == 2:
-        linear(every(rest, k, 0), rows, _at(w[table.UP_BIAS], low), x_TD, records, other_TF)
-        fire = multiply(s.activation == table.DRELU, limit, h_N, other_N)
+        linear(every(rest, k, 0), rows, _at(w[weight_table.UP_BIAS], low), x_TD, records, other_TF)
+        fire = multiply(s.activation == weight_table.DRELU, limit, h_N, other_N)
     elif select:
         fire = drop_small(limit, h_N)
     if select:

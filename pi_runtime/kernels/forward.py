@@ -2,17 +2,18 @@
 
 import numpy as np
 
-from pi_runtime.kernels import experts, ffn, table
-from pi_runtime.kernels.attention import attend, norm_heads, remember, rotate
-from pi_runtime.kernels.buffers import Buffers
-from pi_runtime.kernels.compiling import inner, leaf
-from pi_runtime.kernels.linear import add_vector, linear, norm
-from pi_runtime.kernels.linking import by_address
-from pi_runtime.kernels.loading import load_row
-from pi_runtime.kernels.memory import Floats, Halves, Ints, address_of, matrix
-from pi_runtime.kernels.table import Ends, Shape
+from pi_runtime.kernels import ffn, moe
+from pi_runtime.kernels.codegen.indirect_calls import by_address
+from pi_runtime.kernels.codegen.jit import inner, leaf
+from pi_runtime.kernels.data import weight_table
+from pi_runtime.kernels.data.matrix_view import Floats, Halves, Ints, address_of, matrix
+from pi_runtime.kernels.data.row_loading import load_row
+from pi_runtime.kernels.data.weight_table import Ends, Shape
+from pi_runtime.kernels.data.workspace import Buffers
+from pi_runtime.kernels.ops.attention import attend, norm_heads, remember, rotate
+from pi_runtime.kernels.ops.linear import add_vector, linear, norm
 
-_load_row, _norm_heads, _route = by_address(load_row), by_address(norm_heads), by_address(experts.route)
+_load_row, _norm_heads, _route = by_address(load_row), by_address(norm_heads), by_address(moe.route)
 
 
 @leaf
@@ -57,19 +58,19 @@ def attention(
     """
     tokens = x_TD.shape[0]
     normed_TD, attended_TD = b.normed_TD[:tokens], b.attended_TD[:tokens]
-    if s.block == table.POST_NORM:
+    if s.block == weight_table.POST_NORM:
         _mix(s, w, eps, cos_SJ, sin_SJ, start, cache_2GSW, x_TD, b)
     else:
-        norm(s.centred, eps, w[table.ATTENTION_NORM], w[table.ATTENTION_NORM_BIAS], x_TD, normed_TD)
+        norm(s.centred, eps, w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS], x_TD, normed_TD)
         _mix(s, w, eps, cos_SJ, sin_SJ, start, cache_2GSW, normed_TD, b)
-    if s.block == table.PARALLEL and w[table.FFN_NORM] != 0:
-        norm(s.centred, eps, w[table.FFN_NORM], w[table.FFN_NORM_BIAS], x_TD, normed_TD)
+    if s.block == weight_table.PARALLEL and w[weight_table.FFN_NORM] != 0:
+        norm(s.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
     for t in range(tokens):
         _add(attended_TD[t], x_TD[t])
-    if s.block == table.SEQUENTIAL:
-        norm(s.centred, eps, w[table.FFN_NORM], w[table.FFN_NORM_BIAS], x_TD, normed_TD)
-    elif s.block == table.POST_NORM:
-        norm(s.centred, eps, w[table.ATTENTION_NORM], w[table.ATTENTION_NORM_BIAS], x_TD, x_TD)
+    if s.block == weight_table.SEQUENTIAL:
+        norm(s.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
+    elif s.block == weight_table.POST_NORM:
+        norm(s.centred, eps, w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS], x_TD, x_TD)
         for t in range(tokens):
             _copy(x_TD[t], normed_TD[t])
     if s.experts > 1:
@@ -91,25 +92,25 @@ def _mix(
     """`b.attended_TD` ← attention(x)."""
     tokens = x_TD.shape[0]
     qkv_TQ, mixed_TQ = b.qkv_TQ[:tokens], b.mixed_TQ[:tokens]
-    qkv = matrix(s.attention_format, w[table.QKV], w[table.QKV_SCALES], s.d_model)
-    out = matrix(s.attention_format, w[table.OUT], w[table.OUT_SCALES], s.heads * s.head_dim)
-    linear(qkv, qkv_TQ.shape[1], w[table.QKV_BIAS], x_TD, address_of(b.records), qkv_TQ)
-    if w[table.Q_NORM] != 0:
-        _norm_heads(eps, w[table.Q_NORM], 0, s.heads, s.head_dim, qkv_TQ)
-        _norm_heads(eps, w[table.K_NORM], s.heads, s.kv_heads, s.head_dim, qkv_TQ)
+    qkv = matrix(s.attention_format, w[weight_table.QKV], w[weight_table.QKV_SCALES], s.d_model)
+    out = matrix(s.attention_format, w[weight_table.OUT], w[weight_table.OUT_SCALES], s.heads * s.head_dim)
+    linear(qkv, qkv_TQ.shape[1], w[weight_table.QKV_BIAS], x_TD, address_of(b.records), qkv_TQ)
+    if w[weight_table.Q_NORM] != 0:
+        _norm_heads(eps, w[weight_table.Q_NORM], 0, s.heads, s.head_dim, qkv_TQ)
+        _norm_heads(eps, w[weight_table.K_NORM], s.heads, s.kv_heads, s.head_dim, qkv_TQ)
     rotate(cos_SJ, sin_SJ, start, s.heads + s.kv_heads, s.head_dim, qkv_TQ)
     remember(qkv_TQ, s.heads, s.head_dim, start, cache_2GSW)
     attend(qkv_TQ, s.heads, start, cache_2GSW, mixed_TQ)
-    linear(out, s.d_model, w[table.OUT_BIAS], mixed_TQ, address_of(b.records), b.attended_TD[:tokens])
+    linear(out, s.d_model, w[weight_table.OUT_BIAS], mixed_TQ, address_of(b.records), b.attended_TD[:tokens])
 
 
 @leaf
 def after_ffn(s: Shape, w: Ints, eps: np.float32, x_TD: Floats) -> None:
     """x ← x + the FFN's bias, and normed where the block ends with a norm."""
     for t in range(x_TD.shape[0]):
-        add_vector(w[table.DOWN_BIAS], x_TD[t])
-    if s.block == table.POST_NORM:
-        norm(s.centred, eps, w[table.FFN_NORM], w[table.FFN_NORM_BIAS], x_TD, x_TD)
+        add_vector(w[weight_table.DOWN_BIAS], x_TD[t])
+    if s.block == weight_table.POST_NORM:
+        norm(s.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, x_TD)
 
 
 @leaf
@@ -128,7 +129,7 @@ def head(s: Shape, ends: Ends, eps: np.float32, x_TD: Floats, b: Buffers, logits
 
 
 _embed, _attention, _head = by_address(embed), by_address(attention), by_address(head)
-_block = by_address(experts.block)
+_block = by_address(moe.block)
 
 
 @leaf
@@ -158,7 +159,7 @@ def forward(
         w_XW = table_LXW[layer]
         _attention(s, w_XW[0], eps, cos_SJ, sin_SJ, start, cache_L2GSW[layer], x_TD, b)
         if tokens == 1 and select and not every:
-            read, kept = experts.step(s, w_XW, b.normed_TD[0], b)
+            read, kept = moe.step(s, w_XW, b.normed_TD[0], b)
             b.rows_L2[layer, 0], b.rows_L2[layer, 1] = read, kept
             ffn.add_sums(b.sums_CP, x_TD[0])
         else:

@@ -11,9 +11,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from pi_compile.building import Pipeline
-from pi_compile.evaluation import evaluate
-from pi_compile.python_docs import HELD_OUT, split_documents
+from pi_compile.corpus.python_docs import HELD_OUT, split_documents
+from pi_compile.evaluation.fidelity import evaluate
+from pi_compile.pipeline.pipeline import Pipeline
 from pi_runtime import Sampling, console, load
 
 HERE = Path(__file__).parent

@@ -2,9 +2,10 @@
 
     python recipes/demo/train.py [--tokens 20e6] [--out recipes/demo]
 
-The text is `pi_compile.python_docs`. Needs the compile extra. The loss is cross-entropy plus an L1 penalty on the gated
-activations (as in ProSparse, arXiv 2402.13516, section 3.2). Its weight is not a constant: a small controller moves
-it so that the mean density follows a falling target, because the weight that gives a density is not known beforehand.
+The text is `pi_compile.corpus.python_docs`. Needs the compile extra. The loss is cross-entropy plus an L1 penalty on
+the gated activations (as in ProSparse, arXiv 2402.13516, section 3.2). Its weight is not a constant: a small controller
+moves it so that the mean density follows a falling target, because nobody knows beforehand which weight gives which
+density.
 Two cores need about an hour. `model.safetensors` is written in float16; figures go to `training.json`.
 """
 
@@ -19,7 +20,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pi_compile.python_docs import documents, is_held_out
+from pi_compile.corpus.python_docs import documents, is_held_out
 
 END = "<|end|>"
 VOCABULARY, CONTEXT, BATCH = 2048, 512, 16

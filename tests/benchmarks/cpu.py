@@ -16,11 +16,11 @@ from pathlib import Path
 from side_by_side.case import Case, check, run
 from side_by_side.rounds import Row
 from side_by_side.table import print_rows, write_json
-from sparse_model import Spec
-from synthetic import small_decoder
+from support.sparse_model import Spec
+from support.synthetic import small_decoder
 
 from pi_runtime.artifact.sizes import PARTS
-from pi_runtime.kernels.isa import ISA
+from pi_runtime.kernels.codegen.isa import ISA
 
 DENSITIES = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0)
 CONTEXTS = (64, 1024, 4096)

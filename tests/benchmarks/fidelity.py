@@ -17,16 +17,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pi_compile import report
-from pi_compile.array_file import read_arrays
-from pi_compile.building import Pipeline
-from pi_compile.evaluation import evaluate
-from pi_compile.machine_file import find_machine
+from pi_compile.evaluation.fidelity import evaluate
+from pi_compile.files.npz import read_arrays
+from pi_compile.machine.profile import find_machine
 from pi_compile.packing import PackSpec, pack
+from pi_compile.pipeline import summary
+from pi_compile.pipeline.pipeline import Pipeline
+from pi_compile.pipeline.stage_specs import train_spec
 from pi_compile.recipe import Recipe, default_recipe
-from pi_compile.stage_specs import train_spec
-from pi_compile.trained import Trained
-from pi_compile.training import Texts, train_predictors
+from pi_compile.results.predictor_set import Trained
+from pi_compile.training.stage import Texts, train_predictors
 from pi_runtime import console
 
 FIT_TOKENS, TRAIN_TOKENS, TUNE_TOKENS, TOKENS, WINDOW = 131_072, 32_768, 4096, 8192, 256
@@ -120,7 +120,7 @@ def curve(bench: Bench, rungs: list[str], budgets: list[float]) -> tuple[list[di
         trained = bench.trained(rungs, budget)
         assert trained.perplexity["increase"] <= budget
         kept = kept or trained
-        figures = report.train_report(trained)
+        figures = summary.train_report(trained)
         points.append({"budget": budget, **figures})
         console.say(f"{rungs} {budget:g}: {figures['ffn_bytes_over_gate']:.3f}, {figures['increase']:+.2e}")
     assert kept is not None
@@ -150,10 +150,10 @@ def main() -> None:
             name = " ".join(rungs)
             figures["curves"][name], trained = curve(bench, rungs, args.budgets)
             figures["predictors"] = bench.predictors()
-            report.print_report({"layers": [asdict(row) for row in trained.rows]})
+            summary.print_report({"layers": [asdict(row) for row in trained.rows]})
             for fmt in FORMATS:
                 figures["artifacts"] += rows(bench.scored(trained, fmt), name, fmt)
-            report.print_report({"results": figures["artifacts"]})
+            summary.print_report({"results": figures["artifacts"]})
             if args.figures:
                 args.figures.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

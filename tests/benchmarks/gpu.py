@@ -35,18 +35,30 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 import numba
 import numpy as np
 import torch
-from gpu_bench import predicting, rival
-from gpu_bench.measuring import Rates, predict, rates
-from gpu_bench.model import OPT, REGLU, SEVEN, THIRTEEN, TINY, Curve, MemoryArtifact, Shape, in_f16, make, row_bytes
-from gpu_bench.offload import Offload
-from gpu_bench.placing import Case, attention_first, budgets, everything_there, whole_layers
-from gpu_bench.running import Row, measure, text
-from gpu_bench.targets import verdicts
+from support.gpu_bench import predicting, rival
+from support.gpu_bench.measuring import Rates, predict, rates
+from support.gpu_bench.model import (
+    OPT,
+    REGLU,
+    SEVEN,
+    THIRTEEN,
+    TINY,
+    Curve,
+    MemoryArtifact,
+    Shape,
+    in_f16,
+    make,
+    row_bytes,
+)
+from support.gpu_bench.offload import Offload
+from support.gpu_bench.placing import Case, attention_first, budgets, everything_there, whole_layers
+from support.gpu_bench.running import Row, measure, text
+from support.gpu_bench.targets import verdicts
 
 from pi_runtime.artifact.footprint import kv_bytes
 from pi_runtime.artifact.schema import Plan
-from pi_runtime.cuda.devices import Cuda, Device, Interpreted
-from pi_runtime.cuda.placed import needed_bytes
+from pi_runtime.cuda.memory.devices import Cuda, Device, Interpreted
+from pi_runtime.cuda.plan_layout import needed_bytes
 from pi_runtime.errors import PiError
 
 FORMATS = ("f16", "q8", "q4")

@@ -12,8 +12,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script, started outside pytest
 
-from hf import write_tokenizer
-from rss import layer_bytes, pack_in_child, synthetic_llama
+from support.hf import write_tokenizer
+from support.rss import layer_bytes, pack_in_child, synthetic_llama
 
 from pi_runtime.artifact.verification import verify
 

@@ -16,11 +16,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # a script, started outside pytest
 
-from rss import synthetic_llama
+from support.rss import synthetic_llama
 
-from pi_compile import torch_decoder as td
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.profiling import ProfileSpec, _Run
+from pi_compile.torch_model import decoder as td
 
 D_MODEL, D_FF, VOCAB, WINDOW, BATCH = 2048, 8192, 1000, 512, 2
 LIMIT = 0.10

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from pi_compile.bundled import bundled
-from pi_compile.curves import TOKENS, curve_counts, find_curve
-from pi_compile.machine_file import Machine, read_machine
-from pi_compile.placement import place
-from pi_compile.planned_model import find_planned, parameters
-from pi_compile.rivals import layer_split, powerinfer
-from pi_compile.units import PICO
-from pi_compile.untrained import PREDICTOR_SHARE
-from pi_compile.workload import LayerWork, Workload
+from pi_compile.cost_model.default_rungs import PREDICTOR_SHARE
+from pi_compile.cost_model.processors import PICO
+from pi_compile.cost_model.workload import LayerWork, Workload
+from pi_compile.files.bundled import bundled
+from pi_compile.machine.profile import Machine, read_machine
+from pi_compile.placement.stage import place
+from pi_compile.planning.activation_curves import TOKENS, curve_counts, find_curve
+from pi_compile.planning.baselines import layer_split, powerinfer
+from pi_compile.planning.model_config import find_planned, parameters
 from pi_runtime.artifact.sizes import PARTS
 
 DRIVER, BUFFERS = 2**29, 2**29

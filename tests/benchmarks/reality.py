@@ -21,20 +21,20 @@ import numpy as np
 from against_reality.decoding import Decoding
 from against_reality.order import on_one_bus, pairs_in_order
 from against_reality.rates import Rates
-from sparse_model import Activity, Spec, build
-from sparse_model.activity import TOKENS
-from synthetic import small_decoder, stored_plan
+from support.sparse_model import Activity, Spec, build
+from support.sparse_model.activity import TOKENS
+from support.synthetic import small_decoder, stored_plan
 
-from pi_compile.cost import TokenTime, costs_of, token_time
-from pi_compile.machine_file import Machine
-from pi_compile.units import CPU
-from pi_compile.workload import MILLION, LayerWork, Workload
+from pi_compile.cost_model.processors import CPU
+from pi_compile.cost_model.token_time import TokenTime, costs_of, token_time
+from pi_compile.cost_model.workload import MILLION, LayerWork, Workload
+from pi_compile.machine.profile import Machine
 from pi_runtime import Model, load
 from pi_runtime.artifact import Artifact
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.artifact.sizes import PARTS
-from pi_runtime.hybrid import HybridExecutor
-from pi_runtime.measure import most_threads
+from pi_runtime.execution.stand_in import HybridExecutor
+from pi_runtime.kernels.benchmarks import most_threads
 
 # (layers, d_model, d_ff, heads, heads of keys and values)
 SIZES = {"0.6 B": (12, 1536, 6144, 24, 24), "0.9 B": (12, 2048, 8192, 32, 8)}

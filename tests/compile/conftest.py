@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import typer
-from commands import assert_a_message
+from support.commands import assert_a_message
+from support.paths import GOLDEN
 
 from pi_runtime import console
 
@@ -16,7 +17,7 @@ Fails = Callable[..., str]
 @pytest.fixture(scope="session")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama that no test changes."""
-    from hf import random_llama
+    from support.hf import random_llama
 
     folder = tmp_path_factory.mktemp("original") / "model"
     random_llama(folder)
@@ -42,7 +43,7 @@ def recipe(tmp_path: Path, model: Path) -> Path:
 @pytest.fixture
 def artifact(tmp_path: Path) -> Path:
     """A copy of the golden artifact."""
-    return Path(shutil.copy(Path(__file__).parents[1] / "artifact" / "golden.pi", tmp_path / "a.pi"))
+    return Path(shutil.copy(GOLDEN, tmp_path / "a.pi"))
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
     """Runs a command that must end with a code, a message on stderr and nothing on stdout; returns the message."""
 
     def run(code: int, *arguments: object, app: typer.Typer | None = None) -> str:
-        from pi_compile.cli import app as pi_compile
+        from pi_compile.cli.main import app as pi_compile
 
         found = console.run(app or pi_compile, [str(a) for a in arguments])
         captured = capsys.readouterr()

@@ -10,17 +10,17 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import hf
 import numpy as np
 import torch
+from support import hf
 from transformers import PreTrainedModel
 
 from pi_compile import profiling
-from pi_compile import torch_decoder as td
-from pi_compile.activations import ActivationProfile
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.errors import CorpusError, ProfileError
 from pi_compile.profiling import ProfileSpec, count_fired, estimate, profile
+from pi_compile.results.activation_profile import ActivationProfile
+from pi_compile.torch_model import decoder as td
 
 # 11 windows and a rest; shards of 4, 4 and 3 windows; batches of 3 and 1.
 SPEC = ProfileSpec(window=16, batch=3, shard=4, cofiring_tokens=36)

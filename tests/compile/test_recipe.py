@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from support.paths import ROOT
 
 pytest.importorskip("pydantic")
 
@@ -14,7 +15,6 @@ from pydantic.fields import FieldInfo
 from pi_compile.errors import RecipeError
 from pi_compile.recipe import Recipe, default_recipe, read_recipe
 
-ROOT = Path(__file__).parents[2]
 DEFAULT = default_recipe("../models/some").model_dump()
 Row = dict[str, str]
 

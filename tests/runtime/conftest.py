@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from scripted import saying, scripted_artifact
-from synthetic import random_artifact, small_decoder
+from support.scripted import saying, scripted_artifact
+from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import Model, console, load
 from pi_runtime.artifact.schema import Text

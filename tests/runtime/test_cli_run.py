@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import typer
-from scripted import saying, scripted_artifact
-from synthetic import END_ID, random_artifact, small_decoder
+from support.paths import GOLDEN
+from support.scripted import saying, scripted_artifact
+from support.synthetic import END_ID, random_artifact, small_decoder
 
 from pi_runtime.cli import app
-from pi_runtime.engine import Generation
-from pi_runtime.kernels import compiling
+from pi_runtime.generation import Generation
+from pi_runtime.kernels.codegen import jit
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -73,7 +74,7 @@ def test_a_full_context_is_told(run: Run, endless: Path) -> None:
 
 
 def test_cold_kernels_are_told(run: Run, alphabet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "is_cold", lambda: True)
+    monkeypatch.setattr(jit, "is_cold", lambda: True)
     code, out, err = run(alphabet, "-p", "x")
     assert (code, out) == (0, "yz\n")
     assert err.startswith("compiling kernels for this processor, once")
@@ -170,7 +171,7 @@ def test_a_variable_of_the_wrong_kind(run: Run, alphabet: Path, monkeypatch: pyt
 
 
 def test_the_budget_may_be_a_variable(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    golden = Path(__file__).parents[1] / "artifact" / "golden.pi"
+    golden = GOLDEN
     monkeypatch.setenv("PI_VRAM_BUDGET", "1KiB")
     assert run(golden, "-p", "x")[0] == 4
     code, out, err = run(golden, "-p", "x", "-n", 4, "--vram-budget", "1GiB")

@@ -8,11 +8,11 @@ from typing import Any
 
 import numba
 import pytest
-from scripted import scripted_artifact
+from support.scripted import scripted_artifact
 
 from pi_runtime import console
 from pi_runtime.cli import app
-from pi_runtime.engine import Generation
+from pi_runtime.generation import Generation
 
 Run = Callable[..., tuple[int, str, str]]
 

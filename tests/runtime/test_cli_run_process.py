@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripted import saying, scripted_artifact
+from support.scripted import saying, scripted_artifact
 
 PI_RUN = [sys.executable, "-m", "pi_runtime"]
 

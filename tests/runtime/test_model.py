@@ -6,7 +6,8 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
-from synthetic import random_artifact, small_decoder
+from support.paths import GOLDEN
+from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
@@ -15,7 +16,6 @@ from pi_runtime.errors import ArtifactError, DeviceError, MissingExtraError, Pro
 from pi_runtime.kernels import reference
 from pi_runtime.model import DEFAULT_CONTEXT
 
-GOLDEN = Path(__file__).parents[1] / "artifact" / "golden.pi"
 PLAIN = {"chat_template.jinja": b"{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}bot:"}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pi_runtime import Model, load
-from pi_runtime import engine as engine_module
+from pi_runtime import generation as engine_module
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.kernels import reference
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from pi_runtime import Model
-from pi_runtime.cache import KVCache
+from pi_runtime.execution.kv_cache import KVCache
 
 
 class Decoding:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import combinations
 
-from pi_compile.cost import TokenTime
+from pi_compile.cost_model.token_time import TokenTime
 
 
 def on_one_bus(alone: TokenTime, both: TokenTime) -> int:

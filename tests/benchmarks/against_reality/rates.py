@@ -4,10 +4,10 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from sparse_model import Spec
+from support.sparse_model import Spec
 
-from pi_compile.machine_file import Cpu, Gpu, Link, Machine
-from pi_runtime.measure import (
+from pi_compile.machine.profile import Cpu, Gpu, Link, Machine
+from pi_runtime.kernels.benchmarks import (
     attention_bandwidth,
     gather_bandwidth,
     launch_seconds,

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from sparse_model import Spec, build
+from support.sparse_model import Spec, build
 
 from side_by_side.gguf_file import write_gguf
 from side_by_side.process import Worker

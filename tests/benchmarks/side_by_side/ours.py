@@ -11,9 +11,9 @@ from pi_runtime import Model, Sampling, load
 from pi_runtime.artifact import Artifact
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import FfnBytes
-from pi_runtime.cache import KVCache
+from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels import reference
-from pi_runtime.kernels.isa import ISA
+from pi_runtime.kernels.codegen.isa import ISA
 from side_by_side.process import serve, threads
 
 _models: dict[str, Model] = {}

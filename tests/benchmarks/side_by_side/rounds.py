@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pi_runtime.measure import read_bandwidth
+from pi_runtime.kernels.benchmarks import read_bandwidth
 from side_by_side.process import Worker, threads
 
 BANDWIDTH_BYTES = 1 << 30

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from sparse_model import Activity
+from support.sparse_model import Activity
 
 from side_by_side.rounds import Row
 

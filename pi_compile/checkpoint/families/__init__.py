@@ -1,0 +1,1 @@
+"""One adapter a family of models, and the registry of them."""

@@ -1,0 +1,13 @@
+"""MiniCPM: a Llama with scaled embedding, residual and logits; only its sizes are known to us."""
+
+from dataclasses import replace
+
+from pi_compile.checkpoint.families import llama
+
+ADAPTER = replace(
+    llama.ADAPTER,
+    family="minicpm",
+    architectures=("MiniCPMForCausalLM", "MiniCPMModel"),
+    planned_only="its scale_emb, scale_depth and dim_model_base scale embedding, residual and logits",
+    decoder=lambda config: llama.llama_like(config, "minicpm", tied=True),
+)

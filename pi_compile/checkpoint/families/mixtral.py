@@ -1,0 +1,63 @@
+"""Mixtral and TurboSparse-Mixtral: Mistral with a router and experts, the latter with dReLU.
+
+The share of an expert is a softmax over all experts, of which the largest are kept and normalised: the same as a
+softmax over those. TurboSparse's repository ships modelling code, which is not needed; beside each expert it holds a
+predictor, `experts.E.predictor.{fc1,fc2}.weight` (index of PowerInfer/TurboSparse-Mixtral).
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.families import llama, mistral
+from pi_compile.checkpoint.families.adapter import Piece, Table, of
+from pi_compile.checkpoint.families.bamboo import PREDICTORS
+from pi_runtime.artifact.decoder import Decoder
+
+_THETA = 1e6
+_EXPERT = "layers.{n}.block_sparse_moe.experts."
+
+
+def _decoder(config: Config, family: str = "mixtral", **differences: Any) -> Decoder:
+    experts, per_token = config.size("num_local_experts", 8), config.size("num_experts_per_tok", 2)
+    if per_token > experts:
+        raise config.error("num_experts_per_tok", per_token, expected=f"at most {experts} experts")
+    return mistral.decoder(
+        config, family, window=None, theta=_THETA, n_experts=experts, experts_per_token=per_token, **differences
+    )
+
+
+def _turbosparse(config: Config) -> Decoder:
+    config.choice("hidden_act", "relu", {"relu": "drelu"})
+    return _decoder(config, "turbosparsemixtral", activation="drelu")
+
+
+def _layer(d: Decoder) -> Table:
+    """Expert by expert: w1 is the gate, w3 up, w2 down."""
+    names = [f"{_EXPERT}{e}" for e in range(d.n_experts)]
+    rest = [(Piece(f"{name}.w3.weight"), Piece(f"{name}.w2.weight", transposed=True)) for name in names]
+    return {
+        **llama.ATTENTION,
+        "ffn/router": of("layers.{n}.block_sparse_moe.gate.weight"),
+        "ffn/first": of(*(f"{name}.w1.weight" for name in names)),
+        "ffn/rest": tuple(piece for pair in rest for piece in pair),
+    }
+
+
+_TRAINING_KEYS = {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
+
+ADAPTER = replace(
+    llama.ADAPTER,
+    family="mixtral",
+    architectures=("MixtralForCausalLM", "MixtralModel"),
+    layer=_layer,
+    read_keys=mistral.KEYS | {"num_local_experts", "num_experts_per_tok", *_TRAINING_KEYS},
+    decoder=_decoder,
+)
+TURBOSPARSE = replace(
+    ADAPTER,
+    family="turbosparsemixtral",
+    architectures=("TurboSparseMixtralForCausalLM", "TurboSparseMixtralModel"),
+    left_out=PREDICTORS,
+    decoder=_turbosparse,
+)

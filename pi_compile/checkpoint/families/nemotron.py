@@ -1,0 +1,50 @@
+"""Nemotron: LayerNorm that multiplies by 1 + weight, partly rotated heads, plain FFN with squared ReLU."""
+
+from dataclasses import replace
+
+from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.families import llama
+from pi_compile.checkpoint.families.adapter import Piece, Table, of
+from pi_runtime.artifact.decoder import Decoder
+
+
+def _decoder(config: Config) -> Decoder:
+    bias = config.flag("attention_bias", default=False)
+    return llama.llama_like(
+        config,
+        "nemotron",
+        context=4096,
+        hidden_act="relu2",
+        partial=0.5,
+        norm="layer",
+        norm_eps=config.number("norm_eps", 1e-5),
+        ffn="plain",
+        qkv_bias=bias,
+        out_bias=bias,
+        ffn_bias=config.flag("mlp_bias", default=False),
+    )
+
+
+def _norm(array: str, name: str) -> Table:
+    return {f"{array}/weight": (Piece(f"{name}.weight", addend=1.0),), f"{array}/bias": of(f"{name}.bias")}
+
+
+_LAYER = {
+    **llama.ATTENTION,
+    **_norm("attention/norm", "layers.{n}.input_layernorm"),
+    **_norm("ffn/norm", "layers.{n}.post_attention_layernorm"),
+    "ffn/first": of("layers.{n}.mlp.up_proj.weight"),
+    "ffn/rest": (Piece("layers.{n}.mlp.down_proj.weight", transposed=True),),
+    "ffn/first_bias": of("layers.{n}.mlp.up_proj.bias"),
+    "ffn/down_bias": of("layers.{n}.mlp.down_proj.bias"),
+}
+
+ADAPTER = replace(
+    llama.ADAPTER,
+    family="nemotron",
+    architectures=("NemotronForCausalLM", "NemotronModel"),
+    globals={"embedding": of("embed_tokens.weight"), **_norm("final_norm", "norm")},
+    layer=lambda _: _LAYER,
+    read_keys=(llama.KEYS - {"rms_norm_eps"}) | {"norm_eps", "partial_rotary_factor", "attention_bias", "mlp_bias"},
+    decoder=_decoder,
+)

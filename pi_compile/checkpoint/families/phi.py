@@ -1,0 +1,49 @@
+"""Phi-1 to Phi-2: attention and FFN side by side behind one LayerNorm, partly rotated heads, biases everywhere."""
+
+from dataclasses import replace
+
+from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.families import llama
+from pi_compile.checkpoint.families.adapter import Piece, both, of
+from pi_runtime.artifact.decoder import Decoder
+
+
+def _decoder(config: Config) -> Decoder:
+    return llama.llama_like(
+        config,
+        "phi",
+        hidden_act="gelu_new",
+        partial=0.5,
+        block="parallel",
+        shared_norm=True,
+        norm="layer",
+        norm_eps=config.number("layer_norm_eps", 1e-5),
+        ffn="plain",
+        qkv_bias=True,
+        out_bias=True,
+        ffn_bias=True,
+        head_bias=True,
+    )
+
+
+_LAYER = {
+    **llama.ATTENTION,
+    **both("attention/norm", "layers.{n}.input_layernorm"),
+    "attention/out": of("layers.{n}.self_attn.dense.weight"),
+    "attention/out_bias": of("layers.{n}.self_attn.dense.bias"),
+    "ffn/first": of("layers.{n}.mlp.fc1.weight"),
+    "ffn/first_bias": of("layers.{n}.mlp.fc1.bias"),
+    "ffn/rest": (Piece("layers.{n}.mlp.fc2.weight", transposed=True),),
+    "ffn/down_bias": of("layers.{n}.mlp.fc2.bias"),
+}
+
+ADAPTER = replace(
+    llama.ADAPTER,
+    family="phi",
+    architectures=("PhiForCausalLM",),
+    globals={"embedding": of("embed_tokens.weight"), **both("final_norm", "final_layernorm")},
+    layer=lambda _: _LAYER,
+    read_keys=(llama.KEYS - {"rms_norm_eps"}) | {"layer_norm_eps", "partial_rotary_factor"},
+    neutral_keys={"qk_layernorm": ()},
+    decoder=_decoder,
+)

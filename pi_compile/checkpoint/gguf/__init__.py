@@ -1,0 +1,1 @@
+"""GGUF files, read as if they were Hugging Face checkpoints."""

@@ -1,0 +1,245 @@
+"""The metadata of a GGUF file as the fields of a config.json, so that the adapters read both.
+
+What llama.cpp does not read has no effect; of what it does, every key is understood or refused. Source: its
+`convert_hf_to_gguf.py`, which writes these keys from the config, and `llama-model.cpp`, which reads them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.gguf.file import GgufFile
+from pi_compile.errors import CheckpointError
+from pi_runtime.artifact.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What `general.architecture` says, in Hugging Face's terms."""
+
+    family: str
+    class_name: str
+    permuted: bool = False
+    """Whether rows of queries and keys are stored in the order of llama.cpp's rotation."""
+    biases: Mapping[str, str] | None = None
+    """Config key → tensor that is there where it is true."""
+
+
+_ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
+_LLAMA = Architecture(
+    "llama", "LlamaForCausalLM", permuted=True, biases={**_ATTENTION_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"}
+)
+_MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", permuted=True)
+ARCHITECTURES = {
+    "llama": _LLAMA,
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", biases=_ATTENTION_BIAS),
+}
+ROPE_DIVISORS = "rope_freqs.weight"
+"""What the angles of Llama 3.1 and later are divided by."""
+
+_REQUIRED = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_SCALING = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "router_logit_softcapping": (0.0,),
+    "embedding_scale": (0.0, 1.0),
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0),
+    "leading_dense_block_count": (0,),
+    "logit_scale": (0.0, 1.0),
+    "nextn_predict_layers": (0,),
+    "pooling_type": (0,),
+    "residual_scale": (0.0, 1.0),
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (-1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+    "use_parallel_residual": (False,),
+}
+"""Keys that change the function unless they hold one of these values."""
+_HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
+_SPLITS = ("gpt-2", "llama-bpe", "qwen2", "tekken")
+"""Ways to split text before merging that transformers takes over from a file."""
+_END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def architecture(file: GgufFile) -> Architecture:
+    """Raises CheckpointError where it is none of ours."""
+    name = file.architecture
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{file.path}: architecture {name!r} is not supported in GGUF",
+            expected=f"one of {', '.join(ARCHITECTURES)}",
+            remedy="more families are read from a Hugging Face checkpoint, in safetensors",
+        )
+    experts = name == "llama" and file.metadata.get("llama.expert_count")
+    return _MIXTRAL if experts else ARCHITECTURES[name]
+
+
+def gguf_config(file: GgufFile) -> Config:
+    """The config that the file was written from, as far as it says. Raises CheckpointError naming the key."""
+    kind = architecture(file)
+    prefix = f"{file.architecture}."
+    keys = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
+    missing = [prefix + key for key in _REQUIRED if key not in keys]
+    if missing:
+        raise CheckpointError(f"{file.path}: no {', '.join(missing)}", remedy="convert the model again")
+    fields: dict[str, Any] = {"model_type": kind.family, "architectures": [kind.class_name], "hidden_act": "silu"}
+    fields |= {name: keys.pop(key) for key, name in _REQUIRED.items()}
+    fields |= _heads(file, fields, keys) | _vocabulary(file, keys)
+    fields |= {name: keys.pop(key) for key, name in _EXPERTS.items() if keys.get(key)}
+    _check_counts(file, fields)
+    fields |= _rope(file, fields, keys)
+    fields |= {key: True for key, tensor in (kind.biases or {}).items() if tensor in file.tensors}
+    _refuse_changes(file, fields, keys)
+    # What is left is not understood, and refused as such keys of a config.json are.
+    config = Config(file.path, fields | {prefix + key: value for key, value in keys.items()})
+    config.notices += _notices(file)
+    return config
+
+
+def _notices(file: GgufFile) -> list[str]:
+    notices = ["a GGUF file does not say its activation: silu is taken, as llama.cpp takes it"]
+    split = file.metadata.get("tokenizer.ggml.pre")
+    if file.metadata.get("tokenizer.ggml.model") == "gpt2" and split not in _SPLITS:
+        notices.append(f"tokenizer.ggml.pre = {split!r}: text may be split into tokens otherwise than by llama.cpp")
+    if any(file.format(name) in ("q8", "q4") for name in file.tensors if "ffn_down" in name):
+        notices.append(
+            "the blocks of ffn_down lie along the neurons, an artifact's along the width: `keep` rounds it anew, "
+            '[pack] ffn = "f32" does not'
+        )
+    return notices
+
+
+def divided(decoder: Decoder, file: GgufFile) -> Decoder:
+    """The decoder with its angles divided by what the file says, if it does. Raises CheckpointError for nonsense."""
+    if ROPE_DIVISORS not in file.tensors:
+        return decoder
+    tensor, frequencies_J = file.tensors[ROPE_DIVISORS], np.array(decoder.rotary_frequencies, np.float32)
+    data = tensor.data
+    if tensor.tensor_type != Type.F32 or data.shape != frequencies_J.shape or not np.all((data > 0) & (data < np.inf)):
+        raise CheckpointError(
+            f"{file.path}: {ROPE_DIVISORS}",
+            expected=f"{len(frequencies_J)} positive numbers, F32",
+            found=f"{tensor.tensor_type.name} {data.shape}",
+        )
+    return replace(decoder, rotary_frequencies=tuple((frequencies_J / np.asarray(data)).tolist()))
+
+
+def _rows(file: GgufFile, name: str) -> int | None:
+    return file.shape(name)[0] if name in file.tensors and file.shape(name) else None
+
+
+def _check_counts(file: GgufFile, fields: Mapping[str, Any]) -> None:
+    """Refuse numbers of layers and experts that the tensors cannot bear out, before anything is made for each."""
+    layers, experts = fields["num_hidden_layers"], fields.get("num_local_experts")
+    routed = _rows(file, "blk.0.ffn_gate_inp.weight")
+    counts = {
+        "block_count": (layers, type(layers) is int and layers <= len(file.tensors), f"at most {len(file.tensors)}"),
+        "expert_count": (experts, experts in (None, routed), routed),
+    }
+    for key, (found, borne_out, expected) in counts.items():
+        if not borne_out:
+            raise CheckpointError(
+                f"{file.path}: {file.architecture}.{key} does not fit its tensors", expected=expected, found=found
+            )
+
+
+def _heads(file: GgufFile, fields: Mapping[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp takes where the file does not say is not what the families take."""
+    heads, width = fields["num_attention_heads"], fields["hidden_size"]
+    found = {"num_key_value_heads": keys.pop("attention.head_count_kv", heads)}
+    if "attention.key_length" in keys:
+        found["head_dim"] = keys.pop("attention.key_length")
+    elif type(heads) is int and type(width) is int and heads > 0 and width % heads == 0:
+        found["head_dim"] = width // heads
+    of_values = keys.pop("attention.value_length", found.get("head_dim"))
+    if of_values != found.get("head_dim"):
+        raise CheckpointError(
+            f"{file.path}: heads whose values are {of_values} wide are not supported",
+            expected=f"{found.get('head_dim')}, as the keys",
+        )
+    return found
+
+
+def _vocabulary(file: GgufFile, keys: dict[str, Any]) -> dict[str, Any]:
+    stored = _rows(file, "token_embd.weight")
+    ends = [file.metadata.get(f"tokenizer.ggml.{key}") for key in _END_TOKENS]
+    sampling = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    return {
+        "vocab_size": keys.pop("vocab_size", stored),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "eos_token_id": list(dict.fromkeys(i for i in ends if type(i) is int)),
+        **sampling,
+        **({"do_sample": True} if sampling.get("temperature") else {}),
+    }
+
+
+def _rope(file: GgufFile, fields: Mapping[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+    scaling = {name: keys.pop(key) for key, name in _SCALING.items() if key in keys}
+    kind = keys.pop("rope.scaling.type", "linear" if scaling.get("factor") else "none")
+    width, turned = fields.get("head_dim"), keys.pop("rope.dimension_count", None)
+    if turned not in (None, width):
+        raise CheckpointError(
+            f"{file.path}: {file.architecture}.rope.dimension_count",
+            expected=f"{width}: whole heads are turned",
+            found=turned,
+        )
+    theta = keys.pop("rope.freq_base", 10000.0)
+    if kind == "none":
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **scaling}}
+
+
+def _refuse_changes(file: GgufFile, fields: Mapping[str, Any], keys: dict[str, Any]) -> None:
+    """Take keys without effect out of `keys`; raise CheckpointError for a value that has one."""
+    context, window = fields["max_position_embeddings"], "attention.sliding_window"
+    for key in [*_HARMLESS, *(k for k in _EXPERTS if keys.get(k) == 0)]:
+        keys.pop(key, None)
+    if keys.get(window) == 0 or (type(keys.get(window)) is type(context) is int and keys[window] >= context):
+        del keys[window]
+    for key in [key for key in keys if key in (*_NEUTRAL, window)]:
+        value = keys.pop(key)
+        allowed = _NEUTRAL.get(key, (0, f"{context} or more"))
+        if value not in allowed:
+            raise CheckpointError(
+                f"{file.path}: {file.architecture}.{key} would change the function, and this is not supported",
+                expected=" or ".join(str(v) for v in allowed),
+                found=value,
+                remedy="use another model, or its Hugging Face checkpoint, of which more is understood",
+            )

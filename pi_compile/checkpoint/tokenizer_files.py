@@ -1,0 +1,253 @@
+"""What an artifact needs to turn text into tokens and back: tokenizer, chat template, end tokens, sampling defaults.
+
+The measure is what transformers does with the checkpoint; none of the checkpoint's own code is run.
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE
+from pi_compile.checkpoint.gguf.config import gguf_config
+from pi_compile.checkpoint.gguf.file import open_gguf
+from pi_compile.checkpoint.json_file import read_json
+from pi_compile.errors import CheckpointError
+from pi_runtime.artifact.schema import Text
+
+GENERATION_KEYS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
+_OTHER_FORMS = (("vocab.json", "merges.txt"), ("tokenizer.model",))
+_PROBES = (
+    "Hello world",
+    " two  spaces, a\ttab\nand\r\n\nlines ",
+    "Größe, naïve café — “quotes” … 3.14159 × 10⁻⁵",
+    "日本語とрусский и עברית 🙂👍🏽",
+    "def f(x):\n    return x ** 2  # <s> </s> <unk> [INST]",
+)
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """The text side of a checkpoint."""
+
+    text: Text
+    files: Mapping[str, bytes]
+    """Plain files of the artifact by name."""
+    generation: Mapping[str, Any]
+    notices: tuple[str, ...]
+
+
+def read_text_files(location: Path, vocab_size: int) -> TextFiles:
+    """Read tokenizer, chat template, end tokens and sampling defaults of a checkpoint with this vocabulary.
+
+    `location` is its folder, or a GGUF file, of which all is taken: nothing beside it is read.
+
+    Raises CheckpointError where there is no tokenizer, or one that transformers or the runtime cannot read.
+    """
+    notices: list[str] = []
+    config, own = _configs(location)
+    ends = _named_ends(config, own or {}, location)
+    generation = _generation(config if own is None else own, location)
+    stored = _stored_tokenizer(location) if location.is_dir() else None
+    tokenizer = _load(location)
+    files = {TOKENIZER: _tokenizer_json(location, stored, tokenizer, notices)}
+    template = _template(tokenizer, notices)
+    if template is not None:
+        files[TEMPLATE] = template.encode()
+    if len(tokenizer) > vocab_size:
+        notices.append(f"the tokenizer has {len(tokenizer)} tokens, the model {vocab_size}: some have no meaning to it")
+    framing = ("bos_token", "eos_token")
+    special = {name: _plain(token) for name, token in tokenizer.special_tokens_map.items() if name not in framing}
+    text = Text(
+        prefix_ids=_prefix_ids(tokenizer, vocab_size, location, notices),
+        end_ids=_end_ids(ends, tokenizer, vocab_size, notices),
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        special_tokens=special,
+    )
+    return TextFiles(text, files, generation, tuple(notices))
+
+
+def _configs(location: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """config.json and generation_config.json, or what stands for the first in a GGUF file."""
+    if not location.is_dir():
+        return gguf_config(open_gguf(location)).fields, None
+    own = location / GENERATION_FILE
+    return read_json(location / CONFIG_FILE), read_json(own) if own.is_file() else None
+
+
+def _stored_tokenizer(folder: Path) -> bytes | None:
+    if (folder / TOKENIZER).is_file():
+        return (folder / TOKENIZER).read_bytes()
+    if any(all((folder / name).is_file() for name in form) for form in _OTHER_FORMS):
+        return None
+    raise CheckpointError(
+        f"{folder}: no tokenizer",
+        expected=f"one of {TOKENIZER}, {', '.join(' with '.join(form) for form in _OTHER_FORMS)}",
+        remedy="copy the tokenizer's files of the model into the folder",
+    )
+
+
+def _of_folder(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+def _of_gguf(file: Path) -> Any:
+    # Through a folder of its own: transformers prefers a tokenizer.json that happens to lie beside the file.
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / file.name).symlink_to(file.resolve())
+        loaded = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name, local_files_only=True)
+    # It adds special tokens of its own that the file has not, with ids that the model has not.
+    state = json.loads(loaded.backend_tokenizer.to_str())
+    vocabulary, special = state["model"]["vocab"], loaded.special_tokens_map
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in vocabulary]
+    if (state["pre_tokenizer"] or {}).get("type") == "Metaspace":
+        # As llama.cpp, which puts a space before every text, also before one that begins with a space, or before none.
+        before = open_gguf(file).metadata.get("tokenizer.ggml.add_space_prefix", True)
+        steps = [{"type": "Prepend", "prepend": "▁"}] if before else []
+        space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        state["normalizer"], state["pre_tokenizer"] = {"type": "Sequence", "normalizers": [*steps, space]}, None
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(state)),
+        chat_template=loaded.chat_template,
+        **{name: token for name, token in special.items() if isinstance(token, str) and token in vocabulary},
+    )
+
+
+def _load(location: Path) -> Any:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it warns of model types that only the checkpoint's own code knows
+    try:
+        tokenizer = (_of_folder if location.is_dir() else _of_gguf)(location)
+    # A tokenizer's files are foreign input to foreign code, which fails in all of these ways.
+    except (
+        *(OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, ImportError),
+        StrictDataclassError,  # of config.json, which transformers reads for the kind of tokenizer
+    ) as error:
+        raise CheckpointError(
+            f"{location}: transformers cannot read the tokenizer",
+            found=f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
+            remedy=f"put a {TOKENIZER} there (saved where it does load), or install what is named: "
+            "tokenizer.model needs `pip install sentencepiece protobuf`"
+            if location.is_dir()
+            else "use a GGUF file with a tokenizer of the kind llama or gpt2, or the Hugging Face checkpoint",
+        ) from None
+    finally:
+        logging.set_verbosity(verbosity)
+    if not getattr(tokenizer, "is_fast", False):
+        raise CheckpointError(
+            f"{location}: the tokenizer has no {TOKENIZER} form",
+            found=type(tokenizer).__name__,
+            expected=f"a {TOKENIZER}",
+        )
+    return tokenizer
+
+
+def _tokenizer_json(folder: Path, stored: bytes | None, tokenizer: Any, notices: list[str]) -> bytes:
+    """The stored bytes where they mean what transformers makes of them, else its own form of the tokenizer."""
+    made: bytes = tokenizer.backend_tokenizer.to_str().encode()
+    if stored is None:
+        return made
+    try:
+        plain = tokenizers.Tokenizer.from_buffer(stored)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / TOKENIZER}: not a tokenizer", found=error) from None
+    # Files carry the settings of their last training run; a prompt is never cut or padded.
+    plain.no_truncation()
+    plain.no_padding()
+    if all(
+        plain.encode(probe, add_special_tokens=False).ids == tokenizer.encode(probe, add_special_tokens=False)
+        for probe in _probes(tokenizer)
+    ):
+        return stored
+    notices.append(f"{TOKENIZER} alone reads text otherwise than transformers with its settings: the latter is packed")
+    return made
+
+
+def _probes(tokenizer: Any) -> Iterator[str]:
+    yield from _PROBES
+    yield "a".join(tokenizer.all_special_tokens)
+
+
+def _template(tokenizer: Any, notices: list[str]) -> str | None:
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        if "default" not in template:
+            notices.append(f"no chat template is named default among {', '.join(sorted(template))}: none is packed")
+        template = template.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _prefix_ids(tokenizer: Any, vocab_size: int, folder: Path, notices: list[str]) -> tuple[int, ...]:
+    """What transformers puts before a text by default; what it puts after one is no part of a prompt."""
+    plain = tokenizer.encode(_PROBES[0], add_special_tokens=False)
+    framed = tokenizer.encode(_PROBES[0])
+    starts = [n for n in range(len(framed) - len(plain) + 1) if framed[n : n + len(plain)] == plain]
+    if not plain or not starts:
+        raise CheckpointError(
+            f"{folder}: the tokenizer does not simply frame a text",
+            expected="begin tokens, the tokens of the text, end tokens",
+            found=f"{framed} for a text of tokens {plain}",
+        )
+    prefix, suffix = framed[: starts[0]], framed[starts[0] + len(plain) :]
+    if suffix:
+        notices.append(f"the tokenizer ends each text with {suffix}: not done to prompts, which go on")
+    if any(i >= vocab_size for i in prefix):
+        raise CheckpointError(
+            f"{folder}: the tokenizer begins each text with {prefix}, which the model has not",
+            expected=f"ids below {vocab_size}",
+            remedy="tokenizer and weights are of different models",
+        )
+    return tuple(prefix)
+
+
+def _named_ends(config: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -> list[int]:
+    """Union of the end tokens that generation_config.json and config.json name."""
+    ids: dict[int, None] = {}
+    for name, fields in ((GENERATION_FILE, own), (CONFIG_FILE, config)):
+        value = fields.get("eos_token_id")
+        listed: Sequence[object] = value if isinstance(value, list) else [] if value is None else [value]
+        for i in listed:
+            if type(i) is not int:
+                raise CheckpointError(f"{folder / name}: eos_token_id", expected="token ids", found=repr(value))
+            ids[i] = None
+    return list(ids)
+
+
+def _end_ids(named: Sequence[int], tokenizer: Any, vocab_size: int, notices: list[str]) -> tuple[int, ...]:
+    """The named ones that the model has; the tokenizer's own end token if none is named."""
+    own = tokenizer.eos_token_id
+    ids = named or ([] if own is None else [own])
+    kept = tuple(i for i in ids if 0 <= i < vocab_size)
+    if len(kept) < len(ids):
+        notices.append(f"end tokens {sorted(set(ids) - set(kept))} are outside the vocabulary and never come: dropped")
+    if not kept:
+        notices.append("no end token is known: a generation ends only at its limit")
+    return kept
+
+
+def _generation(fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Sampling defaults: those of generation_config.json, or of config.json where older versions kept them."""
+    defaults = {key: fields[key] for key in GENERATION_KEYS if fields.get(key) is not None}
+    for key, value in defaults.items():
+        kinds: tuple[type, ...] = {"do_sample": (bool,), "top_k": (int,)}.get(key, (int, float))
+        if type(value) not in kinds or not math.isfinite(value):
+            raise CheckpointError(
+                f"{folder}: generation default {key}",
+                expected=" or ".join(kind.__name__ for kind in kinds),
+                found=repr(value),
+            )
+    return defaults
+
+
+def _plain(token: object) -> object:
+    return [str(t) for t in token] if isinstance(token, list | tuple) else str(token)

@@ -1,0 +1,1 @@
+"""The command line `pi-compile`: options, the commands, and how results are printed."""

@@ -1,0 +1,118 @@
+"""The commands that examine an artifact: eval, inspect, verify."""
+
+import functools
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pi_compile.cli.options import ArtifactPath, Debug, Json, RunCtxSize, RunDevice, RunVramBudget, Threads
+from pi_runtime import console
+from pi_runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from pi_compile.evaluation.load_options import Where
+    from pi_compile.evaluation.task_files import Task
+
+
+def evaluate(
+    artifact: ArtifactPath,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Held-out text, or a folder of it; may be given again.")
+    ] = None,
+    task: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Questions with known answers, a JSON object a line (see docs/fidelity.md); may be given again."
+        ),
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="The checkpoint, to compare with.", show_default=False)] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Most tokens of the text to score.")] = 16_384,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of one sequence of it.")] = 512,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Score this many questions of a task, the first. Default: all.")
+    ] = None,
+    device: RunDevice = None,
+    vram_budget: RunVramBudget = None,
+    ctx_size: RunCtxSize = None,
+    threads: Threads = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say how faithful each mode of an artifact is, and what it reads.
+
+    On held-out text (--text), on questions (--task), or both; on a GPU what decoding computes there, token by token.
+    """
+    from pi_compile.evaluation.fidelity import evaluate as score_text
+    from pi_compile.evaluation.task_accuracy import evaluate_tasks
+    from pi_compile.pipeline import summary
+
+    if not text and not task:
+        raise UsageError("eval: nothing to score", expected="--text FILE or --task FILE, or both")
+    if limit is not None and not task:
+        raise UsageError(
+            "--limit is of questions", expected="--task FILE", remedy="--tokens limits what is scored of a text"
+        )
+    where = _where(device, vram_budget, ctx_size, threads)
+    tasks = _read_tasks(task or [], limit)
+    found: dict[str, Any] = {}
+    if text:
+        with console.progress("scoring text", "windows") as progress:
+            found = score_text(artifact, text, model, tokens=tokens, window=window, progress=progress, where=where)
+    if tasks:
+        with console.progress("scoring tasks", "questions") as progress:
+            found["tasks"] = evaluate_tasks(artifact, tasks, model, progress=progress, where=where)
+    if as_json:
+        console.print_json(found)
+    else:
+        summary.print_report(summary.eval_report(found) if text else {})
+        for row in summary.task_reports(found.get("tasks", [])):
+            summary.print_report(row)
+
+
+def _where(device: str | None, vram_budget: str | None, ctx_size: int | None, threads: int | None) -> "Where":
+    from pi_compile.evaluation.load_options import Where
+    from pi_runtime.execution.plan_choice import parse_size
+
+    budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
+    chosen = ("cpu" if budget is None else "auto") if device is None else device
+    tell = functools.cache(console.say)  # each mode is opened for itself: a line once
+    return Where(device=chosen, vram_budget=budget, context=ctx_size, threads=threads, tell=tell)
+
+
+def _read_tasks(paths: list[Path], limit: int | None) -> list["Task"]:
+    from pi_compile.evaluation.task_files import read_task
+
+    tasks = [read_task(path, limit) for path in paths]
+    for task in tasks:
+        if task.joined:
+            share = f"{task.joined:,} of {len(task.items):,} questions"
+            console.say(f"{task.path}: no space parts context and answer in {share}; they are scored as they stand")
+    return tasks
+
+
+def inspect(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) -> None:
+    """Say what an artifact holds."""
+    from pi_runtime.artifact.inspection import describe
+    from pi_runtime.artifact.inspection import inspect as look
+
+    summary = look(artifact)
+    if as_json:
+        console.print_json(summary)
+    else:
+        typer.echo(describe(summary))
+
+
+def verify(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) -> None:
+    """Check every byte of an artifact against its digests."""
+    from pi_runtime.artifact.verification import verify as check
+
+    with console.progress("verifying") as progress:
+        found = check(artifact, progress)
+    if as_json:
+        fields = asdict(found)
+        console.print_json({"artifact": str(fields.pop("path")), "bytes": fields.pop("nbytes"), **fields})
+    else:
+        held = f"{console.size(found.nbytes)} in {found.arrays + found.files} parts"
+        typer.echo(f"{artifact}: every byte is as it was written ({held})")

@@ -1,0 +1,204 @@
+"""`pi-compile`: make and examine artifacts."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pi_compile.cli import artifact, planning
+from pi_compile.cli.options import Debug, Device, Export, Json, Output, RecipePath
+from pi_compile.cli.rendering import show, show_artifact, show_placements
+from pi_runtime import console
+
+if TYPE_CHECKING:
+    from pi_compile.pipeline.pipeline import Pipeline
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Compile a checkpoint into one artifact that pi-run runs.",
+)
+
+
+def main() -> None:
+    raise SystemExit(console.run(app))
+
+
+@contextmanager
+def _pipeline(recipe: Path, device: str) -> Iterator["Pipeline"]:
+    from pi_compile.cli.options import torch_device
+    from pi_compile.pipeline.pipeline import Pipeline
+
+    pipeline = Pipeline(recipe, torch_device(device), console.say, console.progress)
+    _ = pipeline.checkpoint  # is usable, before a folder is made for results
+    with pipeline.store.exclusive(console.say):
+        yield pipeline
+
+
+def _export(pipeline: "Pipeline", path: Path | None, *, trained: bool) -> None:
+    if path is None:
+        return
+    from pi_compile.files.output import check_output
+
+    check_output(path)
+    pipeline.activations(trained=trained).save(path)
+    console.say(f"{path}: written; [place] activations takes its path from the recipe's folder on")
+
+
+@app.command()
+def init(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A checkpoint's folder, a GGUF file, or a hub name.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The recipe to write.")],
+    corpus: Annotated[
+        list[str] | None, typer.Option(help="Text to profile on; may be given again. Default: Python's documentation.")
+    ] = None,
+    revision: Annotated[str, typer.Option(help="Commit of a hub name.")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing recipe.")] = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write a complete recipe for a checkpoint."""
+    from pi_compile.pipeline.init_recipe import start_recipe
+
+    recipe = start_recipe(model, output, revision=revision, corpus=corpus or [], force=force, notice=console.say)
+    if as_json:
+        console.print_json({"recipe": str(output), **recipe.model_dump()})
+    else:
+        console.say(f"{output}: written; next: pi-compile build {output}")
+
+
+@app.command()
+def profile(
+    recipe: RecipePath, export: Export = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
+) -> None:
+    """Count how often each neuron fires on the recipe's corpus."""
+    from pi_compile.pipeline import summary
+
+    with _pipeline(recipe, device) as pipeline:
+        show(summary.profile_report(pipeline.profile), pipeline.ran, as_json)
+        _export(pipeline, export, trained=False)
+
+
+@app.command()
+def train(
+    recipe: RecipePath, export: Export = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
+) -> None:
+    """Train predictors and choose each layer's rung."""
+    from pi_compile.pipeline import summary
+
+    with _pipeline(recipe, device) as pipeline:
+        show(summary.train_report(pipeline.trained), pipeline.ran, as_json)
+        _export(pipeline, export, trained=True)
+
+
+@app.command()
+def place(
+    recipe: RecipePath,
+    lock: Annotated[bool, typer.Option("--lock", help="Write the placements to the recipe's .lock.")] = False,
+    locked: Annotated[bool, typer.Option("--locked", help="Compare them with the recipe's .lock.")] = False,
+    device: Device = "cpu",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Decide which parts belong on the GPU, for a ladder of budgets."""
+    from pi_compile.pipeline import summary
+    from pi_compile.pipeline.recipe_placement import names_activations, place_recipe
+
+    if not (lock or locked or names_activations(recipe)):
+        with _pipeline(recipe, device) as pipeline:
+            show_placements(summary.place_report(pipeline.placements), pipeline.ran, as_json)
+        return
+    from pi_compile.pipeline import lock_file
+
+    placed = place_recipe(recipe)
+    path = lock_file.lock_path(recipe)
+    if locked:
+        lock_file.check_lock(path, placed)
+    elif lock:
+        lock_file.write_lock(path, placed)
+    show_placements(summary.place_report(placed.placements), ["place"], as_json)
+    if lock or locked:
+        console.say(f"{path}: {'written' if not locked else 'recomputed, and the same'}")
+
+
+@app.command()
+def pack(
+    recipe: RecipePath,
+    output: Output = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Without profile and predictors: exact, quick.")] = False,
+    device: Device = "cpu",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write the artifact, with all that the stages before found."""
+    if not plain:
+        build(recipe, output, device, as_json, debug)
+        return
+    from pi_compile.files.output import artifact_path
+    from pi_compile.pipeline.pipeline import pack_plain
+
+    with console.progress("packing") as progress:
+        packed = pack_plain(recipe, artifact_path(recipe, output), progress=progress, notice=console.say)
+    show_artifact(packed, ["pack"], as_json)
+
+
+@app.command()
+def build(
+    recipe: RecipePath, output: Output = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
+) -> None:
+    """Run what is not done yet of profile, train, place, pack."""
+    from pi_compile.files.output import artifact_path
+
+    path = artifact_path(recipe, output)
+    with _pipeline(recipe, device) as pipeline:
+        show_artifact(pipeline.pack(path), pipeline.ran, as_json)
+
+
+app.command("eval")(artifact.evaluate)
+
+
+@app.command()
+def machine(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The machine profile to write.")],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this machine's memory bandwidth, and its GPU's."""
+    from pi_compile.files.output import check_output, write_text
+    from pi_compile.machine.measurement import measure_machine
+
+    check_output(output)
+    found = measure_machine()
+    write_text(output, found.to_toml())
+    if as_json:
+        console.print_json(found.model_dump())
+    else:
+        sys.stdout.write(found.to_toml())
+
+
+app.command()(planning.plan)
+app.command("report")(planning.report)
+
+
+app.command()(artifact.inspect)
+app.command()(artifact.verify)
+
+
+@app.command()
+def doctor(as_json: Json = False, debug: Debug = False) -> None:
+    """Say what this machine and installation can do."""
+    from pi_compile.machine.doctor import describe, examine
+
+    findings = examine()
+    if as_json:
+        console.print_json({f.topic: {"found": f.found, "remedy": f.remedy} for f in findings})
+    else:
+        typer.echo(describe(findings))

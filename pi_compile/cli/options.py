@@ -1,0 +1,72 @@
+"""Arguments and options that several commands of `pi-compile` share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pi_runtime import console
+from pi_runtime.errors import DeviceError, UsageError
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (see init).", show_default=False)]
+ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A packed model.", show_default=False)]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; default: the recipe's name .pi")]
+Export = Annotated[
+    Path | None, typer.Option(help="Write what placing needs of the model: an activation file.", show_default=False)
+]
+Device = Annotated[str, typer.Option(envvar="PI_DEVICE", help="Where profile and train compute: cpu or cuda:N.")]
+# Where an artifact is run, as `pi-run` has it.
+RunDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device", envvar="PI_DEVICE", help="auto, cpu, stand-in or cuda:N. Default: cpu; auto with a budget."
+    ),
+]
+RunVramBudget = Annotated[
+    str | None,
+    typer.Option("--vram-budget", envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB: picks the placement."),
+]
+RunCtxSize = Annotated[int | None, typer.Option("--ctx-size", envvar="PI_CTX_SIZE", help="Positions to hold.")]
+Threads = Annotated[int | None, typer.Option(envvar="PI_THREADS", help="CPU threads.")]
+Json = Annotated[bool, console.JSON]
+Debug = Annotated[bool, console.DEBUG]
+
+# What a plan depends on (see `plan_request`).
+Planned = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A recipe, a config.json or its folder, or a bundled OWNER/NAME.", show_default=False
+    ),
+]
+MachineName = Annotated[str | None, typer.Option("--machine", help="A machine profile; default: the recipe's.")]
+VramBudget = Annotated[
+    str | None, typer.Option(envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB. Default: all but 1 GiB.")
+]
+RamBudget = Annotated[str | None, typer.Option(envvar="PI_RAM_BUDGET", help="Memory to use, like 24GiB. Default: all.")]
+Curve = Annotated[str | None, typer.Option(help="A published activation curve; with --density.")]
+Density = Annotated[str | None, typer.Option(help="Share of the neurons that fire for a token.")]
+Counts = Annotated[Path | None, typer.Option(help="An activation profile of the model.", show_default=False)]
+NumberFormat = Annotated[
+    str | None, typer.Option("--format", help="Number format of all weights. Default: the recipe's, the config's.")
+]
+CtxSize = Annotated[
+    int | None,
+    typer.Option(envvar="PI_CTX_SIZE", min=1, help="Positions to make room for. Default: the recipe's; 2048."),
+]
+
+
+def torch_device(name: str) -> str:
+    """`cpu` or `cuda:N`, checked to be there. Raises DeviceError, UsageError."""
+    # PI_DEVICE may be set for pi-run, which knows two more.
+    if name in ("cpu", "auto", "stand-in"):
+        return "cpu"
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index == "" or index.isdecimal()):
+        raise UsageError(f"--device {name}: unknown device", expected="cpu or cuda:N")
+    import torch
+
+    if int(index or 0) >= torch.cuda.device_count():
+        raise DeviceError(
+            f"--device {name}: no such GPU", found=f"{torch.cuda.device_count()} CUDA devices", remedy="--device cpu"
+        )
+    return f"cuda:{index or 0}"

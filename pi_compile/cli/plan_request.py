@@ -1,0 +1,104 @@
+"""What a command line asks `plan` for: flags before the recipe, the recipe before defaults."""
+
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+
+from pi_compile.machine.profile import Machine, find_machine
+from pi_compile.placement.stage import in_bytes, ram_of
+from pi_compile.planning.forecast import GIB, PlanSpec
+from pi_compile.planning.model_config import find_planned
+from pi_compile.recipe import PUBLISHED, Recipe, read_recipe
+from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.errors import UsageError
+from pi_runtime.execution.plan_choice import parse_size
+
+CONTEXT = 2048
+"""Positions of the cache where nothing is said, or all that the model has."""
+RESERVE = GIB
+"""GPU memory that is left to the driver and the screen where no budget is given."""
+
+
+def plan_request(
+    target: str,
+    *,
+    machine: str | None,
+    vram_budget: str | None,
+    ram_budget: str | None,
+    curve: str | None,
+    density: str | None,
+    counts: Path | None,
+    fmt: str | None,
+    ctx_size: int | None,
+) -> PlanSpec:
+    """Everything a plan depends on. Raises UsageError, RecipeError, CheckpointError or ProfileError."""
+    if target.endswith(".pi"):
+        raise UsageError(
+            f"{target}: an artifact does not keep how many rows its predictors pick",
+            expected="its recipe, or its config.json with --counts",
+            remedy="pi-compile train RECIPE --export PROFILE, then --counts PROFILE",
+        )
+    recipe = read_recipe(Path(target)) if target.endswith(".toml") else None
+    folder = Path(target).resolve().parent if recipe else Path()
+    model = find_planned(recipe.model.path if recipe else target, folder)
+    found = _machine(machine, recipe, folder)
+    if fmt is not None and fmt not in WEIGHT_FORMATS:
+        raise UsageError(f"--format {fmt}: unknown", expected=f"one of {', '.join(WEIGHT_FORMATS)}")
+    wanted = dict.fromkeys(PARTS, fmt) if fmt else recipe.pack.model_dump() if recipe else dict.fromkeys(PARTS, "keep")
+    ram = parse_size(ram_budget, "--ram-budget") if ram_budget else ram_of(found, recipe.place.ram_gib if recipe else 0)
+    context = ctx_size or min(recipe.place.context if recipe else CONTEXT, model.shape.context_length)
+    if context > model.shape.context_length:
+        raise UsageError(
+            f"--ctx-size {context}: longer than the model's context", expected=f"at most {model.shape.context_length}"
+        )
+    return PlanSpec(
+        model=model,
+        machine=found,
+        formats=model.formats(wanted),
+        context=context,
+        vram=_vram(vram_budget, recipe, found),
+        ram=ram,
+        curve=curve,
+        density=None if density is None else _share(density),
+        counts=counts or (None if curve or density else _activations(recipe, folder)),
+        objective=recipe.place.objective if recipe else "time",
+    )
+
+
+def _machine(name: str | None, recipe: Recipe | None, folder: Path) -> Machine:
+    if name is not None:
+        return find_machine(name, Path())
+    if recipe is None:
+        raise UsageError(
+            "--machine: a plan is for a machine",
+            expected="a name in profiles/machines, or a path",
+            remedy="--machine pc-low; or measure this one: pi-compile machine -o mine.toml, then --machine ./mine.toml",
+        )
+    return find_machine(recipe.place.machine, folder)
+
+
+def _activations(recipe: Recipe | None, folder: Path) -> Path | None:
+    """The activation file that a recipe names."""
+    if recipe is None or recipe.place.activations in ("", PUBLISHED):
+        return None
+    return folder / recipe.place.activations
+
+
+def _vram(budget: str | None, recipe: Recipe | None, machine: Machine) -> int:
+    """The flag; else the recipe's largest budget; else all of the card but `RESERVE`."""
+    if machine.gpu is None:
+        if budget is not None:
+            raise UsageError(f"--vram-budget {budget}: {machine.name} has no GPU", remedy="leave it out")
+        return 0
+    if budget is not None:
+        return parse_size(budget, "--vram-budget")
+    if recipe is not None and recipe.place.vram_gib:
+        return in_bytes(max(recipe.place.vram_gib))
+    return max(int(machine.gpu.vram_gib * GIB) - RESERVE, 0)
+
+
+def _share(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        raise UsageError(f"--density {text}: not a number", expected="a share above 0, at most 1") from None

@@ -1,0 +1,201 @@
+"""Corpora: text through `datasets`, as three disjoint token streams.
+
+A source is a path or glob (text, JSON, JSON lines or Parquet), `python` for the documentation that comes with Python,
+or `hub:OWNER/NAME@REVISION`. Documents are cut into pieces and the pieces shuffled, so that any stretch of the stream
+is a sample of the whole.
+"""
+
+import glob
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from pi_compile.corpus import python_docs
+from pi_compile.errors import CorpusError
+from pi_compile.files.npz import read_arrays, write_arrays
+
+PIECE = 4096
+"""Characters of a piece."""
+HUB_CHARACTERS = 16
+"""Characters read for each token wanted, of a hub data set, which may be of any size."""
+READERS = {".txt": "text", ".md": "text", ".raw": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+PYTHON, HUB = "python", "hub:"
+
+Stream = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusSpec:
+    """Which text, and how much of it."""
+
+    text: tuple[str, ...]
+    """Sources to fit on; `tune` is cut off their stream."""
+    report: tuple[str, ...]
+    """Sources to report on; none cuts `report` off the same stream."""
+    field: str
+    """Column of JSON, Parquet and hub data that holds the text."""
+    fit_tokens: int
+    tune_tokens: int
+    report_tokens: int
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Streams:
+    """Disjoint token streams."""
+
+    fit: Stream
+    tune: Stream
+    report: Stream
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        write_arrays(path, {"fit": self.fit, "tune": self.tune, "report": self.report})
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote. Raises ProfileError for a damaged file."""
+        stored = read_arrays(path)
+        return cls(stored["fit"], stored["tune"], stored["report"])
+
+
+def source_files(sources: Sequence[str], folder: Path) -> list[Path]:
+    """The local files behind the sources, in a fixed order. Raises CorpusError for a source that has none."""
+    found: dict[Path, Path] = {}
+    for source in sources:
+        if source == PYTHON or source.startswith(HUB):
+            continue
+        matches = _matches(source, folder)
+        files = [f for m in matches for f in (sorted(m.rglob("*")) if m.is_dir() else [m]) if f.suffix in READERS]
+        if not files:
+            raise CorpusError(f"{folder / source}: no text found", expected=f"files ending in {', '.join(READERS)}")
+        for file in files:
+            # A file that two sources name is one text: twice in the stream, it could be in `fit` and in `tune`.
+            found.setdefault(file.resolve(), file)
+    return list(found.values())
+
+
+def _matches(source: str, folder: Path) -> list[Path]:
+    """What a path or pattern names; a name that exists is no pattern, whatever brackets it has."""
+    if (folder / source).exists():
+        return [folder / source]
+    # Not `Path.glob`, which takes no absolute pattern.
+    return sorted(folder / p for p in glob.glob(source, root_dir=folder, recursive=True))  # noqa: PTH207
+
+
+def _origins(sources: Sequence[str], folder: Path) -> set[str]:
+    """What two corpora must not share: local files, and hub data sets in any revision."""
+    hub = {source.partition("@")[0] for source in sources if source.startswith(HUB)}
+    return hub | {str(file.resolve()) for file in source_files(sources, folder)}
+
+
+def read_streams(spec: CorpusSpec, folder: Path, tokenizer: tokenizers.Tokenizer, window: int) -> Streams:
+    """Tokenise the corpus. `folder`: what relative paths start from. `window`: tokens each stream must at least have.
+
+    Raises CorpusError: nothing found, an unreadable file, a text that is in both corpora, or one that is too short.
+    """
+    shared = _origins(spec.text, folder) & _origins(spec.report, folder)
+    if shared:
+        raise CorpusError(f"{min(shared)}: is in [corpus] text and in report, which must be disjoint")
+    for name in ("fit_tokens", "tune_tokens", "report_tokens"):
+        if getattr(spec, name) < window:
+            found = getattr(spec, name)
+            raise CorpusError(f"[corpus] {name}", expected=f"at least one window of {window} tokens", found=found)
+    own_report = 0 if spec.report else spec.report_tokens
+    wanted = spec.fit_tokens + spec.tune_tokens + own_report
+    stream = _tokens(spec, spec.text, folder, tokenizer, wanted, python_docs.TRAIN)
+    least = spec.tune_tokens + own_report + window
+    if len(stream) < least:
+        raise CorpusError(
+            f"[corpus] text has {len(stream):,} tokens",
+            expected=f"at least {least:,}: tune_tokens, report_tokens and one window",
+            remedy="add text, or lower tune_tokens and report_tokens",
+        )
+    tune, rest = stream[: spec.tune_tokens], stream[spec.tune_tokens :]
+    if not spec.report:
+        return Streams(rest[own_report:], tune, rest[:own_report])
+    report = _tokens(spec, spec.report, folder, tokenizer, spec.report_tokens, python_docs.HELD_OUT)
+    if len(report) < window:
+        raise CorpusError(f"[corpus] report has {len(report):,} tokens", expected=f"at least one window of {window}")
+    return Streams(rest, tune, report)
+
+
+def _tokens(
+    spec: CorpusSpec, sources: Sequence[str], folder: Path, tokenizer: tokenizers.Tokenizer, wanted: int, split: str
+) -> Stream:
+    """The first `wanted` tokens of the shuffled pieces."""
+    pieces = [
+        document[start : start + PIECE]
+        for document in _documents(sources, folder, spec.field, split, HUB_CHARACTERS * wanted)
+        for start in range(0, len(document), PIECE)
+    ]
+    if not any(pieces):
+        raise CorpusError("the corpus has no text", found=", ".join(sources))
+    parts, count = [], 0
+    for index in np.random.default_rng(spec.seed).permutation(len(pieces)):
+        ids = tokenizer.encode(pieces[index], add_special_tokens=False).ids
+        parts.append(np.array(ids, np.int32))
+        count += len(ids)
+        if count >= wanted:
+            break
+    return np.concatenate(parts)[:wanted]
+
+
+def _documents(sources: Sequence[str], folder: Path, field: str, split: str, hub_characters: int) -> Iterator[str]:
+    for source in dict.fromkeys(sources):
+        if source == PYTHON:
+            yield from python_docs.split_documents(split)
+        elif source.startswith(HUB):
+            name, _, revision = source.removeprefix(HUB).partition("@")
+            if not revision:
+                raise CorpusError(f"{source}: no revision", expected=f"{HUB}OWNER/NAME@REVISION, which means one text")
+            rows = _load(source, path=name, revision=revision, split="train")
+            yield from _head(_column(rows, field, source), hub_characters)
+    for file in source_files(sources, folder):
+        if file.stat().st_size == 0:
+            continue  # `datasets` fails on empty JSON with an error of the interpreter's
+        reader = READERS[file.suffix]
+        options = {"sample_by": "document", "encoding": "utf-8-sig"} if reader == "text" else {}
+        # `data_files` are patterns: brackets in a name must not be taken for one.
+        rows = _load(str(file), path=reader, data_files=glob.escape(str(file)), split="train", **options)
+        yield from _column(rows, "text" if options else field, str(file))
+
+
+def _head(documents: Iterator[str], characters: int) -> Iterator[str]:
+    """The first documents, until they have so many characters."""
+    for document in documents:
+        yield document
+        characters -= len(document)
+        if characters <= 0:
+            return
+
+
+def _load(source: str, **arguments: Any) -> Any:
+    import datasets  # noqa: PLC0415  seconds to import
+
+    try:
+        return datasets.load_dataset(streaming=True, **arguments)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise CorpusError(f"{source}: cannot be read as a dataset", found=error) from None
+
+
+def _column(rows: Any, field: str, source: str) -> Iterator[str]:
+    import datasets  # noqa: PLC0415
+    import pyarrow  # noqa: PLC0415
+
+    try:
+        for row in rows:
+            if field not in row:
+                raise CorpusError(
+                    f"{source}: no text column {field!r}", found=", ".join(row), remedy="set [corpus] field"
+                )
+            if not isinstance(row[field], str):
+                raise CorpusError(f"{source}: column {field!r}", expected="text in every row", found=repr(row[field]))
+            yield row[field]
+    except (OSError, ValueError, datasets.exceptions.DatasetsError, pyarrow.ArrowException) as error:
+        raise CorpusError(f"{source}: cannot be read", found=error) from None

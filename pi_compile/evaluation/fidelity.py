@@ -1,0 +1,196 @@
+"""Evaluate: how faithful a packed artifact is, run through the runtime itself.
+
+Every mode sees every token, with its selection at every position; what fires and what is read is counted on the same
+inputs. Speed comes from decoding token by token. T tokens, L layers, V vocabulary.
+"""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_compile.errors import CorpusError
+from pi_compile.evaluation.hf_reference import check_origin, original_logits
+from pi_compile.evaluation.load_options import CPU, Where, place_of
+from pi_runtime import Model
+from pi_runtime.artifact.checks import EXACT_RUNGS
+from pi_runtime.artifact.schema import Manifest
+from pi_runtime.artifact.sizes import FfnBytes, without_scales
+
+Progress = Callable[[int, int], None]
+Windows = npt.NDArray[np.int64]
+Examine = Callable[[Windows], tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]]
+TIMED = 256
+"""Tokens decoded one by one to time them."""
+SUFFIXES = (".txt", ".md", ".raw")
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """One mode on the windows."""
+
+    perplexity: float
+    best: npt.NDArray[np.int64]
+    """Likeliest next token at every position."""
+    tally_L3: npt.NDArray[np.int64]
+    """Neurons that fire, that are read, and both, summed over the tokens."""
+    tokens: int
+
+    def ffn_bytes(self, m: Manifest, mode: str) -> list[float]:
+        """FFN bytes per token of each layer, the predictor's included; of the experts that a token goes to."""
+        neuron, experts = FfnBytes.of(m.decoder, m.formats), m.decoder.experts_per_token
+        _, read, both = self.tally_L3.T / self.tokens
+        kept = np.full_like(both, experts * m.decoder.d_ff) if mode == "dense" else both
+        picked = [layer.predictor if mode == "predicted" else None for layer in m.layers]
+        predictors = [0 if rank is None else experts * neuron.predictor(rank) for rank in picked]
+        return [float(r * neuron.first + k * neuron.rest) + p for r, k, p in zip(read, kept, predictors, strict=True)]
+
+
+def evaluate(
+    artifact: Path,
+    texts: Sequence[Path],
+    model: Path | None,
+    *,
+    tokens: int,
+    window: int,
+    progress: Progress,
+    where: Where = CPU,
+) -> dict[str, Any]:
+    """Perplexity, top-1 agreement, bytes per token and tokens/s by mode, and a row a layer.
+
+    `model`: the checkpoint the artifact was packed from, scored by transformers in float32. Agreement of `dense` is
+    with the checkpoint, of the others with `dense`. Raises CorpusError for a text shorter than one window,
+    CheckpointError for a checkpoint that the artifact was not packed from.
+    """
+    with where.read(artifact) as opened:
+        manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
+    if model is not None:
+        check_origin(manifest, model)
+    modes = modes_of(manifest)
+    scores: dict[str, Score] = {}
+    speeds: dict[str, float] = {}
+    place: dict[str, object] = {}
+    for n, mode in enumerate(modes):
+        with where.open(artifact, mode) as opened:
+            place = place_of(opened)
+            step = _counter(progress, n * len(windows), len(modes) * len(windows))
+            scores[mode] = _score(opened.examine, windows, step)
+            speeds[mode] = _tokens_per_s(opened, windows.reshape(-1)[:TIMED])
+    checkpoint = _score_checkpoint(model, windows) if model is not None else None
+    ffn = {mode: score.ffn_bytes(manifest, mode) for mode, score in scores.items()}
+    agreement = {"dense": _agreement(scores["dense"], checkpoint)}
+    return {
+        **place,
+        "tokens": windows.size,
+        "perplexity": {"checkpoint": checkpoint.perplexity if checkpoint else None}
+        | {mode: score.perplexity for mode, score in scores.items()},
+        "agreement": agreement | {mode: _agreement(scores[mode], scores["dense"]) for mode in modes[1:]},
+        "bytes_per_token": {mode: other_bytes(manifest) + sum(layers) for mode, layers in ffn.items()},
+        "ffn_bytes_per_token": {mode: sum(layers) for mode, layers in ffn.items()},
+        "tokens_per_s": speeds,
+        "layers": _layer_rows(manifest, scores[modes[-1]], ffn),
+    }
+
+
+def modes_of(m: Manifest) -> list[str]:
+    """The modes an artifact can run in, from nothing skipped to most."""
+    leaves_out = any(layer.rung not in EXACT_RUNGS for layer in m.layers)
+    return ["dense", "gate", *(["predicted"] if leaves_out else [])]
+
+
+def _windows(model: Model, texts: Sequence[Path], tokens: int, window: int) -> Windows:
+    window = min(window, model.context)
+    ids: list[int] = []
+    for path in texts:
+        files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        if not files:
+            raise CorpusError(
+                f"--text {path}: no text in this folder", expected=f"files ending in {', '.join(SUFFIXES)}"
+            )
+        for file in files:
+            try:
+                ids += model.tokenizer.encode(file.read_text(encoding="utf-8"), prefix=False)
+            except (OSError, UnicodeDecodeError) as error:
+                raise CorpusError(f"--text {file}: cannot be read as text", found=error) from None
+    count = min(len(ids), tokens) // window
+    if count == 0:
+        raise CorpusError(f"the text has {len(ids)} tokens", expected=f"at least one window of {window}")
+    return np.array(ids[: count * window], np.int64).reshape(count, window)
+
+
+def _score(examine: Examine, windows: Windows, step: Callable[[], None]) -> Score:
+    loss, best, tallies = 0.0, [], []
+    for ids in windows:
+        found, tally = examine(ids)
+        rows = found[:-1].astype(np.float64)
+        rows -= rows.max(1, keepdims=True)
+        logp = rows - np.log(np.exp(rows).sum(1, keepdims=True))
+        loss -= float(logp[np.arange(len(rows)), ids[1:]].sum())
+        best.append(logp.argmax(1))
+        tallies.append(tally)
+        step()
+    perplexity = math.exp(loss / (windows.size - len(windows)))
+    return Score(perplexity, np.concatenate(best), np.sum(tallies, axis=0), windows.size)
+
+
+def _counter(progress: Progress, done: int, total: int) -> Callable[[], None]:
+    counter = itertools.count(done + 1)
+    return lambda: progress(next(counter), total)
+
+
+def _score_checkpoint(model: Path, windows: Windows) -> Score:
+    logits = original_logits(model)
+    return _score(lambda ids: (logits(ids, len(ids)), np.zeros((0, 3), np.int64)), windows, lambda: None)
+
+
+def _tokens_per_s(model: Model, ids: npt.NDArray[np.int64]) -> float:
+    cache, seconds = model.new_cache(), []
+    for token in ids[: model.context]:
+        began = time.perf_counter()
+        model.decode(int(token), cache)
+        seconds.append(time.perf_counter() - began)
+    return 1 / statistics.median(seconds)
+
+
+def _agreement(one: Score, other: Score | None) -> float | None:
+    return None if other is None else float((one.best == other.best).mean())
+
+
+def other_bytes(m: Manifest) -> int:
+    """Bytes per token of all but the FFN neurons: attention, norms, head, scales. Of the embedding one row is read."""
+    skipped = ("ffn/first", "ffn/rest", "ffn/order", "ffn/counts", "positions")
+    total = 0
+    for array, entry in m.arrays.items():
+        name = without_scales(array)
+        local = name.split("/", 2)[-1]
+        if name == "embedding" and not m.decoder.tied_head:
+            continue
+        if local not in skipped and not local.startswith("predictor/"):
+            total += entry.nbytes
+    return total
+
+
+def _layer_rows(m: Manifest, score: Score, ffn: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """What fires and what is read, in the mode that skips most."""
+    rows = []
+    for n, (layer, (fires, read, both)) in enumerate(zip(m.layers, score.tally_L3.tolist(), strict=True)):
+        rows.append(
+            {
+                "layer": n,
+                "rung": layer.rung,
+                "density": fires / score.tokens / (m.decoder.experts_per_token * m.decoder.d_ff),
+                "rank": layer.rank,
+                "recall": both / max(fires, 1),
+                "precision": both / max(read, 1),
+                "rows_read_over_active": read / max(fires, 1),
+                **{f"{mode}_bytes": layers[n] for mode, layers in ffn.items()},
+            }
+        )
+    return rows

@@ -1,0 +1,1 @@
+"""Machines: measuring one, its profile on disk, and what is installed."""

@@ -1,0 +1,120 @@
+"""What this machine and installation can do, and what is missing."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from pi_runtime.console import size
+from pi_runtime.execution.devices import gpu_driver
+
+EXTRAS = {
+    "runtime": ("numpy", "numba", "tokenizers", "jinja2", "typer", "rich"),
+    "place": ("highspy", "pydantic", "scipy"),
+    "report": ("matplotlib",),
+    "compile": ("torch", "transformers", "datasets", "huggingface_hub", "safetensors", "zarr", "gguf"),
+    "cuda": ("torch", "triton"),
+}
+"""Packages of the installation itself (`runtime`) and of each extra."""
+_NOTABLE = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512vnni", "neon")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. `remedy` is empty where nothing is to be done."""
+
+    topic: str
+    found: str
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at Python, processor, memory, threads, kernel cache, GPU and the packages of each extra."""
+    return [
+        Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        Finding("cores", str(_cores())),
+        _memory(),
+        *_kernels(),
+        _gpu(),
+        *(_extra(name, packages) for name, packages in EXTRAS.items()),
+    ]
+
+
+def describe(findings: list[Finding]) -> str:
+    """Findings as lines to read, remedies below."""
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.topic:17}{finding.found}")
+        lines += [f"{'':17}→ {finding.remedy}"] if finding.remedy else []
+    return "\n".join(lines)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory() -> Finding:
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return Finding("memory", "unknown on this system")
+    page = os.sysconf("SC_PAGE_SIZE")
+    return Finding("memory", f"{size(os.sysconf('SC_PHYS_PAGES') * page)}{_available()}")
+
+
+def _available() -> str:
+    """Linux's estimate of what can be had without swapping."""
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text(encoding="ascii").splitlines() if meminfo.is_file() else []
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return f", {size(int(found[0]) << 10)} available" if found else ""
+
+
+def _kernels() -> list[Finding]:
+    if find_spec("numba") is None:
+        return []
+    from llvmlite import binding  # noqa: PLC0415  slow to load, and may be missing
+
+    from pi_runtime.kernels.codegen.jit import cache_folder, is_cold, threading_layer  # noqa: PLC0415
+
+    features = binding.get_host_cpu_features()
+    notable = ", ".join(f for f in _NOTABLE if features.get(f)) or "no vector extension we use"
+    layer = threading_layer()
+    slow = "install libgomp (Debian: libgomp1): without OpenMP each parallel step waits some ten times longer"
+    folder = cache_folder()
+    state = "compiled on first run" if is_cold() else "ready"
+    return [
+        Finding("processor", f"{binding.get_host_cpu_name()}: {notable}"),
+        Finding("threading layer", layer, "" if layer in ("omp", "tbb") else slow),
+        Finding("kernels", f"{state}, in {folder}, {size(shutil.disk_usage(folder).free)} free"),
+    ]
+
+
+def _gpu() -> Finding:
+    if find_spec("torch") is None:
+        return Finding("gpu", "not looked for: torch is not installed", f"with a GPU: {_install('cuda')}")
+    import torch  # noqa: PLC0415
+
+    cards = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    text = ", ".join(f"cuda:{n} {card.name}, {size(card.total_memory)}" for n, card in enumerate(cards))
+    if not cards and gpu_driver():
+        return Finding("gpu", f"one that torch {torch.__version__} cannot use", "a torch built for CUDA in its place")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    needed = "install a C compiler and Python's headers (gcc, python3-dev): Triton builds what starts kernels"
+    return Finding("gpu", text or "none: everything runs on the CPU", needed if cards and not compiler else "")
+
+
+def _extra(name: str, packages: tuple[str, ...]) -> Finding:
+    topic = name if name == "runtime" else f"extra {name}"
+    missing = [p for p in packages if find_spec(p) is None]
+    if not missing:
+        return Finding(topic, ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages))
+    remedy = f"with a GPU: {_install(name)}" if name == "cuda" else _install(name)
+    return Finding(topic, f"missing {', '.join(missing)}", remedy)
+
+
+def _install(extra: str) -> str:
+    package = "pi-toolchain" if extra == "runtime" else f"'pi-toolchain[{extra}]'"
+    return f"{sys.executable} -m pip install {package}"

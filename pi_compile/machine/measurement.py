@@ -1,0 +1,98 @@
+"""Measure this machine: what its RAM gives to the runtime's kernels, and a GPU's memory and link if there is one."""
+
+import datetime
+import os
+import platform
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+from pi_compile.machine.gpu_probe import probe
+from pi_compile.machine.profile import Cpu, Gpu, Link, Machine, Rates
+from pi_runtime.kernels.benchmarks import (
+    MEASURED,
+    RANK,
+    attention_bandwidth,
+    gather_bandwidth,
+    launch_seconds,
+    most_threads,
+    neuron_bandwidth,
+    predictor_bandwidth,
+    product_bandwidth,
+    product_flops,
+    read_bandwidth,
+    weights,
+)
+
+BYTES = 1 << 30
+
+
+def measure_machine() -> Machine:
+    """Read bandwidth by 1, 2, 4 … threads (1 GiB, or an eighth of RAM); at the best of them, products of every kind in
+    each weight format and the launch of an operator; a GPU's memory, launch and link if there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 << 30
+    size, most = min(BYTES, ram // 8), min(cores, most_threads())
+    counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < most} | {most})
+    rates = {n: read_bandwidth(size, n) / 1e9 for n in counts}
+    best = max(counts, key=lambda n: rates[n])
+    gpu, link, gpu_how = _gpu()
+    rates_of, launch = _products(size, best)
+    by_threads = ", ".join(f"{n}: {rate:.1f}" for n, rate in rates.items())
+    today = datetime.datetime.now(datetime.UTC).date()
+    return Machine(
+        name=platform.node() or "this machine",
+        source=f"measured {today} by pi-compile machine. CPU: sums of {size / 2**30:.3g} GiB, GB/s by threads "
+        f"{by_threads}; products on {best} threads, gathered where one neuron in ten is read; "
+        f"a launch is what slices of a matrix take longer than the whole; attention on cached keys and values; "
+        f"operations of an f16 matrix times 64 vectors.{gpu_how}",
+        cpu=Cpu(
+            name=_processor(),
+            cores=cores,
+            ram_gib=round(ram / 2**30, 1),
+            bandwidth_gb_per_s=round(rates[best], 1),
+            launch_us=round(launch * 1e6, 2),
+            **rates_of,
+            products_gflop_per_s=round(product_flops("f16", best) / 1e9, 1),
+            attention_gb_per_s=round(attention_bandwidth(best) / 1e9, 1),
+        ),
+        gpu=gpu,
+        link=link,
+    )
+
+
+def _products(size: int, threads: int) -> tuple[dict[str, Rates], float]:
+    """10⁹ bytes a second by kind of product and format, as the profile has them, and the seconds of a launch."""
+    rates: dict[str, Rates] = {kind: {} for kind in ("format", "neurons", "gather", "predictor")}
+    launches = []
+    for fmt in MEASURED:
+        w = weights(fmt, size)
+        found = (
+            product_bandwidth(w, threads),
+            neuron_bandwidth(w, threads),
+            gather_bandwidth(w, threads),
+            predictor_bandwidth(weights(fmt, size // 4, RANK), threads),
+        )
+        for of_kind, rate in zip(rates.values(), found, strict=True):
+            of_kind[fmt] = round(rate / 1e9, 1)
+        launches.append(launch_seconds(w, threads))
+    return {f"{kind}_gb_per_s": of_kind for kind, of_kind in rates.items()}, median(launches)
+
+
+def _processor() -> str:
+    """The processor's own name where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def _gpu() -> tuple[Gpu | None, Link | None, str]:
+    if find_spec("torch") is None:
+        return None, None, ""
+    import torch  # noqa: PLC0415  seconds to import, and may be missing
+
+    if not torch.cuda.is_available():
+        return None, None, ""
+    gpu, link, how = probe(torch)
+    return gpu, link, f" {how}"

@@ -1,0 +1,57 @@
+"""`init`: a complete recipe for a checkpoint."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pi_compile.checkpoint import open_checkpoint
+from pi_compile.checkpoint.tokenizer_files import read_text_files
+from pi_compile.corpus.streams import HUB, PYTHON
+from pi_compile.files.output import check_output, write_text
+from pi_compile.recipe import Recipe, default_recipe
+from pi_runtime.errors import UsageError
+
+
+def start_recipe(
+    model: str,
+    output: Path,
+    *,
+    revision: str = "",
+    corpus: Sequence[str] = (),
+    force: bool = False,
+    notice: Callable[[str], None] = lambda _line: None,
+) -> Recipe:
+    """Check that the checkpoint is one we can compile, tokenizer included, then write its recipe.
+
+    A folder or file is written relative to the recipe, so that both can move together; a hub name with the commit it
+    means today. `notice` is told what the user should know of the checkpoint. Raises UsageError rather than replace a
+    recipe, unless `force`, and what `open_checkpoint` and `read_text_files` raise.
+    """
+    check_output(output)
+    if output.exists() and not force:
+        raise UsageError(f"-o {output}: exists already", remedy="--force replaces it; or name another file")
+    here = Path(os.path.realpath(output)).parent
+    text = [_source(source, here) for source in corpus] or [PYTHON]
+    checkpoint = open_checkpoint(model, revision or None)
+    found = read_text_files(checkpoint.location, checkpoint.decoder.vocab_size)
+    for line in (*checkpoint.notices, *found.notices):
+        notice(line)
+    name = _relative(checkpoint.location, here) if checkpoint.revision is None else model
+    recipe = default_recipe(name, revision=checkpoint.revision or "", corpus=text)
+    write_text(output, recipe.to_toml())
+    return recipe
+
+
+def _source(source: str, folder: Path) -> str:
+    """A corpus as the recipe writes it: a path relative to the recipe, `python`, or a pinned hub name as it is."""
+    if source == PYTHON or source.startswith(HUB):
+        return source
+    if not Path(source).exists():
+        raise UsageError(
+            f"--corpus {source}: no such file or folder", expected=f"a path, {PYTHON}, or {HUB}OWNER/NAME@REVISION"
+        )
+    return _relative(Path(source), folder)
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), folder)).as_posix()

@@ -1,0 +1,139 @@
+"""Locks: `NAME.lock` beside `NAME.toml` holds every placement of a recipe, so that anyone can recompute and compare.
+
+TOML, one spelling: digests of what went in, then for each GPU budget what came out, a line a layer.
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from pi_compile.files.output import write_text
+from pi_compile.pipeline.recipe_placement import Placed
+from pi_compile.placement.stage import Placement
+from pi_runtime.errors import NotMetError, UsageError
+
+LOCK_VERSION = 1
+_SHOWN = 40
+"""Differences that a message lists."""
+
+
+def lock_path(recipe: Path) -> Path:
+    """Where a recipe's lock is."""
+    return recipe.with_suffix(".lock")
+
+
+def lock_text(placed: Placed) -> str:
+    """The lock's content."""
+    lines = [
+        "# Written by `pi-compile place RECIPE --lock`; `--locked` recomputes it and compares.",
+        f"version = {LOCK_VERSION}",
+        f'solver = "pi-toolchain {version("pi-toolchain")}"',
+        "",
+        "[inputs]",
+        *(f'{name} = "{digest}"' for name, digest in placed.inputs.items()),
+    ]
+    for placement in placed.placements:
+        lines += ["", "[[plan]]", *_plan_lines(placement)]
+    return "\n".join(lines) + "\n"
+
+
+def _plan_lines(p: Placement) -> Iterator[str]:
+    plan = p.plan
+    yield f'objective = "{plan.objective}"'
+    yield f"vram_bytes = {plan.vram_bytes}"
+    yield f"used_bytes = {plan.used_bytes}"
+    yield f"ram_bytes = {plan.ram_bytes}"
+    yield f"context = {plan.context}"
+    yield f"predicted_ns = {plan.predicted_ns}"
+    yield f'embedding = "{plan.embedding}"'
+    yield f'head = "{plan.head}"'
+    yield f"gpu = {_inline(p.gpu_bytes)}"
+    yield f"ram = {_inline(p.ram_bytes)}"
+    yield "layers = ["
+    experts = len(plan.cuts) // len(plan.attention)
+    for n, (side, time) in enumerate(zip(plan.attention, p.time.layers, strict=True)):
+        cuts = plan.cuts[n * experts : (n + 1) * experts]
+        cut = f"cuts = {list(cuts)}" if experts > 1 else f"cut = {cuts[0]}"
+        yield f'    {{ attention = "{side}", {cut}, ps = {time.total} }},'
+    yield "]"
+    yield f'digest = "{plan.digest}"'
+
+
+def _inline(values: Mapping[str, int]) -> str:
+    return "{ " + ", ".join(f"{name} = {value}" for name, value in values.items()) + " }"
+
+
+def write_lock(path: Path, placed: Placed) -> None:
+    """Write it whole or not at all."""
+    write_text(path, lock_text(placed))
+
+
+def check_lock(path: Path, placed: Placed) -> None:
+    """Hold a lock against what was recomputed; which release wrote it does not count.
+
+    Raises UsageError without a lock, NotMetError with the differences, layer by layer.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, UnicodeDecodeError):
+        remedy = f"pi-compile place {path.with_suffix('.toml')} --lock"
+        raise UsageError(f"{path}: no lock that can be read", remedy=remedy) from None
+    now = lock_text(placed)
+    if _without_solver(text) == _without_solver(now):
+        return
+    try:
+        found = list(_differences(tomllib.loads(text), tomllib.loads(now)))
+    except tomllib.TOMLDecodeError as error:
+        found = [f"not TOML: {error}"]
+    found = found or ["spelt differently"]
+    more = [f"… and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    raise NotMetError(
+        f"{path}: the placement is not the locked one (locked → recomputed)",
+        found="".join(f"\n    {line}" for line in (*found[:_SHOWN], *more)),
+        remedy="see what changed; where that is meant, write the lock anew with --lock and commit it",
+    )
+
+
+def _without_solver(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith("solver = ")]
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("version", "inputs"):
+        yield from _compare(name, old.get(name), new.get(name))
+    before, after = _plans(old), _plans(new)
+    for budget in sorted({*before, *after}):
+        where = f"plan for {budget} bytes"
+        if budget not in before or budget not in after:
+            yield f"{where}: {'new' if budget in after else 'gone'}"
+            continue
+        yield from _compare(where, before[budget], after[budget])
+
+
+def _plans(lock: Mapping[str, Any]) -> dict[Any, Any]:
+    plans = lock.get("plan", [])
+    return {p.get("vram_bytes"): p for p in plans if isinstance(p, dict)} if isinstance(plans, list) else {}
+
+
+def _compare(where: str, old: Any, new: Any) -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys((*old, *new)):
+            yield from _compare(f"{where}, {name}", old.get(name), new.get(name))
+    elif isinstance(old, list) and isinstance(new, list):
+        yield from _compare_layers(where, old, new)
+    elif old != new:
+        yield f"{where}: {_short(old)} → {_short(new)}"
+
+
+def _compare_layers(where: str, old: Sequence[Any], new: Sequence[Any]) -> Iterator[str]:
+    if len(old) != len(new):
+        yield f"{where}: {len(old)} → {len(new)}"
+    for n, (a, b) in enumerate(zip(old, new, strict=False)):
+        yield from _compare(f"{where.removesuffix('s')} {n}", a, b)
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 40 else f"{text[:16]}…"

@@ -1,0 +1,137 @@
+"""Results of stages on disk: nothing is made twice, nothing stale is used, a killed stage goes on.
+
+A result's name holds the digest of everything it depends on: a result that is there is the one that is wanted. A stage
+that is under way works in a scratch folder of the same name. One process at a time works in a store; another waits.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+import pi_compile
+import pi_runtime
+
+Result = TypeVar("Result")
+_ROOTS = {"pi_compile": pi_compile, "pi_runtime": pi_runtime}
+
+
+def key_of(**inputs: Any) -> str:
+    """Digest of a stage's inputs: plain values and digests of files."""
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def token_digest(tokens: np.ndarray[Any, Any]) -> str:
+    """Of token ids, whatever integers hold them."""
+    return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def code_digest(module: str) -> str:
+    """Digest of the source of a module and of everything of ours that it imports, directly or not.
+
+    It keys this local store only; no artifact depends on it.
+    """
+    digest = hashlib.sha256()
+    for name, path in sources_of(module).items():
+        digest.update(name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def sources_of(module: str) -> dict[str, Path]:
+    """Source files by module name: `module` and what it imports of our two packages, in order of name."""
+    found: dict[str, Path] = {}
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        path = _source(name)
+        if path is not None and name not in found:
+            found[name] = path
+            waiting += _imports(ast.parse(path.read_bytes()))
+    return dict(sorted(found.items()))
+
+
+def _source(name: str) -> Path | None:
+    package, *rest = name.split(".")
+    if package not in _ROOTS:
+        return None
+    stem = Path(_ROOTS[package].__file__ or "").parent.joinpath(*rest)
+    return next((p for p in (stem / "__init__.py", stem.with_suffix(".py")) if p.is_file()), None)
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            # The name may be a module itself; if not, it has no source and is left out.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+class Store:
+    """One recipe's results in one folder. Use inside `with store.exclusive(…)`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @contextmanager
+    def exclusive(self, waiting: Callable[[str], None]) -> Iterator[None]:
+        """Hold the store; `waiting` is told once if another process holds it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("w") as handle:
+            _lock(handle, lambda: waiting(f"another run works in {self.folder}; waiting for it"))
+            yield
+
+    def result(
+        self,
+        stage: str,
+        key: str,
+        *,
+        make: Callable[[Path], Result],
+        save: Callable[[Result, Path], None],
+        load: Callable[[Path], Result],
+        suffix: str = ".npz",
+    ) -> tuple[Result, bool]:
+        """(result, whether it was made now). `make` gets the stage's scratch folder, which it may find half done."""
+        path = self.folder / f"{stage}-{key[:16]}{suffix}"
+        scratch = self.folder / f"{stage}-{key[:16]}.work"
+        if path.exists():
+            shutil.rmtree(scratch, ignore_errors=True)  # a kill after saving left it
+            return load(path), False
+        # Scratch of other keys is of no use to anyone any more, and may be large.
+        for other in self.folder.glob(f"{stage}-*.work"):
+            if other != scratch:
+                shutil.rmtree(other)
+        scratch.mkdir(exist_ok=True)
+        result = make(scratch)
+        save(result, path)
+        shutil.rmtree(scratch)
+        for older in self.folder.glob(f"{stage}-*{suffix}"):
+            if older != path:
+                older.unlink()
+        return result, True
+
+
+def _lock(handle: Any, waiting: Callable[[], None]) -> None:
+    if os.name == "nt":
+        return  # no advisory locks there: results still appear whole, but two runs may do the same work
+    import fcntl  # noqa: PLC0415
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        waiting()
+        fcntl.flock(handle, fcntl.LOCK_EX)

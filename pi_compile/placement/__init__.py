@@ -1,0 +1,1 @@
+"""The place stage: what belongs on the GPU, solved exactly."""

@@ -1,0 +1,187 @@
+"""What placing needs of a model and no more, in one file, so that a placement can be reproduced without the model.
+
+Shape, number formats of the checkpoint, counts and order of the neurons, and the table of the train stage. One `.npz`
+(NumPy's own container): `meta` (JSON), `counts`, `order`, and with experts `routed`, whose first axis is 1 where all
+layers are alike.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_compile.cost_model.workload import MILLION, Ints, LayerWork
+from pi_compile.errors import ProfileError
+from pi_compile.files.npz import read_arrays, write_arrays
+from pi_compile.results.activation_profile import ActivationProfile, orders_experts, within_routed
+from pi_compile.results.predictor_set import LayerRow
+from pi_runtime.artifact.checks import RUNGS
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.decoding import decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRow:
+    """One layer as training left it."""
+
+    rung: str
+    rank: int | None
+    ffn_bytes: int
+    """FFN bytes read per token, the predictor's included, rounded up."""
+    read_ppm: int
+    """Neurons whose `first` is read ÷ neurons that fire, in millionths."""
+    loss_ppb: int
+    """What is lost of the FFN's output, E‖Δy‖² ÷ E‖x‖², in 10⁻⁹."""
+
+    @classmethod
+    def of(cls, row: LayerRow) -> Self:
+        """From floats by their shortest decimals, which are the same everywhere."""
+        return cls(
+            rung=row.rung,
+            rank=row.rank,
+            ffn_bytes=_whole(row.ffn_bytes, 1),
+            read_ppm=_whole(row.rows_read_over_active, MILLION),
+            loss_ppb=_whole(row.error, 10**9),
+        )
+
+
+def _whole(value: float, unit: int) -> int:
+    return int(-(-Decimal(repr(float(value))) * unit // 1))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Activations:
+    """The content of a file."""
+
+    shape: Decoder
+    formats: Mapping[str, str]
+    """The checkpoint's own: of embedding, attention, ffn, and of the head where it is not the embedding."""
+    tokens: int
+    counts: Ints
+    """(layers, neurons): tokens for which neuron f of the checkpoint's order fired."""
+    order: npt.NDArray[np.uint32]
+    """(layers, neurons): the checkpoint's index of the neuron stored at each place."""
+    routed: Ints | None = None
+    """(layers, experts): tokens that the router sent to each expert; None where there is no router."""
+    table: tuple[TableRow, ...] = ()
+    """One row a layer; () for a model that was not trained."""
+    predictor_format: str = ""
+    """Number format that the table's bytes and losses were measured with; empty without a table."""
+
+    @classmethod
+    def of(
+        cls,
+        profile: ActivationProfile,
+        formats: Mapping[str, str],
+        rows: tuple[LayerRow, ...] = (),
+        predictor_format: str = "",
+    ) -> Self:
+        """From what the stages made."""
+        return cls(
+            shape=profile.decoder,
+            formats=formats,
+            tokens=profile.tokens,
+            counts=profile.counts.astype(np.int64),
+            order=profile.order,
+            routed=None if profile.routed is None else profile.routed.astype(np.int64),
+            table=tuple(map(TableRow.of, rows)),
+            predictor_format=predictor_format,
+        )
+
+    def ordered_counts(self) -> Ints:
+        """(layers, neurons) counts in stored order."""
+        return np.take_along_axis(self.counts, self.order.astype(np.int64), axis=1)
+
+    def layers(self) -> tuple[LayerWork, ...]:
+        """The table, as placing takes it; () without one."""
+        return tuple(LayerWork(rung=row.rung, rank=row.rank, read_ppm=row.read_ppm) for row in self.table)
+
+    def digest(self) -> str:
+        """sha256 of the content, however the file is compressed."""
+        h = hashlib.sha256(json.dumps(self._meta(), sort_keys=True).encode())
+        h.update(self.counts.astype("<i8").tobytes())
+        h.update(self.order.astype("<u4").tobytes())
+        if self.routed is not None:
+            h.update(self.routed.astype("<i8").tobytes())
+        return h.hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        meta = np.array(json.dumps(self._meta(), sort_keys=True))
+        arrays: dict[str, npt.NDArray[Any]] = {"counts": self.counts, "order": self.order}
+        if self.routed is not None:
+            arrays["routed"] = self.routed
+        write_arrays(path, {"meta": meta, **{name: _small(a) for name, a in arrays.items()}}, compressed=True)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read and check a file. Raises ProfileError."""
+        problems: list[str] = []
+        try:
+            stored = read_arrays(path)
+            meta = decode(_Meta, json.loads(str(stored["meta"])), "meta", problems)
+            if problems:
+                raise ProfileError(f"{path}: not an activation file", found="; ".join(problems))
+            layers, neurons, experts = meta.shape.n_layers, meta.shape.neurons, meta.shape.n_experts
+            counts, order = (
+                np.broadcast_to(stored[name].astype(t, casting="safe"), (layers, neurons))
+                for name, t in (("counts", "i8"), ("order", "u4"))
+            )
+            routed = None
+            if experts > 1:
+                routed = np.broadcast_to(stored["routed"].astype("i8", casting="safe"), (layers, experts))
+        except FileNotFoundError:
+            remedy = "pi-compile train RECIPE --export FILE makes one"
+            raise ProfileError(f"{path}: no such activation file", remedy=remedy) from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ProfileError(f"{path}: not an activation file", found=error) from None
+        found = cls(counts=counts, order=order, routed=routed, **vars(meta))
+        problem = found._problem()
+        if problem:
+            raise ProfileError(f"{path}: contradicts itself", found=problem)
+        return found
+
+    def _problem(self) -> str:
+        experts = self.shape.n_experts
+        counted = self.tokens >= 1 and within_routed(self.counts, self.routed, self.tokens, experts)
+        if not counted or self.counts.min(initial=0) < 0:
+            return f"counts outside the {self.tokens} tokens profiled"
+        if not orders_experts(self.order, experts):
+            return "the order of a layer does not name every neuron once"
+        if self.table and len(self.table) != self.shape.n_layers:
+            return f"a table of {len(self.table)} rows for {self.shape.n_layers} layers"
+        if not all(row.rung in RUNGS and (row.rung != "predicted" or row.rank) for row in self.table):
+            return "a rung that is none, or predicted without a rank"
+        return ""
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "shape": asdict(self.shape),
+            "formats": self.formats,
+            "tokens": self.tokens,
+            "table": [asdict(row) for row in self.table],
+            "predictor_format": self.predictor_format,
+        }
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """What a file holds beside its arrays."""
+
+    shape: Decoder
+    formats: Mapping[str, str]
+    tokens: int
+    table: tuple[TableRow, ...]
+    predictor_format: str
+
+
+def _small(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The smallest unsigned type that holds the values, and one row where all are alike."""
+    rows = values[:1] if (values == values[:1]).all() else values
+    return rows.astype(np.min_scalar_type(int(rows.max(initial=0))))

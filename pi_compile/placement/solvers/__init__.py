@@ -1,0 +1,1 @@
+"""The solvers of a placement; they know integers and no model."""

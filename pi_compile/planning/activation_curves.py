@@ -1,0 +1,107 @@
+"""Published activation curves, and the counts that a model with such a curve would have.
+
+A curve says which share y of all activations the hottest share x of the neurons has: shares, not frequencies. With the
+density d, the mean share of neurons that fire for a token, the neuron at place x of F fires with the frequency
+
+    f(x) = d · y′(x)        clipped at 1, what is above it spread downwards, over the next less frequent neurons
+
+All in integers: y is held in units of 10⁻⁶, and counts are differences of one cumulated sum that is rounded down. So
+the same curve, density and sizes give the same counts everywhere.
+"""
+
+import difflib
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_compile.errors import ProfileError
+from pi_compile.files.bundled import bundled
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.errors import UsageError
+
+UNIT = 10**6
+"""A share of 1."""
+TOKENS = 10**6
+"""Tokens that counts from a curve stand for: the sources profiled about as many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One published curve, or one for each layer."""
+
+    name: str
+    source: str
+    """What it is and where it was published."""
+    shares: tuple[tuple[int, ...], ...]
+    """[layer][i]: share of activations, in millionths, of the hottest i / (len − 1) of the neurons."""
+
+
+def find_curve(name: str) -> Curve:
+    """A bundled curve. Raises UsageError naming those there are."""
+    known = sorted(path.stem for path in bundled("published").glob("*.csv"))
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        raise UsageError(
+            f"--curve {name}: no such published curve",
+            expected=f"one of {', '.join(known)}",
+            remedy=f"--curve {near[0]}" if near else None,
+        )
+    return read_curve(bundled("published") / f"{name}.csv")
+
+
+def read_curve(path: Path) -> Curve:
+    """Read a curve: comments that name its source, a header, then evenly spaced percentages. Raises ProfileError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        source = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+        table = [line.split(",") for line in lines if line and not line.startswith("#")][1:]
+        numbers = [[Decimal(cell) for cell in row] for row in table]
+        columns = list(zip(*numbers, strict=True))
+    except (OSError, UnicodeDecodeError, InvalidOperation, ValueError) as error:
+        raise ProfileError(f"{path}: not an activation curve", found=error) from None
+    places = [100 * i for i in range(len(numbers))]
+    if len(columns) < 2 or [x * (len(numbers) - 1) for x in columns[0]] != places:
+        raise ProfileError(f"{path}: not an activation curve", expected="rows evenly spaced from 0 to 100 % of neurons")
+    # No neuron has no activation; what a figure shows at 0 is the width of its line.
+    shares = tuple((0, *(int(y * UNIT / 100) for y in column[1:])) for column in columns[1:])
+    for column in shares:
+        if column[-1] != UNIT or any(a > b for a, b in pairwise(column)):
+            raise ProfileError(f"{path}: not an activation curve", expected="shares that rise to 100 %")
+    return Curve(name=path.stem, source=source, shares=shares)
+
+
+def curve_counts(curve: Curve, shape: Decoder, density: Decimal, tokens: int = TOKENS) -> npt.NDArray[np.uint64]:
+    """(layers, neurons) counts of a model with this curve and density over so many tokens; in each expert falling.
+
+    A curve of several layers is stretched over the model's. With experts, density is that of an expert that is routed:
+    each has the curve, over its share of the tokens.
+    """
+    if not 0 < density <= 1:
+        raise UsageError(f"--density {density}: out of range", expected="a number above 0, at most 1")
+    routed = tokens * shape.experts_per_token // shape.n_experts
+    columns = len(curve.shares)
+    of_column = [_counts(shares, shape.d_ff, density, routed) for shares in curve.shares]
+    layers = [of_column[layer * columns // shape.n_layers] for layer in range(shape.n_layers)]
+    return np.tile(np.array(layers, np.uint64), (1, shape.n_experts))
+
+
+def _counts(shares: tuple[int, ...], neurons: int, density: Decimal, tokens: int) -> list[int]:
+    """Counts of one FFN, falling, at most `tokens` each, and as many activations together as the density says."""
+    total = int(density * neurons * tokens)
+    steps = len(shares) - 1
+    mass = []
+    for n in range(neurons + 1):
+        step, rest = divmod(n * steps, neurons)
+        beyond = shares[min(step + 1, steps)] - shares[step]
+        mass.append(total * (shares[step] * neurons + beyond * rest) // (UNIT * neurons))
+    falling = sorted((b - a for a, b in pairwise(mass)), reverse=True)
+    excess, counts = 0, []
+    for count in falling:
+        kept = min(tokens, count + excess)
+        excess += count - kept
+        counts.append(kept)
+    return counts

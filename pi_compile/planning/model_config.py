@@ -1,0 +1,111 @@
+"""Which model a plan is for: a config.json, a folder with one, or a published model whose config comes with us."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from math import prod
+from pathlib import Path
+
+from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.families.adapter import decoder_of
+from pi_compile.checkpoint.json_file import read_json
+from pi_compile.checkpoint.part_formats import AUTO, KEEP
+from pi_compile.errors import CheckpointError, ProfileError
+from pi_compile.files.bundled import bundled
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.sizes import PARTS, array_specs
+from pi_runtime.errors import UsageError
+
+_CONFIG = "config.json"
+_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """How a published model fires."""
+
+    curve: str
+    """Name of a published curve."""
+    density: Decimal
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """What is known of a model without its weights."""
+
+    name: str
+    shape: Decoder
+    dtype: str | None
+    """Number format of its checkpoint, if the config says."""
+    activation: Activation | None
+    """As published, for the models that come with us."""
+
+    def formats(self, wanted: Mapping[str, str]) -> dict[str, str]:
+        """Format of each part; `keep` is the checkpoint's, and for predictors the FFN's."""
+        kept = {part: wanted[part] if wanted[part] != "keep" else self.dtype for part in PARTS}
+        if wanted["predictor"] in (KEEP, AUTO):
+            kept["predictor"] = kept["ffn"]
+        formats = {part: fmt for part, fmt in kept.items() if fmt is not None}
+        if len(formats) < len(PARTS):
+            raise UsageError(
+                f"{self.name}: its config does not say in which number format it is", remedy="--format f16"
+            )
+        return formats
+
+
+def find_planned(name: str, folder: Path) -> PlannedModel:
+    """A config.json, a folder that holds one (both from `folder` on), or OWNER/NAME of a bundled config.
+
+    Raises CheckpointError for anything else, and for a config that is not understood.
+    """
+    path = folder / Path(name).expanduser()
+    if path.is_dir():
+        path = path / _CONFIG
+    if not path.is_file():
+        path = bundled("models") / name / _CONFIG
+    if path.suffix == ".gguf":
+        raise CheckpointError(
+            f"{name}: a GGUF file is not planned for",
+            expected=f"a {_CONFIG}",
+            remedy="name that of the model it was made from; `build` places this one too",
+        )
+    if not path.is_file():
+        raise CheckpointError(
+            f"{name}: no config to plan from",
+            expected=f"a {_CONFIG}, a folder with one, a recipe (.toml), or one of {', '.join(bundled_models())}",
+            remedy="fetch the model's config.json and name it: its weights are not needed",
+        )
+    config = Config(path, read_json(path))
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    return PlannedModel(
+        name=name,
+        shape=decoder_of(config),
+        dtype=_DTYPES.get(dtype) if isinstance(dtype, str) else None,
+        activation=_activation(path.parent / "activation.toml"),
+    )
+
+
+def parameters(d: Decoder) -> int:
+    """Weights of a model, norms and biases included."""
+    specs = array_specs(d, dict.fromkeys(PARTS, "f32"), [None] * d.n_layers, profiled=False)
+    return sum(prod(spec.shape) for spec in specs.values())
+
+
+def bundled_models() -> list[str]:
+    """OWNER/NAME of every model whose config comes with us."""
+    root = bundled("models")
+    return sorted(path.parent.relative_to(root).as_posix() for path in root.glob(f"*/*/{_CONFIG}"))
+
+
+def _activation(path: Path) -> Activation | None:
+    if not path.is_file():
+        return None
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
+        return Activation(curve=data.pop("curve"), density=data.pop("density"), source=data.pop("source"), **data)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ProfileError(
+            f"{path}: not a published activation", expected="curve, density, source", found=error
+        ) from None

@@ -1,0 +1,1 @@
+"""A placement explained on one page with figures."""

@@ -1,0 +1,141 @@
+"""Why a placement is what it is: where its time and its bytes go, and what other budgets would give."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_compile.cost_model.processors import CPU, GPU, PICO
+from pi_compile.cost_model.workload import Workload
+from pi_compile.placement.formulation import Sizes
+from pi_compile.placement.stage import LADDER, Placement, place
+from pi_compile.planning.baselines import layer_split, powerinfer
+from pi_compile.planning.forecast import AROUND, Firing, PlanSpec, firing_of, workload_of
+from pi_compile.planning.prefill_time import prefill_tokens_per_s
+from pi_compile.results.activation_profile import cumulative_curve
+from pi_runtime.errors import DoesNotFitError
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """One pair of budgets, and what it gives."""
+
+    vram: int
+    ram: int
+    asked: bool
+    """Whether it is the one that is explained."""
+    placement: Placement | None
+    """None where nothing keeps both budgets."""
+    prefill_tokens_per_s: float | None
+    layer_split_tokens_per_s: float
+    """Whole layers, dense, as llama.cpp places them."""
+    powerinfer_tokens_per_s: float
+    """By PowerInfer's rule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """One placement, what it was made from, and its neighbours."""
+
+    spec: PlanSpec
+    firing: Firing
+    work: Workload
+    placement: Placement
+    budgets: tuple[Budget, ...]
+    """By rising GPU memory, or RAM on a machine without a GPU."""
+    most: int
+    """GPU memory that takes every part."""
+
+    @property
+    def asked(self) -> Budget:
+        return next(budget for budget in self.budgets if budget.asked)
+
+    @cached_property
+    def curves(self) -> Floats:
+        """(layers, 101) share of a layer's activations that the hottest 0, 1, … 100 % of its neurons have."""
+        return cumulative_curve(self.work.counts)
+
+    @cached_property
+    def densities(self) -> Floats:
+        """(layers,) mean share of the neurons that fire for a token."""
+        return np.asarray(self.work.counts.mean(1) / self.work.tokens)
+
+    @cached_property
+    def hot_shares(self) -> Floats:
+        """(layers,) share of a layer's activations that its neurons on the GPU have."""
+        counts, cuts = self.work.counts, self.placement.choice.cuts
+        return np.array([c[:cut].sum() / max(c.sum(), 1) for c, cut in zip(counts, cuts, strict=True)])
+
+
+def explain(spec: PlanSpec, progress: Callable[[int, int], None] | None = None) -> Explanation:
+    """The placement at the budget, and others: 25 % around it, the CPU alone, and the ladder of stored plans.
+
+    Raises what `planning.plan` raises.
+    """
+    firing = firing_of(spec)
+    work = workload_of(spec, firing)
+    placement = place(work, spec.machine, spec.vram, spec.ram, objective=spec.objective)
+    most = Sizes.of(work).all_on_gpu
+    pairs = _pairs(spec, most)
+    budgets = []
+    for done, (vram, ram) in enumerate(pairs):
+        asked = (vram, ram) == (spec.vram, spec.ram)
+        budgets.append(_budget(spec, work, vram, ram, placement if asked else None))
+        if progress is not None:
+            progress(done + 1, len(pairs))
+    return Explanation(spec=spec, firing=firing, work=work, placement=placement, budgets=tuple(budgets), most=most)
+
+
+def _pairs(spec: PlanSpec, most: int) -> list[tuple[int, int]]:
+    """(GPU, RAM) budgets to look at. Where there is no GPU the budget that varies is RAM."""
+    if not spec.vram:
+        return [(0, spec.ram * (100 + percent) // 100) for percent in AROUND]
+    around = [spec.vram * (100 + percent) // 100 for percent in AROUND]
+    ladder = [most * percent // 100 for percent in (0, *LADDER)]
+    # What is all but the same budget twice would only confuse.
+    ladder = [vram for vram in ladder if all(vram == other or abs(vram - other) > vram // 50 for other in around)]
+    return [(vram, spec.ram) for vram in sorted({*ladder, *around})]
+
+
+def _budget(spec: PlanSpec, work: Workload, vram: int, ram: int, asked: Placement | None) -> Budget:
+    placement, prefill = asked, None
+    if placement is None:
+        try:
+            placement = place(work, spec.machine, vram, ram, objective=spec.objective)
+        except DoesNotFitError:
+            placement = None
+    if placement is not None:
+        prefill = prefill_tokens_per_s(work, spec.machine, placement.choice)
+    return Budget(
+        vram=vram,
+        ram=ram,
+        asked=asked is not None,
+        placement=placement,
+        prefill_tokens_per_s=prefill,
+        layer_split_tokens_per_s=layer_split(work, spec.machine, vram).tokens_per_s,
+        powerinfer_tokens_per_s=powerinfer(work, spec.machine, vram).tokens_per_s,
+    )
+
+
+def tokens_per_s(placement: Placement) -> float:
+    """Predicted speed of decoding."""
+    return PICO / placement.time.total
+
+
+def busy(placement: Placement) -> dict[str, dict[str, int]]:
+    """Picoseconds of a token in which each unit works, and on what. Units work side by side only within an FFN."""
+    units: dict[str, dict[str, int]] = {name: dict.fromkeys(placement.time.parts, 0) for name in ("GPU", "CPU", "link")}
+    names, choice, time = {CPU: "CPU", GPU: "GPU"}, placement.choice, placement.time
+    for side, layer in zip(choice.sides, time.layers, strict=True):
+        units[names[side]]["attention"] += layer.attention
+        units[names[side]]["predictor"] += layer.predictor
+        units["GPU"]["ffn"] += layer.gpu
+        units["CPU"]["ffn"] += layer.cpu
+        units["link"]["hand-over"] += layer.handover + layer.crossing
+    units[names[choice.embedding]]["embedding and head"] += time.embedding
+    units[names[choice.head]]["embedding and head"] += time.head
+    return units

@@ -1,0 +1,230 @@
+"""The report's figures layer by layer: activation curves, cuts, time, balance of the two sides, predictor ranks."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from pi_compile.cost_model.processors import CPU, GPU
+from pi_compile.report.explanation import Explanation, Floats
+from pi_compile.report.quantities import duration, duration_unit, percent, span
+from pi_compile.report.style import LAYER_COLOURS
+from pi_compile.report.svg import colour, figure, rectangles, svg
+from pi_compile.report.token_figures import TIME_COLOURS, Chart, key_of
+
+_GAPS = 48
+"""Layers up to which bars stand apart."""
+_HANDED = (
+    "Hand-over is what passes between GPU and CPU: results of an FFN that both work on, and the residual where "
+    "neighbours differ. "
+)
+_NAMED = 12
+"""Points that have room for a number each."""
+
+
+def curve_figure(e: Explanation) -> Chart:
+    """Activation curve of each layer, with the cut on it."""
+    x = np.arange(e.curves.shape[1])
+    _, first = np.unique(e.curves, axis=0, return_index=True)
+    names = layer_colours(len(e.curves)) if len(first) > 1 else ["accent"] * len(e.curves)
+    cuts = 100 * np.array(e.placement.choice.cuts) / e.work.shape.neurons
+    with figure(3.3) as (drawn, (axis,)):
+        axis.plot([0, 100], [0, 100], color=colour("line"), lw=1)
+        for n in sorted(first):
+            axis.plot(x, 100 * e.curves[n], color=colour(names[n]), lw=1.1)
+        on = [n for n, cut in enumerate(cuts) if cut]
+        colours = [colour(names[n]) for n in on]
+        if on:
+            axis.scatter(
+                cuts[on], 100 * e.hot_shares[on], c=colours, s=20, edgecolors=colour("paper"), linewidths=0.6, zorder=3
+            )
+        _shares(axis)
+        axis.set_xlim(0, 100.5)
+        axis.set_xlabel("hottest neurons of a layer, %")
+        axis.set_title("share of the layer’s activations, %")
+        axis.grid()
+        fifth = e.curves[:, 20]
+        said = f"The hottest fifth of a layer’s neurons has {span(percent(fifth.min()), percent(fifth.max()))}"
+        title = "How unevenly neurons fire"
+        text = svg(drawn, "curves", title, f"{said} of its activations.")
+    alike = "All layers have the same curve. " if len(first) == 1 < len(e.curves) else ""
+    dots = "A dot is a layer’s cut: the neurons left of it are on the GPU. " if on else ""
+    return Chart(
+        title=title,
+        svg=text,
+        caption=f"The further a curve bends away from the diagonal, the more a few neurons do. {alike}{dots}"
+        f"{said} of its activations.",
+        key=_layer_key(len(e.curves)) if len(first) > 1 else (),
+    )
+
+
+def cut_figure(e: Explanation) -> Chart | None:
+    """What of each layer is on the GPU; None without a GPU."""
+    if not e.spec.vram:
+        return None
+    choice, n = e.placement.choice, len(e.placement.choice.cuts)
+    shares = 100 * np.array(choice.cuts) / e.work.shape.neurons
+    attention = choice.sides.count(GPU)
+    with figure(3.3, (8, 1), sharex=True) as (drawn, (axis, strip)):
+        rectangles(axis, _bars(np.zeros(n), shares), "gpu")
+        axis.plot(range(n), 100 * e.hot_shares, "o", color=colour("ink"), ms=3 if n <= _GAPS else 2)
+        _shares(axis)
+        axis.set_title("neurons on the GPU, % of the layer")
+        axis.grid(axis="y")
+        axis.tick_params(axis="x", length=0)
+        for side, name in ((GPU, "gpu"), (CPU, "cpu")):
+            here = np.array([s == side for s in choice.sides])
+            rectangles(strip, _bars(np.zeros(n), here.astype(float)), name)
+        strip.set_title("attention with its cache")
+        strip.set_yticks([])
+        strip.spines["left"].set_visible(False)
+        _layer_axis(strip, n)
+        title = "What of each layer is on the GPU"
+        range_ = span(percent(shares.min() / 100), percent(shares.max() / 100))
+        said = (
+            f"Of a layer’s neurons {range_}; {percent(e.placement.hot_share)} of all activations; "
+            f"attention of {attention} of {n} layers."
+        )
+        text = svg(drawn, "cuts", title, said)
+    sides = [("gpu", "", "GPU"), *([("cpu", "", "CPU")] if attention < n else [])]
+    key = (*sides, ("ink", "dot", "activations of the neurons on the GPU"))
+    return Chart(
+        title=title,
+        svg=text,
+        caption="Bars: the share of a layer’s neurons before its cut. Dots: the share of its activations that these "
+        f"neurons have; high above its bar, a layer’s few hot neurons do most of the work. {said}",
+        key=key,
+    )
+
+
+def layer_figure(e: Explanation) -> Chart:
+    """Time of each layer by part."""
+    layers = e.placement.time.layers
+    scale, unit = duration_unit(max(layer.total for layer in layers))
+    handed = [layer.handover + layer.crossing for layer in layers]
+    parts = {
+        "attention": [layer.attention for layer in layers],
+        "predictor": [layer.predictor for layer in layers],
+        "ffn": [max(layer.gpu, layer.cpu) for layer in layers],
+        "hand-over": handed,
+    }
+    with figure(2.9) as (drawn, (axis,)):
+        base = np.zeros(len(layers))
+        for part, times in parts.items():
+            heights = np.array(times) / scale
+            rectangles(axis, _bars(base, heights), TIME_COLOURS[part])
+            base = base + heights
+        _layer_axis(axis, len(layers))
+        axis.set_ylim(0, base.max() * 1.04)
+        axis.set_title(f"{unit} a token")
+        axis.grid(axis="y")
+        slowest = int(np.argmax([layer.total for layer in layers]))
+        low, high = min(layer.total for layer in layers), layers[slowest].total
+        longest = f"; the slowest is layer {slowest}" if high > low else ""
+        said = f"A layer takes {span(duration(low), duration(high))}{longest}."
+        title = "Time of each layer"
+        text = svg(drawn, "layers", title, said)
+    return Chart(
+        title=title,
+        svg=text,
+        caption=f"Predicted time of each layer for one token, part upon part. {_HANDED if any(handed) else ''}{said}",
+        key=key_of(TIME_COLOURS, (part for part, times in parts.items() if any(times))),
+    )
+
+
+def balance_figure(e: Explanation) -> Chart | None:
+    """Both sides of each FFN; None where only one works."""
+    layers = e.placement.time.layers
+    gpu, cpu = (np.array([getattr(layer, name) for layer in layers]) for name in ("gpu", "cpu"))
+    if not gpu.any() or not cpu.any():
+        return None
+    scale, unit = duration_unit(max(gpu.max(), cpu.max()))
+    with figure(2.9) as (drawn, (axis,)):
+        edges = np.arange(len(layers) + 1) - 0.5
+        axis.fill_between(
+            edges, np.append(gpu, gpu[-1]) / scale, step="post", color=colour("gpu"), alpha=0.25, linewidth=0
+        )
+        for values, name in ((gpu, "gpu"), (cpu, "cpu")):
+            axis.stairs(values / scale, edges, baseline=None, color=colour(name), linewidth=1.6)
+        _layer_axis(axis, len(layers))
+        axis.set_ylim(0, max(gpu.max(), cpu.max()) / scale * 1.06)
+        axis.set_title(f"{unit} a token")
+        axis.grid(axis="y")
+        waits = sum(int(abs(a - b)) for a, b in zip(gpu, cpu, strict=True) if a and b)
+        both = sum(1 for a, b in zip(gpu, cpu, strict=True) if a and b)
+        said = f"In {both} of {len(layers)} layers both work; one waits for the other {duration(waits)} a token in all."
+        title = "The two sides of each FFN"
+        text = svg(drawn, "balance", title, said)
+    return Chart(
+        title=title,
+        svg=text,
+        caption="They work at once, so the higher line is what an FFN takes. Where they meet neither waits; a side "
+        f"at 0 has no neurons of that layer. {said}",
+        key=(("gpu", "line", "GPU"), ("cpu", "line", "CPU")),
+    )
+
+
+def rank_figure(e: Explanation) -> Chart | None:
+    """Predictor rank against density; None where all layers have the same, or none."""
+    ranked = [(float(d), how.rank, n) for n, (d, how) in enumerate(zip(e.densities, e.work.layers, strict=True))]
+    points = [(100 * density, rank, n) for density, rank, n in ranked if rank is not None]
+    if len({rank for _, rank, _ in ranked}) < 2:
+        return None
+    names = layer_colours(len(ranked))
+    with figure(2.9) as (drawn, (axis,)):
+        axis.scatter(
+            [x for x, _, _ in points], [y for _, y, _ in points], c=[colour(names[n]) for _, _, n in points], s=26
+        )
+        for x, rank, n in points if len(points) <= _NAMED else ():
+            axis.annotate(
+                str(n), (x, rank), xytext=(5, -11 if n % 2 else 4), textcoords="offset points", color=colour("ink")
+            )
+        axis.set_xlabel("density: neurons that fire for a token, %")
+        axis.set_title("rank of the layer’s predictor")
+        axis.set_ylim(0, max(rank for _, rank, _ in points) * 1.12)
+        axis.set_xlim(0, max(x for x, _, _ in points) * 1.1)
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        axis.grid()
+        low, high = min(rank for _, rank, _ in points), max(rank for _, rank, _ in points)
+        without = len(ranked) - len(points)
+        said = f"Ranks {span(str(low), str(high))}" + (f"; {without} layers do without." if without else ".")
+        title = "Predictor rank against density"
+        text = svg(drawn, "ranks", title, said)
+    marked = "Numbers are layers. " if len(points) <= _NAMED else ""
+    return Chart(
+        title=title,
+        svg=text,
+        caption="One dot a layer. A larger rank reads more of the predictor and fewer neurons in vain; training takes "
+        f"what reads least at the quality asked for. {marked}{said}",
+        key=_layer_key(len(ranked)) if len(points) > _NAMED else (),
+    )
+
+
+def layer_colours(layers: int) -> list[str]:
+    """A colour name for each layer, first to last."""
+    last = len(LAYER_COLOURS) - 1
+    return [LAYER_COLOURS[round(n * last / max(layers - 1, 1))] for n in range(layers)]
+
+
+def _layer_key(layers: int) -> tuple[tuple[str, str, str], ...]:
+    names = layer_colours(layers)
+    rows: list[tuple[str, str, str]] = []
+    for name in dict.fromkeys(names):
+        first, last = names.index(name), len(names) - 1 - names[::-1].index(name)
+        rows.append((name, "dot", f"{first}" if first == last else f"{first}–{last}"))
+    return (("", "", "layers"), *rows)
+
+
+def _bars(base: Floats, heights: Floats) -> list[tuple[float, float, float, float]]:
+    width = 0.84 if len(heights) <= _GAPS else 1.0
+    return [(n - width / 2, low, width, high) for n, (low, high) in enumerate(zip(base, heights, strict=True))]
+
+
+def _layer_axis(axis: Axes, layers: int) -> None:
+    axis.set_xlim(-0.6, layers - 0.4)
+    axis.set_xlabel("layer")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+
+
+def _shares(axis: Axes) -> None:
+    axis.set_ylim(0, 102)
+    axis.set_yticks(range(0, 101, 20))

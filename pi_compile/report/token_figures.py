@@ -1,0 +1,178 @@
+"""The report's figures of a whole token: where its time goes, what memory is full of, what other budgets would give."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import floor, log10
+
+from matplotlib.axes import Axes
+
+from pi_compile.cost_model.processors import PICO
+from pi_compile.report.explanation import Explanation, busy, tokens_per_s
+from pi_compile.report.quantities import bytes_unit, digits, duration, duration_unit, memory, percent
+from pi_compile.report.svg import colour, figure, rectangles, svg
+
+TIME_COLOURS = {
+    "attention": "attention",
+    "predictor": "predictor",
+    "ffn": "ffn",
+    "hand-over": "handover",
+    "embedding and head": "head",
+}
+PART_COLOURS = {
+    "embedding": "embedding",
+    "attention": "attention",
+    "cache": "cache",
+    "predictor": "predictor",
+    "ffn": "ffn",
+    "head": "head",
+    "scratch": "scratch",
+}
+WORDS = {"ffn": "FFN", "cache": "key-value cache", "scratch": "buffers"}
+"""How a part is called where its own name would not do."""
+_AT_ONCE = "The two sides of an FFN work at once, and the longer counts; all else waits for what comes before. "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A figure with what belongs to it."""
+
+    title: str
+    svg: str
+    caption: str
+    """What it shows, and how to read it."""
+    key: tuple[tuple[str, str, str], ...] = ()
+    """(colour, or none; class of its mark in the style sheet, or none; what it stands for)."""
+
+
+def key_of(colours: Mapping[str, str], shown: Iterable[str]) -> tuple[tuple[str, str, str], ...]:
+    there = set(shown)
+    return tuple((name, "", WORDS.get(part, part)) for part, name in colours.items() if part in there)
+
+
+def token_figure(e: Explanation) -> Chart:
+    """Time of a token by part, and the time each unit works."""
+    time = e.placement.time
+    scale, unit = duration_unit(time.total)
+    rows = {"token": time.parts, **{name: parts for name, parts in busy(e.placement).items() if any(parts.values())}}
+    with figure(0.62 + 0.38 * len(rows)) as (drawn, (axis,)):
+        for n, parts in enumerate(rows.values()):
+            _stack(axis, n, {part: ps / scale for part, ps in parts.items()}, TIME_COLOURS)
+        _rows(axis, list(rows))
+        axis.set_xlim(0, max(sum(parts.values()) for parts in rows.values()) / scale * 1.02)
+        axis.set_xlabel(unit)
+        shown = ", ".join(f"{WORDS.get(part, part)} {duration(ps)}" for part, ps in time.parts.items() if ps)
+        works = ", ".join(f"{name} {percent(sum(parts.values()) / time.total)}" for name, parts in rows.items())
+        title = "Where a token’s time goes"
+        text = svg(drawn, "token", title, f"A token takes {duration(time.total)}: {shown}.")
+    return Chart(
+        title=title,
+        svg=text,
+        caption="Top row: the time of one token, part after part. Below: how long each unit works meanwhile, in the "
+        f"same colours. {'' if len(rows) < 3 else _AT_ONCE}"
+        f"Share of the time at work: {works.partition(', ')[2]}.",
+        key=key_of(TIME_COLOURS, (part for part, ps in time.parts.items() if ps)),
+    )
+
+
+def memory_figure(e: Explanation) -> Chart:
+    """Both memories against their budgets, each in its own scale."""
+    p = e.placement
+    bars = [("GPU", p.gpu_bytes, p.vram), ("RAM", p.ram_bytes, p.ram)]
+    bars = [bar for bar in bars if bar[2]]
+    said = "; ".join(f"{name} {memory(sum(parts.values()))} of {memory(budget)}" for name, parts, budget in bars)
+    with figure(0.85 * len(bars) + 0.1, [1] * len(bars)) as (drawn, axes):
+        for axis, (name, parts, budget) in zip(axes, bars, strict=True):
+            scale, unit = bytes_unit(budget)
+            rectangles(axis, [(0, -0.36, budget / scale, 0.72)], "panel", edgecolor=colour("muted"), linewidth=0.8)
+            _stack(axis, 0, {part: n / scale for part, n in parts.items()}, PART_COLOURS)
+            _rows(axis, [f"{name}\n{unit}"])
+            axis.set_xlim(0, budget / scale * 1.005)
+        title = "What memory is full of"
+        text = svg(drawn, "memory", title, f"Used: {said}.")
+    return Chart(
+        title=title,
+        svg=text,
+        caption="The frame is the budget, each memory in its own scale; what is pale is free. Figures are in the table "
+        f"of parts below. Used: {said}.",
+        key=key_of(PART_COLOURS, (part for part in PART_COLOURS if p.gpu_bytes[part] + p.ram_bytes[part])),
+    )
+
+
+def budget_figure(e: Explanation) -> Chart | None:
+    """Predicted time of a token against the GPU budget; None without a GPU, whose budget there is none of."""
+    # Beyond what takes everything nothing changes.
+    shown = [replace(b, vram=min(b.vram, e.most)) for b in e.budgets if b.vram <= e.most or b.asked]
+    fitting = [(b.vram, b.placement) for b in shown if b.placement is not None]
+    if not e.spec.vram or len(fitting) < 2:
+        return None
+    scale, unit = bytes_unit(e.most)
+    ours = [(vram / scale, placement.time.total) for vram, placement in fitting]
+    split = [(b.vram / scale, PICO / b.layer_split_tokens_per_s) for b in shown if b.placement is not None]
+    power = [(b.vram / scale, PICO / b.powerinfer_tokens_per_s) for b in shown if b.placement is not None]
+    every = [ps for line in (ours, split, power) for _, ps in line]
+    time_scale, time_unit = duration_unit(min(every))
+    here = next((b.vram / scale, e.placement.time.total / time_scale) for b in shown if b.asked)
+    with figure(3.1) as (drawn, (axis,)):
+        lost = [b.vram / scale for b in shown if b.placement is None]
+        if lost:
+            axis.axvspan(0, max(lost), color=colour("warn"), alpha=0.18, lw=0)
+        axis.axvline(here[0], color=colour("accent"), lw=0.9)
+        for line, name, style in ((split, "muted", "--"), (power, "predictor", ":"), (ours, "accent", "-")):
+            axis.plot([x for x, _ in line], [ps / time_scale for _, ps in line], style, color=colour(name))
+        axis.plot([x for x, _ in ours], [ps / time_scale for _, ps in ours], "o", color=colour("accent"), ms=3.6)
+        axis.plot(*here, "o", color=colour("accent"), ms=9, mfc="none", mew=1.6)
+        _log(axis, min(every) / time_scale, max(every) / time_scale)
+        axis.set_xlim(0, e.most / scale * 1.03)
+        axis.set_xlabel(f"GPU memory that may be used, {unit}")
+        axis.set_title(f"{time_unit} a token")
+        axis.grid(axis="y")
+        title = "What other budgets would give"
+        text = svg(drawn, "budgets", title, _said(e))
+    beyond = f" Beyond {memory(e.most)} every part is on the GPU." if e.spec.vram > e.most else ""
+    key = [("accent", "line", "this placement"), ("predictor", "points", "PowerInfer’s rule")]
+    key += [("muted", "dash", "whole layers, dense")]
+    return Chart(
+        title=title,
+        svg=text,
+        caption="Predicted time of a token, lower is better; the scale is logarithmic. Each dot is a placement of "
+        f"its own; the ring is this one, {digits(tokens_per_s(e.placement))} tokens/s. At 0 all is the CPU’s. "
+        "Dotted: PowerInfer’s rule, which keeps keys and values in RAM; dashed: no skipping, as llama.cpp places "
+        f"layers; both without a limit on RAM.{beyond}",
+        key=(*key, *([("warn", "pale", "does not fit into memory")] if lost else [])),
+    )
+
+
+def _said(e: Explanation) -> str:
+    """Speeds at the budget and around it."""
+    rates = [
+        f"{digits(tokens_per_s(b.placement))} tokens/s with {memory(b.vram) if b.vram else 'the CPU alone'}"
+        for b in e.budgets
+        if b.placement is not None
+    ]
+    return f"{'; '.join(rates)}."
+
+
+def _stack(axis: Axes, row: float, parts: Mapping[str, float], colours: Mapping[str, str]) -> None:
+    """One bar from left to right, with hairlines of paper between its parts."""
+    at = 0.0
+    for part, length in parts.items():
+        rectangles(axis, [(at, row - 0.36, length, 0.72)], colours[part], edgecolor=colour("paper"), linewidth=0.6)
+        at += length
+
+
+def _rows(axis: Axes, names: list[str]) -> None:
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.tick_params(axis="y", length=0, labelcolor=colour("ink"))
+    axis.spines["left"].set_visible(False)
+
+
+def _log(axis: Axes, low: float, high: float) -> None:
+    """A logarithmic axis with plain numbers on it: 1, 2, 5 of every power of ten, or the powers of a long range."""
+    steps = (1, 2, 5) if high < 300 * low else (1,)
+    first, last = floor(log10(low)) - 1, floor(log10(high)) + 1
+    ticks = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+    axis.set_yscale("log")
+    axis.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.set_ylim(low / 1.25, high * 1.25)

@@ -1,0 +1,1 @@
+"""What the stages make, as records that are saved and loaded."""

@@ -1,0 +1,132 @@
+"""What training leaves: a rung and a table row for every layer, and the predictors."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_compile.errors import ProfileError
+from pi_compile.files.npz import read_arrays, write_arrays
+from pi_compile.results.activation_profile import ActivationProfile
+from pi_compile.results.neuron_order import neuron_order
+
+Floats = npt.NDArray[np.float32]
+Counts = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRow:
+    """One layer of the table, measured on text that neither fitted nor tuned it."""
+
+    rung: str
+    density: float
+    """Neurons that fire, on the rung `threshold` above it, ÷ neurons."""
+    rank: int | None
+    threshold: float = 0.0
+    """On the rung `threshold`."""
+    margin: int = 0
+    """On the rung `sign`."""
+    ffn_bytes: float
+    """FFN bytes read per token, the predictor's included."""
+    gate_bytes: float
+    """What the gate rung would read."""
+    ffn_us: float
+    """Predicted time of the FFN for a token, all of it on the recipe's processor; microseconds."""
+    recall: float
+    """Neurons that fire and are predicted ÷ neurons that fire."""
+    precision: float
+    """… ÷ neurons predicted."""
+    rows_read_over_active: float
+    """Neurons whose `first` is read ÷ neurons that fire."""
+    error: float
+    """E‖Δy‖² ÷ E‖x‖²: what is lost of the FFN's output, against the hidden state it is added to."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trained:
+    """The result of the train stage. Neurons in the checkpoint's order."""
+
+    rows: tuple[LayerRow, ...]
+    predictors: tuple[tuple[Floats, Floats, Floats] | None, ...]
+    """(down [R, D], up [F, R], bias [F]) of each layer on the predicted rung, not yet rounded to their format."""
+    predictor_format: str
+    """Number format that the predictors were chosen in."""
+    counts: tuple[Counts | None, ...]
+    """Of each layer on the rung `threshold`: tokens of the tune text for which each neuron (F,) was above it."""
+    counted_tokens: int
+    perplexity: dict[str, float]
+    """On tune and report text, dense and as chosen: `tune_dense`, `tune`, `report_dense`, `report`; the `increase` on
+    the report text with its `standard_error`; divergences of both, nats: `tune_divergence`, `report_divergence`."""
+    inputs: str
+    """Digest of what it was made from."""
+
+    @property
+    def ranks(self) -> tuple[int | None, ...]:
+        return tuple(row.rank for row in self.rows)
+
+    def refined(self, profile: ActivationProfile) -> ActivationProfile:
+        """The profile with what fires above a threshold, where a layer has one: its counts, and the order by them.
+
+        Counts of the tune text stand for as many tokens as were profiled, or routed to an expert.
+        """
+        d = profile.decoder
+        most = (
+            np.full((d.n_layers, d.n_experts), profile.tokens, np.uint64) if profile.routed is None else profile.routed
+        )
+        counts, order = profile.counts.copy(), profile.order.copy()
+        for n, fired in enumerate(self.counts):
+            if fired is not None:
+                scaled = fired * np.uint64(profile.tokens) // np.uint64(self.counted_tokens)
+                counts[n] = np.minimum(scaled, np.repeat(most[n], d.d_ff))
+                order[n] = neuron_order(counts[n], np.zeros((0, len(fired)), np.uint8), d.n_experts)
+        return replace(profile, counts=counts, order=order)
+
+    def digest(self) -> str:
+        """sha256 of the content, whatever it was made from."""
+        h = hashlib.sha256(json.dumps({**self._meta(), "inputs": None}, sort_keys=True).encode())
+        for name, array in self._arrays().items():
+            h.update(name.encode() + array.tobytes())
+        return h.hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        write_arrays(path, {"meta": np.array(json.dumps(self._meta(), sort_keys=True)), **self._arrays()})
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file that `save` wrote. Raises ProfileError."""
+        try:
+            stored = read_arrays(path)
+            meta = json.loads(str(stored["meta"]))
+            rows = tuple(LayerRow(**row) for row in meta.pop("rows"))
+            predictors = tuple(
+                (stored[f"down-{n}"], stored[f"up-{n}"], stored[f"bias-{n}"]) if row.rank is not None else None
+                for n, row in enumerate(rows)
+            )
+            counts = tuple(stored.get(f"counts-{n}") for n in range(len(rows)))
+            return cls(rows=rows, predictors=predictors, counts=counts, **meta)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ProfileError(f"{path}: not a file of trained predictors", found=error) from None
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "rows": [asdict(row) for row in self.rows],
+            "predictor_format": self.predictor_format,
+            "counted_tokens": self.counted_tokens,
+            "perplexity": self.perplexity,
+            "inputs": self.inputs,
+        }
+
+    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+        arrays: dict[str, npt.NDArray[Any]] = {}
+        for n, (predictor, fired) in enumerate(zip(self.predictors, self.counts, strict=True)):
+            if predictor is not None:
+                names = (f"down-{n}", f"up-{n}", f"bias-{n}")
+                arrays |= {k: np.ascontiguousarray(v, "<f4") for k, v in zip(names, predictor, strict=True)}
+            if fired is not None:
+                arrays[f"counts-{n}"] = np.ascontiguousarray(fired, "<u8")
+        return arrays

@@ -1,0 +1,1 @@
+"""The model in torch, block by block, for profiling and training."""

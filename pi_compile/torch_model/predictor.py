@@ -1,0 +1,153 @@
+"""Predictors: which neurons of a layer will fire, from the FFN's input, at a fraction of its bytes.
+
+score = up (down x) + bias, a neuron is predicted where its score is above 0. N samples, D model width, X experts, F
+neurons of all of them, R rank. The warm start is the best rank-R approximation of `first` in the inputs' own metric:
+with their second moment C = E[x xᵀ] and its root S, the SVD of W S truncated to R (Eckart–Young for E‖Wx − Ŵx‖²).
+Training then lowers a weighted cross-entropy; a threshold, folded into the bias, is set afterwards from what may be
+lost.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812  its usual name
+
+from pi_compile.torch_model import decoder as td
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.quantisation import as_stored
+
+Tensor = torch.Tensor
+MISS_WEIGHT = 4.0
+"""How much a miss of average weight costs against a false alarm: reading a row too many is cheap, a miss is not."""
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """down (X·R, D), up (F, R), bias (F,); neurons in the checkpoint's order."""
+
+    down: Tensor
+    up: Tensor
+    bias: Tensor
+
+    def scores(self, x_ND: Tensor) -> Tensor:
+        """(…, D) → (…, F)."""
+        inner, rank = F.linear(x_ND, self.down), self.up.shape[1]
+        if len(self.down) == rank:
+            return F.linear(inner, self.up, self.bias)
+        experts = self.up.view(len(self.down) // rank, -1, rank)
+        return (
+            torch.einsum("...xr,xfr->...xf", inner.view(*inner.shape[:-1], -1, rank), experts).flatten(-2) + self.bias
+        )
+
+    def shifted(self, threshold: float) -> "Predictor":
+        """The predictor whose score 0 is this one's `threshold`."""
+        return Predictor(self.down, self.up, self.bias - threshold)
+
+    def stored_as(self, name: str) -> "Predictor":
+        """What remains of it in a number format: what the runtime will compute with."""
+        down, up = (torch.from_numpy(as_stored(name, m.cpu().numpy())).to(m.device) for m in (self.down, self.up))
+        return Predictor(down, up, self.bias)
+
+
+def starting_rank(d: Decoder, density: float, top_share: float, step: int) -> int:
+    """Rank from sparsity and skewness, D · √density · 1.5 (1.2 − top_share), in whole steps.
+
+    `top_share`: share of all activations that the hottest fifth of the neurons have. Sparse and skewed layers need
+    less (PowerInfer, section 5.1); the constants are a start that candidates around it and the quality budget correct.
+    """
+    wished = d.d_model * math.sqrt(density) * 1.5 * (1.2 - top_share)
+    return max(step, min(d.d_model // step, round(wished / step)) * step)
+
+
+def second_moment(blocks: Iterable[Tensor], width: int) -> Tensor:
+    """E[x xᵀ] (D, D) over blocks of samples, float64."""
+    total, count = torch.zeros(width, width, dtype=torch.float64), 0
+    for x in blocks:
+        total += (x.T @ x).double().cpu()
+        count += len(x)
+    return total / count
+
+
+class WarmStarts:
+    """The truncated SVD of W C^½ at any rank; its scores approximate the pre-activations W x + b."""
+
+    def __init__(self, first_FD: Tensor, bias_F: Tensor | None, moment_DD: Tensor, n_experts: int = 1) -> None:
+        self._bias = first_FD.new_zeros(len(first_FD)) if bias_F is None else bias_F
+        values, vectors = torch.linalg.eigh(moment_DD.to(first_FD.device))
+        values = values.clamp_min(float(values.max()) * 1e-9)
+        root, inverse = ((vectors * values**p) @ vectors.T for p in (0.5, -0.5))
+        self._factors = [_svd(w.double() @ root, inverse) for w in first_FD.chunk(n_experts)]
+
+    def at(self, rank: int) -> Predictor:
+        """The best of this rank, in each expert."""
+        down = torch.cat([down[:rank] for _, down in self._factors])
+        up = torch.cat([up[:, :rank] for up, _ in self._factors])
+        return Predictor(down.float().contiguous(), up.float().contiguous(), self._bias.clone())
+
+
+def _svd(m_FD: Tensor, inverse_DD: Tensor) -> tuple[Tensor, Tensor]:
+    """U S and Vᵀ C^−½ of M = W C^½ = U S Vᵀ: V are the eigenvectors of Mᵀ M, which is smaller than M, and U S = M V."""
+    _, vectors = torch.linalg.eigh(m_FD.T @ m_FD)
+    v_DD = vectors.flip(1)
+    return m_FD @ v_DD, v_DD.T @ inverse_DD
+
+
+def energy(h_NF: Tensor, w: td.Weights) -> Tensor:
+    """(N, F) (h_i ‖rest_i‖)²: what the output loses, to first order, if neuron i is missed."""
+    return torch.square(h_NF * torch.linalg.vector_norm(w["ffn/rest"][:, -1], dim=1))
+
+
+def routed(d: Decoder, w: td.Weights, x: Tensor) -> Tensor | None:
+    """(…, D) → (…, F): the neurons of the experts that a token goes to; None where there is one expert."""
+    return None if d.n_experts == 1 else (td.routing(d, w, x) > 0).repeat_interleave(d.d_ff, -1)
+
+
+def train(
+    starts: Sequence[Predictor],
+    batches: Iterator[Tensor],
+    d: Decoder,
+    w: td.Weights,
+    *,
+    steps: int,
+    learning_rate: float,
+    stepped: Callable[[], None] = lambda: None,
+) -> list[Predictor]:
+    """Lower the weighted cross-entropy by AdamW over `steps` batches (N, D) of inputs; labels come from the weights.
+
+    A neuron that fires weighs `MISS_WEIGHT` times the root of its energy over the mean; one that does not, 1. Starts of
+    different ranks are trained side by side, each as if alone: the labels are the dearest part, and made once.
+    """
+    first = next(batches)
+    predictors = [_leaves(start, first) for start in starts]
+    leaves = [leaf for p in predictors for leaf in (p.down, p.up, p.bias)]
+    optimizer = torch.optim.AdamW(leaves, lr=learning_rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps + 1)
+    for _, x in zip(range(steps), batches, strict=False):
+        with torch.no_grad():
+            fires, weight = _labels(d, w, x)
+        optimizer.zero_grad()
+        for p in predictors:
+            loss = F.binary_cross_entropy_with_logits(p.scores(x), fires, weight=weight)
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        stepped()
+    return [Predictor(p.down.detach(), p.up.detach(), p.bias.detach()) for p in predictors]
+
+
+def _leaves(start: Predictor, x_ND: Tensor) -> Predictor:
+    # Scores of unit spread, or the first steps would undo the warm start.
+    spread = 1 / start.scores(x_ND).std()
+    return Predictor(*(t.clone().requires_grad_() for t in (start.down, start.up * spread, start.bias * spread)))
+
+
+def _labels(d: Decoder, w: td.Weights, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, F) whether each neuron fires, as 0 or 1, and what a wrong answer weighs."""
+    e = energy(td.neurons(d, w, x_ND), w)
+    fires = e > 0
+    mean = e.sum() / fires.sum().clamp_min(1)
+    weight = torch.where(fires, MISS_WEIGHT * (e / mean).clamp(0.05, 20).sqrt(), 1.0)
+    looked_at = routed(d, w, x_ND)
+    return fires.float(), weight if looked_at is None else weight * looked_at

@@ -1,0 +1,1 @@
+"""The train stage: predictors are fitted, and each layer is given its rung."""

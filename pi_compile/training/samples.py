@@ -1,0 +1,88 @@
+"""Texts on their way through the layers: hidden states and one layer's FFN inputs, on disk, in chunks of memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zarr
+
+from pi_compile.checkpoint import Checkpoint
+from pi_compile.torch_model import decoder as td
+from pi_compile.torch_model.hidden_states import HiddenStates
+from pi_compile.training.quality import BATCH
+
+CHUNK = 4096
+"""Samples read at once."""
+NEURON_VALUES = 1 << 24
+"""Values of neurons in memory at once, for each of what is computed from them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """FFN inputs (N, D) of one layer."""
+
+    array: "zarr.Array[Any]"
+    state: float
+    """Σ ‖x‖² of the states after the layer."""
+    device: str
+
+    def blocks(self, rows: int = CHUNK) -> Iterator[torch.Tensor]:
+        """All samples in their order, so many at a time."""
+        for start in range(0, self.array.shape[0], CHUNK):
+            yield from torch.split(self._chunk(start), rows)
+
+    def batches(self, size: int, rng: np.random.Generator) -> Iterator[torch.Tensor]:
+        """Endless batches in random order; one chunk of the file is in memory at a time."""
+        starts = np.arange(0, self.array.shape[0], CHUNK)
+        while True:
+            for start in rng.permutation(starts):
+                chunk = self._chunk(start)
+                order = torch.from_numpy(rng.permutation(len(chunk))).to(self.device)
+                yield from torch.split(chunk[order], size)
+
+    def _chunk(self, start: int) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(self.array[start : start + CHUNK])).to(self.device)
+
+
+@dataclass(frozen=True, eq=False)
+class TextStates:
+    """One text before each layer."""
+
+    checkpoint: Checkpoint
+    name: str
+    ids_NT: torch.Tensor
+    scratch: Path
+    device: str
+
+    def advance(self, n: int, w: td.Weights) -> Samples:
+        """Push the text's hidden states through layer n, leaving its FFN inputs behind."""
+        d, ids = self.checkpoint.decoder, self.ids_NT
+        states = HiddenStates(self.scratch, self.name, (*ids.shape, d.d_model))
+        samples = zarr.create_array(
+            self.scratch / f"{self.name}-inputs.zarr",
+            shape=(ids.numel(), d.d_model),
+            chunks=(min(CHUNK, ids.numel()), d.d_model),
+            dtype="float32",
+            compressors=None,
+            overwrite=True,
+        )
+        ends = td.end_weights(self.checkpoint, self.device) if n == 0 else {}
+        before, after, state = states.before(n), states.before(n + 1), 0.0
+        with torch.inference_mode():
+            for start in range(0, len(ids), BATCH):
+                rows = slice(start, start + BATCH)
+                x = (
+                    td.embed(d, ends, ids[rows].to(self.device))
+                    if n == 0
+                    else torch.from_numpy(before[rows].copy()).to(self.device)
+                )
+                x, inputs = td.before_ffn(d, w, x)
+                flat = inputs.flatten(0, 1).numpy(force=True)
+                samples[start * ids.shape[1] : start * ids.shape[1] + len(flat)] = flat
+                x = td.after_ffn(d, w, x, td.ffn_output(w, td.neurons(d, w, inputs)))
+                after[rows] = x.numpy(force=True)
+                state += float(x.square().sum())
+        return Samples(samples, state, self.device)

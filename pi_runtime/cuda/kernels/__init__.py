@@ -1,0 +1,1 @@
+"""Triton kernels, each beside the launcher that checks its arguments."""

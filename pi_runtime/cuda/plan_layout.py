@@ -1,0 +1,92 @@
+"""What a plan puts on the GPU: which arrays of an artifact, how many of their rows, and how many bytes that is."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.footprint import gpu_scratch_bytes, kv_bytes
+from pi_runtime.artifact.schema import Manifest, Plan
+from pi_runtime.artifact.sizes import without_scales
+
+GPU = "gpu"
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Of one layer: expert e's neurons [0, cut_X[e]) are the GPU's, one expert's after the other's in its memory."""
+
+    cut_X: tuple[int, ...]
+    base_X: tuple[int, ...]
+    """First row of each expert among those on the GPU."""
+    hot: int
+    """Most neurons on the GPU that one token's experts have; 0: the layer has none there."""
+    cold: int
+    """Likewise on the CPU."""
+
+    @classmethod
+    def of(cls, cut_X: Sequence[int], d_ff: int, taken: int) -> "Cuts":
+        by_size = sorted(cut_X)
+        return cls(
+            cut_X=tuple(cut_X),
+            base_X=tuple(accumulate(cut_X, initial=0))[:-1],
+            hot=sum(by_size[-taken:]),
+            cold=taken * d_ff - sum(by_size[:taken]),
+        )
+
+
+def cuts_of(plan: Plan, d: Decoder) -> tuple[Cuts, ...]:
+    """One a layer."""
+    starts = range(0, len(plan.cuts), d.n_experts)
+    return tuple(Cuts.of(plan.cuts[n : n + d.n_experts], d.d_ff, d.experts_per_token) for n in starts)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of an array one after the other, scales being arrays of their own."""
+
+    name: str
+    spans: tuple[tuple[int, int], ...]
+    """[low, high) of them; with experts one of each."""
+    nbytes: int
+
+
+def pieces(manifest: Manifest, plan: Plan) -> Iterator[Piece]:
+    """Every array that the plan puts on the GPU, in the order of the file."""
+    d = manifest.decoder
+    for name, entry in manifest.arrays.items():
+        local, rows = without_scales(name), entry.shape[0]
+        if local.endswith(_CUT):
+            first = int(local.split("/")[1]) * d.n_experts
+            cuts = enumerate(plan.cuts[first : first + d.n_experts])
+            spans = tuple((n * d.d_ff, n * d.d_ff + cut) for n, cut in cuts if cut)
+        else:
+            spans = ((0, rows),) if _is_there(local, plan, tied=d.tied_head) else ()
+        if spans:
+            yield Piece(name, spans, entry.nbytes * sum(high - low for low, high in spans) // rows)
+
+
+_CUT = ("/ffn/first", "/ffn/rest", "/ffn/first_bias", "/ffn/up_bias")
+"""Arrays with a row for each neuron, of which a part may be on the GPU."""
+
+
+def _is_there(name: str, plan: Plan, *, tied: bool) -> bool:
+    """Whether an array that is not cut is on the GPU."""
+    if not name.startswith("layers/"):
+        parts = {"embedding": plan.embedding, "embedding_in": plan.embedding, "positions": plan.embedding}
+        shared = tied and name == "embedding"
+        return GPU in (parts.get(name, plan.head), plan.head if shared else None)
+    return not name.endswith(("/ffn/order", "/ffn/counts")) and plan.attention[int(name.split("/")[1])] == GPU
+
+
+def weight_bytes(manifest: Manifest, plan: Plan) -> int:
+    """Bytes of weights on the GPU."""
+    return sum(piece.nbytes for piece in pieces(manifest, plan))
+
+
+def needed_bytes(manifest: Manifest, plan: Plan, context: int, tokens: int) -> int:
+    """GPU bytes of a run: weights, cache of so many positions, and buffers for blocks of so many tokens."""
+    decoder = manifest.decoder
+    rank = max((layer.rank or 0 for layer in manifest.layers), default=0)
+    cache = plan.attention.count(GPU) * kv_bytes(decoder, manifest.formats["attention"], context)
+    return weight_bytes(manifest, plan) + cache + gpu_scratch_bytes(decoder, rank, context, tokens)

@@ -1,0 +1,108 @@
+"""Runs token blocks of one open artifact on the CPU: the compiled forward pass with its memory."""
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Plan
+from pi_runtime.errors import UsageError
+from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.kernels.data import weight_table
+from pi_runtime.kernels.data.workspace import BLOCK_TOKENS, buffers
+from pi_runtime.kernels.forward import forward
+from pi_runtime.kernels.reference import rotary_table
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+
+class CpuExecutor:
+    """One artifact, one mode, all of it on the CPU.
+
+    `threads` bounds numba's threads for the calls made here; results do not depend on it.
+    """
+
+    plan: Plan | None = None
+    """The placement it follows; None where the CPU has everything."""
+    device_name = "cpu"
+    notice: str | None = None
+    """What the user should know of where it runs."""
+
+    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int) -> None:
+        # Kept because the table holds addresses into its mapping.
+        self._artifact: Artifact | None = artifact
+        decoder, layers = artifact.manifest.decoder, artifact.manifest.layers
+        self._threads, self.context = threads, context
+        self._shape = weight_table.shape_of(decoder, artifact.manifest.formats)
+        self._ends = weight_table.ends_of(artifact)
+        self._table_LXW = weight_table.table_of(artifact, mode)
+        self._eps = np.float32(decoder.norm_eps)
+        self._largest_rank = max((layer.rank or 0 for layer in layers), default=0)
+        self._buffers = buffers(self._shape, len(layers), self._largest_rank)
+        self._cos_SJ, self._sin_SJ = rotary_table(decoder, context)
+
+    @property
+    def block_tokens(self) -> int:
+        """Most tokens of a prompt that one call of `run` takes."""
+        return BLOCK_TOKENS
+
+    @property
+    def neurons(self) -> int:
+        """Neurons of all layers, those of all experts."""
+        return self._shape.d_ff * self._shape.experts * len(self._table_LXW)
+
+    @property
+    def rows_read(self) -> Ints:
+        """(layers, 2): rows of `first` read and neurons kept for the last single token that ran with selection."""
+        return self._buffers.rows_L2
+
+    @property
+    def tally(self) -> Ints:
+        """(layers, 3), of the last call with `select` and `every`: neurons that fire, rows of `first` read, and neurons
+        that fire and are kept."""
+        return self._buffers.tally_L3
+
+    def run(self, tokens: Ints, cache: KVCache, *, select: bool, every: bool) -> Floats:
+        """Append up to `BLOCK_TOKENS` tokens to the cache; logits (T, V) if `every`, else (1, V) of the last.
+
+        The result is a view of a buffer that the next call overwrites. Token ids and room are the caller's promise.
+        """
+        self._check(tokens, cache)
+        numba.set_num_threads(self._threads)
+        forward(
+            self._shape,
+            self._ends,
+            self._table_LXW,
+            self._eps,
+            self._cos_SJ,
+            self._sin_SJ,
+            tokens,
+            len(cache.tokens),
+            cache.words,
+            select,
+            every,
+            self._buffers,
+        )
+        cache.tokens += tokens.tolist()
+        return self._buffers.logits_TV[: len(tokens) if every else 1]
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for one sequence."""
+        self._check_open()
+        assert self._artifact is not None
+        return KVCache(self._artifact.manifest, self.context)
+
+    def close(self) -> None:
+        """Close the artifact; `run` refuses from now on."""
+        if self._artifact is not None:
+            self._artifact.close()
+        self._artifact = None
+
+    def _check(self, tokens: Ints, cache: KVCache) -> None:
+        assert 0 < len(tokens) <= min(BLOCK_TOKENS, cache.room), (len(tokens), cache.room)
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._artifact is None:
+            raise UsageError("the model is closed", remedy="read all of what it generates before closing it")

@@ -1,0 +1,148 @@
+"""How kernels are compiled: options all share, and a kernel cache that never goes stale.
+
+numba notices an edit only in the file of the function it compiles, not in what that function calls. So the cache
+folder is named after a digest of every kernel source, numba's version, the processor and the instruction set; an edit
+means a new folder.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding
+import numba
+
+from pi_runtime.artifact import footprint, formats
+from pi_runtime.errors import UsageError
+from pi_runtime.kernels.codegen.indirect_calls import by_address
+from pi_runtime.kernels.codegen.isa import ISA
+
+# Threads of libgomp that wait for work spin for milliseconds by default. On a machine with anything else to do that
+# makes each parallel region wait for a time slice (8 ms against 5 µs, measured); a short spin costs nothing when idle.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+"""Sums may be vectorised; infinities and NaN keep their meaning."""
+_OPTIONS = {
+    "nogil": True,
+    "fastmath": FASTMATH,
+    "cache": True,
+    "error_model": "numpy",
+    "no_cfunc_wrapper": True,  # nothing in C calls kernels
+}
+
+
+def cache_folder() -> Path:
+    """Folder of compiled kernels for these sources on this machine: `$PI_CACHE_DIR`, else the user's cache folder,
+    else (read-only home) the temporary folder. Raises UsageError where none can be written."""
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {ISA.name}".encode())
+    digest.update(llvmlite.binding.get_host_cpu_features().flatten().encode())
+    # Kernels hold format codes, alignments and sizes as constants.
+    contract = Path(formats.__file__), Path(footprint.__file__)
+    for source in (*sorted(Path(__file__).parents[1].rglob("*.py")), *contract):
+        digest.update(source.read_bytes())
+    tried = []
+    for base in _bases():
+        tried.append(str(base))
+        folder = base / "kernels" / digest.hexdigest()[:16]
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
+    raise UsageError(
+        "no folder for compiled kernels can be written",
+        found=", ".join(tried),
+        remedy="PI_CACHE_DIR=FOLDER",
+    )
+
+
+def _bases() -> Iterator[Path]:
+    if named := os.environ.get("PI_CACHE_DIR"):
+        yield Path(named)
+    else:
+        with suppress(RuntimeError):  # a user without a home
+            yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pi-runtime"
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    shared = Path(tempfile.gettempdir()) / f"pi-runtime-{user}"
+    with suppress(OSError):
+        shared.mkdir(mode=0o700, exist_ok=True)
+        # Compiled kernels are code: not from a folder that somebody else has put there.
+        if shared.lstat().st_uid == user:
+            yield shared
+
+
+_folder = cache(cache_folder)
+"""The same for every kernel of a process: its sources are read once."""
+
+
+def is_cold() -> bool:
+    """Whether the kernels are still to be compiled (half a minute, once)."""
+    return not any(cache_folder().rglob("*.nbi"))
+
+
+def leaf(function: Callable[..., Any]) -> Any:
+    """Compile a function that Python and other kernels call: serial, and inlined by LLVM where that pays."""
+    return _compile(function, "serial")
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """As `leaf`, called by kernels only: without the code that Python calls it by, which takes apart every array of
+    every argument and so is often the larger part."""
+    return _kept_from_python(_compile(function, "serial", no_cpython_wrapper=True))
+
+
+def body(function: Callable[..., Any]) -> Any:
+    """As `inner`, by address: what one step of a `prange` loop does. numba compiles such a loop three times over."""
+    return by_address(inner(function))
+
+
+def exact(function: Callable[..., Any]) -> Any:
+    """As `inner`, but every operation rounds as it is written: what it computes equals NumPy's to the last bit."""
+    return _kept_from_python(_compile(function, "serial", no_cpython_wrapper=True, fastmath=False))
+
+
+def threaded(function: Callable[..., Any]) -> Any:
+    """Compile a function whose `prange` loops run on numba's threads, for Python to call."""
+    return _compile(function, "threaded", parallel=True)
+
+
+def operator(function: Callable[..., Any]) -> Any:
+    """As `threaded`, for kernels to call: by address, so that it is not compiled into each of them."""
+    return by_address(_compile(function, "threaded", parallel=True, no_cpython_wrapper=True))
+
+
+def _kept_from_python(dispatcher: Any) -> Any:
+    """Calling it from Python is a TypeError. numba would jump to address 0."""
+
+    def refuse(*_arguments: Any, **_keywords: Any) -> None:
+        raise TypeError(f"{dispatcher.py_func.__qualname__} is called by kernels only: compile it with `leaf`")
+
+    def add_overload(compiled: Any) -> None:
+        # As numba's own, but not into the table of what Python calls.
+        dispatcher.overloads[tuple(compiled.signature.args)] = compiled
+
+    dispatcher._compile_for_args, dispatcher.add_overload = refuse, add_overload
+    return dispatcher
+
+
+def _compile(function: Callable[..., Any], folder: str, **options: Any) -> Any:
+    # numba takes the cache folder from its global configuration when a function is decorated: lend it ours, once.
+    # One folder for threaded and for serial code, because numba's key does not hold the options. Else a function is
+    # compiled in one way only.
+    before = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = str(_folder() / folder)
+    try:
+        return numba.njit(**_OPTIONS | options)(function)
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+def threading_layer() -> str:
+    """Name of the library behind numba's threads: `omp`, `tbb` or `workqueue` (the slow one that is always there)."""
+    numba.get_num_threads()  # starts the threads, and with them chooses
+    return str(numba.threading_layer())

@@ -1,0 +1,139 @@
+"""Vector instructions for intrinsics: short names over llvmlite's builder, and the integer dot product of each ISA.
+
+The functions emit code while a kernel is compiled. `b` is the builder, `n` a number of lanes known then.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from pi_runtime.kernels.codegen.isa import ISA
+
+I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+F32, HALF = ir.FloatType(), ir.HalfType()
+LINE = 64
+"""Bytes of a cache line."""
+FAST = ("reassoc", "contract", "nsz", "arcp")
+"""The flags of the other kernels: sums may be reordered, infinities and NaN keep their meaning."""
+
+
+def vec(element: Any, n: int) -> Any:
+    return ir.VectorType(element, n)
+
+
+def const(element: Any, n: int, value: float) -> Any:
+    return ir.Constant(vec(element, n), [value] * n)
+
+
+def offset(value: int) -> Any:
+    return ir.Constant(I64, value)
+
+
+def call(b: Any, name: str, result: Any, arguments: Sequence[Any], **flags: Any) -> Any:
+    """Call an LLVM intrinsic."""
+    kind = ir.FunctionType(result, [a.type for a in arguments])
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments, **flags)
+
+
+def pointer(b: Any, address: Any) -> Any:
+    """An integer address as a pointer to bytes."""
+    return b.inttoptr(address, I8.as_pointer())
+
+
+def load(b: Any, base: Any, at: Any, kind: Any) -> Any:
+    """A value `at` bytes after `base`, at any alignment."""
+    return b.load(b.bitcast(b.gep(base, [at]), kind.as_pointer()), align=1)
+
+
+def store(b: Any, value: Any, base: Any, at: Any) -> None:
+    b.store(value, b.bitcast(b.gep(base, [at]), value.type.as_pointer()), align=1)
+
+
+def shuffle(b: Any, one: Any, other: Any, lanes: Sequence[int]) -> Any:
+    """Lanes of two vectors side by side, by number."""
+    return b.shuffle_vector(one, other, ir.Constant(vec(I32, len(lanes)), list(lanes)))
+
+
+def splat(b: Any, value: Any, n: int) -> Any:
+    """A scalar in every lane."""
+    undefined = ir.Constant(vec(value.type, n), ir.Undefined)
+    return shuffle(b, b.insert_element(undefined, value, ir.Constant(I32, 0)), undefined, [0] * n)
+
+
+def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
+    return call(b, f"llvm.fma.v{x.type.count}f32", x.type, [x, y, z])
+
+
+def add_lanes(b: Any, v: Any) -> Any:
+    """Σ of a float vector's lanes."""
+    name = f"llvm.vector.reduce.fadd.v{v.type.count}f32"
+    return call(b, name, F32, [ir.Constant(F32, 0.0), v], fastmath=FAST)
+
+
+def total(b: Any, vectors: Sequence[Any]) -> Any:
+    """Σ of equally long float vectors, in pairs."""
+    while len(vectors) > 1:
+        vectors = [b.fadd(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+    return vectors[0]
+
+
+def prefetch(b: Any, base: Any, at: Any) -> None:
+    """Ask for a cache line that will be read, into the second level."""
+    name, kind = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    read, locality, data = (ir.Constant(I32, v) for v in (0, 2, 1))
+    b.call(cgutils.get_or_insert_function(b.module, kind, name), [b.gep(base, [at]), read, locality, data])
+
+
+def floats_of(b: Any, fmt: str, base: Any, column: Any, n: int) -> Any:
+    """n stored numbers of f32, f16 or bf16 from `column` on, as float32."""
+    if fmt == "f32":
+        return load(b, base, b.mul(column, offset(4)), vec(F32, n))
+    at = b.mul(column, offset(2))
+    if fmt == "f16":
+        return b.fpext(load(b, base, at, vec(HALF, n)), vec(F32, n))
+    wide = b.shl(b.zext(load(b, base, at, vec(I16, n)), vec(I32, n)), const(I32, n, 16))
+    return b.bitcast(wide, vec(F32, n))
+
+
+def dot_bytes(b: Any, sums: Any, weights: Any, x: Any, *, signed: bool) -> Any:
+    """sums_i + Σ_{j<4} w_{4i+j} x_{4i+j} in 32 bits; x signed bytes.
+
+    With vpdpbusd the weights are unsigned bytes; without it they are what the artifact holds: signed ones of q8, whose
+    signs go over to x so that a pair's sum (2 · 127²) stays within 16 bits, or unsigned ones of q4 (2 · 15 · 127).
+    """
+    lanes, kind = sums.type.count, sums.type
+    if ISA.dot:
+        name = f"llvm.x86.avx512.vpdpbusd.{lanes * 32}"
+        return call(b, name, kind, [sums, b.bitcast(weights, kind), b.bitcast(x, kind)])
+    if signed:
+        size = vec(I8, 4 * lanes)
+        x = call(b, "llvm.x86.avx2.psign.b", size, [x, weights])
+        weights = call(b, f"llvm.abs.v{4 * lanes}i8", size, [weights, ir.Constant(ir.IntType(1), 0)])
+    pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", vec(I16, 2 * lanes), [weights, x])
+    return b.add(sums, call(b, "llvm.x86.avx2.pmadd.wd", kind, [pairs, const(I16, 2 * lanes, 1)]))
+
+
+def dot_words(b: Any, sums: Any, weights: Any, x: Any) -> Any:
+    """sums_i + w_{2i} x_{2i} + w_{2i+1} x_{2i+1} in 32 bits; signed 16-bit numbers, 256-bit vectors."""
+    if ISA.dot:
+        parts = [sums, b.bitcast(weights, sums.type), b.bitcast(x, sums.type)]
+        return call(b, "llvm.x86.avx512.vpdpwssd.256", sums.type, parts)
+    words = vec(I16, 16)
+    return b.add(sums, call(b, "llvm.x86.avx2.pmadd.wd", sums.type, [b.bitcast(weights, words), b.bitcast(x, words)]))
+
+
+def transpose(b: Any, rows: list[Any]) -> list[Any]:
+    """Eight vectors of eight 32-bit numbers, transposed."""
+    low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
+    pairs = []
+    for k in range(0, 8, 2):
+        pairs += [shuffle(b, rows[k], rows[k + 1], lanes) for lanes in (low, high)]
+    low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
+    fours = []
+    for k in (0, 4):
+        for j in (0, 1):
+            fours += [shuffle(b, pairs[k + j], pairs[k + 2 + j], lanes) for lanes in (low, high)]
+    ends = [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    return [shuffle(b, fours[k], fours[k + 4], lanes) for lanes in ends for k in range(4)]

@@ -1,0 +1,1 @@
+"""What kernels read: stored matrices, tables of weights, quantised inputs, workspaces."""

@@ -1,0 +1,185 @@
+"""The child process of `pi_runtime.text.chat_template`: renders one chat template and ends.
+
+Started as a file, isolated and without site packages:
+
+    python -I -S -B _template_worker.py SECONDS MEMORY_BYTES OUTPUT_BYTES PATH…
+
+PATH are the folders of jinja2 and markupsafe. The child imports them, confines itself, writes a newline, and only then
+reads the request: {"template": str, "variables": {…}}. Its reply is one of
+
+    {"text": str}   {"limit": "memory" | "output"}   {"error": str, "line": int | null}
+
+The environment is the one of transformers' `apply_chat_template` (utils/chat_template_utils.py): the sandbox is the
+first wall, the confined process the second.
+"""
+
+import contextlib
+import json
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any
+
+if __name__ == "__main__":  # isolated mode knows only the standard library
+    sys.path += sys.argv[4:]
+
+# The first three, constants and debug are what jinja2 and its filters would load while rendering, when no file can be
+# opened any more.
+import encodings.unicode_escape  # noqa: F401
+import html  # noqa: F401
+import pprint  # noqa: F401
+
+import jinja2
+import jinja2.constants
+import jinja2.debug
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+if sys.platform != "win32":
+    import resource
+
+MESSAGE_CHARS = 1000
+
+
+class OutputLimitError(Exception):
+    pass
+
+
+class Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks what the assistant said, for training; here it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class Dict:
+    """`dict` without the class, whose attributes lead out of the sandbox."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class Namespace(jinja2.utils.Namespace):
+    """`namespace` without underscored names."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `namespace(self=…)` is allowed
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _refuse_private(name)
+        jinja2.utils.Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace attribute cannot begin with an underscore: {name!r}")
+
+
+def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def tojson(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without jinja2's HTML escapes."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def environment() -> jinja2.Environment:
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    env.filters["tojson"] = tojson
+    env.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, dict=Dict(), namespace=Namespace)
+    return env
+
+
+def confine(seconds: float, memory_bytes: int) -> None:
+    """Let this process compute for a while in bounded memory, and do nothing else."""
+    if sys.platform != "win32":
+        time.tzset()  # reads the zone file that strftime_now needs
+        cpu = math.ceil(time.process_time() + seconds) + 1  # the parent's clock comes first
+        for limit, value in (
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_AS, memory_bytes),
+            (resource.RLIMIT_CPU, cpu),
+            (resource.RLIMIT_NPROC, 0),
+            (resource.RLIMIT_FSIZE, 0),
+            (resource.RLIMIT_NOFILE, 3),  # the standard streams, nothing more
+        ):
+            # A system that refuses one limit, as macOS does, keeps the others.
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(limit, (value, value))
+
+
+def render(template: str, variables: dict[str, Any], output_bytes: int) -> dict[str, Any]:
+    """The reply to one request."""
+    try:
+        return {"text": "".join(bounded(environment().from_string(template).generate(variables), output_bytes))}
+    except MemoryError:
+        return {"limit": "memory"}
+    except OutputLimitError:
+        return {"limit": "output"}
+    except jinja2.TemplateError as error:
+        return {"error": str(error)[:MESSAGE_CHARS], "line": line_of(error)}
+    except Exception as error:  # a template is a program: whatever it raises is its error
+        return {"error": f"{type(error).__name__}: {error}"[:MESSAGE_CHARS], "line": line_of(error)}
+
+
+def bounded(pieces: Iterator[str], output_bytes: int) -> Iterator[str]:
+    """The pieces as long as they stay in the limit, counted in UTF-8."""
+    for piece in pieces:
+        output_bytes -= len(piece.encode("utf-8", "surrogatepass"))
+        if output_bytes < 0:
+            raise OutputLimitError
+        yield piece
+
+
+def line_of(error: Exception) -> int | None:
+    """The template's line that failed; jinja2 has rewritten the traceback to say it."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return error.lineno
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
+    return lines[-1] if lines else None
+
+
+def main() -> None:
+    seconds, memory_bytes, output_bytes = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    confine(seconds, memory_bytes)
+    sys.stdout.buffer.write(b"\n")
+    sys.stdout.buffer.flush()
+    request = json.loads(sys.stdin.buffer.read())
+    reply = render(request["template"], request["variables"], output_bytes)
+    sys.stdout.buffer.write(json.dumps(reply).encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Every family computes what transformers computes, packed and as profiling sees it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import numpy as np
+import torch
+from support.families import CASES, random_checkpoint, random_sizes
+
+from pi_compile.checkpoint import Checkpoint, open_checkpoint
+from pi_compile.packing import PackSpec, pack
+from pi_compile.torch_model import decoder as td
+from pi_runtime import load
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.kernels import reference
+
+
+def packed(checkpoint: Checkpoint, path: Path) -> np.ndarray:
+    """Logits of some tokens from the artifact, by the definition."""
+    pack(checkpoint, PackSpec(formats=dict.fromkeys(PARTS, "keep")), path, recipe={})
+    with Artifact.open(path) as artifact:
+        return reference.forward(artifact, tokens(checkpoint))
+
+
+def compiled(checkpoint: Checkpoint, path: Path) -> Iterator[np.ndarray]:
+    """The same by the runtime, in every exact mode."""
+    for mode in ("dense", "gate"):
+        with load(path, mode=mode, threads=1) as model:
+            yield model.logits(tokens(checkpoint))
+
+
+def profiled(checkpoint: Checkpoint) -> np.ndarray:
+    """The same by what profiling and training use."""
+    d, ends = checkpoint.decoder, td.end_weights(checkpoint, "cpu")
+    x = td.embed(d, ends, torch.from_numpy(tokens(checkpoint))[None])
+    for n in range(d.n_layers):
+        w = td.layer_weights(checkpoint, n, "cpu")
+        x, normed = td.before_ffn(d, w, x)
+        x = td.after_ffn(d, w, x, td.ffn_output(w, td.neurons(d, w, normed)))
+    return td.logits(d, ends, x)[0].numpy()
+
+
+def tokens(checkpoint: Checkpoint) -> np.ndarray:
+    """As many as the context has positions."""
+    d = checkpoint.decoder
+    return np.random.default_rng(0).integers(0, d.vocab_size, d.context_length)
+
+
+def theirs(model: Any, checkpoint: Checkpoint) -> np.ndarray:
+    with torch.no_grad():
+        found: np.ndarray = model(input_ids=torch.from_numpy(tokens(checkpoint))[None]).logits[0].numpy()
+    return found
+
+
+def assert_equal_logits(found: np.ndarray, wanted: np.ndarray) -> None:
+    assert np.abs(found - wanted).max() <= 1e-4 * np.abs(wanted).max()
+    np.testing.assert_array_equal(found.argmax(1), wanted.argmax(1))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    model = random_checkpoint(tmp_path, case)
+    checkpoint, path = open_checkpoint(tmp_path), tmp_path / "a.pi"
+    wanted = theirs(model, checkpoint)
+    for found in (profiled(checkpoint), packed(checkpoint, path), *compiled(checkpoint, path)):
+        assert_equal_logits(found, wanted)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("case", CASES)
+def test_whatever_the_sizes(case: str, seed: int, tmp_path: Path) -> None:
+    model = random_checkpoint(tmp_path, case, sizes=random_sizes(case, seed))
+    checkpoint = open_checkpoint(tmp_path)
+    wanted = theirs(model, checkpoint)
+    for found in (profiled(checkpoint), packed(checkpoint, tmp_path / "a.pi")):
+        assert_equal_logits(found, wanted)

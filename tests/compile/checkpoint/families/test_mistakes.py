@@ -1,0 +1,250 @@
+"""What is wrong with a checkpoint, family by family: named errors with exit code 3, before any long work."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+from safetensors.torch import load_file
+from support.families import CASES, random_checkpoint
+from support.hf import edit_json, edit_tensors
+
+from pi_compile.checkpoint import families, open_checkpoint
+from pi_compile.errors import CheckpointError
+
+FAMILIES = {
+    "bamboo": "bamboo",
+    "falcon": "falcon-40b",
+    "gpt2": "gpt2",
+    "llama": "llama-relu",
+    "mistral": "mistral",
+    "mixtral": "mixtral",
+    "nemotron": "nemotron-biases",
+    "opt": "opt-350m",
+    "phi": "phi",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "sparsellama": "prosparse",
+    "turbosparsemixtral": "turbosparse-mixtral",
+}
+"""A case for each family."""
+LAYERS = {"gpt2": "n_layer"}
+NEURONS = {"gpt2": "n_inner", "opt": "ffn_dim", "falcon": "ffn_hidden_size"}
+TIED = ("falcon", "gpt2", "opt")
+Copy = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints that no test changes."""
+    folders = {family: tmp_path_factory.mktemp("families") / family for family in FAMILIES}
+    for family, folder in folders.items():
+        random_checkpoint(folder, FAMILIES[family], tokenizer=False)
+    return folders
+
+
+@pytest.fixture
+def copy(originals: dict[str, Path], tmp_path: Path) -> Copy:
+    return lambda family: Path(shutil.copytree(originals[family], tmp_path / family))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(folder)
+    assert caught.value.exit_code == 3
+    return str(caught.value)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "config.json").read_text()))
+
+
+def test_every_family_is_here_and_in_the_readme() -> None:
+    assert tuple(FAMILIES) == families()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in readme.split("### Families")[1].splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", "".join(rows[1:]))) == sorted(FAMILIES)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_that_lies_about_layers(copy: Copy, family: str) -> None:
+    folder, key = copy(family), LAYERS.get(family, "num_hidden_layers")
+    edit_json(folder / "config.json", **{key: 3})
+    message = refusal(folder)
+    assert "tensors that config.json calls for are missing" in message
+    assert ".2." in message
+    edit_json(folder / "config.json", **{key: 1})
+    message = refusal(folder)
+    assert "tensors that config.json does not account for" in message
+    assert ".1." in message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_that_lies_about_neurons(copy: Copy, family: str) -> None:
+    folder = copy(family)
+    edit_json(folder / "config.json", **{NEURONS.get(family, "intermediate_size"): 54})
+    message = refusal(folder)
+    assert "tensors have not the shape that config.json calls for" in message
+    assert "54" in message
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("array", ["attention/qkv", "ffn/rest"])
+def test_a_tensor_of_another_shape(copy: Copy, family: str, array: str) -> None:
+    folder = copy(family)
+    name = open_checkpoint(folder).tensor_names(f"layers/1/{array}")[-1]
+    tensor = load_file(folder / "model.safetensors")[name]
+    edit_tensors(folder, **{name: tensor[:-1]})
+    message = refusal(folder)
+    assert "1 tensors have not the shape" in message
+    assert f"{name} {tuple(tensor.shape)}" in message
+    edit_tensors(folder, name)
+    assert f"no {name}" in refusal(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("array", ["layers/1/attention/qkv", "layers/1/ffn/rest", "layers/0/attention/norm/weight"])
+def test_a_weight_that_is_no_number(copy: Copy, family: str, array: str) -> None:
+    folder = copy(family)
+    name = open_checkpoint(folder).tensor_names(array)[-1]
+    tensor = load_file(folder / "model.safetensors")[name]
+    tensor.view(-1)[-1] = torch.nan
+    edit_tensors(folder, **{name: tensor})
+    checkpoint = open_checkpoint(folder)
+    for read in (lambda: checkpoint.values(array), checkpoint.check_values):
+        with pytest.raises(CheckpointError, match=f"tensor {name} holds NaN") as caught:
+            read()
+        assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tensor_that_nobody_asked_for(copy: Copy, family: str) -> None:
+    folder = copy(family)
+    edit_tensors(folder, adapter__scale=torch.ones(3))
+    assert "adapter.scale" in refusal(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_that_is_not_there(copy: Copy, family: str) -> None:
+    folder = copy(family)
+    if family in TIED:
+        edit_json(folder / "config.json", tie_word_embeddings=False)
+    else:
+        edit_tensors(folder, "lm_head.weight")
+    assert "no lm_head.weight" in refusal(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_embedding_that_is_not_there(copy: Copy, family: str) -> None:
+    folder = copy(family)
+    name = open_checkpoint(folder).tensor_names("embedding")[0]
+    edit_tensors(folder, name)
+    assert f"no {name}" in refusal(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shard_that_is_not_there(tmp_path: Path, family: str) -> None:
+    case = FAMILIES[family]
+    if CASES[case].predictors:
+        case = {"turbosparse-mixtral": "mixtral"}[case]
+    random_checkpoint(tmp_path, case, tokenizer=False, shard="20KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[-1]
+    shard.unlink()
+    assert f"no {shard.name}" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"opt", "gpt2"}))
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "spiral"])
+def test_a_rope_type_that_is_not_known(copy: Copy, family: str, kind: str) -> None:
+    folder = copy(family)
+    edit_json(folder / "config.json", rope_scaling={"type": kind, "factor": 2.0})
+    message = refusal(folder)
+    assert "config.json: rope_scaling: rope type" in message
+    assert kind in message
+
+
+CHANGING: list[tuple[str, dict[str, Any], str]] = [
+    ("bamboo", {"hidden_act": "silu"}, "hidden_act"),
+    ("bamboo", {"sliding_window": -3}, "sliding_window"),
+    ("falcon", {"alibi": True}, "alibi"),
+    ("falcon", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm"),
+    ("falcon", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn"),
+    ("falcon", {"parallel_attn": False}, "parallel_attn"),
+    ("falcon", {"num_kv_heads": 4}, "num_kv_heads"),
+    ("falcon", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+    ("gpt2", {"n_head": 5}, "n_embd"),
+    ("llama", {"sliding_window": 10}, "sliding_window"),
+    ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ("mistral", {"sliding_window": "32"}, "sliding_window"),
+    ("mistral", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+    ("mistral", {"attention_bias": True}, "attention_bias"),
+    ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok"),
+    ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
+    ("nemotron", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor"),
+    ("nemotron", {"hidden_act": "laplace"}, "hidden_act"),
+    ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
+    ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim"),
+    ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 16}, "use_sliding_window"),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 16}, "use_sliding_window"),
+    ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("sparsellama", {"hidden_act_param": [0.1, 0.2]}, "hidden_act_param"),
+    ("sparsellama", {"hidden_act_param": None}, "hidden_act_param"),
+    ("sparsellama", {"hidden_act": "shiftrelu"}, "hidden_act"),
+    ("turbosparsemixtral", {"hidden_act": "silu"}, "hidden_act"),
+    ("turbosparsemixtral", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping"),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "key"), CHANGING, ids=[f"{f}-{k}" for f, _, k in CHANGING])
+def test_a_field_that_would_change_the_function(copy: Copy, family: str, fields: dict[str, Any], key: str) -> None:
+    folder = copy(family)
+    edit_json(folder / "config.json", **fields)
+    assert f"config.json: {key}" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 16}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 40}),
+        ("qwen3", {"use_sliding_window": False, "sliding_window": 16}),
+        ("gpt2", {"n_ctx": 37, "reorder_and_upcast_attn": True, "summary_type": "mean"}),
+        ("mixtral", {"router_jitter_noise": 0.1, "sliding_window": None}),
+        ("sparsellama", {"pretraining_tp": 2}),
+    ],
+)
+def test_a_field_that_changes_nothing(copy: Copy, family: str, fields: dict[str, Any]) -> None:
+    folder = copy(family)
+    before = open_checkpoint(folder).decoder
+    edit_json(folder / "config.json", **fields)
+    assert open_checkpoint(folder).decoder == before
+
+
+def test_minicpm_is_planned_for_but_not_read(copy: Copy) -> None:
+    folder = copy("llama")
+    edit_json(folder / "config.json", "model_type", architectures=["MiniCPMForCausalLM"], scale_emb=12, scale_depth=1.4)
+    message = refusal(folder)
+    assert "a minicpm model can be planned for, but not read" in message
+    assert "scale_depth" in message
+
+
+def test_no_long_work_ends_at_a_bad_weight(fails: Callable[..., str], model: Path, recipe: Path) -> None:
+    head = load_file(model / "model.safetensors")["lm_head.weight"]
+    head[-1, -1] = -torch.inf
+    edit_tensors(model, lm_head__weight=head)
+    message = fails(3, "profile", recipe)
+    assert "tensor lm_head.weight holds NaN or infinity" in message
+    assert "profiling" not in message

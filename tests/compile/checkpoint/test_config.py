@@ -1,0 +1,104 @@
+"""config.json is read strictly: what might change the function is refused, what cannot is let through."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from support.hf import edit_json, random_llama
+
+from pi_compile.checkpoint import open_checkpoint
+from pi_compile.errors import CheckpointError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    random_llama(tmp_path / "model", tokenizer=False)
+    return tmp_path / "model"
+
+
+def refusal(model: str | Path, **arguments: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(model, **arguments)
+    assert caught.value.exit_code == 3
+    return str(caught.value)
+
+
+CHANGING = {
+    "sliding_window": 32,
+    "attention_multiplier": 0.5,
+    "partial_rotary_factor": 0.5,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "quantization_config": {"quant_method": "gptq", "bits": 4},
+}
+
+
+@pytest.mark.parametrize("key", CHANGING)
+def test_a_key_that_changes_the_function(folder: Path, key: str) -> None:
+    edit_json(folder / "config.json", **{key: CHANGING[key]})
+    message = refusal(folder)
+    assert f"{key} would change the function" in message
+    assert str(CHANGING[key]) in message
+
+
+NEUTRAL = {
+    "sliding_window": 64,
+    "attention_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "quantization_config": None,
+    "unheard_of": False,
+    "pretraining_tp": 2,
+    "layer_types": ["full_attention"] * 3,
+    "torch_dtype": "float16",
+}
+
+
+@pytest.mark.parametrize("key", NEUTRAL)
+def test_a_key_that_changes_nothing(folder: Path, key: str) -> None:
+    edit_json(folder / "config.json", **{key: NEUTRAL[key]})
+    assert open_checkpoint(folder).notices == ()
+
+
+def test_unknown_keys_are_all_named_with_the_way_out(folder: Path) -> None:
+    edit_json(folder / "config.json", secret_scale=2.0, other_trick="yes")
+    message = refusal(folder)
+    assert "other_trick, secret_scale are not understood" in message
+    assert 'ignore_config = ["other_trick", "secret_scale"]' in message
+    checkpoint = open_checkpoint(folder, ignore_config=["secret_scale", "other_trick"])
+    assert checkpoint.notices[1] == "config.json: secret_scale = 2.0 is ignored, as asked"
+
+
+def test_a_key_that_is_read_cannot_be_ignored(folder: Path) -> None:
+    assert "hidden_act cannot be ignored" in refusal(folder, ignore_config=["hidden_act"])
+
+
+WRONG_FIELDS = {
+    "hidden_act": ("quick_gelu", "one of relu, relu2, silu"),
+    "hidden_size": (-4, "a positive integer"),
+    "num_hidden_layers": ("3", "a positive integer"),
+    "num_key_value_heads": (2, "a divisor of 3"),
+    "head_dim": (9, "an even width"),
+    "rms_norm_eps": (0, "a positive number"),
+    "mlp_bias": ("no", "true or false"),
+    "rope_parameters": ({"rope_type": "llama3", "factor": 8.0}, "rope_parameters: low_freq_factor"),
+    "rope_scaling": ({"type": "linear", "factor": -2.0}, "a positive number"),
+    "rope_theta": ("big", "a positive number"),
+}
+
+
+@pytest.mark.parametrize("key", WRONG_FIELDS)
+def test_a_field_with_a_value_that_cannot_be(folder: Path, key: str) -> None:
+    value, expected = WRONG_FIELDS[key]
+    edit_json(folder / "config.json", *({"rope_parameters"} if key == "rope_theta" else ()), **{key: value})
+    message = refusal(folder)
+    assert key in message
+    assert expected in message
+
+
+def test_a_missing_field(folder: Path) -> None:
+    edit_json(folder / "config.json", "hidden_size")
+    assert "no such key" in refusal(folder)

@@ -1,0 +1,348 @@
+"""`pi-compile` as its user meets it: the flags, what goes where, and the way from a checkpoint to text."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from support.paths import GOLDEN, ROOT
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+from support.hf import random_llama
+
+from pi_compile.cli.main import app
+from pi_compile.machine.profile import read_machine
+from pi_compile.recipe import Recipe, default_recipe, read_recipe
+from pi_runtime import console
+from pi_runtime.artifact import inspection, verify
+from pi_runtime.cli import app as pi_run
+from pi_runtime.kernels.codegen import jit
+
+EVERYWHERE = {"--json", "--debug"}
+FLAGS = {
+    "init": {"MODEL", "-o", "--output", "--corpus", "--revision", "--force"},
+    "profile": {"RECIPE", "--device", "--export"},
+    "train": {"RECIPE", "--device", "--export"},
+    "place": {"RECIPE", "--device", "--lock", "--locked"},
+    "pack": {"RECIPE", "-o", "--output", "--plain", "--device"},
+    "build": {"RECIPE", "-o", "--output", "--device"},
+    "eval": {
+        *("ARTIFACT", "--text", "--task", "--model", "--tokens", "--window", "--limit", "--device", "--vram-budget"),
+        *("--ctx-size", "--threads"),
+    },
+    "machine": {"-o", "--output"},
+    "plan": {
+        *("MODEL", "--machine", "--vram-budget", "--ram-budget", "--curve", "--density", "--counts", "--format"),
+        "--ctx-size",
+    },
+    "report": {
+        *("MODEL", "-o", "--output", "--machine", "--vram-budget", "--ram-budget", "--curve", "--density", "--counts"),
+        *("--format", "--ctx-size"),
+    },
+    "inspect": {"ARTIFACT"},
+    "verify": {"ARTIFACT"},
+    "doctor": set(),
+}
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command that must succeed; returns its stdout."""
+
+    def run(*arguments: object, app: typer.Typer = app) -> str:
+        code = console.run(app, [str(a) for a in arguments])
+        captured = capsys.readouterr()
+        assert code == 0, captured.err
+        return captured.out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and text."""
+    folder = tmp_path_factory.mktemp("project")
+    random_llama(folder / "models" / "tiny", intermediate_size=128, num_hidden_layers=2)
+    (folder / "text").mkdir()
+    for n, text in enumerate(("Once upon a time there was a neuron. ", "It waited, and then it did! ")):
+        (folder / "text" / f"{n}.txt").write_text(text * 150)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(project: Path) -> Path:
+    """A recipe whose stages are made."""
+    data = default_recipe("models/tiny", corpus=["text"]).model_dump()
+    data["corpus"] |= {"fit_tokens": 1500, "tune_tokens": 128, "report_tokens": 128}
+    data["profile"] |= {"window": 32, "cofiring_tokens": 64}
+    data["train"] |= {"tokens": 256, "steps": 2}
+    recipe = project / "small.toml"
+    recipe.write_text(Recipe.model_validate(data).to_toml())
+    assert console.run(app, ["build", str(recipe), "-o", str(project / "small.pi")]) == 0
+    return recipe
+
+
+def documented_keys(command: str) -> set[str]:
+    """The keys that docs/pipeline.md promises for `command --json`; what is explained in brackets is not one."""
+    text = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| `{command}` \| (.*) \|$", text.partition("### Keys of `--json`")[2], re.M)
+    return set(re.findall(r"`([\w ]+)`", re.sub(r"\([^)]*\)", "", row)))
+
+
+# Flags and help.
+
+
+def names(parameter: Any) -> list[str]:
+    return [parameter.metavar] if parameter.param_type_name == "argument" else parameter.opts
+
+
+def test_the_flags_are_frozen() -> None:
+    commands: Any = typer.main.get_command(app)
+    found = {name: {flag for p in command.params for flag in names(p)} for name, command in commands.commands.items()}
+    assert found == {name: flags | EVERYWHERE for name, flags in FLAGS.items()}
+
+
+def test_help_is_whole_and_light() -> None:
+    """Help of everything in one process: every flag is there, no text is cut, and nothing heavy is loaded."""
+    calls = [[], *([name] for name in FLAGS)]
+    code = f"""
+import sys
+from pi_compile.cli.main import app
+from pi_runtime.cli import app as pi_run
+from pi_runtime import console
+for arguments in {calls}:
+    assert console.run(app, [*arguments, "--help"]) == 0
+    print("=====")
+assert console.run(pi_run, ["--help"]) == 0
+# Not pydantic, which some versions of typer load themselves.
+heavy = {{"torch", "transformers", "numba", "numpy", "datasets", "tokenizers", "scipy", "zarr", "matplotlib"}}
+print("=====", *(heavy & set(sys.modules)))
+"""
+    env = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    overview, *texts, run_help, loaded = done.stdout.split("=====")
+    assert loaded.split() == []
+    assert "..." not in overview.partition("Commands:")[2]
+    assert all(f"\n  {name} " in overview for name in FLAGS)
+    for name, text in zip(FLAGS, texts, strict=True):
+        assert all(flag in text for flag in FLAGS[name] | EVERYWHERE), name
+    assert "--prompt" in run_help
+
+
+# From a checkpoint to text.
+
+
+def test_the_way_from_a_checkpoint_to_text(run: Run, project: Path, tmp_path: Path) -> None:
+    recipe, artifact = tmp_path / "tiny.toml", tmp_path / "tiny.pi"
+    run("init", project / "models" / "tiny", "-o", recipe)
+    assert read_recipe(recipe).model.path == os.path.relpath(project / "models" / "tiny", tmp_path)
+    run("pack", "--plain", recipe, "-o", artifact)
+    assert "2 layers" in run("inspect", artifact)
+    assert run("verify", artifact).startswith(f"{artifact}: every byte is as it was written (")
+    once = run(artifact, "--prompt", "Once upon", "-n", 6, app=pi_run)
+    report = json.loads(run(artifact, "--prompt", "Once upon", "-n", 6, "--json", app=pi_run))
+    assert report["text"] + "\n" == once
+    assert report.keys() == documented_keys("pi-run")
+    assert report["stats"]["generated_tokens"] <= 6
+
+
+def test_paths_are_relative_to_the_recipe(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written from one folder, read from another, moved together with its model."""
+    monkeypatch.chdir(project)
+    (project / "recipes").mkdir(exist_ok=True)
+    arguments = ["init", "models/tiny", "--corpus", "text", "-o", "recipes/tiny.toml"]
+    assert console.run(app, arguments) == 0
+    recipe = read_recipe(project / "recipes" / "tiny.toml")
+    assert recipe.model.path == "../models/tiny"
+    assert recipe.corpus.text == ["../text"]
+    shutil.copytree(project / "models", tmp_path / "moved" / "models")
+    shutil.copytree(project / "recipes", tmp_path / "moved" / "recipes")
+    monkeypatch.chdir(tmp_path)
+    assert console.run(app, ["pack", "--plain", "moved/recipes/tiny.toml"]) == 0
+    verify(tmp_path / "tiny.pi")  # the recipe's name, in the working folder
+
+
+def test_init_pins_a_hub_model(run: Run, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = shutil.copytree(project / "models" / "tiny", tmp_path / "snapshots" / commit)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(snapshot))
+    run("init", "owner/name", "-o", "r.toml")
+    section = read_recipe(Path("r.toml")).model
+    assert (section.path, section.revision) == ("owner/name", commit)
+    run("pack", "--plain", "r.toml")
+    verify("r.pi")
+
+
+def test_force_replaces_a_recipe(run: Run, project: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("old")
+    run("init", project / "models" / "tiny", "-o", recipe, "--force")
+    assert read_recipe(recipe)
+    assert [p.name for p in tmp_path.iterdir()] == ["r.toml"]
+
+
+def test_a_second_build_does_nothing(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = built.with_suffix(".pi").stat().st_mtime_ns
+    assert console.run(app, ["build", str(built), "-o", str(built.with_suffix(".pi"))]) == 0
+    assert "nothing to do: everything is up to date" in capsys.readouterr().err
+    assert built.with_suffix(".pi").stat().st_mtime_ns == before
+
+
+# What is printed.
+
+
+def test_what_is_exported_places_as_the_model_does(run: Run, built: Path) -> None:
+    from pi_compile.pipeline.recipe_placement import place_recipe
+
+    recipe = read_recipe(built)
+    own, again = built.with_name("own.toml"), built.with_name("again.toml")
+    for path, activations in ((own, ""), (again, "a.npz")):
+        section = recipe.place.model_copy(update={"machine": "stand-in", "activations": activations})
+        path.write_text(recipe.model_copy(update={"place": section}).to_toml())
+    run("train", own, "--export", built.with_name("a.npz"))
+    plans = json.loads(run("place", own, "--json"))["plans"]
+    assert len(plans) > 1
+    assert [p.plan.digest for p in place_recipe(again).placements] == [plan["digest"] for plan in plans]
+
+
+@pytest.mark.parametrize("command", ["profile", "train", "place", "pack", "build"])
+def test_json_of_a_stage(run: Run, built: Path, tmp_path: Path, command: str) -> None:
+    output = ["-o", tmp_path / "small.pi"] if command in ("pack", "build") else []
+    report = json.loads(run(command, built, *output, "--json"))
+    assert report.keys() == documented_keys(command)
+    assert report["ran"] == (["pack"] if output else [])
+
+
+def test_json_of_plain_packing(run: Run, built: Path, tmp_path: Path) -> None:
+    report = json.loads(run("pack", "--plain", built, "-o", tmp_path / "a.pi", "--json"))
+    assert report.keys() == documented_keys("pack")
+    assert report["artifact"] == str(tmp_path / "a.pi")
+    assert report["bytes"] == (tmp_path / "a.pi").stat().st_size
+
+
+def test_quantising_is_reported(run: Run, built: Path, tmp_path: Path) -> None:
+    recipe = built.parent / "quantised.toml"
+    text = built.read_text().replace('ffn = "keep"', 'ffn = "q4"').replace('embedding = "keep"', 'embedding = "q8"')
+    recipe.write_text(text)
+    report = json.loads(run("pack", "--plain", recipe, "-o", tmp_path / "a.pi", "--json"))
+    assert report.keys() == documented_keys("pack") | {"quantisation"}
+    assert [(row["part"], row["format"]) for row in report["quantisation"]] == [("embedding", "q8"), ("ffn", "q4")]
+    header, *rows = run("pack", "--plain", recipe, "-o", tmp_path / "b.pi").splitlines()
+    assert header.split() == ["part", "format", "relative", "rms", "error", "largest", "error"]
+    assert [row.split()[:2] for row in rows] == [["embedding", "q8"], ["ffn", "q4"]]
+    assert run("pack", "--plain", built, "-o", tmp_path / "c.pi") == ""
+
+
+def test_json_of_init(run: Run, project: Path, tmp_path: Path) -> None:
+    report = json.loads(run("init", project / "models" / "tiny", "-o", tmp_path / "r.toml", "--json"))
+    assert report.keys() == documented_keys("init")
+    assert report["recipe"] == str(tmp_path / "r.toml")
+    assert Recipe.model_validate({k: v for k, v in report.items() if k != "recipe"}) == read_recipe(tmp_path / "r.toml")
+
+
+def test_json_of_eval(run: Run, built: Path, tmp_path: Path) -> None:
+    text, task = built.parent / "text" / "1.txt", tmp_path / "task.jsonl"
+    task.write_text('{"ctx": "Once upon a", "choices": [" time", " neuron there was"], "label": 0}\n' * 3)
+    artifact, scored = built.with_suffix(".pi"), ["--text", text, "--tokens", 64, "--window", 32]
+    asked = ["--task", task, "--limit", 2]
+    report = json.loads(run("eval", artifact, *scored, *asked, "--json"))
+    assert report.keys() == documented_keys("eval")
+    assert report["tokens"] == 64
+    assert len(report["layers"]) == 2
+    (found,) = report["tasks"]
+    assert found["items"] == 2
+    assert found["modes"].keys() == set(report["perplexity"]) - {"checkpoint"}
+    assert json.loads(run("eval", artifact, *asked, "--json")) == {"tasks": [found]}
+    assert json.loads(run("eval", artifact, *scored, "--json")).keys() == documented_keys("eval") - {"tasks"}
+    lines = run("eval", artifact, *asked).splitlines()
+    assert lines[0] == f"task: {task}, multiple choice, 2 questions"
+    assert lines[1] == "chance: 0.5000"
+    assert lines[2].split() == ["mode", "acc", "acc", "norm", "agreement"]
+    assert re.match(r" *dense +[01](\.0000)? ± 0 ", lines[3])
+
+
+def test_json_of_machine(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pi_compile.machine.measurement.read_bandwidth", lambda *_: 12.5e9)
+    monkeypatch.setattr("pi_compile.machine.measurement.BYTES", 1 << 20)
+    report = json.loads(run("machine", "-o", tmp_path / "m.toml", "--json"))
+    assert report.keys() == documented_keys("machine")
+    assert report["cpu"]["bandwidth_gb_per_s"] == 12.5
+    assert json.loads(json.dumps(read_machine(tmp_path / "m.toml").model_dump())) == report
+
+
+def test_json_of_inspect(run: Run) -> None:
+    report = json.loads(run("inspect", GOLDEN, "--json"))
+    assert report.keys() == documented_keys("inspect")
+    assert sum(report["bytes_by_part"].values()) == report["bytes"] == GOLDEN.stat().st_size
+    assert report["decoder"]["d_ff"] == 40
+    usual = {"threshold": 0.0, "margin": 0}
+    assert report["layers"] == [{"rung": "predicted", "rank": 3, **usual}, {"rung": "gate", "rank": None, **usual}]
+    assert [plan["gpu_neuron_share"] for plan in report["plans"]] == [0.1, 1.0]
+
+
+def test_json_of_verify(run: Run) -> None:
+    report = json.loads(run("verify", GOLDEN, "--json"))
+    assert report.keys() == documented_keys("verify")
+    assert report["digest"].encode() == GOLDEN.read_bytes()[-64:]
+
+
+def test_json_of_doctor(run: Run) -> None:
+    report = json.loads(run("doctor", "--json"))
+    assert report.keys() == documented_keys("doctor")
+    assert all(finding.keys() == {"found", "remedy"} for finding in report.values())
+    assert f"torch {torch.__version__}" in report["extra compile"]["found"]
+    assert str(jit.cache_folder()) in report["kernels"]["found"]
+
+
+def test_inspect_is_pleasant_to_read(run: Run, built: Path) -> None:
+    lines = run("inspect", built.with_suffix(".pi")).splitlines()
+    assert {line[:18] for line in lines if line[:1] != " "} >= {
+        f"{title:18}" for title in ("artifact", "model", "stored", "layers", "profile", "plans", "made by")
+    }
+    assert all(line[17] == " " and line[18] != " " for line in lines if not line.startswith(("plans", " " * 18)))
+    assert any("neurons ordered by their counts over 1,5" in line or "over 1,4" in line for line in lines)
+    assert max(map(len, lines[1:])) <= 100  # the first has the path
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(950, "950"), (60_300, "60.3 k"), (1_100_000, "1.1 M"), (6_738_415_616, "6.7 B")]
+)
+def test_parameters_are_rounded(number: int, text: str) -> None:
+    report = {**inspection.inspect(GOLDEN), "parameters": number}
+    assert f"llama, {text} parameters" in inspection.describe(report)
+
+
+def test_names_in_an_artifact_do_not_steer_the_terminal() -> None:
+    report = inspection.inspect(GOLDEN)
+    hostile = {**report, "decoder": {**report["decoder"], "family": "\x1b[2Jllama"}}
+    hostile["provenance"] = {"pi_toolchain": ["\x1b"], "checkpoint": {"files": {"\x9b1m": 3}}}
+    text = inspection.describe(hostile)
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert "�[2Jllama" in text
+
+
+def test_a_reader_that_has_had_enough_is_no_error() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "pi_compile", "inspect", str(GOLDEN)],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (0, "")

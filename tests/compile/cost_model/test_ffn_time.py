@@ -1,0 +1,64 @@
+"""The time of rungs against the model of time that places them."""
+
+import numpy as np
+import pytest
+from support.synthetic import small_decoder
+
+from pi_compile.cost_model.ffn_time import Reads
+from pi_compile.cost_model.processors import CPU, units_of
+from pi_compile.cost_model.token_time import costs_of
+from pi_compile.cost_model.workload import MILLION, LayerWork, Workload
+from pi_compile.machine.profile import Machine
+from pi_runtime.artifact.sizes import FfnBytes
+
+FORMATS = dict.fromkeys(("embedding", "attention", "head"), "f32") | {"ffn": "q4", "predictor": "q8"}
+MACHINE = Machine.model_validate(
+    {
+        "name": "a", "source": "b",
+        "cpu": {
+            "name": "c", "cores": 2, "ram_gib": 8.0, "bandwidth_gb_per_s": 40.0, "launch_us": 3.0,
+            "format_gb_per_s": {"q4": 20.0, "q8": 30.0}, "gather_gb_per_s": {"q4": 7.0},
+        },
+    }
+)  # fmt: skip
+UNIT = units_of(MACHINE)[CPU]
+
+
+@pytest.mark.parametrize("rung", ["dense", "gate", "predicted"])
+@pytest.mark.parametrize("ffn", ["gated", "plain"])
+def test_it_is_the_time_of_the_layer_on_the_processor(rung: str, ffn: str) -> None:
+    d = small_decoder(n_layers=1, d_model=64, d_ff=192, ffn=ffn)
+    tokens = 1000
+    counts = np.full((1, 192), 100)
+    rank = 64 if rung == "predicted" else None
+    work = Workload(
+        shape=d, formats=FORMATS, tokens=tokens, counts=counts, context=64,
+        layers=(LayerWork(rung=rung, rank=rank, read_ppm=3 * MILLION),),
+    )  # fmt: skip
+    cost = costs_of(work, MACHINE).layers[0]
+    neuron = FfnBytes(d, "q4", "q8")
+    reads = Reads.of(neuron, rung, rank, 0.3, 0.1)
+    assert reads.ps(UNIT, neuron) == pytest.approx(int(cost.after[0]) + cost.predictor[CPU], rel=1e-6)
+
+
+def test_each_rung_pays_for_what_it_reads() -> None:
+    d = small_decoder(d_model=128, d_ff=1000, ffn="gated")
+    neuron = FfnBytes(d, "q4", "q8")
+    first, rest, launches = neuron.first, neuron.rest, 2 * 3e6
+    signs = Reads.of(neuron, "sign", 0, 0.5, 0.1)
+    assert signs.predictor == 1000 * 64  # two words of signs in a cache line
+    times = {
+        "threshold": launches + 1000 * first / 20e9 * 1e12 + 200 * rest / 7e9 * 1e12,
+        "sign": 2 * launches + 64000 / 40e9 * 1e12 + 500 * first / 7e9 * 1e12 + 100 * rest / 7e9 * 1e12,
+    }
+    assert Reads.of(neuron, "threshold", None, 1.0, 0.2).ps(UNIT, neuron) == pytest.approx(times["threshold"])
+    assert signs.ps(UNIT, neuron) == pytest.approx(times["sign"])
+
+
+def test_of_experts_a_token_reads_those_it_goes_to() -> None:
+    d = small_decoder(d_model=64, d_ff=100, n_experts=4, experts_per_token=2)
+    neuron = FfnBytes(d, "f16", "f16")
+    assert Reads.of(neuron, "dense", None, 1.0, 1.0).total == 200 * (neuron.first + neuron.rest)
+    assert Reads.of(neuron, "gate", None, 1.0, 0.1).total == 200 * neuron.first + 40 * neuron.rest
+    predicted = Reads.of(neuron, "predicted", 32, 0.2, 0.1)
+    assert predicted.total == 2 * neuron.predictor(32) + 80 * neuron.first + 40 * neuron.rest

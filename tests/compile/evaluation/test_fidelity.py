@@ -1,0 +1,206 @@
+"""Evaluation of a packed file: its figures against the same computed by hand."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import hf
+from support.paths import GOLDEN
+from support.synthetic import random_artifact, small_decoder, stored_plan
+
+from pi_compile.checkpoint import open_checkpoint
+from pi_compile.errors import CheckpointError, CorpusError
+from pi_compile.evaluation.fidelity import Score, evaluate, other_bytes
+from pi_compile.evaluation.load_options import Where
+from pi_compile.packing import PackSpec, pack
+from pi_compile.results.activation_profile import ActivationProfile
+from pi_compile.results.predictor_set import LayerRow, Trained
+from pi_runtime import load
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.sizes import FfnBytes
+from pi_runtime.kernels import reference
+
+KEYS = {"device", "vram_bytes", "tokens", "perplexity", "agreement", "bytes_per_token", "ffn_bytes_per_token"}
+KEYS |= {"tokens_per_s", "layers"}
+TEXT = "Once upon a time there was a little neuron that did not fire. It waited, and waited; then it did! " * 12
+F = 83
+
+
+def trained(d: Decoder, *, bias: float) -> Trained:
+    """Predictors of rank 5 that say the sign of a random projection, shifted."""
+    rng = np.random.default_rng(0)
+    row = LayerRow(
+        rung="predicted", density=0.5, rank=5, ffn_bytes=1.0, gate_bytes=1.0, ffn_us=1.0, recall=1.0,
+        precision=1.0, rows_read_over_active=1.0, error=0.0,
+    )  # fmt: skip
+    arrays = [
+        (
+            rng.standard_normal((5, d.d_model), np.float32),
+            rng.standard_normal((F, 5), np.float32),
+            np.full(F, bias, "f4"),
+        )
+        for _ in range(d.n_layers)
+    ]
+    return Trained(
+        rows=(row,) * d.n_layers,
+        predictors=tuple(arrays),
+        predictor_format="f32",
+        counts=(None,) * d.n_layers,
+        counted_tokens=1,
+        perplexity={},
+        inputs="x",
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> torch.nn.Module:
+    return hf.random_llama(tmp_path / "model", intermediate_size=F)
+
+
+def packed(tmp_path: Path, bias: float | None) -> Path:
+    checkpoint = open_checkpoint(tmp_path / "model")
+    d = checkpoint.decoder
+    counts = np.random.default_rng(1).integers(0, 100, (d.n_layers, F)).astype(np.uint64)
+    order = np.argsort(-counts.astype(np.int64), axis=1, kind="stable").astype(np.uint32)
+    profile = ActivationProfile(decoder=d, tokens=100, counts=counts, order=order, inputs="x")
+    predictors = None if bias is None else trained(d, bias=bias)
+    pack(checkpoint, PackSpec(), tmp_path / "a.pi", recipe={}, profile=profile, trained=predictors)
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "a.pi"
+
+
+def score(artifact: Path, model: Path | None = None) -> dict[str, object]:
+    text = artifact.with_name("text.txt")
+    found = evaluate(artifact, [text], model, tokens=96, window=32, progress=lambda _done, _total: None)
+    assert set(found) == KEYS
+    json.dumps(found)
+    return found
+
+
+def test_perplexity_and_agreement_are_those_of_transformers(tmp_path: Path, model: torch.nn.Module) -> None:
+    artifact = packed(tmp_path, None)
+    found = score(artifact, tmp_path / "model")
+    with load(artifact) as opened:
+        ids = torch.tensor(opened.tokenizer.encode(TEXT, prefix=False)[:96]).reshape(3, 32)
+    with torch.inference_mode():
+        loss = model.float()(input_ids=ids, labels=ids).loss
+    for mode in ("checkpoint", "dense", "gate"):
+        assert found["perplexity"][mode] == pytest.approx(math.exp(loss), rel=1e-4)
+    assert found["agreement"] == {"dense": 1.0, "gate": 1.0}
+
+
+def test_rows_and_bytes_are_what_the_predictor_lets_through(tmp_path: Path, model: torch.nn.Module) -> None:
+    """A predictor that names every neuron reads what gate reads and its own bytes; one that names none, only those."""
+    everything, nothing = score(packed(tmp_path, 1e4)), score(packed(tmp_path, -1e4))
+    row = 192  # 48 float32, three cache lines
+    own = 3 * (5 * row + F * 64 + F * 4)
+    dense, gate = everything["ffn_bytes_per_token"]["dense"], everything["ffn_bytes_per_token"]["gate"]
+    assert dense == 3 * 3 * F * row
+    assert everything["ffn_bytes_per_token"]["predicted"] == pytest.approx(gate + own)
+    assert nothing["ffn_bytes_per_token"]["predicted"] == own
+    assert everything["perplexity"]["predicted"] == pytest.approx(everything["perplexity"]["dense"], rel=1e-5)
+    assert nothing["perplexity"]["predicted"] != pytest.approx(nothing["perplexity"]["dense"], rel=1e-5)
+    for layer in everything["layers"]:
+        assert layer["recall"] == 1.0
+        assert layer["precision"] == pytest.approx(layer["density"])
+        assert layer["rows_read_over_active"] == pytest.approx(1 / layer["density"])
+    assert {layer["recall"] for layer in nothing["layers"]} == {0.0}
+    extra = everything["bytes_per_token"]["gate"] - gate
+    assert everything["bytes_per_token"]["dense"] == pytest.approx(dense + extra)
+
+
+def test_bytes_per_token_count_the_scales() -> None:
+    """By hand. A row of 72 columns is 128 bytes in q8 and 64 in q4, with 8 bytes of scales; 24 columns are 64 and 8."""
+    with Artifact.open(GOLDEN) as artifact:
+        manifest = artifact.manifest
+    layer = 40 * (128 + 8) + 72 * (64 + 8) + 2 * 72 * 4  # q8: qkv, out; norms
+    assert other_bytes(manifest) == 2 * layer + 72 * 4 + 257 * 192
+    first = 64 + 8  # q4
+    tally = np.array([[30, 50, 20], [30, 400, 30]])  # fires, read, both, over 10 tokens
+    found = Score(1.0, np.zeros(0, np.int64), tally, 10)
+    assert found.ffn_bytes(manifest, "gate") == [5 * first + 2 * 2 * first, 40 * first + 3 * 2 * first]
+    predictor = 3 * 320 + 40 * 64 + 40 * 4  # f32, rank 3
+    assert found.ffn_bytes(manifest, "predicted")[0] == 5 * first + 2 * 2 * first + predictor
+    assert found.ffn_bytes(manifest, "dense")[1] == 40 * first + 40 * 2 * first
+
+
+def test_bytes_per_token_of_a_tied_head_in_q8(tmp_path: Path) -> None:
+    """The embedding is read whole, as the head; of the positions one row is read, which is not counted."""
+    path = random_artifact(tmp_path / "a.pi", small_decoder("opt", n_layers=1), format="q8", ranks=[3], profiled=True)
+    with Artifact.open(path) as artifact:
+        found, predictor = (
+            other_bytes(artifact.manifest),
+            FfnBytes.of(artifact.manifest.decoder, artifact.manifest.formats),
+        )
+    row = 64 + 8
+    attention = 64 * row + 64 * 4 + 32 * row + 32 * 4
+    assert found == 257 * row + attention + 3 * 2 * 32 * 4 + (40 + 32) * 4
+    assert predictor.predictor(3) == 3 * row + 40 * (row + 4)
+
+
+def test_what_cannot_be_scored_says_why(tmp_path: Path, model: torch.nn.Module) -> None:
+    artifact = packed(tmp_path, None)
+    with pytest.raises(CorpusError, match="at least one window"):
+        evaluate(artifact, [artifact.with_name("text.txt")], None, tokens=8, window=32, progress=lambda *_: None)
+    with pytest.raises(CorpusError, match=r"none\.txt: cannot be read"):
+        evaluate(artifact, [tmp_path / "none.txt"], None, tokens=96, window=32, progress=lambda *_: None)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        score(artifact, tmp_path / "nothing")
+    hf.random_llama(tmp_path / "other", intermediate_size=F, hidden_act="silu")
+    with pytest.raises(CheckpointError, match="not packed from this checkpoint"):
+        score(artifact, tmp_path / "other")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CorpusError, match="no text in this folder"):
+        evaluate(artifact, [tmp_path / "empty"], None, tokens=96, window=32, progress=lambda *_: None)
+
+
+def test_recall_and_precision_are_those_of_the_predictor_on_the_same_inputs(
+    tmp_path: Path, model: torch.nn.Module
+) -> None:
+    """Counted again from the reference: layer 0 sees the same input in every mode."""
+    artifact = packed(tmp_path, 0.0)
+    found = score(artifact)["layers"][0]
+    with Artifact.open(artifact) as opened, load(artifact) as running:
+        d, w = opened.manifest.decoder, reference.StoredWeights(opened, "layers/0/")
+        ids = np.array(running.tokenizer.encode(TEXT, prefix=False)[:96]).reshape(3, 32)
+        fires, read = [], []
+        for window in ids:
+            x = opened.values("embedding")[window]
+            x = x + reference.attention(d, w, reference.norm(d, w, "attention/norm", x))
+            x = reference.norm(d, w, "ffn/norm", x)
+            fires.append(x @ w["ffn/first"].T > 0)
+            read.append(reference.scores(w, x) > 0)
+    both = np.logical_and(fires, read).sum()
+    assert found["density"] == pytest.approx(np.mean(fires), abs=1e-3)
+    assert found["recall"] == pytest.approx(both / np.sum(fires), abs=2e-3)
+    assert found["precision"] == pytest.approx(both / np.sum(read), abs=2e-3)
+    assert 0.1 < found["recall"] < 0.9
+
+
+def test_folders_are_read_whole(tmp_path: Path, model: torch.nn.Module) -> None:
+    artifact = packed(tmp_path, None)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(TEXT)
+    one = score(artifact)
+    many = evaluate(artifact, [tmp_path / "texts"], None, tokens=96, window=32, progress=lambda *_: None)
+    assert many["perplexity"] == one["perplexity"]
+
+
+def test_the_stand_in_scores_as_the_cpu_does(tmp_path: Path) -> None:
+    plan = stored_plan((32, 0), 1 << 20, 1 << 19)
+    path = random_artifact(tmp_path / "a.pi", small_decoder(n_layers=2), plans=(plan,))
+    (tmp_path / "text.txt").write_text(TEXT)
+    told: list[str] = []
+    where = Where(device="stand-in", vram_budget=1 << 20, context=64, tell=told.append)
+    here, there = (
+        evaluate(path, [tmp_path / "text.txt"], None, tokens=64, window=32, progress=lambda *_: None, where=w)
+        for w in (Where(), where)
+    )
+    assert (here["device"], here["vram_bytes"]) == ("cpu", None)
+    assert (there["device"], there["vram_bytes"]) == ("stand-in", 1 << 20)
+    assert there["perplexity"] == here["perplexity"]
+    assert set(told) == {"stand-in: by the placement for 1.0 MiB of GPU memory"}

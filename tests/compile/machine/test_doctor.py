@@ -1,0 +1,110 @@
+"""The doctor names what is there, what is missing, and what to do about it."""
+
+import importlib.metadata
+import importlib.util
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.paths import ROOT
+
+from pi_compile.machine import doctor
+from pi_runtime.exit_codes import EXTRA_OF
+from pi_runtime.kernels.codegen import jit
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def required(requirements: list[str]) -> set[str]:
+    """Import names of the packages, those of other extras left out."""
+    names = {re.split(r"[\[><=; ]", text)[0] for text in requirements}
+    return {name.replace("-", "_") for name in names - {"pi-toolchain"}}
+
+
+def found(topic: str) -> doctor.Finding:
+    return {finding.topic: finding for finding in doctor.examine()}[topic]
+
+
+def without(*names: str) -> Callable[..., Any]:
+    real = importlib.util.find_spec
+    return lambda name: None if name in names else real(name)
+
+
+def test_the_packages_are_those_of_the_project() -> None:
+    extras = PROJECT["optional-dependencies"]
+    assert {name: set(packages) for name, packages in doctor.EXTRAS.items()} == {
+        "runtime": required(PROJECT["dependencies"]),
+        **{name: required(extras[name]) for name in ("place", "report", "compile", "cuda")},
+    }
+    assert set(EXTRA_OF) == {package for extra in extras.values() for package in required(extra)}
+    assert all(package in required(extras[extra]) | required(extras["place"]) for package, extra in EXTRA_OF.items())
+
+
+def test_every_topic_has_a_finding() -> None:
+    findings = doctor.examine()
+    topics = "python cores memory processor threading_layer kernels gpu runtime"
+    extras = [f"extra {name}" for name in ("place", "report", "compile", "cuda")]
+    assert [finding.topic.replace(" ", "_") for finding in findings[:8]] == topics.split()
+    assert [finding.topic for finding in findings[8:]] == extras
+    assert all(finding.found for finding in findings)
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", without("zarr", "highspy"))
+    finding = found("extra compile")
+    assert finding.found == "missing zarr"
+    assert finding.remedy == f"{sys.executable} -m pip install 'pi-toolchain[compile]'"
+    assert found("extra place").found == "missing highspy"
+
+
+def test_what_is_installed_is_named_with_its_version() -> None:
+    finding = found("runtime")
+    assert f"numba {importlib.metadata.version('numba')}" in finding.found
+    assert finding.remedy == ""
+
+
+def test_without_torch_no_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", without("torch"))
+    finding = found("gpu")
+    assert "torch is not installed" in finding.found
+    assert "pi-toolchain[cuda]" in finding.remedy
+
+
+def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(doctor, "gpu_driver", lambda: True)
+    assert found("gpu").remedy == "a torch built for CUDA in its place"
+
+
+def test_a_gpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    card = SimpleNamespace(name="Card", total_memory=1 << 30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _n: card)
+    monkeypatch.delenv("CC", raising=False)
+    for path, advised in (("/usr/bin/gcc", False), (None, True)):
+        monkeypatch.setattr(doctor.shutil, "which", lambda _name, path=path: path)
+        assert found("gpu").found == "cuda:0 Card, 1.0 GiB"
+        assert ("C compiler" in found("gpu").remedy) == advised
+
+
+@pytest.mark.parametrize(("layer", "advised"), [("omp", False), ("tbb", False), ("workqueue", True)])
+def test_a_slow_threading_layer_has_a_remedy(monkeypatch: pytest.MonkeyPatch, layer: str, advised: bool) -> None:
+    monkeypatch.setattr(jit, "threading_layer", lambda: layer)
+    finding = found("threading layer")
+    assert finding.found == layer
+    assert ("libgomp" in finding.remedy) == advised
+
+
+def test_findings_are_aligned_and_remedies_stand_below() -> None:
+    findings = [doctor.Finding("python", "3.11"), doctor.Finding("extra cuda", "missing triton", "install it")]
+    assert doctor.describe(findings).splitlines() == [
+        "python           3.11",
+        "extra cuda       missing triton",
+        "                 → install it",
+    ]

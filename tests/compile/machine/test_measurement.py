@@ -1,0 +1,56 @@
+"""`pi-compile machine`: the profile it writes is one that placing reads."""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from pi_compile.cli.main import app
+from pi_compile.machine import measurement
+from pi_compile.machine.profile import read_machine
+from pi_runtime import console
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"f32": 8e9, "f16": 7e9, "bf16": 6.06e9, "q8": 5e9, "q4": 4e9}
+    monkeypatch.setattr(measurement, "most_threads", lambda: 6)
+    monkeypatch.setattr(measurement.os, "sched_getaffinity", lambda _pid: range(12), raising=False)
+    monkeypatch.setattr(measurement, "read_bandwidth", lambda _nbytes, threads: 20e9 - (threads - 4) ** 2 * 1e9)
+    monkeypatch.setattr(measurement, "weights", lambda fmt, _nbytes, *_columns: fmt)
+    probes = {"product": 1, "neuron": 0.8, "gather": 0.5, "predictor": 0.4}
+    for name, share in probes.items():
+        probe = partial(lambda share, fmt, threads: rates[fmt] * threads * share, share)
+        monkeypatch.setattr(measurement, f"{name}_bandwidth", probe)
+    monkeypatch.setattr(measurement, "product_flops", lambda _fmt, threads: threads * 10e9)
+    monkeypatch.setattr(measurement, "attention_bandwidth", lambda threads: threads * 6e9)
+    monkeypatch.setattr(measurement, "launch_seconds", lambda fmt, threads: threads * (1e-6 if fmt != "f32" else 1))
+    monkeypatch.setattr(measurement, "_gpu", lambda: (None, None, ""))
+
+
+def test_everything_is_measured_at_the_best_number_of_threads() -> None:
+    """Not the largest: memory is often read fastest by fewer threads than there are."""
+    found = measurement.measure_machine()
+    assert (found.cpu.cores, found.cpu.bandwidth_gb_per_s, found.cpu.launch_us) == (12, 20.0, 4.0)
+    assert found.cpu.products_gflop_per_s == 40.0
+    assert found.cpu.format_gb_per_s == {"f32": 32.0, "f16": 28.0, "bf16": 24.2, "q8": 20.0, "q4": 16.0}
+    assert found.cpu.neurons_gb_per_s == {"f32": 25.6, "f16": 22.4, "bf16": 19.4, "q8": 16.0, "q4": 12.8}
+    assert found.cpu.predictor_gb_per_s == {"f32": 12.8, "f16": 11.2, "bf16": 9.7, "q8": 8.0, "q4": 6.4}
+    assert found.cpu.attention_gb_per_s == 24.0
+    assert found.cpu.gather_gb_per_s == {"f32": 16.0, "f16": 14.0, "bf16": 12.1, "q8": 10.0, "q4": 8.0}
+    assert "GB/s by threads 1: 11.0, 2: 16.0, 4: 20.0, 6: 16.0; products on 4 threads" in found.source
+    assert found.cpu.ram_gib > 0.1
+
+
+def test_the_method_and_the_day_stand_in_the_file() -> None:
+    assert re.match(r"measured 20\d\d-\d\d-\d\d by pi-compile machine", measurement.measure_machine().source)
+
+
+def test_the_command_writes_and_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    assert console.run(app, ["machine", "-o", str(path)]) == 0
+    assert capsys.readouterr().out == path.read_text()
+    assert console.run(app, ["machine", "-o", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == read_machine(path).model_dump()

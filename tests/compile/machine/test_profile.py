@@ -1,0 +1,77 @@
+"""Machine profiles: read strictly, written back unchanged."""
+
+from pathlib import Path
+
+import pytest
+
+from pi_compile.errors import ProfileError
+from pi_compile.machine.profile import Cpu, Gpu, Link, Machine, library, read_machine, whole
+
+WHOLE = Machine(
+    name='a "quoted" \\ name\n\x7f\u2028é🙂',
+    source="s",
+    cpu=Cpu(name="c", cores=8, ram_gib=23.5, bandwidth_gb_per_s=67.2),
+    gpu=Gpu(name="g", vram_gib=24.0, bandwidth_gb_per_s=1000.0),
+    link=Link(pcie_gb_per_s=32.0, sync_us=0.1),
+)
+
+
+def test_published_figures() -> None:
+    """published.md, section 1."""
+    high, low = read_machine(library() / "pc-high.toml"), read_machine(library() / "pc-low.toml")
+    assert high.gpu is not None and low.gpu is not None  # noqa: PT018
+    figures = [(m.cpu.bandwidth_gb_per_s, m.gpu.bandwidth_gb_per_s, m.gpu.vram_gib) for m in (high, low)]  # type: ignore[union-attr]
+    assert figures == [(67.2, 1000.0, 24.0), (38.4, 616.0, 11.0)]
+
+
+def test_integers_are_the_written_decimals() -> None:
+    """In floating point 4.35 · 100 is 434.99…, and 0.1 · 10⁶ picoseconds must not lose one."""
+    assert (whole(4.35, 100), whole(67.2, 10**9), whole(0.1, 10**6), whole(1e-7, 10**6)) == (
+        435,
+        67_200_000_000,
+        10**5,
+        0,
+    )
+
+
+def test_what_is_written_is_read_back_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    for found in (WHOLE, WHOLE.model_copy(update={"gpu": None, "link": None})):
+        path.write_text(found.to_toml(), encoding="utf-8")
+        assert read_machine(path) == found
+
+
+GOOD = Machine(name="n", source="s", cpu=WHOLE.cpu, gpu=WHOLE.gpu, link=WHOLE.link).to_toml()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problems"),
+    [
+        ("sync_us", "sync_ms", ["link.sync_ms: unknown key; did you mean sync_us?", "link.sync_us: Field required"]),
+        ("ram_gib", "ram_gb", ["cpu.ram_gb: unknown key; did you mean ram_gib?", "cpu.ram_gib: Field required"]),
+        ("[gpu]", "[gpus]", ["gpus: unknown key; did you mean gpu?"]),
+        ('source = "s"', "colour = 1", ["source: Field required", "colour: unknown key"]),
+        ("cores = 8", "cores = 8.5", ["cpu.cores: Input should be a valid integer"]),
+        ("cores = 8", "cores = 0", ["cpu.cores: Input should be greater than or equal to 1"]),
+        ("vram_gib = 24.0", "vram_gib = nan", ["gpu.vram_gib: Input should be a finite number"]),
+        ("vram_gib = 24.0", 'vram_gib = "24"', ["gpu.vram_gib: Input should be a valid number"]),
+        ("= 67.2", "= 67200000000.0", ["cpu.bandwidth_gb_per_s: Input should be less than or equal to 1000000"]),
+        ("sync_us = 0.1", "sync_us = -1.0", ["link.sync_us: Input should be greater than or equal to 0"]),
+        (GOOD[GOOD.index("[link]") :], "", ["gpu and link go together: both or neither"]),
+        (GOOD[GOOD.index("[cpu]") : GOOD.index("[gpu]")], "", ["cpu: Field required"]),
+    ],
+)
+def test_every_problem_of_a_profile_is_named(old: str, new: str, problems: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text(GOOD.replace(old, new, 1), encoding="utf-8")
+    with pytest.raises(ProfileError) as caught:
+        read_machine(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: invalid machine profile")
+    assert [problem for problem in problems if f"\n    {problem}" not in message] == [], message
+
+
+def test_whole_numbers_will_do_for_decimals(tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text(GOOD.replace("= 1000.0", "= 1000"), encoding="utf-8")
+    assert read_machine(path).gpu == WHOLE.gpu

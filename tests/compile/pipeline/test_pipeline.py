@@ -1,0 +1,256 @@
+"""The stages of a recipe together: nothing twice, nothing stale, and a kill at any moment is survived."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support import hf
+from support.paths import SUPPORT
+
+from pi_compile.checkpoint import open_checkpoint
+from pi_compile.errors import ProfileError
+from pi_compile.packing import PackSpec, pack
+from pi_compile.pipeline.pipeline import Pipeline
+from pi_compile.pipeline.store import code_digest, sources_of
+from pi_compile.recipe import Recipe, default_recipe
+from pi_compile.results.activation_profile import ActivationProfile
+from pi_runtime import load
+from pi_runtime.artifact import verify
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.errors import DoesNotFitError
+
+WORDS = [*"abcdefghij", "the", "quick", "brown", "fox", "neurons", "fire"]
+
+
+def prose(seed: int, words: int) -> str:
+    return " ".join(WORDS[(seed * 7 + n * n + n // 3) % len(WORDS)] for n in range(words))
+
+
+def small_recipe(**changes: dict[str, object]) -> Recipe:
+    data = default_recipe("model", corpus=["text"]).model_dump()
+    data["corpus"] |= {"report": ["held-out.txt"], "fit_tokens": 3000, "tune_tokens": 200, "report_tokens": 200}
+    data["profile"] |= {"window": 32, "batch": 4, "cofiring_tokens": 256}
+    data["train"] |= {"tokens": 512, "steps": 4}
+    data["place"] |= {"machine": "stand-in"}
+    for section, values in changes.items():
+        data[section] |= values
+    return Recipe.model_validate(data)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a model, text and `small.toml`."""
+    hf.random_llama(tmp_path / "model", intermediate_size=192, num_hidden_layers=2)
+    (tmp_path / "text").mkdir()
+    for n in range(3):
+        (tmp_path / "text" / f"{n}.txt").write_text(prose(n, 1500))
+    (tmp_path / "held-out.txt").write_text(prose(9, 1500))
+    (tmp_path / "small.toml").write_text(small_recipe().to_toml())
+    return tmp_path
+
+
+@contextmanager
+def silent(*_: object) -> Iterator[object]:
+    yield lambda _done, _total: None
+
+
+def build(project: Path) -> tuple[list[str], dict[str, object]]:
+    """(stages that ran, report)."""
+    pipeline = Pipeline(project / "small.toml", "cpu", lambda _line: None, silent)
+    with pipeline.store.exclusive(lambda _line: None):
+        report = pipeline.pack(project / "small.pi")
+    return pipeline.ran, report
+
+
+def test_a_build_makes_a_whole_artifact(project: Path) -> None:
+    ran, report = build(project)
+    assert ran == ["corpus", "profile", "train", "pack"]
+    verify(project / "small.pi")
+    assert hashlib.sha256((project / "small.pi").read_bytes()).hexdigest() == report["sha256"]
+    with load(project / "small.pi") as model:
+        assert model.manifest.profiled_tokens == 2976  # whole windows of 32
+        assert [plan.vram_bytes for plan in model.manifest.plans] == sorted(
+            {p.vram_bytes for p in model.manifest.plans}
+        )
+        assert "".join(model.generate("the quick", max_tokens=4))
+    with load(project / "small.pi", device="stand-in") as model:
+        assert "".join(model.generate("the quick", max_tokens=4))
+
+
+def test_a_second_build_does_nothing(project: Path) -> None:
+    _, first = build(project)
+    written = (project / "small.pi").stat().st_mtime_ns
+    ran, second = build(project)
+    assert (ran, second) == ([], first)
+    assert (project / "small.pi").stat().st_mtime_ns == written
+
+
+def test_a_damaged_output_is_packed_again(project: Path) -> None:
+    _, first = build(project)
+    data = bytearray((project / "small.pi").read_bytes())
+    data[5000] ^= 1
+    (project / "small.pi").write_bytes(data)
+    ran, second = build(project)
+    assert (ran, second) == (["pack"], first)
+
+
+def change_model(project: Path) -> None:
+    file = project / "model" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+
+
+def change_text(project: Path) -> None:
+    (project / "text" / "1.txt").write_text(prose(1, 1500)[:-1] + "y")
+
+
+def change_recipe(**changes: dict[str, object]) -> object:
+    return lambda project: (project / "small.toml").write_text(small_recipe(**changes).to_toml())
+
+
+@pytest.mark.parametrize(
+    ("change", "stages"),
+    [
+        pytest.param(change_model, ["profile", "train", "pack"], id="model"),
+        pytest.param(change_text, ["corpus", "profile", "train", "pack"], id="text"),
+        pytest.param(
+            change_recipe(profile={"window": 16}), ["corpus", "profile", "train", "pack"], id="profile-section"
+        ),
+        pytest.param(change_recipe(train={"seed": 1}), ["train", "pack"], id="train-section"),
+        pytest.param(change_recipe(quality={"perplexity_increase": 0.5}), ["train", "pack"], id="quality-section"),
+        pytest.param(change_recipe(place={"vram_gib": [0.0001]}), ["pack"], id="place-section"),
+        # Rungs are chosen for the machine; here they come out the same.
+        pytest.param(change_recipe(place={"machine": "pc-low"}), ["train", "pack"], id="machine"),
+        pytest.param(change_recipe(pack={"head": "f16", "embedding": "f16"}), ["pack"], id="pack-section"),
+    ],
+)
+def test_what_changed_and_what_depends_on_it_runs_again(project: Path, change: object, stages: list[str]) -> None:
+    build(project)
+    change(project)  # type: ignore[operator]
+    assert build(project)[0] == stages
+    assert build(project)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "stages"),
+    [
+        # Where the same result comes out, nothing after it depends on the code.
+        ("pi_compile.corpus.streams", ["corpus"]),
+        ("pi_compile.profiling", ["profile"]),
+        ("pi_compile.torch_model.predictor", ["train"]),
+        ("pi_compile.torch_model.decoder", ["profile", "train"]),
+        ("pi_compile.cost_model.default_rungs", ["train", "pack"]),
+        ("pi_compile.packing", ["pack"]),
+        ("pi_compile.pipeline.summary", []),
+    ],
+)
+def test_changed_code_runs_its_stages_again(
+    project: Path, module: str, stages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, before = build(project)
+    edited = {True: "edited", False: ""}
+    monkeypatch.setattr(module, "code_digest", lambda m: code_digest(m) + edited[module in sources_of(m)])
+    ran, after = build(project)
+    assert ran == stages
+    assert after == before  # no digest of code enters the artifact
+
+
+def test_a_build_killed_twenty_times_ends_in_the_same_bytes(project: Path) -> None:
+    command = [sys.executable, str(SUPPORT / "kill_builds.py"), project / "small.toml"]
+    done = subprocess.run([*command, project / "small.pi", "20", "1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["killed"] == 20
+    assert result["sha256"] == result["undisturbed"]
+    assert hashlib.sha256((project / "small.pi").read_bytes()).hexdigest() == result["sha256"]
+    verify(project / "small.pi")
+    assert not list(project.glob(".*.tmp"))
+    assert not list((project / ".pi-build" / "small").glob("*.work"))
+
+
+def test_two_builds_at_once_do_not_disturb_each_other(project: Path) -> None:
+    command = [sys.executable, "-m", "pi_compile", "build", "small.toml", "-o", "small.pi", "--json"]
+    both = [subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    reports = [json.loads(process.communicate()[0]) for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert reports[0]["sha256"] == reports[1]["sha256"]
+    assert sorted(len(report["ran"]) for report in reports) == [0, 4]
+    verify(project / "small.pi")
+
+
+def test_a_quality_budget_out_of_reach_ends_the_build(project: Path, fails: Callable[..., str]) -> None:
+    """Where no exact rung is allowed: exit code 5, the layers, and no artifact."""
+    recipe = small_recipe(train={"rungs": ["predicted"]}, quality={"perplexity_increase": 1e-9})
+    (project / "small.toml").write_text(recipe.to_toml())
+    message = fails(5, "build", project / "small.toml", "-o", project / "small.pi")
+    assert "training on 512 tokens: about " in message
+    assert "the quality budget is out of reach with the rungs that [train] rungs allows" in message
+    assert "most is lost in layers " in message
+    assert "(predicted, error " in message
+    assert not (project / "small.pi").exists()
+
+
+def test_every_rung_may_be_in_one_artifact(project: Path) -> None:
+    rungs = ["dense", "gate", "threshold", "predicted", "sign"]
+    recipe = small_recipe(
+        train={"rungs": rungs}, quality={"perplexity_increase": 0.5}, pack={"predictor": "auto", "ffn": "q8"}
+    )
+    (project / "small.toml").write_text(recipe.to_toml())
+    build(project)
+    verify(project / "small.pi")
+    with Artifact.open(project / "small.pi") as artifact:
+        manifest = artifact.manifest
+    assert {layer.rung for layer in manifest.layers} - {"dense", "gate"}
+    assert manifest.formats["predictor"] in ("f16", "q8", "q4")
+
+
+def test_a_budget_that_fits_nothing_names_the_nearest(project: Path) -> None:
+    build(project)
+    with pytest.raises(DoesNotFitError, match=r"at least \d+ bytes") as caught:
+        load(project / "small.pi", vram_budget=1)
+    assert caught.value.exit_code == 4
+
+
+def test_a_recipe_budget_that_holds_no_cut_is_refused(project: Path) -> None:
+    (project / "small.toml").write_text(small_recipe(place={"vram_gib": [1e-6]}).to_toml())
+    with pytest.raises(DoesNotFitError, match="vram_gib: 1073 bytes") as caught:
+        build(project)
+    assert "at least" in str(caught.value)
+
+
+def test_a_machine_on_which_no_hand_over_pays_gets_no_placement(project: Path) -> None:
+    (project / "small.toml").write_text(small_recipe(place={"machine": "pc-low"}).to_toml())
+    build(project)
+    with load(project / "small.pi") as model:
+        assert model.manifest.plans == ()
+
+
+def test_a_profile_of_another_model_is_refused(project: Path) -> None:
+    build(project)
+    store = project / ".pi-build" / "small"
+    (own,) = store.glob("profile-*.npz")
+    hf.random_llama(project / "model", intermediate_size=192, num_hidden_layers=3)
+    build(project)
+    (other,) = store.glob("profile-*.npz")
+    foreign = other.read_bytes()
+    hf.random_llama(project / "model", intermediate_size=192, num_hidden_layers=2)
+    build(project)
+    own.write_bytes(foreign)
+    with pytest.raises(ProfileError, match="stale, or of another model"):
+        build(project)
+
+    checkpoint, profile = open_checkpoint(project / "model"), ActivationProfile.load(own)
+    with pytest.raises(ProfileError, match="of another model"):
+        pack(checkpoint, PackSpec(), project / "b.pi", recipe={}, profile=profile)
+
+
+def test_a_damaged_record_of_what_was_packed_only_packs_again(project: Path) -> None:
+    _, before = build(project)
+    (project / ".pi-build" / "small" / "packed.json").write_text('{"key": "a')
+    assert build(project) == (["pack"], before)

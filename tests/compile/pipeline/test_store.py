@@ -1,0 +1,191 @@
+"""The store: nothing made twice, nothing stale used, a half-made stage found again, one process at a time."""
+
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import pi_compile
+from pi_compile.pipeline import store as store_module
+from pi_compile.pipeline.store import Store, code_digest, key_of, sources_of
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    (tmp_path / "store").mkdir()
+    return Store(tmp_path / "store")
+
+
+def get(store: Store, key: str, make: Callable[[Path], str] | None = None, stage: str = "count") -> tuple[str, bool]:
+    """The result of a stage; without `make` it has to be there."""
+
+    def unexpected(_scratch: Path) -> str:
+        raise AssertionError("made again")
+
+    return store.result(
+        stage,
+        key,
+        make=make or unexpected,
+        save=lambda text, path: path.write_text(text) and None,
+        load=Path.read_text,
+        suffix=".txt",
+    )
+
+
+def files(store: Store) -> list[str]:
+    return sorted(f.name for f in store.folder.iterdir())
+
+
+def test_a_result_is_made_once(store: Store) -> None:
+    assert get(store, key_of(n=1), lambda _: "one") == ("one", True)
+    assert get(store, key_of(n=1)) == ("one", False)
+    assert files(store) == [f"count-{key_of(n=1)[:16]}.txt"]
+
+
+def test_a_changed_key_makes_it_again_and_removes_the_old(store: Store) -> None:
+    get(store, key_of(n=1), lambda _: "one")
+    assert get(store, key_of(n=2), lambda _: "two") == ("two", True)
+    assert files(store) == [f"count-{key_of(n=2)[:16]}.txt"]
+    assert get(store, key_of(n=1), lambda _: "one again") == ("one again", True)
+
+
+def test_stages_do_not_touch_each_other(store: Store) -> None:
+    get(store, key_of(n=1), lambda _: "one")
+    get(store, key_of(n=1), lambda _: "other", stage="order")
+    get(store, key_of(n=2), lambda _: "two", stage="order")
+    assert get(store, key_of(n=1)) == ("one", False)
+
+
+def half(scratch: Path) -> str:
+    (scratch / "shard-0").write_text("half done")
+    raise KeyboardInterrupt
+
+
+def test_scratch_is_kept_after_a_kill_and_given_again(store: Store) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        get(store, key_of(n=1), half)
+    assert files(store) == [f"count-{key_of(n=1)[:16]}.work"]
+    assert get(store, key_of(n=1), lambda scratch: (scratch / "shard-0").read_text()) == ("half done", True)
+    assert files(store) == [f"count-{key_of(n=1)[:16]}.txt"]
+
+
+def test_scratch_of_other_keys_is_removed(store: Store) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        get(store, key_of(n=1), half)
+    with pytest.raises(KeyboardInterrupt):
+        get(store, key_of(n=1), half, stage="order")
+
+    def make(scratch: Path) -> str:
+        assert not list(scratch.iterdir())
+        return str(sorted(f.name for f in store.folder.glob("*.work")))
+
+    found, _ = get(store, key_of(n=2), make)
+    assert found == str([f"count-{key_of(n=2)[:16]}.work", f"order-{key_of(n=1)[:16]}.work"])
+
+
+def test_a_result_that_fails_keeps_the_old_one(store: Store) -> None:
+    get(store, key_of(n=1), lambda _: "one")
+    with pytest.raises(KeyboardInterrupt):
+        get(store, key_of(n=2), half)
+    assert get(store, key_of(n=1)) == ("one", False)
+
+
+def test_scratch_that_a_kill_after_saving_left_is_removed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(_path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            get(store, key_of(n=1), lambda _: "one")
+    assert len(files(store)) == 2
+    assert get(store, key_of(n=1)) == ("one", False)
+    assert files(store) == [f"count-{key_of(n=1)[:16]}.txt"]
+
+
+def test_keys_depend_on_every_input_and_on_no_order() -> None:
+    assert key_of(a=1, b=[2, "x"]) == key_of(b=[2, "x"], a=1)
+    different = [{"a": 1}, {"a": 2}, {"b": 1}, {"a": "1"}, {"a": [1]}, {"a": None}, {"a": {"b": 1}}]
+    assert len({key_of(**inputs) for inputs in different}) == len(different)
+
+
+OTHER = """
+    import sys, time
+    from pathlib import Path
+    from pi_compile.pipeline.store import Store
+    with Store(Path(sys.argv[1])).exclusive(lambda line: print("waiting", line, flush=True)):
+        print("inside", flush=True)
+        sys.stdin.readline()
+"""
+
+
+def other(store: Store) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(OTHER), str(store.folder)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no advisory locks there")
+@pytest.mark.parametrize("killed", [False, True], ids=["ends", "killed"])
+def test_a_second_process_waits_and_says_so(store: Store, killed: bool) -> None:
+    with other(store) as first, other(store) as second:
+        assert first.stdout
+        assert second.stdout
+        says = {first: first.stdout.readline(), second: second.stdout.readline()}
+        # Either may have been quicker.
+        holder, waiter = (first, second) if says[first] == "inside\n" else (second, first)
+        assert says[holder] == "inside\n"
+        assert says[waiter] == f"waiting another run works in {store.folder}; waiting for it\n"
+        if killed:
+            holder.kill()
+        else:
+            holder.communicate("\n")
+        assert waiter.stdout
+        assert waiter.stdout.readline() == "inside\n"
+        waiter.communicate("\n")
+
+
+def test_a_free_store_does_not_wait(tmp_path: Path) -> None:
+    said: list[str] = []
+    for _ in range(2):
+        with Store(tmp_path / "new" / "store").exclusive(said.append):
+            pass
+    assert said == []
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of our sources that `code_digest` reads instead."""
+    folder = tmp_path / "pi_compile"
+    shutil.copytree(Path(pi_compile.__file__).parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(store_module.pi_compile, "__file__", str(folder / "__init__.py"))
+    return folder
+
+
+def test_a_code_digest_changes_with_one_byte_of_what_the_module_imports(sources: Path) -> None:
+    before = code_digest("pi_compile.profiling")
+    (sources / "training.py").write_text("# not imported by profiling")
+    assert code_digest("pi_compile.profiling") == before
+    seen = {before}
+    for name in ("profiling.py", "checkpoint/llama.py", "checkpoint/__init__.py", "hidden_states.py"):
+        original = (sources / name).read_bytes()
+        (sources / name).write_bytes(original + b"\n")
+        seen.add(code_digest("pi_compile.profiling"))
+        (sources / name).write_bytes(original)
+    assert code_digest("pi_compile.profiling") == before
+    assert len(seen) == 5
+
+
+def test_imports_are_followed_into_both_packages_and_nowhere_else() -> None:
+    found = sources_of("pi_compile.training.stage")
+    assert {
+        "pi_compile.training.stage",
+        "pi_compile.cost_model.default_rungs",
+        "pi_compile.torch_model.predictor",
+        "pi_runtime.artifact.formats",
+    } <= found.keys()
+    assert "pi_compile.packing" not in found
+    assert all(name.split(".")[0] in ("pi_compile", "pi_runtime") for name in found)

@@ -1,0 +1,43 @@
+"""Stage results as values and tables."""
+
+import numpy as np
+import pytest
+from support.placeable import machine, workload
+from support.synthetic import small_decoder
+
+from pi_compile.pipeline import summary
+from pi_compile.placement.stage import place
+from pi_compile.results.activation_profile import ActivationProfile
+
+
+def profile() -> ActivationProfile:
+    decoder = small_decoder(n_layers=1, d_ff=100)
+    counts = np.zeros((1, 100), np.uint64)
+    counts[0, :20] = 40
+    counts[0, 20:] = 10
+    order = np.arange(100, dtype=np.uint32)[None]
+    return ActivationProfile(decoder=decoder, tokens=40, counts=counts, order=order, inputs="x")
+
+
+def test_profile_figures() -> None:
+    (layer,) = summary.profile_report(profile())["layers"]
+    assert layer == {"layer": 0, "density": 0.4, "top_20_share": 0.5, "neurons_for_80_percent": 0.68}
+
+
+def test_place_figures() -> None:
+    work = workload(np.random.default_rng(0).integers(1, 1000, (2, 128)))
+    placement = place(work, machine(), 1 << 30, 1 << 40)
+    (row,) = summary.place_report([placement])["plans"]
+    assert row["used_bytes"] == sum(row["gpu_bytes"].values())
+    assert row["predicted_tokens_per_s"] == 1e9 / placement.time.ns
+    assert (row["hot_share"], row["gap"], row["attention_layers"], row["smallest_cut"]) == (1.0, 0.0, 2, 128)
+    assert summary.place_report([]) == {"plans": []}
+
+
+def test_no_digit_of_a_table_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{f"column {n}": 1234567.0 + n for n in range(9)}, {f"column {n}": None for n in range(9)}]
+    summary.print_report({"total": 3, "rows": rows})
+    out = capsys.readouterr().out
+    assert "total: 3" in out
+    assert all(f"1,234,56{n}" in out for n in (7, 8, 9))
+    assert "…" not in out

@@ -1,0 +1,92 @@
+"""One byte count: what placing reckons with is what a packed file holds and what a run allocates."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.placeable import workload
+from support.synthetic import random_artifact, small_decoder, stored_plan
+
+from pi_compile.cost_model.processors import CPU, GPU
+from pi_compile.cost_model.workload import LayerWork
+from pi_compile.placement import formulation
+from pi_compile.placement.formulation import PREFILL_TOKENS, Sizes, all_cpu
+from pi_runtime.artifact.footprint import PROMPT_TOKENS, gpu_scratch_bytes, prompt_block, streamed_bytes
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.execution.cpu import CpuExecutor
+from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.stand_in import HybridExecutor
+from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
+
+PART = {"positions": "embedding", "final_norm": "head"}
+
+
+def in_file(artifact: Artifact) -> dict[str, int]:
+    """Bytes of an artifact's arrays by the parts of a placement; neuron order and counts are not read."""
+    totals = dict.fromkeys(("embedding", "attention", "predictor", "ffn", "head"), 0)
+    for name, entry in artifact.manifest.arrays.items():
+        if name.endswith(("ffn/order", "ffn/counts")):
+            continue
+        local = name.split("/", 2)[2] if name.startswith("layers/") else name
+        part = local.split("/")[0].removesuffix("_scales")
+        if local.startswith(("ffn/norm", "ffn/down_bias")):
+            part = "attention"
+        totals[PART.get(part, part)] += entry.nbytes
+    return totals
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_parts_are_the_bytes_of_the_file(family: str, tmp_path: Path) -> None:
+    ranks = (3, None)
+    decoder = small_decoder(family, d_model=40, n_heads=5, n_kv_heads=1)
+    path = random_artifact(tmp_path / "a.pi", decoder, format="f16", ranks=list(ranks), profiled=True)
+    layers = tuple(LayerWork(rung="predicted" if rank else "gate", rank=rank) for rank in ranks)
+    shape = {"family": family, "d_model": 40, "n_heads": 5, "n_kv_heads": 1}
+    work = workload(np.ones((2, decoder.d_ff)), layers, **shape)
+    with Artifact.open(path) as artifact:
+        found = in_file(artifact)
+    ram, gpu = Sizes.of(work).used(all_cpu(2))
+    assert {name: ram[name] for name in found} == found
+    assert sum(gpu.values()) == 0
+
+
+def allocated(executor: CpuExecutor) -> int:
+    """Bytes of everything an executor allocates beside the weights."""
+    arrays = [*executor._buffers, executor._cos_SJ, executor._sin_SJ]
+    return sum(array.nbytes for array in arrays)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_buffers_and_cache_are_what_a_run_allocates(family: str, tmp_path: Path) -> None:
+    decoder = small_decoder(family, d_ff=200, context_length=128)
+    plan = stored_plan((64, 128), 1 << 20, 1 << 19)
+    path = random_artifact(tmp_path / "a.pi", decoder, format="f16", ranks=[7, 5], plans=(plan,))
+    layers = tuple(LayerWork(rung="predicted", rank=rank) for rank in (7, 5))
+    sizes = Sizes.of(workload(np.ones((2, 200)), layers, context=100, family=family, context_length=128))
+    assert PREFILL_TOKENS == BLOCK_TOKENS
+    with Artifact.open(path) as artifact:
+        executor = HybridExecutor(artifact, "auto", 100, 1, plan)
+        assert allocated(executor) == pytest.approx(sizes.scratch[CPU], rel=0.01)
+        executor.close()
+    assert KVCache(artifact.manifest, 100).values.nbytes == 2 * sizes.cache
+
+
+@pytest.mark.parametrize("share", [1, 64])
+def test_the_gpu_has_room_for_prompts(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers of a token, and at most a `share`-th of the model more for blocks of prompts and what they bring."""
+    monkeypatch.setattr(formulation, "PROMPT_SHARE", share)
+    work = workload(np.ones((2, 2000)), (LayerWork(rung="predicted", rank=9),) * 2, context=100, d_model=128)
+    sizes = Sizes.of(work)
+    model = sizes.all_on_gpu - sizes.scratch[GPU] - 2 * sizes.cache
+    one = gpu_scratch_bytes(work.shape, 9, 100, 1)
+    assert 0 <= sizes.scratch[GPU] - one <= model // share
+    tokens, pieces = (1, 0) if share == 64 else (64, streamed_bytes(work.shape, sizes.parts.neuron))
+    assert sizes.scratch[GPU] == gpu_scratch_bytes(work.shape, 9, 100, tokens) + pieces
+
+
+def test_blocks_of_prompts() -> None:
+    """The largest with the pieces; without them where they leave too little; never none."""
+    needs = {tokens: 10 * tokens for tokens in PROMPT_TOKENS}.__getitem__
+    found = [prompt_block(needs, 100, room) for room in (5220, 5219, 740, 739, 160, 159, 0)]
+    assert found == [(512, 100), (256, 100), (64, 100), (64, 0), (16, 0), (1, 0), (1, 0)]
+    assert prompt_block(needs, 0, 5120) == (512, 0)

@@ -1,0 +1,165 @@
+"""Rungs in torch against their definition in the runtime, and what packing writes of them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import numpy as np
+import torch
+from support import hf
+from support.synthetic import small_decoder
+
+from pi_compile.checkpoint import open_checkpoint
+from pi_compile.packing import PackSpec, pack
+from pi_compile.results.activation_profile import ActivationProfile
+from pi_compile.results.predictor_set import Trained
+from pi_compile.torch_model import decoder as td
+from pi_compile.torch_model.predictor import Predictor
+from pi_compile.torch_model.sparse_ffn import Selection, agreement
+from pi_compile.training.quality import Tally, judge
+from pi_compile.training.stage import BYTES
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Layer
+from pi_runtime.artifact.sizes import PARTS, FfnBytes
+from pi_runtime.kernels import reference
+
+D_MODEL, D_FF, RANK = 70, 90, 6
+GENERATOR = np.random.default_rng(0)
+X = GENERATOR.standard_normal((33, D_MODEL)).astype(np.float32)
+X[0, :9] = 0  # an input of 0 counts as above 0
+WEIGHTS: dict[str, Any] = {
+    "ffn/first": GENERATOR.standard_normal((D_FF, D_MODEL)).astype(np.float32) / 8,
+    "ffn/first_bias": GENERATOR.standard_normal(D_FF).astype(np.float32) / 4,
+    "ffn/rest": GENERATOR.standard_normal((D_FF, 2, D_MODEL)).astype(np.float32),
+    "ffn/up_bias": np.zeros(D_FF, np.float32),
+    "ffn/down_bias": GENERATOR.standard_normal(D_MODEL).astype(np.float32),
+    "ffn/router": GENERATOR.standard_normal((3, D_MODEL)).astype(np.float32),
+    "predictor/down": GENERATOR.standard_normal((RANK, D_MODEL)).astype(np.float32),
+    "predictor/up": GENERATOR.standard_normal((D_FF, RANK)).astype(np.float32),
+    "predictor/bias": GENERATOR.standard_normal(D_FF).astype(np.float32),
+}
+
+
+class Named(dict[str, Any]):
+    """Weights as the reference takes them."""
+
+    def product(self, name: str, x: reference.F32) -> reference.F32:
+        return np.tensordot(x, self[name], (-1, -1))
+
+
+def signs(first: np.ndarray) -> np.ndarray:
+    padded = np.zeros((len(first), -(-first.shape[1] // 64) * 64), bool)
+    padded[:, : first.shape[1]] = first < 0
+    return np.packbits(padded, axis=1, bitorder="little").view(np.uint64)
+
+
+@pytest.mark.parametrize("n_experts", [1, 3])
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "drelu"])
+@pytest.mark.parametrize("rung", ["dense", "gate", "threshold", "predicted", "sign"])
+def test_a_rung_computes_what_its_definition_says(rung: str, activation: str, n_experts: int) -> None:
+    d = small_decoder(
+        d_model=D_MODEL, d_ff=D_FF // n_experts, n_experts=n_experts, experts_per_token=min(2, n_experts),
+        activation=activation, ffn="gated", ffn_bias=True,
+    )  # fmt: skip
+    numbers = Named(WEIGHTS | {"predictor/signs": signs(WEIGHTS["ffn/first"])})
+    if n_experts == 1:
+        del numbers["ffn/router"]
+    else:
+        numbers["predictor/down"] = (
+            np.tile(WEIGHTS["predictor/down"], (3, 1)) + np.arange(3, dtype=np.float32).repeat(RANK)[:, None] / 9
+        )
+    layer = Layer(
+        rung=rung,
+        rank=RANK if rung == "predicted" else None,
+        threshold=0.125 if rung == "threshold" else 0.0,
+        margin=2 if rung == "sign" else 0,
+    )
+    w = {name: torch.from_numpy(v) for name, v in numbers.items() if not name.startswith("predictor/")}
+    p = Predictor(*(torch.from_numpy(numbers[f"predictor/{k}"]) for k in ("down", "up", "bias")))
+    how = Selection(
+        rung=rung, predictor=p if rung == "predicted" else None, threshold=layer.threshold, margin=layer.margin
+    )
+    x = torch.from_numpy(X)
+    h = td.neurons(d, w, x)
+    read = how.reads(d, w, x)
+    kept = how.keeps(d, w, x, h, read)
+    selected = reference.selected(numbers, layer, X)
+    assert (read is None) == (selected is None)
+    if read is not None and selected is not None:
+        taken = np.repeat(reference.routing(d, numbers, X) > 0, d.d_ff, 1)
+        assert np.array_equal(read.numpy(), selected & taken)
+        assert 0 < read.float().mean() < 1
+    wanted = reference.ffn(d, numbers, X, selected, layer.threshold)
+    np.testing.assert_allclose(td.ffn_output(w, kept).numpy(), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_agreement_is_the_definition_of_the_format() -> None:
+    found = agreement({"ffn/first": torch.from_numpy(WEIGHTS["ffn/first"])}, torch.from_numpy(X))
+    assert np.array_equal(found.numpy(), reference.agreement(signs(WEIGHTS["ffn/first"]), X))
+
+
+def test_a_threshold_is_counted_as_what_fires() -> None:
+    d = small_decoder(d_model=D_MODEL, d_ff=D_FF, activation="silu")
+    w = {name: torch.from_numpy(WEIGHTS[name]) for name in ("ffn/first", "ffn/rest")}
+    x, how, tally = torch.from_numpy(X), Selection(rung="threshold", threshold=0.2), Tally(state=1.0)
+    h = td.neurons(d, w, x)
+    kept = how.keeps(d, w, x, h, None)
+    tally.add(h, kept, None, w["ffn/rest"][:, -1])
+    neuron = FfnBytes(d, "f16", "f16")
+    row = tally.row(neuron, BYTES, how)
+    share = float((kept != 0).float().mean())
+    assert 0.1 < share < 0.9
+    assert (row.density, row.recall, row.threshold) == (pytest.approx(share), 1.0, 0.2)
+    assert row.ffn_bytes == pytest.approx(D_FF * (neuron.first + share * neuron.rest))
+    assert row.gate_bytes == D_FF * (neuron.first + neuron.rest)  # nothing is 0 without the threshold
+    assert row.error == pytest.approx(float((td.ffn_output(w, h) - td.ffn_output(w, kept)).square().sum()), rel=1e-4)
+    assert np.array_equal(tally.fired.numpy(), (kept != 0).sum(0).numpy())
+
+
+@pytest.mark.parametrize("ffn_format", ["keep", "q4"])
+def test_thresholds_and_signs_are_packed(tmp_path: Path, ffn_format: str) -> None:
+    """The artifact, by its definition, says the same next tokens as what was judged."""
+    hf.random_llama(tmp_path / "model", hidden_size=72)
+    checkpoint = open_checkpoint(tmp_path / "model")
+    d = checkpoint.decoder
+    how = [Selection(rung="sign", margin=1), Selection(rung="threshold", threshold=0.0625), Selection(rung="gate")]
+    ids = torch.from_numpy(np.random.default_rng(3).integers(3, 130, (2, 16)))
+    dense = judge(checkpoint, ids, [Selection()] * 3, device="cpu")
+    verdict = judge(checkpoint, ids, how, device="cpu", dense=dense)
+    neuron = FfnBytes(d, "f32", "f32")
+    counts = np.random.default_rng(1).integers(0, 100, (3, d.d_ff)).astype(np.uint64)
+    order = np.argsort(-counts.astype(np.int64), axis=1, kind="stable").astype(np.uint32)
+    trained = Trained(
+        rows=tuple(t.row(neuron, BYTES, h) for t, h in zip(verdict.tallies, how, strict=True)),
+        predictors=(None,) * 3,
+        predictor_format="f32",
+        counts=(None, verdict.tallies[1].fired.numpy().astype(np.uint64), None),
+        counted_tokens=32,
+        perplexity={},
+        inputs="",
+    )
+    profile = ActivationProfile(decoder=d, tokens=100, counts=counts, order=order, inputs="")
+    refined = trained.refined(profile)
+    assert np.array_equal(refined.counts[1], verdict.tallies[1].fired.numpy() * 100 // 32)
+    assert (np.diff(refined.ordered_counts()[1].astype(np.int64).reshape(-1)[:64]) <= 0).all()
+    assert np.array_equal(refined.counts[::2], counts[::2])
+    formats = {**dict.fromkeys(PARTS, "keep"), "ffn": ffn_format}
+    pack(checkpoint, PackSpec(formats=formats), tmp_path / "a.pi", recipe={}, profile=refined, trained=trained)
+    with Artifact.open(tmp_path / "a.pi") as artifact:
+        first = artifact.values("layers/0/ffn/first")
+        assert np.array_equal(artifact.values("layers/0/predictor/signs"), signs(first))
+        layers = artifact.manifest.layers
+        assert [replace(layer, rank=None) for layer in layers] == [
+            Layer(rung="sign", margin=1), Layer(rung="threshold", threshold=0.0625), Layer(rung="gate"),
+        ]  # fmt: skip
+        if ffn_format == "keep":
+            logits = reference.forward(artifact, ids[0].numpy(), "predicted")
+            with torch.inference_mode():
+                ends = td.end_weights(checkpoint, "cpu")
+                wanted = td.logits(d, ends, verdict.states[0])[0]
+            np.testing.assert_allclose(logits, wanted.numpy(), rtol=1e-3, atol=1e-3)

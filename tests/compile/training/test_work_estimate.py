@@ -1,0 +1,78 @@
+"""What training is said to take, against what it does."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from support.synthetic import small_decoder
+
+from pi_compile.training import work_estimate
+from pi_compile.training.candidates import LadderSpec, ranks_for
+from pi_compile.training.rung_choice import PRICES
+from pi_compile.training.stage import BYTES
+from pi_compile.training.work_estimate import Meter, TrainingWork
+
+SPEC = LadderSpec(
+    rungs=("gate", "predicted"), formats=("f16",), ffn_format="f16", unit=BYTES, batch=512, steps=300,
+    learning_rate=1e-3, error=1e-4,
+)  # fmt: skip
+LLAMA_7B = small_decoder(
+    d_model=4096, d_ff=11008, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, ffn="gated", vocab_size=32000
+)
+
+
+def work(d: Any = LLAMA_7B, spec: LadderSpec = SPEC, fit: int = 400_000) -> TrainingWork:
+    return TrainingWork.of(d, spec, 0.1, fit, 16_384, 16_384)
+
+
+@pytest.fixture(autouse=True)
+def rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_estimate, "flops_per_s", lambda *_: 1e12)
+    monkeypatch.setattr(work_estimate, "values_per_s", lambda *_: 1e10)
+
+
+def test_a_step_is_its_products() -> None:
+    found = work()
+    assert found.ranks == tuple(ranks_for(LLAMA_7B, ["f16"], 0.1, 0.5))
+    labels = 2 * 512 * 4096 * 11008 * 2
+    scores = [2 * 512 * r * (4096 + 11008) for r in found.ranks]
+    assert found.per_step()[0] == labels + 3 * sum(scores)  # forward, and twice that backward
+
+
+def test_a_7b_is_estimated() -> None:
+    e = work().estimate("cpu")
+    # Text through 7 · 10⁹ weights, two operations each, is the least there is; the rest is not many times that.
+    through = 2 * 202e6 * 32 * 416_384 / 1e12
+    assert through < e.seconds < 6 * through
+    assert e.disk_bytes == 3 * 4 * 4096 * 416_384  # inputs, and the states before and after
+    assert 2e9 < e.memory_bytes < 12e9  # one layer of the model, whatever the text
+    assert work(fit=800_000).estimate("cpu").memory_bytes == e.memory_bytes
+
+
+def test_more_to_try_takes_longer() -> None:
+    base = work().estimate("cpu").seconds
+    assert work(spec=replace(SPEC, formats=("f16", "q8", "q4"))).estimate("cpu").seconds > base
+    assert work(spec=replace(SPEC, steps=600)).estimate("cpu").seconds > base
+    assert work(spec=replace(SPEC, rungs=("gate", "threshold"))).estimate("cpu").seconds < base
+
+
+@pytest.mark.parametrize("rungs", [("gate",), ("gate", "sign"), ("gate", "predicted")])
+def test_progress_rises_to_its_end(rungs: tuple[str, ...]) -> None:
+    told: list[tuple[int, int]] = []
+    d = small_decoder(n_layers=3, d_model=64, d_ff=192)
+    meter = Meter(work(d, replace(SPEC, rungs=rungs, steps=5), fit=4096), lambda *a: told.append(a))
+    for n in range(3):
+        for _ in range(9):  # more than was thought
+            meter.step()
+        meter.layer(n)
+    for _ in range(PRICES + 50):
+        meter.judged()
+    meter.end()
+    done = [n for n, _ in told]
+    assert len({total for _, total in told}) == 1
+    assert done[-1] == told[-1][1]
+    assert max(done) <= told[-1][1]
+    assert done == sorted(done)

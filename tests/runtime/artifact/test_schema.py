@@ -1,0 +1,214 @@
+"""The manifest: one spelling, every problem named with its path."""
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.paths import GOLDEN, ROOT
+
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.decoding import MAX_DEPTH, canonical_json, parse_json
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import FORMAT_VERSION, ArrayEntry, FileEntry, Layer, Manifest, Plan, Text
+from pi_runtime.errors import ArtifactError
+
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False))
+texts = st.text(st.characters(codec="utf-8"), max_size=5)
+values = st.recursive(
+    scalars | texts, lambda v: st.lists(v, max_size=3) | st.dictionaries(texts, v, max_size=3), max_leaves=8
+)
+
+
+@pytest.fixture(scope="module")
+def manifest() -> Manifest:
+    with Artifact.open(GOLDEN) as artifact:
+        return artifact.manifest
+
+
+def refused(manifest: Manifest, change: Callable[[Any], object]) -> str:
+    value = json.loads(manifest.to_json())
+    change(value)
+    with pytest.raises(ArtifactError) as caught:
+        Manifest.from_json(canonical_json(value), "a.pi")
+    assert caught.value.exit_code == 3
+    return str(caught.value)
+
+
+@given(values)
+def test_canonical_json_round_trips(value: Any) -> None:
+    data = canonical_json(value)
+    assert parse_json(data) == value
+    assert canonical_json(parse_json(data)) == data
+
+
+def test_canonical_spelling() -> None:
+    assert canonical_json({"b": (1, 2.0), "a": {"ü": None}}) == '{"a":{"ü":null},"b":[1,2.0]}'.encode()
+
+
+@given(recipe=st.dictionaries(texts, values, max_size=3))
+def test_manifest_round_trips(manifest: Manifest, recipe: dict[str, Any]) -> None:
+    changed = Manifest(**{**{f.name: getattr(manifest, f.name) for f in fields(manifest)}, "recipe": recipe})
+    assert Manifest.from_json(changed.to_json(), "a.pi") == changed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"\xff", b'{"a":NaN}', b'{"a":-Infinity}', b'{"a":1e999}', b"[" * 100000, b"1" * 5000, b"\xef\xbb\xbf{}"],
+)
+def test_not_json(text: bytes) -> None:
+    with pytest.raises(ArtifactError, match=r"a\.pi: the manifest is not JSON"):
+        Manifest.from_json(text, "a.pi")
+
+
+@pytest.mark.parametrize("text", [b"[]", b"null", b"{}", b'{"format":"other"}', b'"pi-artifact"'])
+def test_not_a_manifest(text: bytes) -> None:
+    with pytest.raises(ArtifactError, match="not a pi-artifact manifest"):
+        Manifest.from_json(text, "a.pi")
+
+
+@pytest.mark.parametrize("version", [0, FORMAT_VERSION + 1, "1", None, [1], {}])
+def test_other_versions_are_refused_by_name(manifest: Manifest, version: Any) -> None:
+    message = refused(manifest, lambda m: m.update(version=version))
+    assert "artifact format version" in message
+    assert f"expected: version {FORMAT_VERSION}" in message
+
+
+def test_nesting_has_an_end(manifest: Manifest) -> None:
+    deep: Any = 1
+    for _ in range(MAX_DEPTH):
+        deep = [deep]
+    assert "nested too deeply" in refused(manifest, lambda m: m.update(recipe={"a": deep}))
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        lambda text: text.replace(b",", b", ", 1),
+        lambda text: text + b"\n",
+        lambda text: text.replace(b'"family":"llama"', b'"family":"l\\u006cama"'),
+        lambda text: text.replace(b'"n_heads":3', b'"n_heads":3,"n_heads":3'),
+        lambda text: text.replace(b'"rotary_scale":1.0', b'"rotary_scale":1e0'),
+        lambda text: text.replace(b'"rank":null,"rung":"gate"', b'"rung":"gate"'),
+        lambda text: text.replace(b'"recipe":{}', b'"recipe":{"a":"\\ud800"}'),
+    ],
+)
+def test_one_spelling_only(manifest: Manifest, spelling: Callable[[bytes], bytes]) -> None:
+    text = spelling(manifest.to_json())
+    assert text != manifest.to_json()
+    with pytest.raises(ArtifactError, match="not in canonical JSON"):
+        Manifest.from_json(text, "a.pi")
+
+
+LIES: list[tuple[Callable[[Any], object], str]] = [
+    (lambda m: m.pop("decoder"), "manifest.decoder: missing"),
+    (lambda m: m.update(extra=1), "manifest.extra: unknown key"),
+    (lambda m: m["decoder"].update(n_heads=3.0), "manifest.decoder.n_heads: expected int, found 3.0"),
+    (lambda m: m["decoder"].update(n_heads=True), "manifest.decoder.n_heads: expected int, found True"),
+    (lambda m: m["decoder"].update(norm_eps=1), "manifest.decoder.norm_eps: expected float, found 1"),
+    (lambda m: m.update(decoder=[]), "manifest.decoder: expected an object"),
+    (lambda m: m.update(layers={}), "manifest.layers: expected"),
+    (lambda m: m.update(arrays=[]), "manifest.arrays: expected"),
+    (lambda m: m["layers"][0].update(rank="3"), "manifest.layers[0].rank: expected int, found '3'"),
+    (lambda m: m["arrays"]["embedding"].update(offset="64"), "manifest.arrays.embedding.offset: expected int"),
+    (lambda m: m["decoder"].update(norm="batch"), "decoder.norm: 'batch' is none of rms, layer"),
+    (lambda m: m["decoder"].update(d_ff=0), "decoder.d_ff: 0 is not a size"),
+    (lambda m: m["decoder"].update(vocab_size=2**31), "decoder.vocab_size: 2147483648 is not a size"),
+    (lambda m: m["decoder"].update(n_kv_heads=2), "decoder.n_kv_heads: 2 does not divide n_heads 3"),
+    (lambda m: m["decoder"].update(n_kv_heads=0), "decoder.n_kv_heads: 0 is not a size"),
+    (lambda m: m["decoder"].update(norm_eps=0.0), "decoder.norm_eps: 0.0 is not above 0"),
+    (lambda m: m["decoder"].update(head_dim=7), "decoder.rotary_frequencies: 4 with positions rope, head_dim 7"),
+    (lambda m: m["decoder"].update(rotary_frequencies=[]), "decoder.rotary_frequencies: 0 with positions rope"),
+    (lambda m: m["decoder"].update(rotary_frequencies=[1.0, 0.0]), "decoder.rotary_frequencies: not all are above 0"),
+    (lambda m: m["decoder"].update(rotary_scale=0.0), "decoder.rotary_scale: 0.0 with positions rope"),
+    (lambda m: m["decoder"].update(block="twin"), "decoder.block: 'twin' is none of sequential, parallel, post-norm"),
+    (lambda m: m["decoder"].update(shared_norm=True), "decoder.shared_norm: true in a sequential block"),
+    (lambda m: m["decoder"].update(experts_per_token=2), "decoder.experts_per_token: 2 of 1 experts"),
+    (lambda m: m["decoder"].update(activation="drelu", ffn="plain"), "decoder.activation: drelu with a plain FFN"),
+    (lambda m: m["decoder"].update(activation="silu", threshold=0.5), "decoder.threshold: 0.5 with activation silu"),
+    (lambda m: m["decoder"].update(threshold=-0.5), "decoder.threshold: -0.5 with activation relu"),
+    (lambda m: m["decoder"].update(position_offset=2), "decoder.position_offset: 2 with positions rope"),
+    (lambda m: m["decoder"].update(positions="learned"), "decoder.rotary_frequencies: 4 with positions learned"),
+    (lambda m: m["formats"].update(ffn="u32"), "formats: each of embedding"),
+    (lambda m: m["formats"].pop("head"), "formats: each of embedding"),
+    (lambda m: m["formats"].update(more="f32"), "formats: each of embedding"),
+    (lambda m: m["layers"].pop(), "layers: 1 entries for 2 layers"),
+    (lambda m: m["layers"][0].update(rung="magic"), "layers[0].rung: 'magic' is none of dense, gate, threshold"),
+    (lambda m: m["layers"][0].update(rung="sign"), "layers[0].rank: 3 on the rung sign"),
+    (lambda m: m["layers"][1].update(rung="sign"), "arrays.layers/1/predictor/signs: missing"),
+    (lambda m: m["layers"][1].update(threshold=0.5), "layers[1].threshold: 0.5 on the rung gate"),
+    (lambda m: m["layers"][1].update(rung="threshold", threshold=-1.0), "layers[1].threshold: -1.0 on the rung"),
+    (lambda m: m["layers"][1].update(margin=3), "layers[1].margin: 3 on the rung gate"),
+    (lambda m: m["layers"][1].update(rung="sign", margin=73), "layers[1].margin: 73 on the rung sign"),
+    (lambda m: m["layers"][1].update(rung="predicted"), "layers[1]: rung predicted without a predictor"),
+    (lambda m: m["layers"][0].update(rank=73), "layers[0].rank: 73 is not in 1…72"),
+    (lambda m: m["plans"][0].update(cuts=[8]), "plans[0].cuts: not one cut"),
+    (lambda m: m["plans"][0].update(cuts=[8, 41]), "plans[0].cuts: not one cut"),
+    (lambda m: m["plans"][0].update(used_bytes=2**40), "plans[0]: 1099511627776 bytes used of a budget of 32768"),
+    (lambda m: m["plans"][0].update(objective="best"), "plans[0].objective: 'best' is none of time, hot-mass"),
+    (lambda m: m["plans"][0].update(attention=["gpu"]), "plans[0].attention: 1 sides for 2 layers"),
+    (lambda m: m["plans"][0].update(attention=["gpu", "npu"]), "plans[0].attention: 'npu' is none of cpu, gpu"),
+    (lambda m: m["plans"][0].update(embedding="disk"), "plans[0].embedding: 'disk' is none of cpu, gpu"),
+    (lambda m: m["plans"][0].update(head=""), "plans[0].head: '' is none of cpu, gpu"),
+    (lambda m: m["plans"][0].update(context=65), "plans[0].context: 65 is not in 1…64"),
+    (lambda m: m["plans"][0].update(predicted_ns=-1), "plans[0].predicted_ns: -1 is not a size"),
+    (lambda m: m["plans"][0].update(digest="x"), "plans[0].digest: not a digest"),
+    (lambda m: m["plans"].reverse(), "plans: budgets [65536, 32768] do not rise"),
+    (lambda m: m.update(profiled_tokens=-1), "profiled_tokens: -1 is not a count"),
+    (lambda m: m.update(profiled_tokens=0), "arrays.layers/0/ffn/counts: not an array of this decoder"),
+    (lambda m: m["arrays"].pop("head"), "arrays.head: missing"),
+    (lambda m: m["arrays"].update(tail=m["arrays"]["head"]), "arrays.tail: not an array of this decoder"),
+    (lambda m: m["arrays"]["head"].update(shape=[257, 73]), "arrays.head: f16 (257, 73) in 49344 bytes, expected"),
+    (lambda m: m["arrays"]["head"].update(format="bf16"), "arrays.head: bf16 (257, 72)"),
+    (lambda m: m["arrays"]["head"].update(nbytes=1), "arrays.head: f16 (257, 72) in 1 bytes"),
+    (lambda m: m["arrays"].pop("layers/0/ffn/first_scales"), "arrays.layers/0/ffn/first_scales: missing"),
+    (lambda m: m["formats"].update(ffn="f16"), "arrays.layers/0/ffn/first_scales: not an array of this decoder"),
+    (lambda m: m["formats"].update(ffn="scale"), "formats: each of embedding"),
+    (lambda m: m["arrays"]["head"].update(sha256="A" * 64), "arrays.head.sha256: not a digest"),
+    (lambda m: m["files"].pop("tokenizer.json"), "files.tokenizer.json: missing"),
+    (lambda m: m["files"].update({"../x.py": m["files"]["tokenizer.json"]}), "files.../x.py: not a file name"),
+    (lambda m: m["files"].update({"/a.json": m["files"]["tokenizer.json"]}), "files./a.json: not a file name"),
+    (lambda m: m["files"].update({"layers": m["files"]["tokenizer.json"]}), "files.layers: not a file name"),
+    (lambda m: m["files"].update({"zarr.json": m["files"]["tokenizer.json"]}), "files.zarr.json: not a file name"),
+    (lambda m: m["files"].update({"a.b\n": m["files"]["tokenizer.json"]}), "not a file name"),
+    (lambda m: m["files"]["tokenizer.json"].update(sha256=""), "files.tokenizer.json.sha256: not a digest"),
+    (lambda m: m["files"]["tokenizer.json"].update(nbytes=-1), "files.tokenizer.json.nbytes: -1 is not a size"),
+    (lambda m: m["text"].update(end_ids=[257]), "text: token ids (257,) outside the vocabulary of 257"),
+    (lambda m: m["text"].update(prefix_ids=[-1]), "text: token ids (-1, 256) outside the vocabulary"),
+    (lambda m: m["generation"].update(temperature="hot"), "generation.temperature: 'hot' is no value for it"),
+    (lambda m: m["generation"].update(top_p=1.5), "generation.top_p: 1.5 is no value for it"),
+    (lambda m: m["generation"].update(top_k=True), "generation.top_k: True is no value for it"),
+    (lambda m: m["generation"].update(beams=4), "generation.beams: unknown key"),
+]
+
+
+@pytest.mark.parametrize(("change", "problem"), LIES, ids=[problem for _, problem in LIES])
+def test_each_lie_is_named(manifest: Manifest, change: Callable[[Any], object], problem: str) -> None:
+    assert problem in refused(manifest, change)
+
+
+def test_every_problem_is_reported(manifest: Manifest) -> None:
+    def change(m: Any) -> None:
+        m["decoder"].update(n_heads="3", zzz=1)
+        m["layers"][1].pop("rung")
+        m["text"]["end_ids"] = [None]
+
+    message = refused(manifest, change)
+    for problem in ("decoder.n_heads:", "decoder.zzz:", "layers[1].rung: missing", "text.end_ids[0]:"):
+        assert problem in message
+
+
+def test_messages_carry_no_control_characters_and_end(manifest: Manifest) -> None:
+    message = refused(manifest, lambda m: m.update({f"\x1b[2J{n}": 1 for n in range(1000)}))
+    assert "\x1b" not in message
+    assert "… and 950 more" in message
+
+
+@pytest.mark.parametrize("kind", [Manifest, Decoder, Layer, Plan, Text, ArrayEntry, FileEntry])
+def test_the_page_on_the_format_names_every_field(kind: type[Any]) -> None:
+    page = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
+    assert [f.name for f in fields(kind) if f"`{f.name}`" not in page] == []
+    assert f"version {FORMAT_VERSION}\n" in page.splitlines(keepends=True)[0]

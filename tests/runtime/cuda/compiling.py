@@ -1,0 +1,86 @@
+"""Compile every kernel that a run starts, for real GPUs and without one: `python compiling.py ARTIFACT [ARCH]`.
+
+Triton compiles for any GPU anywhere. A driver that only names the GPU stands in for NVIDIA's, launches compile and
+start nothing, and what kernels would have computed stays zero: a run asks for no number, so it goes on. Prints Triton's
+version, the kind of GPU, and the kernels.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.cuda.executor import CudaExecutor
+from pi_runtime.cuda.kernels.tiling import Tiling
+from pi_runtime.cuda.memory.devices import Interpreted
+from pi_runtime.execution.kv_cache import KVCache
+
+SHARED_BYTES = 99 << 10
+"""Shared memory that a program may have on the GPUs of PCs (sm_86, sm_89, sm_120)."""
+
+
+class Driver:
+    """Says which GPU to compile for."""
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class Compiled(Interpreted):
+    """Memory of torch's CPU device, tiles of a GPU."""
+
+    tiling = Tiling()
+
+    def __init__(self) -> None:
+        self.device, self._memory = torch.device("cpu"), 1 << 40
+
+
+def run(artifact: Path, arch: int) -> set[str]:
+    """Names of the kernels that decoding and reading a prompt have started."""
+    driver.set_active(Driver(arch))
+    started: set[str] = set()
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+        kernel = launch(self, *arguments, grid=grid, warmup=True, **named)
+        assert "cubin" in kernel.asm
+        assert kernel.metadata.shared <= SHARED_BYTES, (self.fn.__name__, kernel.metadata.shared)
+        started.add(self.fn.__name__)
+        return kernel
+
+    JITFunction.run = compile_only
+    try:
+        opened = Artifact.open(artifact)
+        for plan in opened.manifest.plans:
+            executor = CudaExecutor(Artifact.open(artifact), "auto", 48, 1, plan, Compiled(), 1 << 40, stream_from=1)
+            cache = KVCache(opened.manifest, 48)
+            executor.run(np.array([1, 2]), cache, select=False, every=False)
+            executor.run(np.array([3]), cache, select=True, every=False)
+            executor.close()
+    finally:
+        JITFunction.run = launch
+    return started
+
+
+if __name__ == "__main__":
+    chosen = int(sys.argv[2]) if len(sys.argv) > 2 else 90
+    print(triton.__version__, chosen, *sorted(run(Path(sys.argv[1]), chosen)))

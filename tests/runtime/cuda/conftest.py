@@ -1,0 +1,20 @@
+"""Kernels on the GPU where there is one, else under Triton's interpreter (see `tests/conftest.py`)."""
+
+import pytest
+
+for _module in ("torch", "triton"):
+    pytest.importorskip(_module, reason=f"the GPU tier needs {_module}: pip install 'pi-toolchain[cuda]'")
+
+import torch  # noqa: E402
+
+from pi_runtime.cuda.memory.devices import Cuda, Device, Interpreted  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def there() -> Device:
+    return Cuda(0) if torch.cuda.is_available() else Interpreted()

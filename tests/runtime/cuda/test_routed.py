@@ -1,0 +1,129 @@
+"""A mixture of experts on a GPU and the CPU by any plan gives what the CPU alone gives."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.gpu_running import CONTEXT, assert_same, assert_same_answers, decoded, model, plan_of, read, running
+
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Layer, Plan
+from pi_runtime.cuda.memory.devices import Device
+from pi_runtime.cuda.plan_layout import weight_bytes
+from pi_runtime.execution.cpu import CpuExecutor
+from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.kernels import reference
+
+EXPERTS, WIDTH = 4, 70
+SHAPE: dict[str, Any] = {"n_layers": 2, "d_ff": WIDTH, "n_experts": EXPERTS, "experts_per_token": 2}
+NONE, ALL, SOME = (0,) * EXPERTS, (WIDTH,) * EXPERTS, (64, 0, WIDTH, 7)
+"""Cuts of one layer: with the last, experts are here, there, or on both sides."""
+PREDICTED = (Layer(rung="predicted", rank=7), Layer(rung="gate"))
+OTHERS = (Layer(rung="sign", margin=2), Layer(rung="threshold", threshold=0.1))
+DENSE = (Layer(rung="dense"), Layer(rung="predicted", rank=5))
+RUNGS = {"predicted, gate": PREDICTED, "sign, threshold": OTHERS, "dense, predicted": DENSE}
+PROMPT, GOING_ON = [5, 9, 250, 3, 77, 130], [7, 11, 200]
+CASES = {
+    "all there": plan_of(["gpu", "gpu"], ALL + ALL),
+    "all here": plan_of(["cpu", "cpu"], NONE + NONE, "cpu-cpu"),
+    "attention there": plan_of(["gpu", "gpu"], NONE + NONE),
+    "neurons there": plan_of(["cpu", "cpu"], ALL + ALL, "cpu-cpu"),
+    "some there": plan_of(["gpu", "gpu"], SOME + SOME[::-1]),
+    "some here": plan_of(["cpu", "cpu"], SOME + SOME[::-1]),
+    "either side": plan_of(["gpu", "cpu"], SOME + ALL, "cpu-gpu"),
+}
+
+
+def both(path: Path, plan: Plan, there: Device, mode: str = "auto", **more: Any) -> None:
+    """A prompt, then some tokens, on the CPU alone and by the plan."""
+    one = CpuExecutor(Artifact.open(path), mode, CONTEXT, 1)
+    with running(path, plan, there, mode, **more) as two:
+        decoder = two.side.decoder
+        wanted_rows, rows = assert_same_answers(one, two, PROMPT, GOING_ON)
+    one.close()
+    # The GPU's kernels drop a neuron of drelu on either factor, the CPU's list holds those that pass the first.
+    counted = slice(1 if decoder.activation == "drelu" else 2)
+    np.testing.assert_array_equal(rows[..., counted], wanted_rows[..., counted])
+    assert (rows[..., 0] > 0).all()
+
+
+@pytest.mark.parametrize("layers", RUNGS.values(), ids=RUNGS)
+@pytest.mark.parametrize("plan", CASES.values(), ids=CASES)
+def test_any_plan_and_rung_give_what_the_cpu_gives(
+    plan: Plan, layers: tuple[Layer, ...], tmp_path: Path, there: Device
+) -> None:
+    both(model(tmp_path / "a.pi", layers=layers, **SHAPE), plan, there)
+
+
+SPLIT = CASES["some there"]
+FORMS: dict[str, dict[str, Any]] = {
+    "plain with biases, one expert a token": {
+        "family": "opt", "experts_per_token": 1, "layers": (Layer(rung="predicted", rank=7), Layer(rung="dense")),
+    },
+    "drelu, all experts": {"activation": "drelu", "experts_per_token": EXPERTS},
+    "silu above a threshold": {"activation": "silu", "layers": OTHERS},
+    "parallel": {"block": "parallel", "shared_norm": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_forms_of_a_decoder(form: dict[str, Any], tmp_path: Path, there: Device) -> None:
+    both(model(tmp_path / "a.pi", **{"layers": PREDICTED, **SHAPE, **form}), SPLIT, there)
+
+
+@pytest.mark.parametrize("mode", ["dense", "gate"])
+def test_modes(mode: str, tmp_path: Path, there: Device) -> None:
+    both(model(tmp_path / "a.pi", layers=PREDICTED, **SHAPE), SPLIT, there, mode)
+
+
+@pytest.mark.parametrize("fmt", ["f16", "bf16", "q8", "q4"])
+def test_number_formats(fmt: str, tmp_path: Path, there: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU inputs are not rounded to bytes; prompts are multiplied in 16 bits."""
+    monkeypatch.setattr(reference, "rounded", lambda x_TD: x_TD)
+    path = model(tmp_path / "a.pi", fmt=fmt, layers=PREDICTED, **SHAPE)
+    with Artifact.open(path) as artifact, running(path, CASES["all there"], there) as executor:
+        found, _ = decoded(executor, KVCache(artifact.manifest, CONTEXT), GOING_ON)
+        assert_same(found, reference.forward(artifact, GOING_ON, "predicted"))
+        prompt = read(executor, KVCache(artifact.manifest, CONTEXT), PROMPT)
+        wanted = reference.forward(artifact, PROMPT, "dense")[-1]
+        assert np.abs(prompt - wanted).max() <= 0.02 * np.abs(wanted).max()
+
+
+def test_cold_weights_come_up_for_experts_with_enough_tokens(tmp_path: Path, there: Device) -> None:
+    path = model(tmp_path / "a.pi", layers=PREDICTED, **SHAPE)
+    found = []
+    for stream_from in (1, 3, 1000):
+        with running(path, SPLIT, there, stream_from=min(stream_from, 512)) as executor:
+            found.append(read(executor, executor.new_cache(), PROMPT))
+    assert_same(found[0], found[2])
+    assert_same(found[1], found[2])
+    assert (found[0] != found[2]).any(), "other additions, other bits"
+
+
+def test_weights_are_what_was_counted(tmp_path: Path, there: Device) -> None:
+    path = model(tmp_path / "a.pi", fmt="q4", layers=PREDICTED, **SHAPE)
+    with running(path, SPLIT, there) as executor, Artifact.open(path) as artifact:
+        assert executor.side.weights.nbytes == weight_bytes(artifact.manifest, SPLIT)
+        every = sum(e.nbytes for name, e in artifact.manifest.arrays.items() if not name.endswith(("order", "counts")))
+        assert weight_bytes(artifact.manifest, CASES["all there"]) == every
+
+
+@pytest.mark.parametrize("layers", RUNGS.values(), ids=RUNGS)
+@pytest.mark.parametrize("plan", ["some there", "either side"])
+def test_what_decoding_computes_and_what_fires(
+    plan: str, layers: tuple[Layer, ...], tmp_path: Path, there: Device
+) -> None:
+    path = model(tmp_path / "a.pi", layers=layers, **SHAPE)
+    one = CpuExecutor(Artifact.open(path), "auto", CONTEXT, 1)
+    with running(path, CASES[plan], there) as two:
+        caches = [two.new_cache() for _ in range(2)]
+        assert_same(decoded(two, caches[1], GOING_ON[:1])[0], decoded(one, caches[0], GOING_ON[:1])[0])
+        wanted, found = (
+            e.run(np.array(GOING_ON), c, select=True, every=True).copy()
+            for e, c in zip((one, two), caches, strict=True)
+        )
+        assert_same(found, wanted)
+        np.testing.assert_array_equal(two.tally, one.tally)
+        assert (two.tally > 0).all()
+    one.close()

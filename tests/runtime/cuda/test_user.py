@@ -1,0 +1,139 @@
+"""`pi-run` on a GPU, as a user meets it: what it says, its exit codes, and that memory comes back."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.gpu_running import NEURONS, of_size
+from support.synthetic import random_artifact, small_decoder, stored_plan
+
+from pi_runtime import console
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.cli import app
+from pi_runtime.cuda import executor, opening
+from pi_runtime.cuda.decode.host_ops import Host
+from pi_runtime.cuda.executor import CudaExecutor
+from pi_runtime.cuda.memory import weights
+from pi_runtime.cuda.memory.devices import Device
+from pi_runtime.cuda.memory.pinned_staging import Staging
+from pi_runtime.execution import devices
+
+FREE = 1 << 20
+
+
+LIMITS: list[int | None] = []
+"""Of the GPU's memory, as they were set; None for none."""
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, there: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`pi-run` with a model of which little is on the GPU, one of 1 MiB."""
+    LIMITS.clear()
+    card = of_size(there, FREE, limit=lambda _self, nbytes: LIMITS.append(nbytes))
+    monkeypatch.setattr(devices, "_gpus", lambda: 1)
+    monkeypatch.setattr(devices, "gpu_driver", lambda: True)
+    monkeypatch.setattr(devices, "gpu_kernels_are_cold", lambda: True)
+    monkeypatch.setattr(opening, "_stay_awake", lambda: None)
+    monkeypatch.setattr(opening, "Cuda", lambda _index: card)
+    monkeypatch.setattr(executor, "measured_crossover", lambda *_: 10**6)
+    plan = stored_plan((0, 64), 1 << 19, 1 << 18)
+    path = random_artifact(tmp_path / "a.pi", small_decoder(d_ff=NEURONS), plans=(plan,))
+
+    def go(*arguments: str) -> tuple[int, str, str]:
+        code = console.run(app, [str(path), "-p", "abc", "-n", "2", "--ctx-size", "16", *arguments])
+        return code, *capsys.readouterr()
+
+    return go
+
+
+def test_a_card_with_less_memory_free_than_the_budget(run: Run) -> None:
+    code, out, err = run("--device", "cuda:0", "--vram-budget", "2GiB")
+    assert (code, bool(out)) == (0, True)
+    said = err.splitlines()
+    assert "compiled once" in said[0]
+    assert "has 1.0 MiB free, less than --vram-budget 2.0 GiB" in said[1]
+    assert "Placement: time for 512.0 KiB" in said[2]
+    assert LIMITS[-1] is None
+
+
+def test_nothing_fits(run: Run) -> None:
+    code, out, err = run("--device", "cuda:0", "--vram-budget", "2KiB")
+    assert (code, out) == (4, "")
+    assert "no stored placement fits the GPU\n  expected: at least" in err
+    assert "try: --device cpu, a smaller --ctx-size, or --vram-budget" in err
+
+
+def test_automatic_says_why_the_gpu_is_not_used(run: Run, there: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "Cuda", lambda _index: of_size(there, 1000))
+    code, _, err = run()
+    assert code == 0
+    assert "the GPU is not used" in err
+    assert "the card has 1000 free" in err
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [(Staging, "send"), (weights, "load"), (executor, "program_of"), (Host, "cold")], ids=str
+)
+def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch, place: object, name: str) -> None:
+    def interrupt(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, name, interrupt)
+    code, out, err = run("--device", "cuda:0")
+    assert (code, out) == (130, "")
+    assert err.splitlines()[-1] == "interrupted"
+    assert LIMITS[-1] is None, "the GPU's memory is given back"
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (
+            RuntimeError("CUDA error: unspecified launch failure\nmore"),
+            "error: the GPU failed\n  found: CUDA error: unspe",
+        ),
+        (ValueError("a cold neuron broke"), "error: internal error: ValueError: a cold neuron broke"),
+    ],
+    ids=["gpu", "cpu"],
+)
+def test_a_fault_is_one_error(run: Run, monkeypatch: pytest.MonkeyPatch, fault: Exception, said: str) -> None:
+    whole, calls = Host.cold, []
+
+    def later(self: Host, layer: int) -> None:
+        calls.append(layer)
+        if len(calls) > 2:  # when the program has been made, and run to warm up
+            raise fault
+        whole(self, layer)
+
+    monkeypatch.setattr(Host, "cold", later)
+    code, _, err = run("--device", "cuda:0")
+    assert code == 1
+    assert said in err
+    assert err.count("error: ") == said.count("error: ")
+    assert "Traceback" not in err
+    assert LIMITS[-1] is None
+
+
+def test_it_may_be_the_first_thing_that_a_process_does(tmp_path: Path, there: Device) -> None:
+    """Kernels that come from the cache start no threads of their own."""
+    plan = stored_plan((0, 0), 1, 1)
+    path = random_artifact(tmp_path / "a.pi", small_decoder(), plans=(plan,))
+    CudaExecutor(Artifact.open(path), "auto", 16, 1, plan, there, 1 << 40).close()  # they are in the cache now
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from pi_runtime.artifact.reader import Artifact\n"
+        "from pi_runtime.cuda.memory.devices import Interpreted\n"
+        "from pi_runtime.cuda.executor import CudaExecutor\n"
+        "artifact = Artifact.open(Path(sys.argv[1]))\n"
+        "CudaExecutor(artifact, 'auto', 16, 1, artifact.manifest.plans[0], Interpreted(), 1 << 40).close()"
+    )
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

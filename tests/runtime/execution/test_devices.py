@@ -1,0 +1,76 @@
+"""A device is there, or asking for it is an error that says why."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pi_runtime.errors import DeviceError, MissingExtraError, UsageError
+from pi_runtime.execution import devices
+from pi_runtime.execution.devices import gpu_kernels_are_cold, resolve_device
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int | None) -> None:
+    """A machine with so many GPUs, None for one without torch."""
+    torch = SimpleNamespace(cuda=SimpleNamespace(device_count=lambda: gpus), __version__="2.13.0+cpu")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None if gpus is None else object())
+
+
+@pytest.mark.parametrize("name", ["cpu", "stand-in"])
+@pytest.mark.parametrize("gpus", [None, 0, 2])
+def test_the_processor_is_always_there(monkeypatch: pytest.MonkeyPatch, name: str, gpus: int | None) -> None:
+    pretend(monkeypatch, gpus)
+    assert resolve_device(name) == name
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "CPU", "cuda:x", "cuda:-1", "cuda:²", "cuda:0:1", "cpu:0", " cpu"])
+def test_unknown_names(name: str) -> None:
+    with pytest.raises(UsageError, match="unknown device") as caught:
+        resolve_device(name)
+    assert type(caught.value) is UsageError
+    assert "expected: auto, cpu, stand-in or cuda:N" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:3"])
+def test_without_torch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    pretend(monkeypatch, None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'pi-toolchain\[cuda\]'"):
+        resolve_device(name)
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])
+def test_no_such_gpu(monkeypatch: pytest.MonkeyPatch, name: str, gpus: int) -> None:
+    pretend(monkeypatch, gpus)
+    with pytest.raises(DeviceError, match="no such GPU") as caught:
+        resolve_device(name)
+    assert f"{gpus} CUDA devices, by torch 2.13.0+cpu" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("name", "device"), [("cuda", "cuda:0"), ("cuda:0", "cuda:0"), ("cuda:1", "cuda:1")])
+def test_a_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch, name: str, device: str) -> None:
+    pretend(monkeypatch, 2)
+    assert resolve_device(name) == device
+
+
+@pytest.mark.parametrize(("driver", "gpus", "device"), [(True, 1, "cuda:0"), (True, None, "cpu"), (False, 1, "cpu")])
+def test_automatic(monkeypatch: pytest.MonkeyPatch, driver: bool, gpus: int | None, device: str) -> None:
+    pretend(monkeypatch, gpus)
+    monkeypatch.setattr(devices, "gpu_driver", lambda: driver)
+    assert resolve_device("auto") == device
+
+
+def test_kernels_are_cold_until_triton_has_compiled_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    assert gpu_kernels_are_cold()
+    folder = tmp_path / ".triton" / "cache"
+    folder.mkdir(parents=True)
+    assert gpu_kernels_are_cold()
+    (folder / "a").touch()
+    assert not gpu_kernels_are_cold()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert gpu_kernels_are_cold()

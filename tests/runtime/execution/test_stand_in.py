@@ -1,0 +1,149 @@
+"""Two sides at once: same result as one side, truly at the same time, faults surface."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.synthetic import random_artifact, small_decoder, stored_plan
+
+from pi_runtime import load
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Layer, Plan
+from pi_runtime.errors import DoesNotFitError, UsageError
+from pi_runtime.execution.plan_choice import gpu_bytes
+from pi_runtime.execution.stand_in import HybridExecutor, Side
+from pi_runtime.model import Model
+
+CUTS = {"inside": (128, 64), "one-sided": (0, 200), "mixed": (192, 0)}
+
+
+def plans(cuts: tuple[int, ...]) -> list[Plan]:
+    return [stored_plan(cuts, 1000, 900)]
+
+
+@pytest.fixture
+def artifact(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    decoder = small_decoder(**{"d_ff": 200, **getattr(request, "param", {})})
+    return random_artifact(tmp_path / "a.pi", decoder, ranks=[7] * decoder.n_layers, plans=plans(CUTS["inside"]))
+
+
+def decode(model: Model, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    cache = model.new_cache()
+    steps = [model.decode(int(token), cache) for token in ids]
+    return np.stack([logits for logits, _ in steps]), np.stack([rows for _, rows in steps])
+
+
+@pytest.mark.parametrize("mode", ["dense", "gate", "predicted"])
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_two_sides_give_what_one_gives(family: str, cuts: tuple[int, ...], mode: str, tmp_path: Path) -> None:
+    decoder = small_decoder(family, d_ff=200)
+    path = random_artifact(tmp_path / "a.pi", decoder, ranks=[7] * decoder.n_layers, plans=plans(cuts))
+    ids = np.random.default_rng(0).integers(0, decoder.vocab_size, 20)
+    with load(path, mode=mode) as one, load(path, mode=mode, device="stand-in") as two:
+        (wanted, wanted_rows), (found, rows) = decode(one, ids), decode(two, ids)
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    np.testing.assert_array_equal(rows, wanted_rows)
+
+
+RUNGS = (Layer(rung="sign", margin=2), Layer(rung="threshold", threshold=0.1), Layer(rung="predicted", rank=7))
+
+
+@pytest.mark.parametrize("layer", RUNGS, ids=lambda layer: layer.rung)
+def test_two_sides_share_the_experts(layer: Layer, tmp_path: Path) -> None:
+    """Cuts of one layer: inside, none, all, inside, none; so a token may be wholly on one side."""
+    decoder = small_decoder(d_ff=70, n_layers=1, n_experts=5, experts_per_token=2, activation="silu")
+    path = random_artifact(
+        tmp_path / "a.pi", decoder, ranks=[layer.predictor], layers=(layer,),
+        plans=[stored_plan((30, 0, 70, 64, 0), 1000, 900, attention=("cpu",))],
+    )  # fmt: skip
+    ids = np.random.default_rng(0).integers(0, decoder.vocab_size, 40)
+    with load(path) as one, load(path, device="stand-in") as two:
+        (wanted, wanted_rows), (found, rows) = decode(one, ids), decode(two, ids)
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    np.testing.assert_array_equal(rows, wanted_rows)
+
+
+def executor(model: Model) -> HybridExecutor:
+    assert isinstance(model._executor, HybridExecutor)
+    return model._executor
+
+
+def meet(side: Side, barrier: threading.Barrier, seen: list[int]) -> Side:
+    def step(*arguments: object) -> tuple[int, int]:
+        barrier.wait()  # broken, and so an error, unless the other side comes in too
+        read, kept = side.step(*arguments)
+        seen.append(kept)
+        return read, kept
+
+    return replace(side, step=step)
+
+
+def test_both_sides_are_inside_the_same_ffn_at_once(artifact: Path) -> None:
+    with load(artifact, mode="gate", device="stand-in") as model:
+        sides, barrier = executor(model), threading.Barrier(2, timeout=30)
+        seen: list[int] = []
+        sides.hot, sides.cold = meet(sides.hot, barrier, seen), meet(sides.cold, barrier, seen)
+        model.decode(5, model.new_cache())
+    assert len(seen) == 2 * model.manifest.decoder.n_layers
+    assert all(kept > 0 for kept in seen)
+
+
+@pytest.mark.parametrize("broken", ["hot", "cold"])
+def test_a_fault_on_either_side_surfaces_and_the_model_still_works(broken: str, artifact: Path) -> None:
+    def fail(*arguments: object) -> tuple[int, int]:
+        raise RuntimeError(f"{broken} side broke")
+
+    with load(artifact, device="stand-in") as model:
+        sides = executor(model)
+        whole = getattr(sides, broken)
+        setattr(sides, broken, replace(whole, step=fail))
+        with pytest.raises(RuntimeError, match=f"{broken} side broke"):
+            model.decode(5, model.new_cache())
+        setattr(sides, broken, whole)
+        model.decode(5, model.new_cache())
+    assert not [t for t in threading.enumerate() if t.name.startswith("pi-stand-in")]
+
+
+def test_the_budget_picks_the_plan(tmp_path: Path) -> None:
+    ladder = [stored_plan((c, c), b, b - 1) for b, c in ((100, 0), (200, 64), (300, 128))]
+    path = random_artifact(tmp_path / "a.pi", small_decoder(d_ff=200), plans=ladder)
+    for budget, cut in ((99, 0), (198, 0), (199, 64), (10**9, 128), (None, 128)):
+        with load(path, device="stand-in", vram_budget=budget) as model:
+            assert model.plan is not None
+            assert model.plan.cuts == (cut, cut)
+    with pytest.raises(DoesNotFitError, match="at least 99 bytes"):
+        load(path, vram_budget=98)
+    with pytest.raises(UsageError, match="--device cpu"):
+        load(path, device="cpu", vram_budget=98)
+
+
+def test_a_longer_cache_counts_against_the_budget(tmp_path: Path) -> None:
+    """Of 4 layers, 2 key-value heads of 8 and float32: 128 bytes a position and layer on the GPU, and 32 of angles."""
+    decoder = small_decoder(context_length=512, n_layers=4)
+    ladder = [
+        stored_plan((c,) * 4, 10_000, used, attention=("gpu",) * on_gpu + ("cpu",) * (4 - on_gpu))
+        for used, c, on_gpu in ((1000, 8, 0), (5000, 16, 2), (9000, 24, 4))
+    ]
+    path = random_artifact(tmp_path / "a.pi", decoder, plans=ladder)
+    longer = {0: 32, 2: 32 + 2 * 128, 4: 32 + 4 * 128}
+    with Artifact.open(path) as artifact:
+        manifest = artifact.manifest
+    for context in (32, 64, 65, 512):
+        needed = [plan.used_bytes + (context - 64) * longer[plan.attention.count("gpu")] for plan in ladder]
+        for plan, nbytes in zip(ladder, needed, strict=True):
+            assert gpu_bytes(plan, manifest, context) == nbytes
+            fitting = [n for n in needed if n <= nbytes]
+            with load(path, vram_budget=nbytes, context=context) as model:
+                assert model.plan == ladder[needed.index(max(fitting))]
+    with pytest.raises(DoesNotFitError, match=r"context of 512 tokens(?s:.)*at least 15336 bytes(?s:.)*--ctx-size 64"):
+        load(path, vram_budget=9000, context=512)
+
+
+def test_without_a_placement_a_budget_is_refused(tmp_path: Path) -> None:
+    path = random_artifact(tmp_path / "a.pi", small_decoder())
+    for arguments in ({"vram_budget": 10**9}, {"device": "stand-in"}):
+        with pytest.raises(DoesNotFitError, match="holds no placement"):
+            load(path, **arguments)

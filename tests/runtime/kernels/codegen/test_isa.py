@@ -1,0 +1,155 @@
+"""Which instructions are chosen, that each set computes the same, and what the 256-bit dot product becomes."""
+
+import os
+import subprocess
+import sys
+
+import llvmlite.binding
+import pytest
+from llvmlite import ir
+from support.paths import SUPPORT
+
+from pi_runtime.errors import UsageError
+from pi_runtime.kernels.codegen import isa, simd
+
+CHILD = SUPPORT / "isa_checks.py"
+AVX2 = {"sse2", "avx", "avx2", "fma", "f16c"}
+VNNI_512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
+PROCESSORS = {
+    "no x86": (set(), ("portable",)),
+    "Nehalem": ({"sse2", "sse4.2"}, ("portable",)),
+    "Sandy Bridge": ({"sse2", "avx"}, ("portable",)),
+    "AVX2 without F16C": (AVX2 - {"f16c"}, ("portable",)),
+    "Haswell": (AVX2, ("avx2", "portable")),
+    "Skylake-X": (AVX2 | VNNI_512 - {"avx512vnni"}, ("avx2", "portable")),
+    "Knights Landing": (AVX2 | {"avx512f", "avx512cd"}, ("avx2", "portable")),
+    "Alder Lake": (AVX2 | {"avxvnni"}, ("avxvnni", "avx2", "portable")),
+    "Ice Lake": (AVX2 | VNNI_512, ("avx512", "avxvnni", "avx2", "portable")),
+    "Sapphire Rapids": (AVX2 | VNNI_512 | {"avxvnni"}, ("avx512", "avxvnni", "avx2", "portable")),
+}
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_the_best_there_is_unless_another_is_named(processor: str) -> None:
+    features, there = PROCESSORS[processor]
+    assert isa.available(features) == there
+    assert isa.choose(features, None).name == there[0]
+    for name in there:
+        assert isa.choose(features, name).name == name
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("wanted", [*isa.NAMES, "AVX2", "", "sse"])
+def test_what_is_not_there_is_refused(processor: str, wanted: str) -> None:
+    features, there = PROCESSORS[processor]
+    if wanted in there:
+        return
+    with pytest.raises(UsageError) as raised:
+        isa.choose(features, wanted)
+    message = str(raised.value)
+    assert f"PI_ISA={wanted}" in message
+    assert " or ".join(there) in message
+
+
+def test_what_a_set_has() -> None:
+    found = {name: isa.choose(AVX2 | VNNI_512, name) for name in isa.NAMES}
+    assert {name: (i.lanes, i.dot) for name, i in found.items()} == {
+        "avx512": (16, True), "avxvnni": (8, True), "avx2": (8, False), "portable": (0, False)
+    }  # fmt: skip
+
+
+def flags(processor: str, name: str) -> set[str]:
+    features = PROCESSORS[processor][0]
+    found = isa.target_features(isa.choose(features, name), features)
+    return set(found.split(",")) - {""}
+
+
+def test_the_best_set_leaves_the_processor_as_it_is() -> None:
+    assert not flags("Ice Lake", "avx512")
+    assert not flags("Haswell", "portable")
+    assert not flags("no x86", "portable")
+    assert not {f for f in flags("Haswell", "avx2") | flags("Alder Lake", "avxvnni") if f.startswith("-")}
+
+
+@pytest.mark.parametrize("processor", ["Ice Lake", "Sapphire Rapids"])
+def test_avx2_forgets_wider_vectors_and_dot_products(processor: str) -> None:
+    found = flags(processor, "avx2")
+    assert {f"+{f}" for f in AVX2} <= found
+    assert {f"-{f}" for f in VNNI_512} <= found
+    assert "+avxvnni" not in found
+    assert ("-avxvnni" in found) == (processor == "Sapphire Rapids")
+
+
+def test_avxvnni_keeps_to_its_own_form_where_the_processor_has_it() -> None:
+    found = flags("Sapphire Rapids", "avxvnni")
+    assert "+avxvnni" in found
+    assert {f"-{f}" for f in VNNI_512} <= found
+
+
+def test_avxvnni_through_avx512_keeps_to_256_bits() -> None:
+    """LLVM's intrinsic is the same; its EVEX form needs AVX512VL."""
+    found = flags("Ice Lake", "avxvnni")
+    assert {"+prefer-256-bit", "+avx512vl", "+avx512vnni"} <= found
+    assert not any(f.startswith("-") for f in found)
+
+
+@pytest.mark.parametrize("name", isa.NAMES)
+def test_each_set_computes_the_same(name: str) -> None:
+    """Those that this machine has, each in a process of its own, with the kernel cache that all processes share."""
+    there = isa.available(isa.host_features())
+    environment = {**os.environ, "PI_ISA": name, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, CHILD], capture_output=True, text=True, env=environment, check=False)
+    if name in there:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == [name]
+    else:
+        assert f"PI_ISA={name}: not on this processor" in done.stderr
+
+
+def assembly(features: str, monkeypatch: pytest.MonkeyPatch, name: str, *, signed: bool) -> str:
+    """What `dot_bytes` of an instruction set becomes on an x86-64 with these features. It is not run."""
+    everything = AVX2 | VNNI_512 | {"avxvnni"}
+    chosen = isa.choose(everything, name)
+    monkeypatch.setattr(simd, "ISA", chosen)
+    lanes = chosen.lanes
+    ints, bytes_ = simd.vec(simd.I32, lanes), simd.vec(simd.I8, 4 * lanes)
+    module = ir.Module()
+    function = ir.Function(module, ir.FunctionType(ints, [ints, bytes_, bytes_]), "dot")
+    builder = ir.IRBuilder(function.append_basic_block())
+    builder.ret(simd.dot_bytes(builder, *function.args, signed=signed))
+    llvmlite.binding.initialize_all_targets()
+    llvmlite.binding.initialize_all_asmprinters()
+    try:
+        target = llvmlite.binding.Target.from_triple("x86_64-unknown-linux-gnu")
+    except RuntimeError:
+        pytest.skip("this LLVM has no x86-64")
+    machine = target.create_target_machine(cpu="x86-64", features=features, opt=2)
+    return str(machine.emit_assembly(llvmlite.binding.parse_assembly(str(module))))
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_the_256_bit_dot_product_has_its_vex_form_on_avxvnni(signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = assembly("+avx2,+avxvnni", monkeypatch, "avxvnni", signed=signed)
+    assert "{vex}" in found
+    assert "vpdpbusd\t%ymm" in found
+
+
+def test_the_256_bit_dot_product_through_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = assembly("+avx2,+avx512vl,+avx512vnni", monkeypatch, "avxvnni", signed=False)
+    assert "{vex}" not in found
+    assert "vpdpbusd\t%ymm" in found
+
+
+def test_the_512_bit_dot_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = assembly("+avx512f,+avx512bw,+avx512vnni", monkeypatch, "avx512", signed=False)
+    assert "vpdpbusd\t%zmm" in found
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_the_dot_product_of_avx2_needs_nothing_newer(signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = assembly("+avx2", monkeypatch, "avx2", signed=signed)
+    assert "vpmaddubsw" in found
+    assert "vpmaddwd" in found
+    assert ("vpsignb" in found) == signed
+    assert "vpdp" not in found
+    assert "zmm" not in found

@@ -1,0 +1,121 @@
+"""Rotation, cache and attention against NumPy."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.synthetic import frequencies, small_decoder
+
+from pi_runtime.kernels import reference
+from pi_runtime.kernels.ops.attention import LARGEST, attend, norm_heads, remember, rotate
+
+FEW = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+def naive(qkv_TQ: np.ndarray, heads: int, start: int, cache_2GSE: np.ndarray) -> np.ndarray:
+    """softmax(q kᵀ / √E) v in float64, token by token and head by head."""
+    _, groups, _, width = cache_2GSE.shape
+    out = np.empty((len(qkv_TQ), heads, width))
+    for t, token in enumerate(qkv_TQ.astype(np.float64)):
+        for h, q_E in enumerate(token[: heads * width].reshape(heads, width)):
+            k_SE, v_SE = cache_2GSE[:, h // (heads // groups), : start + t + 1].astype(np.float64)
+            score = k_SE @ q_E / np.sqrt(width)
+            p = np.exp(score - score.max())
+            out[t, h] = p @ v_SE / p.sum()
+    return out.reshape(len(qkv_TQ), -1)
+
+
+@FEW
+@given(
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.integers(0, 70),
+    st.integers(0, 3),
+    st.sampled_from(["f2", "f4"]),
+)
+@example(1, 1, 1, 1, 0, 0, "f4")
+@example(64, 2, 3, 17, 5, 1, "f4")
+@example(64, 2, 3, 40, 5, 1, "f2")
+def test_attend(tokens: int, groups: int, share: int, width: int, start: int, room: int, dtype: str) -> None:
+    heads, rng = groups * share, np.random.default_rng(tokens)
+    qkv_TQ = rng.standard_normal((tokens, (heads + 2 * groups) * width), np.float32)
+    cache = np.full((2, groups, start + tokens + room, width), np.nan, dtype)
+    cache[:, :, :start] = rng.standard_normal((2, groups, start, width), np.float32)
+    remember(qkv_TQ, heads, width, start, cache.view(np.uint16))
+    keys_values = qkv_TQ[:, heads * width :].reshape(tokens, 2, groups, width)
+    np.testing.assert_array_equal(cache[:, :, start : start + tokens], keys_values.transpose(1, 2, 0, 3).astype(dtype))
+    assert np.isnan(cache[:, :, start + tokens :]).all(), "wrote past the block"
+    out_TQ = np.empty((tokens, heads * width), np.float32)
+    attend(qkv_TQ, heads, start, cache.view(np.uint16), out_TQ)
+    np.testing.assert_allclose(out_TQ, naive(qkv_TQ, heads, start, cache), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e4, 1e18])
+def test_attend_neither_overflows_nor_loses_its_sum(scale: float) -> None:
+    rng = np.random.default_rng(1)
+    qkv_TQ = rng.standard_normal((3, 3 * 8), np.float32)
+    qkv_TQ[:, :16] *= np.float32(scale)
+    cache, out_TQ = np.empty((2, 1, 3, 8), np.float32), np.empty((3, 8), np.float32)
+    remember(qkv_TQ, 1, 8, 0, cache.view(np.uint16))
+    attend(qkv_TQ, 1, 0, cache.view(np.uint16), out_TQ)
+    np.testing.assert_allclose(out_TQ, naive(qkv_TQ, 1, 0, cache), rtol=1e-4, atol=1e-6)
+
+
+def test_what_float16_cannot_hold_becomes_its_largest_number() -> None:
+    qkv_TQ = np.array([[0.0, 1e6, -1e6]], np.float32)
+    cache = np.zeros((2, 1, 1, 1), np.float16)
+    remember(qkv_TQ, 1, 1, 0, cache.view(np.uint16))
+    np.testing.assert_array_equal(cache.ravel(), [LARGEST, -LARGEST])
+
+
+@FEW
+@given(
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(0, 4),
+    st.integers(2, 11),
+    st.integers(1, 5),
+    st.sampled_from([1.0, 1.25]),
+    st.integers(0, 40),
+)
+def test_rotate(tokens: int, heads: int, others: int, width: int, pairs: int, scale: float, start: int) -> None:
+    rotated = 2 * min(pairs, width // 2)
+    decoder = small_decoder(head_dim=width, rotary_frequencies=frequencies(rotated), rotary_scale=scale)
+    before = np.random.default_rng(0).standard_normal((tokens, (heads + others) * width), np.float32)
+    qkv_TQ = before.copy()
+    cos_SE, sin_SE = reference.rotary_table(decoder, start + tokens)
+    rotate(cos_SE, sin_SE, start, heads, width, qkv_TQ)
+    # The definition rotates from position 0: put the tokens behind `start` others.
+    padded = np.zeros((start + tokens, heads, width), np.float32)
+    padded[start:] = before[:, : heads * width].reshape(tokens, heads, width)
+    wanted = reference.rotate(decoder, padded)[start:].reshape(tokens, -1)
+    np.testing.assert_allclose(qkv_TQ[:, : heads * width], wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(qkv_TQ[:, heads * width :], before[:, heads * width :])
+
+
+@FEW
+@given(st.integers(1, 5), st.integers(0, 3), st.integers(1, 3), st.integers(1, 40), st.sampled_from([1e-30, 1.0, 1e9]))
+def test_norm_heads(tokens: int, first: int, heads: int, width: int, size: float) -> None:
+    rng, decoder = np.random.default_rng(width), small_decoder(norm_eps=1e-5)
+    before = rng.standard_normal((tokens, (first + heads + 1) * width), np.float32) * np.float32(size)
+    weight_E, qkv_TQ = rng.standard_normal(width, np.float32), before.copy()
+    norm_heads(np.float32(1e-5), weight_E.ctypes.data, first, heads, width, qkv_TQ)
+    wanted = before.reshape(tokens, -1, width)
+    wanted[:, first : first + heads] = reference.rms(decoder, wanted[:, first : first + heads]) * weight_E
+    np.testing.assert_allclose(qkv_TQ, wanted.reshape(tokens, -1), rtol=1e-5, atol=0)
+
+
+def test_rotation_depends_on_the_distance_alone() -> None:
+    """(R_m q) · (R_n k) is the same for all pairs of one distance: what rotary positions are for."""
+    decoder = small_decoder(head_dim=16)
+    q_E, k_E = np.random.default_rng(2).standard_normal((2, 16), np.float32)
+    cos_SE, sin_SE = reference.rotary_table(decoder, 60)
+    products = []
+    for position in (0, 7, 50):
+        q_TE, k_TE = q_E[None].copy(), k_E[None].copy()
+        rotate(cos_SE, sin_SE, position, 1, 16, q_TE)
+        rotate(cos_SE, sin_SE, position + 9, 1, 16, k_TE)
+        products.append(float(q_TE[0] @ k_TE[0]))
+    np.testing.assert_allclose(products, products[0], rtol=1e-4)

@@ -1,0 +1,72 @@
+"""What one token allocates inside compiled code: nothing.
+
+numba counts its allocations; an array that Python hands over counts as one, for its descriptor.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numba.core.runtime import _nrt_python, rtsys
+from support.stored import WEIGHT_FORMATS, ffn_layer, store
+from support.synthetic import random_artifact, small_decoder
+
+from pi_runtime import load
+from pi_runtime.artifact.checks import RUNGS
+from pi_runtime.artifact.footprint import record_nbytes
+from pi_runtime.kernels import ffn
+from pi_runtime.kernels.ops.linear import linear
+
+Count = Callable[..., int]
+
+
+@pytest.fixture
+def allocations() -> Iterator[Count]:
+    """Allocations of a call beside those for the arrays in its arguments; the first call is not counted."""
+
+    def arrays(value: Any) -> int:
+        return sum(map(arrays, value)) if isinstance(value, tuple) else isinstance(value, np.ndarray)
+
+    def count(function: Any, *arguments: Any, handed_over: int | None = None) -> int:
+        function(*arguments)
+        before = rtsys.get_allocation_stats().alloc
+        function(*arguments)
+        return rtsys.get_allocation_stats().alloc - before - (arrays(arguments) if handed_over is None else handed_over)
+
+    _nrt_python.memsys_enable_stats()
+    yield count
+    _nrt_python.memsys_disable_stats()
+
+
+@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+def test_a_product(fmt: str, allocations: Count) -> None:
+    w, x_TD, y_TN = store(fmt, np.ones((70, 300))), np.ones((1, 300), np.float32), np.empty((1, 70), np.float32)
+    room = np.empty(record_nbytes(300), np.uint8)
+    assert allocations(linear, w.matrix, 70, 0, x_TD, room.ctypes.data, y_TN) == 0
+
+
+@pytest.mark.parametrize("run", [ffn.step, ffn.serial_step], ids=["threaded", "serial"])
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+def test_an_ffn(run: Any, rung: str, fmt: str, allocations: Count) -> None:
+    layer = ffn_layer(small_decoder(d_ff=300), fmt, 5, 0)
+    x_D = np.random.default_rng(0).standard_normal(32, np.float32)
+    assert allocations(run, layer.shape, layer.on(rung), x_D, 0, 300, np.float32(1), False, layer.buffers) == 0
+
+
+@pytest.mark.parametrize("fmt", ["f16", "q8", "q4"])
+def test_a_decoded_token(fmt: str, tmp_path: Path, allocations: Count) -> None:
+    decoder = small_decoder()
+    path = random_artifact(tmp_path / "a.pi", decoder, format=fmt, ranks=[5] * decoder.n_layers)
+    for mode in ("dense", "gate", "predicted"):
+        with load(path, mode=mode) as model:
+            executor, cache, token = model._executor, model.new_cache(), np.array([65])
+            # Those of the one call into compiled code: the table, two of angles, tokens, the cache, and the buffers.
+            handed_over = 5 + sum(isinstance(b, np.ndarray) for b in executor._buffers)
+
+            def decode() -> None:
+                executor.run(token, cache, select=True, every=False)  # noqa: B023
+
+            assert allocations(decode, handed_over=handed_over) == 0, mode

@@ -1,0 +1,172 @@
+"""Generation: greedy, seeds, ends, whole characters, prompts that cannot be run."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.scripted import saying, scripted_artifact
+from support.synthetic import END_ID, random_artifact, small_decoder
+
+from pi_runtime import Model, Sampling, load
+from pi_runtime.artifact.schema import Text
+from pi_runtime.errors import PromptError, UsageError
+
+NEVER = Text(prefix_ids=(), end_ids=())
+
+
+def naive(model: Model, prompt: list[int], count: int) -> list[int]:
+    """The definition of greedy: the likeliest token, `count` times, each from the logits of everything so far."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model.logits(ids)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("mode", ["dense", "gate"])
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 66])
+def test_greedy_is_the_argmax_of_the_logits(random_path: Path, mode: str, length: int) -> None:
+    prompt = np.random.default_rng(length).integers(0, 256, length).tolist()
+    with load(random_path, mode=mode) as model:
+        answer = model.generate(prompt, max_tokens=20)
+        text = "".join(answer)
+        assert answer.token_ids == naive(model, prompt, 20)
+        assert text == model.tokenizer.decode(answer.token_ids)
+        assert answer.finish_reason == "length"
+
+
+def test_prefill_is_dense_and_logits_are_the_modes(random_path: Path) -> None:
+    """The first token is the dense model's even where the sparse one would say another."""
+    prompts = np.random.default_rng(0).integers(0, 256, (20, 9)).tolist()
+    with load(random_path, mode="dense") as dense, load(random_path, mode="predicted") as sparse:
+        first = [dense.logits(p)[-1].argmax() for p in prompts]
+        assert [sparse.logits(p)[-1].argmax() for p in prompts] != first
+        for prompt, token in zip(prompts, first, strict=True):
+            answer = sparse.generate(prompt, max_tokens=1)
+            "".join(answer)
+            assert answer.token_ids == [token]
+
+
+def test_a_seed_repeats_its_text(model: Model) -> None:
+    def text(seed: int) -> str:
+        return "".join(model.generate([1, 2], max_tokens=30, sampling=Sampling(temperature=1.5, seed=seed)))
+
+    assert text(7) == text(7)
+    assert len({text(seed) for seed in range(5)}) == 5
+
+
+def test_generation_defaults_are_the_checkpoints(tmp_path: Path) -> None:
+    defaults = {"do_sample": True, "temperature": 9.0, "top_k": 1}
+    with load(random_artifact(tmp_path / "a.pi", small_decoder(), text=NEVER, generation=defaults)) as model:
+        answer = model.generate([1], max_tokens=8)
+        "".join(answer)
+        assert answer.token_ids == naive(model, [1], 8)
+        other = model.generate([1], max_tokens=8, sampling=Sampling(temperature=9.0, seed=1))
+        "".join(other)
+        assert other.token_ids != answer.token_ids
+
+
+def test_the_model_ends_its_text(tmp_path: Path) -> None:
+    with load(scripted_artifact(tmp_path / "a.pi", saying("abcdef"))) as model:
+        answer = model.generate("ab")
+        assert answer.finish_reason is None
+        assert "".join(answer) == "cdef"
+        assert answer.finish_reason == "end"
+        assert bytes(answer.token_ids) == b"cdef"
+
+
+def test_any_of_several_end_ids_ends(tmp_path: Path) -> None:
+    ends = (END_ID, ord("e"), ord("z"))
+    with load(scripted_artifact(tmp_path / "a.pi", saying("abcdef"), end_ids=ends)) as model:
+        answer = model.generate("a")
+        assert "".join(answer) == "bcd"
+        assert answer.finish_reason == "end"
+        assert "".join(model.generate("d")) == ""
+
+
+def test_a_stop_string_is_not_shown(tmp_path: Path) -> None:
+    with load(scripted_artifact(tmp_path / "a.pi", saying("abcdefgh"))) as model:
+        answer = model.generate("a", stop=["fx", "ef"])
+        assert "".join(answer) == "bcd"
+        assert answer.finish_reason == "stop"
+        assert bytes(answer.token_ids) == b"bcdef"
+        unmet = model.generate("a", stop=["ghi"])
+        assert "".join(unmet) == "bcdefgh"
+        assert unmet.finish_reason == "end"
+
+
+def test_a_stop_string_beats_the_limit(tmp_path: Path) -> None:
+    with load(scripted_artifact(tmp_path / "a.pi", saying("abcdefgh"))) as model:
+        answer = model.generate("a", stop=["cd"], max_tokens=3)
+        assert ("".join(answer), answer.finish_reason) == ("b", "stop")
+        cut = model.generate("a", stop=["cd"], max_tokens=2)
+        assert ("".join(cut), cut.finish_reason) == ("bc", "length")
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_max_tokens(loop: Model, count: int) -> None:
+    answer = loop.generate("a", max_tokens=count)
+    assert "".join(answer) == "babab"[:count]
+    assert answer.finish_reason == "length"
+    assert answer.stats.generated_tokens == count
+
+
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_a_full_context_ends_the_text(loop: Model, length: int) -> None:
+    """The last token needs no position: it is shown, and never read."""
+    answer = loop.generate("a" * length)
+    assert "".join(answer) == "babababab"[: 8 - length + 1]
+    assert answer.finish_reason == "context"
+    assert list(answer) == []
+
+
+def test_learned_positions_last_to_the_end_of_the_context(tmp_path: Path) -> None:
+    with load(random_artifact(tmp_path / "a.pi", small_decoder("opt", context_length=20), text=NEVER)) as model:
+        answer = model.generate([5, 6])
+        "".join(answer)
+        assert len(answer.token_ids) == 19
+        assert answer.token_ids[:-1] == naive(model, [5, 6], 18)
+
+
+def test_no_piece_splits_a_character(tmp_path: Path) -> None:
+    text = "aé→🙂"
+    with load(scripted_artifact(tmp_path / "a.pi", saying(text))) as model:
+        assert list(model.generate("a")) == ["é", "→", "🙂"]
+        cut = model.generate("a", max_tokens=4)
+        assert "".join(cut) == "é\ufffd"
+
+
+def test_begin_of_text_comes_once(tmp_path: Path) -> None:
+    """Here the end-of-text token begins a text too, as in OPT."""
+    path = scripted_artifact(tmp_path / "a.pi", {END_ID: ord("x"), **saying("abc")}, prefix_ids=(END_ID,))
+    with load(path) as model:
+        for prompt, count in [("ab", 3), ("<|end|>ab", 3), ([ord("a"), ord("b")], 2)]:
+            answer = model.generate(prompt)
+            assert "".join(answer) == "c"
+            assert answer.stats.prompt_tokens == count
+        assert "".join(model.generate("", max_tokens=1)) == "x"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ([], "non-empty list of integers"),
+        ([1.5], "non-empty list of integers"),
+        ([[1, 2]], "non-empty list of integers"),
+        ([257], "token id 257"),
+        ([3, -1], "token id -1"),
+        ([2**40], f"token id {2**40}"),
+        ([2**70], "non-empty list of integers"),
+        ("\ud800", "not Unicode"),
+        ("a" * 8, "the prompt has 8 tokens"),
+    ],
+)
+def test_a_prompt_that_cannot_be_run(loop: Model, prompt: str | list[int], message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        loop.generate(prompt)
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_max_tokens_below_one(loop: Model, count: int) -> None:
+    with pytest.raises(UsageError, match="--max-tokens"):
+        loop.generate("a", max_tokens=count)

@@ -1,0 +1,235 @@
+"""Tokenizers of every decoder kind: framing, decoding, and streams that join to what `decode` gives."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
+
+from pi_runtime.artifact.schema import Text
+from pi_runtime.errors import ArtifactError, PromptError
+from pi_runtime.text.tokenizer import Tokenizer
+
+BARE = Text(prefix_ids=(), end_ids=())
+LETTERS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+STRIPPING = [
+    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+]
+
+
+def special(token_id: int, content: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": token_id, "content": content, "special": True, **flags}
+
+
+def tokenizer_json(decoder: Any, tokens: list[str], **parts: Any) -> bytes:
+    """A tokenizer.json whose first three tokens are special; it encodes letter by letter."""
+    tokens = ["<unk>", "<s>", "</s>", *tokens]
+    model = {"type": "BPE", "vocab": {token: n for n, token in enumerate(tokens)}, "merges": [], "unk_token": "<unk>"}
+    whole = {"version": "1.0", "added_tokens": [special(n, tokens[n]) for n in range(3)], "decoder": decoder}
+    return json.dumps({**whole, "model": model, **parts}).encode()
+
+
+BYTES = [f"<0x{n:02X}>" for n in (0x41, 0x20, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xC3, 0xA9, 0xFF)]
+PIECES = ["▁", "▁▁", "▁a", "a", "b", "é", "�", "▁hello", "."]
+KINDS = {
+    "byte-level": tokenizer_json(
+        LETTERS,
+        [*sorted(ByteLevel.alphabet()), "Ġhe", "llo", "Ã©", "ðŁĺ", "Ģ"],
+        pre_tokenizer=LETTERS,
+        truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+        padding={
+            "strategy": {"Fixed": 9},
+            "direction": "Right",
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "<unk>",
+            "pad_to_multiple_of": None,
+        },
+        post_processor={
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+    ),
+    "byte-fallback": tokenizer_json({"type": "Sequence", "decoders": STRIPPING}, PIECES + BYTES),
+    "metaspace": tokenizer_json(METASPACE, PIECES),
+    "wordpiece": tokenizer_json({"type": "WordPiece", "prefix": "##", "cleanup": True}, ["a", "##b", ".", "'", "s"]),
+    "word-end": tokenizer_json({"type": "BPEDecoder", "suffix": "</w>"}, ["a", "a</w>", "b</w>"]),
+    "none": tokenizer_json(None, ["a", "b"]),
+}
+SIZES = {kind: len(json.loads(data)["model"]["vocab"]) for kind, data in KINDS.items()}
+
+
+def make(kind: str, text: Text = BARE, extra: int = 2) -> Tokenizer:
+    """With `extra` ids that the model has and the tokenizer does not name."""
+    return Tokenizer(KINDS[kind], text, vocab_size=SIZES[kind] + extra)
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[str], str]:
+    stream = tokenizer.stream()
+    return [stream.push(token_id) for token_id in ids], stream.finish()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stream_joins_to_decode(kind: str) -> None:
+    tokenizer = make(kind)
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.lists(st.integers(0, SIZES[kind] + 1), max_size=14))
+    def check(ids: list[int]) -> None:
+        pieces, rest = streamed(tokenizer, ids)
+        assert "".join(pieces) + rest == tokenizer.decode(ids)
+
+    check()
+
+
+@given(st.text(max_size=20))
+def test_text_survives_byte_level(text: str) -> None:
+    tokenizer = make("byte-level")
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    pieces, rest = streamed(tokenizer, ids)
+    assert rest == ""
+    for n in range(len(pieces)):
+        assert text.startswith("".join(pieces[: n + 1]))
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_a_character_comes_whole(kind: str) -> None:
+    tokenizer = make(kind)
+    names = {"byte-level": "ðŁĺĢ", "byte-fallback": ["<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "a"]}[kind]
+    ids = [tokenizer._library.token_to_id(name) for name in names]
+    pieces, rest = streamed(tokenizer, ids)
+    assert pieces[:3] == ["", "", ""]
+    assert "".join(pieces[3:]) + rest == ("😀" if kind == "byte-level" else "😀a")
+    cut, rest = streamed(tokenizer, ids[:2])
+    assert (cut, rest) == (["", ""], tokenizer.decode(ids[:2]))
+    assert "�" in rest
+
+
+def test_endless_garbage_does_not_dam_the_stream() -> None:
+    tokenizer = make("byte-level")
+    continuation = tokenizer._library.token_to_id("Ģ")
+    pieces, rest = streamed(tokenizer, [continuation] * 5)
+    assert pieces == ["", "�", "�", "�", "�"]
+    assert rest == "�"
+
+
+def test_space_after_a_skipped_token_stays() -> None:
+    tokenizer = make("byte-fallback")
+    a, end = tokenizer._library.token_to_id("▁a"), 2
+    assert streamed(tokenizer, [a, end, end, a, SIZES["byte-fallback"], a])[0] == ["a", "", "", " a", "", " a"]
+
+
+def test_neither_cut_nor_padded_nor_framed_by_the_tokenizer() -> None:
+    tokenizer = make("byte-level")
+    assert len(tokenizer.encode("a" * 50)) == 50
+    assert len(tokenizer.encode("a")) == 1
+    assert tokenizer.encode("") == []
+
+
+def test_prefix_once_and_never_twice() -> None:
+    tokenizer = make("byte-level", Text(prefix_ids=(1,), end_ids=(2,)))
+    a = tokenizer.encode("a", prefix=False)
+    assert len(a) == 1
+    assert tokenizer.encode("a") == [1, *a]
+    assert tokenizer.encode("<s>a") == [1, *a]
+    assert tokenizer.encode("<s>a", prefix=False) == [1, *a]
+    assert tokenizer.encode("<s><s>a") == [1, 1, *a]
+    assert tokenizer.encode("") == tokenizer.encode("<s>") == [1]
+
+
+def test_prefix_of_two_is_completed() -> None:
+    tokenizer = make("byte-level", Text(prefix_ids=(1, 2), end_ids=()))
+    a = tokenizer.encode("a", prefix=False)
+    for text in ("a", "<s>a", "<s></s>a"):
+        assert tokenizer.encode(text) == [1, 2, *a]
+
+
+def test_not_unicode() -> None:
+    with pytest.raises(PromptError, match="at character 1"):
+        make("byte-level").encode("a\udcff")
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**40, SIZES["none"] + 2])
+def test_ids_outside_the_vocabulary(token_id: int) -> None:
+    tokenizer = make("none")
+    with pytest.raises(PromptError, match=f"{token_id} is not in the vocabulary"):
+        tokenizer.decode([1, token_id])
+    with pytest.raises(PromptError, match=f"{token_id} is not in the vocabulary"):
+        tokenizer.stream().push(token_id)
+
+
+def test_tokenizer_larger_than_the_model() -> None:
+    tokenizer = make("none", extra=-1)
+    assert tokenizer.encode("a") == [3]
+    with pytest.raises(ArtifactError, match="tokens that the model has not"):
+        tokenizer.encode("ab")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"\xff\xfe", b"[]", b"null", b"[" * 100_000, KINDS["none"][:-9], b'{"version": "9", "model": {}}'],
+    ids=lambda data: repr(data[:12]),
+)
+def test_not_a_tokenizer(data: bytes) -> None:
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json is not usable"):
+        Tokenizer(data, BARE, vocab_size=9)
+
+
+def test_a_panic_of_the_library_is_an_error() -> None:
+    """Strip at the end looks before the start of an empty text."""
+    decoder = {
+        "type": "Sequence",
+        "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 0, "stop": 9}],
+    }
+    tokenizer = Tokenizer(tokenizer_json(decoder, [" "]), BARE, vocab_size=4)
+    with pytest.raises(ArtifactError, match="cannot decode"):
+        tokenizer.decode([3])
+
+
+def test_text_that_the_tokenizer_cannot_encode() -> None:
+    model = {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "[UNK]", "max_input_chars_per_word": 9}
+    data = tokenizer_json(None, [], model={**model, "continuing_subword_prefix": "##"}, added_tokens=[])
+    with pytest.raises(ArtifactError, match="cannot encode"):
+        Tokenizer(data, BARE, vocab_size=9).encode("z")
+
+
+@pytest.mark.parametrize("name", ["data/tokenizers/smollm2", "models/stories260K", "models/novels-relu"])
+def test_real_tokenizer(shared: Path, name: str) -> None:
+    data = (shared / name / "tokenizer.json").read_bytes()
+    size = len(json.loads(data)["model"]["vocab"])
+    tokenizer = Tokenizer(data, BARE, vocab_size=size)
+    text = "Once upon a time, naïve 😀 日本語\n\n  end. " * 20
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert "".join(streamed(tokenizer, tokenizer.encode(text))[0]).rstrip() == text.rstrip()
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.lists(st.integers(0, size - 1) | st.integers(0, 300), max_size=24))
+    def check(ids: list[int]) -> None:
+        pieces, rest = streamed(tokenizer, ids)
+        assert "".join(pieces) + rest == tokenizer.decode(ids)
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["models/stories260K", "models/novels-relu"])
+def test_ids_are_those_of_transformers(shared: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(shared / name / "tokenizer.json"))
+    data = (shared / name / "tokenizer.json").read_bytes()
+    framed = theirs("")["input_ids"]
+    tokenizer = Tokenizer(data, Text(prefix_ids=tuple(framed), end_ids=()), vocab_size=len(theirs))
+    for text in ("Once upon a time", " two  spaces ", "a\nb\n", "é😀"):
+        ids = tokenizer.encode(text)
+        assert ids == theirs(text)["input_ids"]
+        assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)

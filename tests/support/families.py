@@ -1,0 +1,229 @@
+"""Small random checkpoints of every family, each with the model that says what they compute."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as tf
+from torch import nn
+
+from support.hf import edit_json, edit_tensors, randomised, save, write_tokenizer
+
+LLAMA = {
+    "vocab_size": 131,
+    "hidden_size": 30,
+    "intermediate_size": 53,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 40,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FALCON = {
+    "vocab_size": 131,
+    "hidden_size": 36,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "ffn_hidden_size": 53,
+    "max_position_embeddings": 40,
+    "eos_token_id": 2,
+}
+OPT = {
+    "vocab_size": 131,
+    "hidden_size": 36,
+    "ffn_dim": 53,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 37,
+}
+GPT2 = {"vocab_size": 131, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_positions": 37, "n_inner": 53, "eos_token_id": 2}
+MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}
+SCALED: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 500.0,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0},
+}
+
+
+def relu_twice(model: nn.Module) -> None:
+    """dReLU in place of the gate's activation, of plain FFNs and of experts."""
+    for module in model.modules():
+        if isinstance(module, tf.models.mistral.modeling_mistral.MistralMLP):
+            module.forward = _drelu_ffn(module)
+        if isinstance(module, tf.models.mixtral.modeling_mixtral.MixtralExperts):
+            module.forward = _drelu_experts(module)
+
+
+def _drelu_ffn(m: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: m.down_proj(m.gate_proj(x).relu() * m.up_proj(x).relu())
+
+
+def _drelu_experts(m: Any) -> Callable[..., torch.Tensor]:
+    def forward(x_TD: torch.Tensor, taken_TK: torch.Tensor, share_TK: torch.Tensor) -> torch.Tensor:
+        y_TD = torch.zeros_like(x_TD)
+        for token, (experts, shares) in enumerate(zip(taken_TK, share_TK, strict=True)):
+            for e, share in zip(experts, shares, strict=True):
+                gate, up = (m.gate_up_proj[e] @ x_TD[token]).relu().chunk(2)
+                y_TD[token] += share * (m.down_proj[e] @ (gate * up))
+        return y_TD
+
+    return forward
+
+
+def forced_threshold(model: nn.Module) -> None:
+    """FATReLU of ProSparse."""
+    for module in model.modules():
+        if isinstance(module, tf.models.llama.modeling_llama.LlamaMLP):
+            module.act_fn = nn.Threshold(0.2, 0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family, or a kind of it."""
+
+    model: str
+    """Class in transformers; where the checkpoint's own repository ships the code, the class that it was made from."""
+    fields: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
+    """What its config says differently from the class it was made from."""
+    computes: Callable[[nn.Module], None] | None = None
+    """Turns the class it was made from into the model."""
+    predictors: str = ""
+    """Name of the modules that have a predictor beside them."""
+
+
+OWN = {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
+CASES: dict[str, Case] = {
+    "llama-relu": Case("Llama", LLAMA | {"hidden_act": "relu"}),
+    "llama-gelu-tied": Case("Llama", LLAMA | {"hidden_act": "gelu", "tie_word_embeddings": True}),
+    **{f"llama-{kind}": Case("Llama", LLAMA | {"rope_parameters": fields}) for kind, fields in SCALED.items()},
+    "mistral": Case("Mistral", LLAMA | {"sliding_window": None}),
+    "mistral-window": Case("Mistral", LLAMA | {"sliding_window": 19, "hidden_act": "relu"}),
+    "qwen2": Case(
+        "Qwen2",
+        {k: v for k, v in LLAMA.items() if k != "head_dim"} | {"num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
+    "qwen3": Case("Qwen3", LLAMA | {"attention_bias": True}),
+    "nemotron": Case("Nemotron", LLAMA | {"head_dim": 12, "partial_rotary_factor": 0.5}),
+    "nemotron-biases": Case("Nemotron", LLAMA | {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
+    "phi": Case("Phi", LLAMA | {"hidden_size": 60, "num_key_value_heads": 6, "partial_rotary_factor": 0.4}),
+    "gpt2": Case("GPT2", GPT2),
+    "gpt2-relu-wide": Case("GPT2", GPT2 | {"n_inner": None, "activation_function": "relu"}),
+    "opt": Case("OPT", OPT),
+    "opt-350m": Case("OPT", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 20}),
+    "opt-no-final-norm": Case("OPT", OPT | {"_remove_final_layer_norm": True, "tie_word_embeddings": False}),
+    "falcon-7b": Case("Falcon", FALCON),
+    "falcon-7b-biases": Case("Falcon", FALCON | {"bias": True, "activation": "relu"}),
+    "falcon-40b": Case("Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 3}),
+    "falcon-11b": Case(
+        "Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}
+    ),
+    "falcon-sequential": Case("Falcon", FALCON | {"parallel_attn": False, "multi_query": False, "bias": True}),
+    "mixtral": Case("Mixtral", MIXTRAL),
+    # Keys as in profiles/models/PowerInfer/Bamboo-base-v0_1/config.json (its model card has the FFN).
+    "bamboo": Case(
+        "Mistral",
+        LLAMA | {"hidden_act": "relu", "sliding_window": 19, "rope_theta": 10000.0},
+        OWN | {"model_type": "bamboo", "architectures": ["BambooForCausalLM"]},
+        relu_twice,
+    ),
+    # The names of the predictors: `mlp.predictor.fc1.weight`, as loaders of TurboSparse-Mistral-Instruct report them.
+    "turbosparse-mistral": Case(
+        "Mistral",
+        LLAMA | {"hidden_act": "relu", "sliding_window": 19},
+        OWN | {"model_type": "bamboo", "architectures": ["BambooForCausalLM"]},
+        relu_twice,
+        "model.layers.{layer}.mlp",
+    ),
+    # Names as in the published model.safetensors.index.json of PowerInfer/TurboSparse-Mixtral.
+    "turbosparse-mixtral": Case(
+        "Mixtral",
+        MIXTRAL | {"hidden_act": "relu", "output_router_logits": True},
+        OWN | {"model_type": "turbosparsemixtral", "architectures": ["TurboSparseMixtralForCausalLM"]},
+        relu_twice,
+        "model.layers.{layer}.block_sparse_moe.experts.{expert}",
+    ),
+    # Keys as in profiles/models/SparseLLM/prosparse-llama-2-7b/config.json.
+    "prosparse": Case(
+        "Llama",
+        LLAMA,
+        OWN
+        | {"model_type": "sparsellama", "architectures": ["SparseLlamaForCausalLM"]}
+        | {"hidden_act": "fatrelu", "hidden_act_param": 0.2, "max_length": 40},
+        forced_threshold,
+    ),
+}
+
+
+def random_sizes(name: str, seed: int) -> dict[str, int]:
+    """Fields that give a case other sizes."""
+    rng, fields = np.random.default_rng(seed), CASES[name].fields
+    layers, neurons, kv, group, context = (int(rng.integers(1, most)) for most in (4, 70, 4, 4, 50))
+    # Where 0.4 or 0.5 of a head is rotated, that must be even.
+    partial = CASES[name].model in ("Nemotron", "Phi")
+    heads, width = kv * group, 20 if partial else 2 * int(rng.integers(1, 8))
+    match CASES[name].model:
+        case "GPT2":
+            sizes = {"n_layer": layers, "n_head": heads, "n_embd": heads * width, "n_positions": context}
+            return sizes | {"n_inner": neurons}
+        case "OPT":
+            sizes = {"hidden_size": heads * width, "ffn_dim": neurons}
+            sizes |= {key: int(rng.integers(1, 30)) for key in fields if key == "word_embed_proj_dim"}
+        case "Falcon":
+            sizes = {"hidden_size": heads * width, "ffn_hidden_size": neurons}
+            sizes |= {key: kv for key in fields if key == "num_kv_heads"}
+        case _:
+            own_width = {"head_dim": width} if "head_dim" in fields else {}
+            hidden = heads * (int(rng.integers(1, 9)) if own_width else width)
+            sizes = {"hidden_size": hidden, "intermediate_size": neurons, "num_key_value_heads": kv, **own_width}
+    common = {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": context}
+    return sizes | common
+
+
+def random_checkpoint(
+    folder: Path, name: str, *, tokenizer: bool = True, shard: str = "5GB", sizes: dict[str, int] | None = None
+) -> Any:
+    """Save a random model of a case; returns the model that computes its logits."""
+    case = CASES[name]
+    case = replace(case, fields=deepcopy(case.fields) | (sizes or {}))
+    config = getattr(tf, f"{case.model}Config")(**case.fields)
+    model_class = getattr(tf, "GPT2LMHeadModel" if case.model == "GPT2" else f"{case.model}ForCausalLM")
+    model = randomised(model_class(config))
+    # The quick implementation of experts asks for rows of a multiple of 16 bytes.
+    model.config._experts_implementation = "eager"
+    save(model, folder, shard=shard)
+    if case.own:
+        edit_json(folder / "config.json", **case.own)
+    if case.predictors:
+        _add_predictors(folder, case)
+    if tokenizer:
+        write_tokenizer(folder)
+    if case.computes:
+        case.computes(model)
+    return model
+
+
+def _add_predictors(folder: Path, case: Case) -> None:
+    experts = case.fields.get("num_local_experts", 1)
+    names = {
+        case.predictors.format(layer=layer, expert=expert)
+        for layer in range(case.fields["num_hidden_layers"])
+        for expert in range(experts)
+    }
+    width, neurons = case.fields["hidden_size"], case.fields["intermediate_size"]
+    shapes = {"fc1": (7, width), "fc2": (neurons, 7)}
+    tensors = {f"{name}.predictor.{fc}.weight": torch.ones(shape) for name in names for fc, shape in shapes.items()}
+    edit_tensors(folder, **{name.replace(".", "__"): tensor for name, tensor in tensors.items()})

@@ -1,0 +1,103 @@
+"""Placements without a solver.
+
+`attention first`: the head, then attention with cache and predictor from the last layer back, the embedding, and what
+is left to the hottest neurons of the layers whose attention is on the GPU, the same share of each, because these hand
+over anyway, and no more of them than make a token faster. A byte of attention saves its time at every token, a neuron's
+only when it fires.
+
+`whole layers`: the last layers and the head, as many as fit (llama.cpp's split).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pi_runtime.artifact.schema import Manifest, Plan
+from pi_runtime.cuda.memory.weight_streaming import streaming_bytes
+from pi_runtime.cuda.plan_layout import needed_bytes
+
+GROUP, PARTS = 64, 32
+"""Neurons that a cut falls between, and parts of the largest cut that are tried."""
+TOKENS = 256
+"""Of a prompt's blocks, for which buffers are counted in."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One budget of one model."""
+
+    name: str
+    budget: int
+
+
+def budgets(manifest: Manifest, context: int) -> list[Case]:
+    """Shares of the whole model, and attention, cache and head with shares of the FFN; those of most interest first."""
+    every = everything_there(manifest, context)
+    whole = needed_bytes(manifest, every, context, TOKENS) + streaming_bytes(manifest)
+    bare = whole - sum(every.cuts) * neuron_bytes(manifest)
+    shares = [Case(f"{n} % of the model", whole * n // 100) for n in (25, 50, 10)]
+    beside = [Case(f"attention, KV, head, {n} % of FFN", bare + (whole - bare) * n // 100) for n in (10, 25, 50)]
+    return [Case("100 % of the model", whole), shares[0], beside[0], *shares[1:], *beside[1:]]
+
+
+def neuron_bytes(manifest: Manifest) -> int:
+    starts = tuple(f"layers/0/ffn/{name}" for name in ("first", "rest", "up_bias"))
+    return sum(e.nbytes for name, e in manifest.arrays.items() if name.startswith(starts)) // manifest.decoder.d_ff
+
+
+def everything_here(manifest: Manifest, context: int) -> Plan:
+    """Nothing on the GPU."""
+    layers = manifest.decoder.n_layers
+    return Plan(
+        objective="time", vram_bytes=0, used_bytes=0, ram_bytes=0, context=context, attention=("cpu",) * layers,
+        cuts=(0,) * layers, embedding="cpu", head="cpu", predicted_ns=0, digest="",
+    )  # fmt: skip
+
+
+def everything_there(manifest: Manifest, context: int) -> Plan:
+    layers, cut = manifest.decoder.n_layers, manifest.decoder.d_ff
+    return replace(
+        everything_here(manifest, context),
+        attention=("gpu",) * layers,
+        cuts=(cut,) * layers,
+        embedding="gpu",
+        head="gpu",
+    )
+
+
+def attention_first(manifest: Manifest, budget: int, context: int, seconds: Callable[[Plan], float]) -> Plan:
+    """`seconds`: one token of a plan, by the model of time."""
+    d, plan = manifest.decoder, everything_here(manifest, context)
+
+    def fits(tried: Plan) -> bool:
+        # With memory for cold weights that come up for a prompt.
+        return needed_bytes(manifest, tried, context, TOKENS) + streaming_bytes(manifest) <= budget
+
+    def first_that_fits(*tries: Plan) -> Plan:
+        return next(p for p in (*tries, plan) if p is plan or fits(p))
+
+    plan = first_that_fits(replace(plan, head="gpu"))
+    count = d.n_layers
+    while count and not fits(replace(plan, attention=("cpu",) * (d.n_layers - count) + ("gpu",) * count)):
+        count -= 1
+    plan = replace(plan, attention=("cpu",) * (d.n_layers - count) + ("gpu",) * count)
+    plan = first_that_fits(replace(plan, embedding="gpu"))
+    low, high = 0, -(-d.d_ff // GROUP)
+    while low < high:  # the largest cut that fits
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(_cut(plan, middle * GROUP, d.d_ff)) else (low, middle - 1)
+    cuts = sorted({min(low, max(1, low * part // PARTS)) * GROUP for part in range(1, PARTS + 1)}, reverse=True)
+    return min((_cut(plan, cut, d.d_ff) for cut in cuts), key=seconds)
+
+
+def whole_layers(manifest: Manifest, budget: int, context: int) -> Plan:
+    d, plan = manifest.decoder, everything_here(manifest, context)
+    for count in range(d.n_layers, 0, -1):
+        sides = ("cpu",) * (d.n_layers - count) + ("gpu",) * count
+        tried = _cut(replace(plan, attention=sides, head="gpu"), d.d_ff, d.d_ff)
+        if needed_bytes(manifest, tried, context, TOKENS) <= budget:
+            return tried
+    return plan
+
+
+def _cut(plan: Plan, cut: int, neurons: int) -> Plan:
+    return replace(plan, cuts=tuple(min(cut, neurons) if side == "gpu" else 0 for side in plan.attention))

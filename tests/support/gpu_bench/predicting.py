@@ -1,0 +1,129 @@
+"""What the model of time says for machines in `profiles/machines`, where no GPU is at hand: nothing here is measured.
+
+A machine's rates are its profile's: products at `format_gb_per_s`, picked rows at `gather_gb_per_s` (where that is
+missing as products, else as memory), `launch_us` for every kernel, `sync_us` for every hand-over. Offloading reads all
+weights in f16 and brings up the layers that do not stay at the link's full rate, which pageable memory does not reach:
+the ratios to it are lower bounds.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pi_runtime.artifact.schema import Plan
+from support.gpu_bench.measuring import Rates, predict
+from support.gpu_bench.model import OPT, REGLU, SEVEN, THIRTEEN, Curve, Shape, manifest_of
+from support.gpu_bench.offload import layer_bytes, resident_layers
+from support.gpu_bench.placing import attention_first, budgets, everything_there, whole_layers
+from support.paths import ROOT
+
+MACHINES = ROOT / "profiles" / "machines"
+NAMES = ("pc-high", "pc-low")
+MODELS = ((SEVEN, OPT), (SEVEN, REGLU), (THIRTEEN, OPT), (THIRTEEN, REGLU))
+CONTEXT, POSITION = 1024, 44
+"""Positions there is room for, and those before the token that is timed, as when measuring."""
+TARGETS = {OPT: 3.0, REGLU: 1.8}
+"""Times the dense layer split at a quarter of the model; OFFLOAD times offloading."""
+OFFLOAD = 5.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """As its profile has it: bytes and seconds."""
+
+    name: str
+    title: str
+    vram: int
+    link: float
+    units: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, name: str) -> "Machine":
+        p = tomllib.loads((MACHINES / f"{name}.toml").read_text(encoding="utf-8"))
+        title = f"{p['gpu']['name']}, {p['cpu']['name']}"
+        return cls(name, title, int(p["gpu"]["vram_gib"] * 2**30), p["link"]["pcie_gb_per_s"] * 1e9, p)
+
+    def rates(self, fmt: str) -> Rates:
+        gpu, cpu = self.units["gpu"], self.units["cpu"]
+        return Rates(
+            format=fmt,
+            gpu=gpu["bandwidth_gb_per_s"] * 1e9,
+            gpu_stream=_rate(gpu, fmt, "format"),
+            gpu_picked=_rate(gpu, fmt, "gather"),
+            cpu_stream=_rate(cpu, fmt, "format"),
+            cpu_picked=_rate(cpu, fmt, "gather"),
+            gap=gpu["launch_us"] / 1e6,
+            cpu_gap=cpu.get("launch_us", 0.0) / 1e6,
+            cold=2 * cpu.get("launch_us", 0.0) / 1e6,
+            handover=self.units["link"]["sync_us"] / 1e6,
+        )
+
+
+def _rate(unit: Mapping[str, Any], fmt: str, kind: str) -> float:
+    found = unit.get(f"{kind}_gb_per_s", {}).get(fmt)
+    if found is None and kind == "gather":
+        return _rate(unit, fmt, "format")
+    return float(unit["bandwidth_gb_per_s"] if found is None else found) * 1e9
+
+
+def table(machine: Machine, fmt: str, shape: Shape, curve: Curve) -> Iterator[dict[str, Any]]:
+    """Tokens a second at every budget that the card has memory for."""
+    manifest, r = manifest_of(shape, fmt), machine.rates(fmt)
+
+    def seconds(plan: Plan, *, dense: bool = False) -> float:
+        return predict(manifest.decoder, plan, curve, shape.rank, POSITION, r, dense=dense).token
+
+    for case in sorted(budgets(manifest, CONTEXT), key=lambda case: case.budget):
+        if case.budget > machine.vram:
+            continue
+        layers = whole_layers(manifest, case.budget, CONTEXT)
+        yield {
+            "machine": machine.name, "model": shape.name, "format": fmt, "curve": curve.name, "budget": case.name,
+            "gib": case.budget / 2**30,
+            "ours": 1 / seconds(attention_first(manifest, case.budget, CONTEXT, seconds)),
+            "sparse_layers": 1 / seconds(layers),
+            "dense_layers": 1 / seconds(layers, dense=True),
+            "offload": 1 / offload_seconds(machine, shape, curve, case.budget),
+        }  # fmt: skip
+
+
+def offload_seconds(machine: Machine, shape: Shape, curve: Curve, budget: int) -> float:
+    """One token of offloading, in f16."""
+    manifest = manifest_of(shape, "f16")
+    d, plan = manifest.decoder, everything_there(manifest, CONTEXT)
+    there = predict(d, plan, curve, shape.rank, POSITION, machine.rates("f16"), dense=True).token
+    absent = d.n_layers - resident_layers(manifest, budget, CONTEXT)
+    return there + absent * layer_bytes(manifest) / machine.link
+
+
+def show(fmt: str, to: Path | None) -> None:
+    """Print the table, and write it."""
+    rows = []
+    print(f"Predicted, not measured. Tokens a second; weights in {fmt}, offloading's in f16.")
+    print("| machine | model | GPU budget | ours | layers, sparse | layers, dense | offload | ours ÷ layers, dense "
+          "| ours ÷ offload |")  # fmt: skip
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for machine in map(Machine.read, NAMES):
+        for shape, curve in MODELS:
+            for row in table(machine, fmt, shape, curve):
+                rows.append(row)
+                _print(row, TARGETS[curve] if row["budget"].startswith("25 % of the model") else None)
+    for machine in map(Machine.read, NAMES):
+        print(f"{machine.name}: {machine.title}; {machine.units['source']}")
+    if to:
+        to.write_text(json.dumps(rows, indent=1))
+
+
+def _print(row: Mapping[str, Any], target: float | None) -> None:
+    split, offload = f"{row['ours'] / row['dense_layers']:.1f}", f"{row['ours'] / row['offload']:.1f}"
+    wanted = ("", "") if target is None else (f" (target {target:g})", f" (target {OFFLOAD:g})")
+    if row["format"] != "f16":
+        offload, wanted = "", (wanted[0], "")  # unlike things
+    print(
+        f"| {row['machine']} | {row['model']} {row['curve']} | {row['budget']} ({row['gib']:.1f} GiB) "
+        f"| {row['ours']:.1f} | {row['sparse_layers']:.1f} | {row['dense_layers']:.1f} | {row['offload']:.2f} "
+        f"| {split}{wanted[0]} | {offload}{wanted[1]} |"
+    )

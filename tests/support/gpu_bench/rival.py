@@ -1,0 +1,75 @@
+"""Offloading, timed: accelerate's where it can be imported, else the copy of it."""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pi_runtime.cuda.memory.devices import Device
+from support.gpu_bench import offload
+from support.gpu_bench.model import MemoryArtifact
+from support.gpu_bench.running import text
+
+
+class Model(Protocol):
+    """One sequence."""
+
+    resident: int
+
+    def read(self, ids: np.ndarray) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Rival:
+    """Offloading of one model's weights."""
+
+    name: str
+    open: Callable[[MemoryArtifact, int], Model]
+    """From the artifact of a curve and a budget."""
+    after: slice
+    """What it reads before it is timed."""
+    checked: bool
+    """Whether its logits follow the whole prompt and can be held against the executor's."""
+
+
+def find(base: MemoryArtifact, context: int, device: Device) -> Rival:
+    """`base` in f16: the rival has no kernels for other formats."""
+    # Imported in the bench's time: it takes seconds.
+    try:
+        from support.gpu_bench import accelerated
+    except ImportError:
+        return Rival(
+            offload.NAME,
+            lambda artifact, budget: offload.Offload(artifact, budget, context, device.device),
+            slice(31, 32),  # every token has all the weights copied
+            checked=False,
+        )
+    with device.at_work():
+        weights = accelerated.named_weights(base, device.device)
+    return Rival(
+        accelerated.NAME,
+        lambda artifact, budget: accelerated.Accelerated(artifact, weights, budget, context, device.device),
+        slice(32),
+        checked=True,
+    )
+
+
+def measure(rival: Rival, artifact: MemoryArtifact, budget: int, device: Device) -> tuple[float, int, np.ndarray]:
+    """(tokens a second, layers on the GPU, logits) of the four tokens whose logits every placement gives."""
+    ids = text(artifact.manifest.decoder.vocab_size)
+    with device.at_work():
+        model = rival.open(artifact, budget)
+        model.read(ids[rival.after])
+        device.synchronize()
+        began = time.perf_counter()
+        rows = [model.read(ids[n : n + 1]) for n in range(32, 36)]
+        device.synchronize()
+        speed, resident = len(rows) / (time.perf_counter() - began), model.resident
+        logits = torch.stack(rows).cpu().numpy()
+    del model
+    gc.collect()  # accelerate's hooks and their modules hold each other, and with them the GPU's memory
+    return speed, resident, logits

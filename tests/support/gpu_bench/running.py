@@ -1,0 +1,117 @@
+"""Decoding and prompts of one placement, timed, and how much of both sides' work overlaps."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pi_runtime.artifact.schema import Plan
+from pi_runtime.cuda.decode.schedule import Call
+from pi_runtime.cuda.executor import CudaExecutor
+from pi_runtime.cuda.memory.devices import Device
+from pi_runtime.execution.kv_cache import KVCache
+from support.gpu_bench.model import MemoryArtifact
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one placement does."""
+
+    decode: float
+    """Tokens a second."""
+    prefill: float
+    overlap: float | None
+    """Time both sides are busy ÷ the longer one's; None where the layers are not split."""
+    handover: float | None
+    """Seconds a split layer, beside either side's work."""
+    gpu: float
+    """Seconds a token of all that the GPU does, alone."""
+    cpu: float
+    """The same of the CPU."""
+    active_on_gpu: float
+    """Share of the neurons kept that the GPU has."""
+    logits: np.ndarray
+
+
+def measure(
+    artifact: MemoryArtifact, mode: str, plan: Plan, device: Device, budget: int, threads: int, prompt: int, tokens: int
+) -> Row:
+    """Build, decode `tokens` tokens after a prompt, and take it apart."""
+    d = artifact.manifest.decoder
+    executor = CudaExecutor(artifact, mode, plan.context, threads, plan, device, budget)  # type: ignore[arg-type]
+    try:
+        ids = text(d.vocab_size)
+        prefill = _prefill(executor, ids[:prompt])
+        cache = executor.new_cache()
+        for start in range(0, 32, 16):  # the same short prompt for every placement: its logits are compared
+            executor.run(ids[start : start + 16], cache, select=False, every=False)
+        logits = [_step(executor, cache, token) for token in ids[32:36]]
+        began = time.perf_counter()
+        for token in ids[36 : 36 + tokens]:
+            _step(executor, cache, token)
+        decode = tokens / (time.perf_counter() - began)
+        kept, there = int(executor.rows_read[:, 1].sum()), int(executor.rows_there[:, 1].sum())
+        overlap, handover, gpu, cpu = _apart(executor)
+        return Row(decode, prefill, overlap, handover, gpu, cpu, there / max(kept, 1), np.stack(logits))
+    finally:
+        executor.close()
+
+
+def text(vocabulary: int) -> np.ndarray:
+    """Token ids that every placement reads."""
+    return np.random.default_rng(0).integers(0, vocabulary, 1024)
+
+
+def _step(executor: CudaExecutor, cache: KVCache, token: int) -> np.ndarray:
+    return executor.run(np.array([token]), cache, select=True, every=False)[0].copy()
+
+
+def _prefill(executor: CudaExecutor, ids: np.ndarray) -> float:
+    """Tokens a second of the second of two readings; of the first, where that is slow."""
+    taken = 0.0
+    for _ in range(2):
+        if taken > 2:
+            break
+        cache, began = executor.new_cache(), time.perf_counter()
+        for start in range(0, len(ids), executor.block_tokens):
+            executor.run(ids[start : start + executor.block_tokens], cache, select=False, every=False)
+        taken = time.perf_counter() - began
+    return len(ids) / taken
+
+
+def _apart(executor: CudaExecutor) -> tuple[float | None, float | None, float, float]:
+    """(overlap, hand-over a split layer, the GPU's part, the CPU's), from the calls of a token run in parts.
+
+    What the parts compute is stale but as large as before: lists and inputs stay where the last token left them.
+    """
+    calls, device = executor.calls, executor.device
+    cold = [call for call in calls if call.kind == "cold"]
+    # Between the two stands the wait for the parcel, or the record of the sum.
+    pairs = [(calls[n - 2], call) for n, call in enumerate(calls) if call.kind == "cold" and calls[n - 2].kind == "gpu"]
+    hot, beside = [first for first, _ in pairs], [second for _, second in pairs]
+    with device.at_work():
+        gpu_s = _seconds(device, [call for call in calls if call.kind == "gpu"])
+        cpu_s = _seconds(device, [call for call in calls if call.kind in ("cold", "cpu")])
+        if not cold:
+            return None, None, gpu_s, cpu_s
+        waiting_s = _seconds(device, [call for call in calls if call.kind not in ("cold", "cpu")])
+        handover = max(0.0, waiting_s - gpu_s) / len(cold)
+        if not pairs:
+            return None, handover, gpu_s, cpu_s
+        hot_s, beside_s = _seconds(device, hot), _seconds(device, beside)
+        both_s = _seconds(device, [call for pair in pairs for call in pair])
+    overlap = (hot_s + beside_s - both_s) / max(hot_s, beside_s)
+    return max(0.0, min(1.0, overlap)), handover, gpu_s, cpu_s
+
+
+def _seconds(device: Device, calls: Sequence[Call], repeats: int = 3) -> float:
+    best = float("inf")
+    for _ in range(repeats):
+        device.synchronize()
+        began = time.perf_counter()
+        for call in calls:
+            call.run()
+        device.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return best if calls else 0.0

@@ -1,0 +1,41 @@
+"""What a bench's rows say of the targets of the GPU tier."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from support.gpu_bench.predicting import OFFLOAD, TARGETS
+
+PREDICTED, HANDOVER, BANDWIDTH = 0.8, 30.0, 0.7
+"""Speed ÷ the speed predicted, at least, at every budget; microseconds a layer, at most; a dense token's share of
+memory's bandwidth, all on the GPU, at least."""
+Row = Mapping[str, Any]
+
+
+def verdicts(rows: Sequence[Row]) -> Iterator[str]:
+    """One line a target that there are rows for: what was found, and what is wanted."""
+    for model, curve in dict.fromkeys((row["model"], row["curve"]) for row in rows):
+        of_one = [row for row in rows if (row["model"], row["curve"]) == (model, curve) and "failed" not in row]
+        for what, found, wanted, most in _found(of_one, curve):
+            reached = found <= wanted if most else found >= wanted
+            yield f"{model} {curve}: {what} {found:.2f} (target {wanted:g}): {'reached' if reached else 'missed'}"
+
+
+def _found(rows: Iterable[Row], curve: str) -> Iterator[tuple[str, float, float, bool]]:
+    """(what, found, wanted, whether that is the most)."""
+    rows = list(rows)
+    split = {target.name: wanted for target, wanted in TARGETS.items()}[curve]
+    yield from (("share of bandwidth", row["share"], BANDWIDTH, False) for row in rows if "share" in row)
+    quarter = {row["what"]: row for row in rows if row["budget"].startswith("25 % of the model")}
+    ours = quarter.pop("ours", None)
+    for what, row in quarter.items():
+        if ours is None:
+            break
+        ratio = ours["decode"] / row["decode"]
+        if what == "layers, dense":
+            yield f"ours ÷ {what} at 25 %", ratio, split, False
+        elif "offload" in what and row["format"] == ours["format"]:
+            yield f"ours ÷ {what} at 25 %", ratio, OFFLOAD, False
+    if shares := [row["measured/predicted"] for row in rows if row["what"] == "ours"]:
+        yield "least of measured ÷ predicted", min(shares), PREDICTED, False
+    if times := [row["handover_us"] for row in rows if row["what"] == "ours" and row["handover_us"] is not None]:
+        yield "longest hand-over, µs a layer,", max(times), HANDOVER, True

@@ -1,0 +1,54 @@
+"""What tests of Triton kernels share: how many examples, of which shapes, and stored matrices on the device."""
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+from pi_runtime.cuda.kernels.matrix import DTYPES, Matrix
+from pi_runtime.cuda.kernels.tiling import Tiling
+from support.stored import WEIGHT_FORMATS, store
+
+# No shrinking: under the interpreter it takes minutes, and the shapes are small already.
+FEW = settings(
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+)
+FORMAT = st.sampled_from(WEIGHT_FORMATS)
+COLUMNS = st.sampled_from([1, 7, 31, 33, 64, 129, 256, 300, 545])
+TILING = st.builds(
+    Tiling,
+    dot_rows=st.sampled_from([8, 16]),
+    dot_width=st.sampled_from([64, 256]),
+    word_rows=st.sampled_from([2, 16]),
+    row_words=st.sampled_from([32, 256]),
+    sum_rows=st.sampled_from([8, 32]),
+    sum_width=st.sampled_from([64, 256]),
+    sum_words=st.sampled_from([16, 64]),
+    sum_turns=st.sampled_from([1, 3]),
+    splits=st.integers(1, 4),
+)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32)
+
+
+class Stored:
+    """A matrix on the device, beside what its bytes mean."""
+
+    def __init__(self, device: torch.device, fmt: str, values: np.ndarray) -> None:
+        m = store(fmt, values.reshape(-1, values.shape[-1]))
+        self.values = m.values
+        stored = torch.from_numpy(np.ascontiguousarray(m.stored)).view(DTYPES[fmt]).to(device)
+        scales = None if m.scales is None else torch.from_numpy(m.scales).to(device)
+        self.matrix = Matrix(fmt, stored, scales, values.shape[-1])
+
+
+def assert_close(found: torch.Tensor, wanted: np.ndarray, error: float = 2e-5) -> None:
+    given = found.cpu().numpy()
+    assert given.shape == wanted.shape
+    assert np.all(np.abs(given - wanted) <= error * (1 + np.abs(wanted).max())), np.abs(given - wanted).max()

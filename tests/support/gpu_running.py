@@ -1,0 +1,108 @@
+"""Executors on a GPU, or on Triton's interpreter in its place, and models for them."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Layer, Plan
+from pi_runtime.cuda.executor import CudaExecutor
+from pi_runtime.cuda.memory.devices import Device
+from pi_runtime.execution.cpu import CpuExecutor
+from pi_runtime.execution.kv_cache import KVCache
+from support.synthetic import random_artifact, small_decoder, stored_plan
+
+CONTEXT = 48
+ROOM = 1 << 40
+NEVER = 10**6
+"""Tokens from which cold weights are brought up."""
+LAYERS, NEURONS = 3, 200
+EXPERTS = {"n_experts": 3, "experts_per_token": 2}
+
+
+PREDICTED = (Layer(rung="predicted", rank=7), Layer(rung="gate"), Layer(rung="predicted", rank=9))
+"""Predictors that pass about half."""
+OTHERS = (Layer(rung="sign", margin=2), Layer(rung="threshold", threshold=0.1), Layer(rung="dense"))
+
+
+def model(
+    path: Path,
+    family: str = "llama",
+    fmt: str = "f32",
+    layers: tuple[Layer, ...] = PREDICTED,
+    plans: tuple[Plan, ...] = (),
+    **shape: Any,
+) -> Path:
+    """Three layers."""
+    fields = {"n_layers": LAYERS, "d_ff": NEURONS, "d_model": 40, "n_heads": 5, "n_kv_heads": 1, **shape}
+    ranks = [layer.predictor for layer in layers]
+    decoder = small_decoder(family, **fields)
+    return random_artifact(path, decoder, format=fmt, ranks=ranks, scale=2.0, layers=layers, plans=plans)
+
+
+def model_with_plan(path: Path, cuts: tuple[int, ...], **shape: Any) -> Path:
+    """In q4, whose kernels are the longest; the middle layer's attention is on the CPU."""
+    plans = (plan_of(["gpu", "cpu", "gpu"], cuts),)
+    return model(path, fmt="q4", layers=(*PREDICTED[:2], OTHERS[0]), plans=plans, **shape)
+
+
+def plan_of(sides: Sequence[str], cuts: tuple[int, ...], ends: str = "gpu-gpu") -> Plan:
+    """`ends`: sides of embedding and head."""
+    embedding, head = ends.split("-")
+    return stored_plan(cuts, 1, 1, attention=tuple(sides), embedding=embedding, head=head)
+
+
+ALL_THERE = plan_of(["gpu"] * LAYERS, (NEURONS,) * LAYERS)
+SPLIT = plan_of(["gpu"] * LAYERS, (128, 64, 70))
+
+
+@contextmanager
+def running(path: Path, plan: Plan, there: Device, mode: str = "auto", **more: Any) -> Iterator[CudaExecutor]:
+    options = {"budget": ROOM, "stream_from": NEVER, **more}
+    executor = CudaExecutor(Artifact.open(path), mode, CONTEXT, 1, plan, there, **options)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def of_size(there: Device, memory: int, **more: Any) -> Device:
+    """The same device with so much memory free, and what else is given as attributes."""
+    kind = type("Sized", (type(there),), {"free_bytes": lambda _self: memory, **more})
+    found: Device = copy.copy(there)
+    found.__class__ = kind
+    return found
+
+
+def read(executor: CpuExecutor, cache: KVCache, ids: Sequence[int]) -> np.ndarray:
+    """Logits after a prompt."""
+    return executor.run(np.array(ids, np.int64), cache, select=False, every=False)[0].copy()
+
+
+def decoded(executor: CpuExecutor, cache: KVCache, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Logits after each token, and the rows read and kept."""
+    logits, rows = [], []
+    for token in ids:
+        logits.append(executor.run(np.array([token], np.int64), cache, select=True, every=False)[0].copy())
+        rows.append(executor.rows_read.copy())
+    return np.stack(logits), np.stack(rows)
+
+
+def assert_same_answers(
+    one: CpuExecutor, two: CudaExecutor, prompt: Sequence[int], going_on: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """After a prompt, then token by token; returns the rows that each read and kept."""
+    caches = [two.new_cache() for _ in range(2)]
+    assert_same(read(two, caches[1], prompt), read(one, caches[0], prompt))
+    (wanted, wanted_rows), (found, rows) = (decoded(e, c, going_on) for e, c in zip((one, two), caches, strict=True))
+    assert_same(found, wanted)
+    return wanted_rows, rows
+
+
+def assert_same(found: np.ndarray, wanted: np.ndarray, error: float = 1e-4) -> None:
+    assert np.abs(found - wanted).max() <= error * np.abs(wanted).max()
+    np.testing.assert_array_equal(found.argmax(-1), wanted.argmax(-1))

@@ -1,0 +1,183 @@
+"""Weights in memory as an artifact stores them, and inputs as kernels take them, for calling kernels directly."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_runtime.artifact import schema
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.footprint import record_nbytes
+from pi_runtime.artifact.formats import BLOCK, FORMATS, WEIGHT_FORMATS
+from pi_runtime.artifact.quantisation import dequantise, quantise
+from pi_runtime.artifact.sizes import PARTS, array_specs, is_scales, scales_name
+from pi_runtime.kernels import reference
+from pi_runtime.kernels.data import weight_table
+from pi_runtime.kernels.data.matrix_view import matrix
+from pi_runtime.kernels.data.quantised_input import prepare
+from pi_runtime.kernels.data.workspace import Buffers, buffers
+
+F32 = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+__all__ = [
+    "WEIGHT_FORMATS",
+    "Layer",
+    "Matrix",
+    "Weights",
+    "ffn_layer",
+    "packed_signs",
+    "records",
+    "store",
+    "store_integers",
+]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix in a number format; `values` is what its bytes mean."""
+
+    format: str
+    stored: npt.NDArray[Any]
+    values: F32
+    scales: npt.NDArray[Any] | None = None
+
+    @property
+    def quantised(self) -> bool:
+        return FORMATS[self.format].quantised
+
+    @property
+    def fmt(self) -> int:
+        """The code that kernels switch on."""
+        return FORMATS[self.format].code
+
+    @property
+    def address(self) -> int:
+        return int(self.stored.ctypes.data)
+
+    @property
+    def scales_address(self) -> int:
+        return 0 if self.scales is None else int(self.scales.ctypes.data)
+
+    @property
+    def matrix(self) -> Any:
+        """As kernels take it."""
+        return matrix(self.fmt, self.address, self.scales_address, self.values.shape[-1])
+
+
+def store(fmt: str, values: npt.ArrayLike) -> Matrix:
+    values = np.asarray(values, np.float32)
+    f = FORMATS[fmt]
+    if f.quantised and values.ndim > 1:
+        stored, scales = quantise(f, values)
+        return Matrix(fmt, stored, dequantise(f, stored, scales, values.shape[-1]), scales)
+    stored = f.encode(values)
+    return Matrix(fmt, stored, np.ascontiguousarray(f.decode(stored, values.shape[-1])))
+
+
+def store_integers(fmt: str, q_ND: npt.ArrayLike, scale: npt.ArrayLike) -> Matrix:
+    """A q8 or q4 matrix of these integers (q4: −8…7) and scales (one, or one a block), put together byte by byte."""
+    q_ND = np.asarray(q_ND, np.int64)
+    rows, columns = q_ND.shape
+    f, blocks = FORMATS[fmt], -(-columns // BLOCK)
+    stored = np.zeros(f.stored_shape((rows, columns)), f.stored)
+    if fmt == "q4" and columns % BLOCK:  # whole blocks are stored
+        q_ND = np.pad(q_ND, ((0, 0), (0, -columns % BLOCK)))
+    scales = np.zeros(FORMATS["scale"].stored_shape((rows, blocks)), np.float16)
+    scales[:, :blocks] = scale
+    for column, q_N in enumerate(q_ND.T):
+        place, half = _place(column, blocks)
+        if fmt == "q8":
+            stored[:, place] = q_N
+        else:
+            at = place // (2 * half) * half + place % half
+            stored[:, at] |= (q_N + 8 << 4 * (place // half % 2)).astype(np.uint8)
+    values = q_ND[:, :columns] * np.repeat(scales[:, :blocks].astype(np.float32), BLOCK, -1)[:, :columns]
+    return Matrix(fmt, stored, values.astype(np.float32), scales)
+
+
+def _place(column: int, blocks: int) -> tuple[int, int]:
+    """Where a column of a row lies, and how far apart the places are that share a byte of q4."""
+    group, inside = divmod(column, 8 * BLOCK)
+    if group >= blocks // 8:
+        return column, BLOCK
+    block, k, j = inside // 32, inside % 32 // 4, inside % 4
+    return group * 8 * BLOCK + 32 * k + 4 * block + j, 4 * BLOCK
+
+
+def records(fmt: int, x_TD: F32) -> npt.NDArray[np.uint8]:
+    """One record a vector, in memory that was not zero."""
+    found = np.full((len(x_TD), record_nbytes(x_TD.shape[1])), 0xA5, np.uint8)
+    for x_D, record in zip(x_TD, found, strict=True):
+        prepare(fmt, x_D, record.ctypes.data)
+    return found
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One layer's arrays by their short names, as the reference takes them."""
+
+    matrices: Mapping[str, Matrix]
+
+    def __getitem__(self, name: str) -> F32:
+        return self.matrices[name].values
+
+    def product(self, name: str, x_TD: F32) -> F32:
+        rounded_TD = reference.rounded(x_TD) if self.matrices[name].quantised else x_TD
+        return np.tensordot(rounded_TD, self[name], (-1, -1))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's FFN with a predictor and signs: its weights, and the row of addresses that kernels take."""
+
+    decoder: Decoder
+    shape: weight_table.Shape
+    values: Weights
+    addresses: Ints
+    rank: int
+    buffers: Buffers
+
+    def how(self, rung: str) -> schema.Layer:
+        """How the layer is run on a rung."""
+        return schema.Layer(
+            rung=rung,
+            rank=None if rung == "sign" else self.rank,
+            threshold=0.3 if rung == "threshold" else 0.0,
+            margin=1 if rung == "sign" else 0,
+        )
+
+    def on(self, rung: str) -> Ints:
+        """The row of the table for a rung."""
+        return np.concatenate([self.addresses, weight_table.how(self.decoder, self.how(rung), "auto")])
+
+
+def packed_signs(values_FD: F32) -> npt.NDArray[np.uint64]:
+    """Signs as `predictor/signs` has them; beyond the last column bits are set, which nobody may read."""
+    bits_FB = np.packbits(values_FD < 0, axis=1, bitorder="little")
+    columns = values_FD.shape[1]
+    bits_FB = np.pad(bits_FB, ((0, 0), (0, -bits_FB.shape[1] % 8)), constant_values=255)
+    if columns % 8:
+        bits_FB[:, columns // 8] |= np.uint8(0xFF << columns % 8 & 0xFF)
+    return np.ascontiguousarray(bits_FB).view(np.uint64)
+
+
+def ffn_layer(decoder: Decoder, fmt: str, rank: int, seed: int, **given: F32) -> Layer:
+    """Random weights of one layer of `decoder`; `given` replaces some, `__` standing for a slash."""
+    decoder = replace(decoder, n_layers=1)
+    formats = dict.fromkeys(PARTS, fmt)
+    rng = np.random.default_rng(seed)
+    matrices = {}
+    for name, spec in array_specs(decoder, formats, [rank], False).items():
+        local = name.removeprefix("layers/0/")
+        if not is_scales(name) and local.startswith(("ffn/", "predictor/")):
+            values = rng.standard_normal(spec.shape, np.float32) / np.float32(np.sqrt(spec.shape[-1]))
+            matrices[local] = store(spec.format, given.get(local.replace("/", "__"), values))
+    signs_FW = packed_signs(matrices["ffn/first"].values)
+    matrices["predictor/signs"] = Matrix("u64", FORMATS["u64"].encode(signs_FW), signs_FW)
+    addresses = {name: m.address for name, m in matrices.items()}
+    addresses |= {scales_name(name): m.scales_address for name, m in matrices.items()}
+    row = [addresses.get(name, 0) for name in weight_table._COLUMNS]
+    shape = weight_table.shape_of(decoder, formats)
+    return Layer(decoder, shape, Weights(matrices), np.array(row, np.int64), rank, buffers(shape, 1, rank))

@@ -1,0 +1,215 @@
+"""Small artifacts made of numbers from nowhere: for tests that need an artifact and no model."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.formats import Array
+from pi_runtime.artifact.schema import Layer, Manifest, Plan, Text
+from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
+from pi_runtime.artifact.writer import ArtifactWriter
+from support.paths import GOLDEN
+
+END_ID = 256
+_SHAPE = {
+    "vocab_size": 257,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 8,
+    "d_ff": 40,
+    "context_length": 64,
+    "norm_eps": 1e-5,
+    "activation": "relu",
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "norm": "rms",
+        "positions": "rope",
+        "position_offset": 0,
+        "ffn": "gated",
+        "tied_head": False,
+        "qkv_bias": False,
+        "out_bias": False,
+        "ffn_bias": False,
+    },
+    "opt": {
+        "norm": "layer",
+        "positions": "learned",
+        "position_offset": 2,
+        "ffn": "plain",
+        "tied_head": True,
+        "qkv_bias": True,
+        "out_bias": True,
+        "ffn_bias": True,
+    },
+}
+
+
+def small_decoder(family: str = "llama", **overrides: Any) -> Decoder:
+    """A decoder of a few thousand weights: `llama` (gated, RMSNorm, rope) or `opt` (plain, LayerNorm, learned)."""
+    fields = {"family": family, **_SHAPE, **_FAMILIES[family], **overrides}
+    fields.setdefault("d_embedding", fields["d_model"])
+    if fields["positions"] == "rope":
+        fields.setdefault("rotary_frequencies", frequencies(fields["head_dim"]))
+    return Decoder(**fields)
+
+
+def frequencies(rotary_dim: int, theta: float = 10000.0) -> tuple[float, ...]:
+    """Plain rotary angles for one position."""
+    exponent = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
+    return tuple((np.float32(1) / np.float32(theta) ** exponent).tolist())
+
+
+def random_artifact(
+    path: Path,
+    decoder: Decoder,
+    *,
+    format: str = "f32",  # noqa: A002
+    seed: int = 0,
+    ranks: Sequence[int | None] | None = None,
+    profiled: bool = False,
+    scale: float = 1.0,
+    files: Mapping[str, bytes] | None = None,
+    **manifest_fields: Any,
+) -> Path:
+    """Write an artifact of normally distributed weights: `scale` / √columns for matrices, norms around 1.
+
+    A layer with a rank takes the rung `predicted`, another one `gate`, or `dense` where nothing is sparse. `files`
+    come beside a tokenizer of bytes, or instead of it; `manifest_fields` (text, generation, …) replace the usual ones.
+    """
+    rng = np.random.default_rng(seed)
+    ranks = ranks or [None] * decoder.n_layers
+    manifest = bare_manifest(decoder, dict.fromkeys(PARTS, format), ranks, 1000 if profiled else 0)
+    with ArtifactWriter(path) as writer:
+        for name, spec in array_specs(decoder, manifest.formats, ranks, profiled).items():
+            if not is_scales(name):
+                writer.add_array(name, spec, [random_values(name, spec, rng, scale)])
+        for name, data in {"tokenizer.json": byte_tokenizer(), **(files or {})}.items():
+            writer.add_file(name, data)
+        writer.finish(replace(manifest, **manifest_fields))
+    return path
+
+
+def golden_artifact(path: Path) -> Path:
+    """The artifact whose bytes are pinned: every kind of array and entry, weights from integer arithmetic alone.
+
+    A change of format replaces the pinned file: `python tests/support/synthetic.py`.
+    """
+    decoder = small_decoder(d_model=72, n_heads=3, n_kv_heads=1)
+    formats = {"embedding": "bf16", "attention": "q8", "ffn": "q4", "head": "f16", "predictor": "f32"}
+    ranks = (3, None)
+    plans = (
+        stored_plan((8, 0), 1 << 15, 20000, objective="hot-mass"),
+        stored_plan((40, 40), 1 << 16, 50000, attention=("gpu", "cpu"), head="gpu"),
+    )
+    with ArtifactWriter(path) as writer:
+        for number, (name, spec) in enumerate(array_specs(decoder, formats, ranks, True).items()):
+            if not is_scales(name):
+                writer.add_array(name, spec, [_counted_values(name, spec, number)])
+        writer.add_file("tokenizer.json", byte_tokenizer())
+        writer.add_file("chat_template.jinja", "{{ messages[-1].content }} →".encode())
+        writer.finish(bare_manifest(decoder, formats, ranks, 1 << 20, plans))
+    return path
+
+
+def stored_plan(cuts: tuple[int, ...], vram_bytes: int, used_bytes: int, **fields: Any) -> Plan:
+    """A plan as artifacts hold it; everything but its cuts on the CPU unless `fields` say otherwise."""
+    usual: dict[str, Any] = {
+        "objective": "time",
+        "ram_bytes": 70000,
+        "context": 64,
+        "attention": ("cpu",) * len(cuts),
+        "embedding": "cpu",
+        "head": "cpu",
+        "predicted_ns": 1000,
+        "digest": "0" * 64,
+    }
+    return Plan(vram_bytes=vram_bytes, used_bytes=used_bytes, cuts=cuts, **{**usual, **fields})
+
+
+def _counted_values(name: str, spec: ArraySpec, number: int) -> Array:
+    """Values that any platform computes alike: a 32-bit mix of the index, as multiples of 2⁻²⁶ in ±1/8."""
+    n = int(np.prod(spec.shape))
+    if name.endswith("order"):
+        return np.arange(n) * 7 % n  # 7 and 40 share no divisor
+    if name.endswith("counts"):
+        return (1 << 20) // (1 + np.arange(n))
+    x = (np.arange(n, dtype=np.uint64) + (number << 20)) * 2654435761 % 2**32
+    x = (x ^ (x >> np.uint64(15))) * 2246822519 % 2**32
+    values = ((x >> np.uint64(8)).astype(np.float32) - np.float32(2**23)) / np.float32(2**26)
+    return (values + np.float32(name.endswith("norm/weight"))).reshape(spec.shape)
+
+
+def bare_manifest(
+    decoder: Decoder,
+    formats: Mapping[str, str],
+    ranks: Sequence[int | None],
+    profiled_tokens: int = 0,
+    plans: tuple[Plan, ...] = (),
+) -> Manifest:
+    """A manifest without arrays and files, as `ArtifactWriter.finish` takes it."""
+    plain = "gate" if decoder.sparse else "dense"
+    return Manifest(
+        decoder=decoder,
+        formats=formats,
+        layers=tuple(Layer(rung=plain if rank is None else "predicted", rank=rank) for rank in ranks),
+        profiled_tokens=profiled_tokens,
+        plans=plans,
+        text=Text(prefix_ids=(), end_ids=(END_ID,), eos_token="<|end|>"),  # noqa: S106
+        generation={"temperature": 1.0, "do_sample": False},
+        recipe={},
+        provenance={"made_by": "tests/synthetic.py"},
+        arrays={},
+        files={},
+    )
+
+
+def random_values(name: str, spec: ArraySpec, rng: np.random.Generator, scale: float = 1.0) -> Array:
+    """Values for one array, in its logical shape."""
+    if name.endswith("order"):
+        return rng.permutation(spec.shape[0])
+    if name.endswith("counts"):
+        return np.sort(rng.integers(0, 1000, spec.shape))[::-1]
+    if name.endswith("signs"):
+        return rng.integers(0, 2**64, spec.shape, np.uint64)
+    values = rng.standard_normal(spec.shape, np.float32) * np.float32(scale / np.sqrt(spec.shape[-1]))
+    return values + np.float32(1) if name.endswith("norm/weight") else values
+
+
+def byte_tokenizer() -> bytes:
+    """A `tokenizer.json` whose token i is the byte i, and token 256 the end of text."""
+    vocab = {letter: byte for byte, letter in enumerate(byte_letters())}
+    end = {"id": END_ID, "content": "<|end|>", "special": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{**end, **flags}],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {**vocab, "<|end|>": END_ID}, "merges": []},
+    }
+    return json.dumps(tokenizer, ensure_ascii=False, indent=1).encode()
+
+
+def byte_letters() -> Iterator[str]:
+    """The letter that stands for each byte in byte-level BPE: itself if printable, else the next one from 256 on."""
+    others = iter(range(256, 512))
+    for byte in range(256):
+        printable = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
+        yield chr(byte if printable else next(others))
+
+
+if __name__ == "__main__":
+    golden_artifact(GOLDEN)
