@@ -10,9 +10,9 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.checks import EXACT_RUNGS
 from pi_runtime.artifact.footprint import kv_shape
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.errors import ArtifactError, DeviceError, DoesNotFitError, PromptError, TemplateError, UsageError
 from pi_runtime.execution.cpu import CpuExecutor
@@ -106,7 +106,7 @@ def _executor(
 
 
 def _check_mode(artifact: Artifact, mode: str) -> None:
-    if mode == "predicted" and {layer.rung for layer in artifact.manifest.layers} <= {*EXACT_RUNGS}:
+    if mode == "predicted" and all(RUNGS[layer.rung].exact for layer in artifact.manifest.layers):
         raise UsageError(
             f"{artifact.path}: --mode predicted, but the artifact has no predictors",
             remedy="--mode auto, or train predictors: pi-compile train RECIPE, then pack again",

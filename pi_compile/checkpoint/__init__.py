@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pi_compile.checkpoint.checkpoint import Checkpoint, open_checkpoint
-    from pi_compile.checkpoint.families.adapter import families
+    from pi_compile.checkpoint.families.registry import families
 
 __all__ = ["Checkpoint", "families", "open_checkpoint"]
 
@@ -16,5 +16,5 @@ __all__ = ["Checkpoint", "families", "open_checkpoint"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "families.adapter" if name == "families" else "checkpoint"
+    home = "families.registry" if name == "families" else "checkpoint"
     return getattr(import_module(f"{__name__}.{home}"), name)

@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from pi_compile.checkpoint.config import Config, check_keys
-from pi_compile.checkpoint.families.adapter import HEAD, Adapter, Piece, find_adapter
+from pi_compile.checkpoint.families.adapter import HEAD, Adapter, Piece
+from pi_compile.checkpoint.families.registry import find_adapter
 from pi_compile.checkpoint.folder import CONFIG_FILE
 from pi_compile.checkpoint.gguf.config import divided, gguf_config
 from pi_compile.checkpoint.gguf.file import open_gguf

@@ -94,14 +94,14 @@ def _read_tasks(paths: list[Path], limit: int | None) -> list["Task"]:
 
 def inspect(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) -> None:
     """Say what an artifact holds."""
-    from pi_runtime.artifact.inspection import describe
+    from pi_compile.cli.rendering import artifact_text
     from pi_runtime.artifact.inspection import inspect as look
 
     summary = look(artifact)
     if as_json:
         console.print_json(summary)
     else:
-        typer.echo(describe(summary))
+        typer.echo(artifact_text(summary))
 
 
 def verify(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) -> None:

@@ -3,8 +3,8 @@
 from fractions import Fraction
 
 from pi_compile.cost_model.workload import LayerWork
-from pi_compile.planning.model_config import parameters
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.sizes import parameters
 
 PREDICTOR_SHARE = Fraction(709, 10_000)
 """Weights of all predictors ÷ weights of the model: the mean of PowerInfer's table 6 (SOSP'24)."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pi_compile.machine.profile import Cpu, Gpu, Machine, Rates, whole
-from pi_runtime.artifact.checks import SIDES
+from pi_runtime.artifact.schema import SIDES
 
 PICO = 10**12
 CPU, GPU = 0, 1

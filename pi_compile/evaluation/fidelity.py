@@ -20,7 +20,7 @@ from pi_compile.errors import CorpusError
 from pi_compile.evaluation.hf_reference import check_origin, original_logits
 from pi_compile.evaluation.load_options import CPU, Where, place_of
 from pi_runtime import Model
-from pi_runtime.artifact.checks import EXACT_RUNGS
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import FfnBytes, without_scales
 
@@ -101,7 +101,7 @@ def evaluate(
 
 def modes_of(m: Manifest) -> list[str]:
     """The modes an artifact can run in, from nothing skipped to most."""
-    leaves_out = any(layer.rung not in EXACT_RUNGS for layer in m.layers)
+    leaves_out = any(not RUNGS[layer.rung].exact for layer in m.layers)
     return ["dense", "gate", *(["predicted"] if leaves_out else [])]
 
 

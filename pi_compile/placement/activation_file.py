@@ -21,9 +21,9 @@ from pi_compile.errors import ProfileError
 from pi_compile.files.npz import read_arrays, write_arrays
 from pi_compile.results.activation_profile import ActivationProfile, orders_experts, within_routed
 from pi_compile.results.predictor_set import LayerRow
-from pi_runtime.artifact.checks import RUNGS
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import decode
+from pi_runtime.artifact.rungs import RUNGS
 
 
 @dataclass(frozen=True, kw_only=True)

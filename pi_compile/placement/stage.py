@@ -20,8 +20,7 @@ from pi_compile.placement.formulation import Choice, Sizes, all_cpu, program_of
 from pi_compile.placement.greedy import greedy
 from pi_compile.placement.hot_mass import hot_mass
 from pi_compile.placement.solvers.constrained_path import solve
-from pi_runtime.artifact.checks import SIDES
-from pi_runtime.artifact.schema import Plan
+from pi_runtime.artifact.schema import SIDES, Plan
 from pi_runtime.errors import DoesNotFitError
 
 LADDER = (10, 25, 50, 75, 100)

@@ -17,10 +17,11 @@ from pi_compile.placement.activation_file import Activations
 from pi_compile.placement.stage import Placement, place
 from pi_compile.planning.activation_curves import TOKENS, curve_counts, find_curve
 from pi_compile.planning.baselines import layer_split
-from pi_compile.planning.model_config import PlannedModel, parameters
+from pi_compile.planning.model_config import PlannedModel
 from pi_compile.planning.prefill_time import prefill_tokens_per_s
-from pi_runtime.artifact.checks import RUNGS
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.sizes import parameters
 from pi_runtime.errors import DoesNotFitError, UsageError
 
 AROUND = (-25, 0, 25)

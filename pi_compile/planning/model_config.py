@@ -4,17 +4,16 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from math import prod
 from pathlib import Path
 
 from pi_compile.checkpoint.config import Config
-from pi_compile.checkpoint.families.adapter import decoder_of
+from pi_compile.checkpoint.families.registry import decoder_of
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.part_formats import AUTO, KEEP
 from pi_compile.errors import CheckpointError, ProfileError
 from pi_compile.files.bundled import bundled
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.sizes import PARTS, array_specs
+from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.errors import UsageError
 
 _CONFIG = "config.json"
@@ -85,12 +84,6 @@ def find_planned(name: str, folder: Path) -> PlannedModel:
         dtype=_DTYPES.get(dtype) if isinstance(dtype, str) else None,
         activation=_activation(path.parent / "activation.toml"),
     )
-
-
-def parameters(d: Decoder) -> int:
-    """Weights of a model, norms and biases included."""
-    specs = array_specs(d, dict.fromkeys(PARTS, "f32"), [None] * d.n_layers, profiled=False)
-    return sum(prod(spec.shape) for spec in specs.values())
 
 
 def bundled_models() -> list[str]:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from pi_compile.files.output import PAGE_MARK
 from pi_compile.machine.profile import Cpu, Gpu, Machine
-from pi_compile.planning.model_config import parameters
 from pi_compile.report.explanation import Budget, Explanation, tokens_per_s
 from pi_compile.report.layer_figures import balance_figure, curve_figure, cut_figure, layer_figure, rank_figure
 from pi_compile.report.quantities import NBSP, digits, duration, memory, percent, span
 from pi_compile.report.style import style_sheet
 from pi_compile.report.tables import budget_table, layer_table, part_table
 from pi_compile.report.token_figures import WORDS, Chart, budget_figure, memory_figure, token_figure
-from pi_runtime.artifact.checks import RUNGS
+from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.sizes import parameters
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _FIGURES: tuple[Callable[[Explanation], Chart | None], ...] = (

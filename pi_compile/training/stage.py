@@ -30,7 +30,7 @@ from pi_compile.training.quality import Tally, Verdict, judge
 from pi_compile.training.rung_choice import TUNE_SHARES, Choice, choose, not_met
 from pi_compile.training.samples import TextStates
 from pi_compile.training.work_estimate import Meter, TrainingWork
-from pi_runtime.artifact.schema import RUNGS
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import NotMetError
 
@@ -53,7 +53,7 @@ class TrainSpec:
     predictor_formats: tuple[str, ...] = ("f16",)
     """Formats that predictors may have, all the same one."""
     ffn_format: str = "f16"
-    rungs: tuple[str, ...] = RUNGS
+    rungs: tuple[str, ...] = tuple(RUNGS)
     """Rungs a layer may take. Without dense and gate the quality budget may be out of reach."""
     unit: Unit = BYTES
     """What the FFN is to run on."""

@@ -3,25 +3,19 @@
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, FFNS, NORMS, POSITIONS, Decoder
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Manifest, Plan
 from pi_runtime.artifact.sizes import PARTS, array_specs
 
-if TYPE_CHECKING:
-    from pi_runtime.artifact.schema import Manifest, Plan
-
-EXACT_RUNGS = ("dense", "gate")
-"""They leave out nothing, or zeros."""
-RUNGS = (*EXACT_RUNGS, "threshold", "predicted", "sign")
 _CHOICES = {"norm": NORMS, "positions": POSITIONS, "block": BLOCKS, "ffn": FFNS, "activation": ACTIVATIONS}
 _SIZES = (
     *("vocab_size", "d_model", "d_embedding", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff"),
     *("n_experts", "experts_per_token", "context_length"),
 )
-OBJECTIVES = ("time", "hot-mass")
-SIDES = ("cpu", "gpu")
 REQUIRED_FILE = "tokenizer.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.[A-Za-z0-9._-]{1,64}")
 _RESERVED = ("manifest.json", "zarr.json")
@@ -37,7 +31,7 @@ _GENERATION: dict[str, tuple[tuple[type, ...], float, float]] = {
 }
 
 
-def contradictions(m: "Manifest") -> Iterator[str]:
+def contradictions(m: Manifest) -> Iterator[str]:
     """Every problem of a manifest; later checks rest on earlier ones, so it ends after the first group that fails."""
     for check in (_decoder, _formats, _layers, _plans, _arrays, _files, _text):
         problems = list(check(m))
@@ -46,7 +40,7 @@ def contradictions(m: "Manifest") -> Iterator[str]:
             return
 
 
-def _decoder(m: "Manifest") -> Iterator[str]:
+def _decoder(m: Manifest) -> Iterator[str]:
     d = m.decoder
     for name, allowed in _CHOICES.items():
         if getattr(d, name) not in allowed:
@@ -81,12 +75,12 @@ def _position_problems(d: Decoder) -> Iterator[str]:
         yield f"decoder.position_offset: {d.position_offset} with positions {d.positions}"
 
 
-def _formats(m: "Manifest") -> Iterator[str]:
+def _formats(m: Manifest) -> Iterator[str]:
     if set(m.formats) != set(PARTS) or not set(m.formats.values()) <= set(WEIGHT_FORMATS):
         yield f"formats: each of {', '.join(PARTS)} needs one of {', '.join(WEIGHT_FORMATS)}, found {dict(m.formats)}"
 
 
-def _layers(m: "Manifest") -> Iterator[str]:
+def _layers(m: Manifest) -> Iterator[str]:
     d = m.decoder
     if len(m.layers) != d.n_layers:
         yield f"layers: {len(m.layers)} entries for {d.n_layers} layers"
@@ -105,7 +99,7 @@ def _layers(m: "Manifest") -> Iterator[str]:
             yield f"layers[{n}].margin: {layer.margin} on the rung {layer.rung}"
 
 
-def _plans(m: "Manifest") -> Iterator[str]:
+def _plans(m: Manifest) -> Iterator[str]:
     d = m.decoder
     for n, plan in enumerate(m.plans):
         if len(plan.cuts) != d.n_layers * d.n_experts or not all(0 <= cut <= d.d_ff for cut in plan.cuts):
@@ -118,7 +112,7 @@ def _plans(m: "Manifest") -> Iterator[str]:
         yield f"plans: budgets {budgets} do not rise"
 
 
-def _plan(plan: "Plan", d: Decoder) -> Iterator[str]:
+def _plan(plan: Plan, d: Decoder) -> Iterator[str]:
     if plan.objective not in OBJECTIVES:
         yield f"objective: {plan.objective!r} is none of {', '.join(OBJECTIVES)}"
     if len(plan.attention) != d.n_layers:
@@ -135,7 +129,7 @@ def _plan(plan: "Plan", d: Decoder) -> Iterator[str]:
         yield "digest: not a digest"
 
 
-def _arrays(m: "Manifest") -> Iterator[str]:
+def _arrays(m: Manifest) -> Iterator[str]:
     if not 0 <= m.profiled_tokens < 2**63:
         yield f"profiled_tokens: {m.profiled_tokens} is not a count"
         return
@@ -155,7 +149,7 @@ def _arrays(m: "Manifest") -> Iterator[str]:
             yield f"arrays.{name}.sha256: not a digest"
 
 
-def _files(m: "Manifest") -> Iterator[str]:
+def _files(m: Manifest) -> Iterator[str]:
     if REQUIRED_FILE not in m.files:
         yield f"files.{REQUIRED_FILE}: missing"
     for name, entry in m.files.items():
@@ -167,7 +161,7 @@ def _files(m: "Manifest") -> Iterator[str]:
             yield f"files.{name}.sha256: not a digest"
 
 
-def _text(m: "Manifest") -> Iterator[str]:
+def _text(m: Manifest) -> Iterator[str]:
     ids = (*m.text.prefix_ids, *m.text.end_ids)
     if not all(0 <= i < m.decoder.vocab_size for i in ids):
         yield f"text: token ids {ids} outside the vocabulary of {m.decoder.vocab_size}"

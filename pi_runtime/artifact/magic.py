@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 from typing import BinaryIO
 
+from pi_runtime.artifact.manifest_file import wrong_version
 from pi_runtime.artifact.records import LOCAL
-from pi_runtime.artifact.schema import FORMAT_NAME, FORMAT_VERSION, REMEDY, wrong_version
+from pi_runtime.artifact.schema import FORMAT_NAME, FORMAT_VERSION, REMEDY
 from pi_runtime.errors import ArtifactError
 
 _COMMENT = re.compile(rf"{FORMAT_NAME}/(\d+) [ -~]*".encode())

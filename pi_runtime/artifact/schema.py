@@ -1,32 +1,17 @@
-"""The manifest: the one truth of an artifact, as frozen dataclasses and canonical JSON."""
+"""The manifest: the one truth of an artifact, as frozen dataclasses."""
 
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any
 
-from pi_runtime.artifact.checks import RUNGS, contradictions
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.decoding import canonical_json, decode, parse_json
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import SIGNS
-from pi_runtime.errors import ArtifactError
-
-__all__ = [
-    "FORMAT_NAME",
-    "FORMAT_VERSION",
-    "REMEDY",
-    "RUNGS",
-    "ArrayEntry",
-    "FileEntry",
-    "Layer",
-    "Manifest",
-    "Plan",
-    "Text",
-    "wrong_version",
-]
 
 FORMAT_NAME = "pi-artifact"
 FORMAT_VERSION = 3
+OBJECTIVES = ("time", "hot-mass")
+SIDES = ("cpu", "gpu")
 REMEDY = "copy or download it again, or pack it anew with `pi-compile build`"
 
 
@@ -56,10 +41,7 @@ class Layer:
     """How one layer's FFN is to be run."""
 
     rung: str
-    """`dense`: every neuron;  `gate`: `first` for all, `rest` where the activation is not 0;  `threshold`: `rest` where
-    its magnitude is above `threshold`;  `predicted`: `first` on the rows whose score  up · (down · x) + bias  is
-    above 0, then `rest` where it is not 0;  `sign`: `first` on the rows where columns in which weight and input have
-    the same sign, less those in which they differ, are more than `margin`, then likewise."""
+    """Name of its rung; see `rungs`."""
     rank: int | None = None
     """Rank of the predictor, None where there is none."""
     threshold: float = 0.0
@@ -70,7 +52,7 @@ class Layer:
     @property
     def predictor(self) -> int | None:
         """Rank of the predictor that is stored, `SIGNS`, or None."""
-        return SIGNS if self.rung == "sign" else self.rank
+        return SIGNS if RUNGS[self.rung].selector == "signs" else self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,51 +116,3 @@ class Manifest:
     provenance: Mapping[str, Any]
     arrays: Mapping[str, ArrayEntry]
     files: Mapping[str, FileEntry]
-
-    def to_json(self) -> bytes:
-        """Canonical JSON. Raises ValueError for what JSON cannot say (NaN in a recipe)."""
-        return canonical_json(self)
-
-    @classmethod
-    def from_json(cls, data: bytes, where: str) -> Self:
-        """Parse and check. `where` names the file in messages. Raises ArtifactError listing every problem."""
-        try:
-            value = parse_json(data)
-        except ValueError as error:
-            raise ArtifactError(f"{where}: the manifest is not JSON", found=error) from None
-        if not isinstance(value, dict) or value.get("format") != FORMAT_NAME:
-            raise ArtifactError(f"{where}: not a {FORMAT_NAME} manifest")
-        if value.get("version") != FORMAT_VERSION:
-            raise wrong_version(where, value.get("version"))
-        problems: list[str] = []
-        manifest = cast("Self", decode(cls, value, "manifest", problems))
-        problems = problems or list(contradictions(manifest))
-        if problems:
-            raise ArtifactError(f"{where}: invalid manifest", found=_listed(problems), remedy=REMEDY)
-        if not _spelled(manifest, data):
-            raise ArtifactError(f"{where}: the manifest is not in canonical JSON", remedy=REMEDY)
-        return manifest
-
-
-def _listed(problems: list[str]) -> str:
-    """Problems a line each; they may quote a hostile file, so nothing unprintable and nothing endless."""
-    lines = ["".join(c if c.isprintable() else "�" for c in p[:300]) for p in problems[:50]]
-    more = [f"… and {len(problems) - 50} more"] if len(problems) > 50 else []
-    return "".join(f"\n    {line}" for line in (*lines, *more))
-
-
-def wrong_version(where: str, version: object) -> ArtifactError:
-    """The error for an artifact of another format version."""
-    return ArtifactError(
-        f"{where}: artifact format version {reprlib.repr(version)}",
-        expected=f"version {FORMAT_VERSION}",
-        remedy="pack it again with `pi-compile build`, or use the release that wrote it",
-    )
-
-
-def _spelled(manifest: Manifest, data: bytes) -> bool:
-    """Whether `data` is the canonical spelling of the manifest."""
-    try:
-        return manifest.to_json() == data
-    except ValueError:  # lone surrogates
-        return False

@@ -22,6 +22,7 @@ NAME_scales […, ⌈D / 32⌉].
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Self
 
 from pi_runtime.artifact.decoder import Decoder
@@ -193,3 +194,9 @@ def _signs(neurons: int, d: Decoder) -> ArraySpec:
 def _norm(d: Decoder, name: str) -> list[tuple[str, ArraySpec]]:
     parts = ("weight", "bias") if d.norm == "layer" else ("weight",)
     return [(f"{name}/{part}", ArraySpec("f32", (d.d_model,))) for part in parts]
+
+
+def parameters(d: Decoder) -> int:
+    """Weights of a model, norms and biases included."""
+    specs = array_specs(d, dict.fromkeys(PARTS, "f32"), [None] * d.n_layers, profiled=False)
+    return sum(prod(spec.shape) for spec in specs.values())

@@ -22,6 +22,7 @@ from pi_runtime.artifact.layout import (
     trailer,
 )
 from pi_runtime.artifact.magic import foreign
+from pi_runtime.artifact.manifest_file import read_manifest
 from pi_runtime.artifact.records import (
     TAIL_NBYTES,
     End,
@@ -124,7 +125,7 @@ def _read_manifest(file: BinaryIO, path: Path, found: list[Entry], end: End) -> 
     text = _read(file, path, end.offset - size, size)
     if crc32(text) != found[-1].crc:
         raise damaged(path, MANIFEST, f"CRC-32 {found[-1].crc:08x}", f"{crc32(text):08x}")
-    return Manifest.from_json(text, str(path)), text
+    return read_manifest(text, str(path)), text
 
 
 def _expected(

@@ -33,6 +33,7 @@ from pi_runtime.artifact.layout import (
     place_files,
     trailer,
 )
+from pi_runtime.artifact.manifest_file import manifest_json, read_manifest
 from pi_runtime.artifact.quantisation import RoundingError, dequantise, quantise
 from pi_runtime.artifact.records import LOCAL_CRC_OFFSET, End, Entry, local_header
 from pi_runtime.artifact.replacement import Replacement
@@ -132,7 +133,7 @@ class ArtifactWriter:
         manifest = replace(manifest, arrays=self._arrays, files=files)
         assert list(manifest_specs(manifest).items()) == list(self._specs.items()), "not the arrays of this manifest"
         text = self._spell(manifest)
-        manifest = Manifest.from_json(text, str(self._path))
+        manifest = read_manifest(text, str(self._path))
         entries, generated = trailer(self._specs, text, self._offset)
         self._entries += entries
         self._write(generated)
@@ -146,7 +147,7 @@ class ArtifactWriter:
 
     def _spell(self, manifest: Manifest) -> bytes:
         try:
-            return manifest.to_json()
+            return manifest_json(manifest)
         except ValueError as error:
             remedy = "a recipe may hold neither NaN nor infinity, and paths must be Unicode"
             raise InputError(f"{self._path}: the manifest has no JSON form", found=error, remedy=remedy) from None

@@ -173,7 +173,7 @@ class CudaExecutor(CpuExecutor):
         """As `CpuExecutor.tally`; computed when asked for."""
         self._check_open()
         with self.device.at_work():
-            return self._examined.tally(self._prefill, min(self.block_tokens, BLOCK_TOKENS))
+            return self._examined.tally(self._prefill.fires, min(self.block_tokens, BLOCK_TOKENS))
 
     @contextlib.contextmanager
     def _settled(self) -> Iterator[None]:

@@ -24,8 +24,8 @@ from pi_compile.machine.profile import Machine, read_machine
 from pi_compile.placement.stage import place
 from pi_compile.planning.activation_curves import TOKENS, curve_counts, find_curve
 from pi_compile.planning.baselines import layer_split, powerinfer
-from pi_compile.planning.model_config import find_planned, parameters
-from pi_runtime.artifact.sizes import PARTS
+from pi_compile.planning.model_config import find_planned
+from pi_runtime.artifact.sizes import PARTS, parameters
 
 DRIVER, BUFFERS = 2**29, 2**29
 """GPU memory that the driver takes, and a rival's buffers: our assumptions. This design counts its own buffers."""

@@ -15,8 +15,8 @@ import numba
 import numpy as np
 
 from pi_runtime import load
-from pi_runtime.artifact.checks import RUNGS
 from pi_runtime.artifact.footprint import record_nbytes
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.kernels import ffn
 from pi_runtime.kernels.ops.attention import attend, remember
 from pi_runtime.kernels.ops.linear import combine, linear

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pi_compile.checkpoint.config import Config
-from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
 
 HEAD = {"head": "lm_head.weight", "head_bias": "lm_head.bias"}
@@ -94,71 +93,3 @@ def of(*names: str) -> tuple[Piece, ...]:
 def both(array: str, name: str) -> dict[str, tuple[Piece, ...]]:
     """`array/weight` and `array/bias` of a module."""
     return {f"{array}/{part}": of(f"{name}.{part}") for part in ("weight", "bias")}
-
-
-def adapters() -> dict[str, Adapter]:
-    """Every known family by its `model_type`."""
-    from pi_compile.checkpoint import (  # noqa: PLC0415 (they import this module)
-        bamboo,
-        falcon,
-        gpt2,
-        llama,
-        minicpm,
-        mistral,
-        mixtral,
-        nemotron,
-        opt,
-        phi,
-        qwen,
-        sparsellama,
-    )
-
-    known = (
-        bamboo.ADAPTER,
-        falcon.ADAPTER,
-        gpt2.ADAPTER,
-        llama.ADAPTER,
-        minicpm.ADAPTER,
-        mistral.ADAPTER,
-        mixtral.ADAPTER,
-        mixtral.TURBOSPARSE,
-        nemotron.ADAPTER,
-        opt.ADAPTER,
-        phi.ADAPTER,
-        qwen.QWEN2,
-        qwen.QWEN3,
-        sparsellama.ADAPTER,
-    )
-    return {name: adapter for adapter in known for name in (adapter.family, *adapter.older)}
-
-
-def families() -> tuple[str, ...]:
-    """Names of the families whose checkpoints are read, sorted."""
-    return tuple(sorted({a.family for a in adapters().values() if not a.planned_only}))
-
-
-def find_adapter(config: Config) -> Adapter:
-    """The family of a config. Raises CheckpointError where it is none of ours."""
-    known = adapters()
-    architectures = config.get("architectures")
-    # Older configs of some families name their class only.
-    named = architectures if isinstance(architectures, list) else []
-    of_class = [adapter.family for adapter in known.values() if adapter.architectures[0] in named]
-    family = config.get("model_type", of_class[0] if of_class else None)
-    if not isinstance(family, str) or family not in known:
-        own_code = " through its own code (auto_map), which is never run" if config.get("auto_map") else ""
-        raise CheckpointError(
-            f"{config.path}: model type {family!r} is not supported{own_code}",
-            expected=f"one of the families {', '.join(families())}",
-            found=f"model_type = {family!r}, architectures = {architectures}",
-            remedy="use a checkpoint of a supported family",
-        )
-    return known[family]
-
-
-def decoder_of(config: Config) -> Decoder:
-    """The decoder that a config describes; keys that are not understood are let through, for planning.
-
-    Raises CheckpointError naming the key in question.
-    """
-    return find_adapter(config).decoder(config)

@@ -5,12 +5,14 @@ the program of an examined token also sends the host what each layer's FFN was g
 neurons are computed for these inputs, a block of tokens at a time.
 """
 
+from collections.abc import Callable
+
 import numpy as np
+import numpy.typing as npt
 
 from pi_runtime.cuda.decode.device_ops import Side
 from pi_runtime.cuda.decode.host_ops import Host
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.cuda.prefill.prefill import Prefill
 from pi_runtime.execution.cpu import Ints
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 
@@ -45,8 +47,11 @@ class Examined:
         self._rows_L2 += rows_L2
         self._tokens += 1
 
-    def tally(self, prefill: Prefill, at_once: int) -> Ints:
-        """(layers, 3): neurons that fire, rows of `first` read, and neurons that fire and are kept."""
+    def tally(self, fires: Callable[[int, npt.NDArray[np.float32]], int], at_once: int) -> Ints:
+        """(layers, 3): neurons that fire, rows of `first` read, and neurons that fire and are kept.
+
+        `fires` counts the neurons of a layer that fire for inputs [T, D], at most `at_once` of them at a time.
+        """
         tally_L3 = np.zeros((len(self._rows_L2), 3), np.int64)
         tally_L3[:, 1:] = self._rows_L2
         for layer, how in enumerate(self._side.layers):
@@ -55,7 +60,7 @@ class Examined:
                 tally_3[0] = tally_3[2]
                 continue
             for low in range(0, self._tokens, at_once):
-                tally_3[0] += prefill.fires(layer, self._given_LTD[layer, low : min(self._tokens, low + at_once)])
+                tally_3[0] += fires(layer, self._given_LTD[layer, low : min(self._tokens, low + at_once)])
             if how.rung == "dense":  # it keeps what does not fire too
                 tally_3[2] = tally_3[0]
         return tally_L3

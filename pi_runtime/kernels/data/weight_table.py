@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.checks import EXACT_RUNGS
 from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, Decoder
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import scales_name
 
@@ -201,8 +201,8 @@ def table_of(artifact: Artifact, mode: str) -> npt.NDArray[np.int64]:
 
 def how(d: Decoder, layer: Layer, mode: str) -> list[int]:
     """Rung, rank, bits of the limit, and margin. The modes dense and gate override the stored rungs."""
-    limit = np.float32(d.threshold if mode in EXACT_RUNGS else max(d.threshold, layer.threshold))
-    rung = _RUNGS[mode if mode in EXACT_RUNGS else layer.rung]
+    limit = np.float32(d.threshold if RUNGS[mode].exact else max(d.threshold, layer.threshold))
+    rung = _RUNGS[mode if RUNGS[mode].exact else layer.rung]
     return [rung, layer.rank or 0, int(limit.view(np.int32)), layer.margin]
 
 

@@ -6,8 +6,9 @@ import pytest
 from support.paths import GOLDEN
 from support.synthetic import random_artifact, small_decoder
 
+from pi_compile.cli.rendering import artifact_text
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
-from pi_runtime.artifact.inspection import describe, inspect
+from pi_runtime.artifact.inspection import inspect
 
 
 @pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
@@ -32,7 +33,7 @@ def test_bytes_of_the_golden_artifact() -> None:
         "head": 257 * 192 + 72 * 4,
         "other": report["bytes"] - sum(n for part, n in report["bytes_by_part"].items() if part != "other"),
     }
-    assert "ffn        q4" in describe(report)
+    assert "ffn        q4" in artifact_text(report)
 
 
 def test_scales_of_embedding_and_head_belong_to_them(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from support.hf import random_llama
 
 from pi_compile.cli.main import app
+from pi_compile.cli.rendering import artifact_text
 from pi_compile.machine.profile import read_machine
 from pi_compile.recipe import Recipe, default_recipe, read_recipe
 from pi_runtime import console
@@ -321,14 +322,14 @@ def test_inspect_is_pleasant_to_read(run: Run, built: Path) -> None:
 )
 def test_parameters_are_rounded(number: int, text: str) -> None:
     report = {**inspection.inspect(GOLDEN), "parameters": number}
-    assert f"llama, {text} parameters" in inspection.describe(report)
+    assert f"llama, {text} parameters" in artifact_text(report)
 
 
 def test_names_in_an_artifact_do_not_steer_the_terminal() -> None:
     report = inspection.inspect(GOLDEN)
     hostile = {**report, "decoder": {**report["decoder"], "family": "\x1b[2Jllama"}}
     hostile["provenance"] = {"pi_toolchain": ["\x1b"], "checkpoint": {"files": {"\x9b1m": 3}}}
-    text = inspection.describe(hostile)
+    text = artifact_text(hostile)
     assert all(line.isprintable() for line in text.split("\n"))
     assert "�[2Jllama" in text
 

@@ -16,6 +16,7 @@ from support.placeable import MUCH, machine
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
+from pi_compile.cli.rendering import artifact_text
 from pi_compile.cost_model.workload import LayerWork, Workload, rows_read
 from pi_compile.errors import ProfileError
 from pi_compile.evaluation.fidelity import Score
@@ -34,7 +35,7 @@ from pi_compile.torch_model.sparse_ffn import Selection
 from pi_compile.training.quality import Tally, layer_step
 from pi_compile.training.stage import Texts, TrainSpec, train_predictors
 from pi_runtime import load
-from pi_runtime.artifact.inspection import describe, inspect
+from pi_runtime.artifact.inspection import inspect
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import PARTS, FfnBytes, is_scales
@@ -280,7 +281,7 @@ def test_inspect_shows_experts_and_the_range_of_their_cuts(
     (plan,) = found["plans"]
     assert plan["gpu_neuron_share"] == sum(p.plan.cuts) / (2 * EXPERTS * F)
     assert plan["gpu_expert_share"] == [min(p.plan.cuts) / F, max(p.plan.cuts) / F]
-    text = describe(found)
+    text = artifact_text(found)
     assert "5 experts, 2 a token, of 140 neurons" in text
     assert "of an expert's)" in text
 

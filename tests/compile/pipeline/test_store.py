@@ -167,10 +167,15 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_code_digest_changes_with_one_byte_of_what_the_module_imports(sources: Path) -> None:
     before = code_digest("pi_compile.profiling")
-    (sources / "training.py").write_text("# not imported by profiling")
+    (sources / "training" / "stage.py").write_text("# not imported by profiling")
     assert code_digest("pi_compile.profiling") == before
     seen = {before}
-    for name in ("profiling.py", "checkpoint/llama.py", "checkpoint/__init__.py", "hidden_states.py"):
+    for name in (
+        "profiling.py",
+        "checkpoint/families/llama.py",
+        "checkpoint/__init__.py",
+        "torch_model/hidden_states.py",
+    ):
         original = (sources / name).read_bytes()
         (sources / name).write_bytes(original + b"\n")
         seen.add(code_digest("pi_compile.profiling"))

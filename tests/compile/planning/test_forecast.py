@@ -29,13 +29,13 @@ from pi_compile.placement.activation_file import Activations
 from pi_compile.placement.formulation import Choice
 from pi_compile.planning.forecast import PlanSpec
 from pi_compile.planning.forecast import plan as planned
-from pi_compile.planning.model_config import bundled_models, find_planned, parameters
+from pi_compile.planning.model_config import bundled_models, find_planned
 from pi_compile.planning.prefill_time import block_ps
 from pi_compile.recipe import read_recipe
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_runtime import console
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.sizes import PARTS, array_specs
+from pi_runtime.artifact.sizes import PARTS, array_specs, parameters
 
 RECIPES = sorted((ROOT / "recipes").glob("*-*.toml"))
 FIRES = ("--curve", "reglu-70b", "--density", "0.2")

@@ -12,11 +12,11 @@ import pytest
 from support.synthetic import small_decoder
 
 from pi_compile.checkpoint.config import Config
-from pi_compile.checkpoint.families.adapter import adapters, decoder_of
+from pi_compile.checkpoint.families.registry import adapters, decoder_of
 from pi_compile.errors import CheckpointError
-from pi_compile.planning.model_config import find_planned, parameters
+from pi_compile.planning.model_config import find_planned
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.sizes import PARTS, array_specs
+from pi_runtime.artifact.sizes import PARTS, array_specs, parameters
 
 LLAMA_2_7B: dict[str, Any] = {
     "model_type": "llama",
@@ -246,7 +246,7 @@ def test_every_family_is_held_against_something() -> None:
 
 
 def test_a_config_is_read_without_torch() -> None:
-    adapters = "from pi_compile.checkpoint.families.adapter import adapters; adapters()"
+    adapters = "from pi_compile.checkpoint.families.registry import adapters; adapters()"
     code = f"import sys; {adapters}; print({{'torch', 'numba', 'safetensors'}} & {{*sys.modules}})"
     done = run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -15,6 +15,7 @@ from support.paths import GOLDEN
 from support.synthetic import bare_manifest, small_decoder
 
 from pi_runtime.artifact import layout, verify
+from pi_runtime.artifact.manifest_file import manifest_json
 from pi_runtime.artifact.records import End
 from pi_runtime.artifact.schema import ArrayEntry, FileEntry
 from pi_runtime.artifact.sizes import PARTS
@@ -222,15 +223,15 @@ def test_arrays_far_larger_than_the_file(scratch: Path) -> None:
     specs = layout.manifest_specs(manifest)
     arrays, offset = layout.place_arrays(specs)
     files, offset = layout.place_files([("tokenizer.json", 2)], offset)
-    text = replace(
+    changed = replace(
         manifest,
         arrays={
             name: ArrayEntry(format=s.format, shape=s.shape, offset=arrays[name].data, nbytes=s.nbytes, sha256=ZEROS)
             for name, s in specs.items()
         },
         files={"tokenizer.json": FileEntry(offset=files["tokenizer.json"].data, nbytes=2, sha256=ZEROS)},
-    ).to_json()
-    generated, trailing = layout.trailer(specs, text, offset)
+    )
+    generated, trailing = layout.trailer(specs, manifest_json(changed), offset)
     directory = layout.directory([*arrays.values(), *files.values(), *generated])
     end = End(len(arrays) + 1 + len(generated), len(directory), len(trailing)).pack(len(PREFIX) + 64)
     assert "after the last entry" in refused(scratch, seal(trailing + directory + end + PREFIX))

@@ -14,8 +14,8 @@ from support.stored import WEIGHT_FORMATS, ffn_layer, store
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import load
-from pi_runtime.artifact.checks import RUNGS
 from pi_runtime.artifact.footprint import record_nbytes
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.kernels import ffn
 from pi_runtime.kernels.ops.linear import linear
 

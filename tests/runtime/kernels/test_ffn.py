@@ -11,9 +11,9 @@ from support.rounding import blocks_of
 from support.stored import WEIGHT_FORMATS, Layer, ffn_layer
 from support.synthetic import small_decoder
 
-from pi_runtime.artifact.checks import RUNGS
 from pi_runtime.artifact.decoder import ACTIVATIONS, SPARSE_ACTIVATIONS, Decoder
 from pi_runtime.artifact.footprint import CHUNKS
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.kernels import ffn, reference
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 

@@ -1,0 +1,103 @@
+"""Which families there are: ours, and those of installed packages (entry points `pi_compile.families`).
+
+A family is named like an entry point, `module:adapter`, and loaded when a checkpoint is looked at.
+"""
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+
+from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.families.adapter import Adapter
+from pi_compile.errors import CheckpointError
+from pi_runtime.artifact.decoder import Decoder
+
+GROUP = "pi_compile.families"
+"""Entry points of installed packages; each names an `Adapter`."""
+BUILT_IN = (
+    "pi_compile.checkpoint.families.bamboo:ADAPTER",
+    "pi_compile.checkpoint.families.falcon:ADAPTER",
+    "pi_compile.checkpoint.families.gpt2:ADAPTER",
+    "pi_compile.checkpoint.families.llama:ADAPTER",
+    "pi_compile.checkpoint.families.minicpm:ADAPTER",
+    "pi_compile.checkpoint.families.mistral:ADAPTER",
+    "pi_compile.checkpoint.families.mixtral:ADAPTER",
+    "pi_compile.checkpoint.families.mixtral:TURBOSPARSE",
+    "pi_compile.checkpoint.families.nemotron:ADAPTER",
+    "pi_compile.checkpoint.families.opt:ADAPTER",
+    "pi_compile.checkpoint.families.phi:ADAPTER",
+    "pi_compile.checkpoint.families.qwen:QWEN2",
+    "pi_compile.checkpoint.families.qwen:QWEN3",
+    "pi_compile.checkpoint.families.sparsellama:ADAPTER",
+)
+
+
+@cache
+def adapters() -> dict[str, Adapter]:
+    """Every known family by each of its `model_type`s.
+
+    Raises CheckpointError for an installed family that cannot be loaded, or that claims a `model_type` of another.
+    """
+    known: dict[str, Adapter] = {}
+    for point in [*(EntryPoint(name, name, GROUP) for name in BUILT_IN), *installed()]:
+        adapter = _loaded(point)
+        for name in (adapter.family, *adapter.older):
+            if name in known:
+                raise _refused(point, f"model_type {name!r}, which another family has")
+            known[name] = adapter
+    return known
+
+
+def installed() -> tuple[EntryPoint, ...]:
+    """Families of installed packages, sorted by name."""
+    return tuple(sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)))
+
+
+def families() -> tuple[str, ...]:
+    """Names of the families whose checkpoints are read, sorted."""
+    return tuple(sorted({a.family for a in adapters().values() if not a.planned_only}))
+
+
+def find_adapter(config: Config) -> Adapter:
+    """The family of a config. Raises CheckpointError where none is known."""
+    known = adapters()
+    architectures = config.get("architectures")
+    # Older configs of some families name their class only.
+    named = architectures if isinstance(architectures, list) else []
+    of_class = [adapter.family for adapter in known.values() if adapter.architectures[0] in named]
+    family = config.get("model_type", of_class[0] if of_class else None)
+    if not isinstance(family, str) or family not in known:
+        own_code = " through its own code (auto_map), which is never run" if config.get("auto_map") else ""
+        raise CheckpointError(
+            f"{config.path}: model type {family!r} is not supported{own_code}",
+            expected=f"one of the families {', '.join(families())}",
+            found=f"model_type = {family!r}, architectures = {architectures}",
+            remedy="use a checkpoint of a supported family",
+        )
+    return known[family]
+
+
+def decoder_of(config: Config) -> Decoder:
+    """The decoder that a config describes. Keys that are not understood are let through, for planning.
+
+    Raises CheckpointError naming the key in question.
+    """
+    return find_adapter(config).decoder(config)
+
+
+def _loaded(point: EntryPoint) -> Adapter:
+    try:
+        adapter = point.load()
+    except Exception as error:
+        raise _refused(point, f"{type(error).__name__}: {error}") from error
+    if not isinstance(adapter, Adapter):
+        raise _refused(point, f"{point.value} is {type(adapter).__name__}")
+    return adapter
+
+
+def _refused(point: EntryPoint, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"the installed family {point.name!r} ({point.value}) cannot be used",
+        expected="an Adapter of a new model_type",
+        found=found,
+        remedy=f"update or uninstall {point.dist.name if point.dist else 'its package'}",
+    )
