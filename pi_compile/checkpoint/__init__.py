@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints: finding, understanding and reading them, block by block.
+"""Checkpoints of Hugging Face and GGUF files: finding, understanding and reading them, block by block.
 
 What reads weights is loaded on first use: a config can be understood where torch is not installed.
 """
@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pi_compile.checkpoint.checkpoint import Checkpoint, open_checkpoint
-    from pi_compile.checkpoint.families.registry import families
 
-__all__ = ["Checkpoint", "families", "open_checkpoint"]
+__all__ = ["Checkpoint", "open_checkpoint"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "families.registry" if name == "families" else "checkpoint"
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    return getattr(import_module("pi_compile.checkpoint.checkpoint"), name)

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pi_runtime import console
-from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.console import size
 
 
@@ -137,6 +136,8 @@ def _storage_lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _rungs(layers: list[dict[str, Any]]) -> str:
+    from pi_runtime.artifact.rungs import RUNGS
+
     counts = Counter(layer["rung"] for layer in layers)
     text = ", ".join(f"{counts[rung]} {rung}" for rung in RUNGS if counts[rung])
     ranks = sorted(layer["rank"] for layer in layers if layer["rank"] is not None)

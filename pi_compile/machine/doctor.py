@@ -77,7 +77,8 @@ def _kernels() -> list[Finding]:
         return []
     from llvmlite import binding  # noqa: PLC0415  slow to load, and may be missing
 
-    from pi_runtime.kernels.codegen.jit import cache_folder, is_cold, threading_layer  # noqa: PLC0415
+    from pi_runtime.kernels.codegen.jit import cache_folder, is_cold  # noqa: PLC0415
+    from pi_runtime.kernels.codegen.threads import threading_layer  # noqa: PLC0415
 
     features = binding.get_host_cpu_features()
     notable = ", ".join(f for f in _NOTABLE if features.get(f)) or "no vector extension we use"

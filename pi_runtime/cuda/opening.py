@@ -1,7 +1,6 @@
 """From an open artifact and a GPU to a running executor: the budget, and the plan that fits it."""
 
 import contextlib
-import os
 import traceback
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from pi_runtime.cuda.memory.devices import Cuda, Device
 from pi_runtime.cuda.plan_layout import needed_bytes
 from pi_runtime.errors import DoesNotFitError
 from pi_runtime.execution.plan_choice import no_placement
+from pi_runtime.kernels.codegen.threads import SPIN_BESIDE_GPU, start_threads
 
 
 def open_on_gpu(
@@ -29,7 +29,7 @@ def open_on_gpu(
 
     Raises DoesNotFitError where no stored plan fits.
     """
-    _stay_awake()
+    start_threads(SPIN_BESIDE_GPU)
     device: Device = Cuda(index)
     free = device.free_bytes()
     budget = free if vram_budget is None else min(vram_budget, free)
@@ -51,15 +51,6 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _stay_awake() -> None:
-    """Let the CPU's threads spin while they wait for the GPU, some tens of microseconds a layer: waking takes as long.
-
-    libgomp reads it when the first parallel kernel starts; `kernels.compiling` has set 1000 unless the user chose.
-    """
-    if os.environ.get("GOMP_SPINCOUNT") == "1000":
-        os.environ["GOMP_SPINCOUNT"] = "100000"
 
 
 def fitting_plan(artifact: Artifact, context: int, budget: int, free: int) -> Plan:

@@ -8,6 +8,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.kernels.codegen.threads import start_threads
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS, buffers
 from pi_runtime.kernels.forward import forward
@@ -30,6 +31,7 @@ class CpuExecutor:
     """What the user should know of where it runs."""
 
     def __init__(self, artifact: Artifact, mode: str, context: int, threads: int) -> None:
+        start_threads()
         # Kept because the table holds addresses into its mapping.
         self._artifact: Artifact | None = artifact
         decoder, layers = artifact.manifest.decoder, artifact.manifest.layers

@@ -21,6 +21,7 @@ from pi_runtime.artifact.layout import ALIGN_LARGE
 from pi_runtime.artifact.sizes import PARTS, ArraySpec
 from pi_runtime.kernels import ffn
 from pi_runtime.kernels.codegen.jit import leaf, threaded
+from pi_runtime.kernels.codegen.threads import start_threads
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import Floats, Ints, Matrix, from_row, matrix
 from pi_runtime.kernels.data.workspace import buffers
@@ -163,6 +164,7 @@ def read_bandwidth(nbytes: int, threads: int, repeats: int = 5) -> float:
     """Best sequential read rate of `repeats` passes over `nbytes` of RAM by `threads` threads, bytes per second."""
     values = np.ones(max(nbytes // 8 // SLICES, 1) * SLICES, np.uint64)
     sums = np.zeros(SLICES, np.uint64)
+    start_threads()
     numba.set_num_threads(threads)
     _read(values[: SLICES * 8], sums)  # compiles
     best = 0.0
@@ -283,8 +285,9 @@ def _product(w: Weights, rows: int, tokens: int, threads: int, repeats: int) -> 
 
 
 def _best(work: Callable[[], object], threads: int, repeats: int) -> float:
+    start_threads()
     numba.set_num_threads(threads)
-    work()  # compiles, and starts the threads
+    work()  # compiles
     best = float("inf")
     for _ in range(repeats):
         began = time.perf_counter()

@@ -5,6 +5,6 @@ A package adds a family with an entry point in the group `pi_compile.families`; 
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families.adapter import Adapter, Piece, Rows, both, of
-from pi_compile.checkpoint.families.registry import adapters, decoder_of, families, find_adapter
+from pi_compile.checkpoint.families.registry import adapters, decoder_of, family_names, find_adapter
 
-__all__ = ["Adapter", "Config", "Piece", "Rows", "adapters", "both", "decoder_of", "families", "find_adapter", "of"]
+__all__ = ["Adapter", "Config", "Piece", "Rows", "adapters", "both", "decoder_of", "family_names", "find_adapter", "of"]

@@ -52,7 +52,7 @@ def installed() -> tuple[EntryPoint, ...]:
     return tuple(sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)))
 
 
-def families() -> tuple[str, ...]:
+def family_names() -> tuple[str, ...]:
     """Names of the families whose checkpoints are read, sorted."""
     return tuple(sorted({a.family for a in adapters().values() if not a.planned_only}))
 
@@ -69,7 +69,7 @@ def find_adapter(config: Config) -> Adapter:
         own_code = " through its own code (auto_map), which is never run" if config.get("auto_map") else ""
         raise CheckpointError(
             f"{config.path}: model type {family!r} is not supported{own_code}",
-            expected=f"one of the families {', '.join(families())}",
+            expected=f"one of the families {', '.join(family_names())}",
             found=f"model_type = {family!r}, architectures = {architectures}",
             remedy="use a checkpoint of a supported family",
         )

@@ -10,28 +10,24 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
 import numba
+from numba.core.caching import FunctionCache
 
 from pi_runtime.artifact import footprint, formats
 from pi_runtime.errors import UsageError
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
 
-# Threads of libgomp that wait for work spin for milliseconds by default. On a machine with anything else to do that
-# makes each parallel region wait for a time slice (8 ms against 5 µs, measured); a short spin costs nothing when idle.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 """Sums may be vectorised; infinities and NaN keep their meaning."""
 _OPTIONS = {
     "nogil": True,
     "fastmath": FASTMATH,
-    "cache": True,
     "error_model": "numpy",
     "no_cfunc_wrapper": True,  # nothing in C calls kernels
 }
@@ -131,18 +127,29 @@ def _kept_from_python(dispatcher: Any) -> Any:
 
 
 def _compile(function: Callable[..., Any], folder: str, **options: Any) -> Any:
-    # numba takes the cache folder from its global configuration when a function is decorated: lend it ours, once.
-    # One folder for threaded and for serial code, because numba's key does not hold the options. Else a function is
-    # compiled in one way only.
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(_folder() / folder)
-    try:
-        return numba.njit(**_OPTIONS | options)(function)
-    finally:
-        numba.config.CACHE_DIR = before
+    dispatcher = numba.njit(**_OPTIONS | options)(function)
+    dispatcher._cache = _KernelCache(function, folder)
+    return dispatcher
 
 
-def threading_layer() -> str:
-    """Name of the library behind numba's threads: `omp`, `tbb` or `workqueue` (the slow one that is always there)."""
-    numba.get_num_threads()  # starts the threads, and with them chooses
-    return str(numba.threading_layer())
+class _KernelCache:
+    """numba's cache of one kernel, in our folder, which is looked for at the first call: importing touches no disk.
+
+    Threaded and serial code have a folder each, because numba's key does not hold the options.
+    """
+
+    def __init__(self, function: Callable[..., Any], folder: str) -> None:
+        self._function, self._name = function, folder
+
+    @cached_property
+    def _found(self) -> FunctionCache:
+        # numba takes the folder from its global configuration: lend it ours.
+        before = numba.config.CACHE_DIR
+        numba.config.CACHE_DIR = str(_folder() / self._name)
+        try:
+            return FunctionCache(self._function)
+        finally:
+            numba.config.CACHE_DIR = before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._found, name)

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from support.commands import FIT, INPUT, INTERRUPTED, USAGE, assert_a_message, child
 
-from pi_compile.checkpoint import families
+from pi_compile.checkpoint.families import family_names
 from pi_compile.cli.main import app as pi_compile
 from pi_runtime import console
 from pi_runtime.exit_codes import EXTRA_OF
@@ -137,7 +137,7 @@ def test_a_message_as_a_user_sees_it(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (INPUT, "")
     assert done.stderr.splitlines() == [
         "error: model/config.json: model type 'mamba' is not supported",
-        f"  expected: one of the families {', '.join(families())}",
+        f"  expected: one of the families {', '.join(family_names())}",
         "  found: model_type = 'mamba', architectures = None",
         "  try: use a checkpoint of a supported family",
     ]

@@ -14,7 +14,7 @@ from support.paths import ROOT
 
 from pi_compile.machine import doctor
 from pi_runtime.exit_codes import EXTRA_OF
-from pi_runtime.kernels.codegen import jit
+from pi_runtime.kernels.codegen import threads
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -95,7 +95,7 @@ def test_a_gpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("layer", "advised"), [("omp", False), ("tbb", False), ("workqueue", True)])
 def test_a_slow_threading_layer_has_a_remedy(monkeypatch: pytest.MonkeyPatch, layer: str, advised: bool) -> None:
-    monkeypatch.setattr(jit, "threading_layer", lambda: layer)
+    monkeypatch.setattr(threads, "threading_layer", lambda: layer)
     finding = found("threading layer")
     assert finding.found == layer
     assert ("libgomp" in finding.remedy) == advised

@@ -15,6 +15,7 @@ from support.paths import SUPPORT
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import ProfileError
 from pi_compile.packing import PackSpec, pack
+from pi_compile.pipeline import pipeline as pipeline_module
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.pipeline.store import code_digest, sources_of
 from pi_compile.recipe import Recipe, default_recipe
@@ -155,7 +156,7 @@ def test_changed_code_runs_its_stages_again(
 ) -> None:
     _, before = build(project)
     edited = {True: "edited", False: ""}
-    monkeypatch.setattr(module, "code_digest", lambda m: code_digest(m) + edited[module in sources_of(m)])
+    monkeypatch.setattr(pipeline_module, "code_digest", lambda m: code_digest(m) + edited[module in sources_of(m)])
     ran, after = build(project)
     assert ran == stages
     assert after == before  # no digest of code enters the artifact

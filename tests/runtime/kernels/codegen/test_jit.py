@@ -18,6 +18,7 @@ from pi_runtime.kernels.forward import forward
 
 KERNELS = Path(jit.__file__).parents[1]
 ENVIRONMENT = dict(os.environ)
+jit._folder()  # kept for the process, before a test changes a variable
 
 
 @pytest.fixture(autouse=True)
@@ -109,10 +110,6 @@ def test_cold_until_something_is_compiled() -> None:
     there.mkdir(parents=True)
     (there / "forward.nbi").write_bytes(b"")
     assert not jit.is_cold()
-
-
-def test_the_threading_layer_has_a_name() -> None:
-    assert jit.threading_layer() in ("omp", "tbb", "workqueue")
 
 
 def test_one_compilation_serves_all_models_and_later_processes(tmp_path: Path) -> None:
