@@ -91,6 +91,17 @@ def placements(session: nox.Session) -> None:
 
 
 @nox.session
+def canary(session: nox.Session) -> None:
+    """The suite on the newest numba, NumPy and torch, beyond what pyproject.toml allows. Outside CI: it may fail."""
+    install_all(session)
+    session.install("--upgrade", "--no-deps", "numba", "llvmlite", "numpy", "torch", *session.posargs)
+    session.run(
+        "python", "-c", "import numba, numpy, torch; print(numba.__version__, numpy.__version__, torch.__version__)"
+    )
+    session.run(*PYTEST)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Benchmarks: `nox -s bench -- NAME [ARGUMENTS]` runs tests/benchmarks/NAME.py; without a name, lists them."""
     names = sorted(p.stem for p in Path("tests/benchmarks").glob("[a-z]*.py"))

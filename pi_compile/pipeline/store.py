@@ -6,8 +6,10 @@ that is under way works in a scratch folder of the same name. One process at a t
 
 import ast
 import hashlib
+import importlib.util
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +20,12 @@ import numpy as np
 
 import pi_compile
 import pi_runtime
+from pi_compile.checkpoint.families import registry
 
 Result = TypeVar("Result")
 _ROOTS = {"pi_compile": pi_compile, "pi_runtime": pi_runtime}
+_MODULE = re.compile(r"pi_(compile|runtime)(\.\w+)+(:\w+)?")
+"""Text that names a module, or something in it."""
 
 
 def key_of(**inputs: Any) -> str:
@@ -29,29 +34,39 @@ def key_of(**inputs: Any) -> str:
 
 
 def token_digest(tokens: np.ndarray[Any, Any]) -> str:
-    """Of token ids, whatever integers hold them."""
+    """sha256 of token ids, whatever integers hold them."""
     return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """Of a file's bytes."""
+    """sha256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def code_digest(module: str) -> str:
-    """Digest of the source of a module and of everything of ours that it imports, directly or not.
+    """sha256 of all code that a module may run: its own source and everything of ours that it imports.
 
-    It keys this local store only; no artifact depends on it.
+    Where it reads checkpoints, the families of installed packages are included, with their versions and files. The
+    digest keys this local store only; no artifact depends on it.
     """
+    sources = sources_of(module)
     digest = hashlib.sha256()
-    for name, path in sources_of(module).items():
+    for name, path in sources.items():
         digest.update(name.encode() + b"\0" + path.read_bytes())
+    if registry.__name__ in sources:
+        for point in registry.installed():
+            digest.update(f"{point.value} {point.dist and point.dist.version}".encode())
+            for path in _files_of(point.module):
+                digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
 def sources_of(module: str) -> dict[str, Path]:
-    """Source files by module name: `module` and what it imports of our two packages, in order of name."""
+    """Source files by module name: `module` and what it imports of our two packages, in order of name.
+
+    A text that names a module, as registries do for what they load later, counts as an import of it.
+    """
     found: dict[str, Path] = {}
     waiting = [module]
     while waiting:
@@ -71,8 +86,19 @@ def _source(name: str) -> Path | None:
     return next((p for p in (stem / "__init__.py", stem.with_suffix(".py")) if p.is_file()), None)
 
 
+def _files_of(module: str) -> list[Path]:
+    """Python files of the package that an installed module belongs to, or of the module alone."""
+    spec = importlib.util.find_spec(module.partition(".")[0])
+    folders = [Path(f) for f in (spec.submodule_search_locations or ())] if spec else []
+    if folders:
+        return sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return [Path(spec.origin)] if spec and spec.origin else []
+
+
 def _imports(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
+            yield node.value.partition(":")[0]
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
