@@ -1,7 +1,7 @@
-"""Results of stages on disk: nothing is made twice, nothing stale is used, a killed stage goes on.
+"""Results of stages on disk: nothing is computed twice, nothing stale is used, a killed stage resumes.
 
-A result's name holds the digest of everything it depends on: a result that is there is the one that is wanted. A stage
-that is under way works in a scratch folder of the same name. One process at a time works in a store; another waits.
+A result's name holds the digest of everything it depends on, so that a result of that name is the wanted one. A stage
+that is running works in a scratch folder of the same name. One process at a time works in a store; another waits.
 """
 
 import ast
@@ -29,18 +29,18 @@ def key_of(**inputs: Any) -> str:
 
 
 def token_digest(tokens: np.ndarray[Any, Any]) -> str:
-    """Of token ids, whatever integers hold them."""
+    """Digest of token ids, whatever integer type holds them."""
     return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """Of a file's bytes."""
+    """Digest of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def code_digest(module: str) -> str:
-    """Digest of the source of a module and of everything of ours that it imports, directly or not.
+    """Digest of the source of a module and of all modules of this project that it imports, directly or not.
 
     It keys this local store only; no artifact depends on it.
     """
@@ -51,7 +51,7 @@ def code_digest(module: str) -> str:
 
 
 def sources_of(module: str) -> dict[str, Path]:
-    """Source files by module name: `module` and what it imports of our two packages, in order of name."""
+    """Source files by module name: `module` and what it imports of this project's two packages, sorted by name."""
     found: dict[str, Path] = {}
     waiting = [module]
     while waiting:
@@ -89,7 +89,7 @@ class Store:
 
     @contextmanager
     def exclusive(self, waiting: Callable[[str], None]) -> Iterator[None]:
-        """Hold the store; `waiting` is told once if another process holds it."""
+        """Hold the store. `waiting` gets a message, once, if another process holds it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("w") as handle:
             _lock(handle, lambda: waiting(f"another run works in {self.folder}; waiting for it"))
@@ -105,13 +105,13 @@ class Store:
         load: Callable[[Path], Result],
         suffix: str = ".npz",
     ) -> tuple[Result, bool]:
-        """(result, whether it was made now). `make` gets the stage's scratch folder, which it may find half done."""
+        """(result, whether it was made now). `make` gets a scratch folder, which may hold the work of a killed run."""
         path = self.folder / f"{stage}-{key[:16]}{suffix}"
         scratch = self.folder / f"{stage}-{key[:16]}.work"
         if path.exists():
             shutil.rmtree(scratch, ignore_errors=True)  # a kill after saving left it
             return load(path), False
-        # Scratch of other keys is of no use to anyone any more, and may be large.
+        # Scratch folders of other keys are of no more use, and may be large.
         for other in self.folder.glob(f"{stage}-*.work"):
             if other != scratch:
                 shutil.rmtree(other)
@@ -127,7 +127,7 @@ class Store:
 
 def _lock(handle: Any, waiting: Callable[[], None]) -> None:
     if os.name == "nt":
-        return  # no advisory locks there: results still appear whole, but two runs may do the same work
+        return  # Windows has no such locks: results still appear whole, but two runs may do the same work
     import fcntl  # noqa: PLC0415
 
     try:
