@@ -18,7 +18,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from pi_compile.placement.activation_file import Activations
+from pi_compile.placement.activation_file import ActivationFile
 from pi_compile.results.activation_profile import cumulative_curve
 
 mpl.use("svg")
@@ -28,7 +28,7 @@ mpl.rcParams |= {"svg.hashsalt": "pi", "svg.fonttype": "none", "font.size": 9}
 def curves(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
     """(fraction of neurons, share of activations) of each line, both in percent."""
     if path.suffix == ".npz":
-        return [(np.linspace(0, 100, 101), 100 * curve) for curve in cumulative_curve(Activations.load(path).counts)]
+        return [(np.linspace(0, 100, 101), 100 * curve) for curve in cumulative_curve(ActivationFile.load(path).counts)]
     with path.open(encoding="utf-8") as file:
         rows = list(csv.reader(file))
     table = np.array([[float(v) for v in row] for row in rows[1:]])

@@ -40,9 +40,9 @@ def evaluate(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say how faithful each mode of an artifact is, and what it reads.
+    """Measure how faithful each mode of an artifact is, and what it reads.
 
-    On held-out text (--text), on questions (--task), or both; on a GPU what decoding computes there, token by token.
+    Scored are held-out text (--text), questions (--task), or both; on a GPU the logits of decoding, token by token.
     """
     from pi_compile.evaluation.fidelity import evaluate as score_text
     from pi_compile.evaluation.task_accuracy import evaluate_tasks
@@ -88,7 +88,7 @@ def _read_tasks(paths: list[Path], limit: int | None) -> list["Task"]:
     for task in tasks:
         if task.joined:
             share = f"{task.joined:,} of {len(task.items):,} questions"
-            console.say(f"{task.path}: no space parts context and answer in {share}; they are scored as they stand")
+            console.say(f"{task.path}: no space between context and answer in {share}; they are scored as they are")
     return tasks
 
 

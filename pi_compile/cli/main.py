@@ -35,7 +35,7 @@ def _pipeline(recipe: Path, device: str) -> Iterator["Pipeline"]:
     from pi_compile.pipeline.pipeline import Pipeline
 
     pipeline = Pipeline(recipe, torch_device(device), console.say, console.progress)
-    _ = pipeline.checkpoint  # is usable, before a folder is made for results
+    _ = pipeline.checkpoint  # must be usable before a folder is made for results
     with pipeline.store.exclusive(console.say):
         yield pipeline
 
@@ -47,7 +47,7 @@ def _export(pipeline: "Pipeline", path: Path | None, *, trained: bool) -> None:
 
     check_output(path)
     pipeline.activations(trained=trained).save(path)
-    console.say(f"{path}: written; [place] activations takes its path from the recipe's folder on")
+    console.say(f"{path}: written; name it in [place] activations, relative to the recipe")
 
 
 @app.command()
@@ -66,9 +66,9 @@ def init(
     debug: Debug = False,
 ) -> None:
     """Write a complete recipe for a checkpoint."""
-    from pi_compile.pipeline.init_recipe import start_recipe
+    from pi_compile.pipeline.init_recipe import create_recipe
 
-    recipe = start_recipe(model, output, revision=revision, corpus=corpus or [], force=force, notice=console.say)
+    recipe = create_recipe(model, output, revision=revision, corpus=corpus or [], force=force, notice=console.say)
     if as_json:
         console.print_json({"recipe": str(output), **recipe.model_dump()})
     else:
@@ -126,7 +126,7 @@ def place(
         lock_file.write_lock(path, placed)
     show_placements(summary.place_report(placed.placements), ["place"], as_json)
     if lock or locked:
-        console.say(f"{path}: {'written' if not locked else 'recomputed, and the same'}")
+        console.say(f"{path}: {'written' if not locked else 'recomputed: the same'}")
 
 
 @app.command()
@@ -138,7 +138,7 @@ def pack(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write the artifact, with all that the stages before found."""
+    """Write the artifact, with the results of all stages."""
     if not plain:
         build(recipe, output, device, as_json, debug)
         return
@@ -154,7 +154,7 @@ def pack(
 def build(
     recipe: RecipePath, output: Output = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
 ) -> None:
-    """Run what is not done yet of profile, train, place, pack."""
+    """Run the stages that are not done yet: profile, train, place, pack."""
     from pi_compile.files.output import artifact_path
 
     path = artifact_path(recipe, output)
@@ -194,7 +194,7 @@ app.command()(artifact.verify)
 
 @app.command()
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
-    """Say what this machine and installation can do."""
+    """Say what this machine and this installation can do."""
     from pi_compile.machine.doctor import describe, examine
 
     findings = examine()

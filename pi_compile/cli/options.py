@@ -15,7 +15,7 @@ Export = Annotated[
     Path | None, typer.Option(help="Write what placing needs of the model: an activation file.", show_default=False)
 ]
 Device = Annotated[str, typer.Option(envvar="PI_DEVICE", help="Where profile and train compute: cpu or cuda:N.")]
-# Where an artifact is run, as `pi-run` has it.
+# How an artifact is run, as `pi-run` has it.
 RunDevice = Annotated[
     str | None,
     typer.Option(
@@ -43,7 +43,7 @@ VramBudget = Annotated[
     str | None, typer.Option(envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB. Default: all but 1 GiB.")
 ]
 RamBudget = Annotated[str | None, typer.Option(envvar="PI_RAM_BUDGET", help="Memory to use, like 24GiB. Default: all.")]
-Curve = Annotated[str | None, typer.Option(help="A published activation curve; with --density.")]
+Curve = Annotated[str | None, typer.Option(help="A published activation curve; needs --density.")]
 Density = Annotated[str | None, typer.Option(help="Share of the neurons that fire for a token.")]
 Counts = Annotated[Path | None, typer.Option(help="An activation profile of the model.", show_default=False)]
 NumberFormat = Annotated[
@@ -56,7 +56,7 @@ CtxSize = Annotated[
 
 
 def torch_device(name: str) -> str:
-    """`cpu` or `cuda:N`, checked to be there. Raises DeviceError, UsageError."""
+    """The device `cpu` or `cuda:N`, checked to be there. Raises DeviceError, UsageError."""
     # PI_DEVICE may be set for pi-run, which knows two more.
     if name in ("cpu", "auto", "stand-in"):
         return "cpu"

@@ -1,8 +1,9 @@
-"""What a command line asks `plan` for: flags before the recipe, the recipe before defaults."""
+"""The spec of a plan from a command line: a flag goes before the recipe, the recipe before the default."""
 
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
+from pi_compile.checkpoint.part_formats import KEEP
 from pi_compile.machine.profile import Machine, find_machine
 from pi_compile.placement.stage import in_bytes, ram_of
 from pi_compile.planning.forecast import GIB, PlanSpec
@@ -14,9 +15,9 @@ from pi_runtime.errors import UsageError
 from pi_runtime.execution.plan_choice import parse_size
 
 CONTEXT = 2048
-"""Positions of the cache where nothing is said, or all that the model has."""
+"""Positions of the cache by default; all of the model's where it has fewer."""
 RESERVE = GIB
-"""GPU memory that is left to the driver and the screen where no budget is given."""
+"""GPU memory that the default budget leaves to the driver and the screen."""
 
 
 def plan_request(
@@ -31,10 +32,10 @@ def plan_request(
     fmt: str | None,
     ctx_size: int | None,
 ) -> PlanSpec:
-    """Everything a plan depends on. Raises UsageError, RecipeError, CheckpointError or ProfileError."""
+    """The spec of a plan. Raises UsageError, RecipeError, CheckpointError or ProfileError."""
     if target.endswith(".pi"):
         raise UsageError(
-            f"{target}: an artifact does not keep how many rows its predictors pick",
+            f"{target}: an artifact does not say how many rows its predictors pick",
             expected="its recipe, or its config.json with --counts",
             remedy="pi-compile train RECIPE --export PROFILE, then --counts PROFILE",
         )
@@ -44,12 +45,12 @@ def plan_request(
     found = _machine(machine, recipe, folder)
     if fmt is not None and fmt not in WEIGHT_FORMATS:
         raise UsageError(f"--format {fmt}: unknown", expected=f"one of {', '.join(WEIGHT_FORMATS)}")
-    wanted = dict.fromkeys(PARTS, fmt) if fmt else recipe.pack.model_dump() if recipe else dict.fromkeys(PARTS, "keep")
+    wanted = dict.fromkeys(PARTS, fmt) if fmt else recipe.pack.model_dump() if recipe else dict.fromkeys(PARTS, KEEP)
     ram = parse_size(ram_budget, "--ram-budget") if ram_budget else ram_of(found, recipe.place.ram_gib if recipe else 0)
-    context = ctx_size or min(recipe.place.context if recipe else CONTEXT, model.shape.context_length)
-    if context > model.shape.context_length:
+    context = ctx_size or min(recipe.place.context if recipe else CONTEXT, model.decoder.context_length)
+    if context > model.decoder.context_length:
         raise UsageError(
-            f"--ctx-size {context}: longer than the model's context", expected=f"at most {model.shape.context_length}"
+            f"--ctx-size {context}: longer than the model's context", expected=f"at most {model.decoder.context_length}"
         )
     return PlanSpec(
         model=model,
@@ -85,7 +86,7 @@ def _activations(recipe: Recipe | None, folder: Path) -> Path | None:
 
 
 def _vram(budget: str | None, recipe: Recipe | None, machine: Machine) -> int:
-    """The flag; else the recipe's largest budget; else all of the card but `RESERVE`."""
+    """The GPU budget: the flag's; else the recipe's largest; else all of the GPU's memory but `RESERVE`."""
     if machine.gpu is None:
         if budget is not None:
             raise UsageError(f"--vram-budget {budget}: {machine.name} has no GPU", remedy="leave it out")

@@ -1,4 +1,4 @@
-"""`pi-compile plan` and `report`: what is known of a placement before there is an artifact."""
+"""The commands `plan` and `report`: what can be said of a placement before there is an artifact."""
 
 from pathlib import Path
 from typing import Annotated
@@ -34,10 +34,10 @@ def plan(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say what a machine would do with a model, from its config alone."""
+    """Forecast how a machine would run a model, from the model's config alone."""
     from pi_compile.cli.plan_request import plan_request
     from pi_compile.cli.rendering import plan_text
-    from pi_compile.planning.forecast import plan as look_ahead
+    from pi_compile.planning.forecast import plan as forecast
 
     spec = plan_request(
         model,
@@ -50,7 +50,7 @@ def plan(
         fmt=number_format,
         ctx_size=ctx_size,
     )
-    found = look_ahead(spec)
+    found = forecast(spec)
     if as_json:
         console.print_json(found)
     else:
@@ -71,7 +71,7 @@ def report(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Explain a placement on one page, in figures and layer by layer."""
+    """Explain a placement on one page, with figures and layer by layer."""
     from pi_compile.cli.plan_request import plan_request
     from pi_compile.files.output import check_page, write_text
     from pi_compile.report.explanation import explain

@@ -1,4 +1,4 @@
-"""What the commands that make something print: rows and what ran, as JSON or to read."""
+"""What commands print: results and the stages that ran, as JSON or as text."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -37,11 +37,11 @@ def show_placements(rows: dict[str, Any], ran: list[str], as_json: bool) -> None
     from pi_compile.pipeline.summary import print_report
 
     if not rows["plans"]:
-        console.say("no plans: the machine has no GPU, or nothing is worth a hand-over to it")
+        console.say("no plans: the machine has no GPU, or nothing on it would pay for a hand-over")
     print_report({"plans": [{k: v for k, v in row.items() if k not in _LONG} for row in rows["plans"]]})
 
 
-_LONG = ("attention", "cuts", "context", "gpu_bytes", "ram_bytes_by_part", "digest")
+_LONG = ("attention", "cuts", "context", "gpu_bytes_by_part", "ram_bytes_by_part", "digest")
 """Keys of a placement that a table has no room for."""
 
 
@@ -50,7 +50,7 @@ def _done(ran: list[str]) -> str:
 
 
 def plan_text(found: Mapping[str, Any]) -> str:
-    """What is planned, where everything goes at the budget, and a line for each budget around it."""
+    """A plan as text: the model, the placement at the budget, and a line for each budget around it."""
     lines = [f"{title:16}{text}".rstrip() for title, text in _plan_lines(found)]
     return "\n".join(map(_printable, lines))
 
@@ -67,9 +67,10 @@ def _plan_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     main = next(budget for budget in found["budgets"] if budget["percent"] == 0)
     yield "", ""
     yield "part", f"{'GPU':>12}{'RAM':>12}"
-    for part in main["ram"]:
-        yield f"  {part}", f"{size(main['gpu'].get(part, 0)):>12}{size(main['ram'][part]):>12}"
-    yield "  all", f"{size(sum(main['gpu'].values())):>12}{size(sum(main['ram'].values())):>12}"
+    gpu, ram = main["gpu_bytes_by_part"], main["ram_bytes_by_part"]
+    for part in ram:
+        yield f"  {part}", f"{size(gpu[part]):>12}{size(ram[part]):>12}"
+    yield "  all", f"{size(sum(gpu.values())):>12}{size(sum(ram.values())):>12}"
     shares = [cut / found["neurons"] for cut in main["cuts"]]
     if any(shares):
         many = f"{min(shares):.0%} to {max(shares):.0%} of a layer's neurons"
@@ -96,12 +97,12 @@ def _rates(budget: Mapping[str, Any]) -> str:
 
 
 def artifact_text(report: Mapping[str, Any]) -> str:
-    """The report of `inspect` as lines to read."""
+    """The report of `inspect` as text."""
     return "\n".join(f"{title:18}{_printable(text)}".rstrip() for title, text in _artifact_lines(report))
 
 
 def _printable(text: str) -> str:
-    """An artifact may come from anyone: names in it shall not steer the terminal."""
+    """The text without control characters: an artifact comes from anyone, and must not steer the terminal."""
     return "".join(c if c.isprintable() else "�" for c in text)
 
 
@@ -156,7 +157,7 @@ def _stored_plan_lines(plans: list[dict[str, Any]]) -> Iterator[tuple[str, str]]
 
 
 def _origin_lines(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Of the free-form provenance what `pack` writes."""
+    """The part of the free-form provenance that `pack` writes."""
     checkpoint = provenance.get("checkpoint")
     files = checkpoint.get("files") if isinstance(checkpoint, dict) else None
     if "pi_toolchain" in provenance:
@@ -166,7 +167,7 @@ def _origin_lines(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _count(number: int) -> str:
-    """6738415616 → `6.7 B`."""
+    """A count in short: 6738415616 → `6.7 B`."""
     for unit, scale in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= scale:
             return f"{number / scale:.1f} {unit}"

@@ -1,30 +1,34 @@
-"""What a model is taken to do in each layer before predictors are trained: a stated rule instead of a measurement."""
+"""Rungs and predictor ranks before training: a stated rule instead of a measurement."""
 
 from fractions import Fraction
 
 from pi_compile.cost_model.workload import LayerWork
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import parameters
 
 PREDICTOR_SHARE = Fraction(709, 10_000)
 """Weights of all predictors ÷ weights of the model: the mean of PowerInfer's table 6 (SOSP'24)."""
 RANK_STEP = 32
+DENSE = next(rung.name for rung in RUNGS.values() if rung.dense)
+"""The rung that skips nothing."""
 
 
 def exact_rung(decoder: Decoder) -> str:
-    """The best rung that needs no training and loses nothing: `gate` where the activation has zeros, else `dense`."""
-    return "gate" if decoder.sparse else "dense"
+    """The fastest rung that loses nothing: it skips zeros where the activation has any, else it is dense."""
+    return next(rung.name for rung in RUNGS.values() if rung.exact and rung.dense != decoder.sparse)
 
 
-def untrained_layers(shape: Decoder) -> tuple[LayerWork, ...]:
+def untrained_layers(decoder: Decoder) -> tuple[LayerWork, ...]:
     """Rung and rank of each layer by rule.
 
-    A model whose activation has zeros has a predictor everywhere, of a rank that makes all of them `PREDICTOR_SHARE`
-    of the weights, rounded down to a multiple of `RANK_STEP`, at least that; as many rows are read as fire. Others are
-    dense.
+    Without zeros in the activation every layer is dense. With zeros every layer has a low-rank predictor and reads as
+    many rows as fire. All ranks are equal: the largest multiple of `RANK_STEP` with which the predictors are at most
+    `PREDICTOR_SHARE` of the model's weights, but at least `RANK_STEP`.
     """
-    if not shape.sparse:
-        return (LayerWork(rung="dense"),) * shape.n_layers
-    per_rank = shape.n_layers * shape.n_experts * (shape.d_model + shape.d_ff)
-    rank = parameters(shape) * PREDICTOR_SHARE // per_rank // RANK_STEP * RANK_STEP
-    return (LayerWork(rung="predicted", rank=max(int(rank), RANK_STEP)),) * shape.n_layers
+    if not decoder.sparse:
+        return (LayerWork(rung=DENSE),) * decoder.n_layers
+    predicted = next(rung.name for rung in RUNGS.values() if rung.selector == "low-rank")
+    per_rank = decoder.n_layers * decoder.n_experts * (decoder.d_model + decoder.d_ff)
+    rank = parameters(decoder) * PREDICTOR_SHARE // per_rank // RANK_STEP * RANK_STEP
+    return (LayerWork(rung=predicted, rank=max(int(rank), RANK_STEP)),) * decoder.n_layers

@@ -1,20 +1,19 @@
-"""What one layer's FFN reads of memory for a token, and the time that takes: what rungs are chosen by.
+"""Bytes that one layer's FFN reads for a token, and the time that takes: what rungs are chosen by.
 
-    T  =  2 launches + predictor ÷ rate      on the rungs predicted and sign
+    T  =  2 launches + predictor ÷ rate      on rungs that pick
        +  2 launches + first ÷ rate + rest ÷ rate
 
-as in `cost`, with all neurons on one unit: what a second one takes off it is decided later. `first` is gathered on
-the rungs that predict, `rest` on all but dense.
+as in `token_time`, with all neurons on one processor: a second processor's share is decided later, by placing. Rungs
+that pick gather rows of `first`; all rungs but the dense one gather rows of `rest`.
 """
 
 from dataclasses import dataclass
 
-from pi_compile.cost_model.processors import Unit
+from pi_compile.cost_model.processors import Processor
 from pi_compile.cost_model.token_time import FFN_LAUNCHES, PREDICTOR_LAUNCHES
-from pi_runtime.artifact.sizes import SIGNS, FfnBytes
-
-PREDICTING = ("predicted", "sign")
-"""Rungs on which only some rows of `first` are read."""
+from pi_compile.cost_model.workload import LayerWork
+from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.sizes import FfnBytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,41 +26,38 @@ class Reads:
     rest: float
 
     @classmethod
-    def of(cls, neuron: FfnBytes, rung: str, predictor: int | None, read: float, kept: float) -> "Reads":
-        """From the shares of a layer's neurons whose `first` is read and that are computed to the end.
+    def of(cls, neuron: FfnBytes, rung: str, rank: int | None, read: float, kept: float) -> "Reads":
+        """Bytes from two shares of a layer's neurons: those whose `first` is read, and those computed to the end.
 
-        `predictor`: its rank, `SIGNS` or None, as `schema.Layer.predictor`. Of several experts, a token reads those
-        that it goes to; shares are of all experts' neurons.
+        `rank` is the predictor's, None where it has none. The shares are of the neurons of all experts; a predictor is
+        read for a token's experts only.
         """
-        neurons, taken = neuron.d.neurons, neuron.d.experts_per_token
+        kind, predictor = RUNGS[rung], LayerWork(rung=rung, rank=rank).predictor
+        neurons, experts = neuron.d.neurons, neuron.d.experts_per_token
         return cls(
             rung=rung,
-            predictor=0 if predictor is None else taken * neuron.predictor(predictor),
-            first=(read * neurons if rung in PREDICTING else taken * neuron.d.d_ff) * neuron.first,
-            rest=(taken * neuron.d.d_ff if rung == "dense" else kept * neurons) * neuron.rest,
+            predictor=0 if predictor is None else experts * neuron.predictor(predictor),
+            first=(read * neurons if kind.picks else experts * neuron.d.d_ff) * neuron.first,
+            rest=(experts * neuron.d.d_ff if kind.dense else kept * neurons) * neuron.rest,
         )
 
     @property
     def total(self) -> float:
         return self.predictor + self.first + self.rest
 
-    def ps(self, unit: Unit, neuron: FfnBytes) -> float:
-        """Picoseconds on a unit."""
-        neurons, predicting = neuron.ffn_format, self.rung in PREDICTING
-        ps: float = FFN_LAUNCHES * unit.launch_ps
-        ps += _ps(self.first, unit.rate(neurons, "picked" if predicting else "neurons"))
-        ps += _ps(self.rest, unit.rate(neurons, "neurons" if self.rung == "dense" else "picked"))
-        if predicting:
-            # Signs are no number format: they are read as fast as the memory delivers.
-            fmt = "" if self.rung == "sign" else neuron.predictor_format
-            ps += PREDICTOR_LAUNCHES * unit.launch_ps + _ps(self.predictor, unit.rate(fmt, "predictor"))
+    def ps(self, processor: Processor, neuron: FfnBytes) -> float:
+        """Picoseconds on a processor."""
+        fmt, kind = neuron.ffn_format, RUNGS[self.rung]
+        ps: float = FFN_LAUNCHES * processor.launch_ps
+        ps += _ps(self.first, processor.rate(fmt, "gather" if kind.picks else "neurons"))
+        ps += _ps(self.rest, processor.rate(fmt, "neurons" if kind.dense else "gather"))
+        if kind.picks:
+            # Signs have no number format: they are read as fast as the memory delivers.
+            predictor_fmt = "" if kind.selector == "signs" else neuron.predictor_format
+            ps += PREDICTOR_LAUNCHES * processor.launch_ps
+            ps += _ps(self.predictor, processor.rate(predictor_fmt, "predictor"))
         return ps
 
 
 def _ps(nbytes: float, rate: int) -> float:
     return nbytes * 1e12 / rate
-
-
-def predictor_of(rung: str, rank: int | None) -> int | None:
-    """What `schema.Layer.predictor` says of such a layer."""
-    return SIGNS if rung == "sign" else rank

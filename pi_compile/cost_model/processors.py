@@ -8,75 +8,80 @@ from pi_runtime.artifact.schema import SIDES
 
 PICO = 10**12
 CPU, GPU = 0, 1
-"""Places in the tuple of units. A plan's sides are these numbers; `SIDES` are their names."""
+"""Indices of a machine's processors. The sides of a placement are these numbers; `SIDES` are their names."""
 
 
 @dataclass(frozen=True)
-class Unit:
-    """What works on one side of a cut."""
+class Processor:
+    """Rates and launch time of a CPU or a GPU."""
 
     name: str
     launch_ps: int
     """Starting one operator."""
     bytes_per_s: Mapping[str, int]
-    """Reading a whole matrix, by number format; other formats and everything else at `""`."""
-    others_per_s: Mapping[str, Mapping[str, int]]
-    """The same by what is read otherwise: `neurons`, all of a layer; `picked` ones; a `predictor`. Formats that are not
-    here as `bytes_per_s`."""
-    queried_per_s: int | None
-    """Bytes of keys and values worked through, once for each query; None where reading them takes longer."""
+    """Reading a whole matrix, by number format; `""` is for other formats and for everything that is no matrix."""
+    access_per_s: Mapping[str, Mapping[str, int]]
+    """Bytes a second of other accesses, by access, then by format: `neurons` reads all neurons of a layer, `gather`
+    the active ones only, `predictor` a predictor. A format that is not listed runs at its `bytes_per_s`."""
+    attention_per_s: int | None
+    """Bytes of keys and values a second, counted once for each query; None where reading them takes longer."""
 
-    def rate(self, fmt: str, what: str = "") -> int:
+    def rate(self, fmt: str, access: str = "") -> int:
         """Bytes a second at which this format is read."""
-        return self.others_per_s.get(what, {}).get(fmt, self.bytes_per_s.get(fmt, self.bytes_per_s[""]))
+        return self.access_per_s.get(access, {}).get(fmt, self.bytes_per_s.get(fmt, self.bytes_per_s[""]))
 
-    def ps(self, nbytes: int, fmt: str = "", what: str = "") -> int:
+    def ps(self, nbytes: int, fmt: str = "", access: str = "") -> int:
         """Picoseconds to read so many bytes, rounded up."""
-        return -(-nbytes * PICO // self.rate(fmt, what))
+        return -(-nbytes * PICO // self.rate(fmt, access))
 
     def cache_ps(self, nbytes: int, queries: int) -> int:
-        """Picoseconds of attention over `nbytes` of keys and values, each worked through by so many queries."""
-        computing = 0 if self.queried_per_s is None else -(-nbytes * queries * PICO // self.queried_per_s)
+        """Picoseconds of attention over `nbytes` of keys and values that `queries` queries share."""
+        computing = 0 if self.attention_per_s is None else -(-nbytes * queries * PICO // self.attention_per_s)
         return max(self.ps(nbytes), computing)
 
 
 @dataclass(frozen=True)
-class Link:
-    """Between two units."""
+class Interconnect:
+    """Time of a transfer between the two processors."""
 
     sync_ps: int
     bytes_per_s: int
 
     def ps(self, nbytes: int) -> int:
-        """Handing so many bytes over, and being waited for."""
+        """Picoseconds to transfer so many bytes and to wait for them."""
         return self.sync_ps + -(-nbytes * PICO // self.bytes_per_s)
 
+    def round_trip_ps(self, nbytes: int) -> int:
+        """Picoseconds to transfer so many bytes in both directions, with one wait."""
+        return 2 * self.ps(nbytes) - self.sync_ps
 
-def units_of(machine: Machine) -> tuple[Unit, ...]:
+
+def processors_of(machine: Machine) -> tuple[Processor, ...]:
     """(CPU,) or (CPU, GPU)."""
-    return tuple(_unit(name, s) for name, s in zip(SIDES, (machine.cpu, machine.gpu), strict=True) if s is not None)
+    sections = zip(SIDES, (machine.cpu, machine.gpu), strict=True)
+    return tuple(_processor(name, section) for name, section in sections if section is not None)
 
 
-def link_of(machine: Machine) -> Link | None:
-    """The link between the two units, if there are two."""
+def interconnect_of(machine: Machine) -> Interconnect | None:
+    """The interconnect of the two processors, if there are two."""
     if machine.link is None:
         return None
-    return Link(whole(machine.link.sync_us, 10**6), whole(machine.link.pcie_gb_per_s, 10**9))
+    return Interconnect(whole(machine.link.sync_us, 10**6), whole(machine.link.pcie_gb_per_s, 10**9))
 
 
-def _unit(name: str, section: Cpu | Gpu) -> Unit:
-    others = {
+def _processor(name: str, section: Cpu | Gpu) -> Processor:
+    accesses = {
         "neurons": section.neurons_gb_per_s,
-        "picked": section.gather_gb_per_s,
+        "gather": section.gather_gb_per_s,
         "predictor": section.predictor_gb_per_s,
     }
-    queried = section.attention_gb_per_s
-    return Unit(
+    attention = section.attention_gb_per_s
+    return Processor(
         name=name,
         launch_ps=whole(section.launch_us, 10**6),
         bytes_per_s={"": whole(section.bandwidth_gb_per_s, 10**9), **_in_bytes(section.format_gb_per_s)},
-        others_per_s={what: _in_bytes(rates) for what, rates in others.items()},
-        queried_per_s=None if queried is None else whole(queried, 10**9),
+        access_per_s={access: _in_bytes(rates) for access, rates in accesses.items()},
+        attention_per_s=None if attention is None else whole(attention, 10**9),
     )
 
 

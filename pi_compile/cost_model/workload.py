@@ -1,4 +1,4 @@
-"""What running a model asks of any machine: shape, number formats, counts, and each layer's rung."""
+"""What running a model asks of any machine: sizes, number formats, activation counts, and each layer's rung."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import numpy.typing as npt
 from pi_compile.cost_model import layer_groups
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import PartBytes, predictor_bytes
+from pi_runtime.artifact.rungs import RUNGS, Rung
 from pi_runtime.artifact.sizes import SIGNS, array_specs
 
 Ints = npt.NDArray[np.int64]
@@ -21,35 +22,35 @@ class LayerWork:
     """How one layer's FFN is run."""
 
     rung: str
-    """`dense`, `gate`, `predicted` or `sign`."""
+    """A name in `RUNGS`."""
     rank: int | None = None
-    """Of its predictor, None where it has none."""
+    """Rank of the layer's predictor, None where it has none."""
     read_ppm: int = MILLION
-    """On the rungs `predicted` and `sign`: neurons whose `first` is read ÷ neurons that fire, in millionths."""
+    """On rungs that pick: neurons whose `first` is read ÷ neurons that fire, in millionths."""
 
     @property
-    def picks(self) -> bool:
-        """Whether a predictor picks the rows of `first`."""
-        return self.rung in ("predicted", "sign")
+    def kind(self) -> Rung:
+        """What the registry says of the rung."""
+        return RUNGS[self.rung]
 
     @property
     def predictor(self) -> int | None:
         """Rank of the predictor that is stored, `SIGNS`, or None."""
-        return SIGNS if self.rung == "sign" else self.rank
+        return SIGNS if self.kind.selector == "signs" else self.rank
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
     """One model, as it is to be run."""
 
-    shape: Decoder
+    decoder: Decoder
     formats: Mapping[str, str]
-    """Of every part (see `pi_runtime.artifact.sizes`)."""
+    """Number format of each part (see `pi_runtime.artifact.sizes`)."""
     tokens: int
     """Tokens profiled."""
     counts: Ints
-    """(layers, neurons): tokens for which the neuron at each place fired, in stored order: expert by expert, in each
-    the hottest groups first."""
+    """(layers, neurons): for how many tokens each neuron fired, in stored order: expert by expert, in each the hottest
+    groups first."""
     routed: Ints | None = None
     """(layers, experts): tokens that the router sent to each expert; None where each had as many."""
     layers: tuple[LayerWork, ...]
@@ -57,61 +58,60 @@ class Workload:
     """Positions the key-value cache holds."""
 
     def cuts(self) -> Ints:
-        """Where a layer may be cut, as neurons on the GPU; see `layer_groups`."""
-        return layer_groups.cuts(self.shape.d_ff, self.shape.n_experts)
+        """The possible cuts of a layer, as neurons on the GPU; see `layer_groups`."""
+        return layer_groups.cuts(self.decoder.d_ff, self.decoder.n_experts)
 
     def expert_cuts(self, layer: int, cut: int) -> tuple[int, ...]:
-        """The cut of each expert, where a layer has `cut` neurons on the GPU."""
-        shape = self.shape
-        order = layer_groups.group_order(self.counts[layer], shape.n_experts)
-        return layer_groups.expert_cuts(order, cut, shape.d_ff, shape.n_experts)
+        """The cut of each expert in a layer with `cut` neurons on the GPU."""
+        d = self.decoder
+        order = layer_groups.group_order(self.counts[layer], d.n_experts)
+        return layer_groups.expert_cuts(order, cut, d.d_ff, d.n_experts)
 
-    def before(self, layer: int, values: Ints) -> Ints:
-        """Of a value of each neuron, in stored order, the sum over the neurons before each cut."""
-        order = layer_groups.group_order(self.counts[layer], self.shape.n_experts)
-        sums = layer_groups.by_group(values, self.shape.n_experts).ravel()[order]
+    def sums_before(self, layer: int, values: Ints) -> Ints:
+        """(cuts,) sum over the neurons before each cut, from one value a neuron in stored order."""
+        order = layer_groups.group_order(self.counts[layer], self.decoder.n_experts)
+        sums = layer_groups.group_sums(values, self.decoder.n_experts).ravel()[order]
         return np.concatenate([[0], np.cumsum(sums)])
 
-    def hot(self, cuts: Sequence[int]) -> int:
-        """Activations of the neurons on the GPU."""
+    def activations_before(self, cuts: Sequence[int]) -> int:
+        """Activations of the neurons before one cut for each layer: those of the neurons on the GPU."""
         places = np.searchsorted(self.cuts(), cuts)
-        return sum(
-            int(self.before(n, counts)[j]) for n, (counts, j) in enumerate(zip(self.counts, places, strict=True))
-        )
+        rows = zip(self.counts, places, strict=True)
+        return sum(int(self.sums_before(n, counts)[j]) for n, (counts, j) in enumerate(rows))
 
-    def looked_at(self, layer: int) -> Ints:
-        """(neurons,): tokens for which each neuron's expert was asked."""
-        shape = self.shape
+    def routed_tokens(self, layer: int) -> Ints:
+        """(neurons,): how many tokens were sent to each neuron's expert."""
         if self.routed is None:
-            return np.full(shape.neurons, self.routed_part(self.tokens), np.int64)
-        return np.repeat(self.routed[layer], shape.d_ff)
+            return np.full(self.decoder.neurons, self.of_routed_experts(self.tokens), np.int64)
+        return np.repeat(self.routed[layer], self.decoder.d_ff)
 
     def parts(self) -> PartBytes:
-        """Stored bytes of every part."""
-        specs = array_specs(self.shape, self.formats, [None], profiled=False)
-        return PartBytes.of(specs, self.shape.vocab_size, self.shape.neurons)
+        """Stored bytes of each part."""
+        specs = array_specs(self.decoder, self.formats, [None], profiled=False)
+        return PartBytes.of(specs, self.decoder.vocab_size, self.decoder.neurons)
 
-    def predictor(self, layer: int) -> int:
+    def predictor_bytes(self, layer: int) -> int:
         """Stored bytes of one layer's predictor."""
-        specs = array_specs(self.shape, self.formats, [self.layers[layer].predictor], profiled=False)
+        specs = array_specs(self.decoder, self.formats, [self.layers[layer].predictor], profiled=False)
         return predictor_bytes(specs, 0)
 
-    def routed_part(self, value: int) -> int:
-        """Of something of all experts, what a token's experts have of it."""
-        return value * self.shape.experts_per_token // self.shape.n_experts
+    def of_routed_experts(self, value: int) -> int:
+        """The part of a total over all experts that belongs to the experts of one token."""
+        return value * self.decoder.experts_per_token // self.decoder.n_experts
 
 
 def rows_read(work: Workload, layer: int) -> tuple[Ints, Ints]:
-    """Neurons before each cut whose `first`, and whose `rest`, is read, summed over the profiled tokens.
+    """Rows of `first` and rows of `rest` that are read of the neurons before each cut, over all profiled tokens.
 
-        dense       N a neuron        N a neuron
-        gate        N                 c
-        predicted   min(N, ρ c)       c                 sign likewise
+        rung                     `first`        `rest`
+        dense                    N a neuron     N a neuron
+        others                   N              c
+        others that pick         min(N, ρ c)    c
 
-    with the neuron's count c and ρ = `read_ppm`; rounded up per neuron, in integers. N: the tokens profiled, or with
-    experts those that the router sent to the neuron's.
+    c is the neuron's count and ρ is `read_ppm`; the product is rounded up for each neuron. N is the number of profiled
+    tokens, with experts of those that the router sent to the neuron's expert.
     """
-    c, every, how = work.counts[layer], work.looked_at(layer), work.layers[layer]
-    first = np.minimum(every, -(-c * how.read_ppm // MILLION)) if how.picks else every
-    rest = every if how.rung == "dense" else c
-    return work.before(layer, first), work.before(layer, rest)
+    c, every, how = work.counts[layer], work.routed_tokens(layer), work.layers[layer]
+    first = np.minimum(every, -(-c * how.read_ppm // MILLION)) if how.kind.picks else every
+    rest = every if how.kind.dense else c
+    return work.sums_before(layer, first), work.sums_before(layer, rest)

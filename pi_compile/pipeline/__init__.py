@@ -1,1 +1,1 @@
-"""A recipe carried out: the stages in order, their results on disk, and the lock of a placement."""
+"""The stages of a recipe in their order, their results on disk, and the lock of its placements."""

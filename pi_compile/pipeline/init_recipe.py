@@ -1,4 +1,4 @@
-"""`init`: a complete recipe for a checkpoint."""
+"""The command `init`: a complete recipe for a checkpoint."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from pi_compile.recipe import Recipe, default_recipe
 from pi_runtime.errors import UsageError
 
 
-def start_recipe(
+def create_recipe(
     model: str,
     output: Path,
     *,
@@ -21,22 +21,22 @@ def start_recipe(
     force: bool = False,
     notice: Callable[[str], None] = lambda _line: None,
 ) -> Recipe:
-    """Check that the checkpoint is one we can compile, tokenizer included, then write its recipe.
+    """Check that the checkpoint can be compiled, tokenizer included, then write its recipe.
 
-    A folder or file is written relative to the recipe, so that both can move together; a hub name with the commit it
-    means today. `notice` is told what the user should know of the checkpoint. Raises UsageError rather than replace a
-    recipe, unless `force`, and what `open_checkpoint` and `read_text_files` raise.
+    The path of a folder or file is written relative to the recipe, so that both can move together; a hub name is
+    written with the commit that it means today. `notice` gets what the user should know of the checkpoint. Raises
+    UsageError rather than replace a recipe, unless `force`, and what `open_checkpoint` and `read_text_files` raise.
     """
     check_output(output)
     if output.exists() and not force:
         raise UsageError(f"-o {output}: exists already", remedy="--force replaces it; or name another file")
-    here = Path(os.path.realpath(output)).parent
-    text = [_source(source, here) for source in corpus] or [PYTHON]
+    folder = Path(os.path.realpath(output)).parent
+    text = [_source(source, folder) for source in corpus] or [PYTHON]
     checkpoint = open_checkpoint(model, revision or None)
     found = read_text_files(checkpoint.location, checkpoint.decoder.vocab_size)
     for line in (*checkpoint.notices, *found.notices):
         notice(line)
-    name = _relative(checkpoint.location, here) if checkpoint.revision is None else model
+    name = _relative(checkpoint.location, folder) if checkpoint.revision is None else model
     recipe = default_recipe(name, revision=checkpoint.revision or "", corpus=text)
     write_text(output, recipe.to_toml())
     return recipe

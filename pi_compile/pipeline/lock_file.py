@@ -1,6 +1,6 @@
 """Locks: `NAME.lock` beside `NAME.toml` holds every placement of a recipe, so that anyone can recompute and compare.
 
-TOML, one spelling: digests of what went in, then for each GPU budget what came out, a line a layer.
+A lock is TOML in one spelling: digests of all inputs, then for each GPU budget the placement, a line a layer.
 """
 
 import tomllib
@@ -20,7 +20,7 @@ _SHOWN = 40
 
 
 def lock_path(recipe: Path) -> Path:
-    """Where a recipe's lock is."""
+    """The path of a recipe's lock."""
     return recipe.with_suffix(".lock")
 
 
@@ -66,12 +66,12 @@ def _inline(values: Mapping[str, int]) -> str:
 
 
 def write_lock(path: Path, placed: Placed) -> None:
-    """Write it whole or not at all."""
+    """Write the lock whole or not at all."""
     write_text(path, lock_text(placed))
 
 
 def check_lock(path: Path, placed: Placed) -> None:
-    """Hold a lock against what was recomputed; which release wrote it does not count.
+    """Compare a lock with recomputed placements; which release wrote it does not count.
 
     Raises UsageError without a lock, NotMetError with the differences, layer by layer.
     """
@@ -79,7 +79,7 @@ def check_lock(path: Path, placed: Placed) -> None:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, UnicodeDecodeError):
         remedy = f"pi-compile place {path.with_suffix('.toml')} --lock"
-        raise UsageError(f"{path}: no lock that can be read", remedy=remedy) from None
+        raise UsageError(f"{path}: no lock, or not a readable one", remedy=remedy) from None
     now = lock_text(placed)
     if _without_solver(text) == _without_solver(now):
         return
@@ -87,12 +87,12 @@ def check_lock(path: Path, placed: Placed) -> None:
         found = list(_differences(tomllib.loads(text), tomllib.loads(now)))
     except tomllib.TOMLDecodeError as error:
         found = [f"not TOML: {error}"]
-    found = found or ["spelt differently"]
+    found = found or ["spelled differently"]
     more = [f"… and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     raise NotMetError(
         f"{path}: the placement is not the locked one (locked → recomputed)",
         found="".join(f"\n    {line}" for line in (*found[:_SHOWN], *more)),
-        remedy="see what changed; where that is meant, write the lock anew with --lock and commit it",
+        remedy="see what changed; if the change is meant, write the lock again with --lock and commit it",
     )
 
 

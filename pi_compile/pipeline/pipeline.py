@@ -1,7 +1,7 @@
 """A recipe's stages in their order, each made once: corpus → profile → train → place → pack.
 
-The one place where stages and store meet. Every stage is keyed by what it reads: digests of checkpoint and text, its
-section of the recipe, the results before it, and its own code. So what changed, and what depends on it, runs again.
+The one place where stages and store meet. The key of a stage is a digest of everything it reads: checkpoint and text,
+its section of the recipe, the results before it, and its own code. So a change runs exactly what depends on it again.
 """
 
 import hashlib
@@ -19,7 +19,6 @@ import tokenizers
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
 from pi_compile.corpus.streams import Streams, read_streams, source_files
-from pi_compile.cost_model.workload import Workload
 from pi_compile.errors import ProfileError, RecipeError
 from pi_compile.files.output import write_text
 from pi_compile.machine.profile import find_machine
@@ -28,7 +27,7 @@ from pi_compile.pipeline.recipe_placement import place_section
 from pi_compile.pipeline.stage_specs import corpus_spec, profile_spec, train_spec
 from pi_compile.pipeline.store import Store, code_digest, file_digest, key_of, token_digest
 from pi_compile.pipeline.summary import pack_report
-from pi_compile.placement.activation_file import Activations
+from pi_compile.placement.activation_file import ActivationFile
 from pi_compile.placement.stage import Placement
 from pi_compile.profiling import estimate, profile
 from pi_compile.recipe import Recipe, read_recipe
@@ -48,7 +47,7 @@ STORE = ".pi-build"
 
 @dataclass
 class Pipeline:
-    """The stages of one recipe. `ran` names those that had to be made."""
+    """The stages of one recipe. `ran` names those that had to run."""
 
     recipe_path: Path
     device: str
@@ -77,12 +76,12 @@ class Pipeline:
 
     @cached_property
     def checkpoint_formats(self) -> dict[str, str]:
-        """Number format of every part, as the recipe has it before training."""
+        """Number format of each part before training, which may choose that of predictors."""
         return resolve_formats(self.checkpoint, PackSpec(formats=self.recipe.pack.model_dump()))
 
     @property
     def formats(self) -> dict[str, str]:
-        """… and after it."""
+        """Number format of each part after training."""
         return {**self.checkpoint_formats, "predictor": self.trained.predictor_format}
 
     @cached_property
@@ -167,39 +166,32 @@ class Pipeline:
 
     @property
     def refined(self) -> ActivationProfile:
-        """The profile, with what fires above the thresholds that were chosen."""
+        """The profile, with counts above the thresholds that training chose."""
         return self.trained.refined(self.profile)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """One for each GPU budget. Solved anew each time: it takes seconds and reads no model."""
+        """Placements for all GPU budgets. They are not stored: solving takes seconds and reads no model."""
         section = self.recipe.place
         activations = self.activations(trained=True)
-        work = Workload(
-            shape=activations.shape,
-            formats=self.formats,
-            tokens=activations.tokens,
-            counts=activations.ordered_counts(),
-            routed=activations.routed,
-            layers=activations.layers(),
-            context=min(section.context, activations.shape.context_length),
-        )
+        counts = activations.activation_counts("counts of the profile stage")
+        work = counts.workload(activations.decoder, self.formats, section.context)
         return place_section(work, find_machine(section.machine, self.folder), section)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The placements, as an artifact stores them."""
+        """The placements as an artifact stores them."""
         return tuple(placement.plan for placement in self.placements)
 
-    def activations(self, *, trained: bool) -> Activations:
-        """What placing needs of this model, with the table of training or without."""
+    def activations(self, *, trained: bool) -> ActivationFile:
+        """The activation file of this model, with the table of training or without."""
         own = own_formats(self.checkpoint)
         if not trained:
-            return Activations.of(self.profile, own)
-        return Activations.of(self.refined, own, self.trained.rows, self.trained.predictor_format)
+            return ActivationFile.of(self.profile, own)
+        return ActivationFile.of(self.refined, own, self.trained.rows, self.trained.predictor_format)
 
     def pack(self, output: Path) -> dict[str, Any]:
-        """The artifact; left alone where it is already what would be written."""
+        """Write the artifact, unless the file is already what would be written; a report of it."""
         recipe = self.recipe.model_dump()
         key = key_of(
             checkpoint=self.checkpoint.digest(),
@@ -262,7 +254,7 @@ def recipe_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
 
 
 def pack_plain(recipe_path: Path, output: Path, *, progress: Progress, notice: Callable[[str], None]) -> dict[str, Any]:
-    """Pack without profile and predictors: exact, and quick to make."""
+    """Write an artifact without profile and predictors, which is exact and quick to make; a report of it."""
     recipe = read_recipe(recipe_path)
     checkpoint = recipe_checkpoint(recipe, recipe_path.resolve().parent)
     spec = PackSpec(formats=recipe.pack.model_dump())
@@ -273,7 +265,7 @@ def pack_plain(recipe_path: Path, output: Path, *, progress: Progress, notice: C
 
 
 def _record(path: Path) -> dict[str, Any]:
-    """What was packed last; nothing where that cannot be read, and it is packed again."""
+    """The record of what was packed last; empty where it cannot be read, so that it is packed again."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError):
@@ -281,7 +273,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _fresh(result: Dated, key: str, path: Path) -> Dated:
-    """A stored result, if it was made from what is wanted now: a file may have been copied there by hand."""
+    """A stored result that was made from the inputs of now: a file may have been copied there by hand."""
     if result.inputs != key:
         raise ProfileError(
             f"{path}: stale, or of another model",

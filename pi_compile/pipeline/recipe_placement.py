@@ -1,4 +1,4 @@
-"""Placing a recipe from committed files alone: recipe, activations, machine profile. No model, no torch, no network."""
+"""Placing a recipe from committed files alone: recipe, activation file, machine profile. No model, torch or network."""
 
 import hashlib
 import json
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pi_compile.checkpoint.part_formats import resolve
-from pi_compile.cost_model.default_rungs import untrained_layers
 from pi_compile.cost_model.workload import Workload
 from pi_compile.errors import RecipeError
 from pi_compile.machine.profile import Machine, find_machine
-from pi_compile.placement.activation_file import Activations
+from pi_compile.placement.activation_file import ActivationFile
 from pi_compile.placement.stage import Placement, in_bytes, ladder, ram_of
-from pi_compile.planning.forecast import PlanSpec, firing_of
+from pi_compile.planning.forecast import published_counts
 from pi_compile.planning.model_config import find_planned
 from pi_compile.recipe import PUBLISHED, PlaceSection, Recipe, read_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """What came of it, and digests of what went in."""
+    """The placements of a recipe, and digests of what they were computed from."""
 
     inputs: dict[str, str]
+    """Digest of each input, by its name in a lock."""
     placements: tuple[Placement, ...]
 
 
@@ -34,7 +34,7 @@ def place_recipe(path: Path) -> Placed:
     """The placements of a recipe that names its activations. Raises RecipeError where it names none."""
     recipe, folder = read_recipe(path), path.resolve().parent
     machine = find_machine(recipe.place.machine, folder)
-    work, source = _workload(recipe, folder, machine)
+    work, source = _workload(recipe, folder)
     sections = {"place": recipe.place.model_dump(), "pack": recipe.pack.model_dump()}
     return Placed(
         inputs={
@@ -52,46 +52,29 @@ def place_section(work: Workload, machine: Machine, section: PlaceSection) -> tu
     return ladder(work, machine, budgets, ram=ram_of(machine, section.ram_gib), objective=section.objective)
 
 
-def _workload(recipe: Recipe, folder: Path, machine: Machine) -> tuple[Workload, str]:
-    """The model's work, and the digest of what it was read from."""
+def _workload(recipe: Recipe, folder: Path) -> tuple[Workload, str]:
+    """The model's workload, and the digest of what it was read from."""
     section = recipe.place
     if not section.activations:
         raise RecipeError(
             '[place] activations = "": no activations to place from',
-            expected=f"an activation file, or {PUBLISHED!r} for a model whose published curve comes with us",
+            expected=f"an activation file, or {PUBLISHED!r} for a model whose published curve is bundled",
             remedy="pi-compile train RECIPE --export FILE, then activations = FILE",
         )
     if section.activations == PUBLISHED:
-        return _published(recipe, folder, machine)
-    found = Activations.load(folder / section.activations)
-    work = Workload(
-        shape=found.shape,
-        formats=resolve(found.formats, recipe.pack.model_dump(), tied_head=found.shape.tied_head),
-        tokens=found.tokens,
-        counts=found.ordered_counts(),
-        routed=found.routed,
-        layers=found.layers() or untrained_layers(found.shape),
-        context=min(section.context, found.shape.context_length),
-    )
-    return work, found.digest()
+        return _published(recipe, folder)
+    found = ActivationFile.load(folder / section.activations)
+    formats = resolve(found.formats, recipe.pack.model_dump(), tied_head=found.decoder.tied_head)
+    counts = found.activation_counts(section.activations)
+    return counts.workload(found.decoder, formats, section.context), found.digest()
 
 
-def _published(recipe: Recipe, folder: Path, machine: Machine) -> tuple[Workload, str]:
-    """From the model's config and its published curve, with ranks by rule."""
+def _published(recipe: Recipe, folder: Path) -> tuple[Workload, str]:
+    """The workload by the model's config and its published curve, with ranks by rule."""
     model = find_planned(recipe.model.path, folder)
-    formats = model.formats(recipe.pack.model_dump())
-    context = min(recipe.place.context, model.shape.context_length)
-    firing = firing_of(PlanSpec(model=model, machine=machine, formats=formats, context=context, vram=0, ram=0))
-    work = Workload(
-        shape=model.shape,
-        formats=formats,
-        tokens=firing.tokens,
-        counts=firing.counts,
-        routed=firing.routed,
-        layers=untrained_layers(model.shape),
-        context=context,
-    )
-    digest = hashlib.sha256(f"{firing.source} {firing.tokens}".encode() + work.counts.astype("<i8").tobytes())
+    counts = published_counts(model)
+    work = counts.workload(model.decoder, model.formats(recipe.pack.model_dump()), recipe.place.context)
+    digest = hashlib.sha256(f"{counts.source} {counts.tokens}".encode() + work.counts.astype("<i8").tobytes())
     return work, digest.hexdigest()
 
 

@@ -1,10 +1,10 @@
-"""What each stage is asked to do, from a recipe's sections."""
+"""Specs of the stages, from the sections of a recipe."""
 
 from collections.abc import Mapping
 
 from pi_compile.checkpoint.part_formats import AUTO, PREDICTOR_FORMATS
 from pi_compile.corpus.streams import CorpusSpec
-from pi_compile.cost_model.processors import CPU, units_of
+from pi_compile.cost_model.processors import CPU, processors_of
 from pi_compile.machine.profile import Machine
 from pi_compile.profiling import ProfileSpec
 from pi_compile.recipe import Recipe
@@ -12,13 +12,13 @@ from pi_compile.training.stage import TrainSpec
 
 
 def corpus_spec(recipe: Recipe) -> CorpusSpec:
-    """Which text."""
+    """The text to read and how it is divided."""
     section = recipe.corpus.model_dump()
     return CorpusSpec(**{**section, "text": tuple(section["text"]), "report": tuple(section["report"])})
 
 
 def profile_spec(recipe: Recipe, device: str) -> ProfileSpec:
-    """How it is pushed through."""
+    """How text is pushed through the model to count activations."""
     section = recipe.profile
     return ProfileSpec(
         window=section.window,
@@ -30,7 +30,7 @@ def profile_spec(recipe: Recipe, device: str) -> ProfileSpec:
 
 
 def train_spec(recipe: Recipe, formats: Mapping[str, str], machine: Machine, device: str) -> TrainSpec:
-    """`formats`: of all parts, resolved; the machine's processor is what rungs are chosen for."""
+    """How predictors are trained, and rungs chosen for the machine's CPU; `formats` has all parts, resolved."""
     section = recipe.train
     tried = PREDICTOR_FORMATS if recipe.pack.predictor == AUTO else (formats["predictor"],)
     return TrainSpec(
@@ -40,7 +40,7 @@ def train_spec(recipe: Recipe, formats: Mapping[str, str], machine: Machine, dev
         predictor_formats=tried,
         ffn_format=formats["ffn"],
         rungs=tuple(section.rungs),
-        unit=units_of(machine)[CPU],
+        processor=processors_of(machine)[CPU],
         seed=section.seed,
         device=device,
     )

@@ -1,7 +1,7 @@
-"""Results of stages on disk: nothing is made twice, nothing stale is used, a killed stage goes on.
+"""Results of stages on disk: nothing is computed twice, nothing stale is used, a killed stage resumes.
 
-A result's name holds the digest of everything it depends on: a result that is there is the one that is wanted. A stage
-that is under way works in a scratch folder of the same name. One process at a time works in a store; another waits.
+A result's name holds the digest of everything it depends on, so that a result of that name is the wanted one. A stage
+that is running works in a scratch folder of the same name. One process at a time works in a store; another waits.
 """
 
 import ast
@@ -115,7 +115,7 @@ class Store:
 
     @contextmanager
     def exclusive(self, waiting: Callable[[str], None]) -> Iterator[None]:
-        """Hold the store; `waiting` is told once if another process holds it."""
+        """Hold the store. `waiting` gets a message, once, if another process holds it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "lock").open("w") as handle:
             _lock(handle, lambda: waiting(f"another run works in {self.folder}; waiting for it"))
@@ -131,13 +131,13 @@ class Store:
         load: Callable[[Path], Result],
         suffix: str = ".npz",
     ) -> tuple[Result, bool]:
-        """(result, whether it was made now). `make` gets the stage's scratch folder, which it may find half done."""
+        """(result, whether it was made now). `make` gets a scratch folder, which may hold the work of a killed run."""
         path = self.folder / f"{stage}-{key[:16]}{suffix}"
         scratch = self.folder / f"{stage}-{key[:16]}.work"
         if path.exists():
             shutil.rmtree(scratch, ignore_errors=True)  # a kill after saving left it
             return load(path), False
-        # Scratch of other keys is of no use to anyone any more, and may be large.
+        # Scratch folders of other keys are of no more use, and may be large.
         for other in self.folder.glob(f"{stage}-*.work"):
             if other != scratch:
                 shutil.rmtree(other)
@@ -153,7 +153,7 @@ class Store:
 
 def _lock(handle: Any, waiting: Callable[[], None]) -> None:
     if os.name == "nt":
-        return  # no advisory locks there: results still appear whole, but two runs may do the same work
+        return  # Windows has no such locks: results still appear whole, but two runs may do the same work
     import fcntl  # noqa: PLC0415
 
     try:

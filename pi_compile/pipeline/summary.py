@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 
 def profile_report(p: ActivationProfile) -> dict[str, Any]:
-    """Tokens, and per layer density and the share of activations that the hottest fifth of the neurons has; with
-    experts also which share of the tokens the busiest and the idlest are sent."""
+    """Tokens, and for each layer its density and the share of activations that the hottest fifth of its neurons has.
+
+    With experts also the shares of the tokens that are routed to the busiest and to the idlest expert.
+    """
     curve = p.cumulative_curve()
     layers = [
         {
@@ -40,7 +42,7 @@ def _routing(p: ActivationProfile, layer: int) -> dict[str, float]:
 
 
 def train_report(t: Trained) -> dict[str, Any]:
-    """Perplexities, format of the predictors, FFN bytes against the gate rung, time, and the table of layers."""
+    """Perplexities, format of the predictors, FFN bytes relative to the gate rung, time, and the table of layers."""
     read, gate = (sum(getattr(row, name) for row in t.rows) for name in ("ffn_bytes", "gate_bytes"))
     layers = [{"layer": n, **asdict(row)} for n, row in enumerate(t.rows)]
     return {
@@ -53,30 +55,30 @@ def train_report(t: Trained) -> dict[str, Any]:
 
 
 def place_report(placements: Sequence[Placement]) -> dict[str, Any]:
-    """Per budget: bytes of both memories, predicted speed, what a quick rule would reach, and what is on the GPU."""
+    """For each budget bytes of both memories, predicted speed, that of the greedy heuristic, and what is on the GPU."""
     return {"plans": [_placement(p) for p in placements]}
 
 
 def _placement(p: Placement) -> dict[str, Any]:
-    plan, second = asdict(p.plan), p.second_opinion
+    plan, heuristic = asdict(p.plan), p.heuristic
     digest, predicted = plan.pop("digest"), plan.pop("predicted_ns")
     return {
         **plan,
         "predicted_tokens_per_s": 1e9 / predicted,
         "gap": p.gap,
-        "greedy_tokens_per_s": None if second is None else 1e9 / second.ns,
-        "hot_share": p.hot_share,
-        "attention_layers": plan["attention"].count("gpu"),
+        "heuristic_tokens_per_s": None if heuristic is None else 1e9 / heuristic.ns,
+        "activations_on_gpu": p.activations_on_gpu,
+        "attention_layers_on_gpu": plan["attention"].count("gpu"),
         "smallest_cut": min(plan["cuts"]),
         "largest_cut": max(plan["cuts"]),
-        "gpu_bytes": dict(p.gpu_bytes),
+        "gpu_bytes_by_part": dict(p.gpu_bytes),
         "ram_bytes_by_part": dict(p.ram_bytes),
         "digest": digest,
     }
 
 
 def pack_report(result: "PackResult") -> dict[str, Any]:
-    """Where the artifact is, its bytes and digest, and for parts in q8 or q4 what that cost."""
+    """Path, bytes and digest of the artifact, and the errors of parts that were quantised."""
     report: dict[str, Any] = {"artifact": str(result.path), "bytes": result.nbytes, "sha256": result.sha256}
     rows = [
         {
@@ -92,7 +94,7 @@ def pack_report(result: "PackResult") -> dict[str, Any]:
 
 
 def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The evaluation with modes as rows."""
+    """The evaluation of a text, with modes as rows."""
     modes = [
         {
             "mode": mode,
@@ -104,12 +106,12 @@ def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
         }
         for mode, perplexity in found["perplexity"].items()
     ]
-    place = {"device": found["device"]} if found["vram_bytes"] is not None else {}
-    return {**place, "tokens": found["tokens"], "modes": modes, "layers": found["layers"]}
+    device = {"device": found["device"]} if found["vram_bytes"] is not None else {}
+    return {**device, "tokens": found["tokens"], "modes": modes, "layers": found["layers"]}
 
 
 def task_reports(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What `evaluate_tasks` found, each task with modes as rows."""
+    """The evaluations of tasks, each with modes as rows."""
     reports = []
     for task in tasks:
         head = f"{task['task']}, {task['kind']}, {task['items']:,} questions"
@@ -122,7 +124,7 @@ def task_reports(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_errors(row: Mapping[str, float | None]) -> dict[str, Any]:
-    """`acc` and `acc_stderr` as one column, `0.250 ± 0.043`."""
+    """A row with each value and its standard error as one column: `0.250 ± 0.043`."""
     shown: dict[str, Any] = {}
     for name, value in row.items():
         if name.endswith("_stderr"):
@@ -134,7 +136,7 @@ def _with_errors(row: Mapping[str, float | None]) -> dict[str, Any]:
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """Plain values as lines, lists of rows as tables, on stdout."""
+    """Print plain values as lines, and lists of rows as tables."""
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 

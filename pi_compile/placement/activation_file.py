@@ -1,8 +1,8 @@
-"""What placing needs of a model and no more, in one file, so that a placement can be reproduced without the model.
+"""Activation files: what placing needs of a model and no more, so that a placement is reproduced without the model.
 
-Shape, number formats of the checkpoint, counts and order of the neurons, and the table of the train stage. One `.npz`
-(NumPy's own container): `meta` (JSON), `counts`, `order`, and with experts `routed`, whose first axis is 1 where all
-layers are alike.
+A file holds the decoder, the number formats of the checkpoint, counts and order of the neurons, and the table of the
+train stage. It is an `.npz` (NumPy's own container) of `meta` (JSON), `counts`, `order`, and with experts `routed`. The
+first axis of an array is 1 where all layers are alike.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from pi_compile.cost_model.activation_counts import ActivationCounts
 from pi_compile.cost_model.workload import MILLION, Ints, LayerWork
 from pi_compile.errors import ProfileError
 from pi_compile.files.npz import read_arrays, write_arrays
@@ -28,7 +29,7 @@ from pi_runtime.artifact.rungs import RUNGS
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """One layer as training left it."""
+    """One layer as training left it; the fields are keys of the file."""
 
     rung: str
     rank: int | None
@@ -37,11 +38,11 @@ class TableRow:
     read_ppm: int
     """Neurons whose `first` is read ÷ neurons that fire, in millionths."""
     loss_ppb: int
-    """What is lost of the FFN's output, E‖Δy‖² ÷ E‖x‖², in 10⁻⁹."""
+    """Error of the FFN's output, E‖Δy‖² ÷ E‖x‖², in 10⁻⁹."""
 
     @classmethod
     def of(cls, row: LayerRow) -> Self:
-        """From floats by their shortest decimals, which are the same everywhere."""
+        """A row of training's table, rounded up from the shortest decimals of its floats to be the same everywhere."""
         return cls(
             rung=row.rung,
             rank=row.rank,
@@ -51,20 +52,20 @@ class TableRow:
         )
 
 
-def _whole(value: float, unit: int) -> int:
-    return int(-(-Decimal(repr(float(value))) * unit // 1))
+def _whole(value: float, scale: int) -> int:
+    return int(-(-Decimal(repr(float(value))) * scale // 1))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Activations:
-    """The content of a file."""
+class ActivationFile:
+    """The content of an activation file."""
 
-    shape: Decoder
+    decoder: Decoder
     formats: Mapping[str, str]
-    """The checkpoint's own: of embedding, attention, ffn, and of the head where it is not the embedding."""
+    """The checkpoint's own, for embedding, attention, ffn, and for the head where it is not the embedding."""
     tokens: int
     counts: Ints
-    """(layers, neurons): tokens for which neuron f of the checkpoint's order fired."""
+    """(layers, neurons): for how many tokens each neuron fired, in the checkpoint's order."""
     order: npt.NDArray[np.uint32]
     """(layers, neurons): the checkpoint's index of the neuron stored at each place."""
     routed: Ints | None = None
@@ -72,7 +73,7 @@ class Activations:
     table: tuple[TableRow, ...] = ()
     """One row a layer; () for a model that was not trained."""
     predictor_format: str = ""
-    """Number format that the table's bytes and losses were measured with; empty without a table."""
+    """Number format that the table's bytes and errors were measured with; empty without a table."""
 
     @classmethod
     def of(
@@ -82,9 +83,9 @@ class Activations:
         rows: tuple[LayerRow, ...] = (),
         predictor_format: str = "",
     ) -> Self:
-        """From what the stages made."""
+        """The file of what the stages made."""
         return cls(
-            shape=profile.decoder,
+            decoder=profile.decoder,
             formats=formats,
             tokens=profile.tokens,
             counts=profile.counts.astype(np.int64),
@@ -98,12 +99,18 @@ class Activations:
         """(layers, neurons) counts in stored order."""
         return np.take_along_axis(self.counts, self.order.astype(np.int64), axis=1)
 
-    def layers(self) -> tuple[LayerWork, ...]:
-        """The table, as placing takes it; () without one."""
-        return tuple(LayerWork(rung=row.rung, rank=row.rank, read_ppm=row.read_ppm) for row in self.table)
+    def activation_counts(self, source: str) -> ActivationCounts:
+        """The counts in stored order and the rungs of the table, as placing takes them."""
+        return ActivationCounts(
+            counts=self.ordered_counts(),
+            tokens=self.tokens,
+            routed=self.routed,
+            layers=tuple(LayerWork(rung=row.rung, rank=row.rank, read_ppm=row.read_ppm) for row in self.table),
+            source=source,
+        )
 
     def digest(self) -> str:
-        """sha256 of the content, however the file is compressed."""
+        """The sha256 of the content, however the file is compressed."""
         h = hashlib.sha256(json.dumps(self._meta(), sort_keys=True).encode())
         h.update(self.counts.astype("<i8").tobytes())
         h.update(self.order.astype("<u4").tobytes())
@@ -141,28 +148,39 @@ class Activations:
             raise ProfileError(f"{path}: no such activation file", remedy=remedy) from None
         except (ValueError, KeyError, TypeError) as error:
             raise ProfileError(f"{path}: not an activation file", found=error) from None
-        found = cls(counts=counts, order=order, routed=routed, **vars(meta))
+        found = cls(
+            decoder=meta.shape,
+            formats=meta.formats,
+            tokens=meta.tokens,
+            counts=counts,
+            order=order,
+            routed=routed,
+            table=meta.table,
+            predictor_format=meta.predictor_format,
+        )
         problem = found._problem()
         if problem:
             raise ProfileError(f"{path}: contradicts itself", found=problem)
         return found
 
     def _problem(self) -> str:
-        experts = self.shape.n_experts
+        experts = self.decoder.n_experts
         counted = self.tokens >= 1 and within_routed(self.counts, self.routed, self.tokens, experts)
         if not counted or self.counts.min(initial=0) < 0:
             return f"counts outside the {self.tokens} tokens profiled"
         if not orders_experts(self.order, experts):
             return "the order of a layer does not name every neuron once"
-        if self.table and len(self.table) != self.shape.n_layers:
-            return f"a table of {len(self.table)} rows for {self.shape.n_layers} layers"
-        if not all(row.rung in RUNGS and (row.rung != "predicted" or row.rank) for row in self.table):
-            return "a rung that is none, or predicted without a rank"
+        if self.table and len(self.table) != self.decoder.n_layers:
+            return f"a table of {len(self.table)} rows for {self.decoder.n_layers} layers"
+        if not all(row.rung in RUNGS for row in self.table):
+            return "a rung that is none"
+        if any(RUNGS[row.rung].selector == "low-rank" and not row.rank for row in self.table):
+            return "a rung with a low-rank predictor that has no rank"
         return ""
 
     def _meta(self) -> dict[str, Any]:
         return {
-            "shape": asdict(self.shape),
+            "shape": asdict(self.decoder),
             "formats": self.formats,
             "tokens": self.tokens,
             "table": [asdict(row) for row in self.table],
@@ -172,7 +190,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class _Meta:
-    """What a file holds beside its arrays."""
+    """What a file holds beside its arrays; the fields are keys of the file."""
 
     shape: Decoder
     formats: Mapping[str, str]

@@ -1,11 +1,11 @@
-"""The program that places all parts: what every choice costs in time and in bytes of either memory, as a chain.
+"""Placing as a constrained shortest path: time and bytes of every part on either side, as layered graphs.
 
-The stages are the embedding, the layers and the head. A node is a side: of the embedding, of a layer's attention with
-its cache, norms and predictor, of the head. A layer's options are its cuts. A step between different sides is a
-crossing of the residual. A tied head is the embedding's matrix: wherever it is needed it lies, once; so there each
-node also says where the embedding is.
+The stages are the embedding, the layers and the head. A node says on which side a part is: the embedding; a layer's
+attention with its cache, norms and predictor; the head. A layer's options are its cuts. An arc between different sides
+costs a crossing of the residual. A tied head needs the embedding's matrix on its own side too, where it counts once. So
+there is one graph for each pair of sides of embedding and head.
 
-Weight is bytes of GPU memory, load is bytes of RAM: what is not on the GPU alone.
+VRAM is bytes of GPU memory. RAM is bytes of all that is not on the GPU alone.
 """
 
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from itertools import product
 import numpy as np
 
 from pi_compile.cost_model.processors import CPU, GPU
-from pi_compile.cost_model.token_time import Costs
+from pi_compile.cost_model.token_time import Costs, TokenTime, token_time
 from pi_compile.cost_model.workload import Ints, Workload
-from pi_compile.placement.solvers.constrained_path import Chain, Node, Way
+from pi_compile.placement.solvers.constrained_path import LayeredGraph, Node, ShortestPath
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import (
     PartBytes,
-    Shape,
     gpu_scratch_bytes,
     kv_bytes,
     prompt_block,
@@ -34,13 +34,13 @@ PROMPT_SHARE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A placement: sides are `CPU` or `GPU`, the first `cuts[l]` neurons of layer l are the GPU's; see
-    `layer_groups` for their order."""
+class Assignment:
+    """The side of every part, `CPU` or `GPU`, and the cut of every layer."""
 
     sides: tuple[int, ...]
-    """Of each layer's attention, cache, norms and predictor."""
+    """Side of each layer's attention, cache, norms and predictor."""
     cuts: tuple[int, ...]
+    """Neurons of each layer that are the GPU's; see `layer_groups` for their order."""
     embedding: int
     head: int
 
@@ -49,9 +49,14 @@ class Choice:
         return GPU in (*self.sides, self.embedding, self.head) or any(self.cuts)
 
 
-def all_cpu(layers: int) -> Choice:
-    """Nothing on the GPU."""
-    return Choice(sides=(CPU,) * layers, cuts=(0,) * layers, embedding=CPU, head=CPU)
+def all_cpu(layers: int) -> Assignment:
+    """The assignment with nothing on the GPU."""
+    return Assignment(sides=(CPU,) * layers, cuts=(0,) * layers, embedding=CPU, head=CPU)
+
+
+def predicted_time(costs: Costs, a: Assignment) -> TokenTime:
+    """The time of a token with this assignment."""
+    return token_time(costs, a.sides, a.cuts, a.embedding, a.head)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,33 +65,33 @@ class Sizes:
 
     parts: PartBytes
     predictor: tuple[int, ...]
-    """Of each layer."""
+    """Predictor of each layer."""
     cache: int
-    """Of one layer."""
+    """Key-value cache of one layer."""
     scratch: tuple[int, int]
-    """Buffers of each side; the GPU's only where it has work."""
+    """Buffers of each side; the GPU's are needed only where it has work."""
     neurons: int
-    """Of one layer."""
+    """Number of neurons of one layer."""
     group: int
-    """Neurons of the first group that is placed."""
+    """Number of neurons of the first group that is placed."""
     tied_head: bool
 
     @classmethod
     def of(cls, work: Workload) -> "Sizes":
-        shape, parts = work.shape, work.parts()
-        largest = max((how.rank or 0 for how in work.layers), default=0)
-        predictor = tuple(work.predictor(n) for n in range(shape.n_layers))
+        decoder, parts = work.decoder, work.parts()
+        largest_rank = max((how.rank or 0 for how in work.layers), default=0)
+        predictor = tuple(work.predictor_bytes(n) for n in range(decoder.n_layers))
         return cls(
             parts=parts,
             predictor=predictor,
-            cache=kv_bytes(shape, work.formats["attention"], work.context),
+            cache=kv_bytes(decoder, work.formats["attention"], work.context),
             scratch=(
-                scratch_bytes(shape, largest, PREFILL_TOKENS, work.context),
-                _gpu_scratch(shape, largest, work.context, parts, parts.total(shape) + sum(predictor)),
+                scratch_bytes(decoder, largest_rank, PREFILL_TOKENS, work.context),
+                _gpu_scratch(decoder, largest_rank, work.context, parts, parts.total(decoder) + sum(predictor)),
             ),
-            neurons=shape.neurons,
+            neurons=decoder.neurons,
             group=int(work.cuts()[1]),
-            tied_head=shape.tied_head,
+            tied_head=decoder.tied_head,
         )
 
     @property
@@ -96,122 +101,133 @@ class Sizes:
 
     @property
     def least_on_gpu(self) -> int:
-        """GPU memory that takes a part at all: a group of neurons, or head or embedding, with the buffers."""
+        """GPU memory for the smallest part, with the buffers: a group of neurons, the head or the embedding."""
         group = self.group * self.parts.neuron
-        head = self.parts.head + self.parts.final_norm + (self.parts.embedding if self.tied_head else 0)
-        return self.scratch[GPU] + min(group, head, self.parts.embedding + self.parts.positions)
+        return self.scratch[GPU] + min(group, self.head, self.embedding)
 
     @property
     def all_on_gpu(self) -> int:
         """GPU memory that takes every part."""
         layers = len(self.predictor)
-        every = Choice(sides=(GPU,) * layers, cuts=(self.neurons,) * layers, embedding=GPU, head=GPU)
+        every = Assignment(sides=(GPU,) * layers, cuts=(self.neurons,) * layers, embedding=GPU, head=GPU)
         return sum(self._used(every, GPU).values())
 
-    def block(self, layer: int) -> int:
-        """What goes with a layer's attention."""
+    @property
+    def embedding(self) -> int:
+        """The embedding with its positions."""
+        return self.parts.embedding + self.parts.positions
+
+    @property
+    def head(self) -> int:
+        """The head with the last norm, on a side where the embedding is not: a tied head needs its matrix too."""
+        return self.parts.head + self.parts.final_norm + (self.parts.embedding if self.tied_head else 0)
+
+    def attention(self, layer: int) -> int:
+        """A layer's attention and what goes with it: cache, norms and predictor."""
         return self.parts.attention + self.parts.ffn_bias + self.predictor[layer] + self.cache
 
-    def used(self, choice: Choice) -> tuple[dict[str, int], dict[str, int]]:
+    def used(self, a: Assignment) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by part: (in RAM, on the GPU)."""
-        return self._used(choice, CPU), self._used(choice, GPU)
+        return self._used(a, CPU), self._used(a, GPU)
 
-    def _used(self, choice: Choice, side: int) -> dict[str, int]:
-        here = [n for n, s in enumerate(choice.sides) if s == side]
-        neurons = sum(choice.cuts) if side == GPU else self.neurons * len(choice.cuts) - sum(choice.cuts)
+    def _used(self, a: Assignment, side: int) -> dict[str, int]:
+        layers = [n for n, s in enumerate(a.sides) if s == side]
+        neurons = sum(a.cuts) if side == GPU else self.neurons * len(a.cuts) - sum(a.cuts)
         parts = self.parts
-        matrix = parts.embedding if side in (choice.embedding, choice.head if self.tied_head else None) else 0
+        matrix = parts.embedding if side in (a.embedding, a.head if self.tied_head else None) else 0
         return {
-            "embedding": matrix + (parts.positions if choice.embedding == side else 0),
-            "attention": len(here) * (parts.attention + parts.ffn_bias),
-            "cache": len(here) * self.cache,
-            "predictor": sum(self.predictor[n] for n in here),
+            "embedding": matrix + (parts.positions if a.embedding == side else 0),
+            "attention": len(layers) * (parts.attention + parts.ffn_bias),
+            "cache": len(layers) * self.cache,
+            "predictor": sum(self.predictor[n] for n in layers),
             "ffn": neurons * parts.neuron,
-            "head": parts.head + parts.final_norm if choice.head == side else 0,
-            "scratch": self.scratch[side] if side == CPU or choice.uses_gpu else 0,
+            "head": parts.head + parts.final_norm if a.head == side else 0,
+            "scratch": self.scratch[side] if side == CPU or a.uses_gpu else 0,
         }
 
 
-def _gpu_scratch(shape: Shape, rank: int, context: int, parts: PartBytes, model: int) -> int:
-    """The GPU's buffers: of a token; and of as large a block of a prompt as `PROMPT_SHARE` allows, with room for
-    the cold weights that a long one brings there."""
+def _gpu_scratch(decoder: Decoder, rank: int, context: int, parts: PartBytes, model: int) -> int:
+    """The GPU's buffers for decoding and for blocks of a prompt.
+
+    Blocks are as large as `PROMPT_SHARE` allows, together with the room for cold weights that long prompts bring to the
+    GPU.
+    """
 
     def needs(tokens: int) -> int:
-        return gpu_scratch_bytes(shape, rank, context, tokens)
+        return gpu_scratch_bytes(decoder, rank, context, tokens)
 
-    pieces = streamed_bytes(shape, parts.neuron)
-    tokens, brought = prompt_block(needs, pieces, needs(1) + model // PROMPT_SHARE)
-    return needs(tokens) + brought
+    room = needs(1) + model // PROMPT_SHARE
+    tokens, streamed = prompt_block(needs, streamed_bytes(decoder, parts.neuron), room)
+    return needs(tokens) + streamed
 
 
 @dataclass(frozen=True)
-class Program:
-    """Everything the solver needs, and the way back from its answer."""
+class Formulation:
+    """The graphs that the solver takes, and the way back from its path to an assignment."""
 
-    cases: tuple[Chain, ...]
-    """One for each side of embedding and head. Without scratch, and without budgets yet."""
+    graphs: tuple[LayeredGraph, ...]
+    """One for each pair of sides of embedding and head; without the buffers' bytes, and without budgets yet."""
     ends: tuple[tuple[int, int], ...]
-    """Of each case: the sides of embedding and head."""
+    """Sides of embedding and head in each graph."""
     sides: tuple[int, ...]
-    """Of a layer's nodes."""
+    """Sides of the nodes of a layer."""
     cuts: Ints
-    """In order of preference, as options stand in nodes of layers."""
+    """Options of a layer's nodes, in order of preference."""
 
-    def within(self, capacity: int, limit: int | None) -> list[Chain]:
-        """The cases, with budgets."""
-        return [replace(chain, capacity=capacity, limit=limit) for chain in self.cases]
+    def within(self, vram: int, ram: int | None) -> list[LayeredGraph]:
+        """The graphs, with budgets."""
+        return [replace(graph, vram_budget=vram, ram_budget=ram) for graph in self.graphs]
 
-    def choice(self, way: Way) -> Choice:
-        embedding, head = self.ends[way.case]
-        return Choice(
-            sides=tuple(self.sides[k] for k in way.nodes[1:-1]),
-            cuts=tuple(int(self.cuts[o]) for o in way.options[1:-1]),
+    def assignment(self, path: ShortestPath) -> Assignment:
+        embedding, head = self.ends[path.graph]
+        return Assignment(
+            sides=tuple(self.sides[k] for k in path.nodes[1:-1]),
+            cuts=tuple(int(self.cuts[o]) for o in path.options[1:-1]),
             embedding=embedding,
             head=head,
         )
 
 
-def program_of(costs: Costs, sizes: Sizes) -> Program:
-    """The program of minimal time. GPU before CPU, larger cuts before smaller: the order of preference of ties."""
-    sides = tuple(range(len(costs.units)))[::-1]
-    places = np.arange(len(costs.cuts))[::-1] if len(sides) > 1 else np.zeros(1, np.int64)
-    layers = [[_layer_node(costs, sizes, n, side, places) for side in sides] for n in range(len(costs.layers))]
+def formulate(costs: Costs, sizes: Sizes) -> Formulation:
+    """The problem of least time. Ties prefer the GPU to the CPU, and larger cuts to smaller ones."""
+    sides = tuple(range(len(costs.processors)))[::-1]
+    indices = np.arange(len(costs.cuts))[::-1] if len(sides) > 1 else np.zeros(1, np.int64)
+    layers = [[_layer_node(costs, sizes, n, side, indices) for side in sides] for n in range(len(costs.layers))]
     between = [[costs.crossing if a != b else 0 for b in sides] for a in sides]
     ends = tuple(product(sides, sides))
-    cases = []
+    graphs = []
     for embedding, head in ends:
         first = _embedding_node(costs, sizes, embedding)
         last = _head_node(costs, sizes, embedding, head)
         into = [[costs.crossing if side != embedding else 0 for side in sides]]
         out = [[costs.crossing if side != head else 0] for side in sides]
-        cases.append(Chain([[first], *layers, [last]], [into, *[between] * (len(layers) - 1), out], 0))
-    return Program(tuple(cases), ends, sides, costs.cuts[places])
+        graphs.append(LayeredGraph([[first], *layers, [last]], [into, *[between] * (len(layers) - 1), out], 0))
+    return Formulation(tuple(graphs), ends, sides, costs.cuts[indices])
 
 
-def _layer_node(costs: Costs, sizes: Sizes, layer: int, side: int, places: Ints) -> Node:
-    cuts = costs.cuts[places]
-    block, neuron = sizes.block(layer), sizes.parts.neuron
+def _layer_node(costs: Costs, sizes: Sizes, layer: int, side: int, indices: Ints) -> Node:
+    cuts = costs.cuts[indices]
+    attention, neuron = sizes.attention(layer), sizes.parts.neuron
     return Node(
-        costs=costs.layer_ps(layer, side)[places],
-        weights=cuts * neuron + (block if side == GPU else 0),
-        loads=(sizes.neurons - cuts) * neuron + (block if side == CPU else 0),
-        rank=-side,
-        tally=int(side == GPU),
+        costs=costs.layer_ps(layer, side)[indices],
+        vram=cuts * neuron + (attention if side == GPU else 0),
+        ram=(sizes.neurons - cuts) * neuron + (attention if side == CPU else 0),
+        preference=-side,
+        stratum=int(side == GPU),
     )
 
 
 def _embedding_node(costs: Costs, sizes: Sizes, side: int) -> Node:
-    return _node(costs.embedding[side], sizes.parts.embedding + sizes.parts.positions, side)
+    return _node(costs.embedding[side], sizes.embedding, side)
 
 
 def _head_node(costs: Costs, sizes: Sizes, embedding: int, side: int) -> Node:
-    """A tied head needs the embedding's matrix, which is there already where the embedding is."""
-    own = sizes.parts.head + sizes.parts.final_norm
-    again = sizes.parts.embedding if sizes.tied_head and embedding != side else 0
-    return _node(costs.head[side], own + again, side)
+    """A head beside the embedding shares its matrix, if it is tied."""
+    shared = sizes.parts.embedding if sizes.tied_head and embedding == side else 0
+    return _node(costs.head[side], sizes.head - shared, side)
 
 
 def _node(cost: int, nbytes: int, side: int) -> Node:
     values = (cost, nbytes if side == GPU else 0, nbytes if side == CPU else 0)
-    costs, weights, loads = (np.array([v], np.int64) for v in values)
-    return Node(costs=costs, weights=weights, loads=loads, rank=-side)
+    costs, vram, ram = (np.array([v], np.int64) for v in values)
+    return Node(costs=costs, vram=vram, ram=ram, preference=-side)

@@ -1,9 +1,9 @@
-"""A quick placement, not an optimal one: a second opinion beside the exact solver, and what can be had at all.
+"""The greedy heuristic: a quick placement, shown beside the optimum and used to say which budgets would fit.
 
-Takes one step after another: of all larger cuts, blocks (a layer's attention with its cache, norms and predictor), head
-and embedding, the one that saves most time a byte and still fits. Steps of nearly the best worth are taken as long as
-they can be. Starts once with everything on the CPU, and once with head, embedding and, from the last layer back, all
-blocks that fit on the GPU, because no single step pays for the crossings that both together save.
+A step enlarges a cut, or moves a layer's attention, the embedding or the head to the GPU. Each time, of all steps that
+fit, the one that saves most time a byte is taken; among steps of a layer that are nearly as good, the largest. There
+are two starts: everything on the CPU; and embedding, head, and from the last layer back all attention that fits on the
+GPU, because no single step pays for the crossings that these save together.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi_compile.cost_model.processors import CPU, GPU
-from pi_compile.cost_model.token_time import Costs, token_time
-from pi_compile.placement.formulation import Choice, Sizes
+from pi_compile.cost_model.token_time import Costs
+from pi_compile.placement.formulation import Assignment, Sizes, predicted_time
 
 _NEARLY = 0.98
 
@@ -22,13 +22,14 @@ class _State:
     costs: Costs
     sizes: Sizes
     sides: list[int]
-    places: list[int]
+    cuts: list[int]
+    """Index of each layer's cut in `Costs.cuts`."""
     embedding: int
     head: int
 
-    def choice(self) -> Choice:
-        cuts = tuple(int(self.costs.cuts[j]) for j in self.places)
-        return Choice(sides=tuple(self.sides), cuts=cuts, embedding=self.embedding, head=self.head)
+    def assignment(self) -> Assignment:
+        cuts = tuple(int(self.costs.cuts[j]) for j in self.cuts)
+        return Assignment(sides=tuple(self.sides), cuts=cuts, embedding=self.embedding, head=self.head)
 
     def neighbours(self, layer: int) -> tuple[int, int]:
         """Sides of the residual before and behind a layer."""
@@ -37,105 +38,111 @@ class _State:
         return before, behind
 
 
-def greedy(costs: Costs, sizes: Sizes, capacity: int, limit: int | None = None) -> Choice:
-    """The better of two placements of at most `capacity` bytes of GPU memory, scratch included.
+def greedy(costs: Costs, sizes: Sizes, vram: int, ram: int | None = None) -> Assignment:
+    """The better of two assignments that take at most `vram` bytes of GPU memory, buffers included.
 
-    Goes on past the point where time is saved while RAM holds more than `limit`. It may end above it: then nothing
-    larger fitted.
+    While RAM holds more than `ram` bytes, steps that cost time are taken too. RAM may hold more in the end: then no
+    further step fitted.
     """
-    layers, left = len(costs.layers), capacity - sizes.scratch[GPU]
-    found = [_filled(_State(costs, sizes, [CPU] * layers, [0] * layers, CPU, CPU), max(left, 0), limit)]
-    ends = sizes.parts.embedding + sizes.parts.positions + sizes.parts.head + sizes.parts.final_norm
-    if len(costs.units) > 1 and ends <= left:
-        left -= ends
+    layers, free = len(costs.layers), vram - sizes.scratch[GPU]
+    found = [_improved(_State(costs, sizes, [CPU] * layers, [0] * layers, CPU, CPU), max(free, 0), ram)]
+    # A tied head on the embedding's side shares its matrix.
+    ends = sizes.embedding + sizes.parts.head + sizes.parts.final_norm
+    if len(costs.processors) > 1 and ends <= free:
+        free -= ends
         sides = [CPU] * layers
         for n in reversed(range(layers)):
-            if sizes.block(n) > left:
+            if sizes.attention(n) > free:
                 break
-            sides[n], left = GPU, left - sizes.block(n)
-        found.append(_filled(_State(costs, sizes, sides, [0] * layers, GPU, GPU), left, limit))
+            sides[n], free = GPU, free - sizes.attention(n)
+        found.append(_improved(_State(costs, sizes, sides, [0] * layers, GPU, GPU), free, ram))
 
-    def worth(choice: Choice) -> tuple[bool, int]:
-        over = limit is not None and sum(sizes.used(choice)[CPU].values()) > limit
-        return over, token_time(costs, choice.sides, choice.cuts, choice.embedding, choice.head).total
+    def worth(a: Assignment) -> tuple[bool, int]:
+        return _exceeds(sizes, a, ram), predicted_time(costs, a).total
 
     return min(found, key=worth)
 
 
-def _filled(state: _State, left: int, limit: int | None) -> Choice:
-    """Step after step from a start, `left` bytes being free."""
+def _exceeds(sizes: Sizes, a: Assignment, ram: int | None) -> bool:
+    """Whether an assignment takes more RAM than there is."""
+    return ram is not None and sum(sizes.used(a)[CPU].values()) > ram
+
+
+def _improved(state: _State, free: int, ram: int | None) -> Assignment:
+    """Step after step from a start, while `free` bytes of GPU memory last."""
     costs, sizes, layers = state.costs, state.sizes, len(state.sides)
-    if len(costs.units) < 2 or not left:
-        return state.choice()
-    steps = [_step(state, n, left) for n in range(layers + 2)]
+    if len(costs.processors) < 2 or not free:
+        return state.assignment()
+    steps = [_step(state, n, free) for n in range(layers + 2)]
     while True:
         n = int(np.argmax([worth for worth, *_ in steps]))
-        worth, nbytes, side, place = steps[n]
-        if nbytes > left:
-            steps[n] = _step(state, n, left)
+        worth, nbytes, side, cut = steps[n]
+        if nbytes > free:
+            steps[n] = _step(state, n, free)
             continue
-        if nbytes == 0 or (worth <= 0 and (limit is None or sum(sizes.used(state.choice())[CPU].values()) <= limit)):
-            return state.choice()
-        left -= nbytes
+        if nbytes == 0 or (worth <= 0 and not _exceeds(sizes, state.assignment(), ram)):
+            return state.assignment()
+        free -= nbytes
         changed = {n}
         if n >= layers or side != state.sides[n]:
             # A tied head's bytes depend on the embedding's side, and either's time on its neighbour.
             changed |= {max(0, n - 1), min(layers - 1, n + 1), 0, layers - 1, layers, layers + 1}
         if n < layers:
-            state.sides[n], state.places[n] = side, place
+            state.sides[n], state.cuts[n] = side, cut
         elif n == layers:
             state.embedding = side
         else:
             state.head = side
         for k in changed:
-            steps[k] = _step(state, k, left)
+            steps[k] = _step(state, k, free)
 
 
 _NO_STEP = (-np.inf, 0, GPU, 0)
 
 
-def _step(state: _State, n: int, left: int) -> tuple[float, int, int, int]:
-    """(picoseconds saved a byte, bytes, side, place) of the best step of one layer, the embedding or the head."""
+def _step(state: _State, n: int, free: int) -> tuple[float, int, int, int]:
+    """(picoseconds saved a byte, bytes, side, index of the cut) of the best step of a layer, embedding or head."""
     if n >= len(state.sides):
-        return _end_step(state, n - len(state.sides), left)
-    costs, sizes, side, place = state.costs, state.sizes, state.sides[n], state.places[n]
+        return _end_step(state, n - len(state.sides), free)
+    costs, sizes, side, cut = state.costs, state.sizes, state.sides[n], state.cuts[n]
     before, behind = state.neighbours(n)
-    best, now = _NO_STEP, _layer_time(costs, n, side, before, behind)[place]
+    best, now = _NO_STEP, _layer_time(costs, n, side, before, behind)[cut]
     for to in (side, GPU) if side == CPU else (side,):
-        nbytes = (costs.cuts - costs.cuts[place]) * sizes.parts.neuron + (sizes.block(n) if to != side else 0)
-        places = np.nonzero((nbytes > 0) & (nbytes <= left) & (costs.cuts >= costs.cuts[place]))[0]
-        if not len(places):
+        nbytes = (costs.cuts - costs.cuts[cut]) * sizes.parts.neuron + (sizes.attention(n) if to != side else 0)
+        cuts = np.nonzero((nbytes > 0) & (nbytes <= free) & (costs.cuts >= costs.cuts[cut]))[0]
+        if not len(cuts):
             continue
-        worth = (now - _layer_time(costs, n, to, before, behind)[places]) / nbytes[places]
+        worth = (now - _layer_time(costs, n, to, before, behind)[cuts]) / nbytes[cuts]
         good = worth.max()
         j = int(np.nonzero(worth >= (good * _NEARLY if good > 0 else good))[0][-1])
-        best = max(best, (float(worth[j]), int(nbytes[places[j]]), to, int(places[j])))
+        best = max(best, (float(worth[j]), int(nbytes[cuts[j]]), to, int(cuts[j])))
     return best
 
 
 def _layer_time(
     costs: Costs, n: int, side: int, before: int, behind: int
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """(cuts,) time of a layer with the crossings to its neighbours."""
     return costs.layer_ps(n, side) + costs.crossing * ((side != before) + (side != behind))
 
 
-def _end_step(state: _State, end: int, left: int) -> tuple[float, int, int, int]:
-    """Of the embedding (0) or the head (1)."""
-    costs, sizes, here = state.costs, state.sizes, state.head if end else state.embedding
-    if here == GPU:
+def _end_step(state: _State, end: int, free: int) -> tuple[float, int, int, int]:
+    """The step that moves the embedding (end 0) or the head (end 1) to the GPU."""
+    costs, sizes = state.costs, state.sizes
+    if (state.head if end else state.embedding) == GPU:
         return _NO_STEP
-    choice = state.choice()
-    moved = Choice(
-        sides=choice.sides,
-        cuts=choice.cuts,
-        embedding=choice.embedding if end else GPU,
-        head=GPU if end else choice.head,
+    now = state.assignment()
+    moved = Assignment(
+        sides=now.sides,
+        cuts=now.cuts,
+        embedding=now.embedding if end else GPU,
+        head=GPU if end else now.head,
     )
-    there, was = (sum(sizes.used(c)[GPU].values()) - sizes.scratch[GPU] * c.uses_gpu for c in (moved, choice))
-    nbytes = there - was
-    next_to = state.sides[-1] if end else state.sides[0]
+    after, before = (sum(sizes.used(a)[GPU].values()) - sizes.scratch[GPU] * a.uses_gpu for a in (moved, now))
+    nbytes = after - before
+    neighbour = state.sides[-1] if end else state.sides[0]
     times = costs.head if end else costs.embedding
-    saved = times[CPU] - times[GPU] + costs.crossing * ((next_to != CPU) - (next_to != GPU))
-    if nbytes > left:
+    saved = times[CPU] - times[GPU] + costs.crossing * ((neighbour != CPU) - (neighbour != GPU))
+    if nbytes > free:
         return _NO_STEP
     return (saved / max(nbytes, 1), nbytes, GPU, 0) if nbytes or saved > 0 else _NO_STEP

@@ -2,20 +2,17 @@
 
     max Σ_l Σ_{i on GPU in l} count_{l,i}     s.t.  Σ bytes ≤ budget,     per layer: none, or at least C_l neurons.
 
-It says nothing of the dense parts. They go to the GPU first, while they fit: the head, then the layers' attention
-with cache, norms and predictor from the first layer on; the neurons have what is left. Of all sets of g groups of a
-layer the first g have the most activations, so that only cuts are considered: a multiple-choice knapsack
-(`knapsack`).
+The objective says nothing of the dense parts. They go to the GPU first, while they fit: the head, then the attention of
+each layer with cache, norms and predictor, from the first layer on. The neurons get what is left. Of all sets of g
+groups of a layer the first g have the most activations, so that only cuts are considered: a multiple-choice knapsack.
 """
 
 import numpy as np
 
-from pi_compile.cost_model.processors import CPU, GPU
+from pi_compile.cost_model.processors import CPU, GPU, PICO
 from pi_compile.cost_model.workload import Ints, Workload
 from pi_compile.machine.profile import Machine, whole
-from pi_compile.placement.formulation import Choice, Sizes, all_cpu
-
-_PICO = 10**12
+from pi_compile.placement.formulation import Assignment, Sizes, all_cpu
 
 
 def least_neurons(machine: Machine, nbytes: int) -> int | None:
@@ -29,40 +26,42 @@ def least_neurons(machine: Machine, nbytes: int) -> int | None:
     """
     if machine.gpu is None or machine.link is None:
         return None
-    cpu, gpu = (whole(unit.bandwidth_gb_per_s, 10**9) for unit in (machine.cpu, machine.gpu))
+    cpu, gpu = (whole(section.bandwidth_gb_per_s, 10**9) for section in (machine.cpu, machine.gpu))
     if gpu <= cpu:
         return None
-    return -(-whole(machine.link.sync_us, 10**6) * cpu * gpu // (nbytes * (gpu - cpu) * _PICO))
+    return -(-whole(machine.link.sync_us, 10**6) * cpu * gpu // (nbytes * (gpu - cpu) * PICO))
 
 
-def hot_mass(work: Workload, machine: Machine, sizes: Sizes, vram: int) -> Choice:
-    """The placement of greatest hot mass; of equal ones the least bytes, then the larger first layers."""
-    from pi_compile.placement.solvers.multiple_choice_knapsack import Choice as Options  # noqa: PLC0415  HiGHS is needed here only
-    from pi_compile.placement.solvers.multiple_choice_knapsack import solve  # noqa: PLC0415
-
-    nothing = all_cpu(work.shape.n_layers)
-    # Of several experts a neuron is read for its share of the tokens only.
-    least = least_neurons(machine, work.routed_part(sizes.parts.neuron))
-    left = vram - sizes.scratch[GPU]
-    if least is None or left < 0:
-        return nothing
-    head = CPU
-    matrix = sizes.parts.head + sizes.parts.final_norm + (sizes.parts.embedding if sizes.tied_head else 0)
-    if matrix <= left:
-        head, left = GPU, left - matrix
-    sides = []
-    for layer in range(work.shape.n_layers):
-        # Layers are taken from the first on: one that does not fit is the last that is tried.
-        fits = sizes.block(layer) <= left and CPU not in sides
+def hot_mass(work: Workload, machine: Machine, sizes: Sizes, vram: int) -> Assignment:
+    """The assignment of greatest hot mass; ties prefer fewest bytes, then larger cuts of the first layers."""
+    free = vram - sizes.scratch[GPU]
+    if least_hot_neurons(work, machine, sizes) is None or free < 0:
+        return all_cpu(work.decoder.n_layers)
+    head = GPU if sizes.head <= free else CPU
+    free -= sizes.head if head == GPU else 0
+    sides: list[int] = []
+    for layer in range(work.decoder.n_layers):
+        # The first layer that does not fit is the last one that is tried.
+        fits = sizes.attention(layer) <= free and CPU not in sides
         sides.append(GPU if fits else CPU)
-        left -= sizes.block(layer) if fits else 0
-    cuts = work.cuts()
-    cuts = np.concatenate([[0], cuts[(cuts > 0) & (cuts >= least)]])
-    found = solve([Options(cuts * sizes.parts.neuron, mass) for mass in masses(work, cuts)], left)
-    return Choice(sides=tuple(sides), cuts=tuple(int(cuts[j]) for j in found.picks), embedding=CPU, head=head)
+        free -= sizes.attention(layer) if fits else 0
+    cuts, _ = hottest_cuts(work, machine, sizes, free)
+    return Assignment(sides=tuple(sides), cuts=cuts, embedding=CPU, head=head)
 
 
-def masses(work: Workload, cuts: Ints) -> list[Ints]:
-    """Activations of the neurons before each of these cuts, for every layer."""
-    places = np.searchsorted(work.cuts(), cuts)
-    return [work.before(n, counts)[places] for n, counts in enumerate(work.counts)]
+def hottest_cuts(work: Workload, machine: Machine, sizes: Sizes, free: int) -> tuple[tuple[int, ...], int]:
+    """(cut of each layer, bytes) of the greatest hot mass in `free` bytes, each cut 0 or at least C_l neurons."""
+    from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, solve  # noqa: PLC0415  needs HiGHS
+
+    least, cuts = least_hot_neurons(work, machine, sizes), work.cuts()
+    kept = cuts[(cuts > 0) & (cuts >= least)] if least is not None else cuts[:0]
+    allowed: Ints = np.concatenate([[0], kept])
+    indices = np.searchsorted(cuts, allowed)
+    masses = [work.sums_before(n, counts)[indices] for n, counts in enumerate(work.counts)]
+    found = solve([ItemClass(allowed * sizes.parts.neuron, mass) for mass in masses], free)
+    return tuple(int(allowed[j]) for j in found.items), found.weight
+
+
+def least_hot_neurons(work: Workload, machine: Machine, sizes: Sizes) -> int | None:
+    """C_l of a model: with experts a neuron's bytes count by the share of tokens that read it."""
+    return least_neurons(machine, work.of_routed_experts(sizes.parts.neuron))

@@ -1,8 +1,9 @@
 """Place: which parts of a model belong on the GPU.
 
-`time`, the default, minimises the predicted time of a token (`cost`) over all parts at once, subject to the bytes of
-both memories (`program`), exactly (`chain`). `hot-mass` is PowerInfer's objective (`hot_mass`). Neurons are stored
-hottest group first, so that only *cuts* are looked at: in layer l the neurons before the cut go to the GPU.
+The objective `time`, the default, minimises the predicted time of a token (`token_time`) over all parts at once, within
+the bytes of both memories (`formulation`), exactly (`constrained_path`). The objective `hot-mass` is PowerInfer's
+(`hot_mass`). Neurons are stored hottest group first, so that only *cuts* are considered: of each layer the neurons
+before its cut go to the GPU.
 """
 
 import hashlib
@@ -13,10 +14,10 @@ from decimal import Decimal
 from typing import Any
 
 from pi_compile.cost_model.processors import CPU, GPU
-from pi_compile.cost_model.token_time import Costs, TokenTime, costs_of, token_time
-from pi_compile.cost_model.workload import Workload
+from pi_compile.cost_model.token_time import Costs, TokenTime, costs_of
+from pi_compile.cost_model.workload import LayerWork, Workload
 from pi_compile.machine.profile import Machine
-from pi_compile.placement.formulation import Choice, Sizes, all_cpu, program_of
+from pi_compile.placement.formulation import Assignment, Sizes, all_cpu, formulate, predicted_time
 from pi_compile.placement.greedy import greedy
 from pi_compile.placement.hot_mass import hot_mass
 from pi_compile.placement.solvers.constrained_path import solve
@@ -29,32 +30,34 @@ LADDER = (10, 25, 50, 75, 100)
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where everything is for one pair of budgets."""
+    """The placement of all parts for one pair of budgets, and what is predicted of it."""
 
     objective: str
     solver: str
     vram: int
-    """GPU bytes there are."""
+    """Budget in bytes of GPU memory."""
     ram: int
+    """Budget in bytes of RAM."""
     context: int
     """Positions the key-value cache holds."""
-    choice: Choice
-    cuts: tuple[int, ...]
-    """Of each layer and expert, as an artifact stores them."""
+    assignment: Assignment
+    expert_cuts: tuple[int, ...]
+    """The cut of each expert of each layer, as an artifact stores them."""
     time: TokenTime
     gpu_bytes: Mapping[str, int]
     """Bytes by part."""
     ram_bytes: Mapping[str, int]
+    """Bytes by part."""
     gap: float | None
-    """Predicted time over the proven optimum, less 1: 0 from the exact solver; None where time was not minimised."""
+    """Predicted time ÷ the optimum, less 1: 0 from the exact solver; None where nothing is proven of the time."""
     bound_ns: int | None
-    """No placement is predicted faster by the linear relaxation alone, which the exact solver starts from."""
-    second_opinion: TokenTime | None
-    """What the greedy rule reaches, beside the exact solver."""
-    hot_share: float
+    """Lower bound of the time by the linear relaxation, from which the exact solver starts."""
+    heuristic: TokenTime | None
+    """The time that the greedy heuristic reaches; None where the exact solver was not used."""
+    activations_on_gpu: float
     """Share of all activations that the neurons on the GPU account for."""
     digest: str
-    """Of the inputs: shape, formats, counts, rungs, machine, budgets, objective; and of the answer."""
+    """Digest of everything that decides the placement, and of the assignment."""
 
     @property
     def plan(self) -> Plan:
@@ -65,10 +68,10 @@ class Placement:
             used_bytes=sum(self.gpu_bytes.values()),
             ram_bytes=sum(self.ram_bytes.values()),
             context=self.context,
-            attention=tuple(SIDES[side] for side in self.choice.sides),
-            cuts=self.cuts,
-            embedding=SIDES[self.choice.embedding],
-            head=SIDES[self.choice.head],
+            attention=tuple(SIDES[side] for side in self.assignment.sides),
+            cuts=self.expert_cuts,
+            embedding=SIDES[self.assignment.embedding],
+            head=SIDES[self.assignment.head],
             predicted_ns=self.time.ns,
             digest=self.digest,
         )
@@ -99,80 +102,76 @@ def place(
     order embedding, layers, head. Raises DoesNotFitError with the bytes needed and budgets that fit.
     """
     costs, sizes = costs_of(work, machine), Sizes.of(work)
-    vram = vram if len(costs.units) > 1 else 0
-    bound, second = None, None
+    vram = vram if len(costs.processors) > 1 else 0
+    bound, heuristic = None, None
     if objective == "hot-mass":
-        choice = hot_mass(work, machine, sizes, vram)
+        assignment = hot_mass(work, machine, sizes, vram)
     elif solver == "greedy":
-        choice = greedy(costs, sizes, vram, ram)
+        assignment = greedy(costs, sizes, vram, ram)
     else:
-        choice, bound = _exact(costs, sizes, vram, ram)
-        second = greedy(costs, sizes, vram, ram)
-    gpu, here = _totals(sizes, choice)
-    if here > ram:
+        assignment, bound = _exact(costs, sizes, vram, ram)
+        heuristic = predicted_time(costs, greedy(costs, sizes, vram, ram))
+    used_vram, used_ram = _totals(sizes, assignment)
+    if used_ram > ram:
         raise _does_not_fit(costs, sizes, vram, ram)
-    assert gpu <= vram
+    assert used_vram <= vram
     inputs = _inputs(work, machine, vram, ram, objective, solver)
-    ram_bytes, gpu_bytes = sizes.used(choice)
+    ram_bytes, gpu_bytes = sizes.used(assignment)
     return Placement(
         objective=objective,
         solver=solver,
         vram=vram,
         ram=ram,
         context=work.context,
-        choice=choice,
-        cuts=tuple(cut for n, c in enumerate(choice.cuts) for cut in work.expert_cuts(n, c)),
-        time=_time(costs, choice),
+        assignment=assignment,
+        expert_cuts=tuple(cut for n, c in enumerate(assignment.cuts) for cut in work.expert_cuts(n, c)),
+        time=predicted_time(costs, assignment),
         gpu_bytes=gpu_bytes,
         ram_bytes=ram_bytes,
         gap=None if bound is None else 0.0,
         bound_ns=bound,
-        second_opinion=None if second is None else _time(costs, second),
-        hot_share=work.hot(choice.cuts) / max(int(work.counts.sum()), 1),
-        digest=_sha256({"inputs": inputs, "answer": asdict(choice)}),
+        heuristic=heuristic,
+        activations_on_gpu=work.activations_before(assignment.cuts) / max(int(work.counts.sum()), 1),
+        digest=_sha256({"inputs": inputs, "answer": _digested_assignment(assignment)}),
     )
 
 
-def _exact(costs: Costs, sizes: Sizes, vram: int, ram: int) -> tuple[Choice, int]:
-    """The optimum, and the relaxation's bound in nanoseconds."""
+def _exact(costs: Costs, sizes: Sizes, vram: int, ram: int) -> tuple[Assignment, int]:
+    """The optimum, and the relaxation's lower bound in nanoseconds."""
+    found = []
     nothing = all_cpu(len(costs.layers))
-    options = []
-    _, here = _totals(sizes, nothing)
-    if here <= ram:
-        time = _time(costs, nothing).total
-        options.append((time, 0, here, nothing, time))
+    _, used_ram = _totals(sizes, nothing)
+    if used_ram <= ram:
+        time = predicted_time(costs, nothing).total
+        found.append((time, 0, used_ram, nothing, time))
     # The GPU's buffers are needed with the first byte that is placed there.
-    capacity = vram - sizes.scratch[GPU]
-    if capacity >= 0 and len(costs.units) > 1 and sizes.everything - capacity <= ram:
-        program = program_of(costs, sizes)
-        way = solve(program.within(capacity, ram - sizes.scratch[CPU]))
-        if way is not None:
-            choice = program.choice(way)
-            assert _time(costs, choice).total == way.cost
-            options.append((way.cost, *_totals(sizes, choice), choice, way.bound))
-    if not options:
+    free = vram - sizes.scratch[GPU]
+    if free >= 0 and len(costs.processors) > 1 and sizes.everything - free <= ram:
+        formulation = formulate(costs, sizes)
+        path = solve(formulation.within(free, ram - sizes.scratch[CPU]))
+        if path is not None:
+            assignment = formulation.assignment(path)
+            assert predicted_time(costs, assignment).total == path.cost
+            found.append((path.cost, *_totals(sizes, assignment), assignment, path.bound))
+    if not found:
         raise _does_not_fit(costs, sizes, vram, ram)
-    best = min(options, key=lambda option: option[:3])
-    return best[3], -(-min(option[4] for option in options) // 1000)
+    best = min(found, key=lambda one: one[:3])
+    return best[3], -(-min(one[4] for one in found) // 1000)
 
 
-def _time(costs: Costs, choice: Choice) -> TokenTime:
-    return token_time(costs, choice.sides, choice.cuts, choice.embedding, choice.head)
-
-
-def _totals(sizes: Sizes, choice: Choice) -> tuple[int, int]:
+def _totals(sizes: Sizes, a: Assignment) -> tuple[int, int]:
     """Bytes of (GPU memory, RAM)."""
-    ram, gpu = sizes.used(choice)
+    ram, gpu = sizes.used(a)
     return sum(gpu.values()), sum(ram.values())
 
 
 def _does_not_fit(costs: Costs, sizes: Sizes, vram: int, ram: int) -> DoesNotFitError:
-    """What is needed, what there is, and the nearest budgets that fit, one of the two left as it is."""
-    _, less = _totals(sizes, greedy(costs, sizes, vram, limit=0))
-    more, _ = _totals(sizes, greedy(costs, sizes, 1 << 62, limit=ram))
-    fits = [f"{less} bytes of RAM ({less / 2**30:.2f} GiB) with this GPU budget"]
-    if sizes.scratch[CPU] <= ram and len(costs.units) > 1:
-        fits.append(f"{more} bytes of GPU memory ({more / 2**30:.2f} GiB) with this RAM")
+    """The error with what is needed, what there is, and the nearest budgets that fit: one raised, the other kept."""
+    _, enough_ram = _totals(sizes, greedy(costs, sizes, vram, ram=0))
+    enough_vram, _ = _totals(sizes, greedy(costs, sizes, 1 << 62, ram=ram))
+    fits = [f"{enough_ram} bytes of RAM ({enough_ram / 2**30:.2f} GiB) with this GPU budget"]
+    if sizes.scratch[CPU] <= ram and len(costs.processors) > 1:
+        fits.append(f"{enough_vram} bytes of GPU memory ({enough_vram / 2**30:.2f} GiB) with this RAM")
     return DoesNotFitError(
         "the model does not fit: no placement keeps both budgets",
         expected=f"{sizes.everything} bytes in all ({sizes.everything / 2**30:.2f} GiB)",
@@ -191,8 +190,9 @@ def ladder(
 ) -> tuple[Placement, ...]:
     """Placements for a ladder of GPU budgets and any further `budgets` (bytes), by rising budget.
 
-    Without those that place nothing, and of the ladder without those that do not fit into RAM; () for a machine
-    without a GPU. Raises DoesNotFitError for a further budget that does not fit, or at which nothing is placed.
+    Budgets of the ladder are left out where nothing is placed or where the model does not fit into RAM beside them.
+    Without a GPU the result is (). Raises DoesNotFitError for a further budget that does not fit, or at which nothing
+    is placed.
     """
     ram = ram_of(machine) if ram is None else ram
     if machine.gpu is None:
@@ -207,7 +207,7 @@ def ladder(
             if budget in budgets or budget == most:
                 raise
             continue
-        if placement.choice.uses_gpu:
+        if placement.assignment.uses_gpu:
             found.append(placement)
         elif budget in budgets:
             raise _nothing_placed(Sizes.of(work), budget)
@@ -231,12 +231,12 @@ def _nothing_placed(sizes: Sizes, budget: int) -> DoesNotFitError:
 def _inputs(work: Workload, machine: Machine, vram: int, ram: int, objective: str, solver: str) -> dict[str, Any]:
     """Everything that decides a placement, and nothing else: names and sources do not."""
     return {
-        "shape": {**asdict(work.shape), "family": None},
+        "shape": {**asdict(work.decoder), "family": None},
         "formats": dict(work.formats),
         "tokens": work.tokens,
         "counts": hashlib.sha256(work.counts.astype("<i8").tobytes()).hexdigest(),
         **({} if work.routed is None else {"routed": work.routed.tolist()}),
-        "layers": [asdict(layer) for layer in work.layers],
+        "layers": [_digested_layer(layer) for layer in work.layers],
         "context": work.context,
         "machine": machine.model_dump(exclude={"name": True, "source": True, "cpu": {"name"}, "gpu": {"name"}}),
         "vram": vram,
@@ -244,6 +244,17 @@ def _inputs(work: Workload, machine: Machine, vram: int, ram: int, objective: st
         "objective": objective,
         "solver": solver,
     }
+
+
+# The keys below are part of every lock and every stored plan, so they stay whatever the fields are called.
+
+
+def _digested_layer(layer: LayerWork) -> dict[str, Any]:
+    return {"rung": layer.rung, "rank": layer.rank, "read_ppm": layer.read_ppm}
+
+
+def _digested_assignment(a: Assignment) -> dict[str, Any]:
+    return {"sides": a.sides, "cuts": a.cuts, "embedding": a.embedding, "head": a.head}
 
 
 def _sha256(value: object) -> str:

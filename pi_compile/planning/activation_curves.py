@@ -1,12 +1,13 @@
 """Published activation curves, and the counts that a model with such a curve would have.
 
-A curve says which share y of all activations the hottest share x of the neurons has: shares, not frequencies. With the
-density d, the mean share of neurons that fire for a token, the neuron at place x of F fires with the frequency
+A curve says which share y of all activations the hottest share x of the neurons has: shares, not frequencies. Let d be
+the density, the mean share of the neurons that fire for a token. Then the neuron at place x fires with the frequency
 
-    f(x) = d · y′(x)        clipped at 1, what is above it spread downwards, over the next less frequent neurons
+    f(x) = d · y′(x)
 
-All in integers: y is held in units of 10⁻⁶, and counts are differences of one cumulated sum that is rounded down. So
-the same curve, density and sizes give the same counts everywhere.
+clipped at 1; the excess goes to the next less frequent neurons. All is computed in integers: y is in millionths, and
+counts are differences of one cumulated sum that is rounded down. So the same curve, density and sizes give the same
+counts everywhere.
 """
 
 import difflib
@@ -23,10 +24,10 @@ from pi_compile.files.bundled import bundled
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.errors import UsageError
 
-UNIT = 10**6
-"""A share of 1."""
+WHOLE = 10**6
+"""A share of 1, in millionths."""
 TOKENS = 10**6
-"""Tokens that counts from a curve stand for: the sources profiled about as many."""
+"""Tokens that counts from a curve stand for: about as many as the publications profiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class Curve:
 
 
 def find_curve(name: str) -> Curve:
-    """A bundled curve. Raises UsageError naming those there are."""
+    """The bundled curve of this name. Raises UsageError that names all of them."""
     known = sorted(path.stem for path in bundled("published").glob("*.csv"))
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -54,7 +55,7 @@ def find_curve(name: str) -> Curve:
 
 
 def read_curve(path: Path) -> Curve:
-    """Read a curve: comments that name its source, a header, then evenly spaced percentages. Raises ProfileError."""
+    """Read a curve: comments that name its source, a header, then rows of percentages. Raises ProfileError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         source = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
@@ -67,37 +68,37 @@ def read_curve(path: Path) -> Curve:
     if len(columns) < 2 or [x * (len(numbers) - 1) for x in columns[0]] != places:
         raise ProfileError(f"{path}: not an activation curve", expected="rows evenly spaced from 0 to 100 % of neurons")
     # No neuron has no activation; what a figure shows at 0 is the width of its line.
-    shares = tuple((0, *(int(y * UNIT / 100) for y in column[1:])) for column in columns[1:])
+    shares = tuple((0, *(int(y * WHOLE / 100) for y in column[1:])) for column in columns[1:])
     for column in shares:
-        if column[-1] != UNIT or any(a > b for a, b in pairwise(column)):
+        if column[-1] != WHOLE or any(a > b for a, b in pairwise(column)):
             raise ProfileError(f"{path}: not an activation curve", expected="shares that rise to 100 %")
     return Curve(name=path.stem, source=source, shares=shares)
 
 
-def curve_counts(curve: Curve, shape: Decoder, density: Decimal, tokens: int = TOKENS) -> npt.NDArray[np.uint64]:
-    """(layers, neurons) counts of a model with this curve and density over so many tokens; in each expert falling.
+def curve_counts(curve: Curve, decoder: Decoder, density: Decimal, tokens: int = TOKENS) -> npt.NDArray[np.uint64]:
+    """(layers, neurons) counts of a model with this curve and density over so many tokens; within an expert they fall.
 
-    A curve of several layers is stretched over the model's. With experts, density is that of an expert that is routed:
-    each has the curve, over its share of the tokens.
+    A curve of several layers is stretched over the model's layers. With experts, each has the curve over an equal share
+    of the tokens, and the density is that of the experts that a token is routed to.
     """
     if not 0 < density <= 1:
         raise UsageError(f"--density {density}: out of range", expected="a number above 0, at most 1")
-    routed = tokens * shape.experts_per_token // shape.n_experts
+    routed = tokens * decoder.experts_per_token // decoder.n_experts
     columns = len(curve.shares)
-    of_column = [_counts(shares, shape.d_ff, density, routed) for shares in curve.shares]
-    layers = [of_column[layer * columns // shape.n_layers] for layer in range(shape.n_layers)]
-    return np.tile(np.array(layers, np.uint64), (1, shape.n_experts))
+    of_column = [_counts(shares, decoder.d_ff, density, routed) for shares in curve.shares]
+    layers = [of_column[layer * columns // decoder.n_layers] for layer in range(decoder.n_layers)]
+    return np.tile(np.array(layers, np.uint64), (1, decoder.n_experts))
 
 
 def _counts(shares: tuple[int, ...], neurons: int, density: Decimal, tokens: int) -> list[int]:
-    """Counts of one FFN, falling, at most `tokens` each, and as many activations together as the density says."""
+    """Falling counts of one FFN, at most `tokens` each; their sum is what the density says."""
     total = int(density * neurons * tokens)
     steps = len(shares) - 1
     mass = []
     for n in range(neurons + 1):
         step, rest = divmod(n * steps, neurons)
         beyond = shares[min(step + 1, steps)] - shares[step]
-        mass.append(total * (shares[step] * neurons + beyond * rest) // (UNIT * neurons))
+        mass.append(total * (shares[step] * neurons + beyond * rest) // (WHOLE * neurons))
     falling = sorted((b - a for a, b in pairwise(mass)), reverse=True)
     excess, counts = 0, []
     for count in falling:

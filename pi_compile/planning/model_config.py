@@ -1,4 +1,4 @@
-"""Which model a plan is for: a config.json, a folder with one, or a published model whose config comes with us."""
+"""The model that a plan is for: a config.json, a folder with one, or a published model whose config is bundled."""
 
 import tomllib
 from collections.abc import Mapping
@@ -21,29 +21,30 @@ _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Activation:
-    """How a published model fires."""
+class PublishedActivation:
+    """The published activation curve and density of a model."""
 
     curve: str
-    """Name of a published curve."""
+    """Name of a bundled curve."""
     density: Decimal
+    """Mean share of the neurons that fire for a token."""
     source: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """What is known of a model without its weights."""
+    """A model as its config describes it, without weights."""
 
     name: str
-    shape: Decoder
+    decoder: Decoder
     dtype: str | None
     """Number format of its checkpoint, if the config says."""
-    activation: Activation | None
-    """As published, for the models that come with us."""
+    activation: PublishedActivation | None
+    """What is published of its neurons, for bundled models."""
 
     def formats(self, wanted: Mapping[str, str]) -> dict[str, str]:
-        """Format of each part; `keep` is the checkpoint's, and for predictors the FFN's."""
-        kept = {part: wanted[part] if wanted[part] != "keep" else self.dtype for part in PARTS}
+        """The number format of each part, where `keep` is the checkpoint's, and for predictors the FFN's."""
+        kept = {part: wanted[part] if wanted[part] != KEEP else self.dtype for part in PARTS}
         if wanted["predictor"] in (KEEP, AUTO):
             kept["predictor"] = kept["ffn"]
         formats = {part: fmt for part, fmt in kept.items() if fmt is not None}
@@ -55,7 +56,7 @@ class PlannedModel:
 
 
 def find_planned(name: str, folder: Path) -> PlannedModel:
-    """A config.json, a folder that holds one (both from `folder` on), or OWNER/NAME of a bundled config.
+    """The model of a config.json or of a folder that holds one, relative to `folder`, or of a bundled OWNER/NAME.
 
     Raises CheckpointError for anything else, and for a config that is not understood.
     """
@@ -80,24 +81,26 @@ def find_planned(name: str, folder: Path) -> PlannedModel:
     dtype = config.get("dtype", config.get("torch_dtype"))
     return PlannedModel(
         name=name,
-        shape=decoder_of(config),
+        decoder=decoder_of(config),
         dtype=_DTYPES.get(dtype) if isinstance(dtype, str) else None,
         activation=_activation(path.parent / "activation.toml"),
     )
 
 
 def bundled_models() -> list[str]:
-    """OWNER/NAME of every model whose config comes with us."""
+    """OWNER/NAME of every model whose config is bundled."""
     root = bundled("models")
     return sorted(path.parent.relative_to(root).as_posix() for path in root.glob(f"*/*/{_CONFIG}"))
 
 
-def _activation(path: Path) -> Activation | None:
+def _activation(path: Path) -> PublishedActivation | None:
     if not path.is_file():
         return None
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
-        return Activation(curve=data.pop("curve"), density=data.pop("density"), source=data.pop("source"), **data)
+        return PublishedActivation(
+            curve=data.pop("curve"), density=data.pop("density"), source=data.pop("source"), **data
+        )
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ProfileError(
             f"{path}: not a published activation", expected="curve, density, source", found=error

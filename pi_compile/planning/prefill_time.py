@@ -1,30 +1,31 @@
-"""The time of reading a prompt: dense, in blocks of tokens, each part on the unit that holds it.
+"""The time of reading a prompt: dense, in blocks of tokens, each part on the processor that holds it.
 
 For a block of T tokens a part takes the longer of reading its weights once and computing with them,
 
     max( bytes ÷ rate ,  2 T · weights ÷ operations a second )
 
-and the two sides of an FFN overlap as in decoding. A unit without a rate of operations is taken to be bound by memory.
-Hand-overs carry T residuals. The head is computed for the last token only; keys and values are few and left out.
+and the two sides of an FFN overlap as in decoding. A processor without a rate of operations is taken to be bound by
+memory. Hand-overs carry T residuals. The head is left out, because it is computed for the last token only; so are keys
+and values, because they are few.
 """
 
 from math import prod
 
-from pi_compile.cost_model.processors import CPU, GPU, PICO, link_of, units_of
+from pi_compile.cost_model.processors import CPU, GPU, PICO, interconnect_of, processors_of
 from pi_compile.cost_model.workload import Workload
 from pi_compile.machine.profile import Machine, whole
-from pi_compile.placement.formulation import PREFILL_TOKENS, Choice
+from pi_compile.placement.formulation import PREFILL_TOKENS, Assignment
 from pi_runtime.artifact.sizes import array_specs
 
 
-def prefill_tokens_per_s(work: Workload, machine: Machine, choice: Choice) -> float:
+def prefill_tokens_per_s(work: Workload, machine: Machine, a: Assignment) -> float:
     """Tokens a second of a long prompt with this placement."""
-    return PREFILL_TOKENS / (block_ps(work, machine, choice, PREFILL_TOKENS) / PICO)
+    return PREFILL_TOKENS / (block_ps(work, machine, a, PREFILL_TOKENS) / PICO)
 
 
-def block_ps(work: Workload, machine: Machine, choice: Choice, tokens: int) -> int:
+def block_ps(work: Workload, machine: Machine, a: Assignment, tokens: int) -> int:
     """Picoseconds of one block of tokens through all layers."""
-    units, link, parts = units_of(machine), link_of(machine), work.parts()
+    processors, interconnect, parts = processors_of(machine), interconnect_of(machine), work.parts()
     sections = (machine.cpu, machine.gpu)
     operations = [whole(s.products_gflop_per_s, 10**9) if s and s.products_gflop_per_s else None for s in sections]
     weights = _weights(work)
@@ -32,24 +33,26 @@ def block_ps(work: Workload, machine: Machine, choice: Choice, tokens: int) -> i
     def part_ps(side: int, nbytes: int, count: int, part: str) -> int:
         rate = operations[side]
         computing = -(-2 * tokens * count * PICO // rate) if rate else 0
-        return units[side].launch_ps + max(units[side].ps(nbytes, work.formats[part]), computing)
+        return processors[side].launch_ps + max(processors[side].ps(nbytes, work.formats[part]), computing)
 
-    handed = link.ps(4 * work.shape.d_model * tokens) if link else 0
-    total, before = 0, choice.embedding
-    for side, cut in zip(choice.sides, choice.cuts, strict=True):
-        cold = work.shape.neurons - cut
+    handover = interconnect.ps(4 * work.decoder.d_model * tokens) if interconnect else 0
+    total, before = 0, a.embedding
+    for side, cut in zip(a.sides, a.cuts, strict=True):
+        cold = work.decoder.neurons - cut
         attention = part_ps(side, parts.attention, weights["attention"], "attention")
-        hot_ps = part_ps(GPU, cut * parts.neuron, work.routed_part(cut * weights["neuron"]), "ffn") if cut else 0
-        cold_ps = part_ps(CPU, cold * parts.neuron, work.routed_part(cold * weights["neuron"]), "ffn") if cold else 0
-        split = cut != (0 if side == CPU else work.shape.neurons)
-        total += attention + max(hot_ps, cold_ps) + (2 * handed if split else 0) + (handed if side != before else 0)
+        hot_ps = part_ps(GPU, cut * parts.neuron, work.of_routed_experts(cut * weights["neuron"]), "ffn") if cut else 0
+        cold_ps = (
+            part_ps(CPU, cold * parts.neuron, work.of_routed_experts(cold * weights["neuron"]), "ffn") if cold else 0
+        )
+        split = cut != (0 if side == CPU else work.decoder.neurons)
+        total += attention + max(hot_ps, cold_ps) + (2 * handover if split else 0) + (handover if side != before else 0)
         before = side
     return total
 
 
 def _weights(work: Workload) -> dict[str, int]:
-    """Numbers in one layer's attention, and in one neuron."""
-    specs = array_specs(work.shape, work.formats, [None], profiled=False)
+    """Number of weights in one layer's attention, and in one neuron."""
+    specs = array_specs(work.decoder, work.formats, [None], profiled=False)
     names = ("layers/0/attention/qkv", "layers/0/attention/out")
-    neuron = sum(prod(specs[f"layers/0/ffn/{name}"].shape) for name in ("first", "rest")) // work.shape.neurons
+    neuron = sum(prod(specs[f"layers/0/ffn/{name}"].shape) for name in ("first", "rest")) // work.decoder.neurons
     return {"attention": sum(prod(specs[name].shape) for name in names), "neuron": neuron}

@@ -1,1 +1,1 @@
-"""A placement explained on one page with figures."""
+"""A placement explained on one page, in words, figures and tables."""

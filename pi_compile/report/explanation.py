@@ -1,4 +1,4 @@
-"""Why a placement is what it is: where its time and its bytes go, and what other budgets would give."""
+"""Everything the report shows: a placement, its time and bytes, and what other budgets and rules would give."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,12 +7,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from pi_compile.cost_model.activation_counts import ActivationCounts
 from pi_compile.cost_model.processors import CPU, GPU, PICO
 from pi_compile.cost_model.workload import Workload
 from pi_compile.placement.formulation import Sizes
 from pi_compile.placement.stage import LADDER, Placement, place
 from pi_compile.planning.baselines import layer_split, powerinfer
-from pi_compile.planning.forecast import AROUND, Firing, PlanSpec, firing_of, workload_of
+from pi_compile.planning.forecast import AROUND, PlanSpec, activation_counts
 from pi_compile.planning.prefill_time import prefill_tokens_per_s
 from pi_compile.results.activation_profile import cumulative_curve
 from pi_runtime.errors import DoesNotFitError
@@ -22,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """One pair of budgets, and what it gives."""
+    """One pair of budgets, and the predicted speeds of all rules."""
 
     vram: int
     ram: int
@@ -32,22 +33,22 @@ class Budget:
     """None where nothing keeps both budgets."""
     prefill_tokens_per_s: float | None
     layer_split_tokens_per_s: float
-    """Whole layers, dense, as llama.cpp places them."""
+    """Speed with whole layers, dense, as llama.cpp places them."""
     powerinfer_tokens_per_s: float
-    """By PowerInfer's rule."""
+    """Speed by PowerInfer's rule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """One placement, what it was made from, and its neighbours."""
+    """One placement, its inputs, and the budgets around it."""
 
     spec: PlanSpec
-    firing: Firing
+    activation: ActivationCounts
     work: Workload
     placement: Placement
     budgets: tuple[Budget, ...]
     """By rising GPU memory, or RAM on a machine without a GPU."""
-    most: int
+    all_on_gpu: int
     """GPU memory that takes every part."""
 
     @property
@@ -56,7 +57,7 @@ class Explanation:
 
     @cached_property
     def curves(self) -> Floats:
-        """(layers, 101) share of a layer's activations that the hottest 0, 1, … 100 % of its neurons have."""
+        """(layers, 101) share of a layer's activations that fall on the hottest 0, 1, … 100 % of its neurons."""
         return cumulative_curve(self.work.counts)
 
     @cached_property
@@ -65,38 +66,45 @@ class Explanation:
         return np.asarray(self.work.counts.mean(1) / self.work.tokens)
 
     @cached_property
-    def hot_shares(self) -> Floats:
-        """(layers,) share of a layer's activations that its neurons on the GPU have."""
-        counts, cuts = self.work.counts, self.placement.choice.cuts
+    def activations_on_gpu(self) -> Floats:
+        """(layers,) share of a layer's activations that fall on its neurons on the GPU."""
+        counts, cuts = self.work.counts, self.placement.assignment.cuts
         return np.array([c[:cut].sum() / max(c.sum(), 1) for c, cut in zip(counts, cuts, strict=True)])
 
 
 def explain(spec: PlanSpec, progress: Callable[[int, int], None] | None = None) -> Explanation:
-    """The placement at the budget, and others: 25 % around it, the CPU alone, and the ladder of stored plans.
+    """The placement at the budget, and those 25 % around it, on the CPU alone, and for the ladder of stored plans.
 
-    Raises what `planning.plan` raises.
+    Raises what `forecast.plan` raises.
     """
-    firing = firing_of(spec)
-    work = workload_of(spec, firing)
+    activation = activation_counts(spec)
+    work = activation.workload(spec.model.decoder, spec.formats, spec.context)
     placement = place(work, spec.machine, spec.vram, spec.ram, objective=spec.objective)
-    most = Sizes.of(work).all_on_gpu
-    pairs = _pairs(spec, most)
+    all_on_gpu = Sizes.of(work).all_on_gpu
+    pairs = _pairs(spec, all_on_gpu)
     budgets = []
     for done, (vram, ram) in enumerate(pairs):
         asked = (vram, ram) == (spec.vram, spec.ram)
         budgets.append(_budget(spec, work, vram, ram, placement if asked else None))
         if progress is not None:
             progress(done + 1, len(pairs))
-    return Explanation(spec=spec, firing=firing, work=work, placement=placement, budgets=tuple(budgets), most=most)
+    return Explanation(
+        spec=spec,
+        activation=activation,
+        work=work,
+        placement=placement,
+        budgets=tuple(budgets),
+        all_on_gpu=all_on_gpu,
+    )
 
 
-def _pairs(spec: PlanSpec, most: int) -> list[tuple[int, int]]:
-    """(GPU, RAM) budgets to look at. Where there is no GPU the budget that varies is RAM."""
+def _pairs(spec: PlanSpec, all_on_gpu: int) -> list[tuple[int, int]]:
+    """The (GPU, RAM) budgets to place for. On a machine without a GPU the budget that varies is RAM."""
     if not spec.vram:
         return [(0, spec.ram * (100 + percent) // 100) for percent in AROUND]
     around = [spec.vram * (100 + percent) // 100 for percent in AROUND]
-    ladder = [most * percent // 100 for percent in (0, *LADDER)]
-    # What is all but the same budget twice would only confuse.
+    ladder = [all_on_gpu * percent // 100 for percent in (0, *LADDER)]
+    # Nearly equal budgets would only confuse.
     ladder = [vram for vram in ladder if all(vram == other or abs(vram - other) > vram // 50 for other in around)]
     return [(vram, spec.ram) for vram in sorted({*ladder, *around})]
 
@@ -109,7 +117,7 @@ def _budget(spec: PlanSpec, work: Workload, vram: int, ram: int, asked: Placemen
         except DoesNotFitError:
             placement = None
     if placement is not None:
-        prefill = prefill_tokens_per_s(work, spec.machine, placement.choice)
+        prefill = prefill_tokens_per_s(work, spec.machine, placement.assignment)
     return Budget(
         vram=vram,
         ram=ram,
@@ -127,15 +135,17 @@ def tokens_per_s(placement: Placement) -> float:
 
 
 def busy(placement: Placement) -> dict[str, dict[str, int]]:
-    """Picoseconds of a token in which each unit works, and on what. Units work side by side only within an FFN."""
-    units: dict[str, dict[str, int]] = {name: dict.fromkeys(placement.time.parts, 0) for name in ("GPU", "CPU", "link")}
-    names, choice, time = {CPU: "CPU", GPU: "GPU"}, placement.choice, placement.time
-    for side, layer in zip(choice.sides, time.layers, strict=True):
-        units[names[side]]["attention"] += layer.attention
-        units[names[side]]["predictor"] += layer.predictor
-        units["GPU"]["ffn"] += layer.gpu
-        units["CPU"]["ffn"] += layer.cpu
-        units["link"]["hand-over"] += layer.handover + layer.crossing
-    units[names[choice.embedding]]["embedding and head"] += time.embedding
-    units[names[choice.head]]["embedding and head"] += time.head
-    return units
+    """Picoseconds of a token for which each processor and the link work, by part. They overlap only within an FFN."""
+    busy_ps: dict[str, dict[str, int]] = {
+        name: dict.fromkeys(placement.time.parts, 0) for name in ("GPU", "CPU", "link")
+    }
+    names, assignment, time = {CPU: "CPU", GPU: "GPU"}, placement.assignment, placement.time
+    for side, layer in zip(assignment.sides, time.layers, strict=True):
+        busy_ps[names[side]]["attention"] += layer.attention
+        busy_ps[names[side]]["predictor"] += layer.predictor
+        busy_ps["GPU"]["ffn"] += layer.gpu
+        busy_ps["CPU"]["ffn"] += layer.cpu
+        busy_ps["link"]["hand-over"] += layer.handover + layer.crossing
+    busy_ps[names[assignment.embedding]]["embedding and head"] += time.embedding
+    busy_ps[names[assignment.head]]["embedding and head"] += time.head
+    return busy_ps

@@ -1,4 +1,4 @@
-"""The report's figures layer by layer: activation curves, cuts, time, balance of the two sides, predictor ranks."""
+"""The report's figures by layer: activation curves, cuts, time, balance of the two sides, predictor ranks."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -9,24 +9,24 @@ from pi_compile.report.explanation import Explanation, Floats
 from pi_compile.report.quantities import duration, duration_unit, percent, span
 from pi_compile.report.style import LAYER_COLOURS
 from pi_compile.report.svg import colour, figure, rectangles, svg
-from pi_compile.report.token_figures import TIME_COLOURS, Chart, key_of
+from pi_compile.report.token_figures import TIME_COLOURS, Chart, legend_of
 
 _GAPS = 48
-"""Layers up to which bars stand apart."""
+"""With more layers than this there are no gaps between bars."""
 _HANDED = (
     "Hand-over is what passes between GPU and CPU: results of an FFN that both work on, and the residual where "
     "neighbours differ. "
 )
 _NAMED = 12
-"""Points that have room for a number each."""
+"""With more points than this there is no room for a number beside each."""
 
 
 def curve_figure(e: Explanation) -> Chart:
-    """Activation curve of each layer, with the cut on it."""
+    """The activation curve of each layer, with its cut."""
     x = np.arange(e.curves.shape[1])
     _, first = np.unique(e.curves, axis=0, return_index=True)
     names = layer_colours(len(e.curves)) if len(first) > 1 else ["accent"] * len(e.curves)
-    cuts = 100 * np.array(e.placement.choice.cuts) / e.work.shape.neurons
+    cuts = 100 * np.array(e.placement.assignment.cuts) / e.work.decoder.neurons
     with figure(3.3) as (drawn, (axis,)):
         axis.plot([0, 100], [0, 100], color=colour("line"), lw=1)
         for n in sorted(first):
@@ -35,7 +35,13 @@ def curve_figure(e: Explanation) -> Chart:
         colours = [colour(names[n]) for n in on]
         if on:
             axis.scatter(
-                cuts[on], 100 * e.hot_shares[on], c=colours, s=20, edgecolors=colour("paper"), linewidths=0.6, zorder=3
+                cuts[on],
+                100 * e.activations_on_gpu[on],
+                c=colours,
+                s=20,
+                edgecolors=colour("paper"),
+                linewidths=0.6,
+                zorder=3,
             )
         _shares(axis)
         axis.set_xlim(0, 100.5)
@@ -53,27 +59,27 @@ def curve_figure(e: Explanation) -> Chart:
         svg=text,
         caption=f"The further a curve bends away from the diagonal, the more a few neurons do. {alike}{dots}"
         f"{said} of its activations.",
-        key=_layer_key(len(e.curves)) if len(first) > 1 else (),
+        legend=_layer_legend(len(e.curves)) if len(first) > 1 else (),
     )
 
 
 def cut_figure(e: Explanation) -> Chart | None:
-    """What of each layer is on the GPU; None without a GPU."""
+    """The share of each layer on the GPU; None without a GPU."""
     if not e.spec.vram:
         return None
-    choice, n = e.placement.choice, len(e.placement.choice.cuts)
-    shares = 100 * np.array(choice.cuts) / e.work.shape.neurons
-    attention = choice.sides.count(GPU)
+    assignment, n = e.placement.assignment, len(e.placement.assignment.cuts)
+    shares = 100 * np.array(assignment.cuts) / e.work.decoder.neurons
+    attention = assignment.sides.count(GPU)
     with figure(3.3, (8, 1), sharex=True) as (drawn, (axis, strip)):
         rectangles(axis, _bars(np.zeros(n), shares), "gpu")
-        axis.plot(range(n), 100 * e.hot_shares, "o", color=colour("ink"), ms=3 if n <= _GAPS else 2)
+        axis.plot(range(n), 100 * e.activations_on_gpu, "o", color=colour("ink"), ms=3 if n <= _GAPS else 2)
         _shares(axis)
         axis.set_title("neurons on the GPU, % of the layer")
         axis.grid(axis="y")
         axis.tick_params(axis="x", length=0)
         for side, name in ((GPU, "gpu"), (CPU, "cpu")):
-            here = np.array([s == side for s in choice.sides])
-            rectangles(strip, _bars(np.zeros(n), here.astype(float)), name)
+            on_side = np.array([s == side for s in assignment.sides])
+            rectangles(strip, _bars(np.zeros(n), on_side.astype(float)), name)
         strip.set_title("attention with its cache")
         strip.set_yticks([])
         strip.spines["left"].set_visible(False)
@@ -81,23 +87,23 @@ def cut_figure(e: Explanation) -> Chart | None:
         title = "What of each layer is on the GPU"
         range_ = span(percent(shares.min() / 100), percent(shares.max() / 100))
         said = (
-            f"Of a layer’s neurons {range_}; {percent(e.placement.hot_share)} of all activations; "
+            f"Of a layer’s neurons {range_}; {percent(e.placement.activations_on_gpu)} of all activations; "
             f"attention of {attention} of {n} layers."
         )
         text = svg(drawn, "cuts", title, said)
     sides = [("gpu", "", "GPU"), *([("cpu", "", "CPU")] if attention < n else [])]
-    key = (*sides, ("ink", "dot", "activations of the neurons on the GPU"))
+    legend = (*sides, ("ink", "dot", "activations of the neurons on the GPU"))
     return Chart(
         title=title,
         svg=text,
         caption="Bars: the share of a layer’s neurons before its cut. Dots: the share of its activations that these "
         f"neurons have; high above its bar, a layer’s few hot neurons do most of the work. {said}",
-        key=key,
+        legend=legend,
     )
 
 
 def layer_figure(e: Explanation) -> Chart:
-    """Time of each layer by part."""
+    """The time of each layer by part."""
     layers = e.placement.time.layers
     scale, unit = duration_unit(max(layer.total for layer in layers))
     handed = [layer.handover + layer.crossing for layer in layers]
@@ -127,12 +133,12 @@ def layer_figure(e: Explanation) -> Chart:
         title=title,
         svg=text,
         caption=f"Predicted time of each layer for one token, part upon part. {_HANDED if any(handed) else ''}{said}",
-        key=key_of(TIME_COLOURS, (part for part, times in parts.items() if any(times))),
+        legend=legend_of(TIME_COLOURS, (part for part, times in parts.items() if any(times))),
     )
 
 
 def balance_figure(e: Explanation) -> Chart | None:
-    """Both sides of each FFN; None where only one works."""
+    """The times of both sides of each FFN; None where only one works."""
     layers = e.placement.time.layers
     gpu, cpu = (np.array([getattr(layer, name) for layer in layers]) for name in ("gpu", "cpu"))
     if not gpu.any() or not cpu.any():
@@ -159,12 +165,12 @@ def balance_figure(e: Explanation) -> Chart | None:
         svg=text,
         caption="They work at once, so the higher line is what an FFN takes. Where they meet neither waits; a side "
         f"at 0 has no neurons of that layer. {said}",
-        key=(("gpu", "line", "GPU"), ("cpu", "line", "CPU")),
+        legend=(("gpu", "line", "GPU"), ("cpu", "line", "CPU")),
     )
 
 
 def rank_figure(e: Explanation) -> Chart | None:
-    """Predictor rank against density; None where all layers have the same, or none."""
+    """Predictor rank by density; None where all layers have the same rank, or none has a predictor."""
     ranked = [(float(d), how.rank, n) for n, (d, how) in enumerate(zip(e.densities, e.work.layers, strict=True))]
     points = [(100 * density, rank, n) for density, rank, n in ranked if rank is not None]
     if len({rank for _, rank, _ in ranked}) < 2:
@@ -186,16 +192,16 @@ def rank_figure(e: Explanation) -> Chart | None:
         axis.grid()
         low, high = min(rank for _, rank, _ in points), max(rank for _, rank, _ in points)
         without = len(ranked) - len(points)
-        said = f"Ranks {span(str(low), str(high))}" + (f"; {without} layers do without." if without else ".")
+        said = f"Ranks {span(str(low), str(high))}" + (f"; {without} layers have no predictor." if without else ".")
         title = "Predictor rank against density"
         text = svg(drawn, "ranks", title, said)
     marked = "Numbers are layers. " if len(points) <= _NAMED else ""
     return Chart(
         title=title,
         svg=text,
-        caption="One dot a layer. A larger rank reads more of the predictor and fewer neurons in vain; training takes "
-        f"what reads least at the quality asked for. {marked}{said}",
-        key=_layer_key(len(ranked)) if len(points) > _NAMED else (),
+        caption="One dot a layer. A larger rank reads more of the predictor and fewer inactive neurons; training takes "
+        f"the rank that reads least within the quality budget. {marked}{said}",
+        legend=_layer_legend(len(ranked)) if len(points) > _NAMED else (),
     )
 
 
@@ -205,7 +211,7 @@ def layer_colours(layers: int) -> list[str]:
     return [LAYER_COLOURS[round(n * last / max(layers - 1, 1))] for n in range(layers)]
 
 
-def _layer_key(layers: int) -> tuple[tuple[str, str, str], ...]:
+def _layer_legend(layers: int) -> tuple[tuple[str, str, str], ...]:
     names = layer_colours(layers)
     rows: list[tuple[str, str, str]] = []
     for name in dict.fromkeys(names):

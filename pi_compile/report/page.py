@@ -1,6 +1,6 @@
 """One placement explained on one HTML page that needs nothing else: no script, no font, no network.
 
-The same explanation gives the same bytes. Everything that comes from a file is escaped, and stands in no figure.
+The same explanation gives the same bytes. Everything that comes from a file is escaped, and is never part of a figure.
 """
 
 import re
@@ -35,7 +35,7 @@ _FIGURES: tuple[Callable[[Explanation], Chart | None], ...] = (
 
 
 def report_page(e: Explanation) -> str:
-    """The page."""
+    """The page as HTML."""
     title = f"{_name(e)} on {e.spec.machine.name}"
     figures = [_figure(chart) for draw in _FIGURES if (chart := draw(e)) is not None]
     sections = [
@@ -56,13 +56,13 @@ def report_page(e: Explanation) -> str:
 
 
 def _name(e: Explanation) -> str:
-    """The model's name; of a path its end."""
+    """The model's name; the end of a path."""
     path = Path(e.spec.model.name)
     return "/".join(path.parts[-2:]) if path.is_absolute() or path.parts[:1] == ("..",) else str(path)
 
 
 def answer_of(e: Explanation) -> str:
-    """What it comes to, in plain words."""
+    """The predicted result in plain words."""
     time, p = e.placement.time, e.placement
     part, ps = max(time.parts.items(), key=lambda item: item[1])
     room = f"{memory(p.ram)} of RAM" if not p.vram else f"{memory(p.vram)} of GPU memory and {memory(p.ram)} of RAM"
@@ -87,12 +87,12 @@ def _marked(e: Explanation) -> str:
 
 
 def _whole(text: str) -> str:
-    """Numbers and their units stay on one line."""
+    """HTML in which numbers and their units stay on one line."""
     return re.sub(r"(?<=\d) (?=%|(?:[KMGT]i)?B\b|[nµm]?s\b)", NBSP, text)
 
 
 def _around(e: Explanation, share: int) -> Budget | None:
-    """The budget of so many percent of the one asked for."""
+    """The budget that is so many percent of the one asked for."""
     return next((b for b in e.budgets if b.vram == e.spec.vram * share // 100), None)
 
 
@@ -109,7 +109,7 @@ def _other(e: Explanation, other: Budget) -> str:
 
 def _tiles(e: Explanation) -> str:
     p = e.placement
-    share = sum(p.choice.cuts) / e.work.counts.size
+    share = sum(p.assignment.cuts) / e.work.counts.size
     tiles = [
         ("Answering", f"{digits(tokens_per_s(p))}{NBSP}tokens/s", f"{duration(p.time.total)} a token"),
         ("Reading a prompt", f"{digits(e.asked.prefill_tokens_per_s or 0)}{NBSP}tokens/s", "dense, in blocks"),
@@ -118,7 +118,7 @@ def _tiles(e: Explanation) -> str:
         tiles.append(_use("GPU memory", sum(p.gpu_bytes.values()), p.vram))
     tiles.append(_use("RAM", sum(p.ram_bytes.values()), p.ram))
     if p.vram:
-        tiles.append(("On the GPU", percent(p.hot_share), f"of activations, by {percent(share)} of neurons"))
+        tiles.append(("On the GPU", percent(p.activations_on_gpu), f"of activations, by {percent(share)} of neurons"))
     cells = (
         f"<div><dt>{name}</dt><dd>{value.partition(NBSP)[0]} <span>{value.partition(NBSP)[2]}</span>"
         f"<small>{more}</small></dd></div>"
@@ -136,9 +136,9 @@ def _section(title: str, body: str) -> str:
 
 
 def _figure(chart: Chart) -> str:
-    marks = "".join(f"<li>{_mark(name, shape) if name else ''}{label}</li>" for name, shape, label in chart.key)
-    key = f'<ul class="key">{marks}</ul>' if marks else ""
-    return f"<figure><h3>{chart.title}</h3>{key}{chart.svg}<figcaption>{chart.caption}</figcaption></figure>"
+    marks = "".join(f"<li>{_mark(name, shape) if name else ''}{label}</li>" for name, shape, label in chart.legend)
+    legend = f'<ul class="key">{marks}</ul>' if marks else ""
+    return f"<figure><h3>{chart.title}</h3>{legend}{chart.svg}<figcaption>{chart.caption}</figcaption></figure>"
 
 
 def _mark(name: str, shape: str) -> str:
@@ -147,11 +147,11 @@ def _mark(name: str, shape: str) -> str:
 
 
 def _ranks(e: Explanation) -> str:
-    """In place of a figure of ranks where there would be nothing to see."""
+    """A sentence in place of the figure of ranks, where all ranks are equal."""
     ranks = {how.rank for how in e.work.layers}
     if len(ranks) > 1 or None in ranks:
         return ""
-    how = "as training left it" if e.firing.layers else "by rule, as long as none is trained"
+    how = "as trained" if e.activation.layers else "by rule, because none is trained"
     shown = span(percent(e.densities.min()), percent(e.densities.max()))
     said = f"Predictors are of rank {ranks.pop()} in every layer, {how}, at a density of {shown}."
     return f"<figure><h3>Predictor rank against density</h3><figcaption>{said}</figcaption></figure>"
@@ -159,11 +159,11 @@ def _ranks(e: Explanation) -> str:
 
 def _inputs(e: Explanation) -> Iterable[tuple[str, str]]:
     spec, p = e.spec, e.placement
-    yield "Model", f"{spec.model.name}, {parameters(spec.model.shape) / 1e9:,.3g} billion parameters"
+    yield "Model", f"{spec.model.name}, {parameters(spec.model.decoder) / 1e9:,.3g} billion parameters"
     yield "Number formats", ", ".join(f"{WORDS.get(part, part)} {fmt}" for part, fmt in spec.formats.items())
     yield "Context", f"{spec.context:,} positions; the cache is taken as half full"
     density = float(e.work.counts.mean() / e.work.tokens)
-    yield "How neurons fire", f"{percent(density)} of them for a token; {e.firing.source}"
+    yield "How neurons fire", f"{percent(density)} of them for a token; {e.activation.source}"
     yield "FFN", _rungs(e)
     yield "Machine", f"{spec.machine.name}: {spec.machine.source}"
     yield from _rates(spec.machine, dict.fromkeys(spec.formats.values()))
@@ -175,20 +175,23 @@ def _rungs(e: Explanation) -> str:
     counts = Counter(how.rung for how in e.work.layers)
     ranks = [how.rank for how in e.work.layers if how.rank is not None]
     text = ", ".join(f"{counts[rung]} layers {rung}" for rung in RUNGS if counts[rung])
-    how = "as trained" if e.firing.layers else "by rule"
+    how = "as trained" if e.activation.layers else "by rule"
     return f"{text}; predictors of rank {span(str(min(ranks)), str(max(ranks)))}, {how}" if ranks else text
 
 
 def _rates(machine: Machine, formats: Iterable[str]) -> Iterable[tuple[str, str]]:
-    yield "CPU and RAM", _unit(machine.cpu, machine.cpu.ram_gib, formats)
+    yield "CPU and RAM", _processor(machine.cpu, machine.cpu.ram_gib, formats)
     if machine.gpu is not None and machine.link is not None:
-        yield "GPU", _unit(machine.gpu, machine.gpu.vram_gib, formats)
+        yield "GPU", _processor(machine.gpu, machine.gpu.vram_gib, formats)
         yield "Link", f"{machine.link.pcie_gb_per_s:g} GB/s one way, {machine.link.sync_us:g} µs for a hand-over"
 
 
-def _unit(unit: Cpu | Gpu, gib: float, formats: Iterable[str]) -> str:
-    text = f"{unit.name}; {gib:g} GiB at {unit.bandwidth_gb_per_s:g} GB/s"
-    for how, rates in (("matrices in", dict(unit.format_gb_per_s)), ("picked rows in", dict(unit.gather_gb_per_s))):
+def _processor(section: Cpu | Gpu, gib: float, formats: Iterable[str]) -> str:
+    text = f"{section.name}; {gib:g} GiB at {section.bandwidth_gb_per_s:g} GB/s"
+    for how, rates in (
+        ("matrices in", dict(section.format_gb_per_s)),
+        ("gathered rows in", dict(section.gather_gb_per_s)),
+    ):
         text += "".join(f", {how} {fmt} at {rates[fmt]:g} GB/s" for fmt in formats if fmt in rates)
     return text
 
@@ -196,9 +199,9 @@ def _unit(unit: Cpu | Gpu, gib: float, formats: Iterable[str]) -> str:
 def _proof(e: Explanation) -> str:
     p = e.placement
     if p.gap is None:
-        return "time is not what it is best at"
-    second = "" if p.second_opinion is None else f"; a quick rule reaches {duration(p.second_opinion.total)} a token"
-    return f"proven optimal: no placement of this form within these budgets is predicted faster{second}"
+        return "another objective than time"
+    heuristic = "" if p.heuristic is None else f"; the greedy heuristic reaches {duration(p.heuristic.total)} a token"
+    return f"proven optimal: no placement of this form within these budgets is predicted faster{heuristic}"
 
 
 def _facts(facts: Iterable[tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""How the report page looks: its colours, light and dark, and its style sheet."""
+"""The look of the report page: colours for light and dark, and the style sheet."""
 
 COLOURS = {
     "paper": ("#ffffff", "#14171a"),
@@ -8,7 +8,7 @@ COLOURS = {
     "line": ("#d5dae0", "#39414a"),
     "accent": ("#0b6e63", "#4fd0bf"),
     "warn": ("#b3261e", "#ff8a80"),
-    # What time and bytes go to.
+    # Parts of time and of bytes.
     "attention": ("#2f6db5", "#5b9be6"),
     "cache": ("#7fb2e5", "#a9cdf3"),
     "predictor": ("#8a5fb8", "#b792e0"),
@@ -17,7 +17,7 @@ COLOURS = {
     "embedding": ("#9aa5b0", "#8b96a1"),
     "head": ("#5f6b76", "#bcc5ce"),
     "scratch": ("#c4cbd2", "#545e68"),
-    # Units.
+    # Processors.
     "gpu": ("#17877b", "#3fc0b0"),
     "cpu": ("#a8762a", "#d9a957"),
     # Layers, first to last.
@@ -86,6 +86,6 @@ footer{color:var(--muted);font-size:.85rem;padding-top:2rem;padding-bottom:3rem}
 
 
 def style_sheet() -> str:
-    """The page's CSS; nothing in it is fetched."""
+    """The page's CSS, which fetches nothing."""
     light, dark = (";".join(f"--{name}:{pair[n]}" for name, pair in COLOURS.items()) for n in (0, 1))
     return f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}{_SHEET}"

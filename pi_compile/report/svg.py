@@ -1,7 +1,7 @@
-"""One matplotlib figure as SVG that belongs into a page: small, without fonts, in the colours of the page's style.
+"""A matplotlib figure as inline SVG: small, without fonts, in the colours of the page's style.
 
-Drawn in colours that stand for names, which become `var(--NAME)`: so one figure suits a light page and a dark one.
-Never pass text of a file to it: matplotlib reads mathematics between dollars.
+Figures are drawn in placeholder colours, which become `var(--NAME)`: so one figure suits a light page and a dark one.
+Never pass text of a file to a figure: matplotlib reads mathematics between dollars.
 """
 
 import io
@@ -21,22 +21,22 @@ from matplotlib.path import Path as Outline
 from pi_compile.report.style import COLOURS
 
 WIDTH = 4.85
-"""Inches of 72 units: at the width of a phone a unit is about a pixel."""
+"""Width in inches of 72 SVG units: on a phone a unit is about a pixel."""
 _NAMES = tuple(COLOURS)
-_STANDS_FOR = re.compile(r"#fe01([0-9a-f]{2})")
+_PLACEHOLDER = re.compile(r"#fe01([0-9a-f]{2})")
 _NUMBER = re.compile(r"-?\d+\.\d+")
 _SVG = "{http://www.w3.org/2000/svg}"
 _HREF = "{http://www.w3.org/1999/xlink}href"
 
 
 def colour(name: str) -> str:
-    """What matplotlib draws in where the page has the colour `name`."""
+    """The placeholder that matplotlib draws with for the page's colour `name`."""
     return f"#fe01{_NAMES.index(name):02x}"
 
 
 @contextmanager
 def figure(height: float, rows: Sequence[float] = (1,), *, sharex: bool = False) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure of `height` inches with axes below each other, and matplotlib's own defaults whatever the user's are."""
+    """A figure of `height` inches with axes below each other, by matplotlib's defaults whatever the user's settings."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(_style())
@@ -87,10 +87,10 @@ def rectangles(axis: Axes, boxes: Sequence[tuple[float, float, float, float]], n
 
 
 def svg(drawn: Figure, name: str, title: str, description: str) -> str:
-    """The figure as an element for a page. `name` keeps its ids apart from those of other figures."""
+    """The figure as an HTML element. `name` keeps its ids apart from those of other figures."""
     out = io.StringIO()
     drawn.savefig(out, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    root = ET.fromstring(out.getvalue())  # noqa: S314  our own
+    root = ET.fromstring(out.getvalue())  # noqa: S314  written above
     for child in [c for c in root if c.tag in (f"{_SVG}metadata", f"{_SVG}defs")]:
         if child.tag.endswith("metadata") or child.find(f"{_SVG}style") is not None:
             root.remove(child)
@@ -108,11 +108,11 @@ def svg(drawn: Figure, name: str, title: str, description: str) -> str:
     heading.text, about.text = title, description
     root[:0] = [heading, about]
     text = ET.tostring(root, encoding="unicode")
-    return _STANDS_FOR.sub(lambda found: f"var(--{_NAMES[int(found[1], 16)]})", text)
+    return _PLACEHOLDER.sub(lambda found: f"var(--{_NAMES[int(found[1], 16)]})", text)
 
 
 def _tidy(element: ET.Element, used: set[str], own: Callable[[str], str]) -> None:
-    """No namespaces, no ids that nothing refers to, the page's font, and two decimals."""
+    """Remove namespaces, unused ids and fonts from an element, and round its numbers to two decimals."""
     element.tag = element.tag.removeprefix(_SVG)
     element.text = element.text if element.tag == "text" else None
     element.tail = None

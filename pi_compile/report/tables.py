@@ -23,18 +23,18 @@ def table(title: str, head: Sequence[str], rows: Iterable[str], foot: Iterable[s
 
 
 def row(name: str, cells: Iterable[str], *, asked: bool = False) -> str:
-    """A row; its cells are HTML."""
+    """A row of a table; its cells are HTML."""
     mark = ' class="asked" aria-current="true"' if asked else ""
     return f'<tr{mark}><th scope="row">{escape(name)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
 
 
 def number(value: int, text: str) -> str:
-    """A cell that says its exact value to a machine."""
+    """A cell with its exact value for machines."""
     return f'<data value="{value}">{escape(text)}</data>'
 
 
 def part_table(e: Explanation) -> str:
-    """Bytes of each part in both memories, and of them the budget."""
+    """Bytes of each part in both memories, and their share of the budget."""
     p = e.placement
     gpu, ram = p.gpu_bytes, p.ram_bytes
     sides = [(gpu, p.vram), (ram, p.ram)] if p.vram else [(ram, p.ram)]
@@ -57,7 +57,7 @@ def _share(nbytes: int, budget: int) -> tuple[str, str]:
 
 
 def budget_table(e: Explanation) -> str:
-    """What each budget gives, the one that is explained marked."""
+    """The speeds for each budget; the one that is explained is marked."""
     gpu = bool(e.spec.vram)
     head = ["decode, tokens/s", "prefill, tokens/s", "PowerInfer’s rule", "whole layers, dense", "RAM used"]
     head = ["GPU budget" if gpu else "RAM budget", *head]
@@ -69,17 +69,17 @@ def budget_table(e: Explanation) -> str:
         if p is None:
             cells = ["does not fit", "–", *rates, *["–"] * (4 if gpu else 1)]
         else:
-            used, here = (sum(held.values()) for held in (p.gpu_bytes, p.ram_bytes))
-            layers = f"{len(p.choice.sides) - p.choice.sides.count(CPU)} of {len(p.choice.sides)} layers"
-            there = [memory(used), layers, percent(p.hot_share)] if gpu else []
-            cells = [digits(tokens_per_s(p)), digits(b.prefill_tokens_per_s or 0), *rates, memory(here), *there]
+            used_gpu, used_ram = (sum(held.values()) for held in (p.gpu_bytes, p.ram_bytes))
+            layers = f"{len(p.assignment.sides) - p.assignment.sides.count(CPU)} of {len(p.assignment.sides)} layers"
+            on_gpu = [memory(used_gpu), layers, percent(p.activations_on_gpu)] if gpu else []
+            cells = [digits(tokens_per_s(p)), digits(b.prefill_tokens_per_s or 0), *rates, memory(used_ram), *on_gpu]
         rows.append(row((memory(b.vram) if b.vram else "none") if gpu else memory(b.ram), cells, asked=b.asked))
     return table("What other budgets would give", head, rows)
 
 
 def layer_table(e: Explanation) -> str:
     """One row a layer, with the predicted times; they sum to the time of a token."""
-    time, choice = e.placement.time, e.placement.choice
+    time, assignment = e.placement.time, e.placement.assignment
     scale, unit = duration_unit(max(layer.total for layer in time.layers))
     head = ["layer", "attention on", "neurons on GPU", "share", "of activations", "density", "rung", "rank"]
     head += [f"{name}, {unit}" for name in ("attention", "predictor", "FFN GPU", "FFN CPU", "hand-over", "layer")]
@@ -89,12 +89,12 @@ def layer_table(e: Explanation) -> str:
 
     rows = []
     for n, (how, layer) in enumerate(zip(e.work.layers, time.layers, strict=True)):
-        cut = choice.cuts[n]
+        cut = assignment.cuts[n]
         cells = [
-            _SIDES[choice.sides[n] == CPU],
+            _SIDES[assignment.sides[n] == CPU],
             f"{cut:,}",
-            percent(cut / e.work.shape.neurons),
-            percent(float(e.hot_shares[n])),
+            percent(cut / e.work.decoder.neurons),
+            percent(float(e.activations_on_gpu[n])),
             percent(float(e.densities[n])),
             escape(how.rung),
             "–" if how.rank is None else f"{how.rank:,}",

@@ -1,4 +1,4 @@
-"""The report's figures of a whole token: where its time goes, what memory is full of, what other budgets would give."""
+"""The report's figures of a whole token: time by part, bytes by part, and the time that other budgets would give."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -28,29 +28,32 @@ PART_COLOURS = {
     "scratch": "scratch",
 }
 WORDS = {"ffn": "FFN", "cache": "key-value cache", "scratch": "buffers"}
-"""How a part is called where its own name would not do."""
-_AT_ONCE = "The two sides of an FFN work at once, and the longer counts; all else waits for what comes before. "
+"""Names of parts for readers, where they differ from the keys."""
+_AT_ONCE = (
+    "The two sides of an FFN work at the same time, and the longer one counts; all other parts follow one another. "
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A figure with what belongs to it."""
+    """A figure with its title, caption and legend."""
 
     title: str
     svg: str
     caption: str
     """What it shows, and how to read it."""
-    key: tuple[tuple[str, str, str], ...] = ()
-    """(colour, or none; class of its mark in the style sheet, or none; what it stands for)."""
+    legend: tuple[tuple[str, str, str], ...] = ()
+    """Entries (colour, class of the mark in the style sheet, meaning); the first two may be empty."""
 
 
-def key_of(colours: Mapping[str, str], shown: Iterable[str]) -> tuple[tuple[str, str, str], ...]:
-    there = set(shown)
-    return tuple((name, "", WORDS.get(part, part)) for part, name in colours.items() if part in there)
+def legend_of(colours: Mapping[str, str], shown: Iterable[str]) -> tuple[tuple[str, str, str], ...]:
+    """The legend of these parts, in the order of the colours."""
+    parts = set(shown)
+    return tuple((name, "", WORDS.get(part, part)) for part, name in colours.items() if part in parts)
 
 
 def token_figure(e: Explanation) -> Chart:
-    """Time of a token by part, and the time each unit works."""
+    """The time of a token by part, and the time for which each processor works."""
     time = e.placement.time
     scale, unit = duration_unit(time.total)
     rows = {"token": time.parts, **{name: parts for name, parts in busy(e.placement).items() if any(parts.values())}}
@@ -67,15 +70,15 @@ def token_figure(e: Explanation) -> Chart:
     return Chart(
         title=title,
         svg=text,
-        caption="Top row: the time of one token, part after part. Below: how long each unit works meanwhile, in the "
-        f"same colours. {'' if len(rows) < 3 else _AT_ONCE}"
+        caption="Top row: the time of one token, part after part. Below: how long each processor works meanwhile, in "
+        f"the same colours. {'' if len(rows) < 3 else _AT_ONCE}"
         f"Share of the time at work: {works.partition(', ')[2]}.",
-        key=key_of(TIME_COLOURS, (part for part, ps in time.parts.items() if ps)),
+        legend=legend_of(TIME_COLOURS, (part for part, ps in time.parts.items() if ps)),
     )
 
 
 def memory_figure(e: Explanation) -> Chart:
-    """Both memories against their budgets, each in its own scale."""
+    """Bytes of both memories beside their budgets, each in its own scale."""
     p = e.placement
     bars = [("GPU", p.gpu_bytes, p.vram), ("RAM", p.ram_bytes, p.ram)]
     bars = [bar for bar in bars if bar[2]]
@@ -94,43 +97,43 @@ def memory_figure(e: Explanation) -> Chart:
         svg=text,
         caption="The frame is the budget, each memory in its own scale; what is pale is free. Figures are in the table "
         f"of parts below. Used: {said}.",
-        key=key_of(PART_COLOURS, (part for part in PART_COLOURS if p.gpu_bytes[part] + p.ram_bytes[part])),
+        legend=legend_of(PART_COLOURS, (part for part in PART_COLOURS if p.gpu_bytes[part] + p.ram_bytes[part])),
     )
 
 
 def budget_figure(e: Explanation) -> Chart | None:
-    """Predicted time of a token against the GPU budget; None without a GPU, whose budget there is none of."""
-    # Beyond what takes everything nothing changes.
-    shown = [replace(b, vram=min(b.vram, e.most)) for b in e.budgets if b.vram <= e.most or b.asked]
+    """Predicted time of a token by GPU budget; None without a GPU."""
+    # A budget beyond what takes everything changes nothing.
+    shown = [replace(b, vram=min(b.vram, e.all_on_gpu)) for b in e.budgets if b.vram <= e.all_on_gpu or b.asked]
     fitting = [(b.vram, b.placement) for b in shown if b.placement is not None]
     if not e.spec.vram or len(fitting) < 2:
         return None
-    scale, unit = bytes_unit(e.most)
+    scale, unit = bytes_unit(e.all_on_gpu)
     ours = [(vram / scale, placement.time.total) for vram, placement in fitting]
     split = [(b.vram / scale, PICO / b.layer_split_tokens_per_s) for b in shown if b.placement is not None]
     power = [(b.vram / scale, PICO / b.powerinfer_tokens_per_s) for b in shown if b.placement is not None]
     every = [ps for line in (ours, split, power) for _, ps in line]
     time_scale, time_unit = duration_unit(min(every))
-    here = next((b.vram / scale, e.placement.time.total / time_scale) for b in shown if b.asked)
+    asked = next((b.vram / scale, e.placement.time.total / time_scale) for b in shown if b.asked)
     with figure(3.1) as (drawn, (axis,)):
         lost = [b.vram / scale for b in shown if b.placement is None]
         if lost:
             axis.axvspan(0, max(lost), color=colour("warn"), alpha=0.18, lw=0)
-        axis.axvline(here[0], color=colour("accent"), lw=0.9)
+        axis.axvline(asked[0], color=colour("accent"), lw=0.9)
         for line, name, style in ((split, "muted", "--"), (power, "predictor", ":"), (ours, "accent", "-")):
             axis.plot([x for x, _ in line], [ps / time_scale for _, ps in line], style, color=colour(name))
         axis.plot([x for x, _ in ours], [ps / time_scale for _, ps in ours], "o", color=colour("accent"), ms=3.6)
-        axis.plot(*here, "o", color=colour("accent"), ms=9, mfc="none", mew=1.6)
+        axis.plot(*asked, "o", color=colour("accent"), ms=9, mfc="none", mew=1.6)
         _log(axis, min(every) / time_scale, max(every) / time_scale)
-        axis.set_xlim(0, e.most / scale * 1.03)
+        axis.set_xlim(0, e.all_on_gpu / scale * 1.03)
         axis.set_xlabel(f"GPU memory that may be used, {unit}")
         axis.set_title(f"{time_unit} a token")
         axis.grid(axis="y")
         title = "What other budgets would give"
         text = svg(drawn, "budgets", title, _said(e))
-    beyond = f" Beyond {memory(e.most)} every part is on the GPU." if e.spec.vram > e.most else ""
-    key = [("accent", "line", "this placement"), ("predictor", "points", "PowerInfer’s rule")]
-    key += [("muted", "dash", "whole layers, dense")]
+    beyond = f" Beyond {memory(e.all_on_gpu)} every part is on the GPU." if e.spec.vram > e.all_on_gpu else ""
+    legend = [("accent", "line", "this placement"), ("predictor", "points", "PowerInfer’s rule")]
+    legend += [("muted", "dash", "whole layers, dense")]
     return Chart(
         title=title,
         svg=text,
@@ -138,12 +141,12 @@ def budget_figure(e: Explanation) -> Chart | None:
         f"its own; the ring is this one, {digits(tokens_per_s(e.placement))} tokens/s. At 0 all is the CPU’s. "
         "Dotted: PowerInfer’s rule, which keeps keys and values in RAM; dashed: no skipping, as llama.cpp places "
         f"layers; both without a limit on RAM.{beyond}",
-        key=(*key, *([("warn", "pale", "does not fit into memory")] if lost else [])),
+        legend=(*legend, *([("warn", "pale", "does not fit into memory")] if lost else [])),
     )
 
 
 def _said(e: Explanation) -> str:
-    """Speeds at the budget and around it."""
+    """Speeds at the budget and around it, in words."""
     rates = [
         f"{digits(tokens_per_s(b.placement))} tokens/s with {memory(b.vram) if b.vram else 'the CPU alone'}"
         for b in e.budgets

@@ -18,8 +18,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from pi_compile.cost_model.ffn_time import Reads, predictor_of
-from pi_compile.cost_model.processors import Unit
+from pi_compile.cost_model.ffn_time import Reads
+from pi_compile.cost_model.processors import Processor
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor, WarmStarts, energy, routed, second_moment, starting_rank, train
 from pi_compile.torch_model.sparse_ffn import Selection, agreement, magnitudes
@@ -113,7 +113,7 @@ class LadderSpec:
     formats: Sequence[str]
     """Of predictors."""
     ffn_format: str
-    unit: Unit
+    processor: Processor
     batch: int
     steps: int
     learning_rate: float
@@ -179,9 +179,7 @@ class Ladder:
             places = of_way.cuts() if cuts is None else cuts
             for cut in sorted(set(places)):
                 read, kept, lost_energy = of_way.at(cut)
-                reads = Reads.of(
-                    self._bytes(way), way.rung, predictor_of(way.rung, way.rank), read / values, kept / values
-                )
+                reads = Reads.of(self._bytes(way), way.rung, way.rank, read / values, kept / values)
                 # Agreements are integers: above a number is above the integer below it.
                 where: dict[str, Any] = {"margin": math.floor(cut)} if way.rung == "sign" else {"threshold": cut}
                 yield replace(way, reads=reads, error=lost_energy / max(self.tune.state, 1e-30), **where)
@@ -244,7 +242,7 @@ class Ladder:
             # All lose too much: what knows more may not.
             wished = tried[-1] * 3 // 2
         else:
-            best = min(good, key=lambda c: c.reads.ps(self.spec.unit, self._bytes(c))).rank
+            best = min(good, key=lambda c: c.reads.ps(self.spec.processor, self._bytes(c))).rank
             wished = tried[0] // 2 if best == tried[0] else tried[-1] * 3 // 2 if best == tried[-1] else 0
         rank = -(-wished // step) * step
         return rank if step <= rank <= full and rank not in tried else None

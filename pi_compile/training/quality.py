@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.cost_model.ffn_time import Reads, predictor_of
-from pi_compile.cost_model.processors import Unit
+from pi_compile.cost_model.ffn_time import Reads
+from pi_compile.cost_model.processors import Processor
 from pi_compile.results.predictor_set import LayerRow
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.sparse_ffn import Selection
@@ -62,13 +62,13 @@ class Tally:
     def reads(self, neuron: FfnBytes, rung: str, rank: int | None = None) -> Reads:
         """What a rung reads that has these sums."""
         neurons = self.tokens * neuron.d.neurons
-        return Reads.of(neuron, rung, predictor_of(rung, rank), (self.read or 0) / neurons, self.both / neurons)
+        return Reads.of(neuron, rung, rank, (self.read or 0) / neurons, self.both / neurons)
 
     def gate(self, neuron: FfnBytes) -> Reads:
         """What the gate rung reads."""
         return Reads.of(neuron, "gate", None, 1.0, self.nonzero / (self.tokens * neuron.d.neurons))
 
-    def row(self, neuron: FfnBytes, unit: Unit, how: Selection) -> LayerRow:
+    def row(self, neuron: FfnBytes, processor: Processor, how: Selection) -> LayerRow:
         """The table row; without a predictor every neuron counts as predicted."""
         rank = None if how.predictor is None else how.predictor.up.shape[1]
         reads = self.reads(neuron, how.rung, rank)
@@ -83,7 +83,7 @@ class Tally:
             margin=how.margin,
             ffn_bytes=reads.total,
             gate_bytes=self.gate(neuron).total,
-            ffn_us=reads.ps(unit, neuron) / 1e6,
+            ffn_us=reads.ps(processor, neuron) / 1e6,
             recall=self.both / max(self.fires, 1),
             precision=self.both / max(read, 1),
             rows_read_over_active=read / max(self.fires, 1),

@@ -19,7 +19,7 @@ import torch
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.cost_model.default_rungs import exact_rung
 from pi_compile.cost_model.ffn_time import Reads
-from pi_compile.cost_model.processors import PICO, Unit
+from pi_compile.cost_model.processors import PICO, Processor
 from pi_compile.files.npz import read_arrays, write_arrays
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.results.predictor_set import Floats, Trained
@@ -36,7 +36,7 @@ from pi_runtime.errors import NotMetError
 
 Tokens = npt.NDArray[np.integer]
 Progress = Callable[[int, int], None]
-BYTES = Unit("bytes", 0, {"": PICO}, {}, None)
+BYTES = Processor("bytes", 0, {"": PICO}, {}, None)
 """Reads a byte a picosecond, in any format and order: times are bytes."""
 
 
@@ -55,7 +55,7 @@ class TrainSpec:
     ffn_format: str = "f16"
     rungs: tuple[str, ...] = tuple(RUNGS)
     """Rungs a layer may take. Without dense and gate the quality budget may be out of reach."""
-    unit: Unit = BYTES
+    processor: Processor = BYTES
     """What the FFN is to run on."""
     seed: int = 0
     device: str = "cpu"
@@ -109,7 +109,7 @@ def train_predictors(
     neuron = run.neuron(choice.format)
     meter.end()
     return Trained(
-        rows=tuple(t.row(neuron, spec.unit, s) for t, s in zip(report.tallies, how, strict=True)),
+        rows=tuple(t.row(neuron, spec.processor, s) for t, s in zip(report.tallies, how, strict=True)),
         predictors=tuple(run.predictor(n, c) for n, c in enumerate(choice.candidates)),
         predictor_format=choice.format,
         counts=tuple(_fired(t, c) for t, c in zip(choice.tune.tallies, choice.candidates, strict=True)),
@@ -128,7 +128,7 @@ def _ladder_spec(checkpoint: Checkpoint, spec: TrainSpec) -> LadderSpec:
         rungs=spec.rungs,
         formats=spec.predictor_formats,
         ffn_format=spec.ffn_format,
-        unit=spec.unit,
+        processor=spec.processor,
         batch=spec.batch,
         steps=spec.steps,
         learning_rate=spec.learning_rate,
@@ -245,7 +245,7 @@ class _Run:
         return {} if candidate.rank is None else read_arrays(self._file(n), f"{candidate.name}/")
 
     def _time(self, c: Candidate) -> float:
-        return c.reads.ps(self.spec.unit, self.neuron(c.format or self.spec.predictor_formats[0]))
+        return c.reads.ps(self.spec.processor, self.neuron(c.format or self.spec.predictor_formats[0]))
 
     def _options(self) -> list[list[Candidate]]:
         """What each layer may take: an exact rung if the recipe allows one, and what is quicker than that."""

@@ -3,7 +3,7 @@
     python tests/benchmarks/placement.py [--only NAME]
 
 Also the time until a budget that fits nothing is refused. Every answer is checked before its figure is printed: bytes
-within the budget, time equal to the model of time's, and not above the greedy rule's.
+within the budget, time equal to the model of time's, and not above the greedy heuristic's.
 """
 
 import argparse
@@ -29,16 +29,16 @@ REFUSED_S = 3.0
 
 def workload(name: str, *, same: bool) -> Workload:
     """Power-law counts of any exponent and predictors of any rank, in f16."""
-    shape, rng = find_planned(name, Path()).shape, np.random.default_rng(0)
+    decoder, rng = find_planned(name, Path()).decoder, np.random.default_rng(0)
     counts, layers = [], []
-    for n in range(shape.n_layers):
+    for n in range(decoder.n_layers):
         if n == 0 or not same:
-            frequency = np.minimum(1, (20 / np.arange(1, shape.neurons + 1)) ** rng.uniform(0.5, 1.2))
+            frequency = np.minimum(1, (20 / np.arange(1, decoder.neurons + 1)) ** rng.uniform(0.5, 1.2))
             how = LayerWork(rung="predicted", rank=64 * int(rng.integers(8, 24)), read_ppm=1_500_000)
         counts.append((TOKENS * frequency).astype(np.int64))
         layers.append(how)
     return Workload(
-        shape=shape,
+        decoder=decoder,
         formats=dict.fromkeys(PARTS, "f16"),
         tokens=TOKENS,
         counts=np.array(counts),
@@ -62,11 +62,11 @@ def main() -> None:
                 found = place(work, machine, whole * percent // 100, 1 << 50)
                 seconds = time.perf_counter() - began
                 assert sum(found.gpu_bytes.values()) <= whole * percent // 100
-                assert found.second_opinion is not None
+                assert found.heuristic is not None
                 assert found.bound_ns is not None
-                assert found.bound_ns <= found.time.ns <= found.second_opinion.ns
+                assert found.bound_ns <= found.time.ns <= found.heuristic.ns
                 relaxed = 1 - found.bound_ns / found.time.ns
-                slower = found.second_opinion.total / found.time.total - 1
+                slower = found.heuristic.total / found.time.total - 1
                 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
                 kind = "identical" if same else "differing"
                 figures = f"{seconds:8.2f} {found.gap:5.0f} {relaxed:9.1e} {slower:8.2%} {peak:9}"

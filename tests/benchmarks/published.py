@@ -28,7 +28,7 @@ from pi_compile.planning.model_config import find_planned
 from pi_runtime.artifact.sizes import PARTS, parameters
 
 DRIVER, BUFFERS = 2**29, 2**29
-"""GPU memory that the driver takes, and a rival's buffers: our assumptions. This design counts its own buffers."""
+"""GPU memory that the driver takes, and a baseline's buffers: our assumptions. This design counts its own buffers."""
 OUTPUT = 512
 """Longest output; the cache is half full on average over prompt and output."""
 PREDICTOR_WEIGHTS = {
@@ -85,23 +85,23 @@ class Predicted:
 def workload(model: str, prompt: int, fmt: str) -> Workload:
     """A published model as PowerInfer ran it: its predictors' sizes, and a cache of 16 bit numbers."""
     planned = find_planned(model, Path())
-    shape, activation = planned.shape, planned.activation
+    decoder, activation = planned.decoder, planned.activation
     assert activation is not None
-    counts = curve_counts(find_curve(activation.curve), shape, activation.density).astype(np.int64)
+    counts = curve_counts(find_curve(activation.curve), decoder, activation.density).astype(np.int64)
     published = PREDICTOR_WEIGHTS.get(model)
-    weights = published * 10**6 if published else int(parameters(shape) * Fraction(PREDICTOR_SHARE))
-    rank = weights // (shape.n_layers * (shape.d_model + shape.d_ff))
+    weights = published * 10**6 if published else int(parameters(decoder) * Fraction(PREDICTOR_SHARE))
+    rank = weights // (decoder.n_layers * (decoder.d_model + decoder.d_ff))
     return Workload(
-        shape=shape,
+        decoder=decoder,
         formats=dict.fromkeys(PARTS, fmt),
         tokens=TOKENS,
         counts=counts,
-        layers=(LayerWork(rung="predicted", rank=rank),) * shape.n_layers,
+        layers=(LayerWork(rung="predicted", rank=rank),) * decoder.n_layers,
         context=prompt + OUTPUT,
     )
 
 
-def rivals(row: Published, fmt: str = "f16") -> tuple[float, float]:
+def baselines(row: Published, fmt: str = "f16") -> tuple[float, float]:
     """(split by layers, PowerInfer) predicted for one row."""
     work, machine, vram = _given(row, fmt)
     left = vram - BUFFERS
@@ -112,7 +112,7 @@ def predict(row: Published, fmt: str = "f16", solver: str = "exact") -> Predicte
     """All three rates for one row."""
     work, machine, vram = _given(row, fmt)
     ours = place(work, machine, vram, int(machine.cpu.ram_gib * 2**30), solver=solver)
-    return Predicted(PICO / ours.time.total, *rivals(row, fmt))
+    return Predicted(PICO / ours.time.total, *baselines(row, fmt))
 
 
 def _given(row: Published, fmt: str) -> tuple[Workload, Machine, int]:

@@ -83,7 +83,7 @@ def workload(s: Spec, activity: Activity, mode: str) -> Workload:
     read_ppm = round(activity.read_over_active * MILLION)
     how = LayerWork(rung=mode, rank=s.rank if mode == "predicted" else None, read_ppm=read_ppm)
     return Workload(
-        shape=s.decoder,
+        decoder=s.decoder,
         formats=s.formats,
         tokens=TOKENS,
         counts=activity.counts_LF,
@@ -94,7 +94,7 @@ def workload(s: Spec, activity: Activity, mode: str) -> Workload:
 
 def time_of(work: Workload, machine: Machine, cuts: Sequence[int] | None = None) -> TokenTime:
     """Everything on the CPU but the neurons before the cuts."""
-    layers = work.shape.n_layers
+    layers = work.decoder.n_layers
     return token_time(costs_of(work, machine), (CPU,) * layers, cuts or (0,) * layers, CPU, CPU)
 
 

@@ -10,7 +10,7 @@ from pi_compile.cost_model.processors import CPU, GPU
 from pi_compile.cost_model.token_time import costs_of, token_time
 from pi_compile.cost_model.workload import LayerWork, Workload
 from pi_compile.machine.profile import Cpu, Gpu, Link, Machine
-from pi_compile.placement.formulation import Choice, Sizes
+from pi_compile.placement.formulation import Assignment, Sizes
 from pi_runtime.artifact.sizes import PARTS
 from support.synthetic import small_decoder
 
@@ -52,7 +52,7 @@ def workload(
     decoder = small_decoder(shape.pop("family", "llama"), n_layers=layers_, d_ff=neurons // experts, **shape)
     by_expert = -np.sort(-counts.astype(np.int64).reshape(layers_, experts, -1), axis=2)
     return Workload(
-        shape=decoder,
+        decoder=decoder,
         formats=formats,
         tokens=tokens,
         counts=by_expert.reshape(counts.shape),
@@ -102,26 +102,26 @@ def random_machine(rng: np.random.Generator) -> Machine:
     return machine(link=Link(pcie_gb_per_s=float(rng.choice([1.0, 16.0])), sync_us=sync), gpu=gpu)
 
 
-def every_choice(work: Workload) -> Iterator[tuple[Any, ...]]:
+def every_assignment(work: Workload) -> Iterator[tuple[Any, ...]]:
     """(sides, cuts, embedding, head) of every placement."""
-    n, cuts = work.shape.n_layers, [int(cut) for cut in work.cuts()]
+    n, cuts = work.decoder.n_layers, [int(cut) for cut in work.cuts()]
     sides = itertools.product((CPU, GPU), repeat=n)
     return itertools.product(sides, itertools.product(cuts, repeat=n), (CPU, GPU), (CPU, GPU))
 
 
-def brute(work: Workload, m: Machine, vram: int, ram: int) -> Choice | None:
+def brute(work: Workload, m: Machine, vram: int, ram: int) -> Assignment | None:
     """Least time, GPU bytes, RAM; then GPU first and larger cuts, in the order of the stages."""
     costs, sizes, best = costs_of(work, m), Sizes.of(work), None
-    for sides, cuts, embedding, head in every_choice(work):
-        choice = Choice(sides=sides, cuts=cuts, embedding=embedding, head=head)
-        here, there = (sum(part.values()) for part in sizes.used(choice))
-        if there > vram or here > ram:
+    for sides, cuts, embedding, head in every_assignment(work):
+        assignment = Assignment(sides=sides, cuts=cuts, embedding=embedding, head=head)
+        used_ram, used_vram = (sum(part.values()) for part in sizes.used(assignment))
+        if used_vram > vram or used_ram > ram:
             continue
         layers = tuple(x for side, cut in zip(sides, cuts, strict=True) for x in (-side, -cut))
         time = token_time(costs, sides, cuts, embedding, head).total
-        key = (time, there, here, (-embedding, *layers, -head))
+        key = (time, used_vram, used_ram, (-embedding, *layers, -head))
         if best is None or key < best[0]:
-            best = (key, choice)
+            best = (key, assignment)
     return None if best is None else best[1]
 
 

@@ -1,1 +1,1 @@
-"""The solvers of a placement; they know integers and no model."""
+"""The solvers of a placement: integer programs that know nothing of models."""

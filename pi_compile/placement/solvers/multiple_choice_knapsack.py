@@ -1,17 +1,18 @@
-"""The multiple-choice knapsack, solved exactly and with one answer: one option of each class, greatest value that fits.
+"""The multiple-choice knapsack, solved exactly and with one answer: one item of each class, greatest value that fits.
 
     maximise  Σ_l value[l][x_l]     subject to     Σ_l weight[l][x_l] ≤ capacity          all integers
 
-HiGHS solves the linear relaxation, one column per (class, option). Its dual is a price λ per unit of weight, and by
-weak duality any price λ ≥ 0 bounds what can be had:
+HiGHS solves the linear relaxation, one column per (class, item). Its dual gives a Lagrange multiplier λ per unit of
+weight. By weak duality any λ ≥ 0 gives an upper bound of the optimum:
 
     bound(λ) = λ·capacity + Σ_l max_j (value[l][j] − λ·weight[l][j])
 
-What option j of class l loses against its class's maximum at that price adds up over the classes of a solution to at
-most  bound − its value.  So every solution within a slack of the bound uses only options that lose no more than the
-slack. These few are searched exhaustively by dynamic programming, in integers; if the best solution found lies within
-the slack no other can be better, else the slack grows. Floating point only chooses the price, on which the speed
-depends and the result does not: it is the same with any version of the solver and on any machine.
+The reduced cost of item j of class l is what it loses against the class's maximum in this sum. Over the classes of a
+solution reduced costs add up to at most  bound − its value.  So every solution within a gap of the bound uses only
+items whose reduced cost is at most the gap: the core. Dynamic programming in integers searches the core exhaustively.
+If the best solution found is within the gap, no other is better; else the gap grows. Floating point only chooses the
+multiplier, on which the speed depends and the result does not: the answer is the same with any version of HiGHS and on
+any machine.
 
 Ties: greatest value, then least weight, then the largest weight in class 0, then in class 1, and so on.
 """
@@ -29,15 +30,15 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 TABLE_CELLS = 1 << 18
-"""Capacities up to this are searched by a table over all weights, larger ones by a front of the weights reached."""
+"""Capacities up to this are searched by a table over all weights, larger ones by sets of non-dominated labels."""
 CANDIDATES = 1 << 22
-"""Extended states held at once while a front grows (about 130 MB)."""
+"""Most labels that are extended at once (about 130 MB)."""
 _LIMIT = 1 << 61
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
-    """The options of one class by strictly rising weight; the first weighs nothing and is worth nothing."""
+class ItemClass:
+    """The items of one class by strictly rising weight; the first weighs nothing and is worth nothing."""
 
     weights: Ints
     values: Ints
@@ -45,64 +46,64 @@ class Choice:
 
 @dataclass(frozen=True)
 class Solution:
-    """The best selection: `picks[l]` is the option taken of class l."""
+    """The best selection: `items[l]` is the item taken of class l."""
 
-    picks: tuple[int, ...]
+    items: tuple[int, ...]
     weight: int
     value: int
-    relaxed: int
+    bound: int
     """Upper bound from the linear relaxation, rounded down."""
 
 
-def solve(choices: Sequence[Choice], capacity: int) -> Solution:
+def solve(classes: Sequence[ItemClass], capacity: int) -> Solution:
     """The exact optimum under the tie rule. Weights and values must sum to less than 2**61 each."""
     assert capacity >= 0
-    assert all(_is_sound(c) for c in choices)
-    assert max(sum(int(c.values.max()) for c in choices), sum(int(c.weights[-1]) for c in choices)) < _LIMIT
-    scaled, units, scale = _in_units(choices, capacity)
-    bound, losses = _losses(scaled, units, relaxation_price(scaled, units))
-    search = search_table if units <= TABLE_CELLS else search_front
-    slack = max(len(choices), math.floor(bound) >> 24)
+    assert all(_is_sound(c) for c in classes)
+    assert max(sum(int(c.values.max()) for c in classes), sum(int(c.weights[-1]) for c in classes)) < _LIMIT
+    scaled, units, scale = _scaled(classes, capacity)
+    bound, reduced_costs = _reduced_costs(scaled, units, relaxation_multiplier(scaled, units))
+    search = search_table if units <= TABLE_CELLS else search_labels
+    gap = max(len(classes), math.floor(bound) >> 24)
     while True:
-        picks = search(scaled, units, losses, slack)
-        value = sum(int(c.values[j]) for c, j in zip(choices, picks, strict=True))
-        if value * scale >= bound - slack:
+        items = search(scaled, units, reduced_costs, gap)
+        value = sum(int(c.values[j]) for c, j in zip(classes, items, strict=True))
+        if value * scale >= bound - gap:
             break
-        slack *= 4
-    weight = sum(int(c.weights[j]) for c, j in zip(choices, picks, strict=True))
+        gap *= 4
+    weight = sum(int(c.weights[j]) for c, j in zip(classes, items, strict=True))
     assert weight <= capacity
-    return Solution(picks, weight, value, math.floor(bound / scale))
+    return Solution(items, weight, value, math.floor(bound / scale))
 
 
-def _is_sound(choice: Choice) -> bool:
-    return bool(choice.weights[0] == choice.values[0] == 0 and (np.diff(choice.weights) > 0).all())
+def _is_sound(c: ItemClass) -> bool:
+    return bool(c.weights[0] == c.values[0] == 0 and (np.diff(c.weights) > 0).all())
 
 
-def _in_units(choices: Sequence[Choice], capacity: int) -> tuple[list[Choice], int, int]:
-    """The same program in better units, exactly: scaled choices, capacity, and the factor on the values.
+def _scaled(classes: Sequence[ItemClass], capacity: int) -> tuple[list[ItemClass], int, int]:
+    """The same problem in better units: scaled classes, scaled capacity, and the factor on the values.
 
     Weights are divided by their greatest common divisor and the capacity cut to what can be used. Small values are
-    multiplied, so that losses rounded down to integers still tell options apart.
+    multiplied, so that reduced costs rounded down to integers still tell items apart. Nothing is rounded here.
     """
-    unit = max(1, math.gcd(*(int(np.gcd.reduce(c.weights)) for c in choices)))
-    most = sum(int(c.weights[-1]) for c in choices)
-    scale = max(1, (1 << 40) // max(1, sum(int(c.values.max()) for c in choices)))
-    return [Choice(c.weights // unit, c.values * scale) for c in choices], min(capacity, most) // unit, scale
+    unit = max(1, math.gcd(*(int(np.gcd.reduce(c.weights)) for c in classes)))
+    most = sum(int(c.weights[-1]) for c in classes)
+    scale = max(1, (1 << 40) // max(1, sum(int(c.values.max()) for c in classes)))
+    return [ItemClass(c.weights // unit, c.values * scale) for c in classes], min(capacity, most) // unit, scale
 
 
-def relaxation_price(choices: Sequence[Choice], capacity: int) -> Fraction:
-    """Value of one more unit of capacity in the linear relaxation (HiGHS, primal simplex, one thread)."""
-    weights = np.concatenate([c.weights[1:] for c in choices])
-    values = np.concatenate([c.values[1:] for c in choices])
+def relaxation_multiplier(classes: Sequence[ItemClass], capacity: int) -> Fraction:
+    """Lagrange multiplier of the capacity: its dual in the linear relaxation (HiGHS, primal simplex, one thread)."""
+    weights = np.concatenate([c.weights[1:] for c in classes])
+    values = np.concatenate([c.values[1:] for c in classes])
     if not len(weights):
         return Fraction(0)
-    classes = np.repeat(np.arange(len(choices), dtype=np.int32), [len(c.weights) - 1 for c in choices])
+    class_of = np.repeat(np.arange(len(classes), dtype=np.int32), [len(c.weights) - 1 for c in classes])
     # Powers of two bring the coefficients into the range of the solver's tolerances and round nothing.
     value_unit, weight_unit = (2.0 ** max(0, int(x.max()).bit_length() - 20) for x in (values, weights))
-    model = _model(classes, weights / weight_unit, values / value_unit, len(choices), capacity / weight_unit)
+    model = _model(class_of, weights / weight_unit, values / value_unit, len(classes), capacity / weight_unit)
     highs = highspy.Highs()
     options: dict[str, Any] = {"output_flag": False, "parallel": "off", "threads": 1, "random_seed": 0}
-    # Primal simplex without presolve: 0.5 s where the default takes 3 (96 classes of 768 options).
+    # Primal simplex without presolve: 0.5 s where the default takes 3 (96 classes of 768 items).
     options |= {"presolve": "off", "solver": "simplex", "simplex_strategy": 4}
     for name, option in options.items():
         highs.setOptionValue(name, option)
@@ -111,21 +112,21 @@ def relaxation_price(choices: Sequence[Choice], capacity: int) -> Fraction:
     if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         raise RuntimeError(f"HiGHS: {highs.modelStatusToString(highs.getModelStatus())}")
     dual = max(0.0, highs.getSolution().row_dual[-1]) * value_unit / weight_unit
-    # Short fractions keep the exact arithmetic quick; any price is a valid one.
+    # Short fractions keep the exact arithmetic quick; any multiplier gives a valid bound.
     return (
         Fraction(dual).limit_denominator(1 << 20 if dual >= 1 else math.ceil(2.0**20 / dual)) if dual else Fraction(0)
     )
 
 
 def _model(
-    classes: npt.NDArray[np.int32],
+    class_of: npt.NDArray[np.int32],
     weights: npt.NDArray[np.float64],
     values: npt.NDArray[np.float64],
     n_classes: int,
     capacity: float,
 ) -> Any:
-    """Columns in 0…1, one per option but the first; a row per class (≤ 1) and the capacity as the last row."""
-    n = len(classes)
+    """The linear program: a column in 0…1 for each item but the first, a row (≤ 1) for each class, one of capacity."""
+    n = len(class_of)
     model = highspy.HighsLp()
     model.num_col_, model.num_row_ = n, n_classes + 1
     model.sense_ = highspy.ObjSense.kMaximize
@@ -134,108 +135,114 @@ def _model(
     model.row_upper_ = np.append(np.ones(n_classes), capacity)
     model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     model.a_matrix_.start_ = 2 * np.arange(n + 1)
-    model.a_matrix_.index_ = np.stack([classes, np.full(n, n_classes, np.int32)], axis=1).ravel()
+    model.a_matrix_.index_ = np.stack([class_of, np.full(n, n_classes, np.int32)], axis=1).ravel()
     model.a_matrix_.value_ = np.stack([np.ones(n), weights], axis=1).ravel()
     return model
 
 
-def _losses(choices: Sequence[Choice], capacity: int, price: Fraction) -> tuple[Fraction, list[Ints]]:
-    """bound(price), and per class what each option loses at that price, rounded down."""
-    p, q = price.numerator, price.denominator
-    bound, losses = price * capacity, []
-    for choice in choices:
+def _reduced_costs(classes: Sequence[ItemClass], capacity: int, multiplier: Fraction) -> tuple[Fraction, list[Ints]]:
+    """bound(λ), and for each class the reduced cost of each item at λ, rounded down."""
+    p, q = multiplier.numerator, multiplier.denominator
+    bound, reduced_costs = multiplier * capacity, []
+    for c in classes:
         # Python's integers: the products do not fit into 64 bits.
-        scores = choice.values.astype(object) * q - choice.weights.astype(object) * p
+        scores = c.values.astype(object) * q - c.weights.astype(object) * p
         best = scores.max()
         bound += Fraction(best, q)
-        losses.append(np.minimum((best - scores) // q, _LIMIT).astype(np.int64))
-    return bound, losses
+        reduced_costs.append(np.minimum((best - scores) // q, _LIMIT).astype(np.int64))
+    return bound, reduced_costs
 
 
-def search_table(choices: Sequence[Choice], capacity: int, losses: Sequence[Ints], slack: int) -> tuple[int, ...]:
-    """The best selection among options that lose at most `slack`, by a table over every weight up to the capacity.
+def search_table(
+    classes: Sequence[ItemClass], capacity: int, reduced_costs: Sequence[Ints], gap: int
+) -> tuple[int, ...]:
+    """The best selection of core items, by a table over every weight up to the capacity.
 
     best_l(w) = max_j best_{l+1}(w − weight_j) + value_j, from the last class to the first.
     """
     best = np.full(capacity + 1, -1, np.int64)
-    best[0], taken = 0, []
-    for choice, loss in zip(reversed(choices), reversed(losses), strict=True):
-        extended, option = np.full(capacity + 1, -1, np.int64), np.zeros(capacity + 1, np.int32)
-        for j in _core(choice, loss, slack, capacity):
-            weight = int(choice.weights[j])
+    best[0], tables = 0, []
+    for c, reduced in zip(reversed(classes), reversed(reduced_costs), strict=True):
+        extended, item_at = np.full(capacity + 1, -1, np.int64), np.zeros(capacity + 1, np.int32)
+        for j in _core(c, reduced, gap, capacity):
+            weight = int(c.weights[j])
             rest = best[: capacity + 1 - weight]
-            better = (rest >= 0) & (rest + choice.values[j] > extended[weight:])
-            extended[weight:][better] = rest[better] + choice.values[j]
-            option[weight:][better] = j
+            better = (rest >= 0) & (rest + c.values[j] > extended[weight:])
+            extended[weight:][better] = rest[better] + c.values[j]
+            item_at[weight:][better] = j
         best = extended
-        taken.append(option)
-    weight, picks = int(best.argmax()), []
-    for choice, option in zip(choices, reversed(taken), strict=True):
-        picks.append(int(option[weight]))
-        weight -= int(choice.weights[picks[-1]])
-    return tuple(picks)
+        tables.append(item_at)
+    weight, items = int(best.argmax()), []
+    for c, item_at in zip(classes, reversed(tables), strict=True):
+        items.append(int(item_at[weight]))
+        weight -= int(c.weights[items[-1]])
+    return tuple(items)
 
 
-def _core(choice: Choice, loss: Ints, slack: int, capacity: int) -> Ints:
-    """Options that may be in a solution within the slack, heaviest first (the tie rule); option 0 always is one."""
-    kept = (loss <= slack) & (choice.weights <= capacity)
+def _core(c: ItemClass, reduced: Ints, gap: int, capacity: int) -> Ints:
+    """Items that may be in a solution within the gap, heaviest first (the tie rule); item 0 always is one."""
+    kept = (reduced <= gap) & (c.weights <= capacity)
     kept[0] = True
     return np.nonzero(kept)[0][::-1]
 
 
 @dataclass(frozen=True, eq=False)
-class _Front:
-    """Selections of the classes seen so far, none dominated: weights and values both rise strictly."""
+class _LabelSet:
+    """Non-dominated selections of the classes seen so far: weights and values both rise strictly."""
 
     weights: Ints
     values: Ints
-    losses: Ints
+    reduced_costs: Ints
+    """Sum over the items of the selection."""
     parents: Ints
-    """Place in the front before this class was added."""
-    options: Ints
-    """Option taken of this class."""
+    """Index among the labels before this class was added."""
+    items: Ints
+    """Item taken of this class."""
 
 
-def search_front(choices: Sequence[Choice], capacity: int, losses: Sequence[Ints], slack: int) -> tuple[int, ...]:
-    """The best selection that loses at most `slack`, by the front of undominated (weight, value), last class first.
+def search_labels(
+    classes: Sequence[ItemClass], capacity: int, reduced_costs: Sequence[Ints], gap: int
+) -> tuple[int, ...]:
+    """The best selection within the gap, by non-dominated labels (weight, value), from the last class to the first.
 
-    Selections that lose more are dropped, but for the one that takes option 0 of every class.
+    Selections whose reduced costs sum to more than the gap are dropped, but for the one that takes item 0 of every
+    class.
     """
     zero = np.zeros(1, np.int64)
-    fronts = [_Front(zero, zero, zero, zero, zero)]
-    for choice, loss in zip(reversed(choices), reversed(losses), strict=True):
-        fronts.append(_extend(fronts[-1], choice, loss, _core(choice, loss, slack, capacity), capacity, slack))
-    place, picks = len(fronts[-1].values) - 1, []
-    for front in reversed(fronts[1:]):
-        picks.append(int(front.options[place]))
-        place = int(front.parents[place])
-    return tuple(picks)
+    label_sets = [_LabelSet(zero, zero, zero, zero, zero)]
+    for c, reduced in zip(reversed(classes), reversed(reduced_costs), strict=True):
+        label_sets.append(_extend(label_sets[-1], c, reduced, _core(c, reduced, gap, capacity), capacity, gap))
+    label, items = len(label_sets[-1].values) - 1, []
+    for labels in reversed(label_sets[1:]):
+        items.append(int(labels.items[label]))
+        label = int(labels.parents[label])
+    return tuple(items)
 
 
-def _extend(front: _Front, choice: Choice, loss: Ints, core: Ints, capacity: int, slack: int) -> _Front:
-    """Every selection of the front with every option of the core, less what is too heavy, too poor or dominated."""
-    n = len(front.weights)
+def _extend(labels: _LabelSet, c: ItemClass, reduced: Ints, core: Ints, capacity: int, gap: int) -> _LabelSet:
+    """Every label with every core item, without what is too heavy, outside the gap, or dominated."""
+    n = len(labels.weights)
     step = max(1, CANDIDATES // n)
-    kept: _Front | None = None
+    kept: _LabelSet | None = None
     for start in range(0, len(core), step):
-        options = core[start : start + step, None]
-        weights, values = front.weights + choice.weights[options], front.values + choice.values[options]
-        lost = front.losses + loss[options]
-        allowed = (weights <= capacity) & ((lost <= slack) | (weights == 0))
-        parents, taken = np.broadcast_to(np.arange(n), weights.shape), np.broadcast_to(options, weights.shape)
-        found = [a[allowed] for a in (weights, values, np.minimum(lost, _LIMIT), parents, taken)]
+        items = core[start : start + step, None]
+        weights, values = labels.weights + c.weights[items], labels.values + c.values[items]
+        sums = labels.reduced_costs + reduced[items]
+        allowed = (weights <= capacity) & ((sums <= gap) | (weights == 0))
+        parents, taken = np.broadcast_to(np.arange(n), weights.shape), np.broadcast_to(items, weights.shape)
+        found = [a[allowed] for a in (weights, values, np.minimum(sums, _LIMIT), parents, taken)]
         if kept is not None:
-            old = (kept.weights, kept.values, kept.losses, kept.parents, kept.options)
+            old = (kept.weights, kept.values, kept.reduced_costs, kept.parents, kept.items)
             found = [np.concatenate(pair) for pair in zip(old, found, strict=True)]
-        kept = _undominated(*found)
+        kept = _non_dominated(*found)
     assert kept is not None
     return kept
 
 
-def _undominated(weights: Ints, values: Ints, losses: Ints, parents: Ints, options: Ints) -> _Front:
-    """Drop what weighs no less and is worth no more than another; of equals the first stays (sorting is stable)."""
-    order = np.lexsort((-values, weights))
+def _non_dominated(weights: Ints, values: Ints, reduced_costs: Ints, parents: Ints, items: Ints) -> _LabelSet:
+    """Drop labels that weigh no less and are worth no more than another; of equal ones the first stays."""
+    order = np.lexsort((-values, weights))  # stable
     sorted_values = values[order]
     before = np.concatenate([[-1], np.maximum.accumulate(sorted_values)[:-1]])
     order = order[sorted_values > before]
-    return _Front(*(a[order] for a in (weights, values, losses, parents, options)))
+    return _LabelSet(*(a[order] for a in (weights, values, reduced_costs, parents, items)))

@@ -1,4 +1,4 @@
-"""Fronts of partial ways through a chain: extended by options, and rid of what is dominated."""
+"""Sets of labels, one a partial path: extended by the options of a node, and rid of dominated ones."""
 
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -8,117 +8,122 @@ import numpy as np
 from pi_compile.placement.solvers.lagrangian_bounds import COSTS, NEVER, Ints
 
 LARGEST_TABLE = 1 << 22
-"""Cells of a table that `tabulated` may fill."""
+"""Most cells of a table that `tabulated` fills."""
 
 
 class Options(Protocol):
-    """What a node offers."""
+    """Cost and use of both resources of each option of a node."""
 
     @property
     def costs(self) -> Ints: ...
     @property
-    def weights(self) -> Ints: ...
+    def vram(self) -> Ints: ...
     @property
-    def loads(self) -> Ints: ...
+    def ram(self) -> Ints: ...
 
 
 @dataclass(frozen=True, eq=False)
-class Front:
-    """Ways from one node on, none dominated by an earlier one."""
+class LabelSet:
+    """Labels of partial paths from one node to the last stage, in order of preference."""
 
     costs: Ints
-    weights: Ints
-    loads: Ints
-    tallies: Ints
+    vram: Ints
+    ram: Ints
+    strata: Ints
     options: Ints
-    tails: Ints
-    """Place among the fronts of the next stage, one after the other."""
+    """Option that each path takes of its first node."""
+    successors: Ints
+    """Label that each path goes on with: its index among those of the next stage, node after node."""
 
     def __len__(self) -> int:
         return len(self.costs)
 
-    def at(self, places: Ints) -> Self:
-        return type(self)(*(a[places] for a in self.arrays()))
+    def at(self, indices: Ints) -> Self:
+        """The labels at these indices."""
+        return type(self)(*(a[indices] for a in self.arrays()))
 
-    def and_(self, other: "Front") -> Self:
+    def followed_by(self, other: "LabelSet") -> Self:
+        """These labels, then the others."""
         return type(self)(*(np.concatenate(pair) for pair in zip(self.arrays(), other.arrays(), strict=True)))
 
     def arrays(self) -> tuple[Ints, ...]:
-        return self.costs, self.weights, self.loads, self.tallies, self.options, self.tails
+        return self.costs, self.vram, self.ram, self.strata, self.options, self.successors
 
 
-def undominated(f: Front, load_counts: bool) -> Front:
-    """Drop what another of the same tally is no worse than; of equals the first stays, sorting being stable.
+def non_dominated(labels: LabelSet, ram_counts: bool) -> LabelSet:
+    """The labels that no other of their stratum dominates; of equal labels the first stays.
 
-    Where the load counts, only ways of equal load are compared: it may rise as the weight falls.
+    Where RAM counts, a label is only compared with those of equal RAM: RAM may rise while VRAM falls.
     """
-    if not len(f):
-        return f
-    keys = (f.loads, f.tallies) if load_counts else (f.tallies,)
-    order = np.lexsort((f.costs, f.weights, *keys) if load_counts else (f.loads, f.costs, f.weights, *keys))
+    if not len(labels):
+        return labels
+    keys = (labels.ram, labels.strata) if ram_counts else (labels.strata,)
+    # The sort is stable, so that equal labels keep their order.
+    order = np.lexsort(
+        (labels.costs, labels.vram, *keys) if ram_counts else (labels.ram, labels.costs, labels.vram, *keys)
+    )
     change = np.zeros(len(order), bool)
     for key in keys:
         change[1:] |= np.diff(key[order]) != 0
-    # Ranks fall from group to group, so that the least so far is always one of the own group.
-    costs, group = f.costs[order], np.cumsum(change)
-    if load_counts:
+    # Ranks fall from group to group, so that the running minimum is always one of the label's own group.
+    costs, group = labels.costs[order], np.cumsum(change)
+    if ram_counts:
         costs = np.unique(costs, return_inverse=True)[1]
-    rank = costs - group * (len(order) + 1 if load_counts else 2 * COSTS)
+    rank = costs - group * (len(order) + 1 if ram_counts else 2 * COSTS)
     before = np.minimum.accumulate(rank)
-    return f.at(order[np.concatenate([[True], rank[1:] < before[:-1]])])
+    return labels.at(order[np.concatenate([[True], rank[1:] < before[:-1]])])
 
 
-def tabulated(base: Front, node: Options, options: Ints) -> Front | None:
-    """The undominated of all these options before every way of `base`, options being in order of preference.
+def tabulated(base: LabelSet, node: Options, options: Ints) -> LabelSet | None:
+    """The non-dominated labels of every option before every label of `base`, by a table over stratum and VRAM.
 
-    A table over tally and weight, for where options and ways are evenly spaced in weight and many weigh the same in
-    all, as where layers are alike: each option is then one shifted addition. None where they are not, or where the
-    load is not a function of the weight; the load must not count.
+    `options` are in order of preference. The table suits identical layers: options and labels are evenly spaced in
+    VRAM, and many pairs use the same in all, so that each option is one shifted addition. None where the spacing is not
+    even, or where RAM is not a function of VRAM. RAM must not count.
     """
-    weights = node.weights[options]
-    unit = int(np.gcd.reduce(weights - weights.min()))
-    tallies, row = np.unique(base.tallies, return_inverse=True)
-    lightest = np.full(len(tallies), NEVER, np.int64)
-    np.minimum.at(lightest, row, base.weights)
-    over = base.weights - lightest[row]
-    if unit == 0 or (over % unit).any() or not _load_follows(base, node, options, row):
+    vram = node.vram[options]
+    unit = int(np.gcd.reduce(vram - vram.min()))
+    strata, row = np.unique(base.strata, return_inverse=True)
+    least_vram = np.full(len(strata), NEVER, np.int64)
+    np.minimum.at(least_vram, row, base.vram)
+    over = base.vram - least_vram[row]
+    if unit == 0 or (over % unit).any() or not _ram_follows(base, node, options, row):
         return None
-    column, shift = over // unit, (weights - weights.min()) // unit
-    width, more = int(column.max()) + 1, int(shift.max())
-    cells = len(tallies) * (width + more)
+    column, shift = over // unit, (vram - vram.min()) // unit
+    width, largest_shift = int(column.max()) + 1, int(shift.max())
+    cells = len(strata) * (width + largest_shift)
     if cells > LARGEST_TABLE or 4 * cells > len(base) * len(options):
         return None
-    costs, places = np.full((len(tallies), width), NEVER, np.int64), np.zeros((len(tallies), width), np.int32)
-    costs[row, column], places[row, column] = base.costs, np.arange(len(base))
-    best = np.full((len(tallies), width + more), NEVER, np.int64)
-    taken, tail = (np.zeros(best.shape, np.int32) for _ in range(2))
+    costs, labels = np.full((len(strata), width), NEVER, np.int64), np.zeros((len(strata), width), np.int32)
+    costs[row, column], labels[row, column] = base.costs, np.arange(len(base))
+    best = np.full((len(strata), width + largest_shift), NEVER, np.int64)
+    best_option, best_label = (np.zeros(best.shape, np.int32) for _ in range(2))
     for option, by in zip(options.tolist(), shift.tolist(), strict=True):
-        here = slice(by, by + width)
+        columns = slice(by, by + width)
         total = costs + int(node.costs[option])
-        better = total < best[:, here]
-        np.copyto(best[:, here], total, where=better)
-        np.copyto(taken[:, here], option, where=better)
-        np.copyto(tail[:, here], places, where=better)
+        better = total < best[:, columns]
+        np.copyto(best[:, columns], total, where=better)
+        np.copyto(best_option[:, columns], option, where=better)
+        np.copyto(best_label[:, columns], labels, where=better)
     least = np.minimum.accumulate(best, axis=1)
     kept = best < NEVER
     kept[:, 1:] &= best[:, 1:] < least[:, :-1]
-    option_of, place = taken[kept].astype(np.int64), tail[kept].astype(np.int64)
-    return Front(
-        base.costs[place] + node.costs[option_of],
-        base.weights[place] + node.weights[option_of],
-        base.loads[place] + node.loads[option_of],
-        base.tallies[place],
+    option_of, label = best_option[kept].astype(np.int64), best_label[kept].astype(np.int64)
+    return LabelSet(
+        base.costs[label] + node.costs[option_of],
+        base.vram[label] + node.vram[option_of],
+        base.ram[label] + node.ram[option_of],
+        base.strata[label],
         option_of,
-        base.tails[place],
+        base.successors[label],
     )
 
 
-def _load_follows(base: Front, node: Options, options: Ints, row: Ints) -> bool:
-    """Whether ways of one tally and weight have one load: it falls by the same for each unit of weight everywhere."""
-    weights, loads = node.weights[options], node.loads[options]
-    heavy, light = int(weights.argmax()), int(weights.argmin())
-    rise, run = int(loads[heavy] - loads[light]), int(weights[heavy] - weights[light])
+def _ram_follows(base: LabelSet, node: Options, options: Ints, row: Ints) -> bool:
+    """Whether paths of equal stratum and VRAM have equal RAM: every unit of VRAM takes the place of as much RAM."""
+    vram, ram = node.vram[options], node.ram[options]
+    most, least = int(vram.argmax()), int(vram.argmin())
+    rise, run = int(ram[most] - ram[least]), int(vram[most] - vram[least])
     first = np.unique(row, return_index=True)[1][row]
-    along = [(weights - weights[light], loads - loads[light])]
-    along.append((base.weights - base.weights[first], base.loads - base.loads[first]))
-    return all((w.astype(object) * rise == x.astype(object) * run).all() for w, x in along)
+    lines = [(vram - vram[least], ram - ram[least]), (base.vram - base.vram[first], base.ram - base.ram[first])]
+    return all((v.astype(object) * rise == r.astype(object) * run).all() for v, r in lines)

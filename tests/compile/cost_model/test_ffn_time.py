@@ -5,7 +5,7 @@ import pytest
 from support.synthetic import small_decoder
 
 from pi_compile.cost_model.ffn_time import Reads
-from pi_compile.cost_model.processors import CPU, units_of
+from pi_compile.cost_model.processors import CPU, processors_of
 from pi_compile.cost_model.token_time import costs_of
 from pi_compile.cost_model.workload import MILLION, LayerWork, Workload
 from pi_compile.machine.profile import Machine
@@ -21,7 +21,7 @@ MACHINE = Machine.model_validate(
         },
     }
 )  # fmt: skip
-UNIT = units_of(MACHINE)[CPU]
+PROCESSOR = processors_of(MACHINE)[CPU]
 
 
 @pytest.mark.parametrize("rung", ["dense", "gate", "predicted"])
@@ -32,13 +32,13 @@ def test_it_is_the_time_of_the_layer_on_the_processor(rung: str, ffn: str) -> No
     counts = np.full((1, 192), 100)
     rank = 64 if rung == "predicted" else None
     work = Workload(
-        shape=d, formats=FORMATS, tokens=tokens, counts=counts, context=64,
+        decoder=d, formats=FORMATS, tokens=tokens, counts=counts, context=64,
         layers=(LayerWork(rung=rung, rank=rank, read_ppm=3 * MILLION),),
     )  # fmt: skip
     cost = costs_of(work, MACHINE).layers[0]
     neuron = FfnBytes(d, "q4", "q8")
     reads = Reads.of(neuron, rung, rank, 0.3, 0.1)
-    assert reads.ps(UNIT, neuron) == pytest.approx(int(cost.after[0]) + cost.predictor[CPU], rel=1e-6)
+    assert reads.ps(PROCESSOR, neuron) == pytest.approx(int(cost.cpu_ffn[0]) + cost.predictor[CPU], rel=1e-6)
 
 
 def test_each_rung_pays_for_what_it_reads() -> None:
@@ -51,8 +51,8 @@ def test_each_rung_pays_for_what_it_reads() -> None:
         "threshold": launches + 1000 * first / 20e9 * 1e12 + 200 * rest / 7e9 * 1e12,
         "sign": 2 * launches + 64000 / 40e9 * 1e12 + 500 * first / 7e9 * 1e12 + 100 * rest / 7e9 * 1e12,
     }
-    assert Reads.of(neuron, "threshold", None, 1.0, 0.2).ps(UNIT, neuron) == pytest.approx(times["threshold"])
-    assert signs.ps(UNIT, neuron) == pytest.approx(times["sign"])
+    assert Reads.of(neuron, "threshold", None, 1.0, 0.2).ps(PROCESSOR, neuron) == pytest.approx(times["threshold"])
+    assert signs.ps(PROCESSOR, neuron) == pytest.approx(times["sign"])
 
 
 def test_of_experts_a_token_reads_those_it_goes_to() -> None:

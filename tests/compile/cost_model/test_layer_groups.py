@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from pi_compile.cost_model.layer_groups import by_group, cuts, expert_cuts, group_order
+from pi_compile.cost_model.layer_groups import cuts, expert_cuts, group_order, group_sums
 
 
 def sorted_counts(rng: np.random.Generator, experts: int, d_ff: int) -> np.ndarray:
@@ -59,8 +59,8 @@ def test_no_other_cuts_of_the_experts_hold_more(experts: int, d_ff: int) -> None
 
 def test_sums_of_groups_are_integers() -> None:
     values = np.arange(140, dtype=np.uint64)
-    assert by_group(values, 2).tolist() == [
+    assert group_sums(values, 2).tolist() == [
         [sum(range(64)), sum(range(64, 70))],
         [sum(range(70, 134)), sum(range(134, 140))],
     ]
-    assert by_group(values, 2).dtype == np.int64
+    assert group_sums(values, 2).dtype == np.int64

@@ -27,9 +27,9 @@ def test_a_gate_layer_by_hand() -> None:
     """d_model 32 in f16 is 64 bytes a row; `rest` of a gated neuron has two. 40 GB/s are 25 ps a byte, 400 are 2.5."""
     work = workload(COUNTS)
     layer = costs_of(work, machine()).layers[0]
-    assert layer.before[1] == 64 * (64 + 128) * 25 // 10
-    assert layer.after[1] == 192 * 64 * 25 + 32_640 * 128 * 25 // 1000
-    assert (layer.before[0], layer.after[-1]) == (0, 0)
+    assert layer.gpu_ffn[1] == 64 * (64 + 128) * 25 // 10
+    assert layer.cpu_ffn[1] == 192 * 64 * 25 + 32_640 * 128 * 25 // 1000
+    assert (layer.gpu_ffn[0], layer.cpu_ffn[-1]) == (0, 0)
 
 
 def test_formats_and_gathered_rows_run_at_their_own_rates() -> None:
@@ -46,17 +46,17 @@ def test_formats_and_gathered_rows_run_at_their_own_rates() -> None:
     )
     work = workload(COUNTS, (LayerWork(rung="predicted", rank=4),))
     layer = costs_of(work, machine(cpu=cpu)).layers[0]
-    assert layer.after[0] == 2 * 10**6 + (96_640 * 64 + 96_640 * 128) * 100 // 1000
-    assert layer.predictor[CPU] == 2 * 10**6 + work.predictor(0) * 200
+    assert layer.cpu_ffn[0] == 2 * 10**6 + (96_640 * 64 + 96_640 * 128) * 100 // 1000
+    assert layer.predictor[CPU] == 2 * 10**6 + work.predictor_bytes(0) * 200
     layer = costs_of(workload(COUNTS), machine(cpu=cpu)).layers[0]
-    assert layer.after[0] == 2 * 10**6 + 256 * 64 * 50 + 96_640 * 128 * 100 // 1000
+    assert layer.cpu_ffn[0] == 2 * 10**6 + 256 * 64 * 50 + 96_640 * 128 * 100 // 1000
     assert layer.predictor[CPU] == 0
 
 
 def test_attention_launches_three_times_and_takes_the_longer_of_reading_and_computing() -> None:
     work = workload(COUNTS)
-    parts, cache = work.parts(), kv_bytes(work.shape, "f16", work.context // 2)
-    queries = work.shape.n_heads // work.shape.n_kv_heads
+    parts, cache = work.parts(), kv_bytes(work.decoder, "f16", work.context // 2)
+    queries = work.decoder.n_heads // work.decoder.n_kv_heads
     for rate, computing in ((None, 0), (80.0 * queries, cache * 25 // 2), (10.0 * queries, cache * 100)):
         cpu = Cpu(name="c", cores=2, ram_gib=8.0, bandwidth_gb_per_s=40.0, launch_us=1.0, attention_gb_per_s=rate)
         found = costs_of(work, machine(cpu=cpu)).layers[0].attention[CPU]
@@ -81,7 +81,7 @@ def test_experts_that_are_not_routed_are_not_read() -> None:
     from dataclasses import replace
 
     work = workload(COUNTS // 4)
-    routed = replace(work, shape=replace(work.shape, n_experts=4, d_ff=64, experts_per_token=1))
+    routed = replace(work, decoder=replace(work.decoder, n_experts=4, d_ff=64, experts_per_token=1))
     assert rows_read(routed, 0)[0].tolist() == [n // 4 for n in rows_read(work, 0)[0].tolist()]
 
 
@@ -90,5 +90,5 @@ def test_a_larger_cut_never_slows_the_cpu_nor_quickens_the_gpu() -> None:
     for _ in range(30):
         costs = costs_of(random_workload(rng, groups=5), random_machine(rng))
         for layer in costs.layers:
-            assert (np.diff(layer.before) >= 0).all()
-            assert (np.diff(layer.after) <= 0).all()
+            assert (np.diff(layer.gpu_ffn) >= 0).all()
+            assert (np.diff(layer.cpu_ffn) <= 0).all()

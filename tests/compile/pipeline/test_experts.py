@@ -22,7 +22,7 @@ from pi_compile.errors import ProfileError
 from pi_compile.evaluation.fidelity import Score
 from pi_compile.packing import PackSpec, own_formats, pack, resolve
 from pi_compile.pipeline.summary import profile_report
-from pi_compile.placement.activation_file import Activations
+from pi_compile.placement.activation_file import ActivationFile
 from pi_compile.placement.formulation import Sizes
 from pi_compile.placement.stage import ladder, place
 from pi_compile.profiling import ProfileSpec, profile
@@ -87,10 +87,10 @@ def counted(model: Any, ids: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def workload(p: ActivationProfile, checkpoint: Checkpoint, layers: tuple[LayerWork, ...]) -> Workload:
-    a = Activations.of(p, own_formats(checkpoint))
+    a = ActivationFile.of(p, own_formats(checkpoint))
     return Workload(
-        shape=a.shape,
-        formats=resolve(a.formats, KEEP, tied_head=a.shape.tied_head),
+        decoder=a.decoder,
+        formats=resolve(a.formats, KEEP, tied_head=a.decoder.tied_head),
         tokens=a.tokens,
         counts=a.ordered_counts(),
         routed=a.routed,
@@ -156,9 +156,9 @@ def test_a_profile_of_experts_comes_back(made: Made, profiled: ActivationProfile
     loaded = ActivationProfile.load(tmp_path / "p.npz")
     assert loaded.digest() == profiled.digest()
     np.testing.assert_array_equal(loaded.routed, profiled.routed)
-    a = Activations.of(profiled, own_formats(made[1]))
+    a = ActivationFile.of(profiled, own_formats(made[1]))
     a.save(tmp_path / "a.npz")
-    assert Activations.load(tmp_path / "a.npz").digest() == a.digest()
+    assert ActivationFile.load(tmp_path / "a.npz").digest() == a.digest()
     assert profiled.routed is not None
     assert replace(profiled, routed=profiled.routed[:, ::-1]).digest() != profiled.digest()
 

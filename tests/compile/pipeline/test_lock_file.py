@@ -17,7 +17,7 @@ from pi_compile.errors import ProfileError, RecipeError
 from pi_compile.machine.profile import Cpu, Gpu, Link, Machine
 from pi_compile.pipeline import lock_file
 from pi_compile.pipeline.recipe_placement import place_recipe
-from pi_compile.placement.activation_file import Activations, TableRow
+from pi_compile.placement.activation_file import ActivationFile, TableRow
 from pi_compile.recipe import default_recipe
 from pi_runtime import console
 from pi_runtime.errors import NotMetError, UsageError
@@ -43,12 +43,12 @@ main()
 FOREIGN = {"torch", "transformers", "datasets", "huggingface_hub", "zarr", "safetensors", "numba", "tokenizers"}
 
 
-def activations() -> Activations:
+def activations() -> ActivationFile:
     decoder, rng = small_decoder(n_layers=3, d_ff=640), np.random.default_rng(4)
     counts = rng.integers(0, 1000, (3, 640))
     rows = [TableRow(rung="predicted", rank=4 + n, ffn_bytes=1, read_ppm=1_500_000, loss_ppb=7) for n in range(3)]
-    return Activations(
-        shape=decoder,
+    return ActivationFile(
+        decoder=decoder,
         formats={"embedding": "f16", "attention": "f16", "ffn": "f16", "head": "f16"},
         tokens=1000,
         counts=counts,
@@ -105,7 +105,7 @@ def test_a_lock_holds_and_every_input_breaks_it(recipe: Path, capsys: pytest.Cap
         assert run("place", recipe, "--locked") == 5, text
         assert "locked → recomputed" in capsys.readouterr().err
         path.write_text(before)
-    Activations(**{**vars(a), "counts": counts}).save(recipe.with_name("a.npz"))
+    ActivationFile(**{**vars(a), "counts": counts}).save(recipe.with_name("a.npz"))
     assert run("place", recipe, "--locked") == 5
     a.save(recipe.with_name("a.npz"))
     assert run("place", recipe, "--locked") == 0
@@ -152,7 +152,7 @@ def test_without_lock_or_activations(recipe: Path) -> None:
 
 def test_the_table_gives_the_rungs_and_without_it_a_rule_does(recipe: Path) -> None:
     with_table = place_recipe(recipe)
-    Activations(**{**vars(activations()), "table": ()}).save(recipe.with_name("a.npz"))
+    ActivationFile(**{**vars(activations()), "table": ()}).save(recipe.with_name("a.npz"))
     assert place_recipe(recipe).placements[0].digest != with_table.placements[0].digest
 
 
@@ -161,12 +161,14 @@ def test_an_activation_file_is_the_same_bytes_and_read_back_unchanged(tmp_path: 
     for name in ("one", "two"):
         a.save(tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    found = Activations.load(tmp_path / "one")
+    found = ActivationFile.load(tmp_path / "one")
     assert found.digest() == a.digest()
     assert np.array_equal(found.ordered_counts(), a.ordered_counts())
-    alike = Activations(**{**vars(a), "counts": np.repeat(a.counts[:1], 3, 0), "order": np.repeat(a.order[:1], 3, 0)})
+    alike = ActivationFile(
+        **{**vars(a), "counts": np.repeat(a.counts[:1], 3, 0), "order": np.repeat(a.order[:1], 3, 0)}
+    )
     alike.save(tmp_path / "alike")
-    assert Activations.load(tmp_path / "alike").digest() == alike.digest()
+    assert ActivationFile.load(tmp_path / "alike").digest() == alike.digest()
 
 
 @pytest.mark.parametrize(
@@ -180,9 +182,9 @@ def test_an_activation_file_is_the_same_bytes_and_read_back_unchanged(tmp_path: 
     ids=["tokens", "order", "rows", "rung"],
 )
 def test_an_activation_file_that_contradicts_itself(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
-    Activations(**{**vars(activations()), **change}).save(tmp_path / "a.npz")
+    ActivationFile(**{**vars(activations()), **change}).save(tmp_path / "a.npz")
     with pytest.raises(ProfileError, match=problem):
-        Activations.load(tmp_path / "a.npz")
+        ActivationFile.load(tmp_path / "a.npz")
 
 
 @pytest.mark.parametrize("path", SMALL[:2], ids=lambda p: p.stem)

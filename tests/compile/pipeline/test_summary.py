@@ -28,9 +28,14 @@ def test_place_figures() -> None:
     work = workload(np.random.default_rng(0).integers(1, 1000, (2, 128)))
     placement = place(work, machine(), 1 << 30, 1 << 40)
     (row,) = summary.place_report([placement])["plans"]
-    assert row["used_bytes"] == sum(row["gpu_bytes"].values())
+    assert row["used_bytes"] == sum(row["gpu_bytes_by_part"].values())
     assert row["predicted_tokens_per_s"] == 1e9 / placement.time.ns
-    assert (row["hot_share"], row["gap"], row["attention_layers"], row["smallest_cut"]) == (1.0, 0.0, 2, 128)
+    assert (row["activations_on_gpu"], row["gap"], row["attention_layers_on_gpu"], row["smallest_cut"]) == (
+        1.0,
+        0.0,
+        2,
+        128,
+    )
     assert summary.place_report([]) == {"plans": []}
 
 

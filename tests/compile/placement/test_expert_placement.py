@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.placeable import MUCH, RUNGS, brute, machine, random_budgets, random_experts, random_machine, workload
 
-from pi_compile.cost_model.processors import CPU, GPU, units_of
+from pi_compile.cost_model.processors import CPU, GPU, processors_of
 from pi_compile.cost_model.token_time import costs_of
 from pi_compile.cost_model.workload import Workload
 from pi_compile.machine.profile import Machine
@@ -35,36 +35,36 @@ def test_equals_brute_force_over_cuts_and_sides(seed: int) -> None:
                 place(work, m, vram, ram)
         else:
             found = place(work, m, vram, ram)
-            assert found.choice == expected, (seed, case)
+            assert found.assignment == expected, (seed, case)
             assert sum(found.gpu_bytes.values()) <= vram
             assert sum(found.ram_bytes.values()) <= ram
 
 
 def own_cuts(work: Workload, p: Placement, layer: int) -> list[int]:
-    experts = work.shape.n_experts
+    experts = work.decoder.n_experts
     return list(p.plan.cuts[layer * experts : (layer + 1) * experts])
 
 
 def ffn_ps(work: Workload, m: Machine, layer: int, cuts: list[int], side: int) -> int:
     """T of one side, neuron by neuron."""
-    how, unit, d_ff = work.layers[layer], units_of(m)[side], work.shape.d_ff
-    row = FfnBytes.of(work.shape, work.formats)
-    first = rest = here = 0
+    how, processor, d_ff = work.layers[layer], processors_of(m)[side], work.decoder.d_ff
+    row = FfnBytes.of(work.decoder, work.formats)
+    first = rest = neurons = 0
     assert work.routed is not None
     for e, cut in enumerate(cuts):
         for i in range(cut) if side == GPU else range(cut, d_ff):
             tokens, count = int(work.routed[layer, e]), int(work.counts[layer, e * d_ff + i])
             picked = min(tokens, ceil(Fraction(count * how.read_ppm, 10**6)))
-            first += picked if how.rung in ("predicted", "sign") else tokens
-            rest += tokens if how.rung == "dense" else count
-            here += 1
-    if not here or not first:
+            first += picked if how.kind.picks else tokens
+            rest += tokens if how.kind.dense else count
+            neurons += 1
+    if not neurons or not first:
         return 0
     fmt = work.formats["ffn"]
-    first_rate = unit.rate(fmt, "picked" if how.rung in ("predicted", "sign") else "neurons")
-    rest_rate = unit.rate(fmt, "neurons" if how.rung == "dense" else "picked")
+    first_rate = processor.rate(fmt, "gather" if how.kind.picks else "neurons")
+    rest_rate = processor.rate(fmt, "neurons" if how.kind.dense else "gather")
     parts = ((first * row.first, first_rate), (rest * row.rest, rest_rate))
-    return 2 * unit.launch_ps + sum(ceil(Fraction(n * 10**12, work.tokens * rate)) for n, rate in parts)
+    return 2 * processor.launch_ps + sum(ceil(Fraction(n * 10**12, work.tokens * rate)) for n, rate in parts)
 
 
 def test_time_and_bytes_are_those_of_the_cuts_of_the_experts() -> None:
@@ -73,9 +73,9 @@ def test_time_and_bytes_are_those_of_the_cuts_of_the_experts() -> None:
     for _ in range(30):
         work, m = random_experts(rng, d_ff=100), random_machine(rng)
         found = place(work, m, Sizes.of(work).all_on_gpu // 2, MUCH)
-        row = FfnBytes.of(work.shape, work.formats)
+        row = FfnBytes.of(work.decoder, work.formats)
         assert found.gpu_bytes["ffn"] == sum(found.plan.cuts) * (row.first + row.rest)
-        for n, (time, cut) in enumerate(zip(found.time.layers, found.choice.cuts, strict=True)):
+        for n, (time, cut) in enumerate(zip(found.time.layers, found.assignment.cuts, strict=True)):
             each = own_cuts(work, found, n)
             assert sum(each) == cut
             assert (time.gpu, time.cpu) == tuple(ffn_ps(work, m, n, each, side) for side in (GPU, CPU))
@@ -85,10 +85,12 @@ def test_time_and_bytes_are_those_of_the_cuts_of_the_experts() -> None:
 
 def test_a_predictor_is_stored_for_all_experts_and_read_for_those_of_the_token() -> None:
     work = workload(np.ones((1, 4 * 64)), (RUNGS[2],), n_experts=4, experts_per_token=2)
-    row = FfnBytes.of(work.shape, work.formats)
+    row = FfnBytes.of(work.decoder, work.formats)
     assert Sizes.of(work).predictor == (4 * row.predictor(3),)
-    unit = units_of(machine())[CPU]
-    assert costs_of(work, machine()).layers[0].predictor[CPU] == unit.launch_ps + unit.ps(2 * row.predictor(3), "f16")
+    processor = processors_of(machine())[CPU]
+    assert costs_of(work, machine()).layers[0].predictor[CPU] == processor.launch_ps + processor.ps(
+        2 * row.predictor(3), "f16"
+    )
 
 
 def test_hot_mass_has_the_most_activations_of_all_cuts_of_the_experts() -> None:
@@ -97,16 +99,16 @@ def test_hot_mass_has_the_most_activations_of_all_cuts_of_the_experts() -> None:
         m = machine(sync_us)
         for _ in range(6):
             work = random_experts(rng, layers=1, d_ff=192)
-            sizes, shape = Sizes.of(work), work.shape
+            sizes, decoder = Sizes.of(work), work.decoder
             found = place(work, m, int(rng.integers(0, sizes.all_on_gpu)), MUCH, objective="hot-mass")
-            least = least_neurons(m, work.routed_part(sizes.parts.neuron))
-            own, best = work.counts[0].reshape(shape.n_experts, -1), 0
+            least = least_neurons(m, work.of_routed_experts(sizes.parts.neuron))
+            own, best = work.counts[0].reshape(decoder.n_experts, -1), 0
             room = found.vram - sum(found.gpu_bytes.values()) + found.gpu_bytes["ffn"]
-            room -= 0 if found.choice.uses_gpu else sizes.scratch[GPU]
-            for each in itertools.product((0, 64, 128, 192), repeat=shape.n_experts):
+            room -= 0 if found.assignment.uses_gpu else sizes.scratch[GPU]
+            for each in itertools.product((0, 64, 128, 192), repeat=decoder.n_experts):
                 if sum(each) * sizes.parts.neuron <= room and (not any(each) or sum(each) >= (least or 0)):
                     best = max(best, sum(int(own[e, :cut].sum()) for e, cut in enumerate(each)))
-            assert found.hot_share == best / max(int(work.counts.sum()), 1)
+            assert found.activations_on_gpu == best / max(int(work.counts.sum()), 1)
 
 
 def test_greedy_and_the_rivals_keep_the_budget_and_are_no_faster() -> None:
@@ -119,7 +121,7 @@ def test_greedy_and_the_rivals_keep_the_budget_and_are_no_faster() -> None:
         for found in (quick, mass):
             assert sum(found.gpu_bytes.values()) <= vram
             assert found.time.total >= best.time.total
-            assert [sum(own_cuts(work, found, n)) for n in range(3)] == list(found.choice.cuts)
+            assert [sum(own_cuts(work, found, n)) for n in range(3)] == list(found.assignment.cuts)
         assert powerinfer(work, m, vram).gpu_bytes <= vram
         assert layer_split(work, m, vram).gpu_bytes <= vram
 

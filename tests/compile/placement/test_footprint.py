@@ -41,8 +41,8 @@ def test_parts_are_the_bytes_of_the_file(family: str, tmp_path: Path) -> None:
     decoder = small_decoder(family, d_model=40, n_heads=5, n_kv_heads=1)
     path = random_artifact(tmp_path / "a.pi", decoder, format="f16", ranks=list(ranks), profiled=True)
     layers = tuple(LayerWork(rung="predicted" if rank else "gate", rank=rank) for rank in ranks)
-    shape = {"family": family, "d_model": 40, "n_heads": 5, "n_kv_heads": 1}
-    work = workload(np.ones((2, decoder.d_ff)), layers, **shape)
+    sizes = {"family": family, "d_model": 40, "n_heads": 5, "n_kv_heads": 1}
+    work = workload(np.ones((2, decoder.d_ff)), layers, **sizes)
     with Artifact.open(path) as artifact:
         found = in_file(artifact)
     ram, gpu = Sizes.of(work).used(all_cpu(2))
@@ -78,10 +78,10 @@ def test_the_gpu_has_room_for_prompts(share: int, monkeypatch: pytest.MonkeyPatc
     work = workload(np.ones((2, 2000)), (LayerWork(rung="predicted", rank=9),) * 2, context=100, d_model=128)
     sizes = Sizes.of(work)
     model = sizes.all_on_gpu - sizes.scratch[GPU] - 2 * sizes.cache
-    one = gpu_scratch_bytes(work.shape, 9, 100, 1)
+    one = gpu_scratch_bytes(work.decoder, 9, 100, 1)
     assert 0 <= sizes.scratch[GPU] - one <= model // share
-    tokens, pieces = (1, 0) if share == 64 else (64, streamed_bytes(work.shape, sizes.parts.neuron))
-    assert sizes.scratch[GPU] == gpu_scratch_bytes(work.shape, 9, 100, tokens) + pieces
+    tokens, streamed = (1, 0) if share == 64 else (64, streamed_bytes(work.decoder, sizes.parts.neuron))
+    assert sizes.scratch[GPU] == gpu_scratch_bytes(work.decoder, 9, 100, tokens) + streamed
 
 
 def test_blocks_of_prompts() -> None:

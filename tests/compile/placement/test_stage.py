@@ -30,7 +30,7 @@ def test_equals_brute_force_over_cuts_and_sides(seed: int) -> None:
             with pytest.raises(DoesNotFitError):
                 place(work, m, vram, ram)
         else:
-            assert place(work, m, vram, ram).choice == expected, (seed, case)
+            assert place(work, m, vram, ram).assignment == expected, (seed, case)
 
 
 def test_three_layers_equal_brute_force() -> None:
@@ -38,7 +38,7 @@ def test_three_layers_equal_brute_force() -> None:
     for _ in range(6):
         work, m = random_workload(rng, layers=3), random_machine(rng)
         vram = Sizes.of(work).all_on_gpu * int(rng.integers(20, 100)) // 100
-        assert place(work, m, vram, MUCH).choice == brute(work, m, vram, MUCH)
+        assert place(work, m, vram, MUCH).assignment == brute(work, m, vram, MUCH)
 
 
 def test_more_budget_is_never_slower_and_greedy_never_faster() -> None:
@@ -47,8 +47,8 @@ def test_more_budget_is_never_slower_and_greedy_never_faster() -> None:
     found = [place(work, machine(0.05), whole * share // 10, MUCH) for share in range(11)]
     times = [p.time.total for p in found]
     assert times == sorted(times, reverse=True)
-    assert found[-1].choice.cuts == (640,) * 4
-    assert all(p.second_opinion is not None and p.second_opinion.total >= p.time.total for p in found)
+    assert found[-1].assignment.cuts == (640,) * 4
+    assert all(p.heuristic is not None and p.heuristic.total >= p.time.total for p in found)
     assert all(p.bound_ns is not None and p.bound_ns <= p.time.ns for p in found)
 
 
@@ -74,10 +74,10 @@ def test_hot_mass_has_the_most_activations_of_all_placements_with_its_sides() ->
             least = least_neurons(m, sizes.parts.neuron)
             best = 0
             for cuts in itertools.product([int(c) for c in work.cuts()], repeat=2):
-                used = sizes.used(replace(found.choice, cuts=cuts))[GPU]
+                used = sizes.used(replace(found.assignment, cuts=cuts))[GPU]
                 if sum(used.values()) <= vram and all(c == 0 or c >= (least or 0) for c in cuts):
                     best = max(best, sum(int(row[:c].sum()) for row, c in zip(work.counts, cuts, strict=True)))
-            mass = sum(int(row[:c].sum()) for row, c in zip(work.counts, found.choice.cuts, strict=True))
+            mass = sum(int(row[:c].sum()) for row, c in zip(work.counts, found.assignment.cuts, strict=True))
             assert mass == best
             assert sum(found.gpu_bytes.values()) <= vram
 
@@ -98,7 +98,7 @@ def test_bytes_by_part_are_all_bytes_once() -> None:
         sizes = Sizes.of(work)
         found = place(work, machine(), sizes.all_on_gpu // 2, MUCH)
         both = {name: found.gpu_bytes[name] + found.ram_bytes[name] for name in found.gpu_bytes if name != "scratch"}
-        twice = work.shape.tied_head and found.choice.embedding != found.choice.head
+        twice = work.decoder.tied_head and found.assignment.embedding != found.assignment.head
         both["embedding"] -= sizes.parts.embedding if twice else 0
         assert sum(both.values()) + sizes.scratch[CPU] == sizes.everything
 
@@ -147,7 +147,7 @@ def test_what_does_not_fit_says_what_would() -> None:
 def test_without_a_gpu_everything_is_on_the_cpu() -> None:
     work, m = workload(np.full((2, 128), 5)), machine(gpu=None, link=None)
     found = place(work, m, MUCH, MUCH)
-    assert (found.choice.uses_gpu, sum(found.gpu_bytes.values())) == (False, 0)
+    assert (found.assignment.uses_gpu, sum(found.gpu_bytes.values())) == (False, 0)
     assert ladder(work, m) == ()
     with pytest.raises(DoesNotFitError):
         ladder(work, m, ram=1000)

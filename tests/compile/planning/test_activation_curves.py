@@ -13,7 +13,7 @@ from support.synthetic import small_decoder
 
 from pi_compile.errors import ProfileError
 from pi_compile.files.bundled import bundled
-from pi_compile.planning.activation_curves import UNIT, Curve, curve_counts, find_curve, read_curve
+from pi_compile.planning.activation_curves import WHOLE, Curve, curve_counts, find_curve, read_curve
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.errors import UsageError
 
@@ -52,7 +52,7 @@ def test_each_layer_has_its_own_curve() -> None:
 
 
 def test_what_is_above_one_is_spread_downwards() -> None:
-    curve = Curve(name="c", source="s", shares=((0, UNIT // 2, 3 * UNIT // 4, 7 * UNIT // 8, UNIT),))
+    curve = Curve(name="c", source="s", shares=((0, WHOLE // 2, 3 * WHOLE // 4, 7 * WHOLE // 8, WHOLE),))
     found = curve_counts(curve, shape(4), Decimal("0.75"), tokens=100)[0]
     # Frequencies 1.5, 0.75, 0.375, 0.375: of 150 + 75 + 37.5 + 37.5 the first two keep 100, the third the rest.
     assert found.tolist() == [100, 100, 63, 37]
@@ -66,7 +66,7 @@ def test_what_is_above_one_is_spread_downwards() -> None:
 )
 def test_counts_are_possible_and_complete(rises: list[int], neurons: int, density: Decimal, tokens: int) -> None:
     mass = np.cumsum([0, *rises])
-    curve = Curve(name="c", source="s", shares=(tuple(int(m) * UNIT // int(mass[-1]) for m in mass),))
+    curve = Curve(name="c", source="s", shares=(tuple(int(m) * WHOLE // int(mass[-1]) for m in mass),))
     counts = curve_counts(curve, shape(neurons), density, tokens)[0].astype(np.int64)
     assert counts.max() <= tokens
     assert (np.diff(counts) <= 0).all()

@@ -25,8 +25,8 @@ from pi_compile.cost_model.default_rungs import PREDICTOR_SHARE, untrained_layer
 from pi_compile.cost_model.workload import LayerWork, Workload
 from pi_compile.machine.profile import Machine, find_machine
 from pi_compile.pipeline.lock_file import lock_path
-from pi_compile.placement.activation_file import Activations
-from pi_compile.placement.formulation import Choice
+from pi_compile.placement.activation_file import ActivationFile
+from pi_compile.placement.formulation import Assignment
 from pi_compile.planning.forecast import PlanSpec
 from pi_compile.planning.forecast import plan as planned
 from pi_compile.planning.model_config import bundled_models, find_planned
@@ -80,8 +80,8 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     return run
 
 
-def stored(shape: Decoder, rank: int | None, fmt: str = "f16") -> int:
-    specs = array_specs(shape, dict.fromkeys(PARTS, fmt), [rank] * shape.n_layers, profiled=False)
+def stored(decoder: Decoder, rank: int | None, fmt: str = "f16") -> int:
+    specs = array_specs(decoder, dict.fromkeys(PARTS, fmt), [rank] * decoder.n_layers, profiled=False)
     return sum(spec.nbytes for spec in specs.values())
 
 
@@ -90,10 +90,13 @@ def test_every_byte_is_somewhere_once(plan: Plan) -> None:
     model = find_planned("config.json", Path())
     for budget in found["budgets"]:
         assert budget["fits"]
-        assert sum(budget["gpu"].values()) <= budget["vram_bytes"]
-        parts = {part: budget["ram"][part] + budget["gpu"][part] for part in budget["ram"]}
+        assert sum(budget["gpu_bytes_by_part"].values()) <= budget["vram_bytes"]
+        parts = {
+            part: budget["ram_bytes_by_part"][part] + budget["gpu_bytes_by_part"][part]
+            for part in budget["ram_bytes_by_part"]
+        }
         weights = sum(n for part, n in parts.items() if part not in ("cache", "scratch"))
-        assert weights == stored(model.shape, found["predictor_rank"])
+        assert weights == stored(model.decoder, found["predictor_rank"])
         assert parts["cache"] == 4 * 2 * 128 * 64 * 2  # layers, keys and values, positions, width, float16
 
 
@@ -124,7 +127,7 @@ def test_counts_go_before_curves(plan: Plan, folder: Path) -> None:
     counts = np.full((4, 256), 100, np.uint64)
     order = np.tile(np.arange(256, dtype=np.uint32), (4, 1))
     profile = ActivationProfile(decoder=decoder, tokens=1000, counts=counts, order=order, inputs="x")
-    Activations.of(profile, {}).save(folder / "p.npz")
+    ActivationFile.of(profile, {}).save(folder / "p.npz")
     found = plan("config.json", "--machine", "m.toml", "--counts", "p.npz")
     assert (found["density"], found["activation"]) == (0.1, "counts of 1000 tokens in p.npz")
 
@@ -139,13 +142,13 @@ def test_formats_and_context_are_as_asked(plan: Plan) -> None:
     usual = plan("config.json", "--machine", "alone.toml", *FIRES)
     small = plan("config.json", "--machine", "alone.toml", *FIRES, "--format", "q4", "--ctx-size", "64")
     assert set(small["formats"].values()) == {"q4"}
-    a, b = (found["budgets"][1]["ram"] for found in (usual, small))
+    a, b = (found["budgets"][1]["ram_bytes_by_part"] for found in (usual, small))
     assert b["cache"] * 2 == a["cache"]
     assert b["ffn"] < 0.6 * a["ffn"]
 
 
 def test_without_a_gpu_the_memory_varies(plan: Plan) -> None:
-    needed = sum(plan("config.json", "--machine", "alone.toml", *FIRES)["budgets"][1]["ram"].values())
+    needed = sum(plan("config.json", "--machine", "alone.toml", *FIRES)["budgets"][1]["ram_bytes_by_part"].values())
     found = plan("config.json", "--machine", "alone.toml", "--ram-budget", needed, *FIRES)
     assert [b["fits"] for b in found["budgets"]] == [False, True, True]
     assert [b["ram_bytes"] for b in found["budgets"]] == [needed * 75 // 100, needed, needed * 125 // 100]
@@ -174,27 +177,27 @@ def test_no_torch_is_needed(folder: Path) -> None:
 
 
 def test_mistakes(refused: Callable[..., str], folder: Path) -> None:
-    here = ("config.json", "--machine", "m.toml")
+    model = ("config.json", "--machine", "m.toml")
     assert "no config to plan from" in refused(INPUT, "nothing/here", "--machine", "m.toml")
     assert "facebook/opt-6.7b" in refused(INPUT, "facebook/opt-6.6b", "--machine", "m.toml")
     assert "no such machine profile" in refused(INPUT, "config.json", "--machine", "pc-medium")
     assert "no such recipe" in refused(INPUT, "r.toml")
     assert "pi-compile train RECIPE --export" in refused(USAGE, "model.pi", "--machine", "m.toml")
-    assert "of another model" in refused(INPUT, *here, "--counts", ROOT / "profiles" / "activations" / "demo.npz")
+    assert "of another model" in refused(INPUT, *model, "--counts", ROOT / "profiles" / "activations" / "demo.npz")
     assert "--machine" in refused(USAGE, "config.json")
-    assert "go together" in refused(USAGE, *here, "--density", "0.1")
-    assert "--density much" in refused(USAGE, *here, "--curve", "opt-30b", "--density", "much")
-    assert "--curve opt-30b" in refused(USAGE, *here, "--curve", "opt30b", "--density", "0.1")
-    assert "nothing is known of how its neurons fire" in refused(USAGE, *here)
-    assert "--format q5" in refused(USAGE, *here, *FIRES, "--format", "q5")
-    assert "at most 128" in refused(USAGE, *here, *FIRES, "--ctx-size", "129")
+    assert "go together" in refused(USAGE, *model, "--density", "0.1")
+    assert "--density much" in refused(USAGE, *model, "--curve", "opt-30b", "--density", "much")
+    assert "--curve opt-30b" in refused(USAGE, *model, "--curve", "opt30b", "--density", "0.1")
+    assert "nothing is known of how its neurons fire" in refused(USAGE, *model)
+    assert "--format q5" in refused(USAGE, *model, *FIRES, "--format", "q5")
+    assert "at most 128" in refused(USAGE, *model, *FIRES, "--ctx-size", "129")
     assert "has no GPU" in refused(USAGE, "config.json", "--machine", "alone.toml", "--vram-budget", "1GiB", *FIRES)
-    assert "--vram-budget much" in refused(USAGE, *here, "--vram-budget", "much", *FIRES)
-    assert "does not fit" in refused(FIT, *here, "--ram-budget", "100KB", "--vram-budget", "100KB", *FIRES)
+    assert "--vram-budget much" in refused(USAGE, *model, "--vram-budget", "much", *FIRES)
+    assert "does not fit" in refused(FIT, *model, "--ram-budget", "100KB", "--vram-budget", "100KB", *FIRES)
     (folder / "config.json").write_text(json.dumps({**CONFIG, "torch_dtype": None}))
-    assert "--format f16" in refused(USAGE, *here, *FIRES)
+    assert "--format f16" in refused(USAGE, *model, *FIRES)
     (folder / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 0}))
-    assert "config.json: hidden_size" in refused(INPUT, *here, *FIRES)
+    assert "config.json: hidden_size" in refused(INPUT, *model, *FIRES)
 
 
 # Bundled models and recipes.
@@ -216,7 +219,7 @@ def test_a_recipe_names_what_there_is(path: Path) -> None:
     assert path.stem.endswith(machine.name)
     formats = model.formats(recipe.pack.model_dump())
     budget = sum(recipe.place.vram_gib)
-    weights = stored(model.shape, untrained_layers(model.shape)[0].rank, formats["ffn"])
+    weights = stored(model.decoder, untrained_layers(model.decoder)[0].rank, formats["ffn"])
     assert weights < (machine.cpu.ram_gib + budget) * 2**30, "its weights do not fit"
     assert f"pi-compile plan recipes/{path.name}" in path.read_text(encoding="utf-8")
 
@@ -244,16 +247,16 @@ def test_experts_are_planned_at_the_bytes_of_their_arrays() -> None:
     """Two layers of TurboSparse-Mixtral-47B: the parts that are placed are the arrays of the file, each once."""
     name = "PowerInfer/TurboSparse-Mixtral"
     model = find_planned(name, Path())
-    model = replace(model, shape=replace(model.shape, n_layers=2))
+    model = replace(model, decoder=replace(model.decoder, n_layers=2))
     formats = dict.fromkeys(PARTS, "q4")
     machine = find_machine("pc-low", Path())
     spec = PlanSpec(model=model, machine=machine, formats=formats, context=2048, vram=2**30, ram=2**36)
     found = planned(spec)
-    experts, budget = model.shape.n_experts, found["budgets"][1]
+    experts, budget = model.decoder.n_experts, found["budgets"][1]
     assert (experts, found["experts"], found["density"]) == (8, 8, 0.15)
     parts = ("embedding", "attention", "predictor", "ffn", "head")
-    placed = sum(budget["gpu"][part] + budget["ram"][part] for part in parts)
-    assert placed == stored(model.shape, found["predictor_rank"], "q4")
+    placed = sum(budget["gpu_bytes_by_part"][part] + budget["ram_bytes_by_part"][part] for part in parts)
+    assert placed == stored(model.decoder, found["predictor_rank"], "q4")
     cuts = np.array(budget["expert_cuts"]).reshape(2, experts)
     assert cuts.sum(1).tolist() == budget["cuts"]
     assert cuts.min() > 0
@@ -267,34 +270,34 @@ def test_experts_are_planned_at_the_bytes_of_their_arrays() -> None:
 
 
 def test_ranks_by_rule() -> None:
-    shape = find_planned("facebook/opt-30b", Path()).shape
-    layers = untrained_layers(shape)
+    decoder = find_planned("facebook/opt-30b", Path()).decoder
+    layers = untrained_layers(decoder)
     rank = layers[0].rank
     assert rank is not None
     assert (len(layers), rank % 32, {layer.rung for layer in layers}) == (48, 0, {"predicted"})
-    weights = [48 * r * (shape.d_model + shape.d_ff) for r in (rank, rank + 32)]
-    assert weights[0] <= parameters(shape) * PREDICTOR_SHARE < weights[1]
-    assert untrained_layers(replace(shape, activation="gelu")) == (LayerWork(rung="dense"),) * 48
+    weights = [48 * r * (decoder.d_model + decoder.d_ff) for r in (rank, rank + 32)]
+    assert weights[0] <= parameters(decoder) * PREDICTOR_SHARE < weights[1]
+    assert untrained_layers(replace(decoder, activation="gelu")) == (LayerWork(rung="dense"),) * 48
     assert Fraction(PREDICTOR_SHARE) == Fraction("0.0709")
 
 
 def test_prefill_is_bound_by_memory_or_by_arithmetic() -> None:
     """One layer on the CPU, by hand: 4 · 32² + 3 · 40 · 32 weights of f16, and twice as many operations a token."""
-    shape = replace(small_decoder("llama", n_kv_heads=4), n_layers=1, d_ff=64)
+    decoder = replace(small_decoder("llama", n_kv_heads=4), n_layers=1, d_ff=64)
     work = Workload(
-        shape=shape,
+        decoder=decoder,
         formats=dict.fromkeys(PARTS, "f16"),
         tokens=10,
         counts=np.zeros((1, 64), np.int64),
         layers=(LayerWork(rung="dense"),),
         context=16,
     )
-    choice = Choice(sides=(0,), cuts=(0,), embedding=0, head=0)
+    assignment = Assignment(sides=(0,), cuts=(0,), embedding=0, head=0)
     slow = Machine(name="s", source="t", cpu=MACHINE.cpu.model_copy(update={"products_gflop_per_s": 0.001}))
     operations = 2 * 8 * (4 * 32 * 32 + 3 * 64 * 32)
-    assert block_ps(work, slow, choice, 8) == operations * 10**6
-    memory = block_ps(work, slow.model_copy(update={"cpu": MACHINE.cpu}), choice, 8)
-    assert memory == block_ps(work, slow.model_copy(update={"cpu": MACHINE.cpu}), choice, 800)
+    assert block_ps(work, slow, assignment, 8) == operations * 10**6
+    memory = block_ps(work, slow.model_copy(update={"cpu": MACHINE.cpu}), assignment, 8)
+    assert memory == block_ps(work, slow.model_copy(update={"cpu": MACHINE.cpu}), assignment, 800)
     assert memory == 100 * (2 * 4 * 32 * 32 + 2 * 4 * 32 + 2 * 3 * 64 * 32)  # at 10 GB/s, both norms included
 
 

@@ -237,7 +237,7 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a JSON object"):
         find_planned("config.json", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B | {"unheard_of": 1}))
-    assert find_planned("config.json", tmp_path).shape.n_kv_heads == 32
+    assert find_planned("config.json", tmp_path).decoder.n_kv_heads == 32
 
 
 def test_every_family_is_held_against_something() -> None:

@@ -25,9 +25,9 @@ from support.planned import CONFIG, MACHINE
 from pi_compile.cli.main import app
 from pi_compile.cli.plan_request import plan_request
 from pi_compile.pipeline.lock_file import lock_path
-from pi_compile.placement.activation_file import Activations
+from pi_compile.placement.activation_file import ActivationFile
 from pi_compile.placement.stage import place
-from pi_compile.planning.forecast import PlanSpec, firing_of, workload_of
+from pi_compile.planning.forecast import PlanSpec, activation_counts
 from pi_compile.report.explanation import Budget, Explanation, busy, explain
 from pi_compile.report.page import answer_of, report_page
 from pi_compile.report.quantities import NBSP, digits, duration, percent, span
@@ -40,7 +40,7 @@ HERE = ("config.json", "--machine", "m.toml", "--vram-budget", "300KiB", "--coun
 Run = Callable[..., str]
 
 
-def activations(layers: int = 4, neurons: int = 256, seed: int = 0) -> Activations:
+def activations(layers: int = 4, neurons: int = 256, seed: int = 0) -> ActivationFile:
     """Counts that differ from layer to layer."""
     rng = np.random.default_rng(seed)
     decoder = small_decoder(
@@ -49,7 +49,7 @@ def activations(layers: int = 4, neurons: int = 256, seed: int = 0) -> Activatio
     counts = (1000 * rng.random((layers, neurons)) ** rng.uniform(2, 8, (layers, 1))).astype(np.uint64)
     order = np.argsort(-counts.astype(np.int64), axis=1).astype(np.uint32)
     profile = ActivationProfile(decoder=decoder, tokens=1000, counts=counts, order=order, inputs="x")
-    return Activations.of(profile, {})
+    return ActivationFile.of(profile, {})
 
 
 def fill(folder: Path) -> Path:
@@ -231,8 +231,8 @@ def test_the_figures_are_those_of_plan(page: str, folder: Path, capsys: pytest.C
     assert sum(exact(row[-1]) for row in layers) + exact(by_layer[-2][-1]) == total
     assert 1e12 / total == main["decode_tokens_per_s"]
     assert [int(row[2].replace(",", "")) for row in layers] == main["cuts"]
-    assert [exact(row[1]) for row in by_part[1:8]] == list(main["gpu"].values())
-    assert [exact(row[3]) for row in by_part[1:8]] == list(main["ram"].values())
+    assert [exact(row[1]) for row in by_part[1:8]] == list(main["gpu_bytes_by_part"].values())
+    assert [exact(row[3]) for row in by_part[1:8]] == list(main["ram_bytes_by_part"].values())
     assert exact(by_part[-2][1]) == main["vram_bytes"]
     rates = {row[0].replace(NBSP, " "): row[1] for row in by_budget[1:]}
     for budget in (less, main, more):
@@ -257,11 +257,15 @@ def test_bars_are_as_high_as_the_cuts(page: str) -> None:
 
 def test_units_work_no_longer_than_a_token_takes(folder: Path) -> None:
     e = explained("config.json", machine="m.toml", vram_budget="300KiB", counts=Path("p.npz"))
-    time, units = e.placement.time, busy(e.placement)
+    time, processors = e.placement.time, busy(e.placement)
     assert sum(time.parts.values()) == time.total
-    work = {part: sum(unit[part] for unit in units.values()) for part in time.parts}
+    work = {part: sum(processor[part] for processor in processors.values()) for part in time.parts}
     assert {part for part in work if work[part] != time.parts[part]} <= {"ffn"}
-    assert units["GPU"]["ffn"] + units["CPU"]["ffn"] >= time.parts["ffn"] >= max(u["ffn"] for u in units.values())
+    assert (
+        processors["GPU"]["ffn"] + processors["CPU"]["ffn"]
+        >= time.parts["ffn"]
+        >= max(u["ffn"] for u in processors.values())
+    )
 
 
 def test_it_is_the_placement_of_the_lock() -> None:
@@ -314,12 +318,14 @@ def test_many_layers_stay_readable(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 96}))
     activations(layers=96).save(folder / "p.npz")
     spec = request("config.json", machine="m.toml", vram_budget="4MiB", counts=Path("p.npz"))
-    firing = firing_of(spec)
-    work = workload_of(spec, firing)
+    activation = activation_counts(spec)
+    work = activation.workload(spec.model.decoder, spec.formats, spec.context)
     placement = place(work, spec.machine, spec.vram, spec.ram, solver="greedy")  # at once; the page is the same
     rates = {"prefill_tokens_per_s": 1.0, "layer_split_tokens_per_s": 1.0, "powerinfer_tokens_per_s": 1.0}
-    here = Budget(vram=spec.vram, ram=spec.ram, asked=True, placement=placement, **rates)
-    e = Explanation(spec=spec, firing=firing, work=work, placement=placement, budgets=(here,), most=spec.vram)
+    asked = Budget(vram=spec.vram, ram=spec.ram, asked=True, placement=placement, **rates)
+    e = Explanation(
+        spec=spec, activation=activation, work=work, placement=placement, budgets=(asked,), all_on_gpu=spec.vram
+    )
     page = report_page(e)
     assert Page(page).open == []
     assert len(page.encode()) < 400_000

@@ -33,7 +33,7 @@ from support.planted import (
 from support.synthetic import small_decoder
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
-from pi_compile.cost_model.processors import Unit
+from pi_compile.cost_model.processors import Processor
 from pi_compile.errors import CorpusError, ProfileError
 from pi_compile.files.npz import read_arrays
 from pi_compile.pipeline.summary import train_report
@@ -317,17 +317,17 @@ def test_a_sparse_model_may_go_by_signs_alone(run: Callable[..., Trained], monke
 def test_time_and_not_bytes_decides(run: Callable[..., Trained]) -> None:
     """Where picking rows is slow, or starting an operator, reading all of them is quicker."""
 
-    def predicted(name: str, unit: Unit) -> int:
-        return [row.rung for row in run(name, unit=unit).rows].count("predicted")
+    def predicted(name: str, processor: Processor) -> int:
+        return [row.rung for row in run(name, processor=processor).rows].count("predicted")
 
     # Some remain where picking is slow: they pick fewer rows of `rest` too.
     slow_to_pick, slow_to_start = (
-        Unit("a", 0, {"": 10**9}, {"picked": {"f16": 10**6}}, None),
-        Unit("b", 10**12, {"": 10**9}, {}, None),
+        Processor("a", 0, {"": 10**9}, {"gather": {"f16": 10**6}}, None),
+        Processor("b", 10**12, {"": 10**9}, {}, None),
     )
     assert predicted("a", stage.BYTES) > predicted("b", slow_to_pick)
     assert predicted("c", slow_to_start) == 0
-    trained = run("c", unit=slow_to_start)
+    trained = run("c", processor=slow_to_start)
     assert trained.rows[0].ffn_us == pytest.approx(2e6 + trained.rows[0].ffn_bytes / 1e3)
 
 

@@ -16,7 +16,7 @@ from pi_compile.training.stage import BYTES
 from pi_compile.training.work_estimate import Meter, TrainingWork
 
 SPEC = LadderSpec(
-    rungs=("gate", "predicted"), formats=("f16",), ffn_format="f16", unit=BYTES, batch=512, steps=300,
+    rungs=("gate", "predicted"), formats=("f16",), ffn_format="f16", processor=BYTES, batch=512, steps=300,
     learning_rate=1e-3, error=1e-4,
 )  # fmt: skip
 LLAMA_7B = small_decoder(

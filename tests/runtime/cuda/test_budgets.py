@@ -107,8 +107,8 @@ def test_a_placement_leaves_room_for_prompts(share: int, tmp_path: Path, monkeyp
     layers = (LayerWork(rung="predicted", rank=7), LayerWork(rung="gate"))
     work = workload(np.arange(4000).reshape(2, 2000), layers, context=CONTEXT, d_model=128)
     sizes = formulation.Sizes.of(work)
-    path = random_artifact(tmp_path / "a.pi", work.shape, format="f16", ranks=[7, None])
-    one = gpu_scratch_bytes(work.shape, 7, CONTEXT, 1)
+    path = random_artifact(tmp_path / "a.pi", work.decoder, format="f16", ranks=[7, None])
+    one = gpu_scratch_bytes(work.decoder, 7, CONTEXT, 1)
     for part in (3, 2, 1):
         room = (sizes.all_on_gpu - sizes.scratch[GPU]) // part
         plan = place(work, machine(), sizes.scratch[GPU] + room, MUCH).plan

@@ -20,7 +20,7 @@ from support.gguf_files import CASES, TYPES, rounded_checkpoint, write_byte_toke
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import read_text_files
 from pi_compile.packing import PackSpec, pack
-from pi_compile.pipeline.init_recipe import start_recipe
+from pi_compile.pipeline.init_recipe import create_recipe
 from pi_compile.pipeline.pipeline import pack_plain
 from pi_compile.recipe import read_recipe
 from pi_runtime.artifact.quantisation import as_stored
@@ -190,7 +190,7 @@ def test_from_file_to_artifact(both: tuple[Path, Path], tmp_path: Path) -> None:
     """init and pack, with the file named in the recipe, from the recipe's folder on."""
     _, file = both
     notices: list[str] = []
-    start_recipe(str(file), tmp_path / "recipes.toml", notice=notices.append)
+    create_recipe(str(file), tmp_path / "recipes.toml", notice=notices.append)
     assert read_recipe(tmp_path / "recipes.toml").model.path == "model.gguf"
     assert any("silu is taken" in line for line in notices)
     assert any("rounds it anew" in line for line in notices)
