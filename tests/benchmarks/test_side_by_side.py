@@ -256,3 +256,26 @@ def test_off_x86_the_compiler_chooses(rounds: ModuleType) -> None:
     from side_by_side.llama_cpp_build import cmake_arguments
 
     assert cmake_arguments(set()) == ["-DGGML_NATIVE=ON"]
+
+
+def test_llama_cpp_is_built_again_where_the_arguments_or_the_version_changed(
+    rounds: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from side_by_side import llama_cpp_build as build
+
+    builds: list[tuple[str, str]] = []
+
+    def run(command: list[str], *, env: dict[str, str], check: bool) -> None:
+        if "--force-reinstall" in command:
+            builds.append((command[-1], env["CMAKE_ARGS"].split()[-1]))
+
+    monkeypatch.setattr(build.subprocess, "run", run)
+    monkeypatch.setattr(build.sys, "prefix", str(tmp_path))
+    for package, flags in [("x==1", {"avx512f"}), ("x==1", {"avx512f"}), ("x==1", set()), ("x==2", set())]:
+        monkeypatch.setattr(build, "processor_flags", lambda flags=flags: flags)
+        build.install(package)
+    assert builds == [
+        ("x==1", "-DGGML_AVX512_BF16=OFF"),
+        ("x==1", "-DGGML_NATIVE=ON"),
+        ("x==2", "-DGGML_NATIVE=ON"),
+    ]
