@@ -110,7 +110,8 @@ def bench(session: nox.Session) -> None:
     install_all(session)
     if session.posargs[0] == "cpu":
         # The peer, built for this processor.
-        session.install("llama-cpp-python==0.3.36", "gguf==0.19.0", env={"CMAKE_ARGS": "-DGGML_NATIVE=ON"})
+        session.install("gguf==0.19.0")
+        session.run_install("python", "tests/benchmarks/side_by_side/llama_cpp_build.py", "llama-cpp-python==0.3.36")
     session.run(
         "python", f"tests/benchmarks/{session.posargs[0]}.py", *session.posargs[1:], env={"PYTHONPATH": "tests"}
     )

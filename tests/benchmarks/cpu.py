@@ -4,7 +4,8 @@ nox -s bench -- cpu [--full] [--formats f16,q8,q4] [--json PATH] [--quick]
 
 A synthetic Llama whose neurons fire at a set density (tests/sparse_model), with a predictor by construction, runs
 dense, gate and predicted; llama.cpp and transformers run random weights of the same shape, dense. Our results are held
-against the reference first. `--full` adds cost against density, model size and context length.
+against the reference first. `--full` adds cost against density, model size and context length. Where llama.cpp or
+transformers fails, its row says how.
 """
 
 import argparse
@@ -39,6 +40,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--isa", help="instruction sets to force, like avxvnni,avx512; default: the widest and the 256-bit one"
     )
+    parser.add_argument(
+        "--peer-limit", type=float, default=600, metavar="SECONDS", help="that a request to another engine may take"
+    )
     shape = {"layers": 16, "d-model": 2048, "d-ff": 8192, "heads": 32, "kv-heads": 32, "vocabulary": 32000, "rank": 512}
     for name, default in shape.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -70,6 +74,7 @@ def core(a: argparse.Namespace) -> list[Case]:
             isas=isas,
             transformers=name == sixteen,
             start_up=True,
+            peer_limit_s=a.peer_limit,
             **brief,
         )
         for name in names

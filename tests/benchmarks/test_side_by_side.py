@@ -1,7 +1,11 @@
-"""The CPU benchmark's arithmetic: ratios and shares are taken within a round, and a dead engine is told."""
+"""The CPU benchmark: ratios and shares are taken within a round, and a peer that fails becomes a row."""
 
+import json
+import re
 import statistics
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -62,9 +66,216 @@ def test_prefill_counts_all_tokens_of_a_prompt(rounds: ModuleType, monkeypatch: 
     assert (row.ratio_to_llama_cpp, row.density, row.phase) == (None, 1.0, "prefill")
 
 
-def test_an_engine_that_dies_is_named(rounds: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
-    from side_by_side.process import Worker
+FAKE_ENGINE = """
+import os, signal, time
 
-    with Worker("no_such_engine") as worker, pytest.raises(RuntimeError, match="no_such_engine: ended with code 1"):
-        worker.ask("decode", tokens=1)
+def reach(stage):
+    at, _, deed = os.environ["FAKE_ENGINE"].partition(":")
+    if stage == at:
+        if deed == "hang":
+            time.sleep(60)
+        if deed == "raise":
+            raise ValueError("no such model\\nand more")
+        if deed == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), getattr(signal, deed))
+
+rounds = 0
+
+def describe():
+    return {"build": "AVX2 FMA"}
+
+def open_model(**_):
+    reach("load")
+
+def decode(context, tokens):
+    global rounds
+    rounds += 1
+    if rounds == 3:
+        reach("decode")
+    return {"seconds": [0.1] * tokens, "bytes_per_token": 1e9, "density": 1.0, "read": 1.0, "cache_bytes": 0.0}
+
+def prefill(tokens):
+    return {"seconds": 0.1, "bytes_per_token": 1e9}
+
+reach("start")
+HANDLERS = {f.__name__: f for f in (describe, open_model, decode, prefill)}
+"""
+
+
+@pytest.fixture
+def compare(rounds: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Rows of ours beside a fake llama.cpp that lives until a stage, as in "load:SIGILL"."""
+    from side_by_side import peers
+
+    (tmp_path / "fake_engine.py").write_text(FAKE_ENGINE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(rounds, "read_bandwidth", lambda *_: 10e9)
+
+    def compare(fate: str, *, module: str = "fake_engine", limit_s: float = 60) -> list[Any]:
+        monkeypatch.setenv("FAKE_ENGINE", fate)
+        # Some package that is installed stands for the peer's.
+        monkeypatch.setitem(peers.PEERS, "llama.cpp", (module, "pytest"))
+        ours = rounds.Contender("pi", "q4", "dense", "avx2", Scripted(lambda: 10e9, 1e9, 1.0))
+        with ExitStack() as stack:
+            both = [ours, peers.open_peer("llama.cpp", "q4", stack, limit_s=limit_s, path="x", context=64)]
+            sizes = {"rounds": 3, "parameters": 1}
+            decoded = rounds.decode_rows(both, context=64, tokens=2, **sizes)
+            return decoded + rounds.prefill_rows(both, tokens=64, **sizes)
+
+    return compare
+
+
+def test_a_peer_that_lives_is_a_base_for_ratios_and_tells_its_build(compare: Callable[..., list[Any]]) -> None:
+    own, peer, _, prompt = compare("never")
+    assert (own.ratio_to_llama_cpp, peer.ratio_to_llama_cpp) == (pytest.approx(1), 1)
+    assert (peer.version, peer.build) == (f"pytest {pytest.__version__}", "AVX2 FMA")
+    assert prompt.tokens_per_s == pytest.approx(640)
+
+
+@pytest.mark.parametrize(
+    ("fate", "failure"),
+    [
+        ("start:SIGILL", "llama.cpp died: SIGILL (illegal instruction) at start"),
+        ("load:SIGILL", "llama.cpp died: SIGILL (illegal instruction) at load"),
+        ("decode:SIGILL", "llama.cpp died: SIGILL (illegal instruction) at decode"),
+        ("load:SIGKILL", "llama.cpp died: SIGKILL (killed) at load"),
+        ("load:exit", "llama.cpp ended with code 3 at load"),
+        ("load:raise", "llama.cpp failed at load: ValueError: no such model"),
+    ],
+)
+def test_a_peer_that_dies_is_a_row_and_ours_are_kept(
+    compare: Callable[..., list[Any]], fate: str, failure: str
+) -> None:
+    own, peer, own_prompt, peer_prompt = compare(fate)
+    # The third request dies after a round that was measured: what it gave before is no base for a ratio.
+    assert (own.tokens_per_s, own.ratio_to_llama_cpp) == (pytest.approx(10), None)
+    assert (own_prompt.tokens_per_s, own_prompt.ratio_to_llama_cpp) == (pytest.approx(10), None)
+    assert (peer.failure, peer.phase, peer.tokens, peer.engine) == (failure, "decode", 64, "llama.cpp")
+    assert (peer_prompt.failure, peer_prompt.phase) == (failure, "prefill")
+    assert peer.version == f"pytest {pytest.__version__}"
+    assert peer.build == (None if fate.startswith("start") else "AVX2 FMA")
+
+
+def test_a_peer_that_is_not_installed_is_a_row(compare: Callable[..., list[Any]]) -> None:
+    _, peer, _, _ = compare("never", module="no_such_engine")
+    assert peer.failure == "llama.cpp failed at start: ModuleNotFoundError: No module named 'no_such_engine'"
+
+
+@pytest.mark.parametrize("stage", ["start", "load", "decode"])
+def test_a_peer_that_hangs_is_ended_at_the_limit(compare: Callable[..., list[Any]], stage: str) -> None:
+    began = time.monotonic()
+    own, peer, _, _ = compare(f"{stage}:hang", limit_s=2)
+    assert time.monotonic() - began < 30
+    assert peer.failure == f"llama.cpp was ended: no answer within 2 s at {stage}"
+    assert own.tokens_per_s == pytest.approx(10)
+
+
+def test_a_failed_peer_stands_in_the_table_and_in_the_file(
+    compare: Callable[..., list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from side_by_side.table import print_rows, write_json
+
+    rows = compare("load:SIGILL")
+    capsys.readouterr()
+    print_rows(rows)
+    table = capsys.readouterr().out
+    assert re.search(r"^pi +q4 +avx2 +dense .* decode +64 +10\.0 ", table, re.MULTILINE)
+    assert re.search(r"^llama\.cpp +q4 +dense +decode +64  llama\.cpp died: SIGILL .* at load$", table, re.MULTILINE)
+    assert table.count(f"llama.cpp: pytest {pytest.__version__}, build: AVX2 FMA\n") == 1
+    write_json(tmp_path / "rows.json", rows)
+    own, peer, *_ = json.loads((tmp_path / "rows.json").read_text())
+    assert (own["tokens_per_s"], own["ratio_to_llama_cpp"]) == (pytest.approx(10), None)
+    assert (peer["failure"], peer["build"]) == ("llama.cpp died: SIGILL (illegal instruction) at load", "AVX2 FMA")
+    assert "tokens_per_s" not in peer
+
+
+def test_where_ours_fails_there_is_nothing_to_compare(rounds: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from side_by_side.process import EngineError, Worker
+
+    monkeypatch.setattr(rounds, "read_bandwidth", lambda *_: 10e9)
+    with Worker("pi", "no_such_engine") as worker:
+        contender = rounds.Contender("pi", "q4", "dense", "avx2", worker)
+        with pytest.raises(EngineError, match="pi failed at decode: ModuleNotFoundError"):
+            rounds.decode_rows([contender], context=64, rounds=3, tokens=2, parameters=1)
+
+
+def test_a_child_that_died_before_it_was_asked_is_closed_quietly(
+    rounds: ModuleType, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from side_by_side.process import EngineError, Worker
+
+    with Worker("pi", "no_such_engine") as worker:
+        worker._process.wait()
+        for _ in range(2):
+            with pytest.raises(EngineError, match="no_such_engine"):
+                worker.ask("decode", tokens=1)
     assert "no_such_engine" in capfd.readouterr().err
+
+
+COMMON = {"sse4_2", "avx", "avx2", "fma", "f16c", "bmi2"}
+AVX512 = {"avx512f", "avx512cd", "avx512vl", "avx512dq", "avx512bw"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "on"),
+    [
+        pytest.param({"sse2", "sse4_2", "avx"}, {"SSE42", "AVX"}, id="Sandy Bridge"),
+        pytest.param(COMMON, {"SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2"}, id="Haswell"),
+        pytest.param(
+            COMMON | {"avx_vnni"}, {"SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2", "AVX_VNNI"}, id="Alder Lake"
+        ),
+        pytest.param(
+            COMMON | AVX512 | {"avx512vbmi", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8"},
+            {"SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2", "AVX_VNNI"}
+            | {"AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16"},
+            id="Sapphire Rapids",
+        ),
+        # VNNI's flag alone would bring AVX-512 with it.
+        pytest.param(
+            COMMON | {"avx512f", "avx512_vnni"}, {"SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2"}, id="in part"
+        ),
+    ],
+)
+def test_llama_cpp_is_built_with_what_the_processor_has_but_amx(
+    rounds: ModuleType, flags: set[str], on: set[str]
+) -> None:
+    from side_by_side.llama_cpp_build import cmake_arguments
+
+    first, *switches = cmake_arguments(flags)
+    assert first == "-DGGML_NATIVE=OFF"
+    named = dict(switch.removeprefix("-DGGML_").split("=") for switch in switches)
+    assert {name for name, value in named.items() if value == "ON"} == on
+    # What is missing is switched off by name: ggml's default for it is on.
+    assert {"SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2"} <= named.keys()
+    assert set(named.values()) <= {"ON", "OFF"}
+    assert not any("AMX" in name for name in named)
+
+
+def test_off_x86_the_compiler_chooses(rounds: ModuleType) -> None:
+    from side_by_side.llama_cpp_build import cmake_arguments
+
+    assert cmake_arguments(set()) == ["-DGGML_NATIVE=ON"]
+
+
+def test_llama_cpp_is_built_again_where_the_arguments_or_the_version_changed(
+    rounds: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from side_by_side import llama_cpp_build as build
+
+    builds: list[tuple[str, str]] = []
+
+    def run(command: list[str], *, env: dict[str, str], check: bool) -> None:
+        if "--force-reinstall" in command:
+            builds.append((command[-1], env["CMAKE_ARGS"].split()[-1]))
+
+    monkeypatch.setattr(build.subprocess, "run", run)
+    monkeypatch.setattr(build.sys, "prefix", str(tmp_path))
+    for package, flags in [("x==1", {"avx512f"}), ("x==1", {"avx512f"}), ("x==1", set()), ("x==2", set())]:
+        monkeypatch.setattr(build, "processor_flags", lambda flags=flags: flags)
+        build.install(package)
+    assert builds == [
+        ("x==1", "-DGGML_AVX512_BF16=OFF"),
+        ("x==1", "-DGGML_NATIVE=ON"),
+        ("x==2", "-DGGML_NATIVE=ON"),
+    ]

@@ -12,8 +12,9 @@ from pathlib import Path
 from support.sparse_model import Spec, build
 
 from side_by_side.gguf_file import write_gguf
+from side_by_side.peers import TRANSFORMERS, open_peer
 from side_by_side.process import Worker
-from side_by_side.rounds import PEER, Contender, Row, decode_rows, prefill_rows
+from side_by_side.rounds import LLAMA_CPP, Contender, Row, decode_rows, prefill_rows
 from side_by_side.table import print_activity
 
 OURS = "pi"
@@ -29,6 +30,8 @@ class Case:
     format: str
     isas: tuple[str, ...]
     """Instruction sets to force ours to."""
+    peer_limit_s: float
+    """Seconds that a request to a peer may take before the peer is ended."""
     over_reads: tuple[float, ...] = (1.0, 1.5)
     contexts: tuple[int, ...] = (64,)
     prompts: tuple[int, ...] = (64, 512)
@@ -52,9 +55,7 @@ def run(case: Case, folder: Path) -> list[Row]:
         for over_read, activity in build(case.spec, paths).items():
             print_activity(f"{case.format}, predictor × {over_read}", activity)
         ours = _ours(case, paths, stack)
-        peers = [_llama_cpp(case, files.enter_context(_deleted(folder / "peer.gguf")), stack)]
-        if case.transformers and _has_room(case):
-            peers.append(_transformers(case, stack))
+        peers = _peers(case, files.enter_context(_deleted(folder / "peer.gguf")), stack)
         sizes = {"rounds": case.rounds, "parameters": case.parameters}
         for context in case.contexts:
             rows += decode_rows([*ours, *peers], context=context, tokens=case.tokens, **sizes)
@@ -84,24 +85,26 @@ def _ours(case: Case, paths: Mapping[float, Path], stack: ExitStack) -> list[Con
     models = {"dense": (exact, "dense"), "gate": (exact, "gate")}
     models |= {("predicted" if o == 1 else f"predicted × {o}"): (path, "predicted") for o, path in paths.items()}
     for isa in case.isas:
-        worker = stack.enter_context(Worker("ours", PI_ISA=isa))
+        worker = stack.enter_context(_our_worker(PI_ISA=isa))
         for name, (path, mode) in models.items():
             opened = worker.ask("open_model", name=name, path=str(path), mode=mode, context=length)
             contenders.append(Contender(OURS, case.format, name, opened["isa"], worker, {"name": name}))
     return contenders
 
 
-def _llama_cpp(case: Case, path: Path, stack: ExitStack) -> Contender:
-    write_gguf(path, case.spec.decoder, case.format)
-    worker = stack.enter_context(Worker("llama_cpp_engine"))
-    worker.ask("open_model", path=str(path), context=case.spec.decoder.context_length)
-    return Contender(PEER, case.format, "dense", None, worker)
+def _our_worker(**environment: str) -> Worker:
+    return Worker(OURS, "side_by_side.ours", **environment)
 
 
-def _transformers(case: Case, stack: ExitStack) -> Contender:
-    worker = stack.enter_context(Worker("transformers_engine"))
-    worker.ask("open_model", shape=asdict(case.spec.decoder))
-    return Contender("transformers", "bf16", "dense", None, worker)
+def _peers(case: Case, gguf: Path, stack: ExitStack) -> list[Contender]:
+    """llama.cpp first, with a file written to `gguf`."""
+    decoder, limit_s = case.spec.decoder, case.peer_limit_s
+    write_gguf(gguf, decoder, case.format)
+    length = decoder.context_length
+    peers = [open_peer(LLAMA_CPP, case.format, stack, limit_s=limit_s, path=str(gguf), context=length)]
+    if case.transformers and _has_room(case):
+        peers.append(open_peer(TRANSFORMERS, "bf16", stack, limit_s=limit_s, shape=asdict(decoder)))
+    return peers
 
 
 def _has_room(case: Case) -> bool:
@@ -122,7 +125,7 @@ def check(case: Case, folder: Path) -> None:
     with _deleted(folder / "check.pi") as path:
         build(replace(case.spec, decoder=decoder), {1.0: path})
         for isa in case.isas:
-            with Worker("ours", PI_ISA=isa) as worker:
+            with _our_worker(PI_ISA=isa) as worker:
                 errors = worker.ask("check", path=str(path), tokens=8)
             told = ", ".join(f"{mode} {error:.1e}" for mode, error in errors.items())
             print(f"{case.format} {isa}: relative distance to the reference: {told}", flush=True)
@@ -138,7 +141,7 @@ def start_up(case: Case, path: Path) -> None:
         began = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         seconds.append(time.perf_counter() - began)
-    with Worker("ours") as worker:
+    with _our_worker() as worker:
         length = case.spec.decoder.context_length
         worker.ask("open_model", name="", path=str(path), mode="predicted", context=length)
         worker.ask("prefill", name="", tokens=512)

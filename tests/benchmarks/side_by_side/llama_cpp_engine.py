@@ -1,6 +1,7 @@
 """llama.cpp as an engine, through its C interface: no tokenizer, no sampling."""
 
 import ctypes
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import llama_cpp
 import numpy as np
 
 from side_by_side.gguf_file import dense_bytes
-from side_by_side.process import serve, threads
+from side_by_side.process import threads
 
 BATCH = 512
 _rng = np.random.default_rng(0)
@@ -62,9 +63,13 @@ class _Session:
 _sessions: list[_Session] = []
 
 
-def open_model(path: str, context: int) -> dict[str, Any]:
+def describe() -> dict[str, str]:
+    """What the library was compiled with, by its own account."""
+    return {"build": " ".join(re.findall(r"(\w+) = 1\b", llama_cpp.llama_print_system_info().decode()))}
+
+
+def open_model(path: str, context: int) -> None:
     _sessions.append(_Session(path, context))
-    return {"isa": None}
 
 
 def prefill(tokens: int) -> dict[str, Any]:
@@ -84,5 +89,4 @@ def decode(context: int, tokens: int) -> dict[str, Any]:
     return {"seconds": seconds, "read": 1.0, "density": 1.0, "bytes_per_token": session.nbytes, "cache_bytes": held}
 
 
-if __name__ == "__main__":
-    serve({f.__name__: f for f in (open_model, prefill, decode)})
+HANDLERS = {f.__name__: f for f in (describe, open_model, prefill, decode)}

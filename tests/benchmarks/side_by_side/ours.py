@@ -14,7 +14,7 @@ from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels import reference
 from pi_runtime.kernels.codegen.isa import ISA
-from side_by_side.process import serve, threads
+from side_by_side.process import threads
 
 _models: dict[str, Model] = {}
 _caches: list[KVCache] = []
@@ -118,5 +118,4 @@ def _ids(model: Model, tokens: int) -> list[int]:
     return _rng.integers(0, model.manifest.decoder.vocab_size, tokens).tolist()
 
 
-if __name__ == "__main__":
-    serve({f.__name__: f for f in (open_model, prefill, decode, check, memory)})
+HANDLERS = {f.__name__: f for f in (open_model, prefill, decode, check, memory)}

@@ -1,18 +1,27 @@
 """One engine in a child process: a line of JSON in, a line of JSON out.
 
-The child runs `serve` with its handlers, {name: function}; the parent's `Worker.ask` calls one by name.
+The child imports the engine's module and calls its `HANDLERS`, {name: function}; the parent's `Worker.ask` names one.
 """
 
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from threading import Timer
 from types import TracebackType
 from typing import Any, Self
 
 _FOLDERS = [str(p) for p in (Path(__file__).parents[1], Path(__file__).parents[2])]
+_STAGES = {"describe": "start", "open_model": "load"}
+_CLOSING_S = 30.0
+
+
+class EngineError(RuntimeError):
+    """The child gives no more answers. The message names the engine, what happened, and at which stage."""
 
 
 def threads() -> int:
@@ -20,25 +29,36 @@ def threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
-    """Answer requests until stdin ends. An exception ends the process: its traceback is on stderr."""
+def serve(module: str) -> None:
+    """Answer requests until stdin ends. An exception is the last answer; its traceback is on stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not look like an answer
-    for line in sys.stdin:
-        request = json.loads(line)
-        result = handlers[request.pop("do")](**request)
-        answers.write(json.dumps(result) + "\n")
+
+    def answer(**told: Any) -> None:
+        answers.write(json.dumps(told) + "\n")
         answers.flush()
+
+    try:
+        handlers = importlib.import_module(module).HANDLERS
+        for line in sys.stdin:
+            request = json.loads(line)
+            answer(result=handlers[request.pop("do")](**request))
+    except Exception as error:
+        first, _, _ = str(error).partition("\n")
+        answer(error=f"{type(error).__name__}: {first}")
+        raise
 
 
 class Worker:
-    """A child process that runs the module `side_by_side.MODULE`; a context manager that ends it."""
+    """A child process that runs an engine's module; a context manager that ends it."""
 
-    def __init__(self, module: str, **environment: str) -> None:
+    def __init__(self, name: str, module: str, *, limit_s: float | None = None, **environment: str) -> None:
+        """`limit_s`: seconds that a request may take before the child is ended; None: any time."""
         path = os.pathsep.join([*_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._module = module
+        self._name, self._limit_s = name, limit_s
+        self._failure: str | None = None
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"side_by_side.{module}"],
+            [sys.executable, "-m", "side_by_side.process", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -46,24 +66,63 @@ class Worker:
         )
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """The handler's result. Raises RuntimeError where the child has died."""
+        """The handler's result. Raises EngineError where there is none, and from then on at every request."""
+        if self._failure is None:
+            line, in_time = self._exchange(json.dumps({"do": do, **arguments}))
+            # A line without its end was cut off by the child's death.
+            told = json.loads(line) if line.endswith("\n") else {}
+            if "result" in told:
+                return told["result"]
+            self._failure = f"{self._name} {self._ending(told, in_time)} at {_STAGES.get(do, do)}"
+            if "error" in told:
+                self._failure += f": {told['error']}"
+        raise EngineError(self._failure)
+
+    def _exchange(self, request: str) -> tuple[str, bool]:
+        """The child's answer, empty where it died; and whether it came within the limit."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        late: list[bool] = []
+
+        def end() -> None:
+            late.append(True)
+            self._process.kill()
+
+        timer = Timer(self._limit_s, end) if self._limit_s is not None else None
+        if timer:
+            timer.start()
         try:
-            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            raise RuntimeError(f"{self._module}: ended with code {self._process.wait()} at {do} {arguments}")
-        return json.loads(answer)
+            with suppress(BrokenPipeError):
+                self._process.stdin.write(request + "\n")
+                self._process.stdin.flush()
+            # A child that failed before it was asked has left its last answer.
+            line = self._process.stdout.readline()
+        finally:
+            if timer:
+                timer.cancel()
+        return line, not late
+
+    def _ending(self, told: dict[str, Any], in_time: bool) -> str:
+        if "error" in told:
+            return "failed"
+        code = self._process.wait()
+        if not in_time:
+            return f"was ended: no answer within {self._limit_s:g} s"
+        if code < 0:
+            return f"died: {signal.Signals(-code).name} ({(signal.strsignal(-code) or '').lower()})"
+        return f"ended with code {code}"
 
     def close(self) -> None:
+        """End the child; one that does not end by itself is killed."""
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
-            stream.close()
-        self._process.wait()
+            with suppress(BrokenPipeError):  # of a request that a dead child never read
+                stream.close()
+        try:
+            self._process.wait(_CLOSING_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -72,3 +131,7 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

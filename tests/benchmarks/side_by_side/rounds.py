@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pi_runtime.kernels.benchmarks import read_bandwidth
-from side_by_side.process import Worker, threads
+from side_by_side.process import EngineError, Worker, threads
 
 BANDWIDTH_BYTES = 1 << 30
-PEER = "llama.cpp"
+LLAMA_CPP = "llama.cpp"
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,48 @@ class Contender:
     worker: Worker
     options: dict[str, Any] = field(default_factory=dict)
     """What its requests carry beside the lengths: our workers hold several models."""
+    may_fail: bool = False
+    """Whether the comparison goes on without it. Where ours fails, there is nothing to compare."""
+    version: str | None = None
+    """Of the installed package; None where there is none."""
+    build: str | None = None
+    """What the engine says it was compiled with; None where it was not asked or gave no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """Medians of one contender in one phase."""
+class _Entry:
+    """One contender in one phase."""
 
     engine: str
+    version: str | None
+    build: str | None
     format: str
     mode: str
-    density: float
-    """Measured share of the neurons whose `rest` was read; 1 where nothing is skipped."""
-    read: float
-    """Measured share of the rows of `first` that were read."""
+    isa: str | None
     phase: str
     tokens: int
     """Of the prompt, or of the context before the decoded tokens."""
     parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedRow(_Entry):
+    """A contender that did not get through all rounds."""
+
+    failure: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRow(_Entry):
+    """Medians over the rounds."""
+
+    density: float
+    """Measured share of the neurons whose `rest` was read; 1 where nothing is skipped."""
+    read: float
+    """Measured share of the rows of `first` that were read."""
     tokens_per_s: float
     ratio_to_llama_cpp: float | None
+    """None where llama.cpp was not run, or failed in any round."""
     bytes_per_token: float
     """What must be read: in decode the weights (not the cache); in prefill the weights once, per token."""
     bandwidth: float
@@ -55,7 +78,9 @@ class Row:
     share_of_limit: float
     share_with_cache: float
     """The same, counting the keys and values that decoding reads as well."""
-    isa: str | None
+
+
+Row = MeasuredRow | FailedRow
 
 
 @dataclass(frozen=True)
@@ -96,35 +121,48 @@ def prefill_rows(contenders: Sequence[Contender], *, tokens: int, rounds: int, p
 def _rows(contenders: Sequence[Contender], ask: Ask, rounds: int, **labels: Any) -> Iterator[Row]:
     samples: list[dict[int, _Sample]] = []
     bandwidths = []
+    failures: dict[int, str] = {}
     for n in range(rounds + 1):
         bandwidth = read_bandwidth(BANDWIDTH_BYTES, threads())
         found = {}
         for at in range(len(contenders))[:: 1 if n % 2 else -1]:
-            found[at] = ask(contenders[at])
+            if at in failures:
+                continue
+            try:
+                found[at] = ask(contenders[at])
+            except EngineError as failure:
+                if not contenders[at].may_fail:
+                    raise
+                failures[at] = str(failure)
             time.sleep(0.02)  # until its threads no longer spin
         if n:  # the first round faults pages in
             samples.append(found)
             bandwidths.append(bandwidth)
-    peers = [at for at, c in enumerate(contenders) if c.engine == PEER]
+    base = next((at for at, c in enumerate(contenders) if c.engine == LLAMA_CPP and at not in failures), None)
     for at, c in enumerate(contenders):
-        own = [found[at] for found in samples]
-        ratios = [found[at].tokens_per_s / found[peers[0]].tokens_per_s for found in samples] if peers else []
-        shares = [s.tokens_per_s * s.bytes_per_token / b for s, b in zip(own, bandwidths, strict=True)]
-        cached = [
-            s.tokens_per_s * (s.bytes_per_token + s.cache_bytes) / b for s, b in zip(own, bandwidths, strict=True)
-        ]
-        yield Row(
-            engine=c.engine,
-            format=c.format,
-            mode=c.mode,
-            isa=c.isa,
-            density=statistics.mean(s.density for s in own),
-            read=statistics.mean(s.read for s in own),
-            tokens_per_s=statistics.median(s.tokens_per_s for s in own),
-            ratio_to_llama_cpp=statistics.median(ratios) if ratios else None,
-            bytes_per_token=statistics.mean(s.bytes_per_token for s in own),
-            bandwidth=statistics.median(bandwidths),
-            share_of_limit=statistics.median(shares),
-            share_with_cache=statistics.median(cached),
-            **labels,
-        )
+        told = labels | {name: getattr(c, name) for name in ("engine", "version", "build", "format", "mode", "isa")}
+        if at in failures:
+            yield FailedRow(failure=failures[at], **told)
+        else:
+            own = [found[at] for found in samples]
+            yield _measured(own, None if base is None else [found[base] for found in samples], bandwidths, told)
+
+
+def _measured(
+    own: list[_Sample], base: list[_Sample] | None, bandwidths: list[float], told: dict[str, Any]
+) -> MeasuredRow:
+    """`base`: llama.cpp's samples of the same rounds."""
+    ratios = [s.tokens_per_s / b.tokens_per_s for s, b in zip(own, base, strict=True)] if base else []
+    shares = [s.tokens_per_s * s.bytes_per_token / b for s, b in zip(own, bandwidths, strict=True)]
+    cached = [s.tokens_per_s * (s.bytes_per_token + s.cache_bytes) / b for s, b in zip(own, bandwidths, strict=True)]
+    return MeasuredRow(
+        density=statistics.mean(s.density for s in own),
+        read=statistics.mean(s.read for s in own),
+        tokens_per_s=statistics.median(s.tokens_per_s for s in own),
+        ratio_to_llama_cpp=statistics.median(ratios) if ratios else None,
+        bytes_per_token=statistics.mean(s.bytes_per_token for s in own),
+        bandwidth=statistics.median(bandwidths),
+        share_of_limit=statistics.median(shares),
+        share_with_cache=statistics.median(cached),
+        **told,
+    )

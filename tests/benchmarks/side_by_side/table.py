@@ -1,13 +1,14 @@
 """Rows as text and as JSON."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from support.sparse_model import Activity
 
-from side_by_side.rounds import Row
+from side_by_side.rounds import FailedRow, MeasuredRow, Row
 
 _HEAD = (
     f"{'engine':13}{'format':7}{'isa':9}{'mode':16}{'density':>8}{'rows':>7} {'phase':8}{'length':>6}"
@@ -18,14 +19,22 @@ _HEAD = (
 def print_rows(rows: Sequence[Row]) -> None:
     print(_HEAD)
     for r in rows:
-        ratio = "" if r.ratio_to_llama_cpp is None else f"{r.ratio_to_llama_cpp:.2f}"
-        rate = r.tokens_per_s * r.bytes_per_token / 1e9
-        print(
-            f"{r.engine:13}{r.format:7}{r.isa or '':9}{r.mode:16}{r.density:8.3f}{r.read:7.3f} {r.phase:8}{r.tokens:6}"
-            f"{r.tokens_per_s:10.1f}{ratio:>12}{r.bytes_per_token / 1e6:10.1f}{rate:7.1f}{r.bandwidth / 1e9:7.1f}"
-            f"{r.share_of_limit:9.2f}{r.share_with_cache:8.2f}",
-            flush=True,
-        )
+        failed = isinstance(r, FailedRow)
+        shares = " " * 15 if failed else f"{r.density:8.3f}{r.read:7.3f}"
+        figures = f"  {r.failure}" if failed else _figures(r)
+        print(f"{r.engine:13}{r.format:7}{r.isa or '':9}{r.mode:16}{shares} {r.phase:8}{r.tokens:6}{figures}")
+    for line in dict.fromkeys(f"{r.engine}: {r.version}, build: {r.build or 'unknown'}" for r in rows if r.version):
+        print(line)
+    sys.stdout.flush()
+
+
+def _figures(r: MeasuredRow) -> str:
+    ratio = "" if r.ratio_to_llama_cpp is None else f"{r.ratio_to_llama_cpp:.2f}"
+    rate = r.tokens_per_s * r.bytes_per_token / 1e9
+    return (
+        f"{r.tokens_per_s:10.1f}{ratio:>12}{r.bytes_per_token / 1e6:10.1f}{rate:7.1f}{r.bandwidth / 1e9:7.1f}"
+        f"{r.share_of_limit:9.2f}{r.share_with_cache:8.2f}"
+    )
 
 
 def print_activity(what: str, a: Activity) -> None:

@@ -7,13 +7,18 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.initialization import no_init_weights
 
-from side_by_side.process import serve, threads
+from side_by_side.process import threads
 
 _models: list[LlamaForCausalLM] = []
 _caches: list[DynamicCache] = []
 
 
-def open_model(shape: dict[str, Any]) -> dict[str, Any]:
+def describe() -> dict[str, str]:
+    """The torch that it computes with."""
+    return {"build": f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"}
+
+
+def open_model(shape: dict[str, Any]) -> None:
     """`shape`: fields of `Decoder`."""
     torch.set_num_threads(threads())
     torch.manual_seed(0)
@@ -35,7 +40,6 @@ def open_model(shape: dict[str, Any]) -> dict[str, Any]:
             # Written, because pages that never were all map to one page of zeros, which no memory need deliver.
             parameter.uniform_(-0.03, 0.03) if parameter.dim() > 1 else parameter.fill_(1)
     _models.append(model)
-    return {"isa": None}
 
 
 def decode(context: int, tokens: int) -> dict[str, Any]:
@@ -64,5 +68,4 @@ def _ids(model: LlamaForCausalLM, tokens: int) -> torch.Tensor:
     return torch.randint(0, model.config.vocab_size, (1, tokens))
 
 
-if __name__ == "__main__":
-    serve({f.__name__: f for f in (open_model, decode)})
+HANDLERS = {f.__name__: f for f in (describe, open_model, decode)}

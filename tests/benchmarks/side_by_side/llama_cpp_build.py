@@ -1,0 +1,62 @@
+"""Compile and install llama.cpp for this processor: `python llama_cpp_build.py llama-cpp-python==VERSION`.
+
+`-DGGML_NATIVE=ON` also takes AMX where the processor lists it, and a virtual machine may list AMX and not allow it: the
+process then dies of SIGILL. So every other instruction set that ggml knows is switched by name, and AMX stays off.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Set
+from pathlib import Path
+
+# ggml's options, and the flags of /proc/cpuinfo that each needs.
+_AVX512 = {"avx512f", "avx512cd", "avx512vl", "avx512dq", "avx512bw"}
+_OPTIONS = {
+    "GGML_SSE42": {"sse4_2"},
+    "GGML_AVX": {"avx"},
+    "GGML_AVX2": {"avx2"},
+    "GGML_FMA": {"fma"},
+    "GGML_F16C": {"f16c"},
+    "GGML_BMI2": {"bmi2"},
+    "GGML_AVX_VNNI": {"avx_vnni"},
+    "GGML_AVX512": _AVX512,
+    "GGML_AVX512_VBMI": _AVX512 | {"avx512vbmi"},
+    "GGML_AVX512_VNNI": _AVX512 | {"avx512_vnni"},
+    "GGML_AVX512_BF16": _AVX512 | {"avx512_bf16"},
+}
+
+
+def cmake_arguments(flags: Set[str]) -> list[str]:
+    """Arguments for a processor with these flags; empty flags, as off x86, leave the choice to the compiler."""
+    if not flags:
+        return ["-DGGML_NATIVE=ON"]
+    switches = {option: needed <= flags for option, needed in _OPTIONS.items()}
+    # Those that are missing are named too: without GGML_NATIVE ggml takes AVX2 and what belongs to it for granted.
+    return ["-DGGML_NATIVE=OFF", *(f"-D{option}={'ON' if there else 'OFF'}" for option, there in switches.items())]
+
+
+def processor_flags() -> set[str]:
+    """Flags of the first processor in /proc/cpuinfo; empty where it lists none, as off x86 and off Linux."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set())
+
+
+def install(package: str) -> None:
+    """Build with pip, unless this environment holds what was built from the same package with the same arguments."""
+    arguments = " ".join(cmake_arguments(processor_flags()))
+    built, wanted = Path(sys.prefix, "llama_cpp_build.txt"), f"{package} {arguments}"
+    if built.is_file() and built.read_text() == wanted:
+        return
+    print(f"building {wanted}", flush=True)
+    pip, env = [sys.executable, "-m", "pip", "install"], {**os.environ, "CMAKE_ARGS": arguments}
+    # Neither pip's cache of wheels nor what is installed tells with which arguments it was built.
+    fresh = ["--no-cache-dir", "--no-binary", package.partition("=")[0], "--force-reinstall", "--no-deps"]
+    subprocess.run([*pip, *fresh, package], env=env, check=True)
+    subprocess.run([*pip, package], env=env, check=True)  # what it depends on
+    built.write_text(wanted)
+
+
+if __name__ == "__main__":
+    install(sys.argv[1])
