@@ -18,13 +18,15 @@ def start_recipe(
     *,
     revision: str = "",
     corpus: Sequence[str] = (),
+    ignore_config: Sequence[str] = (),
     force: bool = False,
     notice: Callable[[str], None] = lambda _line: None,
 ) -> Recipe:
     """Check that the checkpoint is one we can compile, tokenizer included, then write its recipe.
 
     A folder or file is written relative to the recipe, so that both can move together; a hub name with the commit it
-    means today. `notice` is told what the user should know of the checkpoint. Raises UsageError rather than replace a
+    means today. `ignore_config` are keys of its config.json that the user declares to be without effect; the recipe
+    says so too. `notice` is told what the user should know of the checkpoint. Raises UsageError rather than replace a
     recipe, unless `force`, and what `open_checkpoint` and `read_text_files` raise.
     """
     check_output(output)
@@ -32,12 +34,12 @@ def start_recipe(
         raise UsageError(f"-o {output}: exists already", remedy="--force replaces it; or name another file")
     here = Path(os.path.realpath(output)).parent
     text = [_source(source, here) for source in corpus] or [PYTHON]
-    checkpoint = open_checkpoint(model, revision or None)
+    checkpoint = open_checkpoint(model, revision or None, ignore_config)
     found = read_text_files(checkpoint.location, checkpoint.decoder.vocab_size)
     for line in (*checkpoint.notices, *found.notices):
         notice(line)
     name = _relative(checkpoint.location, here) if checkpoint.revision is None else model
-    recipe = default_recipe(name, revision=checkpoint.revision or "", corpus=text)
+    recipe = default_recipe(name, revision=checkpoint.revision or "", corpus=text, ignore_config=ignore_config)
     write_text(output, recipe.to_toml())
     return recipe
 

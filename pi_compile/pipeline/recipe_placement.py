@@ -78,7 +78,7 @@ def _workload(recipe: Recipe, folder: Path, machine: Machine) -> tuple[Workload,
 
 def _published(recipe: Recipe, folder: Path, machine: Machine) -> tuple[Workload, str]:
     """From the model's config and its published curve, with ranks by rule."""
-    model = find_planned(recipe.model.path, folder)
+    model = find_planned(recipe.model.path, folder, recipe.model.ignore_config, in_recipe=True)
     formats = model.formats(recipe.pack.model_dump())
     context = min(recipe.place.context, model.shape.context_length)
     firing = firing_of(PlanSpec(model=model, machine=machine, formats=formats, context=context, vram=0, ram=0))

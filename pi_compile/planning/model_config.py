@@ -1,7 +1,7 @@
 """Which model a plan is for: a config.json, a folder with one, or a published model whose config comes with us."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -54,10 +54,13 @@ class PlannedModel:
         return formats
 
 
-def find_planned(name: str, folder: Path) -> PlannedModel:
+def find_planned(
+    name: str, folder: Path, ignore_config: Collection[str] = (), *, in_recipe: bool = False
+) -> PlannedModel:
     """A config.json, a folder that holds one (both from `folder` on), or OWNER/NAME of a bundled config.
 
-    Raises CheckpointError for anything else, and for a config that is not understood.
+    `ignore_config` are keys of it that the user declares to be without effect, by flag or `in_recipe`. Raises
+    CheckpointError for anything else, and for a config that is not understood.
     """
     path = folder / Path(name).expanduser()
     if path.is_dir():
@@ -80,7 +83,7 @@ def find_planned(name: str, folder: Path) -> PlannedModel:
     dtype = config.get("dtype", config.get("torch_dtype"))
     return PlannedModel(
         name=name,
-        shape=decoder_of(config),
+        shape=decoder_of(config, ignore_config, in_recipe=in_recipe),
         dtype=_DTYPES.get(dtype) if isinstance(dtype, str) else None,
         activation=_activation(path.parent / "activation.toml"),
     )
