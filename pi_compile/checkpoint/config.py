@@ -101,7 +101,10 @@ class Config:
         value = self.get(key)
         if value is not None and (type(value) not in (int, float) or value != derived):
             raise self.error(
-                key, value, expected=f"{source} = {derived:g}", remedy=f"correct {key}, or the keys that it follows from"
+                key,
+                value,
+                expected=f"{source} = {derived:g}",
+                remedy=f"correct {key}, or the keys that it follows from",
             )
 
     def error(self, key: str, value: object, *, expected: object = None, remedy: str | None = None) -> CheckpointError:

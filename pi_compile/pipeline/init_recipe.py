@@ -39,7 +39,9 @@ def start_recipe(
     for line in (*checkpoint.notices, *found.notices):
         notice(line)
     name = _relative(checkpoint.location, here) if checkpoint.revision is None else model
-    recipe = default_recipe(name, revision=checkpoint.revision or "", corpus=text, ignore_config=ignore_config)
+    recipe = default_recipe(
+        name, revision=checkpoint.revision or "", corpus=text, ignore_config=list(dict.fromkeys(ignore_config))
+    )
     write_text(output, recipe.to_toml())
     return recipe
 
