@@ -214,6 +214,8 @@ def _too_large(checkpoint: Checkpoint, name: str, target: Format, tensors: Seque
 
 def _provenance(checkpoint: Checkpoint, profile: ActivationProfile | None, trained: Trained | None) -> dict[str, Any]:
     made_from: dict[str, Any] = {"digest": checkpoint.digest(), "files": checkpoint.file_digests}
+    if checkpoint.ignored_config:
+        made_from["ignored_config"] = list(checkpoint.ignored_config)
     results = {"profile": profile, "trained": trained}
     digests = {name: result.digest() for name, result in results.items() if result is not None}
     return {"pi_toolchain": version("pi-toolchain"), "checkpoint": made_from, **digests}

@@ -132,11 +132,13 @@ class Recipe(_Section):
         return "\n\n".join(blocks) + "\n"
 
 
-def default_recipe(model: str, *, revision: str = "", corpus: Sequence[str] = ("python",)) -> Recipe:
+def default_recipe(
+    model: str, *, revision: str = "", corpus: Sequence[str] = ("python",), ignore_config: Sequence[str] = ()
+) -> Recipe:
     """What `init` writes: everything kept as the checkpoint has it, and nothing skipped that costs more than 0.1 %."""
     keep: dict[str, Any] = dict.fromkeys(PackSection.model_fields, "keep")
     return Recipe(
-        model=ModelSection(path=model, revision=revision, ignore_config=[]),
+        model=ModelSection(path=model, revision=revision, ignore_config=list(ignore_config)),
         corpus=CorpusSection(
             text=list(corpus), report=[], field="text", fit_tokens=1_000_000, tune_tokens=16_384, report_tokens=16_384
         ),

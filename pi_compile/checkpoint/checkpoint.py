@@ -48,6 +48,8 @@ class Checkpoint:
     source: Source
     notices: tuple[str, ...]
     """What the user should know though it is no error."""
+    ignored_config: tuple[str, ...]
+    """Config keys that are not understood and declared to be without effect."""
 
     @property
     def folder(self) -> Path:
@@ -178,15 +180,17 @@ class Checkpoint:
         return (values + piece.addend if piece.addend else values).numpy()
 
 
-def open_checkpoint(model: str | Path, revision: str | None = None, ignore_config: Collection[str] = ()) -> Checkpoint:
+def open_checkpoint(
+    model: str | Path, revision: str | None = None, ignore_config: Collection[str] = (), *, in_recipe: bool = False
+) -> Checkpoint:
     """Open a local folder, a GGUF file or a hub name, and check all of it but the values.
 
-    `ignore_config` are config keys that the user declares to be without effect. Raises CheckpointError for whatever
-    is missing, damaged, contradictory or not understood.
+    `ignore_config` are config keys that the user declares to be without effect, by flag or `in_recipe`. Raises
+    CheckpointError for whatever is missing, damaged, contradictory or not understood, and what `check_keys` raises.
     """
     location = find_checkpoint(model, revision)
     commit = location.name if not Path(model).expanduser().exists() else None
-    understood = understand(location, ignore_config)
+    understood = understand(location, ignore_config, in_recipe=in_recipe)
     return Checkpoint(location=location, revision=commit, **vars(understood))
 
 

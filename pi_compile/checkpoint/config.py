@@ -1,22 +1,27 @@
 """`config.json`, read strictly: every key is understood, harmless, or holds a value that changes nothing."""
 
+import difflib
+import json
 import math
+import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from pi_compile.errors import CheckpointError
+from pi_runtime.errors import UsageError
 
 _HARMLESS_KEYS = """
     _name_or_path architectures auto_map dtype model_type name_or_path torch_dtype transformers_version
     unsloth_version unsloth_fixed tokenizer_class prefix model_max_length max_sequence_length
-    attention_dropout activation_dropout dropout embd_pdrop resid_pdrop hidden_dropout attn_dropout layerdrop
-    initializer_range init_std gradient_checkpointing use_cache use_bfloat16 torchscript return_dict
+    internal_version is_llama_config transformers.js_config custom_pipelines
+    attention_dropout activation_dropout dropout embd_pdrop resid_pdrop attn_pdrop hidden_dropout attn_dropout layerdrop
+    initializer_range init_std gradient_checkpointing use_cache output_past use_bfloat16 torchscript return_dict
     output_attentions output_hidden_states output_scores return_dict_in_generate keys_to_ignore_at_inference
     attn_implementation _attn_implementation _attn_implementation_autoset use_flash_attn use_flash_attention_2
-    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id
-    forced_eos_token_id bad_words_ids suppress_tokens begin_suppress_tokens num_labels id2label label2id problem_type
-    finetuning_task task_specific_params pretraining_tp _commit_hash _flax_dtype tf_legacy_loss
+    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id forced_bos_token_id
+    forced_eos_token_id bad_words_ids suppress_tokens begin_suppress_tokens num_labels _num_labels id2label label2id
+    problem_type finetuning_task task_specific_params pretraining_tp _commit_hash _flax_dtype tf_legacy_loss
     max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams num_beam_groups
     num_return_sequences diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty length_penalty
     no_repeat_ngram_size encoder_no_repeat_ngram_size remove_invalid_values exponential_decay_length_penalty
@@ -35,6 +40,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "chunk_size_feed_forward": (0,),
     "pruned_heads": ({},),
     "quantization_config": (),
+    "quantization": (),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
     "logit_soft_cap": (),
@@ -88,43 +96,82 @@ class Config:
             raise self.error(key, value, expected=f"one of {', '.join(allowed)}", remedy="no other is supported yet")
         return allowed[value]
 
+    def check_derived(self, key: str, derived: float, source: str) -> None:
+        """Refuse a redundant key that contradicts what it follows from; `source` says what that is."""
+        value = self.get(key)
+        if value is not None and (type(value) not in (int, float) or value != derived):
+            raise self.error(
+                key,
+                value,
+                expected=f"{source} = {derived:g}",
+                remedy=f"correct {key}, or the keys that it follows from",
+            )
+
     def error(self, key: str, value: object, *, expected: object = None, remedy: str | None = None) -> CheckpointError:
         found = f"{value!r}" if value is not None or key in self.fields else "no such key"
         return CheckpointError(f"{self.path}: {key}", expected=expected, found=found, remedy=remedy)
 
 
 def check_keys(
-    config: Config, read: Collection[str], neutral: Mapping[str, tuple[Any, ...]], ignore: Collection[str]
+    config: Config,
+    read: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]],
+    ignore: Collection[str],
+    *,
+    in_recipe: bool = False,
 ) -> list[str]:
-    """Refuse what might change the function; return notices of what was ignored on request.
+    """Refuse what might change the function; return the unknown keys that are ignored on request.
 
     `read` are the keys the family understands, `neutral` its own additions to `NEUTRAL`, `ignore` the keys that the
-    user declares to be without effect. Raises CheckpointError naming every key in question.
+    user declares to be without effect: in a recipe, or by `--ignore-config`, which must name keys that are there.
+    Raises CheckpointError naming every key in question, and UsageError.
     """
     fields = config.fields
-    _refuse_ignoring(config, sorted(set(ignore) & (set(read) | {"model_type"})))
-    allowed = {**NEUTRAL, **neutral}
-    open_keys = [
-        key for key in sorted(fields) if key not in read and key not in HARMLESS and not _without_effect(config, key)
-    ]
-    refused = [key for key in open_keys if key not in ignore and fields[key] not in allowed.get(key, ())]
-    changing = [key for key in refused if key in allowed or key == "sliding_window"]
-    if changing:
-        raise CheckpointError(
-            f"{config.path}: {', '.join(changing)} would change the function, and this is not supported",
-            expected=f"{_neutral_text(allowed, changing[0])}",
-            found=", ".join(f"{key} = {_short(fields[key])}" for key in changing),
-            remedy="use another checkpoint of the model; a quantised one can be replaced by the one it was made from",
-        )
+    if not in_recipe:
+        _refuse_missing(config, [key for key in ignore if key not in fields])
+    _refuse_ignoring(config, sorted(set(ignore) & (set(read) | {"model_type"})), in_recipe)
+    refuse_changes(config, read, neutral)
+    unknown = _open_keys(config, read, neutral)
+    refused = [key for key in unknown if key not in ignore]
     if refused:
-        names = ", ".join(f'"{key}"' for key in refused)
         raise CheckpointError(
             f"{config.path}: {', '.join(refused)} {'is' if len(refused) == 1 else 'are'} not understood",
             expected="keys whose meaning is known, so that the artifact computes the checkpoint's function",
             found=", ".join(f"{key} = {_short(fields[key])}" for key in refused),
-            remedy=f"if this does not change the function, write in the recipe: [model] ignore_config = [{names}]",
+            remedy=f"if this does not change the function, {_way_out(refused, in_recipe)}",
         )
-    return [f"config.json: {key} = {_short(fields[key])} is ignored, as asked" for key in open_keys if key in ignore]
+    return [key for key in unknown if key in ignore]
+
+
+def refuse_changes(config: Config, read: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise CheckpointError for keys that are known to change the function in a way that is not supported."""
+    allowed = {**NEUTRAL, **neutral}
+    changing = [key for key in _open_keys(config, read, neutral) if key in allowed or key == "sliding_window"]
+    if changing:
+        raise CheckpointError(
+            f"{config.path}: {', '.join(changing)} would change the function, and this is not supported",
+            expected=f"{_neutral_text(allowed, changing[0])}",
+            found=", ".join(f"{key} = {_short(config.fields[key])}" for key in changing),
+            remedy="use another checkpoint of the model; a quantised one can be replaced by the one it was made from",
+        )
+
+
+def ignored_notices(config: Config, ignored: Collection[str]) -> list[str]:
+    """What the user is told of the keys that `check_keys` returned."""
+    return [f"config.json: {key} = {_short(config.fields[key])} is ignored, as asked" for key in ignored]
+
+
+def _open_keys(config: Config, read: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Keys that are neither understood nor without effect, sorted."""
+    allowed = {**NEUTRAL, **neutral}
+    return [
+        key
+        for key, value in sorted(config.fields.items())
+        if key not in read
+        and key not in HARMLESS
+        and value not in allowed.get(key, ())
+        and not _without_effect(config, key)
+    ]
 
 
 def _without_effect(config: Config, key: str) -> bool:
@@ -142,12 +189,28 @@ def _without_effect(config: Config, key: str) -> bool:
     return False
 
 
-def _refuse_ignoring(config: Config, keys: list[str]) -> None:
+def _refuse_missing(config: Config, keys: list[str]) -> None:
+    if keys:
+        near = difflib.get_close_matches(keys[0], config.fields, cutoff=0.5)
+        raise UsageError(
+            f"--ignore-config {keys[0]}: {config.path} has no such key",
+            expected=f"a key of it, such as {', '.join(near)}" if near else "a key of it",
+            remedy="correct the name, or leave it out",
+        )
+
+
+def _refuse_ignoring(config: Config, keys: list[str], in_recipe: bool) -> None:
     if keys:
         raise CheckpointError(
             f"{config.path}: {', '.join(keys)} cannot be ignored: the model is read with it",
-            remedy="take it out of ignore_config",
+            remedy=f"take it out of {'[model] ignore_config' if in_recipe else '--ignore-config'}",
         )
+
+
+def _way_out(keys: list[str], in_recipe: bool) -> str:
+    if in_recipe:
+        return f"write in the recipe: [model] ignore_config = {json.dumps(keys)}"
+    return f"add {' '.join(f'--ignore-config {shlex.quote(key)}' for key in keys)}"
 
 
 def _neutral_text(allowed: Mapping[str, tuple[Any, ...]], key: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pi_compile.checkpoint.config import Config, check_keys
+from pi_compile.checkpoint.config import Config, check_keys, ignored_notices
 from pi_compile.checkpoint.families.adapter import HEAD, Adapter, Piece
 from pi_compile.checkpoint.families.registry import find_adapter
 from pi_compile.checkpoint.folder import CONFIG_FILE
@@ -34,17 +34,19 @@ class Understood:
     decoder: Decoder
     source: Source
     notices: tuple[str, ...]
+    ignored_config: tuple[str, ...]
 
 
-def understand(location: Path, ignore_config: Collection[str]) -> Understood:
-    """Read config and tensor names of a folder or a GGUF file.
+def understand(location: Path, ignore_config: Collection[str], *, in_recipe: bool = False) -> Understood:
+    """Read config and tensor names of a folder or a GGUF file; see `check_keys` for the keys to ignore.
 
     Raises CheckpointError for the first kind of fault, listing all of that kind.
     """
     file = open_gguf(location) if location.is_file() else None
     config = read_config(location) if file is None else gguf_config(file)
     adapter = _adapter(config)
-    notices = check_keys(config, adapter.read_keys, adapter.neutral_keys, ignore_config)
+    ignored = check_keys(config, adapter.read_keys, adapter.neutral_keys, ignore_config, in_recipe=in_recipe)
+    notices = ignored_notices(config, ignored)
     if config.get("auto_map"):
         notices.append("config.json: auto_map is ignored: the checkpoint's own code is never run")
     decoder = adapter.decoder(config)
@@ -61,7 +63,7 @@ def understand(location: Path, ignore_config: Collection[str]) -> Understood:
     _check_tensors(decoder, adapter, prefix, source)
     for pattern, notice in adapter.left_out.items():
         notices += [notice] if any(re.search(pattern, name) for name in source.names) else []
-    return Understood(adapter, prefix, decoder, source, tuple(notices))
+    return Understood(adapter, prefix, decoder, source, tuple(notices), tuple(ignored))
 
 
 def read_config(folder: Path) -> Config:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pi_compile.cli import artifact, planning
-from pi_compile.cli.options import Debug, Device, Export, Json, Output, RecipePath
+from pi_compile.cli.options import Debug, Device, Export, IgnoreConfig, Json, Output, RecipePath
 from pi_compile.cli.rendering import show, show_artifact, show_placements
 from pi_runtime import console
 
@@ -61,6 +61,7 @@ def init(
         list[str] | None, typer.Option(help="Text to profile on; may be given again. Default: Python's documentation.")
     ] = None,
     revision: Annotated[str, typer.Option(help="Commit of a hub name.")] = "",
+    ignore_config: IgnoreConfig = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing recipe.")] = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -68,7 +69,15 @@ def init(
     """Write a complete recipe for a checkpoint."""
     from pi_compile.pipeline.init_recipe import create_recipe
 
-    recipe = create_recipe(model, output, revision=revision, corpus=corpus or [], force=force, notice=console.say)
+    recipe = create_recipe(
+        model,
+        output,
+        revision=revision,
+        corpus=corpus or [],
+        ignore_config=ignore_config or [],
+        force=force,
+        notice=console.say,
+    )
     if as_json:
         console.print_json({"recipe": str(output), **recipe.model_dump()})
     else:

@@ -14,6 +14,12 @@ Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to wr
 Export = Annotated[
     Path | None, typer.Option(help="Write what placing needs of the model: an activation file.", show_default=False)
 ]
+IgnoreConfig = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A key of config.json that does not change the function; may be given again.", show_default=False
+    ),
+]
 Device = Annotated[str, typer.Option(envvar="PI_DEVICE", help="Where profile and train compute: cpu or cuda:N.")]
 # How an artifact is run, as `pi-run` has it.
 RunDevice = Annotated[

@@ -1,5 +1,6 @@
 """The spec of a plan from a command line: a flag goes before the recipe, the recipe before the default."""
 
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from pi_compile.checkpoint.part_formats import KEEP
 from pi_compile.machine.profile import Machine, find_machine
 from pi_compile.placement.stage import in_bytes, ram_of
 from pi_compile.planning.forecast import GIB, PlanSpec
-from pi_compile.planning.model_config import find_planned
+from pi_compile.planning.model_config import PlannedModel, find_planned
 from pi_compile.recipe import PUBLISHED, Recipe, read_recipe
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.sizes import PARTS
@@ -31,6 +32,7 @@ def plan_request(
     counts: Path | None,
     fmt: str | None,
     ctx_size: int | None,
+    ignore_config: Sequence[str] = (),
 ) -> PlanSpec:
     """The spec of a plan. Raises UsageError, RecipeError, CheckpointError or ProfileError."""
     if target.endswith(".pi"):
@@ -41,7 +43,7 @@ def plan_request(
         )
     recipe = read_recipe(Path(target)) if target.endswith(".toml") else None
     folder = Path(target).resolve().parent if recipe else Path()
-    model = find_planned(recipe.model.path if recipe else target, folder)
+    model = _planned(target, recipe, folder, ignore_config)
     found = _machine(machine, recipe, folder)
     if fmt is not None and fmt not in WEIGHT_FORMATS:
         raise UsageError(f"--format {fmt}: unknown", expected=f"one of {', '.join(WEIGHT_FORMATS)}")
@@ -64,6 +66,18 @@ def plan_request(
         counts=counts or (None if curve or density else _activations(recipe, folder)),
         objective=recipe.place.objective if recipe else "time",
     )
+
+
+def _planned(target: str, recipe: Recipe | None, folder: Path, ignore_config: Sequence[str]) -> PlannedModel:
+    if recipe is None:
+        return find_planned(target, folder, ignore_config)
+    if ignore_config:
+        raise UsageError(
+            f"--ignore-config {ignore_config[0]}: a recipe says it itself",
+            expected="the flag with a config.json or its folder",
+            remedy="write it in the recipe: [model] ignore_config",
+        )
+    return find_planned(recipe.model.path, folder, recipe.model.ignore_config, in_recipe=True)
 
 
 def _machine(name: str | None, recipe: Recipe | None, folder: Path) -> Machine:

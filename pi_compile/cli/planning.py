@@ -11,6 +11,7 @@ from pi_compile.cli.options import (
     Curve,
     Debug,
     Density,
+    IgnoreConfig,
     Json,
     MachineName,
     NumberFormat,
@@ -31,6 +32,7 @@ def plan(
     counts: Counts = None,
     number_format: NumberFormat = None,
     ctx_size: CtxSize = None,
+    ignore_config: IgnoreConfig = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -49,6 +51,7 @@ def plan(
         counts=counts,
         fmt=number_format,
         ctx_size=ctx_size,
+        ignore_config=ignore_config or [],
     )
     found = forecast(spec)
     if as_json:
@@ -68,6 +71,7 @@ def report(
     counts: Counts = None,
     number_format: NumberFormat = None,
     ctx_size: CtxSize = None,
+    ignore_config: IgnoreConfig = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -88,6 +92,7 @@ def report(
         counts=counts,
         fmt=number_format,
         ctx_size=ctx_size,
+        ignore_config=ignore_config or [],
     )
     with console.progress("solving", "budgets") as progress:
         found = explain(spec, progress)

@@ -164,6 +164,9 @@ def _origin_lines(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "made by", f"pi-toolchain {provenance['pi_toolchain']}"
     for number, (name, digest) in enumerate(files.items() if isinstance(files, dict) else ()):
         yield "made from" if not number else "", f"{str(digest)[:16]}  {name}"
+    ignored = checkpoint.get("ignored_config") if isinstance(checkpoint, dict) else None
+    if isinstance(ignored, list) and ignored:
+        yield "ignored keys", f"{', '.join(map(str, ignored))}: declared to be without effect"
 
 
 def _count(number: int) -> str:

@@ -16,7 +16,9 @@ Logits = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.float32]]
 
 def check_origin(m: Manifest, model: Path) -> None:
     """Raises CheckpointError for a folder that the artifact was not packed from."""
-    origin, found = m.provenance.get("checkpoint", {}).get("digest"), open_checkpoint(model).digest()
+    made_from = m.provenance.get("checkpoint", {})
+    ignored = [str(key) for key in made_from.get("ignored_config", ())]
+    origin, found = made_from.get("digest"), open_checkpoint(model, ignore_config=ignored, in_recipe=True).digest()
     if origin != found:
         raise CheckpointError(
             f"--model {model}: the artifact was not packed from this checkpoint",

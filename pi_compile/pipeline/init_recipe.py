@@ -18,13 +18,15 @@ def create_recipe(
     *,
     revision: str = "",
     corpus: Sequence[str] = (),
+    ignore_config: Sequence[str] = (),
     force: bool = False,
     notice: Callable[[str], None] = lambda _line: None,
 ) -> Recipe:
     """Check that the checkpoint can be compiled, tokenizer included, then write its recipe.
 
     The path of a folder or file is written relative to the recipe, so that both can move together; a hub name is
-    written with the commit that it means today. `notice` gets what the user should know of the checkpoint. Raises
+    written with the commit that it means today. `ignore_config` names keys of its config.json that the user declares to
+    be without effect; the recipe says so too. `notice` gets what the user should know of the checkpoint. Raises
     UsageError rather than replace a recipe, unless `force`, and what `open_checkpoint` and `read_text_files` raise.
     """
     check_output(output)
@@ -32,12 +34,14 @@ def create_recipe(
         raise UsageError(f"-o {output}: exists already", remedy="--force replaces it; or name another file")
     folder = Path(os.path.realpath(output)).parent
     text = [_source(source, folder) for source in corpus] or [PYTHON]
-    checkpoint = open_checkpoint(model, revision or None)
+    checkpoint = open_checkpoint(model, revision or None, ignore_config)
     found = read_text_files(checkpoint.location, checkpoint.decoder.vocab_size)
     for line in (*checkpoint.notices, *found.notices):
         notice(line)
     name = _relative(checkpoint.location, folder) if checkpoint.revision is None else model
-    recipe = default_recipe(name, revision=checkpoint.revision or "", corpus=text)
+    recipe = default_recipe(
+        name, revision=checkpoint.revision or "", corpus=text, ignore_config=list(dict.fromkeys(ignore_config))
+    )
     write_text(output, recipe.to_toml())
     return recipe
 

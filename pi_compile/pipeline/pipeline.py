@@ -250,7 +250,7 @@ def recipe_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
             found=f"no {model}",
             remedy="correct the path; for a hub name `pi-compile init` finds the revision",
         )
-    return open_checkpoint(model, section.revision or None, section.ignore_config)
+    return open_checkpoint(model, section.revision or None, section.ignore_config, in_recipe=True)
 
 
 def pack_plain(recipe_path: Path, output: Path, *, progress: Progress, notice: Callable[[str], None]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def _workload(recipe: Recipe, folder: Path) -> tuple[Workload, str]:
 
 def _published(recipe: Recipe, folder: Path) -> tuple[Workload, str]:
     """The workload by the model's config and its published curve, with ranks by rule."""
-    model = find_planned(recipe.model.path, folder)
+    model = find_planned(recipe.model.path, folder, recipe.model.ignore_config, in_recipe=True)
     counts = published_counts(model)
     work = counts.workload(model.decoder, model.formats(recipe.pack.model_dump()), recipe.place.context)
     digest = hashlib.sha256(f"{counts.source} {counts.tokens}".encode() + work.counts.astype("<i8").tobytes())

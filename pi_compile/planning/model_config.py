@@ -1,7 +1,7 @@
 """The model that a plan is for: a config.json, a folder with one, or a published model whose config is bundled."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -55,10 +55,13 @@ class PlannedModel:
         return formats
 
 
-def find_planned(name: str, folder: Path) -> PlannedModel:
+def find_planned(
+    name: str, folder: Path, ignore_config: Collection[str] = (), *, in_recipe: bool = False
+) -> PlannedModel:
     """The model of a config.json or of a folder that holds one, relative to `folder`, or of a bundled OWNER/NAME.
 
-    Raises CheckpointError for anything else, and for a config that is not understood.
+    `ignore_config` are keys of it that the user declares to be without effect, by flag or `in_recipe`. Raises
+    CheckpointError for anything else, and for a config that is not understood.
     """
     path = folder / Path(name).expanduser()
     if path.is_dir():
@@ -81,7 +84,7 @@ def find_planned(name: str, folder: Path) -> PlannedModel:
     dtype = config.get("dtype", config.get("torch_dtype"))
     return PlannedModel(
         name=name,
-        decoder=decoder_of(config),
+        decoder=decoder_of(config, ignore_config, in_recipe=in_recipe),
         dtype=_DTYPES.get(dtype) if isinstance(dtype, str) else None,
         activation=_activation(path.parent / "activation.toml"),
     )

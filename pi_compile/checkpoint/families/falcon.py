@@ -28,6 +28,8 @@ def _decoder(config: Config) -> Decoder:
     norms = config.size("num_ln_in_parallel_attn", 2 if grouped else 1)
     if norms > (2 if grouped else 1):
         raise config.error("num_ln_in_parallel_attn", norms, expected="1, or 2 with new_decoder_architecture")
+    d_ff = config.size("ffn_hidden_size", 4 * d_model)
+    config.check_derived("ff_factor", d_ff / d_model, "ffn_hidden_size / hidden_size")
     return Decoder(
         family="falcon",
         vocab_size=config.size("vocab_size"),
@@ -37,7 +39,7 @@ def _decoder(config: Config) -> Decoder:
         n_heads=n_heads,
         n_kv_heads=_kv_heads(config, n_heads, grouped),
         head_dim=d_model // n_heads,
-        d_ff=config.size("ffn_hidden_size", 4 * d_model),
+        d_ff=d_ff,
         context_length=config.size("max_position_embeddings", 2048),
         block="parallel" if parallel else "sequential",
         shared_norm=parallel and norms == 1,
@@ -94,8 +96,8 @@ def _heads(d: Decoder, name: str) -> tuple[Piece, ...]:
 
 _KEYS = """
     vocab_size hidden_size n_embed num_hidden_layers n_layer num_attention_heads n_head num_kv_heads n_head_kv
-    ffn_hidden_size max_position_embeddings layer_norm_epsilon activation tie_word_embeddings bias alibi multi_query
-    parallel_attn new_decoder_architecture num_ln_in_parallel_attn
+    ffn_hidden_size ff_factor max_position_embeddings layer_norm_epsilon activation tie_word_embeddings bias alibi
+    multi_query parallel_attn new_decoder_architecture num_ln_in_parallel_attn
 """
 
 ADAPTER = Adapter(

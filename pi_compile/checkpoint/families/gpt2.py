@@ -37,7 +37,7 @@ def _decoder(config: Config) -> Decoder:
 
 _KEYS = """
     vocab_size n_embd n_head n_layer n_inner n_positions n_ctx layer_norm_epsilon activation_function
-    tie_word_embeddings scale_attn_weights reorder_and_upcast_attn attn_pdrop
+    tie_word_embeddings scale_attn_weights reorder_and_upcast_attn
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
 """
 _LAYER = {

@@ -10,7 +10,7 @@ from pi_runtime.artifact.decoder import Decoder
 
 def _decoder(config: Config) -> Decoder:
     bias = config.flag("attention_bias", default=False)
-    return llama.llama_like(
+    found = llama.llama_like(
         config,
         "nemotron",
         context=4096,
@@ -23,6 +23,9 @@ def _decoder(config: Config) -> Decoder:
         out_bias=bias,
         ffn_bias=config.flag("mlp_bias", default=False),
     )
+    config.check_derived("kv_channels", found.head_dim, "head_dim, or hidden_size / num_attention_heads")
+    config.check_derived("layer_norm_eps", found.norm_eps, "norm_eps, or its default")
+    return found
 
 
 def _norm(array: str, name: str) -> Table:
@@ -38,6 +41,7 @@ _LAYER = {
     "ffn/first_bias": of("layers.{n}.mlp.up_proj.bias"),
     "ffn/down_bias": of("layers.{n}.mlp.down_proj.bias"),
 }
+_KEYS = "norm_eps layer_norm_eps partial_rotary_factor attention_bias mlp_bias kv_channels"
 
 ADAPTER = replace(
     llama.ADAPTER,
@@ -45,6 +49,6 @@ ADAPTER = replace(
     architectures=("NemotronForCausalLM", "NemotronModel"),
     globals={"embedding": of("embed_tokens.weight"), **_norm("final_norm", "norm")},
     layer=lambda _: _LAYER,
-    read_keys=(llama.KEYS - {"rms_norm_eps"}) | {"norm_eps", "partial_rotary_factor", "attention_bias", "mlp_bias"},
+    read_keys=(llama.KEYS - {"rms_norm_eps"}) | frozenset(_KEYS.split()),
     decoder=_decoder,
 )

@@ -79,6 +79,8 @@ ADAPTER = Adapter(
     },
     layer=lambda _: _LAYER,
     read_keys=frozenset(_KEYS.split()),
+    # Says that there is a head, in its first checkpoints; there always is.
+    neutral_keys={"output_projection": (True,)},
     ignorable=(r"decoder\.version$",),
     decoder=_decoder,
 )

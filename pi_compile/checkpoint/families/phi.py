@@ -9,7 +9,7 @@ from pi_runtime.artifact.decoder import Decoder
 
 
 def _decoder(config: Config) -> Decoder:
-    return llama.llama_like(
+    found = llama.llama_like(
         config,
         "phi",
         hidden_act="gelu_new",
@@ -24,6 +24,8 @@ def _decoder(config: Config) -> Decoder:
         ffn_bias=True,
         head_bias=True,
     )
+    config.check_derived("rotary_dim", 2 * len(found.rotary_frequencies), "partial_rotary_factor × head_dim")
+    return found
 
 
 _LAYER = {
@@ -43,7 +45,8 @@ ADAPTER = replace(
     architectures=("PhiForCausalLM",),
     globals={"embedding": of("embed_tokens.weight"), **both("final_norm", "final_layernorm")},
     layer=lambda _: _LAYER,
-    read_keys=(llama.KEYS - {"rms_norm_eps"}) | {"layer_norm_eps", "partial_rotary_factor"},
-    neutral_keys={"qk_layernorm": ()},
+    read_keys=(llama.KEYS - {"rms_norm_eps"}) | {"layer_norm_eps", "partial_rotary_factor", "rotary_dim"},
+    # The first repositories of Phi have GPT-2's names of sizes, and other names of tensors.
+    neutral_keys=dict.fromkeys(("qk_layernorm", "n_embd", "n_head", "n_layer"), ()),
     decoder=_decoder,
 )

@@ -3,10 +3,11 @@
 A family is named like an entry point, `module:adapter`, and loaded when a checkpoint is looked at.
 """
 
+from collections.abc import Collection
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
-from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.config import Config, check_keys, refuse_changes
 from pi_compile.checkpoint.families.adapter import Adapter
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
@@ -76,12 +77,18 @@ def find_adapter(config: Config) -> Adapter:
     return known[family]
 
 
-def decoder_of(config: Config) -> Decoder:
-    """The decoder that a config describes. Keys that are not understood are let through, for planning.
+def decoder_of(config: Config, ignore_config: Collection[str] = (), *, in_recipe: bool = False) -> Decoder:
+    """The decoder that a config describes, for planning; see `check_keys` for the keys to ignore.
 
-    Raises CheckpointError naming the key in question.
+    Unknown keys of a family that is only planned for are let through. Raises CheckpointError naming the key in
+    question, and what `check_keys` raises.
     """
-    return find_adapter(config).decoder(config)
+    adapter = find_adapter(config)
+    if adapter.planned_only:
+        refuse_changes(config, adapter.read_keys, adapter.neutral_keys)
+    else:
+        check_keys(config, adapter.read_keys, adapter.neutral_keys, ignore_config, in_recipe=in_recipe)
+    return adapter.decoder(config)
 
 
 def _loaded(point: EntryPoint) -> Adapter:

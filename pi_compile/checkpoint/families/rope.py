@@ -175,5 +175,15 @@ _KEYS_OF: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor", "original_max_position_embeddings"),
     "llama3": (*_STRETCHED, "low_freq_factor", "high_freq_factor"),
-    "yarn": (*_STRETCHED, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    # `finetuned` is read only where the angles change with the length of the text (jquesnelle/yarn).
+    "yarn": (
+        *_STRETCHED,
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "finetuned",
+    ),
 }

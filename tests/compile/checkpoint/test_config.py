@@ -12,6 +12,7 @@ from support.hf import edit_json, random_llama
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError
+from pi_runtime.errors import UsageError
 
 
 @pytest.fixture
@@ -34,6 +35,9 @@ CHANGING = {
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
     "quantization_config": {"quant_method": "gptq", "bits": 4},
+    "quantization": {"group_size": 64, "bits": 4},
+    "num_experts": 8,
+    "num_local_experts": 8,
 }
 
 
@@ -43,6 +47,8 @@ def test_a_key_that_changes_the_function(folder: Path, key: str) -> None:
     message = refusal(folder)
     assert f"{key} would change the function" in message
     assert str(CHANGING[key]) in message
+    for in_recipe in (False, True):
+        assert f"{key} would change" in refusal(folder, ignore_config=[key], in_recipe=in_recipe)
 
 
 NEUTRAL = {
@@ -54,6 +60,9 @@ NEUTRAL = {
     "pretraining_tp": 2,
     "layer_types": ["full_attention"] * 3,
     "torch_dtype": "float16",
+    "is_llama_config": True,
+    "transformers.js_config": {"dtype": "q4"},
+    "num_experts": 1,
 }
 
 
@@ -67,13 +76,27 @@ def test_unknown_keys_are_all_named_with_the_way_out(folder: Path) -> None:
     edit_json(folder / "config.json", secret_scale=2.0, other_trick="yes")
     message = refusal(folder)
     assert "other_trick, secret_scale are not understood" in message
-    assert 'ignore_config = ["other_trick", "secret_scale"]' in message
-    checkpoint = open_checkpoint(folder, ignore_config=["secret_scale", "other_trick"])
+    assert "add --ignore-config other_trick --ignore-config secret_scale" in message
+    assert '[model] ignore_config = ["other_trick", "secret_scale"]' in refusal(folder, in_recipe=True)
+    checkpoint = open_checkpoint(folder, ignore_config=["secret_scale", "other_trick", "dtype", "architectures"])
     assert checkpoint.notices[1] == "config.json: secret_scale = 2.0 is ignored, as asked"
+    assert checkpoint.ignored_config == ("other_trick", "secret_scale")
 
 
 def test_a_key_that_is_read_cannot_be_ignored(folder: Path) -> None:
-    assert "hidden_act cannot be ignored" in refusal(folder, ignore_config=["hidden_act"])
+    message = refusal(folder, ignore_config=["hidden_act"])
+    assert "hidden_act cannot be ignored" in message
+    assert "take it out of --ignore-config" in message
+    assert "take it out of [model] ignore_config" in refusal(folder, ignore_config=["hidden_act"], in_recipe=True)
+
+
+def test_a_flag_names_keys_that_are_there(folder: Path) -> None:
+    edit_json(folder / "config.json", secret_scale=2.0)
+    with pytest.raises(UsageError) as caught:
+        open_checkpoint(folder, ignore_config=["secretscale"])
+    assert f"--ignore-config secretscale: {folder / 'config.json'} has no such key" in str(caught.value)
+    assert "such as secret_scale" in str(caught.value)
+    assert open_checkpoint(folder, ignore_config=["secret_scale", "was_there_once"], in_recipe=True)
 
 
 WRONG_FIELDS = {

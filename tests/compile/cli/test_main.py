@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from support.hf import random_llama
+from support.hf import edit_json, random_llama
 
 from pi_compile.cli.main import app
 from pi_compile.cli.rendering import artifact_text
@@ -31,7 +31,7 @@ from pi_runtime.kernels.codegen import jit
 
 EVERYWHERE = {"--json", "--debug"}
 FLAGS = {
-    "init": {"MODEL", "-o", "--output", "--corpus", "--revision", "--force"},
+    "init": {"MODEL", "-o", "--output", "--corpus", "--revision", "--ignore-config", "--force"},
     "profile": {"RECIPE", "--device", "--export"},
     "train": {"RECIPE", "--device", "--export"},
     "place": {"RECIPE", "--device", "--lock", "--locked"},
@@ -44,11 +44,11 @@ FLAGS = {
     "machine": {"-o", "--output"},
     "plan": {
         *("MODEL", "--machine", "--vram-budget", "--ram-budget", "--curve", "--density", "--counts", "--format"),
-        "--ctx-size",
+        *("--ctx-size", "--ignore-config"),
     },
     "report": {
         *("MODEL", "-o", "--output", "--machine", "--vram-budget", "--ram-budget", "--curve", "--density", "--counts"),
-        *("--format", "--ctx-size"),
+        *("--format", "--ctx-size", "--ignore-config"),
     },
     "inspect": {"ARTIFACT"},
     "verify": {"ARTIFACT"},
@@ -184,6 +184,33 @@ def test_init_pins_a_hub_model(run: Run, project: Path, tmp_path: Path, monkeypa
     assert (section.path, section.revision) == ("owner/name", commit)
     run("pack", "--plain", "r.toml")
     verify("r.pi")
+
+
+def test_ignored_keys_are_known_from_the_first_command_to_the_last(run: Run, tmp_path: Path) -> None:
+    """SmolLM2's keys need no flag; others go from `init` to recipe, artifact, `inspect` and `eval`."""
+    model, recipe, artifact = tmp_path / "model", tmp_path / "r.toml", tmp_path / "a.pi"
+    random_llama(model)
+    edit_json(model / "config.json", is_llama_config=True, **{"transformers.js_config": {"dtype": "q4"}})
+    run("init", model, "-o", recipe)
+    assert read_recipe(recipe).model.ignore_config == []
+    run("pack", "--plain", recipe, "-o", artifact)
+    assert "ignored_config" not in json.loads(run("inspect", artifact, "--json"))["provenance"]["checkpoint"]
+    assert "ignored keys" not in run("inspect", artifact)
+
+    edit_json(model / "config.json", moon_phase=0.5, tide=1)
+    flags = ["--ignore-config", "tide", "--ignore-config", "moon_phase", "--ignore-config", "tide"]
+    run("init", model, "-o", recipe, "--force", *flags)
+    assert read_recipe(recipe).model.ignore_config == ["tide", "moon_phase"]
+    run("pack", "--plain", recipe, "-o", artifact)
+    report = json.loads(run("inspect", artifact, "--json"))
+    assert report["recipe"]["model"]["ignore_config"] == ["tide", "moon_phase"]
+    assert report["provenance"]["checkpoint"]["ignored_config"] == ["moon_phase", "tide"]
+    assert "ignored keys      moon_phase, tide: declared to be without effect\n" in run("inspect", artifact)
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a neuron. " * 20)
+    run("eval", artifact, "--text", text, "--tokens", 64, "--window", 32, "--model", model)
+    assert "model" in run("plan", model, "--machine", "pc-low", "--curve", "reglu-70b", "--density", "0.2", *flags)
+    run("plan", recipe, "--curve", "reglu-70b", "--density", "0.2")
 
 
 def test_force_replaces_a_recipe(run: Run, project: Path, tmp_path: Path) -> None:
@@ -328,7 +355,10 @@ def test_parameters_are_rounded(number: int, text: str) -> None:
 def test_names_in_an_artifact_do_not_steer_the_terminal() -> None:
     report = inspection.inspect(GOLDEN)
     hostile = {**report, "decoder": {**report["decoder"], "family": "\x1b[2Jllama"}}
-    hostile["provenance"] = {"pi_toolchain": ["\x1b"], "checkpoint": {"files": {"\x9b1m": 3}}}
+    hostile["provenance"] = {
+        "pi_toolchain": ["\x1b"],
+        "checkpoint": {"files": {"\x9b1m": 3}, "ignored_config": ["\x1b[2J", 4]},
+    }
     text = artifact_text(hostile)
     assert all(line.isprintable() for line in text.split("\n"))
     assert "�[2Jllama" in text

@@ -94,6 +94,25 @@ def test_a_config_field_nobody_knows(fails: Fails, recipe: Path, model: Path) ->
     assert console.run(pi_compile, ["pack", "--plain", str(recipe), "-o", str(recipe.with_suffix(".pi"))]) == 0
 
 
+def test_a_config_field_nobody_knows_before_there_is_a_recipe(fails: Fails, model: Path, tmp_path: Path) -> None:
+    edit_json(model / "config.json", moon_phase=0.5, tide=1)
+    config, recipe = model / "config.json", tmp_path / "new.toml"
+    for command in (["init", model, "-o", recipe], ["plan", config, "--machine", "pc-low"]):
+        message = fails(INPUT, *command)
+        assert "moon_phase, tide are not understood" in message
+        assert "add --ignore-config moon_phase --ignore-config tide" in message
+        message = fails(USAGE, *command, "--ignore-config", "moonphase")
+        assert f"--ignore-config moonphase: {config} has no such key" in message
+        assert "such as moon_phase" in message
+        assert "hidden_size cannot be ignored" in fails(INPUT, *command, "--ignore-config", "hidden_size")
+    assert not recipe.exists()
+
+
+def test_a_recipe_says_itself_what_is_ignored(fails: Fails, recipe: Path) -> None:
+    message = fails(USAGE, "plan", recipe, "--ignore-config", "moon_phase")
+    assert "write it in the recipe: [model] ignore_config" in message
+
+
 def test_code_in_a_checkpoint_is_refused_without_an_adapter(fails: Fails, recipe: Path, model: Path) -> None:
     edit_json(model / "config.json", model_type="mine", auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"})
     assert "its own code (auto_map), which is never run" in fails(INPUT, "pack", "--plain", recipe)

@@ -236,8 +236,21 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match="not a JSON object"):
         find_planned("config.json", tmp_path)
+
+
+def test_an_unknown_key_is_refused_until_it_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B | {"unheard_of": 1}))
-    assert find_planned("config.json", tmp_path).decoder.n_kv_heads == 32
+    with pytest.raises(CheckpointError, match="add --ignore-config unheard_of"):
+        find_planned("config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=r'\[model\] ignore_config = \["unheard_of"\]'):
+        find_planned("config.json", tmp_path, in_recipe=True)
+    assert find_planned("config.json", tmp_path, ["unheard_of"]).decoder.n_kv_heads == 32
+
+
+def test_a_family_that_is_only_planned_for_may_have_unknown_keys() -> None:
+    assert shape(MINICPM | {"unheard_of": 1}) == shape(MINICPM)
+    with pytest.raises(CheckpointError, match="quantization would change the function"):
+        shape(MINICPM | {"quantization": {"bits": 4}})
 
 
 def test_every_family_is_held_against_something() -> None:
