@@ -40,7 +40,7 @@ def evaluate(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure how faithful each mode of an artifact is, and what it reads.
+    """Measure each mode of an artifact: its fidelity, and what it reads.
 
     Scored are held-out text (--text), questions (--task), or both; on a GPU the logits of decoding, token by token.
     """

@@ -113,21 +113,26 @@ def place(
     recipe: RecipePath,
     lock: Annotated[bool, typer.Option("--lock", help="Write the placements to the recipe's .lock.")] = False,
     locked: Annotated[bool, typer.Option("--locked", help="Compare them with the recipe's .lock.")] = False,
+    solver: Annotated[
+        str, typer.Option(help="exact; or highs (an independent proof), or greedy (a heuristic).")
+    ] = "exact",
+    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds that highs has for one budget.")] = 60.0,
     device: Device = "cpu",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Decide which parts belong on the GPU, for a ladder of budgets."""
     from pi_compile.pipeline import summary
-    from pi_compile.pipeline.recipe_placement import names_activations, place_recipe
+    from pi_compile.pipeline.recipe_placement import names_activations, place_recipe, solving
 
+    how = solving(solver, time_limit, locks=lock or locked)
     if not (lock or locked or names_activations(recipe)):
         with _pipeline(recipe, device) as pipeline:
-            show_placements(summary.place_report(pipeline.placements), pipeline.ran, as_json)
+            show_placements(summary.place_report(pipeline.place(how)), pipeline.ran, as_json)
         return
     from pi_compile.pipeline import lock_file
 
-    placed = place_recipe(recipe)
+    placed = place_recipe(recipe, how)
     path = lock_file.lock_path(recipe)
     if locked:
         lock_file.check_lock(path, placed)
@@ -163,7 +168,7 @@ def pack(
 def build(
     recipe: RecipePath, output: Output = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
 ) -> None:
-    """Run the stages that are not done yet: profile, train, place, pack."""
+    """Run all stages that are not done yet, and write the artifact."""
     from pi_compile.files.output import artifact_path
 
     path = artifact_path(recipe, output)

@@ -36,7 +36,7 @@ def plan(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Forecast how a machine would run a model, from the model's config alone."""
+    """Forecast how a machine would run a model, from its config alone."""
     from pi_compile.cli.plan_request import plan_request
     from pi_compile.cli.rendering import plan_text
     from pi_compile.planning.forecast import plan as forecast

@@ -23,7 +23,7 @@ from pi_compile.errors import ProfileError, RecipeError
 from pi_compile.files.output import write_text
 from pi_compile.machine.profile import find_machine
 from pi_compile.packing import PackSpec, own_formats, pack, resolve_formats
-from pi_compile.pipeline.recipe_placement import place_section
+from pi_compile.pipeline.recipe_placement import Solving, place_section
 from pi_compile.pipeline.stage_specs import corpus_spec, profile_spec, train_spec
 from pi_compile.pipeline.store import Store, code_digest, file_digest, key_of, token_digest
 from pi_compile.pipeline.summary import pack_report
@@ -172,11 +172,15 @@ class Pipeline:
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
         """Placements for all GPU budgets. They are not stored: solving takes seconds and reads no model."""
+        return self.place(Solving())
+
+    def place(self, how: Solving) -> tuple[Placement, ...]:
+        """Placements for all GPU budgets by a solver."""
         section = self.recipe.place
         activations = self.activations(trained=True)
         counts = activations.activation_counts("counts of the profile stage")
         work = counts.workload(activations.decoder, self.formats, section.context)
-        return place_section(work, find_machine(section.machine, self.folder), section)
+        return place_section(work, find_machine(section.machine, self.folder), section, how)
 
     @property
     def plans(self) -> tuple[Plan, ...]:

@@ -10,10 +10,11 @@ from pi_compile.cost_model.workload import Workload
 from pi_compile.errors import RecipeError
 from pi_compile.machine.profile import Machine, find_machine
 from pi_compile.placement.activation_file import ActivationFile
-from pi_compile.placement.stage import Placement, in_bytes, ladder, ram_of
+from pi_compile.placement.stage import SECONDS, SOLVERS, Placement, in_bytes, ladder, ram_of
 from pi_compile.planning.forecast import published_counts
 from pi_compile.planning.model_config import find_planned
 from pi_compile.recipe import PUBLISHED, PlaceSection, Recipe, read_recipe
+from pi_runtime.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,27 @@ def names_activations(path: Path) -> bool:
     return bool(read_recipe(path).place.activations)
 
 
-def place_recipe(path: Path) -> Placed:
+@dataclass(frozen=True, kw_only=True)
+class Solving:
+    """How a placement is solved; see `placement.stage.place`."""
+
+    solver: str = "exact"
+    seconds: float = SECONDS
+
+
+def solving(solver: str, seconds: float, *, locks: bool) -> Solving:
+    """The solver of these flags. Raises UsageError for one that is not known, or that no lock is made with."""
+    if solver not in SOLVERS:
+        raise UsageError(f"--solver {solver}: unknown solver", expected=", ".join(SOLVERS))
+    if locks and solver != "exact":
+        raise UsageError(
+            f"--solver {solver}: a lock holds the answer of the exact solver, whose ties are by rule",
+            remedy="leave --solver out, or --lock and --locked",
+        )
+    return Solving(solver=solver, seconds=seconds)
+
+
+def place_recipe(path: Path, how: Solving = Solving()) -> Placed:
     """The placements of a recipe that names its activations. Raises RecipeError where it names none."""
     recipe, folder = read_recipe(path), path.resolve().parent
     machine = find_machine(recipe.place.machine, folder)
@@ -42,14 +63,23 @@ def place_recipe(path: Path) -> Placed:
             "activations": source,
             "machine": _digest(machine.model_dump()),
         },
-        placements=place_section(work, machine, recipe.place),
+        placements=place_section(work, machine, recipe.place, how),
     )
 
 
-def place_section(work: Workload, machine: Machine, section: PlaceSection) -> tuple[Placement, ...]:
+def place_section(
+    work: Workload, machine: Machine, section: PlaceSection, how: Solving = Solving()
+) -> tuple[Placement, ...]:
     """Placements for the budgets of a recipe's [place]."""
-    budgets = [in_bytes(gib) for gib in section.vram_gib]
-    return ladder(work, machine, budgets, ram=ram_of(machine, section.ram_gib), objective=section.objective)
+    return ladder(
+        work,
+        machine,
+        [in_bytes(gib) for gib in section.vram_gib],
+        ram=ram_of(machine, section.ram_gib),
+        objective=section.objective,
+        solver=how.solver,
+        seconds=how.seconds,
+    )
 
 
 def _workload(recipe: Recipe, folder: Path) -> tuple[Workload, str]:

@@ -7,12 +7,17 @@ each layer with cache, norms and predictor, from the first layer on. The neurons
 groups of a layer the first g have the most activations, so that only cuts are considered: a multiple-choice knapsack.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from pi_compile.cost_model.processors import CPU, GPU, PICO
 from pi_compile.cost_model.workload import Ints, Workload
 from pi_compile.machine.profile import Machine, whole
 from pi_compile.placement.formulation import Assignment, Sizes, all_cpu
+
+CutsWithin = Callable[[Workload, Machine, Sizes, int], tuple[tuple[int, ...], int]]
+"""From workload, machine, sizes and free bytes to the cut of each layer and the bytes of all."""
 
 
 def least_neurons(machine: Machine, nbytes: int) -> int | None:
@@ -32,8 +37,13 @@ def least_neurons(machine: Machine, nbytes: int) -> int | None:
     return -(-whole(machine.link.sync_us, 10**6) * cpu * gpu // (nbytes * (gpu - cpu) * PICO))
 
 
-def hot_mass(work: Workload, machine: Machine, sizes: Sizes, vram: int) -> Assignment:
-    """The assignment of greatest hot mass; ties prefer fewest bytes, then larger cuts of the first layers."""
+def hot_mass(
+    work: Workload, machine: Machine, sizes: Sizes, vram: int, cuts_within: CutsWithin | None = None
+) -> Assignment:
+    """The assignment of greatest hot mass; ties prefer fewest bytes, then larger cuts of the first layers.
+
+    `cuts_within` solves the knapsack of the neurons; the default is `hottest_cuts`.
+    """
     free = vram - sizes.scratch[GPU]
     if least_hot_neurons(work, machine, sizes) is None or free < 0:
         return all_cpu(work.decoder.n_layers)
@@ -45,7 +55,7 @@ def hot_mass(work: Workload, machine: Machine, sizes: Sizes, vram: int) -> Assig
         fits = sizes.attention(layer) <= free and CPU not in sides
         sides.append(GPU if fits else CPU)
         free -= sizes.attention(layer) if fits else 0
-    cuts, _ = hottest_cuts(work, machine, sizes, free)
+    cuts, _ = (cuts_within or hottest_cuts)(work, machine, sizes, free)
     return Assignment(sides=tuple(sides), cuts=cuts, embedding=CPU, head=head)
 
 
@@ -53,13 +63,18 @@ def hottest_cuts(work: Workload, machine: Machine, sizes: Sizes, free: int) -> t
     """(cut of each layer, bytes) of the greatest hot mass in `free` bytes, each cut 0 or at least C_l neurons."""
     from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, solve  # noqa: PLC0415  needs HiGHS
 
+    allowed, masses = allowed_cuts(work, machine, sizes)
+    found = solve([ItemClass(allowed * sizes.parts.neuron, mass) for mass in masses], free)
+    return tuple(int(allowed[j]) for j in found.items), found.weight
+
+
+def allowed_cuts(work: Workload, machine: Machine, sizes: Sizes) -> tuple[Ints, list[Ints]]:
+    """The cuts that a layer may have, 0 or at least C_l neurons, and each layer's activations before each of them."""
     least, cuts = least_hot_neurons(work, machine, sizes), work.cuts()
     kept = cuts[(cuts > 0) & (cuts >= least)] if least is not None else cuts[:0]
     allowed: Ints = np.concatenate([[0], kept])
     indices = np.searchsorted(cuts, allowed)
-    masses = [work.sums_before(n, counts)[indices] for n, counts in enumerate(work.counts)]
-    found = solve([ItemClass(allowed * sizes.parts.neuron, mass) for mass in masses], free)
-    return tuple(int(allowed[j]) for j in found.items), found.weight
+    return allowed, [work.sums_before(n, counts)[indices] for n, counts in enumerate(work.counts)]
 
 
 def least_hot_neurons(work: Workload, machine: Machine, sizes: Sizes) -> int | None:

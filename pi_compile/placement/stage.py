@@ -8,6 +8,7 @@ before its cut go to the GPU.
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
@@ -19,11 +20,14 @@ from pi_compile.cost_model.workload import LayerWork, Workload
 from pi_compile.machine.profile import Machine
 from pi_compile.placement.formulation import Assignment, Sizes, all_cpu, formulate, predicted_time
 from pi_compile.placement.greedy import greedy
-from pi_compile.placement.hot_mass import hot_mass
+from pi_compile.placement.hot_mass import allowed_cuts, hot_mass
 from pi_compile.placement.solvers.constrained_path import solve
 from pi_runtime.artifact.schema import SIDES, Plan
-from pi_runtime.errors import DoesNotFitError
+from pi_runtime.errors import DoesNotFitError, NotMetError
 
+SOLVERS = ("exact", "highs", "greedy")
+SECONDS = 60.0
+"""Time that HiGHS has for one placement."""
 LADDER = (10, 25, 50, 75, 100)
 """Budgets that every artifact has a plan for, in percent of the GPU memory that takes everything."""
 
@@ -49,9 +53,10 @@ class Placement:
     ram_bytes: Mapping[str, int]
     """Bytes by part."""
     gap: float | None
-    """Predicted time ÷ the optimum, less 1: 0 from the exact solver; None where nothing is proven of the time."""
+    """Distance from the proven bound, relative to the objective: 0 from the exact solver; None where nothing is proven
+    of the time."""
     bound_ns: int | None
-    """Lower bound of the time by the linear relaxation, from which the exact solver starts."""
+    """Lower bound of the time: by the linear relaxation from which the exact solver starts, or as HiGHS proves it."""
     heuristic: TokenTime | None
     """The time that the greedy heuristic reaches; None where the exact solver was not used."""
     activations_on_gpu: float
@@ -95,21 +100,27 @@ def place(
     *,
     objective: str = "time",
     solver: str = "exact",
+    seconds: float = SECONDS,
 ) -> Placement:
     """The best placement within `vram` bytes of GPU memory and `ram` bytes of RAM.
 
-    Ties: least time, then least GPU bytes, then least RAM, then GPU before CPU and larger cuts before smaller, in the
-    order embedding, layers, head. Raises DoesNotFitError with the bytes needed and budgets that fit.
+    `solver`: `exact`; `highs`, which solves either objective as one program within `seconds` and proves its own gap;
+    `greedy`, a heuristic for the objective `time`. Ties of `exact`: least time, then least GPU bytes, then least RAM,
+    then GPU before CPU and larger cuts before smaller, in the order embedding, layers, head. Raises DoesNotFitError
+    with the bytes needed and budgets that fit, NotMetError where `seconds` are too few for HiGHS.
     """
     costs, sizes = costs_of(work, machine), Sizes.of(work)
     vram = vram if len(costs.processors) > 1 else 0
-    bound, heuristic = None, None
-    if objective == "hot-mass":
+    gap, bound, heuristic = None, None, None
+    if solver == "highs" and vram:
+        assignment, gap, bound = _by_highs(work, machine, costs, sizes, (vram, ram), objective, seconds)
+    elif objective == "hot-mass":
         assignment = hot_mass(work, machine, sizes, vram)
     elif solver == "greedy":
         assignment = greedy(costs, sizes, vram, ram)
     else:
         assignment, bound = _exact(costs, sizes, vram, ram)
+        gap = 0.0
         heuristic = predicted_time(costs, greedy(costs, sizes, vram, ram))
     used_vram, used_ram = _totals(sizes, assignment)
     if used_ram > ram:
@@ -128,7 +139,7 @@ def place(
         time=predicted_time(costs, assignment),
         gpu_bytes=gpu_bytes,
         ram_bytes=ram_bytes,
-        gap=None if bound is None else 0.0,
+        gap=gap,
         bound_ns=bound,
         heuristic=heuristic,
         activations_on_gpu=work.activations_before(assignment.cuts) / max(int(work.counts.sum()), 1),
@@ -159,6 +170,44 @@ def _exact(costs: Costs, sizes: Sizes, vram: int, ram: int) -> tuple[Assignment,
     return best[3], -(-min(one[4] for one in found) // 1000)
 
 
+def _by_highs(
+    work: Workload,
+    machine: Machine,
+    costs: Costs,
+    sizes: Sizes,
+    budgets: tuple[int, int],
+    objective: str,
+    seconds: float,
+) -> tuple[Assignment, float, int | None]:
+    """HiGHS's assignment, its gap, and the lower bound of the time in nanoseconds (None for hot mass)."""
+    from pi_compile.placement import milp  # noqa: PLC0415  scipy.sparse, which the default solvers do without
+
+    gaps = []
+
+    def cuts_within(work: Workload, machine: Machine, sizes: Sizes, free: int) -> tuple[tuple[int, ...], int]:
+        cuts, masses = allowed_cuts(work, machine, sizes)
+        chosen, answer = milp.most_hot_mass(masses, cuts, sizes.parts.neuron, free, seconds)
+        gaps.append(answer.gap)
+        return chosen, sum(chosen) * sizes.parts.neuron
+
+    try:
+        if objective == "hot-mass":
+            assignment = hot_mass(work, machine, sizes, budgets[0], cuts_within)
+            return assignment, max(gaps, default=0.0), None
+        found = milp.least_time(costs, sizes, *budgets, seconds)
+    except TimeoutError as error:
+        raise NotMetError(
+            f"HiGHS found no placement in {seconds:g} s",
+            expected="at least one placement",
+            found=error,
+            remedy="raise --time-limit, or leave --solver out: the default solver is exact and quicker",
+        ) from None
+    if found is None:
+        raise _does_not_fit(costs, sizes, *budgets)
+    assignment, answer = found
+    return assignment, answer.gap, math.floor(answer.bound)
+
+
 def _totals(sizes: Sizes, a: Assignment) -> tuple[int, int]:
     """Bytes of (GPU memory, RAM)."""
     ram, gpu = sizes.used(a)
@@ -187,6 +236,8 @@ def ladder(
     *,
     ram: int | None = None,
     objective: str = "time",
+    solver: str = "exact",
+    seconds: float = SECONDS,
 ) -> tuple[Placement, ...]:
     """Placements for a ladder of GPU budgets and any further `budgets` (bytes), by rising budget.
 
@@ -202,7 +253,7 @@ def ladder(
     found = []
     for budget in sorted({most * percent // 100 for percent in LADDER} | set(budgets)):
         try:
-            placement = place(work, machine, budget, ram, objective=objective)
+            placement = place(work, machine, budget, ram, objective=objective, solver=solver, seconds=seconds)
         except DoesNotFitError:
             if budget in budgets or budget == most:
                 raise

@@ -34,7 +34,7 @@ FLAGS = {
     "init": {"MODEL", "-o", "--output", "--corpus", "--revision", "--ignore-config", "--force"},
     "profile": {"RECIPE", "--device", "--export"},
     "train": {"RECIPE", "--device", "--export"},
-    "place": {"RECIPE", "--device", "--lock", "--locked"},
+    "place": {"RECIPE", "--device", "--lock", "--locked", "--solver", "--time-limit"},
     "pack": {"RECIPE", "-o", "--output", "--plain", "--device"},
     "build": {"RECIPE", "-o", "--output", "--device"},
     "eval": {
