@@ -1,4 +1,4 @@
-"""`config.json`, read strictly: every key is understood, harmless, or holds a value that changes nothing."""
+"""`config.json`, read strictly: every key is known, harmless, or has a value without effect."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -22,7 +22,7 @@ _HARMLESS_KEYS = """
     no_repeat_ngram_size encoder_no_repeat_ngram_size remove_invalid_values exponential_decay_length_penalty
 """
 HARMLESS = frozenset(_HARMLESS_KEYS.split())
-"""Keys of every family that describe files, training, tokens or generation, but not the function."""
+"""Keys of any family that say nothing of the function, but of files, training, tokens or generation."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention_multiplier": (1.0,),
@@ -49,15 +49,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 class Config:
-    """The fields of one `config.json`, with their file named in every message."""
+    """The fields of one `config.json`; every message names the file."""
 
     def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
         self.path, self.fields = path, fields
         self.notices: list[str] = []
-        """What the user should know though it is no error."""
+        """What the user should know, though it is no error."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Value of a key; `default` where it is missing or null."""
+        """The value of a key; `default` where it is missing or null."""
         value = self.fields.get(key)
         return default if value is None else value
 
@@ -96,10 +96,10 @@ class Config:
 def check_keys(
     config: Config, read: Collection[str], neutral: Mapping[str, tuple[Any, ...]], ignore: Collection[str]
 ) -> list[str]:
-    """Refuse what might change the function; return notices of what was ignored on request.
+    """Refuse keys that might change the function; return notices about those ignored on request.
 
-    `read` are the keys the family understands, `neutral` its own additions to `NEUTRAL`, `ignore` the keys that the
-    user declares to be without effect. Raises CheckpointError naming every key in question.
+    `read` has the keys that the family reads, `neutral` its additions to `NEUTRAL`, `ignore` the keys that have no
+    effect, as the user says. Raises CheckpointError naming every key in question.
     """
     fields = config.fields
     _refuse_ignoring(config, sorted(set(ignore) & (set(read) | {"model_type"})))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pi_compile.machine.profile import Cpu, Gpu, Machine, Rates, whole
+from pi_compile.machine.profile import Cpu, Gpu, Machine, Rates, to_units
 from pi_runtime.artifact.schema import SIDES
 
 PICO = 10**12
@@ -61,7 +61,7 @@ def link_of(machine: Machine) -> Link | None:
     """The link between the two units, if there are two."""
     if machine.link is None:
         return None
-    return Link(whole(machine.link.sync_us, 10**6), whole(machine.link.pcie_gb_per_s, 10**9))
+    return Link(to_units(machine.link.sync_us, 10**6), to_units(machine.link.pcie_gb_per_s, 10**9))
 
 
 def _unit(name: str, section: Cpu | Gpu) -> Unit:
@@ -73,12 +73,12 @@ def _unit(name: str, section: Cpu | Gpu) -> Unit:
     queried = section.attention_gb_per_s
     return Unit(
         name=name,
-        launch_ps=whole(section.launch_us, 10**6),
-        bytes_per_s={"": whole(section.bandwidth_gb_per_s, 10**9), **_in_bytes(section.format_gb_per_s)},
+        launch_ps=to_units(section.launch_us, 10**6),
+        bytes_per_s={"": to_units(section.bandwidth_gb_per_s, 10**9), **_in_bytes(section.format_gb_per_s)},
         others_per_s={what: _in_bytes(rates) for what, rates in others.items()},
-        queried_per_s=None if queried is None else whole(queried, 10**9),
+        queried_per_s=None if queried is None else to_units(queried, 10**9),
     )
 
 
 def _in_bytes(rates: Rates) -> dict[str, int]:
-    return {str(fmt): whole(rate, 10**9) for fmt, rate in rates.items()}
+    return {str(fmt): to_units(rate, 10**9) for fmt, rate in rates.items()}

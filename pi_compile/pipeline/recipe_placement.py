@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pi_compile.checkpoint.part_formats import resolve
+from pi_compile.checkpoint.part_formats import resolve_formats
 from pi_compile.cost_model.default_rungs import untrained_layers
 from pi_compile.cost_model.workload import Workload
 from pi_compile.errors import RecipeError
@@ -66,7 +66,7 @@ def _workload(recipe: Recipe, folder: Path, machine: Machine) -> tuple[Workload,
     found = Activations.load(folder / section.activations)
     work = Workload(
         shape=found.shape,
-        formats=resolve(found.formats, recipe.pack.model_dump(), tied_head=found.shape.tied_head),
+        formats=resolve_formats(found.formats, recipe.pack.model_dump(), tied_head=found.shape.tied_head),
         tokens=found.tokens,
         counts=found.ordered_counts(),
         routed=found.routed,

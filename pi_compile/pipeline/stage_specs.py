@@ -40,7 +40,7 @@ def train_spec(recipe: Recipe, formats: Mapping[str, str], machine: Machine, dev
         predictor_formats=tried,
         ffn_format=formats["ffn"],
         rungs=tuple(section.rungs),
-        unit=units_of(machine)[CPU],
+        processor=units_of(machine)[CPU],
         seed=section.seed,
         device=device,
     )

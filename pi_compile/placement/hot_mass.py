@@ -12,7 +12,7 @@ import numpy as np
 
 from pi_compile.cost_model.processors import CPU, GPU
 from pi_compile.cost_model.workload import Ints, Workload
-from pi_compile.machine.profile import Machine, whole
+from pi_compile.machine.profile import Machine, to_units
 from pi_compile.placement.formulation import Choice, Sizes, all_cpu
 
 _PICO = 10**12
@@ -29,10 +29,10 @@ def least_neurons(machine: Machine, nbytes: int) -> int | None:
     """
     if machine.gpu is None or machine.link is None:
         return None
-    cpu, gpu = (whole(unit.bandwidth_gb_per_s, 10**9) for unit in (machine.cpu, machine.gpu))
+    cpu, gpu = (to_units(unit.bandwidth_gb_per_s, 10**9) for unit in (machine.cpu, machine.gpu))
     if gpu <= cpu:
         return None
-    return -(-whole(machine.link.sync_us, 10**6) * cpu * gpu // (nbytes * (gpu - cpu) * _PICO))
+    return -(-to_units(machine.link.sync_us, 10**6) * cpu * gpu // (nbytes * (gpu - cpu) * _PICO))
 
 
 def hot_mass(work: Workload, machine: Machine, sizes: Sizes, vram: int) -> Choice:

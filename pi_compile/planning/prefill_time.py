@@ -12,7 +12,7 @@ from math import prod
 
 from pi_compile.cost_model.processors import CPU, GPU, PICO, link_of, units_of
 from pi_compile.cost_model.workload import Workload
-from pi_compile.machine.profile import Machine, whole
+from pi_compile.machine.profile import Machine, to_units
 from pi_compile.placement.formulation import PREFILL_TOKENS, Choice
 from pi_runtime.artifact.sizes import array_specs
 
@@ -26,7 +26,7 @@ def block_ps(work: Workload, machine: Machine, choice: Choice, tokens: int) -> i
     """Picoseconds of one block of tokens through all layers."""
     units, link, parts = units_of(machine), link_of(machine), work.parts()
     sections = (machine.cpu, machine.gpu)
-    operations = [whole(s.products_gflop_per_s, 10**9) if s and s.products_gflop_per_s else None for s in sections]
+    operations = [to_units(s.products_gflop_per_s, 10**9) if s and s.products_gflop_per_s else None for s in sections]
     weights = _weights(work)
 
     def part_ps(side: int, nbytes: int, count: int, part: str) -> int:

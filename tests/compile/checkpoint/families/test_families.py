@@ -135,7 +135,7 @@ def test_reordered_neurons_are_the_same_neurons(tmp_path: Path, monkeypatch: pyt
     order = np.random.default_rng(0).permutation(checkpoint.decoder.d_ff)
     plain, moved = checkpoint.layer_values(1), checkpoint.layer_values(1, order)
     for name, values in plain.items():
-        per_neuron = name in checkpoint.NEURON_ARRAYS
+        per_neuron = name in module.NEURON_ARRAYS
         np.testing.assert_array_equal(moved[name], values[order] if per_neuron else values)
 
 
