@@ -1,4 +1,4 @@
-"""What can go wrong while compiling: leaves added to the tree of `pi_runtime.errors`.
+"""What can go wrong while compiling: errors added to the tree of `pi_runtime.errors`, and a hint for misspelt names.
 
 InputError                    exit code 3   something that was read is not usable
 ├── CheckpointError                         a checkpoint that is damaged, incomplete or not understood
@@ -8,9 +8,12 @@ InputError                    exit code 3   something that was read is not usabl
 └── ProfileError                            an activation profile that is missing, damaged or of another model
 """
 
+import difflib
+from collections.abc import Iterable
+
 from pi_runtime.errors import InputError
 
-__all__ = ["CheckpointError", "CorpusError", "ProfileError", "RecipeError", "TaskError"]
+__all__ = ["CheckpointError", "CorpusError", "ProfileError", "RecipeError", "TaskError", "nearest"]
 
 
 class CheckpointError(InputError):
@@ -31,3 +34,9 @@ class ProfileError(InputError):
 
 class TaskError(InputError):
     pass
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one is most like; None where none is."""
+    found = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return found[0] if found else None

@@ -1,4 +1,4 @@
-"""Pack: a checkpoint becomes one artifact, streamed array by array, one block in memory."""
+"""Pack: write a checkpoint as one artifact, array by array, with one block in memory."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
-from pi_compile.checkpoint.part_formats import KEEP, resolve
+from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
 from pi_compile.checkpoint.tokenizer_files import read_text_files
 from pi_compile.cost_model.default_rungs import exact_rung
 from pi_compile.errors import CheckpointError, ProfileError
 from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.predictor_set import Trained
+from pi_compile.results.predictor_set import PredictorSet
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.layout import place_arrays
@@ -35,7 +35,7 @@ class PackSpec:
     """How a checkpoint is to be packed."""
 
     formats: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(PARTS, KEEP))
-    """Number format of each of embedding, attention, ffn, head and predictor: f32, f16, bf16, q8, q4, or `keep`."""
+    """Number format of each of embedding, attention, ffn, head and predictor (`WEIGHT_FORMATS`), or `keep`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,11 @@ class PackResult:
 
     path: Path
     sha256: str
-    """Of the whole file."""
+    """Digest of the whole file."""
     nbytes: int
     manifest: Manifest
     errors: Mapping[str, RoundingError]
-    """What quantising cost each part that is q8 or q4."""
+    """What rounding lost in each part that is quantised."""
     notices: tuple[str, ...]
     """What the user should know about tokenizer and template."""
 
@@ -60,24 +60,24 @@ def pack(
     *,
     recipe: Mapping[str, Any],
     profile: ActivationProfile | None = None,
-    trained: Trained | None = None,
+    predictor_set: PredictorSet | None = None,
     plans: Sequence[Plan] = (),
     progress: Progress | None = None,
 ) -> PackResult:
     """Write the artifact of a checkpoint to `output`; the same inputs give the same bytes.
 
-    `recipe` is stored as it is; `profile` orders the neurons and is stored; `trained` gives rungs and predictors;
-    `progress` is called with bytes done and in all. Memory: one block, one layer's matrix where neurons are reordered,
-    and the scales of one matrix in q8 or q4. Raises CheckpointError for values that are not finite or that a format
-    cannot hold, and what `ArtifactWriter` raises.
+    `recipe` is stored as it is. `profile` orders the neurons and is stored. `predictor_set` gives rungs and predictors.
+    `progress` is called with the bytes done and their total. Memory holds one block, one layer's matrix where neurons
+    are reordered, and the scales of one quantised matrix. Raises CheckpointError for values that are not finite or that
+    a format cannot hold, and what `ArtifactWriter` raises.
     """
     if profile is not None and profile.decoder != checkpoint.decoder:
         raise ProfileError(
             "the activation profile is of another model", expected=checkpoint.decoder, found=profile.decoder
         )
     text = read_text_files(checkpoint.location, checkpoint.decoder.vocab_size)
-    formats = resolve_formats(checkpoint, spec)
-    layers = _layers(checkpoint.decoder, trained)
+    formats = part_formats(checkpoint, spec)
+    layers = _layers(checkpoint.decoder, predictor_set)
     specs = array_specs(checkpoint.decoder, formats, [layer.predictor for layer in layers], profile is not None)
     manifest = Manifest(
         decoder=checkpoint.decoder,
@@ -88,19 +88,19 @@ def pack(
         text=text.text,
         generation=text.generation,
         recipe=recipe,
-        provenance=_provenance(checkpoint, profile, trained),
+        provenance=_provenance(checkpoint, profile, predictor_set),
         arrays={},
         files={},
     )
     expected = place_arrays(specs)[1] + sum(map(len, text.files.values()))
     with ArtifactWriter(output, expected_nbytes=expected) as writer:
-        source = _Source(checkpoint, profile, trained, formats["ffn"])
-        meter = _Meter(sum(s.nbytes_with_scales for n, s in specs.items() if not is_scales(n)), progress)
+        values = _ArrayValues(checkpoint, profile, predictor_set, formats["ffn"])
+        meter = _ProgressMeter(sum(s.nbytes_with_scales for n, s in specs.items() if not is_scales(n)), progress)
         errors: dict[str, RoundingError] = {}
         for name, array_spec in specs.items():
             if is_scales(name):  # written with the array they belong to
                 continue
-            error = writer.add_array(name, array_spec, meter.watch(array_spec, source.blocks(name, array_spec)))
+            error = writer.add_array(name, array_spec, meter.watch(array_spec, values.blocks(name, array_spec)))
             part = part_of(name)
             if error is not None and part is not None:
                 errors[part] = errors.get(part, RoundingError()) + error
@@ -111,22 +111,19 @@ def pack(
     return PackResult(path=output, sha256=sha256, nbytes=nbytes, manifest=manifest, errors=errors, notices=text.notices)
 
 
-def resolve_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
-    """Format of every part, with `keep` replaced by the checkpoint's own.
-
-    A tied head has the embedding's; predictors, which no checkpoint has, keep that of the FFN.
-    """
-    return resolve(own_formats(checkpoint), spec.formats, tied_head=checkpoint.decoder.tied_head)
+def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
+    """Number format of every part of the artifact; see `resolve_formats`."""
+    return resolve_formats(stored_formats(checkpoint), spec.formats, tied_head=checkpoint.decoder.tied_head)
 
 
-def own_formats(checkpoint: Checkpoint) -> dict[str, str]:
-    """The checkpoint's number format of each part it has."""
+def stored_formats(checkpoint: Checkpoint) -> dict[str, str]:
+    """Number format of each part as the checkpoint stores it."""
     parts = ["embedding", "attention", "ffn", *([] if checkpoint.decoder.tied_head else ["head"])]
     return {part: checkpoint.format(part) for part in parts}
 
 
-class _Meter:
-    """Tells how many bytes of all arrays are done."""
+class _ProgressMeter:
+    """Reports how many bytes of all arrays are done."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._progress, self._done = total, progress, 0
@@ -141,12 +138,12 @@ class _Meter:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Where the values of each array come from."""
+class _ArrayValues:
+    """The values of each array, from the checkpoint, the profile or the predictors."""
 
     checkpoint: Checkpoint
     profile: ActivationProfile | None
-    trained: Trained | None
+    predictor_set: PredictorSet | None
     ffn_format: str
 
     def blocks(self, name: str, spec: ArraySpec) -> Iterable[Array]:
@@ -165,7 +162,7 @@ class _Source:
         return _representable(self.checkpoint, name, spec, self.checkpoint.blocks(name, order))
 
     def _signs(self, layer: int) -> Iterator[Array]:
-        """(rows, ⌈D / 64⌉) words of a block of `first`: bit j is set where column j is below 0 as it is stored."""
+        """Blocks of (rows, ⌈D / 64⌉) words: bit j is set where column j of `first`, as it is stored, is below 0."""
         name = f"layers/{layer}/ffn/first"
         order = None if self.profile is None else self.profile.order[layer]
         for block in self.checkpoint.blocks(name, order):
@@ -175,24 +172,22 @@ class _Source:
             yield np.packbits(padded, axis=1, bitorder="little").view("<u8")
 
     def _predictor(self, layer: int, part: str) -> Array:
-        assert self.trained is not None
-        predictor = self.trained.predictors[layer]
+        assert self.predictor_set is not None
+        predictor = self.predictor_set.predictors[layer]
         assert predictor is not None
         values = predictor[("down", "up", "bias").index(part)]
-        # `down` has a row a rank; the others a row a neuron.
+        # `down` has one row a rank, the others have one row a neuron.
         return values if part == "down" or self.profile is None else values[self.profile.order[layer]]
 
 
-def _layers(decoder: Decoder, trained: Trained | None) -> tuple[Layer, ...]:
-    if trained is None:
+def _layers(decoder: Decoder, predictor_set: PredictorSet | None) -> tuple[Layer, ...]:
+    if predictor_set is None:
         return (Layer(rung=exact_rung(decoder)),) * decoder.n_layers
-    return tuple(
-        Layer(rung=row.rung, rank=row.rank, threshold=row.threshold, margin=row.margin) for row in trained.rows
-    )
+    return tuple(row.layer for row in predictor_set.rows)
 
 
 def _representable(checkpoint: Checkpoint, name: str, spec: ArraySpec, blocks: Iterable[Array]) -> Iterator[Array]:
-    """The blocks, each checked to fit the format; a format that is kept holds what it held."""
+    """The blocks, each checked to fit the format; the original format needs no range check."""
     tensors, target = checkpoint.tensor_names(name), FORMATS[spec.format]
     kept = all(checkpoint.source.dtype(tensor) == spec.format for tensor in tensors)
     for block in blocks:
@@ -212,11 +207,13 @@ def _too_large(checkpoint: Checkpoint, name: str, target: Format, tensors: Seque
     )
 
 
-def _provenance(checkpoint: Checkpoint, profile: ActivationProfile | None, trained: Trained | None) -> dict[str, Any]:
+def _provenance(
+    checkpoint: Checkpoint, profile: ActivationProfile | None, predictor_set: PredictorSet | None
+) -> dict[str, Any]:
     made_from: dict[str, Any] = {"digest": checkpoint.digest(), "files": checkpoint.file_digests}
     if checkpoint.ignored_config:
         made_from["ignored_config"] = list(checkpoint.ignored_config)
-    results = {"profile": profile, "trained": trained}
+    results = {"profile": profile, "trained": predictor_set}
     digests = {name: result.digest() for name, result in results.items() if result is not None}
     return {"pi_toolchain": version("pi-toolchain"), "checkpoint": made_from, **digests}
 

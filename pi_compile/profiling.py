@@ -1,9 +1,10 @@
 """Profile: how often each neuron fires on a text, and the order of neurons that follows.
 
-Text is cut into windows, windows into shards. A group of layers is loaded, all shards pass through it, and the hidden
-states are kept for the next group: with all layers in one group that is the ordinary forward pass, with one layer a
-group the memory is that of one layer whatever the model's size. Both are the same arithmetic, so the counts agree.
-Counts are integers summed in shard order. A shard that is done is on disk: a killed run goes on from there.
+The text is split into windows, and the windows into shards. A group of layers is loaded, all shards pass through it,
+and the hidden states are kept for the next group. With all layers in one group that is the ordinary forward pass; with
+one layer a group, memory holds one layer whatever the model's size. Both are the same arithmetic, so the counts agree.
+Counts are integers summed in shard order. A finished shard is on disk: a killed run goes on from there. N windows of T
+tokens, D model width, F neurons of all experts, X experts.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,24 +31,24 @@ Bits = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSpec:
-    """How text is pushed through."""
+    """How the text goes through the model."""
 
     window: int = 512
     """Tokens of one sequence; at most the model's context."""
     batch: int = 8
-    """Sequences at once. Part of the result: a product's last bit may depend on its shape."""
+    """Sequences in one forward pass. It can change the result: a product's last bit may depend on its shape."""
     shard: int = 64
-    """Sequences of one shard, the unit that is not computed again after a kill."""
+    """Sequences of one shard; a finished shard is not computed again after a kill."""
     layers_at_once: int | None = None
     """Layers held in memory together; None for all."""
     cofiring_tokens: int = 4096
-    """Tokens sampled, evenly over the text, for which neurons fire together."""
+    """Tokens, evenly over the text, that are sampled to see which neurons fire together."""
     device: str = "cpu"
     """cpu or cuda:N."""
 
 
 def estimate(d: Decoder, tokens: int, spec: ProfileSpec) -> Estimate:
-    """Time by a short matrix product at this width, disk by hidden states, memory by weights and activations."""
+    """Time from a short matrix product at this width, disk for hidden states, memory for weights and activations."""
     rows = spec.batch * spec.window
     products = flops_per_s(min(rows, 512), d.d_model, min(d.d_ff, 4096), spec.device)
     layer = layer_parameters(d, d.n_experts)
@@ -65,15 +66,15 @@ def profile(
 ) -> ActivationProfile:
     """Count over a token stream.
 
-    `scratch`: a folder that is this run's alone; what it holds of an earlier, killed run with the same `inputs` is
-    taken over. Raises CorpusError for a text shorter than one window.
+    `scratch` is a folder of this run alone; what an earlier, killed run with the same `inputs` left there is reused.
+    Raises CorpusError for a text shorter than one window.
     """
     d = checkpoint.decoder
     window = min(spec.window, d.context_length)
     ids_NT = td.windows(tokens, window)
     run = _Run(checkpoint, ids_NT, spec, scratch, progress)
     with torch.inference_mode():
-        # Ordered as they come: the co-firing bits of all layers together would take more than a layer's weights.
+        # Layers are ordered one by one: all co-firing bits together would take more memory than a layer's weights.
         counted = [
             (counts, neuron_order(counts, bits, d.n_experts), routed)
             for group in run.groups()
@@ -92,7 +93,7 @@ def profile(
 
 @dataclass(frozen=True)
 class _Run:
-    """One profiling run: where its hidden states and finished shards are."""
+    """One profiling run, with its hidden states and finished shards in `scratch`."""
 
     checkpoint: Checkpoint
     ids_NT: torch.Tensor
@@ -101,11 +102,12 @@ class _Run:
     progress: Progress
 
     def groups(self) -> Iterator[range]:
+        """The layers that are in memory together."""
         layers, step = self.checkpoint.decoder.n_layers, self.spec.layers_at_once or self.checkpoint.decoder.n_layers
         return (range(start, min(layers, start + step)) for start in range(0, layers, step))
 
     def count(self, group: range) -> Iterator[tuple[Counts, Bits, Counts]]:
-        """Of each layer of a group counts (F,), co-firing bits (samples, F), and tokens routed to each expert (X,)."""
+        """Counts (F,), co-firing bits (samples, F) and tokens routed to each expert (X,), for each layer of a group."""
         shards = [slice(s, s + self.spec.shard) for s in range(0, len(self.ids_NT), self.spec.shard)]
         files = [self.scratch / f"layers-{group.start}-shard-{n}.npz" for n in range(len(shards))]
         if not all(file.exists() for file in files):
@@ -117,12 +119,12 @@ class _Run:
             counts += stored["counts"]
             routed += stored["routed"]
             bits.append(stored["bits"])
-        fired = (np.unpackbits(of_layer, axis=1, count=d.neurons) for of_layer in np.concatenate(bits, axis=1))
+        fired = (np.unpackbits(layer_bits, axis=1, count=d.neurons) for layer_bits in np.concatenate(bits, axis=1))
         return zip(counts, fired, routed, strict=True)
 
     def _count_missing(self, group: range, shards: list[slice], files: list[Path]) -> None:
         weights = [td.layer_weights(self.checkpoint, n, self.spec.device) for n in group]
-        ends = td.end_weights(self.checkpoint, self.spec.device) if group.start == 0 else {}
+        global_w = td.global_weights(self.checkpoint, self.spec.device) if group.start == 0 else {}
         for n, (shard, file) in enumerate(zip(shards, files, strict=True)):
             if file.exists():
                 continue
@@ -130,7 +132,7 @@ class _Run:
             counts, routed = (np.zeros((len(group), size), np.int64) for size in (d.neurons, d.n_experts))
             for batch in range(shard.start, min(shard.stop, len(self.ids_NT)), self.spec.batch):
                 rows = slice(batch, min(batch + self.spec.batch, shard.stop, len(self.ids_NT)))
-                layers = self._push(group, weights, ends, rows)
+                layers = self._run_batch(group, weights, global_w, rows)
                 counts += np.stack([layer.counts for layer in layers])
                 routed += np.stack([layer.routed for layer in layers])
                 bits.append(np.stack([layer.bits for layer in layers]))
@@ -142,13 +144,13 @@ class _Run:
     def layers(self) -> int:
         return self.checkpoint.decoder.n_layers
 
-    def _push(
-        self, group: range, weights: list[dict[str, torch.Tensor]], ends: td.Weights, rows: slice
-    ) -> list["_Batch"]:
-        """One batch through a group of layers."""
+    def _run_batch(
+        self, group: range, weights: list[dict[str, torch.Tensor]], global_w: td.NamedTensors, rows: slice
+    ) -> list["_BatchCounts"]:
+        """Push one batch through a group of layers."""
         d = self.checkpoint.decoder
         if group.start == 0:
-            x = td.embed(d, ends, self.ids_NT[rows].to(self.spec.device))
+            x = td.embed(d, global_w, self.ids_NT[rows].to(self.spec.device))
         else:
             x = torch.from_numpy(self._hidden(group.start)[rows]).to(self.spec.device)
         found = []
@@ -157,7 +159,7 @@ class _Run:
             h = td.neurons(d, w, inputs)
             fired, routed = (h != 0).flatten(0, 1), (td.routing(d, w, inputs) > 0).flatten(0, 1)
             found.append(
-                _Batch(
+                _BatchCounts(
                     count_fired(fired).numpy(force=True),
                     count_fired(routed).numpy(force=True),
                     self._sample(fired, rows.start * self.ids_NT.shape[1]),
@@ -174,7 +176,7 @@ class _Run:
         return HiddenStates(self.scratch, "hidden", shape).before(layer // (self.spec.layers_at_once or self.layers))
 
     def _sample(self, fired: torch.Tensor, start: int) -> Bits:
-        """Packed bits of every so manieth token of the text; `fired` begins with token `start`."""
+        """Packed bits of every n-th token of the text; `fired` begins with token `start`."""
         if self.spec.cofiring_tokens == 0:
             return np.packbits(fired[:0].cpu().numpy(), axis=1)
         step = -(-self.ids_NT.numel() // self.spec.cofiring_tokens)
@@ -182,8 +184,8 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _Batch:
-    """What one layer makes of a batch."""
+class _BatchCounts:
+    """One layer's counts over a batch."""
 
     counts: npt.NDArray[np.int64]
     routed: npt.NDArray[np.int64]
@@ -192,8 +194,8 @@ class _Batch:
 
 
 def count_fired(fired: torch.Tensor) -> torch.Tensor:
-    """(tokens, F) bool → (F,) int64.
+    """(tokens, F) bool → (F,) int64 tokens for which each neuron fired.
 
-    Summed as bytes over at most 255 tokens first: a sixth of the time of a direct sum.
+    At most 255 tokens are summed as bytes first: that takes a sixth of the time of a direct sum.
     """
-    return torch.stack([part.sum(0, dtype=torch.uint8) for part in torch.split(fired, 255)]).sum(0)
+    return torch.stack([chunk.sum(0, dtype=torch.uint8) for chunk in torch.split(fired, 255)]).sum(0)

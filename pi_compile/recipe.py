@@ -4,21 +4,30 @@ Every key must be there and none may be unknown: a recipe says everything that d
 explains the keys; paths are relative to the recipe.
 """
 
-import difflib
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pi_compile.errors import RecipeError
+from pi_compile.errors import RecipeError, nearest
+from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.schema import OBJECTIVES
 
-Rung = Literal["dense", "gate", "threshold", "predicted", "sign"]
+if TYPE_CHECKING:
+    RungName = str
+    Objective = str
+    WeightFormat = str
+    PredictorFormat = str
+else:
+    RungName, Objective = Literal[*RUNGS], Literal[*OBJECTIVES]
+    WeightFormat, PredictorFormat = Literal["keep", *WEIGHT_FORMATS], Literal["keep", *WEIGHT_FORMATS, "auto"]
 PUBLISHED = "published"
-"""Activations of a model whose config and published curve come with us."""
-WeightFormat = Literal["keep", "f32", "f16", "bf16", "q8", "q4"]
+"""Value of `activations` for a model whose config and published curve come with this project."""
 
 
 class _Section(BaseModel):
@@ -51,36 +60,36 @@ class CorpusSection(_Section):
 
 
 class ProfileSection(_Section):
-    """How text is pushed through the model."""
+    """How text goes through the model."""
 
     window: Annotated[int, Field(ge=8)]
     """Tokens of one sequence."""
     batch: Annotated[int, Field(ge=1)]
-    """Sequences at once."""
+    """Sequences in one forward pass."""
     layers_at_once: Annotated[int, Field(ge=0)]
     """Layers in memory together; 0 for all. 1 profiles a model larger than memory."""
     cofiring_tokens: Annotated[int, Field(ge=0)]
-    """Tokens sampled for which neurons fire together."""
+    """Tokens that are sampled to see which neurons fire together; 0 for none."""
 
 
 class TrainSection(_Section):
     """How predictors are trained."""
 
     tokens: Annotated[int, Field(ge=64)]
-    """Of the fit text, how many train predictors (profiling takes all)."""
+    """Tokens of the fit text that train predictors; profiling takes all of them."""
     steps: Annotated[int, Field(ge=0)]
     """Optimiser steps per candidate; 0 keeps the warm start."""
-    rungs: Annotated[list[Rung], Field(min_length=1)]
+    rungs: Annotated[list[RungName], Field(min_length=1)]
     """Rungs a layer may take."""
     seed: Annotated[int, Field(ge=0, lt=2**63)]
-    """Of everything random in training: the same seed gives the same predictors."""
+    """Seed of everything random in training: the same seed gives the same predictors."""
 
 
 class QualitySection(_Section):
-    """What may be lost."""
+    """How much fidelity may be lost."""
 
     perplexity_increase: Annotated[float, Field(gt=0, le=1)]
-    """Relative increase of perplexity that skipping may cost."""
+    """Largest relative increase of perplexity that skipping neurons may cost."""
 
 
 class PlaceSection(_Section):
@@ -88,10 +97,10 @@ class PlaceSection(_Section):
 
     machine: str
     """A machine profile: a name in `profiles/machines`, or a path."""
-    objective: Literal["time", "hot-mass"]
-    """Least predicted time of a token, or PowerInfer's: most activations on the GPU."""
+    objective: Objective
+    """`time`: least predicted time of a token; `hot-mass`: most activations on the GPU, as PowerInfer has it."""
     activations: str
-    """What `place` reads instead of the model: an activation file, `published`, or nothing."""
+    """An activation file that `place` reads instead of the model, or `published`; empty to read the model."""
     context: Annotated[int, Field(ge=1)]
     """Positions of the key-value cache; the model's own if that is shorter."""
     vram_gib: list[Annotated[float, Field(gt=0, lt=2**20, allow_inf_nan=False)]]
@@ -107,12 +116,12 @@ class PackSection(_Section):
     attention: WeightFormat
     ffn: WeightFormat
     head: WeightFormat
-    predictor: WeightFormat | Literal["auto"]
-    """`auto`: of f16, q8 and q4 the one with which the model is predicted to run quickest."""
+    predictor: PredictorFormat
+    """`auto`: the one of f16 and the quantised formats with which the model is predicted to run fastest."""
 
 
 class Recipe(_Section):
-    """One model × machine."""
+    """One model on one machine."""
 
     model: ModelSection
     corpus: CorpusSection
@@ -135,7 +144,7 @@ class Recipe(_Section):
 def default_recipe(
     model: str, *, revision: str = "", corpus: Sequence[str] = ("python",), ignore_config: Sequence[str] = ()
 ) -> Recipe:
-    """What `init` writes: everything kept as the checkpoint has it, and nothing skipped that costs more than 0.1 %."""
+    """The recipe that `init` writes: formats kept as the checkpoint has them, at most 0.1 % of perplexity lost."""
     keep: dict[str, Any] = dict.fromkeys(PackSection.model_fields, "keep")
     return Recipe(
         model=ModelSection(path=model, revision=revision, ignore_config=list(ignore_config)),
@@ -172,13 +181,20 @@ def _problem(error: dict[str, Any]) -> str:
     location = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         known = _known_keys(error["loc"][:-1])
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
-        return f"{location}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}")
+        near = nearest(error["loc"][-1], known)
+        return f"{location}: unknown key; " + (f"did you mean {near}?" if near else f"known: {', '.join(known)}")
     if error["type"] == "missing":
         return f"{location}: missing"
     if error["type"] == "model_type":
         return f"{location}: should be a table [{location}] (found {error['input']!r})"
-    return f"{location}: {error['msg'].replace('Input should', 'should')} (found {error['input']!r})"
+    found = f"{location}: {error['msg'].replace('Input should', 'should')} (found {error['input']!r})"
+    near = nearest(error["input"], _quoted(error["ctx"]["expected"])) if error["type"] == "literal_error" else None
+    return found + (f"; did you mean {near}?" if near else "")
+
+
+def _quoted(values: str) -> list[str]:
+    """The names in pydantic's list of allowed values, `'a', 'b' or 'c'`."""
+    return re.findall(r"'([^']*)'", values)
 
 
 def _known_keys(section: tuple[Any, ...]) -> list[str]:

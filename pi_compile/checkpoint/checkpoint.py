@@ -1,7 +1,7 @@
 """One opened checkpoint: its decoder, and the values of every artifact array in bounded blocks.
 
-D model width, F neurons, k = 1 (plain) or 2 (gated). Nothing is kept: each block is read from the mapped file when it
-is asked for, so that memory does not grow with the model.
+Each block is read from the mapped file when it is needed and not kept, so that memory does not grow with the model. D
+model width, F neurons; rows_per_neuron of `ffn/rest` is 1 in a plain FFN, 2 in a gated one.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pi_compile.checkpoint.families.adapter import Adapter, Piece
+from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, find_checkpoint
-from pi_compile.checkpoint.resolution import understand
-from pi_compile.checkpoint.tensors import Rows, Source
+from pi_compile.checkpoint.resolution import resolve_checkpoint
+from pi_compile.checkpoint.tensors import RowReader, TensorSource
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.sizes import PARTS, array_specs
@@ -30,13 +30,13 @@ Order = npt.NDArray[np.integer[Any]] | Sequence[int]
 
 BLOCK_BYTES = 16 << 20
 NEURON_ARRAYS = ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest")
-"""Arrays of a layer with one row a neuron."""
-_ENDS = ("embedding", "embedding_in", "embedding_out", "positions")
+"""Arrays of a layer that have one row for each neuron."""
+_EMBEDDING_ARRAYS = ("embedding", "embedding_in", "embedding_out", "positions")
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A checkpoint whose every key and tensor is understood. Open one with `open_checkpoint`."""
+    """A checkpoint of which every config key and tensor is known. `open_checkpoint` makes one."""
 
     location: Path
     """Its folder, or its GGUF file."""
@@ -44,12 +44,13 @@ class Checkpoint:
     """Commit of a hub model; None for a local folder."""
     adapter: Adapter
     prefix: str
+    """Prefix of its tensor names."""
     decoder: Decoder
-    source: Source
+    source: TensorSource
     notices: tuple[str, ...]
-    """What the user should know though it is no error."""
+    """What the user should know, though it is no error."""
     ignored_config: tuple[str, ...]
-    """Config keys that are not understood and declared to be without effect."""
+    """Config keys that are unknown, and without effect as the user says."""
 
     @property
     def folder(self) -> Path:
@@ -67,16 +68,16 @@ class Checkpoint:
         return {name: spec.shape for name, spec in specs.items()}
 
     def tensor_names(self, array: str) -> tuple[str, ...]:
-        """Checkpoint tensors that an artifact array is made of."""
-        return tuple(piece.name for piece in self._pieces(array))
+        """Names of the checkpoint tensors that an artifact array is made of."""
+        return tuple(tensor.name for tensor in self._source_tensors(array))
 
     def format(self, part: str) -> str:
-        """Number format that keeps a part (embedding, attention, ffn, head) as it is: f32 where formats are mixed.
+        """Number format that keeps the values of a part (embedding, attention, ffn, head): f32 where formats are mixed.
 
         Routers do not count: they are f32 in every artifact.
         """
-        of_part = [n for n, shape in self.array_shapes.items() if len(shape) > 1 and part_of(n) == part]
-        matrices = [name for name in of_part if not name.endswith("/router")]
+        names = [n for n, shape in self.array_shapes.items() if len(shape) > 1 and part_of(n) == part]
+        matrices = [name for name in names if not name.endswith("/router")]
         found = {self.source.dtype(tensor) for array in matrices for tensor in self.tensor_names(array)}
         return found.pop() if len(found) == 1 else "f32"
 
@@ -87,18 +88,18 @@ class Checkpoint:
 
     @cached_property
     def file_digests(self) -> dict[str, str]:
-        """sha256 of every file that is read, by name: config, tokenizer, weights. Reads them all once."""
+        """sha256 by name of every file that is read: config, tokenizer, weights. Reads them all once."""
         beside = (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES) if self.location.is_dir() else ()
         names = sorted({*(name for name in beside if (self.folder / name).is_file()), *self.source.files})
         with ThreadPoolExecutor() as pool:
             return dict(zip(names, pool.map(_file_digest, (self.folder / name for name in names)), strict=True))
 
     def digest(self) -> str:
-        """sha256 over names and contents of every file that is read."""
+        """sha256 of the names and contents of every file that is read."""
         return hashlib.sha256(json.dumps(self.file_digests, sort_keys=True).encode()).hexdigest()
 
     def values(self, array: str, order: Order | None = None) -> Values:
-        """A whole artifact array. For small arrays and tests: `blocks` bounds memory, this does not."""
+        """A whole artifact array. Memory is not bounded as with `blocks`: this is for small arrays and tests."""
         return np.concatenate(list(self.blocks(array, order)))
 
     def layer_values(self, layer: int, order: Order | None = None) -> dict[str, Values]:
@@ -110,19 +111,18 @@ class Checkpoint:
     def blocks(self, array: str, order: Order | None = None) -> Iterator[Values]:
         """Values of one artifact array as consecutive blocks of rows, each at most `BLOCK_BYTES` or one row.
 
-        `order` permutes the neurons, each expert's among themselves: stored row i is neuron order[i] of the
-        checkpoint; only arrays with a row a neuron take it. Raises CheckpointError naming the tensor if a value is not
-        finite.
+        `order` permutes the neurons of each expert: stored row i is neuron order[i] of the checkpoint. Only
+        `NEURON_ARRAYS` take it. Raises CheckpointError naming the tensor if a value is not finite.
         """
         index = None if order is None else torch.from_numpy(np.array(order, np.int64))
         if index is not None:
             assert array.split("/", 2)[-1] in NEURON_ARRAYS, array
             assert np.array_equal(np.sort(index), np.arange(self.decoder.neurons)), "not a permutation"
-        together = self.array_shapes[array][1] if array.endswith("ffn/rest") else None
-        return self._joined(self._pieces(array), together, index)
+        rows_per_neuron = self.array_shapes[array][1] if array.endswith("ffn/rest") else None
+        return self._joined(self._source_tensors(array), rows_per_neuron, index)
 
     def check_values(self) -> None:
-        """Read all weights once, so that no long work ends at a bad one.
+        """Read all weights once, so that no long work ends at a damaged one.
 
         Raises CheckpointError naming a tensor whose values are not all finite.
         """
@@ -141,65 +141,72 @@ class Checkpoint:
                 remedy="the checkpoint is damaged, or its training diverged: use another",
             )
 
-    def _pieces(self, array: str) -> tuple[Piece, ...]:
-        return self.adapter.pieces(array, self.prefix, self.decoder)
+    def _source_tensors(self, array: str) -> tuple[SourceTensor, ...]:
+        return self.adapter.source_tensors(array, self.prefix, self.decoder)
 
-    def _joined(self, pieces: tuple[Piece, ...], together: int | None, index: torch.Tensor | None) -> Iterator[Values]:
-        """Piece after piece; so many `together` stand side by side: [F, k, D] from k matrices [F, D]."""
-        before = 0
-        for start in range(0, len(pieces), together or 1):
-            side_by_side = pieces[start : start + (together or 1)]
-            tensors = [self._matrix(piece) for piece in side_by_side]
-            n_rows = len(tensors[0])
-            own = None if index is None else index[before : before + n_rows] - before
-            assert own is None or (own.min() >= 0 and own.max() < n_rows), "neurons of several experts mixed"
-            before += n_rows
-            step = _rows_per_block((len(tensors), *tensors[0].shape[1:]))
+    def _joined(
+        self, tensors: tuple[SourceTensor, ...], rows_per_neuron: int | None, index: torch.Tensor | None
+    ) -> Iterator[Values]:
+        """Blocks of one tensor after the other.
+
+        With `rows_per_neuron`, blocks [rows, rows_per_neuron, D] of so many tensors [F, D] at a time.
+        """
+        rows_before = 0
+        for start in range(0, len(tensors), rows_per_neuron or 1):
+            group = tensors[start : start + (rows_per_neuron or 1)]
+            matrices = [self._matrix(tensor) for tensor in group]
+            n_rows = len(matrices[0])
+            own_index = None if index is None else index[rows_before : rows_before + n_rows] - rows_before
+            in_expert = own_index is None or (own_index.min() >= 0 and own_index.max() < n_rows)
+            assert in_expert, "neurons of several experts mixed"
+            rows_before += n_rows
+            step = _rows_per_block((len(matrices), *matrices[0].shape[1:]))
             for row in range(0, n_rows, step):
                 rows = slice(row, row + step)
-                parts = [self._read(p, tensor, rows, own) for p, tensor in zip(side_by_side, tensors, strict=True)]
-                yield parts[0] if together is None else np.stack(parts, axis=1)
+                values = [self._read(t, matrix, rows, own_index) for t, matrix in zip(group, matrices, strict=True)]
+                yield values[0] if rows_per_neuron is None else np.stack(values, axis=1)
 
-    def _matrix(self, piece: Piece) -> Rows:
-        """The tensor in its file, or a copy of the wanted rows or transposed: one pass over the file beats a strided
-        one for every block."""
-        if piece.rows is None and not piece.transposed:
-            return self.source.rows(piece.name)
-        tensor = self.source.tensor(piece.name)
-        if piece.transposed:
-            tensor = tensor.t().contiguous()
-        if piece.rows is None:
-            return tensor
-        blocks = tensor.view(piece.rows.groups, piece.rows.size, *tensor.shape[1:])
-        return blocks[:, piece.rows.start : piece.rows.stop].flatten(0, 1)
+    def _matrix(self, tensor: SourceTensor) -> RowReader:
+        """The tensor in its file, or a copy of it, transposed or of the wanted rows.
 
-    def _read(self, piece: Piece, tensor: Rows, rows: slice, index: torch.Tensor | None) -> Values:
-        part = tensor[rows] if index is None else tensor[index[rows]]
-        values = part.to(torch.float32, memory_format=torch.contiguous_format)
-        self._check_finite(piece.name, values)
-        return (values + piece.addend if piece.addend else values).numpy()
+        A copy takes one pass over the file, where every block would take a strided one.
+        """
+        if tensor.rows is None and not tensor.transposed:
+            return self.source.rows(tensor.name)
+        values = self.source.tensor(tensor.name)
+        if tensor.transposed:
+            values = values.t().contiguous()
+        if tensor.rows is None:
+            return values
+        blocks = values.view(tensor.rows.groups, tensor.rows.size, *values.shape[1:])
+        return blocks[:, tensor.rows.start : tensor.rows.stop].flatten(0, 1)
+
+    def _read(self, tensor: SourceTensor, matrix: RowReader, rows: slice, index: torch.Tensor | None) -> Values:
+        block = matrix[rows] if index is None else matrix[index[rows]]
+        values = block.to(torch.float32, memory_format=torch.contiguous_format)
+        self._check_finite(tensor.name, values)
+        return (values + tensor.addend if tensor.addend else values).numpy()
 
 
 def open_checkpoint(
     model: str | Path, revision: str | None = None, ignore_config: Collection[str] = (), *, in_recipe: bool = False
 ) -> Checkpoint:
-    """Open a local folder, a GGUF file or a hub name, and check all of it but the values.
+    """Open a local folder, a GGUF file or a hub name, and check everything but the values.
 
-    `ignore_config` are config keys that the user declares to be without effect, by flag or `in_recipe`. Raises
-    CheckpointError for whatever is missing, damaged, contradictory or not understood, and what `check_keys` raises.
+    `ignore_config` has config keys that have no effect, as the user says by flag or `in_recipe`. Raises CheckpointError
+    for whatever is missing, damaged, contradictory or unknown, and what `check_keys` raises.
     """
     location = find_checkpoint(model, revision)
     commit = location.name if not Path(model).expanduser().exists() else None
-    understood = understand(location, ignore_config, in_recipe=in_recipe)
-    return Checkpoint(location=location, revision=commit, **vars(understood))
+    resolved = resolve_checkpoint(location, ignore_config, in_recipe=in_recipe)
+    return Checkpoint(location=location, revision=commit, **vars(resolved))
 
 
 def part_of(array: str) -> str | None:
-    """Part of the model (as in `sizes.PARTS`) that decides an array's number format; None for final norms and the
-    head's bias."""
+    """The part of the model (see `sizes.PARTS`) that an array belongs to; None for final norms and the head's bias."""
     if array.startswith("layers/"):
         return array.split("/")[2]
-    if array in _ENDS:
+    if array in _EMBEDDING_ARRAYS:
         return "embedding"
     return "head" if array == "head" else None
 

@@ -1,4 +1,4 @@
-"""`config.json`, read strictly: every key is understood, harmless, or holds a value that changes nothing."""
+"""`config.json`, read strictly: every key is known, harmless, or has a value without effect."""
 
 import difflib
 import json
@@ -27,7 +27,7 @@ _HARMLESS_KEYS = """
     no_repeat_ngram_size encoder_no_repeat_ngram_size remove_invalid_values exponential_decay_length_penalty
 """
 HARMLESS = frozenset(_HARMLESS_KEYS.split())
-"""Keys of every family that describe files, training, tokens or generation, but not the function."""
+"""Keys of any family that say nothing of the function, but of files, training, tokens or generation."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention_multiplier": (1.0,),
@@ -57,15 +57,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 class Config:
-    """The fields of one `config.json`, with their file named in every message."""
+    """The fields of one `config.json`; every message names the file."""
 
     def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
         self.path, self.fields = path, fields
         self.notices: list[str] = []
-        """What the user should know though it is no error."""
+        """What the user should know, though it is no error."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Value of a key; `default` where it is missing or null."""
+        """The value of a key; `default` where it is missing or null."""
         value = self.fields.get(key)
         return default if value is None else value
 
@@ -120,11 +120,11 @@ def check_keys(
     *,
     in_recipe: bool = False,
 ) -> list[str]:
-    """Refuse what might change the function; return the unknown keys that are ignored on request.
+    """Refuse keys that might change the function; return the unknown keys that are ignored on request.
 
-    `read` are the keys the family understands, `neutral` its own additions to `NEUTRAL`, `ignore` the keys that the
-    user declares to be without effect: in a recipe, or by `--ignore-config`, which must name keys that are there.
-    Raises CheckpointError naming every key in question, and UsageError.
+    `read` has the keys that the family reads, `neutral` its additions to `NEUTRAL`, `ignore` the keys that have no
+    effect, as the user says: in a recipe, or by `--ignore-config`, which must name keys that are there. Raises
+    CheckpointError naming every key in question, and UsageError.
     """
     fields = config.fields
     if not in_recipe:

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: found on disk or fetched from the hub, and which of its files are read."""
+"""Finding the folder of a checkpoint, on disk or on the hub, and the names of the files that are read."""
 
 import re
 from pathlib import Path
@@ -28,11 +28,11 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def find_checkpoint(model: str | Path, revision: str | None = None) -> Path:
-    """Folder or GGUF file of a checkpoint: `model` itself, the only GGUF file in it where it has no other weights, or
-    the snapshot of the hub model of that name at `revision`.
+    """The folder or GGUF file of a checkpoint.
 
-    Only configuration, tokenizer and weights are fetched, pickled weights only where there are no others. Raises
-    CheckpointError for whatever is neither.
+    `model` is a GGUF file, a folder, or the name of a hub model, whose snapshot at `revision` is fetched. A folder with
+    one GGUF file and no other weights stands for that file. Only config, tokenizer and weights are fetched, pickled
+    weights only where there are no others. Raises CheckpointError where there is no checkpoint.
     """
     path = Path(model).expanduser()
     if path.exists() and revision is not None:

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint: read, or refused with what to do about it."""
+"""Reading the JSON files of a checkpoint, with a remedy for those that cannot be read."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint. Raises CheckpointError if it cannot be read or is not an object."""
+    """Read the object in a JSON file. Raises CheckpointError if the file cannot be read or holds something else."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

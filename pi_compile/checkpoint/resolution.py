@@ -1,4 +1,4 @@
-"""Understanding a checkpoint: its family, its decoder, and a tensor of the right shape for every array."""
+"""Resolving a checkpoint: its family, its decoder, and a tensor of the right shape for every array."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -8,39 +8,43 @@ from pathlib import Path
 import torch
 
 from pi_compile.checkpoint.config import Config, check_keys, ignored_notices
-from pi_compile.checkpoint.families.adapter import HEAD, Adapter, Piece
+from pi_compile.checkpoint.families.adapter import HEAD, Adapter, SourceTensor
 from pi_compile.checkpoint.families.registry import find_adapter
 from pi_compile.checkpoint.folder import CONFIG_FILE
-from pi_compile.checkpoint.gguf.config import divided, gguf_config
+from pi_compile.checkpoint.gguf.config import apply_rope_divisors, gguf_config
 from pi_compile.checkpoint.gguf.file import open_gguf
-from pi_compile.checkpoint.gguf.tensors import GgufSource
+from pi_compile.checkpoint.gguf.tensors import GgufTensors
 from pi_compile.checkpoint.json_file import read_json
-from pi_compile.checkpoint.tensors import DTYPES, Source, TensorSource
+from pi_compile.checkpoint.tensors import DTYPES, FolderTensors, TensorSource
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.sizes import PARTS, array_specs
 
 _COMPARED_ROWS = 4096
-_LISTED = 8
+_MOST_NAMES = 8
 
 
 @dataclass(frozen=True)
-class Understood:
-    """What a checkpoint turned out to be."""
+class ResolvedCheckpoint:
+    """A checkpoint's family, decoder and tensors; see `Checkpoint`."""
 
     adapter: Adapter
     prefix: str
     decoder: Decoder
-    source: Source
+    source: TensorSource
     notices: tuple[str, ...]
     ignored_config: tuple[str, ...]
 
 
-def understand(location: Path, ignore_config: Collection[str], *, in_recipe: bool = False) -> Understood:
-    """Read config and tensor names of a folder or a GGUF file; see `check_keys` for the keys to ignore.
+def resolve_checkpoint(
+    location: Path, ignore_config: Collection[str], *, in_recipe: bool = False
+) -> ResolvedCheckpoint:
+    """Read the config and the tensor names of a folder or a GGUF file, and check that they fit.
 
-    Raises CheckpointError for the first kind of fault, listing all of that kind.
+    See `check_keys` for the keys to ignore.
+
+    Raises CheckpointError for the first kind of fault, naming all faults of that kind.
     """
     file = open_gguf(location) if location.is_file() else None
     config = read_config(location) if file is None else gguf_config(file)
@@ -51,19 +55,19 @@ def understand(location: Path, ignore_config: Collection[str], *, in_recipe: boo
         notices.append("config.json: auto_map is ignored: the checkpoint's own code is never run")
     decoder = adapter.decoder(config)
     notices += config.notices
-    source: Source
+    source: TensorSource
     if file is None:
-        source = TensorSource(location)
+        source = FolderTensors(location)
     else:
-        decoder = divided(decoder, file)
-        source = GgufSource(file, decoder, expected_tensors(decoder, adapter, adapter.prefixes[0]))
+        decoder = apply_rope_divisors(decoder, file)
+        source = GgufTensors(file, decoder, expected_tensors(decoder, adapter, adapter.prefixes[0]))
     prefix = _prefix(adapter, decoder, source)
     if decoder.tied_head and HEAD["head"] in source.names:
-        decoder = _settle_head(decoder, adapter, prefix, source, notices)
+        decoder = _resolve_tied_head(decoder, adapter, prefix, source, notices)
     _check_tensors(decoder, adapter, prefix, source)
-    for pattern, notice in adapter.left_out.items():
+    for pattern, notice in adapter.unused_tensors.items():
         notices += [notice] if any(re.search(pattern, name) for name in source.names) else []
-    return Understood(adapter, prefix, decoder, source, tuple(notices), tuple(ignored))
+    return ResolvedCheckpoint(adapter, prefix, decoder, source, tuple(notices), tuple(ignored))
 
 
 def read_config(folder: Path) -> Config:
@@ -73,10 +77,10 @@ def read_config(folder: Path) -> Config:
 
 def _adapter(config: Config) -> Adapter:
     adapter = find_adapter(config)
-    if adapter.planned_only:
+    if adapter.plan_only:
         raise CheckpointError(
             f"{config.path}: a {adapter.family} model can be planned for, but not read",
-            found=adapter.planned_only,
+            found=adapter.plan_only,
             remedy="use a checkpoint of it in Llama's form, with these in its weights",
         )
     architectures = config.get("architectures", [])
@@ -86,18 +90,22 @@ def _adapter(config: Config) -> Adapter:
     return adapter
 
 
-def _prefix(adapter: Adapter, decoder: Decoder, source: Source) -> str:
-    """The prefix under which this checkpoint keeps its decoder; the usual one if it keeps none."""
+def _prefix(adapter: Adapter, decoder: Decoder, source: TensorSource) -> str:
+    """The prefix of this checkpoint's tensor names; the family's first one if no tensor has any of them."""
     for prefix in adapter.prefixes:
-        if adapter.pieces("layers/0/attention/out", prefix, decoder)[0].name in source.names:
+        if adapter.source_tensors("layers/0/attention/out", prefix, decoder)[0].name in source.names:
             return prefix
     return adapter.prefixes[0]
 
 
-def _settle_head(decoder: Decoder, adapter: Adapter, prefix: str, source: Source, notices: list[str]) -> Decoder:
-    """As transformers does: a head stored in place of the tied embedding is the embedding, one beside it is used
-    where it differs."""
-    embedding = prefix + adapter.globals["embedding"][0].name
+def _resolve_tied_head(
+    decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource, notices: list[str]
+) -> Decoder:
+    """The decoder, with a head of its own if the checkpoint stores one that differs from the tied embedding.
+
+    The rule is that of transformers. A head that is stored in place of the embedding is the embedding.
+    """
+    embedding = prefix + adapter.global_tensors["embedding"][0].name
     if embedding not in source.names:
         source.alias(embedding, HEAD["head"])
     if _equal(source.tensor(embedding), source.tensor(HEAD["head"])):
@@ -118,75 +126,77 @@ def expected_tensors(decoder: Decoder, adapter: Adapter, prefix: str) -> dict[st
     specs = array_specs(decoder, dict.fromkeys(PARTS, "f32"), [None] * decoder.n_layers, profiled=False)
     expected: dict[str, tuple[int, ...]] = {}
     for array, spec in specs.items():
-        pieces = adapter.pieces(array, prefix, decoder)
-        for piece, shape in zip(pieces, _piece_shapes(decoder, array, spec.shape, len(pieces)), strict=True):
-            expected[piece.name] = _stored_shape(piece, shape)
+        tensors = adapter.source_tensors(array, prefix, decoder)
+        for tensor, shape in zip(tensors, _shapes(decoder, array, spec.shape, len(tensors)), strict=True):
+            expected[tensor.name] = _stored_shape(tensor, shape)
     return expected
 
 
-def _piece_shapes(decoder: Decoder, array: str, shape: tuple[int, ...], pieces: int) -> Iterator[tuple[int, ...]]:
+def _shapes(decoder: Decoder, array: str, shape: tuple[int, ...], tensors: int) -> Iterator[tuple[int, ...]]:
+    """Shapes of the tensors that an array of this shape is made of, before transposing and fusing."""
     if array.endswith("ffn/rest"):
-        yield from [(shape[0] * shape[1] // pieces, shape[2])] * pieces
-    elif array.endswith(("attention/qkv", "attention/qkv_bias")) and pieces == 3:
+        yield from [(shape[0] * shape[1] // tensors, shape[2])] * tensors
+    elif array.endswith(("attention/qkv", "attention/qkv_bias")) and tensors == 3:
         for heads in (decoder.n_heads, decoder.n_kv_heads, decoder.n_kv_heads):
             yield (heads * decoder.head_dim, *shape[1:])
     else:
-        yield from [(shape[0] // pieces, *shape[1:])] * pieces
+        yield from [(shape[0] // tensors, *shape[1:])] * tensors
 
 
-def _stored_shape(piece: Piece, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if piece.rows is not None:
-        shape = (piece.rows.groups * piece.rows.size, *shape[1:])
-    return shape[::-1] if piece.transposed else shape
+def _stored_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in the checkpoint of a tensor whose wanted part has this shape."""
+    if tensor.rows is not None:
+        shape = (tensor.rows.groups * tensor.rows.size, *shape[1:])
+    return shape[::-1] if tensor.transposed else shape
 
 
-def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: Source) -> None:
+def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource) -> None:
     expected = expected_tensors(decoder, adapter, prefix)
     missing = [name for name in expected if name not in source.names]
     if missing:
         raise CheckpointError(
             f"{source.location}: {len(missing)} tensors that {source.described_by} calls for are missing",
             expected=f"{len(expected)} tensors of a {adapter.family} model",
-            found=f"no {_listed(missing)}",
+            found=f"no {_shortened(missing)}",
             remedy=f"{source.described_by} and weights are of different models, or the checkpoint is incomplete",
         )
-    ignorable = (*adapter.ignorable, *adapter.left_out)
-    # With a tied head, a stored head is a copy: `_settle_head` has compared them.
+    ignorable = (*adapter.ignored_tensors, *adapter.unused_tensors)
+    # With a tied head, a stored head is a copy of the embedding: `_resolve_tied_head` has compared them.
     known = expected.keys() | ({HEAD["head"]} if decoder.tied_head else set())
     extra = sorted(n for n in source.names - known if not any(re.search(pattern, n) for pattern in ignorable))
     if extra:
         raise CheckpointError(
             f"{source.location}: {len(extra)} tensors that {source.described_by} does not account for",
             expected=f"the tensors of a {adapter.family} model with these settings",
-            found=_listed(extra),
+            found=_shortened(extra),
             remedy=f"they may change the function: correct {source.described_by}, or save the checkpoint without them",
         )
     _check_shapes(expected, source)
     _check_dtypes(expected, source)
 
 
-def _check_shapes(expected: dict[str, tuple[int, ...]], source: Source) -> None:
+def _check_shapes(expected: dict[str, tuple[int, ...]], source: TensorSource) -> None:
     wrong = [name for name, shape in expected.items() if source.shape(name) != shape]
     if wrong:
         raise CheckpointError(
             f"{source.path(wrong[0])}: {len(wrong)} tensors have not the shape that {source.described_by} calls for",
-            expected=_listed([f"{name} {expected[name]}" for name in wrong]),
-            found=_listed([f"{name} {source.shape(name)}" for name in wrong]),
+            expected=_shortened([f"{name} {expected[name]}" for name in wrong]),
+            found=_shortened([f"{name} {source.shape(name)}" for name in wrong]),
             remedy=f"{source.described_by} and weights are of different models",
         )
 
 
-def _check_dtypes(expected: dict[str, tuple[int, ...]], source: Source) -> None:
+def _check_dtypes(expected: dict[str, tuple[int, ...]], source: TensorSource) -> None:
     wrong = [name for name in expected if source.dtype(name) not in WEIGHT_FORMATS]
     if wrong:
         raise CheckpointError(
             f"{source.path(wrong[0])}: {len(wrong)} tensors are not in a float format that is read",
             expected=", ".join(DTYPES.values()),
-            found=_listed([f"{name} {source.dtype(name)}" for name in wrong]),
+            found=_shortened([f"{name} {source.dtype(name)}" for name in wrong]),
             remedy="use the checkpoint before quantisation, or save it as float32, float16 or bfloat16",
         )
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+def _shortened(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

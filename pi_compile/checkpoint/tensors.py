@@ -1,7 +1,7 @@
-"""Named tensors of a checkpoint, memory-mapped: shapes and dtypes at once, values only when asked for.
+"""Named tensors of a checkpoint, memory-mapped: shapes and dtypes are known at once, values are read when needed.
 
-Read are `model.safetensors`, its sharded form with `model.safetensors.index.json`, and, where a checkpoint has nothing
-else, `pytorch_model.bin` in both forms through `torch.load(weights_only=True, mmap=True)`. No other pickle, no code.
+The files are `model.safetensors`, or its shards with `model.safetensors.index.json`. Where a checkpoint has neither,
+`pytorch_model.bin` or its shards are read through `torch.load(weights_only=True, mmap=True)`, which runs no code.
 """
 
 import pickle
@@ -20,8 +20,8 @@ from pi_compile.errors import CheckpointError
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
-class Rows(Protocol):
-    """A tensor of which some rows are read at a time."""
+class RowReader(Protocol):
+    """A tensor from which rows are read, some at a time."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -29,13 +29,13 @@ class Rows(Protocol):
     def __getitem__(self, index: slice | torch.Tensor, /) -> torch.Tensor: ...
 
 
-class Source(Protocol):
-    """Named tensors of a checkpoint, whatever they are stored in."""
+class TensorSource(Protocol):
+    """Named tensors of a checkpoint, in any kind of file."""
 
     location: Path
     """Folder, or the one file."""
     described_by: str
-    """What says which tensors there should be."""
+    """What says which tensors there should be, for messages."""
     files: tuple[str, ...]
     """Names of the files that are read."""
     names: frozenset[str]
@@ -44,12 +44,12 @@ class Source(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> str: ...
     def tensor(self, name: str) -> torch.Tensor: ...
-    def rows(self, name: str) -> Rows: ...
+    def rows(self, name: str) -> RowReader: ...
     def path(self, name: str) -> Path: ...
 
 
-class TensorSource:
-    """The tensors of one checkpoint. Values stay in the file until read; nothing is copied on opening."""
+class FolderTensors:
+    """Tensors in the weight files of a folder; opening them copies nothing."""
 
     described_by = CONFIG_FILE
 
@@ -79,7 +79,7 @@ class TensorSource:
         return tuple(self._tensors[name].shape)
 
     def dtype(self, name: str) -> str:
-        """`f32`, `f16`, `bf16`, or torch's name of any other."""
+        """Number format of a tensor; torch's name of a dtype that is not read."""
         dtype = self._tensors[name].dtype
         return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
@@ -107,7 +107,7 @@ def _main_file(folder: Path) -> str:
 
 
 def _shards(path: Path, index: object) -> list[str]:
-    """Shard names of an index, sorted. Only plain names beside the index are followed."""
+    """Names of the shards of an index, sorted. They must be plain names, of files beside the index."""
     suffix = ".safetensors" if path.name in SAFETENSORS else ".bin"
     names = list(index.values()) if isinstance(index, dict) else []
     if not names or not all(isinstance(n, str) and Path(n).name == n and n.endswith(suffix) for n in names):
@@ -125,12 +125,12 @@ def _shards(path: Path, index: object) -> list[str]:
 
 
 def _check_index(path: Path, index: Mapping[str, str], file_of: Mapping[str, str]) -> None:
-    lacking = sorted(name for name in index if name not in file_of)
-    if lacking:
+    missing = sorted(name for name in index if name not in file_of)
+    if missing:
         raise CheckpointError(
-            f"{path}: {len(lacking)} tensors are not in the shard that the index names",
-            expected=f"{lacking[0]} in {index[lacking[0]]}",
-            found=f"not there: {', '.join(lacking[:5])}",
+            f"{path}: {len(missing)} tensors are not in the shard that the index names",
+            expected=f"{missing[0]} in {index[missing[0]]}",
+            found=f"not there: {', '.join(missing[:5])}",
             remedy="index and shards are of different checkpoints: fetch them again",
         )
 

@@ -1,6 +1,6 @@
-"""What an artifact needs to turn text into tokens and back: tokenizer, chat template, end tokens, sampling defaults.
+"""Tokenizer, chat template, end tokens and sampling defaults of a checkpoint, as an artifact stores them.
 
-The measure is what transformers does with the checkpoint; none of the checkpoint's own code is run.
+The reference is what transformers does with the checkpoint. The checkpoint's own code is never run.
 """
 
 import json
@@ -37,7 +37,7 @@ _PROBES = (
 
 @dataclass(frozen=True)
 class TextFiles:
-    """The text side of a checkpoint."""
+    """What an artifact stores to turn text into tokens and back."""
 
     text: Text
     files: Mapping[str, bytes]
@@ -49,14 +49,14 @@ class TextFiles:
 def read_text_files(location: Path, vocab_size: int) -> TextFiles:
     """Read tokenizer, chat template, end tokens and sampling defaults of a checkpoint with this vocabulary.
 
-    `location` is its folder, or a GGUF file, of which all is taken: nothing beside it is read.
+    `location` is the checkpoint's folder, or a GGUF file; nothing beside that file is read.
 
     Raises CheckpointError where there is no tokenizer, or one that transformers or the runtime cannot read.
     """
     notices: list[str] = []
-    config, own = _configs(location)
-    ends = _named_ends(config, own or {}, location)
-    generation = _generation(config if own is None else own, location)
+    config, generation_config = _configs(location)
+    end_ids = _configured_end_ids(config, generation_config or {}, location)
+    generation = _sampling_defaults(config if generation_config is None else generation_config, location)
     stored = _stored_tokenizer(location) if location.is_dir() else None
     tokenizer = _load(location)
     files = {TOKENIZER: _tokenizer_json(location, stored, tokenizer, notices)}
@@ -65,11 +65,11 @@ def read_text_files(location: Path, vocab_size: int) -> TextFiles:
         files[TEMPLATE] = template.encode()
     if len(tokenizer) > vocab_size:
         notices.append(f"the tokenizer has {len(tokenizer)} tokens, the model {vocab_size}: some have no meaning to it")
-    framing = ("bos_token", "eos_token")
-    special = {name: _plain(token) for name, token in tokenizer.special_tokens_map.items() if name not in framing}
+    in_text = ("bos_token", "eos_token")  # they have fields of their own
+    special = {name: _as_text(token) for name, token in tokenizer.special_tokens_map.items() if name not in in_text}
     text = Text(
         prefix_ids=_prefix_ids(tokenizer, vocab_size, location, notices),
-        end_ids=_end_ids(ends, tokenizer, vocab_size, notices),
+        end_ids=_end_ids(end_ids, tokenizer, vocab_size, notices),
         bos_token=tokenizer.bos_token,
         eos_token=tokenizer.eos_token,
         special_tokens=special,
@@ -78,11 +78,11 @@ def read_text_files(location: Path, vocab_size: int) -> TextFiles:
 
 
 def _configs(location: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """config.json and generation_config.json, or what stands for the first in a GGUF file."""
+    """The fields of config.json and generation_config.json; those of a GGUF file stand for the first."""
     if not location.is_dir():
         return gguf_config(open_gguf(location)).fields, None
-    own = location / GENERATION_FILE
-    return read_json(location / CONFIG_FILE), read_json(own) if own.is_file() else None
+    generation = location / GENERATION_FILE
+    return read_json(location / CONFIG_FILE), read_json(generation) if generation.is_file() else None
 
 
 def _stored_tokenizer(folder: Path) -> bytes | None:
@@ -97,23 +97,23 @@ def _stored_tokenizer(folder: Path) -> bytes | None:
     )
 
 
-def _of_folder(folder: Path) -> Any:
+def _load_from_folder(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
-def _of_gguf(file: Path) -> Any:
-    # Through a folder of its own: transformers prefers a tokenizer.json that happens to lie beside the file.
+def _load_from_gguf(file: Path) -> Any:
+    # In a folder of its own: transformers prefers a tokenizer.json that happens to lie beside the file.
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / file.name).symlink_to(file.resolve())
         loaded = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name, local_files_only=True)
-    # It adds special tokens of its own that the file has not, with ids that the model has not.
+    # transformers adds special tokens that are not in the file, with ids beyond the model's vocabulary.
     state = json.loads(loaded.backend_tokenizer.to_str())
     vocabulary, special = state["model"]["vocab"], loaded.special_tokens_map
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in vocabulary]
     if (state["pre_tokenizer"] or {}).get("type") == "Metaspace":
-        # As llama.cpp, which puts a space before every text, also before one that begins with a space, or before none.
-        before = open_gguf(file).metadata.get("tokenizer.ggml.add_space_prefix", True)
-        steps = [{"type": "Prepend", "prepend": "▁"}] if before else []
+        # llama.cpp puts a space before every text, even one that begins with a space, or before none.
+        adds_space = open_gguf(file).metadata.get("tokenizer.ggml.add_space_prefix", True)
+        steps = [{"type": "Prepend", "prepend": "▁"}] if adds_space else []
         space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
         state["normalizer"], state["pre_tokenizer"] = {"type": "Sequence", "normalizers": [*steps, space]}, None
     return PreTrainedTokenizerFast(
@@ -125,13 +125,13 @@ def _of_gguf(file: Path) -> Any:
 
 def _load(location: Path) -> Any:
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # it warns of model types that only the checkpoint's own code knows
+    logging.set_verbosity_error()  # transformers warns of model types that it does not know
     try:
-        tokenizer = (_of_folder if location.is_dir() else _of_gguf)(location)
-    # A tokenizer's files are foreign input to foreign code, which fails in all of these ways.
+        tokenizer = (_load_from_folder if location.is_dir() else _load_from_gguf)(location)
+    # transformers fails in all of these ways on damaged tokenizer files.
     except (
         *(OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, ImportError),
-        StrictDataclassError,  # of config.json, which transformers reads for the kind of tokenizer
+        StrictDataclassError,  # from config.json, which transformers reads for the kind of tokenizer
     ) as error:
         raise CheckpointError(
             f"{location}: transformers cannot read the tokenizer",
@@ -153,7 +153,7 @@ def _load(location: Path) -> Any:
 
 
 def _tokenizer_json(folder: Path, stored: bytes | None, tokenizer: Any, notices: list[str]) -> bytes:
-    """The stored bytes where they mean what transformers makes of them, else its own form of the tokenizer."""
+    """The stored tokenizer.json if it encodes as transformers does, else the form that transformers writes."""
     made: bytes = tokenizer.backend_tokenizer.to_str().encode()
     if stored is None:
         return made
@@ -161,7 +161,7 @@ def _tokenizer_json(folder: Path, stored: bytes | None, tokenizer: Any, notices:
         plain = tokenizers.Tokenizer.from_buffer(stored)
     except ValueError as error:
         raise CheckpointError(f"{folder / TOKENIZER}: not a tokenizer", found=error) from None
-    # Files carry the settings of their last training run; a prompt is never cut or padded.
+    # Files may have truncation and padding of a training run; a prompt is never truncated or padded.
     plain.no_truncation()
     plain.no_padding()
     if all(
@@ -169,7 +169,9 @@ def _tokenizer_json(folder: Path, stored: bytes | None, tokenizer: Any, notices:
         for probe in _probes(tokenizer)
     ):
         return stored
-    notices.append(f"{TOKENIZER} alone reads text otherwise than transformers with its settings: the latter is packed")
+    notices.append(
+        f"{TOKENIZER} alone encodes text differently from transformers with its settings: the latter is packed"
+    )
     return made
 
 
@@ -188,7 +190,7 @@ def _template(tokenizer: Any, notices: list[str]) -> str | None:
 
 
 def _prefix_ids(tokenizer: Any, vocab_size: int, folder: Path, notices: list[str]) -> tuple[int, ...]:
-    """What transformers puts before a text by default; what it puts after one is no part of a prompt."""
+    """The tokens that transformers puts before a text by default; those it puts after one are not part of a prompt."""
     plain = tokenizer.encode(_PROBES[0], add_special_tokens=False)
     framed = tokenizer.encode(_PROBES[0])
     starts = [n for n in range(len(framed) - len(plain) + 1) if framed[n : n + len(plain)] == plain]
@@ -210,23 +212,23 @@ def _prefix_ids(tokenizer: Any, vocab_size: int, folder: Path, notices: list[str
     return tuple(prefix)
 
 
-def _named_ends(config: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -> list[int]:
-    """Union of the end tokens that generation_config.json and config.json name."""
+def _configured_end_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any], folder: Path) -> list[int]:
+    """The end tokens that generation_config.json and config.json name, each once."""
     ids: dict[int, None] = {}
-    for name, fields in ((GENERATION_FILE, own), (CONFIG_FILE, config)):
+    for name, fields in ((GENERATION_FILE, generation_config), (CONFIG_FILE, config)):
         value = fields.get("eos_token_id")
-        listed: Sequence[object] = value if isinstance(value, list) else [] if value is None else [value]
-        for i in listed:
+        values: Sequence[object] = value if isinstance(value, list) else [] if value is None else [value]
+        for i in values:
             if type(i) is not int:
                 raise CheckpointError(f"{folder / name}: eos_token_id", expected="token ids", found=repr(value))
             ids[i] = None
     return list(ids)
 
 
-def _end_ids(named: Sequence[int], tokenizer: Any, vocab_size: int, notices: list[str]) -> tuple[int, ...]:
-    """The named ones that the model has; the tokenizer's own end token if none is named."""
-    own = tokenizer.eos_token_id
-    ids = named or ([] if own is None else [own])
+def _end_ids(configured: Sequence[int], tokenizer: Any, vocab_size: int, notices: list[str]) -> tuple[int, ...]:
+    """The configured end tokens that are in the vocabulary; without any, the tokenizer's own end token."""
+    eos = tokenizer.eos_token_id
+    ids = configured or ([] if eos is None else [eos])
     kept = tuple(i for i in ids if 0 <= i < vocab_size)
     if len(kept) < len(ids):
         notices.append(f"end tokens {sorted(set(ids) - set(kept))} are outside the vocabulary and never come: dropped")
@@ -235,8 +237,8 @@ def _end_ids(named: Sequence[int], tokenizer: Any, vocab_size: int, notices: lis
     return kept
 
 
-def _generation(fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Sampling defaults: those of generation_config.json, or of config.json where older versions kept them."""
+def _sampling_defaults(fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Sampling defaults of generation_config.json, or of config.json, where older checkpoints have them."""
     defaults = {key: fields[key] for key in GENERATION_KEYS if fields.get(key) is not None}
     for key, value in defaults.items():
         kinds: tuple[type, ...] = {"do_sample": (bool,), "top_k": (int,)}.get(key, (int, float))
@@ -249,5 +251,5 @@ def _generation(fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return defaults
 
 
-def _plain(token: object) -> object:
+def _as_text(token: object) -> object:
     return [str(t) for t in token] if isinstance(token, list | tuple) else str(token)

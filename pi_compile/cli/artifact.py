@@ -12,7 +12,7 @@ from pi_runtime import console
 from pi_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from pi_compile.evaluation.load_options import Where
+    from pi_compile.evaluation.load_options import LoadOptions
     from pi_compile.evaluation.task_files import Task
 
 
@@ -40,7 +40,7 @@ def evaluate(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure each mode of an artifact: its fidelity, and what it reads.
+    """Measure how faithful an artifact is in each mode.
 
     Scored are held-out text (--text), questions (--task), or both; on a GPU the logits of decoding, token by token.
     """
@@ -54,15 +54,15 @@ def evaluate(
         raise UsageError(
             "--limit is of questions", expected="--task FILE", remedy="--tokens limits what is scored of a text"
         )
-    where = _where(device, vram_budget, ctx_size, threads)
+    options = _load_options(device, vram_budget, ctx_size, threads)
     tasks = _read_tasks(task or [], limit)
     found: dict[str, Any] = {}
     if text:
         with console.progress("scoring text", "windows") as progress:
-            found = score_text(artifact, text, model, tokens=tokens, window=window, progress=progress, where=where)
+            found = score_text(artifact, text, model, tokens=tokens, window=window, progress=progress, options=options)
     if tasks:
         with console.progress("scoring tasks", "questions") as progress:
-            found["tasks"] = evaluate_tasks(artifact, tasks, model, progress=progress, where=where)
+            found["tasks"] = evaluate_tasks(artifact, tasks, model, progress=progress, options=options)
     if as_json:
         console.print_json(found)
     else:
@@ -71,14 +71,16 @@ def evaluate(
             summary.print_report(row)
 
 
-def _where(device: str | None, vram_budget: str | None, ctx_size: int | None, threads: int | None) -> "Where":
-    from pi_compile.evaluation.load_options import Where
+def _load_options(
+    device: str | None, vram_budget: str | None, ctx_size: int | None, threads: int | None
+) -> "LoadOptions":
+    from pi_compile.evaluation.load_options import LoadOptions
     from pi_runtime.execution.plan_choice import parse_size
 
     budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
     chosen = ("cpu" if budget is None else "auto") if device is None else device
     tell = functools.cache(console.say)  # each mode is opened for itself: a line once
-    return Where(device=chosen, vram_budget=budget, context=ctx_size, threads=threads, tell=tell)
+    return LoadOptions(device=chosen, vram_budget=budget, context=ctx_size, threads=threads, tell=tell)
 
 
 def _read_tasks(paths: list[Path], limit: int | None) -> list["Task"]:

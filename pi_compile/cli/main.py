@@ -209,10 +209,10 @@ app.command()(artifact.verify)
 @app.command()
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
     """Say what this machine and this installation can do."""
-    from pi_compile.machine.doctor import describe, examine
+    from pi_compile.machine.doctor import diagnose, findings_text
 
-    findings = examine()
+    findings = diagnose()
     if as_json:
         console.print_json({f.topic: {"found": f.found, "remedy": f.remedy} for f in findings})
     else:
-        typer.echo(describe(findings))
+        typer.echo(findings_text(findings))

@@ -1,1 +1,1 @@
-"""Text as three disjoint token streams: to fit on, to tune on, to report on."""
+"""Corpora: text as three disjoint token streams, to fit, to tune and to report on."""

@@ -1,8 +1,8 @@
-"""A corpus that every Python installation carries: the language's documentation and the standard library.
+"""A corpus in every Python installation: the documentation of the language and the standard library.
 
-The language reference in `pydoc_data.topics`, IDLE's help and news, and the library's modules: each one's docstrings
-as running text, and its source (PSF licence). Tests and vendored packages are left out. A document is held out when a
-hash of its *name* says so, so the split is the same on every Python version.
+It has the language reference in `pydoc_data.topics`, IDLE's help and news, and the library's modules, each module's
+docstrings as running text and its source (PSF licence). Tests and vendored packages are left out. A hash of a
+document's *name* decides whether it is held out, so that the split is the same with every version of Python.
 """
 
 import ast
@@ -16,11 +16,11 @@ from pathlib import Path
 TRAIN, HELD_OUT = "train", "held out"
 HELD_OUT_PER_MILLE = 30
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "ensurepip", "lib2to3", "__pycache__", "encodings"}
-SOURCE_CEILING = 120_000  # characters; the few larger files are tables
+MOST_CHARACTERS = 120_000  # of a source file; the few larger files are tables
 
 
 def documents() -> Iterator[tuple[str, str]]:
-    """(name, text) of every document, in a fixed order."""
+    """Name and text of every document, in a fixed order."""
     from pydoc_data.topics import topics  # noqa: PLC0415  700 KB of text
 
     yield from ((f"topic/{name}", text) for name, text in sorted(topics.items()))
@@ -37,18 +37,18 @@ def documents() -> Iterator[tuple[str, str]]:
         docs = "\n\n".join(_docstrings(source))
         if len(docs) > 200:
             yield f"doc/{module.as_posix()}", docs
-        if len(source) <= SOURCE_CEILING:
+        if len(source) <= MOST_CHARACTERS:
             yield f"source/{module.as_posix()}", source
 
 
 def is_held_out(name: str) -> bool:
-    """A module's docstrings and source fall on the same side."""
+    """Whether a document is held out; a module's docstrings and its source are on the same side of the split."""
     stem = name.split("/", 1)[-1]
     return int.from_bytes(hashlib.sha256(stem.encode()).digest()[:4], "big") % 1000 < HELD_OUT_PER_MILLE
 
 
 def split_documents(split: str) -> Iterator[str]:
-    """Texts of one split, `TRAIN` or `HELD_OUT`."""
+    """The texts of one split, `TRAIN` or `HELD_OUT`."""
     return (text for name, text in documents() if is_held_out(name) is (split == HELD_OUT))
 
 

@@ -1,8 +1,8 @@
-"""Corpora: text through `datasets`, as three disjoint token streams.
+"""Reading corpora with `datasets`, and splitting them into three disjoint token streams.
 
 A source is a path or glob (text, JSON, JSON lines or Parquet), `python` for the documentation that comes with Python,
-or `hub:OWNER/NAME@REVISION`. Documents are cut into pieces and the pieces shuffled, so that any stretch of the stream
-is a sample of the whole.
+or `hub:OWNER/NAME@REVISION`. Documents are split into passages and these shuffled, so that any stretch of the stream is
+a sample of the whole.
 """
 
 import glob
@@ -19,10 +19,10 @@ from pi_compile.corpus import python_docs
 from pi_compile.errors import CorpusError
 from pi_compile.files.npz import read_arrays, write_arrays
 
-PIECE = 4096
-"""Characters of a piece."""
+PASSAGE = 4096
+"""Characters of a passage."""
 HUB_CHARACTERS = 16
-"""Characters read for each token wanted, of a hub data set, which may be of any size."""
+"""Characters that are read of a hub dataset for each token wanted: a dataset may be of any size."""
 READERS = {".txt": "text", ".md": "text", ".raw": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 PYTHON, HUB = "python", "hub:"
 
@@ -31,14 +31,14 @@ Stream = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSpec:
-    """Which text, and how much of it."""
+    """The text of a corpus, and how much of it is taken."""
 
     text: tuple[str, ...]
-    """Sources to fit on; `tune` is cut off their stream."""
+    """Sources to fit on; the tune stream is a part of theirs."""
     report: tuple[str, ...]
-    """Sources to report on; none cuts `report` off the same stream."""
+    """Sources to report on; () to report on a part of the first stream."""
     field: str
-    """Column of JSON, Parquet and hub data that holds the text."""
+    """The column with the text, in JSON, Parquet and hub data."""
     fit_tokens: int
     tune_tokens: int
     report_tokens: int
@@ -47,7 +47,7 @@ class CorpusSpec:
 
 @dataclass(frozen=True, eq=False)
 class Streams:
-    """Disjoint token streams."""
+    """Three disjoint token streams."""
 
     fit: Stream
     tune: Stream
@@ -59,13 +59,13 @@ class Streams:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` wrote. Raises ProfileError for a damaged file."""
+        """Read a file that `save` wrote. Raises ProfileError for a damaged one."""
         stored = read_arrays(path)
         return cls(stored["fit"], stored["tune"], stored["report"])
 
 
 def source_files(sources: Sequence[str], folder: Path) -> list[Path]:
-    """The local files behind the sources, in a fixed order. Raises CorpusError for a source that has none."""
+    """The local files of the sources, in a fixed order. Raises CorpusError for a source without any."""
     found: dict[Path, Path] = {}
     for source in sources:
         if source == PYTHON or source.startswith(HUB):
@@ -75,29 +75,29 @@ def source_files(sources: Sequence[str], folder: Path) -> list[Path]:
         if not files:
             raise CorpusError(f"{folder / source}: no text found", expected=f"files ending in {', '.join(READERS)}")
         for file in files:
-            # A file that two sources name is one text: twice in the stream, it could be in `fit` and in `tune`.
+            # A file of two sources counts once: twice in the stream, it could be in `fit` and in `tune`.
             found.setdefault(file.resolve(), file)
     return list(found.values())
 
 
 def _matches(source: str, folder: Path) -> list[Path]:
-    """What a path or pattern names; a name that exists is no pattern, whatever brackets it has."""
+    """Paths that a path or pattern names; an existing name is no pattern, even with brackets."""
     if (folder / source).exists():
         return [folder / source]
-    # Not `Path.glob`, which takes no absolute pattern.
+    # `Path.glob` takes no absolute pattern.
     return sorted(folder / p for p in glob.glob(source, root_dir=folder, recursive=True))  # noqa: PTH207
 
 
 def _origins(sources: Sequence[str], folder: Path) -> set[str]:
-    """What two corpora must not share: local files, and hub data sets in any revision."""
+    """Names of local files and hub datasets, without their revisions: two corpora must not share any."""
     hub = {source.partition("@")[0] for source in sources if source.startswith(HUB)}
     return hub | {str(file.resolve()) for file in source_files(sources, folder)}
 
 
 def read_streams(spec: CorpusSpec, folder: Path, tokenizer: tokenizers.Tokenizer, window: int) -> Streams:
-    """Tokenise the corpus. `folder`: what relative paths start from. `window`: tokens each stream must at least have.
+    """Tokenise the corpus. Relative paths start from `folder`; each stream must have at least `window` tokens.
 
-    Raises CorpusError: nothing found, an unreadable file, a text that is in both corpora, or one that is too short.
+    Raises CorpusError if there is no text, a file cannot be read, a text is in both corpora, or one is too short.
     """
     shared = _origins(spec.text, folder) & _origins(spec.report, folder)
     if shared:
@@ -106,10 +106,10 @@ def read_streams(spec: CorpusSpec, folder: Path, tokenizer: tokenizers.Tokenizer
         if getattr(spec, name) < window:
             found = getattr(spec, name)
             raise CorpusError(f"[corpus] {name}", expected=f"at least one window of {window} tokens", found=found)
-    own_report = 0 if spec.report else spec.report_tokens
-    wanted = spec.fit_tokens + spec.tune_tokens + own_report
+    held_out = 0 if spec.report else spec.report_tokens
+    wanted = spec.fit_tokens + spec.tune_tokens + held_out
     stream = _tokens(spec, spec.text, folder, tokenizer, wanted, python_docs.TRAIN)
-    least = spec.tune_tokens + own_report + window
+    least = spec.tune_tokens + held_out + window
     if len(stream) < least:
         raise CorpusError(
             f"[corpus] text has {len(stream):,} tokens",
@@ -118,7 +118,7 @@ def read_streams(spec: CorpusSpec, folder: Path, tokenizer: tokenizers.Tokenizer
         )
     tune, rest = stream[: spec.tune_tokens], stream[spec.tune_tokens :]
     if not spec.report:
-        return Streams(rest[own_report:], tune, rest[:own_report])
+        return Streams(rest[held_out:], tune, rest[:held_out])
     report = _tokens(spec, spec.report, folder, tokenizer, spec.report_tokens, python_docs.HELD_OUT)
     if len(report) < window:
         raise CorpusError(f"[corpus] report has {len(report):,} tokens", expected=f"at least one window of {window}")
@@ -128,22 +128,22 @@ def read_streams(spec: CorpusSpec, folder: Path, tokenizer: tokenizers.Tokenizer
 def _tokens(
     spec: CorpusSpec, sources: Sequence[str], folder: Path, tokenizer: tokenizers.Tokenizer, wanted: int, split: str
 ) -> Stream:
-    """The first `wanted` tokens of the shuffled pieces."""
-    pieces = [
-        document[start : start + PIECE]
+    """The first `wanted` tokens of the shuffled passages."""
+    passages = [
+        document[start : start + PASSAGE]
         for document in _documents(sources, folder, spec.field, split, HUB_CHARACTERS * wanted)
-        for start in range(0, len(document), PIECE)
+        for start in range(0, len(document), PASSAGE)
     ]
-    if not any(pieces):
+    if not any(passages):
         raise CorpusError("the corpus has no text", found=", ".join(sources))
-    parts, count = [], 0
-    for index in np.random.default_rng(spec.seed).permutation(len(pieces)):
-        ids = tokenizer.encode(pieces[index], add_special_tokens=False).ids
-        parts.append(np.array(ids, np.int32))
+    found, count = [], 0
+    for index in np.random.default_rng(spec.seed).permutation(len(passages)):
+        ids = tokenizer.encode(passages[index], add_special_tokens=False).ids
+        found.append(np.array(ids, np.int32))
         count += len(ids)
         if count >= wanted:
             break
-    return np.concatenate(parts)[:wanted]
+    return np.concatenate(found)[:wanted]
 
 
 def _documents(sources: Sequence[str], folder: Path, field: str, split: str, hub_characters: int) -> Iterator[str]:
@@ -158,16 +158,16 @@ def _documents(sources: Sequence[str], folder: Path, field: str, split: str, hub
             yield from _head(_column(rows, field, source), hub_characters)
     for file in source_files(sources, folder):
         if file.stat().st_size == 0:
-            continue  # `datasets` fails on empty JSON with an error of the interpreter's
+            continue  # `datasets` fails on an empty JSON file with an internal error
         reader = READERS[file.suffix]
         options = {"sample_by": "document", "encoding": "utf-8-sig"} if reader == "text" else {}
-        # `data_files` are patterns: brackets in a name must not be taken for one.
+        # `data_files` are patterns: brackets in a name are escaped.
         rows = _load(str(file), path=reader, data_files=glob.escape(str(file)), split="train", **options)
         yield from _column(rows, "text" if options else field, str(file))
 
 
 def _head(documents: Iterator[str], characters: int) -> Iterator[str]:
-    """The first documents, until they have so many characters."""
+    """The first documents that together have a number of characters."""
     for document in documents:
         yield document
         characters -= len(document)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pi_compile.machine.profile import Cpu, Gpu, Machine, Rates, whole
+from pi_compile.machine.profile import Cpu, Gpu, Machine, Rates, to_units
 from pi_runtime.artifact.schema import SIDES
 
 PICO = 10**12
@@ -66,7 +66,7 @@ def interconnect_of(machine: Machine) -> Interconnect | None:
     """The interconnect of the two processors, if there are two."""
     if machine.link is None:
         return None
-    return Interconnect(whole(machine.link.sync_us, 10**6), whole(machine.link.pcie_gb_per_s, 10**9))
+    return Interconnect(to_units(machine.link.sync_us, 10**6), to_units(machine.link.pcie_gb_per_s, 10**9))
 
 
 def _processor(name: str, section: Cpu | Gpu) -> Processor:
@@ -78,12 +78,12 @@ def _processor(name: str, section: Cpu | Gpu) -> Processor:
     attention = section.attention_gb_per_s
     return Processor(
         name=name,
-        launch_ps=whole(section.launch_us, 10**6),
-        bytes_per_s={"": whole(section.bandwidth_gb_per_s, 10**9), **_in_bytes(section.format_gb_per_s)},
+        launch_ps=to_units(section.launch_us, 10**6),
+        bytes_per_s={"": to_units(section.bandwidth_gb_per_s, 10**9), **_in_bytes(section.format_gb_per_s)},
         access_per_s={access: _in_bytes(rates) for access, rates in accesses.items()},
-        attention_per_s=None if attention is None else whole(attention, 10**9),
+        attention_per_s=None if attention is None else to_units(attention, 10**9),
     )
 
 
 def _in_bytes(rates: Rates) -> dict[str, int]:
-    return {str(fmt): whole(rate, 10**9) for fmt, rate in rates.items()}
+    return {str(fmt): to_units(rate, 10**9) for fmt, rate in rates.items()}

@@ -1,7 +1,7 @@
-"""Evaluate: how faithful a packed artifact is, run through the runtime itself.
+"""Evaluate: how faithful a packed artifact is, measured with the runtime itself.
 
-Every mode sees every token, with its selection at every position; what fires and what is read is counted on the same
-inputs. Speed comes from decoding token by token. T tokens, L layers, V vocabulary.
+Every mode runs every token, with its selection at every position. What fires and what is read is counted on the same
+inputs. Speed is that of decoding token by token. L layers.
 """
 
 import itertools
@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.errors import CorpusError
-from pi_compile.evaluation.hf_reference import check_origin, original_logits
-from pi_compile.evaluation.load_options import CPU, Where, place_of
+from pi_compile.evaluation.hf_reference import check_origin, reference_logits
+from pi_compile.evaluation.load_options import ON_CPU, LoadOptions, device_of
 from pi_runtime import Model
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
@@ -34,22 +34,22 @@ SUFFIXES = (".txt", ".md", ".raw")
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """One mode on the windows."""
+    """Results of one mode on the windows."""
 
     perplexity: float
     best: npt.NDArray[np.int64]
-    """Likeliest next token at every position."""
-    tally_L3: npt.NDArray[np.int64]
-    """Neurons that fire, that are read, and both, summed over the tokens."""
+    """Most likely next token at every position."""
+    counts_L3: npt.NDArray[np.int64]
+    """Neurons that fire, that are read, and that are both, summed over the tokens."""
     tokens: int
 
     def ffn_bytes(self, m: Manifest, mode: str) -> list[float]:
-        """FFN bytes per token of each layer, the predictor's included; of the experts that a token goes to."""
+        """FFN bytes per token of each layer, with the predictor's; of experts, those that a token is routed to."""
         neuron, experts = FfnBytes.of(m.decoder, m.formats), m.decoder.experts_per_token
-        _, read, both = self.tally_L3.T / self.tokens
+        _, read, both = self.counts_L3.T / self.tokens
         kept = np.full_like(both, experts * m.decoder.d_ff) if mode == "dense" else both
-        picked = [layer.predictor if mode == "predicted" else None for layer in m.layers]
-        predictors = [0 if rank is None else experts * neuron.predictor(rank) for rank in picked]
+        selectors = [layer.predictor if mode == "predicted" else None for layer in m.layers]
+        predictors = [0 if rank is None else experts * neuron.predictor(rank) for rank in selectors]
         return [float(r * neuron.first + k * neuron.rest) + p for r, k, p in zip(read, kept, predictors, strict=True)]
 
 
@@ -61,33 +61,33 @@ def evaluate(
     tokens: int,
     window: int,
     progress: Progress,
-    where: Where = CPU,
+    options: LoadOptions = ON_CPU,
 ) -> dict[str, Any]:
-    """Perplexity, top-1 agreement, bytes per token and tokens/s by mode, and a row a layer.
+    """Perplexity, top-1 agreement, bytes per token and tokens/s of each mode, and one row for each layer.
 
     `model`: the checkpoint the artifact was packed from, scored by transformers in float32. Agreement of `dense` is
     with the checkpoint, of the others with `dense`. Raises CorpusError for a text shorter than one window,
     CheckpointError for a checkpoint that the artifact was not packed from.
     """
-    with where.read(artifact) as opened:
+    with options.open_on_cpu(artifact) as opened:
         manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
     if model is not None:
         check_origin(manifest, model)
     modes = modes_of(manifest)
     scores: dict[str, Score] = {}
     speeds: dict[str, float] = {}
-    place: dict[str, object] = {}
+    device: dict[str, object] = {}
     for n, mode in enumerate(modes):
-        with where.open(artifact, mode) as opened:
-            place = place_of(opened)
-            step = _counter(progress, n * len(windows), len(modes) * len(windows))
-            scores[mode] = _score(opened.examine, windows, step)
+        with options.open(artifact, mode) as opened:
+            device = device_of(opened)
+            on_window = _counter(progress, n * len(windows), len(modes) * len(windows))
+            scores[mode] = _score(opened.examine, windows, on_window)
             speeds[mode] = _tokens_per_s(opened, windows.reshape(-1)[:TIMED])
     checkpoint = _score_checkpoint(model, windows) if model is not None else None
     ffn = {mode: score.ffn_bytes(manifest, mode) for mode, score in scores.items()}
     agreement = {"dense": _agreement(scores["dense"], checkpoint)}
     return {
-        **place,
+        **device,
         "tokens": windows.size,
         "perplexity": {"checkpoint": checkpoint.perplexity if checkpoint else None}
         | {mode: score.perplexity for mode, score in scores.items()},
@@ -100,7 +100,7 @@ def evaluate(
 
 
 def modes_of(m: Manifest) -> list[str]:
-    """The modes an artifact can run in, from nothing skipped to most."""
+    """The modes that an artifact can run in; each skips more than the one before."""
     leaves_out = any(not RUNGS[layer.rung].exact for layer in m.layers)
     return ["dense", "gate", *(["predicted"] if leaves_out else [])]
 
@@ -125,19 +125,19 @@ def _windows(model: Model, texts: Sequence[Path], tokens: int, window: int) -> W
     return np.array(ids[: count * window], np.int64).reshape(count, window)
 
 
-def _score(examine: Examine, windows: Windows, step: Callable[[], None]) -> Score:
-    loss, best, tallies = 0.0, [], []
+def _score(examine: Examine, windows: Windows, on_window: Callable[[], None]) -> Score:
+    loss, best, counts = 0.0, [], []
     for ids in windows:
-        found, tally = examine(ids)
-        rows = found[:-1].astype(np.float64)
+        logits, counts_L3 = examine(ids)
+        rows = logits[:-1].astype(np.float64)
         rows -= rows.max(1, keepdims=True)
         logp = rows - np.log(np.exp(rows).sum(1, keepdims=True))
         loss -= float(logp[np.arange(len(rows)), ids[1:]].sum())
         best.append(logp.argmax(1))
-        tallies.append(tally)
-        step()
+        counts.append(counts_L3)
+        on_window()
     perplexity = math.exp(loss / (windows.size - len(windows)))
-    return Score(perplexity, np.concatenate(best), np.sum(tallies, axis=0), windows.size)
+    return Score(perplexity, np.concatenate(best), np.sum(counts, axis=0), windows.size)
 
 
 def _counter(progress: Progress, done: int, total: int) -> Callable[[], None]:
@@ -146,7 +146,7 @@ def _counter(progress: Progress, done: int, total: int) -> Callable[[], None]:
 
 
 def _score_checkpoint(model: Path, windows: Windows) -> Score:
-    logits = original_logits(model)
+    logits = reference_logits(model)
     return _score(lambda ids: (logits(ids, len(ids)), np.zeros((0, 3), np.int64)), windows, lambda: None)
 
 
@@ -164,7 +164,10 @@ def _agreement(one: Score, other: Score | None) -> float | None:
 
 
 def other_bytes(m: Manifest) -> int:
-    """Bytes per token of all but the FFN neurons: attention, norms, head, scales. Of the embedding one row is read."""
+    """Bytes per token of everything but FFN neurons: attention, norms, head and scales.
+
+    The one row of an untied embedding that a token reads is not counted.
+    """
     skipped = ("ffn/first", "ffn/rest", "ffn/order", "ffn/counts", "positions")
     total = 0
     for array, entry in m.arrays.items():
@@ -178,9 +181,9 @@ def other_bytes(m: Manifest) -> int:
 
 
 def _layer_rows(m: Manifest, score: Score, ffn: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """What fires and what is read, in the mode that skips most."""
+    """One row for each layer: what fires and what is read in the mode that skips most."""
     rows = []
-    for n, (layer, (fires, read, both)) in enumerate(zip(m.layers, score.tally_L3.tolist(), strict=True)):
+    for n, (layer, (fires, read, both)) in enumerate(zip(m.layers, score.counts_L3.tolist(), strict=True)):
         rows.append(
             {
                 "layer": n,

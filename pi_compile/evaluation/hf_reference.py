@@ -1,4 +1,4 @@
-"""The checkpoint that an artifact was packed from, as transformers runs it: the measure of an artifact."""
+"""The checkpoint that an artifact was packed from, run by transformers: the reference of an evaluation."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +11,11 @@ from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.schema import Manifest
 
 Logits = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.float32]]
-"""Token ids (T,) and how many positions at the end are wanted → logits (that many, vocabulary)."""
+"""Token ids (T,) and the number of last positions that are wanted → logits (positions, vocabulary)."""
 
 
 def check_origin(m: Manifest, model: Path) -> None:
-    """Raises CheckpointError for a folder that the artifact was not packed from."""
+    """Check that an artifact was packed from a checkpoint; else raise CheckpointError."""
     made_from = m.provenance.get("checkpoint", {})
     ignored = [str(key) for key in made_from.get("ignored_config", ())]
     origin, found = made_from.get("digest"), open_checkpoint(model, ignore_config=ignored, in_recipe=True).digest()
@@ -27,8 +27,8 @@ def check_origin(m: Manifest, model: Path) -> None:
         )
 
 
-def original_logits(model: Path) -> Logits:
-    """Load a checkpoint in float32. Raises CheckpointError where transformers cannot."""
+def reference_logits(model: Path) -> Logits:
+    """Load a checkpoint in float32, to compute logits with. Raises CheckpointError where transformers cannot."""
     import torch  # noqa: PLC0415  only where a checkpoint is compared
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Where an artifact is run when it is evaluated."""
+"""How an artifact is opened to be evaluated."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,24 +9,24 @@ from pi_runtime.console import size
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
-    """As `pi_runtime.load` takes it; the CPU unless something else is asked for."""
+class LoadOptions:
+    """Options of `pi_runtime.load`; on the CPU by default."""
 
     device: str = "cpu"
     vram_budget: int | None = None
-    """Bytes."""
+    """Bytes of GPU memory; None for what is free."""
     context: int | None = None
+    """Positions of the cache; None for what the caller needs."""
     threads: int | None = None
     tell: Callable[[str], object] = lambda _line: None
-    """Told which placement a model runs by, or why it is not on the GPU."""
+    """Called with a line about the placement in use, or about why the GPU is not used."""
 
     def open(self, artifact: Path, mode: str, context: int | None = None) -> Model:
-        """`context`: enough where none was asked for. Raises what `load` does."""
-        wanted = context if self.context is None else self.context
+        """Open the artifact; `context` counts where the options have none. Raises what `load` does."""
         opened = load(
             artifact,
             mode=mode,
-            context=wanted,
+            context=context if self.context is None else self.context,
             threads=self.threads,
             device=self.device,
             vram_budget=self.vram_budget,
@@ -37,14 +37,14 @@ class Where:
             self.tell(f"{opened.device}: by the placement for {size(opened.plan.vram_bytes)} of GPU memory")
         return opened
 
-    def read(self, artifact: Path) -> Model:
-        """For what an artifact says of itself, its tokens and its context: no GPU is touched."""
+    def open_on_cpu(self, artifact: Path) -> Model:
+        """Open the artifact to read its manifest, tokenizer and context; the GPU is not used."""
         return load(artifact, context=self.context, threads=self.threads, device="cpu")
 
 
-CPU = Where()
+ON_CPU = LoadOptions()
 
 
-def place_of(opened: Model) -> dict[str, object]:
-    """Where a model runs, and the budget its placement was solved for."""
+def device_of(opened: Model) -> dict[str, object]:
+    """The device that a model runs on, and the budget that its placement was solved for."""
     return {"device": opened.device, "vram_bytes": None if opened.plan is None else opened.plan.vram_bytes}

@@ -1,4 +1,4 @@
-"""Score a task as EleutherAI's lm-evaluation-harness does, with whatever computes logits.
+"""Score a task as EleutherAI's lm-evaluation-harness does, with any function that computes logits.
 
 An answer a₁…aₙ after a context c has the log-likelihood Σ log p(aᵢ | c, a₁…aᵢ₋₁). Multiple choice: the answer with the
 highest one is chosen (acc), or with the highest one per character of its text (acc_norm, the space before it not
@@ -16,50 +16,50 @@ import numpy.typing as npt
 
 from pi_compile.errors import TaskError
 from pi_compile.evaluation.hf_reference import Logits
-from pi_compile.evaluation.task_files import CHOICE, Item, Task
+from pi_compile.evaluation.task_files import MULTIPLE_CHOICE, Item, Task
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One answer of one item in tokens."""
+    """The tokens of one answer of an item."""
 
     ids_T: npt.NDArray[np.int64]
     """Context and answer."""
     answer: int
-    """How many of the ids, at the end, are the answer."""
+    """Number of ids at the end that are the answer."""
     truncated: bool
-    """The beginning of the context is missing, because the model's context is shorter."""
+    """Whether the beginning of the context is missing, because the model's own context is shorter."""
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """What a model says of one answer."""
+    """A model's likelihood of one answer."""
 
     logp: float
     best: tuple[int, ...]
-    """Likeliest token at each place of the answer, after the context and the answer so far."""
+    """Most likely token at each position of the answer, given what is before it."""
 
 
 @dataclass(frozen=True, eq=False)
 class TaskScore:
-    """One model on one task."""
+    """Results of one model on one task."""
 
     right_N: npt.NDArray[np.bool_]
     right_norm_N: npt.NDArray[np.bool_]
-    """Multiple choice only; else empty."""
+    """By likelihood per character; empty but for multiple choice."""
     answers: tuple[Any, ...]
-    """What the model would answer: index of a choice, or the tokens in the last word's place."""
+    """The model's answers: the index of a choice, or the tokens in the place of the last word."""
     perplexity: float | None
-    """Last word only."""
+    """None for multiple choice."""
 
 
 def requests(item: Item, encode: Callable[[str], list[int]], context: int) -> tuple[Request, ...]:
-    """The answers of an item, for a model that takes up to `context` tokens.
+    """The answers of an item as tokens, for a model that takes up to `context` tokens.
 
-    Context and answer are encoded together, and what goes beyond the length of the context alone is the answer: a
-    tokenizer may join letters across the border. So spaces at the context's end count as the answer's beginning. Of the
-    last token no logits are needed, so that context + 1 tokens fit; longer ones lose their beginning. Raises TaskError
-    for an answer that has no token of its own, or more than the context.
+    Context and answer are encoded together, because a tokenizer may join letters across the border. The tokens beyond
+    the length of the context alone are the answer, so spaces at the context's end count as its beginning. The last
+    token needs no logits, so that context + 1 tokens fit; longer texts lose their beginning. Raises TaskError for an
+    answer that has no token of its own, or more than the context.
     """
     known = item.context.rstrip()
     spaces = item.context[len(known) :]
@@ -69,7 +69,7 @@ def requests(item: Item, encode: Callable[[str], list[int]], context: int) -> tu
         answer = len(ids) - start
         if start == 0 or not 1 <= answer <= context:
             raise TaskError(
-                f"{item.where}: the answer {text!r} cannot be scored",
+                f"{item.location}: the answer {text!r} cannot be scored",
                 expected=f"context of a token or more, then 1 to {context} of answer (the model's context)",
                 found=f"{start} tokens of context, {len(ids)} with the answer",
             )
@@ -79,7 +79,7 @@ def requests(item: Item, encode: Callable[[str], list[int]], context: int) -> tu
 
 
 def likelihood(logits: Logits, request: Request) -> Likelihood:
-    """Ask a model about one answer; logarithms in float64."""
+    """The likelihood of one answer; logarithms are in float64."""
     answer = request.ids_T[-request.answer :]
     rows_AV = logits(request.ids_T[:-1], request.answer).astype(np.float64)
     rows_AV -= rows_AV.max(1, keepdims=True)
@@ -88,17 +88,17 @@ def likelihood(logits: Logits, request: Request) -> Likelihood:
 
 
 def score(
-    task: Task, asked: Sequence[tuple[Request, ...]], logits: Logits, step: Callable[[], None] = lambda: None
+    task: Task, task_requests: Sequence[tuple[Request, ...]], logits: Logits, on_item: Callable[[], None] = lambda: None
 ) -> TaskScore:
-    """Ask a model about every item; `asked` are the requests of each. `step` is called after each item."""
+    """Score a model on every item; `task_requests` has the requests of each. `on_item` is called after each item."""
     found = []
-    for item_requests in asked:
+    for item_requests in task_requests:
         found.append([likelihood(logits, request) for request in item_requests])
-        step()
-    if task.kind == CHOICE:
+        on_item()
+    if task.kind == MULTIPLE_CHOICE:
         return _choices(task, [[one.logp for one in item] for item in found])
     words, right = [item[0] for item in found], []
-    for word, (request,) in zip(words, asked, strict=True):
+    for word, (request,) in zip(words, task_requests, strict=True):
         right.append(word.best == tuple(request.ids_T[-request.answer :].tolist()))
     perplexity = math.exp(-sum(word.logp for word in words) / len(words))
     return TaskScore(np.array(right), np.zeros(0, bool), tuple(word.best for word in words), perplexity)
@@ -113,6 +113,6 @@ def _choices(task: Task, logp: list[list[float]]) -> TaskScore:
 
 
 def mean_and_error(right_N: npt.NDArray[np.bool_]) -> tuple[float, float | None]:
-    """Share p of right items, and its standard error √(p (1 − p) / (N − 1)); none for a single item."""
-    share = float(right_N.mean())
-    return share, math.sqrt(share * (1 - share) / (len(right_N) - 1)) if len(right_N) > 1 else None
+    """Accuracy p, and its standard error √(p (1 − p) / (N − 1)); the error is None for a single item."""
+    accuracy = float(right_N.mean())
+    return accuracy, math.sqrt(accuracy * (1 - accuracy) / (len(right_N) - 1)) if len(right_N) > 1 else None

@@ -8,7 +8,7 @@ item with one answer. The forms, by their keys (others are ignored):
     {ctx, target}                      last word; the target follows the context as it stands
     {text}                             LAMBADA as published: the last word is what follows the last space
 
-Contexts that are made here (ARC) have the wording of EleutherAI's lm-evaluation-harness.
+Contexts that are made here (for ARC) have the wording of EleutherAI's lm-evaluation-harness.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from typing import Any
 
 from pi_compile.errors import TaskError
 
-CHOICE, LAST_WORD = "multiple choice", "last word"
+MULTIPLE_CHOICE, LAST_WORD = "multiple choice", "last word"
 Form = tuple[str, ...]
 _FORMS: tuple[Form, ...] = (
     ("ctx", "choices", "label"),
@@ -34,8 +34,8 @@ _FORMS: tuple[Form, ...] = (
 class Item:
     """One question."""
 
-    where: str
-    """File and line, for messages."""
+    location: str
+    """Its file and line, for messages."""
     context: str
     answers: tuple[str, ...]
     """What may follow the context, leading space included."""
@@ -49,12 +49,12 @@ class Task:
 
     path: Path
     kind: str
-    """CHOICE or LAST_WORD."""
+    """MULTIPLE_CHOICE or LAST_WORD."""
     items: tuple[Item, ...]
 
     @property
     def joined(self) -> int:
-        """Items with an answer that no space parts from its context: seldom meant where words are written apart."""
+        """Number of items with an answer that no space separates from its context, which is seldom meant."""
         return sum(
             not item.context[-1].isspace() and not all(text[0].isspace() for text in item.answers)
             for item in self.items
@@ -69,15 +69,15 @@ def read_task(path: Path, limit: int | None = None) -> Task:
     """
     first: Form | None = None
     items: list[Item] = []
-    for where, row in itertools.islice(_rows(path), limit):
-        form = _form(row, where)
+    for location, row in itertools.islice(_rows(path), limit):
+        form = _form(row, location)
         first = first or form
         if form != first:
-            raise TaskError(f"{where}: another form", expected=f"{_keys(first)}, as above", found=_keys(form))
-        items.append(_item(row, form, where))
+            raise TaskError(f"{location}: another form", expected=f"{_keys(first)}, as above", found=_keys(form))
+        items.append(_item(row, form, location))
     if first is None:
         raise TaskError(f"--task {path}: no items", expected="a JSON object a line: " + _KNOWN)
-    return Task(path, CHOICE if "choices" in first else LAST_WORD, tuple(items))
+    return Task(path, MULTIPLE_CHOICE if "choices" in first else LAST_WORD, tuple(items))
 
 
 def _keys(form: Form) -> str:
@@ -92,23 +92,23 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    where = f"--task {path}: line {number}"
-                    yield where, _object(line, where)
+                    location = f"--task {path}: line {number}"
+                    yield location, _object(line, location)
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"--task {path}: cannot be read", expected="a file of JSON lines", found=error) from None
 
 
-def _object(line: str, where: str) -> dict[str, Any]:
+def _object(line: str, location: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise TaskError(f"{where}: is not JSON", expected="a JSON object a line", found=error) from None
+        raise TaskError(f"{location}: is not JSON", expected="a JSON object a line", found=error) from None
     if not isinstance(row, dict):
-        raise TaskError(f"{where}: is no JSON object", expected=_KNOWN, found=_short(row))
+        raise TaskError(f"{location}: is no JSON object", expected=_KNOWN, found=_short(row))
     return row
 
 
-def _form(row: dict[str, Any], where: str) -> Form:
+def _form(row: dict[str, Any], location: str) -> Form:
     """The form whose keys are there, and none of another form's; else the error names what the nearest one lacks."""
     found = row.keys() & set(itertools.chain(*_FORMS))
     nearest = max(_FORMS, key=lambda form: len(found & set(form)) - len(found ^ set(form)))
@@ -117,61 +117,63 @@ def _form(row: dict[str, Any], where: str) -> Form:
     missing = [key for key in nearest if key not in row]
     what = f"no key {', '.join(map(repr, missing))}" if found and missing else "a task of unknown form"
     raise TaskError(
-        f"{where}: {what}",
+        f"{location}: {what}",
         expected=_keys(nearest) if found and missing else _KNOWN,
         found=f"keys {', '.join(row) or 'none'}",
     )
 
 
-def _item(row: dict[str, Any], form: Form, where: str) -> Item:
+def _item(row: dict[str, Any], form: Form, location: str) -> Item:
     if "text" in form:
-        context, space, word = _text(row["text"], "text", where).rpartition(" ")
+        context, space, word = _text(row["text"], "text", location).rpartition(" ")
         if not context.strip() or not word.strip():
-            raise TaskError(f"{where}: text has no last word", expected="a space before it", found=_short(row["text"]))
-        return Item(where, context, (space + word,), 0)
+            raise TaskError(
+                f"{location}: text has no last word", expected="a space before it", found=_short(row["text"])
+            )
+        return Item(location, context, (space + word,), 0)
     if "target" in form:
-        return Item(where, _text(row["ctx"], "ctx", where), (_text(row["target"], "target", where),), 0)
+        return Item(location, _text(row["ctx"], "ctx", location), (_text(row["target"], "target", location),), 0)
     if "question" in form:
-        context = "Question: " + _text(row["question"], "question", where) + "\nAnswer:"
-        texts, labels = _published_choices(row["choices"], where)
+        context = "Question: " + _text(row["question"], "question", location) + "\nAnswer:"
+        texts, labels = _published_choices(row["choices"], location)
         answers = tuple(" " + text for text in texts)
-        return Item(where, context, answers, _index(row["answerKey"], labels, "answerKey", where))
-    answers = _texts(row["choices"], "choices", where)
-    label = _index(row["label"], range(len(answers)), "label", where)
-    return Item(where, _text(row["ctx"], "ctx", where), answers, label)
+        return Item(location, context, answers, _index(row["answerKey"], labels, "answerKey", location))
+    answers = _texts(row["choices"], "choices", location)
+    label = _index(row["label"], range(len(answers)), "label", location)
+    return Item(location, _text(row["ctx"], "ctx", location), answers, label)
 
 
-def _published_choices(value: Any, where: str) -> tuple[tuple[str, ...], list[Any]]:
+def _published_choices(value: Any, location: str) -> tuple[tuple[str, ...], list[Any]]:
     if not isinstance(value, dict) or not {"text", "label"} <= value.keys():
-        raise TaskError(f"{where}: choices", expected="{text: [...], label: [...]}", found=_short(value))
-    texts, labels = _texts(value["text"], "choices.text", where), value["label"]
+        raise TaskError(f"{location}: choices", expected="{text: [...], label: [...]}", found=_short(value))
+    texts, labels = _texts(value["text"], "choices.text", location), value["label"]
     if not isinstance(labels, list) or len(labels) != len(texts):
-        raise TaskError(f"{where}: choices.label", expected=f"a list of {len(texts)}", found=_short(labels))
+        raise TaskError(f"{location}: choices.label", expected=f"a list of {len(texts)}", found=_short(labels))
     return texts, labels
 
 
-def _texts(value: Any, name: str, where: str) -> tuple[str, ...]:
+def _texts(value: Any, name: str, location: str) -> tuple[str, ...]:
     if not isinstance(value, list) or len(value) < 2:
-        raise TaskError(f"{where}: {name}", expected="a list of two or more texts", found=_short(value))
-    return tuple(_text(text, f"{name}[{number}]", where) for number, text in enumerate(value))
+        raise TaskError(f"{location}: {name}", expected="a list of two or more texts", found=_short(value))
+    return tuple(_text(text, f"{name}[{number}]", location) for number, text in enumerate(value))
 
 
-def _text(value: Any, name: str, where: str) -> str:
+def _text(value: Any, name: str, location: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise TaskError(f"{where}: {name}", expected="text that is not empty", found=_short(value))
+        raise TaskError(f"{location}: {name}", expected="text that is not empty", found=_short(value))
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise TaskError(f"{where}: {name} is not Unicode text", found=error.reason) from None
+        raise TaskError(f"{location}: {name} is not Unicode text", found=error.reason) from None
     return value
 
 
-def _index(value: Any, labels: Any, name: str, where: str) -> int:
+def _index(value: Any, labels: Any, name: str, location: str) -> int:
     """Position of `value` among the labels; a number is not a text, nor is true 1."""
     for n, label in enumerate(labels):
         if type(label) is type(value) and label == value:
             return n
-    raise TaskError(f"{where}: {name}", expected=f"one of {_short(list(labels))}", found=_short(value))
+    raise TaskError(f"{location}: {name}", expected=f"one of {_short(list(labels))}", found=_short(value))
 
 
 def _short(value: Any) -> str:

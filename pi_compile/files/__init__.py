@@ -1,1 +1,1 @@
-"""Files that are read and written whole, and data that comes with the project."""
+"""Files that are written whole or not at all, and data that comes with the project."""

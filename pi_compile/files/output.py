@@ -1,4 +1,4 @@
-"""Files a command is told to write: checked before hours of work go into them, written whole or not at all."""
+"""Output files of commands: checked before hours of work go into them, written whole or not at all."""
 
 import os
 from pathlib import Path
@@ -7,15 +7,14 @@ from pi_runtime.artifact.replacement import Replacement
 from pi_runtime.errors import UsageError
 
 _FIRST_ENTRY = b"embedding/c/0/0"
-"""Name of an artifact's first entry, which stands in its first bytes."""
-
-_LOOKED_AT = 128
+"""The name of an artifact's first entry, which is among its first bytes."""
 PAGE_MARK = '<meta name="generator" content="pi-compile report">'
-"""Stands in the first bytes of a report page."""
+"""A line among the first bytes of a report page."""
+_FIRST_BYTES = 128
 
 
 def check_output(path: Path) -> None:
-    """Raises UsageError where no file can be written: a folder, or in a folder that is not there or not ours."""
+    """Check that a file can be written; raise UsageError for a folder, or in a folder that is missing or read-only."""
     folder = Path(os.path.realpath(path)).parent
     if path.is_dir():
         raise UsageError(f"-o {path}: is a folder", expected="a file to write", remedy=f"-o {path / 'NAME'}")
@@ -26,9 +25,9 @@ def check_output(path: Path) -> None:
 
 
 def artifact_path(recipe: Path, output: Path | None) -> Path:
-    """`output`, or the recipe's name with `.pi` in the working folder; checked.
+    """The checked path of an artifact: `output`, or the recipe's name with `.pi` in the working folder.
 
-    Raises UsageError as `check_output`, and for an existing file that is no artifact: only artifacts are replaced.
+    Raises UsageError like `check_output`, and for an existing file that is no artifact: only artifacts are replaced.
     """
     path = Path(recipe.stem + ".pi") if output is None else output
     check_output(path)
@@ -42,7 +41,7 @@ def artifact_path(recipe: Path, output: Path | None) -> Path:
 
 
 def check_page(path: Path) -> None:
-    """Raises UsageError as `check_output`, and for an existing file that is no report page: only those are replaced."""
+    """Check the path of a report page, of which only another report page is replaced; see `check_output`."""
     check_output(path)
     if path.exists() and not _holds(path, PAGE_MARK.encode()):
         raise UsageError(
@@ -53,7 +52,7 @@ def check_page(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file. Raises UsageError where the system refuses."""
+    """Write a text file. Raises UsageError where the system refuses."""
     try:
         with Replacement(path) as out:
             out.write(text.encode())
@@ -63,9 +62,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _holds(path: Path, mark: bytes) -> bool:
-    """Whether a file has the mark in its first bytes, or is empty."""
+    """Whether a file has the mark among its first bytes, or is empty."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        head = file.read(_LOOKED_AT)
+        head = file.read(_FIRST_BYTES)
     return not head or mark in head

@@ -1,1 +1,1 @@
-"""Machines: measuring one, its profile on disk, and what is installed."""
+"""The machine: measuring its rates, its profile on disk, and a report of what is installed."""

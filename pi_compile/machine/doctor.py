@@ -1,4 +1,4 @@
-"""What this machine and installation can do, and what is missing."""
+"""Diagnosis of this machine and installation: what they can do, and what is missing."""
 
 import importlib.metadata
 import os
@@ -25,14 +25,14 @@ _NOTABLE = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512vnni", "neon")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `remedy` is empty where nothing is to be done."""
+    """One topic of the diagnosis. `remedy` is empty where there is nothing to do."""
 
     topic: str
     found: str
     remedy: str = ""
 
 
-def examine() -> list[Finding]:
+def diagnose() -> list[Finding]:
     """Look at Python, processor, memory, threads, kernel cache, GPU and the packages of each extra."""
     return [
         Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
@@ -44,8 +44,8 @@ def examine() -> list[Finding]:
     ]
 
 
-def describe(findings: list[Finding]) -> str:
-    """Findings as lines to read, remedies below."""
+def findings_text(findings: list[Finding]) -> str:
+    """Findings as lines to read, each with its remedy below it."""
     lines = []
     for finding in findings:
         lines.append(f"{finding.topic:17}{finding.found}")
@@ -65,7 +65,7 @@ def _memory() -> Finding:
 
 
 def _available() -> str:
-    """Linux's estimate of what can be had without swapping."""
+    """Linux's estimate of the memory that is available without swapping; empty on other systems."""
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text(encoding="ascii").splitlines() if meminfo.is_file() else []
     found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
@@ -81,7 +81,7 @@ def _kernels() -> list[Finding]:
     from pi_runtime.kernels.codegen.threads import threading_layer  # noqa: PLC0415
 
     features = binding.get_host_cpu_features()
-    notable = ", ".join(f for f in _NOTABLE if features.get(f)) or "no vector extension we use"
+    notable = ", ".join(f for f in _NOTABLE if features.get(f)) or "no vector extension that kernels use"
     layer = threading_layer()
     slow = "install libgomp (Debian: libgomp1): without OpenMP each parallel step waits some ten times longer"
     folder = cache_folder()

@@ -1,4 +1,4 @@
-"""Measure this machine: what its RAM gives to the runtime's kernels, and a GPU's memory and link if there is one."""
+"""Measure this machine: the rates of the runtime's kernels, and of a GPU's memory and link if there is one."""
 
 import datetime
 import os
@@ -25,11 +25,15 @@ from pi_runtime.kernels.benchmarks import (
 )
 
 BYTES = 1 << 30
+"""Most bytes of the data that rates are measured on."""
 
 
 def measure_machine() -> Machine:
-    """Read bandwidth by 1, 2, 4 … threads (1 GiB, or an eighth of RAM); at the best of them, products of every kind in
-    each weight format and the launch of an operator; a GPU's memory, launch and link if there is one."""
+    """Measure a profile of this machine.
+
+    Read bandwidth is measured with 1, 2, 4, … threads, on 1 GiB or an eighth of RAM. With the best number of them
+    follow products of every kind in each weight format, and the launch of an operator. Last is a GPU, if there is one.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 << 30
     size, most = min(BYTES, ram // 8), min(cores, most_threads())
@@ -37,7 +41,7 @@ def measure_machine() -> Machine:
     rates = {n: read_bandwidth(size, n) / 1e9 for n in counts}
     best = max(counts, key=lambda n: rates[n])
     gpu, link, gpu_how = _gpu()
-    rates_of, launch = _products(size, best)
+    product_rates, launch = _products(size, best)
     by_threads = ", ".join(f"{n}: {rate:.1f}" for n, rate in rates.items())
     today = datetime.datetime.now(datetime.UTC).date()
     return Machine(
@@ -52,7 +56,7 @@ def measure_machine() -> Machine:
             ram_gib=round(ram / 2**30, 1),
             bandwidth_gb_per_s=round(rates[best], 1),
             launch_us=round(launch * 1e6, 2),
-            **rates_of,
+            **product_rates,
             products_gflop_per_s=round(product_flops("f16", best) / 1e9, 1),
             attention_gb_per_s=round(attention_bandwidth(best) / 1e9, 1),
         ),
@@ -62,7 +66,7 @@ def measure_machine() -> Machine:
 
 
 def _products(size: int, threads: int) -> tuple[dict[str, Rates], float]:
-    """10⁹ bytes a second by kind of product and format, as the profile has them, and the seconds of a launch."""
+    """10⁹ bytes a second by kind of product and format, under the profile's keys, and the seconds of a launch."""
     rates: dict[str, Rates] = {kind: {} for kind in ("format", "neurons", "gather", "predictor")}
     launches = []
     for fmt in MEASURED:
@@ -73,14 +77,14 @@ def _products(size: int, threads: int) -> tuple[dict[str, Rates], float]:
             gather_bandwidth(w, threads),
             predictor_bandwidth(weights(fmt, size // 4, RANK), threads),
         )
-        for of_kind, rate in zip(rates.values(), found, strict=True):
-            of_kind[fmt] = round(rate / 1e9, 1)
+        for by_format, rate in zip(rates.values(), found, strict=True):
+            by_format[fmt] = round(rate / 1e9, 1)
         launches.append(launch_seconds(w, threads))
-    return {f"{kind}_gb_per_s": of_kind for kind, of_kind in rates.items()}, median(launches)
+    return {f"{kind}_gb_per_s": by_format for kind, by_format in rates.items()}, median(launches)
 
 
 def _processor() -> str:
-    """The processor's own name where the system tells it."""
+    """The processor's name, as far as the system knows it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,27 +1,27 @@
-"""A machine profile: what one computer's memories and links can do, with the unit in every key.
+"""A machine profile: rates of one computer's processors, memories and link, with the unit in every key.
 
-Read from TOML, measured by `pi-compile machine` or written from a named source.
+A profile is a TOML file, measured by `pi-compile machine` or written from a named source.
 """
 
-import difflib
 import json
 import tomllib
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from pi_compile.errors import ProfileError
+from pi_compile.errors import ProfileError, nearest
 from pi_compile.files.bundled import bundled
+from pi_runtime.artifact.formats import WEIGHT_FORMATS
 
-# The upper bound keeps a slip (bytes for GB) and infinity out of the solver's integers.
+# The upper bound keeps slips (bytes for GB) and infinity out of the solver's integers.
 Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
-def whole(value: float, unit: int) -> int:
-    """value · unit from the decimal digits that were written, rounded to an integer, half to even."""
+def to_units(value: float, unit: int) -> int:
+    """value · unit, exact in decimal as it was written, rounded to an integer, half to even."""
     return int((Decimal(repr(value)) * unit).to_integral_value())
 
 
@@ -29,52 +29,56 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-Rates = dict[Literal["f32", "f16", "bf16", "q8", "q4"], Positive]
-"""10⁹ stored bytes a second by number format, for formats that a unit reads more slowly than its memory delivers."""
+if TYPE_CHECKING:
+    FormatName = str
+else:
+    FormatName = Literal[*WEIGHT_FORMATS]
+Rates = dict[FormatName, Positive]
+"""10⁹ stored bytes a second by number format, for formats that are read more slowly than the memory delivers."""
 
 
-class _Unit(_Section):
-    """What a processor makes of its memory."""
+class _Processor(_Section):
+    """Rates of one processor and its memory."""
 
     name: str
     bandwidth_gb_per_s: Positive
     """Sequential reads by all cores, 10⁹ bytes a second."""
     launch_us: NotNegative = 0.0
-    """Starting one operator, microseconds: a product with a matrix, or attention over the cache."""
+    """Microseconds to start one operator: a product with a matrix, or attention over the cache."""
     format_gb_per_s: Rates = Field(default_factory=dict)
-    """A matrix times one vector; a format that is not here runs at `bandwidth_gb_per_s`."""
+    """A matrix times one vector; other formats run at `bandwidth_gb_per_s`."""
     neurons_gb_per_s: Rates = Field(default_factory=dict)
-    """All neurons of an FFN; a format that is not here runs at `format_gb_per_s`, as for the next two."""
+    """All neurons of an FFN; other formats run at `format_gb_per_s`."""
     gather_gb_per_s: Rates = Field(default_factory=dict)
-    """Neurons picked out of an FFN."""
+    """Some neurons of an FFN, gathered; other formats run at `format_gb_per_s`."""
     predictor_gb_per_s: Rates = Field(default_factory=dict)
-    """Predictors, whose rows are short."""
+    """Predictors, whose rows are short; other formats run at `format_gb_per_s`."""
     attention_gb_per_s: Positive | None = None
-    """10⁹ bytes of keys and values a second, once for each query; without it, reading them is what takes time."""
+    """10⁹ bytes of keys and values a second that attention takes for one query; None: as fast as they are read."""
     products_gflop_per_s: Positive | None = None
-    """A matrix times many vectors at once, 10⁹ operations a second, an addition and a multiplication being two."""
+    """A matrix times many vectors, 10⁹ operations a second; a multiplication and an addition are two."""
 
 
-class Cpu(_Unit):
-    """Processor and RAM."""
+class Cpu(_Processor):
+    """The CPU and RAM."""
 
     cores: Annotated[int, Field(ge=1)]
     ram_gib: Positive
 
 
-class Gpu(_Unit):
-    """Graphics card and its memory."""
+class Gpu(_Processor):
+    """The GPU and its memory."""
 
     vram_gib: Positive
 
 
 class Link(_Section):
-    """Between the two."""
+    """The link between CPU and GPU."""
 
     pcie_gb_per_s: Positive
-    """One way."""
+    """10⁹ bytes a second in one direction."""
     sync_us: NotNegative
-    """T_sync: handing a layer's partial result over and waiting for it, microseconds."""
+    """Microseconds to hand over a layer's partial result and wait for it (T_sync)."""
 
 
 class Machine(_Section):
@@ -82,7 +86,7 @@ class Machine(_Section):
 
     name: str
     source: str
-    """How the figures were had: a publication, or the method and date of a measurement."""
+    """Where the figures are from: a publication, or the method and date of a measurement."""
     cpu: Cpu
     gpu: Gpu | None = None
     link: Link | None = None
@@ -100,7 +104,7 @@ class Machine(_Section):
 
 
 def _table(name: str, data: dict[str, Any]) -> list[str]:
-    """A table's values, then its tables; empty ones are left out."""
+    """Lines of a table: its values, then its tables; empty tables are left out."""
     lines = [_line(key, value) for key, value in data.items() if not isinstance(value, dict)]
     for key, value in data.items():
         if isinstance(value, dict) and value:
@@ -110,19 +114,19 @@ def _table(name: str, data: dict[str, Any]) -> list[str]:
 
 
 def _line(key: str, value: str | int | float) -> str:
-    # JSON's strings and numbers are TOML's, but for escaped surrogates and one control character.
+    # Strings and numbers are written alike in JSON and TOML, but for escaped surrogates and one control character.
     return f"{key} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
 
 
-def library() -> Path:
-    """Folder of the bundled profiles."""
+def bundled_machines() -> Path:
+    """The folder of the bundled profiles."""
     return bundled("machines")
 
 
 def find_machine(name: str, folder: Path) -> Machine:
-    """A profile by name (`profiles/machines/NAME.toml`) or by path, relative to `folder`. Raises ProfileError."""
+    """Read a profile by its name in `profiles/machines`, or by its path relative to `folder`. Raises ProfileError."""
     if not name.endswith(".toml"):
-        return read_machine(library() / f"{name}.toml")
+        return read_machine(bundled_machines() / f"{name}.toml")
     return read_machine(folder / name)
 
 
@@ -131,7 +135,7 @@ def read_machine(path: Path) -> Machine:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        known = ", ".join(sorted(p.stem for p in library().glob("*.toml")))
+        known = ", ".join(sorted(p.stem for p in bundled_machines().glob("*.toml")))
         raise ProfileError(
             f"{path}: no such machine profile",
             expected=f"{known}, or a path",
@@ -150,9 +154,12 @@ def _problem(error: dict[str, Any]) -> str:
     location = ".".join(map(str, error["loc"]))
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
+    if error["type"] == "literal_error":
+        near = nearest(error["input"], WEIGHT_FORMATS)
+        return f"{location}: {error['msg']} (found {error['input']!r})" + (f"; did you mean {near}?" if near else "")
     if error["type"] != "extra_forbidden":
         return f"{location}: {error['msg']}"
     sections: dict[str, type[BaseModel]] = {"cpu": Cpu, "gpu": Gpu, "link": Link}
     known = sections.get(str(error["loc"][0]), Machine).model_fields
-    near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)
-    return f"{location}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+    near = nearest(error["loc"][-1], known)
+    return f"{location}: unknown key" + (f"; did you mean {near}?" if near else "")

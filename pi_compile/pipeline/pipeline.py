@@ -22,7 +22,7 @@ from pi_compile.corpus.streams import Streams, read_streams, source_files
 from pi_compile.errors import ProfileError, RecipeError
 from pi_compile.files.output import write_text
 from pi_compile.machine.profile import find_machine
-from pi_compile.packing import PackSpec, own_formats, pack, resolve_formats
+from pi_compile.packing import PackSpec, pack, part_formats, stored_formats
 from pi_compile.pipeline.recipe_placement import Solving, place_section
 from pi_compile.pipeline.stage_specs import corpus_spec, profile_spec, train_spec
 from pi_compile.pipeline.store import Store, code_digest, file_digest, key_of, token_digest
@@ -32,14 +32,14 @@ from pi_compile.placement.stage import Placement
 from pi_compile.profiling import estimate, profile
 from pi_compile.recipe import Recipe, read_recipe
 from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.predictor_set import Trained
+from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model.throughput import Estimate
 from pi_compile.training.stage import Texts, train_predictors, training_work
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress, size
 
 Result = TypeVar("Result")
-Dated = TypeVar("Dated", ActivationProfile, Trained)
+Dated = TypeVar("Dated", ActivationProfile, PredictorSet)
 
 STORE = ".pi-build"
 """Folder beside the recipe that holds every recipe's intermediate results."""
@@ -77,7 +77,7 @@ class Pipeline:
     @cached_property
     def checkpoint_formats(self) -> dict[str, str]:
         """Number format of each part before training, which may choose that of predictors."""
-        return resolve_formats(self.checkpoint, PackSpec(formats=self.recipe.pack.model_dump()))
+        return part_formats(self.checkpoint, PackSpec(formats=self.recipe.pack.model_dump()))
 
     @property
     def formats(self) -> dict[str, str]:
@@ -138,7 +138,7 @@ class Pipeline:
         )
 
     @cached_property
-    def trained(self) -> Trained:
+    def trained(self) -> PredictorSet:
         """Predictors and the rung of each layer."""
         machine = find_machine(self.recipe.place.machine, self.folder)
         spec = train_spec(self.recipe, self.checkpoint_formats, machine, self.device)
@@ -152,7 +152,7 @@ class Pipeline:
             code=code_digest("pi_compile.training.stage"),
         )
 
-        def make(scratch: Path) -> Trained:
+        def make(scratch: Path) -> PredictorSet:
             e = training_work(self.checkpoint, self.profile, texts, spec).estimate(self.device)
             self.notice(_announced("training", len(texts.fit), e))
             with self.progress("training", "steps") as progress:
@@ -161,13 +161,13 @@ class Pipeline:
                 )
 
         return self._stage(
-            "train", key, make, lambda t, path: t.save(path), lambda path: _fresh(Trained.load(path), key, path)
+            "train", key, make, lambda t, path: t.save(path), lambda path: _fresh(PredictorSet.load(path), key, path)
         )
 
     @property
     def refined(self) -> ActivationProfile:
         """The profile, with counts above the thresholds that training chose."""
-        return self.trained.refined(self.profile)
+        return self.trained.apply_thresholds(self.profile)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -189,7 +189,7 @@ class Pipeline:
 
     def activations(self, *, trained: bool) -> ActivationFile:
         """The activation file of this model, with the table of training or without."""
-        own = own_formats(self.checkpoint)
+        own = stored_formats(self.checkpoint)
         if not trained:
             return ActivationFile.of(self.profile, own)
         return ActivationFile.of(self.refined, own, self.trained.rows, self.trained.predictor_format)
@@ -217,7 +217,7 @@ class Pipeline:
                 output,
                 recipe=recipe,
                 profile=self.refined,
-                trained=self.trained,
+                predictor_set=self.trained,
                 plans=self.plans,
                 progress=progress,
             )

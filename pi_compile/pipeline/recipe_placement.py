@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pi_compile.checkpoint.part_formats import resolve
+from pi_compile.checkpoint.part_formats import resolve_formats
 from pi_compile.cost_model.workload import Workload
 from pi_compile.errors import RecipeError
 from pi_compile.machine.profile import Machine, find_machine
@@ -94,7 +94,7 @@ def _workload(recipe: Recipe, folder: Path) -> tuple[Workload, str]:
     if section.activations == PUBLISHED:
         return _published(recipe, folder)
     found = ActivationFile.load(folder / section.activations)
-    formats = resolve(found.formats, recipe.pack.model_dump(), tied_head=found.decoder.tied_head)
+    formats = resolve_formats(found.formats, recipe.pack.model_dump(), tied_head=found.decoder.tied_head)
     counts = found.activation_counts(section.activations)
     return counts.workload(found.decoder, formats, section.context), found.digest()
 

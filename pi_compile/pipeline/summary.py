@@ -8,7 +8,7 @@ import numpy as np
 
 from pi_compile.placement.stage import Placement
 from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.predictor_set import Trained
+from pi_compile.results.predictor_set import PredictorSet
 from pi_runtime.artifact.sizes import PARTS
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _routing(p: ActivationProfile, layer: int) -> dict[str, float]:
     return {"busiest_expert": float(shares.max()), "idlest_expert": float(shares.min())}
 
 
-def train_report(t: Trained) -> dict[str, Any]:
+def train_report(t: PredictorSet) -> dict[str, Any]:
     """Perplexities, format of the predictors, FFN bytes relative to the gate rung, time, and the table of layers."""
     read, gate = (sum(getattr(row, name) for row in t.rows) for name in ("ffn_bytes", "gate_bytes"))
     layers = [{"layer": n, **asdict(row)} for n, row in enumerate(t.rows)]

@@ -20,7 +20,7 @@ from pi_compile.cost_model.activation_counts import ActivationCounts
 from pi_compile.cost_model.workload import MILLION, Ints, LayerWork
 from pi_compile.errors import ProfileError
 from pi_compile.files.npz import read_arrays, write_arrays
-from pi_compile.results.activation_profile import ActivationProfile, orders_experts, within_routed
+from pi_compile.results.activation_profile import ActivationProfile, counts_within_routed, is_order_by_expert
 from pi_compile.results.predictor_set import LayerRow
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import decode
@@ -165,10 +165,10 @@ class ActivationFile:
 
     def _problem(self) -> str:
         experts = self.decoder.n_experts
-        counted = self.tokens >= 1 and within_routed(self.counts, self.routed, self.tokens, experts)
+        counted = self.tokens >= 1 and counts_within_routed(self.counts, self.routed, self.tokens, experts)
         if not counted or self.counts.min(initial=0) < 0:
             return f"counts outside the {self.tokens} tokens profiled"
-        if not orders_experts(self.order, experts):
+        if not is_order_by_expert(self.order, experts):
             return "the order of a layer does not name every neuron once"
         if self.table and len(self.table) != self.decoder.n_layers:
             return f"a table of {len(self.table)} rows for {self.decoder.n_layers} layers"

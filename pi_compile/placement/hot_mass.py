@@ -13,7 +13,7 @@ import numpy as np
 
 from pi_compile.cost_model.processors import CPU, GPU, PICO
 from pi_compile.cost_model.workload import Ints, Workload
-from pi_compile.machine.profile import Machine, whole
+from pi_compile.machine.profile import Machine, to_units
 from pi_compile.placement.formulation import Assignment, Sizes, all_cpu
 
 CutsWithin = Callable[[Workload, Machine, Sizes, int], tuple[tuple[int, ...], int]]
@@ -31,10 +31,10 @@ def least_neurons(machine: Machine, nbytes: int) -> int | None:
     """
     if machine.gpu is None or machine.link is None:
         return None
-    cpu, gpu = (whole(section.bandwidth_gb_per_s, 10**9) for section in (machine.cpu, machine.gpu))
+    cpu, gpu = (to_units(section.bandwidth_gb_per_s, 10**9) for section in (machine.cpu, machine.gpu))
     if gpu <= cpu:
         return None
-    return -(-whole(machine.link.sync_us, 10**6) * cpu * gpu // (nbytes * (gpu - cpu) * PICO))
+    return -(-to_units(machine.link.sync_us, 10**6) * cpu * gpu // (nbytes * (gpu - cpu) * PICO))
 
 
 def hot_mass(

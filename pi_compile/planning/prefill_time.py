@@ -13,7 +13,7 @@ from math import prod
 
 from pi_compile.cost_model.processors import CPU, GPU, PICO, interconnect_of, processors_of
 from pi_compile.cost_model.workload import Workload
-from pi_compile.machine.profile import Machine, whole
+from pi_compile.machine.profile import Machine, to_units
 from pi_compile.placement.formulation import PREFILL_TOKENS, Assignment
 from pi_runtime.artifact.sizes import array_specs
 
@@ -27,7 +27,7 @@ def block_ps(work: Workload, machine: Machine, a: Assignment, tokens: int) -> in
     """Picoseconds of one block of tokens through all layers."""
     processors, interconnect, parts = processors_of(machine), interconnect_of(machine), work.parts()
     sections = (machine.cpu, machine.gpu)
-    operations = [whole(s.products_gflop_per_s, 10**9) if s and s.products_gflop_per_s else None for s in sections]
+    operations = [to_units(s.products_gflop_per_s, 10**9) if s and s.products_gflop_per_s else None for s in sections]
     weights = _weights(work)
 
     def part_ps(side: int, nbytes: int, count: int, part: str) -> int:

@@ -1,7 +1,7 @@
-"""An activation profile: how often each neuron fired, and the order that follows from it.
+"""An activation profile: how often each neuron fired, and the order of neurons that follows.
 
-This is what placing needs and no more, so that a placement can be reproduced without model, corpus or torch.
-On disk it is one `.npz` file (NumPy's own container): `meta` (JSON), `counts`, `order`, and with experts `routed`.
+It holds what placing needs and no more, so that a placement can be reproduced without model, corpus or torch. On disk
+it is one `.npz` file (NumPy's own container): `meta` (JSON), `counts`, `order`, and with experts `routed`.
 """
 
 import hashlib
@@ -26,24 +26,27 @@ GROUP = 64
 
 
 def cumulative_curve(counts: npt.NDArray[Any], points: int = 100) -> npt.NDArray[np.float64]:
-    """(layers, points + 1) share of all activations covered by the hottest 0, 1/points, … 1 of the neurons."""
+    """(layers, points + 1) fraction of all activations that the hottest 0, 1/points, … 1 of the neurons have."""
     falling = -np.sort(-counts.astype(np.int64), axis=1)
     mass = np.concatenate([np.zeros((len(falling), 1), np.int64), np.cumsum(falling, axis=1)], axis=1)
-    places = np.linspace(0, falling.shape[1], points + 1).round().astype(np.int64)
-    return np.asarray(mass[:, places] / np.maximum(mass[:, -1:], 1))
+    neurons = np.linspace(0, falling.shape[1], points + 1).round().astype(np.int64)
+    return np.asarray(mass[:, neurons] / np.maximum(mass[:, -1:], 1))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ActivationProfile:
-    """Counts of a decoder's neurons over a text. F neurons of a layer, expert by expert; X experts."""
+    """Counts of a decoder's neurons over a text. F neurons of a layer, expert by expert; X experts.
+
+    For mixtures of experts, a neuron is counted over the tokens that are routed to its expert.
+    """
 
     decoder: Decoder
     tokens: int
-    """Tokens that were pushed through."""
+    """Tokens of the text."""
     counts: Counts
     """(layers, F): tokens for which neuron f of the checkpoint's order fired."""
     order: Order
-    """(layers, F): the checkpoint's index of the neuron stored at each place, each expert's hottest group first."""
+    """(layers, F): index in the checkpoint of each stored neuron, each expert's hottest group first."""
     routed: Counts | None = None
     """(layers, X): tokens that the router sent to each expert; None where there is no router."""
     inputs: str
@@ -54,15 +57,15 @@ class ActivationProfile:
         return np.take_along_axis(self.counts, self.order.astype(np.int64), axis=1)
 
     def density(self) -> npt.NDArray[np.float64]:
-        """(layers,) mean share of neurons that fire for a token, of those of the experts it goes to."""
+        """(layers,) mean fraction of neurons that fire for a token, among those of the experts it is routed to."""
         return np.asarray(self.counts.sum(1) / (self.tokens * self.decoder.experts_per_token * self.decoder.d_ff))
 
     def cumulative_curve(self, points: int = 100) -> npt.NDArray[np.float64]:
-        """(layers, points + 1) share of all activations covered by the hottest 0, 1/points, … 1 of the neurons."""
+        """(layers, points + 1) fraction of all activations that the hottest 0, 1/points, … 1 of the neurons have."""
         return cumulative_curve(self.counts, points)
 
     def digest(self) -> str:
-        """sha256 of the content, whatever it was made from and however the file is compressed."""
+        """sha256 of the content, without `inputs`; it does not depend on how the file is compressed."""
         h = hashlib.sha256(json.dumps({**self._meta(), "inputs": None}, sort_keys=True).encode())
         h.update(self.counts.astype("<u8").tobytes())
         h.update(self.order.astype("<u4").tobytes())
@@ -76,7 +79,7 @@ class ActivationProfile:
         arrays: dict[str, npt.NDArray[Any]] = {"counts": self.counts, "order": self.order}
         if self.routed is not None:
             arrays["routed"] = self.routed
-        write_arrays(path, {"meta": meta, **{name: _narrow(a) for name, a in arrays.items()}}, compressed=True)
+        write_arrays(path, {"meta": meta, **{name: _smallest_dtype(a) for name, a in arrays.items()}}, compressed=True)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -102,23 +105,23 @@ class ActivationProfile:
         expected = (d.n_layers, d.neurons)
         if self.counts.shape != expected or self.order.shape != expected:
             raise ProfileError(f"{path}: wrong shape", expected=expected, found=(self.counts.shape, self.order.shape))
-        if not orders_experts(self.order, d.n_experts):
+        if not is_order_by_expert(self.order, d.n_experts):
             raise ProfileError(f"{path}: the order of a layer does not name every neuron once")
-        if self.tokens < 1 or not within_routed(self.counts, self.routed, self.tokens, d.n_experts):
+        if self.tokens < 1 or not counts_within_routed(self.counts, self.routed, self.tokens, d.n_experts):
             raise ProfileError(f"{path}: counts above the {self.tokens} tokens profiled, or routed to an expert")
 
     def _meta(self) -> dict[str, Any]:
         return {"decoder": asdict(self.decoder), "tokens": self.tokens, "inputs": self.inputs}
 
 
-def orders_experts(order: npt.NDArray[Any], experts: int) -> bool:
-    """Whether each row of (layers, X·F) names the neurons of each expert once, in the expert's own places."""
+def is_order_by_expert(order: npt.NDArray[Any], experts: int) -> bool:
+    """Whether each row of (layers, X·F) names every neuron once, those of an expert together."""
     each = np.sort(order.reshape(len(order), experts, order.shape[1] // experts), axis=2)
     return bool((each == np.arange(order.shape[1]).reshape(each.shape[1:])).all())
 
 
-def within_routed(counts: npt.NDArray[Any], routed: npt.NDArray[Any] | None, tokens: int, experts: int) -> bool:
-    """Whether no neuron fired for more tokens than its expert had, and there is a number of these for each expert."""
+def counts_within_routed(counts: npt.NDArray[Any], routed: npt.NDArray[Any] | None, tokens: int, experts: int) -> bool:
+    """Whether no neuron fired for more tokens than were routed to its expert."""
     if routed is None:
         return experts == 1 and bool(counts.max(initial=0) <= tokens)
     shape = (len(counts), experts)
@@ -128,13 +131,13 @@ def within_routed(counts: npt.NDArray[Any], routed: npt.NDArray[Any] | None, tok
 
 @dataclass(frozen=True)
 class _Meta:
-    """What a file holds beside its arrays."""
+    """The JSON in a profile's file."""
 
     decoder: Decoder
     tokens: int
     inputs: str
 
 
-def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _smallest_dtype(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The smallest unsigned type that holds the values, for a small file."""
     return values.astype(np.min_scalar_type(int(values.max(initial=0))))

@@ -1,4 +1,4 @@
-"""What training leaves: a rung and a table row for every layer, and the predictors."""
+"""The result of training: each layer's rung with what was measured of it, and the predictors."""
 
 import hashlib
 import json
@@ -13,54 +13,58 @@ from pi_compile.errors import ProfileError
 from pi_compile.files.npz import read_arrays, write_arrays
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.results.neuron_order import neuron_order
+from pi_runtime.artifact.schema import Layer
 
 Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerRow:
-    """One layer of the table, measured on text that neither fitted nor tuned it."""
+class LayerRow(Layer):
+    """One layer's rung, measured on text that was used neither to train nor to choose."""
 
-    rung: str
     density: float
-    """Neurons that fire, on the rung `threshold` above it, ÷ neurons."""
-    rank: int | None
-    threshold: float = 0.0
-    """On the rung `threshold`."""
-    margin: int = 0
-    """On the rung `sign`."""
+    """Neurons that fire ÷ neurons; on the rung `threshold`, those above the threshold."""
     ffn_bytes: float
     """FFN bytes read per token, the predictor's included."""
     gate_bytes: float
-    """What the gate rung would read."""
+    """FFN bytes that the rung `gate` would read per token."""
     ffn_us: float
-    """Predicted time of the FFN for a token, all of it on the recipe's processor; microseconds."""
+    """Predicted microseconds of the FFN for a token, all of it on the recipe's processor."""
     recall: float
     """Neurons that fire and are predicted ÷ neurons that fire."""
     precision: float
-    """… ÷ neurons predicted."""
+    """Neurons that fire and are predicted ÷ neurons predicted."""
     rows_read_over_active: float
     """Neurons whose `first` is read ÷ neurons that fire."""
     error: float
     """E‖Δy‖² ÷ E‖x‖²: what is lost of the FFN's output, against the hidden state it is added to."""
 
+    @property
+    def layer(self) -> Layer:
+        """The rung alone, as an artifact stores it."""
+        return Layer(rung=self.rung, rank=self.rank, threshold=self.threshold, margin=self.margin)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trained:
-    """The result of the train stage. Neurons in the checkpoint's order."""
+class PredictorSet:
+    """The result of the train stage; neurons are in the checkpoint's order."""
 
     rows: tuple[LayerRow, ...]
     predictors: tuple[tuple[Floats, Floats, Floats] | None, ...]
-    """(down [R, D], up [F, R], bias [F]) of each layer on the predicted rung, not yet rounded to their format."""
+    """(down [R, D], up [F, R], bias [F]) of each layer on the rung `predicted`, not yet rounded to their format."""
     predictor_format: str
-    """Number format that the predictors were chosen in."""
+    """Number format of the predictors."""
     counts: tuple[Counts | None, ...]
-    """Of each layer on the rung `threshold`: tokens of the tune text for which each neuron (F,) was above it."""
+    """Tokens of the tune text for which each neuron (F,) was above the threshold; None on the other rungs."""
     counted_tokens: int
+    """Tokens of the tune text."""
     perplexity: dict[str, float]
-    """On tune and report text, dense and as chosen: `tune_dense`, `tune`, `report_dense`, `report`; the `increase` on
-    the report text with its `standard_error`; divergences of both, nats: `tune_divergence`, `report_divergence`."""
+    """Perplexities on the tune and report texts, dense and as chosen: `tune_dense`, `tune`, `report_dense`, `report`.
+
+    Beside them the `increase` on the report text with its `standard_error`, and the divergences on both texts in nats:
+    `tune_divergence`, `report_divergence`.
+    """
     inputs: str
     """Digest of what it was made from."""
 
@@ -68,25 +72,25 @@ class Trained:
     def ranks(self) -> tuple[int | None, ...]:
         return tuple(row.rank for row in self.rows)
 
-    def refined(self, profile: ActivationProfile) -> ActivationProfile:
-        """The profile with what fires above a threshold, where a layer has one: its counts, and the order by them.
+    def apply_thresholds(self, profile: ActivationProfile) -> ActivationProfile:
+        """The profile in which a neuron below its layer's threshold does not fire: counts, and the order by them.
 
-        Counts of the tune text stand for as many tokens as were profiled, or routed to an expert.
+        Counts of the tune text are scaled to the tokens profiled, and are at most those routed to the expert.
         """
         d = profile.decoder
-        most = (
-            np.full((d.n_layers, d.n_experts), profile.tokens, np.uint64) if profile.routed is None else profile.routed
-        )
+        routed = profile.routed
+        if routed is None:
+            routed = np.full((d.n_layers, d.n_experts), profile.tokens, np.uint64)
         counts, order = profile.counts.copy(), profile.order.copy()
         for n, fired in enumerate(self.counts):
             if fired is not None:
                 scaled = fired * np.uint64(profile.tokens) // np.uint64(self.counted_tokens)
-                counts[n] = np.minimum(scaled, np.repeat(most[n], d.d_ff))
+                counts[n] = np.minimum(scaled, np.repeat(routed[n], d.d_ff))
                 order[n] = neuron_order(counts[n], np.zeros((0, len(fired)), np.uint8), d.n_experts)
         return replace(profile, counts=counts, order=order)
 
     def digest(self) -> str:
-        """sha256 of the content, whatever it was made from."""
+        """sha256 of the content, without `inputs`."""
         h = hashlib.sha256(json.dumps({**self._meta(), "inputs": None}, sort_keys=True).encode())
         for name, array in self._arrays().items():
             h.update(name.encode() + array.tobytes())

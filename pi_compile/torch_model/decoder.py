@@ -1,7 +1,8 @@
-"""The decoder in torch, layer by layer: what profiling and training push text through.
+"""The decoder in torch, layer by layer: the forward pass of profiling and training.
 
-The same equations as `pi_runtime.kernels.reference`, over batches. B sequences, T tokens each, D model width, X
-experts, F neurons of one expert. float32 throughout; weights of one layer at a time, by their artifact names.
+It has the equations of `pi_runtime.kernels.reference`, over batches, in float32 throughout. One layer's weights are in
+memory at a time. B sequences, T tokens each, N tokens of any sequence, D model width, X experts, F neurons of one
+expert.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ from pi_compile.errors import CorpusError
 from pi_runtime.artifact.decoder import Decoder
 
 Tensor = torch.Tensor
-Weights = Mapping[str, Tensor]
+NamedTensors = Mapping[str, Tensor]
+"""NamedTensors by their artifact names."""
 
 
 def layer_weights(checkpoint: Checkpoint, layer: int, device: str) -> dict[str, Tensor]:
@@ -24,30 +26,31 @@ def layer_weights(checkpoint: Checkpoint, layer: int, device: str) -> dict[str, 
     return {name: torch.from_numpy(v).to(device) for name, v in checkpoint.layer_values(layer).items()}
 
 
-def end_weights(checkpoint: Checkpoint, device: str) -> dict[str, Tensor]:
+def global_weights(checkpoint: Checkpoint, device: str) -> dict[str, Tensor]:
     """Embedding, learned positions, final norm and head."""
     names = [name for name in checkpoint.array_shapes if not name.startswith("layers/")]
     return {name: torch.from_numpy(checkpoint.values(name)).to(device) for name in names}
 
 
-def embed(d: Decoder, ends: Weights, ids_BT: Tensor) -> Tensor:
+def embed(d: Decoder, global_w: NamedTensors, ids_BT: Tensor) -> Tensor:
     """(B, T) ids → (B, T, D), positions from 0."""
-    x_BTD = ends["embedding"][ids_BT]
+    x_BTD = global_w["embedding"][ids_BT]
     if d.d_embedding != d.d_model:
-        x_BTD = F.linear(x_BTD, ends["embedding_in"])
+        x_BTD = F.linear(x_BTD, global_w["embedding_in"])
     if d.positions == "learned":
-        x_BTD = x_BTD + ends["positions"][d.position_offset : d.position_offset + ids_BT.shape[1]]
+        x_BTD = x_BTD + global_w["positions"][d.position_offset : d.position_offset + ids_BT.shape[1]]
     return x_BTD
 
 
-def norm(d: Decoder, w: Weights, name: str, x: Tensor) -> Tensor:
+def norm(d: Decoder, w: NamedTensors, name: str, x: Tensor) -> Tensor:
+    """The norm of that name, over the last axis."""
     weight = w[f"{name}/weight"]
     if d.norm == "layer":
         return F.layer_norm(x, weight.shape, weight, w[f"{name}/bias"], d.norm_eps)
     return F.rms_norm(x, weight.shape, weight, d.norm_eps)
 
 
-def before_ffn(d: Decoder, w: Weights, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+def before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     """The first half of a block: the residual that the FFN's output is added to, and the FFN's input."""
     if d.block == "post-norm":
         x_BTD = norm(d, w, "attention/norm", x_BTD + attention(d, w, x_BTD))
@@ -59,13 +62,13 @@ def before_ffn(d: Decoder, w: Weights, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
     return attended, normed
 
 
-def after_ffn(d: Decoder, w: Weights, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+def after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
     """The block's output, from the residual and the FFN's output."""
     x_BTD = x_BTD + y_BTD
     return norm(d, w, "ffn/norm", x_BTD) if d.block == "post-norm" else x_BTD
 
 
-def attention(d: Decoder, w: Weights, x_BTD: Tensor) -> Tensor:
+def attention(d: Decoder, w: NamedTensors, x_BTD: Tensor) -> Tensor:
     """Causal attention over (B, T, D) inputs, from position 0."""
     batch, tokens, _ = x_BTD.shape
     qkv = F.linear(x_BTD, w["attention/qkv"], w.get("attention/qkv_bias"))
@@ -78,14 +81,14 @@ def attention(d: Decoder, w: Weights, x_BTD: Tensor) -> Tensor:
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     group = d.n_heads // d.n_kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    mixed = mixed.transpose(1, 2).reshape(batch, tokens, -1)
-    return F.linear(mixed, w["attention/out"], w.get("attention/out_bias"))
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    attended = attended.transpose(1, 2).reshape(batch, tokens, -1)
+    return F.linear(attended, w["attention/out"], w.get("attention/out_bias"))
 
 
 def activate_(d: Decoder, z: Tensor, threshold: float = 0.0) -> Tensor:
-    """a(z) in place, and 0 where its magnitude is at most the model's threshold or the given one."""
-    # In place: at this width every further pass over (…, F) costs as much as a tenth of the product.
+    """Apply the activation in place; magnitudes up to the model's threshold, or up to `threshold`, become 0."""
+    # In place: every further pass over (…, F) costs about a tenth of the product.
     match d.activation:
         case "relu" | "drelu":
             h = z.relu_()
@@ -93,36 +96,36 @@ def activate_(d: Decoder, z: Tensor, threshold: float = 0.0) -> Tensor:
             h = z.relu_().square_()
         case "silu":
             h = F.silu(z, inplace=True)
-        case kind:
-            h = F.gelu(z, approximate="tanh" if kind == "gelu_tanh" else "none")
+        case gelu:
+            h = F.gelu(z, approximate="tanh" if gelu == "gelu_tanh" else "none")
     limit = max(d.threshold, threshold)
     return h.masked_fill_(h.abs() <= limit, 0.0) if limit > 0 else h
 
 
-def neurons(d: Decoder, w: Weights, x: Tensor, threshold: float = 0.0) -> Tensor:
+def neurons(d: Decoder, w: NamedTensors, x: Tensor, threshold: float = 0.0) -> Tensor:
     """(…, D) normed FFN inputs → (…, X·F) neuron values h; zero exactly where a neuron does not fire.
 
-    With experts, each value times its expert's share of the token: 0, and not computed, in those the router does not
-    take.
+    With experts, each value is multiplied by the routing weight of its expert. Experts that the router does not take
+    are not computed: their values are 0.
     """
     if d.n_experts == 1:
         return _expert_neurons(d, w, x, threshold)
-    x_ND, share_NX = x.flatten(0, -2), routing(d, w, x).flatten(0, -2)
+    x_ND, weight_NX = x.flatten(0, -2), routing(d, w, x).flatten(0, -2)
     h_NXF = x.new_zeros(len(x_ND), d.n_experts, d.d_ff)
-    for e, own in enumerate(_by_expert(w, d.n_experts)):
-        tokens = share_NX[:, e].nonzero()[:, 0]
-        h_NXF[tokens, e] = _expert_neurons(d, own, x_ND[tokens], threshold) * share_NX[tokens, e, None]
+    for e, expert_w in enumerate(_split_by_expert(w, d.n_experts)):
+        tokens = weight_NX[:, e].nonzero()[:, 0]
+        h_NXF[tokens, e] = _expert_neurons(d, expert_w, x_ND[tokens], threshold) * weight_NX[tokens, e, None]
     return h_NXF.view(*x.shape[:-1], d.neurons)
 
 
-def _by_expert(w: Weights, experts: int) -> list[Weights]:
+def _split_by_expert(w: NamedTensors, experts: int) -> list[NamedTensors]:
     """The weights of each expert's neurons."""
     names = [name for name in ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest") if name in w]
-    pieces = (w[name].chunk(experts) for name in names)
-    return [dict(zip(names, own, strict=True)) for own in zip(*pieces, strict=True)]
+    chunks = (w[name].chunk(experts) for name in names)
+    return [dict(zip(names, expert_w, strict=True)) for expert_w in zip(*chunks, strict=True)]
 
 
-def _expert_neurons(d: Decoder, w: Weights, x: Tensor, threshold: float) -> Tensor:
+def _expert_neurons(d: Decoder, w: NamedTensors, x: Tensor, threshold: float) -> Tensor:
     h = activate_(d, F.linear(x, w["ffn/first"], w.get("ffn/first_bias")), threshold)
     if d.ffn == "gated":
         up = F.linear(x, w["ffn/rest"][:, 0], w.get("ffn/up_bias"))
@@ -130,8 +133,8 @@ def _expert_neurons(d: Decoder, w: Weights, x: Tensor, threshold: float) -> Tens
     return h
 
 
-def routing(d: Decoder, w: Weights, x: Tensor) -> Tensor:
-    """(…, D) → (…, X) shares of the experts; see `pi_runtime.kernels.reference.routing`."""
+def routing(d: Decoder, w: NamedTensors, x: Tensor) -> Tensor:
+    """(…, D) → (…, X) routing weights of the experts; see `pi_runtime.kernels.reference.routing`."""
     if d.n_experts == 1:
         return x.new_ones(*x.shape[:-1], 1)
     values = F.linear(x, w["ffn/router"])
@@ -140,29 +143,30 @@ def routing(d: Decoder, w: Weights, x: Tensor) -> Tensor:
     return torch.zeros_like(values).scatter(-1, best, values.gather(-1, best).softmax(-1))
 
 
-def ffn_output(w: Weights, h: Tensor) -> Tensor:
+def ffn_output(w: NamedTensors, h: Tensor) -> Tensor:
     """(…, X·F) neuron values → (…, D): Σ h_i rest_i + bias."""
     rest = w["ffn/rest"][:, -1]
-    y = _sum_of_experts(rest, h, len(w["ffn/router"])) if "ffn/router" in w else h @ rest
+    y = _sum_experts(rest, h, len(w["ffn/router"])) if "ffn/router" in w else h @ rest
     return y + w["ffn/down_bias"] if "ffn/down_bias" in w else y
 
 
-def _sum_of_experts(rest: Tensor, h: Tensor, experts: int) -> Tensor:
-    """h @ rest, of each expert the tokens for which any of its neurons fires."""
+def _sum_experts(rest: Tensor, h: Tensor, experts: int) -> Tensor:
+    """h @ rest; each expert computes the tokens for which any of its neurons fires."""
     h_NXF = h.view(-1, experts, len(rest) // experts)
     y_ND = h.new_zeros(len(h_NXF), rest.shape[1])
-    for e, own in enumerate(rest.chunk(experts)):
+    for e, expert_rest in enumerate(rest.chunk(experts)):
         tokens = h_NXF[:, e].any(-1).nonzero()[:, 0]
-        y_ND.index_add_(0, tokens, h_NXF[tokens, e] @ own)
+        y_ND.index_add_(0, tokens, h_NXF[tokens, e] @ expert_rest)
     return y_ND.view(*h.shape[:-1], -1)
 
 
-def logits(d: Decoder, ends: Weights, x_BTD: Tensor) -> Tensor:
+def logits(d: Decoder, global_w: NamedTensors, x_BTD: Tensor) -> Tensor:
+    """(B, T, D) last hidden states → (B, T, vocabulary)."""
     if d.final_norm:
-        x_BTD = norm(d, ends, "final_norm", x_BTD)
+        x_BTD = norm(d, global_w, "final_norm", x_BTD)
     if d.d_embedding != d.d_model:
-        x_BTD = F.linear(x_BTD, ends["embedding_out"])
-    return F.linear(x_BTD, ends["embedding" if d.tied_head else "head"], ends.get("head_bias"))
+        x_BTD = F.linear(x_BTD, global_w["embedding_out"])
+    return F.linear(x_BTD, global_w["embedding" if d.tied_head else "head"], global_w.get("head_bias"))
 
 
 def _rotary(d: Decoder, tokens: int, device: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Hidden states between layers, on disk: two files take turns, so that a killed layer can be run again."""
+"""Hidden states between layers, on disk, in two files that take turns: a layer that is killed can be run again."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """float32 states of one shape, (sequences, tokens, D), before each of a row of steps."""
+    """Hidden states (sequences, tokens, D) before each of a number of steps, float32."""
 
     folder: Path
     name: str

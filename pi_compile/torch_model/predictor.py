@@ -1,10 +1,10 @@
-"""Predictors: which neurons of a layer will fire, from the FFN's input, at a fraction of its bytes.
+"""Predictors: low-rank matrices that tell from the FFN's input which neurons of a layer fire.
 
-score = up (down x) + bias, a neuron is predicted where its score is above 0. N samples, D model width, X experts, F
-neurons of all of them, R rank. The warm start is the best rank-R approximation of `first` in the inputs' own metric:
-with their second moment C = E[x xᵀ] and its root S, the SVD of W S truncated to R (Eckart–Young for E‖Wx − Ŵx‖²).
-Training then lowers a weighted cross-entropy; a threshold, folded into the bias, is set afterwards from what may be
-lost.
+score = up (down x) + bias; a neuron is predicted to fire where its score is above 0. The warm start is the best rank-R
+approximation of `first` in the metric of the inputs: with their second moment C = E[x xᵀ] and its root S, the SVD of
+W S truncated to R (Eckart–Young for E‖Wx − Ŵx‖²). Training then lowers a weighted cross-entropy. A threshold is set
+afterwards, from what may be lost, and becomes part of the bias. N samples, D model width, X experts, F neurons of all
+experts, R rank.
 """
 
 import math
@@ -20,7 +20,7 @@ from pi_runtime.artifact.quantisation import as_stored
 
 Tensor = torch.Tensor
 MISS_WEIGHT = 4.0
-"""How much a miss of average weight costs against a false alarm: reading a row too many is cheap, a miss is not."""
+"""Cost of a false negative of average energy, in false positives: reading a row too many is cheap, a miss is not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,20 +45,20 @@ class Predictor:
         """The predictor whose score 0 is this one's `threshold`."""
         return Predictor(self.down, self.up, self.bias - threshold)
 
-    def stored_as(self, name: str) -> "Predictor":
-        """What remains of it in a number format: what the runtime will compute with."""
-        down, up = (torch.from_numpy(as_stored(name, m.cpu().numpy())).to(m.device) for m in (self.down, self.up))
+    def stored_as(self, fmt: str) -> "Predictor":
+        """The predictor rounded to a number format, as the runtime computes with it."""
+        down, up = (torch.from_numpy(as_stored(fmt, m.cpu().numpy())).to(m.device) for m in (self.down, self.up))
         return Predictor(down, up, self.bias)
 
 
-def starting_rank(d: Decoder, density: float, top_share: float, step: int) -> int:
+def initial_rank(d: Decoder, density: float, top_share: float, step: int) -> int:
     """Rank from sparsity and skewness, D · √density · 1.5 (1.2 − top_share), in whole steps.
 
-    `top_share`: share of all activations that the hottest fifth of the neurons have. Sparse and skewed layers need
-    less (PowerInfer, section 5.1); the constants are a start that candidates around it and the quality budget correct.
+    `top_share` is the fraction of all activations that the hottest fifth of the neurons have. Sparse and skewed layers
+    need lower ranks (PowerInfer, section 5.1). The constants are a first guess: the search around it corrects them.
     """
-    wished = d.d_model * math.sqrt(density) * 1.5 * (1.2 - top_share)
-    return max(step, min(d.d_model // step, round(wished / step)) * step)
+    wanted = d.d_model * math.sqrt(density) * 1.5 * (1.2 - top_share)
+    return max(step, min(d.d_model // step, round(wanted / step)) * step)
 
 
 def second_moment(blocks: Iterable[Tensor], width: int) -> Tensor:
@@ -94,13 +94,13 @@ def _svd(m_FD: Tensor, inverse_DD: Tensor) -> tuple[Tensor, Tensor]:
     return m_FD @ v_DD, v_DD.T @ inverse_DD
 
 
-def energy(h_NF: Tensor, w: td.Weights) -> Tensor:
-    """(N, F) (h_i ‖rest_i‖)²: what the output loses, to first order, if neuron i is missed."""
+def energy(h_NF: Tensor, w: td.NamedTensors) -> Tensor:
+    """(N, F) (h_i ‖rest_i‖)²: what the output loses, to first order, where neuron i is left out."""
     return torch.square(h_NF * torch.linalg.vector_norm(w["ffn/rest"][:, -1], dim=1))
 
 
-def routed(d: Decoder, w: td.Weights, x: Tensor) -> Tensor | None:
-    """(…, D) → (…, F): the neurons of the experts that a token goes to; None where there is one expert."""
+def routed_neurons(d: Decoder, w: td.NamedTensors, x: Tensor) -> Tensor | None:
+    """(…, D) → (…, F) neurons of the experts that a token is routed to; None where there is one expert."""
     return None if d.n_experts == 1 else (td.routing(d, w, x) > 0).repeat_interleave(d.d_ff, -1)
 
 
@@ -108,19 +108,20 @@ def train(
     starts: Sequence[Predictor],
     batches: Iterator[Tensor],
     d: Decoder,
-    w: td.Weights,
+    w: td.NamedTensors,
     *,
     steps: int,
     learning_rate: float,
-    stepped: Callable[[], None] = lambda: None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> list[Predictor]:
     """Lower the weighted cross-entropy by AdamW over `steps` batches (N, D) of inputs; labels come from the weights.
 
-    A neuron that fires weighs `MISS_WEIGHT` times the root of its energy over the mean; one that does not, 1. Starts of
-    different ranks are trained side by side, each as if alone: the labels are the dearest part, and made once.
+    A neuron that fires weighs `MISS_WEIGHT` times the root of its energy over the mean; one that does not weighs 1.
+    Predictors of several ranks are trained side by side, each as if alone: the labels cost most, and are made once.
+    `on_step` is called after each step.
     """
     first = next(batches)
-    predictors = [_leaves(start, first) for start in starts]
+    predictors = [_trainable(start, first) for start in starts]
     leaves = [leaf for p in predictors for leaf in (p.down, p.up, p.bias)]
     optimizer = torch.optim.AdamW(leaves, lr=learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps + 1)
@@ -133,21 +134,22 @@ def train(
             loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
-        stepped()
+        on_step()
     return [Predictor(p.down.detach(), p.up.detach(), p.bias.detach()) for p in predictors]
 
 
-def _leaves(start: Predictor, x_ND: Tensor) -> Predictor:
-    # Scores of unit spread, or the first steps would undo the warm start.
-    spread = 1 / start.scores(x_ND).std()
-    return Predictor(*(t.clone().requires_grad_() for t in (start.down, start.up * spread, start.bias * spread)))
+def _trainable(start: Predictor, x_ND: Tensor) -> Predictor:
+    """A copy whose tensors take gradients."""
+    # Scores with a standard deviation of 1, or the first steps would undo the warm start.
+    scale = 1 / start.scores(x_ND).std()
+    return Predictor(*(t.clone().requires_grad_() for t in (start.down, start.up * scale, start.bias * scale)))
 
 
-def _labels(d: Decoder, w: td.Weights, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, F) whether each neuron fires, as 0 or 1, and what a wrong answer weighs."""
+def _labels(d: Decoder, w: td.NamedTensors, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, F) whether each neuron fires, as 0 or 1, and the weight of a wrong answer."""
     e = energy(td.neurons(d, w, x_ND), w)
     fires = e > 0
     mean = e.sum() / fires.sum().clamp_min(1)
     weight = torch.where(fires, MISS_WEIGHT * (e / mean).clamp(0.05, 20).sqrt(), 1.0)
-    looked_at = routed(d, w, x_ND)
-    return fires.float(), weight if looked_at is None else weight * looked_at
+    routed = routed_neurons(d, w, x_ND)
+    return fires.float(), weight if routed is None else weight * routed

@@ -1,52 +1,75 @@
-"""What a layer computes of its FFN on each rung, in torch; `pi_runtime.kernels.reference` is the definition."""
+"""The FFN of one layer on its rung, in torch; `pi_runtime.kernels.reference` is the definition.
 
+Every rung that leaves neurons out gives each neuron a score, and computes those whose score is above the layer's limit.
+D model width, F neurons of all experts.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from pi_compile.torch_model import decoder as td
-from pi_compile.torch_model.predictor import Predictor, routed
+from pi_compile.torch_model.predictor import Predictor, routed_neurons
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.schema import Layer
 
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Selection:
-    """How one layer is run: its rung with what belongs to it (see `pi_runtime.artifact.schema.Layer`)."""
-
-    rung: str = "dense"
-    predictor: Predictor | None = None
-    """As stored, its threshold at 0."""
-    threshold: float = 0.0
-    margin: int = 0
-
-    def reads(self, d: Decoder, w: td.Weights, x: Tensor) -> Tensor | None:
-        """(…, D) → (…, F): the neurons whose `first` is read; None for all that a token's experts have."""
-        if self.predictor is not None:
-            read = self.predictor.scores(x) > 0
-        elif self.rung == "sign":
-            read = agreement(w, x) > self.margin
-        else:
-            return None
-        looked_at = routed(d, w, x)
-        return read if looked_at is None else read & looked_at
-
-    def keeps(self, d: Decoder, w: td.Weights, x: Tensor, h: Tensor, read: Tensor | None) -> Tensor:
-        """What is left of the neuron values h."""
-        if self.rung == "threshold":
-            return torch.where(magnitudes(d, w, x) > self.threshold, h, 0.0)
-        return h if read is None else torch.where(read, h, 0.0)
-
-
-def magnitudes(d: Decoder, w: td.Weights, x: Tensor) -> Tensor:
-    """(…, D) → (…, F) |a(z)|, what the rung `threshold` looks at; 0 in experts that a token does not go to."""
+def magnitudes(d: Decoder, w: td.NamedTensors, x: Tensor) -> Tensor:
+    """(…, D) → (…, F) |a(z)|, the scores of the rung `threshold`; 0 in experts that the token is not routed to."""
     found = td.activate_(d, torch.nn.functional.linear(x, w["ffn/first"], w.get("ffn/first_bias"))).abs_()
-    looked_at = routed(d, w, x)
-    return found if looked_at is None else found.mul_(looked_at)
+    routed = routed_neurons(d, w, x)
+    return found if routed is None else found.mul_(routed)
 
 
-def agreement(w: td.Weights, x: Tensor) -> Tensor:
-    """(…, D) → (…, F): columns in which weight and input have the same sign, less those in which they differ."""
+def sign_agreement(w: td.NamedTensors, x: Tensor) -> Tensor:
+    """(…, D) → (…, F) columns in which weight and input have the same sign, less those in which they differ."""
     weights, inputs = (1.0 - 2.0 * (t < 0) for t in (w["ffn/first"], x))
     return inputs @ weights.T
+
+
+@dataclass(frozen=True, eq=False)
+class SparseFfn:
+    """One layer's rung with the tensors it needs."""
+
+    layer: Layer
+    predictor: Predictor | None = None
+    """The predictor as the artifact stores it: its threshold is part of the bias."""
+
+    def scores(self, d: Decoder, w: td.NamedTensors, x: Tensor) -> Tensor:
+        """(…, D) → (…, F) what the rung compares with its limit."""
+        return SCORES[self.layer.rung](self, d, w, x)
+
+    def apply(self, d: Decoder, w: td.NamedTensors, x: Tensor, h: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Neurons whose `first` is read, and what is left of their values h; both (…, F).
+
+        The first is None where `first` is read for all neurons of the experts that a token is routed to.
+        """
+        rung = RUNGS[self.layer.rung]
+        if rung.exact:
+            return None, h
+        # At most one of them is not 0: a rung has either.
+        selected = self.scores(d, w, x) > self.layer.threshold + self.layer.margin
+        routed = routed_neurons(d, w, x)
+        if routed is not None:
+            selected &= routed
+        return selected if rung.picks else None, torch.where(selected, h, 0.0)
+
+
+def _predicted(ffn: SparseFfn, _d: Decoder, _w: td.NamedTensors, x: Tensor) -> Tensor:
+    assert ffn.predictor is not None
+    return ffn.predictor.scores(x)
+
+
+SCORES: Mapping[str, Callable[[SparseFfn, Decoder, td.NamedTensors, Tensor], Tensor]] = {
+    "threshold": lambda _, d, w, x: magnitudes(d, w, x),
+    "predicted": _predicted,
+    "sign": lambda _, _d, w, x: sign_agreement(w, x),
+}
+"""How each rung that leaves neurons out scores them."""
+
+DENSE = SparseFfn(Layer(rung="dense"))
+"""A layer that computes everything."""

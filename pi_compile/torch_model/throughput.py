@@ -1,4 +1,4 @@
-"""What a long stage will take, from its products and a short measurement."""
+"""Estimates of what a long stage takes, from its operations and short measurements."""
 
 import time
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pi_runtime.artifact.decoder import Decoder
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a stage will take."""
+    """Time, disk and memory that a stage takes."""
 
     seconds: float
     disk_bytes: int
@@ -18,9 +18,9 @@ class Estimate:
 
 
 def flops_per_s(rows: int, columns: int, out: int, device: str) -> float:
-    """Operations a second of a product (rows, columns) · (columns, out) in float32."""
+    """Floating-point operations a second of a product (rows, columns) · (columns, out) in float32."""
     a, b = torch.ones(rows, columns, device=device), torch.ones(columns, out, device=device)
-    (a @ b).sum().item()  # a first product starts libraries, and `item` waits for the device
+    (a @ b).sum().item()  # the first product initialises libraries; `item` waits for the device
     began = time.perf_counter()
     for _ in range(3):
         product = a @ b
@@ -29,7 +29,7 @@ def flops_per_s(rows: int, columns: int, out: int, device: str) -> float:
 
 
 def values_per_s(device: str) -> float:
-    """Values a second that an operation on each by itself goes through."""
+    """Values a second of an element-wise operation."""
     a = torch.ones(1 << 22, device=device)
     a.sigmoid().sum().item()
     began = time.perf_counter()
@@ -40,6 +40,6 @@ def values_per_s(device: str) -> float:
 
 
 def layer_parameters(d: Decoder, experts: int) -> int:
-    """Weights of one layer with so many experts."""
+    """Number of weights in one layer with `experts` experts."""
     attention = (2 * d.n_heads + 2 * d.n_kv_heads) * d.head_dim * d.d_model
     return attention + (3 if d.ffn == "gated" else 2) * experts * d.d_ff * d.d_model

@@ -1,17 +1,17 @@
-"""The ladder of one layer: ways to run it, with what each reads and loses on the tune text.
+"""Candidates for one layer: ways to run its FFN, with what each reads and loses on the tune text.
 
-threshold   magnitudes of a(z) up to a quantile over the fit text count as 0, for a few densities (CATS, TEAL)
-sign        neurons whose signs agree with the input's in more than a margin of columns, for a few margins (SparseInfer)
-predicted   a few ranks, each warm start untrained and trained, in each number format, for a few thresholds
+    threshold   activations up to a quantile of their magnitudes over the fit text count as 0 (CATS, TEAL)
+    sign        neurons whose signs agree with the input's in more columns than a margin are computed (SparseInfer)
+    predicted   predictors of a few ranks, warm start and trained, in each number format, with a few thresholds
 
-Thresholds of scores and margins are set by what may be lost: the neurons not predicted hold at most a share of the
-layer's energy; sums by score say at once what each of them reads and loses. Ranks start around the one that sparsity
-and skewness suggest; while the best predictor has the smallest or the largest of them, one beyond is tried. N samples,
-D model width, F neurons.
+`SEARCHES` has one entry a rung; exact rungs need no search. Thresholds of scores and margins follow from what may be
+lost: the neurons left out hold at most a given fraction of the layer's energy. Histograms over the scores give, in one
+pass, what each threshold reads and loses. Ranks start around the one that sparsity and skewness suggest; if the best
+rank is at an end of the range, the next one out is tried. N samples, D model width, F neurons.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
@@ -21,21 +21,31 @@ import torch
 from pi_compile.cost_model.ffn_time import Reads
 from pi_compile.cost_model.processors import Processor
 from pi_compile.torch_model import decoder as td
-from pi_compile.torch_model.predictor import Predictor, WarmStarts, energy, routed, second_moment, starting_rank, train
-from pi_compile.torch_model.sparse_ffn import Selection, agreement, magnitudes
+from pi_compile.torch_model.predictor import (
+    Predictor,
+    WarmStarts,
+    energy,
+    initial_rank,
+    routed_neurons,
+    second_moment,
+    train,
+)
+from pi_compile.torch_model.sparse_ffn import SparseFfn
 from pi_compile.training.histogram import Histogram
 from pi_compile.training.samples import NEURON_VALUES, Samples
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 
-LOST_SHARES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-"""Shares of the neurons' energy that thresholds and margins are tried for."""
-KEPT_SHARES = (0.98, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-"""Shares of the neurons that fire which thresholds of the activation leave."""
+LOST_ENERGY = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+"""Fractions of the neurons' energy that a threshold or margin may lose."""
+KEPT_ACTIVATIONS = (0.98, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+"""Fractions of the activations that a threshold on their magnitude keeps."""
 RANK_FACTORS = (0.5, 1.0, 1.5)
-SEARCHES = 2
-"""Ranks tried beyond these."""
+"""Ranks tried first, as multiples of the one that suits the layer."""
+MORE_RANKS = 2
+"""Most ranks that are tried after these."""
 Arrays = dict[str, np.ndarray[Any, Any]]
 
 
@@ -43,172 +53,185 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 class Candidate:
     """One way to run a layer, as measured on the tune text."""
 
-    rung: str
-    rank: int | None = None
+    layer: Layer
     trained: bool = False
     """Whether the predictor is more than its warm start."""
     format: str | None = None
-    """Of the predictor."""
-    threshold: float = 0.0
-    """Of the predictor's scores, or of the activation's magnitude."""
-    margin: int = 0
+    """Number format of the predictor; None where there is none."""
+    score_threshold: float = 0.0
+    """Score above which the predictor says that a neuron fires; becomes part of its bias."""
     reads: Reads
     error: float
-    """E‖Δy‖² ÷ E‖x‖² of the state it is missing from, to first order: the energy of the neurons left out."""
+    """E‖Δy‖² ÷ E‖x‖² with x the state that Δy is missing from, to first order: the energy of the neurons left out."""
 
     @property
-    def name(self) -> str:
-        """Of its predictor's arrays."""
-        return f"{'trained' if self.trained else 'start'}-{self.rank}"
+    def array_prefix(self) -> str:
+        """What the names of its predictor's arrays begin with."""
+        return _array_prefix(self.layer.rank, self.trained)
 
-    def raw(self, arrays: Mapping[str, np.ndarray[Any, Any]], device: str = "cpu") -> Predictor | None:
-        """Its predictor as trained, with its threshold; packing rounds it to its format."""
-        if self.rank is None:
+    def raw_predictor(self, arrays: Mapping[str, np.ndarray[Any, Any]], device: str = "cpu") -> Predictor | None:
+        """The predictor as trained, with its threshold; not yet rounded to its format."""
+        if self.layer.rank is None:
             return None
-        parts = (torch.from_numpy(arrays[f"{self.name}/{part}"]).to(device) for part in ("down", "up", "bias"))
-        return Predictor(*parts).shifted(self.threshold)
+        parts = (torch.from_numpy(arrays[f"{self.array_prefix}/{part}"]).to(device) for part in ("down", "up", "bias"))
+        return Predictor(*parts).shifted(self.score_threshold)
 
-    def selection(self, arrays: Mapping[str, np.ndarray[Any, Any]], device: str) -> Selection:
-        """What the artifact will do."""
-        raw = self.raw(arrays, device)
-        stored = None if raw is None or self.format is None else raw.stored_as(self.format)
-        threshold = self.threshold if self.rung == "threshold" else 0.0
-        return Selection(rung=self.rung, predictor=stored, threshold=threshold, margin=self.margin)
+    def sparse_ffn(self, arrays: Mapping[str, np.ndarray[Any, Any]], device: str) -> SparseFfn:
+        """The layer as the artifact runs it, with the predictor rounded to its format."""
+        raw = self.raw_predictor(arrays, device)
+        return SparseFfn(self.layer, None if raw is None or self.format is None else raw.stored_as(self.format))
 
     @classmethod
-    def of_json(cls, value: dict[str, Any]) -> Self:
-        return cls(**{**value, "reads": Reads(**value["reads"])})
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        """The candidate that `asdict` made plain values of."""
+        return cls(**{**value, "layer": Layer(**value["layer"]), "reads": Reads(**value["reads"])})
+
+
+def _array_prefix(rank: int | None, trained: bool) -> str:
+    return f"{'trained' if trained else 'init'}-{rank}"
+
+
+def _unmeasured(rung: str, **fields: Any) -> Candidate:
+    rank = fields.pop("rank", None)
+    reads = Reads(rung=rung, predictor=0, first=0, rest=0)
+    return Candidate(layer=Layer(rung=rung, rank=rank), reads=reads, error=0.0, **fields)
 
 
 @dataclass
-class _Sums:
-    """Over a text, by score: neurons looked at, those that fire, and their energy."""
+class _ScoreSums:
+    """Sums over a text by score: neurons in question, those that fire, and their energy."""
 
-    looked_at: Histogram = field(default_factory=Histogram)
+    neurons: Histogram = field(default_factory=Histogram)
     fire: Histogram = field(default_factory=Histogram)
     energy: Histogram = field(default_factory=Histogram)
     largest: float = -math.inf
 
-    def add(self, scores: torch.Tensor, lost: torch.Tensor, looked_at: torch.Tensor | None) -> None:
-        fires = lost > 0
+    def add(self, scores: torch.Tensor, energies: torch.Tensor, routed: torch.Tensor | None) -> None:
+        fires = energies > 0
         self.largest = max(self.largest, float(scores.max()))
-        self.looked_at.add(scores if looked_at is None else scores[looked_at])
+        self.neurons.add(scores if routed is None else scores[routed])
         self.fire.add(scores[fires])
-        self.energy.add(scores[fires], lost[fires])
+        self.energy.add(scores[fires], energies[fires])
 
-    def cuts(self) -> list[float]:
-        """Up to which the neurons hold at most each share of the energy."""
-        return [self.largest] if self.energy.empty else [self.energy.threshold(share) for share in LOST_SHARES]
+    def thresholds(self) -> list[float]:
+        """Scores up to which the neurons hold at most each fraction of the energy."""
+        if self.energy.empty:
+            return [self.largest]
+        return [self.energy.threshold(fraction) for fraction in LOST_ENERGY]
 
-    def at(self, cut: float) -> tuple[float, float, float]:
-        """Neurons above a cut, those of them that fire, and the energy that is not above it."""
-        return self.looked_at.above(cut), self.fire.above(cut), self.energy.total - self.energy.above(cut)
+    def at(self, threshold: float) -> tuple[float, float, float]:
+        """Neurons above a threshold, those of them that fire, and the energy of those that are not above it."""
+        above = self.energy.above(threshold)
+        return self.neurons.above(threshold), self.fire.above(threshold), self.energy.total - above
 
 
 @dataclass(frozen=True, kw_only=True)
 class LadderSpec:
-    """What is tried."""
+    """What is tried for each layer."""
 
     rungs: Sequence[str]
     formats: Sequence[str]
-    """Of predictors."""
+    """Number formats of predictors."""
     ffn_format: str
     processor: Processor
     batch: int
     steps: int
     learning_rate: float
     error: float
-    """The error that a layer may about make: what the local search for a rank looks at."""
+    """Error that a layer may make, roughly: predictors with more are not what the search for a rank goes by."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ladder:
-    """One layer, its samples, and what was found."""
+    """One layer, its samples, and the candidates found for it."""
 
     d: Decoder
-    w: td.Weights
+    w: td.NamedTensors
     fit: Samples
     tune: Samples
     spec: LadderSpec
     rng: Callable[[int], np.random.Generator]
     """A generator for each round of training."""
-    stepped: Callable[[], None] = lambda: None
+    on_step: Callable[[], None] = lambda: None
+    density: float
+    """Mean fraction of the neurons that fire."""
+    top_share: float
+    """Fraction of all activations that the hottest fifth of the neurons have."""
     found: list[Candidate] = field(default_factory=list)
     arrays: Arrays = field(default_factory=dict)
+    """Predictors as trained."""
 
-    def climb(self, density: float, top_share: float) -> None:
-        """Try everything the recipe allows. `density`, `top_share`: see `starting_rank`."""
-        with torch.inference_mode():
-            if "threshold" in self.spec.rungs:
-                self.found.extend(self._judged([_untried(rung="threshold")], self._thresholds()))
-            if "sign" in self.spec.rungs and self.d.sparse:
-                self.found.extend(self._judged([_untried(rung="sign")]))
-        # What is not sparse has nothing to predict.
-        if "predicted" in self.spec.rungs and self.d.sparse:
-            self._predictors(density, top_share)
+    def search(self) -> None:
+        """Try everything that the recipe allows."""
+        for search in searches_for(self.spec.rungs, self.d):
+            search.find(self)
 
     def as_json(self) -> list[dict[str, Any]]:
+        """The candidates as plain values."""
         return [asdict(c) for c in self.found]
+
+    def find_thresholds(self) -> None:
+        """Candidates on the rung `threshold`: magnitudes that keep given fractions of the activations."""
+        candidate, histogram = _unmeasured("threshold"), Histogram()
+        ffn = SparseFfn(candidate.layer)
+        with torch.inference_mode():
+            for x in self.fit.blocks(self._rows()):
+                scores = ffn.scores(self.d, self.w, x)
+                histogram.add(scores[scores > 0])
+            kept = [] if histogram.empty else [histogram.threshold(1 - fraction) for fraction in KEPT_ACTIVATIONS]
+            self.found.extend(self._measured([candidate], _with_threshold, kept))
+
+    def find_margins(self) -> None:
+        """Candidates on the rung `sign`."""
+        with torch.inference_mode():
+            self.found.extend(self._measured([_unmeasured("sign")], _with_margin))
+
+    def find_predictors(self) -> None:
+        """Candidates on the rung `predicted`, at a few ranks and at those beyond them that the best one suggests."""
+        moment = second_moment(self.fit.blocks(), self.d.d_model)
+        starts = WarmStarts(self.w["ffn/first"], self.w.get("ffn/first_bias"), moment, self.d.n_experts)
+        ranks = initial_ranks(self.d, self.spec.formats, self.density, self.top_share)
+        self._train(starts, ranks, 0)
+        for training_round in range(1, 1 + MORE_RANKS):
+            rank = self._next_rank(ranks)
+            if rank is None:
+                break
+            self._train(starts, [rank], training_round)
+            ranks = sorted([*ranks, rank])
 
     def _rows(self) -> int:
         return max(1, NEURON_VALUES // self.d.neurons)
 
-    def _thresholds(self) -> list[float]:
-        """Magnitudes that leave shares of what fires, over the fit text."""
-        histogram = Histogram()
-        for x in self.fit.blocks(self._rows()):
-            found = magnitudes(self.d, self.w, x)
-            histogram.add(found[found > 0])
-        return [] if histogram.empty else [histogram.threshold(1 - share) for share in KEPT_SHARES]
+    def _measured(
+        self,
+        candidates: Sequence[Candidate],
+        with_threshold: Callable[[Candidate, float], Candidate],
+        thresholds: Sequence[float] | None = None,
+    ) -> Iterator[Candidate]:
+        """Each candidate at several thresholds, with what it reads and loses on the tune text, in one pass.
 
-    def _judged(self, ways: Sequence[Candidate], cuts: Sequence[float] | None = None) -> Iterator[Candidate]:
-        """Each way cut at several places, with what it reads and loses on the tune text; one pass for all.
-
-        `cuts`: None for those up to which the neurons hold at most a share of the energy.
+        `thresholds`: None for those that lose at most each fraction of `LOST_ENERGY`.
         """
-        scorers, sums = [self._scorer(way) for way in ways], [_Sums() for _ in ways]
-        samples = 0
+        ffns = [candidate.sparse_ffn(self.arrays, self.tune.device) for candidate in candidates]
+        sums, samples = [_ScoreSums() for _ in candidates], 0
         for x in self.tune.blocks(self._rows()):
-            h, looked_at = td.neurons(self.d, self.w, x), routed(self.d, self.w, x)
-            lost = energy(h, self.w)
+            h, routed = td.neurons(self.d, self.w, x), routed_neurons(self.d, self.w, x)
+            energies = energy(h, self.w)
             samples += len(x)
-            for scorer, of_way in zip(scorers, sums, strict=True):
-                of_way.add(scorer(x), lost, looked_at)
+            for ffn, score_sums in zip(ffns, sums, strict=True):
+                score_sums.add(ffn.scores(self.d, self.w, x), energies, routed)
         values = samples * self.d.neurons
-        for way, of_way in zip(ways, sums, strict=True):
-            places = of_way.cuts() if cuts is None else cuts
-            for cut in sorted(set(places)):
-                read, kept, lost_energy = of_way.at(cut)
-                reads = Reads.of(self._bytes(way), way.rung, way.rank, read / values, kept / values)
-                # Agreements are integers: above a number is above the integer below it.
-                where: dict[str, Any] = {"margin": math.floor(cut)} if way.rung == "sign" else {"threshold": cut}
-                yield replace(way, reads=reads, error=lost_energy / max(self.tune.state, 1e-30), **where)
+        for candidate, score_sums in zip(candidates, sums, strict=True):
+            layer, neuron = candidate.layer, self._bytes(candidate)
+            for threshold in sorted(set(score_sums.thresholds() if thresholds is None else thresholds)):
+                read, kept, lost = score_sums.at(threshold)
+                reads = Reads.of(neuron, layer.rung, layer.predictor, read / values, kept / values)
+                error = lost / max(self.tune.state, 1e-30)
+                yield replace(with_threshold(candidate, threshold), reads=reads, error=error)
 
-    def _scorer(self, way: Candidate) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What a way compares with its threshold or margin."""
-        if way.rung == "threshold":
-            return lambda x: magnitudes(self.d, self.w, x)
-        if way.rung == "sign":
-            return lambda x: agreement(self.w, x)
-        predictor = replace(way, threshold=0.0).selection(self.arrays, self.tune.device).predictor
-        assert predictor is not None
-        return predictor.scores
-
-    def _predictors(self, density: float, top_share: float) -> None:
-        moment = second_moment(self.fit.blocks(), self.d.d_model)
-        starts = WarmStarts(self.w["ffn/first"], self.w.get("ffn/first_bias"), moment, self.d.n_experts)
-        tried = ranks_for(self.d, self.spec.formats, density, top_share)
-        self._train(starts, tried, 0)
-        for search in range(SEARCHES):
-            beyond = self._beyond(tried)
-            if beyond is None:
-                break
-            self._train(starts, [beyond], 1 + search)
-            tried = sorted([*tried, beyond])
-
-    def _train(self, starts: WarmStarts, ranks: Sequence[int], search: int) -> None:
+    def _train(self, starts: WarmStarts, ranks: Sequence[int], training_round: int) -> None:
         warm = [starts.at(rank) for rank in ranks]
-        batches = self.fit.batches(self.spec.batch, self.rng(search))
+        batches = self.fit.batches(self.spec.batch, self.rng(training_round))
         with torch.enable_grad():
             trained = train(
                 warm,
@@ -217,56 +240,93 @@ class Ladder:
                 self.w,
                 steps=self.spec.steps,
                 learning_rate=self.spec.learning_rate,
-                stepped=self.stepped,
+                on_step=self.on_step,
             )
         with torch.inference_mode():
             made = [(p, rank, False) for p, rank in zip(warm, ranks, strict=True)]
             if self.spec.steps:
                 made += [(p, rank, True) for p, rank in zip(trained, ranks, strict=True)]
             for p, rank, is_trained in made:
-                name = f"{'trained' if is_trained else 'start'}-{rank}"
-                self.arrays.update({f"{name}/{k}": getattr(p, k).numpy(force=True) for k in ("down", "up", "bias")})
-            ways = [
-                _untried(rung="predicted", rank=rank, trained=is_trained, format=fmt)
+                prefix = _array_prefix(rank, is_trained)
+                self.arrays.update({f"{prefix}/{k}": getattr(p, k).numpy(force=True) for k in ("down", "up", "bias")})
+            candidates = [
+                _unmeasured("predicted", rank=rank, trained=is_trained, format=fmt)
                 for p, rank, is_trained in made
                 for fmt in self.spec.formats
                 if not any(FORMATS[fmt].overflows(getattr(p, k).numpy(force=True)) for k in ("down", "up"))
             ]
-            self.found.extend(self._judged(ways))
+            self.found.extend(self._measured(candidates, _with_score_threshold))
 
-    def _beyond(self, tried: Sequence[int]) -> int | None:
+    def _next_rank(self, tried: Sequence[int]) -> int | None:
         """The rank beside those tried, if the best predictor has the smallest or the largest of them."""
-        step, full = _step(self.d, min(FORMATS[f].columns_per_line for f in self.spec.formats))
-        good = [c for c in self.found if c.rung == "predicted" and c.error <= self.spec.error]
+        step, full = _rank_step(self.d, min(FORMATS[f].columns_per_line for f in self.spec.formats))
+        good = [c for c in self.found if c.layer.rank is not None and c.error <= self.spec.error]
         if not good:
-            # All lose too much: what knows more may not.
-            wished = tried[-1] * 3 // 2
+            # All lose too much: a higher rank may lose less.
+            wanted = tried[-1] * 3 // 2
         else:
-            best = min(good, key=lambda c: c.reads.ps(self.spec.processor, self._bytes(c))).rank
-            wished = tried[0] // 2 if best == tried[0] else tried[-1] * 3 // 2 if best == tried[-1] else 0
-        rank = -(-wished // step) * step
+            best = min(good, key=lambda c: c.reads.ps(self.spec.processor, self._bytes(c))).layer.rank
+            wanted = tried[0] // 2 if best == tried[0] else tried[-1] * 3 // 2 if best == tried[-1] else 0
+        rank = -(-wanted // step) * step
         return rank if step <= rank <= full and rank not in tried else None
 
-    def _bytes(self, way: Candidate) -> FfnBytes:
-        return FfnBytes(self.d, self.spec.ffn_format, way.format or self.spec.formats[0])
+    def _bytes(self, candidate: Candidate) -> FfnBytes:
+        return FfnBytes(self.d, self.spec.ffn_format, candidate.format or self.spec.formats[0])
 
 
-def ranks_for(d: Decoder, formats: Sequence[str], density: float, top_share: float) -> list[int]:
-    """Ranks around the one that suits density and skewness, in whole cache lines of each format: a row of `up` is
-    padded to them, and ranks in between would cost the same."""
+def _with_threshold(candidate: Candidate, threshold: float) -> Candidate:
+    return replace(candidate, layer=replace(candidate.layer, threshold=threshold))
+
+
+def _with_margin(candidate: Candidate, threshold: float) -> Candidate:
+    # Agreements are integers: above a number is above the integer below it.
+    return replace(candidate, layer=replace(candidate.layer, margin=math.floor(threshold)))
+
+
+def _with_score_threshold(candidate: Candidate, threshold: float) -> Candidate:
+    return replace(candidate, score_threshold=threshold)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """How candidates on one rung are found."""
+
+    find: Callable[[Ladder], None]
+    needs_zeros: bool
+    """Whether it finds anything only where the activation has zeros."""
+    trains: bool = False
+    """Whether it trains predictors; else it goes through the tune text once."""
+
+
+SEARCHES: Mapping[str, Search] = {
+    "threshold": Search(find=Ladder.find_thresholds, needs_zeros=False),
+    "sign": Search(find=Ladder.find_margins, needs_zeros=True),
+    "predicted": Search(find=Ladder.find_predictors, needs_zeros=True, trains=True),
+}
+"""By rung, in the order in which they run; exact rungs have none."""
+
+
+def searches_for(rungs: Collection[str], d: Decoder) -> list[Search]:
+    """The searches for those of the rungs that suit a model."""
+    return [search for rung, search in SEARCHES.items() if rung in rungs and (d.sparse or not search.needs_zeros)]
+
+
+def initial_ranks(d: Decoder, formats: Sequence[str], density: float, top_share: float) -> list[int]:
+    """Ranks around the one that suits density and skewness (see `initial_rank`), sorted.
+
+    They fill whole cache lines in one of the formats: a row of `up` is padded to them, and ranks in between would cost
+    the same.
+    """
     ranks = set()
     for fmt in formats:
-        step, full = _step(d, FORMATS[fmt].columns_per_line)
-        base = min(starting_rank(d, density, top_share, step), full // step * step)
-        wished = (max(step, round(base * factor / step) * step) for factor in RANK_FACTORS)
-        ranks |= {rank for rank in wished if rank <= full}
+        step, full = _rank_step(d, FORMATS[fmt].columns_per_line)
+        base = min(initial_rank(d, density, top_share, step), full // step * step)
+        wanted = (max(step, round(base * factor / step) * step) for factor in RANK_FACTORS)
+        ranks |= {rank for rank in wanted if rank <= full}
     return sorted(ranks)
 
 
-def _step(d: Decoder, columns: int) -> tuple[int, int]:
+def _rank_step(d: Decoder, columns: int) -> tuple[int, int]:
+    """The step between ranks that fill lines of so many columns, and the full rank."""
     full = min(d.d_model, d.d_ff)
     return min(columns, full), full
-
-
-def _untried(**way: Any) -> Candidate:
-    return Candidate(reads=Reads(rung=way["rung"], predictor=0, first=0, rest=0), error=0.0, **way)

@@ -1,98 +1,102 @@
-"""The choice: one way for each layer, the quickest together that keep the quality budget.
+"""The choice of rungs: one candidate for each layer, the fastest together that keep the quality budget.
 
-Σ time_l + price · Σ error_l is least where every layer takes its own least, so one number, the price of an error, is
-raised until the model's divergence on the tune text keeps the budget. What is chosen is then measured on the report
-text, and if it costs more than the budget there, chosen again with less to spend, down to nothing: the gate.
+By Lagrangian relaxation: Σ time_l + λ · Σ error_l is least where every layer takes its own least, so there is one
+number to search, the multiplier λ. It is raised until the model's divergence on the tune text keeps the budget. What is
+chosen is then measured on the report text. If it costs more than the budget there, it is chosen again with less to
+spend, down to nothing.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pi_compile.training.candidates import Candidate
-from pi_compile.training.quality import Verdict
+from pi_compile.training.quality import Quality
 from pi_runtime.errors import NotMetError
 
-TUNE_SHARES = (0.25, 0.0625, 0.0)
-"""Parts of the quality budget that may be spent on the tune text, each tried if the report text refuses the one before:
-other text costs more. 0 is the least error in every layer."""
-LOWEST_PRICE, HIGHEST_PRICE, PRICES = -1.0, 8.0, 8
-"""The price of an error is searched between these powers of ten of the exact time, in so many halvings."""
+TUNE_FRACTIONS = (0.25, 0.0625, 0.0)
+"""Fractions of the quality budget that may be spent on the tune text: the next is tried if the report text refuses one.
+
+Other text costs more than the one that was tuned on. 0 is the least error in every layer.
+"""
+LOWEST_EXPONENT, HIGHEST_EXPONENT, BISECTIONS = -1.0, 8.0, 8
+"""The multiplier is searched between these powers of ten of the mean time of a layer, by so many bisections."""
 
 Time = Callable[[Candidate], float]
-Options = Sequence[Sequence[Candidate]]
+LayerCandidates = Sequence[Sequence[Candidate]]
+"""Candidates of each layer."""
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
-    """A candidate for each layer, and what the tune text says of them."""
+class RungChoice:
+    """A candidate for each layer, and their quality on the tune text."""
 
     candidates: tuple[Candidate, ...]
-    tune: Verdict
-    format: str
-    """Of its predictors."""
+    tune: Quality
+    predictor_format: str
 
 
-def choose(
-    options: Options,
+def choose_rungs(
+    layers: LayerCandidates,
     most: float,
     *,
     formats: Sequence[str],
     time: Time,
-    judge: Callable[[Sequence[Candidate]], Verdict],
-    stepped: Callable[[], None],
-) -> Choice:
-    """The quickest choice whose divergence on the tune text is at most `most`, with all predictors in one format.
+    measure: Callable[[Sequence[Candidate]], Quality],
+    on_pass: Callable[[], None],
+) -> RungChoice:
+    """The fastest choice whose divergence on the tune text is at most `most`, with all predictors in one format.
 
-    Where none is, the one that errs least. `stepped` is called `PRICES` times for each format.
+    Where no choice keeps that, the one with the least divergence. `on_pass` is called `BISECTIONS` times for each
+    format.
     """
-    if not any(c.format for layer in options for c in layer):
+    if not any(c.format for candidates in layers for c in candidates):
         formats = formats[:1]
-    found = [_in_format(options, fmt, most, time, judge, stepped) for fmt in formats]
-    keeps = [choice for choice in found if choice.tune.divergence <= most]
-    if not keeps:
+    found = [_choose_in_format(layers, fmt, most, time, measure, on_pass) for fmt in formats]
+    keeping = [choice for choice in found if choice.tune.divergence <= most]
+    if not keeping:
         return min(found, key=lambda choice: choice.tune.divergence)
-    return min(keeps, key=lambda choice: sum(map(time, choice.candidates)))
+    return min(keeping, key=lambda choice: sum(map(time, choice.candidates)))
 
 
-def _in_format(
-    options: Options,
+def _choose_in_format(
+    layers: LayerCandidates,
     fmt: str,
     most: float,
     time: Time,
-    judge: Callable[[Sequence[Candidate]], Verdict],
-    stepped: Callable[[], None],
-) -> Choice:
-    options = [[c for c in layer if c.format in (None, fmt)] for layer in options]
-    unit = max(sum(min(time(c) for c in layer) for layer in options) / len(options), 1e-9)
-    # At no price is there a better choice for quality than the least error in every layer.
-    chosen = [min(layer, key=lambda c: (c.error, time(c))) for layer in options]
-    verdict = last = judge(chosen)
-    judged, low, high = chosen, LOWEST_PRICE, HIGHEST_PRICE
-    for _ in range(PRICES if 0 < most >= verdict.divergence else 0):
-        price = 10 ** ((low + high) / 2)
-        cheaper = [_cheapest(layer, time, unit, price) for layer in options]
-        if cheaper != judged:
-            judged, last = cheaper, judge(cheaper)
+    measure: Callable[[Sequence[Candidate]], Quality],
+    on_pass: Callable[[], None],
+) -> RungChoice:
+    layers = [[c for c in candidates if c.format in (None, fmt)] for candidates in layers]
+    mean_time = max(sum(min(map(time, candidates)) for candidates in layers) / len(layers), 1e-9)
+    # No multiplier gives a better choice for quality than the least error in every layer.
+    chosen = [min(candidates, key=lambda c: (c.error, time(c))) for candidates in layers]
+    quality = last = measure(chosen)
+    measured, low, high = chosen, LOWEST_EXPONENT, HIGHEST_EXPONENT
+    for _ in range(BISECTIONS if 0 < most >= quality.divergence else 0):
+        middle = (low + high) / 2
+        relaxed = [_least(candidates, time, mean_time, 10**middle) for candidates in layers]
+        if relaxed != measured:
+            measured, last = relaxed, measure(relaxed)
         if last.divergence <= most:
-            chosen, verdict, high = cheaper, last, (low + high) / 2
+            chosen, quality, high = relaxed, last, middle
         else:
-            low = (low + high) / 2
-        stepped()
-    return Choice(tuple(chosen), verdict, fmt)
+            low = middle
+        on_pass()
+    return RungChoice(tuple(chosen), quality, fmt)
 
 
-def _cheapest(layer: Sequence[Candidate], time: Time, unit: float, price: float) -> Candidate:
-    return min(layer, key=lambda c: time(c) / unit + price * c.error)
+def _least(candidates: Sequence[Candidate], time: Time, mean_time: float, multiplier: float) -> Candidate:
+    return min(candidates, key=lambda c: time(c) / mean_time + multiplier * c.error)
 
 
-def not_met(choice: Choice, cost: float, budget: float) -> NotMetError:
+def not_met(choice: RungChoice, cost: float, budget: float) -> NotMetError:
     """The error for a budget that no allowed choice keeps."""
     errors = [c.error for c in choice.candidates]
     worst = sorted(range(len(errors)), key=lambda n: -errors[n])[:3]
-    listed = ", ".join(f"{n} ({choice.candidates[n].rung}, error {errors[n]:.1e})" for n in worst)
+    names = ", ".join(f"{n} ({choice.candidates[n].layer.rung}, error {errors[n]:.1e})" for n in worst)
     return NotMetError(
         "the quality budget is out of reach with the rungs that [train] rungs allows",
         expected=f"[quality] perplexity_increase = {budget:g} on the report text",
-        found=f"{cost:.2e} with the least that each layer can lose; most is lost in layers {listed}",
+        found=f"{cost:.2e} with the least that each layer can lose; most is lost in layers {names}",
         remedy="allow gate or dense in [train] rungs, or raise [quality] perplexity_increase",
     )

@@ -1,4 +1,4 @@
-"""Texts on their way through the layers: hidden states and one layer's FFN inputs, on disk, in chunks of memory."""
+"""Training samples: texts pushed through the layers one by one, with one layer's FFN inputs on disk."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from pi_compile.torch_model.hidden_states import HiddenStates
 from pi_compile.training.quality import BATCH
 
 CHUNK = 4096
-"""Samples read at once."""
+"""Samples read at once, and in one chunk of the file."""
 NEURON_VALUES = 1 << 24
-"""Values of neurons in memory at once, for each of what is computed from them."""
+"""Neuron values that an array in memory may hold."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Samples:
     device: str
 
     def blocks(self, rows: int = CHUNK) -> Iterator[torch.Tensor]:
-        """All samples in their order, so many at a time."""
+        """All samples in their order, in blocks of `rows`."""
         for start in range(0, self.array.shape[0], CHUNK):
             yield from torch.split(self._chunk(start), rows)
 
@@ -49,7 +49,7 @@ class Samples:
 
 @dataclass(frozen=True, eq=False)
 class TextStates:
-    """One text before each layer."""
+    """The hidden states of one text, before one layer after the other."""
 
     checkpoint: Checkpoint
     name: str
@@ -57,8 +57,8 @@ class TextStates:
     scratch: Path
     device: str
 
-    def advance(self, n: int, w: td.Weights) -> Samples:
-        """Push the text's hidden states through layer n, leaving its FFN inputs behind."""
+    def advance(self, n: int, w: td.NamedTensors) -> Samples:
+        """Push the hidden states through layer n, and keep its FFN inputs."""
         d, ids = self.checkpoint.decoder, self.ids_NT
         states = HiddenStates(self.scratch, self.name, (*ids.shape, d.d_model))
         samples = zarr.create_array(
@@ -69,13 +69,13 @@ class TextStates:
             compressors=None,
             overwrite=True,
         )
-        ends = td.end_weights(self.checkpoint, self.device) if n == 0 else {}
+        global_w = td.global_weights(self.checkpoint, self.device) if n == 0 else {}
         before, after, state = states.before(n), states.before(n + 1), 0.0
         with torch.inference_mode():
             for start in range(0, len(ids), BATCH):
                 rows = slice(start, start + BATCH)
                 x = (
-                    td.embed(d, ends, ids[rows].to(self.device))
+                    td.embed(d, global_w, ids[rows].to(self.device))
                     if n == 0
                     else torch.from_numpy(before[rows].copy()).to(self.device)
                 )

@@ -1,8 +1,8 @@
-"""Train: a rung for each layer, with a predictor where one pays, the quickest under one quality budget.
+"""Train: a rung for each layer, with a predictor where one pays, the fastest under one quality budget.
 
-Layer by layer: the layer's FFN inputs on the fit and tune texts, and the ladder of ways to run it (`candidates`). Then
-the choice of one for each layer by predicted time on the recipe's processor (`choice`). What is reported is measured on
-a third text, and the budget is a gate there.
+Layer by layer, the layer's FFN inputs on the fit and tune texts are made, and candidates are found (`candidates`). Then
+one is chosen for each layer by predicted time on the recipe's processor (`rung_choice`). What is reported is measured
+on a third text, and the budget must hold there too.
 """
 
 import json
@@ -17,27 +17,26 @@ import numpy.typing as npt
 import torch
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.cost_model.default_rungs import exact_rung
-from pi_compile.cost_model.ffn_time import Reads
 from pi_compile.cost_model.processors import PICO, Processor
 from pi_compile.files.npz import read_arrays, write_arrays
 from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.predictor_set import Floats, Trained
+from pi_compile.results.predictor_set import Floats, PredictorSet
 from pi_compile.torch_model import decoder as td
-from pi_compile.torch_model.sparse_ffn import Selection
-from pi_compile.training.candidates import Candidate, Ladder, LadderSpec
-from pi_compile.training.quality import Tally, Verdict, judge
-from pi_compile.training.rung_choice import TUNE_SHARES, Choice, choose, not_met
+from pi_compile.torch_model.sparse_ffn import SparseFfn
+from pi_compile.training.candidates import Candidate, Ladder, LadderSpec, searches_for
+from pi_compile.training.quality import LayerSums, Quality, measure_dense, measure_quality
+from pi_compile.training.rung_choice import TUNE_FRACTIONS, RungChoice, choose_rungs, not_met
 from pi_compile.training.samples import TextStates
-from pi_compile.training.work_estimate import Meter, TrainingWork
-from pi_runtime.artifact.rungs import RUNGS
+from pi_compile.training.work_estimate import ProgressMeter, TrainingWork
+from pi_runtime.artifact.rungs import RUNGS, Rung
+from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import NotMetError
 
 Tokens = npt.NDArray[np.integer]
 Progress = Callable[[int, int], None]
 BYTES = Processor("bytes", 0, {"": PICO}, {}, None)
-"""Reads a byte a picosecond, in any format and order: times are bytes."""
+"""A processor that reads one byte a picosecond, in any format and order: times are bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +50,12 @@ class TrainSpec:
     perplexity_increase: float = 0.001
     """Largest relative increase of perplexity that all layers together may cost."""
     predictor_formats: tuple[str, ...] = ("f16",)
-    """Formats that predictors may have, all the same one."""
+    """Number formats that predictors may have; all layers have the same."""
     ffn_format: str = "f16"
     rungs: tuple[str, ...] = tuple(RUNGS)
     """Rungs a layer may take. Without dense and gate the quality budget may be out of reach."""
     processor: Processor = BYTES
-    """What the FFN is to run on."""
+    """The processor that times are predicted for."""
     seed: int = 0
     device: str = "cpu"
 
@@ -71,7 +70,7 @@ class Texts:
 
 
 def training_work(checkpoint: Checkpoint, profile: ActivationProfile, texts: Texts, spec: TrainSpec) -> TrainingWork:
-    """What there is to do."""
+    """The work of a training, to estimate its time from."""
     tokens = (len(texts.fit), len(texts.tune), len(texts.report))
     return TrainingWork.of(checkpoint.decoder, _ladder_spec(checkpoint, spec), float(profile.density().mean()), *tokens)
 
@@ -85,15 +84,18 @@ def train_predictors(
     scratch: Path,
     inputs: str,
     progress: Progress,
-) -> Trained:
-    """Fit, choose and report. `scratch` is this run's alone; finished layers of an earlier run with the same `inputs`
-    are taken over. Raises NotMetError if the allowed rungs cannot keep the quality budget."""
-    meter = Meter(training_work(checkpoint, profile, texts, spec), progress)
+) -> PredictorSet:
+    """Train predictors, choose rungs and report their quality.
+
+    `scratch` is this run's alone; finished layers of an earlier run with the same `inputs` are reused. Raises
+    NotMetError if the allowed rungs cannot keep the quality budget.
+    """
+    meter = ProgressMeter(training_work(checkpoint, profile, texts, spec), progress)
     run = _Run(checkpoint, profile, texts, spec, scratch, meter)
     for n in range(checkpoint.decoder.n_layers):
-        run.climb(n)
-        meter.layer(n)
-    choice, report = run.settle()
+        run.find_candidates(n)
+        meter.layer_done(n)
+    choice, report = run.choose()
     increase, error = report.increase_over(run.dense_report)
     perplexity = {
         "tune_dense": run.dense_tune.perplexity,
@@ -105,22 +107,24 @@ def train_predictors(
         "increase": increase,
         "standard_error": error,
     }
-    how = run.selections(choice.candidates)
-    neuron = run.neuron(choice.format)
+    neuron = run.ffn_bytes(choice.predictor_format)
+    layers = [c.layer for c in choice.candidates]
     meter.end()
-    return Trained(
-        rows=tuple(t.row(neuron, spec.processor, s) for t, s in zip(report.tallies, how, strict=True)),
+    return PredictorSet(
+        rows=tuple(s.row(neuron, spec.processor, layer) for s, layer in zip(report.layers, layers, strict=True)),
         predictors=tuple(run.predictor(n, c) for n, c in enumerate(choice.candidates)),
-        predictor_format=choice.format,
-        counts=tuple(_fired(t, c) for t, c in zip(choice.tune.tallies, choice.candidates, strict=True)),
-        counted_tokens=choice.tune.tallies[0].tokens,
+        predictor_format=choice.predictor_format,
+        counts=tuple(_counts(s, layer) for s, layer in zip(choice.tune.layers, layers, strict=True)),
+        counted_tokens=choice.tune.layers[0].tokens,
         perplexity=perplexity,
         inputs=inputs,
     )
 
 
-def _fired(tally: Tally, candidate: Candidate) -> npt.NDArray[np.uint64] | None:
-    return tally.fired.numpy().astype(np.uint64) if candidate.rung == "threshold" else None
+def _counts(sums: LayerSums, layer: Layer) -> npt.NDArray[np.uint64] | None:
+    """Tokens for which each neuron fired, on a rung that decides by the activation itself which ones count."""
+    rung = RUNGS[layer.rung]
+    return None if rung.exact or rung.picks else sums.fired.numpy().astype(np.uint64)
 
 
 def _ladder_spec(checkpoint: Checkpoint, spec: TrainSpec) -> LadderSpec:
@@ -132,47 +136,49 @@ def _ladder_spec(checkpoint: Checkpoint, spec: TrainSpec) -> LadderSpec:
         batch=spec.batch,
         steps=spec.steps,
         learning_rate=spec.learning_rate,
-        error=TUNE_SHARES[0] * spec.perplexity_increase / checkpoint.decoder.n_layers,
+        error=TUNE_FRACTIONS[0] * spec.perplexity_increase / checkpoint.decoder.n_layers,
     )
 
 
 @dataclass(frozen=True)
 class _Run:
+    """One training, with what was found so far."""
+
     checkpoint: Checkpoint
     profile: ActivationProfile
     texts: Texts
     spec: TrainSpec
     scratch: Path
-    meter: Meter
+    meter: ProgressMeter
     found: dict[int, list[Candidate]] = field(default_factory=dict)
 
-    def neuron(self, fmt: str) -> FfnBytes:
-        return FfnBytes(self.checkpoint.decoder, self.spec.ffn_format, fmt)
+    def ffn_bytes(self, predictor_format: str) -> FfnBytes:
+        return FfnBytes(self.checkpoint.decoder, self.spec.ffn_format, predictor_format)
 
-    def ids(self, tokens: Tokens) -> torch.Tensor:
+    def windows(self, tokens: Tokens) -> torch.Tensor:
         return td.windows(tokens, min(self.spec.window, self.checkpoint.decoder.context_length))
 
     # Layer by layer.
 
-    def climb(self, n: int) -> None:
-        """Candidates of layer n, found now or taken from an earlier run."""
+    def find_candidates(self, n: int) -> None:
+        """Find the candidates of layer n, or read those of an earlier run."""
         if not self._file(n).exists():
-            self._fit(n)
+            self._search(n)
         stored = read_arrays(self._file(n), "candidates")
-        self.found[n] = [Candidate.of_json(c) for c in json.loads(str(stored["candidates"]))]
+        self.found[n] = [Candidate.from_json(c) for c in json.loads(str(stored["candidates"]))]
 
     def _file(self, n: int) -> Path:
         return self.scratch / f"layer-{n}.npz"
 
-    def _fit(self, n: int) -> None:
+    def _search(self, n: int) -> None:
         d, device = self.checkpoint.decoder, self.spec.device
-        if not self._climbs():
+        if not searches_for(self.spec.rungs, d):
             write_arrays(self._file(n), {"candidates": np.array("[]")})
             return
         w = td.layer_weights(self.checkpoint, n, device)
         texts = {"fit": self.texts.fit, "tune": self.texts.tune}
         fit, tune = (
-            TextStates(self.checkpoint, name, self.ids(tokens), self.scratch, device).advance(n, w)
+            TextStates(self.checkpoint, name, self.windows(tokens), self.scratch, device).advance(n, w)
             for name, tokens in texts.items()
         )
         ladder = Ladder(
@@ -181,90 +187,82 @@ class _Run:
             fit=fit,
             tune=tune,
             spec=_ladder_spec(self.checkpoint, self.spec),
-            rng=lambda search: np.random.default_rng([self.spec.seed, n, search]),
-            stepped=self.meter.step,
+            rng=lambda training_round: np.random.default_rng([self.spec.seed, n, training_round]),
+            on_step=self.meter.step_done,
+            density=float(self.profile.density()[n]),
+            top_share=float(self.profile.cumulative_curve(5)[n, 1]),
         )
-        ladder.climb(float(self.profile.density()[n]), float(self.profile.cumulative_curve(5)[n, 1]))
+        ladder.search()
         write_arrays(self._file(n), {"candidates": np.array(json.dumps(ladder.as_json())), **ladder.arrays})
-
-    def _climbs(self) -> bool:
-        """Whether there is anything to try."""
-        return "threshold" in self.spec.rungs or (
-            self.checkpoint.decoder.sparse and not {"predicted", "sign"}.isdisjoint(self.spec.rungs)
-        )
 
     # The choice.
 
     @cached_property
-    def dense_tune(self) -> Verdict:
-        return self._judge(self.texts.tune, self._dense())
+    def dense_tune(self) -> Quality:
+        return self._measure_dense(self.texts.tune)
 
     @cached_property
-    def dense_report(self) -> Verdict:
-        return self._judge(self.texts.report, self._dense())
+    def dense_report(self) -> Quality:
+        return self._measure_dense(self.texts.report)
 
-    def settle(self) -> tuple[Choice, Verdict]:
-        """The choice that passes the gate, and what the report text says of it. Raises NotMetError."""
-        options = self._options()
+    def choose(self) -> tuple[RungChoice, Quality]:
+        """The choice that keeps the budget on the report text, and its quality there. Raises NotMetError."""
+        layers = [self._allowed(n, sums) for n, sums in enumerate(self.dense_tune.layers)]
         budget = self.spec.perplexity_increase
-        for share in TUNE_SHARES:
-            choice = choose(
-                options,
-                share * budget,
+        for fraction in TUNE_FRACTIONS:
+            choice = choose_rungs(
+                layers,
+                fraction * budget,
                 formats=self.spec.predictor_formats,
                 time=self._time,
-                judge=self._judge_tune,
-                stepped=self.meter.judged,
+                measure=lambda chosen: self._measure(self.texts.tune, chosen, self.dense_tune),
+                on_pass=self.meter.pass_done,
             )
-            report = self._judge(self.texts.report, self.selections(choice.candidates), self.dense_report)
+            report = self._measure(self.texts.report, choice.candidates, self.dense_report)
             # The divergence is what the increase would be without the luck of which words the text happens to hold.
             cost = max(report.increase_over(self.dense_report)[0], report.divergence)
             if cost <= budget:
                 return choice, report
         raise not_met(choice, cost, budget)
 
-    def _judge_tune(self, chosen: Sequence[Candidate]) -> Verdict:
-        return self._judge(self.texts.tune, self.selections(chosen), self.dense_tune)
+    def _measure(self, tokens: Tokens, chosen: Sequence[Candidate], dense: Quality) -> Quality:
+        ffns = [self._sparse_ffn(n, c) for n, c in enumerate(chosen)]
+        return measure_quality(self.checkpoint, self.windows(tokens), ffns, device=self.spec.device, dense=dense)
 
-    def _dense(self) -> list[Selection]:
-        return [Selection()] * self.checkpoint.decoder.n_layers
+    def _measure_dense(self, tokens: Tokens) -> Quality:
+        return measure_dense(self.checkpoint, self.windows(tokens), device=self.spec.device)
 
-    def _judge(self, tokens: Tokens, how: Sequence[Selection], dense: Verdict | None = None) -> Verdict:
-        return judge(self.checkpoint, self.ids(tokens), how, device=self.spec.device, dense=dense)
-
-    def selections(self, chosen: Sequence[Candidate]) -> list[Selection]:
-        """What the artifact will do."""
-        return [c.selection(self._predictor(n, c), self.spec.device) for n, c in enumerate(chosen)]
+    def _sparse_ffn(self, n: int, candidate: Candidate) -> SparseFfn:
+        return candidate.sparse_ffn(self._arrays(n, candidate), self.spec.device)
 
     def predictor(self, n: int, candidate: Candidate) -> tuple[Floats, Floats, Floats] | None:
-        """Down, up and bias of a chosen candidate, as trained."""
-        raw = candidate.raw(self._predictor(n, candidate))
+        """Down, up and bias of a candidate of layer n, as trained."""
+        raw = candidate.raw_predictor(self._arrays(n, candidate))
         return None if raw is None else (raw.down.numpy(), raw.up.numpy(), raw.bias.numpy())
 
-    def _predictor(self, n: int, candidate: Candidate) -> dict[str, Any]:
-        return {} if candidate.rank is None else read_arrays(self._file(n), f"{candidate.name}/")
+    def _arrays(self, n: int, candidate: Candidate) -> dict[str, Any]:
+        if candidate.layer.rank is None:
+            return {}
+        return read_arrays(self._file(n), f"{candidate.array_prefix}/")
 
     def _time(self, c: Candidate) -> float:
-        return c.reads.ps(self.spec.processor, self.neuron(c.format or self.spec.predictor_formats[0]))
+        return c.reads.ps(self.spec.processor, self.ffn_bytes(c.format or self.spec.predictor_formats[0]))
 
-    def _options(self) -> list[list[Candidate]]:
-        """What each layer may take: an exact rung if the recipe allows one, and what is quicker than that."""
-        allowed = [rung for rung in (exact_rung(self.checkpoint.decoder), "dense") if rung in self.spec.rungs]
-        options = []
-        for n, tally in enumerate(self.dense_tune.tallies):
-            found = [c for c in self.found[n] if c.rung in self.spec.rungs]
-            if not allowed and not found:
-                raise NotMetError(
-                    "only dense runs this model, which is not sparse", remedy="allow dense in [train] rungs"
-                )
-            if allowed:
-                exact = self._exact(allowed[0], tally)
-                # Without an exact rung something has to do, even what is slower.
-                found = [exact, *(c for c in found if self._time(c) < self._time(exact))]
-            options.append(found)
-        return options
+    def _allowed(self, n: int, sums: LayerSums) -> list[Candidate]:
+        """What layer n may take: an exact rung if the recipe allows one, and what is faster than that."""
+        found = [c for c in self.found[n] if c.layer.rung in self.spec.rungs]
+        rung = self._exact_rung()
+        if rung is not None:
+            reads = sums.exact_reads(self.ffn_bytes(self.spec.predictor_formats[0]), rung.name)
+            exact = Candidate(layer=Layer(rung=rung.name), reads=reads, error=0.0)
+            return [exact, *(c for c in found if self._time(c) < self._time(exact))]
+        if not found:
+            raise NotMetError("only dense runs this model, which is not sparse", remedy="allow dense in [train] rungs")
+        # Without an exact rung one of them must do, even a slower one.
+        return found
 
-    def _exact(self, rung: str, tally: Tally) -> Candidate:
-        neuron = self.neuron(self.spec.predictor_formats[0])
-        reads = tally.gate(neuron) if rung == "gate" else Reads.of(neuron, "dense", None, 1.0, 1.0)
-        return Candidate(rung=rung, reads=reads, error=0.0)
+    def _exact_rung(self) -> Rung | None:
+        """The highest exact rung that the recipe allows and that suits the model."""
+        sparse, allowed = self.checkpoint.decoder.sparse, self.spec.rungs
+        exact = [r for r in RUNGS.values() if r.exact and r.name in allowed and (r.dense or sparse)]
+        return exact[-1] if exact else None

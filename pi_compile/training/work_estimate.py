@@ -1,40 +1,42 @@
-"""What training will take, in optimiser steps' worth of work: the time before it starts, and how far it is."""
+"""The work of a training: an estimate of its time before it starts, and its progress, in optimiser steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pi_compile.torch_model.throughput import Estimate, flops_per_s, layer_parameters, values_per_s
-from pi_compile.training.candidates import SEARCHES, LadderSpec, ranks_for
-from pi_compile.training.rung_choice import PRICES
+from pi_compile.training.candidates import MORE_RANKS, LadderSpec, initial_ranks, searches_for
+from pi_compile.training.rung_choice import BISECTIONS
 from pi_compile.training.samples import CHUNK, NEURON_VALUES
 from pi_runtime.artifact.decoder import Decoder
 
 STEP_PASSES, SCORE_PASSES = 30, 20
-"""Times that an optimiser step, for each rank, and summing by scores go through all neuron values, one by one."""
+"""Element-wise passes over all neuron values: of an optimiser step, for each rank, and of a histogram by scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingWork:
-    """Operations of products, and values gone through one by one, of the parts of a training."""
+    """The parts of a training, each as (operations of products, values in element-wise passes)."""
 
     d: Decoder
     spec: LadderSpec
     ranks: tuple[int, ...]
-    """Of a layer of middling density."""
+    """Ranks tried in a layer of mean density; () where nothing is trained."""
     fit: int
-    """Tokens of each text."""
+    """Tokens of the fit text."""
     tune: int
+    """Tokens of the tune text."""
     report: int
+    """Tokens of the report text."""
 
     @classmethod
     def of(cls, d: Decoder, spec: LadderSpec, density: float, fit: int, tune: int, report: int) -> "TrainingWork":
-        """`density`: mean share of neurons that fire."""
-        predicted = "predicted" in spec.rungs and d.sparse
-        ranks = tuple(ranks_for(d, spec.formats, density, 0.5)) if predicted else ()
+        """The work for a model of which a mean fraction `density` of the neurons fires."""
+        trains = any(search.trains for search in searches_for(spec.rungs, d))
+        ranks = tuple(initial_ranks(d, spec.formats, density, 0.5)) if trains else ()
         return cls(d=d, spec=spec, ranks=ranks, fit=fit, tune=tune, report=report)
 
     def estimate(self, device: str) -> Estimate:
-        """Time by short measurements on the device; disk by hidden states and inputs; memory by the largest part."""
+        """Time from short measurements on the device; disk for hidden states and inputs; memory of the largest part."""
         d, batch = self.d, self.spec.batch
         products = flops_per_s(min(batch, 512), d.d_model, min(d.neurons, 4096), device)
         values = values_per_s(device)
@@ -56,17 +58,17 @@ class TrainingWork:
         )
 
     def per_step(self) -> tuple[float, float]:
-        """One optimiser step of all ranks, as (operations, values)."""
+        """One optimiser step of all ranks."""
         d, n = self.d, self.spec.batch
         ranks = sum(6 * n * r * (d.d_model + d.neurons) for r in self.ranks)
         return n * self._neurons() + ranks, STEP_PASSES * n * d.neurons * max(len(self.ranks), 1)
 
     def beside_steps(self) -> tuple[float, float]:
-        """Of a layer, all but its optimiser steps."""
+        """One layer without its optimiser steps."""
         d, spec = self.d, self.spec
-        tried = 2 * self.searches() * len(self.ranks) * len(spec.formats)
+        tried = 2 * self.training_rounds() * len(self.ranks) * len(spec.formats)
         scores = 2 * sum(self.ranks) / max(len(self.ranks), 1) * (d.d_model + d.neurons)
-        others = sum(rung in spec.rungs for rung in ("threshold", "sign"))
+        others = sum(not search.trains for search in searches_for(spec.rungs, d))
         moment = 2 * self.fit * d.d_model**2 + 80 * d.d_model**3 + 2 * d.neurons * d.d_model**2
         products = (
             2 * layer_parameters(d, d.experts_per_token) * (self.fit + self.tune)
@@ -75,25 +77,25 @@ class TrainingWork:
         )
         return products, self.tune * (tried + others) * SCORE_PASSES * d.neurons
 
-    def searches(self) -> float:
-        """Rounds of training, the later ones with one rank for several."""
-        return 1 + SEARCHES / len(self.ranks) if self.ranks else 0
+    def training_rounds(self) -> float:
+        """Rounds that train all ranks; a later round trains one rank and counts as that part of a round."""
+        return 1 + MORE_RANKS / len(self.ranks) if self.ranks else 0
 
     def per_pass(self) -> tuple[float, float]:
-        """The tune text through the whole model."""
+        """One pass of the tune text through the whole model."""
         d = self.d
         model = 2 * layer_parameters(d, d.experts_per_token) * d.n_layers + 4 * d.vocab_size * d.d_model
         return self.tune * model, 10 * self.tune * d.n_layers * d.neurons
 
     def parts(self) -> list[tuple[float, float]]:
-        """Everything there is to do."""
-        step, beside, each = self.per_step(), self.beside_steps(), self.per_pass()
-        steps = self.spec.steps * self.searches() * self.d.n_layers
-        passes = PRICES * len(self.spec.formats) + 2 + 2 * self.report / self.tune
-        return [_times(step, steps), _times(beside, self.d.n_layers), _times(each, passes)]
+        """The whole training: optimiser steps, what else there is of each layer, and passes through the model."""
+        step, beside, one_pass = self.per_step(), self.beside_steps(), self.per_pass()
+        steps = self.spec.steps * self.training_rounds() * self.d.n_layers
+        passes = BISECTIONS * len(self.spec.formats) + 2 + 2 * self.report / self.tune
+        return [_times(step, steps), _times(beside, self.d.n_layers), _times(one_pass, passes)]
 
     def _neurons(self) -> float:
-        """Of one sample: `first`, and `up` where there is one."""
+        """Operations of one sample's neuron values: `first`, and `up` where there is one."""
         return 2 * self.d.d_model * self.d.experts_per_token * self.d.d_ff * (2 if self.d.ffn == "gated" else 1)
 
 
@@ -101,37 +103,38 @@ def _times(part: tuple[float, float], n: float) -> tuple[float, float]:
     return part[0] * n, part[1] * n
 
 
-class Meter:
-    """Progress in optimiser steps' worth of work; what turns out less than was thought is passed over."""
+class ProgressMeter:
+    """Progress of a training in optimiser steps; where there is less to do than was estimated, it jumps ahead."""
 
     def __init__(self, work: TrainingWork, progress: Callable[[int, int], None]) -> None:
         def in_steps(part: tuple[float, float]) -> int:
             products, values = part
-            # One value gone through is worth about so many operations of a product.
+            # A value in an element-wise pass takes as long as about 50 operations of a product.
             return round((products + 50 * values) / (work.per_step()[0] + 50 * work.per_step()[1]))
 
         self._progress, self._layers = progress, work.d.n_layers
-        self._steps = round(work.spec.steps * work.searches())
+        self._steps = round(work.spec.steps * work.training_rounds())
         self._layer = max(1, self._steps + in_steps(work.beside_steps()))
         self._pass = max(1, in_steps(work.per_pass()))
-        self._total = self._layers * self._layer + (PRICES * len(work.spec.formats) + 3) * self._pass
+        self._total = self._layers * self._layer + (BISECTIONS * len(work.spec.formats) + 3) * self._pass
         self._done = 0
 
-    def layer(self, n: int) -> None:
+    def layer_done(self, n: int) -> None:
         """Layer n is done."""
-        self._tell((n + 1) * self._layer)
+        self._report((n + 1) * self._layer)
 
-    def step(self) -> None:
+    def step_done(self) -> None:
         """One optimiser step is done."""
-        self._tell(self._done + 1)
+        self._report(self._done + 1)
 
-    def judged(self) -> None:
+    def pass_done(self) -> None:
         """One pass through the model is done."""
-        self._tell(self._done + self._pass)
+        self._report(self._done + self._pass)
 
     def end(self) -> None:
-        self._tell(self._total)
+        """Everything is done."""
+        self._report(self._total)
 
-    def _tell(self, done: int) -> None:
+    def _report(self, done: int) -> None:
         self._done = max(self._done, min(done, self._total))
         self._progress(self._done, self._total)

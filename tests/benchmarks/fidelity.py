@@ -25,7 +25,7 @@ from pi_compile.pipeline import summary
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.pipeline.stage_specs import train_spec
 from pi_compile.recipe import Recipe, default_recipe
-from pi_compile.results.predictor_set import Trained
+from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.training.stage import Texts, train_predictors
 from pi_runtime import console
 
@@ -61,7 +61,7 @@ class Bench:
         self.scratch = folder / "layers"
         self.scratch.mkdir(exist_ok=True)
 
-    def trained(self, rungs: Sequence[str], budget: float) -> Trained:
+    def trained(self, rungs: Sequence[str], budget: float) -> PredictorSet:
         p, streams = self.pipeline, self.pipeline.streams
         texts = Texts(fit=streams.fit[:TRAIN_TOKENS], tune=streams.tune, report=streams.report)
         spec = train_spec(p.recipe, p.checkpoint_formats, find_machine(self.args.machine, self.folder), "cpu")
@@ -71,12 +71,12 @@ class Bench:
                 p.checkpoint, p.profile, texts, spec, scratch=self.scratch, inputs="", progress=progress
             )
 
-    def scored(self, trained: Trained, fmt: str) -> dict[str, Any]:
+    def scored(self, trained: PredictorSet, fmt: str) -> dict[str, Any]:
         """Through the packed file and the runtime."""
         path, p = self.folder / "a.pi", self.pipeline
         formats = {**dict.fromkeys(("embedding", "attention", "ffn", "head"), fmt)}
         spec = PackSpec(formats={**formats, "predictor": trained.predictor_format})
-        pack(p.checkpoint, spec, path, recipe={}, profile=trained.refined(p.profile), trained=trained)
+        pack(p.checkpoint, spec, path, recipe={}, profile=trained.apply_thresholds(p.profile), predictor_set=trained)
         with console.progress("scoring", "windows") as progress:
             return evaluate(path, [self.args.report], None, tokens=TOKENS, window=WINDOW, progress=progress)
 
@@ -85,8 +85,8 @@ class Bench:
         found = []
         for file in sorted(self.scratch.glob("layer-*.npz")):
             for c in json.loads(str(read_arrays(file, "candidates")["candidates"])):
-                keys = ("rung", "rank", "trained", "format", "threshold", "margin", "error", "reads")
-                found.append({"layer": int(file.stem.split("-")[1]), **{k: c[k] for k in keys}})
+                layer = {"layer": int(file.stem.split("-")[1]), **c.pop("layer")}
+                found.append(layer | c)
         return found
 
 
@@ -113,7 +113,7 @@ def rows(found: dict[str, Any], name: str, fmt: str) -> list[dict[str, Any]]:
     return tables
 
 
-def curve(bench: Bench, rungs: list[str], budgets: list[float]) -> tuple[list[dict[str, Any]], Trained]:
+def curve(bench: Bench, rungs: list[str], budgets: list[float]) -> tuple[list[dict[str, Any]], PredictorSet]:
     """Bytes and perplexity that a set of rungs comes to at each budget, and what was chosen for the first."""
     points, kept = [], None
     for budget in budgets:

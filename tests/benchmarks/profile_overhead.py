@@ -43,7 +43,7 @@ def main() -> None:
         shape = {"d_model": D_MODEL, "d_ff": D_FF, "n_layers": 1, "vocab_size": VOCAB}
         synthetic_llama(Path(folder), **shape, dtype=torch.bfloat16, per_shard=1)
         checkpoint = open_checkpoint(folder)
-        d, w, ends = checkpoint.decoder, td.layer_weights(checkpoint, 0, "cpu"), td.end_weights(checkpoint, "cpu")
+        d, w, ends = checkpoint.decoder, td.layer_weights(checkpoint, 0, "cpu"), td.global_weights(checkpoint, "cpu")
         # A text of a million tokens is sampled this densely.
         spec = ProfileSpec(window=WINDOW, batch=BATCH, cofiring_tokens=max(1, ids.numel() * 4096 // 10**6))
         run = _Run(checkpoint, ids, spec, Path(folder), lambda _done, _total: None)

@@ -10,7 +10,7 @@ import torch
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.profiling import ProfileSpec, profile
 from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.predictor_set import Trained
+from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.training.stage import Texts, TrainSpec, train_predictors
 from support import hf
 
@@ -63,7 +63,9 @@ def profiled(checkpoint: Checkpoint, scratch: Path) -> tuple[Checkpoint, Activat
     return checkpoint, profile(checkpoint, TEXTS.fit, spec, scratch=scratch, inputs="", progress=lambda *_: None)
 
 
-def trained_on(model: Any, scratch: Path, *, texts: Texts = TEXTS, progress: Any = None, **changes: Any) -> Trained:
+def trained_on(
+    model: Any, scratch: Path, *, texts: Texts = TEXTS, progress: Any = None, **changes: Any
+) -> PredictorSet:
     scratch.mkdir(exist_ok=True)
     progress = progress or (lambda *_: None)
     return train_predictors(*model, texts, replace(SPEC, **changes), scratch=scratch, inputs="key", progress=progress)

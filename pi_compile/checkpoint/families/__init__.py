@@ -1,10 +1,21 @@
-"""One adapter a family of models, and the registry of them.
+"""The families of models: an adapter for each, and the registry.
 
-A package adds a family with an entry point in the group `pi_compile.families`; what its adapter needs stands here.
+A package adds a family with an entry point in the group `pi_compile.families`. It finds here what an adapter needs.
 """
 
 from pi_compile.checkpoint.config import Config
-from pi_compile.checkpoint.families.adapter import Adapter, Piece, Rows, both, of
+from pi_compile.checkpoint.families.adapter import Adapter, FusedRows, SourceTensor, stored, weight_and_bias
 from pi_compile.checkpoint.families.registry import adapters, decoder_of, family_names, find_adapter
 
-__all__ = ["Adapter", "Config", "Piece", "Rows", "adapters", "both", "decoder_of", "family_names", "find_adapter", "of"]
+__all__ = [
+    "Adapter",
+    "Config",
+    "FusedRows",
+    "SourceTensor",
+    "adapters",
+    "decoder_of",
+    "family_names",
+    "find_adapter",
+    "stored",
+    "weight_and_bias",
+]

@@ -1,12 +1,11 @@
-"""What a family of checkpoints is to us: its config keys, its decoder, and where each artifact array comes from.
+"""Adapters: the config keys of a family, its decoder, and the checkpoint tensors that make each artifact array.
 
-An adapter is data plus functions from config to `Decoder` and from `Decoder` to tensor names. Names are relative to a
-prefix, since the bare model and the model with its head are saved under different ones. D model width, F neurons, N
-layer.
+An adapter is data, a function from config to `Decoder` and one from `Decoder` to tensor names. Names are relative to a
+prefix, since a model is saved under another prefix with its head than without. D model width, F neurons.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pi_compile.checkpoint.config import Config
@@ -17,8 +16,8 @@ HEAD = {"head": "lm_head.weight", "head_bias": "lm_head.bias"}
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Some rows of a fused tensor: it is `groups` blocks of `size` rows; of each those from `start` to `stop`."""
+class FusedRows:
+    """One array's rows of a fused tensor: rows `start` to `stop` of each of its `groups` blocks of `size` rows."""
 
     groups: int
     size: int
@@ -27,69 +26,74 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One checkpoint tensor, or some rows of it, that an array is made of."""
+class SourceTensor:
+    """One checkpoint tensor, or some rows of it, that becomes an array or a part of one."""
 
     name: str
     """Name without the family's prefix; `{n}` stands for the layer."""
     transposed: bool = False
     """Whether it is stored as [D, F] and wanted as [F, D]."""
-    rows: Rows | None = None
-    """Those taken, of several arrays that are stored as one; None for all."""
+    rows: FusedRows | None = None
+    """The rows to take, where several arrays are stored in one tensor; None for all."""
     addend: float = 0.0
-    """Added to every value: 1 where the model multiplies by 1 + weight."""
+    """Is added to every value: 1 where the model multiplies by 1 + weight."""
 
 
-Table = Mapping[str, tuple[Piece, ...]]
-"""Artifact array → its pieces, joined along axis 0; those of `ffn/rest` [F, k, D] are k for each expert, joined along
-axis 1."""
+Table = Mapping[str, tuple[SourceTensor, ...]]
+"""Artifact array → the tensors it is made of, joined along axis 0.
+
+`ffn/rest` [F, rows_per_neuron, D] takes `rows_per_neuron` tensors for each expert, joined along axis 1.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """One family."""
+    """One family of checkpoints."""
 
     family: str
     """`model_type` of its config.json."""
-    older: tuple[str, ...] = ()
-    """Further values of `model_type`."""
+    aliases: tuple[str, ...] = ()
+    """Further values of `model_type`, which older configs have."""
     architectures: tuple[str, ...]
-    """Classes whose checkpoints hold the whole decoder."""
+    """Class names of checkpoints that hold the whole decoder."""
     prefixes: tuple[str, ...] = ("model.", "")
-    """What may stand before the names of `globals` and `layer`, tried in turn."""
-    globals: Table
-    layer: Callable[[Decoder], Table]
-    """Names of a layer's tensors, which may depend on the kind of decoder."""
+    """Possible prefixes of the names in `global_tensors` and `layer_tensors`, tried in turn."""
+    global_tensors: Table
+    """Tensors that belong to no layer, but for the head."""
+    layer_tensors: Callable[[Decoder], Table]
+    """Tensors of a layer, which may depend on the decoder."""
     read_keys: frozenset[str]
+    """Config keys that `decoder` reads."""
     neutral_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    ignorable: tuple[str, ...] = ()
+    """Config keys with the values at which they have no effect; see `check_keys`."""
+    ignored_tensors: tuple[str, ...] = ()
     """Patterns of tensors without effect, such as buffers that older versions saved."""
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    unused_tensors: Mapping[str, str] = field(default_factory=dict)
     """Pattern of tensors that are not used → the notice that says so."""
-    planned_only: str = ""
-    """Why its checkpoints cannot be read though its sizes are known; empty where they can."""
+    plan_only: str = ""
+    """Why its checkpoints can be planned for but not read; empty where they can be read."""
     decoder: Callable[[Config], Decoder]
-    """Raises CheckpointError for a value it does not know; other keys are not its concern, see `check_keys`."""
+    """Makes the decoder of a config. Raises CheckpointError for a value that it does not know."""
 
-    def pieces(self, array: str, prefix: str, decoder: Decoder) -> tuple[Piece, ...]:
-        """Pieces of one artifact array, with full tensor names."""
+    def source_tensors(self, array: str, prefix: str, decoder: Decoder) -> tuple[SourceTensor, ...]:
+        """The tensors that an artifact array is made of, with their full names."""
         if array in HEAD:
-            return of(HEAD[array])
+            return stored(HEAD[array])
         if not array.startswith("layers/"):
-            return tuple(_named(piece, prefix) for piece in self.globals[array])
-        _, n, rest = array.split("/", 2)
-        return tuple(_named(piece, prefix, n) for piece in self.layer(decoder)[rest])
+            return tuple(_with_full_name(tensor, prefix) for tensor in self.global_tensors[array])
+        _, n, name = array.split("/", 2)
+        return tuple(_with_full_name(tensor, prefix, n) for tensor in self.layer_tensors(decoder)[name])
 
 
-def _named(piece: Piece, prefix: str, layer: str = "") -> Piece:
-    return Piece(prefix + piece.name.replace("{n}", layer), piece.transposed, piece.rows, piece.addend)
+def _with_full_name(tensor: SourceTensor, prefix: str, layer: str = "") -> SourceTensor:
+    return replace(tensor, name=prefix + tensor.name.replace("{n}", layer))
 
 
-def of(*names: str) -> tuple[Piece, ...]:
-    """Pieces that are used as they are stored."""
-    return tuple(Piece(name) for name in names)
+def stored(*names: str) -> tuple[SourceTensor, ...]:
+    """Whole tensors that are used as they are stored."""
+    return tuple(SourceTensor(name) for name in names)
 
 
-def both(array: str, name: str) -> dict[str, tuple[Piece, ...]]:
-    """`array/weight` and `array/bias` of a module."""
-    return {f"{array}/{part}": of(f"{name}.{part}") for part in ("weight", "bias")}
+def weight_and_bias(array: str, name: str) -> dict[str, tuple[SourceTensor, ...]]:
+    """The arrays `array/weight` and `array/bias`, from the module `name`."""
+    return {f"{array}/{part}": stored(f"{name}.{part}") for part in ("weight", "bias")}

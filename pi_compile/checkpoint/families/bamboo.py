@@ -1,4 +1,4 @@
-"""Bamboo and TurboSparse-Mistral: Mistral with dReLU; their repositories ship modelling code, which is not needed.
+"""Bamboo and TurboSparse-Mistral: Mistral with dReLU; the modelling code in their repositories is not needed.
 
 Source: model card of PowerInfer/Bamboo-base-v0_1, `down_proj(act(gate_proj(x)) * act(up_proj(x)))`, act = relu.
 TurboSparse-Mistral's checkpoint holds a predictor beside each FFN, `mlp.predictor.{fc1,fc2}.weight`.
@@ -11,8 +11,8 @@ from pi_compile.checkpoint.families import llama, mistral
 from pi_runtime.artifact.decoder import Decoder
 
 PREDICTORS = {
-    r"\.predictor\.fc[12]\.weight$": "the checkpoint's own predictors are left out: the dense model is what is packed, "
-    "and predictors are trained anew"
+    r"\.predictor\.fc[12]\.weight$": "the checkpoint's own predictors are left out: the dense model is packed, and "
+    "predictors are trained anew"
 }
 
 
@@ -26,6 +26,6 @@ ADAPTER = replace(
     family="bamboo",
     architectures=("BambooForCausalLM", "BambooModel"),
     read_keys=mistral.KEYS,
-    left_out=PREDICTORS,
+    unused_tensors=PREDICTORS,
     decoder=_decoder,
 )

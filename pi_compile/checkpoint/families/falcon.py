@@ -1,15 +1,15 @@
-"""Falcon: attention and FFN side by side, queries, keys and values in one tensor; 7B style or 40B style.
+"""Falcon: parallel attention and FFN; queries, keys and values in one tensor; in the style of 7B or of 40B.
 
-7B: one head of keys and values, one norm for both halves of a block. 40B (`new_decoder_architecture`): grouped
-queries, a norm for each half, or one (`num_ln_in_parallel_attn`). The oldest ones are sequential. H heads, G of keys
-and values, E head width.
+7B has one head of keys and values, and one norm for attention and FFN. 40B (`new_decoder_architecture`) has grouped
+queries, and a norm for each of the two, or one for both (`num_ln_in_parallel_attn`). The oldest models have sequential
+blocks. H heads, G heads of keys and values, E head width.
 """
 
 from itertools import pairwise
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import rope
-from pi_compile.checkpoint.families.adapter import Adapter, Piece, Rows, Table, both, of
+from pi_compile.checkpoint.families.adapter import Adapter, FusedRows, SourceTensor, Table, stored, weight_and_bias
 from pi_compile.checkpoint.families.fields import activation, kv_heads
 from pi_runtime.artifact.decoder import Decoder
 
@@ -56,7 +56,7 @@ def _decoder(config: Config) -> Decoder:
 
 
 def _grouped(config: Config) -> bool:
-    """Whether it is of the 40B style; the first configs of that style only name their heads of keys and values."""
+    """Whether the model has the 40B style; the first configs show it only by a number of heads of keys and values."""
     return config.flag("new_decoder_architecture", default=config.get("n_head_kv") is not None)
 
 
@@ -67,31 +67,33 @@ def _kv_heads(config: Config, n_heads: int, grouped: bool) -> int:
 
 
 def _older(config: Config, key: str) -> int | None:
-    """The name that the first configs have for a size."""
+    """The value of a size under the name that the first configs have."""
     return None if config.get(key) is None else config.size(key)
 
 
 def _layer(d: Decoder) -> Table:
-    two = d.block == "parallel" and not d.shared_norm
+    two_norms = d.block == "parallel" and not d.shared_norm
     table = {
-        **both("attention/norm", "h.{n}.ln_attn" if two else "h.{n}.input_layernorm"),
-        "attention/qkv": _heads(d, "h.{n}.self_attention.query_key_value.weight"),
-        "attention/qkv_bias": _heads(d, "h.{n}.self_attention.query_key_value.bias"),
-        "attention/out": of("h.{n}.self_attention.dense.weight"),
-        "attention/out_bias": of("h.{n}.self_attention.dense.bias"),
-        "ffn/first": of("h.{n}.mlp.dense_h_to_4h.weight"),
-        "ffn/first_bias": of("h.{n}.mlp.dense_h_to_4h.bias"),
-        "ffn/rest": (Piece("h.{n}.mlp.dense_4h_to_h.weight", transposed=True),),
-        "ffn/down_bias": of("h.{n}.mlp.dense_4h_to_h.bias"),
+        **weight_and_bias("attention/norm", "h.{n}.ln_attn" if two_norms else "h.{n}.input_layernorm"),
+        "attention/qkv": _fused_qkv(d, "h.{n}.self_attention.query_key_value.weight"),
+        "attention/qkv_bias": _fused_qkv(d, "h.{n}.self_attention.query_key_value.bias"),
+        "attention/out": stored("h.{n}.self_attention.dense.weight"),
+        "attention/out_bias": stored("h.{n}.self_attention.dense.bias"),
+        "ffn/first": stored("h.{n}.mlp.dense_h_to_4h.weight"),
+        "ffn/first_bias": stored("h.{n}.mlp.dense_h_to_4h.bias"),
+        "ffn/rest": (SourceTensor("h.{n}.mlp.dense_4h_to_h.weight", transposed=True),),
+        "ffn/down_bias": stored("h.{n}.mlp.dense_4h_to_h.bias"),
     }
-    return table | both("ffn/norm", "h.{n}.ln_mlp" if two else "h.{n}.post_attention_layernorm")
+    return table | weight_and_bias("ffn/norm", "h.{n}.ln_mlp" if two_norms else "h.{n}.post_attention_layernorm")
 
 
-def _heads(d: Decoder, name: str) -> tuple[Piece, ...]:
-    """[G, H/G + 2, E] rows: for each head of keys and values the queries that share it, its keys, its values."""
-    queries, one = d.n_heads // d.n_kv_heads * d.head_dim, d.head_dim
-    bounds = (0, queries, queries + one, queries + 2 * one)
-    return tuple(Piece(name, rows=Rows(d.n_kv_heads, bounds[-1], start, stop)) for start, stop in pairwise(bounds))
+def _fused_qkv(d: Decoder, name: str) -> tuple[SourceTensor, ...]:
+    """Queries, keys and values of a tensor with rows [G, H/G + 2, E]: a group's queries, its keys, its values."""
+    queries, width = d.n_heads // d.n_kv_heads * d.head_dim, d.head_dim
+    bounds = (0, queries, queries + width, queries + 2 * width)
+    return tuple(
+        SourceTensor(name, rows=FusedRows(d.n_kv_heads, bounds[-1], start, stop)) for start, stop in pairwise(bounds)
+    )
 
 
 _KEYS = """
@@ -102,11 +104,11 @@ _KEYS = """
 
 ADAPTER = Adapter(
     family="falcon",
-    older=("RefinedWeb", "RefinedWebModel"),
+    aliases=("RefinedWeb", "RefinedWebModel"),
     architectures=("FalconForCausalLM", "FalconModel", "RWForCausalLM", "RWModel"),
     prefixes=("transformer.", ""),
-    globals={"embedding": of("word_embeddings.weight"), **both("final_norm", "ln_f")},
-    layer=_layer,
+    global_tensors={"embedding": stored("word_embeddings.weight"), **weight_and_bias("final_norm", "ln_f")},
+    layer_tensors=_layer,
     read_keys=frozenset((*_KEYS.split(), *rope.KEYS)),
     neutral_keys={"apply_residual_connection_post_layernorm": ()},
     decoder=_decoder,

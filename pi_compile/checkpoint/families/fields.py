@@ -16,11 +16,11 @@ ACTIVATIONS = {
 }
 """transformers' name of an activation → ours."""
 FATRELU = "fatrelu"
-"""max(z, 0) where that is above a threshold, `hidden_act_param`; else 0 (ProSparse)."""
+"""The activation z where z is above a threshold, `hidden_act_param`, else 0 (ProSparse)."""
 
 
 def activation(config: Config, key: str, default: str) -> dict[str, Any]:
-    """The fields `activation` and `threshold` of a decoder."""
+    """The decoder's fields `activation` and `threshold`."""
     if config.get(key, default) != FATRELU:
         return {"activation": config.choice(key, default, ACTIVATIONS)}
     value = config.get("hidden_act_param")
@@ -32,7 +32,7 @@ def activation(config: Config, key: str, default: str) -> dict[str, Any]:
 
 
 def kv_heads(config: Config, key: str, default: int, n_heads: int) -> int:
-    """Heads of keys and values, a divisor of the others."""
+    """The number of heads of keys and values, a divisor of `n_heads`."""
     found = config.size(key, default)
     if n_heads % found:
         raise config.error(key, found, expected=f"a divisor of {n_heads} attention heads")
@@ -40,14 +40,14 @@ def kv_heads(config: Config, key: str, default: int, n_heads: int) -> int:
 
 
 def head_dim(config: Config, d_model: int, n_heads: int, default: int | None = None) -> int:
-    """Width of a head: what the config says, else the model's width split among the heads."""
+    """The width of a head: from the config, else the model's width divided by the number of heads."""
     if config.get("head_dim") is None and default is None and d_model % n_heads:
         raise config.error("hidden_size", d_model, expected=f"a multiple of {n_heads} attention heads, or head_dim")
     return config.size("head_dim", default or max(1, d_model // n_heads))
 
 
 def within_window(config: Config, context: int, default: int | None = None) -> int:
-    """Context of a model with a sliding window: no longer than the window, since up to there it hides nothing.
+    """The context of a model with a sliding window, cut to the window: up to there attention is full.
 
     `default` is the family's window where the config has no such key.
     """
@@ -65,7 +65,7 @@ def within_window(config: Config, context: int, default: int | None = None) -> i
 
 
 def no_window(config: Config, context: int) -> None:
-    """Refuse `use_sliding_window` where it would hide anything."""
+    """Refuse `use_sliding_window` where the window would hide any position."""
     if not config.flag("use_sliding_window", default=False):
         return
     window, full = config.fields.get("sliding_window", 4096), config.get("max_window_layers", 28)

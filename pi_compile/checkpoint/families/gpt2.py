@@ -1,7 +1,7 @@
-"""GPT-2: LayerNorm, learned positions, plain FFN; weights stored the other way round, queries, keys, values as one."""
+"""GPT-2: LayerNorm, learned positions, plain FFN; weights are stored transposed, queries, keys and values in one."""
 
 from pi_compile.checkpoint.config import Config
-from pi_compile.checkpoint.families.adapter import Adapter, Piece, both, of
+from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor, stored, weight_and_bias
 from pi_compile.checkpoint.families.fields import activation
 from pi_runtime.artifact.decoder import Decoder
 
@@ -41,27 +41,31 @@ _KEYS = """
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
 """
 _LAYER = {
-    **both("attention/norm", "h.{n}.ln_1"),
-    "attention/qkv": (Piece("h.{n}.attn.c_attn.weight", transposed=True),),
-    "attention/qkv_bias": of("h.{n}.attn.c_attn.bias"),
-    "attention/out": (Piece("h.{n}.attn.c_proj.weight", transposed=True),),
-    "attention/out_bias": of("h.{n}.attn.c_proj.bias"),
-    **both("ffn/norm", "h.{n}.ln_2"),
-    "ffn/first": (Piece("h.{n}.mlp.c_fc.weight", transposed=True),),
-    "ffn/first_bias": of("h.{n}.mlp.c_fc.bias"),
-    "ffn/rest": of("h.{n}.mlp.c_proj.weight"),
-    "ffn/down_bias": of("h.{n}.mlp.c_proj.bias"),
+    **weight_and_bias("attention/norm", "h.{n}.ln_1"),
+    "attention/qkv": (SourceTensor("h.{n}.attn.c_attn.weight", transposed=True),),
+    "attention/qkv_bias": stored("h.{n}.attn.c_attn.bias"),
+    "attention/out": (SourceTensor("h.{n}.attn.c_proj.weight", transposed=True),),
+    "attention/out_bias": stored("h.{n}.attn.c_proj.bias"),
+    **weight_and_bias("ffn/norm", "h.{n}.ln_2"),
+    "ffn/first": (SourceTensor("h.{n}.mlp.c_fc.weight", transposed=True),),
+    "ffn/first_bias": stored("h.{n}.mlp.c_fc.bias"),
+    "ffn/rest": stored("h.{n}.mlp.c_proj.weight"),
+    "ffn/down_bias": stored("h.{n}.mlp.c_proj.bias"),
 }
 
 ADAPTER = Adapter(
     family="gpt2",
     architectures=("GPT2LMHeadModel", "GPT2Model"),
     prefixes=("transformer.", ""),
-    globals={"embedding": of("wte.weight"), "positions": of("wpe.weight"), **both("final_norm", "ln_f")},
-    layer=lambda _: _LAYER,
+    global_tensors={
+        "embedding": stored("wte.weight"),
+        "positions": stored("wpe.weight"),
+        **weight_and_bias("final_norm", "ln_f"),
+    },
+    layer_tensors=lambda _: _LAYER,
     read_keys=frozenset(_KEYS.split()),
     neutral_keys={"scale_attn_by_inverse_layer_idx": ()},
     # The causal mask, which older versions saved.
-    ignorable=(r"\.attn\.(masked_)?bias$",),
+    ignored_tensors=(r"\.attn\.(masked_)?bias$",),
     decoder=_decoder,
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import rope
-from pi_compile.checkpoint.families.adapter import Adapter, Piece, of
+from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor, stored
 from pi_compile.checkpoint.families.fields import activation, head_dim, kv_heads
 from pi_runtime.artifact.decoder import Decoder
 
@@ -22,10 +22,13 @@ def llama_like(
     tied: bool = False,
     **differences: Any,
 ) -> Decoder:
-    """A decoder with Llama's config keys. The arguments are the family's values of missing keys (see `rope.rotary`),
-    `differences` fields of the decoder that are not Llama's."""
+    """A decoder with Llama's config keys.
+
+    The arguments are the family's defaults of missing keys (see `rope.rotary`); `differences` are decoder fields that
+    differ from Llama's.
+    """
     d_model, n_heads = config.size("hidden_size"), config.size("num_attention_heads")
-    # As in transformers, null is not the same as no such key.
+    # In transformers too, null is not the same as a missing key.
     n_kv_heads = n_heads if n_kv_heads is None or "num_key_value_heads" in config.fields else n_kv_heads
     width = head_dim(config, d_model, n_heads, head_width)
     fields: dict[str, Any] = {
@@ -53,7 +56,7 @@ def llama_like(
 
 
 def decoder(config: Config, family: str = "llama") -> Decoder:
-    """Llama itself, which may have biases."""
+    """The decoder of Llama itself, which may have biases."""
     bias = config.flag("attention_bias", default=False)
     return llama_like(config, family, qkv_bias=bias, out_bias=bias, ffn_bias=config.flag("mlp_bias", default=False))
 
@@ -63,34 +66,37 @@ _KEYS = """
     hidden_act hidden_act_param max_position_embeddings rms_norm_eps tie_word_embeddings
 """
 KEYS = frozenset((*_KEYS.split(), *rope.KEYS))
-"""What `llama_like` reads."""
-GLOBALS = {"embedding": of("embed_tokens.weight"), "final_norm/weight": of("norm.weight")}
+"""Config keys that `llama_like` reads."""
+GLOBALS = {"embedding": stored("embed_tokens.weight"), "final_norm/weight": stored("norm.weight")}
 ATTENTION = {
-    "attention/norm/weight": of("layers.{n}.input_layernorm.weight"),
-    "attention/qkv": of(*(f"layers.{{n}}.self_attn.{p}_proj.weight" for p in "qkv")),
-    "attention/qkv_bias": of(*(f"layers.{{n}}.self_attn.{p}_proj.bias" for p in "qkv")),
-    "attention/out": of("layers.{n}.self_attn.o_proj.weight"),
-    "attention/out_bias": of("layers.{n}.self_attn.o_proj.bias"),
-    "attention/q_norm": of("layers.{n}.self_attn.q_norm.weight"),
-    "attention/k_norm": of("layers.{n}.self_attn.k_norm.weight"),
-    "ffn/norm/weight": of("layers.{n}.post_attention_layernorm.weight"),
+    "attention/norm/weight": stored("layers.{n}.input_layernorm.weight"),
+    "attention/qkv": stored(*(f"layers.{{n}}.self_attn.{p}_proj.weight" for p in "qkv")),
+    "attention/qkv_bias": stored(*(f"layers.{{n}}.self_attn.{p}_proj.bias" for p in "qkv")),
+    "attention/out": stored("layers.{n}.self_attn.o_proj.weight"),
+    "attention/out_bias": stored("layers.{n}.self_attn.o_proj.bias"),
+    "attention/q_norm": stored("layers.{n}.self_attn.q_norm.weight"),
+    "attention/k_norm": stored("layers.{n}.self_attn.k_norm.weight"),
+    "ffn/norm/weight": stored("layers.{n}.post_attention_layernorm.weight"),
 }
 LAYER = {
     **ATTENTION,
-    "ffn/first": of("layers.{n}.mlp.gate_proj.weight"),
-    "ffn/rest": (Piece("layers.{n}.mlp.up_proj.weight"), Piece("layers.{n}.mlp.down_proj.weight", transposed=True)),
-    "ffn/first_bias": of("layers.{n}.mlp.gate_proj.bias"),
-    "ffn/up_bias": of("layers.{n}.mlp.up_proj.bias"),
-    "ffn/down_bias": of("layers.{n}.mlp.down_proj.bias"),
+    "ffn/first": stored("layers.{n}.mlp.gate_proj.weight"),
+    "ffn/rest": (
+        SourceTensor("layers.{n}.mlp.up_proj.weight"),
+        SourceTensor("layers.{n}.mlp.down_proj.weight", transposed=True),
+    ),
+    "ffn/first_bias": stored("layers.{n}.mlp.gate_proj.bias"),
+    "ffn/up_bias": stored("layers.{n}.mlp.up_proj.bias"),
+    "ffn/down_bias": stored("layers.{n}.mlp.down_proj.bias"),
 }
 BUFFERS = (r"rotary_emb\.inv_freq$",)
 
 ADAPTER = Adapter(
     family="llama",
     architectures=("LlamaForCausalLM", "LlamaModel"),
-    globals=GLOBALS,
-    layer=lambda _: LAYER,
+    global_tensors=GLOBALS,
+    layer_tensors=lambda _: LAYER,
     read_keys=KEYS | {"attention_bias", "mlp_bias"},
-    ignorable=BUFFERS,
+    ignored_tensors=BUFFERS,
     decoder=decoder,
 )

@@ -1,4 +1,4 @@
-"""MiniCPM: a Llama with scaled embedding, residual and logits; only its sizes are known to us."""
+"""MiniCPM: a Llama with scaled embedding, residual and logits; it can be planned for, not read."""
 
 from dataclasses import replace
 
@@ -8,6 +8,6 @@ ADAPTER = replace(
     llama.ADAPTER,
     family="minicpm",
     architectures=("MiniCPMForCausalLM", "MiniCPMModel"),
-    planned_only="its scale_emb, scale_depth and dim_model_base scale embedding, residual and logits",
+    plan_only="its scale_emb, scale_depth and dim_model_base scale embedding, residual and logits",
     decoder=lambda config: llama.llama_like(config, "minicpm", tied=True),
 )

@@ -13,7 +13,7 @@ KEYS = llama.KEYS | {"sliding_window"}
 
 
 def decoder(config: Config, family: str = "mistral", *, window: int | None = 4096, **differences: Any) -> Decoder:
-    """`window` is that of configs without such a key."""
+    """A decoder with Mistral's config keys; `window` is the default of configs without one."""
     found = llama.llama_like(config, family, context=CONTEXT, n_kv_heads=8, **differences)
     return replace(found, context_length=within_window(config, found.context_length, window))
 

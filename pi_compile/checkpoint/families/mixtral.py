@@ -1,7 +1,7 @@
 """Mixtral and TurboSparse-Mixtral: Mistral with a router and experts, the latter with dReLU.
 
-The share of an expert is a softmax over all experts, of which the largest are kept and normalised: the same as a
-softmax over those. TurboSparse's repository ships modelling code, which is not needed; beside each expert it holds a
+Routing weights are a softmax over all experts, of which the largest are kept and normalised: the same as a softmax
+over those experts. The modelling code in TurboSparse's repository is not needed. Beside each expert it has a
 predictor, `experts.E.predictor.{fc1,fc2}.weight` (index of PowerInfer/TurboSparse-Mixtral).
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import llama, mistral
-from pi_compile.checkpoint.families.adapter import Piece, Table, of
+from pi_compile.checkpoint.families.adapter import SourceTensor, Table, stored
 from pi_compile.checkpoint.families.bamboo import PREDICTORS
 from pi_runtime.artifact.decoder import Decoder
 
@@ -35,11 +35,11 @@ def _turbosparse(config: Config) -> Decoder:
 def _layer(d: Decoder) -> Table:
     """Expert by expert: w1 is the gate, w3 up, w2 down."""
     names = [f"{_EXPERT}{e}" for e in range(d.n_experts)]
-    rest = [(Piece(f"{name}.w3.weight"), Piece(f"{name}.w2.weight", transposed=True)) for name in names]
+    rest = [(SourceTensor(f"{name}.w3.weight"), SourceTensor(f"{name}.w2.weight", transposed=True)) for name in names]
     return {
         **llama.ATTENTION,
-        "ffn/router": of("layers.{n}.block_sparse_moe.gate.weight"),
-        "ffn/first": of(*(f"{name}.w1.weight" for name in names)),
+        "ffn/router": stored("layers.{n}.block_sparse_moe.gate.weight"),
+        "ffn/first": stored(*(f"{name}.w1.weight" for name in names)),
         "ffn/rest": tuple(piece for pair in rest for piece in pair),
     }
 
@@ -50,7 +50,7 @@ ADAPTER = replace(
     llama.ADAPTER,
     family="mixtral",
     architectures=("MixtralForCausalLM", "MixtralModel"),
-    layer=_layer,
+    layer_tensors=_layer,
     read_keys=mistral.KEYS | {"num_local_experts", "num_experts_per_tok", *_TRAINING_KEYS},
     decoder=_decoder,
 )
@@ -58,6 +58,6 @@ TURBOSPARSE = replace(
     ADAPTER,
     family="turbosparsemixtral",
     architectures=("TurboSparseMixtralForCausalLM", "TurboSparseMixtralModel"),
-    left_out=PREDICTORS,
+    unused_tensors=PREDICTORS,
     decoder=_turbosparse,
 )

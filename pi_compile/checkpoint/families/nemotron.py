@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import llama
-from pi_compile.checkpoint.families.adapter import Piece, Table, of
+from pi_compile.checkpoint.families.adapter import SourceTensor, Table, stored
 from pi_runtime.artifact.decoder import Decoder
 
 
@@ -29,17 +29,17 @@ def _decoder(config: Config) -> Decoder:
 
 
 def _norm(array: str, name: str) -> Table:
-    return {f"{array}/weight": (Piece(f"{name}.weight", addend=1.0),), f"{array}/bias": of(f"{name}.bias")}
+    return {f"{array}/weight": (SourceTensor(f"{name}.weight", addend=1.0),), f"{array}/bias": stored(f"{name}.bias")}
 
 
 _LAYER = {
     **llama.ATTENTION,
     **_norm("attention/norm", "layers.{n}.input_layernorm"),
     **_norm("ffn/norm", "layers.{n}.post_attention_layernorm"),
-    "ffn/first": of("layers.{n}.mlp.up_proj.weight"),
-    "ffn/rest": (Piece("layers.{n}.mlp.down_proj.weight", transposed=True),),
-    "ffn/first_bias": of("layers.{n}.mlp.up_proj.bias"),
-    "ffn/down_bias": of("layers.{n}.mlp.down_proj.bias"),
+    "ffn/first": stored("layers.{n}.mlp.up_proj.weight"),
+    "ffn/rest": (SourceTensor("layers.{n}.mlp.down_proj.weight", transposed=True),),
+    "ffn/first_bias": stored("layers.{n}.mlp.up_proj.bias"),
+    "ffn/down_bias": stored("layers.{n}.mlp.down_proj.bias"),
 }
 _KEYS = "norm_eps layer_norm_eps partial_rotary_factor attention_bias mlp_bias kv_channels"
 
@@ -47,8 +47,8 @@ ADAPTER = replace(
     llama.ADAPTER,
     family="nemotron",
     architectures=("NemotronForCausalLM", "NemotronModel"),
-    globals={"embedding": of("embed_tokens.weight"), **_norm("final_norm", "norm")},
-    layer=lambda _: _LAYER,
+    global_tensors={"embedding": stored("embed_tokens.weight"), **_norm("final_norm", "norm")},
+    layer_tensors=lambda _: _LAYER,
     read_keys=(llama.KEYS - {"rms_norm_eps"}) | frozenset(_KEYS.split()),
     decoder=_decoder,
 )

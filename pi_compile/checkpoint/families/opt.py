@@ -1,10 +1,10 @@
 """The OPT family: LayerNorm with biases, learned positions, plain FFN.
 
-OPT-350M alone normalises after each half of a block, not at the end, and has a narrower embedding.
+Only OPT-350M has post-norm blocks without a final norm, and an embedding narrower than the model.
 """
 
 from pi_compile.checkpoint.config import Config
-from pi_compile.checkpoint.families.adapter import Adapter, Piece, both, of
+from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor, stored, weight_and_bias
 from pi_compile.checkpoint.families.fields import activation
 from pi_runtime.artifact.decoder import Decoder
 
@@ -54,33 +54,33 @@ _KEYS = """
     layer_norm_elementwise_affine word_embed_proj_dim
 """
 _LAYER = {
-    **both("attention/norm", "layers.{n}.self_attn_layer_norm"),
-    "attention/qkv": of(*(f"layers.{{n}}.self_attn.{p}_proj.weight" for p in "qkv")),
-    "attention/qkv_bias": of(*(f"layers.{{n}}.self_attn.{p}_proj.bias" for p in "qkv")),
-    "attention/out": of("layers.{n}.self_attn.out_proj.weight"),
-    "attention/out_bias": of("layers.{n}.self_attn.out_proj.bias"),
-    **both("ffn/norm", "layers.{n}.final_layer_norm"),
-    "ffn/first": of("layers.{n}.fc1.weight"),
-    "ffn/rest": (Piece("layers.{n}.fc2.weight", transposed=True),),
-    "ffn/first_bias": of("layers.{n}.fc1.bias"),
-    "ffn/down_bias": of("layers.{n}.fc2.bias"),
+    **weight_and_bias("attention/norm", "layers.{n}.self_attn_layer_norm"),
+    "attention/qkv": stored(*(f"layers.{{n}}.self_attn.{p}_proj.weight" for p in "qkv")),
+    "attention/qkv_bias": stored(*(f"layers.{{n}}.self_attn.{p}_proj.bias" for p in "qkv")),
+    "attention/out": stored("layers.{n}.self_attn.out_proj.weight"),
+    "attention/out_bias": stored("layers.{n}.self_attn.out_proj.bias"),
+    **weight_and_bias("ffn/norm", "layers.{n}.final_layer_norm"),
+    "ffn/first": stored("layers.{n}.fc1.weight"),
+    "ffn/rest": (SourceTensor("layers.{n}.fc2.weight", transposed=True),),
+    "ffn/first_bias": stored("layers.{n}.fc1.bias"),
+    "ffn/down_bias": stored("layers.{n}.fc2.bias"),
 }
 
 ADAPTER = Adapter(
     family="opt",
     architectures=("OPTForCausalLM", "OPTModel"),
     prefixes=("model.decoder.", "decoder."),
-    globals={
-        "embedding": of("embed_tokens.weight"),
-        "embedding_in": of("project_in.weight"),
-        "positions": of("embed_positions.weight"),
-        "embedding_out": of("project_out.weight"),
-        **both("final_norm", "final_layer_norm"),
+    global_tensors={
+        "embedding": stored("embed_tokens.weight"),
+        "embedding_in": stored("project_in.weight"),
+        "positions": stored("embed_positions.weight"),
+        "embedding_out": stored("project_out.weight"),
+        **weight_and_bias("final_norm", "final_layer_norm"),
     },
-    layer=lambda _: _LAYER,
+    layer_tensors=lambda _: _LAYER,
     read_keys=frozenset(_KEYS.split()),
     # Says that there is a head, in its first checkpoints; there always is.
     neutral_keys={"output_projection": (True,)},
-    ignorable=(r"decoder\.version$",),
+    ignored_tensors=(r"decoder\.version$",),
     decoder=_decoder,
 )

@@ -1,10 +1,10 @@
-"""Phi-1 to Phi-2: attention and FFN side by side behind one LayerNorm, partly rotated heads, biases everywhere."""
+"""Phi-1 to Phi-2: parallel attention and FFN after one LayerNorm, partly rotated heads, biases everywhere."""
 
 from dataclasses import replace
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import llama
-from pi_compile.checkpoint.families.adapter import Piece, both, of
+from pi_compile.checkpoint.families.adapter import SourceTensor, stored, weight_and_bias
 from pi_runtime.artifact.decoder import Decoder
 
 
@@ -30,21 +30,21 @@ def _decoder(config: Config) -> Decoder:
 
 _LAYER = {
     **llama.ATTENTION,
-    **both("attention/norm", "layers.{n}.input_layernorm"),
-    "attention/out": of("layers.{n}.self_attn.dense.weight"),
-    "attention/out_bias": of("layers.{n}.self_attn.dense.bias"),
-    "ffn/first": of("layers.{n}.mlp.fc1.weight"),
-    "ffn/first_bias": of("layers.{n}.mlp.fc1.bias"),
-    "ffn/rest": (Piece("layers.{n}.mlp.fc2.weight", transposed=True),),
-    "ffn/down_bias": of("layers.{n}.mlp.fc2.bias"),
+    **weight_and_bias("attention/norm", "layers.{n}.input_layernorm"),
+    "attention/out": stored("layers.{n}.self_attn.dense.weight"),
+    "attention/out_bias": stored("layers.{n}.self_attn.dense.bias"),
+    "ffn/first": stored("layers.{n}.mlp.fc1.weight"),
+    "ffn/first_bias": stored("layers.{n}.mlp.fc1.bias"),
+    "ffn/rest": (SourceTensor("layers.{n}.mlp.fc2.weight", transposed=True),),
+    "ffn/down_bias": stored("layers.{n}.mlp.fc2.bias"),
 }
 
 ADAPTER = replace(
     llama.ADAPTER,
     family="phi",
     architectures=("PhiForCausalLM",),
-    globals={"embedding": of("embed_tokens.weight"), **both("final_norm", "final_layernorm")},
-    layer=lambda _: _LAYER,
+    global_tensors={"embedding": stored("embed_tokens.weight"), **weight_and_bias("final_norm", "final_layernorm")},
+    layer_tensors=lambda _: _LAYER,
     read_keys=(llama.KEYS - {"rms_norm_eps"}) | {"layer_norm_eps", "partial_rotary_factor", "rotary_dim"},
     # The first repositories of Phi have GPT-2's names of sizes, and other names of tensors.
     neutral_keys=dict.fromkeys(("qk_layernorm", "n_embd", "n_head", "n_layer"), ()),

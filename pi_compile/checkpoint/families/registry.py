@@ -1,6 +1,6 @@
-"""Which families there are: ours, and those of installed packages (entry points `pi_compile.families`).
+"""The registry of families: those of this project, and those of installed packages (entry points).
 
-A family is named like an entry point, `module:adapter`, and loaded when a checkpoint is looked at.
+A family is named like an entry point, `module:adapter`, and loaded when the first checkpoint is opened.
 """
 
 from collections.abc import Collection
@@ -41,7 +41,7 @@ def adapters() -> dict[str, Adapter]:
     known: dict[str, Adapter] = {}
     for point in [*(EntryPoint(name, name, GROUP) for name in BUILT_IN), *installed()]:
         adapter = _loaded(point)
-        for name in (adapter.family, *adapter.older):
+        for name in (adapter.family, *adapter.aliases):
             if name in known:
                 raise _refused(point, f"model_type {name!r}, which another family has")
             known[name] = adapter
@@ -55,14 +55,14 @@ def installed() -> tuple[EntryPoint, ...]:
 
 def family_names() -> tuple[str, ...]:
     """Names of the families whose checkpoints are read, sorted."""
-    return tuple(sorted({a.family for a in adapters().values() if not a.planned_only}))
+    return tuple(sorted({a.family for a in adapters().values() if not a.plan_only}))
 
 
 def find_adapter(config: Config) -> Adapter:
     """The family of a config. Raises CheckpointError where none is known."""
     known = adapters()
     architectures = config.get("architectures")
-    # Older configs of some families name their class only.
+    # Older configs of some families name only their class.
     named = architectures if isinstance(architectures, list) else []
     of_class = [adapter.family for adapter in known.values() if adapter.architectures[0] in named]
     family = config.get("model_type", of_class[0] if of_class else None)
@@ -84,7 +84,7 @@ def decoder_of(config: Config, ignore_config: Collection[str] = (), *, in_recipe
     question, and what `check_keys` raises.
     """
     adapter = find_adapter(config)
-    if adapter.planned_only:
+    if adapter.plan_only:
         refuse_changes(config, adapter.read_keys, adapter.neutral_keys)
     else:
         check_keys(config, adapter.read_keys, adapter.neutral_keys, ignore_config, in_recipe=in_recipe)

@@ -1,7 +1,7 @@
-"""Rotary positions: the angles of a config, whichever rope type it has, as transformers computes them in float32.
+"""Rotary positions: the angles that a config describes, for every rope type, in float32 as transformers computes them.
 
-The types default, linear, llama3 and yarn give fixed angles; dynamic and longrope change them with the length of the
-text. Source: `modeling_rope_utils.py` of transformers. J angles for a rotated width of 2J.
+The types default, linear, llama3 and yarn have fixed angles. Those of dynamic and longrope depend on the length of the
+text; they are refused. Source: `modeling_rope_utils.py` of transformers. J angles for a rotated width of 2J.
 """
 
 import math
@@ -15,29 +15,32 @@ from pi_compile.checkpoint.config import Config
 
 F32 = npt.NDArray[np.float32]
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
-"""What is read of a config; `partial_rotary_factor` too, where the family has it."""
+"""Config keys that are read; `partial_rotary_factor` too, where the family has it."""
 THETA = 10000.0
 
 
 def rotary(config: Config, head_dim: int, *, theta: float = THETA, partial: float | None = None) -> dict[str, Any]:
-    """The fields of a decoder with rotary positions: `positions`, `rotary_frequencies`, `rotary_scale`.
+    """The decoder's fields `positions`, `rotary_frequencies` and `rotary_scale`.
 
-    `theta` is the family's base where the config has none, `partial` its share of a head that is rotated; None: all.
+    `theta` is the family's base where the config has none. `partial` is its fraction of a head that is rotated; None
+    for whole heads.
     """
     rope = _Rope(config, theta, partial)
-    width = int(head_dim * rope.share)
+    width = int(head_dim * rope.rotated_fraction)
     if width % 2 or not 2 <= width <= head_dim:
-        expected = "an even width of a head that is rotated: its two halves are turned"
-        raise config.error("head_dim" if rope.share == 1 else "partial_rotary_factor", width, expected=expected)
-    frequencies_J, scale = TYPES[rope.kind](rope, width)
+        expected = "an even number of rotated columns of a head: its two halves are rotated"
+        raise config.error(
+            "head_dim" if rope.rotated_fraction == 1 else "partial_rotary_factor", width, expected=expected
+        )
+    frequencies_J, scale = TYPES[rope.rope_type](rope, width)
     return {"positions": "rope", "rotary_frequencies": tuple(frequencies_J.tolist()), "rotary_scale": scale}
 
 
 class _Rope:
     """The rope parameters of a config, wherever it keeps them.
 
-    As in transformers, a `rope_scaling` that is not empty replaces `rope_parameters`, and what is inside them goes
-    before what is beside them.
+    The rules are those of transformers: a `rope_scaling` that is not empty replaces `rope_parameters`, and keys inside
+    them take precedence over the same keys beside them.
     """
 
     def __init__(self, config: Config, theta: float, partial: float | None) -> None:
@@ -46,33 +49,36 @@ class _Rope:
         self.fields: Mapping[str, Any] = config.get(self.key, {})
         if not isinstance(self.fields, dict):
             raise config.error(self.key, self.fields, expected="an object")
-        self.kind: Any = self.fields.get("rope_type", self.fields.get("type", "default"))
-        self._check_kind()
+        self.rope_type: Any = self.fields.get("rope_type", self.fields.get("type", "default"))
+        self._check_type()
         self.theta = self.number("rope_theta", config.fields.get("rope_theta", theta), name="rope_theta")
         beside = config.get("partial_rotary_factor", partial or 1.0)
-        self.share = self.number("partial_rotary_factor", beside, name="partial_rotary_factor")
-        if self.share != 1 and (partial is None or self.share > 1):
-            most = "1: this family turns whole heads" if partial is None else "at most 1"
-            raise config.error("partial_rotary_factor", self.share, expected=most)
+        self.rotated_fraction = self.number("partial_rotary_factor", beside, name="partial_rotary_factor")
+        if self.rotated_fraction != 1 and (partial is None or self.rotated_fraction > 1):
+            most = "1: this family rotates whole heads" if partial is None else "at most 1"
+            raise config.error("partial_rotary_factor", self.rotated_fraction, expected=most)
 
-    def _check_kind(self) -> None:
-        if self.kind in ("dynamic", "longrope", "su"):
+    def _check_type(self) -> None:
+        if self.rope_type in ("dynamic", "longrope", "su"):
             raise self.error(
-                "rope type", self.kind, "angles that do not depend on how long the text is", "no such type is supported"
+                "rope type",
+                self.rope_type,
+                "angles that do not depend on how long the text is",
+                "no such type is supported",
             )
-        if not isinstance(self.kind, str) or self.kind not in TYPES:
-            raise self.error("rope type", self.kind, f"one of {', '.join(TYPES)}", "no other is supported")
-        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KEYS_OF[self.kind]}
+        if not isinstance(self.rope_type, str) or self.rope_type not in TYPES:
+            raise self.error("rope type", self.rope_type, f"one of {', '.join(TYPES)}", "no other is supported")
+        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KEYS_OF[self.rope_type]}
         unknown = sorted(k for k, v in self.fields.items() if k not in known and v is not None and v is not False)
         if unknown:
             names = ", ".join(unknown)
-            raise self.error(names, self.fields[unknown[0]], f"keys that the rope type {self.kind} has", None)
+            raise self.error(names, self.fields[unknown[0]], f"keys that the rope type {self.rope_type} has", None)
 
     def error(self, name: str, value: object, expected: str, remedy: str | None) -> Exception:
         return self.config.error(f"{self.key}: {name}", value, expected=expected, remedy=remedy)
 
     def number(self, key: str, default: float | None = None, name: str | None = None) -> float:
-        """A positive number of the parameters."""
+        """A parameter that is a positive number."""
         value: Any = self.fields.get(key)
         value = default if value is None else value
         if type(value) not in (int, float) or not 0 < value < math.inf:
@@ -80,7 +86,7 @@ class _Rope:
         return float(value)
 
     def original_length(self) -> float:
-        """Positions of the model before its context was stretched."""
+        """Positions of the model before its context was extended."""
         beside = self.config.get("original_max_position_embeddings")
         if beside is not None:
             return float(self.config.size("original_max_position_embeddings"))
@@ -93,7 +99,7 @@ def frequencies(width: int, theta: float) -> F32:
 
 
 def _powers(width: int, theta: float) -> F32:
-    # Through float64: float32 powers differ between processors in the last bit, and the angles are part of a file.
+    # In float64: float32 powers differ between processors in the last bit, and the angles are part of the artifact.
     exponents = (np.arange(0, width, 2, dtype=np.float32) / np.float32(width)).astype(np.float64)
     return np.asarray((theta**exponents), np.float32)
 
@@ -123,11 +129,12 @@ def _llama3(rope: _Rope, width: int) -> tuple[F32, float]:
 
 
 def _yarn(rope: _Rope, width: int) -> tuple[F32, float]:
-    """Angles between kept and divided by `factor`, by a ramp over j; cosine and sine scaled (arXiv:2309.00071)."""
+    """Low frequencies divided by `factor`, high ones kept, a ramp over j between; a scale (arXiv:2309.00071)."""
     length = rope.original_length()
-    stretched = rope.config.get("max_position_embeddings", 2048) / length
-    factor = rope.number("factor", stretched)
-    low, high = (_turns(rope, width, length, key, default) for key, default in (("beta_fast", 32), ("beta_slow", 1)))
+    factor = rope.number("factor", rope.config.get("max_position_embeddings", 2048) / length)
+    low, high = (
+        _index_of_turns(rope, width, length, key, default) for key, default in (("beta_fast", 32), ("beta_slow", 1))
+    )
     truncate = rope.fields.get("truncate", True)
     if type(truncate) is not bool:
         raise rope.error("truncate", truncate, "true or false", None)
@@ -143,8 +150,8 @@ def _yarn(rope: _Rope, width: int) -> tuple[F32, float]:
     return divided * (np.float32(1) - kept_J) + kept * kept_J, _yarn_scale(rope, factor)
 
 
-def _turns(rope: _Rope, width: int, length: float, key: str, default: float) -> float:
-    """The j whose angle turns so many times over the original length."""
+def _index_of_turns(rope: _Rope, width: int, length: float, key: str, default: float) -> float:
+    """The j whose angle makes a given number of turns over the original length."""
     turns = rope.number(key, default)
     if rope.theta == 1:
         raise rope.error("rope_theta", rope.theta, "another number than 1", None)
@@ -170,14 +177,14 @@ TYPES: Mapping[str, Callable[[_Rope, int], tuple[F32, float]]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
-_STRETCHED = ("factor", "original_max_position_embeddings")
+_EXTENDED = ("factor", "original_max_position_embeddings")
 _KEYS_OF: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor", "original_max_position_embeddings"),
-    "llama3": (*_STRETCHED, "low_freq_factor", "high_freq_factor"),
+    "llama3": (*_EXTENDED, "low_freq_factor", "high_freq_factor"),
     # `finetuned` is read only where the angles change with the length of the text (jquesnelle/yarn).
     "yarn": (
-        *_STRETCHED,
+        *_EXTENDED,
         "attention_factor",
         "beta_fast",
         "beta_slow",

@@ -1,4 +1,4 @@
-"""ProSparse's Llamas, whose activation is FATReLU; their repositories ship modelling code, which is not needed."""
+"""ProSparse's Llamas, with FATReLU as activation; the modelling code in their repositories is not needed."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
 """The metadata of a GGUF file as the fields of a config.json, so that the adapters read both.
 
-What llama.cpp does not read has no effect; of what it does, every key is understood or refused. Source: its
+A key that llama.cpp does not read has no effect. Of the others, every key is known or refused. Source: llama.cpp's
 `convert_hf_to_gguf.py`, which writes these keys from the config, and `llama-model.cpp`, which reads them.
 """
 
@@ -15,18 +15,19 @@ from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.gguf.file import GgufFile
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.formats import FORMATS
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What `general.architecture` says, in Hugging Face's terms."""
+    """Hugging Face's names for a value of `general.architecture`."""
 
     family: str
     class_name: str
     permuted: bool = False
-    """Whether rows of queries and keys are stored in the order of llama.cpp's rotation."""
+    """Whether rows of queries and keys are stored in the order that llama.cpp rotates them in."""
     biases: Mapping[str, str] | None = None
-    """Config key → tensor that is there where it is true."""
+    """Config key → a tensor that is in the file where the key is true."""
 
 
 _ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
@@ -40,7 +41,7 @@ ARCHITECTURES = {
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", biases=_ATTENTION_BIAS),
 }
 ROPE_DIVISORS = "rope_freqs.weight"
-"""What the angles of Llama 3.1 and later are divided by."""
+"""The tensor by which the angles of Llama 3.1 and later are divided."""
 
 _REQUIRED = {
     "context_length": "max_position_embeddings",
@@ -86,7 +87,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Keys that change the function unless they hold one of these values."""
 _HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
 _SPLITS = ("gpt-2", "llama-bpe", "qwen2", "tekken")
-"""Ways to split text before merging that transformers takes over from a file."""
+"""Pre-tokenizers that transformers reads from a file."""
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SAMPLING = {
     "temp": "temperature",
@@ -98,7 +99,7 @@ _SAMPLING = {
 
 
 def architecture(file: GgufFile) -> Architecture:
-    """Raises CheckpointError where it is none of ours."""
+    """The architecture of a file. Raises CheckpointError for one that is not supported."""
     name = file.architecture
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise CheckpointError(
@@ -111,22 +112,22 @@ def architecture(file: GgufFile) -> Architecture:
 
 
 def gguf_config(file: GgufFile) -> Config:
-    """The config that the file was written from, as far as it says. Raises CheckpointError naming the key."""
-    kind = architecture(file)
+    """The config that the file was written from, as far as its metadata tell. Raises CheckpointError naming the key."""
+    found = architecture(file)
     prefix = f"{file.architecture}."
     keys = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     missing = [prefix + key for key in _REQUIRED if key not in keys]
     if missing:
         raise CheckpointError(f"{file.path}: no {', '.join(missing)}", remedy="convert the model again")
-    fields: dict[str, Any] = {"model_type": kind.family, "architectures": [kind.class_name], "hidden_act": "silu"}
+    fields: dict[str, Any] = {"model_type": found.family, "architectures": [found.class_name], "hidden_act": "silu"}
     fields |= {name: keys.pop(key) for key, name in _REQUIRED.items()}
     fields |= _heads(file, fields, keys) | _vocabulary(file, keys)
     fields |= {name: keys.pop(key) for key, name in _EXPERTS.items() if keys.get(key)}
     _check_counts(file, fields)
     fields |= _rope(file, fields, keys)
-    fields |= {key: True for key, tensor in (kind.biases or {}).items() if tensor in file.tensors}
+    fields |= {key: True for key, tensor in (found.biases or {}).items() if tensor in file.tensors}
     _refuse_changes(file, fields, keys)
-    # What is left is not understood, and refused as such keys of a config.json are.
+    # Other keys are unknown, and refused like unknown keys of a config.json.
     config = Config(file.path, fields | {prefix + key: value for key, value in keys.items()})
     config.notices += _notices(file)
     return config
@@ -137,16 +138,16 @@ def _notices(file: GgufFile) -> list[str]:
     split = file.metadata.get("tokenizer.ggml.pre")
     if file.metadata.get("tokenizer.ggml.model") == "gpt2" and split not in _SPLITS:
         notices.append(f"tokenizer.ggml.pre = {split!r}: text may be split into tokens otherwise than by llama.cpp")
-    if any(file.format(name) in ("q8", "q4") for name in file.tensors if "ffn_down" in name):
+    if any(FORMATS[file.format(name)].quantised for name in file.tensors if "ffn_down" in name):
         notices.append(
-            "the blocks of ffn_down lie along the neurons, an artifact's along the width: `keep` rounds it anew, "
+            "blocks of ffn_down are along the neurons, blocks in an artifact along the width: `keep` rounds it again, "
             '[pack] ffn = "f32" does not'
         )
     return notices
 
 
-def divided(decoder: Decoder, file: GgufFile) -> Decoder:
-    """The decoder with its angles divided by what the file says, if it does. Raises CheckpointError for nonsense."""
+def apply_rope_divisors(decoder: Decoder, file: GgufFile) -> Decoder:
+    """The decoder with its angles divided as the file says, if it does. Raises CheckpointError for bad divisors."""
     if ROPE_DIVISORS not in file.tensors:
         return decoder
     tensor, frequencies_J = file.tensors[ROPE_DIVISORS], np.array(decoder.rotary_frequencies, np.float32)
@@ -180,17 +181,17 @@ def _check_counts(file: GgufFile, fields: Mapping[str, Any]) -> None:
 
 
 def _heads(file: GgufFile, fields: Mapping[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """What llama.cpp takes where the file does not say is not what the families take."""
+    """Heads and their width, where the defaults of llama.cpp are not those of the families."""
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
     found = {"num_key_value_heads": keys.pop("attention.head_count_kv", heads)}
     if "attention.key_length" in keys:
         found["head_dim"] = keys.pop("attention.key_length")
     elif type(heads) is int and type(width) is int and heads > 0 and width % heads == 0:
         found["head_dim"] = width // heads
-    of_values = keys.pop("attention.value_length", found.get("head_dim"))
-    if of_values != found.get("head_dim"):
+    value_width = keys.pop("attention.value_length", found.get("head_dim"))
+    if value_width != found.get("head_dim"):
         raise CheckpointError(
-            f"{file.path}: heads whose values are {of_values} wide are not supported",
+            f"{file.path}: heads whose values are {value_width} wide are not supported",
             expected=f"{found.get('head_dim')}, as the keys",
         )
     return found
@@ -212,22 +213,22 @@ def _vocabulary(file: GgufFile, keys: dict[str, Any]) -> dict[str, Any]:
 
 def _rope(file: GgufFile, fields: Mapping[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     scaling = {name: keys.pop(key) for key, name in _SCALING.items() if key in keys}
-    kind = keys.pop("rope.scaling.type", "linear" if scaling.get("factor") else "none")
-    width, turned = fields.get("head_dim"), keys.pop("rope.dimension_count", None)
-    if turned not in (None, width):
+    rope_type = keys.pop("rope.scaling.type", "linear" if scaling.get("factor") else "none")
+    width, rotated = fields.get("head_dim"), keys.pop("rope.dimension_count", None)
+    if rotated not in (None, width):
         raise CheckpointError(
             f"{file.path}: {file.architecture}.rope.dimension_count",
-            expected=f"{width}: whole heads are turned",
-            found=turned,
+            expected=f"{width}: whole heads are rotated",
+            found=rotated,
         )
     theta = keys.pop("rope.freq_base", 10000.0)
-    if kind == "none":
+    if rope_type == "none":
         return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **scaling}}
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": theta, **scaling}}
 
 
 def _refuse_changes(file: GgufFile, fields: Mapping[str, Any], keys: dict[str, Any]) -> None:
-    """Take keys without effect out of `keys`; raise CheckpointError for a value that has one."""
+    """Remove the keys without effect from `keys`; raise CheckpointError for a value that has an effect."""
     context, window = fields["max_position_embeddings"], "attention.sliding_window"
     for key in [*_HARMLESS, *(k for k in _EXPERTS if keys.get(k) == 0)]:
         keys.pop(key, None)
@@ -241,5 +242,5 @@ def _refuse_changes(file: GgufFile, fields: Mapping[str, Any], keys: dict[str, A
                 f"{file.path}: {file.architecture}.{key} would change the function, and this is not supported",
                 expected=" or ".join(str(v) for v in allowed),
                 found=value,
-                remedy="use another model, or its Hugging Face checkpoint, of which more is understood",
+                remedy="use another model, or its Hugging Face checkpoint, of which more keys are known",
             )

@@ -1,4 +1,4 @@
-"""A GGUF file, memory-mapped: metadata and tensors, or why it is none that is read.
+"""A GGUF file, memory-mapped: its metadata and tensors, or the reason why it cannot be read.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -19,10 +19,10 @@ from pi_compile.checkpoint.json_file import remedy_for
 from pi_compile.errors import CheckpointError
 
 FORMATS = {Type.F32: "f32", Type.F16: "f16", Type.BF16: "bf16", Type.Q8_0: "q8", Type.Q4_0: "q4"}
-"""Tensor type → our number format. The blocks of Q8_0 and Q4_0 are ours: 32 columns and a binary16 scale."""
-_ENDS = ("token_embd.weight", "output.weight")
-# What makes a Q4_0 file of a larger one stores an end of the model in Q6_K.
-_OF_ENDS = {**FORMATS, Type.Q6_K: "f32"}
+"""Tensor type → number format. Blocks of Q8_0 and Q4_0 are those of q8 and q4: 32 columns and a binary16 scale."""
+_OUTER_TENSORS = ("token_embd.weight", "output.weight")
+# llama-quantize stores embedding or head of a Q4_0 file in Q6_K.
+_OUTER_FORMATS = {**FORMATS, Type.Q6_K: "f32"}
 
 
 _LENGTH = struct.Struct("<Q")
@@ -35,7 +35,7 @@ class GgufFile:
 
     path: Path
     metadata: Mapping[str, Any]
-    """Keys → values; lists of strings, which are the tokenizer's, without their items."""
+    """Key → value; lists of strings, which only the tokenizer needs, are empty."""
     tensors: Mapping[str, ReaderTensor]
 
     @property
@@ -43,20 +43,20 @@ class GgufFile:
         return self.metadata.get("general.architecture")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape in NumPy's order: the last axis is the one that lies together."""
+        """Shape in NumPy's order: the last axis is contiguous."""
         return tuple(int(n) for n in reversed(self.tensors[name].shape))
 
     def format(self, name: str) -> str:
         """Number format that holds a tensor's values exactly."""
-        return _OF_ENDS[self.tensors[name].tensor_type]
+        return _OUTER_FORMATS[self.tensors[name].tensor_type]
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Open a file. Raises CheckpointError if it is damaged, a part, no model, or of a type that is not read."""
+    """Open a file. Raises CheckpointError if it is damaged, not a whole model, or has tensors of other types."""
     try:
-        reader = _Reader(path, "c")  # copy-on-write: torch takes no arrays that cannot be written
+        reader = _Reader(path, "c")  # copy-on-write: torch takes writable arrays only
         metadata = {key: _value(field) for key, field in reader.fields.items()}
-    # Foreign bytes, read by a package that checks little.
+    # The package that reads these bytes checks little of them.
     except (OSError, ValueError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as error:
         raise CheckpointError(f"{path}: not a whole GGUF file", found=str(error), remedy=remedy_for(path)) from None
     file = GgufFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
@@ -75,23 +75,23 @@ class _Reader(gguf.GGUFReader):
         count: int = 1,
         override_order: Literal["I", "S", "<"] | None = None,
     ) -> npt.NDArray[Any]:
-        # The package takes what lies behind the end for nothing, of which a damaged file may announce 2⁶⁴ items.
+        # The package reads nothing behind the end of the file, and a damaged file may announce 2⁶⁴ items there.
         values = super()._get(offset, dtype, count, override_order)
         if len(values) != int(count):
             raise ValueError(f"it has {len(self.data)} bytes, and should go on behind them")
         return values
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> _Parts:
-        """Lists, item by item in the package, by the whole here: vocabularies have hundreds of thousands."""
+        """Read lists at once, not item by item as the package does: vocabularies have 10⁵ items and more."""
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         item, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
-        whole = self.data.data
+        data = self.data.data
         start, types = orig_offs + 12, [GGUFValueType.ARRAY, GGUFValueType(item)]
         if types[1] == GGUFValueType.STRING:
             end = start
             for _ in range(count):
-                end += 8 + _LENGTH.unpack_from(whole, end)[0]
+                end += 8 + _LENGTH.unpack_from(data, end)[0]
             return end - orig_offs, [], [], types
         if types[1] == GGUFValueType.ARRAY:
             raise ValueError("a list of lists")
@@ -107,7 +107,7 @@ def _value(field: ReaderField) -> Any:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that is this float32: 1e-6 again, not 9.99999997e-7."""
+    """The shortest decimal number that rounds to this float32: 1e-6, not 9.99999997e-7."""
     return float(str(np.float32(value)))
 
 
@@ -129,7 +129,7 @@ def _check_types(file: GgufFile) -> None:
     wrong = sorted(
         f"{name} {tensor.tensor_type.name}"
         for name, tensor in file.tensors.items()
-        if tensor.tensor_type not in (_OF_ENDS if name in _ENDS else FORMATS)
+        if tensor.tensor_type not in (_OUTER_FORMATS if name in _OUTER_TENSORS else FORMATS)
     )
     if wrong:
         raise CheckpointError(

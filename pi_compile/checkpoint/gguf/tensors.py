@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file under Hugging Face's names: values as they are, or dequantised when asked for."""
+"""Tensors of a GGUF file under Hugging Face's names; quantised values are dequantised when they are read."""
 
 import re
 from collections.abc import Iterable
@@ -20,22 +20,22 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+\.weight)")
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """Where the values of a tensor are."""
+class _StoredTensor:
+    """Where the values of a tensor are in the file."""
 
     name: str
     expert: int | None
-    """Its place in a tensor of all experts."""
-    heads: int | None
-    """Heads whose rows are stored in the order of llama.cpp's rotation."""
+    """Its index in a tensor of all experts; None for a tensor of its own."""
+    permuted_heads: int | None
+    """Number of heads, where their rows are stored in the order that llama.cpp rotates them in; else None."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class _GgufRows:
     """Rows of a tensor as they are stored, and the order in which they are wanted."""
 
     data: npt.NDArray[Any]
-    kind: Type
+    tensor_type: Type
     order: npt.NDArray[np.int64] | None
     shape: tuple[int, ...]
 
@@ -45,40 +45,40 @@ class _Rows:
     def __getitem__(self, index: slice | torch.Tensor, /) -> torch.Tensor:
         wanted = index if isinstance(index, slice) else index.numpy()
         data = self.data[wanted if self.order is None else self.order[wanted]]
-        if self.kind == Type.BF16:
+        if self.tensor_type == Type.BF16:
             return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
-        stored = self.kind in (Type.F32, Type.F16)
-        return torch.from_numpy(data if stored else gguf.dequantize(data, self.kind))
+        stored = self.tensor_type in (Type.F32, Type.F16)
+        return torch.from_numpy(data if stored else gguf.dequantize(data, self.tensor_type))
 
 
-class GgufSource:
-    """As `TensorSource`. Names that belong to no array of the decoder are those of the file."""
+class GgufTensors:
+    """Tensors of a GGUF file; those that the decoder does not use keep the file's names."""
 
     described_by = "its metadata"
 
     def __init__(self, file: GgufFile, decoder: Decoder, wanted: Iterable[str]) -> None:
-        """`wanted` are Hugging Face's names of the tensors that the decoder is made of."""
+        """`wanted` has Hugging Face's names of the tensors that the decoder is made of."""
         self._file, self._decoder = file, decoder
         self.location = file.path
         self.files: tuple[str, ...] = (file.path.name,)
         found = {name: stored for name, stored in self._translated(wanted) if stored.name in file.tensors}
         used = {stored.name for stored in found.values()} | {ROPE_DIVISORS}
-        own = {name: _Stored(name, None, None) for name in file.tensors if name not in used}
-        self._stored = found | own
+        unused = {name: _StoredTensor(name, None, None) for name in file.tensors if name not in used}
+        self._stored = found | unused
         self.names = frozenset(self._stored)
 
-    def _translated(self, wanted: Iterable[str]) -> Iterable[tuple[str, _Stored]]:
-        kind, d = architecture(self._file), self._decoder
+    def _translated(self, wanted: Iterable[str]) -> Iterable[tuple[str, _StoredTensor]]:
+        d = self._decoder
         known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
         names = gguf.get_tensor_name_map(known[str(self._file.architecture)], d.n_layers)
-        heads = {".q_proj": d.n_heads, ".k_proj": d.n_kv_heads} if kind.permuted else {}
+        heads = {".q_proj": d.n_heads, ".k_proj": d.n_kv_heads} if architecture(self._file).permuted else {}
         for name in wanted:
             expert = _EXPERT.fullmatch(name)
             module, part = (f"{expert[1]}.{expert[3]}" if expert else name).rsplit(".", 1)
             stored = names.get_name(module)
-            turned = next((n for end, n in heads.items() if module.endswith(end)), None)
+            permuted = next((n for end, n in heads.items() if module.endswith(end)), None)
             if stored is not None:
-                yield name, _Stored(f"{stored}.{part}", int(expert[2]) if expert else None, turned)
+                yield name, _StoredTensor(f"{stored}.{part}", int(expert[2]) if expert else None, permuted)
 
     def alias(self, name: str, existing: str) -> None:
         """Give a tensor another name as well."""
@@ -95,22 +95,25 @@ class GgufSource:
         return self._file.format(self._stored[name].name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A view of the file's pages where values are stored as they are and in order, else a copy."""
+        """A view of the file's pages where the values are stored in order and not quantised, else a copy."""
         return self.rows(name)[:]
 
-    def rows(self, name: str) -> _Rows:
-        """The tensor, of which only the rows that are asked for are dequantised."""
+    def rows(self, name: str) -> _GgufRows:
+        """The tensor, of which only the rows that are read are dequantised."""
         stored = self._stored[name]
         tensor = self._file.tensors[stored.name]
         data = np.asarray(tensor.data if stored.expert is None else tensor.data[stored.expert])
-        order = None if stored.heads is None else _turned_back(len(data), stored.heads)
-        return _Rows(data, tensor.tensor_type, order, self.shape(name))
+        order = None if stored.permuted_heads is None else _unpermuted_rows(len(data), stored.permuted_heads)
+        return _GgufRows(data, tensor.tensor_type, order, self.shape(name))
 
-    def path(self, name: str) -> Path:  # noqa: ARG002 (all are in one)
+    def path(self, name: str) -> Path:  # noqa: ARG002 (there is one file)
         """File that holds a tensor."""
         return self._file.path
 
 
-def _turned_back(rows: int, heads: int) -> npt.NDArray[np.int64]:
-    """Where transformers' rows are: llama.cpp turns 2 j and 2 j + 1 of a head together, it j and j + width / 2."""
+def _unpermuted_rows(rows: int, heads: int) -> npt.NDArray[np.int64]:
+    """Index of transformers' rows in the file.
+
+    llama.cpp rotates columns 2 j and 2 j + 1 of a head together, transformers j and j + width / 2.
+    """
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)

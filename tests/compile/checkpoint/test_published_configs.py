@@ -36,7 +36,7 @@ def test_a_published_config(name: str) -> None:
         adapter = find_adapter(config)
         assert decoder_of(config).family == adapter.family
         assert set(config.get("architectures", [])) <= set(adapter.architectures)
-        assert bool(adapter.planned_only) == (expected == "planned")
+        assert bool(adapter.plan_only) == (expected == "planned")
     else:
         with pytest.raises(CheckpointError) as caught:
             decoder_of(config)

@@ -48,7 +48,7 @@ def words(start: int = 0, stop: int = WORDS) -> str:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE", 50)
+    monkeypatch.setattr(module, "PASSAGE", 50)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_another_column(read: Callable[..., Streams], tmp_path: Path) -> None:
     assert len(read(text=("a.jsonl",), field="body").fit) == 400
 
 
-def test_streams_are_disjoint_pieces_of_one_text(read: Callable[..., Streams], tmp_path: Path) -> None:
+def test_streams_are_disjoint_parts_of_one_text(read: Callable[..., Streams], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(words())
     streams = read()
     assert [len(s) for s in (streams.fit, streams.tune, streams.report)] == [400, 60, 50]

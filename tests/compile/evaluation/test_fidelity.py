@@ -14,10 +14,10 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError, CorpusError
 from pi_compile.evaluation.fidelity import Score, evaluate, other_bytes
-from pi_compile.evaluation.load_options import Where
+from pi_compile.evaluation.load_options import LoadOptions
 from pi_compile.packing import PackSpec, pack
 from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.predictor_set import LayerRow, Trained
+from pi_compile.results.predictor_set import LayerRow, PredictorSet
 from pi_runtime import load
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.reader import Artifact
@@ -30,7 +30,7 @@ TEXT = "Once upon a time there was a little neuron that did not fire. It waited,
 F = 83
 
 
-def trained(d: Decoder, *, bias: float) -> Trained:
+def trained(d: Decoder, *, bias: float) -> PredictorSet:
     """Predictors of rank 5 that say the sign of a random projection, shifted."""
     rng = np.random.default_rng(0)
     row = LayerRow(
@@ -45,7 +45,7 @@ def trained(d: Decoder, *, bias: float) -> Trained:
         )
         for _ in range(d.n_layers)
     ]
-    return Trained(
+    return PredictorSet(
         rows=(row,) * d.n_layers,
         predictors=tuple(arrays),
         predictor_format="f32",
@@ -68,7 +68,7 @@ def packed(tmp_path: Path, bias: float | None) -> Path:
     order = np.argsort(-counts.astype(np.int64), axis=1, kind="stable").astype(np.uint32)
     profile = ActivationProfile(decoder=d, tokens=100, counts=counts, order=order, inputs="x")
     predictors = None if bias is None else trained(d, bias=bias)
-    pack(checkpoint, PackSpec(), tmp_path / "a.pi", recipe={}, profile=profile, trained=predictors)
+    pack(checkpoint, PackSpec(), tmp_path / "a.pi", recipe={}, profile=profile, predictor_set=predictors)
     (tmp_path / "text.txt").write_text(TEXT)
     return tmp_path / "a.pi"
 
@@ -195,10 +195,10 @@ def test_the_stand_in_scores_as_the_cpu_does(tmp_path: Path) -> None:
     path = random_artifact(tmp_path / "a.pi", small_decoder(n_layers=2), plans=(plan,))
     (tmp_path / "text.txt").write_text(TEXT)
     told: list[str] = []
-    where = Where(device="stand-in", vram_budget=1 << 20, context=64, tell=told.append)
+    options = LoadOptions(device="stand-in", vram_budget=1 << 20, context=64, tell=told.append)
     here, there = (
-        evaluate(path, [tmp_path / "text.txt"], None, tokens=64, window=32, progress=lambda *_: None, where=w)
-        for w in (Where(), where)
+        evaluate(path, [tmp_path / "text.txt"], None, tokens=64, window=32, progress=lambda *_: None, options=o)
+        for o in (LoadOptions(), options)
     )
     assert (here["device"], here["vram_bytes"]) == ("cpu", None)
     assert (there["device"], there["vram_bytes"]) == ("stand-in", 1 << 20)

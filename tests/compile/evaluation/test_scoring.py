@@ -20,7 +20,7 @@ from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError, TaskError
 from pi_compile.evaluation.scoring import likelihood, mean_and_error, requests, score
 from pi_compile.evaluation.task_accuracy import evaluate_tasks
-from pi_compile.evaluation.task_files import CHOICE, LAST_WORD, Item, Task, read_task
+from pi_compile.evaluation.task_files import LAST_WORD, MULTIPLE_CHOICE, Item, Task, read_task
 from pi_compile.packing import PackSpec, pack
 from pi_runtime import load
 from pi_runtime.artifact.sizes import PARTS
@@ -33,7 +33,7 @@ ITEMS = (
     Item("line 3", "Once upon a time there was a lit", ("tle neuron", "tl"), 0),
     Item("line 4", LONG[:400], (" fire", " waited; then it did, upon a time"), 0),
 )
-WORDS = tuple(Item(item.where, item.context, item.answers[:1], 0) for item in ITEMS)
+WORDS = tuple(Item(item.location, item.context, item.answers[:1], 0) for item in ITEMS)
 
 
 class Theirs:
@@ -106,7 +106,7 @@ def test_any_border_is_cut_as_transformers_cuts_it(checkpoint: Path) -> None:
 def test_scores_are_those_of_transformers(checkpoint: Path) -> None:
     """The whole way: what each mode gets right, and that the checkpoint says the same."""
     artifact, steps = packed(checkpoint), []
-    tasks = [Task(Path("choices"), CHOICE, ITEMS), Task(Path("words"), LAST_WORD, WORDS)]
+    tasks = [Task(Path("choices"), MULTIPLE_CHOICE, ITEMS), Task(Path("words"), LAST_WORD, WORDS)]
     choices, words = evaluate_tasks(artifact, tasks, checkpoint, progress=lambda *step: steps.append(step))
     json.dumps([choices, words])
     assert steps == [(n + 1, 24) for n in range(24)]  # 8 items in dense, gate and by transformers
@@ -138,7 +138,7 @@ def test_scores_are_those_of_transformers(checkpoint: Path) -> None:
 def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
     random_llama(tmp_path / "model")
     random_llama(tmp_path / "other", hidden_act="silu")
-    task = Task(Path("choices"), CHOICE, ITEMS)
+    task = Task(Path("choices"), MULTIPLE_CHOICE, ITEMS)
     with pytest.raises(CheckpointError, match="not packed from this checkpoint"):
         evaluate_tasks(packed(tmp_path / "model"), [task], tmp_path / "other", progress=lambda *_: None)
 
@@ -163,7 +163,7 @@ def scored(kind: str, *items: Item) -> Any:
 
 def test_choices_by_hand() -> None:
     """The answer b costs 3.1 + 1.7, aaa 3.1 + 3.0: the shorter is likelier. Per letter b costs 4.8, aaa 2.0."""
-    found = scored(CHOICE, Item("1", "b?", (" b", " aaa"), 0), Item("2", "b?", (" b", " aaa"), 1))
+    found = scored(MULTIPLE_CHOICE, Item("1", "b?", (" b", " aaa"), 0), Item("2", "b?", (" b", " aaa"), 1))
     assert found.answers == (0, 0)
     assert found.right_N.tolist() == [True, False]
     assert found.right_norm_N.tolist() == [False, True]
@@ -176,7 +176,7 @@ def test_the_space_before_an_answer_is_no_character_of_it() -> None:
     cost = {text: -sum(LOGP[token] for token in encode(text)) for text in (one, two)}
     assert cost[one] / 1 > cost[two] / 2
     assert cost[one] / 2 < cost[two] / 3
-    assert scored(CHOICE, Item("1", "b?", (one, two), 1)).right_norm_N.tolist() == [True]
+    assert scored(MULTIPLE_CHOICE, Item("1", "b?", (one, two), 1)).right_norm_N.tolist() == [True]
 
 
 def test_last_words_by_hand() -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.commands import INPUT, USAGE
 
 from pi_compile.errors import TaskError
-from pi_compile.evaluation.task_files import CHOICE, LAST_WORD, read_task
+from pi_compile.evaluation.task_files import LAST_WORD, MULTIPLE_CHOICE, read_task
 
 Fails = Callable[..., str]
 CHOICES = {"ctx": "Question: What is wet?\nAnswer:", "choices": [" fire", " the sea"], "label": 1}
@@ -30,10 +30,10 @@ def written(folder: Path, *rows: Any) -> Path:
 
 def test_multiple_choice(tmp_path: Path) -> None:
     task = read_task(written(tmp_path, {"id": 0, **CHOICES}, "", {**CHOICES, "label": 0, "source": "x"}))
-    assert (task.kind, [item.right for item in task.items]) == (CHOICE, [1, 0])
+    assert (task.kind, [item.right for item in task.items]) == (MULTIPLE_CHOICE, [1, 0])
     assert task.items[0].context == CHOICES["ctx"]
     assert task.items[0].answers == (" fire", " the sea")
-    assert task.items[1].where.endswith("task.jsonl: line 3")
+    assert task.items[1].location.endswith("task.jsonl: line 3")
 
 
 @pytest.mark.parametrize(("labels", "key"), [(["A", "B"], "B"), (["1", "2"], "2"), ([1, 2], 2)])

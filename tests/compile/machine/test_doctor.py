@@ -26,7 +26,7 @@ def required(requirements: list[str]) -> set[str]:
 
 
 def found(topic: str) -> doctor.Finding:
-    return {finding.topic: finding for finding in doctor.examine()}[topic]
+    return {finding.topic: finding for finding in doctor.diagnose()}[topic]
 
 
 def without(*names: str) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def test_the_packages_are_those_of_the_project() -> None:
 
 
 def test_every_topic_has_a_finding() -> None:
-    findings = doctor.examine()
+    findings = doctor.diagnose()
     topics = "python cores memory processor threading_layer kernels gpu runtime"
     extras = [f"extra {name}" for name in ("place", "report", "compile", "cuda")]
     assert [finding.topic.replace(" ", "_") for finding in findings[:8]] == topics.split()
@@ -103,7 +103,7 @@ def test_a_slow_threading_layer_has_a_remedy(monkeypatch: pytest.MonkeyPatch, la
 
 def test_findings_are_aligned_and_remedies_stand_below() -> None:
     findings = [doctor.Finding("python", "3.11"), doctor.Finding("extra cuda", "missing triton", "install it")]
-    assert doctor.describe(findings).splitlines() == [
+    assert doctor.findings_text(findings).splitlines() == [
         "python           3.11",
         "extra cuda       missing triton",
         "                 → install it",

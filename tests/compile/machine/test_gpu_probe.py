@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pi_compile.machine import gpu_probe, measurement
-from pi_compile.machine.gpu_probe import HANDED, LAUNCHES, SIDE, probe
+from pi_compile.machine.gpu_probe import LAUNCHES, RESIDUAL, WIDTH, probe
 
 
 class Card:
@@ -34,8 +34,8 @@ class Card:
     zeros = ones
 
     def mm(self, a: "Tensor", b: "Tensor", out: "Tensor") -> None:
-        assert a.nbytes == b.nbytes == out.nbytes == 2 * SIDE**2
-        self.queued += 2 * SIDE**3 / self.FLOPS
+        assert a.nbytes == b.nbytes == out.nbytes == 2 * WIDTH**2
+        self.queued += 2 * WIDTH**3 / self.FLOPS
 
     def empty_like(self, other: "Tensor") -> "Tensor":
         return Tensor(self, other.nbytes, other.device)
@@ -71,8 +71,8 @@ def test_the_rates_are_those_of_the_card(card: Card) -> None:
     assert (gpu.name, gpu.vram_gib, gpu.bandwidth_gb_per_s, gpu.launch_us) == ("card", 24.0, 500.0, 4.0)
     assert gpu.products_gflop_per_s == 80_000
     assert link.pcie_gb_per_s == 10.0  # the slower direction
-    assert link.sync_us == pytest.approx(4 * HANDED * (1 / Card.UP + 1 / Card.DOWN) * 1e6, abs=0.05)
-    assert "to the card 20.0 and back 10.0 GB/s" in how
+    assert link.sync_us == pytest.approx(4 * RESIDUAL * (1 / Card.UP + 1 / Card.DOWN) * 1e6, abs=0.05)
+    assert "from pinned memory 20.0 and to it 10.0 GB/s" in how
     assert str(LAUNCHES) in how
     assert card.pageable == 0, "the link was timed with memory that is not pinned"
 

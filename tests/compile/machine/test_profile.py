@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pi_compile.errors import ProfileError
-from pi_compile.machine.profile import Cpu, Gpu, Link, Machine, library, read_machine, whole
+from pi_compile.machine.profile import Cpu, Gpu, Link, Machine, bundled_machines, read_machine, to_units
 
 WHOLE = Machine(
     name='a "quoted" \\ name\n\x7f\u2028é🙂',
@@ -18,7 +18,7 @@ WHOLE = Machine(
 
 def test_published_figures() -> None:
     """published.md, section 1."""
-    high, low = read_machine(library() / "pc-high.toml"), read_machine(library() / "pc-low.toml")
+    high, low = read_machine(bundled_machines() / "pc-high.toml"), read_machine(bundled_machines() / "pc-low.toml")
     assert high.gpu is not None and low.gpu is not None  # noqa: PT018
     figures = [(m.cpu.bandwidth_gb_per_s, m.gpu.bandwidth_gb_per_s, m.gpu.vram_gib) for m in (high, low)]  # type: ignore[union-attr]
     assert figures == [(67.2, 1000.0, 24.0), (38.4, 616.0, 11.0)]
@@ -26,7 +26,7 @@ def test_published_figures() -> None:
 
 def test_integers_are_the_written_decimals() -> None:
     """In floating point 4.35 · 100 is 434.99…, and 0.1 · 10⁶ picoseconds must not lose one."""
-    assert (whole(4.35, 100), whole(67.2, 10**9), whole(0.1, 10**6), whole(1e-7, 10**6)) == (
+    assert (to_units(4.35, 100), to_units(67.2, 10**9), to_units(0.1, 10**6), to_units(1e-7, 10**6)) == (
         435,
         67_200_000_000,
         10**5,

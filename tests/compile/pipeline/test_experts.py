@@ -16,11 +16,12 @@ from support.placeable import MUCH, machine
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
+from pi_compile.checkpoint.part_formats import resolve_formats
 from pi_compile.cli.rendering import artifact_text
 from pi_compile.cost_model.workload import LayerWork, Workload, rows_read
 from pi_compile.errors import ProfileError
 from pi_compile.evaluation.fidelity import Score
-from pi_compile.packing import PackSpec, own_formats, pack, resolve
+from pi_compile.packing import PackSpec, pack, stored_formats
 from pi_compile.pipeline.summary import profile_report
 from pi_compile.placement.activation_file import ActivationFile
 from pi_compile.placement.formulation import Sizes
@@ -28,7 +29,7 @@ from pi_compile.placement.stage import ladder, place
 from pi_compile.profiling import ProfileSpec, profile
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.results.neuron_order import neuron_order
-from pi_compile.results.predictor_set import Trained
+from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import Selection
@@ -87,10 +88,10 @@ def counted(model: Any, ids: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def workload(p: ActivationProfile, checkpoint: Checkpoint, layers: tuple[LayerWork, ...]) -> Workload:
-    a = ActivationFile.of(p, own_formats(checkpoint))
+    a = ActivationFile.of(p, stored_formats(checkpoint))
     return Workload(
         decoder=a.decoder,
-        formats=resolve(a.formats, KEEP, tied_head=a.decoder.tied_head),
+        formats=resolve_formats(a.formats, KEEP, tied_head=a.decoder.tied_head),
         tokens=a.tokens,
         counts=a.ordered_counts(),
         routed=a.routed,
@@ -156,7 +157,7 @@ def test_a_profile_of_experts_comes_back(made: Made, profiled: ActivationProfile
     loaded = ActivationProfile.load(tmp_path / "p.npz")
     assert loaded.digest() == profiled.digest()
     np.testing.assert_array_equal(loaded.routed, profiled.routed)
-    a = ActivationFile.of(profiled, own_formats(made[1]))
+    a = ActivationFile.of(profiled, stored_formats(made[1]))
     a.save(tmp_path / "a.npz")
     assert ActivationFile.load(tmp_path / "a.npz").digest() == a.digest()
     assert profiled.routed is not None
@@ -237,8 +238,8 @@ def test_predictors_of_experts_are_trained_packed_and_run(
     spec = TrainSpec(window=20, batch=64, steps=3, perplexity_increase=100.0, rungs=("predicted",))
     found = train_predictors(checkpoint, profiled, texts, spec, scratch=tmp_path, inputs="i", progress=lambda *_: None)
     pack(checkpoint, PackSpec(formats=KEEP | {"predictor": "f16"}), tmp_path / "a.pi", recipe={},
-         profile=profiled, trained=found)  # fmt: skip
-    how, x = [], td.embed(d, td.end_weights(checkpoint, "cpu"), torch.from_numpy(TOKENS[:20])[None])
+         profile=profiled, predictor_set=found)  # fmt: skip
+    how, x = [], td.embed(d, td.global_weights(checkpoint, "cpu"), torch.from_numpy(TOKENS[:20])[None])
     for n, (row, arrays) in enumerate(zip(found.rows, found.predictors, strict=True)):
         assert arrays is not None
         down, up, bias = (torch.from_numpy(a) for a in arrays)
@@ -247,7 +248,7 @@ def test_predictors_of_experts_are_trained_packed_and_run(
         assert row.precision == pytest.approx(row.recall / row.rows_read_over_active)
         how.append(Selection(rung="predicted", predictor=Predictor(down, up, bias).stored_as("f16")))
         x = layer_step(d, td.layer_weights(checkpoint, n, "cpu"), x, how[-1], Tally())
-    wanted = td.logits(d, td.end_weights(checkpoint, "cpu"), x)[0].numpy()
+    wanted = td.logits(d, td.global_weights(checkpoint, "cpu"), x)[0].numpy()
     with Artifact.open(tmp_path / "a.pi") as artifact:
         np.testing.assert_allclose(reference.forward(artifact, TOKENS[:20], "predicted"), wanted, atol=2e-3)
     with load(tmp_path / "a.pi", mode="predicted") as running:
@@ -259,10 +260,10 @@ def test_predictors_of_experts_are_trained_packed_and_run(
 def test_counts_above_a_threshold_stay_within_what_was_routed(profiled: ActivationProfile, tmp_path: Path) -> None:
     """The tune text may prefer other experts than the text that was profiled."""
     fired = np.tile(np.arange(F, dtype=np.uint64), EXPERTS)
-    trained = Trained(
+    trained = PredictorSet(
         rows=(), predictors=(), predictor_format="f16", counts=(fired, None), counted_tokens=F, perplexity={}, inputs=""
     )
-    found = trained.refined(profiled)
+    found = trained.apply_thresholds(profiled)
     assert profiled.routed is not None
     most = np.repeat(profiled.routed[0], F)
     np.testing.assert_array_equal(found.counts[0], np.minimum(fired * np.uint64(profiled.tokens) // np.uint64(F), most))

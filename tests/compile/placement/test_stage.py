@@ -11,7 +11,7 @@ from support.placeable import MUCH, brute, machine, random_budgets, random_machi
 from pi_compile.cost_model.processors import CPU, GPU
 from pi_compile.cost_model.workload import LayerWork, Workload
 from pi_compile.errors import ProfileError
-from pi_compile.machine.profile import Gpu, Machine, find_machine, library, read_machine
+from pi_compile.machine.profile import Gpu, Machine, bundled_machines, find_machine, read_machine
 from pi_compile.placement.formulation import Sizes
 from pi_compile.placement.hot_mass import least_neurons
 from pi_compile.placement.stage import ladder, place
@@ -178,7 +178,7 @@ def test_the_ladder_rises_and_takes_further_budgets() -> None:
         ladder(work, machine(), [100])
 
 
-@pytest.mark.parametrize("path", sorted(library().glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(bundled_machines().glob("*.toml")), ids=lambda p: p.stem)
 def test_shipped_machines_are_read_and_written_alike(path: Path, tmp_path: Path) -> None:
     found = find_machine(path.stem, tmp_path)
     (tmp_path / "again.toml").write_text(found.to_toml())

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pi_compile.results.activation_profile import GROUP
-from pi_compile.results.neuron_order import LARGEST, LOSS, bands, chain, neuron_order
+from pi_compile.results.neuron_order import LARGEST, LOSS, bands, neuron_order, similarity_order
 
 
 def adversarial_counts() -> st.SearchStrategy[np.ndarray]:
@@ -59,16 +59,16 @@ def test_bands_are_as_wide_as_they_can_be() -> None:
 def test_ties_go_to_the_lower_index() -> None:
     counts = np.array([3, 7, 3, 7, 0], np.uint64)
     assert neuron_order(counts, np.zeros((0, 5), np.uint8)).tolist() == [1, 3, 0, 2, 4]
-    assert chain(np.zeros((4, 3), np.uint8)).tolist() == [0, 1, 2]
+    assert similarity_order(np.zeros((4, 3), np.uint8)).tolist() == [0, 1, 2]
 
 
 def test_a_chain_goes_on_with_what_fires_most_alike() -> None:
     bits = np.array([[1, 0, 1, 1], [1, 0, 0, 1], [0, 1, 0, 0], [0, 1, 1, 1]], np.uint8)
     # Cosines with neuron 0: neuron 3 has 2/√3, neuron 2 has 1/√2. With neuron 3: 2 has 2/√2, 1 has 1/√2.
-    assert chain(bits).tolist() == [0, 3, 2, 1]
+    assert similarity_order(bits).tolist() == [0, 3, 2, 1]
     # A neuron that always fires shares most tokens with neuron 0, but is less alike than one with three of its four.
     always = np.array([[1, 1, 1]] * 3 + [[1, 1, 0]] + [[0, 1, 0]] * 4, np.uint8)
-    assert chain(always).tolist() == [0, 2, 1]
+    assert similarity_order(always).tolist() == [0, 2, 1]
 
 
 def runs(active: np.ndarray) -> float:

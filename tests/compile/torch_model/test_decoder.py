@@ -19,7 +19,7 @@ def test_weights_have_the_names_of_the_artifact(tmp_path: Path) -> None:
     hf.random_llama(tmp_path, tokenizer=False, mlp_bias=True)
     checkpoint = open_checkpoint(tmp_path)
     layers = {f"layers/{n}/{name}" for n in range(3) for name in td.layer_weights(checkpoint, n, "cpu")}
-    assert layers | td.end_weights(checkpoint, "cpu").keys() == checkpoint.array_shapes.keys()
+    assert layers | td.global_weights(checkpoint, "cpu").keys() == checkpoint.array_shapes.keys()
 
 
 def test_windows_are_consecutive_and_the_rest_is_dropped() -> None:

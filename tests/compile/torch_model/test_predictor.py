@@ -20,9 +20,9 @@ from pi_compile.torch_model.predictor import (
     Predictor,
     WarmStarts,
     energy,
-    routed,
+    initial_rank,
+    routed_neurons,
     second_moment,
-    starting_rank,
     train,
 )
 from pi_runtime.artifact.decoder import Decoder
@@ -116,12 +116,12 @@ def test_stored_predictors_are_rounded_to_their_format(name: str, bits: int) -> 
     shares=st.lists(st.floats(0.2, 1), min_size=2, max_size=6),
     step=st.sampled_from([16, 32]),
 )
-def test_the_starting_rank_rises_with_density_and_falls_with_skewness(
+def test_the_initial_rank_rises_with_density_and_falls_with_skewness(
     densities: list[float], shares: list[float], step: int
 ) -> None:
     d = small_decoder(d_model=512)
-    by_density = [starting_rank(d, density, 0.5, step) for density in sorted(densities)]
-    by_share = [starting_rank(d, 0.1, share, step) for share in sorted(shares)]
+    by_density = [initial_rank(d, density, 0.5, step) for density in sorted(densities)]
+    by_share = [initial_rank(d, 0.1, share, step) for share in sorted(shares)]
     assert by_density == sorted(by_density)
     assert by_share == sorted(by_share, reverse=True)
     assert all(rank % step == 0 and step <= rank <= 512 for rank in by_density + by_share)
@@ -186,7 +186,7 @@ def test_ranks_trained_side_by_side_are_as_if_alone() -> None:
     d, w = small_decoder(), layer()
     starts = [warm_start(w["ffn/first"], w["ffn/first_bias"], MOMENT, rank) for rank in (3, 9)]
     steps: list[int] = []
-    together = train(starts, batches(), d, w, steps=10, learning_rate=1e-2, stepped=lambda: steps.append(1))
+    together = train(starts, batches(), d, w, steps=10, learning_rate=1e-2, on_step=lambda: steps.append(1))
     assert len(steps) == 10
     for start, found in zip(starts, together, strict=True):
         (alone,) = train([start], batches(), d, w, steps=10, learning_rate=1e-2)
@@ -211,7 +211,7 @@ def test_what_an_expert_would_say_to_tokens_of_others_does_not_count() -> None:
     d, w = experts()
     start = WarmStarts(w["ffn/first"], w["ffn/first_bias"], MOMENT, 3).at(5)
     x = X[:64]
-    idle = ~routed(d, w, x)
+    idle = ~routed_neurons(d, w, x)
     e = energy(td.neurons(d, w, x), w)
     assert not e[idle].any()
     (first,) = train([start], iter([x, x]), d, w, steps=1, learning_rate=1e-2)

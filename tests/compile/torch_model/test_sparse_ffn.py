@@ -1,6 +1,5 @@
 """Rungs in torch against their definition in the runtime, and what packing writes of them."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from support.synthetic import small_decoder
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.packing import PackSpec, pack
 from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.predictor_set import Trained
+from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
-from pi_compile.torch_model.sparse_ffn import Selection, agreement
-from pi_compile.training.quality import Tally, judge
+from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn, sign_agreement
+from pi_compile.training.quality import LayerSums, measure_quality
 from pi_compile.training.stage import BYTES
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
@@ -81,13 +80,9 @@ def test_a_rung_computes_what_its_definition_says(rung: str, activation: str, n_
     )
     w = {name: torch.from_numpy(v) for name, v in numbers.items() if not name.startswith("predictor/")}
     p = Predictor(*(torch.from_numpy(numbers[f"predictor/{k}"]) for k in ("down", "up", "bias")))
-    how = Selection(
-        rung=rung, predictor=p if rung == "predicted" else None, threshold=layer.threshold, margin=layer.margin
-    )
+    ffn = SparseFfn(layer, p if rung == "predicted" else None)
     x = torch.from_numpy(X)
-    h = td.neurons(d, w, x)
-    read = how.reads(d, w, x)
-    kept = how.keeps(d, w, x, h, read)
+    read, kept = ffn.apply(d, w, x, td.neurons(d, w, x))
     selected = reference.selected(numbers, layer, X)
     assert (read is None) == (selected is None)
     if read is not None and selected is not None:
@@ -99,67 +94,65 @@ def test_a_rung_computes_what_its_definition_says(rung: str, activation: str, n_
 
 
 def test_agreement_is_the_definition_of_the_format() -> None:
-    found = agreement({"ffn/first": torch.from_numpy(WEIGHTS["ffn/first"])}, torch.from_numpy(X))
+    found = sign_agreement({"ffn/first": torch.from_numpy(WEIGHTS["ffn/first"])}, torch.from_numpy(X))
     assert np.array_equal(found.numpy(), reference.agreement(signs(WEIGHTS["ffn/first"]), X))
 
 
 def test_a_threshold_is_counted_as_what_fires() -> None:
     d = small_decoder(d_model=D_MODEL, d_ff=D_FF, activation="silu")
     w = {name: torch.from_numpy(WEIGHTS[name]) for name in ("ffn/first", "ffn/rest")}
-    x, how, tally = torch.from_numpy(X), Selection(rung="threshold", threshold=0.2), Tally(state=1.0)
+    x, layer, sums = torch.from_numpy(X), Layer(rung="threshold", threshold=0.2), LayerSums(state=1.0)
     h = td.neurons(d, w, x)
-    kept = how.keeps(d, w, x, h, None)
-    tally.add(h, kept, None, w["ffn/rest"][:, -1])
+    read, kept = SparseFfn(layer).apply(d, w, x, h)
+    assert read is None
+    sums.add(h, kept, read, w["ffn/rest"][:, -1])
     neuron = FfnBytes(d, "f16", "f16")
-    row = tally.row(neuron, BYTES, how)
+    row = sums.row(neuron, BYTES, layer)
     share = float((kept != 0).float().mean())
     assert 0.1 < share < 0.9
     assert (row.density, row.recall, row.threshold) == (pytest.approx(share), 1.0, 0.2)
     assert row.ffn_bytes == pytest.approx(D_FF * (neuron.first + share * neuron.rest))
     assert row.gate_bytes == D_FF * (neuron.first + neuron.rest)  # nothing is 0 without the threshold
     assert row.error == pytest.approx(float((td.ffn_output(w, h) - td.ffn_output(w, kept)).square().sum()), rel=1e-4)
-    assert np.array_equal(tally.fired.numpy(), (kept != 0).sum(0).numpy())
+    assert np.array_equal(sums.fired.numpy(), (kept != 0).sum(0).numpy())
 
 
 @pytest.mark.parametrize("ffn_format", ["keep", "q4"])
 def test_thresholds_and_signs_are_packed(tmp_path: Path, ffn_format: str) -> None:
-    """The artifact, by its definition, says the same next tokens as what was judged."""
+    """The artifact, by its definition, says the same next tokens as what was measured."""
     hf.random_llama(tmp_path / "model", hidden_size=72)
     checkpoint = open_checkpoint(tmp_path / "model")
     d = checkpoint.decoder
-    how = [Selection(rung="sign", margin=1), Selection(rung="threshold", threshold=0.0625), Selection(rung="gate")]
+    layers = [Layer(rung="sign", margin=1), Layer(rung="threshold", threshold=0.0625), Layer(rung="gate")]
     ids = torch.from_numpy(np.random.default_rng(3).integers(3, 130, (2, 16)))
-    dense = judge(checkpoint, ids, [Selection()] * 3, device="cpu")
-    verdict = judge(checkpoint, ids, how, device="cpu", dense=dense)
+    dense = measure_quality(checkpoint, ids, [DENSE] * 3, device="cpu")
+    quality = measure_quality(checkpoint, ids, list(map(SparseFfn, layers)), device="cpu", dense=dense)
     neuron = FfnBytes(d, "f32", "f32")
     counts = np.random.default_rng(1).integers(0, 100, (3, d.d_ff)).astype(np.uint64)
     order = np.argsort(-counts.astype(np.int64), axis=1, kind="stable").astype(np.uint32)
-    trained = Trained(
-        rows=tuple(t.row(neuron, BYTES, h) for t, h in zip(verdict.tallies, how, strict=True)),
+    trained = PredictorSet(
+        rows=tuple(s.row(neuron, BYTES, layer) for s, layer in zip(quality.layers, layers, strict=True)),
         predictors=(None,) * 3,
         predictor_format="f32",
-        counts=(None, verdict.tallies[1].fired.numpy().astype(np.uint64), None),
+        counts=(None, quality.layers[1].fired.numpy().astype(np.uint64), None),
         counted_tokens=32,
         perplexity={},
         inputs="",
     )
     profile = ActivationProfile(decoder=d, tokens=100, counts=counts, order=order, inputs="")
-    refined = trained.refined(profile)
-    assert np.array_equal(refined.counts[1], verdict.tallies[1].fired.numpy() * 100 // 32)
+    refined = trained.apply_thresholds(profile)
+    assert np.array_equal(refined.counts[1], quality.layers[1].fired.numpy() * 100 // 32)
     assert (np.diff(refined.ordered_counts()[1].astype(np.int64).reshape(-1)[:64]) <= 0).all()
     assert np.array_equal(refined.counts[::2], counts[::2])
     formats = {**dict.fromkeys(PARTS, "keep"), "ffn": ffn_format}
-    pack(checkpoint, PackSpec(formats=formats), tmp_path / "a.pi", recipe={}, profile=refined, trained=trained)
+    pack(checkpoint, PackSpec(formats=formats), tmp_path / "a.pi", recipe={}, profile=refined, predictor_set=trained)
     with Artifact.open(tmp_path / "a.pi") as artifact:
         first = artifact.values("layers/0/ffn/first")
         assert np.array_equal(artifact.values("layers/0/predictor/signs"), signs(first))
-        layers = artifact.manifest.layers
-        assert [replace(layer, rank=None) for layer in layers] == [
-            Layer(rung="sign", margin=1), Layer(rung="threshold", threshold=0.0625), Layer(rung="gate"),
-        ]  # fmt: skip
+        assert list(artifact.manifest.layers) == layers
         if ffn_format == "keep":
             logits = reference.forward(artifact, ids[0].numpy(), "predicted")
             with torch.inference_mode():
-                ends = td.end_weights(checkpoint, "cpu")
-                wanted = td.logits(d, ends, verdict.states[0])[0]
+                global_w = td.global_weights(checkpoint, "cpu")
+                wanted = td.logits(d, global_w, quality.states[0])[0]
             np.testing.assert_allclose(logits, wanted.numpy(), rtol=1e-3, atol=1e-3)

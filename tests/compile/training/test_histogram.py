@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pi_compile.training.histogram import Histogram
 
-SHARES = (0.0, 1e-4, 0.01, 0.1, 0.25, 0.5, 0.75)
+FRACTIONS = (0.0, 1e-4, 0.01, 0.1, 0.25, 0.5, 0.75)
 
 
 def of(values: np.ndarray, weights: np.ndarray | None = None, pieces: int = 1) -> Histogram:
@@ -35,18 +35,20 @@ def lost_at(threshold: float, values: np.ndarray, weights: np.ndarray) -> float:
     n=st.integers(1, 40),
     spread=st.sampled_from([1e-20, 1e-3, 1.0, 1e4]),
     pieces=st.integers(1, 3),
-    share=st.sampled_from(SHARES),
+    fraction=st.sampled_from(FRACTIONS),
 )
-def test_a_threshold_loses_what_it_may_and_no_less(seed: int, n: int, spread: float, pieces: int, share: float) -> None:
+def test_a_threshold_loses_what_it_may_and_no_less(
+    seed: int, n: int, spread: float, pieces: int, fraction: float
+) -> None:
     rng = np.random.default_rng(seed)
     values = (rng.standard_normal((n, 3)) * spread * rng.integers(0, 2, (n, 3))).astype(np.float32)
     weights = (rng.integers(0, 4, (n, 3)) * rng.integers(0, 2, (n, 3))).astype(np.float32)
     weights[0, 0] = 1
-    threshold = of(values, weights, pieces).threshold(share)
-    assert lost_at(threshold, values, weights) <= share
+    threshold = of(values, weights, pieces).threshold(fraction)
+    assert lost_at(threshold, values, weights) <= fraction
     higher = values[values > np.float32(threshold)].min()
     one_bin_on = float(higher + abs(higher) * 2**-6) + 1e-37
-    assert lost_at(one_bin_on, values, weights) > share  # the next one that changes anything
+    assert lost_at(one_bin_on, values, weights) > fraction  # the next one that changes anything
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,16 @@ pytest.importorskip("torch")
 
 from pi_compile.cost_model.ffn_time import Reads
 from pi_compile.training.candidates import Candidate
-from pi_compile.training.rung_choice import PRICES, choose, not_met
+from pi_compile.training.rung_choice import BISECTIONS, choose_rungs, not_met
+from pi_runtime.artifact.schema import Layer
 
-EXACT = Candidate(rung="gate", reads=Reads(rung="gate", predictor=0, first=100, rest=0), error=0.0)
+EXACT = Candidate(layer=Layer(rung="gate"), reads=Reads(rung="gate", predictor=0, first=100, rest=0), error=0.0)
 
 
-def way(time: float, error: float, fmt: str = "f16", rank: int = 32) -> Candidate:
+def predicted(time: float, error: float, fmt: str = "f16", rank: int = 32) -> Candidate:
     return Candidate(
-        rung="predicted", rank=rank, format=fmt, reads=Reads(rung="predicted", predictor=0, first=time, rest=0),
-        error=error,
+        layer=Layer(rung="predicted", rank=rank), format=fmt, error=error,
+        reads=Reads(rung="predicted", predictor=0, first=time, rest=0),
     )  # fmt: skip
 
 
@@ -33,13 +34,13 @@ def divergence(chosen: Sequence[Candidate]) -> float:
     return sum(c.error for c in chosen)
 
 
-def choice(options: Any, most: float, formats: Sequence[str] = ("f16",), judged: list[Any] | None = None) -> Any:
-    def judge(chosen: Sequence[Candidate]) -> Any:
-        if judged is not None:
-            judged.append(list(chosen))
+def choice(options: Any, most: float, formats: Sequence[str] = ("f16",), measured: list[Any] | None = None) -> Any:
+    def measure(chosen: Sequence[Candidate]) -> Any:
+        if measured is not None:
+            measured.append(list(chosen))
         return SimpleNamespace(divergence=divergence(chosen))
 
-    return choose(options, most, formats=formats, time=time, judge=judge, stepped=lambda: None)
+    return choose_rungs(options, most, formats=formats, time=time, measure=measure, on_pass=lambda: None)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -47,14 +48,14 @@ def choice(options: Any, most: float, formats: Sequence[str] = ("f16",), judged:
 def test_it_keeps_the_budget_and_wastes_little(seed: int, most: float) -> None:
     rng = np.random.default_rng(seed)
     options = [
-        [EXACT, *(way(t, e) for t, e in zip(rng.uniform(20, 99, 4), 10 ** rng.uniform(-8, -2, 4), strict=True))]
+        [EXACT, *(predicted(t, e) for t, e in zip(rng.uniform(20, 99, 4), 10 ** rng.uniform(-8, -2, 4), strict=True))]
         for _ in range(4)
     ]
     found = choice(options, most)
     assert divergence(found.candidates) <= most
     best = min(sum(map(time, c)) for c in itertools.product(*options) if divergence(c) <= most)
     spent = sum(map(time, found.candidates))
-    # A single price misses what lies inside the hull of each layer's choices: at most the largest step of one layer.
+    # One multiplier misses what lies inside the hull of each layer's choices: at most the largest step of one layer.
     assert best <= spent <= best + 80
     # No layer could be quicker by itself at no more error.
     for layer, c in zip(options, found.candidates, strict=True):
@@ -62,36 +63,36 @@ def test_it_keeps_the_budget_and_wastes_little(seed: int, most: float) -> None:
 
 
 def test_with_nothing_to_spend_it_errs_least() -> None:
-    judged: list[Any] = []
-    found = choice([[EXACT, way(10, 1e-9)], [way(20, 1e-3), way(30, 1e-5)]], 0.0, judged=judged)
-    assert found.candidates == (EXACT, way(30, 1e-5))
-    assert len(judged) == 1  # no price is searched
+    measured: list[Any] = []
+    found = choice([[EXACT, predicted(10, 1e-9)], [predicted(20, 1e-3), predicted(30, 1e-5)]], 0.0, measured=measured)
+    assert found.candidates == (EXACT, predicted(30, 1e-5))
+    assert len(measured) == 1  # no multiplier is searched
 
 
-def test_a_choice_is_not_judged_twice_in_a_row() -> None:
-    judged: list[Any] = []
-    choice([[EXACT, way(10, 1e-5)]], 1e-3, judged=judged)
-    assert len(judged) <= 3 < PRICES
-    assert all(a != b for a, b in itertools.pairwise(judged))
+def test_a_choice_is_not_measured_twice_in_a_row() -> None:
+    measured: list[Any] = []
+    choice([[EXACT, predicted(10, 1e-5)]], 1e-3, measured=measured)
+    assert len(measured) <= 3 < BISECTIONS
+    assert all(a != b for a, b in itertools.pairwise(measured))
 
 
 def test_of_formats_the_quickest_that_keeps_the_budget() -> None:
-    options = [[EXACT, way(50, 1e-5, "f16"), way(30, 1e-4, "q8"), way(20, 1e-1, "q4")]] * 2
-    assert choice(options, 1e-3, ["f16", "q8", "q4"]).format == "q8"
-    assert choice(options, 1.0, ["f16", "q8", "q4"]).format == "q4"
-    assert choice(options, 5e-5, ["f16", "q8", "q4"]).format == "f16"
+    options = [[EXACT, predicted(50, 1e-5, "f16"), predicted(30, 1e-4, "q8"), predicted(20, 1e-1, "q4")]] * 2
+    assert choice(options, 1e-3, ["f16", "q8", "q4"]).predictor_format == "q8"
+    assert choice(options, 1.0, ["f16", "q8", "q4"]).predictor_format == "q4"
+    assert choice(options, 5e-5, ["f16", "q8", "q4"]).predictor_format == "f16"
     mixed = choice(options, 1e-3, ["f16", "q8", "q4"]).candidates
     assert {c.format for c in mixed} == {"q8"}  # one format for all layers
 
 
 def test_where_none_keeps_it_the_least_divergence() -> None:
-    options = [[way(50, 1e-2, "f16"), way(30, 1e-3, "q8")]]
+    options = [[predicted(50, 1e-2, "f16"), predicted(30, 1e-3, "q8")]]
     found = choice(options, 1e-6, ["f16", "q8"])
-    assert (found.format, found.candidates[0].error) == ("q8", 1e-3)
+    assert (found.predictor_format, found.candidates[0].error) == ("q8", 1e-3)
 
 
 def test_the_error_names_the_layers_that_lose_most() -> None:
-    found = SimpleNamespace(candidates=[way(1, e) for e in (1e-3, 5e-2, 1e-5, 2e-2, 1e-4)])
+    found = SimpleNamespace(candidates=[predicted(1, e) for e in (1e-3, 5e-2, 1e-5, 2e-2, 1e-4)])
     message = str(not_met(found, 0.0123, 0.001))
     assert "found: 1.23e-02" in message
     assert "layers 1 (predicted, error 5.0e-02), 3 (predicted, error 2.0e-02), 0 (predicted, error 1.0e-03)" in message

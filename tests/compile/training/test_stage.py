@@ -38,14 +38,15 @@ from pi_compile.errors import CorpusError, ProfileError
 from pi_compile.files.npz import read_arrays
 from pi_compile.pipeline.summary import train_report
 from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.predictor_set import Trained
+from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
-from pi_compile.torch_model.sparse_ffn import Selection
+from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
 from pi_compile.training import candidates, stage
-from pi_compile.training.quality import judge
-from pi_compile.training.rung_choice import TUNE_SHARES
+from pi_compile.training.quality import measure_quality
+from pi_compile.training.rung_choice import TUNE_FRACTIONS
 from pi_compile.training.stage import BYTES
+from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import NotMetError
 
@@ -56,17 +57,17 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Activa
 
 
 @pytest.fixture(scope="module")
-def trained(sparse: Any, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(sparse: Any, tmp_path_factory: pytest.TempPathFactory) -> PredictorSet:
     """An undisturbed run."""
     return trained_on(sparse, tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture
-def run(sparse: Any, tmp_path: Path) -> Callable[..., Trained]:
+def run(sparse: Any, tmp_path: Path) -> Callable[..., PredictorSet]:
     return lambda scratch="work", model=sparse, **changes: trained_on(model, tmp_path / scratch, **changes)
 
 
-def test_sparse_layers_get_a_predictor_that_reads_less(trained: Trained) -> None:
+def test_sparse_layers_get_a_predictor_that_reads_less(trained: PredictorSet) -> None:
     assert trained.inputs == "key"
     assert [row.rung for row in trained.rows] == ["predicted", "gate", "predicted"]
     assert trained.ranks == (RANK, None, RANK)
@@ -87,10 +88,10 @@ def test_sparse_layers_get_a_predictor_that_reads_less(trained: Trained) -> None
             assert row.rows_read_over_active == pytest.approx(1 / row.density)
     p = trained.perplexity
     assert abs(p["report"] / p["report_dense"] - 1) < 0.001
-    assert 0 <= p["tune_divergence"] <= TUNE_SHARES[0] * SPEC.perplexity_increase
+    assert 0 <= p["tune_divergence"] <= TUNE_FRACTIONS[0] * SPEC.perplexity_increase
 
 
-def test_the_table_is_plain_data(trained: Trained) -> None:
+def test_the_table_is_plain_data(trained: PredictorSet) -> None:
     rows = json.loads(json.dumps(train_report(trained)))["layers"]
     assert [row["layer"] for row in rows] == [0, 1, 2]
     assert {"density", "rank", "ffn_bytes", "gate_bytes", "recall", "precision", "rows_read_over_active"} <= set(
@@ -102,7 +103,7 @@ SHAPE_DECODER = small_decoder(d_model=D_MODEL, d_ff=D_FF, ffn="gated")
 
 
 def test_a_smooth_model_stays_dense(
-    run: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., PredictorSet], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hf.random_llama(tmp_path / "model", tokenizer=False, hidden_act="silu", **SHAPE)
     (tmp_path / "counts").mkdir()
@@ -119,7 +120,7 @@ def test_a_smooth_model_stays_dense(
 
 @pytest.mark.parametrize("rung", ["gate", "dense"])
 def test_a_recipe_may_allow_an_exact_rung_alone(
-    run: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, rung: str
+    run: Callable[..., PredictorSet], monkeypatch: pytest.MonkeyPatch, rung: str
 ) -> None:
     monkeypatch.setattr(candidates, "train", None)
     trained = run(rungs=(rung,))
@@ -130,18 +131,18 @@ def test_a_recipe_may_allow_an_exact_rung_alone(
         assert row.ffn_bytes == pytest.approx(read)
 
 
-def test_dense_is_a_way_out_where_gate_is_not_allowed(run: Callable[..., Trained]) -> None:
+def test_dense_is_a_way_out_where_gate_is_not_allowed(run: Callable[..., PredictorSet]) -> None:
     trained = run(rungs=("dense", "predicted"))
     assert [row.rung for row in trained.rows] == ["predicted", "dense", "predicted"]
 
 
-def test_a_budget_of_nothing_takes_gate(run: Callable[..., Trained]) -> None:
+def test_a_budget_of_nothing_takes_gate(run: Callable[..., PredictorSet]) -> None:
     trained = run(perplexity_increase=1e-15)
     assert [row.rung for row in trained.rows] == ["gate"] * 3
     assert trained.perplexity["tune_divergence"] == 0
 
 
-def test_a_budget_out_of_reach_names_the_worst_layers(run: Callable[..., Trained]) -> None:
+def test_a_budget_out_of_reach_names_the_worst_layers(run: Callable[..., PredictorSet]) -> None:
     with pytest.raises(NotMetError) as caught:
         run(rungs=("predicted",), steps=0, perplexity_increase=1e-9)
     assert caught.value.exit_code == 5
@@ -152,8 +153,8 @@ def test_a_budget_out_of_reach_names_the_worst_layers(run: Callable[..., Trained
     assert "allow gate or dense in [train] rungs, or raise [quality] perplexity_increase" in message
 
 
-def test_a_larger_budget_reads_less(run: Callable[..., Trained]) -> None:
-    def total(trained: Trained) -> float:
+def test_a_larger_budget_reads_less(run: Callable[..., PredictorSet]) -> None:
+    def total(trained: PredictorSet) -> float:
         return sum(row.ffn_bytes for row in trained.rows)
 
     runs = [run(perplexity_increase=budget) for budget in (1e-4, 1e-2, 0.5)]  # one scratch: trained once
@@ -162,7 +163,9 @@ def test_a_larger_budget_reads_less(run: Callable[..., Trained]) -> None:
     assert read[2] < read[0]
 
 
-def test_training_repeats_and_the_seed_decides(run: Callable[..., Trained], trained: Trained, tmp_path: Path) -> None:
+def test_training_repeats_and_the_seed_decides(
+    run: Callable[..., PredictorSet], trained: PredictorSet, tmp_path: Path
+) -> None:
     torch.manual_seed(12345)
     np.random.seed(12345)  # no global generator has a say
     done: list[tuple[int, int]] = []
@@ -174,12 +177,16 @@ def test_training_repeats_and_the_seed_decides(run: Callable[..., Trained], trai
     run("b", seed=1)
     one, other = (read_arrays(tmp_path / name / "layer-0.npz") for name in ("a", "b"))
     assert not np.array_equal(one["trained-32/up"], other["trained-32/up"])
-    assert np.array_equal(one["start-32/up"], other["start-32/up"])
+    assert np.array_equal(one["init-32/up"], other["init-32/up"])
 
 
 @pytest.mark.parametrize("finished", [1, 2, 3])
 def test_a_killed_run_trains_only_the_rest(
-    run: Callable[..., Trained], trained: Trained, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, finished: int
+    run: Callable[..., PredictorSet],
+    trained: PredictorSet,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    finished: int,
 ) -> None:
     def stop_early(*_progress: int) -> None:
         if len(list((tmp_path / "killed").glob("layer-*.npz"))) == finished:
@@ -188,17 +195,17 @@ def test_a_killed_run_trains_only_the_rest(
     with pytest.raises(KeyboardInterrupt):
         run("killed", progress=stop_early)
     read, original = [], td.layer_weights
-    fitted, fit = [], stage._Run._fit
+    searched, search = [], stage._Run._search
     monkeypatch.setattr(td, "layer_weights", lambda c, n, device: read.append(n) or original(c, n, device))
-    monkeypatch.setattr(stage._Run, "_fit", lambda self, n: fitted.append(n) or fit(self, n))
+    monkeypatch.setattr(stage._Run, "_search", lambda self, n: searched.append(n) or search(self, n))
     assert run("killed").digest() == trained.digest()
-    assert fitted == list(range(finished, LAYERS))
-    assert read[: len(fitted)] == fitted  # and no earlier layer is read for it
+    assert searched == list(range(finished, LAYERS))
+    assert read[: len(searched)] == searched  # and no earlier layer is read for it
 
 
 @pytest.mark.parametrize("call", [1, 9, 14, 20])
 def test_a_kill_in_the_middle_of_a_layer(
-    run: Callable[..., Trained], trained: Trained, monkeypatch: pytest.MonkeyPatch, call: int
+    run: Callable[..., PredictorSet], trained: PredictorSet, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     calls, original = [], td.attention
 
@@ -215,7 +222,7 @@ def test_a_kill_in_the_middle_of_a_layer(
     assert run("killed").digest() == trained.digest()
 
 
-def test_the_report_text_decides_nothing_but_a_refusal(run: Callable[..., Trained], trained: Trained) -> None:
+def test_the_report_text_decides_nothing_but_a_refusal(run: Callable[..., PredictorSet], trained: PredictorSet) -> None:
     first, second = (
         run(texts=replace(TEXTS, report=t), perplexity_increase=0.01) for t in (TEXTS.report, text(9, 700))
     )
@@ -228,36 +235,36 @@ def test_the_report_text_decides_nothing_but_a_refusal(run: Callable[..., Traine
 
 @pytest.mark.parametrize("refused", [1, 2])
 def test_what_the_report_text_refuses_is_chosen_again_with_less(
-    run: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, refused: int
+    run: Callable[..., PredictorSet], monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
     """The gate: down to nothing lost, where an exact rung is allowed."""
-    reported, original = [], stage._Run._judge
+    reported, original = [], stage._Run._measure
 
-    def of_report(self: Any, tokens: Any, how: Any, dense: Any = None) -> Any:
-        verdict = original(self, tokens, how, dense)
-        if tokens is self.texts.report and dense is not None:
-            reported.append(verdict.divergence)
+    def of_report(self: Any, tokens: Any, chosen: Any, dense: Any) -> Any:
+        quality = original(self, tokens, chosen, dense)
+        if tokens is self.texts.report:
+            reported.append(quality.divergence)
             if len(reported) <= refused:
-                return replace(verdict, divergence=0.02)
-        return verdict
+                return replace(quality, divergence=0.02)
+        return quality
 
-    monkeypatch.setattr(stage._Run, "_judge", of_report)
+    monkeypatch.setattr(stage._Run, "_measure", of_report)
     trained = run(perplexity_increase=0.01)
     assert len(reported) == refused + 1
     assert reported == sorted(reported, reverse=True)
-    assert trained.perplexity["tune_divergence"] <= TUNE_SHARES[refused] * 0.01
+    assert trained.perplexity["tune_divergence"] <= TUNE_FRACTIONS[refused] * 0.01
     assert trained.perplexity["increase"] <= 0.01
     assert (refused == 2) == ([row.rung for row in trained.rows] == ["gate"] * 3)
 
 
-def test_the_reported_increase_is_that_of_the_perplexities(trained: Trained) -> None:
+def test_the_reported_increase_is_that_of_the_perplexities(trained: PredictorSet) -> None:
     p = trained.perplexity
     assert p["increase"] == pytest.approx(p["report"] / p["report_dense"] - 1, abs=1e-9)
     assert 0 < p["standard_error"] < 0.01
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_a_smooth_model_may_have_thresholds(run: Callable[..., Trained], tmp_path: Path, activation: str) -> None:
+def test_a_smooth_model_may_have_thresholds(run: Callable[..., PredictorSet], tmp_path: Path, activation: str) -> None:
     hf.random_llama(tmp_path / "model", tokenizer=False, hidden_act=activation, **SHAPE)
     (tmp_path / "counts").mkdir()
     model = profiled(open_checkpoint(tmp_path / "model"), tmp_path / "counts")
@@ -270,17 +277,17 @@ def test_a_smooth_model_may_have_thresholds(run: Callable[..., Trained], tmp_pat
             assert row.density < 0.99
             assert row.ffn_bytes == pytest.approx(D_FF * 2 * D_MODEL * (1 + 2 * row.density))
             assert counts.mean() / trained.counted_tokens == pytest.approx(row.density, abs=0.1)
-    refined = trained.refined(model[1])
+    refined = trained.apply_thresholds(model[1])
     for n, row in enumerate(trained.rows):
         assert refined.density()[n] == pytest.approx(row.density, abs=0.1)
     trained.save(tmp_path / "a.npz")
-    loaded = Trained.load(tmp_path / "a.npz")
+    loaded = PredictorSet.load(tmp_path / "a.npz")
     assert loaded.digest() == trained.digest()
-    assert refined.digest() == loaded.refined(model[1]).digest()
+    assert refined.digest() == loaded.apply_thresholds(model[1]).digest()
 
 
 def test_little_memory_finds_the_same(
-    run: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Callable[..., PredictorSet], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Neurons are never kept for a whole text."""
     rungs = ("gate", "threshold", "predicted", "sign")
@@ -288,20 +295,23 @@ def test_little_memory_finds_the_same(
     most, original = [], candidates.energy
     monkeypatch.setattr(candidates, "NEURON_VALUES", 50 * D_FF)
     monkeypatch.setattr(candidates, "energy", lambda h, w: most.append(len(h)) or original(h, w))
-    monkeypatch.setattr(stage._Run, "settle", lambda _: 1 / 0)  # the choice takes whole windows
+    monkeypatch.setattr(stage._Run, "choose", lambda _: 1 / 0)  # the choice takes whole windows
     with pytest.raises(ZeroDivisionError):
         run("found", rungs=rungs)
     assert max(most) == 50 < len(TEXTS.tune)
     wanted, found = (
         json.loads(str(read_arrays(tmp_path / name / "layer-0.npz")["candidates"])) for name in ("wanted", "found")
     )
-    assert {c["rung"] for c in found} == {"threshold", "predicted", "sign"}
-    for key, tolerance in (("threshold", 2**-6), ("margin", 0), ("rank", 0), ("error", 0.05)):
-        ones, others = ([c[key] or 0 for c in cs] for cs in (wanted, found))
+    assert {c["layer"]["rung"] for c in found} == {"threshold", "predicted", "sign"}
+    tolerances = {"threshold": 2**-6, "score_threshold": 2**-6, "margin": 0, "rank": 0, "error": 0.05}
+    for key, tolerance in tolerances.items():
+        ones, others = ([(c | c["layer"])[key] or 0 for c in cs] for cs in (wanted, found))
         assert others == pytest.approx(ones, rel=tolerance)
 
 
-def test_a_sparse_model_may_go_by_signs_alone(run: Callable[..., Trained], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sparse_model_may_go_by_signs_alone(
+    run: Callable[..., PredictorSet], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(candidates, "train", None)
     trained = run(rungs=("gate", "sign"), perplexity_increase=0.5)
     signed = [row for row in trained.rows if row.rung == "sign"]
@@ -314,7 +324,7 @@ def test_a_sparse_model_may_go_by_signs_alone(run: Callable[..., Trained], monke
         )
 
 
-def test_time_and_not_bytes_decides(run: Callable[..., Trained]) -> None:
+def test_time_and_not_bytes_decides(run: Callable[..., PredictorSet]) -> None:
     """Where picking rows is slow, or starting an operator, reading all of them is quicker."""
 
     def predicted(name: str, processor: Processor) -> int:
@@ -332,17 +342,17 @@ def test_time_and_not_bytes_decides(run: Callable[..., Trained]) -> None:
 
 
 @pytest.mark.parametrize("rungs", [("dense", "gate", "predicted"), ("dense", "gate", "threshold", "predicted", "sign")])
-def test_what_is_loaded_again_decides_the_same(run: Callable[..., Trained], rungs: tuple[str, ...]) -> None:
+def test_what_is_loaded_again_decides_the_same(run: Callable[..., PredictorSet], rungs: tuple[str, ...]) -> None:
     first = run(rungs=rungs, predictor_formats=("f16", "q8"))
     assert run(rungs=rungs, predictor_formats=("f16", "q8")).digest() == first.digest()
     assert first.predictor_format in ("f16", "q8")
 
 
-def arrays(trained: Trained, *, bias: bool = True) -> list[bytes]:
+def arrays(trained: PredictorSet, *, bias: bool = True) -> list[bytes]:
     return [array.tobytes() for p in trained.predictors if p for array in (p if bias else p[:2])]
 
 
-def test_the_tune_text_sets_thresholds_only(run: Callable[..., Trained], trained: Trained) -> None:
+def test_the_tune_text_sets_thresholds_only(run: Callable[..., PredictorSet], trained: PredictorSet) -> None:
     first, second = trained, run("b", texts=replace(TEXTS, tune=text(9, 700)))
     assert arrays(first, bias=False) == arrays(second, bias=False)
     assert arrays(first) != arrays(second)  # a threshold is part of the bias
@@ -351,14 +361,14 @@ def test_the_tune_text_sets_thresholds_only(run: Callable[..., Trained], trained
 
 
 @pytest.mark.parametrize("name", ["fit", "tune", "report"])
-def test_a_text_shorter_than_one_window(run: Callable[..., Trained], name: str) -> None:
+def test_a_text_shorter_than_one_window(run: Callable[..., PredictorSet], name: str) -> None:
     with pytest.raises(CorpusError, match=r"the text has 31 tokens\n  expected: at least one window of 32"):
         run(texts=replace(TEXTS, **{name: text(0, 31)}))
 
 
-def test_a_saved_result_comes_back(trained: Trained, tmp_path: Path) -> None:
+def test_a_saved_result_comes_back(trained: PredictorSet, tmp_path: Path) -> None:
     trained.save(tmp_path / "a.npz")
-    loaded = Trained.load(tmp_path / "a.npz")
+    loaded = PredictorSet.load(tmp_path / "a.npz")
     assert loaded.rows == trained.rows
     assert (loaded.perplexity, loaded.inputs) == (trained.perplexity, trained.inputs)
     assert arrays(loaded) == arrays(trained)
@@ -370,63 +380,63 @@ def test_a_saved_result_comes_back(trained: Trained, tmp_path: Path) -> None:
     assert replace(trained, predictors=((down, up, bias), *trained.predictors[1:])).digest() != trained.digest()
 
 
-def test_a_damaged_result_is_refused(trained: Trained, tmp_path: Path) -> None:
+def test_a_damaged_result_is_refused(trained: PredictorSet, tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     trained.save(path)
     good = path.read_bytes()
     for data in (b"", good[: len(good) // 2], good[:3000] + b"?" + good[3001:], b"noise" * 99):
         path.write_bytes(data)
         with pytest.raises(ProfileError) as caught:
-            Trained.load(path)
+            PredictorSet.load(path)
         assert str(path) in str(caught.value)
     np.savez(path, meta=np.array(json.dumps({"rows": [{"rung": "gate"}], "perplexity": {}, "inputs": ""})))
     with pytest.raises(ProfileError, match="not a file of trained predictors"):
-        Trained.load(path)
+        PredictorSet.load(path)
     with pytest.raises(ProfileError):
-        Trained.load(tmp_path / "none.npz")
+        PredictorSet.load(tmp_path / "none.npz")
 
 
 # What a choice costs.
 
 
-def test_without_predictors_a_verdict_is_that_of_transformers(sparse: Any) -> None:
+def test_without_predictors_quality_is_that_of_transformers(sparse: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     checkpoint = sparse[0]
     ids = td.windows(TEXTS.report, 32)
-    verdict = judge(checkpoint, ids, [Selection()] * LAYERS, device="cpu")
+    quality = measure_quality(checkpoint, ids, [DENSE] * LAYERS, device="cpu")
     model = AutoModelForCausalLM.from_pretrained(checkpoint.folder)
     with torch.inference_mode():
         logits = model(ids).logits[:, :-1]
     wanted = float(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).exp())
-    assert verdict.perplexity == pytest.approx(wanted, rel=1e-4)
-    again = judge(checkpoint, ids, [Selection()] * LAYERS, device="cpu", dense=verdict)
+    assert quality.perplexity == pytest.approx(wanted, rel=1e-4)
+    again = measure_quality(checkpoint, ids, [DENSE] * LAYERS, device="cpu", dense=quality)
     assert again.divergence == 0
-    assert [t.fires for t in again.tallies] == [t.fires for t in verdict.tallies]
+    assert [t.fires for t in again.layers] == [t.fires for t in quality.layers]
 
 
-def test_a_verdict_counts_and_loses_what_a_predictor_leaves_out(sparse: Any) -> None:
+def test_the_quality_counts_and_loses_what_a_predictor_leaves_out(sparse: Any) -> None:
     checkpoint, d = sparse[0], sparse[0].decoder
     ids = td.windows(TEXTS.report, 32)
     w = td.layer_weights(checkpoint, 0, "cpu")
     p = Predictor(
         w["ffn/first"][:8], torch.randn(D_FF, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(D_FF)
     )
-    how = Selection(rung="predicted", predictor=p)
-    dense = judge(checkpoint, ids, [Selection()] * LAYERS, device="cpu")
-    verdict = judge(checkpoint, ids, [how, *[Selection()] * 2], device="cpu", dense=dense)
+    ffn = SparseFfn(Layer(rung="predicted", rank=8), p)
+    dense = measure_quality(checkpoint, ids, [DENSE] * LAYERS, device="cpu")
+    quality = measure_quality(checkpoint, ids, [ffn, *[DENSE] * 2], device="cpu", dense=dense)
     with torch.inference_mode():
-        x, inputs = td.before_ffn(d, w, td.embed(d, td.end_weights(checkpoint, "cpu"), ids))
+        x, inputs = td.before_ffn(d, w, td.embed(d, td.global_weights(checkpoint, "cpu"), ids))
         h, predicted = td.neurons(d, w, inputs), p.scores(inputs) > 0
         y = td.ffn_output(w, h * predicted)
         lost = (td.ffn_output(w, h) - y).square().sum()
         x = x + y
-    row = verdict.tallies[0].row(FfnBytes(d, "f16", "f16"), BYTES, how)
+    row = quality.layers[0].row(FfnBytes(d, "f16", "f16"), BYTES, ffn.layer)
     fires = h != 0
     assert row.density == pytest.approx(float(fires.float().mean()))
     assert row.recall == pytest.approx(float((fires & predicted).sum() / fires.sum()))
     assert row.precision == pytest.approx(float((fires & predicted).sum() / predicted.sum()))
     assert row.rows_read_over_active == pytest.approx(float(predicted.sum() / fires.sum()))
     assert row.error == pytest.approx(float(lost / x.square().sum()), rel=1e-3)
-    assert verdict.divergence > 0
-    assert verdict.perplexity != dense.perplexity
+    assert quality.divergence > 0
+    assert quality.perplexity != dense.perplexity

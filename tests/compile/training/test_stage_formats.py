@@ -23,15 +23,16 @@ from pi_compile.cost_model.ffn_time import Reads
 from pi_compile.files.npz import read_arrays
 from pi_compile.packing import PackSpec, pack
 from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.predictor_set import Trained
+from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor, energy
-from pi_compile.torch_model.sparse_ffn import Selection
-from pi_compile.training.candidates import LOST_SHARES, ranks_for
+from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
+from pi_compile.training.candidates import LOST_ENERGY, initial_ranks
 from pi_compile.training.histogram import Histogram
-from pi_compile.training.quality import judge
+from pi_compile.training.quality import measure_quality
 from pi_compile.training.stage import BYTES
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import PARTS, FfnBytes, array_specs
 
 
@@ -41,12 +42,12 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Activa
 
 
 @pytest.fixture
-def run(sparse: Any, tmp_path: Path) -> Callable[..., Trained]:
+def run(sparse: Any, tmp_path: Path) -> Callable[..., PredictorSet]:
     return lambda **changes: trained_on(sparse, tmp_path / "work", **changes)
 
 
-def selection(p: Predictor | None) -> Selection:
-    return Selection() if p is None else Selection(rung="predicted", predictor=p)
+def sparse_ffn(p: Predictor | None) -> SparseFfn:
+    return DENSE if p is None else SparseFfn(Layer(rung="predicted", rank=p.up.shape[1]), p)
 
 
 def as_predictor(arrays: Any) -> Predictor:
@@ -55,45 +56,48 @@ def as_predictor(arrays: Any) -> Predictor:
 
 @pytest.mark.parametrize(("name", "rank"), [("bf16", 32), ("q8", 64), ("q4", 128)])
 def test_everything_is_measured_on_predictors_as_stored(
-    run: Callable[..., Trained], sparse: Any, tmp_path: Path, name: str, rank: int
+    run: Callable[..., PredictorSet], sparse: Any, tmp_path: Path, name: str, rank: int
 ) -> None:
     """Thresholds, the choice and what is reported; ranks fill whole cache lines of the format."""
     trained = run(predictor_formats=(name,))
     assert trained.ranks == (rank, None, rank)
     tune, report = (td.windows(t, 32) for t in (TEXTS.tune, TEXTS.report))
     raw = [p and as_predictor(p) for p in trained.predictors]
-    stored = [selection(p and p.stored_as(name)) for p in raw]
-    verdict = judge(sparse[0], report, stored, device="cpu")
+    stored = [sparse_ffn(p and p.stored_as(name)) for p in raw]
+    quality = measure_quality(sparse[0], report, stored, device="cpu")
     neuron = FfnBytes(sparse[0].decoder, "f16", name)
-    assert trained.perplexity["report"] == verdict.perplexity
-    assert trained.rows[0] == verdict.tallies[0].row(neuron, BYTES, stored[0])
-    assert trained.perplexity["tune"] == judge(sparse[0], tune, stored, device="cpu").perplexity
-    assert trained.perplexity["tune"] != judge(sparse[0], tune, [selection(p) for p in raw], device="cpu").perplexity
+    assert trained.perplexity["report"] == quality.perplexity
+    assert trained.rows[0] == quality.layers[0].row(neuron, BYTES, stored[0].layer)
+    assert trained.perplexity["tune"] == measure_quality(sparse[0], tune, stored, device="cpu").perplexity
+    assert (
+        trained.perplexity["tune"]
+        != measure_quality(sparse[0], tune, [sparse_ffn(p) for p in raw], device="cpu").perplexity
+    )
 
     fitted = read_arrays(tmp_path / "work" / "layer-0.npz")
     whole = as_predictor([fitted[f"trained-{rank}/{part}"] for part in ("down", "up", "bias")]).stored_as(name)
     w = td.layer_weights(sparse[0], 0, "cpu")
     with torch.inference_mode():
-        x = td.embed(sparse[0].decoder, td.end_weights(sparse[0], "cpu"), tune)
+        x = td.embed(sparse[0].decoder, td.global_weights(sparse[0], "cpu"), tune)
         inputs = td.before_ffn(sparse[0].decoder, w, x)[1].flatten(0, 1)
         lost = energy(td.neurons(sparse[0].decoder, w, inputs), w)
         histogram = Histogram()
         histogram.add(whole.scores(inputs)[lost > 0], lost[lost > 0])
-        wanted = [histogram.threshold(share) for share in LOST_SHARES]
+        wanted = [histogram.threshold(fraction) for fraction in LOST_ENERGY]
     tried = json.loads(str(fitted["candidates"]))
-    found = [c["threshold"] for c in tried if (c["rank"], c["trained"]) == (rank, True)]
+    found = [c["score_threshold"] for c in tried if (c["layer"]["rank"], c["trained"]) == (rank, True)]
     assert found == pytest.approx(sorted(set(wanted)), rel=2**-6)  # a bin
 
 
 @pytest.mark.parametrize("name", ["f16", "q8", "q4"])
 def test_what_was_measured_is_what_is_packed(
-    run: Callable[..., Trained], sparse: Any, tmp_path: Path, name: str
+    run: Callable[..., PredictorSet], sparse: Any, tmp_path: Path, name: str
 ) -> None:
     checkpoint, profile = sparse
     hf.write_tokenizer(checkpoint.folder)
     trained = run(predictor_formats=(name,))
     formats = {**dict.fromkeys(PARTS, "keep"), "predictor": name}
-    pack(checkpoint, PackSpec(formats=formats), tmp_path / "a.pi", recipe={}, profile=profile, trained=trained)
+    pack(checkpoint, PackSpec(formats=formats), tmp_path / "a.pi", recipe={}, profile=profile, predictor_set=trained)
     stored = as_predictor(trained.predictors[0]).stored_as(name)
     order = profile.order[0]
     with Artifact.open(tmp_path / "a.pi") as artifact:
@@ -111,7 +115,7 @@ def test_ranks_fill_lines_and_stay_below_the_width(name: str, step: int, d_model
     for most in (5, 50, 100):
         counts = rng.integers(0, most + 1, (1, d_ff)).astype(np.uint64)
         profile = ActivationProfile(decoder=decoder, tokens=100, counts=counts, order=order, inputs="")
-        ranks = ranks_for(decoder, [name], float(profile.density()[0]), float(profile.cumulative_curve(5)[0, 1]))
+        ranks = initial_ranks(decoder, [name], float(profile.density()[0]), float(profile.cumulative_curve(5)[0, 1]))
         assert ranks
         assert ranks == sorted(set(ranks))
         assert all(rank % min(step, full) == 0 and rank <= full for rank in ranks)

@@ -10,10 +10,10 @@ pytest.importorskip("torch")
 from support.synthetic import small_decoder
 
 from pi_compile.training import work_estimate
-from pi_compile.training.candidates import LadderSpec, ranks_for
-from pi_compile.training.rung_choice import PRICES
+from pi_compile.training.candidates import LadderSpec, initial_ranks
+from pi_compile.training.rung_choice import BISECTIONS
 from pi_compile.training.stage import BYTES
-from pi_compile.training.work_estimate import Meter, TrainingWork
+from pi_compile.training.work_estimate import ProgressMeter, TrainingWork
 
 SPEC = LadderSpec(
     rungs=("gate", "predicted"), formats=("f16",), ffn_format="f16", processor=BYTES, batch=512, steps=300,
@@ -36,7 +36,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_is_its_products() -> None:
     found = work()
-    assert found.ranks == tuple(ranks_for(LLAMA_7B, ["f16"], 0.1, 0.5))
+    assert found.ranks == tuple(initial_ranks(LLAMA_7B, ["f16"], 0.1, 0.5))
     labels = 2 * 512 * 4096 * 11008 * 2
     scores = [2 * 512 * r * (4096 + 11008) for r in found.ranks]
     assert found.per_step()[0] == labels + 3 * sum(scores)  # forward, and twice that backward
@@ -63,13 +63,13 @@ def test_more_to_try_takes_longer() -> None:
 def test_progress_rises_to_its_end(rungs: tuple[str, ...]) -> None:
     told: list[tuple[int, int]] = []
     d = small_decoder(n_layers=3, d_model=64, d_ff=192)
-    meter = Meter(work(d, replace(SPEC, rungs=rungs, steps=5), fit=4096), lambda *a: told.append(a))
+    meter = ProgressMeter(work(d, replace(SPEC, rungs=rungs, steps=5), fit=4096), lambda *a: told.append(a))
     for n in range(3):
         for _ in range(9):  # more than was thought
-            meter.step()
-        meter.layer(n)
-    for _ in range(PRICES + 50):
-        meter.judged()
+            meter.step_done()
+        meter.layer_done(n)
+    for _ in range(BISECTIONS + 50):
+        meter.pass_done()
     meter.end()
     done = [n for n, _ in told]
     assert len({total for _, total in told}) == 1

@@ -22,7 +22,7 @@ from support.gpu_running import (
 )
 
 from pi_compile.evaluation.fidelity import evaluate
-from pi_compile.evaluation.load_options import Where
+from pi_compile.evaluation.load_options import LoadOptions
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.cuda import opening
@@ -94,9 +94,10 @@ def test_eval_on_a_gpu(tmp_path: Path, there: Device, monkeypatch: pytest.Monkey
     path, text = model(tmp_path / "a.pi", plans=(plan,)), tmp_path / "text.txt"
     text.write_text("Once")
     told: list[str] = []
-    wheres = Where(), Where(device="cuda:0", context=16, tell=told.append)
+    all_options = LoadOptions(), LoadOptions(device="cuda:0", context=16, tell=told.append)
     cpu, gpu = (
-        evaluate(path, [text], None, tokens=4, window=2, progress=lambda *_: None, where=where) for where in wheres
+        evaluate(path, [text], None, tokens=4, window=2, progress=lambda *_: None, options=options)
+        for options in all_options
     )
     assert set(told) == {f"{there.name}: by the placement for 1.0 GiB of GPU memory"}
     assert gpu["device"] == there.name

@@ -22,7 +22,7 @@ from pi_compile.errors import CheckpointError
 from pi_compile.pipeline.store import code_digest
 
 FAMILY = """
-from pi_compile.checkpoint.families import Adapter, Config, Piece, of
+from pi_compile.checkpoint.families import Adapter, Config, SourceTensor, stored
 from pi_runtime.artifact import Decoder
 
 def decoder(config: Config) -> Decoder:
@@ -37,16 +37,16 @@ def decoder(config: Config) -> Decoder:
     )
 
 LAYER = {
-    "attention/norm/weight": of("blocks.{n}.norm1"),
-    "attention/qkv": of(*(f"blocks.{{n}}.{p}" for p in "qkv")),
-    "attention/out": of("blocks.{n}.o"),
-    "ffn/norm/weight": of("blocks.{n}.norm2"),
-    "ffn/first": of("blocks.{n}.gate"),
-    "ffn/rest": (Piece("blocks.{n}.up"), Piece("blocks.{n}.down", transposed=True)),
+    "attention/norm/weight": stored("blocks.{n}.norm1"),
+    "attention/qkv": stored(*(f"blocks.{{n}}.{p}" for p in "qkv")),
+    "attention/out": stored("blocks.{n}.o"),
+    "ffn/norm/weight": stored("blocks.{n}.norm2"),
+    "ffn/first": stored("blocks.{n}.gate"),
+    "ffn/rest": (SourceTensor("blocks.{n}.up"), SourceTensor("blocks.{n}.down", transposed=True)),
 }
 ADAPTER = Adapter(
     family="tiny", architectures=("TinyForCausalLM",), prefixes=("tiny.",),
-    globals={"embedding": of("words"), "final_norm/weight": of("norm")}, layer=lambda _: LAYER,
+    global_tensors={"embedding": stored("words"), "final_norm/weight": stored("norm")}, layer_tensors=lambda _: LAYER,
     read_keys=frozenset("words width depth heads inner length".split()), decoder=decoder,
 )
 """

@@ -38,7 +38,7 @@ def compiled(checkpoint: Checkpoint, path: Path) -> Iterator[np.ndarray]:
 
 def profiled(checkpoint: Checkpoint) -> np.ndarray:
     """The same by what profiling and training use."""
-    d, ends = checkpoint.decoder, td.end_weights(checkpoint, "cpu")
+    d, ends = checkpoint.decoder, td.global_weights(checkpoint, "cpu")
     x = td.embed(d, ends, torch.from_numpy(tokens(checkpoint))[None])
     for n in range(d.n_layers):
         w = td.layer_weights(checkpoint, n, "cpu")
