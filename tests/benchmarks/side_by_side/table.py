@@ -23,8 +23,8 @@ def print_rows(rows: Sequence[Row]) -> None:
         shares = " " * 15 if failed else f"{r.density:8.3f}{r.read:7.3f}"
         figures = f"  {r.failure}" if failed else _figures(r)
         print(f"{r.engine:13}{r.format:7}{r.isa or '':9}{r.mode:16}{shares} {r.phase:8}{r.tokens:6}{figures}")
-    for line in dict.fromkeys(f"{r.engine}: {r.version}, build: {r.build or 'unknown'}" for r in rows if r.version):
-        print(line)
+    for engine, version, build in dict.fromkeys((r.engine, r.version, r.build) for r in rows if r.version or r.build):
+        print(f"{engine}: {version or 'unknown version'}, build: {build or 'unknown'}")
     sys.stdout.flush()
 
 
