@@ -4,9 +4,12 @@
 """
 
 import csv
+import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families.registry import decoder_of, find_adapter
@@ -46,6 +49,18 @@ def test_a_published_config(name: str) -> None:
 def test_every_config_has_a_source() -> None:
     assert {path.stem for path in CONFIGS.glob("*.json")} == set(ROWS)
     assert all(row["source"] for row in ROWS.values())
+
+
+def test_the_documented_table_counts_them() -> None:
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for name, row in ROWS.items():
+        counts[find_adapter(config_of(name)).family][row["expected"] not in ("read", "planned")] += 1
+    text = (
+        (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").split("### Configurations tried")[1].split("###")[0]
+    )
+    rows = re.findall(r"^\| `(\w+)` \| (?:only planned: )?(\d+) \| (\d*)", text, re.M)
+    assert {family: [int(read), int(refused or 0)] for family, read, refused in rows} == counts
+    assert f"{len(ROWS)} configs" in text
 
 
 @pytest.mark.parametrize("name", READ)

@@ -213,6 +213,22 @@ def test_ignored_keys_are_known_from_the_first_command_to_the_last(run: Run, tmp
     run("plan", recipe, "--curve", "reglu-70b", "--density", "0.2")
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("HuggingFaceTB--SmolLM2-135M", "0.13 B parameters in bf16"),
+        ("Qwen--Qwen2.5-0.5B", "0.49 B parameters in bf16"),
+        ("distilgpt2", "0.08 B parameters in f32"),
+        ("ngxson--stories15M_MOE", "0.04 B parameters in f32"),
+    ],
+)
+def test_published_configs_are_planned_for(run: Run, name: str, parameters: str) -> None:
+    config = ROOT / "tests" / "compile" / "checkpoint" / "configs" / f"{name}.json"
+    text = run("plan", config, "--machine", "pc-low", "--ctx-size", 256)
+    assert text.splitlines()[0].endswith(parameters)
+    assert "a token takes" in text
+
+
 def test_force_replaces_a_recipe(run: Run, project: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text("old")
