@@ -53,11 +53,11 @@ def hottest_cuts(work: Workload, machine: Machine, sizes: Sizes, free: int) -> t
     """(cut of each layer, bytes) of the greatest hot mass in `free` bytes, each cut 0 or at least C_l neurons."""
     from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, solve  # noqa: PLC0415  needs HiGHS
 
-    least, cuts = least_hot_neurons(work, machine, sizes), work.cuts()
+    least, cuts = least_hot_neurons(work, machine, sizes), work.cuts
     kept = cuts[(cuts > 0) & (cuts >= least)] if least is not None else cuts[:0]
     allowed: Ints = np.concatenate([[0], kept])
     indices = np.searchsorted(cuts, allowed)
-    masses = [work.sums_before(n, counts)[indices] for n, counts in enumerate(work.counts)]
+    masses = [sums[indices] for sums in work.activations_before]
     found = solve([ItemClass(allowed * sizes.parts.neuron, mass) for mass in masses], free)
     return tuple(int(allowed[j]) for j in found.items), found.weight
 
