@@ -121,7 +121,7 @@ class TokenTime:
 def costs_of(work: Workload, machine: Machine) -> Costs:
     """All times that placing chooses among. Without a GPU there is one side."""
     processors, interconnect = processors_of(machine), interconnect_of(machine)
-    parts, decoder = work.parts(), work.decoder
+    parts, decoder = work.parts, work.decoder
     residual = 4 * decoder.d_model
     head_fmt = work.formats["embedding" if decoder.tied_head else "head"]
     head_bytes = (parts.embedding if decoder.tied_head else 0) + parts.head + parts.final_norm
@@ -129,7 +129,7 @@ def costs_of(work: Workload, machine: Machine) -> Costs:
     row = parts.embedding_row * (2 if parts.positions else 1)
     return Costs(
         processors=processors,
-        cuts=work.cuts(),
+        cuts=work.cuts,
         layers=tuple(_layer(work, processors, n, parts) for n in range(decoder.n_layers)),
         handover=interconnect.round_trip_ps(residual) if interconnect else 0,
         crossing=interconnect.ps(residual) if interconnect else 0,
@@ -147,7 +147,7 @@ def _layer(work: Workload, processors: Sequence[Processor], layer: int, parts: P
     fmt = work.formats["attention"]
     predictor = (0,) * len(processors)
     if how.kind.picks:
-        nbytes = work.of_routed_experts(work.predictor_bytes(layer))
+        nbytes = work.of_routed_experts(work.predictor_bytes[layer])
         predictor = tuple(
             PREDICTOR_LAUNCHES * p.launch_ps + p.ps(nbytes, work.formats["predictor"], "predictor") for p in processors
         )

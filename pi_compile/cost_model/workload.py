@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -57,27 +58,34 @@ class Workload:
     context: int
     """Positions the key-value cache holds."""
 
+    @cached_property
     def cuts(self) -> Ints:
         """The possible cuts of a layer, as neurons on the GPU; see `layer_groups`."""
         return layer_groups.cuts(self.decoder.d_ff, self.decoder.n_experts)
 
+    @cached_property
+    def group_orders(self) -> tuple[Ints, ...]:
+        """The order in which the groups of each layer go to the GPU."""
+        return tuple(layer_groups.group_order(counts, self.decoder.n_experts) for counts in self.counts)
+
+    @cached_property
+    def activations_before(self) -> tuple[Ints, ...]:
+        """(cuts,) of each layer: activations of the neurons before each cut."""
+        return tuple(self.sums_before(n, counts) for n, counts in enumerate(self.counts))
+
     def expert_cuts(self, layer: int, cut: int) -> tuple[int, ...]:
         """The cut of each expert in a layer with `cut` neurons on the GPU."""
-        d = self.decoder
-        order = layer_groups.group_order(self.counts[layer], d.n_experts)
-        return layer_groups.expert_cuts(order, cut, d.d_ff, d.n_experts)
+        return layer_groups.expert_cuts(self.group_orders[layer], cut, self.decoder.d_ff, self.decoder.n_experts)
 
     def sums_before(self, layer: int, values: Ints) -> Ints:
         """(cuts,) sum over the neurons before each cut, from one value a neuron in stored order."""
-        order = layer_groups.group_order(self.counts[layer], self.decoder.n_experts)
-        sums = layer_groups.group_sums(values, self.decoder.n_experts).ravel()[order]
+        sums = layer_groups.group_sums(values, self.decoder.n_experts).ravel()[self.group_orders[layer]]
         return np.concatenate([[0], np.cumsum(sums)])
 
-    def activations_before(self, cuts: Sequence[int]) -> int:
-        """Activations of the neurons before one cut for each layer: those of the neurons on the GPU."""
-        places = np.searchsorted(self.cuts(), cuts)
-        rows = zip(self.counts, places, strict=True)
-        return sum(int(self.sums_before(n, counts)[j]) for n, (counts, j) in enumerate(rows))
+    def activations_on_gpu(self, cuts: Sequence[int]) -> int:
+        """Activations of the neurons before one cut for each layer."""
+        indices = np.searchsorted(self.cuts, cuts)
+        return sum(int(sums[j]) for sums, j in zip(self.activations_before, indices, strict=True))
 
     def routed_tokens(self, layer: int) -> Ints:
         """(neurons,): how many tokens were sent to each neuron's expert."""
@@ -85,15 +93,18 @@ class Workload:
             return np.full(self.decoder.neurons, self.of_routed_experts(self.tokens), np.int64)
         return np.repeat(self.routed[layer], self.decoder.d_ff)
 
+    @cached_property
     def parts(self) -> PartBytes:
         """Stored bytes of each part."""
         specs = array_specs(self.decoder, self.formats, [None], profiled=False)
         return PartBytes.of(specs, self.decoder.vocab_size, self.decoder.neurons)
 
-    def predictor_bytes(self, layer: int) -> int:
-        """Stored bytes of one layer's predictor."""
-        specs = array_specs(self.decoder, self.formats, [self.layers[layer].predictor], profiled=False)
-        return predictor_bytes(specs, 0)
+    @cached_property
+    def predictor_bytes(self) -> tuple[int, ...]:
+        """Stored bytes of each layer's predictor."""
+        ranks = [layer.predictor for layer in self.layers]
+        specs = {rank: array_specs(self.decoder, self.formats, [rank], profiled=False) for rank in set(ranks)}
+        return tuple(predictor_bytes(specs[rank], 0) for rank in ranks)
 
     def of_routed_experts(self, value: int) -> int:
         """The part of a total over all experts that belongs to the experts of one token."""
@@ -111,7 +122,9 @@ def rows_read(work: Workload, layer: int) -> tuple[Ints, Ints]:
     c is the neuron's count and ρ is `read_ppm`; the product is rounded up for each neuron. N is the number of profiled
     tokens, with experts of those that the router sent to the neuron's expert.
     """
-    c, every, how = work.counts[layer], work.routed_tokens(layer), work.layers[layer]
-    first = np.minimum(every, -(-c * how.read_ppm // MILLION)) if how.kind.picks else every
-    rest = every if how.kind.dense else c
-    return work.sums_before(layer, first), work.sums_before(layer, rest)
+    every, how = work.sums_before(layer, work.routed_tokens(layer)), work.layers[layer]
+    first, rest = every, every if how.kind.dense else work.activations_before[layer]
+    if how.kind.picks:
+        picked = -(-work.counts[layer] * how.read_ppm // MILLION)
+        first = work.sums_before(layer, np.minimum(work.routed_tokens(layer), picked))
+    return first, rest

@@ -78,9 +78,9 @@ class Sizes:
 
     @classmethod
     def of(cls, work: Workload) -> "Sizes":
-        decoder, parts = work.decoder, work.parts()
+        decoder, parts = work.decoder, work.parts
         largest_rank = max((how.rank or 0 for how in work.layers), default=0)
-        predictor = tuple(work.predictor_bytes(n) for n in range(decoder.n_layers))
+        predictor = work.predictor_bytes
         return cls(
             parts=parts,
             predictor=predictor,
@@ -90,7 +90,7 @@ class Sizes:
                 _gpu_scratch(decoder, largest_rank, work.context, parts, parts.total(decoder) + sum(predictor)),
             ),
             neurons=decoder.neurons,
-            group=int(work.cuts()[1]),
+            group=int(work.cuts[1]),
             tied_head=decoder.tied_head,
         )
 

@@ -70,11 +70,11 @@ def hottest_cuts(work: Workload, machine: Machine, sizes: Sizes, free: int) -> t
 
 def allowed_cuts(work: Workload, machine: Machine, sizes: Sizes) -> tuple[Ints, list[Ints]]:
     """The cuts that a layer may have, 0 or at least C_l neurons, and each layer's activations before each of them."""
-    least, cuts = least_hot_neurons(work, machine, sizes), work.cuts()
+    least, cuts = least_hot_neurons(work, machine, sizes), work.cuts
     kept = cuts[(cuts > 0) & (cuts >= least)] if least is not None else cuts[:0]
     allowed: Ints = np.concatenate([[0], kept])
     indices = np.searchsorted(cuts, allowed)
-    return allowed, [work.sums_before(n, counts)[indices] for n, counts in enumerate(work.counts)]
+    return allowed, [sums[indices] for sums in work.activations_before]
 
 
 def least_hot_neurons(work: Workload, machine: Machine, sizes: Sizes) -> int | None:

@@ -142,7 +142,7 @@ def place(
         gap=gap,
         bound_ns=bound,
         heuristic=heuristic,
-        activations_on_gpu=work.activations_before(assignment.cuts) / max(int(work.counts.sum()), 1),
+        activations_on_gpu=work.activations_on_gpu(assignment.cuts) / max(int(work.counts.sum()), 1),
         digest=_sha256({"inputs": inputs, "answer": _digested_assignment(assignment)}),
     )
 

@@ -25,7 +25,7 @@ def prefill_tokens_per_s(work: Workload, machine: Machine, a: Assignment) -> flo
 
 def block_ps(work: Workload, machine: Machine, a: Assignment, tokens: int) -> int:
     """Picoseconds of one block of tokens through all layers."""
-    processors, interconnect, parts = processors_of(machine), interconnect_of(machine), work.parts()
+    processors, interconnect, parts = processors_of(machine), interconnect_of(machine), work.parts
     sections = (machine.cpu, machine.gpu)
     operations = [to_units(s.products_gflop_per_s, 10**9) if s and s.products_gflop_per_s else None for s in sections]
     weights = _weights(work)

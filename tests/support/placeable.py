@@ -104,7 +104,7 @@ def random_machine(rng: np.random.Generator) -> Machine:
 
 def every_assignment(work: Workload) -> Iterator[tuple[Any, ...]]:
     """(sides, cuts, embedding, head) of every placement."""
-    n, cuts = work.decoder.n_layers, [int(cut) for cut in work.cuts()]
+    n, cuts = work.decoder.n_layers, [int(cut) for cut in work.cuts]
     sides = itertools.product((CPU, GPU), repeat=n)
     return itertools.product(sides, itertools.product(cuts, repeat=n), (CPU, GPU), (CPU, GPU))
 

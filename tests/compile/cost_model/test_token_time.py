@@ -47,7 +47,7 @@ def test_formats_and_gathered_rows_run_at_their_own_rates() -> None:
     work = workload(COUNTS, (LayerWork(rung="predicted", rank=4),))
     layer = costs_of(work, machine(cpu=cpu)).layers[0]
     assert layer.cpu_ffn[0] == 2 * 10**6 + (96_640 * 64 + 96_640 * 128) * 100 // 1000
-    assert layer.predictor[CPU] == 2 * 10**6 + work.predictor_bytes(0) * 200
+    assert layer.predictor[CPU] == 2 * 10**6 + work.predictor_bytes[0] * 200
     layer = costs_of(workload(COUNTS), machine(cpu=cpu)).layers[0]
     assert layer.cpu_ffn[0] == 2 * 10**6 + 256 * 64 * 50 + 96_640 * 128 * 100 // 1000
     assert layer.predictor[CPU] == 0
@@ -55,7 +55,7 @@ def test_formats_and_gathered_rows_run_at_their_own_rates() -> None:
 
 def test_attention_launches_three_times_and_takes_the_longer_of_reading_and_computing() -> None:
     work = workload(COUNTS)
-    parts, cache = work.parts(), kv_bytes(work.decoder, "f16", work.context // 2)
+    parts, cache = work.parts, kv_bytes(work.decoder, "f16", work.context // 2)
     queries = work.decoder.n_heads // work.decoder.n_kv_heads
     for rate, computing in ((None, 0), (80.0 * queries, cache * 25 // 2), (10.0 * queries, cache * 100)):
         cpu = Cpu(name="c", cores=2, ram_gib=8.0, bandwidth_gb_per_s=40.0, launch_us=1.0, attention_gb_per_s=rate)

@@ -148,7 +148,7 @@ def test_predicted_bytes_are_the_bytes_of_the_profiled_text(made: Made, profiled
         assert first[-1] == PER_TOKEN * F * profiled.tokens
         assert rest[-1] == (first[-1], profiled.counts[n].sum())[n == 0]
         assert profiled.routed is not None
-        for j, cut in enumerate(work.cuts().tolist()):
+        for j, cut in enumerate(work.cuts.tolist()):
             assert first[j] == (np.array(work.expert_cuts(n, cut)) * profiled.routed[n].astype(int)).sum()
 
 

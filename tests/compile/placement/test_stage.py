@@ -73,7 +73,7 @@ def test_hot_mass_has_the_most_activations_of_all_placements_with_its_sides() ->
             found = place(work, m, vram, MUCH, objective="hot-mass")
             least = least_neurons(m, sizes.parts.neuron)
             best = 0
-            for cuts in itertools.product([int(c) for c in work.cuts()], repeat=2):
+            for cuts in itertools.product([int(c) for c in work.cuts], repeat=2):
                 used = sizes.used(replace(found.assignment, cuts=cuts))[GPU]
                 if sum(used.values()) <= vram and all(c == 0 or c >= (least or 0) for c in cuts):
                     best = max(best, sum(int(row[:c].sum()) for row, c in zip(work.counts, cuts, strict=True)))
