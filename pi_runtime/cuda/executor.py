@@ -130,7 +130,7 @@ class CudaExecutor(CpuExecutor):
         return self._device_rows_L2 + self._implied_L2
 
     def run(self, tokens: Ints, cache: KVCache, *, select: bool, every: bool) -> Floats:
-        """As `CpuExecutor.run`, with up to `block_tokens` tokens unless `every`."""
+        """Run up to `block_tokens` tokens, or up to `BLOCK_TOKENS` if `every`; see `CpuExecutor.run`."""
         self._check_open()
         most = BLOCK_TOKENS if every else self.block_tokens
         assert 0 < len(tokens) <= min(most, cache.room), (len(tokens), cache.room)
@@ -178,7 +178,7 @@ class CudaExecutor(CpuExecutor):
 
     @property
     def tally(self) -> Ints:
-        """As `CpuExecutor.tally`; computed when asked for."""
+        """(layers, 3): see `CpuExecutor.tally`. It is computed when asked for."""
         self._check_open()
         with self.device.stream():
             return self._stats.tally(self._prefill.count_firing, min(self.block_tokens, BLOCK_TOKENS))

@@ -1,4 +1,4 @@
-"""What tests of Triton kernels share: examples to draw, and stored matrices on the device."""
+"""Helpers for tests of Triton kernels: examples to draw, and stored matrices on the device."""
 
 import numpy as np
 import torch

@@ -12,7 +12,6 @@ Q = (H + 2 G) E, O = H E, S positions that the cache holds.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -26,22 +25,6 @@ from pi_runtime.cuda.memory.weights import DeviceWeights
 from pi_runtime.cuda.memory.workspace import Workspace
 
 
-class Products(Protocol):
-    """How tokens are multiplied with a stored matrix, and how they attend."""
-
-    def linear(
-        self, m: Matrix, bias_N: torch.Tensor | None, x_TD: torch.Tensor, y_TN: torch.Tensor, *, add: bool = False
-    ) -> None:
-        """y ← x Wᵀ + bias, or y ← y + x Wᵀ + bias."""
-        ...
-
-    def attend(
-        self, qkv_TQ: torch.Tensor, position: torch.Tensor, cache_2GSE: torch.Tensor, out_TO: torch.Tensor
-    ) -> None:
-        """out ← attention of each token over the positions up to its own, the first token being at `position`."""
-        ...
-
-
 @dataclass(frozen=True)
 class TokenProducts:
     """One token by the kernels of decoding; nothing is allocated, so that graphs can be captured."""
@@ -52,11 +35,13 @@ class TokenProducts:
     def linear(
         self, m: Matrix, bias_N: torch.Tensor | None, x_TD: torch.Tensor, y_TN: torch.Tensor, *, add: bool = False
     ) -> None:
+        """y ← x Wᵀ + bias, or y ← y + x Wᵀ + bias."""
         row_dot.linear(m, bias_N, x_TD[0], y_TN[0], self.tiling, add=add)
 
     def attend(
         self, qkv_TQ: torch.Tensor, position: torch.Tensor, cache_2GSE: torch.Tensor, out_TO: torch.Tensor
     ) -> None:
+        """out ← attention over the positions up to the token's own, `position`."""
         attention.attend(qkv_TQ[0], position, cache_2GSE, self.partials, out_TO[0])
 
 
@@ -70,6 +55,7 @@ class BlockProducts:
     def linear(
         self, m: Matrix, bias_N: torch.Tensor | None, x_TD: torch.Tensor, y_TN: torch.Tensor, *, add: bool = False
     ) -> None:
+        """y ← x Wᵀ + bias, or y ← y + x Wᵀ + bias."""
         found_TN = gemm.linear(m, bias_N, x_TD, exact=self.exact)
         if add:
             y_TN += found_TN
@@ -79,7 +65,12 @@ class BlockProducts:
     def attend(
         self, qkv_TQ: torch.Tensor, position: torch.Tensor, cache_2GSE: torch.Tensor, out_TO: torch.Tensor
     ) -> None:
+        """out ← attention of each token over the positions up to its own, the first token being at `position`."""
         attention.attend_block(qkv_TQ, position, cache_2GSE, out_TO)
+
+
+Products = TokenProducts | BlockProducts
+"""How tokens are multiplied with a stored matrix, and how they attend."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +84,9 @@ class DecoderParts:
     """(2, G, S, E) for each layer whose attention is on the GPU."""
 
     def embed(
-        self,
-        products: Products,
-        ids_T: torch.Tensor,
-        positions_T: torch.Tensor | None,
-        start: int,
-        narrow_TW: torch.Tensor,
-        x_TD: torch.Tensor,
-    ) -> None:
+        self, products: Products, ids_T: torch.Tensor, positions_T: torch.Tensor | None, start: int,
+        narrow_TW: torch.Tensor, x_TD: torch.Tensor,
+    ) -> None:  # fmt: skip
         """x ← embeddings of the tokens, at positions start + positions_T, or at start on without `positions_T`."""
         d, w = self.decoder, self.weights
         if d.d_embedding == d.d_model:
@@ -112,14 +98,9 @@ class DecoderParts:
             dequantise_rows(w.matrix("positions"), positions_T, d.position_offset + start, x_TD, add=True)
 
     def attention(
-        self,
-        products: Products,
-        layer: int,
-        x_TD: torch.Tensor,
-        normed_TD: torch.Tensor,
-        qkv_TQ: torch.Tensor,
+        self, products: Products, layer: int, x_TD: torch.Tensor, normed_TD: torch.Tensor, qkv_TQ: torch.Tensor,
         out_TO: torch.Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """x ← x + attention(norm(x)), and normed ← the FFN's input; see `Decoder` for the forms of a block."""
         d, w, at, ffn_norm = self.decoder, self.weights, f"layers/{layer}/attention/", f"layers/{layer}/ffn/norm"
         input_TD = x_TD

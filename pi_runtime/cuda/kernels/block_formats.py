@@ -15,8 +15,8 @@ are 16 bits apart,
 
 where the last two terms do not depend on the row. Sums of so few numbers lose nothing that counts to the 24.
 
-All that a kernel knows of a block format stands here; a further one needs its branch in the functions that ask for
-`FMT` below.
+Only this module knows how values lie in a block format: a further format needs its branches in the functions below that
+ask for `_Q4` or `_Q8`.
 
 Legend: R rows, C stored elements, W words, Q = W / 4 threads' worth of words.
 """
@@ -205,7 +205,7 @@ def add_words(
 ):  # fmt: skip
     """Running sums of h times each number of a word, s0 to s3 for its first run and s4 to s7 for its second.
 
-    `h_RW` includes the scales. Of q4 the sums are those of its raised numbers until `added_words` has taken that off.
+    `h_RW` includes the scales. The sums of q4 include what its numbers are raised by, until `added_words` subtracts it.
     """
     if FMT == _Q4:
         h_sum_RW += h_RW
@@ -231,7 +231,7 @@ def add_words(
 
 @triton.jit
 def added_words(h_sum_RW, s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW, FMT: tl.constexpr):
-    """The sums that `add_words` has made, of the numbers themselves."""
+    """The sums of `add_words` without what q4's numbers are raised by."""
     if FMT == _Q4:
         s2_RW, s0_RW = _pair_sums(s0_RW, s2_RW, h_sum_RW)
         s3_RW, s1_RW = _pair_sums(s1_RW, s3_RW, h_sum_RW)

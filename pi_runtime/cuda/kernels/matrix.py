@@ -18,7 +18,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "q4": torch.uint8,
     "u64": torch.int64,
 }
-"""What the stored values of each format are to torch; scales are float16."""
+"""Torch's dtype for the stored values of each format; scales are float16."""
 _GROUP = 8
 """Blocks of a group, in which columns are interleaved."""
 WORDS_PER_GROUP: Mapping[str, int] = {

@@ -51,7 +51,7 @@ class Prefill:
 
     @gemm.float32_accumulation()
     def all_logits(self, tokens: Ints, logits_TV: Floats) -> None:
-        """As `run`, with the logits of all tokens, in float32 whatever the head's format."""
+        """Run tokens and write the logits of all of them, in float32 whatever the head's format."""
         side = self._move_residual(self._run_layers(tokens), self._plan.head, len(tokens))
         if side == GPU:
             self._head_on_device(logits_TV)

@@ -1,4 +1,4 @@
-"""What is planned is what is taken: bytes on the GPU, and which stored plan a budget gets."""
+"""Bytes on the GPU are those that were planned, and a budget gets the best stored plan that fits."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_weights_and_cache_are_what_was_counted(family: str, fmt: str, tmp_path:
 
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
 def test_the_workspace_is_within_what_was_counted(family: str, gpu: Device) -> None:
-    """With the tiles of a GPU."""
+    """The workspace with the tiles of a GPU."""
     experts = EXPERTS if family == "mixtral" else {}
     shape = {"d_model": 256, "d_ff": 700, "n_heads": 8, "head_dim": 32, **experts}
     decoder = small_decoder("llama" if experts else family, **shape)
@@ -63,7 +63,7 @@ def test_the_workspace_is_within_what_was_counted(family: str, gpu: Device) -> N
 @pytest.mark.parametrize("fmt", ["f16", "q4"])
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
 def test_streamed_weights_are_within_what_was_counted(family: str, fmt: str, tmp_path: Path) -> None:
-    """With experts too, where a chunk is of one expert."""
+    """A chunk is of one expert where there are experts."""
     experts = EXPERTS if family == "mixtral" else {}
     with Artifact.open(model(tmp_path / "a.pi", "llama" if experts else family, fmt, **experts)) as artifact:
         manifest, d = artifact.manifest, artifact.manifest.decoder
@@ -103,7 +103,7 @@ def test_prompts_are_read_in_blocks_that_fit(tmp_path: Path, gpu: Device) -> Non
 
 @pytest.mark.parametrize("share", [1, 64])
 def test_a_placement_leaves_room_for_prompts(share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a placement counts suffices for a run's weights, its cache and the buffers of prompts' blocks."""
+    """A placement counts enough for a run's weights, its cache and the buffers of prompts' blocks."""
     monkeypatch.setattr(formulation, "PROMPT_SHARE", share)
     layers = (LayerWork(rung="predicted", rank=7), LayerWork(rung="gate"))
     work = workload(np.arange(4000).reshape(2, 2000), layers, context=CONTEXT, d_model=128)

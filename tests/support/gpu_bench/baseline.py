@@ -31,9 +31,9 @@ class Baseline:
     open: Callable[[MemoryArtifact, int], Model]
     """Makes a model from an artifact and a budget."""
     after: slice
-    """What it reads before it is timed."""
+    """The tokens that it reads before it is timed."""
     checked: bool
-    """Whether its logits follow the whole prompt and can be held against the executor's."""
+    """Whether its logits follow the whole prompt and can be compared with the executor's."""
 
 
 def find(base: MemoryArtifact, context: int, device: Device) -> Baseline:

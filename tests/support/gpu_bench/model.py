@@ -62,8 +62,7 @@ class Curve:
     source: str
 
     def frequencies(self, neurons: int) -> Array:
-        """How often each neuron fires, hottest first: density × slope of the curve, at most 1, the excess going on to
-        the next ones."""
+        """How often each neuron fires, hottest first: density × slope of the curve, at most 1; excess goes on."""
         return _frequencies(self, neurons)
 
 
