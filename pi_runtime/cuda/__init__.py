@@ -1,11 +1,4 @@
-"""The GPU's side of a run: Triton kernels, and the executor that keeps GPU and CPU at work together.
+"""Runs on a GPU and the CPU together: Triton kernels, and the executor that keeps both at work.
 
 Everything here needs torch and Triton, the extra `cuda`. Nothing outside imports it before a GPU is asked for.
 """
-
-import os
-
-# Products and sums in one instruction, as Triton has had them so far: unless told, it warns that this will change.
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-# cuBLAS's own memory: 8 MiB, of which budgets know, instead of 32 on some GPUs. It is read when first used.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")

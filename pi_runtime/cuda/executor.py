@@ -1,4 +1,7 @@
-"""Runs one artifact by a plan on a GPU and the CPU together."""
+"""Runs one artifact on a GPU and the CPU together, by a plan.
+
+Legend: L layers, X experts, D model width, V vocabulary, T tokens, J pairs of columns that are rotated.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -9,19 +12,21 @@ import torch
 
 from pi_runtime.artifact.footprint import kv_itemsize, kv_shape, prompt_block
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
-from pi_runtime.cuda.decode.device_ops import Mail, Side
-from pi_runtime.cuda.decode.host_ops import Host, Step, Words
-from pi_runtime.cuda.decode.moe_ops import RoutedHost, RoutedSide
-from pi_runtime.cuda.decode.schedule import program_of
-from pi_runtime.cuda.decode.selection_stats import Examined
-from pi_runtime.cuda.memory import weights, workspace
+from pi_runtime.cuda.decode.device_ops import DeviceOps
+from pi_runtime.cuda.decode.host_ops import HostOps, Step
+from pi_runtime.cuda.decode.moe_ops import MoeDeviceOps, MoeHostOps
+from pi_runtime.cuda.decode.schedule import build_schedule
+from pi_runtime.cuda.decode.selection_stats import SelectionStats
+from pi_runtime.cuda.memory import weights
 from pi_runtime.cuda.memory.devices import Device, Op
-from pi_runtime.cuda.memory.kv_residency import Residence
-from pi_runtime.cuda.memory.weight_streaming import Streamer, streaming_bytes
-from pi_runtime.cuda.plan_layout import GPU, cuts_of, needed_bytes, pieces
+from pi_runtime.cuda.memory.handover import PinnedBuffers
+from pi_runtime.cuda.memory.kv_residency import KVResidency
+from pi_runtime.cuda.memory.weight_streaming import WeightStreamer, streaming_bytes
+from pi_runtime.cuda.memory.workspace import Workspace
+from pi_runtime.cuda.plan_layout import GPU, cuts_of, needed_bytes, placed_arrays
 from pi_runtime.cuda.prefill.crossover import measured_crossover
-from pi_runtime.cuda.prefill.moe_prefill import RoutedPrefill
 from pi_runtime.cuda.prefill.prefill import Prefill
 from pi_runtime.execution.cpu import CpuExecutor, Floats, Ints
 from pi_runtime.execution.kv_cache import KVCache
@@ -30,9 +35,9 @@ from pi_runtime.kernels.split_ffn import addresses
 
 
 class CudaExecutor(CpuExecutor):
-    """Decodes by a list of calls (see `program`); reads prompts dense, in large blocks (see `prefill`).
+    """Decodes by a schedule of calls (see `schedule`); reads prompts dense, in large blocks (see `prefill`).
 
-    Logits at every position with selection, which is how a model is evaluated, are those of decoding, token by token.
+    Logits at every position with selection, as evaluation needs them, are those of decoding, token by token.
     """
 
     def __init__(
@@ -50,61 +55,64 @@ class CudaExecutor(CpuExecutor):
         super().__init__(artifact, mode, context, threads)
         self.plan = self._placed = plan
         self.device, self.device_name = device, device.name
-        layers = layers_in(artifact.manifest, mode)
+        layers = layers_in_mode(artifact.manifest, mode)
         manifest, d = artifact.manifest, artifact.manifest.decoder
         self._block_tokens, self._streamed_bytes = prompt_room(manifest, plan, context, budget)
         self.needed_bytes = needed_bytes(manifest, plan, context, self.block_tokens) + self._streamed_bytes
         device.limit(max(budget, self.needed_bytes))
-        loaded = weights.load(artifact, pieces(manifest, plan), device, progress)
-        numba.set_num_threads(threads)  # starts them; kernels that come from the cache take them to be there
-        with device.at_work():
+        loaded = weights.load(artifact, placed_arrays(manifest, plan), device, progress)
+        numba.set_num_threads(threads)  # starts the threads, which kernels from the cache rely on
+        with device.stream():
             shape = kv_shape(d, context)[1:]
-            here = [layer for layer, where in enumerate(plan.attention) if where == GPU]
+            on_gpu = [layer for layer, side in enumerate(plan.attention) if side == GPU]
             dtype = torch.float16 if kv_itemsize(manifest.formats["attention"]) == 2 else torch.float32
-            cache = dict(zip(here, torch.zeros((len(here), *shape), dtype=dtype, device=device.device), strict=True))
-            self._mail = Mail.of(d, device)
-            b = workspace.buffers(d, self._largest_rank, context, device)
-            side = RoutedSide if d.n_experts > 1 else Side
-            self.side = side(d, layers, cuts_of(plan, d), loaded, device, b, cache, self._mail)
-            self.host = self._host()
-            self._residence = Residence(cache, device)
-            self.host.step.cache_L2GSW = self.new_cache().words
-            self._examined = Examined(self.side, self.host, device)
-            self.calls = program_of(plan, self.side, self.host, device)
+            cache = dict(
+                zip(on_gpu, torch.zeros((len(on_gpu), *shape), dtype=dtype, device=device.device), strict=True)
+            )
+            self._pinned = PinnedBuffers.allocate(d, device)
+            workspace = Workspace.allocate(d, self._largest_rank, context, device)
+            ops = MoeDeviceOps if d.n_experts > 1 else DeviceOps
+            self.device_ops = ops(d, layers, cuts_of(plan, d), loaded, device, workspace, cache, self._pinned)
+            self.host_ops = self._make_host_ops()
+            self._kv_residency = KVResidency(cache, device)
+            self.host_ops.step.cache_L2GSW = self.new_cache().words
+            self._stats = SelectionStats(self.device_ops, self.host_ops, device)
+            self.calls = build_schedule(plan, self.device_ops, self.host_ops, device)
             device.synchronize()
             for values in cache.values():
                 values.zero_()
-        self._prefill = self._reader(artifact, stream_from)
+        self._prefill = self._make_prefill(artifact, stream_from)
         self._runs = tuple(call.run for call in self.calls)
-        self._examining: tuple[Op, ...] = ()
-        always = (cuts.hot if d.n_experts == 1 else 0 for cuts in self.side.cuts)
-        self._counted_L2 = np.array([_counted(how.rung, cut) for how, cut in zip(layers, always, strict=True)])
+        self._runs_with_stats: tuple[Op, ...] = ()
+        always = (cuts.hot if d.n_experts == 1 else 0 for cuts in self.device_ops.cuts)
+        self._implied_L2 = np.array([_implied_rows(how, cut) for how, cut in zip(layers, always, strict=True)])
         self._rows_L2 = np.zeros((d.n_layers, 2), np.int64)
-        self._ids, self._rows_there_L2 = self._mail.token.numpy(), self._mail.rows_L2.numpy()
-        self._logits_V = self._mail.logits.numpy() if plan.head == GPU else self._buffers.logits_TV[0]
+        self._token, self._device_rows_L2 = self._pinned.token.numpy(), self._pinned.rows_L2.numpy()
+        self._logits_V = self._pinned.logits.numpy() if plan.head == GPU else self._buffers.logits_TV[0]
 
-    def _host(self) -> Host:
-        mail = self._mail
-        host = RoutedHost if self._shape.experts > 1 else Host
-        return host(
-            decoder=self.side.decoder,
+    def _make_host_ops(self) -> HostOps:
+        pinned = self._pinned
+        ops = MoeHostOps if self._shape.experts > 1 else HostOps
+        return ops(
+            decoder=self.device_ops.decoder,
+            layers=self.device_ops.layers,
             shape=self._shape,
             ends=self._ends,
             table_LXW=self._table_LXW,
             eps=self._eps,
             cos_SJ=self._cos_SJ,
             sin_SJ=self._sin_SJ,
-            b=self._buffers,
-            cuts=self.side.cuts,
+            workspace=self._buffers,
+            cuts=self.device_ops.cuts,
             step=Step(),
-            given=Words.of(mail.to_gpu),
-            taken=Words.of(mail.to_host),
-            sum_to_gpu=mail.sum_to_gpu.numpy(),
-            sum_to_host=mail.sum_to_host.numpy(),
+            send=pinned.handover_to_device.arrays(),
+            recv=pinned.handover_to_host.arrays(),
+            sum_to_device=pinned.sum_to_device.numpy(),
+            sum_to_host=pinned.sum_to_host.numpy(),
             addresses=addresses(self._shape, self._buffers),
-            own_sum=np.zeros(self.side.decoder.d_model, np.float32),
-            x_to_gpu=mail.x_to_gpu.numpy(),
-            x_to_host=mail.x_to_host.numpy(),
+            own_sum=np.zeros(self.device_ops.decoder.d_model, np.float32),
+            x_to_device=pinned.x_to_device.numpy(),
+            x_to_host=pinned.x_to_host.numpy(),
         )
 
     @property
@@ -117,49 +125,49 @@ class CudaExecutor(CpuExecutor):
         return self._rows_L2
 
     @property
-    def rows_there(self) -> Ints:
-        """Of these, the GPU's."""
-        return self._rows_there_L2 + self._counted_L2
+    def rows_on_device(self) -> Ints:
+        """(layers, 2): the GPU's part of `rows_read`."""
+        return self._device_rows_L2 + self._implied_L2
 
     def run(self, tokens: Ints, cache: KVCache, *, select: bool, every: bool) -> Floats:
-        """As `CpuExecutor.run`, with up to `block_tokens` tokens unless `every`."""
+        """Run up to `block_tokens` tokens, or up to `BLOCK_TOKENS` if `every`; see `CpuExecutor.run`."""
         self._check_open()
         most = BLOCK_TOKENS if every else self.block_tokens
         assert 0 < len(tokens) <= min(most, cache.room), (len(tokens), cache.room)
         numba.set_num_threads(self._threads)
-        with self.device.at_work(), self._settled():
-            self._residence.take(cache)
-            self.host.step.cache_L2GSW, self.host.step.start = cache.words, len(cache.tokens)
+        with self.device.stream(), self._synchronised_on_error():
+            self._kv_residency.acquire(cache)
+            self.host_ops.step.cache_L2GSW, self.host_ops.step.start = cache.words, len(cache.tokens)
             if every:
-                return self._every(tokens, cache, select=select)
+                return self._all_logits(tokens, cache, select=select)
             if len(tokens) == 1 and select:
-                self._begin(tokens)
+                self._set_token(tokens)
                 self._decode(self._runs)
             else:
                 self._prefill.run(tokens)
         cache.tokens += tokens.tolist()
         return self._logits_V[None]
 
-    def _every(self, tokens: Ints, cache: KVCache, *, select: bool) -> Floats:
-        """Logits of all tokens: decoded one by one, or of dense blocks."""
+    def _all_logits(self, tokens: Ints, cache: KVCache, *, select: bool) -> Floats:
+        """Logits of all tokens: decoded one by one with selection, else read in dense blocks."""
         logits_TV = self._buffers.logits_TV[: len(tokens)]
         if not select:
             for low in range(0, len(tokens), self.block_tokens):
                 part = slice(low, min(len(tokens), low + self.block_tokens))
-                self.host.step.start = len(cache.tokens)
-                self._prefill.every(tokens[part], logits_TV[part])
+                self.host_ops.step.start = len(cache.tokens)
+                self._prefill.all_logits(tokens[part], logits_TV[part])
                 cache.tokens += tokens[part].tolist()
             return logits_TV
-        self._examined.clear()
+        self._stats.clear()
         first_V = logits_TV[0]
         for n in range(len(tokens)):
-            self.host.step.start = len(cache.tokens)
-            self._begin(tokens[n : n + 1])
-            if not self._examining:  # it writes into the cache where this token will
-                calls = program_of(self._placed, self.side, self.host, self.device, self._examined)
-                self._examining = tuple(call.run for call in calls)
-            self._decode(self._examining)
-            self._examined.add(self._rows_L2)
+            self.host_ops.step.start = len(cache.tokens)
+            self._set_token(tokens[n : n + 1])
+            if not self._runs_with_stats:  # building it writes into the cache where this token will
+                calls = build_schedule(self._placed, self.device_ops, self.host_ops, self.device, self._stats)
+                self._runs_with_stats = tuple(call.run for call in calls)
+            self._decode(self._runs_with_stats)
+            self._stats.add(self._rows_L2)
             if n == 0:
                 first_V = self._logits_V.copy()  # the CPU's head writes into the first row
             else:
@@ -170,14 +178,14 @@ class CudaExecutor(CpuExecutor):
 
     @property
     def tally(self) -> Ints:
-        """As `CpuExecutor.tally`; computed when asked for."""
+        """(layers, 3): see `CpuExecutor.tally`. It is computed when asked for."""
         self._check_open()
-        with self.device.at_work():
-            return self._examined.tally(self._prefill.fires, min(self.block_tokens, BLOCK_TOKENS))
+        with self.device.stream():
+            return self._stats.tally(self._prefill.count_firing, min(self.block_tokens, BLOCK_TOKENS))
 
     @contextlib.contextmanager
-    def _settled(self) -> Iterator[None]:
-        """Whatever goes wrong within, the GPU is at nothing afterwards that the next call could meet."""
+    def _synchronised_on_error(self) -> Iterator[None]:
+        """Wait for the GPU if anything goes wrong within, so that the next call finds it idle."""
         try:
             yield
         except BaseException:
@@ -185,57 +193,58 @@ class CudaExecutor(CpuExecutor):
                 self.device.synchronize()
             raise
 
-    def _begin(self, token_1: Ints) -> None:
-        step = self.host.step
+    def _set_token(self, token_1: Ints) -> None:
+        step = self.host_ops.step
         step.tokens[:] = token_1
-        self._ids[0], self._ids[1] = token_1[0], step.start
+        self._token[0], self._token[1] = token_1[0], step.start
 
     def _decode(self, runs: Sequence[Op]) -> None:
         for run in runs:
             run()
-        self._rows_L2 = self._buffers.rows_L2 + self.rows_there
+        self._rows_L2 = self._buffers.rows_L2 + self.rows_on_device
 
-    def _reader(self, artifact: Artifact, stream_from: int | None) -> Prefill:
-        """Prompts: with cold weights brought to the GPU where there are any, memory for it is left and it may pay."""
-        d, plan, device = self.side.decoder, self._placed, self.device
+    def _make_prefill(self, artifact: Artifact, stream_from: int | None) -> Prefill:
+        """A `Prefill`; it streams cold weights to the GPU if there are any, memory for them is left and it may pay."""
+        d, plan, device = self.device_ops.decoder, self._placed, self.device
         streamer, first = None, 0
         if self._streamed_bytes:
             fmt = artifact.manifest.formats["ffn"]
             first = measured_crossover(d, fmt, self._threads, device) if stream_from is None else stream_from
             if first <= self.block_tokens:
-                with device.at_work():
-                    streamer = Streamer(artifact, device)
-        with device.at_work():
-            reader = RoutedPrefill if d.n_experts > 1 else Prefill
-            return reader(self.side, self.host, plan, device, self.block_tokens, streamer, first)
+                with device.stream():
+                    streamer = WeightStreamer(artifact, device)
+        with device.stream():
+            return Prefill(self.device_ops, self.host_ops, plan, device, self.block_tokens, streamer, first)
 
     def close(self) -> None:
-        """Close the artifact and give the GPU's memory back; `run` refuses from now on."""
+        """Close the artifact and free the GPU's memory; `run` refuses from now on."""
         if self._artifact is not None:
-            # After a fault nothing on the GPU answers; the fault was raised where it was met.
+            # After a fault the GPU does not answer; the fault has been raised already.
             with contextlib.suppress(RuntimeError):
                 self.device.synchronize()
                 self._prefill.close()
-            # What holds the GPU's memory: its tensors, and the graphs that work in them.
-            self.calls, self._runs, self._examining = (), (), ()
-            del self.side, self.host, self._prefill, self._residence, self._examined
+            # Tensors, and the graphs that work in them, hold the GPU's memory.
+            self.calls, self._runs, self._runs_with_stats = (), (), ()
+            del self.device_ops, self.host_ops, self._prefill, self._kv_residency, self._stats
             with contextlib.suppress(RuntimeError):
                 self.device.limit(None)
         super().close()
 
 
-def layers_in(manifest: Manifest, mode: str) -> tuple[Layer, ...]:
-    """How each layer is run in a mode."""
-    return tuple(Layer(rung=mode) if mode in ("dense", "gate") else layer for layer in manifest.layers)
+def layers_in_mode(manifest: Manifest, mode: str) -> tuple[Layer, ...]:
+    """How each layer is run in a mode; modes that are exact rungs override the stored ones."""
+    override = mode in RUNGS and RUNGS[mode].exact
+    return tuple(Layer(rung=mode) if override else layer for layer in manifest.layers)
 
 
 def prompt_room(manifest: Manifest, plan: Plan, context: int, budget: int) -> tuple[int, int]:
-    """As `prompt_block`, for a budget of GPU bytes."""
+    """(Tokens of a prompt's block, bytes for streaming cold weights) within a budget; see `prompt_block`."""
     cold = any(cut < manifest.decoder.d_ff for cut in plan.cuts)
     streamed = streaming_bytes(manifest) if cold else 0
     return prompt_block(lambda tokens: needed_bytes(manifest, plan, context, tokens), streamed, budget)
 
 
-def _counted(rung: str, cut: int) -> tuple[int, int]:
-    """(rows read, neurons kept) that the GPU need not count."""
-    return 0 if rung in ("predicted", "sign") else cut, cut if rung == "dense" else 0
+def _implied_rows(layer: Layer, cut: int) -> tuple[int, int]:
+    """(Rows read, neurons kept) on the GPU that follow from the rung, so that the GPU need not count them."""
+    rung = RUNGS[layer.rung]
+    return 0 if rung.picks else cut, cut if rung.dense else 0

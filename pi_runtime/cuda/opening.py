@@ -1,4 +1,4 @@
-"""From an open artifact and a GPU to a running executor: the budget, and the plan that fits it."""
+"""Opens an artifact on a GPU: the budget, the plan that fits it, and the executor."""
 
 import contextlib
 import traceback
@@ -25,9 +25,9 @@ def open_on_gpu(
     vram_budget: int | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> CudaExecutor:
-    """An executor on GPU `index` within the budget, or within what the card has free, whichever is less.
+    """Make an executor on GPU `index` within the budget, or within what the card has free if that is less.
 
-    Raises DoesNotFitError where no stored plan fits.
+    Raises DoesNotFitError if no stored plan fits.
     """
     start_threads(SPIN_BESIDE_GPU)
     device: Device = Cuda(index)
@@ -37,7 +37,7 @@ def open_on_gpu(
     try:
         executor = CudaExecutor(artifact, mode, context, threads, plan, device, budget, progress)
     except BaseException as error:
-        _let_go(error)
+        _clear_frames(error)
         with contextlib.suppress(RuntimeError):
             device.limit(None)
         raise
@@ -46,8 +46,8 @@ def open_on_gpu(
     return executor
 
 
-def _let_go(error: BaseException | None) -> None:
-    """Free what frames on the way of an error hold: a model's tensors, in GPU memory that others may want."""
+def _clear_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error hold: a model's tensors, whose GPU memory others may want."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -56,7 +56,7 @@ def _let_go(error: BaseException | None) -> None:
 def fitting_plan(artifact: Artifact, context: int, budget: int, free: int) -> Plan:
     """The stored plan that uses most of the budget with a cache of this context.
 
-    Raises DoesNotFitError that says what the smallest one needs.
+    Raises DoesNotFitError, which says what the smallest plan needs.
     """
     plans = artifact.manifest.plans
     if not plans:

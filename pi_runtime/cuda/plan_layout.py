@@ -1,4 +1,7 @@
-"""What a plan puts on the GPU: which arrays of an artifact, how many of their rows, and how many bytes that is."""
+"""What a plan puts on the GPU: which arrays of an artifact, how many of their rows, and how many bytes.
+
+Legend: X experts.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,64 +17,64 @@ GPU = "gpu"
 
 @dataclass(frozen=True)
 class Cuts:
-    """Of one layer: expert e's neurons [0, cut_X[e]) are the GPU's, one expert's after the other's in its memory."""
+    """One layer's cuts: neurons [0, cut_X[e]) of expert e are on the GPU, one expert after the other in its memory."""
 
     cut_X: tuple[int, ...]
     base_X: tuple[int, ...]
     """First row of each expert among those on the GPU."""
     hot: int
-    """Most neurons on the GPU that one token's experts have; 0: the layer has none there."""
+    """Most neurons on the GPU that one token's experts can have; 0 if the layer has none there."""
     cold: int
-    """Likewise on the CPU."""
+    """Most neurons on the CPU that one token's experts can have."""
 
     @classmethod
-    def of(cls, cut_X: Sequence[int], d_ff: int, taken: int) -> "Cuts":
+    def of(cls, cut_X: Sequence[int], d_ff: int, experts_per_token: int) -> "Cuts":
         by_size = sorted(cut_X)
         return cls(
             cut_X=tuple(cut_X),
             base_X=tuple(accumulate(cut_X, initial=0))[:-1],
-            hot=sum(by_size[-taken:]),
-            cold=taken * d_ff - sum(by_size[:taken]),
+            hot=sum(by_size[-experts_per_token:]),
+            cold=experts_per_token * d_ff - sum(by_size[:experts_per_token]),
         )
 
 
 def cuts_of(plan: Plan, d: Decoder) -> tuple[Cuts, ...]:
-    """One a layer."""
+    """The cuts of each layer."""
     starts = range(0, len(plan.cuts), d.n_experts)
     return tuple(Cuts.of(plan.cuts[n : n + d.n_experts], d.d_ff, d.experts_per_token) for n in starts)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Rows of an array one after the other, scales being arrays of their own."""
+class PlacedArray:
+    """Rows of an array that are on the GPU, one after the other; scales are arrays of their own."""
 
     name: str
     spans: tuple[tuple[int, int], ...]
-    """[low, high) of them; with experts one of each."""
+    """Ranges [low, high) of rows; with experts one for each expert."""
     nbytes: int
 
 
-def pieces(manifest: Manifest, plan: Plan) -> Iterator[Piece]:
+def placed_arrays(manifest: Manifest, plan: Plan) -> Iterator[PlacedArray]:
     """Every array that the plan puts on the GPU, in the order of the file."""
     d = manifest.decoder
     for name, entry in manifest.arrays.items():
         local, rows = without_scales(name), entry.shape[0]
-        if local.endswith(_CUT):
+        if local.endswith(_NEURON_ARRAYS):
             first = int(local.split("/")[1]) * d.n_experts
             cuts = enumerate(plan.cuts[first : first + d.n_experts])
             spans = tuple((n * d.d_ff, n * d.d_ff + cut) for n, cut in cuts if cut)
         else:
-            spans = ((0, rows),) if _is_there(local, plan, tied=d.tied_head) else ()
+            spans = ((0, rows),) if _on_gpu(local, plan, tied=d.tied_head) else ()
         if spans:
-            yield Piece(name, spans, entry.nbytes * sum(high - low for low, high in spans) // rows)
+            yield PlacedArray(name, spans, entry.nbytes * sum(high - low for low, high in spans) // rows)
 
 
-_CUT = ("/ffn/first", "/ffn/rest", "/ffn/first_bias", "/ffn/up_bias")
-"""Arrays with a row for each neuron, of which a part may be on the GPU."""
+_NEURON_ARRAYS = ("/ffn/first", "/ffn/rest", "/ffn/first_bias", "/ffn/up_bias")
+"""Arrays with rows for each neuron, which a cut divides between GPU and CPU."""
 
 
-def _is_there(name: str, plan: Plan, *, tied: bool) -> bool:
-    """Whether an array that is not cut is on the GPU."""
+def _on_gpu(name: str, plan: Plan, *, tied: bool) -> bool:
+    """Whether an array that no cut divides is on the GPU."""
     if not name.startswith("layers/"):
         parts = {"embedding": plan.embedding, "embedding_in": plan.embedding, "positions": plan.embedding}
         shared = tied and name == "embedding"
@@ -81,11 +84,11 @@ def _is_there(name: str, plan: Plan, *, tied: bool) -> bool:
 
 def weight_bytes(manifest: Manifest, plan: Plan) -> int:
     """Bytes of weights on the GPU."""
-    return sum(piece.nbytes for piece in pieces(manifest, plan))
+    return sum(array.nbytes for array in placed_arrays(manifest, plan))
 
 
 def needed_bytes(manifest: Manifest, plan: Plan, context: int, tokens: int) -> int:
-    """GPU bytes of a run: weights, cache of so many positions, and buffers for blocks of so many tokens."""
+    """GPU bytes of a run: weights, a cache of `context` positions, and buffers for blocks of `tokens` tokens."""
     decoder = manifest.decoder
     rank = max((layer.rank or 0 for layer in manifest.layers), default=0)
     cache = plan.attention.count(GPU) * kv_bytes(decoder, manifest.formats["attention"], context)

@@ -1,14 +1,14 @@
-"""GPU and CPU together on made-up 7B and 13B models, beside offloading and a split by layers, under the same budgets.
+"""Measures GPU and CPU together on made-up 7B and 13B models, beside offloading and layer splits, at equal budgets.
 
 python tests/benchmarks/gpu.py [--format f16|q8|q4] [--minutes 7.5] [--json PATH] [--device cpu --tiny]
 python tests/benchmarks/gpu.py --predict [--format f16|q8|q4] [--json PATH]
 
-Needs torch, Triton, numba and NumPy. Weights are made on the GPU, each layer its own; neurons fire as published curves
-say. Offloading is that of transformers and accelerate where both can be imported, else a copy of its scheme in torch;
-it has the same numbers in f16 whatever the format, and its rows say so. Every placement's logits are held against those
-of all on the GPU, and these against plain torch, before a figure is printed, and accelerate's too: a row that fails
-says so instead, and the bench ends with 1. Rows are taken in order of interest until the time is up; what is left out
-is said.
+Needs torch, Triton, numba and NumPy. Weights are made on the GPU, each layer has its own; neurons fire as published
+curves say. Offloading is that of transformers and accelerate if both can be imported, else a copy of its scheme in
+torch; it has the same numbers in f16 whatever the format, and its rows say so. Before a figure is printed, every
+placement's logits, and accelerate's, are compared with those of the model all on the GPU, and these with plain torch's.
+A row that fails says so, and the bench ends with 1. Rows are taken in order of interest until the time is up; the bench
+says which are left out.
 
 `--predict` measures nothing and needs no GPU: what the same model of time says for machines in `profiles/machines`.
 """
@@ -28,14 +28,14 @@ from typing import Any
 
 if "cpu" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-# Threads that wait for the GPU between layers stay awake, as `pi_runtime.cuda.opening` has them.
+# Threads that wait for the GPU between layers spin, as in `pi_runtime.cuda.opening`.
 os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 import numba
 import numpy as np
 import torch
-from support.gpu_bench import predicting, rival
+from support.gpu_bench import baseline, predicting
 from support.gpu_bench.measuring import Rates, predict, rates
 from support.gpu_bench.model import (
     OPT,
@@ -45,14 +45,14 @@ from support.gpu_bench.model import (
     TINY,
     Curve,
     MemoryArtifact,
-    Shape,
+    ModelSize,
     in_f16,
-    make,
+    make_model,
     row_bytes,
 )
 from support.gpu_bench.offload import Offload
-from support.gpu_bench.placing import Case, attention_first, budgets, everything_there, whole_layers
-from support.gpu_bench.running import Row, measure, text
+from support.gpu_bench.placing import Case, all_on_gpu, attention_first, budgets, whole_layers
+from support.gpu_bench.running import Measurement, measure, token_ids
 from support.gpu_bench.targets import verdicts
 
 from pi_runtime.artifact.footprint import kv_bytes
@@ -62,19 +62,21 @@ from pi_runtime.cuda.plan_layout import needed_bytes
 from pi_runtime.errors import PiError
 
 FORMATS = ("f16", "q8", "q4")
-DEFINITION = "dense, all there"
+DEFINITION = "dense, all on the GPU"
 ERROR = {"f16": 0.03, "q8": 0.1, "q4": 0.1}
-"""How far logits may be off, on average, in shares of their deviation: the CPU rounds inputs of q8 and q4 to bytes, and
-a predictor names other neurons than a gate that is quantised once more."""
+"""How far logits may be off on average, as a fraction of their deviation.
+
+The CPU rounds inputs of q8 and q4 to bytes, and a predictor selects other neurons than a gate that is quantised again.
+"""
 
 
 class WrongLogitsError(Exception):
-    """They are not what another placement, or plain torch, gives."""
+    """Logits are not what another placement, or plain torch, gives."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Sizes of a run."""
+    """Settings of a run."""
 
     device: Device
     threads: int
@@ -83,13 +85,13 @@ class Setting:
     context: int
     deadline: float
     cases: slice
-    """Which of the budgets."""
+    """The budgets that are taken."""
 
 
 def rows(
     artifact: MemoryArtifact, curve: Curve, rank: int, case: Case, s: Setting, r: Rates, wanted: np.ndarray
 ) -> Iterator[dict[str, Any]]:
-    """Ours, and the two splits by layers: with skipping and dense."""
+    """Rows of our placement and of two layer splits, sparse and dense."""
     manifest, d = artifact.manifest, artifact.manifest.decoder
     position = 32 + s.tokens // 2
     ours = attention_first(
@@ -117,20 +119,20 @@ def attempted(
     work: Callable[[], dict[str, Any]], curve: Curve, case: Case, what: str, s: Setting,
     faults: tuple[type[Exception], ...] = (WrongLogitsError, PiError),
 ) -> dict[str, Any]:  # fmt: skip
-    """A row, or one that says why there is none, with the GPU as it was before."""
+    """Make a row, or one that says why there is none; the GPU's memory is freed then."""
     found: dict[str, Any] = {"curve": curve.name, "budget": case.name, "gib": case.budget / 2**30, "what": what}
     try:
         return found | work()
     except faults as error:
         found["failed"] = f"{type(error).__name__}: {error}"
-    gc.collect()  # what an executor held that was not made
+    gc.collect()  # what an executor held that could not be made
     with contextlib.suppress(RuntimeError):
         s.device.limit(None)
     return found
 
 
 def described(
-    d: Any, plan: Plan, curve: Curve, rank: int, s: Setting, r: Rates, found: Row, *, dense: bool
+    d: Any, plan: Plan, curve: Curve, rank: int, s: Setting, r: Rates, found: Measurement, *, dense: bool
 ) -> dict[str, Any]:
     p = predict(d, plan, curve, rank, 32 + s.tokens // 2, r, dense=dense)
     return {
@@ -144,16 +146,16 @@ def described(
 
 
 def offloaded(
-    artifact: MemoryArtifact, case: Case, s: Setting, other: rival.Rival, wanted: np.ndarray
+    artifact: MemoryArtifact, case: Case, s: Setting, other: baseline.Baseline, wanted: np.ndarray
 ) -> dict[str, Any]:
-    decode, resident, logits = rival.measure(other, artifact, case.budget, s.device)
+    decode, resident, logits = baseline.measure(other, artifact, case.budget, s.device)
     if other.checked:  # its residual stream is f16
         check(logits, wanted, 0.1)
     return {"attention": resident, "neurons": resident / artifact.manifest.decoder.n_layers, "decode": decode}
 
 
 def check(found: np.ndarray, wanted: np.ndarray, error: float) -> None:
-    """Raises where logits differ by more than a share of their deviation."""
+    """Raise if logits differ by more than this fraction of their deviation."""
     off = np.abs(found - wanted) / wanted.std()
     if not off.max() <= error * 10 or off.mean() > error:
         raise WrongLogitsError(f"logits differ by {off.mean():.3f} of their deviation, {off.max():.3f} at most")
@@ -162,14 +164,16 @@ def check(found: np.ndarray, wanted: np.ndarray, error: float) -> None:
 def definition(
     artifact: MemoryArtifact, plain: MemoryArtifact, curve: Curve, budget: int, s: Setting, r: Rates
 ) -> dict[str, Any]:
-    """Logits of all on the GPU, which skips nothing that fires; checked against torch's of the same numbers in f16. Its
-    dense speed, and the share of memory's that this is."""
-    error, plan = ERROR[artifact.manifest.formats["ffn"]], everything_there(artifact.manifest, s.context)
+    """Logits, dense speed and share of the memory's bandwidth of the model all on the GPU.
+
+    Its logits, with selection and dense, are checked against torch's with the same numbers in f16.
+    """
+    error, plan = ERROR[artifact.manifest.formats["ffn"]], all_on_gpu(artifact.manifest, s.context)
     exact = measure(artifact, "dense", plan, s.device, budget, s.threads, s.prompt, s.tokens)
     skipping = measure(artifact, "auto", plan, s.device, budget, s.threads, s.prompt, s.tokens)
     check(skipping.logits, exact.logits, error)
-    ids = text(artifact.manifest.decoder.vocab_size)
-    with s.device.at_work():
+    ids = token_ids(artifact.manifest.decoder.vocab_size)
+    with s.device.stream():
         model = Offload(plain, 1 << 50, s.context, s.device.device)
         logits = [model.step(int(token)).cpu().numpy() for token in ids[:36]][-4:]
     check(exact.logits, np.stack(logits), error)
@@ -178,7 +182,7 @@ def definition(
 
 
 def weights_read(artifact: MemoryArtifact, curve: Curve, context: int) -> int:
-    """Bytes of one dense token: of `up` the rows of neurons that fire."""
+    """Bytes that one dense token reads; rows of `up` are read only for neurons that fire."""
     d, row = artifact.manifest.decoder, row_bytes(artifact.manifest.formats["ffn"], artifact.manifest.decoder.d_model)
     layer = 4 * d.d_model + int((2 + curve.density) * d.d_ff)
     return (layer * d.n_layers + d.vocab_size) * row + kv_bytes(d, "f16", context) * d.n_layers
@@ -213,36 +217,36 @@ def show(row: dict[str, Any]) -> None:
     )
 
 
-def bench(shape: Shape, fmt: str, curves: dict[Curve, float], s: Setting, found: list[dict[str, Any]]) -> list[str]:
-    """All rows of one model, each curve up to its time; returns what there was no time for."""
+def bench(size: ModelSize, fmt: str, curves: dict[Curve, float], s: Setting, found: list[dict[str, Any]]) -> list[str]:
+    """Take all rows of one model, each curve's until its time is up; returns what is left out."""
     began = time.monotonic()
     if began > max(curves.values()):
-        return [shape.name]
-    with s.device.at_work():
-        base, left = make(shape, fmt, s.device.device), []
-        plain = in_f16(base, shape, s.device.device)
-    d = shape.decoder
-    print(f"\n{shape.name} {fmt}: made in {time.monotonic() - began:.0f} s", flush=True)
+        return [size.name]
+    with s.device.stream():
+        base, left = make_model(size, fmt, s.device.device), []
+        plain = in_f16(base, size, s.device.device)
+    d = size.decoder
+    print(f"\n{size.name} {fmt}: made in {time.monotonic() - began:.0f} s", flush=True)
     r = rates(s.device, fmt, d.d_model, min(1 << 30, 4 * d.d_ff * d.d_model * d.n_layers), s.threads)
     print(
         f"GPU {r.gpu / 1e9:.0f} GB/s copied, {r.gpu_stream / 1e9:.0f} by our products, {r.gpu_picked / 1e9:.0f} of "
-        f"picked rows; CPU {r.cpu_stream / 1e9:.1f} and {r.cpu_picked / 1e9:.1f}; {r.gap * 1e6:.1f} µs a kernel, "
-        f"{r.cpu_gap * 1e6:.1f} and {r.cold * 1e6:.1f} on the CPU, {r.handover * 1e6:.1f} µs there and back",
+        f"picked rows; CPU {r.cpu_stream / 1e9:.1f} and {r.cpu_picked / 1e9:.1f}; {r.launch * 1e6:.1f} µs a kernel, "
+        f"{r.cpu_launch * 1e6:.1f} and {r.cold * 1e6:.1f} on the CPU, {r.handover * 1e6:.1f} µs a handover",
         flush=True,
     )
-    other = rival.find(plain, s.context, s.device)
+    other = baseline.find(plain, s.context, s.device)
 
     def keep(row: dict[str, Any], of: str) -> None:
-        found.append({"model": shape.name, "format": of, **row})
+        found.append({"model": size.name, "format": of, **row})
         show(found[-1])
 
     for curve, until in curves.items():
         s = replace(s, deadline=until)
         if time.monotonic() > s.deadline:
-            left.append(f"{shape.name} {curve.name}")
+            left.append(f"{size.name} {curve.name}")
             continue
         artifact, dense = base.with_curve(curve), plain.with_curve(curve)
-        plan = everything_there(artifact.manifest, s.context)
+        plan = all_on_gpu(artifact.manifest, s.context)
         whole = Case("all on the GPU", needed_bytes(artifact.manifest, plan, s.context, 512))
         row = attempted(partial(definition, artifact, dense, curve, whole.budget, s, r), curve, whole, DEFINITION, s)
         wanted = row.pop("logits", None)
@@ -251,12 +255,12 @@ def bench(shape: Shape, fmt: str, curves: dict[Curve, float], s: Setting, found:
             continue
         for case in budgets(artifact.manifest, s.context)[s.cases]:
             if time.monotonic() > s.deadline:
-                left.append(f"{shape.name} {curve.name} {case.name}")
+                left.append(f"{size.name} {curve.name} {case.name}")
                 continue
-            for row in rows(artifact, curve, shape.rank, case, s, r, wanted):
+            for row in rows(artifact, curve, size.rank, case, s, r, wanted):
                 keep(row, fmt)
             if time.monotonic() > s.deadline:
-                left.append(f"the rest of {shape.name} {curve.name} {case.name}")
+                left.append(f"the rest of {size.name} {curve.name} {case.name}")
             elif not case.name.startswith("100"):
                 work = partial(offloaded, dense, case, s, other, wanted)
                 keep(attempted(work, curve, case, other.name, s, (Exception,)), "f16")  # whatever others raise
@@ -283,17 +287,17 @@ def main() -> None:
     sizes = (8, 1, 128) if a.tiny else (256, 24, 1024)
     s = Setting(device, threads, *sizes, 0.0, slice(-1, None) if a.tiny else slice(None))
     print(f"torch {torch.__version__}, numba {numba.__version__}, {device.name}, {threads} CPU threads")
-    print("| model | GPU budget | what | attention / FFN on the GPU | active there | tokens/s | predicted | ratio "
-          "| prompt | overlap | hand-over µs | GPU limit | CPU limit |")  # fmt: skip
+    print("| model | GPU budget | what | attention / FFN on the GPU | active on the GPU | tokens/s | predicted | ratio "
+          "| prompt | overlap | handover µs | GPU limit | CPU limit |")  # fmt: skip
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     found: list[dict[str, Any]] = []
     # Kernels are compiled in the first one's time.
     shares = {TINY: {OPT: 1.0}} if a.tiny else {SEVEN: {OPT: 0.4, REGLU: 0.65}, THIRTEEN: {OPT: 0.85, REGLU: 1.0}}
     left = []
     try:
-        for shape, curves in shares.items():
+        for size, curves in shares.items():
             until = {curve: began + 60 * a.minutes * share for curve, share in curves.items()}
-            left += bench(shape, a.format, until, s, found)
+            left += bench(size, a.format, until, s, found)
     finally:
         if a.json:
             a.json.write_text(json.dumps(found, indent=1))

@@ -1,4 +1,4 @@
-"""What tests of Triton kernels share: how many examples, of which shapes, and stored matrices on the device."""
+"""Helpers for tests of Triton kernels: examples to draw, and stored matrices on the device."""
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ TILING = st.builds(
     sum_rows=st.sampled_from([8, 32]),
     sum_width=st.sampled_from([64, 256]),
     sum_words=st.sampled_from([16, 64]),
-    sum_turns=st.sampled_from([1, 3]),
+    sum_unroll=st.sampled_from([1, 3]),
     splits=st.integers(1, 4),
 )
 
@@ -38,7 +38,7 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 class Stored:
-    """A matrix on the device, beside what its bytes mean."""
+    """A stored matrix on the device, and the numbers that it stands for."""
 
     def __init__(self, device: torch.device, fmt: str, values: np.ndarray) -> None:
         m = store(fmt, values.reshape(-1, values.shape[-1]))
@@ -49,6 +49,6 @@ class Stored:
 
 
 def assert_close(found: torch.Tensor, wanted: np.ndarray, error: float = 2e-5) -> None:
-    given = found.cpu().numpy()
-    assert given.shape == wanted.shape
-    assert np.all(np.abs(given - wanted) <= error * (1 + np.abs(wanted).max())), np.abs(given - wanted).max()
+    got = found.cpu().numpy()
+    assert got.shape == wanted.shape
+    assert np.all(np.abs(got - wanted) <= error * (1 + np.abs(wanted).max())), np.abs(got - wanted).max()

@@ -19,13 +19,13 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 CONTEXT = 48
 ROOM = 1 << 40
 NEVER = 10**6
-"""Tokens from which cold weights are brought up."""
+"""More tokens than a prompt has: cold weights are not streamed."""
 LAYERS, NEURONS = 3, 200
 EXPERTS = {"n_experts": 3, "experts_per_token": 2}
 
 
 PREDICTED = (Layer(rung="predicted", rank=7), Layer(rung="gate"), Layer(rung="predicted", rank=9))
-"""Predictors that pass about half."""
+"""Predictors that select about half of the neurons."""
 OTHERS = (Layer(rung="sign", margin=2), Layer(rung="threshold", threshold=0.1), Layer(rung="dense"))
 
 
@@ -37,7 +37,7 @@ def model(
     plans: tuple[Plan, ...] = (),
     **shape: Any,
 ) -> Path:
-    """Three layers."""
+    """A random model of three layers."""
     fields = {"n_layers": LAYERS, "d_ff": NEURONS, "d_model": 40, "n_heads": 5, "n_kv_heads": 1, **shape}
     ranks = [layer.predictor for layer in layers]
     decoder = small_decoder(family, **fields)
@@ -45,35 +45,35 @@ def model(
 
 
 def model_with_plan(path: Path, cuts: tuple[int, ...], **shape: Any) -> Path:
-    """In q4, whose kernels are the longest; the middle layer's attention is on the CPU."""
+    """A model in q4, whose kernels are the longest; the middle layer's attention is on the CPU."""
     plans = (plan_of(["gpu", "cpu", "gpu"], cuts),)
     return model(path, fmt="q4", layers=(*PREDICTED[:2], OTHERS[0]), plans=plans, **shape)
 
 
 def plan_of(sides: Sequence[str], cuts: tuple[int, ...], ends: str = "gpu-gpu") -> Plan:
-    """`ends`: sides of embedding and head."""
+    """A plan; `ends` are the sides of embedding and head."""
     embedding, head = ends.split("-")
     return stored_plan(cuts, 1, 1, attention=tuple(sides), embedding=embedding, head=head)
 
 
-ALL_THERE = plan_of(["gpu"] * LAYERS, (NEURONS,) * LAYERS)
+ALL_ON_GPU = plan_of(["gpu"] * LAYERS, (NEURONS,) * LAYERS)
 SPLIT = plan_of(["gpu"] * LAYERS, (128, 64, 70))
 
 
 @contextmanager
-def running(path: Path, plan: Plan, there: Device, mode: str = "auto", **more: Any) -> Iterator[CudaExecutor]:
+def running(path: Path, plan: Plan, gpu: Device, mode: str = "auto", **more: Any) -> Iterator[CudaExecutor]:
     options = {"budget": ROOM, "stream_from": NEVER, **more}
-    executor = CudaExecutor(Artifact.open(path), mode, CONTEXT, 1, plan, there, **options)
+    executor = CudaExecutor(Artifact.open(path), mode, CONTEXT, 1, plan, gpu, **options)
     try:
         yield executor
     finally:
         executor.close()
 
 
-def of_size(there: Device, memory: int, **more: Any) -> Device:
-    """The same device with so much memory free, and what else is given as attributes."""
-    kind = type("Sized", (type(there),), {"free_bytes": lambda _self: memory, **more})
-    found: Device = copy.copy(there)
+def of_size(gpu: Device, memory: int, **more: Any) -> Device:
+    """The same device with so much memory free, and with further attributes."""
+    kind = type("Sized", (type(gpu),), {"free_bytes": lambda _self: memory, **more})
+    found: Device = copy.copy(gpu)
     found.__class__ = kind
     return found
 
@@ -95,7 +95,7 @@ def decoded(executor: CpuExecutor, cache: KVCache, ids: Sequence[int]) -> tuple[
 def assert_same_answers(
     one: CpuExecutor, two: CudaExecutor, prompt: Sequence[int], going_on: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """After a prompt, then token by token; returns the rows that each read and kept."""
+    """Compare after a prompt, then token by token; returns the rows that each read and kept."""
     caches = [two.new_cache() for _ in range(2)]
     assert_same(read(two, caches[1], prompt), read(one, caches[0], prompt))
     (wanted, wanted_rows), (found, rows) = (decoded(e, c, going_on) for e, c in zip((one, two), caches, strict=True))

@@ -1,1 +1,1 @@
-"""One token through GPU and CPU: the calls on each side, and the schedule that joins them."""
+"""Decodes one token on GPU and CPU: the operations of each, and the schedule that joins them."""

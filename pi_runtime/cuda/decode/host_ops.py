@@ -1,21 +1,24 @@
-"""What the CPU does of one token beside a GPU: the compiled pieces of `pi_runtime.kernels`, on its own buffers.
+"""The CPU's work for one token beside a GPU: the compiled functions of `pi_runtime.kernels`, on buffers of its own.
 
-Neurons from a layer's cut on are the CPU's. Where the residual is on the GPU, the FFN's input and the cold rows that
-were predicted arrive in a parcel, and the sum leaves in `sum_to_gpu`; where it is here, a parcel with hot rows goes out
-and the GPU's sum comes in `sum_to_host`.
+Neurons from a layer's cut on are the CPU's. Where the residual is on the GPU, the FFN's input and the selected cold
+rows arrive in a handover, and the sum leaves in `sum_to_device`. Where the residual is on the CPU, a handover with the
+selected hot rows leaves, and the GPU's sum arrives in `sum_to_host`.
+
+Legend: T tokens (here 1), D model width, F neurons, X experts, L layers, W columns of the weight table, S positions, J
+pairs of columns that are rotated.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.cuda.memory.workspace import Parcel
+from pi_runtime.artifact.schema import Layer
+from pi_runtime.cuda.decode.selectors import picks
+from pi_runtime.cuda.memory.handover import HandoverArrays
 from pi_runtime.cuda.plan_layout import Cuts
 from pi_runtime.execution.cpu import Floats, Ints
 from pi_runtime.kernels import ffn, moe
-from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import Halves
 from pi_runtime.kernels.data.weight_table import Ends, Shape
 from pi_runtime.kernels.data.workspace import Buffers
@@ -25,126 +28,117 @@ from pi_runtime.kernels.split_ffn import cold_sum, predict
 
 @dataclass
 class Step:
-    """The token at work."""
+    """The token that is decoded."""
 
     tokens: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
     start: int = 0
+    """Its position."""
     cache_L2GSW: Halves = field(default_factory=lambda: np.zeros((0, 2, 0, 0, 0), np.uint16))
     listed: int = 0
-    """Cold neurons that are predicted, in `candidates_F`."""
+    """Selected cold neurons, in the workspace's list of candidates."""
 
 
 @dataclass(frozen=True)
-class Words:
-    """A parcel in pinned memory as arrays."""
-
-    x_D: Floats
-    share_K: Floats
-    taken_K: npt.NDArray[np.int32]
-    count: npt.NDArray[np.int32]
-    index_F: npt.NDArray[np.int32]
-
-    @classmethod
-    def of(cls, p: Parcel) -> "Words":
-        return cls(p.x_D.numpy(), p.share_K.numpy(), p.taken_K.numpy(), p.count.numpy(), p.index_F.numpy())
-
-
-@dataclass(frozen=True)
-class Host:
-    """The CPU's side of one artifact."""
+class HostOps:
+    """One artifact on the CPU, its workspace, and the pinned memory that the GPU shares."""
 
     decoder: Decoder
+    layers: tuple[Layer, ...]
+    """How each layer is run."""
     shape: Shape
     ends: Ends
     table_LXW: Ints
     eps: np.float32
     cos_SJ: Floats
     sin_SJ: Floats
-    b: Buffers
+    workspace: Buffers
     cuts: tuple[Cuts, ...]
     step: Step
-    given: Words
-    """The parcel for the GPU."""
-    taken: Words
-    """The one from it."""
-    sum_to_gpu: Floats
+    send: HandoverArrays
+    """The handover to the GPU."""
+    recv: HandoverArrays
+    """The handover from the GPU."""
+    sum_to_device: Floats
     sum_to_host: Floats
     addresses: Ints
-    """For `cold_sum`."""
+    """The workspace's addresses, as `cold_sum` takes them."""
     own_sum: Floats
-    """Of the cold neurons where the residual is here."""
-    x_to_gpu: Floats
+    """The cold neurons' sum where the residual is on the CPU."""
+    x_to_device: Floats
     x_to_host: Floats
 
     @property
     def x_1D(self) -> Floats:
-        return self.b.x_TD[:1]
+        return self.workspace.x_TD[:1]
 
     def embed(self) -> None:
-        embed(self.shape, self.ends, self.step.tokens, self.step.start, self.b, self.x_1D)
+        embed(self.shape, self.ends, self.step.tokens, self.step.start, self.workspace, self.x_1D)
 
     def attention(self, layer: int) -> None:
         """x ← x + attention(norm(x)); then the FFN's input."""
         s, cache = self.step, self.step.cache_L2GSW[layer]
         w = self.table_LXW[layer, 0]
-        attention(self.shape, w, self.eps, self.cos_SJ, self.sin_SJ, s.start, cache, self.x_1D, self.b)
+        attention(self.shape, w, self.eps, self.cos_SJ, self.sin_SJ, s.start, cache, self.x_1D, self.workspace)
 
-    def whole(self, layer: int) -> None:
-        """x ← x + FFN: no neuron is on the GPU."""
-        b, w_XW = self.b, self.table_LXW[layer]
-        b.rows_L2[layer] = moe.step(self.shape, w_XW, b.normed_TD[0], b)
-        ffn.add_sums(b.sums_CP, self.x_1D[0])
+    def whole_ffn(self, layer: int) -> None:
+        """x ← x + FFN, where no neuron is on the GPU."""
+        ws, w_XW = self.workspace, self.table_LXW[layer]
+        ws.rows_L2[layer] = moe.step(self.shape, w_XW, ws.normed_TD[0], ws)
+        ffn.add_sums(ws.sums_CP, self.x_1D[0])
         after_ffn(self.shape, w_XW[0], self.eps, self.x_1D)
 
-    def predicts(self, layer: int) -> bool:
-        return bool(self.table_LXW[layer, 0, weight_table.RUNG] in (weight_table.PREDICTED, weight_table.SIGN))
+    def selects(self, layer: int) -> bool:
+        """Whether the layer's rung reads only some rows of `first`."""
+        return picks(self.layers[layer])
 
-    def hand_over(self) -> None:
-        """The FFN's input for the GPU."""
-        self.given.x_D[:] = self.b.normed_TD[0]
+    def send_handover(self) -> None:
+        """Leave the FFN's input for the GPU."""
+        self.send.x_D[:] = self.workspace.normed_TD[0]
 
-    def predict(self, layer: int) -> None:
-        """Hot rows that are predicted, for the GPU; cold ones stay in the list here."""
-        found = predict(self.shape, self.table_LXW[layer, 0], self.b.normed_TD[0], self.b)
-        rows_F = self.b.candidates_F[:found]
+    def select(self, layer: int) -> None:
+        """Leave the selected hot rows for the GPU; keep the selected cold ones in the list of candidates."""
+        found = predict(self.shape, self.table_LXW[layer, 0], self.workspace.normed_TD[0], self.workspace)
+        rows_F = self.workspace.candidates_F[:found]
         hot = int(np.searchsorted(rows_F, self.cuts[layer].hot))
-        self.given.count[0] = hot
-        self.given.index_F[:hot] = rows_F[:hot]
+        self.send.count[0] = hot
+        self.send.index_F[:hot] = rows_F[:hot]
         rows_F[: found - hot] = rows_F[hot:].copy()
         self.step.listed = found - hot
 
-    def cold(self, layer: int) -> None:
-        """The sum of the neurons that are here, of an input that is here."""
+    def cold_sum(self, layer: int) -> None:
+        """Sum the cold neurons for an input of the CPU's own."""
         if self.cuts[layer].cold:
-            self._cold(layer, self.b.normed_TD[0], self.step.listed, self.own_sum)
+            self._cold_sum(layer, self.workspace.normed_TD[0], self.step.listed, self.own_sum)
 
-    def cold_for_gpu(self, layer: int) -> None:
-        """The same of the input that the GPU sent, to be fetched by it."""
+    def cold_sum_for_device(self, layer: int) -> None:
+        """Sum the cold neurons for the input that the GPU sent; the GPU fetches the sum."""
         count = 0
-        if self.predicts(layer):
-            count = int(self.taken.count[0])
-            self.b.candidates_F[:count] = self.taken.index_F[:count]
-        self._cold(layer, self.taken.x_D, count, self.sum_to_gpu)
+        if self.selects(layer):
+            count = int(self.recv.count[0])
+            self.workspace.candidates_F[:count] = self.recv.index_F[:count]
+        self._cold_sum(layer, self.recv.x_D, count, self.sum_to_device)
 
-    def _cold(self, layer: int, x_D: Floats, count: int, sum_D: Floats) -> None:
-        low, listed = self.cuts[layer].hot, self.predicts(layer)
+    def _cold_sum(self, layer: int, x_D: Floats, count: int, sum_D: Floats) -> None:
+        low, listed = self.cuts[layer].hot, self.selects(layer)
         count = count if listed else self.cuts[layer].cold
         kept = cold_sum(self.addresses, self.table_LXW[layer, 0], x_D, low, count, listed, sum_D)
-        self.b.rows_L2[layer, 0], self.b.rows_L2[layer, 1] = count, kept
+        rows_L2 = self.workspace.rows_L2
+        rows_L2[layer, 0], rows_L2[layer, 1] = count, kept
 
     def merge(self, layer: int) -> None:
-        """x ← x + what both sides found + the bias, once."""
+        """x ← x + the cold neurons' sum + the GPU's sum + the bias."""
         if self.cuts[layer].cold:
             self.x_1D[0] += self.own_sum
         self.x_1D[0] += self.sum_to_host
         after_ffn(self.shape, self.table_LXW[layer, 0], self.eps, self.x_1D)
 
-    def cross_out(self) -> None:
-        """The residual to the GPU."""
-        self.x_to_gpu[:] = self.x_1D[0]
+    def send_residual(self) -> None:
+        self.x_to_device[:] = self.x_1D[0]
 
-    def cross_in(self) -> None:
+    def receive_residual(self) -> None:
         self.x_1D[0] = self.x_to_host
 
     def head(self) -> None:
-        head(self.shape, self.ends, self.eps, self.x_1D, self.b, self.b.logits_TV[:1])
+        """logits = norm(x) Wᵀ + bias."""
+        ws = self.workspace
+        head(self.shape, self.ends, self.eps, self.x_1D, ws, ws.logits_TV[:1])

@@ -1,113 +1,95 @@
-"""What GPU and CPU do of one token in a mixture of experts, where that is not what they do without experts.
+"""What GPU and CPU do differently for one token in a mixture of experts.
 
-The router is where attention is. The experts taken and their shares go over with the FFN's input; cold rows that are
-predicted are named in the whole layer (expert · F + neuron), hot ones as they lie on the GPU.
+The router is where the attention is. The token's experts and their weights cross with the FFN's input. Selected cold
+rows are named by their rows in the whole layer (expert · F + neuron), hot ones by their rows on the GPU.
+
+Legend: X experts, K of them a token, F neurons of an expert, D model width, L layers.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pi_runtime.cuda.decode.device_ops import Side
-from pi_runtime.cuda.decode.host_ops import Host
-from pi_runtime.cuda.kernels import ffn_neurons, moe
-from pi_runtime.cuda.kernels.compaction import close
-from pi_runtime.cuda.kernels.ffn_neurons import List
-from pi_runtime.cuda.kernels.moe import Places, Taken
+from pi_runtime.cuda.decode.device_ops import DeviceOps
+from pi_runtime.cuda.decode.host_ops import HostOps
+from pi_runtime.cuda.kernels import moe
+from pi_runtime.cuda.kernels.compaction import NeuronList, compact
+from pi_runtime.cuda.kernels.moe import DeviceCuts, Routing
 from pi_runtime.cuda.kernels.row_dot import linear
-from pi_runtime.cuda.kernels.sign_selection import agree
 from pi_runtime.execution.cpu import Floats, Ints
 from pi_runtime.kernels.split_ffn import cold_sum_taken, predict_taken
 
 
 @dataclass(frozen=True)
-class RoutedSide(Side):
-    """The GPU's part."""
+class MoeDeviceOps(DeviceOps):
+    """The GPU's work for one token in a mixture of experts."""
 
-    places: tuple[Places, ...] = field(init=False)
+    device_cuts: tuple[DeviceCuts, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        found = tuple(Places.of(cuts, self.decoder.d_ff, self.device.device) for cuts in self.cuts)
-        object.__setattr__(self, "places", found)
+        found = tuple(DeviceCuts.of(cuts, self.decoder.d_ff, self.device.device) for cuts in self.cuts)
+        object.__setattr__(self, "device_cuts", found)
 
-    @property
-    def taken(self) -> Taken:
-        return Taken(self.b.parcel.taken_K, self.b.parcel.share_K)
+    @cached_property
+    def routing(self) -> Routing:
+        return Routing(self.workspace.handover.expert_K, self.workspace.handover.route_weight_K)
 
     def attention(self, layer: int) -> None:
-        """As without experts; then those that the token goes to."""
+        """x ← x + attention(norm(x)); the FFN's input and the token's experts go into the handover."""
         super().attention(layer)
-        router = self.weights.matrix(f"layers/{layer}/ffn/router")
-        linear(router, None, self.b.parcel.x_D, self.b.router_X, self.device.tiling)
-        moe.choose(self.b.router_X, self.taken)
+        ws, router = self.workspace, self.weights.matrix(f"layers/{layer}/ffn/router")
+        linear(router, None, ws.handover.x_D, ws.router_X, self.device.tiling)
+        moe.route(ws.router_X, self.routing)
 
-    def reduce(self, layer: int) -> None:
-        if self.layers[layer].rung == "sign":
-            return
-        down = self.weights.matrix(f"layers/{layer}/predictor/down")
-        rank = down.rows // self.decoder.n_experts
-        r_KR = self.b.r_R[: rank * len(self.taken)].view(-1, rank)
-        moe.reduce(down, self.taken, self.b.parcel.x_D, r_KR, self.device.tiling)
+    def prepare_selector(self, layer: int) -> None:
+        self.selector(layer).prepare(self.routing)
 
-    def predict_cold(self, layer: int) -> None:
-        b, room = self.b, self.cuts[layer].cold
-        asked = List(b.others_F[:room], b.others_count)
-        moe.members(self.taken, self.places[layer], asked, None, cold=True)
-        self._select(layer, asked, asked, List(b.parcel.index_F[:room], b.parcel.count))
+    def select_cold(self, layer: int) -> None:
+        ws, room = self.workspace, self.cuts[layer].cold
+        candidates = ws.expert_cold.first(room)
+        moe.list_expert_neurons(self.routing, self.device_cuts[layer], candidates, None, cold=True)
+        found = NeuronList(ws.handover.index_F[:room], ws.handover.count)
+        self._select_listed(layer, candidates, candidates, found)
 
-    def predict_hot(self, layer: int) -> None:
-        b, room = self.b, self.cuts[layer].hot
-        here = self._members(layer, b.rows_F)
-        self._select(layer, List(b.rows_F[:room], here.count), here, List(b.hot_F[:room], b.hot_count))
+    def select_hot(self, layer: int) -> None:
+        ws, room = self.workspace, self.cuts[layer].hot
+        on_device = self._expert_hot(layer, ws.expert_hot_rows_F)
+        candidates = NeuronList(ws.expert_hot_rows_F[:room], on_device.count)
+        self._select_listed(layer, candidates, on_device, ws.hot.first(room))
 
-    def _members(self, layer: int, rows_F: torch.Tensor | None) -> List:
-        found = List(self.b.members_F[: self.cuts[layer].hot], self.b.members_count)
-        moe.members(self.taken, self.places[layer], found, rows_F, cold=False)
+    def _expert_hot(self, layer: int, rows_F: torch.Tensor | None) -> NeuronList:
+        """The hot neurons of the token's experts; their rows in the whole layer go to `rows_F`."""
+        found = self.workspace.expert_hot.first(self.cuts[layer].hot)
+        moe.list_expert_neurons(self.routing, self.device_cuts[layer], found, rows_F, cold=False)
         return found
 
-    def _select(self, layer: int, asked: List, named: List, found: List) -> None:
-        """Of neurons that are asked for those that the rung selects, under the names of another list."""
-        b, at, how, d = self.b, f"layers/{layer}/predictor/", self.layers[layer], self.decoder
-        marks_N = b.marks_F[: len(asked.index_F)]
-        if how.rung == "sign":
-            signs_FW = self.weights.arrays[f"{at}signs"]
-            tile = agree(signs_FW, d.d_model, how.margin, b.parcel.x_D, marks_N, b.counts_F, asked)
-        else:
-            up, bias_F = self.weights.matrix(f"{at}up"), self.weights.arrays[f"{at}bias"]
-            r_KR = b.r_R[: up.columns * len(self.taken)].view(-1, up.columns)
-            tile = moe.predict(up, bias_F, r_KR, self.taken, asked, d.d_ff, marks_N, b.counts_F, self.device.tiling)
-        close(marks_N, b.counts_F, tile, 0, (found.index_F, None, found.count), (named.index_F, named.count))
+    def _select_listed(self, layer: int, candidates: NeuronList, named: NeuronList, found: NeuronList) -> None:
+        """List the selected candidates by the names that they have in another list."""
+        ws = self.workspace
+        marks_N = ws.marks_F[: candidates.room]
+        tile = self.selector(layer).mark_listed(candidates, self.routing, self.decoder.d_ff, marks_N)
+        compact(marks_N, ws.counts_F, tile, found, within=named)
 
-    def hot(self, layer: int) -> None:
-        """As without experts, over a list in every case: of the rows of the experts taken."""
-        b, n, tiling, room = self.b, self.layer_neurons(layer), self.device.tiling, self.cuts[layer].hot
-        if not self.selects(layer):
-            listed = self._members(layer, None)
-        elif layer in self.cache:
-            listed = List(b.hot_F[:room], b.hot_count)
-        else:
-            listed = List(b.parcel.index_F[:room], b.parcel.count)
-        kept, h_K = listed, b.h_F[:room]
-        tile = ffn_neurons.fire(n, b.parcel.x_D, listed, h_K, b.counts_F, tiling)
-        if self.layers[layer].rung != "dense":
-            kept, h_K = List(b.kept_F[:room], b.kept_count), b.kept_h_F[:room]
-            close(b.h_F[:room], b.counts_F, tile, 0, (b.kept_F, h_K, b.kept_count), (listed.index_F, listed.count))
-        moe.weigh(kept, h_K, self.taken, self.places[layer])
-        ffn_neurons.add_up(n, kept, h_K, b.sums_SD, tiling)
-        b.rows_L2[layer, :1].copy_(listed.count)
-        b.rows_L2[layer, 1:].copy_(kept.count)
+    def _hot_list(self, layer: int) -> NeuronList:
+        """A list in every case: of all hot neurons of the token's experts where the rung selects none."""
+        return self._selected_hot(layer) if self.selects(layer) else self._expert_hot(layer, None)
+
+    def _weight(self, layer: int, kept: NeuronList | None, h_K: torch.Tensor) -> None:
+        assert kept is not None
+        moe.apply_route_weights(kept, h_K, self.routing, self.device_cuts[layer])
 
 
 @dataclass(frozen=True)
-class RoutedHost(Host):
-    """The CPU's part."""
+class MoeHostOps(HostOps):
+    """The CPU's work for one token in a mixture of experts."""
 
     cut_LX: Ints = field(init=False)
     base_LX: Ints = field(init=False)
     cold_F: npt.NDArray[np.int32] = field(init=False)
-    """Cold rows that were predicted here."""
+    """Cold rows that were selected here."""
 
     def __post_init__(self) -> None:
         room = self.decoder.experts_per_token * self.decoder.d_ff
@@ -115,34 +97,36 @@ class RoutedHost(Host):
         object.__setattr__(self, "base_LX", np.array([cuts.base_X for cuts in self.cuts], np.int64))
         object.__setattr__(self, "cold_F", np.zeros(room, np.int32))
 
-    def hand_over(self) -> None:
-        """The FFN's input and the experts taken, for the GPU."""
-        super().hand_over()
-        self.given.taken_K[:] = self.b.taken_TK[0]
-        self.given.share_K[:] = self.b.share_TK[0]
+    def send_handover(self) -> None:
+        """Leave the FFN's input and the token's experts for the GPU."""
+        super().send_handover()
+        self.send.expert_K[:] = self.workspace.taken_TK[0]
+        self.send.route_weight_K[:] = self.workspace.share_TK[0]
 
-    def predict(self, layer: int) -> None:
-        b, own = self.b, (self.cut_LX[layer], self.base_LX[layer])
+    def select(self, layer: int) -> None:
+        ws, own = self.workspace, (self.cut_LX[layer], self.base_LX[layer])
         hot, cold = predict_taken(
-            self.shape, self.table_LXW[layer], b.normed_TD[0], *own, b, self.given.index_F, self.cold_F
+            self.shape, self.table_LXW[layer], ws.normed_TD[0], *own, ws, self.send.index_F, self.cold_F
         )
-        self.given.count[0], self.step.listed = hot, cold
+        self.send.count[0], self.step.listed = hot, cold
 
-    def cold(self, layer: int) -> None:
+    def cold_sum(self, layer: int) -> None:
         if self.cuts[layer].cold:
-            given = self.given.taken_K, self.given.share_K
-            self._sum(layer, self.b.normed_TD[0], *given, self.step.listed, self.cold_F, self.own_sum)
+            routing = self.send.expert_K, self.send.route_weight_K
+            x_D = self.workspace.normed_TD[0]
+            self._experts_sum(layer, x_D, *routing, self.step.listed, self.cold_F, self.own_sum)
 
-    def cold_for_gpu(self, layer: int) -> None:
-        words = self.taken
-        count = int(words.count[0])
-        self._sum(layer, words.x_D, words.taken_K, words.share_K, count, words.index_F, self.sum_to_gpu)
+    def cold_sum_for_device(self, layer: int) -> None:
+        recv = self.recv
+        count = int(recv.count[0])
+        routing = recv.expert_K, recv.route_weight_K
+        self._experts_sum(layer, recv.x_D, *routing, count, recv.index_F, self.sum_to_device)
 
-    def _sum(
-        self, layer: int, x_D: Floats, taken_K: npt.NDArray[np.int32], share_K: Floats, count: int,
+    def _experts_sum(
+        self, layer: int, x_D: Floats, expert_K: npt.NDArray[np.int32], route_weight_K: Floats, count: int,
         listed_F: npt.NDArray[np.int32], sum_D: Floats,
     ) -> None:  # fmt: skip
-        self.b.rows_L2[layer] = cold_sum_taken(
-            self.addresses, self.table_LXW[layer], x_D, taken_K, share_K, self.cut_LX[layer], self.predicts(layer),
-            count, listed_F, sum_D,
+        self.workspace.rows_L2[layer] = cold_sum_taken(
+            self.addresses, self.table_LXW[layer], x_D, expert_K, route_weight_K, self.cut_LX[layer],
+            self.selects(layer), count, listed_F, sum_D,
         )  # fmt: skip

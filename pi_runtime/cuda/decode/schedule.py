@@ -1,13 +1,13 @@
-"""A token as a flat list of calls, made once from the plan.
+"""A token's schedule: a flat list of calls, made once from the plan.
 
-What the GPU does between two hand-overs is one captured graph, so that one call starts it. Of a layer whose residual
-is on the GPU and whose neurons are on both sides:
+What the GPU does between two handovers is one captured graph, so that one call starts it. For a layer whose residual is
+on the GPU and whose neurons are on both sides the calls are:
 
-    graph      attention, predictor, the parcel on its way to pinned memory
+    graph      attention, selection, and the handover on its way to pinned memory
     record     an event behind it
     graph      the hot neurons
-    wait       for the event: the parcel is there
-    cold       the CPU's neurons, while the GPU is at its own
+    wait       for the event: the handover has arrived
+    cold       the CPU's neurons, while the GPU computes the hot ones
     graph      fetches the CPU's sum, adds both, and goes on with the next layer
 
 A layer wholly on the residual's side adds to the open graph, or is calls on the CPU, and hands over nothing.
@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pi_runtime.artifact.schema import Plan
-from pi_runtime.cuda.decode.device_ops import Side
-from pi_runtime.cuda.decode.host_ops import Host
-from pi_runtime.cuda.decode.selection_stats import Examined
+from pi_runtime.cuda.decode.device_ops import DeviceOps
+from pi_runtime.cuda.decode.host_ops import HostOps
+from pi_runtime.cuda.decode.selection_stats import SelectionStats
 from pi_runtime.cuda.memory.devices import Device, Event, Op
 from pi_runtime.cuda.plan_layout import GPU
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the token, and what it is: `gpu`, `record`, `wait`, `cpu`, `cold`, and the layer it ends in."""
+    """One call of a token: its kind (`gpu`, `record`, `wait`, `cpu` or `cold`), and the layer that it ends in."""
 
     kind: str
     layer: int
@@ -35,7 +35,7 @@ class Call:
 
 
 @dataclass
-class Program:
+class Schedule:
     """Calls in their order, and the operations of the graph that is still open."""
 
     device: Device
@@ -44,110 +44,118 @@ class Program:
     _open: list[Op] = field(default_factory=list)
 
     def gpu(self, *ops: Op) -> None:
+        """Add operations to the open graph."""
         self._open.extend(ops)
 
     def cpu(self, op: Op, kind: str = "cpu") -> None:
-        self.close()
+        self.end_graph()
         op()  # buffers hold zeros: this compiles, and takes the path that tokens take
         self.calls.append(Call(kind, self.layer, op))
 
     def record(self) -> Event:
-        self.close()
+        self.end_graph()
         event = self.device.event()
         event.record()
         self.calls.append(Call("record", self.layer, event.record))
         return event
 
     def wait(self, event: Event) -> None:
-        self.close()
+        self.end_graph()
         event.synchronize()
         self.calls.append(Call("wait", self.layer, event.synchronize))
 
-    def close(self) -> None:
-        """End the open graph: it starts here."""
+    def end_graph(self) -> None:
+        """Capture the open graph and add the call that starts it."""
         if self._open:
-            self.calls.append(Call("gpu", self.layer, self.device.replayable(tuple(self._open))))
+            self.calls.append(Call("gpu", self.layer, self.device.capture(tuple(self._open))))
             self._open.clear()
 
 
-def program_of(plan: Plan, side: Side, host: Host, device: Device, examined: Examined | None = None) -> Sequence[Call]:
-    """The calls of one decoded token; `examined` keeps what FFNs are given. Call it within `device.at_work()`; it runs
-    everything once."""
-    p = Program(device)
-    gpu = GPU in (plan.embedding, plan.head, *plan.attention) or any(plan.cuts)
-    if gpu:
-        p.gpu(side.start)
-    where = plan.embedding
-    _on(p, where, side.embed, host.embed)
+def build_schedule(
+    plan: Plan, device_ops: DeviceOps, host_ops: HostOps, device: Device, stats: SelectionStats | None = None
+) -> Sequence[Call]:
+    """The calls of one decoded token; `stats` keeps the inputs of FFNs.
+
+    Everything runs once on the way. Use it within `device.stream()`.
+    """
+    s = Schedule(device)
+    uses_gpu = GPU in (plan.embedding, plan.head, *plan.attention) or any(plan.cuts)
+    if uses_gpu:
+        s.gpu(device_ops.receive_token)
+    side = plan.embedding
+    _on(s, side, device_ops.embed, host_ops.embed)
     for layer, attention in enumerate(plan.attention):
-        p.layer = layer
-        where = _cross(p, where, attention, side, host)
-        _on(p, where, partial(side.attention, layer), partial(host.attention, layer))
-        if examined is not None:
-            _on(p, where, partial(examined.there, layer), partial(examined.here, layer))
-        if where == GPU:
-            _ffn_on_gpu(p, side, host, layer)
+        s.layer = layer
+        side = _move_residual(s, side, attention, device_ops, host_ops)
+        _on(s, side, partial(device_ops.attention, layer), partial(host_ops.attention, layer))
+        if stats is not None:
+            _on(s, side, partial(stats.keep_device_input, layer), partial(stats.keep_host_input, layer))
+        if side == GPU:
+            _ffn_on_gpu(s, device_ops, host_ops, layer)
         else:
-            _ffn_on_cpu(p, side, host, layer)
-    p.layer += 1
-    where = _cross(p, where, plan.head, side, host)
-    _on(p, where, side.head, host.head)
-    if gpu:
-        p.gpu(side.tell_rows)
-        p.wait(p.record())
-    return tuple(p.calls)
+            _ffn_on_cpu(s, device_ops, host_ops, layer)
+    s.layer += 1
+    side = _move_residual(s, side, plan.head, device_ops, host_ops)
+    _on(s, side, device_ops.head, host_ops.head)
+    if uses_gpu:
+        s.gpu(device_ops.send_rows)
+        s.wait(s.record())
+    return tuple(s.calls)
 
 
-def _on(p: Program, where: str, here: Op, there: Op) -> None:
-    if where == GPU:
-        p.gpu(here)
+def _on(s: Schedule, side: str, on_device: Op, on_host: Op) -> None:
+    if side == GPU:
+        s.gpu(on_device)
     else:
-        p.cpu(there)
+        s.cpu(on_host)
 
 
-def _cross(p: Program, where: str, to: str, side: Side, host: Host) -> str:
-    """Bring the residual to where it is wanted."""
-    if where == GPU and to != GPU:
-        p.gpu(side.cross_out)
-        p.wait(p.record())
-        p.cpu(host.cross_in)
-    elif where != GPU and to == GPU:
-        p.cpu(host.cross_out)
-        p.gpu(side.cross_in)
+def _move_residual(s: Schedule, side: str, to: str, device_ops: DeviceOps, host_ops: HostOps) -> str:
+    """Bring the residual from one side to another; returns the side that has it then."""
+    if side == GPU and to != GPU:
+        s.gpu(device_ops.send_residual)
+        s.wait(s.record())
+        s.cpu(host_ops.receive_residual)
+    elif side != GPU and to == GPU:
+        s.cpu(host_ops.send_residual)
+        s.gpu(device_ops.receive_residual)
     return to
 
 
-def _ffn_on_gpu(p: Program, side: Side, host: Host, layer: int) -> None:
-    predicted, hot, cold = side.selects(layer), side.cuts[layer].hot, side.cuts[layer].cold
-    if predicted:
-        p.gpu(partial(side.reduce, layer))
-    if cold:
-        if predicted:
-            p.gpu(partial(side.predict_cold, layer))
-        p.gpu(partial(side.hand_over, cold if predicted else None))
-        sent = p.record()
-    if hot:
-        if predicted:
-            p.gpu(partial(side.predict_hot, layer))
-        p.gpu(partial(side.hot, layer))
-    if cold:
-        p.wait(sent)
-        p.cpu(partial(host.cold_for_gpu, layer), "cold")
-        p.gpu(side.take)
-    p.gpu(partial(side.merge, layer, hot=hot > 0, cold=cold > 0))
+def _ffn_on_gpu(s: Schedule, device_ops: DeviceOps, host_ops: HostOps, layer: int) -> None:
+    """An FFN whose residual is on the GPU."""
+    selects, cuts = device_ops.selects(layer), device_ops.cuts[layer]
+    if selects:
+        s.gpu(partial(device_ops.prepare_selector, layer))
+    if cuts.cold:
+        if selects:
+            s.gpu(partial(device_ops.select_cold, layer))
+        s.gpu(partial(device_ops.send_handover, cuts.cold if selects else None))
+        sent = s.record()
+    if cuts.hot:
+        if selects:
+            s.gpu(partial(device_ops.select_hot, layer))
+        s.gpu(partial(device_ops.hot_sums, layer))
+    if cuts.cold:
+        s.wait(sent)
+        s.cpu(partial(host_ops.cold_sum_for_device, layer), "cold")
+        s.gpu(device_ops.receive_sum)
+    s.gpu(partial(device_ops.merge, layer, hot=cuts.hot > 0, cold=cuts.cold > 0))
 
 
-def _ffn_on_cpu(p: Program, side: Side, host: Host, layer: int) -> None:
-    hot = side.cuts[layer].hot
+def _ffn_on_cpu(s: Schedule, device_ops: DeviceOps, host_ops: HostOps, layer: int) -> None:
+    """An FFN whose residual is on the CPU."""
+    hot = device_ops.cuts[layer].hot
     if not hot:
-        p.cpu(partial(host.whole, layer))
+        s.cpu(partial(host_ops.whole_ffn, layer))
         return
-    predicted = side.selects(layer)
-    p.cpu(host.hand_over)
-    if predicted:
-        p.cpu(partial(host.predict, layer))
-    p.gpu(partial(side.receive, hot if predicted else None), partial(side.hot, layer), side.give_sum)
-    ready = p.record()
-    p.cpu(partial(host.cold, layer), "cold")
-    p.wait(ready)
-    p.cpu(partial(host.merge, layer))
+    selects = device_ops.selects(layer)
+    s.cpu(host_ops.send_handover)
+    if selects:
+        s.cpu(partial(host_ops.select, layer))
+    s.gpu(partial(device_ops.receive_handover, hot if selects else None))
+    s.gpu(partial(device_ops.hot_sums, layer), device_ops.send_sum)
+    ready = s.record()
+    s.cpu(partial(host_ops.cold_sum, layer), "cold")
+    s.wait(ready)
+    s.cpu(partial(host_ops.merge, layer))

@@ -1,10 +1,12 @@
 """Rotary positions, and attention of one token over the key-value cache.
 
-H query heads, G key-value heads, E head width, S positions the cache holds, P its parts. The cache is float16 or
-float32, sums are float32. The position comes from device memory, so that one captured graph serves every token. The
-positions so far are cut into P parts; each part keeps its largest score, its sum of exponentials and its weighted sum
-of values, and `_combine` puts the parts together in order (flash decoding: Dao et al. 2023,
-https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+The cache is float16 or float32, sums are float32. The position comes from device memory, so that one captured graph
+serves every token. The positions so far are split into P parts. Each part keeps its largest score, its sum of
+exponentials and its weighted sum of values, and `_combine` puts the parts together in order (flash decoding: Dao et al.
+2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+
+Legend: T tokens, H query heads, G key-value heads, E head width, Q = (H + 2 G) E, O = H E, S positions that the cache
+holds, P parts, B positions of a step, J pairs of columns that are rotated.
 """
 
 from dataclasses import dataclass
@@ -14,24 +16,27 @@ import triton
 import triton.language as tl
 
 POSITIONS = 64
-"""Positions that a program looks at at once."""
+"""Positions of one step of a program."""
 QUERIES = 32
 """Tokens of a block whose attention a program computes."""
-BLOCK_NUMBERS = 4096
-"""Numbers of keys that such a program looks at at once: with as many values, and the next ones on their way, 53 KiB of
-shared memory for heads of 128 and 68 for 256, where GPUs of PCs have 99."""
+BLOCK_KEY_NUMBERS = 4096
+"""Numbers of keys in one step of such a program.
+
+With as many values, and the next step's on their way, it takes 53 KiB of shared memory for heads of 128 and 68 KiB for
+256, where GPUs of PCs have 99.
+"""
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What the parts of a token's attention leave: (H, P, E) and twice (H, P)."""
+class AttentionPartials:
+    """What the parts of a token's attention leave: weighted values, largest scores, and sums of exponentials."""
 
-    mixed_HPE: torch.Tensor
-    largest_HP: torch.Tensor
-    total_HP: torch.Tensor
+    out_HPE: torch.Tensor
+    max_HP: torch.Tensor
+    sum_HP: torch.Tensor
 
 
-def remember(
+def store_kv(
     qkv_TQ: torch.Tensor,
     position: torch.Tensor,
     cos_SJ: torch.Tensor | None,
@@ -40,11 +45,11 @@ def remember(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotate queries and keys of T tokens in place, the first at `position` (int64, one number), where there are
-    angles; write keys and values into the cache. `norms`: weights of an rms norm of each query, and of each key, which
-    comes first.
+    """Store keys and values of T tokens in the cache, the first at `position`; queries and keys are changed in place.
 
-    (a, b) → (a cos − b sin, b cos + a sin) for the halves of the first 2 J columns of a head; others stay.
+    `norms` are the weights of an rms norm of each query and of each key, which comes first. Where there are angles,
+    (a, b) → (a cos − b sin, b cos + a sin) for the halves of the first 2 J columns of a head; other columns stay.
+    `position` is int64, one number.
     """
     _, groups, positions, width = cache_2GSE.shape
     tokens, heads = qkv_TQ.shape[0], qkv_TQ.shape[1] // width - 2 * groups
@@ -54,48 +59,52 @@ def remember(
     half = 0 if cos_SJ is None else cos_SJ.shape[1]
     assert 2 * half <= width
     q_norm, k_norm = (None, None) if norms is None else norms
-    _remember[(tokens, heads + 2 * groups)](
+    _store_kv[(tokens, heads + 2 * groups)](
         qkv_TQ, position, cos_SJ, sin_SJ, cache_2GSE, q_norm, k_norm, eps, heads, groups, positions, half, width,
         half > 0, norms is not None, triton.next_power_of_2(width),
     )  # fmt: skip
 
 
 def attend(
-    qkv_Q: torch.Tensor, position: torch.Tensor, cache_2GSE: torch.Tensor, parts: Parts, out_Q: torch.Tensor
+    qkv_Q: torch.Tensor,
+    position: torch.Tensor,
+    cache_2GSE: torch.Tensor,
+    partials: AttentionPartials,
+    out_O: torch.Tensor,
 ) -> None:
     """softmax(q kᵀ / √E) v over the positions up to the token's own."""
     _, groups, positions, width = cache_2GSE.shape
-    heads, n_parts, _ = parts.mixed_HPE.shape
-    assert out_Q.shape == (heads * width,)
+    heads, n_parts, _ = partials.out_HPE.shape
+    assert out_O.shape == (heads * width,)
     padded = triton.next_power_of_2(width)
     _attend[(heads, n_parts)](
-        qkv_Q, position, cache_2GSE, parts.mixed_HPE, parts.largest_HP, parts.total_HP, heads, groups, positions, width,
-        width**-0.5, n_parts, POSITIONS, padded,
+        qkv_Q, position, cache_2GSE, partials.out_HPE, partials.max_HP, partials.sum_HP, heads, groups, positions,
+        width, width**-0.5, n_parts, POSITIONS, padded,
     )  # fmt: skip
     _combine[(heads,)](
-        parts.mixed_HPE, parts.largest_HP, parts.total_HP, out_Q, width, n_parts,
+        partials.out_HPE, partials.max_HP, partials.sum_HP, out_O, width, n_parts,
         triton.next_power_of_2(n_parts), padded,
     )  # fmt: skip
 
 
-def attend_block(qkv_TQ: torch.Tensor, position: torch.Tensor, cache_2GSE: torch.Tensor, out_TQ: torch.Tensor) -> None:
-    """The same for T tokens, the first at `position`, each over the positions up to its own."""
+def attend_block(qkv_TQ: torch.Tensor, position: torch.Tensor, cache_2GSE: torch.Tensor, out_TO: torch.Tensor) -> None:
+    """Attention of T tokens, the first at `position`, each over the positions up to its own; see `attend`."""
     _, groups, positions, width = cache_2GSE.shape
-    tokens, heads = out_TQ.shape[0], out_TQ.shape[1] // width
+    tokens, heads = out_TO.shape[0], out_TO.shape[1] // width
     assert qkv_TQ.shape == (tokens, (heads + 2 * groups) * width)
-    assert out_TQ.is_contiguous()
+    assert out_TO.is_contiguous()
     padded = max(16, triton.next_power_of_2(width))
-    at_once = max(16, min(POSITIONS, BLOCK_NUMBERS // padded))
+    block_positions = max(16, min(POSITIONS, BLOCK_KEY_NUMBERS // padded))
     _attend_block[(triton.cdiv(tokens, QUERIES), heads)](
-        qkv_TQ, position, cache_2GSE, out_TQ, tokens, heads, groups, positions, width, width**-0.5,
-        QUERIES, at_once, padded, num_warps=8, num_stages=2,
+        qkv_TQ, position, cache_2GSE, out_TO, tokens, heads, groups, positions, width, width**-0.5,
+        QUERIES, block_positions, padded, num_warps=8, num_stages=2,
     )  # fmt: skip
 
 
 @triton.jit
-def _remember(
+def _store_kv(
     qkv, position, cos, sin, cache, q_norm, k_norm, eps, heads, groups, positions, half, width,
-    TURNED: tl.constexpr, NORMED: tl.constexpr, E: tl.constexpr,
+    ROTARY: tl.constexpr, NORMED: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -103,10 +112,10 @@ def _remember(
     column_E = tl.arange(0, E)
     row = qkv + (token.to(tl.int64) * (heads + 2 * groups) + head) * width
     x_E = tl.load(row + column_E, mask=column_E < width, other=0.0)
-    # Each column of a pair needs the other one's number beside its own.
+    # A rotated column needs its partner's number too.
     partner_E = tl.where(column_E < half, column_E + half, column_E - half)
-    turned_E = column_E < tl.where(head < heads + groups, 2 * half, 0)
-    other_E = tl.load(row + partner_E, mask=turned_E, other=0.0)
+    rotary_E = column_E < tl.where(head < heads + groups, 2 * half, 0)
+    other_E = tl.load(row + partner_E, mask=rotary_E, other=0.0)
     if NORMED:  # noqa: SIM102  this is decided when compiling, the next while running
         if head < heads + groups:
             weight = q_norm
@@ -114,13 +123,13 @@ def _remember(
                 weight = k_norm
             size = tl.sqrt(tl.sum(x_E * x_E, 0) / width + eps)
             x_E = x_E / size * tl.load(weight + column_E, mask=column_E < width, other=0.0)
-            other_E = other_E / size * tl.load(weight + partner_E, mask=turned_E, other=0.0)
-    if TURNED:
+            other_E = other_E / size * tl.load(weight + partner_E, mask=rotary_E, other=0.0)
+    if ROTARY:
         angle_E = tl.where(column_E < half, column_E, column_E - half)
-        cos_E = tl.load(cos + at * half + angle_E, mask=turned_E, other=1.0)
-        sin_E = tl.load(sin + at * half + angle_E, mask=turned_E, other=0.0)
+        cos_E = tl.load(cos + at * half + angle_E, mask=rotary_E, other=1.0)
+        sin_E = tl.load(sin + at * half + angle_E, mask=rotary_E, other=0.0)
         x_E = tl.where(column_E < half, x_E * cos_E - other_E * sin_E, x_E * cos_E + other_E * sin_E)
-    tl.debug_barrier()  # all have read before any writes
+    tl.debug_barrier()  # every thread has read before any writes
     tl.store(row + column_E, x_E, mask=column_E < width)
     if head >= heads:
         line = cache + ((head - heads).to(tl.int64) * positions + at) * width
@@ -131,7 +140,7 @@ def _remember(
 
 @triton.jit
 def _attend(
-    qkv, position, cache, mixed, largest, total, heads, groups, positions, width, scale,
+    qkv, position, cache, partial_out, partial_max, partial_sum, heads, groups, positions, width, scale,
     P: tl.constexpr, B: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -139,47 +148,47 @@ def _attend(
     length = tl.load(position) + 1
     group = (head * groups // heads).to(tl.int64)
     column_E = tl.arange(0, E)
-    there_E = column_E < width
-    q_E = tl.load(qkv + head * width + column_E, mask=there_E, other=0.0) * scale
+    mask_E = column_E < width
+    q_E = tl.load(qkv + head * width + column_E, mask=mask_E, other=0.0) * scale
     keys = cache + group * positions * width
     values = cache + (groups + group) * positions * width
     steps = (length + B - 1) // B
     end = tl.minimum(length, steps * (part + 1) // P * B)
-    most = -float("inf")
+    max_ = -float("inf")
     sum_ = 0.0
-    mixed_E = tl.zeros([E], tl.float32)
+    out_E = tl.zeros([E], tl.float32)
     for start in range(steps * part // P * B, end, B):
         s_B = start + tl.arange(0, B)
-        there_BE = (s_B < end)[:, None] & there_E[None, :]
+        mask_BE = (s_B < end)[:, None] & mask_E[None, :]
         at_BE = (s_B * width)[:, None] + column_E[None, :]
-        score_B = tl.sum(tl.load(keys + at_BE, mask=there_BE, other=0.0).to(tl.float32) * q_E[None, :], 1)
+        score_B = tl.sum(tl.load(keys + at_BE, mask=mask_BE, other=0.0).to(tl.float32) * q_E[None, :], 1)
         score_B = tl.where(s_B < end, score_B, -float("inf"))
-        larger = tl.maximum(most, tl.max(score_B, 0))
-        p_B = tl.exp(score_B - larger)
-        fade = tl.exp(most - larger)
-        sum_ = sum_ * fade + tl.sum(p_B, 0)
-        v_BE = tl.load(values + at_BE, mask=there_BE, other=0.0).to(tl.float32)
-        mixed_E = mixed_E * fade + tl.sum(p_B[:, None] * v_BE, 0)
-        most = larger
+        new_max = tl.maximum(max_, tl.max(score_B, 0))
+        p_B = tl.exp(score_B - new_max)
+        rescale = tl.exp(max_ - new_max)
+        sum_ = sum_ * rescale + tl.sum(p_B, 0)
+        v_BE = tl.load(values + at_BE, mask=mask_BE, other=0.0).to(tl.float32)
+        out_E = out_E * rescale + tl.sum(p_B[:, None] * v_BE, 0)
+        max_ = new_max
     place = head * P + part
-    tl.store(mixed + place * width + column_E, mixed_E, mask=there_E)
-    tl.store(largest + place, most)
-    tl.store(total + place, sum_)
+    tl.store(partial_out + place * width + column_E, out_E, mask=mask_E)
+    tl.store(partial_max + place, max_)
+    tl.store(partial_sum + place, sum_)
 
 
 @triton.jit
-def _combine(mixed, largest, total, out, width, parts, P: tl.constexpr, E: tl.constexpr):
+def _combine(partial_out, partial_max, partial_sum, out, width, parts, P: tl.constexpr, E: tl.constexpr):
     head = tl.program_id(0)
     part_P = tl.arange(0, P)
-    there_P = part_P < parts
-    most_P = tl.load(largest + head * parts + part_P, mask=there_P, other=-float("inf"))
-    weight_P = tl.exp(most_P - tl.max(most_P, 0))  # 0 for a part without positions
-    sum_ = tl.sum(weight_P * tl.load(total + head * parts + part_P, mask=there_P, other=0.0), 0)
+    mask_P = part_P < parts
+    max_P = tl.load(partial_max + head * parts + part_P, mask=mask_P, other=-float("inf"))
+    weight_P = tl.exp(max_P - tl.max(max_P, 0))  # 0 for a part without positions
+    sum_ = tl.sum(weight_P * tl.load(partial_sum + head * parts + part_P, mask=mask_P, other=0.0), 0)
     column_E = tl.arange(0, E)
     at_PE = ((head * parts + part_P) * width)[:, None] + column_E[None, :]
-    there_PE = there_P[:, None] & (column_E < width)[None, :]
-    mixed_E = tl.sum(weight_P[:, None] * tl.load(mixed + at_PE, mask=there_PE, other=0.0), 0) / sum_
-    tl.store(out + head * width + column_E, mixed_E, mask=column_E < width)
+    mask_PE = mask_P[:, None] & (column_E < width)[None, :]
+    out_E = tl.sum(weight_P[:, None] * tl.load(partial_out + at_PE, mask=mask_PE, other=0.0), 0) / sum_
+    tl.store(out + head * width + column_E, out_E, mask=column_E < width)
 
 
 @triton.jit
@@ -192,29 +201,29 @@ def _attend_block(
     group = (head * groups // heads).to(tl.int64)
     token_T = first + tl.arange(0, T)
     column_E = tl.arange(0, E)
-    there_TE = (token_T < tokens)[:, None] & (column_E < width)[None, :]
+    mask_TE = (token_T < tokens)[:, None] & (column_E < width)[None, :]
     at_TE = (token_T.to(tl.int64) * (heads + 2 * groups) + head)[:, None] * width + column_E[None, :]
-    q_TE = tl.load(qkv + at_TE, mask=there_TE, other=0.0) * scale
+    q_TE = tl.load(qkv + at_TE, mask=mask_TE, other=0.0) * scale
     start = tl.load(position)
     keys = cache + group * positions * width
     values = cache + (groups + group) * positions * width
-    most_T = tl.full([T], -float("inf"), tl.float32)
+    max_T = tl.full([T], -float("inf"), tl.float32)
     sum_T = tl.zeros([T], tl.float32)
-    mixed_TE = tl.zeros([T, E], tl.float32)
+    out_TE = tl.zeros([T, E], tl.float32)
     end = start + tl.minimum(first + T, tokens)
     for s in range(0, end, B):
         s_B = s + tl.arange(0, B)
-        there_BE = (s_B < end)[:, None] & (column_E < width)[None, :]
+        mask_BE = (s_B < end)[:, None] & (column_E < width)[None, :]
         at_BE = (s_B * width)[:, None] + column_E[None, :]
-        k_BE = tl.load(keys + at_BE, mask=there_BE, other=0.0).to(tl.float32)
+        k_BE = tl.load(keys + at_BE, mask=mask_BE, other=0.0).to(tl.float32)
         score_TB = tl.dot(q_TE, tl.trans(k_BE), input_precision="ieee")
         score_TB = tl.where(s_B[None, :] <= (start + token_T)[:, None], score_TB, -float("inf"))
-        larger_T = tl.maximum(most_T, tl.max(score_TB, 1))
-        p_TB = tl.exp(score_TB - larger_T[:, None])
-        fade_T = tl.exp(most_T - larger_T)
-        v_BE = tl.load(values + at_BE, mask=there_BE, other=0.0).to(tl.float32)
-        sum_T = sum_T * fade_T + tl.sum(p_TB, 1)
-        mixed_TE = mixed_TE * fade_T[:, None] + tl.dot(p_TB, v_BE, input_precision="ieee")
-        most_T = larger_T
+        new_max_T = tl.maximum(max_T, tl.max(score_TB, 1))
+        p_TB = tl.exp(score_TB - new_max_T[:, None])
+        rescale_T = tl.exp(max_T - new_max_T)
+        v_BE = tl.load(values + at_BE, mask=mask_BE, other=0.0).to(tl.float32)
+        sum_T = sum_T * rescale_T + tl.sum(p_TB, 1)
+        out_TE = out_TE * rescale_T[:, None] + tl.dot(p_TB, v_BE, input_precision="ieee")
+        max_T = new_max_T
     at_TE = (token_T.to(tl.int64) * heads + head)[:, None] * width + column_E[None, :]
-    tl.store(out + at_TE, mixed_TE / sum_T[:, None], mask=there_TE)
+    tl.store(out + at_TE, out_TE / sum_T[:, None], mask=mask_TE)

@@ -1,9 +1,14 @@
-"""Lists of neurons: which of many numbers are not zero, in order, without asking the host how many.
+"""Lists of neurons by stream compaction: which of many numbers are not zero, in order.
 
-A kernel that marks neurons also counts its marks tile by tile. `close` then sums the counts before each block (a prefix
-sum over at most some thousands of tiles, which every program does for itself) and writes its own marks behind them.
-Lengths stay in device memory: grids are sized for the longest list, and programs beyond the end stop at once.
+A kernel that marks neurons also counts its marks tile by tile. `compact` sums the counts before each block (a prefix
+sum over at most some thousands of tiles, which every program does for itself) and writes the block's own marks behind
+them. Lengths stay in device memory, and the host never asks for them: grids are sized for the longest list, and
+programs beyond the end stop at once.
+
+Legend: N numbers, T tiles, B numbers of a block.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -12,38 +17,58 @@ import triton.language as tl
 BLOCK = 512
 
 
-def close(
+@dataclass(frozen=True)
+class NeuronList:
+    """Neurons, and how many: int32 in device memory. There are never more than the list has room for."""
+
+    index_F: torch.Tensor
+    count: torch.Tensor
+
+    def __post_init__(self) -> None:
+        assert self.index_F.dtype == self.count.dtype == torch.int32
+
+    @property
+    def room(self) -> int:
+        """Most neurons that the list can have."""
+        return len(self.index_F)
+
+    def first(self, room: int) -> "NeuronList":
+        """The same list with room for fewer neurons."""
+        return NeuronList(self.index_F[:room], self.count)
+
+
+def compact(
     marks_N: torch.Tensor,
     counts_T: torch.Tensor,
     tile: int,
-    low: int,
-    found: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
-    within: tuple[torch.Tensor, torch.Tensor] | None = None,
+    found: NeuronList,
+    kept_N: torch.Tensor | None = None,
+    *,
+    low: int = 0,
+    within: NeuronList | None = None,
 ) -> None:
-    """List where `marks_N` is not zero.
+    """List in `found` where `marks_N` is not zero, and copy these marks to `kept_N` if it is given.
 
-    `counts_T`: marks of every `tile` numbers, int32. `found`: where the list (int32), the marks themselves (float32;
-    None to drop them) and the length (int32, one number) go. Without `within` number n stands for neuron low + n; with
-    it, a list and its length, for the neuron that the list has at n, and numbers beyond the length count for nothing.
+    `counts_T`: non-zero marks of every `tile` numbers, int32. Number n stands for neuron low + n. With `within` it
+    stands for the n-th neuron of that list instead, and numbers beyond the list's length are left out.
     """
-    index_N, kept_N, count = found
     numbers, tiles = len(marks_N), triton.cdiv(len(marks_N), tile)
     assert marks_N.dtype == torch.float32
-    assert counts_T.dtype == index_N.dtype == count.dtype == torch.int32
-    assert len(index_N) >= numbers
+    assert counts_T.dtype == torch.int32
+    assert found.room >= numbers
     assert len(counts_T) >= tiles
     block = max(BLOCK, tile)
     assert block % tile == 0, (block, tile)
-    listed, length = (None, None) if within is None else within
-    _close[(triton.cdiv(numbers, block),)](
-        marks_N, counts_T, listed, length, index_N, kept_N, count, low, numbers, tiles,
+    listed, length = (None, None) if within is None else (within.index_F, within.count)
+    _compact[(triton.cdiv(numbers, block),)](
+        marks_N, counts_T, listed, length, found.index_F, kept_N, found.count, low, numbers, tiles,
         within is not None, kept_N is not None, tile, triton.next_power_of_2(tiles), block,
         num_warps=8 if tiles > 4096 else 4,
     )  # fmt: skip
 
 
 @triton.jit
-def _close(
+def _compact(
     marks, counts, listed, length, index, kept, count, low, numbers, tiles,
     LISTED: tl.constexpr, KEPT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip

@@ -1,8 +1,10 @@
-"""Dense products of a block of tokens, by torch: its matrix products are at the limit of the hardware.
+"""Dense products of a block of tokens by torch, whose matrix products reach the limit of the hardware.
 
-Weights of f32, f16 and bf16 are used as they are stored; q8 and q4 are unpacked to float16, some rows at a time.
-A 16-bit product rounds its inputs to 16 bits and sums in float32. An `exact` one takes all weights as float32, some
-rows at a time.
+Float formats are used as they are stored; block formats are dequantised to float16, some rows at a time. A 16-bit
+product rounds its inputs to 16 bits and sums in float32. An `exact` product takes all weights as float32, some rows at
+a time.
+
+Legend: T tokens, D columns (model width), N rows of a matrix, F neurons.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +14,7 @@ import torch
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import dense_rows
-from pi_runtime.cuda.kernels.dequantise import unpack
+from pi_runtime.cuda.kernels.dequantise import dequantise_rows
 from pi_runtime.cuda.kernels.ffn_neurons import Neurons
 from pi_runtime.cuda.kernels.matrix import Matrix
 
@@ -29,8 +31,8 @@ _TINY = 2.0**-100
 
 
 @contextmanager
-def summed_in_float32() -> Iterator[None]:
-    """Products of 16-bit numbers within sum in float32; torch allows cuBLAS to sum parts in 16 bits."""
+def float32_accumulation() -> Iterator[None]:
+    """Sum products of 16-bit numbers in float32 within; torch lets cuBLAS sum parts of them in 16 bits."""
     flags = torch.backends.cuda.matmul
     before = flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction
     flags.allow_fp16_reduced_precision_reduction = flags.allow_bf16_reduced_precision_reduction = False
@@ -40,45 +42,44 @@ def summed_in_float32() -> Iterator[None]:
         flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction = before
 
 
-def numbers(m: Matrix, low: int, high: int, *, exact: bool = False) -> torch.Tensor:
-    """Rows [low, high) as numbers that torch multiplies with."""
+def float_rows(m: Matrix, low: int, high: int, *, exact: bool = False) -> torch.Tensor:
+    """Rows [low, high) as floats that torch can multiply with."""
     if m.scales is None:
         stored_ND = m.values[low:high, : m.columns]
         return stored_ND.float() if exact else stored_ND
     dtype = torch.float32 if exact else torch.float16
     w_ND = torch.empty(high - low, m.columns, dtype=dtype, device=m.values.device)
-    unpack(m, None, low, w_ND)
+    dequantise_rows(m, None, low, w_ND)
     return w_ND
 
 
-def product(m: Matrix, bias_N: torch.Tensor | None, x_TD: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
+def linear(m: Matrix, bias_N: torch.Tensor | None, x_TD: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
     """x Wᵀ + bias (T, N), float32."""
     step = m.rows if m.scales is None and not exact else dense_rows(len(x_TD))
     y_TN = torch.empty(len(x_TD), m.rows, device=x_TD.device)
     for low in range(0, m.rows, step):
-        w_ND = numbers(m, low, min(m.rows, low + step), exact=exact)
+        w_ND = float_rows(m, low, min(m.rows, low + step), exact=exact)
         y_TN[:, low : low + step] = x_TD.to(w_ND.dtype) @ w_ND.T
     return y_TN if bias_N is None else y_TN.add_(bias_N)
 
 
 def add_neurons(n: Neurons, d: Decoder, x_TD: torch.Tensor, y_TD: torch.Tensor) -> None:
     """y ← y + Σ h_i down_i over all neurons."""
-    down = n.rest.every(n.k, n.k - 1)
     step = dense_rows(len(x_TD))
     for low in range(0, n.count, step):
         high = min(n.count, low + step)
         h_TN = _activations(n, d, low, high, x_TD)
-        w_ND = numbers(down, low, high)
+        w_ND = float_rows(n.down, low, high)
         if w_ND.dtype == torch.float32:
             y_TD += h_TN @ w_ND
         else:
-            # Activations can be beyond what 16 bits hold: their size is taken out, and put back into the sum.
-            size_T1 = h_TN.abs().amax(1, keepdim=True).clamp_min(_TINY)
-            y_TD += (h_TN / size_T1).to(w_ND.dtype).mm(w_ND).float() * size_T1
+            # Activations can exceed what 16 bits hold: they are scaled to at most 1, and the sum is scaled back.
+            scale_T1 = h_TN.abs().amax(1, keepdim=True).clamp_min(_TINY)
+            y_TD += (h_TN / scale_T1).to(w_ND.dtype).mm(w_ND).float() * scale_T1
 
 
-def fires(n: Neurons, d: Decoder, x_TD: torch.Tensor) -> torch.Tensor:
-    """How many h_i are not zero, over all neurons and tokens; exact."""
+def count_firing(n: Neurons, d: Decoder, x_TD: torch.Tensor) -> torch.Tensor:
+    """How many h_i are not zero, over all neurons and tokens, by exact products."""
     step, found = dense_rows(len(x_TD)), torch.zeros((), dtype=torch.int64, device=x_TD.device)
     for low in range(0, n.count, step):
         found += torch.count_nonzero(_activations(n, d, low, min(n.count, low + step), x_TD, exact=True))
@@ -88,15 +89,15 @@ def fires(n: Neurons, d: Decoder, x_TD: torch.Tensor) -> torch.Tensor:
 def _activations(
     n: Neurons, d: Decoder, low: int, high: int, x_TD: torch.Tensor, *, exact: bool = False
 ) -> torch.Tensor:
-    """h (T, high - low) of the neurons [low, high)."""
+    """h (T, high − low) of the neurons [low, high)."""
 
     def part(m: Matrix, bias_F: torch.Tensor | None) -> torch.Tensor:
-        return product(m.slice(low, high), None if bias_F is None else bias_F[low:high], x_TD, exact=exact)
+        return linear(m.slice(low, high), None if bias_F is None else bias_F[low:high], x_TD, exact=exact)
 
     h_TN = ACTIVATIONS[d.activation](part(n.first, n.first_bias))
     if d.threshold:
         h_TN = torch.where(h_TN <= d.threshold, 0.0, h_TN)
-    if n.k == 2:
-        up_TN = part(n.rest.every(2, 0), n.up_bias)
+    if n.rows_per_neuron == 2:
+        up_TN = part(n.rest.strided(2, 0), n.up_bias)
         h_TN *= up_TN.relu_() if d.activation == "drelu" else up_TN
     return h_TN

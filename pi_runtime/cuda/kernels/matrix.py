@@ -1,4 +1,7 @@
-"""Stored matrices in the memory of a torch device, as kernels take them."""
+"""Stored matrices in the memory of a torch device, as kernels take them.
+
+A further number format needs its dtype here; a further block format its branches in `block_formats` too.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,16 +18,24 @@ DTYPES: Mapping[str, torch.dtype] = {
     "q4": torch.uint8,
     "u64": torch.int64,
 }
-"""What the stored values of each format are to torch; scales are float16."""
+"""Torch's dtype for the stored values of each format; scales are float16."""
+_GROUP = 8
+"""Blocks of a group, in which columns are interleaved."""
+WORDS_PER_GROUP: Mapping[str, int] = {
+    name: _GROUP * BLOCK // FORMATS[name].per_item * FORMATS[name].itemsize // 4
+    for name in DTYPES
+    if FORMATS[name].quantised
+}
+"""Words of 32 bits in a group of each block format."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Rows of a stored matrix, or every k-th of them: the bytes of the artifact, padding included."""
+    """Rows of a stored matrix, or every n-th of them: the bytes of the artifact, padding included."""
 
     format: str
     values: torch.Tensor
-    """(rows, stored width); rows may lie apart."""
+    """(rows, stored width); rows need not follow each other without a gap."""
     scales: torch.Tensor | None
     """(rows, ⌈columns / 32⌉ and padding), float16; None where the format has none."""
     columns: int
@@ -37,7 +48,7 @@ class Matrix:
 
     @property
     def code(self) -> int:
-        """What kernels switch on."""
+        """The format's number, which kernels branch on."""
         return FORMATS[self.format].code
 
     @property
@@ -46,28 +57,30 @@ class Matrix:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """From one row to the next: of values and of scales, in elements."""
+        """Elements from one row to the next, of values and of scales."""
         return self.values.stride(0), 0 if self.scales is None else self.scales.stride(0)
 
     @property
     def width(self) -> int:
-        """Stored elements that hold columns; q4 has two columns in one."""
-        if self.format != "q4":
+        """Stored elements that hold columns."""
+        per_item = FORMATS[self.format].per_item
+        if per_item == 1:
             return self.columns
-        # Groups of eight blocks, then the blocks left over in pairs.
+        # In a group an element holds columns of two halves of the group, behind the last one columns of two blocks.
         blocks = -(-self.columns // BLOCK)
-        return blocks // 8 * 128 + -(-(blocks % 8) // 2) * 32
+        grouped, left = blocks // _GROUP * _GROUP, blocks % _GROUP
+        return grouped * BLOCK // per_item + -(-left // per_item) * BLOCK
 
     @property
     def words(self) -> int | None:
-        """Words of 32 bits in the whole groups of a q8 or q4 row."""
-        per_group = {"q8": 64, "q4": 32}.get(self.format)
-        return None if per_group is None else -(-self.columns // BLOCK) // 8 * per_group
+        """Words of 32 bits in the whole groups of a row; None for a format without blocks."""
+        per_group = WORDS_PER_GROUP.get(self.format)
+        return None if per_group is None else -(-self.columns // BLOCK) // _GROUP * per_group
 
-    def every(self, k: int, which: int) -> "Matrix":
-        """The rows `which`, `which` + k, …"""
-        scales = None if self.scales is None else self.scales[which::k]
-        return replace(self, values=self.values[which::k], scales=scales)
+    def strided(self, step: int, first: int) -> "Matrix":
+        """The rows `first`, `first` + step, …"""
+        scales = None if self.scales is None else self.scales[first::step]
+        return replace(self, values=self.values[first::step], scales=scales)
 
     def slice(self, low: int, high: int) -> "Matrix":
         """The rows [low, high)."""

@@ -1,4 +1,7 @@
-"""The residual stream: norms, and what is added to it. One program a token, or a tile of columns."""
+"""The residual stream: norms, and sums added to it. One program for a token, or for a tile of columns.
+
+Legend: T tokens, D model width, S splits of a sum, B and C columns of a program.
+"""
 
 import torch
 import triton
@@ -11,7 +14,7 @@ COLUMNS = 128
 def norm(
     x_TD: torch.Tensor, weight_D: torch.Tensor, bias_D: torch.Tensor | None, eps: float, y_TD: torch.Tensor
 ) -> None:
-    """rms: x / √(mean x² + eps) · weight;  with a bias (layer norm): (x − mean) / √(var + eps) · weight + bias."""
+    """rms norm: x / √(mean x² + eps) · weight; with a bias layer norm: (x − mean) / √(var + eps) · weight + bias."""
     tokens, width = x_TD.shape
     assert y_TD.shape == x_TD.shape
     assert weight_D.shape == (width,)
@@ -24,7 +27,7 @@ def norm(
 
 
 def merge(x_D: torch.Tensor, sums_SD: torch.Tensor | None, *others: torch.Tensor | None) -> None:
-    """x ← x + Σ_s sums_s + the others (two at most), in that order."""
+    """x ← x + Σ_s sums_s + the others, at most two, in that order."""
     first, second = (*others, None, None)[:2]
     assert len(others) <= 2
     splits = 0 if sums_SD is None else len(sums_SD)
@@ -37,15 +40,15 @@ def merge(x_D: torch.Tensor, sums_SD: torch.Tensor | None, *others: torch.Tensor
 @triton.jit
 def _norm(x, weight, bias, y, eps, width, CENTRED: tl.constexpr, B: tl.constexpr):
     column_B = tl.arange(0, B)
-    there_B = column_B < width
+    mask_B = column_B < width
     at = tl.program_id(0).to(tl.int64) * width
-    x_B = tl.load(x + at + column_B, mask=there_B, other=0.0)
+    x_B = tl.load(x + at + column_B, mask=mask_B, other=0.0)
     if CENTRED:
-        x_B = tl.where(there_B, x_B - tl.sum(x_B, 0) / width, 0.0)
-    y_B = x_B / tl.sqrt(tl.sum(x_B * x_B, 0) / width + eps) * tl.load(weight + column_B, mask=there_B, other=0.0)
+        x_B = tl.where(mask_B, x_B - tl.sum(x_B, 0) / width, 0.0)
+    y_B = x_B / tl.sqrt(tl.sum(x_B * x_B, 0) / width + eps) * tl.load(weight + column_B, mask=mask_B, other=0.0)
     if CENTRED:
-        y_B += tl.load(bias + column_B, mask=there_B, other=0.0)
-    tl.store(y + at + column_B, y_B, mask=there_B)
+        y_B += tl.load(bias + column_B, mask=mask_B, other=0.0)
+    tl.store(y + at + column_B, y_B, mask=mask_B)
 
 
 @triton.jit
@@ -54,15 +57,15 @@ def _merge(
     SUMS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     column_C = tl.program_id(0) * C + tl.arange(0, C)
-    there_C = column_C < width
-    x_C = tl.load(x + column_C, mask=there_C, other=0.0)
+    mask_C = column_C < width
+    x_C = tl.load(x + column_C, mask=mask_C, other=0.0)
     if SUMS:
         sum_C = tl.zeros([C], tl.float32)
         for split in range(splits):
-            sum_C += tl.load(sums + split * width + column_C, mask=there_C, other=0.0)
+            sum_C += tl.load(sums + split * width + column_C, mask=mask_C, other=0.0)
         x_C += sum_C
     if FIRST:
-        x_C += tl.load(first + column_C, mask=there_C, other=0.0)
+        x_C += tl.load(first + column_C, mask=mask_C, other=0.0)
     if SECOND:
-        x_C += tl.load(second + column_C, mask=there_C, other=0.0)
-    tl.store(x + column_C, x_C, mask=there_C)
+        x_C += tl.load(second + column_C, mask=mask_C, other=0.0)
+    tl.store(x + column_C, x_C, mask=mask_C)

@@ -1,76 +1,39 @@
-"""What every kernel does with stored rows: their numbers as float32, and their products with a vector.
+"""Dot products of stored rows with a vector, and y = W x.
 
-R rows and C stored elements at a time. A row is read in the order in which it is stored (see `artifact.formats`): the
-places of q8 and q4 name columns out of order, so it is the vector that is gathered. The vector stays float32 (only the
-CPU rounds it to bytes), so a product is Σ_j w_j x_j in float32 with w = scale · q. Whole groups of q8 and q4 blocks are
-read by `words`; what is here of these formats serves the up to seven blocks behind them, and single rows.
+A row is read in the order in which it is stored (see `artifact.formats`). Block formats store columns out of order, so
+the vector is gathered. It stays float32 (only the CPU rounds it to bytes): a product is Σ_j w_j x_j in float32, with
+w = scale · q in a block format. Whole groups of blocks are read as words, what is behind them element by element (see
+`block_formats`).
+
+Legend: R rows, C stored elements, D and N columns and rows of a matrix.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.cuda.kernels.block_formats import (
+    element_column,
+    element_weights,
+    first_left_element,
+    in_blocks,
+    values_per_element,
+    word_dots,
+)
 from pi_runtime.cuda.kernels.matrix import Matrix
-from pi_runtime.cuda.kernels.packed_words import groups_of, word_dots
 from pi_runtime.cuda.kernels.tiling import Tiling
 
 LEFT = tl.constexpr(64)
 """Stored elements that are read at once behind the last whole group."""
-Q8 = tl.constexpr(FORMATS["q8"].code)
-Q4 = tl.constexpr(FORMATS["q4"].code)
 
 
 @triton.jit
-def picked_row(index, n_R, there_R, LISTED: tl.constexpr):
-    """[R] the n-th row of all, or of a list."""
+def listed_row(index, n_R, mask_R, LISTED: tl.constexpr):
+    """[R] row n, or the n-th row of a list."""
     row_R = n_R
     if LISTED:
-        row_R = tl.load(index + n_R, mask=there_R, other=0)
+        row_R = tl.load(index + n_R, mask=mask_R, other=0)
     return row_R
-
-
-@triton.jit
-def column_of(place, columns):
-    """The column at a place of a q8 or q4 row: in groups of eight blocks fours of columns are interleaved."""
-    grouped = (columns + 31) // 32 // 8 * 256
-    inside = place % 256
-    column = place - inside + inside % 32 // 4 * 32 + inside // 32 * 4 + inside % 4
-    return tl.where(place < grouped, column, place)
-
-
-@triton.jit
-def low_place(byte, columns):
-    """The place in the lower four bits of a q4 row's byte."""
-    grouped = (columns + 31) // 32 // 8 * 128
-    left = byte - grouped
-    return tl.where(byte < grouped, byte // 128 * 256 + byte % 128, 2 * grouped + left // 32 * 64 + left % 32)
-
-
-@triton.jit
-def high_place(byte, columns):
-    """The place in the upper four bits."""
-    grouped = (columns + 31) // 32 // 8 * 128
-    return low_place(byte, columns) + tl.where(byte < grouped, 128, 32)
-
-
-@triton.jit
-def stored_column(element, columns, FMT: tl.constexpr):
-    """The column that stored element `element` of a row belongs to; of q4 the lower half's."""
-    column = element
-    if FMT == Q8:
-        column = column_of(element, columns)
-    if FMT == Q4:
-        column = column_of(low_place(element, columns), columns)
-    return column
-
-
-@triton.jit
-def scale_tile(scales, scales_stride, row_R, mask_R, column_C, columns):
-    """[R, C] scales of these rows at these columns."""
-    at_R1 = (row_R.to(tl.int64) * scales_stride)[:, None]
-    mask_RC = mask_R[:, None] & (column_C < columns)[None, :]
-    return tl.load(scales + at_R1 + (column_C // 32)[None, :], mask=mask_RC, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -81,21 +44,15 @@ def stored_tile(values, stride, row_R, mask_R, element_C, width):
 
 
 @triton.jit
-def left_element(columns, FMT: tl.constexpr):
-    """The first stored element behind the last whole group of a q8 or q4 row."""
-    return groups_of(columns) * (128 if FMT == Q4 else 256)
-
-
-@triton.jit
 def row_dots(
     values, scales, stride, scales_stride, width, columns, row_R, mask_R, x,
     FMT: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """[R] row · x; 0 where `mask_R` is false, and such a row is not read. C as in `Tiling.dots`."""
-    if FMT == Q8 or FMT == Q4:  # noqa: SIM109, PLR1714 - Triton has no sets
-        found_R = word_dots(values, scales, stride, scales_stride, columns, row_R, mask_R, x, FMT, R, C)
-        if left_element(columns, FMT) < width:
-            found_R += _left_dots(values, scales, stride, scales_stride, width, columns, row_R, mask_R, x, FMT, R)
+    """[R] row · x. Where `mask_R` is false, the row is not read and the result is 0. C as in `Tiling.dots`."""
+    if in_blocks(FMT):
+        dot_R = word_dots(values, scales, stride, scales_stride, columns, row_R, mask_R, x, FMT, R, C)
+        if first_left_element(columns, FMT) < width:
+            dot_R += _left_dots(values, scales, stride, scales_stride, width, columns, row_R, mask_R, x, FMT, R)
     else:
         sums_RC = tl.zeros([R, C], tl.float32)
         for start in range(0, width, C):
@@ -103,30 +60,26 @@ def row_dots(
             stored_RC = stored_tile(values, stride, row_R, mask_R, element_C, width)
             x_C = tl.load(x + element_C, mask=element_C < width, other=0.0)
             sums_RC += stored_RC.to(tl.float32) * x_C[None, :]
-        found_R = tl.sum(sums_RC, 1)
-    return found_R
+        dot_R = tl.sum(sums_RC, 1)
+    return dot_R
 
 
 @triton.jit
 def _left_dots(
     values, scales, stride, scales_stride, width, columns, row_R, mask_R, x, FMT: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
-    """The same over the blocks behind the last whole group."""
+    """[R] row · x over the blocks behind the last whole group."""
     sums_RC = tl.zeros([R, LEFT], tl.float32)
-    for start in range(left_element(columns, FMT), width, LEFT):
+    for start in range(first_left_element(columns, FMT), width, LEFT):
         element_C = start + tl.arange(0, LEFT)
         stored_RC = stored_tile(values, stride, row_R, mask_R, element_C, width)
-        column_C = stored_column(element_C, columns, FMT)
-        x_C = tl.load(x + column_C, mask=(element_C < width) & (column_C < columns), other=0.0)
-        scale_RC = scale_tile(scales, scales_stride, row_R, mask_R, column_C, columns)
-        if FMT == Q4:
-            upper_C = column_of(high_place(element_C, columns), columns)
-            x_upper_C = tl.load(x + upper_C, mask=(element_C < width) & (upper_C < columns), other=0.0)
-            sums_RC += ((stored_RC & 15).to(tl.int32) - 8).to(tl.float32) * scale_RC * x_C[None, :]
-            scale_RC = scale_tile(scales, scales_stride, row_R, mask_R, upper_C, columns)
-            sums_RC += ((stored_RC >> 4).to(tl.int32) - 8).to(tl.float32) * scale_RC * x_upper_C[None, :]
-        else:
-            sums_RC += stored_RC.to(tl.float32) * scale_RC * x_C[None, :]
+        for value in tl.static_range(values_per_element(FMT)):
+            column_C = element_column(element_C, columns, value, FMT)
+            x_C = tl.load(x + column_C, mask=(element_C < width) & (column_C < columns), other=0.0)
+            weight_RC = element_weights(
+                stored_RC, scales, scales_stride, row_R, mask_R, column_C, columns, value, FMT
+            )  # fmt: skip
+            sums_RC += weight_RC * x_C[None, :]
     return tl.sum(sums_RC, 1)
 
 
@@ -151,10 +104,10 @@ def _linear(
     FMT: tl.constexpr, BIASED: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     row_R = tl.program_id(0) * R + tl.arange(0, R)
-    there_R = row_R < rows
-    y_R = row_dots(values, scales, stride, scales_stride, width, columns, row_R, there_R, x, FMT, R, C)
+    mask_R = row_R < rows
+    y_R = row_dots(values, scales, stride, scales_stride, width, columns, row_R, mask_R, x, FMT, R, C)
     if BIASED:
-        y_R += tl.load(bias + row_R, mask=there_R, other=0.0)
+        y_R += tl.load(bias + row_R, mask=mask_R, other=0.0)
     if ADD:
-        y_R += tl.load(y + row_R, mask=there_R, other=0.0)
-    tl.store(y + row_R, y_R, mask=there_R)
+        y_R += tl.load(y + row_R, mask=mask_R, other=0.0)
+    tl.store(y + row_R, y_R, mask=mask_R)

@@ -1,1 +1,1 @@
-"""Memory of the GPU and the way to it: devices, weights, pinned buffers, workspaces."""
+"""The GPU's memory and the way to it: devices, weights, pinned buffers, workspaces."""

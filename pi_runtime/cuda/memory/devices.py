@@ -1,7 +1,7 @@
-"""What the executor asks of a device: memory, waiting, and a way to run the same work again and again.
+"""Devices: memory, waiting, and a way to run the same work again and again.
 
-`Cuda` is a GPU. `Interpreted` is torch's CPU device with kernels under Triton's interpreter: the same executor runs on
-any machine, step by step instead of side by side, for tests.
+`Cuda` is a GPU. `Interpreted` is torch's CPU device with kernels under Triton's interpreter. With it the same executor
+runs on any machine, one operation after the other, for tests.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ import torch
 import triton
 
 from pi_runtime.cuda.kernels.tiling import INTERPRETED, Tiling
-from pi_runtime.cuda.memory.driver_errors import in_words_of_a_user, no_device, not_pinned
+from pi_runtime.cuda.memory.driver_errors import device_error, pinning_error, translated_errors
 
 Op = Callable[[], object]
-"""Something to be done, with everything it needs bound to it."""
+"""An operation with its arguments bound."""
 
 HEADROOM = 256 << 20
-"""GPU memory left to the driver, to compiled kernels and to whatever else draws on the card."""
+"""GPU memory left to the driver, to compiled kernels and to other programs."""
 LIBRARIES = 128 << 20
-"""What cuBLAS and the allocator's rounding to whole blocks may take beside a budget."""
+"""Memory beside a budget, for cuBLAS and for the allocator's rounding to whole blocks."""
 
 
 class Event(Protocol):
@@ -32,73 +32,88 @@ class Event(Protocol):
     def record(self) -> object: ...
 
     def wait(self) -> object:
-        """Let the device wait, and not the host."""
+        """Let the device wait for it, and not the host."""
         ...
 
     def synchronize(self) -> object: ...
 
 
 class Device(Protocol):
-    """Where the GPU's side of a run is."""
+    """What the executor asks of a device."""
 
     name: str
     device: torch.device
     tiling: Tiling
 
     def free_bytes(self) -> int:
-        """Memory that may still be taken."""
+        """Memory that may still be allocated."""
         ...
 
     def limit(self, nbytes: int | None) -> None:
-        """Never take more than this beside what this process has; None takes the limit away."""
+        """Never allocate more than this beside what the process holds; None takes the limit away."""
         ...
 
     def held_bytes(self) -> int:
-        """Memory that this process has taken through torch."""
+        """Memory that this process has allocated through torch."""
         ...
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros in RAM that the device can copy from and to by itself. Raises DoesNotFitError."""
+        """Zeros in pinned RAM, which the device copies from and to by itself. Raises DoesNotFitError."""
         ...
 
     def event(self) -> Event: ...
 
-    def at_work(self) -> contextlib.AbstractContextManager[None]:
-        """What is launched within goes to this device, in order. Its own faults are PiErrors, and a DoesNotFitError
-        where its memory ended."""
+    def stream(self) -> contextlib.AbstractContextManager[None]:
+        """Run what is launched within on this device, in order.
+
+        The device's own faults are raised as PiErrors, and as a DoesNotFitError where its memory ended.
+        """
         ...
 
-    def copying(self) -> contextlib.AbstractContextManager[object]:
-        """What is launched within runs beside the rest, in order among itself; events keep them apart."""
+    def copy_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Run what is launched within beside the rest, in order among itself; events order the two."""
         ...
 
-    def replayable(self, ops: Sequence[Op]) -> Op:
-        """Do the operations once, and return them as one call. They always work in the same memory."""
+    def capture(self, ops: Sequence[Op]) -> Op:
+        """Run the operations once, and return them as one call. They always work in the same memory."""
         ...
 
     def synchronize(self) -> None: ...
 
 
+def configure_libraries() -> None:
+    """Set what Triton and cuBLAS read from the environment, unless the user has.
+
+    Call it before the first kernel is compiled and before the first dense product.
+    """
+    # Products and sums in one instruction, as kernels are tuned for. Triton 3.9 warns where a GPU's kernel is compiled
+    # and this is unset, because its default changes in 3.10.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    # cuBLAS's workspace: 8 MiB, which budgets count, instead of 32 MiB on some GPUs. It is read with the first handle.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+
+
 class Cuda:
-    """One NVIDIA GPU: a stream of our own, and captured graphs."""
+    """One NVIDIA GPU: two streams of its own, and captured graphs."""
 
     tiling = Tiling()
 
     def __init__(self, index: int) -> None:
-        """Raises DeviceError for a GPU that does not answer, or that Triton cannot start kernels on."""
+        """Open GPU `index`. Raises DeviceError if it does not answer, or Triton cannot start kernels on it."""
+        configure_libraries()
         self.device = torch.device("cuda", index)
         try:
             self.name = f"cuda:{index}, {torch.cuda.get_device_name(index)}"
-            self._stream, self._copies = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+            self._stream, self._copy_stream = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
             triton.runtime.driver.active.get_current_target()
         except (RuntimeError, OSError, AssertionError, subprocess.SubprocessError) as error:  # as Triton and torch do
-            raise no_device(index, error) from error
+            raise device_error(index, error) from error
 
     def free_bytes(self) -> int:
         return max(0, int(torch.cuda.mem_get_info(self.device)[0]) - HEADROOM)
 
     def limit(self, nbytes: int | None) -> None:
-        # What is only kept for reuse is not held, pinned RAM neither.
+        # Memory that is only cached for reuse does not count as held, nor does pinned RAM.
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
@@ -113,35 +128,35 @@ class Cuda:
         try:
             return torch.zeros(count, dtype=dtype, pin_memory=True)
         except RuntimeError as error:
-            raise not_pinned(count * dtype.itemsize, error) from error
+            raise pinning_error(count * dtype.itemsize, error) from error
 
     def event(self) -> Event:
         event: Event = torch.cuda.Event()
         return event
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        with in_words_of_a_user(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+    def stream(self) -> Iterator[None]:
+        with translated_errors(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
-    def copying(self) -> contextlib.AbstractContextManager[object]:
-        stream: contextlib.AbstractContextManager[object] = torch.cuda.stream(self._copies)
+    def copy_stream(self) -> contextlib.AbstractContextManager[object]:
+        stream: contextlib.AbstractContextManager[object] = torch.cuda.stream(self._copy_stream)
         return stream
 
-    def replayable(self, ops: Sequence[Op]) -> Op:
-        for op in ops:  # compiles kernels and loads them, which a capture must not
+    def capture(self, ops: Sequence[Op]) -> Op:
+        for op in ops:  # compiles and loads kernels, which is not allowed in a capture
             op()
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph(), which empties caches each time: there are two graphs a layer. No operation allocates,
-        # so none needs a pool to share; one that is shared cannot be used again when its last graph is gone.
-        with _uncollected():
+        # torch.cuda.graph() empties caches each time, and there are two graphs a layer. No operation allocates, so
+        # graphs need no memory pool to share; a shared pool cannot be used again when its last graph is gone.
+        with _gc_paused():
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 for op in ops:
                     op()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the capture's own end would only say that it failed
+                with contextlib.suppress(RuntimeError):  # it would only say that the capture failed
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -150,12 +165,12 @@ class Cuda:
 
     def synchronize(self) -> None:
         self._stream.synchronize()
-        self._copies.synchronize()
+        self._copy_stream.synchronize()
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage is collected within: freed memory may record an event, which a capture would take for its own."""
+def _gc_paused() -> Iterator[None]:
+    """Collect no garbage within: freeing memory may record an event, which would become part of the capture."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -165,8 +180,8 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class _Done:
-    """An event of a device that is never ahead."""
+class _CompletedEvent:
+    """An event of a device that has always finished."""
 
     def record(self) -> None:
         pass
@@ -175,7 +190,7 @@ class _Done:
 
 
 class Interpreted:
-    """Triton's interpreter on torch's CPU device, with as much memory as it is said to have."""
+    """Triton's interpreter on torch's CPU device; it has as much memory as it is told."""
 
     name, tiling = "Triton's interpreter", INTERPRETED
 
@@ -197,15 +212,15 @@ class Interpreted:
         return torch.zeros(count, dtype=dtype)
 
     def event(self) -> Event:
-        return _Done()
+        return _CompletedEvent()
 
-    def at_work(self) -> contextlib.AbstractContextManager[None]:
-        return in_words_of_a_user()
+    def stream(self) -> contextlib.AbstractContextManager[None]:
+        return translated_errors()
 
-    def copying(self) -> contextlib.AbstractContextManager[object]:
+    def copy_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def replayable(self, ops: Sequence[Op]) -> Op:
+    def capture(self, ops: Sequence[Op]) -> Op:
         def replay() -> None:
             for op in ops:
                 op()

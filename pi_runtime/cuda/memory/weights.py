@@ -11,16 +11,16 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import is_scales, scales_name
 from pi_runtime.cuda.kernels.matrix import DTYPES, Matrix
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.cuda.memory.pinned_staging import Staging
-from pi_runtime.cuda.plan_layout import Piece
+from pi_runtime.cuda.memory.pinned_staging import PinnedStaging
+from pi_runtime.cuda.plan_layout import PlacedArray
 
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Stored arrays on the device, rows of a matrix flat: (rows · k, stored width)."""
+class DeviceWeights:
+    """Stored arrays on the device, a matrix as (rows, stored width)."""
 
     arrays: dict[str, torch.Tensor]
     formats: dict[str, str]
@@ -30,7 +30,7 @@ class Weights:
         return Matrix(self.formats[name], self.arrays[name], self.arrays.get(scales_name(name)), self.columns[name])
 
     def vector(self, name: str) -> torch.Tensor | None:
-        """float32 numbers; None where the model has none."""
+        """float32 numbers; None if the model has no such array."""
         return self.arrays.get(name)
 
     @property
@@ -38,11 +38,13 @@ class Weights:
         return sum(array.nbytes for array in self.arrays.values())
 
 
-def load(artifact: Artifact, pieces: Iterable[Piece], device: Device, progress: Progress | None = None) -> Weights:
-    """Copy the pieces to the device. Raises DoesNotFitError where its memory ends."""
-    wanted = list(pieces)
-    total, done = sum(piece.nbytes for piece in wanted), 0
-    weights, places = Weights({}, {}, {}), list(accumulate((_aligned(p.nbytes) for p in wanted), initial=0))
+def load(
+    artifact: Artifact, arrays: Iterable[PlacedArray], device: Device, progress: Progress | None = None
+) -> DeviceWeights:
+    """Copy the arrays to the device. Raises DoesNotFitError if its memory does not suffice."""
+    placed = list(arrays)
+    total, done = sum(array.nbytes for array in placed), 0
+    weights, offsets = DeviceWeights({}, {}, {}), list(accumulate((_aligned(a.nbytes) for a in placed), initial=0))
 
     def sent(nbytes: int) -> None:
         nonlocal done
@@ -50,27 +52,28 @@ def load(artifact: Artifact, pieces: Iterable[Piece], device: Device, progress: 
         if progress is not None:
             progress(done, total)
 
-    with device.at_work():
-        # One piece of memory: the allocator rounds every large one up to 2 MiB.
-        memory = torch.empty(places[-1], dtype=torch.uint8, device=device.device)
-        staging = Staging(device)
+    with device.stream():
+        # One allocation: the allocator rounds every large one up to 2 MiB.
+        memory = torch.empty(offsets[-1], dtype=torch.uint8, device=device.device)
+        staging = PinnedStaging(device)
         try:
-            for piece, place in zip(wanted, places, strict=False):
-                entry = artifact.manifest.arrays[piece.name]
-                stored = artifact.array(piece.name)
-                dtype = torch.float16 if is_scales(piece.name) else DTYPES[entry.format]
-                target = memory[place : place + piece.nbytes].view(dtype)
+            for array, offset in zip(placed, offsets, strict=False):
+                entry = artifact.manifest.arrays[array.name]
+                stored = artifact.array(array.name)
+                dtype = torch.float16 if is_scales(array.name) else DTYPES[entry.format]
+                target = memory[offset : offset + array.nbytes].view(dtype)
                 if stored.ndim > 1:
                     target = target.view(-1, stored.shape[-1])
-                row, k = 0, math.prod(stored.shape[1:-1])
-                for low, high in piece.spans:
-                    staging.send(stored[low:high], target[row : row + (high - low) * k], sent)
-                    row += (high - low) * k
-                assert row == len(target), piece
-                weights.arrays[piece.name] = target
+                row, rows_per_neuron = 0, math.prod(stored.shape[1:-1])
+                for low, high in array.spans:
+                    rows = (high - low) * rows_per_neuron
+                    staging.send(stored[low:high], target[row : row + rows], sent)
+                    row += rows
+                assert row == len(target), array
+                weights.arrays[array.name] = target
                 if entry.format in DTYPES:
-                    weights.formats[piece.name] = entry.format
-                    weights.columns[piece.name] = entry.shape[-1]
+                    weights.formats[array.name] = entry.format
+                    weights.columns[array.name] = entry.shape[-1]
             device.synchronize()
         finally:
             staging.close()
@@ -78,5 +81,5 @@ def load(artifact: Artifact, pieces: Iterable[Piece], device: Device, progress: 
 
 
 def _aligned(nbytes: int) -> int:
-    """As much as keeps the next array where vector loads may begin."""
+    """Bytes rounded up so that vector loads may begin at the next array."""
     return -(-nbytes // 512) * 512

@@ -1,1 +1,1 @@
-"""A prompt in blocks on the GPU, cold weights streamed to it where that is quicker."""
+"""Reads prompts in blocks on the GPU; cold weights are streamed to it where that is quicker."""

@@ -1,255 +1,185 @@
-"""Blocks of a prompt's tokens, dense: each part where the plan has it, the residual where the layer's attention is.
+"""Reads a block of a prompt's tokens, dense: each part where the plan has it, the residual where the attention is.
 
     y ← Σ hot (GPU)  +  Σ cold (CPU, or streamed to the GPU)          x ← x + y + bias
 
-The CPU works in blocks of `BLOCK_TOKENS`; while it is at the cold neurons, the GPU is at the hot ones. From a number of
-tokens on (see `crossover`) cold weights are brought to the GPU instead.
+The CPU works in blocks of `BLOCK_TOKENS`; while it computes the cold neurons, the GPU computes the hot ones.
+
+Legend: T tokens, D model width, V vocabulary, N rows of the head, L layers.
 """
 
-import numpy as np
 import torch
 
 from pi_runtime.artifact.footprint import dense_rows
 from pi_runtime.artifact.schema import Plan
-from pi_runtime.cuda.decode.device_ops import Side
-from pi_runtime.cuda.decode.host_ops import Host
-from pi_runtime.cuda.kernels import attention, gemm
-from pi_runtime.cuda.kernels.dequantise import unpack
+from pi_runtime.cuda.decode.decoder_parts import BlockProducts
+from pi_runtime.cuda.decode.device_ops import DeviceOps
+from pi_runtime.cuda.decode.host_ops import HostOps
+from pi_runtime.cuda.kernels import gemm
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.cuda.memory.weight_streaming import Streamer
+from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
+from pi_runtime.cuda.memory.workspace import narrow_width
 from pi_runtime.cuda.plan_layout import GPU
+from pi_runtime.cuda.prefill.block_buffers import BlockBuffers
+from pi_runtime.cuda.prefill.ffn_blocks import FfnBlocks
 from pi_runtime.execution.cpu import Floats, Ints
-from pi_runtime.kernels import ffn
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
-from pi_runtime.kernels.forward import after_ffn, embed, head
-from pi_runtime.kernels.forward import attention as attention_here
+from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 
 
 class Prefill:
-    """One executor's way of reading prompts, up to `tokens` at once. Use it within `device.at_work()`."""
+    """Reads prompts for one executor, up to `tokens` tokens at once. Use it within `device.stream()`."""
 
     def __init__(
         self,
-        side: Side,
-        host: Host,
+        device_ops: DeviceOps,
+        host_ops: HostOps,
         plan: Plan,
         device: Device,
         tokens: int,
-        streamer: Streamer | None,
+        streamer: WeightStreamer | None,
         stream_from: int,
     ) -> None:
-        self._side, self._host, self._plan, self._device = side, host, plan, device
-        self._streamer, self._stream_from = streamer, stream_from
-        d = side.decoder
-        qkv = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim
+        self._device_ops, self._host_ops, self._plan, self._device = device_ops, host_ops, plan, device
+        self._streamer = streamer
+        self._buffers = BlockBuffers.allocate(device_ops.decoder, tokens, device)
+        self._ffn = FfnBlocks(device_ops, host_ops, self._buffers, streamer, stream_from)
 
-        def there(width: int) -> torch.Tensor:
-            return torch.zeros(tokens, width, device=device.device)
-
-        def here(width: int) -> torch.Tensor:
-            return device.pinned(tokens * width, torch.float32).view(tokens, width)
-
-        self._x_TD, self._normed_TD, self._y_TD = there(d.d_model), there(d.d_model), there(d.d_model)
-        self._qkv_TQ, self._mixed_TE = there(qkv), there(d.n_heads * d.head_dim)
-        self._ids_T = torch.zeros(tokens, dtype=torch.int64, device=device.device)
-        self._here_x_TD, self._here_normed_TD, self._here_y_TD = here(d.d_model), here(d.d_model), here(d.d_model)
-
-    @gemm.summed_in_float32()
+    @gemm.float32_accumulation()
     def run(self, tokens: Ints) -> None:
-        """Tokens at the host's step on, through all layers; the last one's logits where the decoder leaves them."""
-        self._last(self._through(tokens), len(tokens))
+        """Run tokens, from the host's step on; the last one's logits are where decoding leaves them."""
+        self._last_logits(self._run_layers(tokens), len(tokens))
 
-    @gemm.summed_in_float32()
-    def every(self, tokens: Ints, logits_TV: Floats) -> None:
-        """As `run`, with all tokens' logits, in float32 whatever the head's format."""
-        where = self._cross(self._through(tokens), self._plan.head, len(tokens))
-        if where == GPU:
-            self._heads_there(logits_TV)
+    @gemm.float32_accumulation()
+    def all_logits(self, tokens: Ints, logits_TV: Floats) -> None:
+        """Run tokens and write the logits of all of them, in float32 whatever the head's format."""
+        side = self._move_residual(self._run_layers(tokens), self._plan.head, len(tokens))
+        if side == GPU:
+            self._head_on_device(logits_TV)
         else:
-            h, x_TD = self._host, self._here_x_TD.numpy()
-            head(h.shape, h.ends, h.eps, x_TD[: len(tokens)], h.b, logits_TV)
+            host, x_TD = self._host_ops, self._buffers.host_x_TD.numpy()
+            head(host.shape, host.ends, host.eps, x_TD[: len(tokens)], host.workspace, logits_TV)
 
-    def fires(self, layer: int, given_TD: Floats) -> int:
-        """Neurons that fire on inputs of the layer's FFN, each counted where the plan has it."""
-        h, cut, every, count = self._host, self._side.cuts[layer].hot, self._side.decoder.d_ff, len(given_TD)
-        tally_3, there = np.zeros(3, np.int64), torch.zeros(())
-        if cut:
-            normed_TD = self._normed_TD[:count]
-            normed_TD.copy_(torch.from_numpy(given_TD))
-            there = gemm.fires(self._side.layer_neurons(layer), self._side.decoder, normed_TD)
-        if cut < every:
-            y_TD = self._here_y_TD.numpy()[:count]
-            ffn.block(h.shape, h.table_LXW[layer, 0], given_TD, cut, every, True, h.b, tally_3, y_TD)
-        return int(tally_3[0]) + int(there)
+    def count_firing(self, layer: int, input_TD: Floats) -> int:
+        """How many neurons fire on these inputs of the layer's FFN."""
+        return self._ffn.count_firing(layer, self._plan.attention[layer], input_TD)
 
-    def _through(self, tokens: Ints) -> str:
-        """All layers; returns where the residual is then."""
-        where, count = self._plan.embedding, len(tokens)
-        self._side.b.position.fill_(self._host.step.start)
-        if where == GPU:
-            self._embed_there(tokens)
+    def _run_layers(self, tokens: Ints) -> str:
+        """Run all layers; returns the side that has the residual then."""
+        side, count = self._plan.embedding, len(tokens)
+        self._device_ops.workspace.position.fill_(self._host_ops.step.start)
+        if side == GPU:
+            self._embed_on_device(tokens)
         else:
-            self._embed_here(tokens)
+            self._embed_on_host(tokens)
         for layer, to in enumerate(self._plan.attention):
-            where = self._cross(where, to, count)
-            if where == GPU:
-                self._attention_there(layer, count)
+            side = self._move_residual(side, to, count)
+            if side == GPU:
+                self._attention_on_device(layer, count)
             else:
-                self._attention_here(layer, count)
-            self._ffn(layer, where, count)
-        return where
+                self._attention_on_host(layer, count)
+            on_device, on_host = self._ffn.run(layer, side, count)
+            if side == GPU:
+                self._merge_on_device(layer, count, device_sum=on_device, host_sum=on_host)
+            else:
+                self._merge_on_host(layer, count, device_sum=on_device, host_sum=on_host)
+        return side
 
-    def _embed_there(self, tokens: Ints) -> None:
-        side, x_TD = self._side, self._x_TD[: len(tokens)]
-        ids_T = self._ids_T[: len(tokens)]
+    def _embed_on_device(self, tokens: Ints) -> None:
+        x_TD, ids_T = self._buffers.x_TD[: len(tokens)], self._buffers.ids_T[: len(tokens)]
         ids_T.copy_(torch.from_numpy(tokens))
-        w = side.weights
-        if side.decoder.d_embedding == side.decoder.d_model:
-            unpack(w.matrix("embedding"), ids_T, 0, x_TD)
-        else:
-            narrow_TW = torch.empty(len(tokens), side.decoder.d_embedding, device=x_TD.device)
-            unpack(w.matrix("embedding"), ids_T, 0, narrow_TW)
-            x_TD.copy_(gemm.product(w.matrix("embedding_in"), None, narrow_TW))
-        if side.decoder.positions == "learned":
-            first = side.decoder.position_offset + self._host.step.start
-            unpack(w.matrix("positions"), None, first, x_TD, add=True)
+        start = self._host_ops.step.start
+        self._device_ops.parts.embed(BlockProducts(), ids_T, None, start, self._narrow(len(tokens)), x_TD)
 
-    def _embed_here(self, tokens: Ints) -> None:
-        h, x_TD = self._host, self._here_x_TD.numpy()
+    def _narrow(self, count: int) -> torch.Tensor:
+        """Room for rows of an embedding that is not as wide as the model."""
+        return torch.empty(count, narrow_width(self._device_ops.decoder), device=self._buffers.x_TD.device)
+
+    def _embed_on_host(self, tokens: Ints) -> None:
+        host, x_TD = self._host_ops, self._buffers.host_x_TD.numpy()
         for low in range(0, len(tokens), BLOCK_TOKENS):
             part = slice(low, min(len(tokens), low + BLOCK_TOKENS))
-            embed(h.shape, h.ends, tokens[part], h.step.start + low, h.b, x_TD[part])
+            embed(host.shape, host.ends, tokens[part], host.step.start + low, host.workspace, x_TD[part])
 
-    def _cross(self, where: str, to: str, count: int) -> str:
-        if where == GPU and to != GPU:
-            self._here_x_TD[:count].copy_(self._x_TD[:count])
-        elif where != GPU and to == GPU:
-            self._x_TD[:count].copy_(self._here_x_TD[:count], non_blocking=True)
+    def _move_residual(self, side: str, to: str, count: int) -> str:
+        """Bring the residual from one side to another; returns the side that has it then."""
+        b = self._buffers
+        if side == GPU and to != GPU:
+            b.host_x_TD[:count].copy_(b.x_TD[:count])
+        elif side != GPU and to == GPU:
+            b.x_TD[:count].copy_(b.host_x_TD[:count], non_blocking=True)
         return to
 
-    def _attention_there(self, layer: int, count: int) -> None:
-        """As `Side.attention`, for a block."""
-        side, d, at = self._side, self._side.decoder, f"layers/{layer}/attention/"
-        w, x_TD, normed_TD = side.weights, self._x_TD[:count], self._normed_TD[:count]
-        qkv_TQ, mixed_TE, ffn_norm = self._qkv_TQ[:count], self._mixed_TE[:count], f"layers/{layer}/ffn/norm"
-        if d.block == "post-norm":
-            normed_TD.copy_(x_TD)
-        else:
-            side.norm(f"{at}norm", x_TD, normed_TD)
-        qkv_TQ.copy_(gemm.product(w.matrix(f"{at}qkv"), w.vector(f"{at}qkv_bias"), normed_TD))
-        if d.block == "parallel" and not d.shared_norm:
-            side.norm(ffn_norm, x_TD, normed_TD)
-        side.remember(layer, qkv_TQ)
-        attention.attend_block(qkv_TQ, side.b.position, side.cache[layer], mixed_TE)
-        x_TD += gemm.product(w.matrix(f"{at}out"), w.vector(f"{at}out_bias"), mixed_TE)
-        if d.block == "post-norm":
-            side.norm(f"{at}norm", x_TD, x_TD)
-            normed_TD.copy_(x_TD)
-        elif d.block == "sequential":
-            side.norm(ffn_norm, x_TD, normed_TD)
+    def _attention_on_device(self, layer: int, count: int) -> None:
+        b = self._buffers
+        x_TD, normed_TD, qkv_TQ, out_TO = (t[:count] for t in (b.x_TD, b.normed_TD, b.qkv_TQ, b.attn_out_TO))
+        self._device_ops.parts.attention(BlockProducts(), layer, x_TD, normed_TD, qkv_TQ, out_TO)
 
-    def _attention_here(self, layer: int, count: int) -> None:
-        h, w = self._host, self._host.table_LXW[layer, 0]
-        cache = h.step.cache_L2GSW[layer]
-        x_TD, normed_TD = self._here_x_TD.numpy(), self._here_normed_TD.numpy()
+    def _attention_on_host(self, layer: int, count: int) -> None:
+        host, ws = self._host_ops, self._host_ops.workspace
+        w, cache = host.table_LXW[layer, 0], host.step.cache_L2GSW[layer]
+        x_TD, normed_TD = self._buffers.host_x_TD.numpy(), self._buffers.host_normed_TD.numpy()
         for low in range(0, count, BLOCK_TOKENS):
             part = slice(low, min(count, low + BLOCK_TOKENS))
-            start = h.step.start + low
-            attention_here(h.shape, w, h.eps, h.cos_SJ, h.sin_SJ, start, cache, x_TD[part], h.b)
-            normed_TD[part] = h.b.normed_TD[: part.stop - low]
+            start = host.step.start + low
+            attention(host.shape, w, host.eps, host.cos_SJ, host.sin_SJ, start, cache, x_TD[part], ws)
+            normed_TD[part] = ws.normed_TD[: part.stop - low]
 
-    def _ffn(self, layer: int, where: str, count: int) -> None:
-        side, cut, every = self._side, self._side.cuts[layer].hot, self._side.decoder.d_ff
-        streamed = cut < every and self._streamer is not None and count >= self._stream_from
-        there, here = cut > 0 or streamed, cut < every and not streamed
-        normed_TD, y_TD = self._normed_TD[:count], self._y_TD[:count]
-        if there and where != GPU:
-            normed_TD.copy_(self._here_normed_TD[:count], non_blocking=True)
-        if here and where == GPU:
-            self._here_normed_TD[:count].copy_(normed_TD)
-        if there:
-            y_TD.zero_()
-        if cut:
-            gemm.add_neurons(side.layer_neurons(layer), side.decoder, normed_TD, y_TD)
-        if streamed:
-            assert self._streamer is not None
-            for neurons in self._streamer.pieces(layer, cut, every):
-                gemm.add_neurons(neurons, side.decoder, normed_TD, y_TD)
-        if here:
-            self._cold(layer, count)
-        if where == GPU:
-            self._merge_there(layer, count, there=there, here=here)
-        else:
-            self._merge_here(layer, count, there=there, here=here)
-
-    def _cold(self, layer: int, count: int) -> None:
-        """The cold neurons' sums on the CPU."""
-        h, w = self._host, self._host.table_LXW[layer, 0]
-        normed_TD, y_TD = self._here_normed_TD.numpy(), self._here_y_TD.numpy()
-        y_TD[:count] = 0
-        for low in range(0, count, BLOCK_TOKENS):
-            part = slice(low, min(count, low + BLOCK_TOKENS))
-            cut, every = h.cuts[layer].hot, h.decoder.d_ff
-            ffn.block(h.shape, w, normed_TD[part], cut, every, False, h.b, h.b.tally_L3[layer], y_TD[part])
-
-    def _merge_there(self, layer: int, count: int, *, there: bool, here: bool) -> None:
-        x_TD = self._x_TD[:count]
-        if there:
-            x_TD += self._y_TD[:count]
-        if here:
-            self._y_TD[:count].copy_(self._here_y_TD[:count], non_blocking=True)
-            x_TD += self._y_TD[:count]
-            self._device.synchronize()  # the host writes there again
-        bias_D = self._side.weights.vector(f"layers/{layer}/ffn/down_bias")
+    def _merge_on_device(self, layer: int, count: int, *, device_sum: bool, host_sum: bool) -> None:
+        """x ← x + the sums of both sides + the bias, on the GPU."""
+        b, x_TD = self._buffers, self._buffers.x_TD[:count]
+        if device_sum:
+            x_TD += b.y_TD[:count]
+        if host_sum:
+            b.y_TD[:count].copy_(b.host_y_TD[:count], non_blocking=True)
+            x_TD += b.y_TD[:count]
+            self._device.synchronize()  # the host writes into its buffer again
+        bias_D = self._device_ops.weights.vector(f"layers/{layer}/ffn/down_bias")
         if bias_D is not None:
             x_TD += bias_D
-        if self._side.decoder.block == "post-norm":
-            self._side.norm(f"layers/{layer}/ffn/norm", x_TD, x_TD)
+        self._device_ops.parts.norm_after_ffn(layer, x_TD)
 
-    def _merge_here(self, layer: int, count: int, *, there: bool, here: bool) -> None:
-        x_TD, w = self._here_x_TD.numpy()[:count], self._host.table_LXW[layer, 0]
-        if here:
-            x_TD += self._here_y_TD.numpy()[:count]
-        if there:
-            self._here_y_TD[:count].copy_(self._y_TD[:count])
-            x_TD += self._here_y_TD.numpy()[:count]
-        after_ffn(self._host.shape, w, self._host.eps, x_TD)
+    def _merge_on_host(self, layer: int, count: int, *, device_sum: bool, host_sum: bool) -> None:
+        """x ← x + the sums of both sides + the bias, on the CPU."""
+        b, host = self._buffers, self._host_ops
+        x_TD = b.host_x_TD.numpy()[:count]
+        if host_sum:
+            x_TD += b.host_y_TD.numpy()[:count]
+        if device_sum:
+            b.host_y_TD[:count].copy_(b.y_TD[:count])
+            x_TD += b.host_y_TD.numpy()[:count]
+        after_ffn(host.shape, host.table_LXW[layer, 0], host.eps, x_TD)
 
-    def _last(self, where: str, count: int) -> None:
-        """The last token's logits, where the decoder leaves them."""
-        side, host = self._side, self._host
-        if where == GPU:
-            side.b.x_D.copy_(self._x_TD[count - 1])
+    def _last_logits(self, side: str, count: int) -> None:
+        """The last token's logits, where decoding leaves them."""
+        device_ops, host_ops, b = self._device_ops, self._host_ops, self._buffers
+        if side == GPU:
+            device_ops.workspace.x_D.copy_(b.x_TD[count - 1])
         else:
-            host.x_1D[0] = self._here_x_TD.numpy()[count - 1]
-        if where == GPU and self._plan.head != GPU:
-            side.cross_out()
+            host_ops.x_1D[0] = b.host_x_TD.numpy()[count - 1]
+        if side == GPU and self._plan.head != GPU:
+            device_ops.send_residual()
             self._device.synchronize()
-            host.cross_in()
-        elif where != GPU and self._plan.head == GPU:
-            host.cross_out()
-            side.cross_in()
+            host_ops.receive_residual()
+        elif side != GPU and self._plan.head == GPU:
+            host_ops.send_residual()
+            device_ops.receive_residual()
         if self._plan.head == GPU:
-            side.head()
+            device_ops.head()
             self._device.synchronize()
         else:
-            host.head()
+            host_ops.head()
 
-    def _heads_there(self, logits_TV: Floats) -> None:
-        """As `Side.head`, for a block, some rows of the head at a time."""
-        side, count, d = self._side, len(logits_TV), self._side.decoder
-        x_TD, w = self._x_TD[:count], side.weights
-        if d.final_norm:
-            side.norm("final_norm", x_TD, self._normed_TD[:count])
-            x_TD = self._normed_TD[:count]
-        if d.d_embedding != d.d_model:
-            x_TD = gemm.product(w.matrix("embedding_out"), None, x_TD, exact=True)
-        rows, bias_V = w.matrix("embedding" if d.tied_head else "head"), w.vector("head_bias")
+    def _head_on_device(self, logits_TV: Floats) -> None:
+        """Logits of all tokens, some rows of the head at a time."""
+        parts, count = self._device_ops.parts, len(logits_TV)
+        x_TD, normed_TD = self._buffers.x_TD[:count], self._buffers.normed_TD[:count]
+        x_TD = parts.head_input(BlockProducts(exact=True), x_TD, normed_TD, self._narrow(count))
+        bias_V = self._device_ops.weights.vector("head_bias")
         step, found_TV = dense_rows(count), torch.from_numpy(logits_TV)
-        for low in range(0, d.vocab_size, step):
-            high = min(d.vocab_size, low + step)
+        for low in range(0, parts.head.rows, step):
+            high = min(parts.head.rows, low + step)
             bias_N = None if bias_V is None else bias_V[low:high]
-            found_TV[:, low:high].copy_(gemm.product(rows.slice(low, high), bias_N, x_TD, exact=True))
+            found_TV[:, low:high].copy_(gemm.linear(parts.head.slice(low, high), bias_N, x_TD, exact=True))
 
     def close(self) -> None:
         if self._streamer is not None:

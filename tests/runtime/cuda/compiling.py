@@ -1,8 +1,8 @@
-"""Compile every kernel that a run starts, for real GPUs and without one: `python compiling.py ARTIFACT [ARCH]`.
+"""Compiles every kernel that a run starts, for real GPUs and without one: `python compiling.py ARTIFACT [ARCH]`.
 
-Triton compiles for any GPU anywhere. A driver that only names the GPU stands in for NVIDIA's, launches compile and
-start nothing, and what kernels would have computed stays zero: a run asks for no number, so it goes on. Prints Triton's
-version, the kind of GPU, and the kernels.
+Triton compiles for any GPU on any machine. A driver that only names the GPU stands in for NVIDIA's. Launches compile
+and start nothing, so results stay zero; a run asks for no number and goes on. Prints Triton's version, the kind of GPU,
+and the kernels.
 """
 
 import sys
@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.kernels.tiling import Tiling
-from pi_runtime.cuda.memory.devices import Interpreted
+from pi_runtime.cuda.memory.devices import Interpreted, configure_libraries
 from pi_runtime.execution.kv_cache import KVCache
 
 SHARED_BYTES = 99 << 10
@@ -46,16 +46,17 @@ class Driver:
 
 
 class Compiled(Interpreted):
-    """Memory of torch's CPU device, tiles of a GPU."""
+    """Torch's CPU memory, with the tiles of a GPU."""
 
     tiling = Tiling()
 
     def __init__(self) -> None:
+        configure_libraries()
         self.device, self._memory = torch.device("cpu"), 1 << 40
 
 
 def run(artifact: Path, arch: int) -> set[str]:
-    """Names of the kernels that decoding and reading a prompt have started."""
+    """Names of the kernels that decoding and reading a prompt start."""
     driver.set_active(Driver(arch))
     started: set[str] = set()
     launch = JITFunction.run

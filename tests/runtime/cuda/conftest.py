@@ -11,10 +11,12 @@ from pi_runtime.cuda.memory.devices import Cuda, Device, Interpreted  # noqa: E4
 
 
 @pytest.fixture(scope="session")
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def gpu() -> Device:
+    """A GPU, or Triton's interpreter in its place."""
+    return Cuda(0) if torch.cuda.is_available() else Interpreted()
 
 
 @pytest.fixture(scope="session")
-def there() -> Device:
-    return Cuda(0) if torch.cuda.is_available() else Interpreted()
+def device(gpu: Device) -> torch.device:
+    """The torch device of `gpu`, for tests of single kernels; opening a GPU has configured its libraries."""
+    return gpu.device

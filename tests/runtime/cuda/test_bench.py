@@ -1,4 +1,4 @@
-"""The bench runs from end to end, its checks included, on a model of two layers."""
+"""The bench, end to end on a model of two layers, its checks included."""
 
 import importlib.util
 import json
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.gpu_bench.model import OPT, REGLU, SEVEN, TINY, make, manifest_of
-from support.gpu_bench.stored import numbers, store
+from support.gpu_bench.model import OPT, REGLU, SEVEN, TINY, make_model, manifest_of
+from support.gpu_bench.stored import dequantised, store
 from support.gpu_bench.targets import verdicts
 from support.paths import BENCHMARKS
 
@@ -37,7 +37,7 @@ def test_neurons_fire_as_the_curve_says() -> None:
         assert abs(found.mean() / curve.density - 1) < 0.02
         assert found.max() <= 1
         assert found[0] > 10 * curve.density / 4 > found[-1]
-    artifact = make(TINY, "f16", torch.device("cpu")).with_curve(REGLU)
+    artifact = make_model(TINY, "f16", torch.device("cpu")).with_curve(REGLU)
     x = torch.randn(500, TINY.d_model)
     w = {n: torch.from_numpy(artifact.array(f"layers/1/ffn/{n}")).float() for n in ("first", "first_bias")}
     fires = (x @ w["first"].T + w["first_bias"] > 0).float().mean(0)
@@ -53,13 +53,13 @@ def test_weights_are_stored_as_the_format_says(fmt: str, columns: int) -> None:
     assert stored.shape == FORMATS[fmt].stored_shape(w.shape)
     meant = dequantise(FORMATS[fmt], stored.numpy(), scales.numpy(), columns)
     assert np.abs(meant - w.numpy()).max() <= (0.51 / 127 if fmt == "q8" else 0.51 / 7) * w.abs().max()
-    np.testing.assert_array_equal(numbers(fmt, stored, scales, columns), meant)
+    np.testing.assert_array_equal(dequantised(fmt, stored, scales, columns), meant)
 
 
 @pytest.mark.parametrize("fmt", ["f16", "q4"])
 def test_from_end_to_end(tmp_path: Path, fmt: str) -> None:
     (definition, *rows), _ = run(tmp_path, "--device", "cpu", "--tiny", "--format", fmt)
-    assert (definition["what"], definition["share"] > 0) == ("dense, all there", True)
+    assert (definition["what"], definition["share"] > 0) == ("dense, all on the GPU", True)
     assert [row["what"] for row in rows[:3]] == ["ours", "layers, sparse", "layers, dense"]
     (offload,) = rows[3:]
     real = all(importlib.util.find_spec(name) for name in ("accelerate", "transformers"))
@@ -81,7 +81,7 @@ def test_targets() -> None:
         "7B opt-30b: ours ÷ layers, dense at 25 % 3.00 (target 3): reached",
         "7B opt-30b: ours ÷ x offload at 25 % 4.50 (target 5): missed",
         "7B opt-30b: least of measured ÷ predicted 0.90 (target 0.8): reached",
-        "7B opt-30b: longest hand-over, µs a layer, 31.00 (target 30): missed",
+        "7B opt-30b: longest handover, µs a layer, 31.00 (target 30): missed",
     ]
     assert list(verdicts([row("dense", 9, budget="all", share=0.5)])) == [
         "7B opt-30b: share of bandwidth 0.50 (target 0.7): missed"
@@ -104,7 +104,7 @@ def test_predictions(tmp_path: Path, fmt: str) -> None:
             assert row["ours"] >= row["sparse_layers"] * 0.99, row
             assert row["sparse_layers"] > row["dense_layers"]
             assert row["gib"] <= {"pc-high": 24, "pc-low": 11}[row["machine"]]
-    # What only goes over a link once for each token bounds offloading.
+    # Offloading is bounded by what goes over the link for each token.
     (row,) = (r for r in machines["pc-high", "7B", "opt-30b"] if r["budget"].startswith("10 %"))
     d = manifest_of(SEVEN, "f16").decoder
     absent = (4 * d.d_model + 3 * d.d_ff) * d.d_model * 2 * d.n_layers - row["gib"] * 2**30

@@ -1,11 +1,11 @@
-"""What is planned is what is taken: bytes on the GPU, and which stored plan a budget gets."""
+"""Bytes on the GPU are those that were planned, and a budget gets the best stored plan that fits."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.gpu_running import ALL_THERE, CONTEXT, EXPERTS, LAYERS, NEURONS, SPLIT, model, of_size, plan_of, running
+from support.gpu_running import ALL_ON_GPU, CONTEXT, EXPERTS, LAYERS, NEURONS, SPLIT, model, of_size, plan_of, running
 from support.placeable import MUCH, machine, workload
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
@@ -20,9 +20,9 @@ from pi_runtime.artifact.sizes import array_specs
 from pi_runtime.cuda import opening
 from pi_runtime.cuda.executor import prompt_room
 from pi_runtime.cuda.kernels.tiling import Tiling
-from pi_runtime.cuda.memory import workspace
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.cuda.memory.weight_streaming import streaming_bytes
+from pi_runtime.cuda.memory.workspace import Workspace
 from pi_runtime.cuda.opening import fitting_plan
 from pi_runtime.cuda.plan_layout import needed_bytes, weight_bytes
 from pi_runtime.cuda.prefill.crossover import crossover_tokens
@@ -32,36 +32,38 @@ from pi_runtime.execution import devices
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
 @pytest.mark.parametrize("fmt", ["f16", "q4"])
-def test_weights_and_cache_are_what_was_counted(family: str, fmt: str, tmp_path: Path, there: Device) -> None:
+def test_weights_and_cache_are_what_was_counted(family: str, fmt: str, tmp_path: Path, gpu: Device) -> None:
     path = model(tmp_path / "a.pi", family, fmt)
     with Artifact.open(path) as artifact:
         manifest = artifact.manifest
         every = sum(e.nbytes for name, e in manifest.arrays.items() if not name.endswith(("order", "counts")))
-        assert weight_bytes(manifest, ALL_THERE) == every
+        assert weight_bytes(manifest, ALL_ON_GPU) == every
         nothing = plan_of(["cpu"] * LAYERS, (0,) * LAYERS, "cpu-cpu")
         assert weight_bytes(manifest, nothing) == 0
     seen = []
-    with running(path, SPLIT, there, progress=lambda done, total: seen.append((done, total))) as executor:
-        assert executor.side.weights.nbytes == weight_bytes(manifest, SPLIT)
+    with running(path, SPLIT, gpu, progress=lambda done, total: seen.append((done, total))) as executor:
+        assert executor.device_ops.weights.nbytes == weight_bytes(manifest, SPLIT)
         assert seen[-1] == (weight_bytes(manifest, SPLIT),) * 2
-        assert sum(t.nbytes for t in executor.side.cache.values()) == LAYERS * kv_bytes(manifest.decoder, fmt, CONTEXT)
+        assert sum(t.nbytes for t in executor.device_ops.cache.values()) == LAYERS * kv_bytes(
+            manifest.decoder, fmt, CONTEXT
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
-def test_buffers_are_within_what_was_counted(family: str, there: Device) -> None:
-    """On the tiles of a GPU."""
+def test_the_workspace_is_within_what_was_counted(family: str, gpu: Device) -> None:
+    """The workspace with the tiles of a GPU."""
     experts = EXPERTS if family == "mixtral" else {}
     shape = {"d_model": 256, "d_ff": 700, "n_heads": 8, "head_dim": 32, **experts}
     decoder = small_decoder("llama" if experts else family, **shape)
-    b = workspace.buffers(decoder, 40, 100, of_size(there, 0, tiling=Tiling()))
+    workspace = Workspace.allocate(decoder, 40, 100, of_size(gpu, 0, tiling=Tiling()))
     counted = gpu_scratch_bytes(decoder, 40, 100, 0)
-    assert counted * 0.5 <= workspace.nbytes(b) <= counted
+    assert counted * 0.5 <= workspace.nbytes <= counted
 
 
 @pytest.mark.parametrize("fmt", ["f16", "q4"])
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
-def test_cold_weights_on_their_way_are_within_what_was_counted(family: str, fmt: str, tmp_path: Path) -> None:
-    """With experts too: a piece is of one of them."""
+def test_streamed_weights_are_within_what_was_counted(family: str, fmt: str, tmp_path: Path) -> None:
+    """A chunk is of one expert where there are experts."""
     experts = EXPERTS if family == "mixtral" else {}
     with Artifact.open(model(tmp_path / "a.pi", "llama" if experts else family, fmt, **experts)) as artifact:
         manifest, d = artifact.manifest, artifact.manifest.decoder
@@ -90,19 +92,18 @@ def test_the_best_plan_that_fits(tmp_path: Path) -> None:
         fitting_plan(artifact, CONTEXT, 1 << 40, 1 << 40)
 
 
-def test_prompts_are_read_in_blocks_that_fit(tmp_path: Path, there: Device) -> None:
+def test_prompts_are_read_in_blocks_that_fit(tmp_path: Path, gpu: Device) -> None:
     path = model(tmp_path / "a.pi")
     with Artifact.open(path) as artifact:
         least = needed_bytes(artifact.manifest, SPLIT, CONTEXT, 16)
     for budget, tokens in ((1 << 40, 512), (least, 16), (least - 1, 1)):
-        with running(path, SPLIT, there, budget=budget) as executor:
+        with running(path, SPLIT, gpu, budget=budget) as executor:
             assert executor.block_tokens == tokens
 
 
 @pytest.mark.parametrize("share", [1, 64])
 def test_a_placement_leaves_room_for_prompts(share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within what a placement counts, a run has its weights, its cache and the buffers of the blocks it was counted
-    with."""
+    """A placement counts enough for a run's weights, its cache and the buffers of prompts' blocks."""
     monkeypatch.setattr(formulation, "PROMPT_SHARE", share)
     layers = (LayerWork(rung="predicted", rank=7), LayerWork(rung="gate"))
     work = workload(np.arange(4000).reshape(2, 2000), layers, context=CONTEXT, d_model=128)
@@ -116,18 +117,18 @@ def test_a_placement_leaves_room_for_prompts(share: int, tmp_path: Path, monkeyp
             manifest = artifact.manifest
         assert any(plan.cuts)
         assert needed_bytes(manifest, plan, CONTEXT, 1) - one == plan.used_bytes - sizes.scratch[GPU]
-        tokens, pieces = prompt_room(manifest, plan, CONTEXT, plan.used_bytes)
+        tokens, streamed = prompt_room(manifest, plan, CONTEXT, plan.used_bytes)
         assert tokens > 1 or share == 64
-        assert pieces or share == 64 or part == 1
+        assert streamed or share == 64 or part == 1
 
 
 @pytest.fixture
-def one_gpu(monkeypatch: pytest.MonkeyPatch, there: Device) -> None:
+def one_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Device) -> None:
     """A machine with one GPU, of 1 MiB."""
     monkeypatch.setattr(devices, "_gpus", lambda: 1)
     monkeypatch.setattr(devices, "gpu_driver", lambda: True)
     monkeypatch.setattr(opening, "_stay_awake", lambda: None)
-    monkeypatch.setattr(opening, "Cuda", lambda _index: of_size(there, 1 << 20))
+    monkeypatch.setattr(opening, "Cuda", lambda _index: of_size(gpu, 1 << 20))
 
 
 @pytest.mark.parametrize("shape", [{}, EXPERTS], ids=["plain", "experts"])

@@ -1,4 +1,4 @@
-"""A GPU and the CPU by any plan give what the CPU alone gives; here the GPU may be Triton's interpreter."""
+"""GPU and CPU give by any plan what the CPU alone gives; Triton's interpreter may stand in for the GPU."""
 
 import weakref
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu_running import (
-    ALL_THERE,
+    ALL_ON_GPU,
     CONTEXT,
     LAYERS,
     NEURONS,
@@ -46,11 +46,11 @@ PROMPT, GOING_ON = [5, 9, 250, 3], [7, 11]
 
 @pytest.mark.parametrize(("family", "sides", "cuts", "ends"), CASES, ids=["-".join(case) for case in CASES])
 def test_any_plan_gives_what_the_cpu_gives(
-    family: str, sides: str, cuts: str, ends: str, tmp_path: Path, there: Device
+    family: str, sides: str, cuts: str, ends: str, tmp_path: Path, gpu: Device
 ) -> None:
     path = model(tmp_path / "a.pi", family)
     one = CpuExecutor(Artifact.open(path), "auto", CONTEXT, 1)
-    with running(path, plan_of(SIDES[sides], CUTS[cuts], ends), there) as two:
+    with running(path, plan_of(SIDES[sides], CUTS[cuts], ends), gpu) as two:
         wanted_rows, rows = assert_same_answers(one, two, PROMPT, GOING_ON)
     one.close()
     np.testing.assert_array_equal(rows, wanted_rows)
@@ -69,17 +69,17 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_every_form_of_a_decoder(form: dict[str, Any], tmp_path: Path, there: Device) -> None:
-    assert_follows_the_definition(model(tmp_path / "a.pi", **form), there)
+def test_every_form_of_a_decoder(form: dict[str, Any], tmp_path: Path, gpu: Device) -> None:
+    assert_follows_the_definition(model(tmp_path / "a.pi", **form), gpu)
 
 
-def test_norms_behind_and_a_narrow_embedding(tmp_path: Path, there: Device) -> None:
+def test_post_norm_and_a_narrow_embedding(tmp_path: Path, gpu: Device) -> None:
     form = {"block": "post-norm", "final_norm": False, "d_embedding": 24}
-    assert_follows_the_definition(model(tmp_path / "a.pi", "opt", **form), there)
+    assert_follows_the_definition(model(tmp_path / "a.pi", "opt", **form), gpu)
 
 
-def assert_follows_the_definition(path: Path, there: Device, error: float = 1e-4) -> None:
-    with Artifact.open(path) as artifact, running(path, ALL_THERE, there) as executor:
+def assert_follows_the_definition(path: Path, gpu: Device, error: float = 1e-4) -> None:
+    with Artifact.open(path) as artifact, running(path, ALL_ON_GPU, gpu) as executor:
         ids = [*PROMPT, *GOING_ON]
         dense = reference.forward(artifact, ids[:5], "dense")
         cache = KVCache(artifact.manifest, CONTEXT)
@@ -89,11 +89,11 @@ def assert_follows_the_definition(path: Path, there: Device, error: float = 1e-4
 
 
 @pytest.mark.parametrize("fmt", ["f16", "bf16", "q8", "q4"])
-def test_number_formats(fmt: str, tmp_path: Path, there: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_formats(fmt: str, tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU inputs are not rounded to bytes."""
     monkeypatch.setattr(reference, "rounded", lambda x_TD: x_TD)
     path = model(tmp_path / "a.pi", "llama", fmt)
-    with Artifact.open(path) as artifact, running(path, ALL_THERE, there) as executor:
+    with Artifact.open(path) as artifact, running(path, ALL_ON_GPU, gpu) as executor:
         cache = KVCache(artifact.manifest, CONTEXT)
         found, _ = decoded(executor, cache, GOING_ON)
         assert_same(found, reference.forward(artifact, GOING_ON, "predicted"))
@@ -103,21 +103,21 @@ def test_number_formats(fmt: str, tmp_path: Path, there: Device, monkeypatch: py
         assert np.abs(prompt - wanted).max() <= 0.02 * np.abs(wanted).max()
 
 
-def test_cold_weights_come_up_for_a_long_prompt(tmp_path: Path, there: Device) -> None:
+def test_cold_weights_are_streamed_for_a_long_prompt(tmp_path: Path, gpu: Device) -> None:
     path = model(tmp_path / "a.pi")
     found = []
     for stream_from in (4, 5):
-        with running(path, SPLIT, there, stream_from=stream_from) as executor:
+        with running(path, SPLIT, gpu, stream_from=stream_from) as executor:
             found.append(read(executor, executor.new_cache(), PROMPT))
     assert_same(found[0], found[1])
     assert (found[0] != found[1]).any(), "other additions, other bits"
 
 
 @pytest.mark.parametrize("mode", ["dense", "gate"])
-def test_modes(mode: str, tmp_path: Path, there: Device) -> None:
+def test_modes(mode: str, tmp_path: Path, gpu: Device) -> None:
     path = model(tmp_path / "a.pi")
     one = CpuExecutor(Artifact.open(path), mode, CONTEXT, 1)
-    with running(path, SPLIT, there, mode) as two:
+    with running(path, SPLIT, gpu, mode) as two:
         (wanted, wanted_rows), (found, rows) = (decoded(e, two.new_cache(), GOING_ON) for e in (one, two))
     one.close()
     assert_same(found, wanted)
@@ -125,11 +125,11 @@ def test_modes(mode: str, tmp_path: Path, there: Device) -> None:
 
 
 @pytest.mark.parametrize("sides", ["gpu", "cpu"])
-def test_the_other_rungs(sides: str, tmp_path: Path, there: Device) -> None:
+def test_the_other_rungs(sides: str, tmp_path: Path, gpu: Device) -> None:
     """Signs, a threshold of the layer's, and dense."""
     path, plan = model(tmp_path / "a.pi", layers=OTHERS), plan_of(SIDES[sides], CUTS["some"])
     one = CpuExecutor(Artifact.open(path), "auto", CONTEXT, 1)
-    with running(path, plan, there) as two:
+    with running(path, plan, gpu) as two:
         (wanted, wanted_rows), (found, rows) = (decoded(e, two.new_cache(), GOING_ON) for e in (one, two))
     one.close()
     assert_same(found, wanted)
@@ -137,9 +137,9 @@ def test_the_other_rungs(sides: str, tmp_path: Path, there: Device) -> None:
     assert 0 < rows[0, 0, 0] < NEURONS
 
 
-def test_two_talks_in_turn(tmp_path: Path, there: Device) -> None:
-    """The GPU's one cache changes hands."""
-    with running(model(tmp_path / "a.pi"), SPLIT, there) as executor:
+def test_two_sequences_in_turn(tmp_path: Path, gpu: Device) -> None:
+    """The GPU holds the cache of one sequence at a time."""
+    with running(model(tmp_path / "a.pi"), SPLIT, gpu) as executor:
 
         def new() -> KVCache:
             return executor.new_cache()
@@ -151,49 +151,49 @@ def test_two_talks_in_turn(tmp_path: Path, there: Device) -> None:
                 in_turn[n].append(decoded(executor, caches[n], ids[part])[0])
         np.testing.assert_array_equal(np.concatenate(in_turn[0]), alone[0])
         np.testing.assert_array_equal(np.concatenate(in_turn[1]), alone[1])
-        # Logits at every position go on from what the GPU remembered.
+        # Logits at every position continue from the GPU's cache.
         every = executor.run(np.array([5]), caches[1], select=True, every=True)
         wanted = decoded(executor, new(), [9, 8, 7, 6, 5])[0]
         assert_same(every, wanted[-1:])
 
 
 @pytest.mark.parametrize("kind", ["gpu", "cold", "wait"])
-def test_a_fault_on_either_side_surfaces_and_the_executor_still_works(kind: str, tmp_path: Path, there: Device) -> None:
+def test_a_fault_on_either_side_surfaces_and_the_executor_still_works(kind: str, tmp_path: Path, gpu: Device) -> None:
     def fail() -> None:
         raise RuntimeError(f"{kind} broke")
 
-    with running(model(tmp_path / "a.pi"), SPLIT, there) as executor:
+    with running(model(tmp_path / "a.pi"), SPLIT, gpu) as executor:
         wanted = decoded(executor, executor.new_cache(), [5])[0]
-        whole = executor._runs
+        runs = executor._runs
         executor._runs = tuple(fail if call.kind == kind else call.run for call in executor.calls)
         cache = executor.new_cache()
         with pytest.raises(RuntimeError, match=f"{kind} broke"):
             decoded(executor, cache, [5])
-        assert cache.tokens == [], "a token that failed is not remembered"
-        executor._runs = whole
+        assert cache.tokens == [], "a token that failed is in the cache"
+        executor._runs = runs
         np.testing.assert_array_equal(decoded(executor, cache, [5])[0], wanted)
 
 
 @pytest.mark.parametrize("kind", ["gpu", "wait"])
 def test_a_gpu_that_fails_is_one_clear_error_and_can_be_closed(
-    kind: str, tmp_path: Path, there: Device, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging consider …")
 
-    with running(model(tmp_path / "a.pi"), SPLIT, there) as executor, monkeypatch.context() as patch:
+    with running(model(tmp_path / "a.pi"), SPLIT, gpu) as executor, monkeypatch.context() as patch:
         executor._runs = tuple(fail if call.kind == kind else call.run for call in executor.calls)
-        patch.setattr(there, "synchronize", fail)
+        patch.setattr(gpu, "synchronize", fail)
         with pytest.raises(PiError, match=r"the GPU failed\n.*illegal memory access was encountered\n.*--device cpu"):
             decoded(executor, executor.new_cache(), [5])
         executor.close()
 
 
-def test_a_closed_executor_refuses(tmp_path: Path, there: Device) -> None:
-    with running(model(tmp_path / "a.pi"), ALL_THERE, there) as executor:
+def test_a_closed_executor_refuses(tmp_path: Path, gpu: Device) -> None:
+    with running(model(tmp_path / "a.pi"), ALL_ON_GPU, gpu) as executor:
         cache = executor.new_cache()
-        memory = weakref.ref(executor.side.weights)
+        memory = weakref.ref(executor.device_ops.weights)
         executor.close()
-        assert memory() is None, "somebody holds the GPU's memory"
+        assert memory() is None, "the GPU's memory is still held"
         with pytest.raises(UsageError, match="closed"):
             decoded(executor, cache, [5])

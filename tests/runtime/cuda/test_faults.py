@@ -1,4 +1,4 @@
-"""A GPU's own errors in words of a user, and memory that comes back from a model that could not be opened."""
+"""A GPU's own errors in a user's words, and memory that is freed when a model could not be opened."""
 
 import weakref
 from pathlib import Path
@@ -11,7 +11,7 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.cuda import executor, opening
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.cuda.memory.driver_errors import in_words_of_a_user, no_device
+from pi_runtime.cuda.memory.driver_errors import device_error, translated_errors
 from pi_runtime.errors import DoesNotFitError, PiError
 
 
@@ -24,32 +24,32 @@ from pi_runtime.errors import DoesNotFitError, PiError
     ],
 )
 def test_out_of_memory_says_what_to_lower(text: str) -> None:
-    with pytest.raises(DoesNotFitError, match=r"--vram-budget.*--ctx-size") as caught, in_words_of_a_user():
+    with pytest.raises(DoesNotFitError, match=r"--vram-budget.*--ctx-size") as caught, translated_errors():
         raise RuntimeError(text)
     assert "more" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["CUDA error: unspecified launch failure", "Triton Error [CUDA]: invalid argument"])
 def test_a_fault_says_which(text: str) -> None:
-    with pytest.raises(PiError, match="the GPU failed") as caught, in_words_of_a_user():
+    with pytest.raises(PiError, match="the GPU failed") as caught, translated_errors():
         raise RuntimeError(text)
     assert caught.value.exit_code == 1
     assert text in str(caught.value)
 
 
-def test_what_is_not_the_gpus_passes() -> None:
-    with pytest.raises(RuntimeError, match=r"^ours$"), in_words_of_a_user():
+def test_other_errors_pass() -> None:
+    with pytest.raises(RuntimeError, match=r"^ours$"), translated_errors():
         raise RuntimeError("ours")
 
 
 def test_a_gpu_that_cannot_be_used_says_what_is_missing() -> None:
-    assert "gcc" in str(no_device(0, RuntimeError("Failed to find C compiler. Please specify via CC …")))
-    assert "gcc" in str(no_device(0, FileNotFoundError("gcc")))
-    assert "nvidia-smi" in str(no_device(0, RuntimeError("The NVIDIA driver on your system is too old")))
+    assert "gcc" in str(device_error(0, RuntimeError("Failed to find C compiler. Please specify via CC …")))
+    assert "gcc" in str(device_error(0, FileNotFoundError("gcc")))
+    assert "nvidia-smi" in str(device_error(0, RuntimeError("The NVIDIA driver on your system is too old")))
 
 
 def test_memory_comes_back_from_a_model_that_could_not_be_opened(
-    tmp_path: Path, there: Device, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[Any] = []
     seen: list[bool] = []
@@ -58,13 +58,13 @@ def test_memory_comes_back_from_a_model_that_could_not_be_opened(
         if nbytes is None:
             seen.append(held[0]() is None)
 
-    def fail(_plan: object, side: Any, *_rest: object) -> None:
-        held.append(weakref.ref(side.weights))
+    def fail(_plan: object, device_ops: Any, *_rest: object) -> None:
+        held.append(weakref.ref(device_ops.weights))
         raise RuntimeError("CUDA out of memory.")
 
-    monkeypatch.setattr(opening, "Cuda", lambda _index: of_size(there, 1 << 30, limit=limit))
+    monkeypatch.setattr(opening, "Cuda", lambda _index: of_size(gpu, 1 << 30, limit=limit))
     monkeypatch.setattr(opening, "_stay_awake", lambda: None)
-    monkeypatch.setattr(executor, "program_of", fail)
+    monkeypatch.setattr(executor, "build_schedule", fail)
     plan = stored_plan((64, 64), 1 << 19, 1 << 18, attention=("gpu", "gpu"), embedding="gpu", head="gpu")
     path = random_artifact(tmp_path / "a.pi", small_decoder(d_ff=NEURONS), plans=(plan,))
     with Artifact.open(path) as artifact, pytest.raises(DoesNotFitError, match="ran out"):

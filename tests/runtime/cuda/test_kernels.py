@@ -13,10 +13,11 @@ from support.synthetic import small_decoder
 
 from pi_runtime.artifact.decoder import ACTIVATIONS
 from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.cuda.kernels import attention, compaction, dequantise, ffn_neurons, residual, row_dot
+from pi_runtime.cuda.kernels import attention, dequantise, ffn_neurons, residual, row_dot
 from pi_runtime.cuda.kernels.activations import CODES
+from pi_runtime.cuda.kernels.compaction import NeuronList, compact
 from pi_runtime.cuda.kernels.matrix import DTYPES, Matrix
-from pi_runtime.cuda.kernels.sign_selection import agree
+from pi_runtime.cuda.kernels.sign_selection import select_by_signs
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.kernels import reference
 
@@ -59,7 +60,7 @@ def test_stored_rows_as_numbers(
     rows = rng.integers(0, 25, tokens)
     found = torch.ones(tokens, columns, dtype=dtype, device=device)
     index = torch.from_numpy(rows).to(device) if listed else None
-    dequantise.unpack(w.matrix, index, 5, found, add=listed)
+    dequantise.dequantise_rows(w.matrix, index, 5, found, add=listed)
     wanted = w.values[5 + rows] + 1 if listed else w.values[5 : 5 + tokens]
     assert_close(found.float(), wanted.astype(DTYPE[out]).astype(np.float32), 1e-6 if out == "f32" else 2e-3)
 
@@ -71,31 +72,28 @@ DTYPE: dict[str, Any] = {"f32": np.float32, "f16": np.float16}
 @given(st.integers(1, 2000), st.sampled_from([4, 16]), st.floats(0, 1), st.booleans(), st.integers(0, 9))
 @example(1537, 4, 1.0, True, 0)
 @example(512, 16, 0.0, False, 0)
-def test_lists_are_closed_in_order(
-    device: torch.device, numbers: int, tile: int, share: float, listed: bool, seed: int
+def test_lists_are_compacted_in_order(
+    device: torch.device, numbers: int, tile: int, density: float, listed: bool, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     length = int(rng.integers(0, numbers + 1)) if listed else numbers
-    marks = np.where(rng.random(numbers) < share, normal(rng, numbers), 0).astype(np.float32)
+    marks = np.where(rng.random(numbers) < density, normal(rng, numbers), 0).astype(np.float32)
     counts = [np.count_nonzero(marks[i : min(i + tile, length)]) if i < length else 0 for i in range(0, numbers, tile)]
     within = np.sort(rng.permutation(9000)[:numbers]).astype(np.int32)
-    index, kept = torch.full((numbers,), -1, dtype=torch.int32, device=device), torch.empty(numbers, device=device)
-    count = torch.zeros(1, dtype=torch.int32, device=device)
-    to = {"within": (torch.from_numpy(within).to(device), torch.tensor([length], dtype=torch.int32, device=device))}
-    compaction.close(
-        torch.from_numpy(marks).to(device),
-        torch.tensor(counts, dtype=torch.int32, device=device),
-        tile,
-        7,
-        (index, kept, count),
-        **(to if listed else {}),
+    list_of = NeuronList(torch.from_numpy(within).to(device), torch.tensor([length], dtype=torch.int32, device=device))
+    found = NeuronList(
+        torch.full((numbers,), -1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     )
+    kept = torch.empty(numbers, device=device)
+    marks_N = torch.from_numpy(marks).to(device)
+    counts_T = torch.tensor(counts, dtype=torch.int32, device=device)
+    compact(marks_N, counts_T, tile, found, kept, low=7, within=list_of if listed else None)
     wanted = np.flatnonzero(marks[:length])
-    n = int(count.item())
+    n = int(found.count.item())
     assert n == len(wanted)
-    np.testing.assert_array_equal(index[:n].cpu(), within[wanted] if listed else wanted + 7)
+    np.testing.assert_array_equal(found.index_F[:n].cpu(), within[wanted] if listed else wanted + 7)
     np.testing.assert_array_equal(kept[:n].cpu(), marks[wanted])
-    assert (index[n:] == -1).all()
+    assert (found.index_F[n:] == -1).all()
 
 
 def ffn_of(
@@ -123,10 +121,10 @@ def ffn_of(
 
     first, rest = bias("ffn/first_bias"), bias("ffn/up_bias")
     n = ffn_neurons.Neurons(put("ffn/first"), first, put("ffn/rest"), rest, CODES[decoder.activation], limit)
-    return n, Exact(matrices)
+    return n, UnroundedWeights(matrices)
 
 
-class Exact(Weights):
+class UnroundedWeights(Weights):
     """Products without rounding the vector, as the GPU has them."""
 
     def product(self, name: str, x_TD: np.ndarray) -> np.ndarray:
@@ -160,17 +158,16 @@ def test_neurons(
         index = np.zeros(d_ff, np.int32)
         index[: active.sum()] = np.flatnonzero(active)
         count = torch.tensor([active.sum()], dtype=torch.int32, device=device)
-        listed = ffn_neurons.List(torch.from_numpy(index).to(device), count)
-    tile = ffn_neurons.fire(n, x_D, listed, h_F, counts, tiling)
+        listed = NeuronList(torch.from_numpy(index).to(device), count)
+    tile = ffn_neurons.neuron_activations(n, x_D, listed, h_F, counts, tiling)
     sums = torch.full((tiling.splits, d_model), np.nan, device=device)
     if rung == "dense":
-        ffn_neurons.add_up(n, None, h_F, sums, tiling)
+        ffn_neurons.down_sums(n, None, h_F, sums, tiling)
     else:
-        kept = ffn_neurons.List(torch.zeros_like(counts), torch.zeros(1, dtype=torch.int32, device=device))
+        kept = NeuronList(torch.zeros_like(counts), torch.zeros(1, dtype=torch.int32, device=device))
         h_K = torch.empty(d_ff, device=device)
-        within = None if listed is None else (listed.index_F, listed.count)
-        compaction.close(h_F, counts, tile, 0, (kept.index_F, h_K, kept.count), within)
-        ffn_neurons.add_up(n, kept, h_K, sums, tiling)
+        compact(h_F, counts, tile, kept, h_K, within=listed)
+        ffn_neurons.down_sums(n, kept, h_K, sums, tiling)
     y = torch.zeros(d_model, device=device)
     residual.merge(y, sums)
     assert_close(y, reference.ffn(decoder, weights, x[None], active[None], limit)[0])
@@ -199,7 +196,7 @@ def test_signs(device: torch.device, rows: int, columns: int, margin: int, seed:
     stored = FORMATS["u64"].encode(words).view(np.int64)
     marks, counts = torch.empty(rows, device=device), torch.empty(rows, dtype=torch.int32, device=device)
     put = [torch.from_numpy(a).to(device) for a in (stored, x[0])]
-    tile = agree(put[0], columns, margin, put[1], marks, counts)
+    tile = select_by_signs(put[0], columns, margin, put[1], marks, counts)
     wanted = reference.agreement(words, x)[0] > margin
     np.testing.assert_array_equal(marks.cpu().numpy() != 0, wanted)
     for t in range(-(-rows // tile)):
@@ -230,22 +227,22 @@ CACHES = [np.float32, np.float16]
 @example((4, 2), 8, 64, 3, 1.0, False, np.float32, 0)
 @example((2, 2), 16, 0, 4, 0.5, True, np.float16, 0)
 def test_attention_of_a_token(
-    device: torch.device, heads: tuple[int, int], width: int, position: int, n_parts: int, turned: float, normed: bool,
+    device: torch.device, heads: tuple[int, int], width: int, position: int, n_parts: int, rotated: float, normed: bool,
     dtype: type, seed: int,
 ) -> None:  # fmt: skip
-    """`turned`: the share of a head's columns that positions rotate."""
+    """`rotated`: the fraction of a head's columns that positions rotate."""
     (h, g), rng, room = heads, np.random.default_rng(seed), 160
-    half = int(width * turned) // 2
+    half = int(width * rotated) // 2
     cache, qkv = normal(rng, 2, g, room, width).astype(dtype), normal(rng, 1, (h + 2 * g) * width)
     angles = rng.random((room, half), np.float32)
     put = [torch.from_numpy(a.copy()).to(device) for a in (cache, qkv, np.cos(angles), np.sin(angles))]
     at = torch.tensor([position], device=device)
     weights = 1 + normal(rng, 2, width)
     norms = tuple(torch.from_numpy(weights).to(device)) if normed else None
-    attention.remember(put[1], at, *(put[2:] if half else (None, None)), put[0], norms=norms, eps=1e-5)
-    parts = attention.Parts(*(torch.empty(h, n_parts, *e, device=device) for e in ((width,), (), ())))
+    attention.store_kv(put[1], at, *(put[2:] if half else (None, None)), put[0], norms=norms, eps=1e-5)
+    partials = attention.AttentionPartials(*(torch.empty(h, n_parts, *e, device=device) for e in ((width,), (), ())))
     out = torch.empty(h * width, device=device)
-    attention.attend(put[1][0], at, put[0], parts, out)
+    attention.attend(put[1][0], at, put[0], partials, out)
 
     q, k, v = np.split(qkv.reshape(-1, width).copy(), [h, h + g])
     if normed:
@@ -275,7 +272,7 @@ def test_attention_of_a_block(
     cache, qkv = normal(rng, 2, g, 128, width).astype(dtype), normal(rng, tokens, (h + 2 * g) * width)
     put = [torch.from_numpy(a.copy()).to(device) for a in (cache, qkv)]
     at, out = torch.tensor([start], device=device), torch.empty(tokens, h * width, device=device)
-    attention.remember(put[1], at, None, None, put[0])
+    attention.store_kv(put[1], at, None, None, put[0])
     attention.attend_block(put[1], at, put[0], out)
 
     q, k, v = np.split(qkv.reshape(tokens, -1, width), [h, h + g], axis=1)

@@ -1,4 +1,4 @@
-"""`pi-run` on a GPU, as a user meets it: what it says, its exit codes, and that memory comes back."""
+"""`pi-run` on a GPU: its messages, its exit codes, and that it frees the GPU's memory."""
 
 import os
 import subprocess
@@ -14,26 +14,26 @@ from pi_runtime import console
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.cli import app
 from pi_runtime.cuda import executor, opening
-from pi_runtime.cuda.decode.host_ops import Host
+from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory import weights
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.cuda.memory.pinned_staging import Staging
+from pi_runtime.cuda.memory.pinned_staging import PinnedStaging
 from pi_runtime.execution import devices
 
 FREE = 1 << 20
 
 
 LIMITS: list[int | None] = []
-"""Of the GPU's memory, as they were set; None for none."""
+"""Limits of the GPU's memory in the order in which they were set; None where the limit was taken away."""
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, there: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`pi-run` with a model of which little is on the GPU, one of 1 MiB."""
+def run(tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`pi-run` on a GPU of 1 MiB, with a model of which little is placed there."""
     LIMITS.clear()
-    card = of_size(there, FREE, limit=lambda _self, nbytes: LIMITS.append(nbytes))
+    card = of_size(gpu, FREE, limit=lambda _self, nbytes: LIMITS.append(nbytes))
     monkeypatch.setattr(devices, "_gpus", lambda: 1)
     monkeypatch.setattr(devices, "gpu_driver", lambda: True)
     monkeypatch.setattr(devices, "gpu_kernels_are_cold", lambda: True)
@@ -67,8 +67,8 @@ def test_nothing_fits(run: Run) -> None:
     assert "try: --device cpu, a smaller --ctx-size, or --vram-budget" in err
 
 
-def test_automatic_says_why_the_gpu_is_not_used(run: Run, there: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "Cuda", lambda _index: of_size(there, 1000))
+def test_automatic_says_why_the_gpu_is_not_used(run: Run, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "Cuda", lambda _index: of_size(gpu, 1000))
     code, _, err = run()
     assert code == 0
     assert "the GPU is not used" in err
@@ -76,7 +76,9 @@ def test_automatic_says_why_the_gpu_is_not_used(run: Run, there: Device, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [(Staging, "send"), (weights, "load"), (executor, "program_of"), (Host, "cold")], ids=str
+    ("place", "name"),
+    [(PinnedStaging, "send"), (weights, "load"), (executor, "build_schedule"), (HostOps, "cold_sum")],
+    ids=str,
 )
 def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch, place: object, name: str) -> None:
     def interrupt(*_arguments: object) -> None:
@@ -86,7 +88,7 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch, place: object, n
     code, out, err = run("--device", "cuda:0")
     assert (code, out) == (130, "")
     assert err.splitlines()[-1] == "interrupted"
-    assert LIMITS[-1] is None, "the GPU's memory is given back"
+    assert LIMITS[-1] is None, "the GPU's memory is not freed"
 
 
 @pytest.mark.parametrize(
@@ -101,15 +103,15 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch, place: object, n
     ids=["gpu", "cpu"],
 )
 def test_a_fault_is_one_error(run: Run, monkeypatch: pytest.MonkeyPatch, fault: Exception, said: str) -> None:
-    whole, calls = Host.cold, []
+    original, calls = HostOps.cold_sum, []
 
-    def later(self: Host, layer: int) -> None:
+    def later(self: HostOps, layer: int) -> None:
         calls.append(layer)
-        if len(calls) > 2:  # when the program has been made, and run to warm up
+        if len(calls) > 2:  # building the schedule has run it too
             raise fault
-        whole(self, layer)
+        original(self, layer)
 
-    monkeypatch.setattr(Host, "cold", later)
+    monkeypatch.setattr(HostOps, "cold_sum", later)
     code, _, err = run("--device", "cuda:0")
     assert code == 1
     assert said in err
@@ -118,11 +120,11 @@ def test_a_fault_is_one_error(run: Run, monkeypatch: pytest.MonkeyPatch, fault: 
     assert LIMITS[-1] is None
 
 
-def test_it_may_be_the_first_thing_that_a_process_does(tmp_path: Path, there: Device) -> None:
-    """Kernels that come from the cache start no threads of their own."""
+def test_it_may_be_the_first_thing_that_a_process_does(tmp_path: Path, gpu: Device) -> None:
+    """Kernels from the cache start no threads, so the executor has to."""
     plan = stored_plan((0, 0), 1, 1)
     path = random_artifact(tmp_path / "a.pi", small_decoder(), plans=(plan,))
-    CudaExecutor(Artifact.open(path), "auto", 16, 1, plan, there, 1 << 40).close()  # they are in the cache now
+    CudaExecutor(Artifact.open(path), "auto", 16, 1, plan, gpu, 1 << 40).close()  # they are in the cache now
     script = (
         "import sys\n"
         "from pathlib import Path\n"

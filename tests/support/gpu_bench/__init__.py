@@ -1,1 +1,1 @@
-"""A benchmark of GPU and CPU together on made-up models: weights, placements, rivals and what is measured."""
+"""A benchmark of GPU and CPU together on made-up models: weights, placements, baselines and what is measured."""

@@ -16,31 +16,33 @@ from support.gpu_bench.model import MemoryArtifact
 from support.gpu_bench.offload import resident_layers
 
 NAME = f"accelerate {accelerate.__version__} offload, dense"
-Weights = dict[str, torch.Tensor]
+StateDict = dict[str, torch.Tensor]
 
 
-def named_weights(artifact: MemoryArtifact, device: torch.device) -> Weights:
-    """Every parameter in f16 under transformers' name, in RAM: views of the artifact's, but for up and down, which lie
-    between each other there. Biases of `first` are those of this artifact's curve."""
+def named_weights(artifact: MemoryArtifact, device: torch.device) -> StateDict:
+    """Every parameter in f16 under transformers' name, in RAM; biases of `first` are those of this artifact's curve.
+
+    They are views of the artifact's arrays, but for up and down, whose rows alternate there.
+    """
     found = {
         "model.embed_tokens.weight": _stored(artifact, "embedding"),
         "model.norm.weight": _stored(artifact, "final_norm/weight"),
         "lm_head.weight": _stored(artifact, "head"),
     }
     for n in range(artifact.manifest.decoder.n_layers):
-        here, there = f"layers/{n}", f"model.layers.{n}"
-        rest = _stored(artifact, f"{here}/ffn/rest").to(device)
-        qkv = _stored(artifact, f"{here}/attention/qkv").chunk(3)
-        found |= {f"{there}.self_attn.{name}_proj.weight": w for name, w in zip("qkv", qkv, strict=True)}
+        ours, theirs = f"layers/{n}", f"model.layers.{n}"
+        rest = _stored(artifact, f"{ours}/ffn/rest").to(device)
+        qkv = _stored(artifact, f"{ours}/attention/qkv").chunk(3)
+        found |= {f"{theirs}.self_attn.{name}_proj.weight": w for name, w in zip("qkv", qkv, strict=True)}
         found |= {
-            f"{there}.self_attn.o_proj.weight": _stored(artifact, f"{here}/attention/out"),
-            f"{there}.input_layernorm.weight": _stored(artifact, f"{here}/attention/norm/weight"),
-            f"{there}.post_attention_layernorm.weight": _stored(artifact, f"{here}/ffn/norm/weight"),
-            f"{there}.mlp.gate_proj.weight": _stored(artifact, f"{here}/ffn/first"),
-            f"{there}.mlp.up_proj.weight": rest[:, 0].contiguous().cpu(),
-            f"{there}.mlp.down_proj.weight": rest[:, 1].T.contiguous().cpu(),
-            f"{there}.mlp.up_proj.bias": _stored(artifact, f"{here}/ffn/up_bias"),
-            f"{there}.mlp.down_proj.bias": _stored(artifact, f"{here}/ffn/down_bias"),
+            f"{theirs}.self_attn.o_proj.weight": _stored(artifact, f"{ours}/attention/out"),
+            f"{theirs}.input_layernorm.weight": _stored(artifact, f"{ours}/attention/norm/weight"),
+            f"{theirs}.post_attention_layernorm.weight": _stored(artifact, f"{ours}/ffn/norm/weight"),
+            f"{theirs}.mlp.gate_proj.weight": _stored(artifact, f"{ours}/ffn/first"),
+            f"{theirs}.mlp.up_proj.weight": rest[:, 0].contiguous().cpu(),
+            f"{theirs}.mlp.down_proj.weight": rest[:, 1].T.contiguous().cpu(),
+            f"{theirs}.mlp.up_proj.bias": _stored(artifact, f"{ours}/ffn/up_bias"),
+            f"{theirs}.mlp.down_proj.bias": _stored(artifact, f"{ours}/ffn/down_bias"),
         }
     return found | _thresholds(artifact)
 
@@ -49,7 +51,7 @@ class Accelerated:
     """One sequence."""
 
     def __init__(
-        self, artifact: MemoryArtifact, weights: Weights, budget: int, context: int, device: torch.device
+        self, artifact: MemoryArtifact, weights: StateDict, budget: int, context: int, device: torch.device
     ) -> None:
         """`weights` are `named_weights` of this artifact under any curve."""
         d = artifact.manifest.decoder
@@ -81,7 +83,7 @@ def _config(d: Decoder) -> LlamaConfig:
     )  # fmt: skip
 
 
-def _thresholds(artifact: MemoryArtifact) -> Weights:
+def _thresholds(artifact: MemoryArtifact) -> StateDict:
     layers = range(artifact.manifest.decoder.n_layers)
     return {f"model.layers.{n}.mlp.gate_proj.bias": _stored(artifact, f"layers/{n}/ffn/first_bias") for n in layers}
 

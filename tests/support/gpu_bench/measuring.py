@@ -1,8 +1,9 @@
-"""What a GPU, the CPU and their link give in this run, and the model of time that follows (see
-`pi_compile.cost_model.token_time`).
+"""Rates of a GPU, the CPU and their link in this run, and the model of time with them.
 
-token  =  Σ_l [ attention + predictor + max(T_gpu, T_cpu) + hand-over ]  +  head
-part   =  kernels · gap  +  bytes ÷ rate            a rate is that of memory: what is read is larger than any cache
+token  =  Σ_l [ attention + predictor + max(T_gpu, T_cpu) + handover ]  +  head
+part   =  kernels · launch  +  bytes ÷ rate         rates are those of memory: what is read is larger than any cache
+
+The model is that of `pi_compile.cost_model.token_time`.
 """
 
 import statistics
@@ -17,41 +18,42 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import kv_bytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.schema import Plan
-from pi_runtime.cuda.kernels import compaction, ffn_neurons, residual, row_dot
+from pi_runtime.cuda.kernels import ffn_neurons, residual, row_dot
+from pi_runtime.cuda.kernels.compaction import NeuronList, compact
 from pi_runtime.cuda.kernels.matrix import DTYPES, Matrix
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.kernels.benchmarks import cold_seconds, gather_bandwidth, launch_seconds, product_bandwidth, weights
 from support.gpu_bench.model import Curve, row_bytes
 
 KERNELS = {"attention": 7, "predictor": 3, "ffn": 5, "merge": 1, "head": 2}
-"""Kernels a part starts on the GPU."""
+"""Kernels that a part starts on the GPU."""
 OPERATORS = {"attention": 3, "predictor": 2, "head": 1}
-"""The same on the CPU's threads."""
+"""Operators that a part starts on the CPU's threads."""
 PICKED = 10
-"""One row in so many is read where rows are picked."""
+"""Where rows are picked, one row in so many is read."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second of one format, and seconds."""
+    """Bytes a second for one format, and seconds."""
 
     format: str
     gpu: float
-    """Copies inside the card, read and written."""
+    """Copies within the GPU, bytes read and written."""
     gpu_stream: float
     """Our matrix–vector product."""
     gpu_picked: float
     """Picked rows of an FFN."""
     cpu_stream: float
     cpu_picked: float
-    gap: float
-    """A kernel of ours in a graph that has next to nothing to do."""
-    cpu_gap: float
-    """An operator on the CPU's threads likewise."""
+    launch: float
+    """A kernel in a graph that has next to nothing to do."""
+    cpu_launch: float
+    """An operator on the CPU's threads that has next to nothing to do."""
     cold: float
-    """The CPU's neurons of a layer, where there are none: their operators, and adding up the threads' sums."""
+    """The cold part of a layer without cold neurons: its operators, and adding up the threads' sums."""
     handover: float
-    """A residual to pinned memory, waited for, and back."""
+    """Copying a residual to pinned memory, waiting for it, and copying it back."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,18 @@ class Predicted:
 
     token: float
     gpu: float
-    """Of the GPU's neurons."""
+    """The GPU's neurons."""
     cpu: float
-    """Of the CPU's neurons."""
+    """The CPU's neurons."""
     gpu_bytes: float
     cpu_bytes: float
     """Read for one token."""
 
 
 def rates(device: Device, fmt: str, width: int, nbytes: int, threads: int) -> Rates:
-    """All of them, with matrices of this many bytes and columns."""
-    here = weights(fmt, max(nbytes, 1 << 22))
-    with device.at_work():
+    """Measure all rates, with matrices of this many bytes and columns."""
+    cpu_weights = weights(fmt, max(nbytes, 1 << 22))
+    with device.stream():
         rows = max(64, nbytes // row_bytes(fmt, width))
         m = _constant(fmt, rows, width, device.device)
         x_D, y_N = torch.ones(width, device=device.device), torch.zeros(rows, device=device.device)
@@ -82,17 +84,17 @@ def rates(device: Device, fmt: str, width: int, nbytes: int, threads: int) -> Ra
             gpu=2 * m.values.nbytes / seconds(device, lambda: other.copy_(m.values)),
             gpu_stream=rows * row_bytes(fmt, width) / stream,
             gpu_picked=_picked(device, m, x_D),
-            cpu_stream=product_bandwidth(here, threads, 3),
-            cpu_picked=gather_bandwidth(here, threads, 3),
-            gap=_gap(device, m, x_D),
-            cpu_gap=launch_seconds(here, threads, 3),
-            cold=cold_seconds(here, threads),
+            cpu_stream=product_bandwidth(cpu_weights, threads, 3),
+            cpu_picked=gather_bandwidth(cpu_weights, threads, 3),
+            launch=_launch(device, m, x_D),
+            cpu_launch=launch_seconds(cpu_weights, threads, 3),
+            cold=cold_seconds(cpu_weights, threads),
             handover=_handover(device, width),
         )
 
 
 def _constant(fmt: str, rows: int, columns: int, device: torch.device) -> Matrix:
-    """One small number everywhere."""
+    """A matrix of one small number."""
     shape, scales = FORMATS[fmt].stored_shape((rows, columns)), None
     if FORMATS[fmt].quantised:
         blocks = FORMATS["scale"].stored_shape((rows, -(-columns // BLOCK)))
@@ -102,8 +104,8 @@ def _constant(fmt: str, rows: int, columns: int, device: torch.device) -> Matrix
 
 
 def seconds(device: Device, work: Callable[[], object], repeats: int = 10) -> float:
-    """Best time of one run as a graph, by the host's clock, ten runs at a time."""
-    replay = device.replayable((work,))
+    """Best time of one run as a captured graph, by the host's clock, ten runs at a time."""
+    replay = device.capture((work,))
     best = float("inf")
     for _ in range(repeats if device.device.type == "cuda" else 1):
         device.synchronize()
@@ -116,15 +118,15 @@ def seconds(device: Device, work: Callable[[], object], repeats: int = 10) -> fl
 
 
 def _picked(device: Device, m: Matrix, x_D: torch.Tensor) -> float:
-    """One neuron in ten of a gated FFN whose rows are the matrix's, as decoding reads them."""
+    """Bytes a second of one neuron in ten of a gated FFN, read as decoding reads them."""
     count = m.rows // 3
     drawn = np.sort(np.random.default_rng(0).permutation(count)[: max(1, count // PICKED)])
     taken = seconds(device, _ffn(device, m, x_D, count, drawn))
     return 3 * len(drawn) * row_bytes(m.format, m.columns) / taken
 
 
-def _gap(device: Device, m: Matrix, x_D: torch.Tensor) -> float:
-    """An FFN of which nothing is listed, its sums merged, and a norm: five kernels."""
+def _launch(device: Device, m: Matrix, x_D: torch.Tensor) -> float:
+    """Seconds of a kernel: an FFN without a listed neuron, its sums merged, and a norm are five kernels."""
     count = min(m.rows // 3, 4 * m.columns)
     ffn, y_1D, ones_D = _ffn(device, m, x_D, count, np.zeros(0, np.int64)), torch.zeros_like(x_D)[None], x_D
 
@@ -137,24 +139,23 @@ def _gap(device: Device, m: Matrix, x_D: torch.Tensor) -> float:
 
 
 def _ffn(device: Device, m: Matrix, x_D: torch.Tensor, count: int, drawn: np.ndarray) -> Callable[[], torch.Tensor]:
-    """The first `count` rows as `first`, twice as many behind them as `rest`, and a list of neurons: three kernels."""
+    """An FFN of three kernels: `first` is the first `count` rows, `rest` the next 2 · `count`, `drawn` is the list."""
     n = ffn_neurons.Neurons(m.slice(0, count), None, m.slice(count, 3 * count), None, 0)
     index_F = torch.zeros(count, dtype=torch.int32, device=device.device)
     index_F[: len(drawn)] = torch.from_numpy(drawn.astype(np.int32))
-    listed = ffn_neurons.List(index_F, torch.tensor([len(drawn)], dtype=torch.int32, device=device.device))
+    listed = NeuronList(index_F, torch.tensor([len(drawn)], dtype=torch.int32, device=device.device))
     h_F, counts_T = (
         torch.zeros(count, device=device.device),
         torch.zeros(count, dtype=torch.int32, device=device.device),
     )
-    kept = ffn_neurons.List(torch.zeros_like(counts_T), torch.zeros(1, dtype=torch.int32, device=device.device))
+    kept = NeuronList(torch.zeros_like(counts_T), torch.zeros(1, dtype=torch.int32, device=device.device))
     kept_h_F = torch.zeros_like(h_F)
     sums_SD = torch.zeros(device.tiling.splits, m.columns, device=device.device)
 
     def work() -> torch.Tensor:
-        tile = ffn_neurons.fire(n, x_D, listed, h_F, counts_T, device.tiling)
-        within = (listed.index_F, listed.count)
-        compaction.close(h_F, counts_T, tile, 0, (kept.index_F, kept_h_F, kept.count), within)
-        ffn_neurons.add_up(n, kept, kept_h_F, sums_SD, device.tiling)
+        tile = ffn_neurons.neuron_activations(n, x_D, listed, h_F, counts_T, device.tiling)
+        compact(h_F, counts_T, tile, kept, kept_h_F, within=listed)
+        ffn_neurons.down_sums(n, kept, kept_h_F, sums_SD, device.tiling)
         return sums_SD
 
     work()
@@ -163,9 +164,9 @@ def _ffn(device: Device, m: Matrix, x_D: torch.Tensor, count: int, drawn: np.nda
 
 
 def _handover(device: Device, width: int) -> float:
-    there, here = torch.zeros(width, device=device.device), device.pinned(width, torch.float32)
-    down = device.replayable((lambda: here.copy_(there, non_blocking=True),))
-    up = device.replayable((lambda: there.copy_(here, non_blocking=True),))
+    on_device, pinned = torch.zeros(width, device=device.device), device.pinned(width, torch.float32)
+    down = device.capture((lambda: pinned.copy_(on_device, non_blocking=True),))
+    up = device.capture((lambda: on_device.copy_(pinned, non_blocking=True),))
     event, found = device.event(), []
     for _ in range(200 if device.device.type == "cuda" else 2):
         device.synchronize()
@@ -185,26 +186,26 @@ def predict(d: Decoder, plan: Plan, curve: Curve, rank: int, context: int, r: Ra
     attention = 4 * d.d_model * row + kv_bytes(d, "f16", context)
     predictor = 0 if dense else rank * row + d.d_ff * row_bytes(r.format, rank)
     head = d.vocab_size * row
-    token, gpu_bytes, cpu_bytes = OPERATORS["head"] * r.cpu_gap + head / r.cpu_stream, 0.0, float(head)
+    token, gpu_bytes, cpu_bytes = OPERATORS["head"] * r.cpu_launch + head / r.cpu_stream, 0.0, float(head)
     if plan.head == "gpu":
-        token, gpu_bytes, cpu_bytes = KERNELS["head"] * r.gap + head / r.gpu_stream, float(head), 0.0
+        token, gpu_bytes, cpu_bytes = KERNELS["head"] * r.launch + head / r.gpu_stream, float(head), 0.0
     gpu_s = cpu_s = 0.0
     before = plan.embedding
     parts = ("attention",) if dense else ("attention", "predictor")
     for side, cut in zip(plan.attention, plan.cuts, strict=True):
-        there, whole = side == "gpu", attention + predictor
+        on_gpu, whole = side == "gpu", attention + predictor
         # Dense, a GPU's neurons that do not fire have no row of `up` read.
         hot, cold = (2 * cut + f[cut], 3 * (d.d_ff - cut)) if dense else (3 * f[cut], 3 * (f[-1] - f[cut]))
-        if there:
+        if on_gpu:
             kernels = sum(KERNELS[part] for part in (*parts, "merge"))
-            token += kernels * r.gap + whole / r.gpu_stream
+            token += kernels * r.launch + whole / r.gpu_stream
         else:
-            token += sum(OPERATORS[part] for part in parts) * r.cpu_gap + whole / r.cpu_stream
-        t_gpu = KERNELS["ffn"] * r.gap + row * hot / (r.gpu_stream if dense else r.gpu_picked) if cut else 0.0
+            token += sum(OPERATORS[part] for part in parts) * r.cpu_launch + whole / r.cpu_stream
+        t_gpu = KERNELS["ffn"] * r.launch + row * hot / (r.gpu_stream if dense else r.gpu_picked) if cut else 0.0
         t_cpu = r.cold + row * cold / (r.cpu_stream if dense else r.cpu_picked) if cut < d.d_ff else 0.0
-        split = cut != (d.d_ff if there else 0)
+        split = cut != (d.d_ff if on_gpu else 0)
         token += max(t_gpu, t_cpu) + (r.handover if split else 0.0) + (r.handover if side != before else 0.0)
         gpu_s, cpu_s, before = gpu_s + t_gpu, cpu_s + t_cpu, side
-        gpu_bytes += row * hot + (whole if there else 0)
-        cpu_bytes += row * cold + (0 if there else whole)
+        gpu_bytes += row * hot + (whole if on_gpu else 0)
+        cpu_bytes += row * cold + (0 if on_gpu else whole)
     return Predicted(token, gpu_s, cpu_s, gpu_bytes, cpu_bytes)

@@ -18,17 +18,17 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import Array
 from pi_runtime.artifact.schema import ArrayEntry, Layer, Manifest, Text
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales, scales_name
-from support.gpu_bench.stored import numbers, store
+from support.gpu_bench.stored import dequantised, store
 from support.paths import ROOT
 
 CURVES = ROOT / "profiles" / "activations" / "published"
 WRITE = 0.25
-"""Deviation of what attention and FFN add to a coordinate of the residual, whose own is about 1."""
+"""Deviation of what attention and FFN add to a coordinate of the residual, whose own deviation is about 1."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What is made."""
+class ModelSize:
+    """Sizes of a model to make."""
 
     name: str
     layers: int
@@ -55,15 +55,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Curve:
-    """Which published curve, and the share of neurons that fire."""
+    """A published curve of activations, and the fraction of neurons that fire."""
 
     name: str
     density: float
     source: str
 
     def frequencies(self, neurons: int) -> Array:
-        """How often each neuron fires, hottest first: density × slope of the curve, at most 1, the excess going on to
-        the next ones."""
+        """How often each neuron fires, hottest first: density × slope of the curve, at most 1; excess goes on."""
         return _frequencies(self, neurons)
 
 
@@ -84,13 +83,13 @@ def _frequencies(curve: Curve, neurons: int) -> Array:
 
 OPT = Curve("opt-30b", 0.03, "PowerInfer (SOSP'24), figure 4b and table 3: OPT, 3 % active")
 REGLU = Curve("reglu-70b", 0.18, "PowerInfer (SOSP'24), figure 4b and table 3: ReGLU-LLaMA2-70B, 18 % active")
-SEVEN = Shape("7B", 32, 4096, 11008, 32)
-THIRTEEN = Shape("13B", 40, 5120, 13824, 40)
-TINY = Shape("tiny", 2, 64, 192, 2, vocabulary=96, rank=32, context=128)
+SEVEN = ModelSize("7B", 32, 4096, 11008, 32)
+THIRTEEN = ModelSize("13B", 40, 5120, 13824, 40)
+TINY = ModelSize("tiny", 2, 64, 192, 2, vocabulary=96, rank=32, context=128)
 
 
 class MemoryArtifact:
-    """Arrays in RAM under a manifest: what an executor asks of an open artifact."""
+    """Arrays in RAM and their manifest: what an executor asks of an open artifact."""
 
     def __init__(self, manifest: Manifest, arrays: Mapping[str, Array]) -> None:
         self.path, self.manifest, self._arrays = Path("in memory"), manifest, arrays
@@ -111,14 +110,14 @@ class MemoryArtifact:
         return MemoryArtifact(self.manifest, {**self._arrays, **biases})
 
 
-def manifest_of(shape: Shape, fmt: str) -> Manifest:
-    """Of a model whose matrices are all in this format; no byte of it need be there."""
-    d, formats = shape.decoder, dict.fromkeys(PARTS, fmt)
+def manifest_of(size: ModelSize, fmt: str) -> Manifest:
+    """The manifest of a model whose matrices are all in this format; the model need not exist."""
+    d, formats = size.decoder, dict.fromkeys(PARTS, fmt)
     entries = {
         name: ArrayEntry(format=s.format, shape=s.shape, offset=0, nbytes=s.nbytes, sha256="")
-        for name, s in array_specs(d, formats, [shape.rank] * d.n_layers, profiled=False).items()
+        for name, s in array_specs(d, formats, [size.rank] * d.n_layers, profiled=False).items()
     }
-    layers = (Layer(rung="predicted", rank=shape.rank),) * d.n_layers
+    layers = (Layer(rung="predicted", rank=size.rank),) * d.n_layers
     return Manifest(
         decoder=d, formats=formats, layers=layers, profiled_tokens=0, text=Text(prefix_ids=(), end_ids=()),
         generation={}, recipe={}, provenance={}, arrays=entries, files={},
@@ -126,18 +125,18 @@ def manifest_of(shape: Shape, fmt: str) -> Manifest:
 
 
 def row_bytes(fmt: str, columns: int) -> int:
-    """Of one row of a matrix, scales included."""
+    """Bytes of one row of a matrix, scales included."""
     return ArraySpec(fmt, (1, columns)).nbytes_with_scales
 
 
-def make(shape: Shape, fmt: str, device: torch.device, seed: int = 0) -> MemoryArtifact:
-    """Weights of all layers, each its own, in one format."""
-    manifest, generator = manifest_of(shape, fmt), torch.Generator(device=device).manual_seed(seed)
+def make_model(size: ModelSize, fmt: str, device: torch.device, seed: int = 0) -> MemoryArtifact:
+    """A model in one format; every layer has weights of its own."""
+    manifest, generator = manifest_of(size, fmt), torch.Generator(device=device).manual_seed(seed)
     d = manifest.decoder
     active = 0.05 * d.d_ff
     deviation = {
         "attention/out": WRITE * d.d_model**-0.5,
-        "predictor/up": shape.rank**-0.5,
+        "predictor/up": size.rank**-0.5,
         "embedding": 1.0,
     }
     arrays: dict[str, Array] = {}
@@ -150,7 +149,7 @@ def make(shape: Shape, fmt: str, device: torch.device, seed: int = 0) -> MemoryA
             arrays[scales_name(name)] = scales.cpu().numpy()
         part = name.split("/", 2)[-1]
         if part.startswith("predictor/"):  # as what is stored means
-            products[part] = numbers(fmt, stored, scales, w.shape[-1])
+            products[part] = dequantised(fmt, stored, scales, w.shape[-1])
 
     for name, spec in manifest.arrays.items():
         local = name.split("/", 2)[-1] if name.startswith("layers/") else name
@@ -166,8 +165,8 @@ def make(shape: Shape, fmt: str, device: torch.device, seed: int = 0) -> MemoryA
     return MemoryArtifact(manifest, arrays)
 
 
-def in_f16(artifact: MemoryArtifact, shape: Shape, device: torch.device) -> MemoryArtifact:
-    """The same numbers in f16."""
+def in_f16(artifact: MemoryArtifact, size: ModelSize, device: torch.device) -> MemoryArtifact:
+    """The same model in f16."""
     if artifact.manifest.formats["ffn"] == "f16":
         return artifact
     arrays: dict[str, Array] = {}
@@ -176,5 +175,5 @@ def in_f16(artifact: MemoryArtifact, shape: Shape, device: torch.device) -> Memo
             arrays[name] = artifact.array(name)
         elif not is_scales(name):
             stored, scales = (torch.from_numpy(artifact.array(n)).to(device) for n in (name, scales_name(name)))
-            arrays[name] = numbers(spec.format, stored, scales, spec.shape[-1]).to(torch.float16).cpu().numpy()
-    return MemoryArtifact(manifest_of(shape, "f16"), arrays)
+            arrays[name] = dequantised(spec.format, stored, scales, spec.shape[-1]).to(torch.float16).cpu().numpy()
+    return MemoryArtifact(manifest_of(size, "f16"), arrays)

@@ -1,11 +1,11 @@
 """Placements without a solver.
 
-`attention first`: the head, then attention with cache and predictor from the last layer back, the embedding, and what
-is left to the hottest neurons of the layers whose attention is on the GPU, the same share of each, because these hand
-over anyway, and no more of them than make a token faster. A byte of attention saves its time at every token, a neuron's
-only when it fires.
+`attention_first` places the head, then attention with cache and predictor from the last layer back, then the embedding.
+What is left goes to the hottest neurons of the layers whose attention is on the GPU, because these hand over anyway:
+the same number in each, and no more than make a token faster. A byte of attention saves its time at every token, a
+neuron's byte only when the neuron fires.
 
-`whole layers`: the last layers and the head, as many as fit (llama.cpp's split).
+`whole_layers` places the last layers and the head, as many as fit (llama.cpp's split).
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.cuda.memory.weight_streaming import streaming_bytes
 from pi_runtime.cuda.plan_layout import needed_bytes
 
-GROUP, PARTS = 64, 32
-"""Neurons that a cut falls between, and parts of the largest cut that are tried."""
+GROUP, CUT_STEPS = 64, 32
+"""A cut is a multiple of this many neurons; fractions of the largest cut that are tried."""
 TOKENS = 256
-"""Of a prompt's blocks, for which buffers are counted in."""
+"""Tokens of a prompt's block that buffers are counted for."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Case:
 
 
 def budgets(manifest: Manifest, context: int) -> list[Case]:
-    """Shares of the whole model, and attention, cache and head with shares of the FFN; those of most interest first."""
-    every = everything_there(manifest, context)
+    """Fractions of the model, and attention, cache and head with fractions of the FFN; the most interesting first."""
+    every = all_on_gpu(manifest, context)
     whole = needed_bytes(manifest, every, context, TOKENS) + streaming_bytes(manifest)
     bare = whole - sum(every.cuts) * neuron_bytes(manifest)
     shares = [Case(f"{n} % of the model", whole * n // 100) for n in (25, 50, 10)]
@@ -44,8 +44,8 @@ def neuron_bytes(manifest: Manifest) -> int:
     return sum(e.nbytes for name, e in manifest.arrays.items() if name.startswith(starts)) // manifest.decoder.d_ff
 
 
-def everything_here(manifest: Manifest, context: int) -> Plan:
-    """Nothing on the GPU."""
+def all_on_cpu(manifest: Manifest, context: int) -> Plan:
+    """The plan with nothing on the GPU."""
     layers = manifest.decoder.n_layers
     return Plan(
         objective="time", vram_bytes=0, used_bytes=0, ram_bytes=0, context=context, attention=("cpu",) * layers,
@@ -53,10 +53,10 @@ def everything_here(manifest: Manifest, context: int) -> Plan:
     )  # fmt: skip
 
 
-def everything_there(manifest: Manifest, context: int) -> Plan:
+def all_on_gpu(manifest: Manifest, context: int) -> Plan:
     layers, cut = manifest.decoder.n_layers, manifest.decoder.d_ff
     return replace(
-        everything_here(manifest, context),
+        all_on_cpu(manifest, context),
         attention=("gpu",) * layers,
         cuts=(cut,) * layers,
         embedding="gpu",
@@ -65,11 +65,11 @@ def everything_there(manifest: Manifest, context: int) -> Plan:
 
 
 def attention_first(manifest: Manifest, budget: int, context: int, seconds: Callable[[Plan], float]) -> Plan:
-    """`seconds`: one token of a plan, by the model of time."""
-    d, plan = manifest.decoder, everything_here(manifest, context)
+    """A plan with attention first; `seconds` is one token of a plan by the model of time."""
+    d, plan = manifest.decoder, all_on_cpu(manifest, context)
 
     def fits(tried: Plan) -> bool:
-        # With memory for cold weights that come up for a prompt.
+        # With memory for cold weights that are streamed for a prompt.
         return needed_bytes(manifest, tried, context, TOKENS) + streaming_bytes(manifest) <= budget
 
     def first_that_fits(*tries: Plan) -> Plan:
@@ -85,12 +85,12 @@ def attention_first(manifest: Manifest, budget: int, context: int, seconds: Call
     while low < high:  # the largest cut that fits
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(_cut(plan, middle * GROUP, d.d_ff)) else (low, middle - 1)
-    cuts = sorted({min(low, max(1, low * part // PARTS)) * GROUP for part in range(1, PARTS + 1)}, reverse=True)
+    cuts = sorted({min(low, max(1, low * part // CUT_STEPS)) * GROUP for part in range(1, CUT_STEPS + 1)}, reverse=True)
     return min((_cut(plan, cut, d.d_ff) for cut in cuts), key=seconds)
 
 
 def whole_layers(manifest: Manifest, budget: int, context: int) -> Plan:
-    d, plan = manifest.decoder, everything_here(manifest, context)
+    d, plan = manifest.decoder, all_on_cpu(manifest, context)
     for count in range(d.n_layers, 0, -1):
         sides = ("cpu",) * (d.n_layers - count) + ("gpu",) * count
         tried = _cut(replace(plan, attention=sides, head="gpu"), d.d_ff, d.d_ff)

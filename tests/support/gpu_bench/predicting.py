@@ -1,4 +1,4 @@
-"""What the model of time says for machines in `profiles/machines`, where no GPU is at hand: nothing here is measured.
+"""Predicts speeds for machines in `profiles/machines` by the model of time, without a GPU: nothing here is measured.
 
 A machine's rates are its profile's: products at `format_gb_per_s`, picked rows at `gather_gb_per_s` (where that is
 missing as products, else as memory), `launch_us` for every kernel, `sync_us` for every hand-over. Offloading reads all
@@ -15,30 +15,30 @@ from typing import Any
 
 from pi_runtime.artifact.schema import Plan
 from support.gpu_bench.measuring import Rates, predict
-from support.gpu_bench.model import OPT, REGLU, SEVEN, THIRTEEN, Curve, Shape, manifest_of
+from support.gpu_bench.model import OPT, REGLU, SEVEN, THIRTEEN, Curve, ModelSize, manifest_of
 from support.gpu_bench.offload import layer_bytes, resident_layers
-from support.gpu_bench.placing import attention_first, budgets, everything_there, whole_layers
+from support.gpu_bench.placing import all_on_gpu, attention_first, budgets, whole_layers
 from support.paths import ROOT
 
 MACHINES = ROOT / "profiles" / "machines"
 NAMES = ("pc-high", "pc-low")
 MODELS = ((SEVEN, OPT), (SEVEN, REGLU), (THIRTEEN, OPT), (THIRTEEN, REGLU))
 CONTEXT, POSITION = 1024, 44
-"""Positions there is room for, and those before the token that is timed, as when measuring."""
+"""Positions of the cache, and positions before the token that is timed; both as when measuring."""
 TARGETS = {OPT: 3.0, REGLU: 1.8}
-"""Times the dense layer split at a quarter of the model; OFFLOAD times offloading."""
+"""Wanted speed ÷ that of the dense layer split at a quarter of the model; `OFFLOAD`: ÷ that of offloading."""
 OFFLOAD = 5.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """As its profile has it: bytes and seconds."""
+    """A machine's profile in bytes and seconds."""
 
     name: str
     title: str
     vram: int
     link: float
-    units: Mapping[str, Any]
+    profile: Mapping[str, Any]
 
     @classmethod
     def read(cls, name: str) -> "Machine":
@@ -47,7 +47,7 @@ class Machine:
         return cls(name, title, int(p["gpu"]["vram_gib"] * 2**30), p["link"]["pcie_gb_per_s"] * 1e9, p)
 
     def rates(self, fmt: str) -> Rates:
-        gpu, cpu = self.units["gpu"], self.units["cpu"]
+        gpu, cpu = self.profile["gpu"], self.profile["cpu"]
         return Rates(
             format=fmt,
             gpu=gpu["bandwidth_gb_per_s"] * 1e9,
@@ -55,48 +55,48 @@ class Machine:
             gpu_picked=_rate(gpu, fmt, "gather"),
             cpu_stream=_rate(cpu, fmt, "format"),
             cpu_picked=_rate(cpu, fmt, "gather"),
-            gap=gpu["launch_us"] / 1e6,
-            cpu_gap=cpu.get("launch_us", 0.0) / 1e6,
+            launch=gpu["launch_us"] / 1e6,
+            cpu_launch=cpu.get("launch_us", 0.0) / 1e6,
             cold=2 * cpu.get("launch_us", 0.0) / 1e6,
-            handover=self.units["link"]["sync_us"] / 1e6,
+            handover=self.profile["link"]["sync_us"] / 1e6,
         )
 
 
-def _rate(unit: Mapping[str, Any], fmt: str, kind: str) -> float:
-    found = unit.get(f"{kind}_gb_per_s", {}).get(fmt)
+def _rate(processor: Mapping[str, Any], fmt: str, kind: str) -> float:
+    found = processor.get(f"{kind}_gb_per_s", {}).get(fmt)
     if found is None and kind == "gather":
-        return _rate(unit, fmt, "format")
-    return float(unit["bandwidth_gb_per_s"] if found is None else found) * 1e9
+        return _rate(processor, fmt, "format")
+    return float(processor["bandwidth_gb_per_s"] if found is None else found) * 1e9
 
 
-def table(machine: Machine, fmt: str, shape: Shape, curve: Curve) -> Iterator[dict[str, Any]]:
+def table(machine: Machine, fmt: str, size: ModelSize, curve: Curve) -> Iterator[dict[str, Any]]:
     """Tokens a second at every budget that the card has memory for."""
-    manifest, r = manifest_of(shape, fmt), machine.rates(fmt)
+    manifest, r = manifest_of(size, fmt), machine.rates(fmt)
 
     def seconds(plan: Plan, *, dense: bool = False) -> float:
-        return predict(manifest.decoder, plan, curve, shape.rank, POSITION, r, dense=dense).token
+        return predict(manifest.decoder, plan, curve, size.rank, POSITION, r, dense=dense).token
 
     for case in sorted(budgets(manifest, CONTEXT), key=lambda case: case.budget):
         if case.budget > machine.vram:
             continue
         layers = whole_layers(manifest, case.budget, CONTEXT)
         yield {
-            "machine": machine.name, "model": shape.name, "format": fmt, "curve": curve.name, "budget": case.name,
+            "machine": machine.name, "model": size.name, "format": fmt, "curve": curve.name, "budget": case.name,
             "gib": case.budget / 2**30,
             "ours": 1 / seconds(attention_first(manifest, case.budget, CONTEXT, seconds)),
             "sparse_layers": 1 / seconds(layers),
             "dense_layers": 1 / seconds(layers, dense=True),
-            "offload": 1 / offload_seconds(machine, shape, curve, case.budget),
+            "offload": 1 / offload_seconds(machine, size, curve, case.budget),
         }  # fmt: skip
 
 
-def offload_seconds(machine: Machine, shape: Shape, curve: Curve, budget: int) -> float:
+def offload_seconds(machine: Machine, size: ModelSize, curve: Curve, budget: int) -> float:
     """One token of offloading, in f16."""
-    manifest = manifest_of(shape, "f16")
-    d, plan = manifest.decoder, everything_there(manifest, CONTEXT)
-    there = predict(d, plan, curve, shape.rank, POSITION, machine.rates("f16"), dense=True).token
+    manifest = manifest_of(size, "f16")
+    d, plan = manifest.decoder, all_on_gpu(manifest, CONTEXT)
+    resident = predict(d, plan, curve, size.rank, POSITION, machine.rates("f16"), dense=True).token
     absent = d.n_layers - resident_layers(manifest, budget, CONTEXT)
-    return there + absent * layer_bytes(manifest) / machine.link
+    return resident + absent * layer_bytes(manifest) / machine.link
 
 
 def show(fmt: str, to: Path | None) -> None:
@@ -107,12 +107,12 @@ def show(fmt: str, to: Path | None) -> None:
           "| ours ÷ offload |")  # fmt: skip
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for machine in map(Machine.read, NAMES):
-        for shape, curve in MODELS:
-            for row in table(machine, fmt, shape, curve):
+        for size, curve in MODELS:
+            for row in table(machine, fmt, size, curve):
                 rows.append(row)
                 _print(row, TARGETS[curve] if row["budget"].startswith("25 % of the model") else None)
     for machine in map(Machine.read, NAMES):
-        print(f"{machine.name}: {machine.title}; {machine.units['source']}")
+        print(f"{machine.name}: {machine.title}; {machine.profile['source']}")
     if to:
         to.write_text(json.dumps(rows, indent=1))
 

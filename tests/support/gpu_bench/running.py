@@ -1,4 +1,4 @@
-"""Decoding and prompts of one placement, timed, and how much of both sides' work overlaps."""
+"""Times decoding and prompts of one placement, and how much of the work of GPU and CPU overlaps."""
 
 import time
 from collections.abc import Sequence
@@ -15,33 +15,33 @@ from support.gpu_bench.model import MemoryArtifact
 
 
 @dataclass(frozen=True)
-class Row:
-    """What one placement does."""
+class Measurement:
+    """Figures of one placement."""
 
     decode: float
     """Tokens a second."""
     prefill: float
     overlap: float | None
-    """Time both sides are busy ÷ the longer one's; None where the layers are not split."""
+    """Time during which GPU and CPU are both busy ÷ the longer one's time; None where no layer is split."""
     handover: float | None
-    """Seconds a split layer, beside either side's work."""
+    """Seconds for each split layer, beside the work of GPU and CPU."""
     gpu: float
-    """Seconds a token of all that the GPU does, alone."""
+    """Seconds a token of the GPU's work, alone."""
     cpu: float
-    """The same of the CPU."""
+    """Seconds a token of the CPU's work, alone."""
     active_on_gpu: float
-    """Share of the neurons kept that the GPU has."""
+    """Fraction of the kept neurons that the GPU has."""
     logits: np.ndarray
 
 
 def measure(
     artifact: MemoryArtifact, mode: str, plan: Plan, device: Device, budget: int, threads: int, prompt: int, tokens: int
-) -> Row:
-    """Build, decode `tokens` tokens after a prompt, and take it apart."""
+) -> Measurement:
+    """Open an executor, decode `tokens` tokens after a prompt, and time its parts."""
     d = artifact.manifest.decoder
     executor = CudaExecutor(artifact, mode, plan.context, threads, plan, device, budget)  # type: ignore[arg-type]
     try:
-        ids = text(d.vocab_size)
+        ids = token_ids(d.vocab_size)
         prefill = _prefill(executor, ids[:prompt])
         cache = executor.new_cache()
         for start in range(0, 32, 16):  # the same short prompt for every placement: its logits are compared
@@ -51,14 +51,14 @@ def measure(
         for token in ids[36 : 36 + tokens]:
             _step(executor, cache, token)
         decode = tokens / (time.perf_counter() - began)
-        kept, there = int(executor.rows_read[:, 1].sum()), int(executor.rows_there[:, 1].sum())
-        overlap, handover, gpu, cpu = _apart(executor)
-        return Row(decode, prefill, overlap, handover, gpu, cpu, there / max(kept, 1), np.stack(logits))
+        kept, on_device = int(executor.rows_read[:, 1].sum()), int(executor.rows_on_device[:, 1].sum())
+        overlap, handover, gpu, cpu = _parts(executor)
+        return Measurement(decode, prefill, overlap, handover, gpu, cpu, on_device / max(kept, 1), np.stack(logits))
     finally:
         executor.close()
 
 
-def text(vocabulary: int) -> np.ndarray:
+def token_ids(vocabulary: int) -> np.ndarray:
     """Token ids that every placement reads."""
     return np.random.default_rng(0).integers(0, vocabulary, 1024)
 
@@ -80,17 +80,17 @@ def _prefill(executor: CudaExecutor, ids: np.ndarray) -> float:
     return len(ids) / taken
 
 
-def _apart(executor: CudaExecutor) -> tuple[float | None, float | None, float, float]:
-    """(overlap, hand-over a split layer, the GPU's part, the CPU's), from the calls of a token run in parts.
+def _parts(executor: CudaExecutor) -> tuple[float | None, float | None, float, float]:
+    """(Overlap, handover of a split layer, the GPU's work, the CPU's), from a token's calls that run in parts.
 
-    What the parts compute is stale but as large as before: lists and inputs stay where the last token left them.
+    Lists and inputs stay as the last token left them, so the parts compute stale numbers but as many as before.
     """
     calls, device = executor.calls, executor.device
     cold = [call for call in calls if call.kind == "cold"]
-    # Between the two stands the wait for the parcel, or the record of the sum.
+    # Between the two is the wait for the handover, or the record of the sum.
     pairs = [(calls[n - 2], call) for n, call in enumerate(calls) if call.kind == "cold" and calls[n - 2].kind == "gpu"]
     hot, beside = [first for first, _ in pairs], [second for _, second in pairs]
-    with device.at_work():
+    with device.stream():
         gpu_s = _seconds(device, [call for call in calls if call.kind == "gpu"])
         cpu_s = _seconds(device, [call for call in calls if call.kind in ("cold", "cpu")])
         if not cold:

@@ -1,6 +1,7 @@
-"""Numbers as an artifact stores them, made where they are: rows of f16, q8 or q4 (see `artifact.formats`).
+"""Numbers as an artifact stores them, made on their device: rows of f16, q8 or q4 (see `artifact.formats`).
 
-A block's scale is its largest magnitude ÷ 127, or ÷ 7: what `pi-compile` does better takes longer and runs as fast.
+A block's scale is its largest magnitude ÷ 127, or ÷ 7. `pi-compile` chooses better ones, which takes longer and runs as
+fast.
 """
 
 import math
@@ -8,12 +9,12 @@ import math
 import torch
 
 from pi_runtime.artifact.formats import BLOCK, FORMATS
-from pi_runtime.cuda.kernels.dequantise import unpack
+from pi_runtime.cuda.kernels.dequantise import dequantise_rows
 from pi_runtime.cuda.kernels.matrix import DTYPES, Matrix
 
 
 def store(fmt: str, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Stored array of `fmt` and of scales, padded with zeros."""
+    """The stored array and its scales, padded with zeros."""
     leading, columns = w.shape[:-1], w.shape[-1]
     if fmt == "f16":
         return _padded(w.to(torch.float16), FORMATS[fmt].stored_shape(w.shape)), None
@@ -28,24 +29,24 @@ def store(fmt: str, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]
     return stored, _padded(scales_NB.reshape(*leading, blocks), FORMATS["scale"].stored_shape((*leading, blocks)))
 
 
-def numbers(fmt: str, stored: torch.Tensor, scales: torch.Tensor | None, columns: int) -> torch.Tensor:
-    """What is stored, as float32."""
+def dequantised(fmt: str, stored: torch.Tensor, scales: torch.Tensor | None, columns: int) -> torch.Tensor:
+    """The numbers that a stored array stands for, as float32."""
     rows = math.prod(stored.shape[:-1])
     flat = None if scales is None else scales.reshape(rows, -1)
     w_ND = torch.empty(rows, columns, device=stored.device)
-    unpack(Matrix(fmt, stored.view(DTYPES[fmt]).reshape(rows, -1), flat, columns), None, 0, w_ND)
+    dequantise_rows(Matrix(fmt, stored.view(DTYPES[fmt]).reshape(rows, -1), flat, columns), None, 0, w_ND)
     return w_ND.reshape(*stored.shape[:-1], columns)
 
 
 def _in_places(q_NBJ: torch.Tensor) -> torch.Tensor:
-    """Fours of columns of every eight blocks interleaved."""
+    """Interleave fours of columns of every eight blocks."""
     rows, grouped = len(q_NBJ), q_NBJ.shape[1] // 8 * 8
     groups = q_NBJ[:, :grouped].reshape(rows, -1, 8, 8, 4).transpose(2, 3)
     return torch.cat([groups.reshape(rows, -1), q_NBJ[:, grouped:].reshape(rows, -1)], 1)
 
 
 def _in_pairs(u_NC: torch.Tensor, grouped: int) -> torch.Tensor:
-    """Two to a byte: places 128 apart in groups, 32 behind them; 0 where there is no second."""
+    """Put two numbers into a byte: places 128 apart in groups, 32 apart behind them; 0 where there is no second."""
 
     def joined(part: torch.Tensor, apart: int) -> torch.Tensor:
         whole = torch.nn.functional.pad(part, (0, -part.shape[1] % (2 * apart))).reshape(len(part), -1, 2, apart)

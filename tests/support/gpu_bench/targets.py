@@ -1,4 +1,4 @@
-"""What a bench's rows say of the targets of the GPU tier."""
+"""Compares a bench's rows with the targets of the GPU tier."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from support.gpu_bench.predicting import OFFLOAD, TARGETS
 
 PREDICTED, HANDOVER, BANDWIDTH = 0.8, 30.0, 0.7
-"""Speed ÷ the speed predicted, at least, at every budget; microseconds a layer, at most; a dense token's share of
-memory's bandwidth, all on the GPU, at least."""
+"""Least speed ÷ predicted speed at every budget; most microseconds a layer; least fraction of the memory's bandwidth
+that a dense token reaches all on the GPU."""
 Row = Mapping[str, Any]
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:
-    """One line a target that there are rows for: what was found, and what is wanted."""
+    """One line for each target that rows exist for: the figure found, and the target."""
     for model, curve in dict.fromkeys((row["model"], row["curve"]) for row in rows):
         of_one = [row for row in rows if (row["model"], row["curve"]) == (model, curve) and "failed" not in row]
         for what, found, wanted, most in _found(of_one, curve):
@@ -38,4 +38,4 @@ def _found(rows: Iterable[Row], curve: str) -> Iterator[tuple[str, float, float,
     if shares := [row["measured/predicted"] for row in rows if row["what"] == "ours"]:
         yield "least of measured ÷ predicted", min(shares), PREDICTED, False
     if times := [row["handover_us"] for row in rows if row["what"] == "ours" and row["handover_us"] is not None]:
-        yield "longest hand-over, µs a layer,", max(times), HANDOVER, True
+        yield "longest handover, µs a layer,", max(times), HANDOVER, True

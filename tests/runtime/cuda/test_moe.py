@@ -1,4 +1,4 @@
-"""A mixture of experts on a GPU and the CPU by any plan gives what the CPU alone gives."""
+"""A mixture of experts on GPU and CPU gives by any plan what the CPU alone gives."""
 
 from pathlib import Path
 from typing import Any
@@ -18,28 +18,28 @@ from pi_runtime.kernels import reference
 EXPERTS, WIDTH = 4, 70
 SHAPE: dict[str, Any] = {"n_layers": 2, "d_ff": WIDTH, "n_experts": EXPERTS, "experts_per_token": 2}
 NONE, ALL, SOME = (0,) * EXPERTS, (WIDTH,) * EXPERTS, (64, 0, WIDTH, 7)
-"""Cuts of one layer: with the last, experts are here, there, or on both sides."""
+"""Cuts of one layer; with the last one experts are on the CPU, on the GPU, or on both sides."""
 PREDICTED = (Layer(rung="predicted", rank=7), Layer(rung="gate"))
 OTHERS = (Layer(rung="sign", margin=2), Layer(rung="threshold", threshold=0.1))
 DENSE = (Layer(rung="dense"), Layer(rung="predicted", rank=5))
 RUNGS = {"predicted, gate": PREDICTED, "sign, threshold": OTHERS, "dense, predicted": DENSE}
 PROMPT, GOING_ON = [5, 9, 250, 3, 77, 130], [7, 11, 200]
 CASES = {
-    "all there": plan_of(["gpu", "gpu"], ALL + ALL),
-    "all here": plan_of(["cpu", "cpu"], NONE + NONE, "cpu-cpu"),
-    "attention there": plan_of(["gpu", "gpu"], NONE + NONE),
-    "neurons there": plan_of(["cpu", "cpu"], ALL + ALL, "cpu-cpu"),
-    "some there": plan_of(["gpu", "gpu"], SOME + SOME[::-1]),
-    "some here": plan_of(["cpu", "cpu"], SOME + SOME[::-1]),
+    "all on the GPU": plan_of(["gpu", "gpu"], ALL + ALL),
+    "all on the CPU": plan_of(["cpu", "cpu"], NONE + NONE, "cpu-cpu"),
+    "attention on the GPU": plan_of(["gpu", "gpu"], NONE + NONE),
+    "neurons on the GPU": plan_of(["cpu", "cpu"], ALL + ALL, "cpu-cpu"),
+    "split, residual on the GPU": plan_of(["gpu", "gpu"], SOME + SOME[::-1]),
+    "split, residual on the CPU": plan_of(["cpu", "cpu"], SOME + SOME[::-1]),
     "either side": plan_of(["gpu", "cpu"], SOME + ALL, "cpu-gpu"),
 }
 
 
-def both(path: Path, plan: Plan, there: Device, mode: str = "auto", **more: Any) -> None:
+def both(path: Path, plan: Plan, gpu: Device, mode: str = "auto", **more: Any) -> None:
     """A prompt, then some tokens, on the CPU alone and by the plan."""
     one = CpuExecutor(Artifact.open(path), mode, CONTEXT, 1)
-    with running(path, plan, there, mode, **more) as two:
-        decoder = two.side.decoder
+    with running(path, plan, gpu, mode, **more) as two:
+        decoder = two.device_ops.decoder
         wanted_rows, rows = assert_same_answers(one, two, PROMPT, GOING_ON)
     one.close()
     # The GPU's kernels drop a neuron of drelu on either factor, the CPU's list holds those that pass the first.
@@ -51,12 +51,12 @@ def both(path: Path, plan: Plan, there: Device, mode: str = "auto", **more: Any)
 @pytest.mark.parametrize("layers", RUNGS.values(), ids=RUNGS)
 @pytest.mark.parametrize("plan", CASES.values(), ids=CASES)
 def test_any_plan_and_rung_give_what_the_cpu_gives(
-    plan: Plan, layers: tuple[Layer, ...], tmp_path: Path, there: Device
+    plan: Plan, layers: tuple[Layer, ...], tmp_path: Path, gpu: Device
 ) -> None:
-    both(model(tmp_path / "a.pi", layers=layers, **SHAPE), plan, there)
+    both(model(tmp_path / "a.pi", layers=layers, **SHAPE), plan, gpu)
 
 
-SPLIT = CASES["some there"]
+SPLIT = CASES["split, residual on the GPU"]
 FORMS: dict[str, dict[str, Any]] = {
     "plain with biases, one expert a token": {
         "family": "opt", "experts_per_token": 1, "layers": (Layer(rung="predicted", rank=7), Layer(rung="dense")),
@@ -68,21 +68,21 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_forms_of_a_decoder(form: dict[str, Any], tmp_path: Path, there: Device) -> None:
-    both(model(tmp_path / "a.pi", **{"layers": PREDICTED, **SHAPE, **form}), SPLIT, there)
+def test_forms_of_a_decoder(form: dict[str, Any], tmp_path: Path, gpu: Device) -> None:
+    both(model(tmp_path / "a.pi", **{"layers": PREDICTED, **SHAPE, **form}), SPLIT, gpu)
 
 
 @pytest.mark.parametrize("mode", ["dense", "gate"])
-def test_modes(mode: str, tmp_path: Path, there: Device) -> None:
-    both(model(tmp_path / "a.pi", layers=PREDICTED, **SHAPE), SPLIT, there, mode)
+def test_modes(mode: str, tmp_path: Path, gpu: Device) -> None:
+    both(model(tmp_path / "a.pi", layers=PREDICTED, **SHAPE), SPLIT, gpu, mode)
 
 
 @pytest.mark.parametrize("fmt", ["f16", "bf16", "q8", "q4"])
-def test_number_formats(fmt: str, tmp_path: Path, there: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_formats(fmt: str, tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU inputs are not rounded to bytes; prompts are multiplied in 16 bits."""
     monkeypatch.setattr(reference, "rounded", lambda x_TD: x_TD)
     path = model(tmp_path / "a.pi", fmt=fmt, layers=PREDICTED, **SHAPE)
-    with Artifact.open(path) as artifact, running(path, CASES["all there"], there) as executor:
+    with Artifact.open(path) as artifact, running(path, CASES["all on the GPU"], gpu) as executor:
         found, _ = decoded(executor, KVCache(artifact.manifest, CONTEXT), GOING_ON)
         assert_same(found, reference.forward(artifact, GOING_ON, "predicted"))
         prompt = read(executor, KVCache(artifact.manifest, CONTEXT), PROMPT)
@@ -90,33 +90,33 @@ def test_number_formats(fmt: str, tmp_path: Path, there: Device, monkeypatch: py
         assert np.abs(prompt - wanted).max() <= 0.02 * np.abs(wanted).max()
 
 
-def test_cold_weights_come_up_for_experts_with_enough_tokens(tmp_path: Path, there: Device) -> None:
+def test_cold_weights_are_streamed_for_experts_with_enough_tokens(tmp_path: Path, gpu: Device) -> None:
     path = model(tmp_path / "a.pi", layers=PREDICTED, **SHAPE)
     found = []
     for stream_from in (1, 3, 1000):
-        with running(path, SPLIT, there, stream_from=min(stream_from, 512)) as executor:
+        with running(path, SPLIT, gpu, stream_from=min(stream_from, 512)) as executor:
             found.append(read(executor, executor.new_cache(), PROMPT))
     assert_same(found[0], found[2])
     assert_same(found[1], found[2])
     assert (found[0] != found[2]).any(), "other additions, other bits"
 
 
-def test_weights_are_what_was_counted(tmp_path: Path, there: Device) -> None:
+def test_weights_are_what_was_counted(tmp_path: Path, gpu: Device) -> None:
     path = model(tmp_path / "a.pi", fmt="q4", layers=PREDICTED, **SHAPE)
-    with running(path, SPLIT, there) as executor, Artifact.open(path) as artifact:
-        assert executor.side.weights.nbytes == weight_bytes(artifact.manifest, SPLIT)
+    with running(path, SPLIT, gpu) as executor, Artifact.open(path) as artifact:
+        assert executor.device_ops.weights.nbytes == weight_bytes(artifact.manifest, SPLIT)
         every = sum(e.nbytes for name, e in artifact.manifest.arrays.items() if not name.endswith(("order", "counts")))
-        assert weight_bytes(artifact.manifest, CASES["all there"]) == every
+        assert weight_bytes(artifact.manifest, CASES["all on the GPU"]) == every
 
 
 @pytest.mark.parametrize("layers", RUNGS.values(), ids=RUNGS)
-@pytest.mark.parametrize("plan", ["some there", "either side"])
+@pytest.mark.parametrize("plan", ["split, residual on the GPU", "either side"])
 def test_what_decoding_computes_and_what_fires(
-    plan: str, layers: tuple[Layer, ...], tmp_path: Path, there: Device
+    plan: str, layers: tuple[Layer, ...], tmp_path: Path, gpu: Device
 ) -> None:
     path = model(tmp_path / "a.pi", layers=layers, **SHAPE)
     one = CpuExecutor(Artifact.open(path), "auto", CONTEXT, 1)
-    with running(path, CASES[plan], there) as two:
+    with running(path, CASES[plan], gpu) as two:
         caches = [two.new_cache() for _ in range(2)]
         assert_same(decoded(two, caches[1], GOING_ON[:1])[0], decoded(one, caches[0], GOING_ON[:1])[0])
         wanted, found = (

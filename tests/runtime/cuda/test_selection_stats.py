@@ -1,4 +1,4 @@
-"""Logits at every position by a GPU and the CPU: with selection those of decoding, dense those of prompts."""
+"""Logits at every position on a GPU and the CPU, and counts of what selection reads and leaves out."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.gpu_running import (
-    ALL_THERE,
+    ALL_ON_GPU,
     CONTEXT,
     NEURONS,
     OTHERS,
@@ -35,73 +35,73 @@ IDS = [5, 9, 250]
 MIXED = plan_of(["gpu", "cpu", "gpu"], (0, NEURONS, 64), "cpu-cpu")
 
 
-def every(executor: CpuExecutor, ids: Sequence[int], cache: KVCache, *, select: bool) -> np.ndarray:
+def all_logits(executor: CpuExecutor, ids: Sequence[int], cache: KVCache, *, select: bool) -> np.ndarray:
     return executor.run(np.array(ids, np.int64), cache, select=select, every=True).copy()
 
 
 @pytest.mark.parametrize(
     ("plan", "layers", "mode"),
-    [(SPLIT, PREDICTED, "auto"), (MIXED, OTHERS, "auto"), (ALL_THERE, OTHERS, "auto"), (SPLIT, OTHERS, "dense")],
-    ids=["split", "mixed", "all there", "dense"],
+    [(SPLIT, PREDICTED, "auto"), (MIXED, OTHERS, "auto"), (ALL_ON_GPU, OTHERS, "auto"), (SPLIT, OTHERS, "dense")],
+    ids=["split", "mixed", "all on the GPU", "dense"],
 )
 def test_what_decoding_computes_and_what_fires(
-    plan: Plan, layers: tuple[Layer, ...], mode: str, tmp_path: Path, there: Device
+    plan: Plan, layers: tuple[Layer, ...], mode: str, tmp_path: Path, gpu: Device
 ) -> None:
     path = model(tmp_path / "a.pi", layers=layers)
     one = CpuExecutor(Artifact.open(path), mode, CONTEXT, 1)
-    with running(path, plan, there, mode) as two:
+    with running(path, plan, gpu, mode) as two:
         assert not two.tally.any()
         caches = [two.new_cache() for _ in range(2)]
         for ids in (IDS, [7]):  # a block, and one that goes on from it
-            found, wanted = (every(e, ids, c, select=True) for e, c in zip((two, one), caches, strict=True))
+            found, wanted = (all_logits(e, ids, c, select=True) for e, c in zip((two, one), caches, strict=True))
             assert_same(found, wanted)
             np.testing.assert_array_equal(two.tally, one.tally)
         assert caches[0].tokens == [*IDS, 7]
     one.close()
 
 
-def test_bits_are_those_of_decoding(tmp_path: Path, there: Device) -> None:
-    with running(model(tmp_path / "a.pi"), MIXED, there) as executor:
+def test_bits_are_those_of_decoding(tmp_path: Path, gpu: Device) -> None:
+    with running(model(tmp_path / "a.pi"), MIXED, gpu) as executor:
         caches = [executor.new_cache() for _ in range(2)]
         wanted, rows = decoded(executor, caches[0], IDS)
-        np.testing.assert_array_equal(every(executor, IDS, caches[1], select=True), wanted)
+        np.testing.assert_array_equal(all_logits(executor, IDS, caches[1], select=True), wanted)
         np.testing.assert_array_equal(executor.rows_read, rows[-1])
 
 
 @pytest.mark.parametrize(
     ("plan", "family", "more"),
     [(SPLIT, "llama", {"head_bias": True, "fmt": "f16"}), (MIXED, "opt", {"d_embedding": 24})],
-    ids=["there", "mixed"],
+    ids=["split", "mixed"],
 )
-def test_dense_blocks(plan: Plan, family: str, more: dict[str, Any], tmp_path: Path, there: Device) -> None:
-    """Blocks are cut where the budget is tight."""
+def test_dense_blocks(plan: Plan, family: str, more: dict[str, Any], tmp_path: Path, gpu: Device) -> None:
+    """Also in blocks of one token, where the budget is tight."""
     path = model(tmp_path / "a.pi", family, **more)
     one = CpuExecutor(Artifact.open(path), "auto", CONTEXT, 1)
-    with running(path, plan, there, budget=1) as two:
+    with running(path, plan, gpu, budget=1) as two:
         assert two.block_tokens == 1
-        found, wanted = (every(e, IDS, two.new_cache(), select=False) for e in (two, one))
+        found, wanted = (all_logits(e, IDS, two.new_cache(), select=False) for e in (two, one))
     one.close()
     assert np.abs(found - wanted).max() <= (0.02 if "fmt" in more else 1e-4) * np.abs(wanted).max()
     assert (found.astype(np.float16) != found).mean() > 0.9, "the head's products are not rounded to 16 bits"
 
 
-def test_eval_on_a_gpu(tmp_path: Path, there: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the command: what it finds is what the CPU finds, and it says which placement it took."""
+def test_eval_on_a_gpu(tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`eval` on a GPU finds what it finds on the CPU, and says which placement it took."""
     monkeypatch.setattr(devices, "_gpus", lambda: 1)
     monkeypatch.setattr(opening, "_stay_awake", lambda: None)
-    monkeypatch.setattr(opening, "Cuda", lambda _index: there)
+    monkeypatch.setattr(opening, "Cuda", lambda _index: gpu)
     plan = replace(plan_of(["cpu", "cpu", "gpu"], (0, 0, 64), "cpu-cpu"), vram_bytes=1 << 30)
     path, text = model(tmp_path / "a.pi", plans=(plan,)), tmp_path / "text.txt"
     text.write_text("Once")
     told: list[str] = []
     all_options = LoadOptions(), LoadOptions(device="cuda:0", context=16, tell=told.append)
-    cpu, gpu = (
+    on_cpu, on_gpu = (
         evaluate(path, [text], None, tokens=4, window=2, progress=lambda *_: None, options=options)
         for options in all_options
     )
-    assert set(told) == {f"{there.name}: by the placement for 1.0 GiB of GPU memory"}
-    assert gpu["device"] == there.name
+    assert set(told) == {f"{gpu.name}: by the placement for 1.0 GiB of GPU memory"}
+    assert on_gpu["device"] == gpu.name
     for mode in ("dense", "gate", "predicted"):
-        assert gpu["perplexity"][mode] == pytest.approx(cpu["perplexity"][mode], rel=1e-4)
-    assert gpu["layers"] == cpu["layers"]
-    assert gpu["ffn_bytes_per_token"] == cpu["ffn_bytes_per_token"]
+        assert on_gpu["perplexity"][mode] == pytest.approx(on_cpu["perplexity"][mode], rel=1e-4)
+    assert on_gpu["layers"] == on_cpu["layers"]
+    assert on_gpu["ffn_bytes_per_token"] == on_cpu["ffn_bytes_per_token"]

@@ -11,9 +11,9 @@ from support.synthetic import small_decoder
 
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.cuda.kernels import moe
-from pi_runtime.cuda.kernels.ffn_neurons import List
-from pi_runtime.cuda.kernels.moe import Places, Taken
-from pi_runtime.cuda.kernels.sign_selection import agree
+from pi_runtime.cuda.kernels.compaction import NeuronList
+from pi_runtime.cuda.kernels.moe import DeviceCuts, Routing
+from pi_runtime.cuda.kernels.sign_selection import select_by_signs
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.cuda.plan_layout import Cuts
 from pi_runtime.kernels import reference
@@ -26,9 +26,9 @@ def integers(device: torch.device, numbers: object) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
-def taken_of(device: torch.device, expert_K: np.ndarray, rng: np.random.Generator) -> tuple[Taken, np.ndarray]:
-    share_K = rng.random(len(expert_K), np.float32)
-    return Taken(integers(device, expert_K), torch.from_numpy(share_K.copy()).to(device)), share_K
+def routing_of(device: torch.device, expert_K: np.ndarray, rng: np.random.Generator) -> tuple[Routing, np.ndarray]:
+    route_weight_K = rng.random(len(expert_K), np.float32)
+    return Routing(integers(device, expert_K), torch.from_numpy(route_weight_K.copy()).to(device)), route_weight_K
 
 
 def drawn(experts_: int, width: int, data: st.DataObject) -> tuple[Cuts, np.ndarray, np.random.Generator]:
@@ -39,63 +39,63 @@ def drawn(experts_: int, width: int, data: st.DataObject) -> tuple[Cuts, np.ndar
     return Cuts.of(cut_X, width, taken), rng.permutation(experts_)[:taken].astype(np.int32), rng
 
 
-def list_of(device: torch.device, room: int) -> List:
-    return List(torch.full((room,), -1, dtype=torch.int32, device=device), integers(device, [-1]))
+def list_of(device: torch.device, room: int) -> NeuronList:
+    return NeuronList(torch.full((room,), -1, dtype=torch.int32, device=device), integers(device, [-1]))
 
 
 @FEW
 @given(EXPERTS, st.data())
-def test_choice(device: torch.device, n_experts: int, data: st.DataObject) -> None:
+def test_route(device: torch.device, n_experts: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, n_experts))
     values = np.random.default_rng(n_experts).integers(-2, 3, n_experts).astype(np.float32)  # many are equal
     decoder = small_decoder(n_experts=n_experts, experts_per_token=count)
     wanted = reference.routing(decoder, {"ffn/router": values[:, None]}, np.ones((1, 1), np.float32))[0]
-    found = Taken(integers(device, [-1] * count), torch.zeros(count, device=device))
-    moe.choose(torch.from_numpy(values).to(device), found)
+    found = Routing(integers(device, [-1] * count), torch.zeros(count, device=device))
+    moe.route(torch.from_numpy(values).to(device), found)
     order = np.argsort(-values, kind="stable")[:count]
     np.testing.assert_array_equal(found.expert_K.cpu(), order)
-    assert_close(found.share_K, wanted[order], 1e-6)
+    assert_close(found.route_weight_K, wanted[order], 1e-6)
 
 
 @pytest.mark.parametrize("values", [[-1e30, 1e30, 0], [np.inf, 1, 2], [np.nan] * 3], ids=str)
-def test_choice_of_extremes_stays_inside(device: torch.device, values: list[float]) -> None:
-    found = Taken(integers(device, [-1] * 2), torch.zeros(2, device=device))
+def test_route_of_extremes_stays_inside(device: torch.device, values: list[float]) -> None:
+    found = Routing(integers(device, [-1] * 2), torch.zeros(2, device=device))
     with np.errstate(invalid="ignore"):
-        moe.choose(torch.tensor(values, device=device), found)
+        moe.route(torch.tensor(values, device=device), found)
     assert 0 <= found.expert_K.min() <= found.expert_K.max() < 3
     if values[1] == 1e30:
         np.testing.assert_array_equal(found.expert_K.cpu(), [1, 2])
-        np.testing.assert_array_equal(found.share_K.cpu(), [1, 0])
+        np.testing.assert_array_equal(found.route_weight_K.cpu(), [1, 0])
 
 
 @FEW
 @given(EXPERTS, WIDTHS, st.data())
-def test_members(device: torch.device, n_experts: int, width: int, data: st.DataObject) -> None:
-    """Rows here are those of the experts' first neurons, one expert's after the other's."""
+def test_expert_neurons(device: torch.device, n_experts: int, width: int, data: st.DataObject) -> None:
+    """Rows on the GPU are those of the experts' first neurons, one expert after the other."""
     cuts, expert_K, rng = drawn(n_experts, width, data)
-    taken, share_K = taken_of(device, expert_K, rng)
-    places = Places.of(cuts, width, device)
-    here = [e * width + i for e in range(n_experts) for i in range(cuts.cut_X[e])]
+    routing, route_weight_K = routing_of(device, expert_K, rng)
+    device_cuts = DeviceCuts.of(cuts, width, device)
+    on_device = [e * width + i for e in range(n_experts) for i in range(cuts.cut_X[e])]
     wanted = [e * width + i for e in expert_K for i in range(cuts.cut_X[e])]
     found, rows = list_of(device, cuts.hot), torch.full((cuts.hot + 3,), -1, dtype=torch.int32, device=device)
     if cuts.hot:
-        moe.members(taken, places, found, rows, cold=False)
+        moe.list_expert_neurons(routing, device_cuts, found, rows, cold=False)
         count = len(wanted)
         assert found.count.item() == count <= cuts.hot
         np.testing.assert_array_equal(rows[:count].cpu(), wanted)
-        np.testing.assert_array_equal(np.array(here)[found.index_F[:count].cpu()], wanted)
+        np.testing.assert_array_equal(np.array(on_device)[found.index_F[:count].cpu()], wanted)
         assert (rows[count:] == -1).all()
         assert (found.index_F[count:] == -1).all()
         h = normal(rng, cuts.hot)
         weighed = torch.from_numpy(h.copy()).to(device)
-        moe.weigh(found, weighed, taken, places)
-        share_X = np.zeros(n_experts, np.float32)
-        share_X[expert_K] = share_K
-        h[:count] *= share_X[np.array(wanted, int) // width]
+        moe.apply_route_weights(found, weighed, routing, device_cuts)
+        route_weight_X = np.zeros(n_experts, np.float32)
+        route_weight_X[expert_K] = route_weight_K
+        h[:count] *= route_weight_X[np.array(wanted, int) // width]
         np.testing.assert_array_equal(weighed.cpu(), h)
     cold = list_of(device, cuts.cold)
     if cuts.cold:
-        moe.members(taken, places, cold, None, cold=True)
+        moe.list_expert_neurons(routing, device_cuts, cold, None, cold=True)
         wanted = [e * width + i for e in expert_K for i in range(cuts.cut_X[e], width)]
         assert cold.count.item() == len(wanted) <= cuts.cold
         np.testing.assert_array_equal(cold.index_F[: len(wanted)].cpu(), wanted)
@@ -111,34 +111,32 @@ def test_prediction(
     expert_K = np.array([2, 0], np.int32)
     if data is not None:
         _, expert_K, _ = drawn(n_experts, width, data)
-    taken, _ = taken_of(device, expert_K, rng)
+    routing, _ = routing_of(device, expert_K, rng)
     down = Stored(device, fmt, normal(rng, n_experts * rank, columns))
     up, bias = Stored(device, fmt, normal(rng, n_experts * width, rank)), normal(rng, n_experts * width)
     x = normal(rng, columns)
     r_KR = torch.full((len(expert_K), rank), np.nan, device=device)
-    moe.reduce(down.matrix, taken, torch.from_numpy(x).to(device), r_KR, tiling)
+    moe.predictor_down(down.matrix, routing, torch.from_numpy(x).to(device), r_KR, tiling)
     wanted_KR = (down.values @ x).reshape(n_experts, rank)[expert_K]
     assert_close(r_KR, wanted_KR)
 
     # Scores of which none is near 0.
     r_KR = torch.from_numpy(np.round(wanted_KR, 2) + np.float32(0.01)).to(device)
-    asked = np.concatenate([e * width + np.sort(rng.permutation(width)[:11]) for e in expert_K])
+    candidates = np.concatenate([e * width + np.sort(rng.permutation(width)[:11]) for e in expert_K])
     score = np.concatenate(
-        [up.values[rows] @ r for rows, r in zip(asked.reshape(-1, 11), r_KR.cpu().numpy(), strict=True)]
+        [up.values[rows] @ r for rows, r in zip(candidates.reshape(-1, 11), r_KR.cpu().numpy(), strict=True)]
     )
-    bias[asked] = np.where(np.abs(score + bias[asked]) < 1e-3, 1 - score, bias[asked])
-    room = len(asked) + 7
-    index = integers(device, np.pad(asked, (0, 7)))
+    bias[candidates] = np.where(np.abs(score + bias[candidates]) < 1e-3, 1 - score, bias[candidates])
+    room = len(candidates) + 7
+    index = integers(device, np.pad(candidates, (0, 7)))
     marks, counts = (
         torch.full((room,), np.nan, device=device),
         torch.full((room,), -1, dtype=torch.int32, device=device),
     )
-    tile = moe.predict(
-        up.matrix, torch.from_numpy(bias).to(device), r_KR, taken, List(index, integers(device, [len(asked)])), width,
-        marks, counts, tiling,
-    )  # fmt: skip
-    wanted = score + bias[asked] > 0
-    np.testing.assert_array_equal(marks[: len(asked)].cpu().numpy() != 0, wanted)
+    bias_F, listed = torch.from_numpy(bias).to(device), NeuronList(index, integers(device, [len(candidates)]))
+    tile = moe.predict_listed(up.matrix, bias_F, r_KR, routing, listed, width, marks, counts, tiling)
+    wanted = score + bias[candidates] > 0
+    np.testing.assert_array_equal(marks[: len(candidates)].cpu().numpy() != 0, wanted)
     for t in range(-(-room // tile)):
         assert counts[t] == wanted[t * tile : (t + 1) * tile].sum()
 
@@ -149,13 +147,13 @@ def test_signs_of_a_list(device: torch.device, rows: int, columns: int, margin: 
     rng = np.random.default_rng(seed)
     x = normal(rng, 1, columns)
     words = packed_signs(normal(rng, rows, columns))
-    asked = rng.integers(0, rows, int(rng.integers(0, rows + 1)))
-    room = len(asked) + 70
+    candidates = rng.integers(0, rows, int(rng.integers(0, rows + 1)))
+    room = len(candidates) + 70
     marks, counts = torch.zeros(room, device=device), torch.full((room,), -1, dtype=torch.int32, device=device)
-    listed = List(integers(device, np.pad(asked, (0, 70))), integers(device, [len(asked)]))
+    listed = NeuronList(integers(device, np.pad(candidates, (0, 70))), integers(device, [len(candidates)]))
     signs = torch.from_numpy(FORMATS["u64"].encode(words).view(np.int64)).to(device)
-    tile = agree(signs, columns, margin, torch.from_numpy(x[0]).to(device), marks, counts, listed)
-    wanted = np.pad(reference.agreement(words, x)[0][asked] > margin, (0, 70))
+    tile = select_by_signs(signs, columns, margin, torch.from_numpy(x[0]).to(device), marks, counts, listed)
+    wanted = np.pad(reference.agreement(words, x)[0][candidates] > margin, (0, 70))
     np.testing.assert_array_equal(marks.cpu().numpy() != 0, wanted)
     for t in range(-(-room // tile)):
         assert counts[t] == wanted[t * tile : (t + 1) * tile].sum()

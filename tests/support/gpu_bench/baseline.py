@@ -1,4 +1,4 @@
-"""Offloading, timed: accelerate's where it can be imported, else the copy of it."""
+"""Times offloading, the baseline: accelerate's where it can be imported, else the copy of it."""
 
 import gc
 import time
@@ -12,7 +12,7 @@ import torch
 from pi_runtime.cuda.memory.devices import Device
 from support.gpu_bench import offload
 from support.gpu_bench.model import MemoryArtifact
-from support.gpu_bench.running import text
+from support.gpu_bench.running import token_ids
 
 
 class Model(Protocol):
@@ -24,33 +24,33 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """Offloading of one model's weights."""
 
     name: str
     open: Callable[[MemoryArtifact, int], Model]
-    """From the artifact of a curve and a budget."""
+    """Makes a model from an artifact and a budget."""
     after: slice
-    """What it reads before it is timed."""
+    """The tokens that it reads before it is timed."""
     checked: bool
-    """Whether its logits follow the whole prompt and can be held against the executor's."""
+    """Whether its logits follow the whole prompt and can be compared with the executor's."""
 
 
-def find(base: MemoryArtifact, context: int, device: Device) -> Rival:
-    """`base` in f16: the rival has no kernels for other formats."""
+def find(base: MemoryArtifact, context: int, device: Device) -> Baseline:
+    """The baseline for `base`, which is in f16: offloading has no kernels for other formats."""
     # Imported in the bench's time: it takes seconds.
     try:
         from support.gpu_bench import accelerated
     except ImportError:
-        return Rival(
+        return Baseline(
             offload.NAME,
             lambda artifact, budget: offload.Offload(artifact, budget, context, device.device),
             slice(31, 32),  # every token has all the weights copied
             checked=False,
         )
-    with device.at_work():
+    with device.stream():
         weights = accelerated.named_weights(base, device.device)
-    return Rival(
+    return Baseline(
         accelerated.NAME,
         lambda artifact, budget: accelerated.Accelerated(artifact, weights, budget, context, device.device),
         slice(32),
@@ -58,12 +58,12 @@ def find(base: MemoryArtifact, context: int, device: Device) -> Rival:
     )
 
 
-def measure(rival: Rival, artifact: MemoryArtifact, budget: int, device: Device) -> tuple[float, int, np.ndarray]:
+def measure(baseline: Baseline, artifact: MemoryArtifact, budget: int, device: Device) -> tuple[float, int, np.ndarray]:
     """(tokens a second, layers on the GPU, logits) of the four tokens whose logits every placement gives."""
-    ids = text(artifact.manifest.decoder.vocab_size)
-    with device.at_work():
-        model = rival.open(artifact, budget)
-        model.read(ids[rival.after])
+    ids = token_ids(artifact.manifest.decoder.vocab_size)
+    with device.stream():
+        model = baseline.open(artifact, budget)
+        model.read(ids[baseline.after])
         device.synchronize()
         began = time.perf_counter()
         rows = [model.read(ids[n : n + 1]) for n in range(32, 36)]

@@ -1,0 +1,294 @@
+"""How kernels read rows of the block formats q8 and q4 (see `artifact.formats`): as words, and element by element.
+
+Whole groups of eight blocks are read as words of 32 bits. A word has four columns of a block in q8, eight in q4, and
+words 8 k + b of a group belong to block b. A thread takes four neighbouring words of some rows: 16 bytes, four
+neighbouring scales, and of the vector runs of four numbers, which it keeps for all its rows. The up to seven blocks
+behind the last whole group are read element by element, a stored byte being one element.
+
+A byte of q8 is converted. Of q4 one mask and one "or" make two numbers. With u and u' the integers of two nibbles that
+are 16 bits apart,
+
+    v = (word, shifted) & 0x00780078 | 0x41804180         as float32:  v = 16 + u + c + u' / 2¹⁶,  c = 0x4180 / 2¹⁹
+    v << 16                                               as float32:  16 + u'
+
+    Σ (u − 8) x + (u' − 8) x'  =  Σ v x + (v << 16) (x' − x / 2¹⁶) − (24 + c − 2⁻¹²) x − 24 x'
+
+where the last two terms do not depend on the row. Sums of so few numbers lose nothing that counts to the 24.
+
+Only this module knows how values lie in a block format: a further format needs its branches in the functions below that
+ask for `_Q4` or `_Q8`.
+
+Legend: R rows, C stored elements, W words, Q = W / 4 threads' worth of words.
+"""
+
+import triton
+import triton.language as tl
+
+from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.cuda.kernels.matrix import WORDS_PER_GROUP
+
+_Q8 = tl.constexpr(FORMATS["q8"].code)
+_Q4 = tl.constexpr(FORMATS["q4"].code)
+_WORDS_PER_GROUP = {FORMATS[name].code: words for name, words in WORDS_PER_GROUP.items()}
+_VALUES_PER_ELEMENT = {fmt.code: fmt.per_item for fmt in FORMATS.values()}
+_OWN = tl.constexpr(24.0)
+_BEYOND = tl.constexpr(24.0 + 0x4180 / 2**19 - 2**-12)
+_PART = tl.constexpr(2.0**-16)
+
+
+@triton.constexpr_function
+def in_blocks(fmt):
+    """Whether a format's values are integers in blocks that share a scale."""
+    return fmt in _WORDS_PER_GROUP
+
+
+@triton.constexpr_function
+def values_per_element(fmt):
+    """Values in one stored element."""
+    return _VALUES_PER_ELEMENT[fmt]
+
+
+@triton.constexpr_function
+def words_per_group(fmt):
+    """Words of 32 bits in a group of eight blocks."""
+    return _WORDS_PER_GROUP[fmt]
+
+
+@triton.constexpr_function
+def runs_per_word(fmt):
+    """Runs of four neighbouring columns in a word; each starts 16 columns behind the one before it."""
+    return 64 // _WORDS_PER_GROUP[fmt]
+
+
+@triton.jit
+def groups_of(columns):
+    """Whole groups of eight blocks in a row."""
+    return (columns + 31) // 32 // 8
+
+
+@triton.jit
+def first_left_element(columns, FMT: tl.constexpr):
+    """The first stored element behind the last whole group."""
+    return groups_of(columns) * (4 * words_per_group(FMT))
+
+
+@triton.jit
+def _column_at(place, columns):
+    """The column at a place of a row: in groups of eight blocks fours of columns are interleaved."""
+    grouped = groups_of(columns) * 256
+    inside = place % 256
+    column = place - inside + inside % 32 // 4 * 32 + inside // 32 * 4 + inside % 4
+    return tl.where(place < grouped, column, place)
+
+
+@triton.jit
+def _nibble_place(byte, columns, UPPER: tl.constexpr):
+    """The place in the lower or the upper four bits of a q4 row's byte."""
+    grouped = groups_of(columns) * 128
+    left = byte - grouped
+    place = tl.where(byte < grouped, byte // 128 * 256 + byte % 128, 2 * grouped + left // 32 * 64 + left % 32)
+    if UPPER:
+        place += tl.where(byte < grouped, 128, 32)
+    return place
+
+
+@triton.jit
+def element_column(element, columns, VALUE: tl.constexpr, FMT: tl.constexpr):
+    """The column of value VALUE of a stored element of a row, in any format."""
+    column = element
+    if FMT == _Q8:
+        column = _column_at(element, columns)
+    if FMT == _Q4:
+        column = _column_at(_nibble_place(element, columns, VALUE == 1), columns)
+    return column
+
+
+@triton.jit
+def element_weights(
+    stored_RC, scales, scales_stride, row_R, mask_R, column_C, columns, VALUE: tl.constexpr, FMT: tl.constexpr
+):  # fmt: skip
+    """[R, C] value VALUE of stored elements as float32, times its scale where the format has one."""
+    if FMT == _Q4:
+        if VALUE == 0:
+            weight_RC = ((stored_RC & 15).to(tl.int32) - 8).to(tl.float32)
+        else:
+            weight_RC = ((stored_RC >> 4).to(tl.int32) - 8).to(tl.float32)
+    else:
+        weight_RC = stored_RC.to(tl.float32)
+    if in_blocks(FMT):
+        at_R1 = (row_R.to(tl.int64) * scales_stride)[:, None]
+        mask_RC = mask_R[:, None] & (column_C < columns)[None, :]
+        weight_RC *= tl.load(scales + at_R1 + (column_C // 32)[None, :], mask=mask_RC, other=0.0).to(tl.float32)
+    return weight_RC
+
+
+@triton.jit
+def words_of(columns, FMT: tl.constexpr):
+    """Words in a row's whole groups."""
+    return groups_of(columns) * words_per_group(FMT)
+
+
+@triton.jit
+def word_column(word, FMT: tl.constexpr):
+    """The first column of a word's first run."""
+    PER: tl.constexpr = words_per_group(FMT)
+    return word // PER * 256 + word % 8 * 32 + word % PER // 8 * 4
+
+
+@triton.jit
+def word_tile(values, stride, row_R, word_W, mask_RW):
+    """[R, W] words of these rows; `stride` in bytes."""
+    words = values.to(tl.pointer_type(tl.int32))
+    at_R1 = (row_R.to(tl.int64) * (stride // 4))[:, None]
+    return tl.load(words + at_R1 + word_W[None, :], mask=mask_RW, other=0)
+
+
+@triton.jit
+def word_scales(scales, stride, row_R, word_W, mask_RW, FMT: tl.constexpr):
+    """[R, W] scales of the words' blocks."""
+    PER: tl.constexpr = words_per_group(FMT)
+    block_W = tl.max_contiguous(word_W // PER * 8 + word_W % 8, 4)
+    at_R1 = (row_R.to(tl.int64) * stride)[:, None]
+    return tl.load(scales + at_R1 + block_W[None, :], mask=mask_RW, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _byte(word, J: tl.constexpr):
+    """Byte J of a word of q8 as a number."""
+    return ((word << (24 - 8 * J)) >> 24).to(tl.float32)
+
+
+@triton.jit
+def _nibble(word, BIT: tl.constexpr):
+    """The number u − 8 of the nibble at bit BIT of a word of q4, by itself."""
+    return (((word >> BIT) & 15) - 8).to(tl.float32)
+
+
+@triton.jit
+def word_run(word, RUN: tl.constexpr, FMT: tl.constexpr):
+    """The four numbers of run RUN of each word, without their scale."""
+    if FMT == _Q4:
+        q0, q1 = _nibble(word, 4 * RUN), _nibble(word, 8 + 4 * RUN)
+        q2, q3 = _nibble(word, 16 + 4 * RUN), _nibble(word, 24 + 4 * RUN)
+    else:
+        q0, q1, q2, q3 = _byte(word, 0), _byte(word, 1), _byte(word, 2), _byte(word, 3)
+    return q0, q1, q2, q3
+
+
+@triton.jit
+def nibble_mask_of(values):
+    """0x00780078, computed from an address, which is below 2⁶³.
+
+    An instruction has room for one constant, which is the exponents': the compiler would load a mask that it knows
+    anew each time.
+    """
+    return 0x00780078 | (values.to(tl.int64) >> 63).to(tl.int32)
+
+
+@triton.jit
+def _nibble_pair(word, BIT: tl.constexpr, nibble_mask):
+    """(v << 16, v) of the nibbles at bits BIT and BIT + 16, as float32."""
+    v = word << 3 - BIT if BIT < 3 else word >> BIT - 3
+    v = (v & nibble_mask) | 0x41804180
+    return (v << 16).to(tl.float32, bitcast=True), v.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pair_sums(low, high, h):
+    """(Σ h (u − 8), Σ h (u' − 8)) from Σ h (v << 16), Σ h v and Σ h."""
+    return high - low * _PART - h * _BEYOND, low - h * _OWN
+
+
+@triton.jit
+def add_words(
+    w_RW, h_RW, nibble_mask, h_sum_RW, s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW, FMT: tl.constexpr
+):  # fmt: skip
+    """Running sums of h times each number of a word, s0 to s3 for its first run and s4 to s7 for its second.
+
+    `h_RW` includes the scales. The sums of q4 include what its numbers are raised by, until `added_words` subtracts it.
+    """
+    if FMT == _Q4:
+        h_sum_RW += h_RW
+        low_RW, high_RW = _nibble_pair(w_RW, 0, nibble_mask)
+        s0_RW += h_RW * low_RW
+        s2_RW += h_RW * high_RW
+        low_RW, high_RW = _nibble_pair(w_RW, 8, nibble_mask)
+        s1_RW += h_RW * low_RW
+        s3_RW += h_RW * high_RW
+        low_RW, high_RW = _nibble_pair(w_RW, 4, nibble_mask)
+        s4_RW += h_RW * low_RW
+        s6_RW += h_RW * high_RW
+        low_RW, high_RW = _nibble_pair(w_RW, 12, nibble_mask)
+        s5_RW += h_RW * low_RW
+        s7_RW += h_RW * high_RW
+    else:
+        s0_RW += h_RW * _byte(w_RW, 0)
+        s1_RW += h_RW * _byte(w_RW, 1)
+        s2_RW += h_RW * _byte(w_RW, 2)
+        s3_RW += h_RW * _byte(w_RW, 3)
+    return h_sum_RW, s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW
+
+
+@triton.jit
+def added_words(h_sum_RW, s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW, FMT: tl.constexpr):
+    """The sums of `add_words` without what q4's numbers are raised by."""
+    if FMT == _Q4:
+        s2_RW, s0_RW = _pair_sums(s0_RW, s2_RW, h_sum_RW)
+        s3_RW, s1_RW = _pair_sums(s1_RW, s3_RW, h_sum_RW)
+        s6_RW, s4_RW = _pair_sums(s4_RW, s6_RW, h_sum_RW)
+        s7_RW, s5_RW = _pair_sums(s5_RW, s7_RW, h_sum_RW)
+    return s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW
+
+
+@triton.jit
+def _runs(x, first_Q, limit, W: tl.constexpr):
+    """Four [W]: numbers 0 to 3 of the run of each word; run i of a thread's four starts 32 i after its first."""
+    # In this shape a thread loads the runs of the very words that it has: nothing goes from one thread to another.
+    at = 32 * tl.arange(0, 4)[:, None, None] + first_Q[None, :, None] + tl.arange(0, 4)[None, None, :]
+    x_4Q4 = tl.load(x + at, mask=at < limit, other=0.0)
+    even, odd = tl.split(tl.reshape(tl.permute(x_4Q4, (1, 0, 2)), [W, 2, 2]))
+    x0_W, x2_W = tl.split(even)
+    x1_W, x3_W = tl.split(odd)
+    return x0_W, x1_W, x2_W, x3_W
+
+
+@triton.jit
+def word_dots(
+    values, scales, stride, scales_stride, columns, row_R, mask_R, x,
+    FMT: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """[R] row · x over whole groups. Where `mask_R` is false, the row is not read and the result is 0."""
+    sums_RW = tl.zeros([R, W], tl.float32)
+    words = words_of(columns, FMT)
+    nibble_mask = nibble_mask_of(values)
+    limit = tl.minimum(columns, groups_of(columns) * 256)
+    for start in range(0, words, W):
+        word_W = start + tl.arange(0, W)
+        mask_RW = mask_R[:, None] & (word_W < words)[None, :]
+        w_RW = word_tile(values, stride, row_R, word_W, mask_RW)
+        scale_RW = word_scales(scales, scales_stride, row_R, word_W, mask_RW, FMT)
+        first_Q = word_column(start + 4 * tl.arange(0, W // 4), FMT)
+        x0_W, x1_W, x2_W, x3_W = _runs(x, first_Q, limit, W)
+        if FMT == _Q4:
+            x4_W, x5_W, x6_W, x7_W = _runs(x, first_Q + 16, limit, W)
+            beyond_W = (x2_W + x3_W) + (x6_W + x7_W)
+            sum_RW = -(((x0_W + x1_W) + (x4_W + x5_W)) * _OWN + beyond_W * _BEYOND)[None, :]
+            low_RW, high_RW = _nibble_pair(w_RW, 0, nibble_mask)
+            sum_RW += low_RW * (x0_W - x2_W * _PART)[None, :]
+            sum_RW += high_RW * x2_W[None, :]
+            low_RW, high_RW = _nibble_pair(w_RW, 8, nibble_mask)
+            sum_RW += low_RW * (x1_W - x3_W * _PART)[None, :]
+            sum_RW += high_RW * x3_W[None, :]
+            low_RW, high_RW = _nibble_pair(w_RW, 4, nibble_mask)
+            sum_RW += low_RW * (x4_W - x6_W * _PART)[None, :]
+            sum_RW += high_RW * x6_W[None, :]
+            low_RW, high_RW = _nibble_pair(w_RW, 12, nibble_mask)
+            sum_RW += low_RW * (x5_W - x7_W * _PART)[None, :]
+            sum_RW += high_RW * x7_W[None, :]
+        else:
+            sum_RW = _byte(w_RW, 0) * x0_W[None, :]
+            sum_RW += _byte(w_RW, 1) * x1_W[None, :]
+            sum_RW += _byte(w_RW, 2) * x2_W[None, :]
+            sum_RW += _byte(w_RW, 3) * x3_W[None, :]
+        sums_RW += sum_RW * scale_RW
+    return tl.sum(sums_RW, 1)
