@@ -201,8 +201,9 @@ def table_of(artifact: Artifact, mode: str) -> npt.NDArray[np.int64]:
 
 def how(d: Decoder, layer: Layer, mode: str) -> list[int]:
     """Rung, rank, bits of the limit, and margin. The modes dense and gate override the stored rungs."""
-    limit = np.float32(d.threshold if RUNGS[mode].exact else max(d.threshold, layer.threshold))
-    rung = _RUNGS[mode if RUNGS[mode].exact else layer.rung]
+    exact = mode in RUNGS and RUNGS[mode].exact
+    limit = np.float32(d.threshold if exact else max(d.threshold, layer.threshold))
+    rung = _RUNGS[mode if exact else layer.rung]
     return [rung, layer.rank or 0, int(limit.view(np.int32)), layer.margin]
 
 
