@@ -18,13 +18,13 @@ from pi_compile.cost_model.token_time import Costs
 from pi_compile.cost_model.workload import Ints, Workload
 from pi_compile.placement.solvers.constrained_path import Chain, Node, Way
 from pi_runtime.artifact.footprint import (
+    DecoderSizes,
     PartBytes,
-    Shape,
-    gpu_scratch_bytes,
+    gpu_workspace_bytes,
     kv_bytes,
     prompt_block,
-    scratch_bytes,
     streamed_bytes,
+    workspace_bytes,
 )
 
 PREFILL_TOKENS = 64
@@ -81,7 +81,7 @@ class Sizes:
             predictor=predictor,
             cache=kv_bytes(shape, work.formats["attention"], work.context),
             scratch=(
-                scratch_bytes(shape, largest, PREFILL_TOKENS, work.context),
+                workspace_bytes(shape, largest, PREFILL_TOKENS, work.context),
                 _gpu_scratch(shape, largest, work.context, parts, parts.total(shape) + sum(predictor)),
             ),
             neurons=shape.neurons,
@@ -132,12 +132,12 @@ class Sizes:
         }
 
 
-def _gpu_scratch(shape: Shape, rank: int, context: int, parts: PartBytes, model: int) -> int:
+def _gpu_scratch(shape: DecoderSizes, rank: int, context: int, parts: PartBytes, model: int) -> int:
     """The GPU's buffers: of a token; and of as large a block of a prompt as `PROMPT_SHARE` allows, with room for
     the cold weights that a long one brings there."""
 
     def needs(tokens: int) -> int:
-        return gpu_scratch_bytes(shape, rank, context, tokens)
+        return gpu_workspace_bytes(shape, rank, context, tokens)
 
     pieces = streamed_bytes(shape, parts.neuron)
     tokens, brought = prompt_block(needs, pieces, needs(1) + model // PROMPT_SHARE)

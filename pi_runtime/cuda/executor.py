@@ -26,7 +26,7 @@ from pi_runtime.cuda.prefill.prefill import Prefill
 from pi_runtime.execution.cpu import CpuExecutor, Floats, Ints
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
-from pi_runtime.kernels.split_ffn import addresses
+from pi_runtime.kernels.split_ffn import workspace_addresses
 
 
 class CudaExecutor(CpuExecutor):
@@ -81,27 +81,27 @@ class CudaExecutor(CpuExecutor):
         self._counted_L2 = np.array([_counted(how.rung, cut) for how, cut in zip(layers, always, strict=True)])
         self._rows_L2 = np.zeros((d.n_layers, 2), np.int64)
         self._ids, self._rows_there_L2 = self._mail.token.numpy(), self._mail.rows_L2.numpy()
-        self._logits_V = self._mail.logits.numpy() if plan.head == GPU else self._buffers.logits_TV[0]
+        self._logits_V = self._mail.logits.numpy() if plan.head == GPU else self._workspace.logits_TV[0]
 
     def _host(self) -> Host:
         mail = self._mail
-        host = RoutedHost if self._shape.experts > 1 else Host
+        host = RoutedHost if self._cfg.experts > 1 else Host
         return host(
             decoder=self.side.decoder,
-            shape=self._shape,
+            cfg=self._cfg,
             ends=self._ends,
             table_LXW=self._table_LXW,
             eps=self._eps,
             cos_SJ=self._cos_SJ,
             sin_SJ=self._sin_SJ,
-            b=self._buffers,
+            b=self._workspace,
             cuts=self.side.cuts,
             step=Step(),
             given=Words.of(mail.to_gpu),
             taken=Words.of(mail.to_host),
             sum_to_gpu=mail.sum_to_gpu.numpy(),
             sum_to_host=mail.sum_to_host.numpy(),
-            addresses=addresses(self._shape, self._buffers),
+            addresses=workspace_addresses(self._cfg, self._workspace),
             own_sum=np.zeros(self.side.decoder.d_model, np.float32),
             x_to_gpu=mail.x_to_gpu.numpy(),
             x_to_host=mail.x_to_host.numpy(),
@@ -142,7 +142,7 @@ class CudaExecutor(CpuExecutor):
 
     def _every(self, tokens: Ints, cache: KVCache, *, select: bool) -> Floats:
         """Logits of all tokens: decoded one by one, or of dense blocks."""
-        logits_TV = self._buffers.logits_TV[: len(tokens)]
+        logits_TV = self._workspace.logits_TV[: len(tokens)]
         if not select:
             for low in range(0, len(tokens), self.block_tokens):
                 part = slice(low, min(len(tokens), low + self.block_tokens))
@@ -193,7 +193,7 @@ class CudaExecutor(CpuExecutor):
     def _decode(self, runs: Sequence[Op]) -> None:
         for run in runs:
             run()
-        self._rows_L2 = self._buffers.rows_L2 + self.rows_there
+        self._rows_L2 = self._workspace.rows_L2 + self.rows_there
 
     def _reader(self, artifact: Artifact, stream_from: int | None) -> Prefill:
         """Prompts: with cold weights brought to the GPU where there are any, memory for it is left and it may pay."""

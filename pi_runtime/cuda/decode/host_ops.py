@@ -17,8 +17,8 @@ from pi_runtime.execution.cpu import Floats, Ints
 from pi_runtime.kernels import ffn, moe
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import Halves
-from pi_runtime.kernels.data.weight_table import Ends, Shape
-from pi_runtime.kernels.data.workspace import Buffers
+from pi_runtime.kernels.data.weight_table import Ends, KernelConfig
+from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 from pi_runtime.kernels.split_ffn import cold_sum, predict
 
@@ -54,13 +54,13 @@ class Host:
     """The CPU's side of one artifact."""
 
     decoder: Decoder
-    shape: Shape
+    cfg: KernelConfig
     ends: Ends
     table_LXW: Ints
     eps: np.float32
     cos_SJ: Floats
     sin_SJ: Floats
-    b: Buffers
+    b: Workspace
     cuts: tuple[Cuts, ...]
     step: Step
     given: Words
@@ -81,23 +81,23 @@ class Host:
         return self.b.x_TD[:1]
 
     def embed(self) -> None:
-        embed(self.shape, self.ends, self.step.tokens, self.step.start, self.b, self.x_1D)
+        embed(self.cfg, self.ends, self.step.tokens, self.step.start, self.b, self.x_1D)
 
     def attention(self, layer: int) -> None:
         """x ← x + attention(norm(x)); then the FFN's input."""
         s, cache = self.step, self.step.cache_L2GSW[layer]
         w = self.table_LXW[layer, 0]
-        attention(self.shape, w, self.eps, self.cos_SJ, self.sin_SJ, s.start, cache, self.x_1D, self.b)
+        attention(self.cfg, w, self.eps, self.cos_SJ, self.sin_SJ, s.start, cache, self.x_1D, self.b)
 
     def whole(self, layer: int) -> None:
         """x ← x + FFN: no neuron is on the GPU."""
         b, w_XW = self.b, self.table_LXW[layer]
-        b.rows_L2[layer] = moe.step(self.shape, w_XW, b.normed_TD[0], b)
+        b.rows_L2[layer] = moe.step(self.cfg, w_XW, b.normed_TD[0], b)
         ffn.add_sums(b.sums_CP, self.x_1D[0])
-        after_ffn(self.shape, w_XW[0], self.eps, self.x_1D)
+        after_ffn(self.cfg, w_XW[0], self.eps, self.x_1D)
 
     def predicts(self, layer: int) -> bool:
-        return bool(self.table_LXW[layer, 0, weight_table.RUNG] in (weight_table.PREDICTED, weight_table.SIGN))
+        return bool(self.table_LXW[layer, 0, weight_table.SELECTOR] != weight_table.SELECTOR_CODES[None])
 
     def hand_over(self) -> None:
         """The FFN's input for the GPU."""
@@ -105,7 +105,7 @@ class Host:
 
     def predict(self, layer: int) -> None:
         """Hot rows that are predicted, for the GPU; cold ones stay in the list here."""
-        found = predict(self.shape, self.table_LXW[layer, 0], self.b.normed_TD[0], self.b)
+        found = predict(self.cfg, self.table_LXW[layer, 0], self.b.normed_TD[0], self.b)
         rows_F = self.b.candidates_F[:found]
         hot = int(np.searchsorted(rows_F, self.cuts[layer].hot))
         self.given.count[0] = hot
@@ -137,7 +137,7 @@ class Host:
         if self.cuts[layer].cold:
             self.x_1D[0] += self.own_sum
         self.x_1D[0] += self.sum_to_host
-        after_ffn(self.shape, self.table_LXW[layer, 0], self.eps, self.x_1D)
+        after_ffn(self.cfg, self.table_LXW[layer, 0], self.eps, self.x_1D)
 
     def cross_out(self) -> None:
         """The residual to the GPU."""
@@ -147,4 +147,4 @@ class Host:
         self.x_1D[0] = self.x_to_host
 
     def head(self) -> None:
-        head(self.shape, self.ends, self.eps, self.x_1D, self.b, self.b.logits_TV[:1])
+        head(self.cfg, self.ends, self.eps, self.x_1D, self.b, self.b.logits_TV[:1])

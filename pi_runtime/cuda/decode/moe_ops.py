@@ -19,7 +19,7 @@ from pi_runtime.cuda.kernels.moe import Places, Taken
 from pi_runtime.cuda.kernels.row_dot import linear
 from pi_runtime.cuda.kernels.sign_selection import agree
 from pi_runtime.execution.cpu import Floats, Ints
-from pi_runtime.kernels.split_ffn import cold_sum_taken, predict_taken
+from pi_runtime.kernels.split_ffn import cold_sum_experts, predict_experts
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,13 @@ class RoutedHost(Host):
     def hand_over(self) -> None:
         """The FFN's input and the experts taken, for the GPU."""
         super().hand_over()
-        self.given.taken_K[:] = self.b.taken_TK[0]
-        self.given.share_K[:] = self.b.share_TK[0]
+        self.given.taken_K[:] = self.b.expert_TK[0]
+        self.given.share_K[:] = self.b.route_weight_TK[0]
 
     def predict(self, layer: int) -> None:
         b, own = self.b, (self.cut_LX[layer], self.base_LX[layer])
-        hot, cold = predict_taken(
-            self.shape, self.table_LXW[layer], b.normed_TD[0], *own, b, self.given.index_F, self.cold_F
+        hot, cold = predict_experts(
+            self.cfg, self.table_LXW[layer], b.normed_TD[0], *own, b, self.given.index_F, self.cold_F
         )
         self.given.count[0], self.step.listed = hot, cold
 
@@ -142,7 +142,7 @@ class RoutedHost(Host):
         self, layer: int, x_D: Floats, taken_K: npt.NDArray[np.int32], share_K: Floats, count: int,
         listed_F: npt.NDArray[np.int32], sum_D: Floats,
     ) -> None:  # fmt: skip
-        self.b.rows_L2[layer] = cold_sum_taken(
+        self.b.rows_L2[layer] = cold_sum_experts(
             self.addresses, self.table_LXW[layer], x_D, taken_K, share_K, self.cut_LX[layer], self.predicts(layer),
             count, listed_F, sum_D,
         )  # fmt: skip

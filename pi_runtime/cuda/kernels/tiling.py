@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import triton
 
-from pi_runtime.artifact.footprint import PARTS, SPLITS
+from pi_runtime.artifact.footprint import ATTENTION_SPLITS, FFN_SPLITS
 from pi_runtime.cuda.kernels.matrix import Matrix
 
 WARP = 128
@@ -36,9 +36,9 @@ class Tiling:
     sum_words: int = 64
     sum_turns: int = 4
     """Tiles of words whose bytes are on their way at once."""
-    splits: int = SPLITS
+    splits: int = FFN_SPLITS
     """Parts that a weighted sum over rows is cut into."""
-    parts: int = PARTS
+    parts: int = ATTENTION_SPLITS
     """Parts that a token's attention is cut into."""
 
     def dots(self, m: Matrix) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pi_runtime.artifact.footprint import NEURONS
+from pi_runtime.artifact.footprint import GEMM_NEURONS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest
@@ -28,7 +28,7 @@ def piece_shapes(manifest: Manifest) -> dict[str, tuple[tuple[int, int], torch.d
     found = {}
     for name, entry in entries.items():
         fmt, k = FORMATS[entry.format], entry.shape[1] if len(entry.shape) == 3 else 1
-        rows = min(NEURONS, manifest.decoder.d_ff) * k  # of one expert, where there are more
+        rows = min(GEMM_NEURONS, manifest.decoder.d_ff) * k  # of one expert, where there are more
         found[name] = ((rows, fmt.stored_shape(entry.shape)[-1]), DTYPES[entry.format])
         if fmt.quantised:
             scales = manifest.arrays[scales_name(f"layers/0/ffn/{name}")]
@@ -71,7 +71,7 @@ class Streamer:
 
     def pieces(self, layer: int, low: int, high: int) -> Iterator[Neurons]:
         """The neurons [low, high) in pieces, each valid until the next but one is asked for."""
-        starts = range(low, high, NEURONS)
+        starts = range(low, high, GEMM_NEURONS)
         coming = iter([*starts[1:], None])
         if starts:
             self._fill(0, layer, starts[0], high)
@@ -79,13 +79,13 @@ class Streamer:
             following = next(coming)
             piece = self._pieces[turn % 2]
             piece.filled.wait()
-            yield self._neurons(piece, layer, start, min(high, start + NEURONS))
+            yield self._neurons(piece, layer, start, min(high, start + GEMM_NEURONS))
             piece.used.record()
             if following is not None:
                 self._fill((turn + 1) % 2, layer, following, high)
 
     def _fill(self, turn: int, layer: int, low: int, high: int) -> None:
-        piece, high = self._pieces[turn], min(high, low + NEURONS)
+        piece, high = self._pieces[turn], min(high, low + GEMM_NEURONS)
         with self._device.copying():
             piece.used.wait()
             for name, array in piece.arrays.items():

@@ -74,7 +74,7 @@ class RoutedPrefill(Prefill):
                 there += gemm.fires(hot, side.decoder, _sent(x_ND, there.device))
             if cut < side.decoder.d_ff:
                 w, y_ND = h.table_LXW[layer, g.expert], np.zeros_like(x_ND)
-                ffn.block(h.shape, w, x_ND, cut, side.decoder.d_ff, True, h.b, tally_3, y_ND)
+                ffn.block(h.cfg, w, x_ND, cut, side.decoder.d_ff, True, h.b, tally_3, y_ND)
         return int(tally_3[0]) + int(there)
 
     def _route_there(self, layer: int, count: int) -> tuple[Ints, Floats]:
@@ -91,8 +91,8 @@ class RoutedPrefill(Prefill):
         taken_TK, share_TK = np.empty((count, taken), np.int64), np.empty((count, taken), np.float32)
         for low in range(0, count, BLOCK_TOKENS):
             part = slice(low, min(count, low + BLOCK_TOKENS))
-            moe.route(h.shape, h.table_LXW[layer, 0], self._here_normed_TD.numpy()[part], h.b)
-            taken_TK[part], share_TK[part] = h.b.taken_TK[: part.stop - low], h.b.share_TK[: part.stop - low]
+            moe.route(h.cfg, h.table_LXW[layer, 0], self._here_normed_TD.numpy()[part], h.b)
+            taken_TK[part], share_TK[part] = h.b.expert_TK[: part.stop - low], h.b.route_weight_TK[: part.stop - low]
         return taken_TK, share_TK
 
     def _groups(self, layer: int, taken_TK: Ints, share_TK: Floats) -> Iterator[Group]:
@@ -138,7 +138,7 @@ class RoutedPrefill(Prefill):
             part = slice(low, low + BLOCK_TOKENS)
             token_N = group.token_N[part]
             y_ND = np.zeros((len(token_N), h.decoder.d_model), np.float32)
-            ffn.block(h.shape, w, normed_TD[token_N], cut, every, False, h.b, h.b.tally_L3[layer], y_ND)
+            ffn.block(h.cfg, w, normed_TD[token_N], cut, every, False, h.b, h.b.tally_L3[layer], y_ND)
             y_TD[token_N] += group.share_N[part, None] * y_ND
 
 

@@ -67,7 +67,7 @@ class Prefill:
             self._heads_there(logits_TV)
         else:
             h, x_TD = self._host, self._here_x_TD.numpy()
-            head(h.shape, h.ends, h.eps, x_TD[: len(tokens)], h.b, logits_TV)
+            head(h.cfg, h.ends, h.eps, x_TD[: len(tokens)], h.b, logits_TV)
 
     def fires(self, layer: int, given_TD: Floats) -> int:
         """Neurons that fire on inputs of the layer's FFN, each counted where the plan has it."""
@@ -79,7 +79,7 @@ class Prefill:
             there = gemm.fires(self._side.layer_neurons(layer), self._side.decoder, normed_TD)
         if cut < every:
             y_TD = self._here_y_TD.numpy()[:count]
-            ffn.block(h.shape, h.table_LXW[layer, 0], given_TD, cut, every, True, h.b, tally_3, y_TD)
+            ffn.block(h.cfg, h.table_LXW[layer, 0], given_TD, cut, every, True, h.b, tally_3, y_TD)
         return int(tally_3[0]) + int(there)
 
     def _through(self, tokens: Ints) -> str:
@@ -118,7 +118,7 @@ class Prefill:
         h, x_TD = self._host, self._here_x_TD.numpy()
         for low in range(0, len(tokens), BLOCK_TOKENS):
             part = slice(low, min(len(tokens), low + BLOCK_TOKENS))
-            embed(h.shape, h.ends, tokens[part], h.step.start + low, h.b, x_TD[part])
+            embed(h.cfg, h.ends, tokens[part], h.step.start + low, h.b, x_TD[part])
 
     def _cross(self, where: str, to: str, count: int) -> str:
         if where == GPU and to != GPU:
@@ -155,7 +155,7 @@ class Prefill:
         for low in range(0, count, BLOCK_TOKENS):
             part = slice(low, min(count, low + BLOCK_TOKENS))
             start = h.step.start + low
-            attention_here(h.shape, w, h.eps, h.cos_SJ, h.sin_SJ, start, cache, x_TD[part], h.b)
+            attention_here(h.cfg, w, h.eps, h.cos_SJ, h.sin_SJ, start, cache, x_TD[part], h.b)
             normed_TD[part] = h.b.normed_TD[: part.stop - low]
 
     def _ffn(self, layer: int, where: str, count: int) -> None:
@@ -190,7 +190,7 @@ class Prefill:
         for low in range(0, count, BLOCK_TOKENS):
             part = slice(low, min(count, low + BLOCK_TOKENS))
             cut, every = h.cuts[layer].hot, h.decoder.d_ff
-            ffn.block(h.shape, w, normed_TD[part], cut, every, False, h.b, h.b.tally_L3[layer], y_TD[part])
+            ffn.block(h.cfg, w, normed_TD[part], cut, every, False, h.b, h.b.tally_L3[layer], y_TD[part])
 
     def _merge_there(self, layer: int, count: int, *, there: bool, here: bool) -> None:
         x_TD = self._x_TD[:count]
@@ -213,7 +213,7 @@ class Prefill:
         if there:
             self._here_y_TD[:count].copy_(self._y_TD[:count])
             x_TD += self._here_y_TD.numpy()[:count]
-        after_ffn(self._host.shape, w, self._host.eps, x_TD)
+        after_ffn(self._host.cfg, w, self._host.eps, x_TD)
 
     def _last(self, where: str, count: int) -> None:
         """The last token's logits, where the decoder leaves them."""
