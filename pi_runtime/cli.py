@@ -82,7 +82,7 @@ def run(
         }
         flags = {name: value for name, value in chosen.items() if value is not None}
         sampling = Sampling.from_generation_config(model.manifest.generation, **flags)
-        _tell(model)
+        _announce(model)
         model.warm_up()
         load_s = time.perf_counter() - began
         if text is None:
@@ -92,8 +92,8 @@ def run(
         _answer(model, answer, as_json=as_json, stats=stats, load_s=load_s)
 
 
-def _tell(model: "Model") -> None:
-    """What the user should know before the first token."""
+def _announce(model: "Model") -> None:
+    """Say what the user should know before the first token."""
     from pi_runtime.execution.plan_choice import gpu_bytes
     from pi_runtime.kernels.codegen.jit import is_cold
 
@@ -101,7 +101,7 @@ def _tell(model: "Model") -> None:
         console.say(model.notice)
     if model.plan is not None:
         used = gpu_bytes(model.plan, model.manifest, model.context)
-        console.say(_told(model.device, model.plan, used, model.context))
+        console.say(_placement_line(model.device, model.plan, used, model.context))
     if is_cold():
         console.say("compiling kernels for this processor, once (half a minute) …")
 
@@ -117,7 +117,7 @@ def _answer(model: "Model", answer: "Generation", *, as_json: bool, stats: bool,
         _print_stats(_report(model, answer, load_s))
 
 
-def _told(device: str, plan: "Plan", used: int, context: int) -> str:
+def _placement_line(device: str, plan: "Plan", used: int, context: int) -> str:
     where = "no GPU in use: the CPU stands in for one" if device == "stand-in" else device
     solved = "" if context == plan.context else f" with a context of {context} (solved for {plan.context})"
     return (
@@ -150,7 +150,7 @@ def _chat(
     messages = [{"role": "system", "content": system}] if system else []
     cache = model.new_cache()
     console.say("Your turn; an empty line or end of input ends the talk.")
-    while line := _ask():
+    while line := _read_turn():
         messages.append({"role": "user", "content": line})
         answer = model.generate(
             model.chat_prompt(messages), max_tokens=max_tokens, sampling=sampling, stop=stop, cache=cache
@@ -163,7 +163,7 @@ def _chat(
             _print_stats(_report(model, answer, load_s))
 
 
-def _ask() -> str:
+def _read_turn() -> str:
     if sys.stdin.isatty():
         sys.stderr.write("> ")
         sys.stderr.flush()

@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from pi_runtime.exit_codes import INTERRUPTED, outcome
+from pi_runtime.exit_codes import INTERRUPTED, code_and_message
 
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
@@ -24,17 +24,17 @@ JSON = typer.Option("--json", help="Print the result as JSON.")
 
 
 def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
-    """Run a command line; every outcome becomes an exit code, every error a message on stderr."""
+    """Run a command line. Every result becomes an exit code, every error a message on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
     debug = "--debug" in arguments or os.environ.get("PI_DEBUG", "").lower() in ("1", "true", "t", "yes", "y", "on")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without a character shall not end the text
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks must not end the text
     try:
         result = app(arguments, standalone_mode=False)
-        sys.stdout.flush()  # here, where a reader that is gone can still be met
+        sys.stdout.flush()  # here, where a closed pipe can still be handled
         if result != INTERRUPTED:
             return result if isinstance(result, int) else 0
-        code, message = outcome(KeyboardInterrupt())  # typer turns Ctrl-C into a number
+        code, message = code_and_message(KeyboardInterrupt())  # typer turns Ctrl-C into a number
     except BrokenPipeError:
         return _reader_gone()
     except SystemExit as end:  # typer's way out of a broken pipe
@@ -46,30 +46,30 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
             import traceback  # noqa: PLC0415
 
             traceback.print_exc()
-        code, message = outcome(error)
+        code, message = code_and_message(error)
     print(message, file=sys.stderr)  # noqa: T201
     return code
 
 
 def _reader_gone() -> int:
-    """Whoever read our output has enough. Python would complain again when it flushes stdout at exit."""
+    """End quietly: the reader of stdout has closed it. Python would complain again when it flushes stdout at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """One JSON object on stdout."""
+    """Print one JSON object on stdout."""
     sys.stdout.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def say(message: str) -> None:
-    """A line about what is going on, on stderr."""
+    """Print a line for the user on stderr."""
     sys.stderr.write(message + "\n")
 
 
 @contextmanager
 def progress(title: str, unit: str = "bytes") -> Iterator[Progress]:
-    """A bar with rate and time left on stderr; nothing where stderr is no terminal. `unit`: bytes or a noun."""
+    """Show a bar with rate and time left on stderr, if that is a terminal. `unit`: bytes or a noun."""
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
@@ -88,7 +88,7 @@ def progress(title: str, unit: str = "bytes") -> Iterator[Progress]:
 
 
 def size(nbytes: float) -> str:
-    """8589934592 → `8.0 GiB`."""
+    """A number of bytes with its unit: 8589934592 → `8.0 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(nbytes) < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

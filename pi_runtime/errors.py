@@ -1,7 +1,7 @@
-"""What can go wrong, and how a program that calls us is told.
+"""The errors that a user can cause, and their exit codes.
 
-    PiError                      exit code 1   something is wrong with us
-    ├── UsageError                         2   the command asks for what cannot be
+    PiError                      exit code 1   a fault of this program
+    ├── UsageError                         2   the command asks for something impossible
     │   ├── DeviceError                        a device that is not there
     │   └── MissingExtraError                  an optional dependency that is not installed
     ├── InputError                         3   something that was read is not usable
@@ -11,7 +11,7 @@
     ├── DoesNotFitError                    4   memory or disk is too small
     └── NotMetError                        5   a lock or a quality budget is not met
 
-`pi_compile.errors` adds its own leaves. Every leaf says what is wrong with which file or flag, and where it helps
+`pi_compile.errors` adds its own leaves. Every message says what is wrong with which file or flag, and where it helps
 what was expected, what was found, and what to do.
 """
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class PiError(Exception):
-    """Base of every error a user can cause. `str(error)` is the whole message, a line a field."""
+    """Base of every error that a user can cause. `str(error)` is the whole message, one field a line."""
 
     exit_code = 1
 

@@ -1,4 +1,4 @@
-"""What becomes of an error at the end of a command: an exit code and a message."""
+"""Exit codes and messages of the errors that end a command."""
 
 import errno
 from typing import Any
@@ -9,7 +9,7 @@ EXTRA_OF = {
     "highspy": "place",
     "scipy": "place",
     "matplotlib": "report",
-    "pydantic": "compile",  # of both: who lacks it most likely lacks the rest too
+    "pydantic": "compile",  # place has it too, but whoever lacks it most likely lacks the rest of compile
     "datasets": "compile",
     "gguf": "compile",
     "huggingface_hub": "compile",
@@ -29,20 +29,22 @@ _FULL = {
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-def outcome(error: BaseException) -> tuple[int, str]:
-    """Exit code and message. What is nobody's but ours is an internal error, 1."""
-    if isinstance(error, KeyboardInterrupt) or (_is(error, "Abort") and not isinstance(error.__cause__, EOFError)):
+def code_and_message(error: BaseException) -> tuple[int, str]:
+    """Exit code and message of an error. Whatever the user cannot cause is an internal error, 1."""
+    if isinstance(error, KeyboardInterrupt) or (
+        _is_named(error, "Abort") and not isinstance(error.__cause__, EOFError)
+    ):
         return INTERRUPTED, "interrupted"
     if hasattr(error, "format_message"):  # click's own: a flag it does not know, a missing argument
         return getattr(error, "exit_code", UsageError.exit_code), _usage(error)
-    known = error if isinstance(error, PiError) else _known(error)
+    known = error if isinstance(error, PiError) else _as_user_error(error)
     if known is not None:
         return known.exit_code, f"error: {known}"
     return 1, f"error: internal error: {type(error).__name__}: {error}\n  try: run again with --debug"
 
 
-def _known(error: BaseException) -> PiError | None:
-    """The user error behind an exception that no code of ours has put in the user's terms."""
+def _as_user_error(error: BaseException) -> PiError | None:
+    """Turn an exception of a library or the system into an error in the user's terms; None where it has none."""
     if isinstance(error, ModuleNotFoundError):
         return missing_extra(error.name or "")
     if isinstance(error, MemoryError):
@@ -68,14 +70,14 @@ def _place(error: OSError) -> str:
     return str(error.filename or "output")
 
 
-def _is(error: BaseException, name: str) -> bool:
+def _is_named(error: BaseException, name: str) -> bool:
     # typer brings its own click, or takes the installed one: the classes differ, their names do not.
     return type(error).__name__ == name
 
 
 def _usage(error: Any) -> str:
     message = str(error.format_message())
-    if _is(error, "NoArgsIsHelpError"):  # a command without its arguments: the message is the help text
+    if _is_named(error, "NoArgsIsHelpError"):  # a command without its arguments: the message is the help text
         return message
     context = getattr(error, "ctx", None)
     return f"error: {message}" + (f"\n  try: {context.command_path} --help" if context else "")

@@ -17,7 +17,7 @@ from pi_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What one generation took. Seconds and tokens; speeds are None where nothing was timed."""
+    """Seconds and tokens of one generation; rates are None where nothing was timed."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -28,7 +28,7 @@ class Stats:
     first_token_s: float
     """From the call to the first token."""
     rows_read_share: float | None
-    """Rows of `first` read ÷ neurons, over the decoded tokens; None without single-token steps."""
+    """Rows of `first` read ÷ neurons, over the decoded tokens; None where no token was decoded."""
     active_share: float | None
     """Neurons for which `rest` was read ÷ neurons."""
 
@@ -39,12 +39,12 @@ class Stats:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Of the tokens after the first, which comes out of prefill."""
+        """Rate of the tokens after the first, which comes from prefill."""
         return (self.generated_tokens - 1) / self.decode_s if self.generated_tokens > 1 and self.decode_s else None
 
 
 class Generation(Iterator[str]):
-    """Pieces of generated text as they come. Joined, they are the whole text; no piece splits a character.
+    """An iterator over pieces of generated text. Joined, they are the whole text; no piece splits a character.
 
     `finish_reason` is None while it runs, then `end` (the model ended its text), `stop` (a stop string),
     `length` (`max_tokens`) or `context` (no position left).
@@ -92,7 +92,7 @@ class Generation(Iterator[str]):
 
     @property
     def stats(self) -> Stats:
-        """Figures so far."""
+        """The figures up to now."""
         neurons = self._steps * self._executor.neurons
         return Stats(
             prompt_tokens=len(self._prompt),
@@ -132,7 +132,7 @@ class Generation(Iterator[str]):
 
     def _prefill(self) -> int:
         began = time.perf_counter()
-        self._cached = self._cache.keep_common(self._prompt)
+        self._cached = self._cache.keep_common_prefix(self._prompt)
         step = self._executor.block_tokens
         for start in range(self._cached, len(self._prompt), step):
             block = np.array(self._prompt[start : start + step], np.int64)

@@ -19,7 +19,7 @@ from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.devices import resolve_device
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import choose_plan
-from pi_runtime.execution.stand_in import HybridExecutor
+from pi_runtime.execution.stand_in import StandInExecutor
 from pi_runtime.generation import Generation
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.sampling import Sampler, Sampling
@@ -44,16 +44,16 @@ def load(
     """Open an artifact for running.
 
     `mode`: `dense` computes every neuron; `gate` skips `rest` where a neuron does not fire, which changes nothing;
-    `auto` runs each layer on the rung its compiler chose; `predicted` is `auto` for an artifact of which some layer's
-    rung leaves out neurons that fire.
-    `device`: `cpu`; `cuda:N` runs by the best stored plan that fits `vram_budget` bytes and what the card has free;
+    `auto` runs each layer on the rung that its compiler chose; `predicted` does the same, but refuses an artifact
+    whose rungs all leave out nothing.
+    `device`: `cpu`; `cuda:N` runs by the best stored plan that fits `vram_budget` bytes and the card's free memory;
     `stand-in` runs the same plan with the CPU in the GPU's place; `auto` is the first GPU where there is one and a plan
-    fits it, else `stand-in` where a budget is given, else `cpu`. `progress`: called with (done, total) bytes while
+    fits it, else `stand-in` where a budget is given, else `cpu`. `progress` is called with (done, total) bytes while
     weights go to a GPU.
-    `context`: positions to hold, prompt and answer together. `threads`: of the CPU; results do not depend on it.
+    `context`: positions to hold, prompt and answer together. `threads`: CPU threads; results do not depend on it.
 
-    Raises ArtifactError for a file that is not an artifact of this version, UsageError for an argument that cannot
-    be, DeviceError for a device that is not there.
+    Raises ArtifactError for a file that is not an artifact of this version, UsageError for an impossible argument,
+    DeviceError for a device that is not there.
     """
     automatic = device == "auto"
     device = resolve_device(device)
@@ -102,7 +102,7 @@ def _executor(
     budget = sys.maxsize if vram_budget is None else vram_budget
     m = artifact.manifest
     plan = choose_plan(m, budget, context, str(artifact.path))
-    return HybridExecutor(artifact, mode, context, threads, plan)
+    return StandInExecutor(artifact, mode, context, threads, plan)
 
 
 def _check_mode(artifact: Artifact, mode: str) -> None:
@@ -127,7 +127,7 @@ class Model:
 
     def __init__(self, artifact: Artifact, mode: str, executor: CpuExecutor, notice: str | None = None) -> None:
         self.notice = executor.notice if notice is None else notice
-        """What the user should know of where it runs."""
+        """What the user should know about where it runs."""
         self._artifact, self._executor = artifact, executor
         self.mode = mode
         self.context = executor.context
@@ -137,17 +137,17 @@ class Model:
 
     @property
     def plan(self) -> Plan | None:
-        """The placement this run follows; None where the CPU has everything."""
+        """The placement that this run follows; None where the CPU has everything."""
         return self._executor.plan
 
     @property
     def device(self) -> str:
-        """Where it runs: `cpu`, `stand-in`, or a GPU by its name."""
+        """The device it runs on: `cpu`, `stand-in`, or a GPU by its name."""
         return self._executor.device_name
 
     @property
     def manifest(self) -> Manifest:
-        """What the artifact says of itself."""
+        """The artifact's manifest."""
         return self._artifact.manifest
 
     def generate(
@@ -159,21 +159,21 @@ class Model:
         stop: Sequence[str] = (),
         cache: KVCache | None = None,
     ) -> Generation:
-        """Continue a prompt (text, or token ids taken as they are); yields pieces of text.
+        """Continue a prompt: text, or token ids taken as they are. Yields pieces of text.
 
         `sampling`: None takes the checkpoint's generation defaults. `max_tokens`: None goes on until the model ends or
-        the context is full. `cache`: one that earlier calls used; what it holds of the prompt is not computed again.
-        Raises PromptError where the prompt is empty, outside the vocabulary, or leaves no room.
+        the context is full. `cache`: one that earlier calls used; the part of the prompt that it holds is not computed
+        again. Raises PromptError where the prompt is empty, outside the vocabulary, or leaves no room.
         """
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"--max-tokens {max_tokens}", expected="1 or more")
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked(prompt).tolist()
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt).tolist()
         if sampling is None:
             sampling = Sampling.from_generation_config(self.manifest.generation)
         return Generation(
             self._executor,
             self.tokenizer,
-            self.new_cache() if cache is None else self._own(cache),
+            self.new_cache() if cache is None else self._checked_cache(cache),
             ids,
             end_ids=self.manifest.text.end_ids,
             sampler=Sampler(sampling, self.manifest.decoder.vocab_size),
@@ -184,31 +184,31 @@ class Model:
     def logits(
         self, token_ids: npt.ArrayLike, last: int | None = None, *, cache: KVCache | None = None
     ) -> npt.NDArray[np.float32]:
-        """float32 (T, vocabulary) for a sequence of T token ids, with the mode's selection at every position.
+        """Float32 logits (T, vocabulary) for a sequence of T token ids, with the mode's selection at every position.
 
-        `last`: only the rows of so many positions at the end. `cache`: one that earlier calls of `logits` used; what it
-        holds of the positions before those is not computed again.
+        `last`: return only the rows of so many positions at the end. `cache`: one that earlier calls of `logits` used;
+        the positions before those rows that it holds are not computed again.
         """
-        ids = self._checked(token_ids)
+        ids = self._checked_ids(token_ids)
         last = len(ids) if last is None else last
         if not 1 <= last <= len(ids):
             raise UsageError(f"logits of the last {last} positions", expected=f"1 to {len(ids)}, the tokens given")
-        cache = self.new_cache() if cache is None else self._own(cache)
-        cache.keep_common(ids.tolist())
+        cache = self.new_cache() if cache is None else self._checked_cache(cache)
+        cache.keep_common_prefix(ids.tolist())
         del cache.tokens[len(ids) - last :]
         return np.concatenate(list(self._blocks(ids, cache)))[-last:]
 
     def examine(self, token_ids: npt.ArrayLike) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """`logits`, and what was selected: (layers, 3) sums over the tokens of neurons that fire, rows of `first`
-        that the mode reads, and neurons that fire and are kept."""
+        """Logits like `logits`, and what was selected: sums (layers, 3) over the tokens of neurons that fire, rows of
+        `first` that the mode reads, and neurons that fire and are kept."""
         found, tally = [], np.zeros_like(self._executor.tally)
-        for block in self._blocks(self._checked(token_ids), self.new_cache()):
+        for block in self._blocks(self._checked_ids(token_ids), self.new_cache()):
             found.append(block)
             tally += self._executor.tally
         return np.concatenate(found), tally
 
     def _blocks(self, ids: npt.NDArray[np.int64], cache: KVCache) -> Iterator[npt.NDArray[np.float32]]:
-        """Run what the cache does not hold yet: logits a block of tokens."""
+        """Run the tokens that the cache does not hold yet; yields the logits of each block of tokens."""
         if len(ids) > self.context:
             raise PromptError(f"{len(ids)} tokens", expected=f"at most the context of {self.context}")
         for start in range(len(cache.tokens), len(ids), BLOCK_TOKENS):
@@ -216,17 +216,17 @@ class Model:
             yield self._executor.run(block, cache, select=True, every=True).copy()
 
     def warm_up(self) -> None:
-        """Compile, or load from the cache, what a generation will run, so that its times are its own."""
+        """Compile what a generation will run, or load it from the cache, so that its times do not include this."""
         cache = self.new_cache()
         for tokens, select in (([0, 0], False), ([0], True)):
             if cache.room >= len(tokens):
                 self._executor.run(np.array(tokens, np.int64), cache, select=select, every=False)
 
     def decode(self, token: int, cache: KVCache) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """One step of generation: logits (V,) after `token`; (layers, 2) rows of `first` read and neurons kept."""
-        if self._own(cache).room == 0:
+        """Run one token: returns logits (V,) after it, and (layers, 2) rows of `first` read and neurons kept."""
+        if self._checked_cache(cache).room == 0:
             raise PromptError(f"the context of {cache.context} tokens is full")
-        logits_1V = self._executor.run(self._checked([token]), cache, select=True, every=False)
+        logits_1V = self._executor.run(self._checked_ids([token]), cache, select=True, every=False)
         return logits_1V[0].copy(), self._executor.rows_read.copy()
 
     @property
@@ -242,7 +242,7 @@ class Model:
             raise ArtifactError(f"{self._artifact.path}: the chat template is not UTF-8", found=error) from None
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation as the model's own template writes it, ready for the assistant's turn."""
+        """The conversation written by the model's own template, ready for the assistant's turn."""
         text = self.manifest.text
         variables = {"bos_token": text.bos_token, "eos_token": text.eos_token, **text.special_tokens}
         return render(self.chat_template, messages, variables=variables)
@@ -252,7 +252,7 @@ class Model:
         return self._executor.new_cache()
 
     def close(self) -> None:
-        """Unmap the file. Using the model afterwards, or what it was still generating, is a UsageError."""
+        """Unmap the file. Using the model afterwards, or a generation that has not ended, is a UsageError."""
         self._executor.close()
 
     def __enter__(self) -> Self:
@@ -263,13 +263,13 @@ class Model:
     ) -> None:
         self.close()
 
-    def _own(self, cache: KVCache) -> KVCache:
-        """The cache, if it has this model's shape: kernels do not ask."""
+    def _checked_cache(self, cache: KVCache) -> KVCache:
+        """Check that the cache has this model's shape: kernels do not."""
         if cache.values.shape != kv_shape(self.manifest.decoder, self.context):
             raise UsageError("the cache was made for another model or context", remedy="model.new_cache()")
         return cache
 
-    def _checked(self, token_ids: Any) -> npt.NDArray[np.int64]:
+    def _checked_ids(self, token_ids: Any) -> npt.NDArray[np.int64]:
         ids = np.ascontiguousarray(token_ids)
         vocabulary = self.manifest.decoder.vocab_size
         if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":

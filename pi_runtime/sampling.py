@@ -28,12 +28,12 @@ Mask = npt.NDArray[np.bool_]
 
 DEFAULT_TOP_K = 50  # what transformers samples with where a checkpoint names no top_k
 GROUPS, LIKELY = 1024, 256
-"""Groups of logits whose largest bound the k-th largest of all from below; tokens in which a top-p is looked for."""
+"""Groups of logits, whose maxima bound the k-th largest logit from below; tokens among which a top-p is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. Raises UsageError naming the flag of a value that cannot be."""
+    """The settings by which the next token is chosen. Raises UsageError naming the flag of an impossible value."""
 
     temperature: float = 0.0
     """Divides the logits; 0 is greedy."""
@@ -46,7 +46,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     """Makes every token of prompt and answer less likely to come again; 1 changes nothing."""
     seed: int | None = None
-    """Of the random generator; None draws a fresh one."""
+    """Seed of the random generator; None draws a fresh one."""
 
     def __post_init__(self) -> None:
         _check("--temperature", self.temperature, "a number ≥ 0", _is_number(self.temperature, 0))
@@ -59,11 +59,11 @@ class Sampling:
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
-        """The checkpoint's own defaults, changed by the given fields; an override of None is not one.
+        """The checkpoint's own defaults, changed by the given fields; None changes nothing.
 
-        As in transformers a config without `do_sample: true` means greedy, and one without `top_k` means 50. An
-        explicit temperature, or a filter that is not off, asks for sampling. Raises ArtifactError for a config that
-        cannot be, UsageError for an override that cannot.
+        As in transformers, a config without `do_sample: true` means greedy, and one without `top_k` means 50. An
+        explicit temperature, or a filter that is not off, asks for sampling. Raises ArtifactError for an invalid
+        config, UsageError for an invalid override.
         """
         known = {f.name for f in fields(cls)} - {"seed"}
         given = {name: value for name, value in config.items() if name in known and value is not None}
@@ -87,9 +87,9 @@ class Sampler:
         self._random = np.random.Generator(np.random.PCG64(sampling.seed))
 
     def __call__(self, logits: Float32s, seen_ids: Ids) -> int:
-        """Float32 logits (vocabulary,) and every id so far, prompt included → the next id.
+        """Choose the next id from float32 logits (vocabulary,) and every id so far, prompt included.
 
-        Raises PiError where the logits say nothing: a NaN, +inf, or −inf everywhere. `logits` is left as it was.
+        Raises PiError for logits without meaning: a NaN, +inf, or −inf everywhere. `logits` is not changed.
         """
         assert logits.shape == (self._vocab_size,), logits.shape
         s = self._sampling
@@ -111,24 +111,26 @@ class Sampler:
 
 
 def candidates(scores: Float32s, sampling: Sampling) -> tuple[npt.NDArray[np.intp], Float64s]:
-    """Penalised logits → the ids that may be drawn, rising, and their probabilities (float64)."""
+    """The ids that may be drawn from penalised logits, in rising order, and their probabilities (float64)."""
     top = float(scores.max())
-    ids, share = _in_play(scores, top, sampling)
+    ids, mass = _shortlist(scores, top, sampling)
     # The shift changes no probability and lets any temperature > 0 divide without reaching +inf or NaN.
     with np.errstate(over="ignore"):
         x: Float64s = (scores[ids].astype(np.float64) - top) / sampling.temperature
     if 0 < sampling.top_k < x.size:
         ids, x = _keep(top_k(x, sampling.top_k), ids, x)
-    if share < 1:
-        ids, x = _keep(top_p(x, share), ids, x)
+    if mass < 1:
+        ids, x = _keep(top_p(x, mass), ids, x)
     if sampling.min_p > 0:
         ids, x = _keep(min_p(x, sampling.min_p), ids, x)
     return ids, softmax(x)
 
 
-def _in_play(scores: Float32s, top: float, sampling: Sampling) -> tuple[npt.NDArray[np.intp], float]:
-    """All ids, or fewer with all that pass the first filter, and the top-p that means the same among these: sorting a
-    large vocabulary, and its exponentials in float64, take milliseconds."""
+def _shortlist(scores: Float32s, top: float, sampling: Sampling) -> tuple[npt.NDArray[np.intp], float]:
+    """Ids that include all which pass the first filter, and the top-p that means the same among these.
+
+    Sorting a large vocabulary, and its exponentials in float64, would take milliseconds.
+    """
     s = sampling
     if scores.size >= 2 * GROUPS and 0 < s.top_k <= GROUPS:
         return _likeliest(scores, s.top_k), s.top_p
@@ -136,19 +138,19 @@ def _in_play(scores: Float32s, top: float, sampling: Sampling) -> tuple[npt.NDAr
         ids = _likeliest(scores, LIKELY)
         with np.errstate(over="ignore"):
             e = np.exp((scores - np.float32(top)) / np.float32(s.temperature))
-        share = s.top_p * e.sum(dtype=np.float64) / e[ids].sum(dtype=np.float64)
+        mass = s.top_p * e.sum(dtype=np.float64) / e[ids].sum(dtype=np.float64)
         # Otherwise ids beyond these are kept too, or the sums do not tell.
-        if share < 1 - 1e-5:
-            return ids, share
+        if mass < 1 - 1e-5:
+            return ids, mass
     if s.top_k == 0 and s.top_p == 1 and s.min_p > 0:
-        # A part in a million less, for rounding; the filter itself decides.
+        # One part in a million less, for rounding; the filter itself decides.
         least = top + s.temperature * math.log(s.min_p * (1 - 1e-6))
         return np.flatnonzero(scores.astype(np.float64) >= least), s.top_p
     return np.arange(scores.size), s.top_p
 
 
 def _likeliest(scores: Float32s, count: int) -> npt.NDArray[np.intp]:
-    """At least `count` ids, and all whose scores are as large as the smallest one of theirs."""
+    """At least `count` ids: the likeliest, and all ties with the least likely of them."""
     # Of `count` groups the largest are at least this, so the count-th largest of all is, and so are its ties.
     largest = scores[: scores.size // GROUPS * GROUPS].reshape(-1, GROUPS).max(0)
     return np.flatnonzero(scores >= np.partition(largest, GROUPS - count)[GROUPS - count])

@@ -9,8 +9,8 @@ from statistics import median
 
 from pi_compile.machine.gpu_probe import probe
 from pi_compile.machine.profile import Cpu, Gpu, Link, Machine, Rates
+from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.kernels.benchmarks import (
-    MEASURED,
     RANK,
     attention_bandwidth,
     gather_bandwidth,
@@ -21,7 +21,7 @@ from pi_runtime.kernels.benchmarks import (
     product_bandwidth,
     product_flops,
     read_bandwidth,
-    weights,
+    timed_matrix,
 )
 
 BYTES = 1 << 30
@@ -69,13 +69,13 @@ def _products(size: int, threads: int) -> tuple[dict[str, Rates], float]:
     """10⁹ bytes a second by kind of product and format, under the profile's keys, and the seconds of a launch."""
     rates: dict[str, Rates] = {kind: {} for kind in ("format", "neurons", "gather", "predictor")}
     launches = []
-    for fmt in MEASURED:
-        w = weights(fmt, size)
+    for fmt in WEIGHT_FORMATS:
+        w = timed_matrix(fmt, size)
         found = (
             product_bandwidth(w, threads),
             neuron_bandwidth(w, threads),
             gather_bandwidth(w, threads),
-            predictor_bandwidth(weights(fmt, size // 4, RANK), threads),
+            predictor_bandwidth(timed_matrix(fmt, size // 4, RANK), threads),
         )
         for by_format, rate in zip(rates.values(), found, strict=True):
             by_format[fmt] = round(rate / 1e9, 1)

@@ -20,11 +20,11 @@ from pi_compile.placement.solvers.constrained_path import LayeredGraph, Node, Sh
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import (
     PartBytes,
-    gpu_scratch_bytes,
+    gpu_workspace_bytes,
     kv_bytes,
     prompt_block,
-    scratch_bytes,
     streamed_bytes,
+    workspace_bytes,
 )
 
 PREFILL_TOKENS = 64
@@ -86,7 +86,7 @@ class Sizes:
             predictor=predictor,
             cache=kv_bytes(decoder, work.formats["attention"], work.context),
             scratch=(
-                scratch_bytes(decoder, largest_rank, PREFILL_TOKENS, work.context),
+                workspace_bytes(decoder, largest_rank, PREFILL_TOKENS, work.context),
                 _gpu_scratch(decoder, largest_rank, work.context, parts, parts.total(decoder) + sum(predictor)),
             ),
             neurons=decoder.neurons,
@@ -154,7 +154,7 @@ def _gpu_scratch(decoder: Decoder, rank: int, context: int, parts: PartBytes, mo
     """
 
     def needs(tokens: int) -> int:
-        return gpu_scratch_bytes(decoder, rank, context, tokens)
+        return gpu_workspace_bytes(decoder, rank, context, tokens)
 
     room = needs(1) + model // PROMPT_SHARE
     tokens, streamed = prompt_block(needs, streamed_bytes(decoder, parts.neuron), room)

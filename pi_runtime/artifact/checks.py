@@ -1,4 +1,4 @@
-"""What a well-typed manifest may still not say: each check yields its problems, with their paths."""
+"""Checks of a well-typed manifest: each yields the problems it finds, with their paths."""
 
 import re
 import reprlib
@@ -7,8 +7,8 @@ from typing import Any
 
 from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, FFNS, NORMS, POSITIONS, Decoder
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
-from pi_runtime.artifact.rungs import RUNGS
-from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Manifest, Plan
+from pi_runtime.artifact.rungs import RUNGS, Rung
+from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Layer, Manifest, Plan
 from pi_runtime.artifact.sizes import PARTS, array_specs
 
 _CHOICES = {"norm": NORMS, "positions": POSITIONS, "block": BLOCKS, "ffn": FFNS, "activation": ACTIVATIONS}
@@ -20,7 +20,7 @@ REQUIRED_FILE = "tokenizer.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.[A-Za-z0-9._-]{1,64}")
 _RESERVED = ("manifest.json", "zarr.json")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-# Generation default → the types it may have and its bounds, both allowed.
+# Generation default → the types it may have, and its bounds, which are both allowed.
 _GENERATION: dict[str, tuple[tuple[type, ...], float, float]] = {
     "do_sample": ((bool,), 0, 1),
     "min_p": ((int, float), 0, 1),
@@ -32,7 +32,7 @@ _GENERATION: dict[str, tuple[tuple[type, ...], float, float]] = {
 
 
 def contradictions(m: Manifest) -> Iterator[str]:
-    """Every problem of a manifest; later checks rest on earlier ones, so it ends after the first group that fails."""
+    """Yield the problems of a manifest. Later checks rest on earlier ones, so it ends after the first that fails."""
     for check in (_decoder, _formats, _layers, _plans, _arrays, _files, _text):
         problems = list(check(m))
         if problems:
@@ -87,16 +87,22 @@ def _layers(m: Manifest) -> Iterator[str]:
     for n, layer in enumerate(m.layers):
         if layer.rung not in RUNGS:
             yield f"layers[{n}].rung: {layer.rung!r} is none of {', '.join(RUNGS)}"
-        if layer.rung == "predicted" and layer.rank is None:
-            yield f"layers[{n}]: rung predicted without a predictor"
-        if layer.rank is not None and not 1 <= layer.rank <= d.d_model:
-            yield f"layers[{n}].rank: {layer.rank} is not in 1…{d.d_model}"
-        if layer.rank is not None and layer.rung == "sign":
-            yield f"layers[{n}].rank: {layer.rank} on the rung sign"
-        if not layer.threshold >= 0 or (layer.threshold > 0 and layer.rung != "threshold"):
-            yield f"layers[{n}].threshold: {layer.threshold} on the rung {layer.rung}"
-        if not -d.d_model <= layer.margin <= d.d_model or (layer.margin and layer.rung != "sign"):
-            yield f"layers[{n}].margin: {layer.margin} on the rung {layer.rung}"
+            continue
+        yield from (f"layers[{n}]{problem}" for problem in _layer(layer, RUNGS[layer.rung], d))
+
+
+def _layer(layer: Layer, rung: Rung, d: Decoder) -> Iterator[str]:
+    if rung.parameter == "rank" and layer.rank is None:
+        yield f": rung {rung.name} without a predictor"
+    if layer.rank is not None and not 1 <= layer.rank <= d.d_model:
+        yield f".rank: {layer.rank} is not in 1…{d.d_model}"
+    # A rung without a selector may keep a predictor for later; another selector's arrays stand in its place.
+    if layer.rank is not None and rung.picks and rung.parameter != "rank":
+        yield f".rank: {layer.rank} on the rung {rung.name}"
+    if not layer.threshold >= 0 or (layer.threshold > 0 and rung.parameter != "threshold"):
+        yield f".threshold: {layer.threshold} on the rung {rung.name}"
+    if not -d.d_model <= layer.margin <= d.d_model or (layer.margin and rung.parameter != "margin"):
+        yield f".margin: {layer.margin} on the rung {rung.name}"
 
 
 def _plans(m: Manifest) -> Iterator[str]:
@@ -169,7 +175,7 @@ def _text(m: Manifest) -> Iterator[str]:
 
 
 def generation_problems(generation: Mapping[str, Any]) -> Iterator[str]:
-    """What cannot be among the generation defaults; for a packer to ask before it writes anything."""
+    """Yield what cannot be among the generation defaults, so that a packer can ask before it writes anything."""
     for name, value in generation.items():
         if name not in _GENERATION:
             yield f"generation.{name}: unknown key; known are {', '.join(_GENERATION)}"

@@ -1,4 +1,4 @@
-"""A decoder described by data: everything the forward pass must know beside the weights.
+"""A decoder described by data: everything that the forward pass must know beside the weights.
 
 One block, with n₁ and n₂ its norms, is
 
@@ -33,11 +33,11 @@ class Decoder:
     """Shape and function of a decoder-only transformer."""
 
     family: str
-    """Name of the adapter that read it; for display, no behaviour depends on it."""
+    """Name of the adapter that read it. Only displayed: no behaviour depends on it."""
     vocab_size: int
     d_model: int
     d_embedding: int
-    """Width of the embedding. Where it is not `d_model`, a matrix brings it there, and another back before the head."""
+    """Width of the embedding. Where it is not `d_model`, one matrix converts it, and another converts back."""
     n_layers: int
     n_heads: int
     n_kv_heads: int
@@ -47,7 +47,7 @@ class Decoder:
     """Neurons of one FFN; with experts, of one expert."""
     n_experts: int = 1
     experts_per_token: int = 1
-    """Experts that the router takes for a token; of one expert there is no router."""
+    """Experts that the router takes for a token. A single expert has no router."""
     context_length: int
     """Positions the model was made for."""
     block: str = "sequential"
@@ -63,11 +63,11 @@ class Decoder:
     """`rope`: the first 2J numbers of each head are two halves, rotated by angles pos · frequency_j;
     `learned`: a table is added."""
     rotary_frequencies: tuple[float, ...] = ()
-    """J angles for one position, float32 numbers; whatever scaling the model has is in them. () where learned."""
+    """J angles for one position, float32 numbers that include the model's scaling; () where positions are learned."""
     rotary_scale: float = 1.0
     """Factor of cosine and sine (YaRN's attention factor)."""
     position_offset: int = 0
-    """Row of the learned table that holds position 0; 0 with rope."""
+    """Row of position 0 in the learned table; 0 with rope."""
     ffn: str
     activation: str
     threshold: float = 0.0
@@ -91,5 +91,5 @@ class Decoder:
 
     @property
     def rotary_dim(self) -> int:
-        """Leading numbers of a head that are rotated."""
+        """How many leading numbers of a head are rotated."""
         return 2 * len(self.rotary_frequencies)

@@ -18,7 +18,7 @@ MAX_DEPTH = 32
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one spelling of a value made of dataclasses, mappings, sequences, strings, numbers, booleans and None.
+    """Canonical JSON of a value made of dataclasses, mappings, sequences, strings, numbers, booleans and None.
 
     Raises ValueError for NaN, infinity and lone surrogates.
     """
@@ -28,7 +28,7 @@ def canonical_json(value: Any) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
-    """JSON without NaN and infinity, nested at most `MAX_DEPTH` deep. Raises ValueError."""
+    """Parse JSON. Raises ValueError for NaN, infinity, and nesting deeper than `MAX_DEPTH`."""
     try:
         value = json.loads(data.decode(), parse_constant=_refuse, parse_float=_finite)
     except RecursionError:
@@ -59,7 +59,7 @@ def _finite(text: str) -> float:
 
 
 def decode(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
-    """JSON value → the type `kind`, noting in `problems` whatever does not match."""
+    """Convert a JSON value to the type `kind`; whatever does not match is added to `problems`."""
     # bool is a subclass of int, and 1 stands for 1.0 in no canonical file: types must be the very same.
     if kind is Any or type(value) is kind:
         return value
@@ -93,6 +93,6 @@ def _decode_dataclass(kind: Any, value: Any, path: str, problems: list[str]) -> 
 
 @cache
 def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Name → type and whether it must be given."""
+    """Fields of a dataclass: name → (type, whether it must be given)."""
     hints = typing.get_type_hints(kind)
     return {f.name: (hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(kind)}

@@ -19,12 +19,12 @@ def combine(chunk_digests: Iterable[bytes]) -> str:
 
 
 def workers() -> int:
-    """Threads worth having for hashing (hashlib releases the GIL)."""
+    """Number of threads that hashing pays for (hashlib releases the GIL)."""
     return min(4, os.cpu_count() or 1)
 
 
 class GrowingDigest:
-    """Digest of a file while it is written: chunks that will not change any more are read back and hashed in threads.
+    """Digest of a file that is being written: threads read back and hash the chunks that will not change any more.
 
     Reading back costs little: the bytes were just written and lie in the page cache.
     """
@@ -35,7 +35,7 @@ class GrowingDigest:
         self._chunks: list[Future[bytes]] = []
 
     def advance(self, final: int) -> None:
-        """The bytes [0, final) will not change any more."""
+        """Take note that the bytes [0, final) will not change any more."""
         while self._next + CHUNK <= final:
             self._submit(CHUNK)
 

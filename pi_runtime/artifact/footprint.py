@@ -1,4 +1,4 @@
-"""How many bytes running a model needs where: its parts, the key-value cache, and the buffers of a call.
+"""Bytes that running a model needs in each memory: its parts, the key-value cache, and the workspace of a call.
 
 Placing, packing and running share these counts, as they share `sizes` for the arrays.
 """
@@ -11,20 +11,20 @@ from typing import Protocol, Self
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.artifact.sizes import ArraySpec
 
-CHUNKS, SHARES = 32, 128
-"""Partial sums of one FFN, and shares its neurons are cut into: as many threads can take them."""
-SPLITS, PARTS, NEURONS = 32, 8, 1024
-"""On a GPU: partial sums of one FFN, parts of one token's attention, and neurons of one dense product."""
+CHUNKS, SEGMENTS = 32, 128
+"""Partial sums of one FFN, and segments that its neurons are split into: so many threads can share the work."""
+FFN_SPLITS, ATTENTION_SPLITS, GEMM_NEURONS = 32, 8, 1024
+"""On a GPU: partial sums of one FFN, splits of one token's attention, and neurons of one dense product."""
 PROMPT_TOKENS = (512, 256, 128, 64, 16, 1)
 """Sizes of a prompt's blocks on a GPU."""
 STREAMED_TOKENS = 64
-"""Tokens of a block that bringing cold weights to the GPU may pay for."""
+"""Fewest tokens of a block for which copying cold weights to the GPU may pay."""
 PAD, GROUP_ROWS = 128, 32
-"""Columns that inputs are padded to a multiple of, and rows of q8 and q4 that are summed together."""
+"""Columns to a multiple of which inputs are padded, and rows of block formats that are summed together."""
 
 
-class Shape(Protocol):
-    """What sizes depend on, named as in `Decoder`."""
+class DecoderSizes(Protocol):
+    """The fields of a `Decoder` that sizes depend on."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -52,30 +52,30 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PartBytes:
-    """Stored bytes of what running a model reads, by the parts that can lie in one memory or another.
+    """Stored bytes that running a model reads, by the parts that can be in one memory or another.
 
-    Quantised matrices with their scales. Neuron order and counts are not read, and in no part.
+    Quantised matrices count with their scales. Neuron order and counts are not read and belong to no part.
     """
 
     embedding: int
-    """The matrix of tokens, and what brings it to the model's width."""
+    """The matrix of tokens, and the matrix that converts it to the model's width."""
     embedding_row: int
     positions: int
     head: int
     """The matrix, or 0 where it is the embedding's (`tied_head`)."""
     final_norm: int
     attention: int
-    """Of one layer: attention and both norms; a router."""
+    """One layer's attention, both norms, and router."""
     ffn_bias: int
-    """Of one layer: `down_bias`, added once where the residual is."""
+    """One layer's `down_bias`, which is added once where the residual is."""
     neuron: int
-    """One neuron: its rows of `first` and `rest`, and its biases."""
+    """One neuron's rows of `first` and `rest`, and its biases."""
     first: int
-    """Of these, what is read to know whether it fires: its row of `first`, and its biases."""
+    """What of these is read to know whether it fires: its row of `first`, and its biases."""
 
     @classmethod
     def of(cls, specs: Mapping[str, ArraySpec], vocab_size: int, neurons: int) -> Self:
-        """From the arrays of a model with at least one layer, and the neurons of a layer."""
+        """The parts of a model, from its arrays (at least one layer) and the number of neurons in a layer."""
 
         def total(*starts: str) -> int:
             return sum(s.nbytes for name, s in specs.items() if name.startswith(starts))
@@ -94,46 +94,49 @@ class PartBytes:
             first=first // neurons,
         )
 
-    def total(self, decoder: Shape) -> int:
-        """All parts of a model without predictors, each once."""
+    def total(self, decoder: DecoderSizes) -> int:
+        """The bytes of a whole model without predictors: all parts, each once."""
         ends = self.embedding + self.positions + self.head + self.final_norm
         layer = self.attention + self.ffn_bias + decoder.n_experts * decoder.d_ff * self.neuron
         return ends + decoder.n_layers * layer
 
 
 def predictor_bytes(specs: Mapping[str, ArraySpec], layer: int) -> int:
-    """Of one layer's predictor, 0 where it has none."""
+    """Bytes of one layer's predictor; 0 where it has none."""
     return sum(s.nbytes for name, s in specs.items() if name.startswith(f"layers/{layer}/predictor/"))
 
 
-def kv_shape(decoder: Shape, context: int) -> tuple[int, ...]:
-    """(layers, 2, G, S, E): keys and values of `context` positions."""
+def kv_shape(decoder: DecoderSizes, context: int) -> tuple[int, ...]:
+    """Shape of the keys and values of `context` positions: (layers, 2, key-value heads, positions, head width)."""
     return (decoder.n_layers, 2, decoder.n_kv_heads, context, decoder.head_dim)
 
 
 def kv_itemsize(attention: str) -> int:
-    """Bytes of a key's number beside attention weights of this format: float16, but float32 beside float32."""
+    """Bytes of a number in the cache for attention weights of this format: float16, but float32 for float32."""
     return 4 if attention == "f32" else 2
 
 
-def kv_bytes(decoder: Shape, attention: str, positions: int) -> int:
-    """Keys and values of one layer for so many positions, beside attention weights of this format."""
+def kv_bytes(decoder: DecoderSizes, attention: str, positions: int) -> int:
+    """Bytes of one layer's keys and values for so many positions, for attention weights of this format."""
     return kv_itemsize(attention) * math.prod(kv_shape(decoder, positions)[1:])
 
 
 def padded_width(columns: int) -> int:
-    """Columns with padding."""
+    """The columns of an input with its padding."""
     return -(-columns // PAD) * PAD
 
 
-def record_nbytes(columns: int) -> int:
-    """The input of products: 4 bytes a column as float32, twice one as bytes, and 8 a block of scale and sum."""
+def input_nbytes(columns: int) -> int:
+    """Bytes of a product's input: 4 a column as float32, 1 a column twice as bytes, 8 a block for scale and sum."""
     return padded_width(columns) * 25 // 4
 
 
-def sum_floats(columns: int) -> int:
-    """What weighted sums of rows work in, as 4-byte numbers: of each block and row a weight and half a pair of 16-bit
-    ones, of each block three numbers; 8-byte addresses of the rows and of those to be fetched."""
+def gather_floats(columns: int) -> int:
+    """4-byte numbers of the workspace of a gathered sum.
+
+    Each block has a factor and half a pair of 16-bit ones for each row, and three numbers more. Each row has its 8-byte
+    address and that of a row to prefetch.
+    """
     blocks = padded_width(columns) // BLOCK
     return blocks * (GROUP_ROWS + GROUP_ROWS // 2 + 3) + 4 * (GROUP_ROWS + 1)
 
@@ -143,56 +146,60 @@ def sign_words(columns: int) -> int:
     return -(-columns // 64)
 
 
-def scratch_bytes(decoder: Shape, largest_rank: int, tokens: int, context: int) -> int:
-    """Buffers of calls of up to `tokens` tokens, and the table of rotary angles; a test holds it against the runtime's
-    own."""
+def workspace_bytes(decoder: DecoderSizes, largest_rank: int, tokens: int, context: int) -> int:
+    """Bytes of the workspace for calls of up to `tokens` tokens, and of the table of rotary angles.
+
+    A test compares it with what the runtime allocates.
+    """
     d, t = decoder, tokens
     heads = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim + d.n_heads * d.head_dim
     narrow = d.d_embedding if d.d_embedding != d.d_model else 0
     gathered = d.d_model if d.n_experts > 1 else 0
     floats = t * (3 * d.d_model + narrow + heads + 2 * d.d_ff + largest_rank + d.vocab_size)
     floats += t * (gathered + d.n_experts + d.experts_per_token)
-    floats += d.d_ff + CHUNKS * (padded_width(d.d_model) + sum_floats(d.d_model))
-    integers = 2 * d.d_ff + SHARES + 5 * d.n_layers + t * (sign_words(d.d_model) + d.experts_per_token + 1)
+    floats += d.d_ff + CHUNKS * (padded_width(d.d_model) + gather_floats(d.d_model))
+    integers = 2 * d.d_ff + SEGMENTS + 5 * d.n_layers + t * (sign_words(d.d_model) + d.experts_per_token + 1)
     widest = max(d.d_model, d.d_embedding, d.n_heads * d.head_dim, largest_rank)
-    records = t * (record_nbytes(widest) + record_nbytes(largest_rank))
+    records = t * (input_nbytes(widest) + input_nbytes(largest_rank))
     angles = context * d.rotary_dim
     return 4 * (floats + angles) + 8 * integers + records
 
 
 def dense_rows(tokens: int) -> int:
-    """Rows of q8 and q4 that a GPU unpacks at once for a dense product with so many tokens."""
-    return min(NEURONS, 16 * tokens)
+    """Rows of block formats that a GPU unpacks at once for a dense product with so many tokens."""
+    return min(GEMM_NEURONS, 16 * tokens)
 
 
-def gpu_scratch_bytes(decoder: Shape, largest_rank: int, context: int, tokens: int) -> int:
-    """A GPU's buffers for decoding and for prompts in blocks of so many tokens; a test holds it against the runtime's
-    own. Weights of q8 and q4 are unpacked to 16 bits for dense products."""
+def gpu_workspace_bytes(decoder: DecoderSizes, largest_rank: int, context: int, tokens: int) -> int:
+    """Bytes of a GPU's workspace for decoding, and for prompts in blocks of so many tokens.
+
+    Weights of block formats are unpacked to 16 bits for dense products. A test compares it with what is allocated.
+    """
     d, t, k = decoder, tokens, decoder.experts_per_token
     mixed = d.n_heads * d.head_dim
     qkv = mixed + 2 * d.n_kv_heads * d.head_dim
     lists = 8 * k * d.d_ff + 2 * d.d_model + 64 + 2 * d.n_layers
-    parts = d.n_heads * PARTS * (d.head_dim + 2)
-    one = (SPLITS + 2) * d.d_model + qkv + mixed + k * largest_rank + d.vocab_size + lists + parts
+    parts = d.n_heads * ATTENTION_SPLITS * (d.head_dim + 2)
+    one = (FFN_SPLITS + 2) * d.d_model + qkv + mixed + k * largest_rank + d.vocab_size + lists + parts
     rows = dense_rows(t)
     block = t * (5 * d.d_model + 2 * qkv + 2 * mixed + 4 * rows) + rows * max(d.d_model, mixed)
     if d.n_experts > 1:
-        # What a token's experts have to choose from; cuts of all; a block's tokens gathered for an expert.
+        # Candidates of a token's experts; the cuts of all experts; a block's tokens gathered for an expert.
         one += 3 * k * d.d_ff + 2 * k + (2 * d.n_layers + 1) * d.n_experts
         block += t * (2 * d.d_model + 4 * d.n_experts + 8 * k)
     return 4 * (one + block + context * d.rotary_dim)
 
 
-def streamed_bytes(decoder: Shape, neuron: int) -> int:
-    """A GPU's memory for cold neurons of so many bytes each that are brought to it: two pieces, which take turns."""
-    return 2 * min(NEURONS, decoder.d_ff) * neuron
+def streamed_bytes(decoder: DecoderSizes, neuron: int) -> int:
+    """Bytes on a GPU for cold neurons of so many bytes each that are copied to it: two pieces, which take turns."""
+    return 2 * min(GEMM_NEURONS, decoder.d_ff) * neuron
 
 
 def prompt_block(needs: Callable[[int], int], pieces: int, room: int) -> tuple[int, int]:
-    """(Tokens of a prompt that a GPU reads at once, bytes for cold weights that are brought to it meanwhile).
+    """Choose (tokens of a prompt that a GPU reads at once, bytes for cold weights that are copied to it meanwhile).
 
-    The largest block whose `needs` and `pieces` (0 where nothing is cold) are within `room`; without the pieces where
-    they would leave none of `STREAMED_TOKENS`; one token at least.
+    It is the largest block whose `needs` and `pieces` (0 where nothing is cold) are within `room`. There are no pieces
+    where they would leave no room for `STREAMED_TOKENS`. A block has one token at least.
     """
     for tokens in PROMPT_TOKENS:
         if tokens >= STREAMED_TOKENS and needs(tokens) + pieces <= room:

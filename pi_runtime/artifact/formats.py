@@ -14,19 +14,19 @@ row of weights in a mapped array starts on a cache line. A vector is stored as i
     u32    unsigned integer                         uint32
     u64    unsigned integer                         uint64
 
-q8 and q4 keep the scales of a matrix in an array of their own, `NAME_scales` (see `sizes`). Every eight blocks of a row
-are a group, in which fours of columns are interleaved: place 32 k + 4 b + j holds column 32 b + 4 k + j (b, k < 8,
-j < 4). So lane b of the k-th 256-bit vector belongs to block b, and eight blocks' sums of products take one conversion.
-Up to seven blocks that are left at the end of a row lie in their own order. q4 puts two places into a byte: in a group
-byte i has place i in its lower and place 128 + i in its upper four bits, among the blocks left over places i and 32 + i
-of every 64.
+q8 and q4 are block formats: `BLOCK` consecutive columns of a row share a scale, and the scales of a matrix stand in an
+array of their own, `NAME_scales` (see `sizes`). Every eight blocks of a row form a group, in which fours of columns are
+interleaved: index 32 k + 4 b + j holds column 32 b + 4 k + j (b, k < 8, j < 4). So lane b of the k-th 256-bit vector
+belongs to block b, and the sums of eight blocks are converted at once. Up to seven blocks left at the end of a row keep
+the order of their columns. q4 stores two indices in a byte: in a group, byte i holds index i in its lower and index
+128 + i in its upper four bits; in the blocks left over, indices i and 32 + i of every 64.
 
-`code` is what kernels switch on.
+docs/development.md lists the files that a further block format touches.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -35,56 +35,63 @@ Array = npt.NDArray[Any]
 
 ROW_ALIGN = 64
 BLOCK = 32
-"""Columns that share a scale in q8 and q4."""
-# Smallest magnitude that rounds to infinity, or whose scale does: half a unit above the largest finite one (the tie
-# goes to even, upwards).
-_TOO_LARGE = {"f16": 65520.0, "bf16": 2.0**128 - 2.0**119, "q8": 65520.0 * 127, "q4": 65520.0 * 8}
+"""Columns that share a scale in block formats."""
+WeightFormat = Literal["f32", "f16", "bf16", "q8", "q4"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
+"""Formats that weights may be stored in, in the order of their codes."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """One number format: its name, its code for kernels, and the dtype its bytes are stored as."""
+    """One number format."""
 
     name: str
     code: int
+    """Number that kernels tell formats apart by."""
     stored: np.dtype[Any]
+    """Type of the stored items."""
     row_align: int = ROW_ALIGN
     """Rows of a matrix are padded to a multiple of this many bytes."""
     per_item: int = 1
     """Values in one stored item."""
-
-    @property
-    def quantised(self) -> bool:
-        """Whether values are small integers times a scale that is stored elsewhere."""
-        return self.name in ("q8", "q4")
+    quantised: bool = False
+    """Whether values are small integers times a scale that is stored elsewhere."""
+    overflows_from: float | None = None
+    """Smallest magnitude that becomes infinite, or whose scale does: half a unit above the largest finite one, because
+    the tie goes to even, upwards. None where every float32 number has a finite form."""
 
     @property
     def itemsize(self) -> int:
         return self.stored.itemsize
 
     @property
+    def bits(self) -> int:
+        """Bits of one value, its scale not counted."""
+        return 8 * self.itemsize // self.per_item
+
+    @property
     def columns_per_line(self) -> int:
-        """Columns that fill `row_align` bytes: rows are padded to a multiple of them."""
+        """Columns that fill `row_align` bytes; rows are padded to a multiple of them."""
         return self.row_align // self.itemsize * self.per_item
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Logical shape → stored shape: the last axis of a matrix is padded to `row_align`."""
+        """The stored shape of a logical one: the last axis of a matrix is padded to `row_align`."""
         if len(shape) < 2:
             return tuple(shape)
         lines = -(-shape[-1] // self.columns_per_line)
         return (*shape[:-1], lines * self.columns_per_line // self.per_item)
 
     def nbytes(self, shape: Sequence[int]) -> int:
-        """Stored bytes of an array of this logical shape, padding included, scales not."""
+        """Stored bytes of an array of this logical shape, with padding, without scales."""
         count = self.itemsize
         for n in self.stored_shape(shape):
             count *= n
         return count
 
     def encode(self, values: Array) -> Array:
-        """Values of the logical shape → stored array, C order, padded; may share memory with `values`.
+        """Convert values of the logical shape to the stored array (C order, padded); it may share memory with `values`.
 
-        Values must be finite and representable (see `overflows`). For q8 and q4 see `quantise`.
+        Values must be finite and representable (see `overflows`). For block formats see `quantise`.
         """
         assert not self.quantised, self.name
         rounded = _to_bf16(values) if self.name == "bf16" else values
@@ -96,7 +103,10 @@ class Format:
         return out
 
     def decode(self, stored: Array, columns: int) -> Array:
-        """Stored array → values: float32 for float formats, else stored integers; padding dropped; maybe a view."""
+        """Convert a stored array to values without padding: float32 for float formats, else the stored integers.
+
+        The result may be a view.
+        """
         assert not self.quantised, self.name
         cut = stored[..., :columns]
         if self.name == "bf16":
@@ -105,8 +115,9 @@ class Format:
 
     def overflows(self, values: Array) -> bool:
         """Whether a finite value, or the scale it needs, would become infinite in this format."""
-        limit = _TOO_LARGE.get(self.name)
-        return limit is not None and bool(np.any((np.abs(values) >= np.float32(limit)) & np.isfinite(values)))
+        if self.overflows_from is None:
+            return False
+        return bool(np.any((np.abs(values) >= np.float32(self.overflows_from)) & np.isfinite(values)))
 
 
 def _to_bf16(values: Array) -> Array:
@@ -118,13 +129,12 @@ FORMATS = {
     f.name: f
     for f in (
         Format("f32", 0, np.dtype("<f4")),
-        Format("f16", 1, np.dtype("<f2")),
-        Format("bf16", 2, np.dtype("<u2")),
-        Format("q8", 3, np.dtype("<i1")),
-        Format("q4", 4, np.dtype("<u1"), per_item=2),
+        Format("f16", 1, np.dtype("<f2"), overflows_from=65520.0),
+        Format("bf16", 2, np.dtype("<u2"), overflows_from=2.0**128 - 2.0**119),
+        Format("q8", 3, np.dtype("<i1"), quantised=True, overflows_from=65520.0 * 127),
+        Format("q4", 4, np.dtype("<u1"), per_item=2, quantised=True, overflows_from=65520.0 * 8),
         Format("scale", 15, np.dtype("<f2"), row_align=8),
         Format("u32", 16, np.dtype("<u4")),
         Format("u64", 17, np.dtype("<u8")),
     )
 }
-WEIGHT_FORMATS = ("f32", "f16", "bf16", "q8", "q4")

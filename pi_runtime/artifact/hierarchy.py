@@ -15,12 +15,12 @@ DOCUMENT = "zarr.json"
 
 
 def chunk_name(array: str, spec: ArraySpec) -> str:
-    """Name of the entry that holds the one chunk: `layers/0/ffn/first` → `layers/0/ffn/first/c/0/0`."""
+    """Name of the entry that holds an array's only chunk: `layers/0/ffn/first` → `layers/0/ffn/first/c/0/0`."""
     return f"{array}/c" + "/0" * len(spec.shape)
 
 
 def documents(specs: Mapping[str, ArraySpec], root_attributes: Mapping[str, Any]) -> list[tuple[str, bytes]]:
-    """(entry name, content) of every `zarr.json`: the root's, then the other nodes' by name."""
+    """Every `zarr.json` as (entry name, content): the root's first, then those of the other nodes by name."""
     group = canonical_json(_group({}))
     arrays: dict[ArraySpec, bytes] = {}
     nodes = dict.fromkeys((parent for name in specs for parent in _parents(name)), group)

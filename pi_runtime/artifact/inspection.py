@@ -1,4 +1,4 @@
-"""What an artifact holds, as plain values."""
+"""The contents of an artifact, as plain values."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ from pi_runtime.artifact.sizes import is_scales, without_scales
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """Model, formats, bytes by part, rungs, plans and origin of an artifact. Reads the manifest only."""
+    """Describe an artifact: model, formats, bytes by part, rungs, plans, origin. Reads the manifest only."""
     with Artifact.open(path) as artifact:
         m, nbytes = artifact.manifest, artifact.nbytes
     return {
@@ -34,14 +34,16 @@ def inspect(path: Path) -> dict[str, Any]:
 
 
 def parameters(m: Manifest) -> int:
-    """Weights of the model itself: neither predictors, nor scales, nor order and counts of the neurons."""
+    """Number of weights of the model itself: without predictors, scales, and order and counts of the neurons."""
     ours = (name for name in m.arrays if "/predictor/" not in name and not is_scales(name))
     return sum(math.prod(m.arrays[name].shape) for name in ours if not name.endswith(("/order", "/counts")))
 
 
 def bytes_by_part(m: Manifest, nbytes: int) -> dict[str, int]:
-    """Stored bytes of embedding, attention, ffn, predictor and head: norms, scales and row padding included. `other` is
-    the rest of the file: tokenizer, manifest, headers."""
+    """Stored bytes of embedding, attention, ffn, predictor and head, with norms, scales and row padding.
+
+    `other` is the rest of the file: tokenizer, manifest, headers.
+    """
     totals: Counter[str] = Counter()
     for array, entry in m.arrays.items():
         name = without_scales(array)

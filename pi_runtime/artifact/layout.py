@@ -1,4 +1,4 @@
-"""Where everything lies in the file: a pure function of the arrays, the plain files and the manifest's length.
+"""The layout of the file: a pure function of the arrays, the plain files and the manifest's length.
 
 arrays, in the order of `array_specs`   tokenizer.json …, by name   zarr.json …   manifest.json
 central directory   end record   comment with the digest

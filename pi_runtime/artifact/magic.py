@@ -1,4 +1,4 @@
-"""What a file is that is no artifact, or no longer one: for the message."""
+"""The error message for a file that is not an artifact, or no longer one: it says what the file is."""
 
 import re
 from pathlib import Path

@@ -9,12 +9,12 @@ from pi_runtime.errors import ArtifactError
 
 
 def manifest_json(manifest: Manifest) -> bytes:
-    """Canonical JSON of a manifest. Raises ValueError for what JSON cannot say (NaN in a recipe)."""
+    """Canonical JSON of a manifest. Raises ValueError for what JSON cannot express (NaN in a recipe)."""
     return canonical_json(manifest)
 
 
 def read_manifest(data: bytes, where: str) -> Manifest:
-    """Parse and check. `where` names the file in messages. Raises ArtifactError listing every problem."""
+    """Parse and check a manifest. `where` names the file in messages. Raises ArtifactError listing every problem."""
     try:
         value = parse_json(data)
     except ValueError as error:
@@ -27,7 +27,7 @@ def read_manifest(data: bytes, where: str) -> Manifest:
     manifest: Manifest = decode(Manifest, value, "manifest", problems)
     problems = problems or list(contradictions(manifest))
     if problems:
-        raise ArtifactError(f"{where}: invalid manifest", found=_listed(problems), remedy=REMEDY)
+        raise ArtifactError(f"{where}: invalid manifest", found=_shortened(problems), remedy=REMEDY)
     if not _is_canonical(manifest, data):
         raise ArtifactError(f"{where}: the manifest is not in canonical JSON", remedy=REMEDY)
     return manifest
@@ -42,8 +42,8 @@ def wrong_version(where: str, version: object) -> ArtifactError:
     )
 
 
-def _listed(problems: list[str]) -> str:
-    """Problems a line each; they may quote a hostile file, so nothing unprintable and nothing endless."""
+def _shortened(problems: list[str]) -> str:
+    """One problem a line. They may quote a hostile file, so nothing unprintable stays, and the text is limited."""
     lines = ["".join(c if c.isprintable() else "�" for c in p[:300]) for p in problems[:50]]
     more = [f"… and {len(problems) - 50} more"] if len(problems) > 50 else []
     return "".join(f"\n    {line}" for line in (*lines, *more))

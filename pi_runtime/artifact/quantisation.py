@@ -1,16 +1,18 @@
-"""q8 and q4: what a block of weights becomes, and back.
+"""The block formats q8 and q4: quantising blocks of weights, and the way back.
 
-A block is `BLOCK` consecutive columns of one row; D columns are ⌈D / 32⌉ blocks, the last one filled up with zeros.
-With the scale s rounded to binary16 before it is used,
+A block is `BLOCK` consecutive columns of one row; D columns are ⌈D / 32⌉ blocks, the last one filled up with zeros. The
+scale s is rounded to binary16 before it is used:
 
     q8   s = max |w| / 127                 q = round(w / s) in −127…127        w ≈ ŵ = s q
     q4   s = −w* / m, then refitted        q = round(w / s) + 8 in 0…15        w ≈ ŵ = s (q − 8)
 
-w* being the block's value of largest magnitude, sign included (the negative one of two equals): at m = 8 it becomes
-q − 8 = −8, the one integer whose negative is missing. m is the one of `_DIVISORS` with the least Σ (w − ŵ)²; the refit
-is the least-squares scale Σ (q − 8) w / Σ (q − 8)² of the integers found, kept where its own error is smaller (in
-outline llama.cpp's make_qx_quants; docs/fidelity.md has what else was tried). Rounding is half to even. All of it is
-elementwise float32 arithmetic in a fixed order: the same bytes on every machine.
+w* is the block's value of largest magnitude with its sign (of two equal ones, the negative). At m = 8 it becomes
+q − 8 = −8, the integer that has no counterpart above. m is the divisor in `_DIVISORS` with the least Σ (w − ŵ)². The
+refit is the least-squares scale Σ (q − 8) w / Σ (q − 8)² for the integers found; it is kept where its own error is
+smaller (in outline llama.cpp's make_qx_quants; docs/fidelity.md says what else was tried). Rounding is half to even.
+All of this is elementwise float32 arithmetic in a fixed order, so the bytes are the same on every machine.
+
+Shape letters: D columns, N blocks side by side.
 """
 
 from dataclasses import dataclass
@@ -21,17 +23,17 @@ import numpy as np
 from pi_runtime.artifact.formats import BLOCK, FORMATS, Array, Format
 
 GROUP, FOUR = 8, 4
-"""Blocks whose fours of columns are interleaved."""
+"""Blocks of a group, and columns that stay together when these are interleaved."""
 
 _DIVISORS = (8.0, 7.0, 7.25, 7.5, 7.75, 8.25, 8.5, 8.75)
-"""Scales that q4 tries; the first of equals wins, so that values which are s q already, largest |q| 7 or 8, stay."""
+"""Divisors that q4 tries. The first of equals wins, so that values which are s q already (largest |q| 7 or 8) stay."""
 _LARGEST_SCALE = np.float32(65504)
 _AT_ONCE = 2048
-"""Blocks quantised at once: their temporaries stay in the cache."""
+"""Blocks quantised at once, so that their temporaries stay in the cache."""
 
 
 def quantise(fmt: Format, values: Array) -> tuple[Array, Array]:
-    """Values (…, D) → (stored array of `fmt`, stored array of `scale`), both padded with zeros.
+    """Quantise values (…, D): returns the stored arrays of `fmt` and of `scale`, both padded with zeros.
 
     Values must be finite and representable (see `Format.overflows`).
     """
@@ -43,7 +45,7 @@ def quantise(fmt: Format, values: Array) -> tuple[Array, Array]:
     step = max(1, _AT_ONCE // blocks)
     for start in range(0, len(rows), step):
         piece = slice(start, start + step)
-        q, scale = (_q8 if fmt.name == "q8" else _q4)(_blocks(rows[piece], blocks))
+        q, scale = _ROUND[fmt.name](_blocks(rows[piece], blocks))
         packed = _pack(fmt, q, blocks)
         stored[piece, : packed.shape[-1]] = packed
         scales[piece, :blocks] = scale.reshape(-1, blocks)
@@ -52,14 +54,14 @@ def quantise(fmt: Format, values: Array) -> tuple[Array, Array]:
 
 
 def dequantise(fmt: Format, stored: Array, scales: Array, columns: int) -> Array:
-    """Stored arrays → float32 values (…, D): each the float32 product of scale and integer."""
+    """Convert stored arrays to float32 values (…, D): each the float32 product of scale and integer."""
     blocks = -(-columns // BLOCK)
     scale = np.repeat(scales[..., :blocks].astype(np.float32), BLOCK, axis=-1)[..., :columns]
     return integers(fmt, stored, columns).astype(np.float32) * scale
 
 
 def as_stored(name: str, values: Array) -> Array:
-    """What remains of a matrix in the weight format `name`: float32 values after a round trip."""
+    """Float32 values of a matrix after a round trip through the weight format `name`."""
     fmt = FORMATS[name]
     if not fmt.quantised:
         return np.ascontiguousarray(fmt.decode(fmt.encode(values), values.shape[-1]))
@@ -77,8 +79,8 @@ def integers(fmt: Format, stored: Array, columns: int) -> Array:
     return np.concatenate([q, rest], axis=-1)[..., :columns]
 
 
-# Below, N blocks lie side by side, w (BLOCK, N): what is summed over a block is then an elementwise sum of rows, in an
-# order that we choose (NumPy's own sums take one that depends on the processor), and every operation is a long one.
+# Below, N blocks lie side by side: w (BLOCK, N). Sums over a block are then elementwise sums of rows, in an order that
+# we choose (that of NumPy's own sums depends on the processor), and every operation is a long one.
 
 
 def _blocks(rows: Array, blocks: int) -> Array:
@@ -93,7 +95,7 @@ def _q8(w: Array) -> tuple[Array, Array]:
 
 
 def _q4(w: Array) -> tuple[Array, Array]:
-    """q − 8, and the scale."""
+    """The integers q − 8, and the scales."""
     high, low = w.max(0), w.min(0)
     extreme = np.where(high > -low, high, low)
     scale = _rounded(extreme / np.float32(-_DIVISORS[0]))
@@ -111,8 +113,12 @@ def _q4(w: Array) -> tuple[Array, Array]:
     return np.where(better, refitted, q), np.where(better, fitted, scale)
 
 
+_ROUND = {"q8": _q8, "q4": _q4}
+"""How each block format rounds blocks (BLOCK, N): their signed integers, and their scales."""
+
+
 def _rounded(scale: Array) -> Array:
-    """The nearest binary16, as float32; no infinity and no −0."""
+    """The nearest binary16 numbers, as float32; no infinity and no −0."""
     bounded = np.clip(scale, -_LARGEST_SCALE, _LARGEST_SCALE)
     return bounded.astype(np.float16).astype(np.float32) + np.float32(0)
 
@@ -131,7 +137,7 @@ def _squared_error(w: Array, q: Array, scale: Array) -> Array:
 
 
 def _sum(x: Array) -> Array:
-    """Over each block: the second half is added to the first, again and again."""
+    """Sums over the blocks: the second half is added to the first, again and again."""
     while len(x) > 1:
         half = len(x) // 2
         x = x[:half] + x[half:]
@@ -140,7 +146,7 @@ def _sum(x: Array) -> Array:
 
 
 def _pack(fmt: Format, q: Array, blocks: int) -> Array:
-    """q (BLOCK, N) → stored rows without padding."""
+    """Pack integers (BLOCK, N) into stored rows without padding."""
     rows = q.astype(np.int8).T.reshape(-1, blocks * BLOCK)
     if fmt.per_item == 2:
         rows = (rows + np.int8(8)).view(np.uint8)
@@ -153,7 +159,7 @@ def _pack(fmt: Format, q: Array, blocks: int) -> Array:
 
 
 def _join(nibbles: Array, apart: int) -> Array:
-    """Two to a byte: the second `apart` nibbles of every 2 `apart` into the upper halves; 0 where there are none."""
+    """Pack two nibbles a byte: of every 2 `apart`, the second half goes to the upper bits (0 where there are none)."""
     rows, columns = nibbles.shape
     whole = np.zeros((rows, -(-columns // (2 * apart)) * 2 * apart), np.uint8)
     whole[:, :columns] = nibbles
@@ -170,7 +176,10 @@ def _split(stored: Array, apart: int) -> Array:
 
 @dataclass(frozen=True)
 class RoundingError:
-    """Values w and what is stored of them, ŵ; errors of several arrays add up. The last bits depend on the machine."""
+    """How far stored values ŵ are from the values w; errors of several arrays add up.
+
+    The last bits depend on the machine.
+    """
 
     squares: float = 0.0
     """Σ (w − ŵ)²."""

@@ -1,4 +1,4 @@
-"""Reading an artifact: checked, then memory-mapped; arrays are views of the file."""
+"""Reading an artifact: it is checked, then memory-mapped; arrays are views of the file."""
 
 import difflib
 import hashlib
@@ -31,7 +31,7 @@ class Artifact:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Check the structure and map the file; the data is not read (see `verify`).
+        """Check the structure and map the file. The data is not read (see `verify`).
 
         Raises ArtifactError: no such file, not an artifact, damaged, of another version.
         """
@@ -57,7 +57,7 @@ class Artifact:
         return fmt.decode(self.array(name), entry.shape[-1])
 
     def file(self, name: str) -> bytes:
-        """The content of a plain file, held against its digest. Raises KeyError, or ArtifactError if damaged."""
+        """The content of a plain file, compared with its digest. Raises KeyError, or ArtifactError if it is damaged."""
         entry = self.manifest.files[name]
         data = self._mapping[entry.offset : entry.offset + entry.nbytes]
         if hashlib.sha256(data).hexdigest() != entry.sha256:
@@ -77,8 +77,10 @@ class Artifact:
 
 
 def _mapped(file: BinaryIO, nbytes: int) -> mmap.mmap:
-    """The file in memory, in huge pages where system and file system have them for files: scattered rows of a model of
-    gigabytes otherwise wait for address translation as long as for the data."""
+    """Map the file into memory, in huge pages where system and file system have them for files.
+
+    Without them, scattered rows of a model of gigabytes wait as long for address translation as for the data.
+    """
     mapping = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
@@ -88,22 +90,22 @@ def _mapped(file: BinaryIO, nbytes: int) -> mmap.mmap:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[BinaryIO]:
-    """Open for reading; what the operating system refuses becomes an ArtifactError that says what to do."""
+    """Open a file for reading; an error of the operating system becomes an ArtifactError that says what to do."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             found = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-            raise ArtifactError(f"{path}: not an artifact", expected="a .pi file", found=found, remedy=_instead(path))
+            raise ArtifactError(f"{path}: not an artifact", expected="a .pi file", found=found, remedy=_suggested(path))
         with path.open("rb", buffering=0) as file:
             yield file
     except (FileNotFoundError, NotADirectoryError):
-        raise ArtifactError(f"{path}: no such file", remedy=_instead(path)) from None
+        raise ArtifactError(f"{path}: no such file", remedy=_suggested(path)) from None
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read", found=error.strerror) from None
 
 
-def _instead(path: Path) -> str:
-    """What the user may have meant: an artifact in the folder that `path` is or is in, the most similar first."""
+def _suggested(path: Path) -> str:
+    """Suggest what the user may have meant: the most similar artifact in the folder that `path` is, or is in."""
     folder = path if path.is_dir() else path.parent
     if (folder / "config.json").is_file() and folder == path:
         return "this looks like a checkpoint: `pi-compile init` makes a recipe of it, `pi-compile build` an artifact"

@@ -32,7 +32,7 @@ TAIL_NBYTES = _END64.size + _LOCATOR.size + _END.size
 
 
 class Entry(NamedTuple):
-    """One stored entry: its local header at `offset`, its `size` bytes of data at `data`."""
+    """One stored entry: its local header is at `offset`, its `size` bytes of data are at `data`."""
 
     name: str
     size: int
@@ -85,7 +85,7 @@ def central_record(entry: Entry) -> bytes:
 
 
 class End(NamedTuple):
-    """Where the central directory lies."""
+    """The end record: it says where the central directory is."""
 
     entries: int
     size: int
@@ -107,7 +107,7 @@ class End(NamedTuple):
 
 
 def parse_end(tail: bytes) -> End:
-    """The end record that `tail` closes with, comment cut off. Raises ValueError where there is none."""
+    """Parse the end record at the end of `tail`, which has no comment. Raises ValueError where there is none."""
     if len(tail) < _END.size:
         raise ValueError("no end record")
     magic, _, _, _, count, size, offset, _ = _END.unpack_from(tail, len(tail) - _END.size)
@@ -121,7 +121,7 @@ def parse_end(tail: bytes) -> End:
 
 
 def parse_directory(directory: bytes) -> Iterator[Entry]:
-    """The entries of a central directory; `data` is not known there and 0. Raises ValueError where it is malformed.
+    """Parse the entries of a central directory; `data` is not in it and 0. Raises ValueError where it is malformed.
 
     Only what locates an entry is read: the rest is compared byte for byte with what `central_record` makes of it.
     """

@@ -1,4 +1,4 @@
-"""The ladder: on which rungs a layer's FFN can be run, from computing all of it to what a predictor picks.
+"""The ladder of rungs: how much of a layer's FFN is computed, from all of it to what a selector names.
 
 With h the activation of `first` (gate, or fc1) and `rest` the rows that are needed only where h is not 0:
 
@@ -6,14 +6,18 @@ With h the activation of `first` (gate, or fc1) and `rest` the rows that are nee
     gate       `first` of every neuron, `rest` where h ≠ 0
     threshold  `first` of every neuron, `rest` where |h| > threshold (CATS, arXiv 2404.08763)
     predicted  `first` of the neurons whose score  up · (down · x) + bias  is above 0, then as gate
-    sign       `first` of the neurons for which columns with equal signs of weight and input, less those with different
-               ones, are more than `margin` (SparseInfer, arXiv 2411.12692), then as gate
+    sign       `first` of the neurons whose agreement is above `margin`, then as gate (SparseInfer, arXiv 2411.12692);
+               agreement: columns in which weight and input have equal signs, minus those in which they differ
 
 docs/development.md lists the files that a further rung touches.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+Selector = Literal["low-rank", "signs"]
+SELECTORS: tuple[Selector, ...] = get_args(Selector)
+"""Methods that name the rows of `first` to read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +29,10 @@ class Rung:
     """Whether it leaves out nothing, or zeros only."""
     dense: bool = False
     """Whether `rest` is read for every neuron, fired or not."""
-    selector: Literal["low-rank", "signs"] | None = None
+    selector: Selector | None = None
     """What names the rows of `first` to read; None where all are read."""
+    parameter: Literal["rank", "threshold", "margin"] | None = None
+    """The field of a layer (see `schema.Layer`) that this rung goes by."""
 
     @property
     def picks(self) -> bool:
@@ -39,9 +45,9 @@ RUNGS = {
     for rung in (
         Rung(name="dense", exact=True, dense=True),
         Rung(name="gate", exact=True),
-        Rung(name="threshold"),
-        Rung(name="predicted", selector="low-rank"),
-        Rung(name="sign", selector="signs"),
+        Rung(name="threshold", parameter="threshold"),
+        Rung(name="predicted", selector="low-rank", parameter="rank"),
+        Rung(name="sign", selector="signs", parameter="margin"),
     )
 }
 """By name, in the order of the ladder."""

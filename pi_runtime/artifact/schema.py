@@ -17,7 +17,7 @@ REMEDY = "copy or download it again, or pack it anew with `pi-compile build`"
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayEntry:
-    """Where one array lies: its bytes are `file[offset : offset + nbytes]`, C order, padded rows."""
+    """The place of one array: its bytes are `file[offset : offset + nbytes]`, in C order with padded rows."""
 
     format: str
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class ArrayEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """Where one plain file (tokenizer, chat template) lies."""
+    """The place of one plain file (tokenizer, chat template)."""
 
     offset: int
     nbytes: int
@@ -38,7 +38,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """How one layer's FFN is to be run."""
+    """How one layer's FFN is run."""
 
     rung: str
     """Name of its rung; see `rungs`."""
@@ -60,7 +60,7 @@ class Plan:
     """One placement: which parts belong on the GPU. Sides are `cpu` or `gpu`."""
 
     objective: str
-    """What it is best at: `time` or `hot-mass`."""
+    """What it was optimised for: `time` or `hot-mass`."""
     vram_bytes: int
     """GPU budget it was solved for."""
     used_bytes: int
@@ -72,13 +72,13 @@ class Plan:
     attention: tuple[str, ...]
     """Side of each layer's attention with its cache, norms and predictor."""
     cuts: tuple[int, ...]
-    """Of expert e in layer l the neurons [0, cuts[l · experts + e]) of its stored order belong to the GPU."""
+    """Neurons of each layer and expert that belong to the GPU: [0, cuts[l · experts + e]) in their stored order."""
     embedding: str
     head: str
     predicted_ns: int
-    """Time of a token by the compiler's model, 0 if it has none."""
+    """Time of a token by the compiler's model; 0 if it has none."""
     digest: str
-    """Of what it was solved from, and of the answer: sha256, for comparing with a lock."""
+    """sha256 of what it was solved from and of the solution, for comparing with a lock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Text:
     """How text becomes tokens and back."""
 
     prefix_ids: tuple[int, ...]
-    """Tokens that the model expects before any text (begin-of-text), () if none."""
+    """Tokens that the model expects before any text (begin-of-text); () if none."""
     end_ids: tuple[int, ...]
     """Tokens that end a generation."""
     bos_token: str | None = None
@@ -97,7 +97,7 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything an artifact says of itself."""
+    """Everything that an artifact says about itself."""
 
     format: str = FORMAT_NAME
     version: int = FORMAT_VERSION

@@ -1,10 +1,11 @@
-"""Which arrays an artifact holds and how many bytes each takes: the one count that all parts of the toolchain share.
+"""The arrays of an artifact and their bytes: the one count that all parts of the toolchain share.
 
-Names are paths in the Zarr hierarchy. V vocabulary, D model width, W embedding width, H heads, G KV heads, E head
-width, X experts, F neurons of all experts, k = 1 (plain: fc2) or 2 (gated: up, down), R predictor rank.
+Names are paths in the Zarr hierarchy. Shape letters: V vocabulary, P positions, D model width, W embedding width, H
+heads, G key-value heads, E head width, X experts, F neurons of all experts, k = 1 (plain: fc2) or 2 (gated: up, down)
+rows of `rest` a neuron, R predictor rank.
 
     embedding [V, W]   positions [P, D]   head [V, W]   head_bias [V]   final_norm/weight [D]   final_norm/bias [D]
-    embedding_in [D, W]   embedding_out [W, D]   only where W is not D: x = in · e, and out · x goes to the head
+    embedding_in [D, W]   embedding_out [W, D]   only where W is not D: x = in · e, and the head reads out · x
     layers/N/attention/norm/{weight,bias} [D]   …/qkv [(H+2G)·E, D]   …/qkv_bias   …/out [D, H·E]   …/out_bias [D]
     layers/N/attention/{q_norm,k_norm} [E]
     layers/N/ffn/norm/{weight,bias} [D]         …/first [F, D]        …/first_bias [F]
@@ -15,9 +16,9 @@ width, X experts, F neurons of all experts, k = 1 (plain: fc2) or 2 (gated: up, 
     layers/N/predictor/down [X·R, D]   …/up [F, R]   …/bias [F]
     layers/N/predictor/signs [F, ⌈D / 64⌉]   bit j % 64 of word j / 64 is set where column j of `first` is below 0
 
-`first` decides whether a neuron fires; `rest` is needed only when it does. Rows are neurons, expert by expert, in each
-the hottest first; `down` has R rows an expert. Beside every q8 or q4 matrix NAME […, D] stands
-NAME_scales […, ⌈D / 32⌉].
+`first` decides whether a neuron fires; `rest` is needed only when it does. Rows are neurons, expert by expert, and in
+each expert the hottest comes first; `down` has R rows an expert. Every matrix NAME […, D] of a block format is followed
+by NAME_scales […, ⌈D / 32⌉].
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,9 +29,11 @@ from typing import Self
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 
+PREDICTOR_ARRAYS = ("down", "up", "bias", "signs")
+"""Arrays `layers/N/predictor/…` that selectors store; each selector has some of them."""
 PARTS = ("embedding", "attention", "ffn", "head", "predictor")
 SIGNS = 0
-"""In the place of a rank: the predictor is the signs of `first`."""
+"""Stands in the place of a rank where the predictor is the signs of `first`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def without_scales(name: str) -> str:
 
 @dataclass(frozen=True)
 class FfnBytes:
-    """Stored bytes of one layer's FFN by what is read of it, row padding included."""
+    """Stored bytes of the parts of one layer's FFN, row padding included."""
 
     d: Decoder
     ffn_format: str
@@ -84,26 +87,26 @@ class FfnBytes:
 
     @property
     def first(self) -> int:
-        """One neuron's row of `first`."""
+        """Bytes of one neuron's row of `first`."""
         return ArraySpec(self.ffn_format, (1, self.d.d_model)).nbytes_with_scales
 
     @property
     def rest(self) -> int:
-        """One neuron's rows of `rest`."""
+        """Bytes of one neuron's rows of `rest`."""
         return self.first * (2 if self.d.ffn == "gated" else 1)
 
     @property
     def biases(self) -> int:
-        """One neuron's biases."""
+        """Bytes of one neuron's biases."""
         return 4 * (2 if self.d.ffn == "gated" else 1) if self.d.ffn_bias else 0
 
     def predictor(self, rank: int) -> int:
-        """The predictor of one expert's neurons: down, up and bias, or the signs."""
+        """Bytes of the predictor of one expert's neurons: down, up and bias, or the signs."""
         down = ArraySpec(self.predictor_format, (rank, self.d.d_model)).nbytes_with_scales if rank != SIGNS else 0
         return down + self.d.d_ff * self.predictor_row(rank)
 
     def predictor_row(self, rank: int) -> int:
-        """One neuron's row of `up` and its bias, or its signs."""
+        """Bytes of one neuron's row of `up` and its bias, or of its signs."""
         if rank == SIGNS:
             return _signs(1, self.d).nbytes
         return ArraySpec(self.predictor_format, (1, rank)).nbytes_with_scales + 4
@@ -112,10 +115,10 @@ class FfnBytes:
 def array_specs(
     decoder: Decoder, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool
 ) -> dict[str, ArraySpec]:
-    """Every array of an artifact, in the order it is written.
+    """Every array of an artifact, in the order in which it is written.
 
-    `formats` maps each of `PARTS` to a weight format; `ranks` has a predictor rank, `SIGNS` or None a layer; `profiled`
-    says whether neuron order and counts are stored. Norms, biases and routers are always f32.
+    `formats` maps each of `PARTS` to a weight format. `ranks` has a predictor rank, `SIGNS` or None for each layer.
+    `profiled` says whether neuron order and counts are stored. Norms, biases and routers are always f32.
     """
     specs = {}
     for name, spec in _plain_specs(decoder, formats, ranks, profiled):
@@ -197,6 +200,6 @@ def _norm(d: Decoder, name: str) -> list[tuple[str, ArraySpec]]:
 
 
 def parameters(d: Decoder) -> int:
-    """Weights of a model, norms and biases included."""
+    """Number of weights of a model, norms and biases included."""
     specs = array_specs(d, dict.fromkeys(PARTS, "f32"), [None] * d.n_layers, profiled=False)
     return sum(prod(spec.shape) for spec in specs.values())

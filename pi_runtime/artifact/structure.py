@@ -36,19 +36,19 @@ from pi_runtime.artifact.schema import REMEDY, Manifest
 from pi_runtime.errors import ArtifactError
 
 _LARGEST = 16 << 20
-"""Bytes that a central directory or a manifest may have, so that a hostile file cannot fill the memory."""
+"""Most bytes of a central directory or a manifest, so that a hostile file cannot fill the memory."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """A file whose structure is that of an artifact."""
+    """What the check of a file's structure found."""
 
     manifest: Manifest
     arrays: dict[str, Entry]
     files: dict[str, Entry]
     nbytes: int
     digest: str
-    """As the end record has it; `verify` holds it against the bytes."""
+    """The digest in the end record; `verify` compares it with the bytes."""
 
 
 def damaged(path: Path, part: str, expected: object = None, found: object = None) -> ArtifactError:
@@ -87,7 +87,7 @@ def _read(file: BinaryIO, path: Path, offset: int, nbytes: int) -> bytes:
 
 
 def _check_end(path: Path, tail: bytes, nbytes: int) -> End:
-    """The end record, which must be the one record that fits a file of this size."""
+    """Parse the end record, which must be the one that fits a file of this size."""
     try:
         end = parse_end(tail)
     except ValueError as error:
@@ -116,7 +116,7 @@ def _parse_directory(path: Path, records: bytes, end: End) -> list[Entry]:
 
 
 def _read_manifest(file: BinaryIO, path: Path, found: list[Entry], end: End) -> tuple[Manifest, bytes]:
-    """The manifest, which must be the last entry and end where the directory begins."""
+    """Read the manifest, which must be the last entry and end where the directory begins."""
     name, size, *_ = found[-1]
     if name != MANIFEST:
         raise damaged(path, "the central directory", f"{MANIFEST} as the last entry", repr(name))
@@ -131,7 +131,10 @@ def _read_manifest(file: BinaryIO, path: Path, found: list[Entry], end: End) -> 
 def _expected(
     path: Path, manifest: Manifest, text: bytes, found: list[Entry]
 ) -> tuple[dict[str, Entry], dict[str, Entry], list[Entry], bytes]:
-    """Arrays and files with the checksums of the directory; the generated entries, and their bytes."""
+    """The entries that must be there: arrays, files, generated entries; and the bytes of the last.
+
+    Checksums of arrays and files are those of the directory.
+    """
     specs = manifest_specs(manifest)
     arrays, offset = place_arrays(specs)
     files, offset = place_files([(name, manifest.files[name].nbytes) for name in sorted(manifest.files)], offset)
@@ -155,7 +158,8 @@ def _difference(expected: list[str], found: list[str]) -> dict[str, object]:
 
 
 def _compare_entries(path: Path, found: list[Entry], every: list[Entry], end: End) -> None:
-    """Names have been compared. The last entry ends at the directory, so all of them lie inside the file."""
+    """Compare sizes and offsets; names have been compared. The last entry must end at the directory, so all of them lie
+    inside the file."""
     for entry, wanted in zip(found, every, strict=True):
         if (entry.size, entry.offset) != (wanted.size, wanted.offset):
             raise damaged(
@@ -181,7 +185,7 @@ def _compare_directory(path: Path, records: bytes, every: list[Entry]) -> None:
 
 
 def _compare_manifest(path: Path, manifest: Manifest, arrays: dict[str, Entry], files: dict[str, Entry]) -> None:
-    """Offsets are the one thing in a checked manifest that the layout may still contradict."""
+    """Compare offsets: the one thing in a checked manifest that the layout may still contradict."""
     for kind, said, lies in (("arrays", manifest.arrays, arrays), ("files", manifest.files, files)):
         for name, entry in lies.items():
             if said[name].offset != entry.data:

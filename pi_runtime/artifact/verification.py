@@ -1,4 +1,4 @@
-"""`verify`: is every byte of an artifact what was written?"""
+"""Verification: whether every byte of an artifact is what was written."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ from pi_runtime.errors import ArtifactError
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """An artifact found whole."""
+    """Result of `verify` for an artifact that is undamaged."""
 
     path: Path
     nbytes: int
@@ -32,37 +32,37 @@ class VerifyReport:
 
 
 def verify(path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None) -> VerifyReport:
-    """Read the file once and hold every byte against structure, checksums and digests.
+    """Read the file once and check every byte against structure, checksums and digests.
 
-    `progress` is called with bytes done and bytes in all. Raises ArtifactError naming each damaged part.
+    `progress` is called with bytes done and bytes in total. Raises ArtifactError naming each damaged part.
     """
     path = Path(path)
     with open_file(path) as file:
         structure = read_structure(file, path)
         parts = _parts(structure)
-        digest = _sweep(file, path, structure.nbytes - DIGEST_NBYTES, parts, progress or _quiet)
+        digest = _sweep(file, path, structure.nbytes - DIGEST_NBYTES, parts, progress or _no_progress)
     wrong = [part.name for part in parts if not part.whole]
     if digest != structure.digest:
         # The structure has been compared byte by byte and each part hashed: what is left is the digest's own text.
         wrong = wrong or ["the digest in the end record"]
     if wrong:
-        raise ArtifactError(f"{path}: damaged in {len(wrong)} parts", found=_listed(wrong), remedy=REMEDY)
+        raise ArtifactError(f"{path}: damaged in {len(wrong)} parts", found=_shortened(wrong), remedy=REMEDY)
     manifest = structure.manifest
     return VerifyReport(
         path=path, nbytes=structure.nbytes, digest=digest, arrays=len(manifest.arrays), files=len(manifest.files)
     )
 
 
-def _quiet(_done: int, _total: int) -> None:
+def _no_progress(_done: int, _total: int) -> None:
     pass
 
 
 class _Part:
-    """One array or plain file: what was said of it, and what its bytes have come to so far."""
+    """One array or plain file: its expected checksums, and those of its bytes so far."""
 
     def __init__(self, name: str, entry: Entry, sha256: str) -> None:
         self.name, self.start, self.end = name, entry.data, entry.data + entry.size
-        self._crc, self._said, self._sha256 = 0, (entry.crc, sha256), hashlib.sha256()
+        self._crc, self._expected, self._sha256 = 0, (entry.crc, sha256), hashlib.sha256()
 
     def update(self, data: memoryview) -> None:
         self._crc = crc32(data, self._crc)
@@ -70,11 +70,11 @@ class _Part:
 
     @property
     def whole(self) -> bool:
-        return (self._crc, self._sha256.hexdigest()) == self._said
+        return (self._crc, self._sha256.hexdigest()) == self._expected
 
 
 def _parts(structure: Structure) -> list[_Part]:
-    """In the order of the file."""
+    """The parts of an artifact, in the order of the file."""
     arrays, files = structure.manifest.arrays, structure.manifest.files
     return [
         *(_Part(f"array {name}", entry, arrays[name].sha256) for name, entry in structure.arrays.items()),
@@ -85,7 +85,7 @@ def _parts(structure: Structure) -> list[_Part]:
 def _sweep(file: BinaryIO, path: Path, nbytes: int, parts: list[_Part], progress: Callable[[int, int], None]) -> str:
     """Feed the first `nbytes` bytes to the parts, and return their digest.
 
-    Chunks are hashed in any order by a pool; the parts in file order by one thread. A few chunks are under way at once.
+    A pool hashes chunks in any order; one thread hashes the parts in file order. A few chunks are under way at once.
     """
     chunks: list[Future[bytes]] = []
     underway: deque[Future[None]] = deque()
@@ -117,7 +117,7 @@ def _sha256(data: memoryview) -> bytes:
 
 
 def _feed(rest: deque[_Part], offset: int, chunk: memoryview) -> None:
-    """Give the parts their shares of a chunk; `rest` has the parts that have not ended before it."""
+    """Give each part its bytes of a chunk; `rest` has the parts that end behind the chunk's beginning."""
     end = offset + len(chunk)
     while rest and rest[0].start < end:
         part = rest[0]
@@ -127,6 +127,6 @@ def _feed(rest: deque[_Part], offset: int, chunk: memoryview) -> None:
         rest.popleft()
 
 
-def _listed(names: list[str]) -> str:
+def _shortened(names: list[str]) -> str:
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
     return ", ".join(names[:20]) + more

@@ -52,7 +52,7 @@ _ELSEWHERE = "name an output on another disk"
 class ArtifactWriter:
     """Writes one artifact to `path`; an older file there stays until `finish` has put the new one in its place.
 
-    `expected_nbytes`, where given (see `layout.place_arrays`), is held against the free disk space before anything is
+    `expected_nbytes`, where given (see `layout.place_arrays`), is compared with the free disk space before anything is
     written. Raises DoesNotFitError where the disk is too small, UsageError where `path` cannot be written.
     """
 
@@ -83,9 +83,9 @@ class ArtifactWriter:
     def add_array(self, name: str, spec: ArraySpec, blocks: Iterable[Array]) -> RoundingError | None:
         """Write one array from its logical values, given as consecutive blocks of rows (axis 0).
 
-        float32 for weight formats, integers for u32 and u64; finite and representable. Arrays come in the order of
-        `array_specs`; the scales of q8 and q4, which follow from the values, are written along. Returns what quantising
-        cost, None for other formats.
+        Values are float32 for weight formats and integers for u32 and u64; finite and representable. Arrays come in the
+        order of `array_specs`. Block formats write their scales, which follow from the values, along with the array.
+        Returns the error of quantising, None for other formats.
         """
         if spec.scales is None:
             self._add_stored(name, spec, (FORMATS[spec.format].encode(piece) for piece in _pieces(blocks, spec)))
@@ -96,8 +96,7 @@ class ArtifactWriter:
         return quantising.error
 
     def add_stored(self, name: str, spec: ArraySpec, stored: Array, scales: Array | None = None) -> None:
-        """Write one array that is already as it is stored, and the scales that go with it: what `Format.encode` or
-        `quantise` returned."""
+        """Write one array that is in its stored form, with its scales: what `Format.encode` or `quantise` returned."""
         assert stored.shape == FORMATS[spec.format].stored_shape(spec.shape), f"{name}: {stored.shape} of {spec}"
         assert (scales is None) == (spec.scales is None), name
         self._add_stored(name, spec, [stored])
@@ -180,7 +179,7 @@ class ArtifactWriter:
 
     @contextmanager
     def _output(self) -> Iterator[None]:
-        """Errors of the operating system while writing, in the user's terms."""
+        """Turn errors of the operating system while writing into errors in the user's terms."""
         try:
             yield
         except FileNotFoundError:
@@ -214,11 +213,11 @@ class ArtifactWriter:
 
 
 class _Quantising:
-    """One array, quantised piece by piece: integers go out, scales stay (a sixteenth of q8, an eighth of q4)."""
+    """Quantises one array piece by piece. Integers are handed on, scales kept (a sixteenth of q8, an eighth of q4)."""
 
     def __init__(self, fmt: Format, scales: ArraySpec) -> None:
         self._fmt, self._rows = fmt, 0
-        # In one array from the start: small ones in between would keep the heap from shrinking after each piece.
+        # One array from the start: small ones in between would keep the heap from shrinking after each piece.
         scale = FORMATS[scales.format]
         self.scales = np.zeros(scale.stored_shape(scales.shape), scale.stored)
         self.error = RoundingError()
@@ -232,7 +231,7 @@ class _Quantising:
 
 
 def _pieces(blocks: Iterable[Array], spec: ArraySpec) -> Iterator[Array]:
-    """The blocks, cut into pieces of a few MiB."""
+    """Split the blocks into pieces of a few MiB."""
     row = max(spec.nbytes // spec.shape[0], 4 * math.prod(spec.shape[1:]))  # stored, and given as float32
     rows = max(1, _PIECE // row)
     for block in blocks:

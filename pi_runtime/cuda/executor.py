@@ -31,7 +31,7 @@ from pi_runtime.cuda.prefill.prefill import Prefill
 from pi_runtime.execution.cpu import CpuExecutor, Floats, Ints
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
-from pi_runtime.kernels.split_ffn import addresses
+from pi_runtime.kernels.split_ffn import workspace_addresses
 
 
 class CudaExecutor(CpuExecutor):
@@ -88,28 +88,28 @@ class CudaExecutor(CpuExecutor):
         self._implied_L2 = np.array([_implied_rows(how, cut) for how, cut in zip(layers, always, strict=True)])
         self._rows_L2 = np.zeros((d.n_layers, 2), np.int64)
         self._token, self._device_rows_L2 = self._pinned.token.numpy(), self._pinned.rows_L2.numpy()
-        self._logits_V = self._pinned.logits.numpy() if plan.head == GPU else self._buffers.logits_TV[0]
+        self._logits_V = self._pinned.logits.numpy() if plan.head == GPU else self._workspace.logits_TV[0]
 
     def _make_host_ops(self) -> HostOps:
         pinned = self._pinned
-        ops = MoeHostOps if self._shape.experts > 1 else HostOps
+        ops = MoeHostOps if self._cfg.experts > 1 else HostOps
         return ops(
             decoder=self.device_ops.decoder,
             layers=self.device_ops.layers,
-            shape=self._shape,
+            cfg=self._cfg,
             ends=self._ends,
             table_LXW=self._table_LXW,
             eps=self._eps,
             cos_SJ=self._cos_SJ,
             sin_SJ=self._sin_SJ,
-            workspace=self._buffers,
+            workspace=self._workspace,
             cuts=self.device_ops.cuts,
             step=Step(),
             send=pinned.handover_to_device.arrays(),
             recv=pinned.handover_to_host.arrays(),
             sum_to_device=pinned.sum_to_device.numpy(),
             sum_to_host=pinned.sum_to_host.numpy(),
-            addresses=addresses(self._shape, self._buffers),
+            addresses=workspace_addresses(self._cfg, self._workspace),
             own_sum=np.zeros(self.device_ops.decoder.d_model, np.float32),
             x_to_device=pinned.x_to_device.numpy(),
             x_to_host=pinned.x_to_host.numpy(),
@@ -150,7 +150,7 @@ class CudaExecutor(CpuExecutor):
 
     def _all_logits(self, tokens: Ints, cache: KVCache, *, select: bool) -> Floats:
         """Logits of all tokens: decoded one by one with selection, else read in dense blocks."""
-        logits_TV = self._buffers.logits_TV[: len(tokens)]
+        logits_TV = self._workspace.logits_TV[: len(tokens)]
         if not select:
             for low in range(0, len(tokens), self.block_tokens):
                 part = slice(low, min(len(tokens), low + self.block_tokens))
@@ -201,7 +201,7 @@ class CudaExecutor(CpuExecutor):
     def _decode(self, runs: Sequence[Op]) -> None:
         for run in runs:
             run()
-        self._rows_L2 = self._buffers.rows_L2 + self.rows_on_device
+        self._rows_L2 = self._workspace.rows_L2 + self.rows_on_device
 
     def _make_prefill(self, artifact: Artifact, stream_from: int | None) -> Prefill:
         """A `Prefill`; it streams cold weights to the GPU if there are any, memory for them is left and it may pay."""

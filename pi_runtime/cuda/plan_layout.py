@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import gpu_scratch_bytes, kv_bytes
+from pi_runtime.artifact.footprint import gpu_workspace_bytes, kv_bytes
 from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.artifact.sizes import without_scales
 
@@ -92,4 +92,4 @@ def needed_bytes(manifest: Manifest, plan: Plan, context: int, tokens: int) -> i
     decoder = manifest.decoder
     rank = max((layer.rank or 0 for layer in manifest.layers), default=0)
     cache = plan.attention.count(GPU) * kv_bytes(decoder, manifest.formats["attention"], context)
-    return weight_bytes(manifest, plan) + cache + gpu_scratch_bytes(decoder, rank, context, tokens)
+    return weight_bytes(manifest, plan) + cache + gpu_workspace_bytes(decoder, rank, context, tokens)

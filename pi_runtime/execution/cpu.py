@@ -1,4 +1,8 @@
-"""Runs token blocks of one open artifact on the CPU: the compiled forward pass with its memory."""
+"""Running blocks of tokens of one open artifact on the CPU: the compiled forward pass with its memory.
+
+Shape letters: T tokens, V vocabulary, L layers, X experts, W columns of the weight table, S positions, J rotary
+frequencies.
+"""
 
 import numba
 import numpy as np
@@ -10,7 +14,7 @@ from pi_runtime.errors import UsageError
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels.codegen.threads import start_threads
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.data.workspace import BLOCK_TOKENS, buffers
+from pi_runtime.kernels.data.workspace import BLOCK_TOKENS, allocate_workspace
 from pi_runtime.kernels.forward import forward
 from pi_runtime.kernels.reference import rotary_table
 
@@ -19,9 +23,9 @@ Ints = npt.NDArray[np.int64]
 
 
 class CpuExecutor:
-    """One artifact, one mode, all of it on the CPU.
+    """Runs one artifact in one mode, all of it on the CPU.
 
-    `threads` bounds numba's threads for the calls made here; results do not depend on it.
+    `threads` limits numba's threads for the calls made here; results do not depend on it.
     """
 
     plan: Plan | None = None
@@ -36,12 +40,12 @@ class CpuExecutor:
         self._artifact: Artifact | None = artifact
         decoder, layers = artifact.manifest.decoder, artifact.manifest.layers
         self._threads, self.context = threads, context
-        self._shape = weight_table.shape_of(decoder, artifact.manifest.formats)
+        self._cfg = weight_table.config_of(decoder, artifact.manifest.formats)
         self._ends = weight_table.ends_of(artifact)
         self._table_LXW = weight_table.table_of(artifact, mode)
         self._eps = np.float32(decoder.norm_eps)
         self._largest_rank = max((layer.rank or 0 for layer in layers), default=0)
-        self._buffers = buffers(self._shape, len(layers), self._largest_rank)
+        self._workspace = allocate_workspace(self._cfg, len(layers), self._largest_rank)
         self._cos_SJ, self._sin_SJ = rotary_table(decoder, context)
 
     @property
@@ -51,29 +55,29 @@ class CpuExecutor:
 
     @property
     def neurons(self) -> int:
-        """Neurons of all layers, those of all experts."""
-        return self._shape.d_ff * self._shape.experts * len(self._table_LXW)
+        """Neurons of all layers and experts."""
+        return self._cfg.d_ff * self._cfg.experts * len(self._table_LXW)
 
     @property
     def rows_read(self) -> Ints:
-        """(layers, 2): rows of `first` read and neurons kept for the last single token that ran with selection."""
-        return self._buffers.rows_L2
+        """(layers, 2): rows of `first` read and neurons kept, in the last call with a single token and selection."""
+        return self._workspace.rows_L2
 
     @property
     def tally(self) -> Ints:
-        """(layers, 3), of the last call with `select` and `every`: neurons that fire, rows of `first` read, and neurons
-        that fire and are kept."""
-        return self._buffers.tally_L3
+        """(layers, 3): neurons that fire, rows of `first` read, and neurons that fire and are kept, in the last
+        call with `select` and `every`."""
+        return self._workspace.tally_L3
 
     def run(self, tokens: Ints, cache: KVCache, *, select: bool, every: bool) -> Floats:
-        """Append up to `BLOCK_TOKENS` tokens to the cache; logits (T, V) if `every`, else (1, V) of the last.
+        """Append up to `BLOCK_TOKENS` tokens to the cache; returns logits (T, V) if `every`, else (1, V) of the last.
 
-        The result is a view of a buffer that the next call overwrites. Token ids and room are the caller's promise.
+        The result is a view of memory that the next call overwrites. The caller has checked token ids and room.
         """
         self._check(tokens, cache)
         numba.set_num_threads(self._threads)
         forward(
-            self._shape,
+            self._cfg,
             self._ends,
             self._table_LXW,
             self._eps,
@@ -84,10 +88,10 @@ class CpuExecutor:
             cache.words,
             select,
             every,
-            self._buffers,
+            self._workspace,
         )
         cache.tokens += tokens.tolist()
-        return self._buffers.logits_TV[: len(tokens) if every else 1]
+        return self._workspace.logits_TV[: len(tokens) if every else 1]
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""

@@ -1,4 +1,4 @@
-"""Which device a run is on."""
+"""Choosing the device of a run."""
 
 import ctypes
 import importlib.util
@@ -9,7 +9,7 @@ from pi_runtime.errors import DeviceError, MissingExtraError, UsageError
 
 
 def resolve_device(name: str) -> str:
-    """`auto`, `cpu`, `stand-in`, `cuda` or `cuda:N` → the device to use, `cpu`, `stand-in` or `cuda:N`.
+    """The device to use, `cpu`, `stand-in` or `cuda:N`, for a name that may also be `auto` or `cuda`.
 
     `auto` is the first GPU where there is one and torch and Triton are installed. Raises DeviceError for a device that
     is not there, MissingExtraError for what it needs.

@@ -1,4 +1,7 @@
-"""The key-value cache: what attention remembers of the positions so far."""
+"""The key-value cache: keys and values of the positions so far.
+
+Shape letters: G key-value heads, S positions, E head width.
+"""
 
 from collections.abc import Sequence
 
@@ -12,7 +15,7 @@ from pi_runtime.artifact.schema import Manifest
 class KVCache:
     """Keys and values (layers, 2, G, S, E) for one sequence of at most S = `context` positions.
 
-    float16, which is half as much to hold and to read; float32 beside attention weights that are.
+    They are float16, half as much to hold and to read, but float32 where the attention weights are float32.
     """
 
     def __init__(self, manifest: Manifest, context: int) -> None:
@@ -25,7 +28,7 @@ class KVCache:
 
     @property
     def words(self) -> npt.NDArray[np.uint16]:
-        """The same memory as compiled kernels take it: 16-bit words."""
+        """The same memory as 16-bit words, as compiled kernels take it."""
         return self.values.view(np.uint16)
 
     @property
@@ -33,10 +36,10 @@ class KVCache:
         """Positions left."""
         return self.context - len(self.tokens)
 
-    def keep_common(self, tokens: Sequence[int]) -> int:
-        """Forget what does not begin `tokens`; returns how many are held, fewer than all of them.
+    def keep_common_prefix(self, tokens: Sequence[int]) -> int:
+        """Drop what is not a common prefix with `tokens`; returns how many of these are still held, never all.
 
-        The last token always runs again, because its logits are wanted.
+        The last token always runs again, because its logits are needed.
         """
         same = 0
         for held, wanted in zip(self.tokens, tokens[:-1], strict=False):

@@ -1,8 +1,8 @@
-"""Which of the stored placements a run takes."""
+"""Choosing one of the stored placements for a run."""
 
 import re
 
-from pi_runtime.artifact.footprint import gpu_scratch_bytes, kv_bytes
+from pi_runtime.artifact.footprint import gpu_workspace_bytes, kv_bytes
 from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.errors import DoesNotFitError, UsageError
 
@@ -10,7 +10,7 @@ _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 
 
 def parse_size(text: str, flag: str) -> int:
-    """`8GiB`, `512 MiB`, `1.5GB`, `4096` → bytes. Raises UsageError naming the flag."""
+    """Parse a size in bytes: `8GiB`, `512 MiB`, `1.5GB`, `4096`. Raises UsageError naming the flag."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         raise UsageError(f"{flag} {text}: not a size", expected="a number with B, KiB, MiB, GiB or TiB, like 8GiB")
@@ -24,14 +24,16 @@ def gpu_bytes(plan: Plan, manifest: Manifest, context: int) -> int:
 
     def of_context(positions: int) -> int:
         cache = kv_bytes(manifest.decoder, manifest.formats["attention"], positions)
-        return plan.attention.count("gpu") * cache + gpu_scratch_bytes(manifest.decoder, 0, positions, 1)
+        return plan.attention.count("gpu") * cache + gpu_workspace_bytes(manifest.decoder, 0, positions, 1)
 
     return plan.used_bytes + of_context(context) - of_context(plan.context)
 
 
 def choose_plan(manifest: Manifest, budget: int, context: int, where: str) -> Plan:
-    """The stored plan that uses most of the budget with a cache of `context` positions. Raises DoesNotFitError naming
-    the smallest there is."""
+    """The stored plan that uses most of the budget with a cache of `context` positions.
+
+    Raises DoesNotFitError naming the smallest plan.
+    """
     plans = manifest.plans
     if not plans:
         raise no_placement(where)

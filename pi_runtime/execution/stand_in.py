@@ -1,9 +1,11 @@
-"""Two sides at work at once: hot neurons on one, cold neurons on the other, one merge per FFN.
+"""Two workers at once: hot neurons on one, cold neurons on the other, one merge per FFN.
 
     x ← x + Σ hot + Σ cold + bias
 
-Here the stand-in plays the accelerator: the same plan and hand-over, with the CPU's serial kernels on a thread of its
-own in the GPU's place. So the path is the same on every machine and can be tested there; it is no faster.
+A thread of its own with the CPU's serial kernels stands in for the GPU: the same plan, the same handover. So this path
+is the same on every machine and can be tested there; it is no faster.
+
+Shape letters: D model width, L layers, X experts, W columns of the weight table, G key-value heads, S positions.
 """
 
 from collections.abc import Sequence
@@ -19,38 +21,38 @@ from pi_runtime.artifact.schema import Plan
 from pi_runtime.execution.cpu import CpuExecutor, Floats, Ints
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels import ffn
-from pi_runtime.kernels.data.weight_table import Shape
-from pi_runtime.kernels.data.workspace import Buffers, buffers
+from pi_runtime.kernels.data.weight_table import KernelConfig
+from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 
-Work = tuple[int, np.float32, int, int]
-"""An expert, its share of the token, and the range of its neurons, not an empty one."""
+ExpertRange = tuple[int, np.float32, int, int]
+"""An expert, its route weight, and the range of its neurons, which is not empty."""
 
 
 @dataclass(frozen=True)
-class Side:
-    """Computes ranges of each layer's neurons for one token, into partial sums of its own."""
+class NeuronWorker:
+    """Computes ranges of each layer's neurons for one token, with partial sums in a workspace of its own."""
 
     step: Any
     """`ffn.step` or `ffn.serial_step`."""
-    shape: Shape
-    buffers: Buffers
+    cfg: KernelConfig
+    workspace: Workspace
 
-    def run(self, w_XW: Ints, x_D: Floats, work: Sequence[Work]) -> Ints:
-        """The neurons of a layer that `work` names; returns the sums of (rows of `first` read, neurons kept)."""
+    def run(self, w_XW: Ints, x_D: Floats, ranges: Sequence[ExpertRange]) -> Ints:
+        """Compute these neurons of a layer; returns the sums of (rows of `first` read, neurons kept)."""
         rows_2 = np.zeros(2, np.int64)
-        for n, (expert, share, low, high) in enumerate(work):
-            rows_2 += self.step(self.shape, w_XW[expert], x_D, low, high, share, n > 0, self.buffers)
+        for n, (expert, route_weight, low, high) in enumerate(ranges):
+            accumulate = n > 0
+            rows_2 += self.step(self.cfg, w_XW[expert], x_D, low, high, route_weight, accumulate, self.workspace)
         return rows_2
 
 
-class HybridExecutor(CpuExecutor):
-    """Decodes by a plan: in each layer the hot side has the neurons up to a cut, with experts up to one in each, and
-    the cold side the rest.
+class StandInExecutor(CpuExecutor):
+    """Decodes by a plan without a GPU: in each layer one worker has the neurons below the cut, the other the rest.
 
-    Attention, embedding and head run on the CPU whatever the plan says of their sides, because here both sides are
-    the same processor and memory; what is computed is the same. Prompts run dense on the CPU, whose memory holds
-    everything. Close it, or its thread stays.
+    Each expert has a cut of its own. Attention, embedding and head run on the CPU whatever side the plan names, because
+    here both sides are the same processor and memory, and the result is the same. Prompts run dense on the CPU, whose
+    memory holds everything. Close the executor, or its thread stays.
     """
 
     device_name = "stand-in"
@@ -58,50 +60,51 @@ class HybridExecutor(CpuExecutor):
     def __init__(self, artifact: Artifact, mode: str, context: int, threads: int, plan: Plan) -> None:
         super().__init__(artifact, mode, context, threads)
         self.plan = plan
-        self._cuts_LX = np.array(plan.cuts).reshape(len(self._table_LXW), self._shape.experts).tolist()
-        hot_buffers = buffers(self._shape, len(self._table_LXW), self._largest_rank, tokens=1)
-        self.hot = Side(ffn.serial_step, self._shape, hot_buffers)
-        self.cold = Side(ffn.step, self._shape, self._buffers)
-        self._accelerator = ThreadPoolExecutor(1, thread_name_prefix="pi-stand-in")
+        self._cuts_LX = np.array(plan.cuts).reshape(len(self._table_LXW), self._cfg.experts).tolist()
+        own = allocate_workspace(self._cfg, len(self._table_LXW), self._largest_rank, tokens=1)
+        self.hot = NeuronWorker(ffn.serial_step, self._cfg, own)
+        self.cold = NeuronWorker(ffn.step, self._cfg, self._workspace)
+        self._gpu_thread = ThreadPoolExecutor(1, thread_name_prefix="pi-stand-in")
 
     def run(self, tokens: Ints, cache: KVCache, *, select: bool, every: bool) -> Floats:
-        """As `CpuExecutor.run`; a single token with selection and not `every` goes to both sides."""
+        """Run as `CpuExecutor.run`; a single token with selection and not `every` goes to both workers."""
         if len(tokens) > 1 or not select or every:
             return super().run(tokens, cache, select=select, every=every)
         self._check(tokens, cache)
         # One core is the stand-in's.
         numba.set_num_threads(max(1, self._threads - 1))
-        b, s, start, words_L2GSW = self._buffers, self._shape, len(cache.tokens), cache.words
-        x_TD = b.x_TD[:1]
-        embed(s, self._ends, tokens, start, b, x_TD)
+        ws, cfg, start, words_L2GSW = self._workspace, self._cfg, len(cache.tokens), cache.words
+        x_TD = ws.x_TD[:1]
+        embed(cfg, self._ends, tokens, start, ws, x_TD)
         for layer, w_XW in enumerate(self._table_LXW):
-            attention(s, w_XW[0], self._eps, self._cos_SJ, self._sin_SJ, start, words_L2GSW[layer], x_TD, b)
-            b.rows_L2[layer] = self._ffn(w_XW, b.normed_TD[0], self._cuts_LX[layer], x_TD[0])
-            after_ffn(s, w_XW[0], self._eps, x_TD)
-        head(s, self._ends, self._eps, x_TD, b, b.logits_TV[:1])
+            attention(cfg, w_XW[0], self._eps, self._cos_SJ, self._sin_SJ, start, words_L2GSW[layer], x_TD, ws)
+            ws.rows_L2[layer] = self._ffn(w_XW, ws.normed_TD[0], self._cuts_LX[layer], x_TD[0])
+            after_ffn(cfg, w_XW[0], self._eps, x_TD)
+        head(cfg, self._ends, self._eps, x_TD, ws, ws.logits_TV[:1])
         cache.tokens += tokens.tolist()
-        return b.logits_TV[:1]
+        return ws.logits_TV[:1]
 
     def _ffn(self, w_XW: Ints, x_D: Floats, cut_X: Sequence[int], y_D: Floats) -> Ints:
-        """y ← y + the FFN of x, both sides at once; a token wholly on one side hands nothing over."""
-        b, width, rows_2 = self._buffers, self._shape.d_ff, np.zeros(2, np.int64)
-        taken = list(zip(b.taken_TK[0].tolist(), b.share_TK[0], strict=True))
-        hot: list[Work] = [(e, share, 0, cut_X[e]) for e, share in taken if cut_X[e] > 0]
-        cold: list[Work] = [(e, share, cut_X[e], width) for e, share in taken if cut_X[e] < width]
-        pending = self._accelerator.submit(self.hot.run, w_XW, x_D, hot) if hot else None
+        """y ← y + the FFN of x, both workers at once; a token wholly on one side needs no handover."""
+        ws, width, rows_2 = self._workspace, self._cfg.d_ff, np.zeros(2, np.int64)
+        taken = list(zip(ws.expert_TK[0].tolist(), ws.route_weight_TK[0], strict=True))
+        hot: list[ExpertRange] = [(e, weight, 0, cut_X[e]) for e, weight in taken if cut_X[e] > 0]
+        cold: list[ExpertRange] = [(e, weight, cut_X[e], width) for e, weight in taken if cut_X[e] < width]
+        pending = self._gpu_thread.submit(self.hot.run, w_XW, x_D, hot) if hot else None
         try:
             if cold:
                 rows_2 += self.cold.run(w_XW, x_D, cold)
         finally:
-            # Whatever happens here, the other side must have left the buffers; its own fault surfaces from here.
+            # Whatever happens here, the other worker must have left its workspace; its own error surfaces from here.
             if pending is not None:
                 rows_2 += pending.result()
         if hot:
-            ffn.add_sums(self.hot.buffers.sums_CP, y_D)
+            ffn.add_sums(self.hot.workspace.sums_CP, y_D)
         if cold:
-            ffn.add_sums(self.cold.buffers.sums_CP, y_D)
+            ffn.add_sums(self.cold.workspace.sums_CP, y_D)
         return rows_2
 
     def close(self) -> None:
-        self._accelerator.shutdown()
+        """End the thread and close the artifact."""
+        self._gpu_thread.shutdown()
         super().close()

@@ -1,9 +1,10 @@
-"""The forward pass as its equations, in NumPy: the definition every compiled operator is held against.
+"""The forward pass as its equations, in NumPy: the definition that every compiled operator is tested against.
 
-Shapes: T tokens of one block, S positions so far (T included), D model width, H heads, G KV heads, E head width, J
-rotary frequencies, X experts, F neurons of one expert, R predictor rank, V vocabulary. All arithmetic is float32, one
-token block at a time; slow on purpose. A product with a q8 or q4 matrix rounds its input to bytes first (`rounded`);
-the weighted sum of `down` rows does not. Keys and values are rounded to float16 where the cache has that.
+Shape letters: T tokens of one block, S positions so far (T included), D model width, H heads, G key-value heads, E head
+width, J rotary frequencies, X experts, K experts taken, F neurons of one expert, R predictor rank, V vocabulary, B
+blocks of J columns. All arithmetic is float32, one token block at a time; slow on purpose. A product with a matrix of a
+block format rounds its input to bytes first (`rounded`); the sum of `down` rows does not. Keys and values are rounded
+to float16 where the cache holds float16.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,24 +18,25 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import kv_itemsize
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.rungs import RUNGS, Selector
 from pi_runtime.artifact.schema import Layer
 
 F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
-EXACT = Layer(rung="dense")
+DENSE_LAYER = Layer(rung="dense")
 
 
 def forward(artifact: Artifact, tokens: npt.ArrayLike, mode: str = "dense") -> F32:
     """Logits (T, V) of a sequence from its beginning.
 
-    `mode`: `dense` computes every neuron; `gate` is the same function (what it skips is zero); `predicted` leaves out
-    of each layer what its rung does not select (see `schema.Layer`).
+    `mode`: `dense` computes every neuron; `gate` is the same function, because what it skips is zero; `predicted` runs
+    each layer on its stored rung (see `rungs`).
     """
-    d, ends = artifact.manifest.decoder, StoredWeights(artifact, "")
+    d, ends = artifact.manifest.decoder, ArtifactWeights(artifact, "")
     x_TD = embed(d, ends, artifact, np.asarray(tokens, np.int64))
     for n, layer in enumerate(artifact.manifest.layers):
-        w = StoredWeights(artifact, f"layers/{n}/")
-        x_TD = block(d, w, layer if mode == "predicted" else EXACT, x_TD)
+        w = ArtifactWeights(artifact, f"layers/{n}/")
+        x_TD = block(d, w, layer if mode == "predicted" else DENSE_LAYER, x_TD)
     if d.final_norm:
         x_TD = norm(d, ends, "final_norm", x_TD)
     if d.d_embedding != d.d_model:
@@ -43,8 +45,8 @@ def forward(artifact: Artifact, tokens: npt.ArrayLike, mode: str = "dense") -> F
     return logits_TV + ends["head_bias"] if d.head_bias else logits_TV
 
 
-def embed(d: Decoder, ends: "Weights", artifact: Artifact, ids_T: npt.NDArray[np.int64]) -> F32:
-    """Rows of the embedding, brought to the model's width, plus learned positions from 0 where there are such."""
+def embed(d: Decoder, ends: "WeightSource", artifact: Artifact, ids_T: npt.NDArray[np.int64]) -> F32:
+    """The tokens' embeddings at the model's width, plus learned positions from 0 on where the model has them."""
     x_TD: F32 = artifact.values("embedding")[ids_T]
     if d.d_embedding != d.d_model:
         x_TD = ends.product("embedding_in", x_TD)
@@ -53,8 +55,8 @@ def embed(d: Decoder, ends: "Weights", artifact: Artifact, ids_T: npt.NDArray[np
     return x_TD
 
 
-def block(d: Decoder, w: "Weights", layer: Layer, x_TD: F32) -> F32:
-    """One block on the layer's rung; see `Decoder` for its three forms."""
+def block(d: Decoder, w: "WeightSource", layer: Layer, x_TD: F32) -> F32:
+    """Run one block on the layer's rung; see `Decoder` for its three forms."""
     if d.block == "post-norm":
         x_TD = norm(d, w, "attention/norm", x_TD + attention(d, w, x_TD))
         return norm(d, w, "ffn/norm", x_TD + ffn(d, w, x_TD, selected(w, layer, x_TD), layer.threshold))
@@ -65,7 +67,7 @@ def block(d: Decoder, w: "Weights", layer: Layer, x_TD: F32) -> F32:
     return attended_TD + ffn(d, w, normed_TD, selected(w, layer, normed_TD), layer.threshold)
 
 
-def norm(decoder: Decoder, w: "Weights", name: str, x_TD: F32) -> F32:
+def norm(decoder: Decoder, w: "WeightSource", name: str, x_TD: F32) -> F32:
     """rms: x / √(mean x² + eps) · weight;  layer: (x − mean) / √(var + eps) · weight + bias."""
     if decoder.norm == "layer":
         x_TD = x_TD - x_TD.mean(-1, keepdims=True)
@@ -78,8 +80,8 @@ def rms(decoder: Decoder, x: F32) -> F32:
     return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(decoder.norm_eps)), np.float32)
 
 
-def attention(decoder: Decoder, w: "Weights", x_TD: F32) -> F32:
-    """softmax(q kᵀ / √E) v, causal, H query heads sharing G heads of keys and values; from position 0."""
+def attention(decoder: Decoder, w: "WeightSource", x_TD: F32) -> F32:
+    """softmax(q kᵀ / √E) v, causal, from position 0 on; H query heads share G heads of keys and values."""
     d, n_tokens = decoder, len(x_TD)
     qkv = w.product("attention/qkv", x_TD) + (w["attention/qkv_bias"] if d.qkv_bias else np.float32(0))
     heads = qkv.reshape(n_tokens, d.n_heads + 2 * d.n_kv_heads, d.head_dim)
@@ -88,7 +90,7 @@ def attention(decoder: Decoder, w: "Weights", x_TD: F32) -> F32:
         q_THE, k_SGE = rms(d, q_THE) * w["attention/q_norm"], rms(d, k_SGE) * w["attention/k_norm"]
     if d.positions == "rope":
         q_THE, k_SGE = rotate(d, q_THE), rotate(d, k_SGE)
-    k_SGE, v_SGE = w.remembered(k_SGE), w.remembered(v_SGE)
+    k_SGE, v_SGE = w.as_cached(k_SGE), w.as_cached(v_SGE)
     group = d.n_heads // d.n_kv_heads
     k_SHE, v_SHE = np.repeat(k_SGE, group, 1), np.repeat(v_SGE, group, 1)
     scores_HTS = np.einsum("the,she->hts", q_THE, k_SHE) / np.float32(np.sqrt(d.head_dim))
@@ -101,8 +103,9 @@ def attention(decoder: Decoder, w: "Weights", x_TD: F32) -> F32:
 
 
 def rotary_table(decoder: Decoder, length: int) -> tuple[F32, F32]:
-    """cos and sin (length, J) of the angles pos · frequency_j, times `rotary_scale`; angles in float32 as transformers
-    has them. J = 0 where positions are learned.
+    """cos and sin (length, J) of the angles position · frequency_j, times `rotary_scale`.
+
+    The angles are float32, as in transformers. J = 0 where positions are learned.
     """
     frequency_J = np.array(decoder.rotary_frequencies, np.float32)
     angles = np.outer(np.arange(length, dtype=np.float32), frequency_J)
@@ -111,8 +114,8 @@ def rotary_table(decoder: Decoder, length: int) -> tuple[F32, F32]:
 
 
 def rotate(decoder: Decoder, x_THE: F32) -> F32:
-    """Rotary positions: (a, b) → (a cos − b sin, b cos + a sin), a and b the halves of each head's first 2J numbers;
-    the others stay. From position 0."""
+    """Rotary positions from 0 on: (a, b) → (a cos − b sin, b cos + a sin), a and b the halves of each head's first 2J
+    numbers; the others stay."""
     cos, sin = (t[:, None, :] for t in rotary_table(decoder, len(x_THE)))
     half = len(decoder.rotary_frequencies)
     a, b, others = np.split(x_THE, [half, 2 * half], axis=-1)
@@ -148,26 +151,37 @@ _ACTIVATIONS: Mapping[str, Callable[[F32], F32]] = {
 
 
 def activate(decoder: Decoder, z: F32, threshold: float = 0.0) -> F32:
-    """a(z), and 0 where its magnitude is at most the model's own threshold or a layer's.
+    """a(z), but 0 where its magnitude is at most the model's own threshold or a layer's.
 
-    A threshold of 0 leaves everything as it is.
+    Thresholds of 0 change nothing.
     """
     h = _ACTIVATIONS[decoder.activation](z)
     limit = np.float32(max(decoder.threshold, threshold))
     return np.where(np.abs(h) <= limit, np.float32(0), h)
 
 
-def selected(w: "Weights", layer: Layer, x_TD: F32) -> Bools | None:
-    """(T, X·F): neurons whose `first` is read on the rungs `predicted` and `sign`; None for all."""
-    if layer.rung == "predicted":
-        return scores(w, x_TD) > 0
-    if layer.rung == "sign":
-        return agreement(w["predictor/signs"], x_TD) > layer.margin
-    return None
+def selected(w: "WeightSource", layer: Layer, x_TD: F32) -> Bools | None:
+    """(T, X·F): whether the rung's selector names a neuron, so that its `first` is read; None for all."""
+    selector = RUNGS[layer.rung].selector
+    return None if selector is None else _SELECTORS[selector](w, layer, x_TD)
 
 
-def scores(w: "Weights", x_TD: F32) -> F32:
-    """(T, X·F) of the predictor: up · (down · x) + bias, in each expert with its own R rows of `down`."""
+def _selected_by_scores(w: "WeightSource", _layer: Layer, x_TD: F32) -> Bools:
+    return scores(w, x_TD) > 0
+
+
+def _selected_by_signs(w: "WeightSource", layer: Layer, x_TD: F32) -> Bools:
+    return agreement(w["predictor/signs"], x_TD) > layer.margin
+
+
+_SELECTORS: Mapping[Selector, Callable[["WeightSource", Layer, F32], Bools]] = {
+    "low-rank": _selected_by_scores,
+    "signs": _selected_by_signs,
+}
+
+
+def scores(w: "WeightSource", x_TD: F32) -> F32:
+    """(T, X·F): the predictor's scores up · (down · x) + bias; each expert has its own R rows of `down`."""
     up, r_TR = w["predictor/up"], w.product("predictor/down", x_TD)
     found = [w.product("predictor/up", r) for r in np.split(r_TR, r_TR.shape[1] // up.shape[1], axis=1)]
     own = np.split(np.arange(len(up)), len(found))
@@ -175,29 +189,29 @@ def scores(w: "Weights", x_TD: F32) -> F32:
 
 
 def agreement(signs_FW: npt.NDArray[np.uint64], x_TD: F32) -> npt.NDArray[np.int64]:
-    """(T, F): columns in which weight and input have the same sign, less those in which they differ."""
+    """(T, F): columns in which weight and input have the same sign, minus those in which they differ."""
     negative_FD = np.unpackbits(signs_FW.view(np.uint8), axis=1, bitorder="little")[:, : x_TD.shape[1]]
     return (1 - 2 * (x_TD < 0).astype(np.int64)) @ (1 - 2 * negative_FD.astype(np.int64)).T
 
 
-def routing(d: Decoder, w: "Weights", x_TD: F32) -> F32:
-    """(T, X) shares of the experts: softmax of the router's largest `experts_per_token` values, 0 for the others.
+def routing(d: Decoder, w: "WeightSource", x_TD: F32) -> F32:
+    """(T, X): route weights of the experts, the softmax of the router's K largest logits and 0 for the others.
 
-    Of equal values those of the lower expert go first.
+    Among equal logits the lower expert comes first.
     """
     if d.n_experts == 1:
         return np.ones((len(x_TD), 1), np.float32)
-    values_TX = x_TD @ w["ffn/router"].T
-    best_TK = np.argsort(-values_TX, axis=1, kind="stable")[:, : d.experts_per_token]
-    taken_TK = np.take_along_axis(values_TX, best_TK, 1)
-    share_TK = np.exp(taken_TK - taken_TK.max(1, keepdims=True))
-    share_TX = np.zeros_like(values_TX)
-    np.put_along_axis(share_TX, best_TK, share_TK / share_TK.sum(1, keepdims=True), 1)
-    return share_TX
+    logit_TX = x_TD @ w["ffn/router"].T
+    expert_TK = np.argsort(-logit_TX, axis=1, kind="stable")[:, : d.experts_per_token]
+    logit_TK = np.take_along_axis(logit_TX, expert_TK, 1)
+    route_weight_TK = np.exp(logit_TK - logit_TK.max(1, keepdims=True))
+    route_weight_TX = np.zeros_like(logit_TX)
+    np.put_along_axis(route_weight_TX, expert_TK, route_weight_TK / route_weight_TK.sum(1, keepdims=True), 1)
+    return route_weight_TX
 
 
-def ffn(d: Decoder, w: "Weights", x_TD: F32, active_TF: Bools | None = None, threshold: float = 0.0) -> F32:
-    """y = Σ share h_i rest_i over all neurons, or the active ones; see `Decoder` for h, `activate` for thresholds."""
+def ffn(d: Decoder, w: "WeightSource", x_TD: F32, active_TF: Bools | None = None, threshold: float = 0.0) -> F32:
+    """y = Σ route_weight h_i rest_i over all neurons, or the active ones; see `Decoder` for h."""
     z_TF = w.product("ffn/first", x_TD) + (w["ffn/first_bias"] if d.ffn_bias else np.float32(0))
     h_TF = activate(d, z_TF, threshold)
     if d.ffn == "gated":
@@ -225,18 +239,18 @@ def rounded(x_TD: F32) -> F32:
     return np.asarray(found.reshape(n_tokens, -1)[:, :columns], np.float32)
 
 
-class Weights(Protocol):
-    """Values of one layer by their short names, and products with them."""
+class WeightSource(Protocol):
+    """One layer's values by their short names, and products with them."""
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]: ...
 
     def product(self, name: str, x_TD: F32) -> F32: ...
 
-    def remembered(self, x_SGE: F32) -> F32: ...
+    def as_cached(self, x_SGE: F32) -> F32: ...
 
 
-class StoredWeights:
-    """Those of an artifact."""
+class ArtifactWeights:
+    """The values of an artifact whose names begin with `prefix`."""
 
     def __init__(self, artifact: Artifact, prefix: str) -> None:
         self._artifact, self._prefix = artifact, prefix
@@ -250,7 +264,7 @@ class StoredWeights:
         x_TD = rounded(x_TD) if quantised else x_TD
         return np.tensordot(x_TD, self[name], (-1, -1))
 
-    def remembered(self, x_SGE: F32) -> F32:
+    def as_cached(self, x_SGE: F32) -> F32:
         """Keys or values as the cache holds them."""
         if kv_itemsize(self._artifact.manifest.formats["attention"]) == 4:
             return x_SGE

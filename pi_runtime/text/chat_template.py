@@ -30,7 +30,7 @@ KEPT_VARIABLES = ("SYSTEMROOT", "LD_LIBRARY_PATH", "TZ")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one rendering may take."""
+    """Limits of one rendering."""
 
     seconds: float = 2.0
     """Wall time, the start of the process not counted."""
@@ -48,7 +48,7 @@ def render(
     add_generation_prompt: bool = True,
     limits: Limits = Limits(),
 ) -> str:
-    """The prompt that `template` makes of `messages`, each {"role": …, "content": …}.
+    """Render the prompt for `messages`, each {"role": …, "content": …}.
 
     `variables` are the template's further names (bos_token, eos_token, …), JSON values; one that is None is left
     undefined. Raises PromptError for malformed messages, TemplateError for a template that fails, with the line, or
@@ -83,7 +83,7 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
 
 
 def _exchange(request: bytes, limits: Limits) -> dict[str, Any]:
-    """Start a child, hand it the request, return its reply; whatever happens, no child is left."""
+    """Start a child, hand it the request, and return its reply. Whatever happens, no child is left."""
     longest = ESCAPE * limits.output_bytes + REPLY_BYTES
     with _child(limits) as child:
         assert child.stdin
@@ -112,7 +112,7 @@ def _exchange(request: bytes, limits: Limits) -> dict[str, Any]:
 
 
 def _parse(reply: bytes, returncode: int) -> dict[str, Any]:
-    """The child's reply, checked as if the template had written it: a sandbox can have holes."""
+    """Parse the child's reply. It is checked as if the template had written it: a sandbox can have holes."""
     try:
         value = json.loads(reply)
     except (ValueError, RecursionError):
@@ -146,7 +146,7 @@ def _child(limits: Limits) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _jinja2_folders() -> list[str]:
-    """Where the child finds jinja2, which an isolated Python does not. Nothing is imported here."""
+    """Folders in which the child finds jinja2, which an isolated Python does not. Nothing is imported here."""
     folders = []
     for name in ("jinja2", "markupsafe"):
         spec = importlib.util.find_spec(name)
@@ -158,7 +158,7 @@ def _jinja2_folders() -> list[str]:
 
 @contextmanager
 def _alarm(child: subprocess.Popen[bytes], seconds: float) -> Iterator[threading.Event]:
-    """Kill the child after `seconds`, which ends every read and write that waits for it; the event says so."""
+    """Kill the child after `seconds`, which ends every read and write that waits for it; the event tells of it."""
     rang = threading.Event()
 
     def ring() -> None:
@@ -193,5 +193,5 @@ def _exceeded(limit: str, limits: Limits) -> TemplateError:
 
 
 def _printable(message: str) -> str:
-    """Without control characters: a template shall not write to the terminal by its error."""
+    """The message without control characters: a template must not write to the terminal through its error."""
     return "".join(c if c.isprintable() else " " for c in message)

@@ -1,4 +1,4 @@
-"""Stop strings: end a text where one of them appears, without ever having shown its beginning."""
+"""Stop strings: they end a text where one of them appears, and no part of them is ever shown."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ class StopStrings:
     """A filter between the pieces of a text and their reader.
 
     The text ends at the first position where some stop string is complete; of several that are complete there, the
-    longest counts. The stop string itself is not let through. Where the pieces are cut makes no difference to the
-    joined output, and no more is held back than could still become a stop string.
+    longest counts. The stop string itself is not let through. The division into pieces does not change the joined
+    output, and no more is held back than could still become a stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -26,7 +26,7 @@ class StopStrings:
         self._stopped = False
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """The next piece → the text that can be shown now, and whether the text has ended."""
+        """Take the next piece; returns the text that can be shown now, and whether the text has ended."""
         if self._stopped:
             return "", True
         text = self._held + piece
@@ -39,12 +39,12 @@ class StopStrings:
         return text[:cut], False
 
     def finish(self) -> str:
-        """The text came to its own end: what was held back."""
+        """Return what was held back, when the text came to its own end."""
         held, self._held = self._held, ""
         return held
 
     def _pending(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Length of the longest suffix of `text` that begins a stop string."""
         for n in range(min(len(text), self._longest - 1), 0, -1):
             if any(stop.startswith(text[-n:]) for stop in self._stops):
                 return n

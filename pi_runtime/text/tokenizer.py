@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the `tokenizers` library and the manifest's word on which ids frame a text."""
+"""Text to token ids and back, by the `tokenizers` library; the manifest says which ids frame a text."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -32,8 +32,8 @@ class Tokenizer:
     def encode(self, text: str, *, prefix: bool = True) -> list[int]:
         """The ids of `text`, without the tokenizer's own framing.
 
-        With `prefix` they begin with the manifest's `prefix_ids`: whatever of these the text itself begins with, as a
-        rendered chat does, is not put a second time. Raises PromptError for text that is not Unicode, ArtifactError
+        With `prefix` they begin with the manifest's `prefix_ids`. Those that the text itself begins with, as a rendered
+        chat does, are not repeated. Raises PromptError for text that is not Unicode, ArtifactError
         where tokenizer and model do not belong together.
         """
         try:
@@ -58,7 +58,7 @@ class Tokenizer:
         return self._prefix_ids + ids[shared:]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; special tokens have none, nor have ids of the model that the tokenizer does not name.
+        """The text of `ids`. Special tokens have none, nor have ids of the model that the tokenizer does not name.
 
         Raises PromptError for an id outside the vocabulary.
         """
@@ -75,7 +75,7 @@ class Tokenizer:
         return text
 
     def _token(self, token_id: int) -> str | None:
-        """The token as `decode` sees it, None for one that it skips."""
+        """The token as `decode` sees it; None for one that it skips."""
         self._check(token_id)
         token = self._library.id_to_token(token_id)
         return None if token in self._special else token
@@ -86,7 +86,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Ids one by one → text, never half a character; the pieces joined are `decode` of all ids.
+    """Turns ids into text one by one, never half a character; the pieces joined are `decode` of all ids.
 
     (`tokenizers.decoders.DecodeStream` does not promise that: it never gives the bytes of an unfinished character,
     and raises or departs from `decode` where bytes turn out to be none.)
@@ -109,7 +109,10 @@ class TextStream:
         """Characters of the held ids that were given out already."""
 
     def push(self, token_id: int) -> str:
-        """The next id → the text that it completes, often "". Raises PromptError for an id outside the vocabulary."""
+        """Take the next id; returns the text that it completes, often "".
+
+        Raises PromptError for an id outside the vocabulary.
+        """
         token = self._tokenizer._token(token_id)
         if token is None:
             return ""
@@ -129,7 +132,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """No id follows: the rest, incomplete bytes as replacement characters."""
+        """Return the rest when no id follows, with incomplete bytes as replacement characters."""
         return self._show(self._held_text()) if self._held else ""
 
     def _held_text(self) -> str:
@@ -142,7 +145,7 @@ class TextStream:
 
 
 def _call(failure: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`function` of the tokenizers library, whose errors have no class of their own."""
+    """Call a function of the tokenizers library, whose errors have no class of their own."""
     try:
         return function(*args, **kwargs)
     except Exception as error:  # ValueError or a bare Exception, by version and cause

@@ -33,7 +33,7 @@ from pi_runtime import Model, load
 from pi_runtime.artifact import Artifact
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.artifact.sizes import PARTS
-from pi_runtime.execution.stand_in import HybridExecutor
+from pi_runtime.execution.stand_in import StandInExecutor
 from pi_runtime.kernels.benchmarks import most_threads
 
 # (layers, d_model, d_ff, heads, heads of keys and values)
@@ -174,7 +174,7 @@ def order(path: Path, rounds: int) -> None:
 
 
 def _on_the_stand_in(artifact: Artifact, plan: Plan) -> Model:
-    return Model(artifact, "gate", HybridExecutor(artifact, "gate", 2 * POSITIONS, 2, plan))
+    return Model(artifact, "gate", StandInExecutor(artifact, "gate", 2 * POSITIONS, 2, plan))
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ def counted(path: Path, ids: list[int], prefilled: int, mode: str) -> tuple[floa
         x_TD = artifact.values("embedding")[ids]
         read = kept = 0
         for n, layer in enumerate(artifact.manifest.layers):
-            w = reference.StoredWeights(artifact, f"layers/{n}/")
+            w = reference.ArtifactWeights(artifact, f"layers/{n}/")
             x_TD = x_TD + reference.attention(d, w, reference.norm(d, w, "attention/norm", x_TD))
             normed_TD = reference.norm(d, w, "ffn/norm", x_TD)
             active_TF = np.ones((len(ids), d.d_ff), bool)

@@ -5,15 +5,15 @@ Prints that name. A process of its own, because the choice is made once; few ker
 
 import numpy as np
 
-from pi_runtime.artifact.footprint import record_nbytes, sum_floats
+from pi_runtime.artifact.footprint import gather_floats, input_nbytes
 from pi_runtime.kernels import ffn, reference
 from pi_runtime.kernels.codegen.isa import ISA
-from pi_runtime.kernels.data.quantised_input import padded
-from pi_runtime.kernels.ops.gathered_sum import add_rows
+from pi_runtime.kernels.data.quantised_input import padded_columns
+from pi_runtime.kernels.ops.gathered_sum import add_gathered
 from pi_runtime.kernels.ops.linear import linear
 from pi_runtime.kernels.ops.row_dot import row_dot
 from support.rounding import product
-from support.stored import WEIGHT_FORMATS, Matrix, ffn_layer, records, store, store_integers
+from support.stored import WEIGHT_FORMATS, StoredMatrix, ffn_layer, quantised_inputs, store, store_integers
 from support.synthetic import small_decoder
 
 WIDTHS = (1, 33, 97, 225, 257, 700)
@@ -23,15 +23,15 @@ def random(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def dots(w: Matrix, x_D: np.ndarray) -> np.ndarray:
-    record = records(w.fmt, x_D[None])
-    return np.float32([row_dot(w.matrix, row, row, record.ctypes.data) for row in range(len(w.values))])
+def dots(w: StoredMatrix, x_D: np.ndarray) -> np.ndarray:
+    x_at = quantised_inputs(w.fmt, x_D[None])
+    return np.float32([row_dot(w.view, row, row, x_at.ctypes.data) for row in range(len(w.values))])
 
 
-def times(w: Matrix, x_TD: np.ndarray) -> np.ndarray:
-    room = np.empty(len(x_TD) * record_nbytes(x_TD.shape[1]), np.uint8)
+def times(w: StoredMatrix, x_TD: np.ndarray) -> np.ndarray:
+    room = np.empty(len(x_TD) * input_nbytes(x_TD.shape[1]), np.uint8)
     y_TN = np.empty((len(x_TD), len(w.values)), np.float32)
-    linear(w.matrix, len(w.values), 0, x_TD, room.ctypes.data, y_TN)
+    linear(w.view, len(w.values), 0, x_TD, room.ctypes.data, y_TN)
     return y_TN
 
 
@@ -57,8 +57,8 @@ def check_weighted_sums(fmt: str) -> None:
     for count, columns in ((1, 31), (33, 97), (70, 300), (5, 512)):
         w, h_K = store(fmt, random(count, 90, columns)), random(2, count)
         index_K = np.random.default_rng(0).permutation(90)[:count]
-        y_P, scratch = np.zeros(padded(columns), np.float32), np.empty(sum_floats(columns), np.float32)
-        add_rows(w.matrix, index_K, h_K, index_K, y_P, scratch.ctypes.data)
+        y_P, workspace = np.zeros(padded_columns(columns), np.float32), np.empty(gather_floats(columns), np.float32)
+        add_gathered(w.view, index_K, h_K, index_K, y_P, workspace.ctypes.data)
         # Every term may be off by half of 1/32767 of the largest one.
         error = count * 0.6 / 32767 * np.abs(h_K).max() * np.abs(w.values).max()
         assert np.abs(y_P[:columns] - h_K @ w.values[index_K]).max() <= error, (count, columns)
@@ -67,9 +67,9 @@ def check_weighted_sums(fmt: str) -> None:
 def check_ffn(fmt: str) -> None:
     layer = ffn_layer(small_decoder(d_model=133, d_ff=200, activation="silu"), fmt, 1, 0)
     x_TD = random(3, 1, 133)
-    ffn.serial_step(layer.shape, layer.on("gate"), x_TD[0], 0, 200, np.float32(1), False, layer.buffers)
+    ffn.serial_step(layer.cfg, layer.on("gate"), x_TD[0], 0, 200, np.float32(1), False, layer.ws)
     y_D = np.zeros(133, np.float32)
-    ffn.add_sums(layer.buffers.sums_CP, y_D)
+    ffn.add_sums(layer.ws.sums_CP, y_D)
     np.testing.assert_allclose(y_D, reference.ffn(layer.decoder, layer.values, x_TD)[0], rtol=1e-3, atol=1e-4)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.formats import BLOCK
-from support.stored import Matrix
+from support.stored import StoredMatrix
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -39,9 +39,9 @@ class InputBlocks(NamedTuple):
 def blocks_of(x_TD: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
     """Columns in blocks of 32, filled up with zeros."""
     *rest, columns = x_TD.shape
-    padded = np.zeros((*rest, -(-columns // BLOCK) * BLOCK), x_TD.dtype)
-    padded[..., :columns] = x_TD
-    return padded.reshape(*rest, -1, BLOCK)
+    padded_columns = np.zeros((*rest, -(-columns // BLOCK) * BLOCK), x_TD.dtype)
+    padded_columns[..., :columns] = x_TD
+    return padded_columns.reshape(*rest, -1, BLOCK)
 
 
 def input_blocks(x_TD: F32) -> InputBlocks:
@@ -53,7 +53,7 @@ def input_blocks(x_TD: F32) -> InputBlocks:
     return InputBlocks(np.rint(x_TBJ * inverse_TB[..., None]).astype(np.int64), t_TB)
 
 
-def product(m: Matrix, x_TD: F32) -> Exact:
+def product(m: StoredMatrix, x_TD: F32) -> Exact:
     """x Wᵀ (T, N). For q8 and q4, with x as bytes: Σ_b s_b t_b Σ_j w_j q_j.
 
     Kernels may keep the integer sums of four columns apart and add them as floats: each is one rounding of s t and one

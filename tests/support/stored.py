@@ -1,4 +1,4 @@
-"""Weights in memory as an artifact stores them, and inputs as kernels take them, for calling kernels directly."""
+"""Weights in memory as an artifact stores them, and inputs as kernels take them: for calling kernels directly."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,33 +9,34 @@ import numpy.typing as npt
 
 from pi_runtime.artifact import schema
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import record_nbytes
+from pi_runtime.artifact.footprint import input_nbytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.quantisation import dequantise, quantise
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import PARTS, array_specs, is_scales, scales_name
 from pi_runtime.kernels import reference
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import matrix
-from pi_runtime.kernels.data.quantised_input import prepare
-from pi_runtime.kernels.data.workspace import Buffers, buffers
+from pi_runtime.kernels.data.quantised_input import prepare_input
+from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
 
 F32 = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 __all__ = [
     "WEIGHT_FORMATS",
     "Layer",
-    "Matrix",
-    "Weights",
+    "LayerWeights",
+    "StoredMatrix",
     "ffn_layer",
     "packed_signs",
-    "records",
+    "quantised_inputs",
     "store",
     "store_integers",
 ]
 
 
 @dataclass(frozen=True)
-class Matrix:
+class StoredMatrix:
     """A matrix in a number format; `values` is what its bytes mean."""
 
     format: str
@@ -49,7 +50,7 @@ class Matrix:
 
     @property
     def fmt(self) -> int:
-        """The code that kernels switch on."""
+        """The code that kernels tell formats apart by."""
         return FORMATS[self.format].code
 
     @property
@@ -61,23 +62,23 @@ class Matrix:
         return 0 if self.scales is None else int(self.scales.ctypes.data)
 
     @property
-    def matrix(self) -> Any:
-        """As kernels take it."""
+    def view(self) -> Any:
+        """The matrix as kernels take it."""
         return matrix(self.fmt, self.address, self.scales_address, self.values.shape[-1])
 
 
-def store(fmt: str, values: npt.ArrayLike) -> Matrix:
+def store(fmt: str, values: npt.ArrayLike) -> StoredMatrix:
     values = np.asarray(values, np.float32)
     f = FORMATS[fmt]
     if f.quantised and values.ndim > 1:
         stored, scales = quantise(f, values)
-        return Matrix(fmt, stored, dequantise(f, stored, scales, values.shape[-1]), scales)
+        return StoredMatrix(fmt, stored, dequantise(f, stored, scales, values.shape[-1]), scales)
     stored = f.encode(values)
-    return Matrix(fmt, stored, np.ascontiguousarray(f.decode(stored, values.shape[-1])))
+    return StoredMatrix(fmt, stored, np.ascontiguousarray(f.decode(stored, values.shape[-1])))
 
 
-def store_integers(fmt: str, q_ND: npt.ArrayLike, scale: npt.ArrayLike) -> Matrix:
-    """A q8 or q4 matrix of these integers (q4: −8…7) and scales (one, or one a block), put together byte by byte."""
+def store_integers(fmt: str, q_ND: npt.ArrayLike, scale: npt.ArrayLike) -> StoredMatrix:
+    """Put together a matrix of a block format byte by byte, from integers (q4: −8…7) and scales."""
     q_ND = np.asarray(q_ND, np.int64)
     rows, columns = q_ND.shape
     f, blocks = FORMATS[fmt], -(-columns // BLOCK)
@@ -87,18 +88,18 @@ def store_integers(fmt: str, q_ND: npt.ArrayLike, scale: npt.ArrayLike) -> Matri
     scales = np.zeros(FORMATS["scale"].stored_shape((rows, blocks)), np.float16)
     scales[:, :blocks] = scale
     for column, q_N in enumerate(q_ND.T):
-        place, half = _place(column, blocks)
+        index, half = _stored_index(column, blocks)
         if fmt == "q8":
-            stored[:, place] = q_N
+            stored[:, index] = q_N
         else:
-            at = place // (2 * half) * half + place % half
-            stored[:, at] |= (q_N + 8 << 4 * (place // half % 2)).astype(np.uint8)
+            at = index // (2 * half) * half + index % half
+            stored[:, at] |= (q_N + 8 << 4 * (index // half % 2)).astype(np.uint8)
     values = q_ND[:, :columns] * np.repeat(scales[:, :blocks].astype(np.float32), BLOCK, -1)[:, :columns]
-    return Matrix(fmt, stored, values.astype(np.float32), scales)
+    return StoredMatrix(fmt, stored, values.astype(np.float32), scales)
 
 
-def _place(column: int, blocks: int) -> tuple[int, int]:
-    """Where a column of a row lies, and how far apart the places are that share a byte of q4."""
+def _stored_index(column: int, blocks: int) -> tuple[int, int]:
+    """Index of a column in a stored row, and the distance of the indices that share a byte of q4."""
     group, inside = divmod(column, 8 * BLOCK)
     if group >= blocks // 8:
         return column, BLOCK
@@ -106,19 +107,19 @@ def _place(column: int, blocks: int) -> tuple[int, int]:
     return group * 8 * BLOCK + 32 * k + 4 * block + j, 4 * BLOCK
 
 
-def records(fmt: int, x_TD: F32) -> npt.NDArray[np.uint8]:
-    """One record a vector, in memory that was not zero."""
-    found = np.full((len(x_TD), record_nbytes(x_TD.shape[1])), 0xA5, np.uint8)
-    for x_D, record in zip(x_TD, found, strict=True):
-        prepare(fmt, x_D, record.ctypes.data)
+def quantised_inputs(fmt: int, x_TD: F32) -> npt.NDArray[np.uint8]:
+    """One input for each vector, in memory that was not zero."""
+    found = np.full((len(x_TD), input_nbytes(x_TD.shape[1])), 0xA5, np.uint8)
+    for x_D, x_at in zip(x_TD, found, strict=True):
+        prepare_input(fmt, x_D, x_at.ctypes.data)
     return found
 
 
 @dataclass(frozen=True)
-class Weights:
+class LayerWeights:
     """One layer's arrays by their short names, as the reference takes them."""
 
-    matrices: Mapping[str, Matrix]
+    matrices: Mapping[str, StoredMatrix]
 
     def __getitem__(self, name: str) -> F32:
         return self.matrices[name].values
@@ -133,28 +134,29 @@ class Layer:
     """One layer's FFN with a predictor and signs: its weights, and the row of addresses that kernels take."""
 
     decoder: Decoder
-    shape: weight_table.Shape
-    values: Weights
+    cfg: weight_table.KernelConfig
+    values: LayerWeights
     addresses: Ints
     rank: int
-    buffers: Buffers
+    ws: Workspace
 
-    def how(self, rung: str) -> schema.Layer:
-        """How the layer is run on a rung."""
+    def settings(self, rung: str) -> schema.Layer:
+        """The layer's settings on a rung."""
+        parameter, selector = RUNGS[rung].parameter, RUNGS[rung].selector
         return schema.Layer(
             rung=rung,
-            rank=None if rung == "sign" else self.rank,
-            threshold=0.3 if rung == "threshold" else 0.0,
-            margin=1 if rung == "sign" else 0,
+            rank=self.rank if selector in (None, "low-rank") else None,
+            threshold=0.3 if parameter == "threshold" else 0.0,
+            margin=1 if parameter == "margin" else 0,
         )
 
     def on(self, rung: str) -> Ints:
-        """The row of the table for a rung."""
-        return np.concatenate([self.addresses, weight_table.how(self.decoder, self.how(rung), "auto")])
+        """The row of the weight table for a rung."""
+        return np.concatenate([self.addresses, weight_table.settings_of(self.decoder, self.settings(rung), "auto")])
 
 
 def packed_signs(values_FD: F32) -> npt.NDArray[np.uint64]:
-    """Signs as `predictor/signs` has them; beyond the last column bits are set, which nobody may read."""
+    """Signs as in `predictor/signs`; the bits beyond the last column are set, and nobody may read them."""
     bits_FB = np.packbits(values_FD < 0, axis=1, bitorder="little")
     columns = values_FD.shape[1]
     bits_FB = np.pad(bits_FB, ((0, 0), (0, -bits_FB.shape[1] % 8)), constant_values=255)
@@ -175,9 +177,9 @@ def ffn_layer(decoder: Decoder, fmt: str, rank: int, seed: int, **given: F32) ->
             values = rng.standard_normal(spec.shape, np.float32) / np.float32(np.sqrt(spec.shape[-1]))
             matrices[local] = store(spec.format, given.get(local.replace("/", "__"), values))
     signs_FW = packed_signs(matrices["ffn/first"].values)
-    matrices["predictor/signs"] = Matrix("u64", FORMATS["u64"].encode(signs_FW), signs_FW)
+    matrices["predictor/signs"] = StoredMatrix("u64", FORMATS["u64"].encode(signs_FW), signs_FW)
     addresses = {name: m.address for name, m in matrices.items()}
     addresses |= {scales_name(name): m.scales_address for name, m in matrices.items()}
-    row = [addresses.get(name, 0) for name in weight_table._COLUMNS]
-    shape = weight_table.shape_of(decoder, formats)
-    return Layer(decoder, shape, Weights(matrices), np.array(row, np.int64), rank, buffers(shape, 1, rank))
+    row = [addresses.get(name, 0) for name in weight_table.COLUMN]
+    cfg = weight_table.config_of(decoder, formats)
+    return Layer(decoder, cfg, LayerWeights(matrices), np.array(row, np.int64), rank, allocate_workspace(cfg, 1, rank))

@@ -47,7 +47,7 @@ def active_sets(path: Path) -> np.ndarray:
         ids = np.random.default_rng(7).integers(0, DECODER.vocab_size, TOKENS)
         x_TD = artifact.values("embedding")[ids]
         for n in range(DECODER.n_layers):
-            w = reference.StoredWeights(artifact, f"layers/{n}/")
+            w = reference.ArtifactWeights(artifact, f"layers/{n}/")
             x_TD = x_TD + reference.attention(DECODER, w, reference.norm(DECODER, w, "attention/norm", x_TD))
             normed_TD = reference.norm(DECODER, w, "ffn/norm", x_TD)
             found.append(normed_TD @ w["ffn/first"].T > 0)

@@ -15,12 +15,12 @@ import numba
 import numpy as np
 
 from pi_runtime import load
-from pi_runtime.artifact.footprint import record_nbytes
+from pi_runtime.artifact.footprint import input_nbytes
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.kernels import ffn
-from pi_runtime.kernels.ops.attention import attend, remember
-from pi_runtime.kernels.ops.linear import combine, linear
-from support.stored import Layer, Matrix, ffn_layer, store
+from pi_runtime.kernels.ops.attention import attend, store_kv
+from pi_runtime.kernels.ops.linear import add_matmul, linear
+from support.stored import Layer, StoredMatrix, ffn_layer, store
 from support.synthetic import small_decoder
 
 FOUND: dict[str, list[str]] = defaultdict(list)
@@ -34,26 +34,26 @@ def random(*shape: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal(shape, np.float32)
 
 
-def operators(w: Matrix, layer: Layer) -> None:
+def operators(w: StoredMatrix, layer: Layer) -> None:
     rows, columns = w.values.shape
     for tokens in (1, 7, 64):
-        room, y_TN = np.empty(tokens * record_nbytes(columns), np.uint8), np.empty((tokens, rows), np.float32)
-        linear(w.matrix, rows, 0, random(tokens, columns), room.ctypes.data, y_TN)
+        room, y_TN = np.empty(tokens * input_nbytes(columns), np.uint8), np.empty((tokens, rows), np.float32)
+        linear(w.view, rows, 0, random(tokens, columns), room.ctypes.data, y_TN)
         note(f"linear {tokens}", y_TN)
-        combine(w.matrix, random(tokens, rows), y_TD := random(tokens, columns))
-        note(f"combine {tokens}", y_TD)
+        add_matmul(w.view, random(tokens, rows), y_TD := random(tokens, columns))
+        note(f"add_matmul {tokens}", y_TD)
         qkv_TQ, cache_2GSW = random(tokens, 9 * 20), np.zeros((2, 2, 100, 20), np.uint16)
-        remember(qkv_TQ, 5, 20, 30, cache_2GSW)
+        store_kv(qkv_TQ, 5, 20, 30, cache_2GSW)
         attend(qkv_TQ, 5, 30, cache_2GSW, mixed_TQ := np.empty((tokens, 100), np.float32))
         note(f"attend {tokens}", mixed_TQ)
-    width, b = layer.decoder.d_model, layer.buffers
+    width, ws = layer.decoder.d_model, layer.ws
     low, high = 5, layer.decoder.d_ff - 10
     for rung in RUNGS:
-        read, kept = ffn.step(layer.shape, layer.on(rung), random(width), low, high, np.float32(1), False, b)
+        read, kept = ffn.step(layer.cfg, layer.on(rung), random(width), low, high, np.float32(1), False, ws)
         assert 0 < kept <= read
-        note(f"step {rung}", b.sums_CP[:, :width], b.index_F[:kept], b.h_F[:kept])
+        note(f"step {rung}", ws.sums_CP[:, :width], ws.kept_F[:kept], ws.h_F[:kept])
         y_TD, x_TD = np.zeros((7, width), np.float32), random(7, width)
-        ffn.block(layer.shape, layer.on(rung), x_TD, low, high, True, b, b.tally_L3[0], y_TD)
+        ffn.block(layer.cfg, layer.on(rung), x_TD, low, high, True, ws, ws.tally_L3[0], y_TD)
         note(f"block {rung}", y_TD)
 
 

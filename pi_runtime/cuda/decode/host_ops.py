@@ -20,8 +20,8 @@ from pi_runtime.cuda.plan_layout import Cuts
 from pi_runtime.execution.cpu import Floats, Ints
 from pi_runtime.kernels import ffn, moe
 from pi_runtime.kernels.data.matrix_view import Halves
-from pi_runtime.kernels.data.weight_table import Ends, Shape
-from pi_runtime.kernels.data.workspace import Buffers
+from pi_runtime.kernels.data.weight_table import Ends, KernelConfig
+from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 from pi_runtime.kernels.split_ffn import cold_sum, predict
 
@@ -45,13 +45,13 @@ class HostOps:
     decoder: Decoder
     layers: tuple[Layer, ...]
     """How each layer is run."""
-    shape: Shape
+    cfg: KernelConfig
     ends: Ends
     table_LXW: Ints
     eps: np.float32
     cos_SJ: Floats
     sin_SJ: Floats
-    workspace: Buffers
+    workspace: Workspace
     cuts: tuple[Cuts, ...]
     step: Step
     send: HandoverArrays
@@ -72,20 +72,20 @@ class HostOps:
         return self.workspace.x_TD[:1]
 
     def embed(self) -> None:
-        embed(self.shape, self.ends, self.step.tokens, self.step.start, self.workspace, self.x_1D)
+        embed(self.cfg, self.ends, self.step.tokens, self.step.start, self.workspace, self.x_1D)
 
     def attention(self, layer: int) -> None:
         """x ← x + attention(norm(x)); then the FFN's input."""
         s, cache = self.step, self.step.cache_L2GSW[layer]
         w = self.table_LXW[layer, 0]
-        attention(self.shape, w, self.eps, self.cos_SJ, self.sin_SJ, s.start, cache, self.x_1D, self.workspace)
+        attention(self.cfg, w, self.eps, self.cos_SJ, self.sin_SJ, s.start, cache, self.x_1D, self.workspace)
 
     def whole_ffn(self, layer: int) -> None:
         """x ← x + FFN, where no neuron is on the GPU."""
         ws, w_XW = self.workspace, self.table_LXW[layer]
-        ws.rows_L2[layer] = moe.step(self.shape, w_XW, ws.normed_TD[0], ws)
+        ws.rows_L2[layer] = moe.step(self.cfg, w_XW, ws.normed_TD[0], ws)
         ffn.add_sums(ws.sums_CP, self.x_1D[0])
-        after_ffn(self.shape, w_XW[0], self.eps, self.x_1D)
+        after_ffn(self.cfg, w_XW[0], self.eps, self.x_1D)
 
     def selects(self, layer: int) -> bool:
         """Whether the layer's rung reads only some rows of `first`."""
@@ -97,7 +97,7 @@ class HostOps:
 
     def select(self, layer: int) -> None:
         """Leave the selected hot rows for the GPU; keep the selected cold ones in the list of candidates."""
-        found = predict(self.shape, self.table_LXW[layer, 0], self.workspace.normed_TD[0], self.workspace)
+        found = predict(self.cfg, self.table_LXW[layer, 0], self.workspace.normed_TD[0], self.workspace)
         rows_F = self.workspace.candidates_F[:found]
         hot = int(np.searchsorted(rows_F, self.cuts[layer].hot))
         self.send.count[0] = hot
@@ -130,7 +130,7 @@ class HostOps:
         if self.cuts[layer].cold:
             self.x_1D[0] += self.own_sum
         self.x_1D[0] += self.sum_to_host
-        after_ffn(self.shape, self.table_LXW[layer, 0], self.eps, self.x_1D)
+        after_ffn(self.cfg, self.table_LXW[layer, 0], self.eps, self.x_1D)
 
     def send_residual(self) -> None:
         self.x_to_device[:] = self.x_1D[0]
@@ -141,4 +141,4 @@ class HostOps:
     def head(self) -> None:
         """logits = norm(x) Wᵀ + bias."""
         ws = self.workspace
-        head(self.shape, self.ends, self.eps, self.x_1D, ws, ws.logits_TV[:1])
+        head(self.cfg, self.ends, self.eps, self.x_1D, ws, ws.logits_TV[:1])

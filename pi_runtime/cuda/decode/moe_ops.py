@@ -20,7 +20,7 @@ from pi_runtime.cuda.kernels.compaction import NeuronList, compact
 from pi_runtime.cuda.kernels.moe import DeviceCuts, Routing
 from pi_runtime.cuda.kernels.row_dot import linear
 from pi_runtime.execution.cpu import Floats, Ints
-from pi_runtime.kernels.split_ffn import cold_sum_taken, predict_taken
+from pi_runtime.kernels.split_ffn import cold_sum_experts, predict_experts
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ class MoeHostOps(HostOps):
     def send_handover(self) -> None:
         """Leave the FFN's input and the token's experts for the GPU."""
         super().send_handover()
-        self.send.expert_K[:] = self.workspace.taken_TK[0]
-        self.send.route_weight_K[:] = self.workspace.share_TK[0]
+        self.send.expert_K[:] = self.workspace.expert_TK[0]
+        self.send.route_weight_K[:] = self.workspace.route_weight_TK[0]
 
     def select(self, layer: int) -> None:
         ws, own = self.workspace, (self.cut_LX[layer], self.base_LX[layer])
-        hot, cold = predict_taken(
-            self.shape, self.table_LXW[layer], ws.normed_TD[0], *own, ws, self.send.index_F, self.cold_F
+        hot, cold = predict_experts(
+            self.cfg, self.table_LXW[layer], ws.normed_TD[0], *own, ws, self.send.index_F, self.cold_F
         )
         self.send.count[0], self.step.listed = hot, cold
 
@@ -126,7 +126,7 @@ class MoeHostOps(HostOps):
         self, layer: int, x_D: Floats, expert_K: npt.NDArray[np.int32], route_weight_K: Floats, count: int,
         listed_F: npt.NDArray[np.int32], sum_D: Floats,
     ) -> None:  # fmt: skip
-        self.workspace.rows_L2[layer] = cold_sum_taken(
+        self.workspace.rows_L2[layer] = cold_sum_experts(
             self.addresses, self.table_LXW[layer], x_D, expert_K, route_weight_K, self.cut_LX[layer],
             self.selects(layer), count, listed_F, sum_D,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import triton
 
-from pi_runtime.artifact.footprint import PARTS, SPLITS
+from pi_runtime.artifact.footprint import ATTENTION_SPLITS, FFN_SPLITS
 from pi_runtime.cuda.kernels.matrix import Matrix
 
 WARP = 128
@@ -36,9 +36,9 @@ class Tiling:
     sum_words: int = 64
     sum_unroll: int = 4
     """Tiles of words whose loads are in flight at once."""
-    splits: int = SPLITS
+    splits: int = FFN_SPLITS
     """Partial sums of a weighted sum over rows."""
-    parts: int = PARTS
+    parts: int = ATTENTION_SPLITS
     """Parts of the positions that a token attends to."""
 
     def dots(self, m: Matrix) -> tuple[int, int]:

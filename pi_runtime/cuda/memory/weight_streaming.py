@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pi_runtime.artifact.footprint import NEURONS
+from pi_runtime.artifact.footprint import GEMM_NEURONS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import ArrayEntry, Manifest
@@ -28,7 +28,7 @@ def chunk_shapes(manifest: Manifest) -> dict[str, tuple[tuple[int, int], torch.d
     found = {}
     for name, entry in entries.items():
         fmt = FORMATS[entry.format]
-        rows = min(NEURONS, manifest.decoder.d_ff) * _rows_per_neuron(entry)  # of one expert, where there are more
+        rows = min(GEMM_NEURONS, manifest.decoder.d_ff) * _rows_per_neuron(entry)  # of one expert, where there are more
         found[name] = ((rows, fmt.stored_shape(entry.shape)[-1]), DTYPES[entry.format])
         if fmt.quantised:
             scales = manifest.arrays[scales_name(f"layers/0/ffn/{name}")]
@@ -75,7 +75,7 @@ class WeightStreamer:
 
     def chunks(self, layer: int, low: int, high: int) -> Iterator[Neurons]:
         """The neurons [low, high) in chunks; a chunk is valid until the second one after it is asked for."""
-        starts = range(low, high, NEURONS)
+        starts = range(low, high, GEMM_NEURONS)
         coming = iter([*starts[1:], None])
         if starts:
             self._fill(0, layer, starts[0], high)
@@ -83,13 +83,13 @@ class WeightStreamer:
             following = next(coming)
             buffer = self._buffers[turn % 2]
             buffer.filled.wait()
-            yield self._neurons(buffer, layer, start, min(high, start + NEURONS))
+            yield self._neurons(buffer, layer, start, min(high, start + GEMM_NEURONS))
             buffer.used.record()
             if following is not None:
                 self._fill((turn + 1) % 2, layer, following, high)
 
     def _fill(self, turn: int, layer: int, low: int, high: int) -> None:
-        buffer, high = self._buffers[turn], min(high, low + NEURONS)
+        buffer, high = self._buffers[turn], min(high, low + GEMM_NEURONS)
         with self._device.copy_stream():
             buffer.used.wait()
             for name, array in buffer.arrays.items():

@@ -99,7 +99,7 @@ class FfnBlocks:
                 on_device += gemm.count_firing(neurons, decoder, device_x_ND)
             if cut < decoder.d_ff:
                 w, y_ND = host.table_LXW[layer, work.expert], np.zeros_like(x_ND)
-                ffn.block(host.shape, w, x_ND, cut, decoder.d_ff, True, host.workspace, tally_3, y_ND)
+                ffn.block(host.cfg, w, x_ND, cut, decoder.d_ff, True, host.workspace, tally_3, y_ND)
         return int(tally_3[0]) + int(on_device)
 
     def _work(self, layer: int, side: str, count: int) -> Iterator[ExpertWork]:
@@ -139,8 +139,8 @@ class FfnBlocks:
         for low in range(0, count, BLOCK_TOKENS):
             part = slice(low, min(count, low + BLOCK_TOKENS))
             ws, tokens = host.workspace, part.stop - low
-            moe.route(host.shape, host.table_LXW[layer, 0], self._buffers.host_normed_TD.numpy()[part], ws)
-            expert_TK[part], route_weight_TK[part] = ws.taken_TK[:tokens], ws.share_TK[:tokens]
+            moe.route(host.cfg, host.table_LXW[layer, 0], self._buffers.host_normed_TD.numpy()[part], ws)
+            expert_TK[part], route_weight_TK[part] = ws.expert_TK[:tokens], ws.route_weight_TK[:tokens]
         return expert_TK, route_weight_TK
 
     def _device_sums(self, layer: int, work: Sequence[ExpertWork], count: int) -> None:
@@ -197,7 +197,7 @@ class FfnBlocks:
         host = self._host_ops
         ws, cut = host.workspace, host.cuts[layer].cut_X[expert]
         w, tally_3 = host.table_LXW[layer, expert], ws.tally_L3[layer]
-        ffn.block(host.shape, w, x_ND, cut, host.decoder.d_ff, False, ws, tally_3, y_ND)
+        ffn.block(host.cfg, w, x_ND, cut, host.decoder.d_ff, False, ws, tally_3, y_ND)
 
 
 def _to_device(numbers: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -57,7 +57,7 @@ class Prefill:
             self._head_on_device(logits_TV)
         else:
             host, x_TD = self._host_ops, self._buffers.host_x_TD.numpy()
-            head(host.shape, host.ends, host.eps, x_TD[: len(tokens)], host.workspace, logits_TV)
+            head(host.cfg, host.ends, host.eps, x_TD[: len(tokens)], host.workspace, logits_TV)
 
     def count_firing(self, layer: int, input_TD: Floats) -> int:
         """How many neurons fire on these inputs of the layer's FFN."""
@@ -98,7 +98,7 @@ class Prefill:
         host, x_TD = self._host_ops, self._buffers.host_x_TD.numpy()
         for low in range(0, len(tokens), BLOCK_TOKENS):
             part = slice(low, min(len(tokens), low + BLOCK_TOKENS))
-            embed(host.shape, host.ends, tokens[part], host.step.start + low, host.workspace, x_TD[part])
+            embed(host.cfg, host.ends, tokens[part], host.step.start + low, host.workspace, x_TD[part])
 
     def _move_residual(self, side: str, to: str, count: int) -> str:
         """Bring the residual from one side to another; returns the side that has it then."""
@@ -121,7 +121,7 @@ class Prefill:
         for low in range(0, count, BLOCK_TOKENS):
             part = slice(low, min(count, low + BLOCK_TOKENS))
             start = host.step.start + low
-            attention(host.shape, w, host.eps, host.cos_SJ, host.sin_SJ, start, cache, x_TD[part], ws)
+            attention(host.cfg, w, host.eps, host.cos_SJ, host.sin_SJ, start, cache, x_TD[part], ws)
             normed_TD[part] = ws.normed_TD[: part.stop - low]
 
     def _merge_on_device(self, layer: int, count: int, *, device_sum: bool, host_sum: bool) -> None:
@@ -147,7 +147,7 @@ class Prefill:
         if device_sum:
             b.host_y_TD[:count].copy_(b.y_TD[:count])
             x_TD += b.host_y_TD.numpy()[:count]
-        after_ffn(host.shape, host.table_LXW[layer, 0], host.eps, x_TD)
+        after_ffn(host.cfg, host.table_LXW[layer, 0], host.eps, x_TD)
 
     def _last_logits(self, side: str, count: int) -> None:
         """The last token's logits, where decoding leaves them."""

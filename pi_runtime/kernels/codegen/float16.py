@@ -1,7 +1,8 @@
 """float16 to float32 and back, as LLVM code.
 
-LLVM has both as one operation. On an x86 processor without F16C it turns them into calls of a library that is not there
-when a kernel runs, so there they are made of integer operations (F. Giesen, https://gist.github.com/rygorous/2156668).
+LLVM has one operation for each. On an x86 processor without F16C it turns them into calls of a library that is not
+there when a kernel runs. So they are made of integer operations there (F. Giesen,
+https://gist.github.com/rygorous/2156668).
 """
 
 from typing import Any
@@ -12,11 +13,11 @@ from pi_runtime.kernels.codegen.isa import host_features
 
 I16, I32, F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 NATIVE = not host_features() or "f16c" in host_features()
-"""No names of features: no x86, and processors of other kinds convert."""
+"""Whether the processor converts: x86 with F16C, and every other kind (which has no feature names here)."""
 
 
 def widen(b: Any, bits: Any) -> Any:
-    """binary16 in 16 bits → float32."""
+    """Emit the conversion of binary16 in 16 bits to float32."""
     if NATIVE:
         return b.fpext(b.bitcast(bits, ir.HalfType()), F32)
     wide = b.zext(bits, I32)
@@ -29,7 +30,10 @@ def widen(b: Any, bits: Any) -> Any:
 
 
 def narrow(b: Any, number: Any) -> Any:
-    """float32 → binary16 in 16 bits, to nearest even; what is too large, and NaN, becomes infinite."""
+    """Emit the conversion of float32 to binary16 in 16 bits, to nearest even.
+
+    What is too large, and NaN, becomes infinite.
+    """
     if NATIVE:
         return b.bitcast(b.fptrunc(number, ir.HalfType()), I16)
     bits = b.bitcast(number, I32)

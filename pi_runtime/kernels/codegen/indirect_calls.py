@@ -1,11 +1,11 @@
 """Calls by address: a kernel is compiled once, however many others call it.
 
-numba compiles what a kernel calls into the kernel, and that again into its caller: with each level the whole tree is
-optimised anew, and most of a cold start is spent on code that is there already. A function called by address stays out
-of its callers. They read the address from a slot, a number in this process that LLVM knows by name; while it is 0 the
-slot's `bind` is called first, which compiles the function or loads it from the kernel cache, and gives the address or,
-negative, that of the exception in its way. So nothing is compiled before it is needed, and kernels in the cache hold no
-address.
+numba compiles a function into each kernel that calls it, and that again into its caller. With each level the whole tree
+is optimised anew, and most of a cold start is spent on code that is there already. A function called by address stays
+out of its callers. They read the address from a slot: a number in this process that LLVM knows by name. While it is 0,
+the slot's `bind` is called first. It compiles the function or loads it from the kernel cache, and returns the address;
+or, if an exception was raised, the exception's address as a negative number. So nothing is compiled before it is
+needed, and kernels in the cache hold no address.
 """
 
 import ctypes
@@ -23,27 +23,27 @@ from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 _WORD = ir.IntType(64)
-_NUMBERS = {int: types.intp, float: types.float64, bool: types.boolean, np.float32: types.float32}
-_KEPT: list[Any] = []
-"""Slots and their `bind`: machine code refers to them for as long as the process lives."""
+_SCALARS = {int: types.intp, float: types.float64, bool: types.boolean, np.float32: types.float32}
+_KEEP_ALIVE: list[Any] = []
+"""Slots and their `bind`: machine code refers to them as long as the process lives."""
 
 
 def by_address(dispatcher: Any) -> Any:
-    """What a kernel calls in place of `dispatcher`, whose function returns nothing; Python cannot call it.
+    """Wrap a compiled function that returns nothing, so that kernels call it by address. Python cannot call the result.
 
-    Called without arguments it only makes sure that the function is compiled: before threads call it that are not
-    Python's, whose errors nobody would see.
-    Arguments are converted to what the function's annotations say. Arrays are C-contiguous, with as many dimensions
-    as the shape at the end of their name has letters (`x_TD`: two); without one they are flat.
+    A call without arguments only makes sure that the function is compiled. It comes before threads that are not
+    Python's call the function, because nobody would see their errors.
+    Arguments are converted to the types that the function's annotations name. Arrays are C-contiguous, with as many
+    dimensions as the shape at the end of their name has letters (`x_TD`: two), or one without such an end.
     """
     function = dispatcher.py_func
     name = f"{function.__module__}.{function.__qualname__}"
-    kinds = cache(lambda: tuple(_kind(p.annotation, p.name) for p in _parameters(function)))
+    wanted_types = cache(lambda: tuple(_numba_type(p.annotation, p.name) for p in _parameters(function)))
 
     def bind() -> int:
         try:
-            dispatcher.compile(kinds())
-            compiled = dispatcher.overloads[kinds()]
+            dispatcher.compile(wanted_types())
+            compiled = dispatcher.overloads[wanted_types()]
             slot.value = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
         except BaseException as error:  # Ctrl-C, a full disk: the caller raises it again
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
@@ -51,7 +51,7 @@ def by_address(dispatcher: Any) -> Any:
         return slot.value
 
     slot, callback = ctypes.c_int64(0), ctypes.CFUNCTYPE(ctypes.c_int64)(bind)
-    _KEPT.append((slot, callback))
+    _KEEP_ALIVE.append((slot, callback))
     llvmlite.binding.add_symbol(f"{name} address", ctypes.addressof(slot))
     llvmlite.binding.add_symbol(f"{name} bind", ctypes.cast(callback, ctypes.c_void_p).value)
 
@@ -64,23 +64,23 @@ def by_address(dispatcher: Any) -> Any:
             return context.get_dummy_value()
 
         if arguments:
-            _check(typing_context, name, arguments, kinds())
-        return types.none(types.Tuple(kinds() if arguments else ())), generate
+            _check(typing_context, name, arguments, wanted_types())
+        return types.none(types.Tuple(wanted_types() if arguments else ())), generate
 
     return call
 
 
 def _check(typing_context: Any, name: str, given: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
-    """Raises TypingError. numba's own cast would only assert, and not of all arrays."""
+    """Check the arguments of a call. Raises TypingError; numba's own cast would only assert, and not for all arrays."""
     if len(given) != len(wanted):
         raise TypingError(f"{name} takes {len(wanted)} arguments, found {len(given)}")
     for n, (one, other) in enumerate(zip(given, wanted, strict=True)):
         if typing_context.can_convert(one, other) is None:
-            raise TypingError(f"{name}: argument {n} is to be {other}, found {one}")
+            raise TypingError(f"{name}: argument {n} must be {other}, found {one}")
 
 
 def _address(context: Any, b: Any, name: str) -> Any:
-    """Code that reads a function's slot and, while that holds 0, calls its `bind`; raises what is in the way."""
+    """Emit code that reads a function's slot and, while that holds 0, calls its `bind`; it raises what `bind` meets."""
     known = b.module.globals.get(f"{name} address")
     slot = ir.GlobalVariable(b.module, _WORD, f"{name} address") if known is None else known
     address = cgutils.alloca_once_value(b, b.load(slot))
@@ -98,7 +98,7 @@ def _address(context: Any, b: Any, name: str) -> Any:
 
 
 def _call(context: Any, b: Any, address: Any, given: list[Any], values: Any) -> None:
-    """Code that calls what is at an address as numba calls its own functions; the caller raises what it raises."""
+    """Emit code that calls the function at an address as numba calls its own; its exceptions are the caller's."""
     convention = context.call_conv
     callee = b.inttoptr(address, convention.get_function_type(types.none, given).as_pointer())
     status, _ = convention.call_function(b, callee, types.none, given, values)
@@ -110,10 +110,10 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function, eval_str=True).parameters.values())
 
 
-def _kind(annotation: Any, name: str) -> Any:
-    """numba's type of an argument."""
-    if annotation in _NUMBERS:
-        return _NUMBERS[annotation]
+def _numba_type(annotation: Any, name: str) -> Any:
+    """The numba type of an argument."""
+    if annotation in _SCALARS:
+        return _SCALARS[annotation]
     # From Python 3.12 on NumPy's NDArray is a `type` statement's alias, which stands for what it is.
     if alias := getattr(get_origin(annotation), "__value__", None):
         annotation = alias[get_args(annotation)]
@@ -121,5 +121,5 @@ def _kind(annotation: Any, name: str) -> Any:
         shape = name.rpartition("_")[2]
         dtype = get_args(get_args(annotation)[1])[0]
         return types.Array(from_dtype(np.dtype(dtype)), 1 if shape.islower() else len(shape), "C")
-    fields = [_kind(kind, field) for field, kind in annotation.__annotations__.items()]
+    fields = [_numba_type(kind, field) for field, kind in annotation.__annotations__.items()]
     return types.BaseTuple.from_types(fields, annotation)

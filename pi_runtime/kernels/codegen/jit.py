@@ -81,34 +81,34 @@ def is_cold() -> bool:
     return not any(cache_folder().rglob("*.nbi"))
 
 
-def leaf(function: Callable[..., Any]) -> Any:
+def public(function: Callable[..., Any]) -> Any:
     """Compile a function that Python and other kernels call: serial, and inlined by LLVM where that pays."""
     return _compile(function, "serial")
 
 
-def inner(function: Callable[..., Any]) -> Any:
-    """As `leaf`, called by kernels only: without the code that Python calls it by, which takes apart every array of
+def device(function: Callable[..., Any]) -> Any:
+    """As `public`, called by kernels only: without the code that Python calls it by, which takes apart every array of
     every argument and so is often the larger part."""
     return _kept_from_python(_compile(function, "serial", no_cpython_wrapper=True))
 
 
-def body(function: Callable[..., Any]) -> Any:
-    """As `inner`, by address: what one step of a `prange` loop does. numba compiles such a loop three times over."""
-    return by_address(inner(function))
+def loop_body(function: Callable[..., Any]) -> Any:
+    """As `device`, by address: what one step of a `prange` loop does. numba compiles such a loop three times over."""
+    return by_address(device(function))
 
 
-def exact(function: Callable[..., Any]) -> Any:
-    """As `inner`, but every operation rounds as it is written: what it computes equals NumPy's to the last bit."""
+def strict_device(function: Callable[..., Any]) -> Any:
+    """As `device`, but every operation rounds as it is written: what it computes equals NumPy's to the last bit."""
     return _kept_from_python(_compile(function, "serial", no_cpython_wrapper=True, fastmath=False))
 
 
-def threaded(function: Callable[..., Any]) -> Any:
+def public_parallel(function: Callable[..., Any]) -> Any:
     """Compile a function whose `prange` loops run on numba's threads, for Python to call."""
     return _compile(function, "threaded", parallel=True)
 
 
-def operator(function: Callable[..., Any]) -> Any:
-    """As `threaded`, for kernels to call: by address, so that it is not compiled into each of them."""
+def parallel(function: Callable[..., Any]) -> Any:
+    """As `public_parallel`, for kernels to call: by address, so that it is not compiled into each of them."""
     return by_address(_compile(function, "threaded", parallel=True, no_cpython_wrapper=True))
 
 
@@ -116,7 +116,7 @@ def _kept_from_python(dispatcher: Any) -> Any:
     """Calling it from Python is a TypeError. numba would jump to address 0."""
 
     def refuse(*_arguments: Any, **_keywords: Any) -> None:
-        raise TypeError(f"{dispatcher.py_func.__qualname__} is called by kernels only: compile it with `leaf`")
+        raise TypeError(f"{dispatcher.py_func.__qualname__} is called by kernels only: compile it with `public`")
 
     def add_overload(compiled: Any) -> None:
         # As numba's own, but not into the table of what Python calls.

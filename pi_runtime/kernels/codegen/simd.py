@@ -1,9 +1,9 @@
 """Vector instructions for intrinsics: short names over llvmlite's builder, and the integer dot product of each ISA.
 
-The functions emit code while a kernel is compiled. `b` is the builder, `n` a number of lanes known then.
+The functions emit code while a kernel is compiled. `b` is the builder, `n` a number of lanes known at that time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -16,18 +16,21 @@ F32, HALF = ir.FloatType(), ir.HalfType()
 LINE = 64
 """Bytes of a cache line."""
 FAST = ("reassoc", "contract", "nsz", "arcp")
-"""The flags of the other kernels: sums may be reordered, infinities and NaN keep their meaning."""
+"""The same flags as in other kernels: sums may be reordered, infinities and NaN keep their meaning."""
 
 
 def vec(element: Any, n: int) -> Any:
+    """The type of a vector."""
     return ir.VectorType(element, n)
 
 
 def const(element: Any, n: int, value: float) -> Any:
+    """A vector with the same constant in every lane."""
     return ir.Constant(vec(element, n), [value] * n)
 
 
 def offset(value: int) -> Any:
+    """A 64-bit constant, for addresses and counts."""
     return ir.Constant(I64, value)
 
 
@@ -43,16 +46,17 @@ def pointer(b: Any, address: Any) -> Any:
 
 
 def load(b: Any, base: Any, at: Any, kind: Any) -> Any:
-    """A value `at` bytes after `base`, at any alignment."""
+    """Load a value `at` bytes after `base`, at any alignment."""
     return b.load(b.bitcast(b.gep(base, [at]), kind.as_pointer()), align=1)
 
 
 def store(b: Any, value: Any, base: Any, at: Any) -> None:
+    """Store a value `at` bytes after `base`, at any alignment."""
     b.store(value, b.bitcast(b.gep(base, [at]), value.type.as_pointer()), align=1)
 
 
 def shuffle(b: Any, one: Any, other: Any, lanes: Sequence[int]) -> Any:
-    """Lanes of two vectors side by side, by number."""
+    """A vector of the lanes, by number, of two vectors side by side."""
     return b.shuffle_vector(one, other, ir.Constant(vec(I32, len(lanes)), list(lanes)))
 
 
@@ -63,31 +67,56 @@ def splat(b: Any, value: Any, n: int) -> Any:
 
 
 def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
+    """x · y + z, rounded once."""
     return call(b, f"llvm.fma.v{x.type.count}f32", x.type, [x, y, z])
 
 
 def add_lanes(b: Any, v: Any) -> Any:
-    """Σ of a float vector's lanes."""
+    """The sum of a float vector's lanes."""
     name = f"llvm.vector.reduce.fadd.v{v.type.count}f32"
     return call(b, name, F32, [ir.Constant(F32, 0.0), v], fastmath=FAST)
 
 
 def total(b: Any, vectors: Sequence[Any]) -> Any:
-    """Σ of equally long float vectors, in pairs."""
+    """The sum of float vectors, added in pairs; their number is a power of two."""
     while len(vectors) > 1:
         vectors = [b.fadd(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
     return vectors[0]
 
 
 def prefetch(b: Any, base: Any, at: Any) -> None:
-    """Ask for a cache line that will be read, into the second level."""
+    """Fetch a cache line that will be read into the second-level cache."""
     name, kind = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     read, locality, data = (ir.Constant(I32, v) for v in (0, 2, 1))
     b.call(cgutils.get_or_insert_function(b.module, kind, name), [b.gep(base, [at]), read, locality, data])
 
 
+def switch(b: Any, code: Any, cases: Mapping[int, Callable[[], Any]]) -> Any:
+    """Emit several cases, of which a kernel runs the one that its number `code` names; returns that case's value.
+
+    `code` must be among the cases.
+    """
+    blocks = [b.append_basic_block(f"case.{number}") for number in cases]
+    after = b.append_basic_block("after")
+    branch = b.switch(code, blocks[-1])
+    found = []
+    for (number, emit), block in zip(cases.items(), blocks, strict=True):
+        if block is not blocks[-1]:
+            branch.add_case(code.type(number), block)
+        b.position_at_end(block)
+        found.append((emit(), b.block))
+        b.branch(after)
+    b.position_at_end(after)
+    if found[0][0] is None:
+        return None
+    chosen = b.phi(found[0][0].type)
+    for value, block in found:
+        chosen.add_incoming(value, block)
+    return chosen
+
+
 def floats_of(b: Any, fmt: str, base: Any, column: Any, n: int) -> Any:
-    """n stored numbers of f32, f16 or bf16 from `column` on, as float32."""
+    """Load n stored numbers of f32, f16 or bf16 from `column` on, as float32."""
     if fmt == "f32":
         return load(b, base, b.mul(column, offset(4)), vec(F32, n))
     at = b.mul(column, offset(2))
@@ -98,10 +127,10 @@ def floats_of(b: Any, fmt: str, base: Any, column: Any, n: int) -> Any:
 
 
 def dot_bytes(b: Any, sums: Any, weights: Any, x: Any, *, signed: bool) -> Any:
-    """sums_i + Σ_{j<4} w_{4i+j} x_{4i+j} in 32 bits; x signed bytes.
+    """sums_i + Σ_{j<4} w_{4i+j} x_{4i+j} in 32 bits; x has signed bytes.
 
-    With vpdpbusd the weights are unsigned bytes; without it they are what the artifact holds: signed ones of q8, whose
-    signs go over to x so that a pair's sum (2 · 127²) stays within 16 bits, or unsigned ones of q4 (2 · 15 · 127).
+    With vpdpbusd the weights are unsigned bytes. Without it they are what the artifact holds: signed bytes of q8, whose
+    signs move to x so that the sum of a pair (2 · 127²) stays within 16 bits, or unsigned ones of q4 (2 · 15 · 127).
     """
     lanes, kind = sums.type.count, sums.type
     if ISA.dot:
@@ -116,7 +145,7 @@ def dot_bytes(b: Any, sums: Any, weights: Any, x: Any, *, signed: bool) -> Any:
 
 
 def dot_words(b: Any, sums: Any, weights: Any, x: Any) -> Any:
-    """sums_i + w_{2i} x_{2i} + w_{2i+1} x_{2i+1} in 32 bits; signed 16-bit numbers, 256-bit vectors."""
+    """sums_i + w_{2i} x_{2i} + w_{2i+1} x_{2i+1} in 32 bits, for signed 16-bit numbers in 256-bit vectors."""
     if ISA.dot:
         parts = [sums, b.bitcast(weights, sums.type), b.bitcast(x, sums.type)]
         return call(b, "llvm.x86.avx512.vpdpwssd.256", sums.type, parts)
@@ -125,7 +154,7 @@ def dot_words(b: Any, sums: Any, weights: Any, x: Any) -> Any:
 
 
 def transpose(b: Any, rows: list[Any]) -> list[Any]:
-    """Eight vectors of eight 32-bit numbers, transposed."""
+    """Transpose eight vectors of eight 32-bit numbers."""
     low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
     pairs = []
     for k in range(0, 8, 2):

@@ -1,6 +1,7 @@
-"""Weights by address: where the rows of a memory-mapped matrix lie, and numbers converted to float32.
+"""Views of stored matrices by address, and conversions of single numbers to and from float32.
 
-A kernel gets addresses and a format code, not a typed array, so it compiles once for all formats.
+A kernel gets addresses and the code of a number format instead of a typed array, so it compiles once for all formats.
+Shape letters: F weight formats.
 """
 
 # The signatures of `generate` are numba's.
@@ -17,19 +18,24 @@ from numba.extending import intrinsic
 
 from pi_runtime.artifact.formats import BLOCK, FORMATS, ROW_ALIGN, WEIGHT_FORMATS
 from pi_runtime.kernels.codegen import float16
-from pi_runtime.kernels.codegen.jit import inner, leaf
+from pi_runtime.kernels.codegen.jit import device, public
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Halves = npt.NDArray[np.uint16]
 
-F32, F16, BF16, Q8, Q4 = (FORMATS[name].code for name in WEIGHT_FORMATS)
+F32, F16, BF16 = (FORMATS[name].code for name in ("f32", "f16", "bf16"))
+_WEIGHTS = [FORMATS[name] for name in WEIGHT_FORMATS]
+_QUANTISED = tuple(f.code for f in _WEIGHTS if f.quantised)
+_BITS_F = np.array([f.bits for f in _WEIGHTS])
+"""Bits of a value, by the codes of the weight formats."""
+assert [f.code for f in _WEIGHTS] == list(range(len(_WEIGHTS)))
 
 
 @intrinsic
 def pointer_of(typing_context: Any, address: Any) -> Any:
-    """Integer address → pointer, for `carray`."""
+    """Convert an integer address to a pointer, for `carray`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -39,7 +45,7 @@ def pointer_of(typing_context: Any, address: Any) -> Any:
 
 @intrinsic
 def address_of(typing_context: Any, array: Any) -> Any:
-    """Where an array's numbers begin; signed as all addresses are here (numba's `ctypes.data` is not)."""
+    """The address of an array's first number: signed, as all addresses are here (numba's `ctypes.data` is not)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array = cgutils.create_struct_proxy(signature.args[0])(context, builder, arguments[0])
@@ -50,7 +56,7 @@ def address_of(typing_context: Any, array: Any) -> Any:
 
 @intrinsic
 def half_to_float(typing_context: Any, bits: Any) -> Any:
-    """binary16 in a uint16 → float32. numba has no float16 arrays on the CPU."""
+    """Convert binary16 in a uint16 to float32. numba has no float16 arrays on the CPU."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return float16.widen(builder, arguments[0])
@@ -60,7 +66,7 @@ def half_to_float(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def float_to_half(typing_context: Any, number: Any) -> Any:
-    """float32 → binary16 in a uint16, rounded to nearest even; what is out of range becomes infinite."""
+    """Convert float32 to binary16 in a uint16: rounded to nearest even, infinite where it is out of range."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return float16.narrow(builder, arguments[0])
@@ -70,7 +76,7 @@ def float_to_half(typing_context: Any, number: Any) -> Any:
 
 @intrinsic
 def widened(typing_context: Any, stored: Any) -> Any:
-    """A float32, or a binary16 in a uint16, as float32."""
+    """Convert a float32, or a binary16 in a uint16, to float32."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if signature.args[0] == types.float32:
@@ -82,7 +88,7 @@ def widened(typing_context: Any, stored: Any) -> Any:
 
 @intrinsic
 def bfloat_to_float(typing_context: Any, bits: Any) -> Any:
-    """bfloat16 in a uint16 → float32: the same bits with sixteen zeros behind them."""
+    """Convert bfloat16 in a uint16 to float32: the same bits, then sixteen zeros."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         wide = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
@@ -93,7 +99,7 @@ def bfloat_to_float(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def count_ones(typing_context: Any, word: Any) -> Any:
-    """Bits that are set in a uint64."""
+    """Count the bits that are set in a uint64."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.ctpop(arguments[0])
@@ -101,63 +107,60 @@ def count_ones(typing_context: Any, word: Any) -> Any:
     return types.int64(types.uint64), generate
 
 
-class Matrix(NamedTuple):
-    """A stored matrix, or every k-th of its rows. Addresses and bytes."""
+class MatrixView(NamedTuple):
+    """A stored matrix, or rows of it at equal distances. Positions are addresses, distances are in bytes."""
 
     fmt: int
+    """Code of the number format."""
     values: int
     scales: int
     """0 where the format has none."""
     stride: int
     """From one row to the next."""
     scales_stride: int
+    """From one row's scales to the next row's."""
     columns: int
 
 
-@inner
+@device
 def is_quantised(fmt: int) -> bool:
-    return fmt in (Q8, Q4)
+    """Whether a format stores integers in blocks with scales."""
+    return fmt in _QUANTISED
 
 
-@leaf
+@public
 def row_stride(fmt: int, columns: int) -> int:
     """Bytes from one stored row to the next, scales not counted."""
-    bits = 32 if fmt == F32 else 16
-    if fmt == Q8:
-        bits = 8
-    elif fmt == Q4:
-        bits = 4
-    # q4 goes by groups of 64 columns: an odd number of columns still has whole bytes.
-    return ((columns * bits + 7) // 8 + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
+    return ((columns * _BITS_F[fmt] + 7) // 8 + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
 
 
-@leaf
+@public
 def scales_stride(columns: int) -> int:
-    """Bytes from one row's scales to the next row's: two a block, padded to eight."""
+    """Bytes from one row's scales to the next row's: two a block, padded to a multiple of eight."""
     return (columns + 4 * BLOCK - 1) // (4 * BLOCK) * 8
 
 
-@leaf
-def matrix(fmt: int, values: int, scales: int, columns: int) -> Matrix:
-    """A whole stored matrix."""
-    return Matrix(fmt, values, scales, row_stride(fmt, columns), scales_stride(columns), columns)
+@public
+def matrix(fmt: int, values: int, scales: int, columns: int) -> MatrixView:
+    """The view of a whole stored matrix."""
+    return MatrixView(fmt, values, scales, row_stride(fmt, columns), scales_stride(columns), columns)
 
 
-@leaf
-def every(m: Matrix, k: int, which: int) -> Matrix:
-    """The rows `which`, `which` + k, …"""
-    values, scales = m.values + which * m.stride, m.scales + which * m.scales_stride
-    return Matrix(m.fmt, values, scales, k * m.stride, k * m.scales_stride, m.columns)
+@public
+def strided_rows(m: MatrixView, step: int, first: int) -> MatrixView:
+    """The rows first, first + step, first + 2 · step, …"""
+    values, scales = m.values + first * m.stride, m.scales + first * m.scales_stride
+    return MatrixView(m.fmt, values, scales, step * m.stride, step * m.scales_stride, m.columns)
 
 
-@leaf
-def from_row(m: Matrix, first: int) -> Matrix:
+@public
+def rows_from(m: MatrixView, first: int) -> MatrixView:
     """The rows from `first` on."""
     values, scales = m.values + first * m.stride, m.scales + first * m.scales_stride
-    return Matrix(m.fmt, values, scales, m.stride, m.scales_stride, m.columns)
+    return MatrixView(m.fmt, values, scales, m.stride, m.scales_stride, m.columns)
 
 
-@leaf
+@public
 def vector(address: int, n: int) -> Floats:
-    """n float32 at an address (norm weights, biases)."""
+    """The n float32 numbers at an address: norm weights, or biases."""
     return carray(pointer_of(address), (n,), np.float32)

@@ -1,4 +1,7 @@
-"""Stored rows as float32, and where the integers of a q8 or q4 row lie (see `artifact.formats`)."""
+"""Stored rows as float32, and where the integers of a row of blocks lie (see `artifact.formats`).
+
+Shape letters: D columns, B blocks, J columns of one block or vector, Q groups of four bytes.
+"""
 
 # The signatures of `generate` are numba's.
 # ruff: noqa: ARG001
@@ -10,17 +13,16 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pi_runtime.artifact.formats import BLOCK
+from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.isa import ISA
-from pi_runtime.kernels.codegen.jit import inner, leaf
+from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import (
     BF16,
     F16,
     F32,
-    Q8,
     Floats,
-    Matrix,
+    MatrixView,
     address_of,
     bfloat_to_float,
     half_to_float,
@@ -28,33 +30,34 @@ from pi_runtime.kernels.data.matrix_view import (
 )
 
 GROUP_COLUMNS = 256
-"""Columns of a group of eight blocks, whose fours are interleaved."""
-_VECTORS = ISA.lanes > 0
+"""Columns of a group: eight blocks, whose fours of columns are interleaved."""
+_Q8 = FORMATS["q8"].code
+_HAS_VECTORS = ISA.lanes > 0
 
 
-@leaf
-def place_of(column: int, blocks: int) -> int:
-    """Where a column of a row of `blocks` blocks lies among its bytes, or nibbles (see `artifact.formats`)."""
+@public
+def stored_index(column: int, blocks: int) -> int:
+    """Index of a column among the stored bytes, or nibbles, of a row of `blocks` blocks (see `artifact.formats`)."""
     if column // GROUP_COLUMNS >= blocks // 8:
         return column
     inside = column % GROUP_COLUMNS
     return column - inside + inside % 32 // 4 * 32 + inside // 32 * 4 + inside % 4
 
 
-@inner
-def weight_of(fmt: int, row: int, place: int, blocks: int) -> np.int32:
-    """The signed integer of q8 or q4 at a place of a row."""
-    if fmt == Q8:
-        return np.int32(carray(pointer_of(row + place), (1,), np.int8)[0])
-    apart = GROUP_COLUMNS // 2 if place // GROUP_COLUMNS < blocks // 8 else BLOCK
-    at = place // (2 * apart) * apart + place % apart
+@device
+def integer_weight(fmt: int, row: int, index: int, blocks: int) -> np.int32:
+    """The signed integer of a block format at a stored index of a row."""
+    if fmt == _Q8:
+        return np.int32(carray(pointer_of(row + index), (1,), np.int8)[0])
+    apart = GROUP_COLUMNS // 2 if index // GROUP_COLUMNS < blocks // 8 else BLOCK
+    at = index // (2 * apart) * apart + index % apart
     both = np.int32(carray(pointer_of(row + at), (1,), np.uint8)[0])
-    return (both >> (4 * (place // apart % 2))) % 16 - np.int32(8)
+    return (both >> (4 * (index // apart % 2))) % 16 - np.int32(8)
 
 
-@leaf
-def load_row(m: Matrix, row: int, first: int, out_D: Floats) -> None:
-    """out ← columns first… of one row, as float32; `first` is a multiple of 256."""
+@public
+def load_row(m: MatrixView, row: int, first: int, out_D: Floats) -> None:
+    """out ← the columns of one row from `first` on, as float32; `first` is a multiple of 256."""
     n, address = out_D.shape[0], m.values + row * m.stride
     if m.fmt == F32:
         full = carray(pointer_of(address + 4 * first), (n,), np.float32)
@@ -72,17 +75,17 @@ def load_row(m: Matrix, row: int, first: int, out_D: Floats) -> None:
         _load_blocks(m, address, m.scales + row * m.scales_stride, first // BLOCK, out_D)
 
 
-@inner
-def _load_blocks(m: Matrix, address: int, scales: int, start: int, out_D: Floats) -> None:
-    """Blocks of q8 or q4 from block `start`, a whole number of groups into the row."""
+@device
+def _load_blocks(m: MatrixView, address: int, scales: int, start: int, out_D: Floats) -> None:
+    """Load blocks from block `start` on, which begins a group."""
     n, blocks = out_D.shape[0], (m.columns + BLOCK - 1) // BLOCK
     count = (n + BLOCK - 1) // BLOCK
     scale_B = carray(pointer_of(scales + 2 * start), (count,), np.uint16)
     done = 0
-    if _VECTORS:
-        # A group that is wanted only in part is left to the loop below.
+    if _HAS_VECTORS:
+        # The loop below takes a group that is wanted only in part.
         groups = min(n // GROUP_COLUMNS, blocks // 8 - start // 8)
-        if m.fmt == Q8:
+        if m.fmt == _Q8:
             _load_groups_q8(address + start * BLOCK, scales + 2 * start, groups, address_of(out_D))
         else:
             _load_groups_q4(address + start * BLOCK // 2, scales + 2 * start, groups, address_of(out_D))
@@ -90,16 +93,17 @@ def _load_blocks(m: Matrix, address: int, scales: int, start: int, out_D: Floats
     for b in range(done, count):
         out_J, scale = out_D[b * BLOCK : (b + 1) * BLOCK], half_to_float(scale_B[b])
         if (start + b) // 8 == blocks // 8:
-            load_single(m.fmt, address, start + b, scale, out_J)
+            load_single_block(m.fmt, address, start + b, scale, out_J)
             continue
         for j in range(out_J.shape[0]):
-            out_J[j] = scale * np.float32(weight_of(m.fmt, address, place_of((start + b) * BLOCK + j, blocks), blocks))
+            index = stored_index((start + b) * BLOCK + j, blocks)
+            out_J[j] = scale * np.float32(integer_weight(m.fmt, address, index, blocks))
 
 
-@inner
-def load_single(fmt: int, address: int, block: int, scale: np.float32, out_J: Floats) -> None:
-    """A block outside the groups of a row: its columns lie one after the other."""
-    if fmt == Q8:
+@device
+def load_single_block(fmt: int, address: int, block: int, scale: np.float32, out_J: Floats) -> None:
+    """Load a block outside the groups of a row: its columns lie one after the other."""
+    if fmt == _Q8:
         byte_J = carray(pointer_of(address + block * BLOCK), (BLOCK,), np.int8)
         for j in range(out_J.shape[0]):
             out_J[j] = scale * np.float32(byte_J[j])
@@ -114,18 +118,18 @@ def load_single(fmt: int, address: int, block: int, scale: np.float32, out_J: Fl
 def _load_groups(bits: int) -> Any:
     @intrinsic
     def load(typing_context: Any, row: Any, scales: Any, groups: Any, out: Any) -> Any:
-        """Whole groups as float32, in the order of their columns."""
+        """Load whole groups as float32, in the order of their columns."""
 
         def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
             row, scales, out = (v.pointer(b, arguments[k]) for k in (0, 1, 3))
             with cgutils.for_range(b, arguments[2]) as loop:
                 stored = b.mul(loop.index, v.offset(GROUP_COLUMNS * bits // 8))
-                places = [v.load(b, row, b.add(stored, v.offset(32 * k)), v.vec(v.I8, 32)) for k in range(bits)]
+                read = [v.load(b, row, b.add(stored, v.offset(32 * k)), v.vec(v.I8, 32)) for k in range(bits)]
                 if bits == 4:
-                    low = [b.and_(w_J, v.const(v.I8, 32, 15)) for w_J in places]
-                    high = [b.lshr(w_J, v.const(v.I8, 32, 4)) for w_J in places]
-                    places = [b.sub(w_J, v.const(v.I8, 32, 8)) for w_J in low + high]
-                fours = v.transpose(b, [b.bitcast(w_J, v.vec(v.I32, 8)) for w_J in places])
+                    low = [b.and_(w_J, v.const(v.I8, 32, 15)) for w_J in read]
+                    high = [b.lshr(w_J, v.const(v.I8, 32, 4)) for w_J in read]
+                    read = [b.sub(w_J, v.const(v.I8, 32, 8)) for w_J in low + high]
+                fours = v.transpose(b, [b.bitcast(w_J, v.vec(v.I32, 8)) for w_J in read])
                 s_B = v.load(b, scales, b.mul(loop.index, v.offset(16)), v.vec(v.HALF, 8))
                 s_B = b.fpext(s_B, v.vec(v.F32, 8))
                 for block, w_Q in enumerate(fours):

@@ -1,6 +1,7 @@
-"""What compiled code knows of an artifact: a `Shape` of numbers, and one row of addresses for each layer and expert.
+"""What compiled code knows of an artifact: a `KernelConfig` of numbers, and a table with the addresses of all weights.
 
-Numba compiles once for these types, whatever the model and its number formats.
+Numba compiles once for these types, whatever the model and its number formats. Shape letters: L layers, X experts,
+W columns of the table.
 """
 
 from collections.abc import Mapping
@@ -12,12 +13,12 @@ import numpy.typing as npt
 from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, Decoder
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.rungs import RUNGS, SELECTORS
 from pi_runtime.artifact.schema import Layer
-from pi_runtime.artifact.sizes import scales_name
+from pi_runtime.artifact.sizes import PREDICTOR_ARRAYS, scales_name
 
 # Columns of the weight table: the address of each array, 0 where the model has none.
-_COLUMNS = (
+_NAMED = (
     "attention/norm/weight",
     "attention/norm/bias",
     "attention/qkv",
@@ -34,16 +35,10 @@ _COLUMNS = (
     "ffn/first_bias",
     "ffn/rest",
     "ffn/up_bias",
-    "predictor/down",
-    "predictor/up",
-    "predictor/bias",
-    "predictor/signs",
     "attention/qkv_scales",
     "attention/out_scales",
     "ffn/first_scales",
     "ffn/rest_scales",
-    "predictor/down_scales",
-    "predictor/up_scales",
 )
 (
     ATTENTION_NORM,
@@ -62,30 +57,26 @@ _COLUMNS = (
     FIRST_BIAS,
     REST,
     UP_BIAS,
-    PREDICTOR_DOWN,
-    PREDICTOR_UP,
-    PREDICTOR_BIAS,
-    SIGNS,
     QKV_SCALES,
     OUT_SCALES,
     FIRST_SCALES,
     REST_SCALES,
-    PREDICTOR_DOWN_SCALES,
-    PREDICTOR_UP_SCALES,
-) = range(len(_COLUMNS))
-# Four more columns: how the layer is run; `LIMIT` are the bits of a float32: magnitudes of the activation up to it
-# count as 0.
-RUNG, RANK, LIMIT, MARGIN = range(len(_COLUMNS), len(_COLUMNS) + 4)
-# Of an expert there are its own rows of these.
-_OF_EXPERT = ("ffn/first", "ffn/rest", "ffn/up_bias", "predictor/")
-DENSE, GATE, PREDICTED, SIGN = range(4)
-_RUNGS = {"dense": DENSE, "gate": GATE, "threshold": GATE, "predicted": PREDICTED, "sign": SIGN}
+) = range(len(_NAMED))
+_PREDICTOR = tuple(f"predictor/{name}" for name in PREDICTOR_ARRAYS)
+_COLUMNS = (*_NAMED, *_PREDICTOR, *map(scales_name, _PREDICTOR))
+COLUMN = {name: n for n, name in enumerate(_COLUMNS)}
+"""Column of each array."""
+DENSE, SELECTOR, RANK, LIMIT, MARGIN = range(len(_COLUMNS), len(_COLUMNS) + 5)
+"""Further columns, which say how the layer is run (see `settings_of`)."""
+_EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up_bias", "predictor/")
+"""Arrays of which each expert has its own rows."""
+SELECTOR_CODES: dict[str | None, int] = {name: n for n, name in enumerate((None, *SELECTORS))}
 SEQUENTIAL, PARALLEL, POST_NORM = range(len(BLOCKS))
 RELU, RELU2, DRELU, SILU, GELU, GELU_TANH = range(len(ACTIVATIONS))
 
 
-class Shape(NamedTuple):
-    """`Decoder` and number formats as numbers."""
+class KernelConfig(NamedTuple):
+    """A `Decoder` and its number formats, as numbers."""
 
     d_model: int
     d_embedding: int
@@ -96,7 +87,7 @@ class Shape(NamedTuple):
     experts: int
     experts_per_token: int
     vocabulary: int
-    rest_rows: int
+    rows_per_neuron: int
     """2 for a gated FFN (up, down), 1 for a plain one (fc2)."""
     centred: int
     """1: layer norm, 0: rms norm."""
@@ -104,7 +95,7 @@ class Shape(NamedTuple):
     position_offset: int
     activation: int
     threshold: float
-    """Values of the activation up to here count as 0."""
+    """The model's own: values of the activation up to here count as 0."""
     attention_format: int
     ffn_format: int
     predictor_format: int
@@ -113,7 +104,7 @@ class Shape(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Addresses of what stands before the first and after the last layer."""
+    """Both ends of the model: addresses of what stands before the first layer and after the last."""
 
     embedding: int
     positions: int
@@ -131,10 +122,11 @@ class Ends(NamedTuple):
     head_scales: int
 
 
-def shape_of(decoder: Decoder, formats: Mapping[str, str]) -> Shape:
+def config_of(decoder: Decoder, formats: Mapping[str, str]) -> KernelConfig:
+    """The numbers of one model, whose parts have these formats."""
     d = decoder
     code = {part: FORMATS[name].code for part, name in formats.items()}
-    return Shape(
+    return KernelConfig(
         d_model=d.d_model,
         d_embedding=d.d_embedding,
         heads=d.n_heads,
@@ -144,7 +136,7 @@ def shape_of(decoder: Decoder, formats: Mapping[str, str]) -> Shape:
         experts=d.n_experts,
         experts_per_token=d.experts_per_token,
         vocabulary=d.vocab_size,
-        rest_rows=2 if d.ffn == "gated" else 1,
+        rows_per_neuron=2 if d.ffn == "gated" else 1,
         centred=int(d.norm == "layer"),
         block=BLOCKS.index(d.block),
         position_offset=d.position_offset,
@@ -159,6 +151,7 @@ def shape_of(decoder: Decoder, formats: Mapping[str, str]) -> Shape:
 
 
 def ends_of(artifact: Artifact) -> Ends:
+    """The addresses are valid as long as the artifact is open."""
     head = "embedding" if artifact.manifest.decoder.tied_head else "head"
 
     def address(name: str) -> int:
@@ -182,35 +175,40 @@ def ends_of(artifact: Artifact) -> Ends:
 
 
 def table_of(artifact: Artifact, mode: str) -> npt.NDArray[np.int64]:
-    """(layers, experts, columns): addresses, then how the layer is run (see `how`).
+    """The table (L, X, W): addresses, then how the layer is run.
 
     The addresses are valid as long as the artifact is open.
     """
     m = artifact.manifest
+    settings = [settings_of(m.decoder, layer, mode) for layer in m.layers]
     return np.array(
         [
             [
-                [*(_address(artifact, f"layers/{n}/{name}", expert) for name in _COLUMNS), *how(m.decoder, layer, mode)]
+                [*(_address(artifact, f"layers/{n}/{name}", expert) for name in _COLUMNS), *settings[n]]
                 for expert in range(m.decoder.n_experts)
             ]
-            for n, layer in enumerate(m.layers)
+            for n in range(len(m.layers))
         ],
         np.int64,
     )
 
 
-def how(d: Decoder, layer: Layer, mode: str) -> list[int]:
-    """Rung, rank, bits of the limit, and margin. The modes dense and gate override the stored rungs."""
+def settings_of(d: Decoder, layer: Layer, mode: str) -> list[int]:
+    """The last columns of a layer: whether its rung is dense, the code of its selector, rank, limit and margin.
+
+    The limit is the bits of a float32: magnitudes of the activation up to it count as 0. A mode that is an exact rung
+    (dense, gate) overrides the stored rung.
+    """
     exact = mode in RUNGS and RUNGS[mode].exact
+    rung = RUNGS[mode if exact else layer.rung]
     limit = np.float32(d.threshold if exact else max(d.threshold, layer.threshold))
-    rung = _RUNGS[mode if exact else layer.rung]
-    return [rung, layer.rank or 0, int(limit.view(np.int32)), layer.margin]
+    return [int(rung.dense), SELECTOR_CODES[rung.selector], layer.rank or 0, int(limit.view(np.int32)), layer.margin]
 
 
 def _address(artifact: Artifact, name: str, expert: int = 0) -> int:
-    """Of an array, or of an expert's rows of it; 0 where there is none."""
+    """Address of an array, or of one expert's rows of it; 0 where there is none."""
     if name not in artifact.manifest.arrays:
         return 0
     stored = artifact.array(name)
-    own = name.split("/", 2)[-1].startswith(_OF_EXPERT)
+    own = name.split("/", 2)[-1].startswith(_EXPERT_ARRAYS)
     return int(stored.ctypes.data) + (expert * stored.nbytes // artifact.manifest.decoder.n_experts if own else 0)

@@ -1,8 +1,8 @@
 """Rotary positions and attention over the key-value cache.
 
-T tokens of this block, the first at position `start`; H query heads, G key-value heads, E head width, J rotary
-frequencies, S cached positions. `qkv_TQ` holds each token's H + 2G heads side by side. The cache of a layer is
-(2, G, S, W): keys, values, as 16-bit words; W = E of float16 numbers, or 2E of float32.
+Shape letters: T tokens of this block, the first at position `start`; H query heads, G key-value heads, E head width, J
+rotary frequencies, S cached positions. `qkv_TQ` holds each token's H + 2G heads side by side (Q numbers). A layer's
+cache is (2, G, S, W): keys and values as 16-bit words, W = E for float16 or 2E for float32.
 """
 
 from typing import Any
@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from pi_runtime.kernels.codegen.jit import inner, leaf, operator
+from pi_runtime.kernels.codegen.jit import device, parallel, public
 from pi_runtime.kernels.data.matrix_view import Floats, Halves, float_to_half, vector, widened
 
-LARGEST = np.float32(65504)
-"""Of float16."""
+LARGEST_HALF = np.float32(65504)
+"""The largest float16 number."""
 
 
-@leaf
+@public
 def norm_heads(eps: np.float32, weight: int, first: int, heads: int, width: int, qkv_TQ: Floats) -> None:
     """x ← x / √(mean x² + eps) · weight for each of `heads` heads from `first` on, in place."""
     w_E = vector(weight, width)
@@ -33,10 +33,10 @@ def norm_heads(eps: np.float32, weight: int, first: int, heads: int, width: int,
                 head_E[j] *= scale * w_E[j]
 
 
-@leaf
+@public
 def rotate(cos_SJ: Floats, sin_SJ: Floats, start: int, heads: int, width: int, qkv_TQ: Floats) -> None:
-    """(a, b) → (a cos − b sin, b cos + a sin) for the halves of the first 2J numbers of the first `heads` heads, in
-    place."""
+    """(a, b) ← (a cos − b sin, b cos + a sin): a and b are the halves of a head's first 2J numbers, for the first
+    `heads` heads."""
     half = cos_SJ.shape[1]
     for t in range(qkv_TQ.shape[0]):
         cos_J, sin_J = cos_SJ[start + t], sin_SJ[start + t]
@@ -48,9 +48,9 @@ def rotate(cos_SJ: Floats, sin_SJ: Floats, start: int, heads: int, width: int, q
                 head_E[half + j] = b * cos_J[j] + a * sin_J[j]
 
 
-@leaf
-def remember(qkv_TQ: Floats, heads: int, width: int, start: int, cache_2GSW: Halves) -> None:
-    """Write this block's keys and values into the cache; what float16 cannot hold as its largest number."""
+@public
+def store_kv(qkv_TQ: Floats, heads: int, width: int, start: int, cache_2GSW: Halves) -> None:
+    """Write this block's keys and values into the cache, limited to what float16 can hold."""
     _, groups, _, words = cache_2GSW.shape
     for t in range(qkv_TQ.shape[0]):
         for part in range(2):
@@ -59,20 +59,20 @@ def remember(qkv_TQ: Floats, heads: int, width: int, start: int, cache_2GSW: Hal
                 x_E, line_W = qkv_TQ[t, column : column + width], cache_2GSW[part, g, start + t]
                 if words == width:
                     for j in range(width):
-                        line_W[j] = float_to_half(min(max(x_E[j], -LARGEST), LARGEST))
+                        line_W[j] = float_to_half(min(max(x_E[j], -LARGEST_HALF), LARGEST_HALF))
                 else:
                     line_E = line_W.view(np.float32)
                     for j in range(width):
                         line_E[j] = x_E[j]
 
 
-@leaf
+@public
 def attend(qkv_TQ: Floats, heads: int, start: int, cache_2GSW: Halves, out_TQ: Floats) -> None:
-    """softmax(q kᵀ / √E) v over the positions up to each token's own. One task a (token, head)."""
+    """out ← softmax(q kᵀ / √E) v over the positions up to each token's own, one task for each (token, head)."""
     _attend(qkv_TQ, heads, start, cache_2GSW, out_TQ)
 
 
-@operator
+@parallel
 def _attend(qkv_TQ: Floats, heads: int, start: int, cache_2GSW: Halves, out_TQ: Floats) -> None:
     _, groups, _, words = cache_2GSW.shape
     width = qkv_TQ.shape[1] // (heads + 2 * groups)
@@ -82,17 +82,17 @@ def _attend(qkv_TQ: Floats, heads: int, start: int, cache_2GSW: Halves, out_TQ: 
         k_SW, v_SW = cache_2GSW[0, h * groups // heads], cache_2GSW[1, h * groups // heads]
         q_E, out_E = qkv_TQ[t, h * width : (h + 1) * width], out_TQ[t, h * width : (h + 1) * width]
         if words == width:
-            _mix(q_E, k_SW, v_SW, positions, out_E)
+            _attend_head(q_E, k_SW, v_SW, positions, out_E)
         else:
-            _mix(q_E, k_SW.view(np.float32), v_SW.view(np.float32), positions, out_E)
+            _attend_head(q_E, k_SW.view(np.float32), v_SW.view(np.float32), positions, out_E)
 
 
-@inner
-def _mix(q_E: Floats, k_SE: npt.NDArray[Any], v_SE: npt.NDArray[Any], positions: int, out_E: Floats) -> None:
-    """out ← softmax(q kᵀ / √E) v."""
+@device
+def _attend_head(q_E: Floats, k_SE: npt.NDArray[Any], v_SE: npt.NDArray[Any], positions: int, out_E: Floats) -> None:
+    """out ← softmax(q kᵀ / √E) v for one head of one token."""
     width = len(q_E)
     scale = np.float32(1.0 / np.sqrt(width))
-    # One pass: when a larger score comes, what has been summed so far fades accordingly.
+    # One pass: when a larger score comes, the sums so far are scaled down accordingly.
     largest, total = np.float32(-np.inf), np.float32(0)
     out_E[:] = np.float32(0)
     for s in range(positions):
@@ -101,10 +101,10 @@ def _mix(q_E: Floats, k_SE: npt.NDArray[Any], v_SE: npt.NDArray[Any], positions:
             score += q_E[j] * widened(k_SE[s, j])
         score *= scale
         if score > largest:
-            fade = np.exp(largest - score)
-            total *= fade
+            rescale = np.exp(largest - score)
+            total *= rescale
             for j in range(width):
-                out_E[j] *= fade
+                out_E[j] *= rescale
             largest = score
         p = np.exp(score - largest)
         total += p

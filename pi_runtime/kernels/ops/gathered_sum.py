@@ -1,13 +1,14 @@
-"""Weighted sums of scattered rows, for one token:  y ← y + Σ_k h_k row(i_k).
+"""The gathered sum: rows at scattered indices, each times its factor, for one token:  y ← y + Σ_k h_k row(i_k).
 
-f32, f16 and bf16 rows are added four at a time in float32. Of q8 and q4 up to `GROUP_ROWS` rows are summed in integers:
-with s_k,b the scale of row k's block b,
+f32, f16 and bf16 rows are added four at a time in float32. Rows of block formats are summed in integers, up to
+`GROUP_ROWS` at a time: with s_k,b the scale of row k's block b,
 
     c_k,b = h_k s_k,b      g_b = max_k |c_k,b| / 32767      n_k,b = round(c_k,b / g_b)
     y_j += g_b Σ_k n_k,b q_k,j                              j in block b, two rows a multiplication
 
-so that a weight costs no conversion of its own; the rounding to 16 bits is at most half a unit of 1 / 32767 of the
-group's largest term.
+So no weight is converted by itself. The rounding to 16 bits is off by at most half of 1 / 32767 of the largest term.
+
+Shape letters: K rows, P padded columns, B blocks, J columns of one block, L lanes.
 """
 
 # The signatures of `generate` are numba's.
@@ -24,45 +25,44 @@ from pi_runtime.artifact.footprint import GROUP_ROWS
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.isa import ISA
-from pi_runtime.kernels.codegen.jit import inner, leaf
+from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import (
     BF16,
     F16,
-    Q8,
     Floats,
     Ints,
-    Matrix,
+    MatrixView,
     address_of,
     half_to_float,
     is_quantised,
     pointer_of,
 )
-from pi_runtime.kernels.data.quantised_input import padded
-from pi_runtime.kernels.data.row_loading import GROUP_COLUMNS, load_row, load_single
-from pi_runtime.kernels.ops.gathered_sum_blocks import sum_q4, sum_q8
+from pi_runtime.kernels.data.quantised_input import padded_columns
+from pi_runtime.kernels.data.row_loading import GROUP_COLUMNS, load_row, load_single_block
+from pi_runtime.kernels.ops.gathered_sum_blocks import sum_groups
 from pi_runtime.kernels.ops.row_dot import prefetch
 
-FEW_ROWS = 8
-"""Rows of float formats that are worked off together, and how many rows early one is asked for."""
-_VECTORS = ISA.lanes > 0
+FLOAT_ROWS = 8
+"""Rows of float formats that are added together; also how many rows ahead `up` is prefetched."""
+_HAS_VECTORS = ISA.lanes > 0
 _TINY = np.float32(2.0**-126)
 
 
-@inner
+@device
 def rows_at_once(fmt: int) -> int:
-    """Rows after which `add_rows` begins anew: so many are to be given at once."""
-    return GROUP_ROWS if is_quantised(fmt) else FEW_ROWS
+    """Rows that `add_gathered` adds together; callers pass so many at once."""
+    return GROUP_ROWS if is_quantised(fmt) else FLOAT_ROWS
 
 
-@leaf
-def add_rows(m: Matrix, index_K: Ints, h_K: Floats, later_K: Ints, y_P: Floats, scratch: int) -> None:
-    """y ← y + Σ h_k row(index_k); meanwhile the rows `later_K` are fetched into the second-level cache.
+@public
+def add_gathered(m: MatrixView, index_K: Ints, h_K: Floats, prefetch_K: Ints, y_P: Floats, workspace: int) -> None:
+    """y ← y + Σ h_k row(index_k); meanwhile the rows `prefetch_K` are fetched into the second-level cache.
 
-    y has room for `padded(columns)`, `scratch` for `footprint.sum_floats`.
+    y has room for `padded_columns(columns)`; `workspace` is the address of `footprint.gather_floats` numbers.
     """
     count = index_K.shape[0]
-    if not _VECTORS:
-        row_P = carray(pointer_of(scratch), (m.columns,), np.float32)
+    if not _HAS_VECTORS:
+        row_P = carray(pointer_of(workspace), (m.columns,), np.float32)
         for k in range(count):
             load_row(m, index_K[k], 0, row_P)
             for j in range(m.columns):
@@ -70,25 +70,25 @@ def add_rows(m: Matrix, index_K: Ints, h_K: Floats, later_K: Ints, y_P: Floats, 
     elif is_quantised(m.fmt):
         for start in range(0, count, GROUP_ROWS):
             last = min(count, start + GROUP_ROWS)
-            later = index_K[last : last + GROUP_ROWS] if last < count else later_K
-            _add_group(m, index_K[start:last], h_K[start:last], later, y_P, scratch)
+            later = index_K[last : last + GROUP_ROWS] if last < count else prefetch_K
+            _add_group(m, index_K[start:last], h_K[start:last], later, y_P, workspace)
     else:
         for k in range(0, count, 4):
-            _add_four(m, index_K[k : k + 4], h_K[k : k + 4], index_K[k + 4 :] if k + 4 < count else later_K, y_P)
+            _add_four(m, index_K[k : k + 4], h_K[k : k + 4], index_K[k + 4 :] if k + 4 < count else prefetch_K, y_P)
 
 
-@inner
-def _add_four(m: Matrix, index_K: Ints, h_K: Floats, later_K: Ints, y_P: Floats) -> None:
-    """Up to four rows of a float format; a missing one is the first again, weighted by zero."""
+@device
+def _add_four(m: MatrixView, index_K: Ints, h_K: Floats, prefetch_K: Ints, y_P: Floats) -> None:
+    """Add up to four rows of a float format; a missing one is the last again, times zero."""
     count, y = index_K.shape[0], address_of(y_P)
     r0, r1 = m.values + index_K[0] * m.stride, m.values + index_K[min(1, count - 1)] * m.stride
     r2, r3 = m.values + index_K[min(2, count - 1)] * m.stride, m.values + index_K[min(3, count - 1)] * m.stride
     h1, h2 = h_K[1] if count > 1 else np.float32(0), h_K[2] if count > 2 else np.float32(0)
-    h3, last = h_K[3] if count > 3 else np.float32(0), later_K.shape[0] - 1
+    h3, last = h_K[3] if count > 3 else np.float32(0), prefetch_K.shape[0] - 1
     n0, n1, n2, n3 = r0, r0, r0, r0
     if last >= 0:
-        n0, n1 = m.values + later_K[0] * m.stride, m.values + later_K[min(1, last)] * m.stride
-        n2, n3 = m.values + later_K[min(2, last)] * m.stride, m.values + later_K[min(3, last)] * m.stride
+        n0, n1 = m.values + prefetch_K[0] * m.stride, m.values + prefetch_K[min(1, last)] * m.stride
+        n2, n3 = m.values + prefetch_K[min(2, last)] * m.stride, m.values + prefetch_K[min(3, last)] * m.stride
     if m.fmt == F16:
         _four_f16(r0, r1, r2, r3, h_K[0], h1, h2, h3, n0, n1, n2, n3, m.columns, y)
     elif m.fmt == BF16:
@@ -103,7 +103,7 @@ def _four(fmt: str, stored_per_line: int) -> Any:
         typing_context: Any, r0: Any, r1: Any, r2: Any, r3: Any, h0: Any, h1: Any, h2: Any, h3: Any,
         n0: Any, n1: Any, n2: Any, n3: Any, columns: Any, y: Any,
     ) -> Any:  # fmt: skip
-        """y += Σ h_k r_k, padding of the rows included; the rows n_k are fetched meanwhile."""
+        """y += Σ h_k r_k, padding of the rows included; the rows n_k are prefetched."""
 
         def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
             lanes = ISA.lanes
@@ -133,8 +133,8 @@ def _four(fmt: str, stored_per_line: int) -> Any:
 _four_f32, _four_f16, _four_bf16 = _four("f32", 16), _four("f16", 32), _four("bf16", 32)
 
 
-class _Group(NamedTuple):
-    """Addresses in the scratch memory of a group of rows, B = `blocks` blocks each."""
+class _GroupWorkspace(NamedTuple):
+    """Addresses in the workspace for a group of rows with B = `blocks` blocks each."""
 
     blocks: int
     c_KB: int
@@ -143,43 +143,40 @@ class _Group(NamedTuple):
     inverse_B: int
     sum_B: int
     rows_K: int
-    later_K: int
+    prefetch_K: int
 
 
-@inner
-def _group(columns: int, scratch: int) -> _Group:
-    blocks = padded(columns) // BLOCK
-    n = scratch + 4 * GROUP_ROWS * blocks
+@device
+def _group_workspace(columns: int, workspace: int) -> _GroupWorkspace:
+    blocks = padded_columns(columns) // BLOCK
+    n = workspace + 4 * GROUP_ROWS * blocks
     g = n + 2 * GROUP_ROWS * blocks
     rows = g + 12 * blocks
-    return _Group(blocks, scratch, n, g, g + 4 * blocks, g + 8 * blocks, rows, rows + 8 * (GROUP_ROWS + 1))
+    return _GroupWorkspace(blocks, workspace, n, g, g + 4 * blocks, g + 8 * blocks, rows, rows + 8 * (GROUP_ROWS + 1))
 
 
-@inner
-def _add_group(m: Matrix, index_K: Ints, h_K: Floats, later_K: Ints, y_P: Floats, scratch: int) -> None:
-    """Up to `GROUP_ROWS` rows of q8 or q4."""
-    a, count = _group(m.columns, scratch), index_K.shape[0]
-    _weigh(m, index_K, h_K, a)
-    _address(m, index_K, later_K, a)
+@device
+def _add_group(m: MatrixView, index_K: Ints, h_K: Floats, prefetch_K: Ints, y_P: Floats, workspace: int) -> None:
+    """Add up to `GROUP_ROWS` rows of a block format."""
+    a, count = _group_workspace(m.columns, workspace), index_K.shape[0]
+    _quantise_factors(m, index_K, h_K, a)
+    _write_addresses(m, index_K, prefetch_K, a)
     groups, pairs, y = (m.columns + BLOCK - 1) // GROUP_COLUMNS, (count + 1) // 2, address_of(y_P)
-    if m.fmt == Q8:
-        sum_q8(a.rows_K, pairs, a.n_PB, a.g_B, a.sum_B, a.blocks, groups, y, a.later_K)
-    else:
-        sum_q4(a.rows_K, pairs, a.n_PB, a.g_B, a.sum_B, a.blocks, groups, y, a.later_K)
-    # Blocks outside the groups, at most seven a row, in float32; c is done with.
+    sum_groups(m.fmt, a.rows_K, pairs, a.n_PB, a.g_B, a.sum_B, a.blocks, groups, y, a.prefetch_K)
+    # Blocks outside the groups, at most seven a row, are added in float32; c is no longer needed.
     out_J = carray(pointer_of(a.c_KB), (BLOCK,), np.float32)
     for block in range(8 * groups, (m.columns + BLOCK - 1) // BLOCK):
         y_J = y_P[block * BLOCK : (block + 1) * BLOCK]
         for k in range(count):
             scale = carray(pointer_of(m.scales + index_K[k] * m.scales_stride + 2 * block), (1,), np.uint16)[0]
-            load_single(m.fmt, m.values + index_K[k] * m.stride, block, half_to_float(scale), out_J)
+            load_single_block(m.fmt, m.values + index_K[k] * m.stride, block, half_to_float(scale), out_J)
             for j in range(BLOCK):
                 y_J[j] += h_K[k] * out_J[j]
 
 
-@inner
-def _weigh(m: Matrix, index_K: Ints, h_K: Floats, a: _Group) -> None:
-    """c, g, n and −8 Σ n of a group."""
+@device
+def _quantise_factors(m: MatrixView, index_K: Ints, h_K: Floats, a: _GroupWorkspace) -> None:
+    """Compute c, g, n and −8 Σ n of a group."""
     count, blocks = index_K.shape[0], a.blocks
     c_KB = carray(pointer_of(a.c_KB), (GROUP_ROWS, blocks), np.float32)
     n_PB = carray(pointer_of(a.n_PB), (GROUP_ROWS // 2, blocks), np.int32)
@@ -192,7 +189,7 @@ def _weigh(m: Matrix, index_K: Ints, h_K: Floats, a: _Group) -> None:
     sum_B[:] = np.int32(0)
     wrong = np.float32(0)
     for k in range(count):
-        wrong += np.float32(0) * h_K[k]  # NaN where h is infinite or NaN, which integers cannot say
+        wrong += np.float32(0) * h_K[k]  # NaN where h is infinite or NaN, which integers cannot express
         s_B = carray(pointer_of(m.scales + index_K[k] * m.scales_stride), (blocks,), np.uint16)
         for block in range(blocks):
             c_KB[k, block] = h_K[k] * half_to_float(s_B[block])
@@ -211,14 +208,15 @@ def _weigh(m: Matrix, index_K: Ints, h_K: Floats, a: _Group) -> None:
             sum_B[block] -= np.int32(8) * (one + other)
 
 
-@inner
-def _address(m: Matrix, index_K: Ints, later_K: Ints, a: _Group) -> None:
-    """Addresses of the rows and of those to be fetched; a last row without a partner has itself, weighted by zero."""
-    count, later = index_K.shape[0], later_K.shape[0]
+@device
+def _write_addresses(m: MatrixView, index_K: Ints, prefetch_K: Ints, a: _GroupWorkspace) -> None:
+    """Write the addresses of the rows, and of those to prefetch; a last row without a partner is paired with itself,
+    times zero."""
+    count, later = index_K.shape[0], prefetch_K.shape[0]
     rows_K = carray(pointer_of(a.rows_K), (GROUP_ROWS + 1,), np.int64)
-    fetch_K = carray(pointer_of(a.later_K), (GROUP_ROWS + 1,), np.int64)
+    fetch_K = carray(pointer_of(a.prefetch_K), (GROUP_ROWS + 1,), np.int64)
     for k in range(count + count % 2):
         row = index_K[min(k, count - 1)]
-        next_row = later_K[min(k, later - 1)] if later > 0 else row
+        next_row = prefetch_K[min(k, later - 1)] if later > 0 else row
         rows_K[k], fetch_K[k] = m.values + row * m.stride, m.values + next_row * m.stride
         prefetch(m.scales + next_row * m.scales_stride, m.scales_stride)

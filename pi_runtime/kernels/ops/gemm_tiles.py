@@ -1,4 +1,4 @@
-"""Small matrix products in registers: a panel of rows times four vectors at once.
+"""GEMM tiles: a panel of rows times a few vectors at once, with all sums in registers.
 
 A panel holds `PANEL` rows side by side, transposed, so that a vector register takes one number of each row:
 
@@ -6,8 +6,10 @@ A panel holds `PANEL` rows side by side, transposed, so that a vector register t
     bytes    out_t,r += Σ_b s_b,r t_t,b Σ_{k in b} w_k,r q_t,k         four k in each 32-bit lane; integer sums exact
                                                                        q in the order of its columns
 
-The bytes are what the artifact stores, for q8 with 128 added where the processor multiplies unsigned bytes; the block
-sums of the records take the offsets out again (see `operand`).
+The bytes are what the artifact stores; q8 has 128 added where the processor multiplies unsigned bytes. The block sums
+of the inputs take these offsets out again (see `quantised_input`).
+
+Shape letters: T vectors, K columns, B blocks, R rows of a panel, J bytes of one vector, L lanes.
 """
 
 # The signatures of `generate` are numba's.
@@ -21,19 +23,20 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pi_runtime.artifact.formats import BLOCK
+from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.isa import ISA
-from pi_runtime.kernels.codegen.jit import leaf
-from pi_runtime.kernels.data.matrix_view import BF16, F16, Q4, Q8, Matrix, half_to_float, pointer_of
+from pi_runtime.kernels.codegen.jit import public
+from pi_runtime.kernels.data.matrix_view import BF16, F16, MatrixView, half_to_float, pointer_of
 
 PANEL = 2 * ISA.lanes
-"""Rows of a panel; 0 where there are no vector instructions, and nothing here is used."""
-FLOAT_TOKENS, TOKENS = 6, 4
-"""Vectors of one call, of floats and of bytes: as many as there are registers for the sums."""
+"""Rows of a panel; 0 where there are no vector instructions, and this module is not used."""
+FLOAT_TOKENS, BYTE_TOKENS = 6, 4
+"""Vectors of one call, for floats and for bytes: as many as there are registers for the sums."""
+_Q8, _Q4 = FORMATS["q8"].code, FORMATS["q4"].code
 
 
-def _tokens(b: Any, arguments: Any) -> list[Any]:
+def _pointers(b: Any, arguments: Any) -> list[Any]:
     return [v.pointer(b, a) for a in arguments]
 
 
@@ -43,8 +46,8 @@ def multiply_floats(
 ) -> Any:
     """out_t[: PANEL] += Σ_{k < count} x_t[k] panel_k for `FLOAT_TOKENS` vectors.
 
-    Rows of the panel, vectors and results lie `step`, `x_stride` and `out_stride` bytes apart. Where only `left` remain
-    the last one is taken again, and what lies behind its result is scratch.
+    Rows of the panel, vectors and results lie `step`, `x_stride` and `out_stride` bytes apart. Where only `left`
+    vectors remain, the last one is taken again, and what follows its result is overwritten.
     """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
@@ -82,12 +85,12 @@ def _multiply_bytes(bits: int) -> Any:
         t0: Any, t1: Any, t2: Any, t3: Any, n0: Any, n1: Any, n2: Any, n3: Any,
         out0: Any, out1: Any, out2: Any, out3: Any,
     ) -> Any:  # fmt: skip
-        """out_t[: PANEL] += Σ over `blocks`; q, t, n: a vector's bytes, scales and negative block sums."""
+        """out_t[: PANEL] += the sum over `blocks`; q, t, n: a vector's bytes, scales and negative block sums."""
 
         def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
             lanes, floats, ints = ISA.lanes, v.vec(v.F32, ISA.lanes), v.vec(v.I32, ISA.lanes)
             panel, scales, blocks = v.pointer(b, arguments[0]), v.pointer(b, arguments[1]), arguments[2]
-            q, t, n, out = (_tokens(b, arguments[k : k + 4]) for k in (3, 7, 11, 15))
+            q, t, n, out = (_pointers(b, arguments[k : k + 4]) for k in (3, 7, 11, 15))
             halves = [v.offset(0), v.offset(4 * lanes)]
             sums = [[cgutils.alloca_once_value(b, v.load(b, o, half, floats)) for half in halves] for o in out]
             with cgutils.for_range(b, blocks) as loop:
@@ -130,15 +133,15 @@ multiply_q8, multiply_q4 = _multiply_bytes(8), _multiply_bytes(4)
 
 
 def _pack(columns_at_once: int, numbers: Callable[[Any, Any, Any], list[Any]], *, grouped: bool = False) -> Any:
-    """A packer of eight rows into eight lanes of a panel.
+    """Make a packer of eight rows into eight lanes of a panel.
 
-    `numbers` gives a row's next vectors of eight lanes. They are consecutive, or (`grouped`) lane b of the k-th one
-    comes 8 b + k-th, as in a group of blocks.
+    `numbers` gives a row's next vectors of eight lanes. Their lanes are consecutive; where `grouped`, lane b of the
+    k-th vector is number 8 b + k, as in a group of blocks.
     """
 
     @intrinsic
     def pack(typing_context: Any, row: Any, stride: Any, last: Any, first: Any, steps: Any, panel: Any) -> Any:
-        """Rows row, row + stride, … (the last one again past `last`), columns from `first`, `steps` times."""
+        """Pack rows row, row + stride, … (the row `last` again past it), columns from `first` on, in `steps` steps."""
 
         def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
             row, stride, last, first, steps, panel = arguments
@@ -192,9 +195,9 @@ _group_q8, _group_q4 = _pack(8 * BLOCK, _bytes_q8(8), grouped=True), _pack(8 * B
 _pack_f32, _pack_f16, _pack_bf16 = (_pack(8, _floats(fmt)) for fmt in ("f32", "f16", "bf16"))
 
 
-@leaf
-def pack_floats(m: Matrix, row: int, last: int, first: int, columns: int, panel: int) -> None:
-    """`columns` columns from `first` (both multiples of 8, or to the end of the row) of rows row … row + last."""
+@public
+def pack_floats(m: MatrixView, row: int, last: int, first: int, columns: int, panel: int) -> None:
+    """Pack `columns` columns from `first` on (both multiples of 8, or to the row's end) of rows row … row + last."""
     address, steps = m.values + row * m.stride, (columns + 7) // 8
     for eight in range(0, PANEL, 8):
         base, to = address + min(eight, last) * m.stride, panel + 4 * eight
@@ -206,18 +209,18 @@ def pack_floats(m: Matrix, row: int, last: int, first: int, columns: int, panel:
             _pack_f32(base, m.stride, max(last - eight, 0), first, steps, to)
 
 
-@leaf
-def pack_bytes(m: Matrix, row: int, last: int, first: int, blocks: int, panel: int, scales: int) -> None:
-    """`blocks` blocks from column `first` of rows row … row + last: bytes into `panel`, scales [blocks, PANEL] beside.
+@public
+def pack_bytes(m: MatrixView, row: int, last: int, first: int, blocks: int, panel: int, scales: int) -> None:
+    """Pack `blocks` blocks from column `first` on of rows row … row + last: bytes into `panel`, scales [blocks, PANEL].
 
-    All but the last call for a row take whole groups. q4 has its last blocks packed two at a time: leave room for one.
+    All but the last call for a row take whole groups. q4 packs its last blocks in pairs, so leave room for one more.
     """
     address, groups = m.values + row * m.stride, blocks // 8
     single = blocks - 8 * groups
     for eight in range(0, PANEL, 8):
         base, left, to = address + min(eight, last) * m.stride, max(last - eight, 0), panel + 4 * eight
         behind, next_to = first + 8 * BLOCK * groups, to + groups * 64 * PANEL * 4
-        if m.fmt == Q8:
+        if m.fmt == _Q8:
             _group_q8(base, m.stride, left, first, groups, to)
             _pack_q8(base, m.stride, left, behind, single, next_to)
         else:
@@ -231,13 +234,13 @@ def pack_bytes(m: Matrix, row: int, last: int, first: int, blocks: int, panel: i
             s_BR[block, r] = half_to_float(s_B[block])
 
 
-@leaf
+@public
 def multiply_bytes(
     fmt: int, panel: int, scales: int, blocks: int, q_4: tuple[int, int, int, int], t_4: tuple[int, int, int, int],
     n_4: tuple[int, int, int, int], out_4: tuple[int, int, int, int],
 ) -> None:  # fmt: skip
-    """One panel of q8 or q4 times four vectors; tuples of addresses."""
-    if fmt == Q4:
+    """out += one panel of a block format times four vectors; the tuples hold addresses."""
+    if fmt == _Q4:
         multiply_q4(panel, scales, blocks, *q_4, *t_4, *n_4, *out_4)
     else:
         multiply_q8(panel, scales, blocks, *q_4, *t_4, *n_4, *out_4)

@@ -1,77 +1,88 @@
-"""Which neurons of a layer have their row of `first` read: those that a predictor names, or the signs.
+"""Which neurons of a layer have their row of `first` read: those that the rung's selector names.
 
-F neurons in stored order, of which [low, high) are asked; D model width, R predictor rank, W = ⌈D / 64⌉ words. Lists
-are made share by share, and the gaps between the shares closed in order: they do not depend on the number of threads.
+F neurons in stored order, of which [low, high) are asked; D model width, R predictor rank, W = ⌈D / 64⌉ words of signs,
+S = `SEGMENTS`, T tokens. The range is split into a fixed number of segments, each is processed in order, and the lists
+they give are compacted in order: so the result does not depend on the number of threads.
+
+A further selector has its column codes, its kernels and its branch in `list_candidates` and `scores` here.
 """
 
 import numpy as np
 from numba import carray, prange
 
-from pi_runtime.artifact.footprint import SHARES
+from pi_runtime.artifact.footprint import SEGMENTS
 from pi_runtime.artifact.formats import ROW_ALIGN
-from pi_runtime.kernels.codegen.jit import inner, operator
-from pi_runtime.kernels.data import weight_table
+from pi_runtime.kernels.codegen.jit import device, parallel
 from pi_runtime.kernels.data.matrix_view import (
+    F32,
     Floats,
     Ints,
-    Matrix,
+    MatrixView,
     Words,
     address_of,
     count_ones,
-    from_row,
     matrix,
     pointer_of,
+    rows_from,
     vector,
 )
-from pi_runtime.kernels.data.quantised_input import prepare
-from pi_runtime.kernels.data.weight_table import Shape
-from pi_runtime.kernels.data.workspace import Buffers
+from pi_runtime.kernels.data.quantised_input import prepare_input
+from pi_runtime.kernels.data.weight_table import COLUMN, MARGIN, RANK, SELECTOR, SELECTOR_CODES, KernelConfig
+from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ops.linear import linear
 from pi_runtime.kernels.ops.row_dot import row_dot, rows_ahead
 
-_ROWS = 64
+_DOWN, _UP, _BIAS = COLUMN["predictor/down"], COLUMN["predictor/up"], COLUMN["predictor/bias"]
+_DOWN_SCALES, _UP_SCALES = COLUMN["predictor/down_scales"], COLUMN["predictor/up_scales"]
+_SIGNS = COLUMN["predictor/signs"]
+_NO_SELECTOR, _BY_SIGNS = SELECTOR_CODES[None], SELECTOR_CODES["signs"]
+_ROWS_AT_ONCE = 64
 """Rows of signs that a thread takes at once."""
 
 
-@inner
+@device
 def selects(w: Ints) -> bool:
     """Whether the layer's rung reads only some rows of `first`."""
-    return w[weight_table.RUNG] == weight_table.PREDICTED or w[weight_table.RUNG] == weight_table.SIGN
+    return w[SELECTOR] != _NO_SELECTOR
 
 
-@inner
-def predictor_rows(s: Shape, w: Ints) -> tuple[Matrix, Matrix]:
-    """down [R, D] and up [F, R]."""
-    down = matrix(s.predictor_format, w[weight_table.PREDICTOR_DOWN], w[weight_table.PREDICTOR_DOWN_SCALES], s.d_model)
-    return down, matrix(
-        s.predictor_format, w[weight_table.PREDICTOR_UP], w[weight_table.PREDICTOR_UP_SCALES], w[weight_table.RANK]
-    )
+@device
+def selector_format(cfg: KernelConfig, w: Ints) -> int:
+    """Format of the matrices that the selector multiplies the FFN's input with; f32 where it multiplies none."""
+    return cfg.predictor_format if selects(w) and w[SELECTOR] != _BY_SIGNS else F32
+
+
+@device
+def predictor_matrices(cfg: KernelConfig, w: Ints) -> tuple[MatrixView, MatrixView]:
+    """The low-rank predictor's down [R, D] and up [F, R]."""
+    down = matrix(cfg.predictor_format, w[_DOWN], w[_DOWN_SCALES], cfg.d_model)
+    return down, matrix(cfg.predictor_format, w[_UP], w[_UP_SCALES], w[RANK])
 
 
 def _predict(
-    down: Matrix, up: Matrix, bias: int, low: int, high: int, records: int, r_R: Floats, middle: int,
-    candidates_F: Ints, counts_B: Ints,
+    down: MatrixView, up: MatrixView, bias: int, low: int, high: int, input_at: int, r_R: Floats, r_input_at: int,
+    candidates_F: Ints, counts_S: Ints,
 ) -> None:  # fmt: skip
-    """Neurons whose score is above 0, into `candidates_F` share by share; `counts_B` says how many.
+    """List the neurons whose score is above 0 in `candidates_F`, segment by segment; `counts_S` says how many.
 
-    `middle`: room for the record of r = down x.
+    `r_input_at`: memory for the input of `up`, made of r = down x.
     """
     rank, count = r_R.shape[0], high - low
     bias_F = vector(bias, high)
-    for share in prange(SHARES):
-        for k in range(rank * share // SHARES, rank * (share + 1) // SHARES):
-            r_R[k] = row_dot(down, k, k + rows_ahead(down), records)
-    prepare(up.fmt, r_R, middle)
-    for share in prange(SHARES):
-        begin, found = count * share // SHARES, 0
-        for k in range(begin, count * (share + 1) // SHARES):
-            if row_dot(up, low + k, low + k + rows_ahead(up), middle) + bias_F[low + k] > 0:
+    for segment in prange(SEGMENTS):
+        for k in range(rank * segment // SEGMENTS, rank * (segment + 1) // SEGMENTS):
+            r_R[k] = row_dot(down, k, k + rows_ahead(down), input_at)
+    prepare_input(up.fmt, r_R, r_input_at)
+    for segment in prange(SEGMENTS):
+        begin, found = count * segment // SEGMENTS, 0
+        for k in range(begin, count * (segment + 1) // SEGMENTS):
+            if row_dot(up, low + k, low + k + rows_ahead(up), r_input_at) + bias_F[low + k] > 0:
                 candidates_F[begin + found] = low + k
                 found += 1
-        counts_B[share] = found
+        counts_S[segment] = found
 
 
-@inner
+@device
 def pack_signs(x_D: Floats, signs_W: Words) -> None:
     """Bit j % 64 of word j / 64 ← whether x_j is below 0; bits beyond the last column are 0."""
     for word in range(signs_W.shape[0]):
@@ -81,9 +92,9 @@ def pack_signs(x_D: Floats, signs_W: Words) -> None:
         signs_W[word] = packed
 
 
-@inner
+@device
 def agreement(signs: int, row: int, columns: int, x_W: Words) -> int:
-    """Columns in which row and input have the same sign, less those in which they differ."""
+    """Columns in which row and input have the same sign, minus those in which they differ."""
     words = x_W.shape[0]
     stride = (8 * words + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
     row_W = carray(pointer_of(signs + row * stride), (words,), np.uint64)
@@ -94,84 +105,83 @@ def agreement(signs: int, row: int, columns: int, x_W: Words) -> int:
     return columns - 2 * (differ + count_ones((row_W[words - 1] ^ x_W[words - 1]) << unused))
 
 
-def _sign(
-    signs: int, columns: int, margin: int, low: int, high: int, x_W: Words, candidates_F: Ints, counts_B: Ints
+def _agree(
+    signs: int, columns: int, margin: int, low: int, high: int, x_W: Words, candidates_F: Ints, counts_S: Ints
 ) -> None:
-    """As `_predict`: neurons whose agreement with the input is above the margin."""
+    """List the neurons whose agreement with the input is above the margin, as `_predict` lists them."""
     count = high - low
-    for share in prange(SHARES):
-        begin, found = count * share // SHARES, 0
-        for k in range(begin, count * (share + 1) // SHARES):
+    for segment in prange(SEGMENTS):
+        begin, found = count * segment // SEGMENTS, 0
+        for k in range(begin, count * (segment + 1) // SEGMENTS):
             if agreement(signs, low + k, columns, x_W) > margin:
                 candidates_F[begin + found] = low + k
                 found += 1
-        counts_B[share] = found
+        counts_S[segment] = found
 
 
-_threaded_predict, _threaded_sign = operator(_predict), operator(_sign)
-_serial_predict, _serial_sign = inner(_predict), inner(_sign)
+_parallel_predict, _parallel_agree = parallel(_predict), parallel(_agree)
+_serial_predict, _serial_agree = device(_predict), device(_agree)
 
 
-@inner
-def candidates(s: Shape, w: Ints, x_D: Floats, low: int, high: int, threads: bool | None, b: Buffers) -> int:
-    """List the neurons of [low, high) that the layer's rung selects in `b.candidates_F`; returns how many.
+@device
+def list_candidates(
+    cfg: KernelConfig, w: Ints, x_D: Floats, low: int, high: int, threads: bool | None, ws: Workspace
+) -> int:
+    """List the neurons of [low, high) that the layer's selector names in `ws.candidates_F`; returns how many.
 
-    The record of x in `b.records` is as the format of predictors needs it.
+    `ws.inputs` holds x as `selector_format` needs it.
     """
-    lists = b.candidates_F, b.counts_B
-    if w[weight_table.RUNG] == weight_table.SIGN:
-        x_W = b.signs_TW[0]
+    lists = ws.candidates_F, ws.counts_S
+    if w[SELECTOR] == _BY_SIGNS:
+        x_W = ws.signs_TW[0]
         pack_signs(x_D, x_W)
         if threads is None:
-            _serial_sign(w[weight_table.SIGNS], s.d_model, w[weight_table.MARGIN], low, high, x_W, *lists)
+            _serial_agree(w[_SIGNS], cfg.d_model, w[MARGIN], low, high, x_W, *lists)
         else:
-            _threaded_sign(w[weight_table.SIGNS], s.d_model, w[weight_table.MARGIN], low, high, x_W, *lists)
+            _parallel_agree(w[_SIGNS], cfg.d_model, w[MARGIN], low, high, x_W, *lists)
     else:
-        down, up = predictor_rows(s, w)
-        middle = b.r_flat[: w[weight_table.RANK]], address_of(b.r_records)
+        down, up = predictor_matrices(cfg, w)
+        r = ws.low_rank_flat[: w[RANK]], address_of(ws.low_rank_inputs)
         if threads is None:
-            _serial_predict(down, up, w[weight_table.PREDICTOR_BIAS], low, high, address_of(b.records), *middle, *lists)
+            _serial_predict(down, up, w[_BIAS], low, high, address_of(ws.inputs), *r, *lists)
         else:
-            _threaded_predict(
-                down, up, w[weight_table.PREDICTOR_BIAS], low, high, address_of(b.records), *middle, *lists
-            )
-    return close(high - low, b.counts_B, b.candidates_F)
+            _parallel_predict(down, up, w[_BIAS], low, high, address_of(ws.inputs), *r, *lists)
+    return compact(high - low, ws.counts_S, ws.candidates_F)
 
 
-@inner
-def close(count: int, counts_B: Ints, index_F: Ints) -> int:
-    """Close the gaps between the shares of a list; returns its length."""
+@device
+def compact(count: int, counts_S: Ints, index_F: Ints) -> int:
+    """Move what the segments of a list hold together, in order (stream compaction); returns the list's length."""
     kept = 0
-    for share in range(SHARES):
-        begin = count * share // SHARES
-        for k in range(counts_B[share]):
+    for segment in range(SEGMENTS):
+        begin = count * segment // SEGMENTS
+        for k in range(counts_S[segment]):
             index_F[kept] = index_F[begin + k]
             kept += 1
     return kept
 
 
-@inner
-def scores(s: Shape, w: Ints, x_TD: Floats, low: int, b: Buffers, score_TF: Floats) -> None:
-    """Of T tokens: numbers above 0 where the layer's rung selects a neuron; of neurons from `low` on."""
+@device
+def scores(cfg: KernelConfig, w: Ints, x_TD: Floats, low: int, ws: Workspace, score_TF: Floats) -> None:
+    """score ← numbers above 0 where the layer's selector names a neuron, for T tokens and the neurons from `low` on."""
     tokens, rows = score_TF.shape
-    if w[weight_table.RUNG] == weight_table.SIGN:
+    if w[SELECTOR] == _BY_SIGNS:
         for t in range(tokens):
-            pack_signs(x_TD[t], b.signs_TW[t])
-        _sign_scores(w[weight_table.SIGNS], s.d_model, w[weight_table.MARGIN], low, b.signs_TW, score_TF)
+            pack_signs(x_TD[t], ws.signs_TW[t])
+        _agreement_scores(w[_SIGNS], cfg.d_model, w[MARGIN], low, ws.signs_TW, score_TF)
     else:
-        rank = w[weight_table.RANK]
-        r_TR = b.r_flat[: tokens * rank].reshape(tokens, rank)
-        down, up = predictor_rows(s, w)
-        linear(down, rank, 0, x_TD, address_of(b.records), r_TR)
-        bias = w[weight_table.PREDICTOR_BIAS] + 4 * low
-        linear(from_row(up, low), rows, bias, r_TR, address_of(b.r_records), score_TF)
+        rank = w[RANK]
+        r_TR = ws.low_rank_flat[: tokens * rank].reshape(tokens, rank)
+        down, up = predictor_matrices(cfg, w)
+        linear(down, rank, 0, x_TD, address_of(ws.inputs), r_TR)
+        linear(rows_from(up, low), rows, w[_BIAS] + 4 * low, r_TR, address_of(ws.low_rank_inputs), score_TF)
 
 
-@operator
-def _sign_scores(signs: int, columns: int, margin: int, low: int, x_TW: Words, score_TF: Floats) -> None:
-    """Agreement less margin."""
+@parallel
+def _agreement_scores(signs: int, columns: int, margin: int, low: int, x_TW: Words, score_TF: Floats) -> None:
+    """score ← agreement minus margin."""
     tokens, rows = score_TF.shape
-    for part in prange((rows + _ROWS - 1) // _ROWS):
-        for i in range(part * _ROWS, min(rows, (part + 1) * _ROWS)):
+    for part in prange((rows + _ROWS_AT_ONCE - 1) // _ROWS_AT_ONCE):
+        for i in range(part * _ROWS_AT_ONCE, min(rows, (part + 1) * _ROWS_AT_ONCE)):
             for t in range(tokens):
                 score_TF[t, i] = np.float32(agreement(signs, low + i, columns, x_TW[t]) - margin)

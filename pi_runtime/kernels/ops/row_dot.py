@@ -1,10 +1,11 @@
-"""The product of one stored row with one vector, at the speed of memory; and asking for rows before they are needed.
+"""The dot product of one stored row with one vector, at the speed of memory.
 
     row · x = Σ_j w_j x_j                                    f32, f16, bf16: float32 throughout
     row · x = Σ_b s_b t_b Σ_{j in b} w_j q_j                 q8, q4: integer sums in blocks of 32, exact
 
-with the vector as a record (see `operand`): q its integers and t their scales. The `portable_` forms define what the
-vector instructions compute, and are what runs where there are none; those of q8 and q4 are in `block_rows`.
+The vector is a quantised input (see `quantised_input`): q its integers and t their scales. The `portable_` forms define
+what the vector instructions compute, and run where there are none. Block formats are in `row_dot_blocks`. While a row
+is read, a later one is prefetched.
 """
 
 # The signatures of `generate` are numba's.
@@ -19,50 +20,48 @@ from numba.extending import intrinsic
 
 from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.isa import ISA
-from pi_runtime.kernels.codegen.jit import inner, leaf
+from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import (
     BF16,
     F16,
     F32,
-    Q4,
-    Matrix,
+    MatrixView,
     bfloat_to_float,
     half_to_float,
     is_quantised,
     pointer_of,
 )
-from pi_runtime.kernels.ops.row_dot_blocks import dot_q4, dot_q8
+from pi_runtime.kernels.ops.row_dot_blocks import dot_blocks
 
 AHEAD_NBYTES = 16384
-"""How far ahead of the row that is read: far enough for the memory, near enough for the second-level cache."""
+"""How far ahead of the row that is read to prefetch: far enough for the memory, near enough for the second-level
+cache."""
 
 
-@leaf
-def row_dot(m: Matrix, row: int, later: int, record: int) -> np.float32:
-    """Row `row` of m times the vector of `record`; meanwhile row `later` is fetched into the second-level cache."""
+@public
+def row_dot(m: MatrixView, row: int, later: int, input_at: int) -> np.float32:
+    """Row `row` of m times the vector of an input; meanwhile row `later` is fetched into the second-level cache."""
     values, scales = m.values + row * m.stride, m.scales + row * m.scales_stride
     ahead = (later - row) * m.stride
     if is_quantised(m.fmt):
         prefetch(m.scales + later * m.scales_stride, m.scales_stride)
-        if m.fmt == Q4:
-            return dot_q4(values, scales, record, m.columns, ahead)
-        return dot_q8(values, scales, record, m.columns, ahead)
+        return dot_blocks(m.fmt, values, scales, input_at, m.columns, ahead)
     if m.fmt == F16:
-        return dot_f16(values, record, m.columns, ahead)
+        return dot_f16(values, input_at, m.columns, ahead)
     if m.fmt == BF16:
-        return dot_bf16(values, record, m.columns, ahead)
-    return dot_f32(values, record, m.columns, ahead)
+        return dot_bf16(values, input_at, m.columns, ahead)
+    return dot_f32(values, input_at, m.columns, ahead)
 
 
-@inner
-def rows_ahead(m: Matrix) -> int:
-    """How many rows early to ask for one, where rows are read in turn."""
+@device
+def rows_ahead(m: MatrixView) -> int:
+    """How many rows ahead to prefetch where rows are read in turn."""
     return (AHEAD_NBYTES + m.stride - 1) // m.stride
 
 
 @intrinsic
 def prefetch(typing_context: Any, address: Any, nbytes: Any) -> Any:
-    """Ask for the cache lines of `nbytes` bytes."""
+    """Fetch `nbytes` bytes into the second-level cache."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         base = v.pointer(b, arguments[0])
@@ -75,10 +74,10 @@ def prefetch(typing_context: Any, address: Any, nbytes: Any) -> Any:
 
 
 def _float_dot(fmt: str, stored_per_line: int) -> Any:
-    """row · x for a float format: four sums of `ISA.lanes` columns each, then the columns that are left."""
+    """row · x for a float format: four sums over `ISA.lanes` columns each, then the columns that are left."""
 
     @intrinsic
-    def dot(typing_context: Any, row: Any, record: Any, columns: Any, ahead: Any) -> Any:
+    def dot(typing_context: Any, row: Any, input_at: Any, columns: Any, ahead: Any) -> Any:
         def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
             lanes = ISA.lanes
             w, x = (v.pointer(b, a) for a in arguments[:2])
@@ -110,9 +109,9 @@ def _float_dot(fmt: str, stored_per_line: int) -> Any:
 
 
 def _portable_float(fmt: int) -> Any:
-    @leaf
-    def dot(row: int, record: int, columns: int, ahead: int) -> np.float32:
-        x_D = carray(pointer_of(record), (columns,), np.float32)
+    @public
+    def dot(row: int, input_at: int, columns: int, ahead: int) -> np.float32:
+        x_D = carray(pointer_of(input_at), (columns,), np.float32)
         total = np.float32(0)
         if fmt == F32:
             full = carray(pointer_of(row), (columns,), np.float32)

@@ -15,7 +15,7 @@ from pi_runtime.kernels.benchmarks import (
     predictor_bandwidth,
     product_bandwidth,
     read_bandwidth,
-    weights,
+    timed_matrix,
 )
 
 READ_NBYTES, MATRIX_NBYTES, PREDICTOR_NBYTES = 1 << 27, 1 << 28, 1 << 27
@@ -27,8 +27,8 @@ class Rates:
 
     def __init__(self, spec: Spec) -> None:
         fmt, predictor = spec.formats["ffn"], spec.formats["predictor"]
-        self._weights = weights(fmt, MATRIX_NBYTES, spec.decoder.d_model)
-        self._up = weights(predictor, PREDICTOR_NBYTES, spec.rank)
+        self._weights = timed_matrix(fmt, MATRIX_NBYTES, spec.decoder.d_model)
+        self._up = timed_matrix(predictor, PREDICTOR_NBYTES, spec.rank)
 
     def _cpu(self, threads: int) -> Cpu:
         """A few measurements of each, one after the other."""

@@ -165,7 +165,7 @@ def test_recall_and_precision_are_those_of_the_predictor_on_the_same_inputs(
     artifact = packed(tmp_path, 0.0)
     found = score(artifact)["layers"][0]
     with Artifact.open(artifact) as opened, load(artifact) as running:
-        d, w = opened.manifest.decoder, reference.StoredWeights(opened, "layers/0/")
+        d, w = opened.manifest.decoder, reference.ArtifactWeights(opened, "layers/0/")
         ids = np.array(running.tokenizer.encode(TEXT, prefix=False)[:96]).reshape(3, 32)
         fires, read = [], []
         for window in ids:

@@ -14,7 +14,7 @@ from pi_compile.cost_model.workload import LayerWork
 from pi_compile.placement import formulation
 from pi_compile.placement.stage import place
 from pi_runtime import load
-from pi_runtime.artifact.footprint import PartBytes, gpu_scratch_bytes, kv_bytes, streamed_bytes
+from pi_runtime.artifact.footprint import PartBytes, gpu_workspace_bytes, kv_bytes, streamed_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import array_specs
 from pi_runtime.cuda import opening
@@ -56,7 +56,7 @@ def test_the_workspace_is_within_what_was_counted(family: str, gpu: Device) -> N
     shape = {"d_model": 256, "d_ff": 700, "n_heads": 8, "head_dim": 32, **experts}
     decoder = small_decoder("llama" if experts else family, **shape)
     workspace = Workspace.allocate(decoder, 40, 100, of_size(gpu, 0, tiling=Tiling()))
-    counted = gpu_scratch_bytes(decoder, 40, 100, 0)
+    counted = gpu_workspace_bytes(decoder, 40, 100, 0)
     assert counted * 0.5 <= workspace.nbytes <= counted
 
 
@@ -109,7 +109,7 @@ def test_a_placement_leaves_room_for_prompts(share: int, tmp_path: Path, monkeyp
     work = workload(np.arange(4000).reshape(2, 2000), layers, context=CONTEXT, d_model=128)
     sizes = formulation.Sizes.of(work)
     path = random_artifact(tmp_path / "a.pi", work.decoder, format="f16", ranks=[7, None])
-    one = gpu_scratch_bytes(work.decoder, 7, CONTEXT, 1)
+    one = gpu_workspace_bytes(work.decoder, 7, CONTEXT, 1)
     for part in (3, 2, 1):
         room = (sizes.all_on_gpu - sizes.scratch[GPU]) // part
         plan = place(work, machine(), sizes.scratch[GPU] + room, MUCH).plan

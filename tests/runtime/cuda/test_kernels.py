@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.gpu_kernels import COLUMNS, FEW, FORMAT, TILING, Stored, assert_close, normal
-from support.stored import Weights, packed_signs, store
+from support.stored import LayerWeights, packed_signs, store
 from support.synthetic import small_decoder
 
 from pi_runtime.artifact.decoder import ACTIVATIONS
@@ -98,7 +98,7 @@ def test_lists_are_compacted_in_order(
 
 def ffn_of(
     device: torch.device, decoder: Any, fmt: str, limit: float, seed: int
-) -> tuple[ffn_neurons.Neurons, Weights]:
+) -> tuple[ffn_neurons.Neurons, LayerWeights]:
     """One FFN on the device, and as the reference takes it."""
     rng = np.random.default_rng(seed)
     k, d, f = 2 if decoder.ffn == "gated" else 1, decoder.d_model, decoder.d_ff
@@ -124,7 +124,7 @@ def ffn_of(
     return n, UnroundedWeights(matrices)
 
 
-class UnroundedWeights(Weights):
+class UnroundedWeights(LayerWeights):
     """Products without rounding the vector, as the GPU has them."""
 
     def product(self, name: str, x_TD: np.ndarray) -> np.ndarray:

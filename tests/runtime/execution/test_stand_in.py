@@ -13,7 +13,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.errors import DoesNotFitError, UsageError
 from pi_runtime.execution.plan_choice import gpu_bytes
-from pi_runtime.execution.stand_in import HybridExecutor, Side
+from pi_runtime.execution.stand_in import NeuronWorker, StandInExecutor
 from pi_runtime.model import Model
 
 CUTS = {"inside": (128, 64), "one-sided": (0, 200), "mixed": (192, 0)}
@@ -66,12 +66,12 @@ def test_two_sides_share_the_experts(layer: Layer, tmp_path: Path) -> None:
     np.testing.assert_array_equal(rows, wanted_rows)
 
 
-def executor(model: Model) -> HybridExecutor:
-    assert isinstance(model._executor, HybridExecutor)
+def executor(model: Model) -> StandInExecutor:
+    assert isinstance(model._executor, StandInExecutor)
     return model._executor
 
 
-def meet(side: Side, barrier: threading.Barrier, seen: list[int]) -> Side:
+def meet(side: NeuronWorker, barrier: threading.Barrier, seen: list[int]) -> NeuronWorker:
     def step(*arguments: object) -> tuple[int, int]:
         barrier.wait()  # broken, and so an error, unless the other side comes in too
         read, kept = side.step(*arguments)

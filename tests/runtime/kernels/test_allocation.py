@@ -14,7 +14,7 @@ from support.stored import WEIGHT_FORMATS, ffn_layer, store
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import load
-from pi_runtime.artifact.footprint import record_nbytes
+from pi_runtime.artifact.footprint import input_nbytes
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.kernels import ffn
 from pi_runtime.kernels.ops.linear import linear
@@ -43,8 +43,8 @@ def allocations() -> Iterator[Count]:
 @pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
 def test_a_product(fmt: str, allocations: Count) -> None:
     w, x_TD, y_TN = store(fmt, np.ones((70, 300))), np.ones((1, 300), np.float32), np.empty((1, 70), np.float32)
-    room = np.empty(record_nbytes(300), np.uint8)
-    assert allocations(linear, w.matrix, 70, 0, x_TD, room.ctypes.data, y_TN) == 0
+    room = np.empty(input_nbytes(300), np.uint8)
+    assert allocations(linear, w.view, 70, 0, x_TD, room.ctypes.data, y_TN) == 0
 
 
 @pytest.mark.parametrize("run", [ffn.step, ffn.serial_step], ids=["threaded", "serial"])
@@ -53,7 +53,7 @@ def test_a_product(fmt: str, allocations: Count) -> None:
 def test_an_ffn(run: Any, rung: str, fmt: str, allocations: Count) -> None:
     layer = ffn_layer(small_decoder(d_ff=300), fmt, 5, 0)
     x_D = np.random.default_rng(0).standard_normal(32, np.float32)
-    assert allocations(run, layer.shape, layer.on(rung), x_D, 0, 300, np.float32(1), False, layer.buffers) == 0
+    assert allocations(run, layer.cfg, layer.on(rung), x_D, 0, 300, np.float32(1), False, layer.ws) == 0
 
 
 @pytest.mark.parametrize("fmt", ["f16", "q8", "q4"])
@@ -63,8 +63,8 @@ def test_a_decoded_token(fmt: str, tmp_path: Path, allocations: Count) -> None:
     for mode in ("dense", "gate", "predicted"):
         with load(path, mode=mode) as model:
             executor, cache, token = model._executor, model.new_cache(), np.array([65])
-            # Those of the one call into compiled code: the table, two of angles, tokens, the cache, and the buffers.
-            handed_over = 5 + sum(isinstance(b, np.ndarray) for b in executor._buffers)
+            # Those of the one call into compiled code: the table, two of angles, tokens, the cache, and the workspace.
+            handed_over = 5 + sum(isinstance(a, np.ndarray) for a in executor._workspace)
 
             def decode() -> None:
                 executor.run(token, cache, select=True, every=False)  # noqa: B023

@@ -33,7 +33,7 @@ class Expected:
     kept_TF: np.ndarray
     fires_TF: np.ndarray
     slack_TD: np.ndarray
-    """How far one token's sum over rows may be off for being taken in 16-bit integers; see `weighted`."""
+    """How far one token's sum over rows may be off for being taken in 16-bit integers; see `gathered_sum`."""
     decided: bool
     """Whether no decision lies so near its border that a last bit may turn it."""
 
@@ -42,13 +42,13 @@ def expected(layer: Layer, x_TD: np.ndarray, rung: str, low: int, high: int) -> 
     w, d = layer.values, layer.decoder
     inside = np.zeros((len(x_TD), d.d_ff), bool)
     inside[:, low:high] = True
-    how, z_TF = layer.how(rung), w.product("ffn/first", x_TD) + (w["ffn/first_bias"] if d.ffn_bias else 0)
-    chosen = reference.selected(w, how, x_TD)
+    settings, z_TF = layer.settings(rung), w.product("ffn/first", x_TD) + (w["ffn/first_bias"] if d.ffn_bias else 0)
+    chosen = reference.selected(w, settings, x_TD)
     read = inside if chosen is None else inside & chosen
-    h_TF = reference.activate(d, z_TF, how.threshold)
+    h_TF = reference.activate(d, z_TF, settings.threshold)
     kept = read if rung == "dense" else read & (h_TF != 0)
-    y_TD = reference.ffn(d, w, x_TD, read, how.threshold) - (w["ffn/down_bias"] if d.ffn_bias else 0)
-    borders = np.abs(reference.scores(w, x_TD)), distance(d, z_TF, how.threshold)
+    y_TD = reference.ffn(d, w, x_TD, read, settings.threshold) - (w["ffn/down_bias"] if d.ffn_bias else 0)
+    borders = np.abs(reference.scores(w, x_TD)), distance(d, z_TF, settings.threshold)
     decided = min(b.min() for b in borders) > 1e-5 and bytes_decided(layer, x_TD)
     fires = inside & (reference.activate(d, z_TF) * (up(layer, x_TD) if d.ffn == "gated" else 1) != 0)
     return Expected(y_TD, read, kept, fires, slack(layer, x_TD, kept), bool(decided))
@@ -116,17 +116,17 @@ def decoders() -> st.SearchStrategy[Decoder]:
 
 def one_token(run: Any, layer: Layer, x_D: np.ndarray, rung: str, low: int, high: int) -> tuple[np.ndarray, int, int]:
     """(partial sums added up, rows of `first` read, neurons kept)."""
-    layer.buffers.sums_CP[:] = np.nan
-    read, kept = run(layer.shape, layer.on(rung), x_D, low, high, ALL, NO_MORE, layer.buffers)
+    layer.ws.sums_CP[:] = np.nan
+    read, kept = run(layer.cfg, layer.on(rung), x_D, low, high, ALL, NO_MORE, layer.ws)
     y_D = np.zeros_like(x_D)
-    ffn.add_sums(layer.buffers.sums_CP, y_D)
+    ffn.add_sums(layer.ws.sums_CP, y_D)
     return y_D, read, kept
 
 
 def block(layer: Layer, x_TD: np.ndarray, rung: str, low: int, high: int, *, select: bool = True) -> np.ndarray:
     y_TD = np.zeros_like(x_TD)
-    layer.buffers.tally_L3[:] = 0
-    ffn.block(layer.shape, layer.on(rung), x_TD, low, high, select, layer.buffers, layer.buffers.tally_L3[0], y_TD)
+    layer.ws.tally_L3[:] = 0
+    ffn.block(layer.cfg, layer.on(rung), x_TD, low, high, select, layer.ws, layer.ws.tally_L3[0], y_TD)
     return y_TD
 
 
@@ -160,7 +160,7 @@ def test_one_token(run: Any, decoder: Decoder, fmt: str, rung: str, rank: int, s
     assert_close(y_D, wanted.y_TD[0], wanted.slack_TD[0])
     assert (read, kept) == (wanted.read_TF.sum(), wanted.kept_TF.sum())
     if decoder.activation != "drelu" or rung == "dense":  # elsewhere the list loses those with up · x below 0
-        np.testing.assert_array_equal(layer.buffers.index_F[:kept], np.flatnonzero(wanted.kept_TF))
+        np.testing.assert_array_equal(layer.ws.kept_F[:kept], np.flatnonzero(wanted.kept_TF))
 
 
 @FEW
@@ -177,7 +177,7 @@ def test_a_block_of_tokens(decoder: Decoder, fmt: str, rung: str, tokens: int, s
     exact = expected(layer, x_TD, "dense", 0, decoder.d_ff)
     fire_TF = exact.fires_TF
     tally = fire_TF.sum(), wanted.read_TF.sum(), (fire_TF & wanted.kept_TF).sum()
-    np.testing.assert_array_equal(layer.buffers.tally_L3[0], tally)
+    np.testing.assert_array_equal(layer.ws.tally_L3[0], tally)
     assert_close(block(layer, x_TD, rung, 0, decoder.d_ff, select=False), exact.y_TD)
 
 
@@ -185,7 +185,7 @@ def test_a_block_adds_to_what_is_there() -> None:
     layer = ffn_layer(small_decoder(), "f32", 3, 0)
     x_TD = inputs(layer, 4)
     y_TD = np.ones_like(x_TD)
-    ffn.block(layer.shape, layer.on("dense"), x_TD, 0, 40, False, layer.buffers, layer.buffers.tally_L3[0], y_TD)
+    ffn.block(layer.cfg, layer.on("dense"), x_TD, 0, 40, False, layer.ws, layer.ws.tally_L3[0], y_TD)
     assert_close(y_TD, 1 + block(layer, x_TD, "dense", 0, 40))
 
 
@@ -264,7 +264,7 @@ def test_the_smallest_activation_counts() -> None:
     layer = ffn_layer(small_decoder(d_ff=3, d_model=1, ffn="plain"), "f32", 1, 0, ffn__first=first)
     y_D, _, kept = one_token(ffn.step, layer, np.ones(1, np.float32), "gate", 0, 3)
     assert kept == 1
-    assert layer.buffers.index_F[0] == 1
+    assert layer.ws.kept_F[0] == 1
     assert abs(y_D[0] - layer.values["ffn/rest"][1, 0, 0] * 2.0**-149) <= 2.0**-149
 
 

@@ -15,23 +15,23 @@ from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.kernels import moe, reference
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.data.workspace import buffers
+from pi_runtime.kernels.data.workspace import allocate_workspace
 
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 def routed(router_XD: np.ndarray, taken: int, x_TD: np.ndarray) -> np.ndarray:
-    """(T, X) shares by the kernel."""
+    """(T, X) route weights by the kernel."""
     n_experts, width = router_XD.shape
     decoder = small_decoder(d_model=width, n_experts=n_experts, experts_per_token=taken)
-    shape = weight_table.shape_of(decoder, dict.fromkeys(PARTS, "f32"))
-    b, stored = buffers(shape, 1, 0), FORMATS["f32"].encode(router_XD)
+    cfg = weight_table.config_of(decoder, dict.fromkeys(PARTS, "f32"))
+    ws, stored = allocate_workspace(cfg, 1, 0), FORMATS["f32"].encode(router_XD)
     row = np.zeros(weight_table.MARGIN + 1, np.int64)
     row[weight_table.ROUTER] = stored.ctypes.data
-    moe.route(shape, row, x_TD, b)
-    share_TX = np.zeros((len(x_TD), n_experts), np.float32)
-    np.put_along_axis(share_TX, b.taken_TK[: len(x_TD)], b.share_TK[: len(x_TD)], 1)
-    return share_TX
+    moe.route(cfg, row, x_TD, ws)
+    route_weight_TX = np.zeros((len(x_TD), n_experts), np.float32)
+    np.put_along_axis(route_weight_TX, ws.expert_TK[: len(x_TD)], ws.route_weight_TK[: len(x_TD)], 1)
+    return route_weight_TX
 
 
 class _Router(dict[str, np.ndarray]):
@@ -43,7 +43,9 @@ class _Router(dict[str, np.ndarray]):
 
 @FEW
 @given(st.integers(2, 9), st.integers(1, 20), st.integers(1, 20), st.data())
-def test_shares_are_those_of_the_definition(n_experts: int, width: int, tokens: int, data: st.DataObject) -> None:
+def test_route_weights_are_those_of_the_definition(
+    n_experts: int, width: int, tokens: int, data: st.DataObject
+) -> None:
     taken = data.draw(st.integers(1, n_experts))
     rng = np.random.default_rng(width)
     # Small whole numbers: sums are exact, and many are equal.
@@ -56,8 +58,8 @@ def test_shares_are_those_of_the_definition(n_experts: int, width: int, tokens: 
 
 
 def test_values_far_apart_give_all_to_one() -> None:
-    share_TX = routed(np.array([[-1e30], [1e30], [0]], np.float32), 2, np.ones((1, 1), np.float32))
-    np.testing.assert_array_equal(share_TX, [[0, 1, 0]])
+    route_weight_TX = routed(np.array([[-1e30], [1e30], [0]], np.float32), 2, np.ones((1, 1), np.float32))
+    np.testing.assert_array_equal(route_weight_TX, [[0, 1, 0]])
 
 
 @pytest.mark.parametrize("device", ["cpu", "stand-in"])
@@ -83,7 +85,7 @@ def counted(path: Path, ids: list[int]) -> np.ndarray:
         d = artifact.manifest.decoder
         x_TD = artifact.values("embedding")[ids]
         for n, layer in enumerate(artifact.manifest.layers):
-            w = reference.StoredWeights(artifact, f"layers/{n}/")
+            w = reference.ArtifactWeights(artifact, f"layers/{n}/")
             attended_TD = x_TD + reference.attention(d, w, reference.norm(d, w, "attention/norm", x_TD))
             normed_TD = reference.norm(d, w, "ffn/norm", attended_TD)
             taken_TF = np.repeat(reference.routing(d, w, normed_TD) > 0, d.d_ff, axis=1)

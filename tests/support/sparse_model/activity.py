@@ -52,7 +52,7 @@ class _Weights(dict[str, Array]):
     def product(self, name: str, x_TD: Array) -> Array:
         return np.tensordot(x_TD, self[name], (-1, -1))
 
-    def remembered(self, x_SGE: Array) -> Array:
+    def as_cached(self, x_SGE: Array) -> Array:
         return x_SGE
 
 

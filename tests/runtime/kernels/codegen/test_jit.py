@@ -124,7 +124,7 @@ def test_one_compilation_serves_all_models_and_later_processes(tmp_path: Path) -
     )
     for path in paths:
         with load(path) as model:
-            model.logits([1, 2, 3])
+            model.logits([1, 2, 3]), "".join(model.generate([65], max_tokens=3))
     assert len(forward.signatures) == 1
     environment = {**ENVIRONMENT, "NUMBA_DEBUG_CACHE": "1"}
     done = subprocess.run(
@@ -136,7 +136,7 @@ def test_one_compilation_serves_all_models_and_later_processes(tmp_path: Path) -
 
 def test_what_kernels_alone_call_is_refused_to_python() -> None:
     """Compiled or not: numba has nothing there to jump to."""
-    doubled = jit.inner(_double)
+    doubled = jit.device(_double)
     quadrupled = numba.njit(lambda x: doubled(doubled(x)))
     for _ in range(2):
         with pytest.raises(TypeError, match="_double is called by kernels only"):

@@ -6,7 +6,7 @@ from support.stored import WEIGHT_FORMATS, store
 
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.kernels.data import matrix_view
-from pi_runtime.kernels.data.matrix_view import every, from_row, vector
+from pi_runtime.kernels.data.matrix_view import rows_from, strided_rows, vector
 
 
 @pytest.mark.parametrize("columns", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 511, 512, 513])
@@ -21,9 +21,9 @@ def test_some_of_the_rows(fmt: str) -> None:
     """`rest` has k rows a neuron: rows of one kind are k strides apart, in values and in scales."""
     rest = store(fmt, np.random.default_rng(0).standard_normal((7, 3, 70)))
     for which in range(3):
-        part = every(rest.matrix, 3, which)
+        part = strided_rows(rest.view, 3, which)
         for neuron in range(7):
-            for m, row in ((part, neuron), (from_row(part, neuron), 0), (from_row(rest.matrix, 3 * neuron + which), 0)):
+            for m, row in ((part, neuron), (rows_from(part, neuron), 0), (rows_from(rest.view, 3 * neuron + which), 0)):
                 assert m.values + row * m.stride == rest.stored[neuron, which].ctypes.data
                 if rest.scales is not None:
                     assert m.scales + row * m.scales_stride == rest.scales[neuron, which].ctypes.data

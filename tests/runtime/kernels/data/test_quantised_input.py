@@ -5,9 +5,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounding import input_blocks
-from support.stored import WEIGHT_FORMATS, records
+from support.stored import WEIGHT_FORMATS, quantised_inputs
 
-from pi_runtime.artifact.footprint import record_nbytes
+from pi_runtime.artifact.footprint import input_nbytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.kernels import reference
 from pi_runtime.kernels.data import quantised_input
@@ -16,19 +16,19 @@ FEW = settings(max_examples=60, deadline=None, derandomize=True)
 QUANTISED = [FORMATS[name].code for name in WEIGHT_FORMATS if FORMATS[name].quantised]
 
 
-def padded(columns: int) -> int:
+def padded_columns(columns: int) -> int:
     return -(-columns // 128) * 128
 
 
-def parts_of(record: np.ndarray, columns: int) -> dict[str, np.ndarray]:
+def parts_of(x_at: np.ndarray, columns: int) -> dict[str, np.ndarray]:
     """A record cut up by the layout in `operand`'s docstring."""
-    p, parts, at = padded(columns), {}, 0
+    p, parts, at = padded_columns(columns), {}, 0
     layout = {"x": (p, "f4"), "stored": (p, "i1"), "s": (p // 32, "f4"), "sum": (p // 32, "i4"), "q": (p, "i1")}
     for name, (n, dtype) in layout.items():
         nbytes = n * np.dtype(dtype).itemsize
-        parts[name] = record[at : at + nbytes].view(dtype)
+        parts[name] = x_at[at : at + nbytes].view(dtype)
         at += nbytes
-    assert at == record.nbytes == record_nbytes(columns)
+    assert at == x_at.nbytes == input_nbytes(columns)
     return parts
 
 
@@ -41,8 +41,8 @@ def in_stored_order(q_P: np.ndarray, blocks: int) -> np.ndarray:
 
 def check(fmt: int, x_D: np.ndarray) -> None:
     columns = len(x_D)
-    p = padded(columns)
-    parts = parts_of(records(fmt, x_D[None])[0], columns)
+    p = padded_columns(columns)
+    parts = parts_of(quantised_inputs(fmt, x_D[None])[0], columns)
     q_BJ, t_B = (part[0] for part in input_blocks(x_D[None]))
     blocks = len(t_B)
     np.testing.assert_array_equal(parts["x"].view(np.uint32), np.pad(x_D, (0, p - columns)).view(np.uint32))
@@ -79,14 +79,14 @@ def test_magnitudes_at_the_ends(fmt: int, largest: float) -> None:
     """The scale of 127 · 2⁻¹²⁶ is the smallest normal number; a block below that counts as zeros."""
     x_D = (largest * np.linspace(-1, 1, 70)).astype(np.float32)
     check(fmt, x_D)
-    q_P = parts_of(records(fmt, x_D[None])[0], 70)["q"]
+    q_P = parts_of(quantised_inputs(fmt, x_D[None])[0], 70)["q"]
     assert q_P[0] == (-127 if largest >= 127 * 2.0**-126 else 0)
 
 
 @pytest.mark.parametrize("fmt", QUANTISED)
 def test_halves_go_to_the_even_neighbour(fmt: int) -> None:
     x_D = np.float32([127, 0.5, 1.5, 2.5, 3.5, -0.5, -1.5, -2.5, 125.5, 126.5, -125.5, -126.5])
-    q_P = parts_of(records(fmt, x_D[None])[0], len(x_D))["q"]
+    q_P = parts_of(quantised_inputs(fmt, x_D[None])[0], len(x_D))["q"]
     assert q_P[: len(x_D)].tolist() == [127, 0, 2, 2, 4, 0, -2, -2, 126, 126, -126, -126]
     check(fmt, x_D)
 
@@ -96,7 +96,7 @@ def test_halves_go_to_the_even_neighbour(fmt: int) -> None:
 def test_what_bytes_cannot_say_is_said_by_the_scale(fmt: int, wrong: float) -> None:
     x_D = np.ones(96, np.float32)
     x_D[40] = wrong
-    s_B = parts_of(records(fmt, x_D[None])[0], 96)["s"]
+    s_B = parts_of(quantised_inputs(fmt, x_D[None])[0], 96)["s"]
     assert np.isfinite(s_B[[0, 2, 3]]).all()
     assert not np.isfinite(s_B[1])
 
@@ -104,12 +104,12 @@ def test_what_bytes_cannot_say_is_said_by_the_scale(fmt: int, wrong: float) -> N
 @pytest.mark.parametrize("fmt", sorted({FORMATS[name].code for name in WEIGHT_FORMATS} - set(QUANTISED)))
 def test_float_formats_need_the_floats_alone(fmt: int) -> None:
     x_D = np.random.default_rng(0).standard_normal(37, np.float32)
-    record = records(fmt, x_D[None])[0]
-    np.testing.assert_array_equal(record[: 4 * 128].view(np.float32), np.pad(x_D, (0, 91)))
-    assert np.all(record[4 * 128 :] == 0xA5), "spent time on bytes"
+    x_at = quantised_inputs(fmt, x_D[None])[0]
+    np.testing.assert_array_equal(x_at[: 4 * 128].view(np.float32), np.pad(x_D, (0, 91)))
+    assert np.all(x_at[4 * 128 :] == 0xA5), "spent time on bytes"
 
 
 def test_records_of_tokens_lie_one_after_the_other() -> None:
     for columns in (1, 127, 128, 129, 2048):
-        assert quantised_input.stride_of(columns) == record_nbytes(columns)
-        assert quantised_input.padded(columns) == padded(columns)
+        assert quantised_input.input_stride(columns) == input_nbytes(columns)
+        assert quantised_input.padded_columns(columns) == padded_columns(columns)

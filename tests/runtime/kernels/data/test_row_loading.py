@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.stored import WEIGHT_FORMATS, Matrix, store, store_integers
+from support.stored import WEIGHT_FORMATS, StoredMatrix, store, store_integers
 
 from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.kernels.data.row_loading import load_row, place_of
+from pi_runtime.kernels.data.row_loading import load_row, stored_index
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
 FMT = st.sampled_from(WEIGHT_FORMATS)
@@ -35,7 +35,7 @@ def test_load_row(fmt: str, columns: int, data: st.DataObject | None) -> None:
     count = data.draw(st.integers(1, columns - first)) if data else 1
     w = store(fmt, random(columns, 3, columns))
     for row in range(3):
-        np.testing.assert_array_equal(loaded(w.matrix, row, first, count), w.values[row, first : first + count])
+        np.testing.assert_array_equal(loaded(w.view, row, first, count), w.values[row, first : first + count])
 
 
 @pytest.mark.parametrize("fmt", ["q8", "q4"])
@@ -45,19 +45,19 @@ def test_every_integer_lies_in_its_place(fmt: str) -> None:
     low, high = (-127, 128) if fmt == "q8" else (-8, 8)
     w = store_integers(fmt, rng.integers(low, high, (4, 300)), rng.standard_normal((4, 10)))
     for row in range(4):
-        np.testing.assert_array_equal(loaded(w.matrix, row, 0, 300), w.values[row])
+        np.testing.assert_array_equal(loaded(w.view, row, 0, 300), w.values[row])
 
 
-def every_number(fmt: str) -> Matrix:
+def every_number(fmt: str) -> StoredMatrix:
     """All 65536 bit patterns of a 16-bit format, one a column."""
     stored = np.arange(65536, dtype=np.uint16).view(FORMATS[fmt].stored).reshape(1, -1)
-    return Matrix(fmt, stored, FORMATS[fmt].decode(stored, 65536))
+    return StoredMatrix(fmt, stored, FORMATS[fmt].decode(stored, 65536))
 
 
 @pytest.mark.parametrize("fmt", ["f16", "bf16"])
 def test_every_bit_pattern_converts(fmt: str) -> None:
     w = every_number(fmt)
-    found = loaded(w.matrix, 0, 0, 65536)
+    found = loaded(w.view, 0, 0, 65536)
     np.testing.assert_array_equal(found, w.values[0])
     np.testing.assert_array_equal(np.signbit(found), np.signbit(w.values[0]))
 
@@ -68,7 +68,7 @@ def test_every_scale_converts(fmt: str) -> None:
     patterns = np.arange(65536, dtype=np.uint16).view(np.float16)
     w = store_integers(fmt, np.full((992, 64 * 32), -3), patterns[np.isfinite(patterns)].reshape(992, 64))
     for row in range(992):
-        np.testing.assert_array_equal(loaded(w.matrix, row, 0, 64 * 32), w.values[row])
+        np.testing.assert_array_equal(loaded(w.view, row, 0, 64 * 32), w.values[row])
 
 
 def test_places_are_what_the_format_says() -> None:
@@ -77,4 +77,4 @@ def test_places_are_what_the_format_says() -> None:
         for group in range(blocks // 8):
             for block, k, j in np.ndindex(8, 8, 4):
                 wanted[256 * group + 32 * block + 4 * k + j] = 256 * group + 32 * k + 4 * block + j
-        assert [place_of(column, blocks) for column in range(blocks * 32)] == wanted
+        assert [stored_index(column, blocks) for column in range(blocks * 32)] == wanted

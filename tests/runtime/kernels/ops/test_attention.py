@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.synthetic import frequencies, small_decoder
 
 from pi_runtime.kernels import reference
-from pi_runtime.kernels.ops.attention import LARGEST, attend, norm_heads, remember, rotate
+from pi_runtime.kernels.ops.attention import LARGEST_HALF, attend, norm_heads, rotate, store_kv
 
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
 
@@ -43,7 +43,7 @@ def test_attend(tokens: int, groups: int, share: int, width: int, start: int, ro
     qkv_TQ = rng.standard_normal((tokens, (heads + 2 * groups) * width), np.float32)
     cache = np.full((2, groups, start + tokens + room, width), np.nan, dtype)
     cache[:, :, :start] = rng.standard_normal((2, groups, start, width), np.float32)
-    remember(qkv_TQ, heads, width, start, cache.view(np.uint16))
+    store_kv(qkv_TQ, heads, width, start, cache.view(np.uint16))
     keys_values = qkv_TQ[:, heads * width :].reshape(tokens, 2, groups, width)
     np.testing.assert_array_equal(cache[:, :, start : start + tokens], keys_values.transpose(1, 2, 0, 3).astype(dtype))
     assert np.isnan(cache[:, :, start + tokens :]).all(), "wrote past the block"
@@ -58,7 +58,7 @@ def test_attend_neither_overflows_nor_loses_its_sum(scale: float) -> None:
     qkv_TQ = rng.standard_normal((3, 3 * 8), np.float32)
     qkv_TQ[:, :16] *= np.float32(scale)
     cache, out_TQ = np.empty((2, 1, 3, 8), np.float32), np.empty((3, 8), np.float32)
-    remember(qkv_TQ, 1, 8, 0, cache.view(np.uint16))
+    store_kv(qkv_TQ, 1, 8, 0, cache.view(np.uint16))
     attend(qkv_TQ, 1, 0, cache.view(np.uint16), out_TQ)
     np.testing.assert_allclose(out_TQ, naive(qkv_TQ, 1, 0, cache), rtol=1e-4, atol=1e-6)
 
@@ -66,8 +66,8 @@ def test_attend_neither_overflows_nor_loses_its_sum(scale: float) -> None:
 def test_what_float16_cannot_hold_becomes_its_largest_number() -> None:
     qkv_TQ = np.array([[0.0, 1e6, -1e6]], np.float32)
     cache = np.zeros((2, 1, 1, 1), np.float16)
-    remember(qkv_TQ, 1, 1, 0, cache.view(np.uint16))
-    np.testing.assert_array_equal(cache.ravel(), [LARGEST, -LARGEST])
+    store_kv(qkv_TQ, 1, 1, 0, cache.view(np.uint16))
+    np.testing.assert_array_equal(cache.ravel(), [LARGEST_HALF, -LARGEST_HALF])
 
 
 @FEW

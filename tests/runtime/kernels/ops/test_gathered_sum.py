@@ -5,12 +5,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounding import TINY, U, blocks_of, bound
-from support.stored import WEIGHT_FORMATS, Matrix, store, store_integers
+from support.stored import WEIGHT_FORMATS, StoredMatrix, store, store_integers
 
-from pi_runtime.artifact.footprint import GROUP_ROWS, sum_floats
+from pi_runtime.artifact.footprint import GROUP_ROWS, gather_floats
 from pi_runtime.kernels.codegen.isa import ISA
-from pi_runtime.kernels.data.quantised_input import padded
-from pi_runtime.kernels.ops.gathered_sum import add_rows
+from pi_runtime.kernels.data.quantised_input import padded_columns
+from pi_runtime.kernels.ops.gathered_sum import add_gathered
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
 COUNTS = [0, 1, 2, 3, 31, 32, 33, 70]
@@ -20,20 +20,20 @@ def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(scale)
 
 
-def summed(w: Matrix, index_K: np.ndarray, h_K: np.ndarray, before_D: np.ndarray) -> np.ndarray:
+def summed(w: StoredMatrix, index_K: np.ndarray, h_K: np.ndarray, before_D: np.ndarray) -> np.ndarray:
     columns = len(before_D)
-    y_P = np.full(padded(columns) + 16, np.float32(7))
+    y_P = np.full(padded_columns(columns) + 16, np.float32(7))
     y_P[:columns], y_P[columns:-16] = before_D, 0
-    scratch = np.full(sum_floats(columns) + 16, np.nan, np.float32)
-    scratch[-16:] = 7
-    later_K = np.arange(len(w.values))[: len(h_K) % 5]
-    add_rows(w.matrix, np.asarray(index_K, np.int64), h_K, later_K, y_P[:-16], scratch.ctypes.data)
+    workspace = np.full(gather_floats(columns) + 16, np.nan, np.float32)
+    workspace[-16:] = 7
+    prefetch_K = np.arange(len(w.values))[: len(h_K) % 5]
+    add_gathered(w.view, np.asarray(index_K, np.int64), h_K, prefetch_K, y_P[:-16], workspace.ctypes.data)
     assert np.all(y_P[-16:] == 7), "wrote outside the result"
-    assert np.all(scratch[-16:] == 7), "wrote outside the scratch"
+    assert np.all(workspace[-16:] == 7), "wrote outside the scratch"
     return y_P[:columns]
 
 
-def rounding_to_16_bits(w: Matrix, index_K: np.ndarray, h_K: np.ndarray) -> np.ndarray:
+def rounding_to_16_bits(w: StoredMatrix, index_K: np.ndarray, h_K: np.ndarray) -> np.ndarray:
     """Half a unit g = max |h s| / 32767 of each group and block for every row, times |q|.
 
     The quotient itself carries four roundings of up to 32767: 0.01 units. A unit below the smallest normal number makes
@@ -55,7 +55,7 @@ def rounding_to_16_bits(w: Matrix, index_K: np.ndarray, h_K: np.ndarray) -> np.n
     return error_D
 
 
-def check(w: Matrix, index_K: np.ndarray, h_K: np.ndarray, before_D: np.ndarray) -> None:
+def check(w: StoredMatrix, index_K: np.ndarray, h_K: np.ndarray, before_D: np.ndarray) -> None:
     h, v, y = h_K.astype(np.float64), w.values[index_K].astype(np.float64), before_D.astype(np.float64)
     slack_D = rounding_to_16_bits(w, index_K, h_K)
     magnitude_D = np.abs(y) + np.abs(h) @ np.abs(v) + slack_D

@@ -4,14 +4,20 @@ import numba
 import numpy as np
 import pytest
 from support.rounding import bound, product
-from support.stored import Matrix, records, store
+from support.stored import StoredMatrix, quantised_inputs, store
 
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen.isa import ISA
-from pi_runtime.kernels.data.quantised_input import block_sums_at, columns_at, padded, scales_at, stride_of
+from pi_runtime.kernels.data.quantised_input import (
+    block_sums_at,
+    column_order_at,
+    input_stride,
+    padded_columns,
+    scales_at,
+)
 from pi_runtime.kernels.ops import gemm_tiles
-from pi_runtime.kernels.ops.gemm_tiles import FLOAT_TOKENS, PANEL, TOKENS, multiply_bytes, pack_bytes, pack_floats
-from pi_runtime.kernels.ops.linear import DEEP_BYTES
+from pi_runtime.kernels.ops.gemm_tiles import BYTE_TOKENS, FLOAT_TOKENS, PANEL, multiply_bytes, pack_bytes, pack_floats
+from pi_runtime.kernels.ops.linear import BYTE_DEPTH
 
 pytestmark = pytest.mark.skipif(PANEL == 0, reason="no vector instructions")
 FLOATS, BYTES = ["f32", "f16", "bf16"], ["q8", "q4"]
@@ -33,16 +39,16 @@ def rows_of_panel(row: int, last: int) -> list[int]:
 def test_a_panel_of_floats(fmt: str, last: int, first: int, columns: int) -> None:
     w = store(fmt, random(0, PANEL + 3, 67))
     panel_KR = np.full((columns + 9, PANEL), np.nan, np.float32)
-    pack_floats(w.matrix, 2, last, first, columns, panel_KR.ctypes.data)
+    pack_floats(w.view, 2, last, first, columns, panel_KR.ctypes.data)
     wanted_RK = w.values[rows_of_panel(2, last), first : first + columns]
     np.testing.assert_array_equal(panel_KR[:columns], wanted_RK.T)
     assert np.isnan(panel_KR[-(-columns // 8) * 8 :]).all(), "wrote past the panel"
 
 
-def packed(w: Matrix, row: int, last: int, first: int, blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    panel_KR = np.full((DEEP_BYTES // 4 + 1, PANEL), -1, np.int32)
+def packed(w: StoredMatrix, row: int, last: int, first: int, blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    panel_KR = np.full((BYTE_DEPTH // 4 + 1, PANEL), -1, np.int32)
     scales_BR = np.full((blocks + 1, PANEL), np.nan, np.float32)
-    pack_bytes(w.matrix, row, last, first, blocks, panel_KR.ctypes.data, scales_BR.ctypes.data)
+    pack_bytes(w.view, row, last, first, blocks, panel_KR.ctypes.data, scales_BR.ctypes.data)
     assert np.all(panel_KR[(blocks + 1) // 2 * 2 * BLOCK // 4 :] == -1), "wrote past the panel"
     assert np.isnan(scales_BR[-1]).all(), "wrote past the scales"
     return panel_KR, scales_BR
@@ -93,14 +99,14 @@ def multiply_floats(panel: int, step: int, count: int, x: int, x_stride: int, ou
 @pytest.mark.parametrize("blocks", [1, 2, 5, 8, 19])
 def test_bytes_times_four_vectors(fmt: str, blocks: int) -> None:
     columns = blocks * BLOCK - 5
-    w, x_TD = store(fmt, random(5, PANEL, columns)), random(6, TOKENS, columns)
+    w, x_TD = store(fmt, random(5, PANEL, columns)), random(6, BYTE_TOKENS, columns)
     panel_KR, scales_BR = packed(w, 0, PANEL - 1, 0, blocks)
-    out_TR = np.zeros((TOKENS + 1, PANEL), np.float32)
-    out_TR[TOKENS] = 7
-    record_TN, p = records(w.fmt, x_TD), padded(columns)
-    at = [record_TN.ctypes.data + t * stride_of(columns) for t in range(TOKENS)]
-    parts = [tuple(int(f(a, p)) for a in at) for f in (columns_at, scales_at, block_sums_at)]
-    out = tuple(int(out_TR[t].ctypes.data) for t in range(TOKENS))
+    out_TR = np.zeros((BYTE_TOKENS + 1, PANEL), np.float32)
+    out_TR[BYTE_TOKENS] = 7
+    record_TN, p = quantised_inputs(w.fmt, x_TD), padded_columns(columns)
+    at = [record_TN.ctypes.data + t * input_stride(columns) for t in range(BYTE_TOKENS)]
+    parts = [tuple(int(f(a, p)) for a in at) for f in (column_order_at, scales_at, block_sums_at)]
+    out = tuple(int(out_TR[t].ctypes.data) for t in range(BYTE_TOKENS))
     multiply_bytes(w.fmt, panel_KR.ctypes.data, scales_BR.ctypes.data, blocks, *parts, out)
-    assert product(w, x_TD).holds(out_TR[:TOKENS])
-    assert np.all(out_TR[TOKENS] == 7)
+    assert product(w, x_TD).holds(out_TR[:BYTE_TOKENS])
+    assert np.all(out_TR[BYTE_TOKENS] == 7)

@@ -5,11 +5,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounding import bound, product
-from support.stored import WEIGHT_FORMATS, Matrix, store, store_integers
+from support.stored import WEIGHT_FORMATS, StoredMatrix, store, store_integers
 
-from pi_runtime.artifact.footprint import record_nbytes
-from pi_runtime.kernels.data.matrix_view import every, from_row
-from pi_runtime.kernels.ops.linear import COLUMNS, DEEP_BYTES, DEEP_FLOATS, ROWS, add_vector, combine, linear, norm
+from pi_runtime.artifact.footprint import input_nbytes
+from pi_runtime.kernels.data.matrix_view import rows_from, strided_rows
+from pi_runtime.kernels.ops.linear import (
+    BYTE_DEPTH,
+    COLUMNS_AT_ONCE,
+    FLOAT_DEPTH,
+    ROWS_AT_ONCE,
+    add_matmul,
+    add_vector,
+    linear,
+    norm,
+)
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 FMT = st.sampled_from(WEIGHT_FORMATS)
@@ -20,18 +29,18 @@ def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(scale)
 
 
-def times(w: Matrix, x_TD: np.ndarray, bias_N: np.ndarray | None = None) -> np.ndarray:
+def times(w: StoredMatrix, x_TD: np.ndarray, bias_N: np.ndarray | None = None) -> np.ndarray:
     """x Wᵀ + bias, nothing written around it."""
     tokens, rows = len(x_TD), len(w.values)
     around = np.full((tokens + 2, rows), np.float32(7))
-    room = np.full(tokens * record_nbytes(x_TD.shape[1]) + 64, 0xA5, np.uint8)
-    linear(w.matrix, rows, 0 if bias_N is None else bias_N.ctypes.data, x_TD, room.ctypes.data, around[1:-1])
+    room = np.full(tokens * input_nbytes(x_TD.shape[1]) + 64, 0xA5, np.uint8)
+    linear(w.view, rows, 0 if bias_N is None else bias_N.ctypes.data, x_TD, room.ctypes.data, around[1:-1])
     assert np.all(around[[0, -1]] == 7), "wrote outside the result"
     assert np.all(room[-64:] == 0xA5), "wrote outside the records"
     return around[1:-1]
 
 
-def check(w: Matrix, x_TD: np.ndarray, bias_N: np.ndarray | None = None) -> None:
+def check(w: StoredMatrix, x_TD: np.ndarray, bias_N: np.ndarray | None = None) -> None:
     exact = product(w, x_TD)
     found = times(w, x_TD, bias_N)
     if bias_N is not None:
@@ -41,13 +50,13 @@ def check(w: Matrix, x_TD: np.ndarray, bias_N: np.ndarray | None = None) -> None
 
 
 @FEW
-@given(FMT, st.integers(1, 9), st.integers(1, 300), st.integers(1, 2 * ROWS + 7), st.booleans(), SEED)
+@given(FMT, st.integers(1, 9), st.integers(1, 300), st.integers(1, 2 * ROWS_AT_ONCE + 7), st.booleans(), SEED)
 @example("f32", 1, 1, 1, False, 0)
-@example("f16", 1, 300, ROWS, True, 0)
-@example("bf16", 64, 33, ROWS + 1, True, 0)
-@example("q8", 64, 33, ROWS + 1, True, 0)
-@example("q4", 64, 65, 2 * ROWS + 1, True, 0)
-@example("f32", 2, 16, 2 * ROWS, True, 0)
+@example("f16", 1, 300, ROWS_AT_ONCE, True, 0)
+@example("bf16", 64, 33, ROWS_AT_ONCE + 1, True, 0)
+@example("q8", 64, 33, ROWS_AT_ONCE + 1, True, 0)
+@example("q4", 64, 65, 2 * ROWS_AT_ONCE + 1, True, 0)
+@example("f32", 2, 16, 2 * ROWS_AT_ONCE, True, 0)
 def test_linear(fmt: str, tokens: int, columns: int, rows: int, biased: bool, seed: int) -> None:
     bias_N = random(seed + 2, rows) if biased else None
     check(store(fmt, random(seed, rows, columns)), random(seed + 1, tokens, columns), bias_N)
@@ -56,7 +65,7 @@ def test_linear(fmt: str, tokens: int, columns: int, rows: int, biased: bool, se
 @pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize(
-    "columns", [DEEP_FLOATS, DEEP_FLOATS + 1, 2 * DEEP_FLOATS + 9, DEEP_BYTES, DEEP_BYTES + 1, DEEP_BYTES + 97]
+    "columns", [FLOAT_DEPTH, FLOAT_DEPTH + 1, 2 * FLOAT_DEPTH + 9, BYTE_DEPTH, BYTE_DEPTH + 1, BYTE_DEPTH + 97]
 )
 def test_columns_beyond_what_is_packed_at_once(fmt: str, tokens: int, columns: int) -> None:
     check(store(fmt, random(0, 37, columns)), random(1, tokens, columns))
@@ -69,8 +78,8 @@ def test_linear_over_some_rows_gives_their_part_of_the_whole(fmt: str, tokens: i
     low = data.draw(st.integers(0, rows - 1))
     high = data.draw(st.integers(low + 1, rows))
     w, x_TD, b_N = store(fmt, random(1, rows, columns)), random(2, tokens, columns), random(3, rows)
-    part, room = np.empty((tokens, high - low), np.float32), np.empty(tokens * record_nbytes(columns), np.uint8)
-    linear(from_row(w.matrix, low), high - low, b_N[low:].ctypes.data, x_TD, room.ctypes.data, part)
+    part, room = np.empty((tokens, high - low), np.float32), np.empty(tokens * input_nbytes(columns), np.uint8)
+    linear(rows_from(w.view, low), high - low, b_N[low:].ctypes.data, x_TD, room.ctypes.data, part)
     whole = times(w, x_TD, b_N)
     np.testing.assert_allclose(part, whole[:, low:high], rtol=1e-5, atol=1e-5)
 
@@ -79,12 +88,12 @@ def test_linear_over_some_rows_gives_their_part_of_the_whole(fmt: str, tokens: i
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_linear_takes_every_second_row(fmt: str, tokens: int) -> None:
     rest, x_TD = store(fmt, random(1, 40, 2, 330)), random(2, tokens, 330)
-    room, y_TN = np.empty(tokens * record_nbytes(330), np.uint8), np.empty((tokens, 40), np.float32)
+    room, y_TN = np.empty(tokens * input_nbytes(330), np.uint8), np.empty((tokens, 40), np.float32)
     for which in range(2):
-        linear(every(rest.matrix, 2, which), 40, 0, x_TD, room.ctypes.data, y_TN)
+        linear(strided_rows(rest.view, 2, which), 40, 0, x_TD, room.ctypes.data, y_TN)
         assert rest.scales is None or rest.scales.shape[:2] == (40, 2)
         scales = None if rest.scales is None else rest.scales[:, which]
-        one = Matrix(fmt, rest.stored[:, which], np.ascontiguousarray(rest.values[:, which]), scales)
+        one = StoredMatrix(fmt, rest.stored[:, which], np.ascontiguousarray(rest.values[:, which]), scales)
         assert product(one, x_TD).holds(y_TN)
 
 
@@ -133,11 +142,11 @@ def test_infinities_and_nan_come_through(fmt: str, tokens: int) -> None:
 
 @FEW
 @given(FMT, st.integers(1, 9), st.integers(1, 70), st.integers(1, 300), st.floats(0, 1), SEED)
-@example("f16", 1, 7, COLUMNS, 0.5, 0)
-@example("bf16", 3, 5, COLUMNS + 1, 0.5, 0)
-@example("f32", 2, 4, 2 * COLUMNS + 3, 1.0, 0)
-@example("q8", 64, 33, 2 * COLUMNS + 3, 1.0, 0)
-@example("q4", 5, 65, COLUMNS + 33, 1.0, 0)
+@example("f16", 1, 7, COLUMNS_AT_ONCE, 0.5, 0)
+@example("bf16", 3, 5, COLUMNS_AT_ONCE + 1, 0.5, 0)
+@example("f32", 2, 4, 2 * COLUMNS_AT_ONCE + 3, 1.0, 0)
+@example("q8", 64, 33, 2 * COLUMNS_AT_ONCE + 3, 1.0, 0)
+@example("q4", 5, 65, COLUMNS_AT_ONCE + 33, 1.0, 0)
 @example("f32", 2, 4, 3, 0.0, 0)
 def test_combine(fmt: str, tokens: int, rows: int, columns: int, density: float, seed: int) -> None:
     w, h_TN = store(fmt, random(seed, rows, columns)), random(seed + 1, tokens, rows)
@@ -145,7 +154,7 @@ def test_combine(fmt: str, tokens: int, rows: int, columns: int, density: float,
     before_TD = random(2, tokens, columns)
     around = np.full((tokens + 2, columns), np.float32(7))
     around[1:-1] = before_TD
-    combine(w.matrix, h_TN, around[1:-1])
+    add_matmul(w.view, h_TN, around[1:-1])
     assert np.all(around[[0, -1]] == 7), "wrote outside the result"
     h, v, y = h_TN.astype(np.float64), w.values.astype(np.float64), before_TD.astype(np.float64)
     assert np.all(np.abs(around[1:-1] - (y + h @ v)) <= bound(rows + 1, np.abs(y) + np.abs(h) @ np.abs(v)))
@@ -158,7 +167,7 @@ def test_combine_takes_every_second_row_of_rest(fmt: str) -> None:
     """`rest` holds up and down side by side: rows of down are two strides apart."""
     rest, h_TN = store(fmt, random(1, 9, 2, 83)), random(2, 3, 9)
     y_TD = np.zeros((3, 83), np.float32)
-    combine(every(rest.matrix, 2, 1), h_TN, y_TD)
+    add_matmul(strided_rows(rest.view, 2, 1), h_TN, y_TD)
     np.testing.assert_allclose(y_TD, h_TN @ rest.values[:, 1], rtol=1e-5, atol=1e-5)
 
 

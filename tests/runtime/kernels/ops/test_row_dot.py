@@ -5,41 +5,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rounding import product
-from support.stored import WEIGHT_FORMATS, Matrix, records, store, store_integers
+from support.stored import WEIGHT_FORMATS, StoredMatrix, quantised_inputs, store, store_integers
 
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.kernels.ops import row_dot as float_rows
-from pi_runtime.kernels.ops import row_dot_blocks
 from pi_runtime.kernels.ops.row_dot import row_dot
+from pi_runtime.kernels.ops.row_dot_blocks import portable_dot_blocks
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
 EDGES = [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 224, 225, 255, 256, 257, 511, 512, 513, 700]
 BLOCKS = ["q8", "q4"]
-PORTABLE = {
-    name: getattr(row_dot_blocks if name in BLOCKS else float_rows, f"portable_dot_{name}") for name in WEIGHT_FORMATS
-}
 
 
 def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(scale)
 
 
-def dots(w: Matrix, x_D: np.ndarray) -> np.ndarray:
+def dots(w: StoredMatrix, x_D: np.ndarray) -> np.ndarray:
     """Every row of w times x."""
-    record = records(w.fmt, x_D[None])
-    return np.float32([row_dot(w.matrix, row, row, record.ctypes.data) for row in range(len(w.values))])
+    x_at = quantised_inputs(w.fmt, x_D[None])
+    return np.float32([row_dot(w.view, row, row, x_at.ctypes.data) for row in range(len(w.values))])
 
 
-def portable_dots(w: Matrix, x_D: np.ndarray) -> np.ndarray:
-    record, m = records(w.fmt, x_D[None]), w.matrix
+def portable_dots(w: StoredMatrix, x_D: np.ndarray) -> np.ndarray:
+    x_at, m = quantised_inputs(w.fmt, x_D[None]).ctypes.data, w.view
     found = []
     for row in range(len(w.values)):
-        scales = [m.scales + row * m.scales_stride] if w.quantised else []
-        found.append(PORTABLE[w.format](m.values + row * m.stride, *scales, record.ctypes.data, m.columns, 0))
+        values = m.values + row * m.stride
+        if w.quantised:
+            dot = portable_dot_blocks(w.fmt, values, m.scales + row * m.scales_stride, x_at, m.columns, 0)
+        else:
+            dot = getattr(float_rows, f"portable_dot_{w.format}")(values, x_at, m.columns, 0)
+        found.append(dot)
     return np.float32(found)
 
 
-def check(w: Matrix, x_D: np.ndarray) -> None:
+def check(w: StoredMatrix, x_D: np.ndarray) -> None:
     exact = product(w, x_D[None])
     assert exact.holds(dots(w, x_D))
     assert exact.holds(portable_dots(w, x_D))
@@ -115,8 +116,8 @@ def test_other_rows_do_not_matter(fmt: str, columns: int) -> None:
     for array in (w.stored, w.scales):
         if array is not None:
             array.view(np.uint8)[[0, 2]] = 0xFF
-    record = records(w.fmt, x_D[None])
-    assert row_dot(w.matrix, 1, 2, record.ctypes.data) == wanted[0]
+    x_at = quantised_inputs(w.fmt, x_D[None])
+    assert row_dot(w.view, 1, 2, x_at.ctypes.data) == wanted[0]
     assert portable_dots(w, x_D)[1] == wanted[1]
 
 
@@ -139,13 +140,13 @@ def test_every_bit_pattern_multiplies(fmt: str, lane: int) -> None:
     """All 65536 numbers of the format, one a row, zeros around it."""
     stored = np.zeros((65536, 32), np.uint16)
     stored[:, lane] = np.arange(65536)
-    w = Matrix(fmt, stored, FORMATS[fmt].decode(stored.view(FORMATS[fmt].stored), 32))
+    w = StoredMatrix(fmt, stored, FORMATS[fmt].decode(stored.view(FORMATS[fmt].stored), 32))
     np.testing.assert_array_equal(dots(w, np.ones(32, np.float32)), w.values[:, lane])
 
 
 @pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
 def test_a_row_that_is_fetched_meanwhile_need_not_be_there(fmt: str) -> None:
     w, x_D = store(fmt, random(0, 3, 300)), random(1, 300)
-    record = records(w.fmt, x_D[None])
+    x_at = quantised_inputs(w.fmt, x_D[None])
     for later in (0, 2, 3, 10**9, -(10**9)):
-        assert row_dot(w.matrix, 1, later, record.ctypes.data) == dots(w, x_D)[1]
+        assert row_dot(w.view, 1, later, x_at.ctypes.data) == dots(w, x_D)[1]
