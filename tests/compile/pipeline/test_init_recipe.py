@@ -13,7 +13,7 @@ from support.hf import edit_json
 from support.paths import ROOT
 
 from pi_compile.checkpoint import open_checkpoint
-from pi_compile.pipeline.init_recipe import start_recipe
+from pi_compile.pipeline.init_recipe import create_recipe
 from pi_compile.pipeline.pipeline import recipe_checkpoint
 
 CONFIGS = ROOT / "tests" / "compile" / "checkpoint" / "configs"
@@ -39,7 +39,7 @@ def test_keys_of_published_configs_need_no_flag(tmp_path: Path, name: str) -> No
     published = json.loads((CONFIGS / f"{name}.json").read_text())
     edit_json(tmp_path / "model" / "config.json", **{key: published[key] for key in keys})
     told: list[str] = []
-    recipe = start_recipe(str(tmp_path / "model"), tmp_path / "r.toml", notice=told.append)
+    recipe = create_recipe(str(tmp_path / "model"), tmp_path / "r.toml", notice=told.append)
     assert recipe.model.ignore_config == []
     assert (recipe_checkpoint(recipe, tmp_path).decoder, told) == (before.decoder, list(before.notices))
 
@@ -48,7 +48,7 @@ def test_ignored_keys_stand_once_in_the_recipe(tmp_path: Path) -> None:
     random_checkpoint(tmp_path / "model", "llama-relu")
     edit_json(tmp_path / "model" / "config.json", moon_phase=0.5)
     told: list[str] = []
-    recipe = start_recipe(
+    recipe = create_recipe(
         str(tmp_path / "model"), tmp_path / "r.toml", ignore_config=["moon_phase"] * 2, notice=told.append
     )
     assert recipe.model.ignore_config == ["moon_phase"]

@@ -22,7 +22,7 @@ from pi_runtime.cuda.kernels import ffn_neurons, residual, row_dot
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
 from pi_runtime.cuda.kernels.matrix import DTYPES, Matrix
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.kernels.benchmarks import cold_seconds, gather_bandwidth, launch_seconds, product_bandwidth, weights
+from pi_runtime.kernels.benchmarks import cold_seconds, gather_bandwidth, launch_seconds, product_bandwidth, timed_matrix
 from support.gpu_bench.model import Curve, row_bytes
 
 KERNELS = {"attention": 7, "predictor": 3, "ffn": 5, "merge": 1, "head": 2}
@@ -72,7 +72,7 @@ class Predicted:
 
 def rates(device: Device, fmt: str, width: int, nbytes: int, threads: int) -> Rates:
     """Measure all rates, with matrices of this many bytes and columns."""
-    cpu_weights = weights(fmt, max(nbytes, 1 << 22))
+    cpu_weights = timed_matrix(fmt, max(nbytes, 1 << 22))
     with device.stream():
         rows = max(64, nbytes // row_bytes(fmt, width))
         m = _constant(fmt, rows, width, device.device)
