@@ -54,7 +54,7 @@ def main() -> None:
             return x + td.ffn_output(w, h)
 
         def counting() -> np.ndarray:
-            return run._run_batch(range(1), [w], ends, slice(0, BATCH))[0].fired
+            return run._run_batch(range(1), [w], ends, slice(0, BATCH))[0].counts
 
         x = td.attention(d, w, td.embed(d, ends, ids))
         wanted = (td.neurons(d, w, td.norm(d, w, "ffn/norm", x)) != 0).sum((0, 1))

@@ -22,7 +22,13 @@ from pi_runtime.cuda.kernels import ffn_neurons, residual, row_dot
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
 from pi_runtime.cuda.kernels.matrix import DTYPES, Matrix
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.kernels.benchmarks import cold_seconds, gather_bandwidth, launch_seconds, product_bandwidth, timed_matrix
+from pi_runtime.kernels.benchmarks import (
+    cold_seconds,
+    gather_bandwidth,
+    launch_seconds,
+    product_bandwidth,
+    timed_matrix,
+)
 from support.gpu_bench.model import Curve, row_bytes
 
 KERNELS = {"attention": 7, "predictor": 3, "ffn": 5, "merge": 1, "head": 2}
