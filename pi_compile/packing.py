@@ -48,9 +48,9 @@ class PackResult:
     nbytes: int
     manifest: Manifest
     errors: Mapping[str, RoundingError]
-    """What rounding lost in each part that is quantised."""
+    """Rounding errors of each part that is quantised."""
     notices: tuple[str, ...]
-    """What the user should know about tokenizer and template."""
+    """Lines for the user about tokenizer and template."""
 
 
 def pack(

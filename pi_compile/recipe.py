@@ -1,7 +1,7 @@
 """A recipe: one model on one machine, as a complete and strict TOML file.
 
 Every key must be there and none may be unknown: a recipe says everything that decides its artifact. `docs/recipes.md`
-explains the keys; paths are relative to the recipe.
+explains the keys. Paths are relative to the recipe.
 """
 
 import json
@@ -35,7 +35,7 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """Which checkpoint."""
+    """The checkpoint to compile."""
 
     path: Annotated[str, Field(min_length=1)]
     """A folder, relative to the recipe's own, or a hub name `owner/name`."""
@@ -93,7 +93,7 @@ class QualitySection(_Section):
 
 
 class PlaceSection(_Section):
-    """What belongs on the GPU."""
+    """What is placed on the GPU."""
 
     machine: str
     """A machine profile: a name in `profiles/machines`, or a path."""
@@ -104,7 +104,7 @@ class PlaceSection(_Section):
     context: Annotated[int, Field(ge=1)]
     """Positions of the key-value cache; the model's own if that is shorter."""
     vram_gib: list[Annotated[float, Field(gt=0, lt=2**20, allow_inf_nan=False)]]
-    """GPU budgets to solve for beside the ladder of shares of the model."""
+    """GPU budgets to solve for, beside those that are fixed fractions of the model."""
     ram_gib: Annotated[float, Field(ge=0, lt=2**20, allow_inf_nan=False)]
     """RAM budget; 0 for all that the machine has."""
 

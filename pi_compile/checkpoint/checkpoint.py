@@ -48,7 +48,7 @@ class Checkpoint:
     decoder: Decoder
     source: TensorSource
     notices: tuple[str, ...]
-    """What the user should know, though it is no error."""
+    """Lines for the user about what is no error."""
     ignored_config: tuple[str, ...]
     """Config keys that are unknown, and without effect as the user says."""
 

@@ -62,7 +62,7 @@ class Config:
     def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
         self.path, self.fields = path, fields
         self.notices: list[str] = []
-        """What the user should know, though it is no error."""
+        """Lines for the user about what is no error."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key; `default` where it is missing or null."""

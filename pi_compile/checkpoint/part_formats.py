@@ -9,7 +9,7 @@ KEEP = "keep"
 AUTO = "auto"
 """The one of `PREDICTOR_FORMATS` that training finds best; before training it means `KEEP`. For predictors only."""
 PREDICTOR_FORMATS = ("f16", *(name for name in WEIGHT_FORMATS if FORMATS[name].quantised))
-"""What `AUTO` tries."""
+"""The formats that `AUTO` tries."""
 
 
 def resolve_formats(stored: Mapping[str, str], wanted: Mapping[str, str], *, tied_head: bool) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""How good an artifact is: perplexity, agreement with the checkpoint, and tasks."""
+"""Evaluation of an artifact: perplexity, agreement with the checkpoint, and tasks."""

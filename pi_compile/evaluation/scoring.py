@@ -46,7 +46,7 @@ class TaskScore:
 
     right_N: npt.NDArray[np.bool_]
     right_norm_N: npt.NDArray[np.bool_]
-    """By likelihood per character; empty but for multiple choice."""
+    """Items right by likelihood per character; empty but for multiple choice."""
     answers: tuple[Any, ...]
     """The model's answers: the index of a choice, or the tokens in the place of the last word."""
     perplexity: float | None

@@ -109,7 +109,7 @@ def _object(line: str, location: str) -> dict[str, Any]:
 
 
 def _form(row: dict[str, Any], location: str) -> Form:
-    """The form whose keys are there, and none of another form's; else the error names what the nearest one lacks."""
+    """The form of a row: the row has its keys, and none of another form. An error names what the nearest form lacks."""
     found = row.keys() & set(itertools.chain(*_FORMS))
     nearest = max(_FORMS, key=lambda form: len(found & set(form)) - len(found ^ set(form)))
     if found == set(nearest):

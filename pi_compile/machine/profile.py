@@ -151,7 +151,7 @@ def read_machine(path: Path) -> Machine:
 
 
 def _problem(error: dict[str, Any]) -> str:
-    location = ".".join(map(str, error["loc"]))
+    location = ".".join(str(part) for part in error["loc"] if part != "[key]")
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     if error["type"] == "literal_error":

@@ -1,1 +1,1 @@
-"""What the stages make, as records that are saved and loaded."""
+"""Results of the stages, as records that are saved and loaded."""

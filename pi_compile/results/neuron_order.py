@@ -55,7 +55,7 @@ def bands(falling: Ints) -> list[tuple[int, int]]:
 def _worst_loss(mass: Ints, start: int, stop: int) -> float:
     """Largest fraction of its mass that a prefix of groups ending inside [start, stop) can lose.
 
-    It does so if the band's hottest neurons up to there change places with as many of its coldest.
+    That is the loss if the hottest neurons of the band, up to the end of the prefix, change places with the coldest.
     """
     worst = 0.0
     for end in range((start // GROUP + 1) * GROUP, stop, GROUP):

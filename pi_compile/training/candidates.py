@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def array_prefix(self) -> str:
-        """What the names of its predictor's arrays begin with."""
+        """The beginning of the names of its predictor's arrays."""
         return _array_prefix(self.layer.rank, self.trained)
 
     def raw_predictor(self, arrays: Mapping[str, np.ndarray[Any, Any]], device: str = "cpu") -> Predictor | None:
@@ -127,7 +127,7 @@ class _ScoreSums:
 
 @dataclass(frozen=True, kw_only=True)
 class LadderSpec:
-    """What is tried for each layer."""
+    """The candidates that are tried for each layer."""
 
     rungs: Sequence[str]
     formats: Sequence[str]
@@ -303,7 +303,7 @@ SEARCHES: Mapping[str, Search] = {
     "sign": Search(find=Ladder.find_margins, needs_zeros=True),
     "predicted": Search(find=Ladder.find_predictors, needs_zeros=True, trains=True),
 }
-"""By rung, in the order in which they run; exact rungs have none."""
+"""The search of each rung, in the order in which they run; exact rungs have none."""
 
 
 def searches_for(rungs: Collection[str], d: Decoder) -> list[Search]:

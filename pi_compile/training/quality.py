@@ -66,7 +66,7 @@ class LayerSums:
         return self.lost / max(self.state, 1e-30)
 
     def exact_reads(self, neuron: FfnBytes, rung: str) -> Reads:
-        """What an exact rung would read: it computes every neuron whose value is not 0."""
+        """Reads of an exact rung, which computes every neuron whose value is not 0."""
         return Reads.of(neuron, rung, None, 1.0, self.nonzero / self._values(neuron))
 
     def row(self, neuron: FfnBytes, processor: Processor, layer: Layer) -> LayerRow:

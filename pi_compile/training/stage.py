@@ -249,7 +249,7 @@ class _Run:
         return c.reads.ps(self.spec.processor, self.ffn_bytes(c.format or self.spec.predictor_formats[0]))
 
     def _allowed(self, n: int, sums: LayerSums) -> list[Candidate]:
-        """What layer n may take: an exact rung if the recipe allows one, and what is faster than that."""
+        """The candidates of layer n: an exact rung if the recipe allows one, and those that are faster."""
         found = [c for c in self.found[n] if c.layer.rung in self.spec.rungs]
         rung = self._exact_rung()
         if rung is not None:

@@ -1,4 +1,4 @@
-"""Profiling counts what fires, in whatever portions, and goes on after a kill."""
+"""Profiling counts what fires, the same in any groups and shards, and goes on after a kill."""
 
 from collections.abc import Callable
 from dataclasses import replace

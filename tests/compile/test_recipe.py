@@ -83,6 +83,17 @@ def test_every_key_must_be_there(tmp_path: Path, section: str, key: str, field: 
         read_recipe(path)
 
 
+@pytest.mark.parametrize(
+    ("key", "wrong", "near"),
+    [("train.rungs.1", '["dense", "gat"]', "gate"), ("pack.ffn", '"q7"', "q8"), ("place.objective", '"times"', "time")],
+)
+def test_an_unknown_value_names_the_nearest_known_one(tmp_path: Path, key: str, wrong: str, near: str) -> None:
+    path, name = tmp_path / "r.toml", key.split(".")[1]
+    path.write_text(re.sub(rf"^{name} = .*$", f"{name} = {wrong}", default_recipe("m").to_toml(), flags=re.M))
+    with pytest.raises(RecipeError, match=rf"{re.escape(key)}: should be .*; did you mean {near}\?"):
+        read_recipe(path)
+
+
 def test_numbers_may_be_written_without_a_point(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text(default_recipe("m").to_toml().replace("vram_gib = []", "vram_gib = [8, 10.5]"))

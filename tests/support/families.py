@@ -92,13 +92,13 @@ def forced_threshold(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A family, or a kind of it."""
+    """A family, or a variant of one."""
 
     model: str
     """Class in transformers; where the checkpoint's own repository ships the code, the class that it was made from."""
     fields: dict[str, Any]
     own: dict[str, Any] = field(default_factory=dict)
-    """What its config says differently from the class it was made from."""
+    """Config fields that differ from those of the class it was made from."""
     computes: Callable[[nn.Module], None] | None = None
     """Turns the class it was made from into the model."""
     predictors: str = ""

@@ -21,7 +21,7 @@ class Measured:
     """Bytes of RssAnon and seconds of one packing."""
 
     before: int
-    """With everything imported, and checkpoint and tokenizer opened."""
+    """Memory when everything is imported, and checkpoint and tokenizer are open."""
     peak: int
     seconds: float
     nbytes: int

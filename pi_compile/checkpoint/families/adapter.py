@@ -71,7 +71,7 @@ class Adapter:
     unused_tensors: Mapping[str, str] = field(default_factory=dict)
     """Pattern of tensors that are not used → the notice that says so."""
     plan_only: str = ""
-    """Why its checkpoints can be planned for but not read; empty where they can be read."""
+    """The reason why its checkpoints can be planned for but not read; empty where they can be read."""
     decoder: Callable[[Config], Decoder]
     """Makes the decoder of a config. Raises CheckpointError for a value that it does not know."""
 

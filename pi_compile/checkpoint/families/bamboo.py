@@ -12,7 +12,7 @@ from pi_runtime.artifact.decoder import Decoder
 
 PREDICTORS = {
     r"\.predictor\.fc[12]\.weight$": "the checkpoint's own predictors are left out: the dense model is packed, and "
-    "predictors are trained anew"
+    "new predictors are trained"
 }
 
 

@@ -40,7 +40,7 @@ def _layer(d: Decoder) -> Table:
         **llama.ATTENTION,
         "ffn/router": stored("layers.{n}.block_sparse_moe.gate.weight"),
         "ffn/first": stored(*(f"{name}.w1.weight" for name in names)),
-        "ffn/rest": tuple(piece for pair in rest for piece in pair),
+        "ffn/rest": tuple(tensor for pair in rest for tensor in pair),
     }
 
 

@@ -137,7 +137,7 @@ def _notices(file: GgufFile) -> list[str]:
     notices = ["a GGUF file does not say its activation: silu is taken, as llama.cpp takes it"]
     split = file.metadata.get("tokenizer.ggml.pre")
     if file.metadata.get("tokenizer.ggml.model") == "gpt2" and split not in _SPLITS:
-        notices.append(f"tokenizer.ggml.pre = {split!r}: text may be split into tokens otherwise than by llama.cpp")
+        notices.append(f"tokenizer.ggml.pre = {split!r}: text may be split into other tokens than by llama.cpp")
     if any(FORMATS[file.format(name)].quantised for name in file.tensors if "ffn_down" in name):
         notices.append(
             "blocks of ffn_down are along the neurons, blocks in an artifact along the width: `keep` rounds it again, "

@@ -61,7 +61,9 @@ def open_gguf(path: Path) -> GgufFile:
         raise CheckpointError(f"{path}: not a whole GGUF file", found=str(error), remedy=remedy_for(path)) from None
     file = GgufFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
     if reader.byte_order != "I" or any(t.data_offset % 4 for t in reader.tensors):
-        raise CheckpointError(f"{path}: a GGUF file of another byte order or alignment", remedy="make it anew")
+        raise CheckpointError(
+            f"{path}: a GGUF file of another byte order or alignment", remedy="convert the model again"
+        )
     _check_whole(file)
     _check_types(file)
     return file
@@ -75,7 +77,7 @@ class _Reader(gguf.GGUFReader):
         count: int = 1,
         override_order: Literal["I", "S", "<"] | None = None,
     ) -> npt.NDArray[Any]:
-        # The package reads nothing behind the end of the file, and a damaged file may announce 2⁶⁴ items there.
+        # The package returns nothing for items behind the end, and a damaged file may announce 2⁶⁴ of them.
         values = super()._get(offset, dtype, count, override_order)
         if len(values) != int(count):
             raise ValueError(f"it has {len(self.data)} bytes, and should go on behind them")

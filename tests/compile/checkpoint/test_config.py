@@ -1,4 +1,4 @@
-"""config.json is read strictly: what might change the function is refused, what cannot is let through."""
+"""config.json is read strictly: keys that might change the function are refused, others are let through."""
 
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ WRONG_FIELDS = {
     "hidden_size": (-4, "a positive integer"),
     "num_hidden_layers": ("3", "a positive integer"),
     "num_key_value_heads": (2, "a divisor of 3"),
-    "head_dim": (9, "an even width"),
+    "head_dim": (9, "an even number of rotated columns"),
     "rms_norm_eps": (0, "a positive number"),
     "mlp_bias": ("no", "true or false"),
     "rope_parameters": ({"rope_type": "llama3", "factor": 8.0}, "rope_parameters: low_freq_factor"),

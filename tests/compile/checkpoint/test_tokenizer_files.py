@@ -1,4 +1,4 @@
-"""Text becomes the same tokens in the artifact as in transformers, and what is not understood is said."""
+"""Text becomes the same tokens in the artifact as in transformers; a notice says what cannot be kept."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ PROMPTS = ["Once upon a time", " two  spaces\n", "café “quotes” 🙂", "it 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the text side of a Llama."""
+    """A folder with the tokenizer files and configs of a Llama."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
     write_tokenizer(tmp_path)
     return tmp_path

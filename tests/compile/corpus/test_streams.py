@@ -68,7 +68,7 @@ def refused(read: Callable[..., Streams]) -> Callable[..., str]:
 
 
 def known(stream: np.ndarray) -> list[int]:
-    """Ids of whole words: the parts of those cut by a piece's end are unknown."""
+    """Ids of whole words: those that a passage's end cuts are unknown."""
     return [int(i) for i in stream if i < 2 * WORDS]
 
 
@@ -264,7 +264,7 @@ def test_the_same_file_in_text_and_report(refused: Callable[..., str], tmp_path:
 
 
 class Hub:
-    """Stands for `datasets.load_dataset`: remembers calls and how many rows were taken."""
+    """Stand-in for `datasets.load_dataset` that records calls and how many rows were taken."""
 
     def __init__(self, rows: Iterator[dict[str, Any]]) -> None:
         self.calls: list[dict[str, Any]] = []

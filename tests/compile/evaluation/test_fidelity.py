@@ -114,7 +114,7 @@ def test_rows_and_bytes_are_what_the_predictor_lets_through(tmp_path: Path, mode
 
 
 def test_bytes_per_token_count_the_scales() -> None:
-    """By hand. A row of 72 columns is 128 bytes in q8 and 64 in q4, with 8 bytes of scales; 24 columns are 64 and 8."""
+    """A row of 72 columns is 128 bytes in q8 and 64 in q4, with 8 bytes of scales; one of 24 columns is 64 and 8."""
     with Artifact.open(GOLDEN) as artifact:
         manifest = artifact.manifest
     layer = 40 * (128 + 8) + 72 * (64 + 8) + 2 * 72 * 4  # q8: qkv, out; norms
@@ -129,7 +129,7 @@ def test_bytes_per_token_count_the_scales() -> None:
 
 
 def test_bytes_per_token_of_a_tied_head_in_q8(tmp_path: Path) -> None:
-    """The embedding is read whole, as the head; of the positions one row is read, which is not counted."""
+    """The embedding is read whole as the head; the one row of positions that is read is not counted."""
     path = random_artifact(tmp_path / "a.pi", small_decoder("opt", n_layers=1), format="q8", ranks=[3], profiled=True)
     with Artifact.open(path) as artifact:
         found, predictor = (
@@ -161,7 +161,7 @@ def test_what_cannot_be_scored_says_why(tmp_path: Path, model: torch.nn.Module) 
 def test_recall_and_precision_are_those_of_the_predictor_on_the_same_inputs(
     tmp_path: Path, model: torch.nn.Module
 ) -> None:
-    """Counted again from the reference: layer 0 sees the same input in every mode."""
+    """Rows counted again with the reference: layer 0 sees the same input in every mode."""
     artifact = packed(tmp_path, 0.0)
     found = score(artifact)["layers"][0]
     with Artifact.open(artifact) as opened, load(artifact) as running:

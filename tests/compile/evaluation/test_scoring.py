@@ -84,7 +84,7 @@ def test_log_likelihoods_are_those_of_transformers(checkpoint: Path) -> None:
 
 
 def test_any_border_is_cut_as_transformers_cuts_it(checkpoint: Path) -> None:
-    """At every character of a sentence; where the answer has no token of its own, it is refused."""
+    """A border at every character of a sentence; where the answer has no token of its own, it is refused."""
     refused = 0
     with load(packed(checkpoint)) as model:
         theirs = AutoTokenizer.from_pretrained(checkpoint)
@@ -104,7 +104,7 @@ def test_any_border_is_cut_as_transformers_cuts_it(checkpoint: Path) -> None:
 
 
 def test_scores_are_those_of_transformers(checkpoint: Path) -> None:
-    """The whole way: what each mode gets right, and that the checkpoint says the same."""
+    """Tasks from file to result: what each mode gets right; the checkpoint agrees."""
     artifact, steps = packed(checkpoint), []
     tasks = [Task(Path("choices"), MULTIPLE_CHOICE, ITEMS), Task(Path("words"), LAST_WORD, WORDS)]
     choices, words = evaluate_tasks(artifact, tasks, checkpoint, progress=lambda *step: steps.append(step))
@@ -187,7 +187,7 @@ def test_last_words_by_hand() -> None:
 
 
 def test_a_context_is_cut_on_the_left_to_what_the_model_takes() -> None:
-    """Of the last token no logits are needed: five tokens fit in a context of four."""
+    """The last token needs no logits: five tokens fit in a context of four."""
     five, six = Item("1", "abc", ("de",), 0), Item("1", "habc", ("de",), 0)
     for item, truncated in ((five, False), (six, True)):
         (request,) = requests(item, encode, 4)

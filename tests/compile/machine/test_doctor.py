@@ -1,4 +1,4 @@
-"""The doctor names what is there, what is missing, and what to do about it."""
+"""The diagnosis names what is there, what is missing, and what to do about it."""
 
 import importlib.metadata
 import importlib.util

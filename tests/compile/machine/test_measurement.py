@@ -31,7 +31,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_everything_is_measured_at_the_best_number_of_threads() -> None:
-    """Not the largest: memory is often read fastest by fewer threads than there are."""
+    """The best number of threads is not the largest: memory is often read fastest by fewer threads than there are."""
     found = measurement.measure_machine()
     assert (found.cpu.cores, found.cpu.bandwidth_gb_per_s, found.cpu.launch_us) == (12, 20.0, 4.0)
     assert found.cpu.products_gflop_per_s == 40.0

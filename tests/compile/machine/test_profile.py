@@ -17,7 +17,7 @@ WHOLE = Machine(
 
 
 def test_published_figures() -> None:
-    """published.md, section 1."""
+    """The bundled profiles have the figures of the published machines."""
     high, low = read_machine(bundled_machines() / "pc-high.toml"), read_machine(bundled_machines() / "pc-low.toml")
     assert high.gpu is not None and low.gpu is not None  # noqa: PT018
     figures = [(m.cpu.bandwidth_gb_per_s, m.gpu.bandwidth_gb_per_s, m.gpu.vram_gib) for m in (high, low)]  # type: ignore[union-attr]
@@ -25,7 +25,7 @@ def test_published_figures() -> None:
 
 
 def test_integers_are_the_written_decimals() -> None:
-    """In floating point 4.35 · 100 is 434.99…, and 0.1 · 10⁶ picoseconds must not lose one."""
+    """Values are decimal: in floating point 4.35 · 100 is 434.99…, and 0.1 · 10⁶ picoseconds must not lose one."""
     assert (to_units(4.35, 100), to_units(67.2, 10**9), to_units(0.1, 10**6), to_units(1e-7, 10**6)) == (
         435,
         67_200_000_000,
@@ -57,6 +57,14 @@ GOOD = Machine(name="n", source="s", cpu=WHOLE.cpu, gpu=WHOLE.gpu, link=WHOLE.li
         ("vram_gib = 24.0", 'vram_gib = "24"', ["gpu.vram_gib: Input should be a valid number"]),
         ("= 67.2", "= 67200000000.0", ["cpu.bandwidth_gb_per_s: Input should be less than or equal to 1000000"]),
         ("sync_us = 0.1", "sync_us = -1.0", ["link.sync_us: Input should be greater than or equal to 0"]),
+        (
+            "[gpu]",
+            "[cpu.format_gb_per_s]\nq9 = 3.0\n[gpu]",
+            [
+                "cpu.format_gb_per_s.q9: Input should be 'f32', 'f16', 'bf16', 'q8' or 'q4' (found 'q9'); "
+                "did you mean q8?"
+            ],
+        ),
         (GOOD[GOOD.index("[link]") :], "", ["gpu and link go together: both or neither"]),
         (GOOD[GOOD.index("[cpu]") : GOOD.index("[gpu]")], "", ["cpu: Field required"]),
     ],

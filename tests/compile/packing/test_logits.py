@@ -79,7 +79,7 @@ def ours(artifact: Path, windows: np.ndarray, mode: str = "dense") -> np.ndarray
 
 
 def assert_equal_logits(found: np.ndarray, wanted: np.ndarray, fmt: str = "f32") -> None:
-    """Beside weights of 16 bits keys and values are kept in float16, whose steps are 2⁻¹¹ of a number."""
+    """Keys and values beside weights of 16 bits are kept in float16, whose steps are 2⁻¹¹ of a number."""
     assert found.dtype == np.float32
     assert found.shape == wanted.shape
     most = np.abs(wanted).max() * (1e-4 if fmt == "f32" else 1e-2)

@@ -1,4 +1,4 @@
-"""The profile file: what goes in comes out, and whatever else it holds is refused."""
+"""Profile files: what is saved is loaded unchanged, and damaged files are refused."""
 
 import json
 from dataclasses import asdict, replace

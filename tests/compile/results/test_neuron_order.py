@@ -1,4 +1,4 @@
-"""The order of neurons: no prefix of groups loses more than 1 % of its mass, whatever fires with what."""
+"""The order of neurons: whichever fire together, no prefix of groups loses more than 1 % of its mass."""
 
 import numpy as np
 import pytest

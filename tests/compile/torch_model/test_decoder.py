@@ -1,4 +1,4 @@
-"""The decoder of profiling and training: weights and windows. For what it computes, see test_family_logits.py."""
+"""The decoder of profiling and training: weights and windows. checkpoint/families/test_logits.py tests its function."""
 
 from pathlib import Path
 

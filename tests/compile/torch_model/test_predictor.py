@@ -1,4 +1,4 @@
-"""Predictors: the best low-rank start, training that lowers what it should, thresholds that lose what they may."""
+"""Predictors: the warm start is the best low-rank matrix, training lowers the loss, and a threshold becomes a bias."""
 
 import itertools
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def anisotropic(n: int, seed: int = 1) -> torch.Tensor:
-    """Inputs as hidden states are: few directions hold most of the energy, and none is along an axis."""
+    """Inputs like hidden states: few directions hold most of the energy, and none is along an axis."""
     turn = torch.linalg.qr(torch.randn(D_MODEL, D_MODEL, generator=seeded(9)))[0]
     return torch.randn(n, D_MODEL, generator=seeded(seed)) * 0.85 ** torch.arange(D_MODEL) @ turn
 

@@ -119,7 +119,7 @@ def test_a_threshold_is_counted_as_what_fires() -> None:
 
 @pytest.mark.parametrize("ffn_format", ["keep", "q4"])
 def test_thresholds_and_signs_are_packed(tmp_path: Path, ffn_format: str) -> None:
-    """The artifact, by its definition, says the same next tokens as what was measured."""
+    """The packed artifact, run by the reference, has the logits that were measured."""
     hf.random_llama(tmp_path / "model", hidden_size=72)
     checkpoint = open_checkpoint(tmp_path / "model")
     d = checkpoint.decoder

@@ -1,4 +1,4 @@
-"""Thresholds from binned sums: they lose what they may, and no more than a bin less."""
+"""Thresholds from histograms: they lose what they may, and at most one bin less."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The choice against every choice there is, on layers whose divergence is known."""
+"""The choice of rungs against all possible choices, on layers whose divergence is known."""
 
 import itertools
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def time(c: Candidate) -> float:
 
 
 def divergence(chosen: Sequence[Candidate]) -> float:
-    """As if errors added up."""
+    """The divergence of a choice, as if errors added up."""
     return sum(c.error for c in chosen)
 
 

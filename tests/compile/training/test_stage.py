@@ -58,7 +58,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Activa
 
 @pytest.fixture(scope="module")
 def trained(sparse: Any, tmp_path_factory: pytest.TempPathFactory) -> PredictorSet:
-    """An undisturbed run."""
+    """The result of a run that nothing interrupts."""
     return trained_on(sparse, tmp_path_factory.mktemp("trained"))
 
 
@@ -237,7 +237,7 @@ def test_the_report_text_decides_nothing_but_a_refusal(run: Callable[..., Predic
 def test_what_the_report_text_refuses_is_chosen_again_with_less(
     run: Callable[..., PredictorSet], monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
-    """The gate: down to nothing lost, where an exact rung is allowed."""
+    """The choice gets down to no loss at all, where an exact rung is allowed."""
     reported, original = [], stage._Run._measure
 
     def of_report(self: Any, tokens: Any, chosen: Any, dense: Any) -> Any:
@@ -289,7 +289,7 @@ def test_a_smooth_model_may_have_thresholds(run: Callable[..., PredictorSet], tm
 def test_little_memory_finds_the_same(
     run: Callable[..., PredictorSet], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Neurons are never kept for a whole text."""
+    """Neuron values are never kept for a whole text."""
     rungs = ("gate", "threshold", "predicted", "sign")
     run("wanted", rungs=rungs)
     most, original = [], candidates.energy
@@ -325,7 +325,7 @@ def test_a_sparse_model_may_go_by_signs_alone(
 
 
 def test_time_and_not_bytes_decides(run: Callable[..., PredictorSet]) -> None:
-    """Where picking rows is slow, or starting an operator, reading all of them is quicker."""
+    """Reading all rows is faster where gathering rows, or starting an operator, is slow."""
 
     def predicted(name: str, processor: Processor) -> int:
         return [row.rung for row in run(name, processor=processor).rows].count("predicted")

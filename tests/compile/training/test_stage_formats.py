@@ -126,7 +126,7 @@ def test_ranks_fill_lines_and_stay_below_the_width(name: str, step: int, d_model
     ("ffn_format", "predictor_format"), [("f32", "f16"), ("bf16", "f32"), ("q4", "q8"), ("q8", "q4")]
 )
 def test_bytes_read_are_those_of_the_artifact(sparse: Any, ffn: str, ffn_format: str, predictor_format: str) -> None:
-    """With every neuron read, whole arrays: `first`, `rest`, and the predictor's three."""
+    """A token that reads every neuron reads whole arrays: `first`, `rest`, and the predictor's three."""
     d = replace(sparse[0].decoder, ffn=ffn, n_layers=1, ffn_bias=False)
     formats = dict.fromkeys(("embedding", "attention", "head"), "f32")
     formats |= {"ffn": ffn_format, "predictor": predictor_format}

@@ -1,4 +1,4 @@
-"""What training is said to take, against what it does."""
+"""Estimates of a training, against the work that it does."""
 
 from dataclasses import replace
 from typing import Any

@@ -30,14 +30,14 @@ def packed(checkpoint: Checkpoint, path: Path) -> np.ndarray:
 
 
 def compiled(checkpoint: Checkpoint, path: Path) -> Iterator[np.ndarray]:
-    """The same by the runtime, in every exact mode."""
+    """The same logits from the runtime, in every exact mode."""
     for mode in ("dense", "gate"):
         with load(path, mode=mode, threads=1) as model:
             yield model.logits(tokens(checkpoint))
 
 
 def profiled(checkpoint: Checkpoint) -> np.ndarray:
-    """The same by what profiling and training use."""
+    """The same logits from the decoder of profiling and training."""
     d, ends = checkpoint.decoder, td.global_weights(checkpoint, "cpu")
     x = td.embed(d, ends, torch.from_numpy(tokens(checkpoint))[None])
     for n in range(d.n_layers):
@@ -48,7 +48,7 @@ def profiled(checkpoint: Checkpoint) -> np.ndarray:
 
 
 def tokens(checkpoint: Checkpoint) -> np.ndarray:
-    """As many as the context has positions."""
+    """One token for each position of the context."""
     d = checkpoint.decoder
     return np.random.default_rng(0).integers(0, d.vocab_size, d.context_length)
 

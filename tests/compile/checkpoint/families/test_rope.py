@@ -1,4 +1,4 @@
-"""Rotary angles are those of transformers, from every form of config; what would depend on the text is refused."""
+"""Rotary angles are those of transformers, from every form of config; angles that depend on the text are refused."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -51,7 +51,7 @@ def ours(fields: dict[str, Any], head_dim: int = 128, partial: float | None = No
 
 
 def check(found: tuple[np.ndarray, float], theirs: Any) -> None:
-    """float32 numbers, a last bit apart: the powers of float32 are not the same everywhere."""
+    """Equal float32 numbers up to the last bit: the powers of float32 are not the same everywhere."""
     frequencies, scale = found
     np.testing.assert_array_equal(frequencies, frequencies.astype(np.float32))
     np.testing.assert_allclose(frequencies, theirs.inv_freq.double().numpy(), rtol=4e-7)
@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "truncate": ({"rope_scaling": YARN | {"truncate": 1}}, "expected: true or false"),
     "theta": ({"rope_theta": -1.0}, "config.json: rope_theta"),
     "theta-1": ({"rope_scaling": YARN, "rope_theta": 1.0}, "another number than 1"),
-    "partial": ({"partial_rotary_factor": 0.5}, "this family turns whole heads"),
+    "partial": ({"partial_rotary_factor": 0.5}, "this family rotates whole heads"),
 }
 
 
@@ -110,5 +110,5 @@ def test_what_is_not_understood_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize(("head_dim", "partial"), [(9, None), (20, 0.25), (80, 0.001)])
 def test_an_odd_width_cannot_be_rotated(head_dim: int, partial: float | None) -> None:
-    with pytest.raises(CheckpointError, match="an even width"):
+    with pytest.raises(CheckpointError, match="an even number of rotated columns"):
         ours({} if partial is None else {"partial_rotary_factor": partial}, head_dim, partial)

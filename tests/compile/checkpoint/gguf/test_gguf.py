@@ -92,7 +92,7 @@ def test_both_doors_pack_the_same_arrays(kind: str, tmp_path: Path) -> None:
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-30, 12), kind=st.sampled_from(["q8", "q4"]))
 def test_blocks_of_gguf_are_kept_exactly(seed: int, exponent: int, kind: str) -> None:
-    """Down to scales that binary16 holds with few bits, and to those it rounds to zero."""
+    """Every scale is kept, even one that binary16 holds with few bits or rounds to zero."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((3, 160)).astype(np.float32) * np.float32(2.0**exponent)
     values[1, 32:64], values[2, :32] = 0, np.round(values[2, :32])
@@ -101,7 +101,7 @@ def test_blocks_of_gguf_are_kept_exactly(seed: int, exponent: int, kind: str) ->
 
 
 def test_an_end_of_the_model_in_six_bits_is_read_exactly(tmp_path: Path) -> None:
-    """As in a file that was quantised to Q4_0 from a larger one."""
+    """Files that were quantised to Q4_0 have an embedding in Q6_K."""
     rng, six_bits = np.random.default_rng(0), gguf.GGMLQuantizationType.Q6_K
     rounded_checkpoint(tmp_path / "hf", "llama", "q4", hidden_size=256, num_hidden_layers=1)
     blocks = rng.integers(0, 256, (307, 210), np.uint8)
@@ -158,7 +158,7 @@ def test_a_begin_token(both: tuple[Path, Path]) -> None:
 
 
 def test_a_sentencepiece_vocabulary(both: tuple[Path, Path]) -> None:
-    """Without merges, as Llama 2 has it: they follow from the scores. Ids as llama.cpp finds them."""
+    """A tokenizer without merges, like that of Llama 2: they follow from the scores. Ids are those of llama.cpp."""
     folder, file = both
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     words = ["▁", "o", "n", "c", "e", "on", "ce", "once", "▁once"]
@@ -193,7 +193,7 @@ def test_from_file_to_artifact(both: tuple[Path, Path], tmp_path: Path) -> None:
     create_recipe(str(file), tmp_path / "recipes.toml", notice=notices.append)
     assert read_recipe(tmp_path / "recipes.toml").model.path == "model.gguf"
     assert any("silu is taken" in line for line in notices)
-    assert any("rounds it anew" in line for line in notices)
+    assert any("rounds it again" in line for line in notices)
     pack_plain(tmp_path / "recipes.toml", tmp_path / "a.pi", progress=lambda _done, _total: None, notice=notices.append)
     with Artifact.open(tmp_path / "a.pi") as artifact:
         assert artifact.manifest.formats["attention"] == "q8"
