@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from pi_runtime.cuda.kernels.matrix import DTYPES, Matrix
+from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
 from pi_runtime.cuda.kernels.tiling import Tiling
 from support.stored import WEIGHT_FORMATS, store
 
@@ -45,7 +45,7 @@ class Stored:
         self.values = m.values
         stored = torch.from_numpy(np.ascontiguousarray(m.stored)).view(DTYPES[fmt]).to(device)
         scales = None if m.scales is None else torch.from_numpy(m.scales).to(device)
-        self.matrix = Matrix(fmt, stored, scales, values.shape[-1])
+        self.matrix = DeviceMatrix(fmt, stored, scales, values.shape[-1])
 
 
 def assert_close(found: torch.Tensor, wanted: np.ndarray, error: float = 2e-5) -> None:

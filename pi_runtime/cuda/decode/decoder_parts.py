@@ -19,7 +19,7 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.cuda.kernels import attention, gemm, residual, row_dot
 from pi_runtime.cuda.kernels.attention import AttentionPartials
 from pi_runtime.cuda.kernels.dequantise import dequantise_rows
-from pi_runtime.cuda.kernels.matrix import Matrix
+from pi_runtime.cuda.kernels.matrix import DeviceMatrix
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.cuda.memory.weights import DeviceWeights
 from pi_runtime.cuda.memory.workspace import Workspace
@@ -33,7 +33,7 @@ class TokenProducts:
     partials: AttentionPartials
 
     def linear(
-        self, m: Matrix, bias_N: torch.Tensor | None, x_TD: torch.Tensor, y_TN: torch.Tensor, *, add: bool = False
+        self, m: DeviceMatrix, bias_N: torch.Tensor | None, x_TD: torch.Tensor, y_TN: torch.Tensor, *, add: bool = False
     ) -> None:
         """y ← x Wᵀ + bias, or y ← y + x Wᵀ + bias."""
         row_dot.linear(m, bias_N, x_TD[0], y_TN[0], self.tiling, add=add)
@@ -53,7 +53,7 @@ class BlockProducts:
     """Whether products are in float32 whatever the weights' format."""
 
     def linear(
-        self, m: Matrix, bias_N: torch.Tensor | None, x_TD: torch.Tensor, y_TN: torch.Tensor, *, add: bool = False
+        self, m: DeviceMatrix, bias_N: torch.Tensor | None, x_TD: torch.Tensor, y_TN: torch.Tensor, *, add: bool = False
     ) -> None:
         """y ← x Wᵀ + bias, or y ← y + x Wᵀ + bias."""
         found_TN = gemm.linear(m, bias_N, x_TD, exact=self.exact)
@@ -146,7 +146,7 @@ class DecoderParts:
         return narrow_TW
 
     @property
-    def head(self) -> Matrix:
+    def head(self) -> DeviceMatrix:
         return self.weights.matrix("embedding" if self.decoder.tied_head else "head")
 
     def norm(self, name: str, x_TD: torch.Tensor, y_TD: torch.Tensor) -> None:

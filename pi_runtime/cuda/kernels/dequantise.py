@@ -18,7 +18,7 @@ from pi_runtime.cuda.kernels.block_formats import (
     word_tile,
     words_of,
 )
-from pi_runtime.cuda.kernels.matrix import Matrix
+from pi_runtime.cuda.kernels.matrix import DeviceMatrix
 from pi_runtime.cuda.kernels.row_dot import stored_tile
 
 _ROWS, _WIDTH, _WORDS = 64, 32, 32
@@ -26,7 +26,7 @@ _ROWS, _WIDTH, _WORDS = 64, 32, 32
 
 
 def dequantise_rows(
-    m: Matrix, rows_T: torch.Tensor | None, offset: int, y_TD: torch.Tensor, *, add: bool = False
+    m: DeviceMatrix, rows_T: torch.Tensor | None, offset: int, y_TD: torch.Tensor, *, add: bool = False
 ) -> None:
     """y_t ← row offset + rows_T[t] of m, or row offset + t without `rows_T`; with `add` it is added to y.
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from pi_runtime.cuda.kernels.activations import DRELU, activate
 from pi_runtime.cuda.kernels.compaction import NeuronList
 from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
-from pi_runtime.cuda.kernels.matrix import Matrix
+from pi_runtime.cuda.kernels.matrix import DeviceMatrix
 from pi_runtime.cuda.kernels.row_dot import listed_row, row_dots
 from pi_runtime.cuda.kernels.tiling import Tiling
 
@@ -26,9 +26,9 @@ from pi_runtime.cuda.kernels.tiling import Tiling
 class Neurons:
     """Neurons of one layer's FFN, as far as they are in this memory."""
 
-    first: Matrix
+    first: DeviceMatrix
     first_bias: torch.Tensor | None
-    rest: Matrix
+    rest: DeviceMatrix
     """`rows_per_neuron` rows for each neuron: up and down, or fc2."""
     up_bias: torch.Tensor | None
     activation: int
@@ -44,7 +44,7 @@ class Neurons:
         return self.rest.rows // self.first.rows
 
     @property
-    def down(self) -> Matrix:
+    def down(self) -> DeviceMatrix:
         return self.rest.strided(self.rows_per_neuron, self.rows_per_neuron - 1)
 
     def slice(self, low: int, high: int) -> "Neurons":
@@ -55,7 +55,12 @@ class Neurons:
 
 
 def predict(
-    up: Matrix, bias_F: torch.Tensor, r_R: torch.Tensor, marks_F: torch.Tensor, counts_T: torch.Tensor, tiling: Tiling
+    up: DeviceMatrix,
+    bias_F: torch.Tensor,
+    r_R: torch.Tensor,
+    marks_F: torch.Tensor,
+    counts_T: torch.Tensor,
+    tiling: Tiling,
 ) -> int:
     """Mark the neurons whose score up · r + bias is above 0.
 

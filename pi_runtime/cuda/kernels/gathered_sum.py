@@ -24,13 +24,13 @@ from pi_runtime.cuda.kernels.block_formats import (
     words_of,
 )
 from pi_runtime.cuda.kernels.compaction import NeuronList
-from pi_runtime.cuda.kernels.matrix import Matrix
+from pi_runtime.cuda.kernels.matrix import DeviceMatrix
 from pi_runtime.cuda.kernels.row_dot import listed_row, stored_tile
 from pi_runtime.cuda.kernels.tiling import Tiling
 
 
 def gathered_sums(
-    m: Matrix, listed: NeuronList | None, h_N: torch.Tensor, sums_SD: torch.Tensor, tiling: Tiling
+    m: DeviceMatrix, listed: NeuronList | None, h_N: torch.Tensor, sums_SD: torch.Tensor, tiling: Tiling
 ) -> None:
     """Sum the rows of m, or the listed ones; h_N[n] is the weight of row n, or of the list's n-th row."""
     index, count = (None, None) if listed is None else (listed.index_F, listed.count)

@@ -16,7 +16,7 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import dense_rows
 from pi_runtime.cuda.kernels.dequantise import dequantise_rows
 from pi_runtime.cuda.kernels.ffn_neurons import Neurons
-from pi_runtime.cuda.kernels.matrix import Matrix
+from pi_runtime.cuda.kernels.matrix import DeviceMatrix
 
 _GELU = torch.nn.functional.gelu
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -42,7 +42,7 @@ def float32_accumulation() -> Iterator[None]:
         flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction = before
 
 
-def float_rows(m: Matrix, low: int, high: int, *, exact: bool = False) -> torch.Tensor:
+def float_rows(m: DeviceMatrix, low: int, high: int, *, exact: bool = False) -> torch.Tensor:
     """Rows [low, high) as floats that torch can multiply with."""
     if m.scales is None:
         stored_ND = m.values[low:high, : m.columns]
@@ -53,7 +53,7 @@ def float_rows(m: Matrix, low: int, high: int, *, exact: bool = False) -> torch.
     return w_ND
 
 
-def linear(m: Matrix, bias_N: torch.Tensor | None, x_TD: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
+def linear(m: DeviceMatrix, bias_N: torch.Tensor | None, x_TD: torch.Tensor, *, exact: bool = False) -> torch.Tensor:
     """x Wᵀ + bias (T, N), float32."""
     step = m.rows if m.scales is None and not exact else dense_rows(len(x_TD))
     y_TN = torch.empty(len(x_TD), m.rows, device=x_TD.device)
@@ -91,7 +91,7 @@ def _activations(
 ) -> torch.Tensor:
     """h (T, high − low) of the neurons [low, high)."""
 
-    def part(m: Matrix, bias_F: torch.Tensor | None) -> torch.Tensor:
+    def part(m: DeviceMatrix, bias_F: torch.Tensor | None) -> torch.Tensor:
         return linear(m.slice(low, high), None if bias_F is None else bias_F[low:high], x_TD, exact=exact)
 
     h_TN = ACTIVATIONS[d.activation](part(n.first, n.first_bias))

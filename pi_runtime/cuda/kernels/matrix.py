@@ -30,7 +30,7 @@ WORDS_PER_GROUP: Mapping[str, int] = {
 
 
 @dataclass(frozen=True)
-class Matrix:
+class DeviceMatrix:
     """Rows of a stored matrix, or every n-th of them: the bytes of the artifact, padding included."""
 
     format: str
@@ -77,12 +77,12 @@ class Matrix:
         per_group = WORDS_PER_GROUP.get(self.format)
         return None if per_group is None else -(-self.columns // BLOCK) // _GROUP * per_group
 
-    def strided(self, step: int, first: int) -> "Matrix":
+    def strided(self, step: int, first: int) -> "DeviceMatrix":
         """The rows `first`, `first` + step, …"""
         scales = None if self.scales is None else self.scales[first::step]
         return replace(self, values=self.values[first::step], scales=scales)
 
-    def slice(self, low: int, high: int) -> "Matrix":
+    def slice(self, low: int, high: int) -> "DeviceMatrix":
         """The rows [low, high)."""
         scales = None if self.scales is None else self.scales[low:high]
         return replace(self, values=self.values[low:high], scales=scales)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from pi_runtime.cuda.kernels.compaction import NeuronList
-from pi_runtime.cuda.kernels.matrix import Matrix
+from pi_runtime.cuda.kernels.matrix import DeviceMatrix
 from pi_runtime.cuda.kernels.row_dot import row_dots
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.cuda.plan_layout import Cuts
@@ -87,7 +87,7 @@ def list_expert_neurons(
     )  # fmt: skip
 
 
-def predictor_down(down: Matrix, routing: Routing, x_D: torch.Tensor, r_KR: torch.Tensor, tiling: Tiling) -> None:
+def predictor_down(down: DeviceMatrix, routing: Routing, x_D: torch.Tensor, r_KR: torch.Tensor, tiling: Tiling) -> None:
     """r_k = down_k x, the first half of the predictors of the token's experts; `down` has R rows for each expert."""
     slots, rank = r_KR.shape
     assert slots == len(routing)
@@ -101,7 +101,7 @@ def predictor_down(down: Matrix, routing: Routing, x_D: torch.Tensor, r_KR: torc
 
 
 def predict_listed(
-    up: Matrix, bias_F: torch.Tensor, r_KR: torch.Tensor, routing: Routing, candidates: NeuronList, d_ff: int,
+    up: DeviceMatrix, bias_F: torch.Tensor, r_KR: torch.Tensor, routing: Routing, candidates: NeuronList, d_ff: int,
     marks_F: torch.Tensor, counts_T: torch.Tensor, tiling: Tiling,
 ) -> int:  # fmt: skip
     """Mark the candidates whose score up · r_k + bias is above 0, at their places in the list.

@@ -20,7 +20,7 @@ from pi_runtime.cuda.kernels.block_formats import (
     values_per_element,
     word_dots,
 )
-from pi_runtime.cuda.kernels.matrix import Matrix
+from pi_runtime.cuda.kernels.matrix import DeviceMatrix
 from pi_runtime.cuda.kernels.tiling import Tiling
 
 LEFT = tl.constexpr(64)
@@ -84,7 +84,13 @@ def _left_dots(
 
 
 def linear(
-    m: Matrix, bias: torch.Tensor | None, x_D: torch.Tensor, y_N: torch.Tensor, tiling: Tiling, *, add: bool = False
+    m: DeviceMatrix,
+    bias: torch.Tensor | None,
+    x_D: torch.Tensor,
+    y_N: torch.Tensor,
+    tiling: Tiling,
+    *,
+    add: bool = False,
 ) -> None:
     """y = W x + bias, or y ← y + W x + bias; float32 x (D) and y (N), N the rows of m."""
     assert x_D.shape == (m.columns,), (x_D.shape, m.columns)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import triton
 
 from pi_runtime.artifact.footprint import ATTENTION_SPLITS, FFN_SPLITS
-from pi_runtime.cuda.kernels.matrix import Matrix
+from pi_runtime.cuda.kernels.matrix import DeviceMatrix
 
 WARP = 128
 """Words of a row that the threads of a warp read, four each."""
@@ -41,7 +41,7 @@ class Tiling:
     parts: int = ATTENTION_SPLITS
     """Parts of the positions that a token attends to."""
 
-    def dots(self, m: Matrix) -> tuple[int, int]:
+    def dots(self, m: DeviceMatrix) -> tuple[int, int]:
         """(rows, stored elements) of a tile of dot products, or (rows, words) of block formats: powers of two."""
         if m.words is None:
             return self.dot_rows, min(self.dot_width, triton.next_power_of_2(m.width))
@@ -50,7 +50,7 @@ class Tiling:
             words //= 2
         return self.word_rows * max(1, WARP // words), words
 
-    def dot_options(self, m: Matrix) -> dict[str, int]:
+    def dot_options(self, m: DeviceMatrix) -> dict[str, int]:
         """Launch options for such a tile.
 
         In block formats there are as many warps as give a thread four words of a row, the same words of each of its
@@ -58,11 +58,11 @@ class Tiling:
         """
         return {} if m.words is None else {"num_warps": max(1, self.dots(m)[1] // WARP), "maxnreg": 168}
 
-    def sums(self, m: Matrix) -> tuple[int, int]:
+    def sums(self, m: DeviceMatrix) -> tuple[int, int]:
         """(rows, stored elements) of a tile of weighted sums, of float formats or behind the whole groups of blocks."""
         return self.sum_rows, min(self.sum_width, triton.next_power_of_2(m.width))
 
-    def word_sums(self, m: Matrix) -> tuple[int, int]:
+    def word_sums(self, m: DeviceMatrix) -> tuple[int, int]:
         """(rows, words) of a tile of weighted sums; a thread has four words of one row, every column its own sum."""
         words = min(self.sum_words, triton.next_power_of_2(m.words or 1))
         return self.word_rows * self.sum_words // words, words

@@ -15,7 +15,7 @@ from pi_runtime.artifact.schema import ArrayEntry, Manifest
 from pi_runtime.artifact.sizes import scales_name
 from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.ffn_neurons import Neurons
-from pi_runtime.cuda.kernels.matrix import DTYPES, Matrix
+from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
 from pi_runtime.cuda.memory.devices import Device, Event
 from pi_runtime.cuda.memory.pinned_staging import PinnedStaging
 
@@ -101,12 +101,12 @@ class WeightStreamer:
     def _neurons(self, buffer: _ChunkBuffer, layer: int, low: int, high: int) -> Neurons:
         manifest, count = self._artifact.manifest, high - low
 
-        def matrix(name: str) -> Matrix:
+        def matrix(name: str) -> DeviceMatrix:
             entry = manifest.arrays[f"layers/{layer}/ffn/{name}"]
             rows = count * _rows_per_neuron(entry)
             scales = buffer.arrays.get(scales_name(name))
             values = buffer.arrays[name][:rows]
-            return Matrix(entry.format, values, None if scales is None else scales[:rows], entry.shape[-1])
+            return DeviceMatrix(entry.format, values, None if scales is None else scales[:rows], entry.shape[-1])
 
         def bias(name: str) -> torch.Tensor | None:
             full = f"layers/{layer}/ffn/{name}"

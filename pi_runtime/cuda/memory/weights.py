@@ -9,7 +9,7 @@ import torch
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import is_scales, scales_name
-from pi_runtime.cuda.kernels.matrix import DTYPES, Matrix
+from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.cuda.memory.pinned_staging import PinnedStaging
 from pi_runtime.cuda.plan_layout import PlacedArray
@@ -26,8 +26,10 @@ class DeviceWeights:
     formats: dict[str, str]
     columns: dict[str, int]
 
-    def matrix(self, name: str) -> Matrix:
-        return Matrix(self.formats[name], self.arrays[name], self.arrays.get(scales_name(name)), self.columns[name])
+    def matrix(self, name: str) -> DeviceMatrix:
+        return DeviceMatrix(
+            self.formats[name], self.arrays[name], self.arrays.get(scales_name(name)), self.columns[name]
+        )
 
     def vector(self, name: str) -> torch.Tensor | None:
         """float32 numbers; None if the model has no such array."""

@@ -16,7 +16,7 @@ from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.cuda.kernels import attention, dequantise, ffn_neurons, residual, row_dot
 from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
-from pi_runtime.cuda.kernels.matrix import DTYPES, Matrix
+from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
 from pi_runtime.cuda.kernels.sign_selection import select_by_signs
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.kernels import reference
@@ -110,11 +110,11 @@ def ffn_of(
     matrices |= {name: store("f32", normal(rng, f)) for name in names}
     matrices["ffn/down_bias"] = store("f32", np.zeros(d, np.float32))
 
-    def put(name: str) -> Matrix:
+    def put(name: str) -> DeviceMatrix:
         m = matrices[name]
         stored = np.ascontiguousarray(m.stored).reshape(-1, m.stored.shape[-1])
         scales = None if m.scales is None else torch.from_numpy(m.scales.reshape(-1, m.scales.shape[-1])).to(device)
-        return Matrix(fmt, torch.from_numpy(stored).view(DTYPES[fmt]).to(device), scales, d)
+        return DeviceMatrix(fmt, torch.from_numpy(stored).view(DTYPES[fmt]).to(device), scales, d)
 
     def bias(name: str) -> torch.Tensor | None:
         return torch.from_numpy(matrices[name].values).to(device) if name in matrices else None

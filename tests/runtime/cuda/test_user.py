@@ -17,7 +17,7 @@ from pi_runtime.cuda import executor, opening
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory import weights
-from pi_runtime.cuda.memory.devices import Device
+from pi_runtime.cuda.memory.devices import Device, configure_libraries
 from pi_runtime.cuda.memory.pinned_staging import PinnedStaging
 from pi_runtime.execution import devices
 
@@ -139,3 +139,12 @@ def test_it_may_be_the_first_thing_that_a_process_does(tmp_path: Path, gpu: Devi
         [sys.executable, "-c", script, str(path)], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_users_own_settings_of_libraries_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    configure_libraries()
+    assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "0"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:2:16:8"

@@ -20,7 +20,7 @@ from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.kernels import ffn_neurons, residual, row_dot
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
-from pi_runtime.cuda.kernels.matrix import DTYPES, Matrix
+from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.kernels.benchmarks import (
     cold_seconds,
@@ -99,14 +99,14 @@ def rates(device: Device, fmt: str, width: int, nbytes: int, threads: int) -> Ra
         )
 
 
-def _constant(fmt: str, rows: int, columns: int, device: torch.device) -> Matrix:
+def _constant(fmt: str, rows: int, columns: int, device: torch.device) -> DeviceMatrix:
     """A matrix of one small number."""
     shape, scales = FORMATS[fmt].stored_shape((rows, columns)), None
     if FORMATS[fmt].quantised:
         blocks = FORMATS["scale"].stored_shape((rows, -(-columns // BLOCK)))
         scales = torch.full(blocks, 0.01, dtype=torch.float16, device=device)
     value = {"f16": 0.01, "q8": 1, "q4": 0x99}[fmt]
-    return Matrix(fmt, torch.full(shape, value, dtype=DTYPES[fmt], device=device), scales, columns)
+    return DeviceMatrix(fmt, torch.full(shape, value, dtype=DTYPES[fmt], device=device), scales, columns)
 
 
 def seconds(device: Device, work: Callable[[], object], repeats: int = 10) -> float:
@@ -123,7 +123,7 @@ def seconds(device: Device, work: Callable[[], object], repeats: int = 10) -> fl
     return best
 
 
-def _picked(device: Device, m: Matrix, x_D: torch.Tensor) -> float:
+def _picked(device: Device, m: DeviceMatrix, x_D: torch.Tensor) -> float:
     """Bytes a second of one neuron in ten of a gated FFN, read as decoding reads them."""
     count = m.rows // 3
     drawn = np.sort(np.random.default_rng(0).permutation(count)[: max(1, count // PICKED)])
@@ -131,7 +131,7 @@ def _picked(device: Device, m: Matrix, x_D: torch.Tensor) -> float:
     return 3 * len(drawn) * row_bytes(m.format, m.columns) / taken
 
 
-def _launch(device: Device, m: Matrix, x_D: torch.Tensor) -> float:
+def _launch(device: Device, m: DeviceMatrix, x_D: torch.Tensor) -> float:
     """Seconds of a kernel: an FFN without a listed neuron, its sums merged, and a norm are five kernels."""
     count = min(m.rows // 3, 4 * m.columns)
     ffn, y_1D, ones_D = _ffn(device, m, x_D, count, np.zeros(0, np.int64)), torch.zeros_like(x_D)[None], x_D
@@ -144,7 +144,9 @@ def _launch(device: Device, m: Matrix, x_D: torch.Tensor) -> float:
     return seconds(device, work) / 5
 
 
-def _ffn(device: Device, m: Matrix, x_D: torch.Tensor, count: int, drawn: np.ndarray) -> Callable[[], torch.Tensor]:
+def _ffn(
+    device: Device, m: DeviceMatrix, x_D: torch.Tensor, count: int, drawn: np.ndarray
+) -> Callable[[], torch.Tensor]:
     """An FFN of three kernels: `first` is the first `count` rows, `rest` the next 2 · `count`, `drawn` is the list."""
     n = ffn_neurons.Neurons(m.slice(0, count), None, m.slice(count, 3 * count), None, 0)
     index_F = torch.zeros(count, dtype=torch.int32, device=device.device)

@@ -10,7 +10,7 @@ import torch
 
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.cuda.kernels.dequantise import dequantise_rows
-from pi_runtime.cuda.kernels.matrix import DTYPES, Matrix
+from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
 
 
 def store(fmt: str, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -34,7 +34,7 @@ def dequantised(fmt: str, stored: torch.Tensor, scales: torch.Tensor | None, col
     rows = math.prod(stored.shape[:-1])
     flat = None if scales is None else scales.reshape(rows, -1)
     w_ND = torch.empty(rows, columns, device=stored.device)
-    dequantise_rows(Matrix(fmt, stored.view(DTYPES[fmt]).reshape(rows, -1), flat, columns), None, 0, w_ND)
+    dequantise_rows(DeviceMatrix(fmt, stored.view(DTYPES[fmt]).reshape(rows, -1), flat, columns), None, 0, w_ND)
     return w_ND.reshape(*stored.shape[:-1], columns)
 
 
