@@ -79,7 +79,7 @@ ADAPTER = Adapter(
     },
     layer_tensors=lambda _: _LAYER,
     read_keys=frozenset(_KEYS.split()),
-    # Says that there is a head, in its first checkpoints; there always is.
+    # The first checkpoints say that they have a head; all have one.
     neutral_keys={"output_projection": (True,)},
     ignored_tensors=(r"decoder\.version$",),
     decoder=_decoder,

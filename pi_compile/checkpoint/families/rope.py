@@ -182,7 +182,7 @@ _KEYS_OF: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor", "original_max_position_embeddings"),
     "llama3": (*_EXTENDED, "low_freq_factor", "high_freq_factor"),
-    # `finetuned` is read only where the angles change with the length of the text (jquesnelle/yarn).
+    # `finetuned` has no effect: in the code that introduced it (jquesnelle/yarn) only the dynamic type reads it.
     "yarn": (
         *_EXTENDED,
         "attention_factor",
