@@ -44,12 +44,12 @@ def workload(
     context: int = 16,
     formats: dict[str, str] = FORMATS,
     routed: np.ndarray | None = None,
-    **shape: Any,
+    **changes: Any,
 ) -> Workload:
     """A model of `counts` (layers, neurons), sorted here inside each expert."""
     layers_, neurons = counts.shape
-    experts = shape.get("n_experts", 1)
-    decoder = small_decoder(shape.pop("family", "llama"), n_layers=layers_, d_ff=neurons // experts, **shape)
+    experts = changes.get("n_experts", 1)
+    decoder = small_decoder(changes.pop("family", "llama"), n_layers=layers_, d_ff=neurons // experts, **changes)
     by_expert = -np.sort(-counts.astype(np.int64).reshape(layers_, experts, -1), axis=2)
     return Workload(
         decoder=decoder,
@@ -72,7 +72,7 @@ def random_workload(rng: np.random.Generator, layers: int = 2, groups: int = 2) 
     )
 
 
-def random_experts(rng: np.random.Generator, layers: int = 2, d_ff: int = 64, **shape: int) -> Workload:
+def random_experts(rng: np.random.Generator, layers: int = 2, d_ff: int = 64, **changes: int) -> Workload:
     """Two or three experts, some of which have more of the tokens than others; any rungs and formats."""
     experts = int(rng.integers(2, 4))
     per_token = int(rng.integers(1, experts))
@@ -86,7 +86,7 @@ def random_experts(rng: np.random.Generator, layers: int = 2, d_ff: int = 64, **
         routed=routed,
         n_experts=experts,
         experts_per_token=per_token,
-        **shape,
+        **changes,
     )
 
 

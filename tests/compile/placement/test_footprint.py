@@ -41,8 +41,8 @@ def test_parts_are_the_bytes_of_the_file(family: str, tmp_path: Path) -> None:
     decoder = small_decoder(family, d_model=40, n_heads=5, n_kv_heads=1)
     path = random_artifact(tmp_path / "a.pi", decoder, format="f16", ranks=list(ranks), profiled=True)
     layers = tuple(LayerWork(rung="predicted" if rank else "gate", rank=rank) for rank in ranks)
-    sizes = {"family": family, "d_model": 40, "n_heads": 5, "n_kv_heads": 1}
-    work = workload(np.ones((2, decoder.d_ff)), layers, **sizes)
+    changes = {"family": family, "d_model": 40, "n_heads": 5, "n_kv_heads": 1}
+    work = workload(np.ones((2, decoder.d_ff)), layers, **changes)
     with Artifact.open(path) as artifact:
         found = in_file(artifact)
     ram, gpu = Sizes.of(work).used(all_cpu(2))
