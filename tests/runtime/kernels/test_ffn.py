@@ -20,7 +20,7 @@ from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 GROUP = 64
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
-RUNG = st.sampled_from(RUNGS)
+RUNG = st.sampled_from(list(RUNGS))
 ALL, NO_MORE = np.float32(1), False
 
 

@@ -1,4 +1,4 @@
-"""Records of inputs: floats, bytes, scales and sums, equal to their definition to the last bit."""
+"""Quantised inputs: floats, bytes, scales and sums, equal to their definition to the last bit."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def padded_columns(columns: int) -> int:
 
 
 def parts_of(x_at: np.ndarray, columns: int) -> dict[str, np.ndarray]:
-    """A record cut up by the layout in `operand`'s docstring."""
+    """The parts of an input, by the layout in the docstring of `quantised_input`."""
     p, parts, at = padded_columns(columns), {}, 0
     layout = {"x": (p, "f4"), "stored": (p, "i1"), "s": (p // 32, "f4"), "sum": (p // 32, "i4"), "q": (p, "i1")}
     for name, (n, dtype) in layout.items():
@@ -33,7 +33,7 @@ def parts_of(x_at: np.ndarray, columns: int) -> dict[str, np.ndarray]:
 
 
 def in_stored_order(q_P: np.ndarray, blocks: int) -> np.ndarray:
-    """In every whole group of eight blocks, place 32 k + 4 b + j holds column 32 b + 4 k + j."""
+    """In every whole group of eight blocks, index 32 k + 4 b + j holds column 32 b + 4 k + j."""
     grouped = blocks // 8 * 8 * BLOCK
     fours = q_P[:grouped].reshape(-1, 8, 8, 4).swapaxes(1, 2)
     return np.concatenate([fours.ravel(), q_P[grouped:]])
@@ -63,7 +63,7 @@ def check(fmt: int, x_D: np.ndarray) -> None:
 @example(QUANTISED[0], 224, 0, 0)
 @example(QUANTISED[1], 225, 0, 0)
 @example(QUANTISED[0], 800, 0, 0)
-def test_a_record(fmt: int, columns: int, exponent: int, seed: int) -> None:
+def test_an_input(fmt: int, columns: int, exponent: int, seed: int) -> None:
     """Magnitudes from denormals to the largest numbers, some blocks zero, some far smaller than their neighbours."""
     rng = np.random.default_rng(seed)
     x_D = rng.standard_normal(columns) * 10.0**exponent * np.repeat(10.0 ** rng.integers(-6, 1, 25), BLOCK)[:columns]
@@ -109,7 +109,7 @@ def test_float_formats_need_the_floats_alone(fmt: int) -> None:
     assert np.all(x_at[4 * 128 :] == 0xA5), "spent time on bytes"
 
 
-def test_records_of_tokens_lie_one_after_the_other() -> None:
+def test_inputs_of_tokens_lie_one_after_the_other() -> None:
     for columns in (1, 127, 128, 129, 2048):
         assert quantised_input.input_stride(columns) == input_nbytes(columns)
         assert quantised_input.padded_columns(columns) == padded_columns(columns)

@@ -36,7 +36,7 @@ def times(w: StoredMatrix, x_TD: np.ndarray, bias_N: np.ndarray | None = None) -
     room = np.full(tokens * input_nbytes(x_TD.shape[1]) + 64, 0xA5, np.uint8)
     linear(w.view, rows, 0 if bias_N is None else bias_N.ctypes.data, x_TD, room.ctypes.data, around[1:-1])
     assert np.all(around[[0, -1]] == 7), "wrote outside the result"
-    assert np.all(room[-64:] == 0xA5), "wrote outside the records"
+    assert np.all(room[-64:] == 0xA5), "wrote outside the inputs"
     return around[1:-1]
 
 

@@ -28,8 +28,8 @@ def dots(w: StoredMatrix, x_D: np.ndarray) -> np.ndarray:
 
 
 def portable_dots(w: StoredMatrix, x_D: np.ndarray) -> np.ndarray:
-    x_at, m = quantised_inputs(w.fmt, x_D[None]).ctypes.data, w.view
-    found = []
+    x, m = quantised_inputs(w.fmt, x_D[None]), w.view
+    x_at, found = x.ctypes.data, []
     for row in range(len(w.values)):
         values = m.values + row * m.stride
         if w.quantised:
