@@ -14,10 +14,9 @@ from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
 from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
 from pi_compile.checkpoint.tokenizer_files import read_text_files
-from pi_compile.cost_model.default_rungs import exact_rung
+from pi_compile.cost_model import exact_rung
 from pi_compile.errors import CheckpointError, ProfileError
-from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.predictor_set import PredictorSet
+from pi_compile.results import ActivationProfile, PredictorSet
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.layout import place_arrays

@@ -16,12 +16,10 @@ import numpy.typing as npt
 import torch
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.files.npz import read_arrays, write_arrays
-from pi_compile.results.activation_profile import ActivationProfile, Counts
-from pi_compile.results.neuron_order import neuron_order
+from pi_compile.files import read_arrays, write_arrays
+from pi_compile.results import ActivationProfile, Counts, order_neurons
+from pi_compile.torch_model import Estimate, HiddenStates, flops_per_s, layer_parameters
 from pi_compile.torch_model import decoder as td
-from pi_compile.torch_model.hidden_states import HiddenStates
-from pi_compile.torch_model.throughput import Estimate, flops_per_s, layer_parameters
 from pi_runtime.artifact.decoder import Decoder
 
 Tokens = npt.NDArray[np.integer]
@@ -76,7 +74,7 @@ def profile(
     with torch.inference_mode():
         # Layers are ordered one by one: all co-firing bits together would take more memory than a layer's weights.
         counted = [
-            (counts, neuron_order(counts, bits, d.n_experts), routed)
+            (counts, order_neurons(counts, bits, d.n_experts), routed)
             for group in run.groups()
             for counts, bits, routed in run.count(group)
         ]

@@ -12,8 +12,7 @@ from pi_runtime import console
 from pi_runtime.errors import UsageError
 
 if TYPE_CHECKING:
-    from pi_compile.evaluation.load_options import LoadOptions
-    from pi_compile.evaluation.task_files import Task
+    from pi_compile.evaluation import LoadOptions, Task
 
 
 def evaluate(
@@ -44,8 +43,8 @@ def evaluate(
 
     Scored are held-out text (--text), questions (--task), or both; on a GPU the logits of decoding, token by token.
     """
-    from pi_compile.evaluation.fidelity import evaluate as score_text
-    from pi_compile.evaluation.task_accuracy import evaluate_tasks
+    from pi_compile.evaluation import evaluate as score_text
+    from pi_compile.evaluation import evaluate_tasks
     from pi_compile.pipeline import summary
 
     if not text and not task:
@@ -74,7 +73,7 @@ def evaluate(
 def _load_options(
     device: str | None, vram_budget: str | None, ctx_size: int | None, threads: int | None
 ) -> "LoadOptions":
-    from pi_compile.evaluation.load_options import LoadOptions
+    from pi_compile.evaluation import LoadOptions
     from pi_runtime.execution.plan_choice import parse_size
 
     budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
@@ -84,7 +83,7 @@ def _load_options(
 
 
 def _read_tasks(paths: list[Path], limit: int | None) -> list["Task"]:
-    from pi_compile.evaluation.task_files import read_task
+    from pi_compile.evaluation import read_task
 
     tasks = [read_task(path, limit) for path in paths]
     for task in tasks:

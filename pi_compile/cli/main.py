@@ -43,7 +43,7 @@ def _pipeline(recipe: Path, device: str) -> Iterator["Pipeline"]:
 def _export(pipeline: "Pipeline", path: Path | None, *, trained: bool) -> None:
     if path is None:
         return
-    from pi_compile.files.output import check_output
+    from pi_compile.files import check_output
 
     check_output(path)
     pipeline.activations(trained=trained).save(path)
@@ -156,7 +156,7 @@ def pack(
     if not plain:
         build(recipe, output, device, as_json, debug)
         return
-    from pi_compile.files.output import artifact_path
+    from pi_compile.files import artifact_path
     from pi_compile.pipeline.pipeline import pack_plain
 
     with console.progress("packing") as progress:
@@ -169,7 +169,7 @@ def build(
     recipe: RecipePath, output: Output = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
 ) -> None:
     """Run all stages that are not done yet, and write the artifact."""
-    from pi_compile.files.output import artifact_path
+    from pi_compile.files import artifact_path
 
     path = artifact_path(recipe, output)
     with _pipeline(recipe, device) as pipeline:
@@ -186,7 +186,7 @@ def machine(
     debug: Debug = False,
 ) -> None:
     """Measure this machine's memory bandwidth, and its GPU's."""
-    from pi_compile.files.output import check_output, write_text
+    from pi_compile.files import check_output, write_text
     from pi_compile.machine.measurement import measure_machine
 
     check_output(output)

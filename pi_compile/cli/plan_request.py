@@ -5,10 +5,9 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from pi_compile.checkpoint.part_formats import KEEP
-from pi_compile.machine.profile import Machine, find_machine
-from pi_compile.placement.stage import in_bytes, ram_of
-from pi_compile.planning.forecast import GIB, PlanSpec
-from pi_compile.planning.model_config import PlannedModel, find_planned
+from pi_compile.machine import Machine, find_machine
+from pi_compile.placement import in_bytes, ram_of
+from pi_compile.planning import GIB, PlannedModel, PlanSpec, find_planned
 from pi_compile.recipe import PUBLISHED, Recipe, read_recipe
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.sizes import PARTS

@@ -39,7 +39,7 @@ def plan(
     """Forecast how a machine would run a model, from its config alone."""
     from pi_compile.cli.plan_request import plan_request
     from pi_compile.cli.rendering import plan_text
-    from pi_compile.planning.forecast import plan as forecast
+    from pi_compile.planning import plan as forecast
 
     spec = plan_request(
         model,
@@ -77,9 +77,8 @@ def report(
 ) -> None:
     """Explain a placement on one page, with figures and layer by layer."""
     from pi_compile.cli.plan_request import plan_request
-    from pi_compile.files.output import check_page, write_text
-    from pi_compile.report.explanation import explain
-    from pi_compile.report.page import answer_of, report_page
+    from pi_compile.files import check_page, write_text
+    from pi_compile.report import answer_of, explain, report_page
 
     check_page(output)
     spec = plan_request(

@@ -17,7 +17,7 @@ import tokenizers
 
 from pi_compile.corpus import python_docs
 from pi_compile.errors import CorpusError
-from pi_compile.files.npz import read_arrays, write_arrays
+from pi_compile.files import read_arrays, write_arrays
 
 PASSAGE = 4096
 """Characters of a passage."""

@@ -9,7 +9,7 @@ choose, with experts as without, and each expert gets the share of the GPU that 
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.results.activation_profile import GROUP
+from pi_compile.results import GROUP
 
 Ints = npt.NDArray[np.int64]
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pi_compile.machine.profile import Cpu, Gpu, Machine, Rates, to_units
+from pi_compile.machine import Cpu, Gpu, Machine, Rates, to_units
 from pi_runtime.artifact.schema import SIDES
 
 PICO = 10**12

@@ -1,1 +1,16 @@
-"""Files that are written whole or not at all, and data that comes with the project."""
+"""Files that are read and written whole, and the data that comes with the project."""
+
+from pi_compile.files.bundled import bundled_folder
+from pi_compile.files.npz import read_arrays, write_arrays
+from pi_compile.files.output import PAGE_MARK, artifact_path, check_output, check_page, write_text
+
+__all__ = [
+    "PAGE_MARK",
+    "artifact_path",
+    "bundled_folder",
+    "check_output",
+    "check_page",
+    "read_arrays",
+    "write_arrays",
+    "write_text",
+]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 
-def bundled(kind: str) -> Path:
+def bundled_folder(kind: str) -> Path:
     """The folder of one kind of data: `machines` (profiles), `models` (configs) or `published` (activation curves)."""
     package = Path(__file__).resolve().parents[1]
     in_clone = {"published": "activations/published"}.get(kind, kind)

@@ -1,1 +1,8 @@
-"""The machine: measuring its rates, its profile on disk, and a report of what is installed."""
+"""Machines: the profile of one, measuring this one, and what is installed on it.
+
+Measuring needs the runtime's kernels, so `measurement` and `doctor` are imported only where they run.
+"""
+
+from pi_compile.machine.profile import Cpu, Gpu, Machine, Rates, find_machine, to_units
+
+__all__ = ["Cpu", "Gpu", "Machine", "Rates", "find_machine", "to_units"]

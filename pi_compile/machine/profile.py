@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pi_compile.errors import ProfileError, nearest
-from pi_compile.files.bundled import bundled
+from pi_compile.files import bundled_folder
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 
 # The upper bound keeps slips (bytes for GB) and infinity out of the solver's integers.
@@ -120,7 +120,7 @@ def _line(key: str, value: str | int | float) -> str:
 
 def bundled_machines() -> Path:
     """The folder of the bundled profiles."""
-    return bundled("machines")
+    return bundled_folder("machines")
 
 
 def find_machine(name: str, folder: Path) -> Machine:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import read_text_files
-from pi_compile.corpus.streams import HUB, PYTHON
-from pi_compile.files.output import check_output, write_text
+from pi_compile.corpus import HUB, PYTHON
+from pi_compile.files import check_output, write_text
 from pi_compile.recipe import Recipe, default_recipe
 from pi_runtime.errors import UsageError
 

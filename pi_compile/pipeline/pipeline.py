@@ -18,23 +18,21 @@ import tokenizers
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
-from pi_compile.corpus.streams import Streams, read_streams, source_files
+from pi_compile.corpus import Streams, read_streams, source_files
 from pi_compile.errors import ProfileError, RecipeError
-from pi_compile.files.output import write_text
-from pi_compile.machine.profile import find_machine
+from pi_compile.files import write_text
+from pi_compile.machine import find_machine
 from pi_compile.packing import PackSpec, pack, part_formats, stored_formats
 from pi_compile.pipeline.recipe_placement import Solving, place_section
 from pi_compile.pipeline.stage_specs import corpus_spec, profile_spec, train_spec
 from pi_compile.pipeline.store import Store, code_digest, file_digest, key_of, token_digest
 from pi_compile.pipeline.summary import pack_report
-from pi_compile.placement.activation_file import ActivationFile
-from pi_compile.placement.stage import Placement
+from pi_compile.placement import ActivationFile, Placement
 from pi_compile.profiling import estimate, profile
 from pi_compile.recipe import Recipe, read_recipe
-from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.predictor_set import PredictorSet
-from pi_compile.torch_model.throughput import Estimate
-from pi_compile.training.stage import Texts, train_predictors, training_work
+from pi_compile.results import ActivationProfile, PredictorSet
+from pi_compile.torch_model import Estimate
+from pi_compile.training import Texts, train_predictors, training_work
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress, size
 

@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pi_compile.checkpoint.part_formats import resolve_formats
-from pi_compile.cost_model.workload import Workload
+from pi_compile.cost_model import Workload
 from pi_compile.errors import RecipeError
-from pi_compile.machine.profile import Machine, find_machine
-from pi_compile.placement.activation_file import ActivationFile
-from pi_compile.placement.stage import SECONDS, SOLVERS, Placement, in_bytes, ladder, ram_of
-from pi_compile.planning.forecast import published_counts
-from pi_compile.planning.model_config import find_planned
+from pi_compile.machine import Machine, find_machine
+from pi_compile.placement import SECONDS, SOLVERS, ActivationFile, Placement, in_bytes, ladder, ram_of
+from pi_compile.planning import find_planned, published_counts
 from pi_compile.recipe import PUBLISHED, PlaceSection, Recipe, read_recipe
 from pi_runtime.errors import UsageError
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 from pi_compile.checkpoint.part_formats import AUTO, PREDICTOR_FORMATS
-from pi_compile.corpus.streams import CorpusSpec
-from pi_compile.cost_model.processors import CPU, processors_of
-from pi_compile.machine.profile import Machine
+from pi_compile.corpus import CorpusSpec
+from pi_compile.cost_model import CPU, processors_of
+from pi_compile.machine import Machine
 from pi_compile.profiling import ProfileSpec
 from pi_compile.recipe import Recipe
-from pi_compile.training.stage import TrainSpec
+from pi_compile.training import TrainSpec
 
 
 def corpus_spec(recipe: Recipe) -> CorpusSpec:

@@ -74,7 +74,8 @@ def sources_of(module: str) -> dict[str, Path]:
         path = _source(name)
         if path is not None and name not in found:
             found[name] = path
-            waiting += _imports(ast.parse(path.read_bytes()))
+            # A room's face only hands on: of it no more is needed than what is imported from there.
+            waiting += _imports(path) if path.name != "__init__.py" or name == module else []
     return dict(sorted(found.items()))
 
 
@@ -95,16 +96,27 @@ def _files_of(module: str) -> list[Path]:
     return [Path(spec.origin)] if spec and spec.origin else []
 
 
-def _imports(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _imports(path: Path) -> Iterator[str]:
+    """Names of the modules that a source file imports, wherever in it, or names as text."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
             yield node.value.partition(":")[0]
-        if isinstance(node, ast.Import):
+        elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
-            # The name may be a module itself; if not, it has no source and is left out.
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (_home(node.module, alias.name) for alias in node.names)
+
+
+def _home(module: str, name: str) -> str:
+    """The module that `from module import name` takes a name from: past a face that hands it on, or the name itself."""
+    path = _source(module)
+    if path is not None and path.name == "__init__.py":
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.ImportFrom) and node.module and name in {alias.name for alias in node.names}:
+                return _home(node.module, name)
+    submodule = f"{module}.{name}"
+    return module if _source(submodule) is None else submodule
 
 
 class Store:

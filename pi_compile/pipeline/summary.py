@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pi_compile.placement.stage import Placement
-from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.predictor_set import PredictorSet
+from pi_compile.placement import Placement
+from pi_compile.results import ActivationProfile, PredictorSet
 from pi_runtime.artifact.sizes import PARTS
 
 if TYPE_CHECKING:

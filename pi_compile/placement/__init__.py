@@ -1,1 +1,26 @@
-"""The place stage: what belongs on the GPU, solved exactly."""
+"""The place stage: which parts of a model belong on the GPU, solved exactly for a pair of budgets.
+
+`stage` is the way in; `formulation` states the problem, and the solvers know integers and no model.
+"""
+
+from pi_compile.placement.activation_file import ActivationFile
+from pi_compile.placement.formulation import PREFILL_TOKENS, Assignment, Sizes, predicted_time
+from pi_compile.placement.hot_mass import hottest_cuts
+from pi_compile.placement.stage import LADDER, SECONDS, SOLVERS, Placement, in_bytes, ladder, place, ram_of
+
+__all__ = [
+    "LADDER",
+    "PREFILL_TOKENS",
+    "SECONDS",
+    "SOLVERS",
+    "ActivationFile",
+    "Assignment",
+    "Placement",
+    "Sizes",
+    "hottest_cuts",
+    "in_bytes",
+    "ladder",
+    "place",
+    "predicted_time",
+    "ram_of",
+]

@@ -16,12 +16,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.cost_model.activation_counts import ActivationCounts
-from pi_compile.cost_model.workload import MILLION, Ints, LayerWork
+from pi_compile.cost_model import MILLION, ActivationCounts, Ints, LayerWork
 from pi_compile.errors import ProfileError
-from pi_compile.files.npz import read_arrays, write_arrays
-from pi_compile.results.activation_profile import ActivationProfile, counts_within_routed, is_order_by_expert
-from pi_compile.results.predictor_set import LayerRow
+from pi_compile.files import read_arrays, write_arrays
+from pi_compile.results import ActivationProfile, LayerRow, counts_within_routed, is_order_by_expert
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import decode
 from pi_runtime.artifact.rungs import RUNGS

@@ -13,9 +13,7 @@ from itertools import product
 
 import numpy as np
 
-from pi_compile.cost_model.processors import CPU, GPU
-from pi_compile.cost_model.token_time import Costs, TokenTime, token_time
-from pi_compile.cost_model.workload import Ints, Workload
+from pi_compile.cost_model import CPU, GPU, Costs, Ints, TokenTime, Workload, token_time
 from pi_compile.placement.solvers.constrained_path import LayeredGraph, Node, ShortestPath
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import (

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pi_compile.cost_model.processors import CPU, GPU
-from pi_compile.cost_model.token_time import Costs
+from pi_compile.cost_model import CPU, GPU, Costs
 from pi_compile.placement.formulation import Assignment, Sizes, predicted_time
 
 _NEARLY = 0.98

@@ -11,9 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pi_compile.cost_model.processors import CPU, GPU, PICO
-from pi_compile.cost_model.workload import Ints, Workload
-from pi_compile.machine.profile import Machine, to_units
+from pi_compile.cost_model import CPU, GPU, PICO, Ints, Workload
+from pi_compile.machine import Machine, to_units
 from pi_compile.placement.formulation import Assignment, Sizes, all_cpu
 
 CutsWithin = Callable[[Workload, Machine, Sizes, int], tuple[tuple[int, ...], int]]

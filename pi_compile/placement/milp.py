@@ -23,9 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.cost_model.processors import CPU, GPU
-from pi_compile.cost_model.token_time import Costs
-from pi_compile.cost_model.workload import Ints
+from pi_compile.cost_model import CPU, GPU, Costs, Ints
 from pi_compile.placement.formulation import Assignment, Sizes
 from pi_compile.placement.solvers.mixed_integer_program import Answer, MixedIntegerProgram
 

@@ -14,10 +14,8 @@ from dataclasses import asdict, dataclass
 from decimal import Decimal
 from typing import Any
 
-from pi_compile.cost_model.processors import CPU, GPU
-from pi_compile.cost_model.token_time import Costs, TokenTime, costs_of
-from pi_compile.cost_model.workload import LayerWork, Workload
-from pi_compile.machine.profile import Machine
+from pi_compile.cost_model import CPU, GPU, Costs, LayerWork, TokenTime, Workload, costs_of
+from pi_compile.machine import Machine
 from pi_compile.placement.formulation import Assignment, Sizes, all_cpu, formulate, predicted_time
 from pi_compile.placement.greedy import greedy
 from pi_compile.placement.hot_mass import allowed_cuts, hot_mass

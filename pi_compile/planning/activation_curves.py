@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.errors import ProfileError
-from pi_compile.files.bundled import bundled
+from pi_compile.files import bundled_folder
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.errors import UsageError
 
@@ -43,7 +43,7 @@ class Curve:
 
 def find_curve(name: str) -> Curve:
     """The bundled curve of this name. Raises UsageError that names all of them."""
-    known = sorted(path.stem for path in bundled("published").glob("*.csv"))
+    known = sorted(path.stem for path in bundled_folder("published").glob("*.csv"))
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         raise UsageError(
@@ -51,7 +51,7 @@ def find_curve(name: str) -> Curve:
             expected=f"one of {', '.join(known)}",
             remedy=f"--curve {near[0]}" if near else None,
         )
-    return read_curve(bundled("published") / f"{name}.csv")
+    return read_curve(bundled_folder("published") / f"{name}.csv")
 
 
 def read_curve(path: Path) -> Curve:

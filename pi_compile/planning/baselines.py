@@ -11,13 +11,9 @@ hand-over for that.
 
 from dataclasses import dataclass, replace
 
-from pi_compile.cost_model.default_rungs import DENSE
-from pi_compile.cost_model.processors import CPU, GPU, PICO
-from pi_compile.cost_model.token_time import Costs, costs_of
-from pi_compile.cost_model.workload import LayerWork, Workload
-from pi_compile.machine.profile import Machine
-from pi_compile.placement.formulation import Assignment, Sizes, predicted_time
-from pi_compile.placement.hot_mass import hottest_cuts
+from pi_compile.cost_model import CPU, DENSE, GPU, PICO, Costs, LayerWork, Workload, costs_of
+from pi_compile.machine import Machine
+from pi_compile.placement import Assignment, Sizes, hottest_cuts, predicted_time
 from pi_runtime.artifact.footprint import kv_bytes
 
 

@@ -8,13 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from pi_compile.cost_model.activation_counts import ActivationCounts
-from pi_compile.cost_model.processors import GPU, PICO
-from pi_compile.cost_model.workload import Workload
+from pi_compile.cost_model import GPU, PICO, ActivationCounts, Workload
 from pi_compile.errors import ProfileError
-from pi_compile.machine.profile import Machine
-from pi_compile.placement.activation_file import ActivationFile
-from pi_compile.placement.stage import Placement, place
+from pi_compile.machine import Machine
+from pi_compile.placement import ActivationFile, Placement, place
 from pi_compile.planning.activation_curves import TOKENS, curve_counts, find_curve
 from pi_compile.planning.baselines import layer_split
 from pi_compile.planning.model_config import PlannedModel

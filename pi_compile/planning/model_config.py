@@ -11,7 +11,7 @@ from pi_compile.checkpoint.families.registry import decoder_of
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.part_formats import AUTO, KEEP
 from pi_compile.errors import CheckpointError, ProfileError
-from pi_compile.files.bundled import bundled
+from pi_compile.files import bundled_folder
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.errors import UsageError
@@ -67,7 +67,7 @@ def find_planned(
     if path.is_dir():
         path = path / _CONFIG
     if not path.is_file():
-        path = bundled("models") / name / _CONFIG
+        path = bundled_folder("models") / name / _CONFIG
     if path.suffix == ".gguf":
         raise CheckpointError(
             f"{name}: a GGUF file is not planned for",
@@ -92,7 +92,7 @@ def find_planned(
 
 def bundled_models() -> list[str]:
     """OWNER/NAME of every model whose config is bundled."""
-    root = bundled("models")
+    root = bundled_folder("models")
     return sorted(path.parent.relative_to(root).as_posix() for path in root.glob(f"*/*/{_CONFIG}"))
 
 

@@ -11,10 +11,9 @@ and values, because they are few.
 
 from math import prod
 
-from pi_compile.cost_model.processors import CPU, GPU, PICO, interconnect_of, processors_of
-from pi_compile.cost_model.workload import Workload
-from pi_compile.machine.profile import Machine, to_units
-from pi_compile.placement.formulation import PREFILL_TOKENS, Assignment
+from pi_compile.cost_model import CPU, GPU, PICO, Workload, interconnect_of, processors_of
+from pi_compile.machine import Machine, to_units
+from pi_compile.placement import PREFILL_TOKENS, Assignment
 from pi_runtime.artifact.sizes import array_specs
 
 

@@ -7,15 +7,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.cost_model.activation_counts import ActivationCounts
-from pi_compile.cost_model.processors import CPU, GPU, PICO
-from pi_compile.cost_model.workload import Workload
-from pi_compile.placement.formulation import Sizes
-from pi_compile.placement.stage import LADDER, Placement, place
-from pi_compile.planning.baselines import layer_split, powerinfer
-from pi_compile.planning.forecast import AROUND, PlanSpec, activation_counts
-from pi_compile.planning.prefill_time import prefill_tokens_per_s
-from pi_compile.results.activation_profile import cumulative_curve
+from pi_compile.cost_model import CPU, GPU, PICO, ActivationCounts, Workload
+from pi_compile.placement import LADDER, Placement, Sizes, place
+from pi_compile.planning import AROUND, PlanSpec, activation_counts, layer_split, powerinfer, prefill_tokens_per_s
+from pi_compile.results import cumulative_curve
 from pi_runtime.errors import DoesNotFitError
 
 Floats = npt.NDArray[np.float64]

@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from pi_compile.cost_model.processors import CPU, GPU
+from pi_compile.cost_model import CPU, GPU
 from pi_compile.report.explanation import Explanation, Floats
 from pi_compile.report.quantities import duration, duration_unit, percent, span
 from pi_compile.report.style import LAYER_COLOURS

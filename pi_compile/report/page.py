@@ -10,8 +10,8 @@ from html import escape
 from importlib.metadata import version
 from pathlib import Path
 
-from pi_compile.files.output import PAGE_MARK
-from pi_compile.machine.profile import Cpu, Gpu, Machine
+from pi_compile.files import PAGE_MARK
+from pi_compile.machine import Cpu, Gpu, Machine
 from pi_compile.report.explanation import Budget, Explanation, tokens_per_s
 from pi_compile.report.layer_figures import balance_figure, curve_figure, cut_figure, layer_figure, rank_figure
 from pi_compile.report.quantities import NBSP, digits, duration, memory, percent, span

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from pi_compile.cost_model.processors import CPU
+from pi_compile.cost_model import CPU
 from pi_compile.report.explanation import Explanation, tokens_per_s
 from pi_compile.report.quantities import digits, duration_unit, memory, percent
 from pi_compile.report.token_figures import PART_COLOURS, WORDS

@@ -6,7 +6,7 @@ from math import floor, log10
 
 from matplotlib.axes import Axes
 
-from pi_compile.cost_model.processors import PICO
+from pi_compile.cost_model import PICO
 from pi_compile.report.explanation import Explanation, busy, tokens_per_s
 from pi_compile.report.quantities import bytes_unit, digits, duration, duration_unit, memory, percent
 from pi_compile.report.svg import colour, figure, rectangles, svg

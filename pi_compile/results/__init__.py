@@ -1,1 +1,28 @@
-"""Results of the stages, as records that are saved and loaded."""
+"""What stages hand to each other: records that are saved whole and loaded with their digests.
+
+The activation profile of `profile`, the order of the neurons that follows from it, and the predictors of `train`.
+"""
+
+from pi_compile.results.activation_profile import (
+    GROUP,
+    ActivationProfile,
+    Counts,
+    counts_within_routed,
+    cumulative_curve,
+    is_order_by_expert,
+)
+from pi_compile.results.neuron_order import order_neurons
+from pi_compile.results.predictor_set import Floats, LayerRow, PredictorSet
+
+__all__ = [
+    "GROUP",
+    "ActivationProfile",
+    "Counts",
+    "Floats",
+    "LayerRow",
+    "PredictorSet",
+    "counts_within_routed",
+    "cumulative_curve",
+    "is_order_by_expert",
+    "order_neurons",
+]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.errors import ProfileError
-from pi_compile.files.npz import read_arrays, write_arrays
+from pi_compile.files import read_arrays, write_arrays
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import decode
 

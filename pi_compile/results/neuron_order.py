@@ -20,7 +20,7 @@ LARGEST = 4096
 Ints = npt.NDArray[np.integer]
 
 
-def neuron_order(counts: Ints, fired: npt.NDArray[np.uint8], experts: int = 1) -> npt.NDArray[np.uint32]:
+def order_neurons(counts: Ints, fired: npt.NDArray[np.uint8], experts: int = 1) -> npt.NDArray[np.uint32]:
     """(F,) counts and (samples, F) co-firing bits → (F,) index in the checkpoint of each stored neuron.
 
     An expert's neurons stay together. Ties go to the lower index, so the order is a function of its inputs.

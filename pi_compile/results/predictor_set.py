@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.errors import ProfileError
-from pi_compile.files.npz import read_arrays, write_arrays
+from pi_compile.files import read_arrays, write_arrays
 from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.neuron_order import neuron_order
+from pi_compile.results.neuron_order import order_neurons
 from pi_runtime.artifact.schema import Layer
 
 Floats = npt.NDArray[np.float32]
@@ -86,7 +86,7 @@ class PredictorSet:
             if fired is not None:
                 scaled = fired * np.uint64(profile.tokens) // np.uint64(self.counted_tokens)
                 counts[n] = np.minimum(scaled, np.repeat(routed[n], d.d_ff))
-                order[n] = neuron_order(counts[n], np.zeros((0, len(fired)), np.uint8), d.n_experts)
+                order[n] = order_neurons(counts[n], np.zeros((0, len(fired)), np.uint8), d.n_experts)
         return replace(profile, counts=counts, order=order)
 
     def digest(self) -> str:

@@ -1,1 +1,34 @@
-"""The model in torch, block by block, for profiling and training."""
+"""The model in torch, block by block, for profiling and training.
+
+It computes what `pi_runtime.kernels.reference` defines, on the CPU or a GPU, with hidden states on disk.
+"""
+
+from pi_compile.torch_model.hidden_states import HiddenStates
+from pi_compile.torch_model.predictor import (
+    Predictor,
+    WarmStarts,
+    energy,
+    initial_rank,
+    routed_neurons,
+    second_moment,
+    train,
+)
+from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
+from pi_compile.torch_model.throughput import Estimate, flops_per_s, layer_parameters, values_per_s
+
+__all__ = [
+    "DENSE",
+    "Estimate",
+    "HiddenStates",
+    "Predictor",
+    "SparseFfn",
+    "WarmStarts",
+    "energy",
+    "flops_per_s",
+    "initial_rank",
+    "layer_parameters",
+    "routed_neurons",
+    "second_moment",
+    "train",
+    "values_per_s",
+]

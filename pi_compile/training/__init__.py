@@ -1,1 +1,5 @@
-"""The train stage: predictors are fitted, and each layer is given its rung."""
+"""The train stage: predictors are fitted, and each layer is given the quickest rung that keeps the quality budget."""
+
+from pi_compile.training.stage import Texts, TrainSpec, train_predictors, training_work
+
+__all__ = ["Texts", "TrainSpec", "train_predictors", "training_work"]

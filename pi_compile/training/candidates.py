@@ -18,11 +18,10 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from pi_compile.cost_model.ffn_time import Reads
-from pi_compile.cost_model.processors import Processor
-from pi_compile.torch_model import decoder as td
-from pi_compile.torch_model.predictor import (
+from pi_compile.cost_model import Processor, Reads
+from pi_compile.torch_model import (
     Predictor,
+    SparseFfn,
     WarmStarts,
     energy,
     initial_rank,
@@ -30,7 +29,7 @@ from pi_compile.torch_model.predictor import (
     second_moment,
     train,
 )
-from pi_compile.torch_model.sparse_ffn import SparseFfn
+from pi_compile.torch_model import decoder as td
 from pi_compile.training.histogram import Histogram
 from pi_compile.training.samples import NEURON_VALUES, Samples
 from pi_runtime.artifact.decoder import Decoder

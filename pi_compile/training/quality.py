@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.cost_model.ffn_time import Reads
-from pi_compile.cost_model.processors import Processor
-from pi_compile.results.predictor_set import LayerRow
+from pi_compile.cost_model import Processor, Reads
+from pi_compile.results import LayerRow
+from pi_compile.torch_model import DENSE, SparseFfn
 from pi_compile.torch_model import decoder as td
-from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes

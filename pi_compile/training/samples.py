@@ -10,8 +10,8 @@ import torch
 import zarr
 
 from pi_compile.checkpoint import Checkpoint
+from pi_compile.torch_model import HiddenStates
 from pi_compile.torch_model import decoder as td
-from pi_compile.torch_model.hidden_states import HiddenStates
 from pi_compile.training.quality import BATCH
 
 CHUNK = 4096

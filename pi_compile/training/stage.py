@@ -17,12 +17,11 @@ import numpy.typing as npt
 import torch
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.cost_model.processors import PICO, Processor
-from pi_compile.files.npz import read_arrays, write_arrays
-from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.predictor_set import Floats, PredictorSet
+from pi_compile.cost_model import PICO, Processor
+from pi_compile.files import read_arrays, write_arrays
+from pi_compile.results import ActivationProfile, Floats, PredictorSet
+from pi_compile.torch_model import SparseFfn
 from pi_compile.torch_model import decoder as td
-from pi_compile.torch_model.sparse_ffn import SparseFfn
 from pi_compile.training.candidates import Candidate, Ladder, LadderSpec, searches_for
 from pi_compile.training.quality import LayerSums, Quality, measure_dense, measure_quality
 from pi_compile.training.rung_choice import TUNE_FRACTIONS, RungChoice, choose_rungs, not_met

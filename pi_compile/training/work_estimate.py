@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pi_compile.torch_model.throughput import Estimate, flops_per_s, layer_parameters, values_per_s
+from pi_compile.torch_model import Estimate, flops_per_s, layer_parameters, values_per_s
 from pi_compile.training.candidates import MORE_RANKS, LadderSpec, initial_ranks, searches_for
 from pi_compile.training.rung_choice import BISECTIONS
 from pi_compile.training.samples import CHUNK, NEURON_VALUES

@@ -19,7 +19,7 @@ import numpy as np
 from pi_compile.cost_model.default_rungs import PREDICTOR_SHARE
 from pi_compile.cost_model.processors import PICO
 from pi_compile.cost_model.workload import LayerWork, Workload
-from pi_compile.files.bundled import bundled
+from pi_compile.files.bundled import bundled_folder
 from pi_compile.machine.profile import Machine, read_machine
 from pi_compile.placement.stage import place
 from pi_compile.planning.activation_curves import TOKENS, curve_counts, find_curve
@@ -116,7 +116,7 @@ def predict(row: Published, fmt: str = "f16", solver: str = "exact") -> Predicte
 
 
 def _given(row: Published, fmt: str) -> tuple[Workload, Machine, int]:
-    machine = read_machine(bundled("machines") / f"{row.machine}.toml")
+    machine = read_machine(bundled_folder("machines") / f"{row.machine}.toml")
     assert machine.gpu is not None
     return workload(row.model, row.prompt, fmt), machine, int(machine.gpu.vram_gib * 2**30) - DRIVER
 

@@ -173,8 +173,8 @@ def test_portions_do_not_change_what_is_sampled(
 ) -> None:
     model, checkpoint = llama
     sampled: list[np.ndarray] = []
-    original = profiling.neuron_order
-    monkeypatch.setattr(profiling, "neuron_order", lambda c, bits, x: sampled.append(bits) or original(c, bits, x))
+    original = profiling.order_neurons
+    monkeypatch.setattr(profiling, "order_neurons", lambda c, bits, x: sampled.append(bits) or original(c, bits, x))
     run(checkpoint, tmp_path, **changes)
     z = torch.stack(preactivations(model, td.windows(TOKENS, 16))).numpy()[:, ::5]  # 176 tokens, at most 36
     found = np.stack(sampled)

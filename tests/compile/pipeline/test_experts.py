@@ -28,7 +28,7 @@ from pi_compile.placement.formulation import Sizes
 from pi_compile.placement.stage import ladder, place
 from pi_compile.profiling import ProfileSpec, profile
 from pi_compile.results.activation_profile import ActivationProfile
-from pi_compile.results.neuron_order import neuron_order
+from pi_compile.results.neuron_order import order_neurons
 from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
@@ -122,7 +122,7 @@ def test_each_expert_orders_its_own_neurons(profiled: ActivationProfile) -> None
     groups = [heat[:, :, start : start + 64].sum(2) for start in (0, 64)]
     assert (groups[0] >= groups[1] * 0.99).all()
     counts, bits = np.arange(12), np.zeros((0, 12), np.uint8)
-    assert neuron_order(counts, bits, 3).tolist() == [3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8]
+    assert order_neurons(counts, bits, 3).tolist() == [3, 2, 1, 0, 7, 6, 5, 4, 11, 10, 9, 8]
 
 
 def test_only_routed_tokens_are_computed(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from support.synthetic import small_decoder
 
 from pi_compile.errors import ProfileError
-from pi_compile.files.bundled import bundled
+from pi_compile.files.bundled import bundled_folder
 from pi_compile.planning.activation_curves import WHOLE, Curve, curve_counts, find_curve, read_curve
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.errors import UsageError
 
 SHAPE = small_decoder("llama")
-NAMES = sorted(path.stem for path in bundled("published").glob("*.csv"))
+NAMES = sorted(path.stem for path in bundled_folder("published").glob("*.csv"))
 
 
 def shape(neurons: int, layers: int = 1) -> Decoder:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pi_compile.results.activation_profile import GROUP
-from pi_compile.results.neuron_order import LARGEST, LOSS, bands, neuron_order, similarity_order
+from pi_compile.results.neuron_order import LARGEST, LOSS, bands, order_neurons, similarity_order
 
 
 def adversarial_counts() -> st.SearchStrategy[np.ndarray]:
@@ -22,7 +22,7 @@ def adversarial_counts() -> st.SearchStrategy[np.ndarray]:
 @given(counts=adversarial_counts(), seed=st.integers(0, 99), samples=st.integers(0, 5))
 def test_every_prefix_of_groups_keeps_its_hot_mass(counts: np.ndarray, seed: int, samples: int) -> None:
     bits = np.random.default_rng(seed).integers(0, 2, (samples, len(counts))).astype(np.uint8)
-    order = neuron_order(counts, bits)
+    order = order_neurons(counts, bits)
     assert order.dtype == np.uint32
     np.testing.assert_array_equal(np.sort(order), np.arange(len(counts)))
     best = np.cumsum(-np.sort(-counts.astype(np.int64)))
@@ -58,7 +58,7 @@ def test_bands_are_as_wide_as_they_can_be() -> None:
 
 def test_ties_go_to_the_lower_index() -> None:
     counts = np.array([3, 7, 3, 7, 0], np.uint64)
-    assert neuron_order(counts, np.zeros((0, 5), np.uint8)).tolist() == [1, 3, 0, 2, 4]
+    assert order_neurons(counts, np.zeros((0, 5), np.uint8)).tolist() == [1, 3, 0, 2, 4]
     assert similarity_order(np.zeros((4, 3), np.uint8)).tolist() == [0, 1, 2]
 
 
@@ -83,8 +83,8 @@ def test_neurons_that_fire_together_become_neighbours(seed: int) -> None:
     cluster = rng.permutation(np.repeat(np.arange(16), 32))
     fires = rng.random((400, 16)) < 0.2
     bits = (fires[:, cluster] ^ (rng.random((400, len(cluster))) < 0.01)).astype(np.uint8)
-    order = neuron_order(np.full(len(cluster), 1000), bits)
+    order = order_neurons(np.full(len(cluster), 1000), bits)
     assert runs(bits[:, order]) > 5 * runs(bits)
     # Few places where the cluster changes: 15 at the least.
     assert (np.diff(cluster[order]) != 0).sum() < 40
-    np.testing.assert_array_equal(order, neuron_order(np.full(len(cluster), 1000), bits.copy()))
+    np.testing.assert_array_equal(order, order_neurons(np.full(len(cluster), 1000), bits.copy()))
