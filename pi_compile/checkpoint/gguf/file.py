@@ -18,11 +18,11 @@ from gguf import GGUFValueType, ReaderField, ReaderTensor
 from pi_compile.checkpoint.json_file import remedy_for
 from pi_compile.errors import CheckpointError
 
-FORMATS = {Type.F32: "f32", Type.F16: "f16", Type.BF16: "bf16", Type.Q8_0: "q8", Type.Q4_0: "q4"}
+TENSOR_FORMATS = {Type.F32: "f32", Type.F16: "f16", Type.BF16: "bf16", Type.Q8_0: "q8", Type.Q4_0: "q4"}
 """Tensor type → number format. Blocks of Q8_0 and Q4_0 are those of q8 and q4: 32 columns and a binary16 scale."""
 _OUTER_TENSORS = ("token_embd.weight", "output.weight")
 # llama-quantize stores embedding or head of a Q4_0 file in Q6_K.
-_OUTER_FORMATS = {**FORMATS, Type.Q6_K: "f32"}
+_OUTER_FORMATS = {**TENSOR_FORMATS, Type.Q6_K: "f32"}
 
 
 _LENGTH = struct.Struct("<Q")
@@ -131,12 +131,12 @@ def _check_types(file: GgufFile) -> None:
     wrong = sorted(
         f"{name} {tensor.tensor_type.name}"
         for name, tensor in file.tensors.items()
-        if tensor.tensor_type not in (_OUTER_FORMATS if name in _OUTER_TENSORS else FORMATS)
+        if tensor.tensor_type not in (_OUTER_FORMATS if name in _OUTER_TENSORS else TENSOR_FORMATS)
     )
     if wrong:
         raise CheckpointError(
             f"{file.path}: {len(wrong)} tensors are in a type that is not read",
-            expected=", ".join(kind.name for kind in FORMATS),
+            expected=", ".join(kind.name for kind in TENSOR_FORMATS),
             found=", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""),
             remedy="use the F16, Q8_0 or Q4_0 file of the model, or make one of its F16 file: "
             "llama-quantize --pure F16-FILE Q4_0-FILE Q4_0",

@@ -32,8 +32,8 @@ from pi_compile.results.neuron_order import order_neurons
 from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
-from pi_compile.torch_model.sparse_ffn import Selection
-from pi_compile.training.quality import Tally, layer_step
+from pi_compile.torch_model.sparse_ffn import SparseFfn
+from pi_compile.training.quality import measure_quality
 from pi_compile.training.stage import Texts, TrainSpec, train_predictors
 from pi_runtime import load
 from pi_runtime.artifact.inspection import inspect
@@ -239,16 +239,16 @@ def test_predictors_of_experts_are_trained_packed_and_run(
     found = train_predictors(checkpoint, profiled, texts, spec, scratch=tmp_path, inputs="i", progress=lambda *_: None)
     pack(checkpoint, PackSpec(formats=KEEP | {"predictor": "f16"}), tmp_path / "a.pi", recipe={},
          profile=profiled, predictor_set=found)  # fmt: skip
-    how, x = [], td.embed(d, td.global_weights(checkpoint, "cpu"), torch.from_numpy(TOKENS[:20])[None])
-    for n, (row, arrays) in enumerate(zip(found.rows, found.predictors, strict=True)):
+    ffns = []
+    for row, arrays in zip(found.rows, found.predictors, strict=True):
         assert arrays is not None
         down, up, bias = (torch.from_numpy(a) for a in arrays)
         assert (down.shape, up.shape) == ((EXPERTS * row.rank, d.d_model), (EXPERTS * F, row.rank))
         assert 0 < row.density < 0.5
         assert row.precision == pytest.approx(row.recall / row.rows_read_over_active)
-        how.append(Selection(rung="predicted", predictor=Predictor(down, up, bias).stored_as("f16")))
-        x = layer_step(d, td.layer_weights(checkpoint, n, "cpu"), x, how[-1], Tally())
-    wanted = td.logits(d, td.global_weights(checkpoint, "cpu"), x)[0].numpy()
+        ffns.append(SparseFfn(row.layer, Predictor(down, up, bias).stored_as("f16")))
+    quality = measure_quality(checkpoint, torch.from_numpy(TOKENS[:20])[None], ffns, device="cpu")
+    wanted = td.logits(d, td.global_weights(checkpoint, "cpu"), quality.states[0])[0].numpy()
     with Artifact.open(tmp_path / "a.pi") as artifact:
         np.testing.assert_allclose(reference.forward(artifact, TOKENS[:20], "predicted"), wanted, atol=2e-3)
     with load(tmp_path / "a.pi", mode="predicted") as running:
