@@ -1,11 +1,12 @@
 """Stored matrices in the memory of a torch device, as kernels take them.
 
-A further number format needs its dtype here; a further block format its branches in `block_formats` too.
+A further block format needs its branches in `block_formats`; a further float format its dtype here.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from pi_runtime.artifact.formats import BLOCK, FORMATS
@@ -14,9 +15,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "f32": torch.float32,
     "f16": torch.float16,
     "bf16": torch.bfloat16,
-    "q8": torch.int8,
-    "q4": torch.uint8,
     "u64": torch.int64,
+    **{name: torch.from_numpy(np.empty(0, f.stored)).dtype for name, f in FORMATS.items() if f.quantised},
 }
 """Torch's dtype for the stored values of each format; scales are float16."""
 _GROUP = 8
