@@ -106,11 +106,11 @@ def test_a_large_vocabulary_is_filtered_as_a_small_one(
         x = np.round(random_logits(seed, 5000), seed)
         found = candidates(x, sampling)
         with monkeypatch.context() as patch:
-            patch.setattr(ours, "_in_play", lambda scores, _top, sampling: (np.arange(scores.size), sampling.top_p))
+            patch.setattr(ours, "_shortlist", lambda scores, _top, sampling: (np.arange(scores.size), sampling.top_p))
             wanted = candidates(x, sampling)
         np.testing.assert_array_equal(found[0], wanted[0])
         np.testing.assert_allclose(found[1], wanted[1], rtol=1e-12)
-        fewer = len(ours._in_play(x, float(x.max()), sampling)[0]) < x.size
+        fewer = len(ours._shortlist(x, float(x.max()), sampling)[0]) < x.size
         assert fewer == (sampling.top_k <= ours.GROUPS and sampling.temperature < 9)
 
 

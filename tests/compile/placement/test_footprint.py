@@ -52,7 +52,7 @@ def test_parts_are_the_bytes_of_the_file(family: str, tmp_path: Path) -> None:
 
 def allocated(executor: CpuExecutor) -> int:
     """Bytes of everything an executor allocates beside the weights."""
-    arrays = [*executor._buffers, executor._cos_SJ, executor._sin_SJ]
+    arrays = [*executor._workspace, executor._cos_SJ, executor._sin_SJ]
     return sum(array.nbytes for array in arrays)
 
 
