@@ -19,7 +19,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "most_threads", lambda: 6)
     monkeypatch.setattr(measurement.os, "sched_getaffinity", lambda _pid: range(12), raising=False)
     monkeypatch.setattr(measurement, "read_bandwidth", lambda _nbytes, threads: 20e9 - (threads - 4) ** 2 * 1e9)
-    monkeypatch.setattr(measurement, "weights", lambda fmt, _nbytes, *_columns: fmt)
+    monkeypatch.setattr(measurement, "timed_matrix", lambda fmt, _nbytes, *_columns: fmt)
     probes = {"product": 1, "neuron": 0.8, "gather": 0.5, "predictor": 0.4}
     for name, share in probes.items():
         probe = partial(lambda share, fmt, threads: rates[fmt] * threads * share, share)
