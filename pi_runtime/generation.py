@@ -11,7 +11,8 @@ from pi_runtime.errors import PromptError
 from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sampling import Sampler
-from pi_runtime.text import StopStrings, Tokenizer
+from pi_runtime.text.stop_strings import StopStrings
+from pi_runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,8 @@ from pi_runtime.execution.stand_in import StandInExecutor
 from pi_runtime.generation import Generation
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.sampling import Sampler, Sampling
-from pi_runtime.text import Tokenizer, render
+from pi_runtime.text.chat_template import render
+from pi_runtime.text.tokenizer import Tokenizer
 
 MODES = ("auto", "dense", "gate", "predicted")
 DEFAULT_CONTEXT = 4096

@@ -18,7 +18,7 @@ import llvmlite.binding
 import numba
 from numba.core.caching import FunctionCache
 
-from pi_runtime.artifact import footprint, formats
+from pi_runtime.artifact import decoder, footprint, formats, rungs, sizes
 from pi_runtime.errors import UsageError
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
@@ -38,8 +38,8 @@ def cache_folder() -> Path:
     else (read-only home) the temporary folder. Raises UsageError where none can be written."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {ISA.name}".encode())
     digest.update(llvmlite.binding.get_host_cpu_features().flatten().encode())
-    # Kernels hold format codes, alignments and sizes as constants.
-    contract = Path(formats.__file__), Path(footprint.__file__)
+    # Kernels hold codes, alignments and sizes of the contract as constants.
+    contract = (Path(str(module.__file__)) for module in (decoder, footprint, formats, rungs, sizes))
     for source in (*sorted(Path(__file__).parents[1].rglob("*.py")), *contract):
         digest.update(source.read_bytes())
     tried = []
@@ -87,18 +87,20 @@ def public(function: Callable[..., Any]) -> Any:
 
 
 def device(function: Callable[..., Any]) -> Any:
-    """As `public`, called by kernels only: without the code that Python calls it by, which takes apart every array of
-    every argument and so is often the larger part."""
+    """Compile a function that only kernels call.
+
+    It lacks the code for calls from Python, which takes apart every array of every argument and is often the larger part.
+    """
     return _kept_from_python(_compile(function, "serial", no_cpython_wrapper=True))
 
 
 def loop_body(function: Callable[..., Any]) -> Any:
-    """As `device`, by address: what one step of a `prange` loop does. numba compiles such a loop three times over."""
+    """Compile the body of a `prange` loop, called by address: numba compiles such a loop three times over."""
     return by_address(device(function))
 
 
 def strict_device(function: Callable[..., Any]) -> Any:
-    """As `device`, but every operation rounds as it is written: what it computes equals NumPy's to the last bit."""
+    """Compile a `device` function in which every operation rounds as written: equal to NumPy's to the last bit."""
     return _kept_from_python(_compile(function, "serial", no_cpython_wrapper=True, fastmath=False))
 
 
@@ -108,7 +110,7 @@ def public_parallel(function: Callable[..., Any]) -> Any:
 
 
 def parallel(function: Callable[..., Any]) -> Any:
-    """As `public_parallel`, for kernels to call: by address, so that it is not compiled into each of them."""
+    """Compile a parallel function that kernels call, by address, so that it is not compiled into each of them."""
     return by_address(_compile(function, "threaded", parallel=True, no_cpython_wrapper=True))
 
 

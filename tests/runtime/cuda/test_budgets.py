@@ -127,7 +127,6 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Device) -> None:
     """A machine with one GPU, of 1 MiB."""
     monkeypatch.setattr(devices, "_gpus", lambda: 1)
     monkeypatch.setattr(devices, "gpu_driver", lambda: True)
-    monkeypatch.setattr(opening, "_stay_awake", lambda: None)
     monkeypatch.setattr(opening, "Cuda", lambda _index: of_size(gpu, 1 << 20))
 
 

@@ -63,7 +63,6 @@ def test_memory_comes_back_from_a_model_that_could_not_be_opened(
         raise RuntimeError("CUDA out of memory.")
 
     monkeypatch.setattr(opening, "Cuda", lambda _index: of_size(gpu, 1 << 30, limit=limit))
-    monkeypatch.setattr(opening, "_stay_awake", lambda: None)
     monkeypatch.setattr(executor, "build_schedule", fail)
     plan = stored_plan((64, 64), 1 << 19, 1 << 18, attention=("gpu", "gpu"), embedding="gpu", head="gpu")
     path = random_artifact(tmp_path / "a.pi", small_decoder(d_ff=NEURONS), plans=(plan,))

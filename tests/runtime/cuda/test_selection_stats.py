@@ -88,7 +88,6 @@ def test_dense_blocks(plan: Plan, family: str, more: dict[str, Any], tmp_path: P
 def test_eval_on_a_gpu(tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """`eval` on a GPU finds what it finds on the CPU, and says which placement it took."""
     monkeypatch.setattr(devices, "_gpus", lambda: 1)
-    monkeypatch.setattr(opening, "_stay_awake", lambda: None)
     monkeypatch.setattr(opening, "Cuda", lambda _index: gpu)
     plan = replace(plan_of(["cpu", "cpu", "gpu"], (0, 0, 64), "cpu-cpu"), vram_bytes=1 << 30)
     path, text = model(tmp_path / "a.pi", plans=(plan,)), tmp_path / "text.txt"

@@ -37,7 +37,6 @@ def run(tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(devices, "_gpus", lambda: 1)
     monkeypatch.setattr(devices, "gpu_driver", lambda: True)
     monkeypatch.setattr(devices, "gpu_kernels_are_cold", lambda: True)
-    monkeypatch.setattr(opening, "_stay_awake", lambda: None)
     monkeypatch.setattr(opening, "Cuda", lambda _index: card)
     monkeypatch.setattr(executor, "measured_crossover", lambda *_: 10**6)
     plan = stored_plan((0, 64), 1 << 19, 1 << 18)
