@@ -89,7 +89,7 @@ def public(function: Callable[..., Any]) -> Any:
 def device(function: Callable[..., Any]) -> Any:
     """Compile a function that only kernels call.
 
-    It lacks the code for calls from Python, which takes apart every array of every argument and is often the larger part.
+    It lacks the code for calls from Python, which takes apart every array of every argument: often the larger part.
     """
     return _kept_from_python(_compile(function, "serial", no_cpython_wrapper=True))
 
