@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 
 from pi_runtime.errors import PromptError
-from pi_runtime.execution.cpu import CpuExecutor
+from pi_runtime.execution.executor import Executor, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sampling import Sampler
 from pi_runtime.text.stop_strings import StopStrings
@@ -52,7 +52,7 @@ class Generation(Iterator[str]):
 
     def __init__(
         self,
-        executor: CpuExecutor,
+        executor: Executor,
         tokenizer: Tokenizer,
         cache: KVCache,
         prompt: Sequence[int],
@@ -136,17 +136,19 @@ class Generation(Iterator[str]):
         step = self._executor.block_tokens
         for start in range(self._cached, len(self._prompt), step):
             block = np.array(self._prompt[start : start + step], np.int64)
-            logits_1V = self._executor.run(block, self._cache, select=False, every=False)
-        token = self._sampler(logits_1V[0], self._prompt)
+            found = self._executor.step([SequenceStep(cache=self._cache, tokens=block, select=False)])[0]
+        token = self._sampler(found.logits_TV[0], self._prompt)
         now = time.perf_counter()
         self._first, self._prefill_s = now - self._began, now - began
         return token
 
     def _step(self, token: int) -> int:
         began = time.perf_counter()
-        logits_1V = self._executor.run(np.array([token], np.int64), self._cache, select=True, every=False)
-        self._rows += self._executor.rows_read.sum(0)
+        step = SequenceStep(cache=self._cache, tokens=np.array([token], np.int64), select=True)
+        found = self._executor.step([step])[0]
+        assert found.rows_L2 is not None
+        self._rows += found.rows_L2.sum(0)
         self._steps += 1
-        token = self._sampler(logits_1V[0], self._seen)
+        token = self._sampler(found.logits_TV[0], self._seen)
         self._decode_s += time.perf_counter() - began
         return token

@@ -17,6 +17,7 @@ from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.errors import ArtifactError, DeviceError, DoesNotFitError, PromptError, TemplateError, UsageError
 from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.devices import resolve_device
+from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import choose_plan
 from pi_runtime.execution.stand_in import StandInExecutor
@@ -96,7 +97,7 @@ def load(
 
 def _executor(
     artifact: Artifact, mode: str, context: int, threads: int, device: str, vram_budget: int | None
-) -> CpuExecutor:
+) -> Executor:
     if device == "cpu":
         return CpuExecutor(artifact, mode, context, threads)
     budget = sys.maxsize if vram_budget is None else vram_budget
@@ -123,9 +124,12 @@ def _context(manifest: Manifest, wanted: int | None) -> int:
 
 
 class Model:
-    """A loaded artifact; a context manager that closes the file. Make one with `load`."""
+    """A loaded artifact; a context manager that closes the file. Make one with `load`.
 
-    def __init__(self, artifact: Artifact, mode: str, executor: CpuExecutor, notice: str | None = None) -> None:
+    Several threads may use one model, each with a cache or a generation of its own: its steps take turns.
+    """
+
+    def __init__(self, artifact: Artifact, mode: str, executor: Executor, notice: str | None = None) -> None:
         self.notice = executor.notice if notice is None else notice
         """What the user should know about where it runs."""
         self._artifact, self._executor = artifact, executor
@@ -195,39 +199,41 @@ class Model:
             raise UsageError(f"logits of the last {last} positions", expected=f"1 to {len(ids)}, the tokens given")
         cache = self.new_cache() if cache is None else self._checked_cache(cache)
         cache.keep_common_prefix(ids.tolist())
-        del cache.tokens[len(ids) - last :]
-        return np.concatenate(list(self._blocks(ids, cache)))[-last:]
+        cache.truncate(len(ids) - last)
+        return np.concatenate([block.logits_TV for block in self._blocks(ids, cache)])[-last:]
 
     def examine(self, token_ids: npt.ArrayLike) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Logits like `logits`, and what was selected: sums (layers, 3) over the tokens of neurons that fire, rows of
         `first` that the mode reads, and neurons that fire and are kept."""
-        found, tally = [], np.zeros_like(self._executor.tally)
-        for block in self._blocks(self._checked_ids(token_ids), self.new_cache()):
-            found.append(block)
-            tally += self._executor.tally
-        return np.concatenate(found), tally
+        blocks = list(self._blocks(self._checked_ids(token_ids), self.new_cache(), count=True))
+        counts = [block.counts_L3 for block in blocks if block.counts_L3 is not None]
+        return np.concatenate([block.logits_TV for block in blocks]), np.sum(counts, axis=0)
 
-    def _blocks(self, ids: npt.NDArray[np.int64], cache: KVCache) -> Iterator[npt.NDArray[np.float32]]:
-        """Run the tokens that the cache does not hold yet; yields the logits of each block of tokens."""
+    def _blocks(self, ids: npt.NDArray[np.int64], cache: KVCache, *, count: bool = False) -> Iterator[SequenceResult]:
+        """Run the tokens that the cache does not hold yet, with logits of all; yields a result for each block."""
         if len(ids) > self.context:
             raise PromptError(f"{len(ids)} tokens", expected=f"at most the context of {self.context}")
-        for start in range(len(cache.tokens), len(ids), BLOCK_TOKENS):
+        for start in range(cache.length, len(ids), BLOCK_TOKENS):
             block = ids[start : start + BLOCK_TOKENS]
-            yield self._executor.run(block, cache, select=True, every=True).copy()
+            yield self._step(SequenceStep(cache=cache, tokens=block, select=True, logits="all", count=count))
+
+    def _step(self, sequence: SequenceStep) -> SequenceResult:
+        return self._executor.step([sequence])[0]
 
     def warm_up(self) -> None:
         """Compile what a generation will run, or load it from the cache, so that its times do not include this."""
         cache = self.new_cache()
         for tokens, select in (([0, 0], False), ([0], True)):
             if cache.room >= len(tokens):
-                self._executor.run(np.array(tokens, np.int64), cache, select=select, every=False)
+                self._step(SequenceStep(cache=cache, tokens=np.array(tokens, np.int64), select=select))
 
     def decode(self, token: int, cache: KVCache) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Run one token: returns logits (V,) after it, and (layers, 2) rows of `first` read and neurons kept."""
         if self._checked_cache(cache).room == 0:
             raise PromptError(f"the context of {cache.context} tokens is full")
-        logits_1V = self._executor.run(self._checked_ids([token]), cache, select=True, every=False)
-        return logits_1V[0].copy(), self._executor.rows_read.copy()
+        found = self._step(SequenceStep(cache=cache, tokens=self._checked_ids([token]), select=True))
+        assert found.rows_L2 is not None
+        return found.logits_TV[0], found.rows_L2
 
     @property
     def chat_template(self) -> str:

@@ -28,13 +28,15 @@ from pi_runtime.cuda.memory.workspace import Workspace
 from pi_runtime.cuda.plan_layout import GPU, cuts_of, needed_bytes, placed_arrays
 from pi_runtime.cuda.prefill.crossover import measured_crossover
 from pi_runtime.cuda.prefill.prefill import Prefill
-from pi_runtime.execution.cpu import CpuExecutor, Floats, Ints
+from pi_runtime.execution.cpu import CpuModel
+from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.kernels.split_ffn import workspace_addresses
 
 
-class CudaExecutor(CpuExecutor):
+class CudaExecutor:
     """Decodes by a schedule of calls (see `schedule`); reads prompts dense, in large blocks (see `prefill`).
 
     Logits at every position with selection, as evaluation needs them, are those of decoding, token by token.
@@ -52,12 +54,13 @@ class CudaExecutor(CpuExecutor):
         progress: Callable[[int, int], None] | None = None,
         stream_from: int | None = None,
     ) -> None:
-        super().__init__(artifact, mode, context, threads)
-        self.plan = self._placed = plan
+        self._host = CpuModel(artifact, mode, context, threads)
+        self.plan, self.context, self.neurons = plan, context, self._host.neurons
         self.device, self.device_name = device, device.name
+        self.notice: str | None = None
         layers = layers_in_mode(artifact.manifest, mode)
         manifest, d = artifact.manifest, artifact.manifest.decoder
-        self._block_tokens, self._streamed_bytes = prompt_room(manifest, plan, context, budget)
+        self.block_tokens, self._streamed_bytes = prompt_room(manifest, plan, context, budget)
         self.needed_bytes = needed_bytes(manifest, plan, context, self.block_tokens) + self._streamed_bytes
         device.limit(max(budget, self.needed_bytes))
         loaded = weights.load(artifact, placed_arrays(manifest, plan), device, progress)
@@ -70,7 +73,7 @@ class CudaExecutor(CpuExecutor):
                 zip(on_gpu, torch.zeros((len(on_gpu), *shape), dtype=dtype, device=device.device), strict=True)
             )
             self._pinned = PinnedBuffers.allocate(d, device)
-            workspace = Workspace.allocate(d, self._largest_rank, context, device)
+            workspace = Workspace.allocate(d, self._host.largest_rank, context, device)
             ops = MoeDeviceOps if d.n_experts > 1 else DeviceOps
             self.device_ops = ops(d, layers, cuts_of(plan, d), loaded, device, workspace, cache, self._pinned)
             self.host_ops = self._make_host_ops()
@@ -86,102 +89,98 @@ class CudaExecutor(CpuExecutor):
         self._runs_with_stats: tuple[Op, ...] = ()
         always = (cuts.hot if d.n_experts == 1 else 0 for cuts in self.device_ops.cuts)
         self._implied_L2 = np.array([_implied_rows(how, cut) for how, cut in zip(layers, always, strict=True)])
-        self._rows_L2 = np.zeros((d.n_layers, 2), np.int64)
         self._token, self._device_rows_L2 = self._pinned.token.numpy(), self._pinned.rows_L2.numpy()
-        self._logits_V = self._pinned.logits.numpy() if plan.head == GPU else self._workspace.logits_TV[0]
+        self._logits_V = self._pinned.logits.numpy() if plan.head == GPU else self._host.workspace.logits_TV[0]
 
     def _make_host_ops(self) -> HostOps:
-        pinned = self._pinned
-        ops = MoeHostOps if self._cfg.experts > 1 else HostOps
+        pinned, host = self._pinned, self._host
+        ops = MoeHostOps if host.cfg.experts > 1 else HostOps
         return ops(
             decoder=self.device_ops.decoder,
             layers=self.device_ops.layers,
-            cfg=self._cfg,
-            ends=self._ends,
-            table_LXW=self._table_LXW,
-            eps=self._eps,
-            cos_SJ=self._cos_SJ,
-            sin_SJ=self._sin_SJ,
-            workspace=self._workspace,
+            cfg=host.cfg,
+            ends=host.ends,
+            table_LXW=host.table_LXW,
+            eps=host.eps,
+            cos_SJ=host.cos_SJ,
+            sin_SJ=host.sin_SJ,
+            workspace=host.workspace,
             cuts=self.device_ops.cuts,
             step=Step(),
             send=pinned.handover_to_device.arrays(),
             recv=pinned.handover_to_host.arrays(),
             sum_to_device=pinned.sum_to_device.numpy(),
             sum_to_host=pinned.sum_to_host.numpy(),
-            addresses=workspace_addresses(self._cfg, self._workspace),
+            addresses=workspace_addresses(host.cfg, host.workspace),
             own_sum=np.zeros(self.device_ops.decoder.d_model, np.float32),
             x_to_device=pinned.x_to_device.numpy(),
             x_to_host=pinned.x_to_host.numpy(),
         )
 
     @property
-    def block_tokens(self) -> int:
-        return self._block_tokens
-
-    @property
-    def rows_read(self) -> Ints:
-        """(layers, 2): rows of `first` read and neurons kept for the last single token that ran with selection."""
-        return self._rows_L2
-
-    @property
     def rows_on_device(self) -> Ints:
-        """(layers, 2): the GPU's part of `rows_read`."""
+        """(layers, 2): rows of `first` read and neurons kept on the GPU, for the last token that was decoded."""
         return self._device_rows_L2 + self._implied_L2
 
-    def run(self, tokens: Ints, cache: KVCache, *, select: bool, every: bool) -> Floats:
-        """Run up to `block_tokens` tokens, or up to `BLOCK_TOKENS` if `every`; see `CpuExecutor.run`."""
-        self._check_open()
-        most = BLOCK_TOKENS if every else self.block_tokens
-        assert 0 < len(tokens) <= min(most, cache.room), (len(tokens), cache.room)
-        numba.set_num_threads(self._threads)
-        with self.device.stream(), self._synchronised_on_error():
-            self._kv_residency.acquire(cache)
-            self.host_ops.step.cache_L2GSW, self.host_ops.step.start = cache.words, len(cache.tokens)
-            if every:
-                return self._all_logits(tokens, cache, select=select)
-            if len(tokens) == 1 and select:
-                self._set_token(tokens)
-                self._decode(self._runs)
-            else:
-                self._prefill.run(tokens)
-        cache.tokens += tokens.tolist()
-        return self._logits_V[None]
+    def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
+        """Run the next tokens of some sequences, one sequence after the other."""
+        with ONE_AT_A_TIME:
+            self._host.check_open()
+            for s in sequences:
+                self._host.check(s, BLOCK_TOKENS if s.logits == "all" else self.block_tokens)
+            numba.set_num_threads(self._host.threads)
+            return [self._run(s) for s in sequences]
 
-    def _all_logits(self, tokens: Ints, cache: KVCache, *, select: bool) -> Floats:
+    def new_cache(self) -> KVCache:
+        """An empty cache for one sequence."""
+        return self._host.new_cache()
+
+    def _run(self, s: SequenceStep) -> SequenceResult:
+        rows_L2 = counts_L3 = None
+        with self.device.stream(), self._synchronised_on_error():
+            self._kv_residency.acquire(s.cache)
+            self.host_ops.step.cache_L2GSW, self.host_ops.step.start = s.cache.words, s.cache.length
+            if s.logits == "all":
+                logits_TV = self._all_logits(s)
+                if s.count:
+                    most = min(self.block_tokens, BLOCK_TOKENS)
+                    counts_L3 = self._stats.tally(self._prefill.count_firing, most)
+                return SequenceResult(logits_TV=logits_TV.copy(), counts_L3=counts_L3)
+            if len(s.tokens) == 1 and s.select:
+                self._set_token(s.tokens)
+                rows_L2 = self._decode(self._runs)
+            else:
+                self._prefill.run(s.tokens)
+        s.cache.append(s.tokens)
+        return SequenceResult(logits_TV=self._logits_V[None].copy(), rows_L2=rows_L2)
+
+    def _all_logits(self, s: SequenceStep) -> Floats:
         """Logits of all tokens: decoded one by one with selection, else read in dense blocks."""
-        logits_TV = self._workspace.logits_TV[: len(tokens)]
-        if not select:
+        tokens, cache = s.tokens, s.cache
+        logits_TV = self._host.workspace.logits_TV[: len(tokens)]
+        if not s.select:
             for low in range(0, len(tokens), self.block_tokens):
                 part = slice(low, min(len(tokens), low + self.block_tokens))
-                self.host_ops.step.start = len(cache.tokens)
+                self.host_ops.step.start = cache.length
                 self._prefill.all_logits(tokens[part], logits_TV[part])
-                cache.tokens += tokens[part].tolist()
+                cache.append(tokens[part])
             return logits_TV
         self._stats.clear()
         first_V = logits_TV[0]
         for n in range(len(tokens)):
-            self.host_ops.step.start = len(cache.tokens)
+            self.host_ops.step.start = cache.length
             self._set_token(tokens[n : n + 1])
             if not self._runs_with_stats:  # building it writes into the cache where this token will
-                calls = build_schedule(self._placed, self.device_ops, self.host_ops, self.device, self._stats)
+                calls = build_schedule(self.plan, self.device_ops, self.host_ops, self.device, self._stats)
                 self._runs_with_stats = tuple(call.run for call in calls)
-            self._decode(self._runs_with_stats)
-            self._stats.add(self._rows_L2)
+            self._stats.add(self._decode(self._runs_with_stats))
             if n == 0:
                 first_V = self._logits_V.copy()  # the CPU's head writes into the first row
             else:
                 logits_TV[n] = self._logits_V
-            cache.tokens += tokens[n : n + 1].tolist()
+            cache.append(tokens[n : n + 1])
         logits_TV[0] = first_V
         return logits_TV
-
-    @property
-    def tally(self) -> Ints:
-        """(layers, 3): see `CpuExecutor.tally`. It is computed when asked for."""
-        self._check_open()
-        with self.device.stream():
-            return self._stats.tally(self._prefill.count_firing, min(self.block_tokens, BLOCK_TOKENS))
 
     @contextlib.contextmanager
     def _synchronised_on_error(self) -> Iterator[None]:
@@ -198,18 +197,19 @@ class CudaExecutor(CpuExecutor):
         step.tokens[:] = token_1
         self._token[0], self._token[1] = token_1[0], step.start
 
-    def _decode(self, runs: Sequence[Op]) -> None:
+    def _decode(self, runs: Sequence[Op]) -> Ints:
+        """Run a token through the schedule; returns (layers, 2) rows of `first` read and neurons kept."""
         for run in runs:
             run()
-        self._rows_L2 = self._workspace.rows_L2 + self.rows_on_device
+        return self._host.workspace.rows_L2 + self.rows_on_device
 
     def _make_prefill(self, artifact: Artifact, stream_from: int | None) -> Prefill:
         """A `Prefill`; it streams cold weights to the GPU if there are any, memory for them is left and it may pay."""
-        d, plan, device = self.device_ops.decoder, self._placed, self.device
+        d, plan, device = self.device_ops.decoder, self.plan, self.device
         streamer, first = None, 0
         if self._streamed_bytes:
             fmt = artifact.manifest.formats["ffn"]
-            first = measured_crossover(d, fmt, self._threads, device) if stream_from is None else stream_from
+            first = measured_crossover(d, fmt, self._host.threads, device) if stream_from is None else stream_from
             if first <= self.block_tokens:
                 with device.stream():
                     streamer = WeightStreamer(artifact, device)
@@ -217,8 +217,8 @@ class CudaExecutor(CpuExecutor):
             return Prefill(self.device_ops, self.host_ops, plan, device, self.block_tokens, streamer, first)
 
     def close(self) -> None:
-        """Close the artifact and free the GPU's memory; `run` refuses from now on."""
-        if self._artifact is not None:
+        """Close the artifact and free the GPU's memory; `step` refuses from now on."""
+        if self._host.artifact is not None:
             # After a fault the GPU does not answer; the fault has been raised already.
             with contextlib.suppress(RuntimeError):
                 self.device.synchronize()
@@ -228,7 +228,7 @@ class CudaExecutor(CpuExecutor):
             del self.device_ops, self.host_ops, self._prefill, self._kv_residency, self._stats
             with contextlib.suppress(RuntimeError):
                 self.device.limit(None)
-        super().close()
+        self._host.close()
 
 
 def layers_in_mode(manifest: Manifest, mode: str) -> tuple[Layer, ...]:

@@ -11,6 +11,8 @@ import numpy.typing as npt
 from pi_runtime.artifact.footprint import kv_itemsize, kv_shape
 from pi_runtime.artifact.schema import Manifest
 
+Ints = npt.NDArray[np.int64]
+
 
 class KVCache:
     """Keys and values (layers, 2, G, S, E) for one sequence of at most S = `context` positions.
@@ -20,11 +22,20 @@ class KVCache:
 
     def __init__(self, manifest: Manifest, context: int) -> None:
         self.context = context
-        self.tokens: list[int] = []
-        """Tokens whose keys and values are held, in order."""
+        self._tokens: list[int] = []
         dtype = np.dtype(f"f{kv_itemsize(manifest.formats['attention'])}")
         # zeros, not empty: the pages are mapped only when they are written.
         self.values: npt.NDArray[np.floating] = np.zeros(kv_shape(manifest.decoder, context), dtype)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens whose keys and values are held, in order."""
+        return tuple(self._tokens)
+
+    @property
+    def length(self) -> int:
+        """Number of positions held."""
+        return len(self._tokens)
 
     @property
     def words(self) -> npt.NDArray[np.uint16]:
@@ -34,7 +45,7 @@ class KVCache:
     @property
     def room(self) -> int:
         """Positions left."""
-        return self.context - len(self.tokens)
+        return self.context - len(self._tokens)
 
     def keep_common_prefix(self, tokens: Sequence[int]) -> int:
         """Drop what is not a common prefix with `tokens`; returns how many of these are still held, never all.
@@ -42,9 +53,17 @@ class KVCache:
         The last token always runs again, because its logits are needed.
         """
         same = 0
-        for held, wanted in zip(self.tokens, tokens[:-1], strict=False):
+        for held, wanted in zip(self._tokens, tokens[:-1], strict=False):
             if held != wanted:
                 break
             same += 1
-        del self.tokens[same:]
+        self.truncate(same)
         return same
+
+    def append(self, tokens: Ints) -> None:
+        """Count these tokens as held, whose keys and values have been written."""
+        self._tokens += tokens.tolist()
+
+    def truncate(self, length: int) -> None:
+        """Roll back to the first `length` positions; there may be fewer already."""
+        del self._tokens[length:]

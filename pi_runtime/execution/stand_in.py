@@ -18,11 +18,13 @@ import numpy as np
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
-from pi_runtime.execution.cpu import CpuExecutor, Floats, Ints
+from pi_runtime.execution.cpu import CpuModel
+from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels import ffn
+from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME
 from pi_runtime.kernels.data.weight_table import KernelConfig
-from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
+from pi_runtime.kernels.data.workspace import BLOCK_TOKENS, Workspace, allocate_workspace
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 
 ExpertRange = tuple[int, np.float32, int, int]
@@ -47,7 +49,7 @@ class NeuronWorker:
         return rows_2
 
 
-class StandInExecutor(CpuExecutor):
+class StandInExecutor:
     """Decodes by a plan without a GPU: in each layer one worker has the neurons below the cut, the other the rest.
 
     Each expert has a cut of its own. Attention, embedding and head run on the CPU whatever side the plan names, because
@@ -56,37 +58,45 @@ class StandInExecutor(CpuExecutor):
     """
 
     device_name = "stand-in"
+    notice: str | None = None
+    block_tokens = BLOCK_TOKENS
 
     def __init__(self, artifact: Artifact, mode: str, context: int, threads: int, plan: Plan) -> None:
-        super().__init__(artifact, mode, context, threads)
-        self.plan = plan
-        self._cuts_LX = np.array(plan.cuts).reshape(len(self._table_LXW), self._cfg.experts).tolist()
-        own = allocate_workspace(self._cfg, len(self._table_LXW), self._largest_rank, tokens=1)
-        self.hot = NeuronWorker(ffn.serial_step, self._cfg, own)
-        self.cold = NeuronWorker(ffn.step, self._cfg, self._workspace)
+        self._model = model = CpuModel(artifact, mode, context, threads)
+        self.plan, self.context, self.neurons = plan, context, model.neurons
+        self._cuts_LX = np.array(plan.cuts).reshape(len(model.table_LXW), model.cfg.experts).tolist()
+        own = allocate_workspace(model.cfg, len(model.table_LXW), model.largest_rank, tokens=1)
+        self.hot = NeuronWorker(ffn.serial_step, model.cfg, own)
+        self.cold = NeuronWorker(ffn.step, model.cfg, model.workspace)
         self._gpu_thread = ThreadPoolExecutor(1, thread_name_prefix="pi-stand-in")
 
-    def run(self, tokens: Ints, cache: KVCache, *, select: bool, every: bool) -> Floats:
-        """Run as `CpuExecutor.run`; a single token with selection and not `every` goes to both workers."""
-        if len(tokens) > 1 or not select or every:
-            return super().run(tokens, cache, select=select, every=every)
-        self._check(tokens, cache)
+    def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
+        """Run the next tokens of some sequences. A single token with selection goes to both workers."""
+        with ONE_AT_A_TIME:
+            self._model.check_open()
+            for s in sequences:
+                self._model.check(s)
+            return [self._run(s) for s in sequences]
+
+    def _run(self, s: SequenceStep) -> SequenceResult:
+        if len(s.tokens) > 1 or not s.select or s.logits == "all":
+            return self._model.run(s)
+        m, ws = self._model, self._model.workspace
         # One core is the stand-in's.
-        numba.set_num_threads(max(1, self._threads - 1))
-        ws, cfg, start, words_L2GSW = self._workspace, self._cfg, len(cache.tokens), cache.words
-        x_TD = ws.x_TD[:1]
-        embed(cfg, self._ends, tokens, start, ws, x_TD)
-        for layer, w_XW in enumerate(self._table_LXW):
-            attention(cfg, w_XW[0], self._eps, self._cos_SJ, self._sin_SJ, start, words_L2GSW[layer], x_TD, ws)
+        numba.set_num_threads(max(1, m.threads - 1))
+        start, words_L2GSW, x_TD = s.cache.length, s.cache.words, ws.x_TD[:1]
+        embed(m.cfg, m.ends, s.tokens, start, ws, x_TD)
+        for layer, w_XW in enumerate(m.table_LXW):
+            attention(m.cfg, w_XW[0], m.eps, m.cos_SJ, m.sin_SJ, start, words_L2GSW[layer], x_TD, ws)
             ws.rows_L2[layer] = self._ffn(w_XW, ws.normed_TD[0], self._cuts_LX[layer], x_TD[0])
-            after_ffn(cfg, w_XW[0], self._eps, x_TD)
-        head(cfg, self._ends, self._eps, x_TD, ws, ws.logits_TV[:1])
-        cache.tokens += tokens.tolist()
-        return ws.logits_TV[:1]
+            after_ffn(m.cfg, w_XW[0], m.eps, x_TD)
+        head(m.cfg, m.ends, m.eps, x_TD, ws, ws.logits_TV[:1])
+        s.cache.append(s.tokens)
+        return m.result(s)
 
     def _ffn(self, w_XW: Ints, x_D: Floats, cut_X: Sequence[int], y_D: Floats) -> Ints:
         """y ← y + the FFN of x, both workers at once; a token wholly on one side needs no handover."""
-        ws, width, rows_2 = self._workspace, self._cfg.d_ff, np.zeros(2, np.int64)
+        ws, width, rows_2 = self._model.workspace, self._model.cfg.d_ff, np.zeros(2, np.int64)
         taken = list(zip(ws.expert_TK[0].tolist(), ws.route_weight_TK[0], strict=True))
         hot: list[ExpertRange] = [(e, weight, 0, cut_X[e]) for e, weight in taken if cut_X[e] > 0]
         cold: list[ExpertRange] = [(e, weight, cut_X[e], width) for e, weight in taken if cut_X[e] < width]
@@ -104,7 +114,12 @@ class StandInExecutor(CpuExecutor):
             ffn.add_sums(self.cold.workspace.sums_CP, y_D)
         return rows_2
 
+    def new_cache(self) -> KVCache:
+        """An empty cache for one sequence."""
+        return self._model.new_cache()
+
     def close(self) -> None:
         """End the thread and close the artifact."""
-        self._gpu_thread.shutdown()
-        super().close()
+        with ONE_AT_A_TIME:
+            self._gpu_thread.shutdown()
+            self._model.close()

@@ -103,7 +103,7 @@ def test_logits_with_a_cache_are_those_without(tmp_path: Path, mode: str) -> Non
         ]:
             ids = np.concatenate([base[:common], rng.integers(0, 257, length - common)])
             found = model.logits(ids, last, cache=cache)
-            assert cache.tokens == ids.tolist()
+            assert cache.tokens == tuple(ids.tolist())
             np.testing.assert_allclose(found, model.logits(ids)[-last:], rtol=1e-4, atol=1e-5)
         for wrong in (0, 4):
             with pytest.raises(UsageError, match=f"the last {wrong} positions"):

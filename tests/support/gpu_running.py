@@ -13,7 +13,9 @@ from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.execution.cpu import CpuExecutor
+from pi_runtime.execution.executor import Executor
 from pi_runtime.execution.kv_cache import KVCache
+from support.steps import step
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 CONTEXT = 48
@@ -78,18 +80,15 @@ def of_size(gpu: Device, memory: int, **more: Any) -> Device:
     return found
 
 
-def read(executor: CpuExecutor, cache: KVCache, ids: Sequence[int]) -> np.ndarray:
+def read(executor: Executor, cache: KVCache, ids: Sequence[int]) -> np.ndarray:
     """Logits after a prompt."""
-    return executor.run(np.array(ids, np.int64), cache, select=False, every=False)[0].copy()
+    return step(executor, ids, cache, select=False).logits_TV[0]
 
 
-def decoded(executor: CpuExecutor, cache: KVCache, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def decoded(executor: Executor, cache: KVCache, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Logits after each token, and the rows read and kept."""
-    logits, rows = [], []
-    for token in ids:
-        logits.append(executor.run(np.array([token], np.int64), cache, select=True, every=False)[0].copy())
-        rows.append(executor.rows_read.copy())
-    return np.stack(logits), np.stack(rows)
+    found = [step(executor, [token], cache, select=True) for token in ids]
+    return np.stack([f.logits_TV[0] for f in found]), np.stack([f.rows_L2 for f in found])
 
 
 def assert_same_answers(

@@ -19,7 +19,7 @@ from pi_runtime.cuda.kernels import moe
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
 from pi_runtime.cuda.kernels.moe import DeviceCuts, Routing
 from pi_runtime.cuda.kernels.row_dot import linear
-from pi_runtime.execution.cpu import Floats, Ints
+from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.kernels.split_ffn import cold_sum_experts, predict_experts
 
 

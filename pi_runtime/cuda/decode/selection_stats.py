@@ -16,7 +16,7 @@ from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.execution.cpu import Ints
+from pi_runtime.execution.executor import Ints
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 
 

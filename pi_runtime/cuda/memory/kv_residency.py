@@ -35,7 +35,7 @@ class KVResidency:
         self._owner = weakref.ref(cache)
 
     def _copy(self, cache: KVCache, *, to_host: bool) -> None:
-        held = len(cache.tokens)
+        held = cache.length
         for layer, device_2GSE in self._layers.items() if held else ():
             host_2GSE = torch.from_numpy(cache.values[layer])
             # Head by head: torch would gather a slice of all heads first, in GPU memory that no budget counts.

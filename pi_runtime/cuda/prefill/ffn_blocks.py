@@ -23,7 +23,7 @@ from pi_runtime.cuda.kernels import gemm
 from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
 from pi_runtime.cuda.plan_layout import GPU
 from pi_runtime.cuda.prefill.block_buffers import BlockBuffers
-from pi_runtime.execution.cpu import Floats, Ints
+from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.kernels import ffn, moe
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 

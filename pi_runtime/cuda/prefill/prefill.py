@@ -21,7 +21,7 @@ from pi_runtime.cuda.memory.workspace import narrow_width
 from pi_runtime.cuda.plan_layout import GPU
 from pi_runtime.cuda.prefill.block_buffers import BlockBuffers
 from pi_runtime.cuda.prefill.ffn_blocks import FfnBlocks
-from pi_runtime.execution.cpu import Floats, Ints
+from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 

@@ -1,6 +1,7 @@
 """The threads of parallel kernels: how they wait for work, and which library runs them."""
 
 import os
+import threading
 
 import numba
 
@@ -9,6 +10,10 @@ SPIN = 1_000
 else to do each parallel region then waits for a time slice (8 ms against 5 µs, measured)."""
 SPIN_BESIDE_GPU = 100_000
 """The same while a GPU works between two regions, some tens of microseconds a layer: waking would take as long."""
+
+ONE_AT_A_TIME = threading.RLock()
+"""Held while parallel kernels run. All models of a process share numba's threads, and one of its threading layers ends
+the process when two Python threads come at once."""
 
 
 def start_threads(spin: int = SPIN) -> None:

@@ -24,11 +24,11 @@ class Decoding:
         # As normed states leave keys and values: a prompt would take longer than everything else.
         for layer in self._cache.values:
             layer[:, :, :positions] = self._rng.standard_normal(layer[:, :, :positions].shape, np.float32)
-        self._cache.tokens += self._ids(positions)
+        self._cache.append(np.array(self._ids(positions), np.int64))
 
     def token(self, name: str, token: int) -> tuple[np.ndarray, np.ndarray]:
         """Logits, and rows read by layer, of one token at the end of the context."""
-        del self._cache.tokens[self._positions :]
+        self._cache.truncate(self._positions)
         return self.models[name].decode(token, self._cache)
 
     def seconds(self, name: str, tokens: int) -> float:

@@ -34,7 +34,7 @@ def open_model(name: str, path: str, mode: str, context: int) -> dict[str, Any]:
 def prefill(name: str, tokens: int) -> dict[str, Any]:
     """Run a new prompt of `tokens` tokens, which then is the context."""
     model, cache = _models[name], _caches[0]
-    del cache.tokens[:]
+    cache.truncate(0)
     generation = model.generate(_ids(model, tokens), max_tokens=1, sampling=Sampling(temperature=0), cache=cache)
     for _ in generation:
         pass
@@ -44,9 +44,9 @@ def prefill(name: str, tokens: int) -> dict[str, Any]:
 def decode(name: str, context: int, tokens: int) -> dict[str, Any]:
     """Single tokens after a context: seconds of each, without the first, which wakes the threads."""
     model, cache = _models[name], _caches[0]
-    if len(cache.tokens) < context:
+    if cache.length < context:
         prefill(name, context)
-    del cache.tokens[context:]
+    cache.truncate(context)
     seconds, rows_2 = [], np.zeros(2)
     for n, token in enumerate(_ids(model, tokens + 1)):
         began = time.perf_counter()
@@ -54,7 +54,7 @@ def decode(name: str, context: int, tokens: int) -> dict[str, Any]:
         if n:
             seconds.append(time.perf_counter() - began)
             rows_2 += rows_L2.sum(0) / tokens
-    del cache.tokens[context:]
+    cache.truncate(context)
     m = model.manifest
     read, kept = (rows_2 / (m.decoder.n_layers * m.decoder.d_ff)).tolist()
     dense = model.mode == "dense"

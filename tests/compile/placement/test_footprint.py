@@ -13,7 +13,6 @@ from pi_compile.placement import formulation
 from pi_compile.placement.formulation import PREFILL_TOKENS, Sizes, all_cpu
 from pi_runtime.artifact.footprint import PROMPT_TOKENS, gpu_workspace_bytes, prompt_block, streamed_bytes
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.stand_in import StandInExecutor
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
@@ -50,9 +49,10 @@ def test_parts_are_the_bytes_of_the_file(family: str, tmp_path: Path) -> None:
     assert sum(gpu.values()) == 0
 
 
-def allocated(executor: CpuExecutor) -> int:
+def allocated(executor: StandInExecutor) -> int:
     """Bytes of everything an executor allocates beside the weights."""
-    arrays = [*executor._workspace, executor._cos_SJ, executor._sin_SJ]
+    model = executor._model
+    arrays = [*model.workspace, model.cos_SJ, model.sin_SJ]
     return sum(array.nbytes for array in arrays)
 
 

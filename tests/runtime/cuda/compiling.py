@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import triton
+from support.steps import step
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -74,8 +74,8 @@ def run(artifact: Path, arch: int) -> set[str]:
         for plan in opened.manifest.plans:
             executor = CudaExecutor(Artifact.open(artifact), "auto", 48, 1, plan, Compiled(), 1 << 40, stream_from=1)
             cache = KVCache(opened.manifest, 48)
-            executor.run(np.array([1, 2]), cache, select=False, every=False)
-            executor.run(np.array([3]), cache, select=True, every=False)
+            step(executor, [1, 2], cache, select=False)
+            step(executor, [3], cache, select=True)
             executor.close()
     finally:
         JITFunction.run = launch

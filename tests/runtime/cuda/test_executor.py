@@ -21,6 +21,7 @@ from support.gpu_running import (
     read,
     running,
 )  # fmt: skip
+from support.steps import step
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.cuda.memory.devices import Device
@@ -152,7 +153,7 @@ def test_two_sequences_in_turn(tmp_path: Path, gpu: Device) -> None:
         np.testing.assert_array_equal(np.concatenate(in_turn[0]), alone[0])
         np.testing.assert_array_equal(np.concatenate(in_turn[1]), alone[1])
         # Logits at every position continue from the GPU's cache.
-        every = executor.run(np.array([5]), caches[1], select=True, every=True)
+        every = step(executor, [5], caches[1], select=True, logits="all").logits_TV
         wanted = decoded(executor, new(), [9, 8, 7, 6, 5])[0]
         assert_same(every, wanted[-1:])
 
@@ -169,7 +170,7 @@ def test_a_fault_on_either_side_surfaces_and_the_executor_still_works(kind: str,
         cache = executor.new_cache()
         with pytest.raises(RuntimeError, match=f"{kind} broke"):
             decoded(executor, cache, [5])
-        assert cache.tokens == [], "a token that failed is in the cache"
+        assert cache.tokens == (), "a token that failed is in the cache"
         executor._runs = runs
         np.testing.assert_array_equal(decoded(executor, cache, [5])[0], wanted)
 

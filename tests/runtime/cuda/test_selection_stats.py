@@ -10,6 +10,7 @@ import pytest
 from support.gpu_running import (
     ALL_ON_GPU,
     CONTEXT,
+    LAYERS,
     NEURONS,
     OTHERS,
     PREDICTED,
@@ -20,6 +21,7 @@ from support.gpu_running import (
     plan_of,
     running,
 )
+from support.steps import step
 
 from pi_compile.evaluation.fidelity import evaluate
 from pi_compile.evaluation.load_options import LoadOptions
@@ -29,14 +31,15 @@ from pi_runtime.cuda import opening
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.execution import devices
 from pi_runtime.execution.cpu import CpuExecutor
+from pi_runtime.execution.executor import Executor
 from pi_runtime.execution.kv_cache import KVCache
 
 IDS = [5, 9, 250]
 MIXED = plan_of(["gpu", "cpu", "gpu"], (0, NEURONS, 64), "cpu-cpu")
 
 
-def all_logits(executor: CpuExecutor, ids: Sequence[int], cache: KVCache, *, select: bool) -> np.ndarray:
-    return executor.run(np.array(ids, np.int64), cache, select=select, every=True).copy()
+def all_logits(executor: Executor, ids: Sequence[int], cache: KVCache, *, select: bool) -> np.ndarray:
+    return step(executor, ids, cache, select=select, logits="all").logits_TV
 
 
 @pytest.mark.parametrize(
@@ -50,13 +53,14 @@ def test_what_decoding_computes_and_what_fires(
     path = model(tmp_path / "a.pi", layers=layers)
     one = CpuExecutor(Artifact.open(path), mode, CONTEXT, 1)
     with running(path, plan, gpu, mode) as two:
-        assert not two.tally.any()
         caches = [two.new_cache() for _ in range(2)]
         for ids in (IDS, [7]):  # a block, and one that goes on from it
-            found, wanted = (all_logits(e, ids, c, select=True) for e, c in zip((two, one), caches, strict=True))
-            assert_same(found, wanted)
-            np.testing.assert_array_equal(two.tally, one.tally)
-        assert caches[0].tokens == [*IDS, 7]
+            found, wanted = (
+                step(e, ids, c, select=True, logits="all", count=True) for e, c in zip((two, one), caches, strict=True)
+            )
+            assert_same(found.logits_TV, wanted.logits_TV)
+            np.testing.assert_array_equal(found.counts_L3, wanted.counts_L3)
+        assert caches[0].tokens == (*IDS, 7)
     one.close()
 
 
@@ -65,7 +69,7 @@ def test_bits_are_those_of_decoding(tmp_path: Path, gpu: Device) -> None:
         caches = [executor.new_cache() for _ in range(2)]
         wanted, rows = decoded(executor, caches[0], IDS)
         np.testing.assert_array_equal(all_logits(executor, IDS, caches[1], select=True), wanted)
-        np.testing.assert_array_equal(executor.rows_read, rows[-1])
+        assert rows.shape == (len(IDS), LAYERS, 2)
 
 
 @pytest.mark.parametrize(

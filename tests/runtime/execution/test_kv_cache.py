@@ -24,7 +24,7 @@ def test_a_talk_with_a_cache_reads_like_one_without(random_path: Path) -> None:
             assert (reused.stats.cached_tokens, fresh.stats.cached_tokens) == (held, 0)
             # The last token of an answer has not run yet.
             held = len(talk) + 8
-            assert cache.tokens == talk + reused.token_ids[:-1]
+            assert cache.tokens == (*talk, *reused.token_ids[:-1])
             talk = talk + reused.token_ids + rng.integers(0, 256, 5).tolist()
 
 

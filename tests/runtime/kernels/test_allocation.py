@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numba.core.runtime import _nrt_python, rtsys
+from support.steps import step
 from support.stored import WEIGHT_FORMATS, ffn_layer, store
 from support.synthetic import random_artifact, small_decoder
 
@@ -62,11 +63,11 @@ def test_a_decoded_token(fmt: str, tmp_path: Path, allocations: Count) -> None:
     path = random_artifact(tmp_path / "a.pi", decoder, format=fmt, ranks=[5] * decoder.n_layers)
     for mode in ("dense", "gate", "predicted"):
         with load(path, mode=mode) as model:
-            executor, cache, token = model._executor, model.new_cache(), np.array([65])
+            executor, cache = model._executor, model.new_cache()
             # Those of the one call into compiled code: the table, two of angles, tokens, the cache, and the workspace.
-            handed_over = 5 + sum(isinstance(a, np.ndarray) for a in executor._workspace)
+            handed_over = 5 + sum(isinstance(a, np.ndarray) for a in executor._model.workspace)
 
             def decode() -> None:
-                executor.run(token, cache, select=True, every=False)  # noqa: B023
+                step(executor, [65], cache, select=True)  # noqa: B023
 
             assert allocations(decode, handed_over=handed_over) == 0, mode

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.rounding import blocks_of
+from support.steps import step
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import load
@@ -81,9 +82,7 @@ def both_ways(path: Path, mode: str, ids: np.ndarray) -> tuple[np.ndarray, np.nd
     """Logits from blocks of tokens, and token by token."""
     with load(path, mode=mode) as model:
         block, cache = model.logits(ids), model.new_cache()
-        steps = [
-            model._executor.run(ids[t : t + 1], cache, select=True, every=False)[0].copy() for t in range(len(ids))
-        ]
+        steps = [step(model._executor, ids[t : t + 1], cache, select=True).logits_TV[0] for t in range(len(ids))]
     return block, np.stack(steps)
 
 

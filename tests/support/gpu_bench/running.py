@@ -10,8 +10,8 @@ from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.decode.schedule import Call
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.execution.kv_cache import KVCache
 from support.gpu_bench.model import MemoryArtifact
+from support.steps import step
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,14 @@ def measure(
         prefill = _prefill(executor, ids[:prompt])
         cache = executor.new_cache()
         for start in range(0, 32, 16):  # the same short prompt for every placement: its logits are compared
-            executor.run(ids[start : start + 16], cache, select=False, every=False)
-        logits = [_step(executor, cache, token) for token in ids[32:36]]
+            step(executor, ids[start : start + 16], cache, select=False)
+        logits = [step(executor, [token], cache, select=True).logits_TV[0] for token in ids[32:36]]
         began = time.perf_counter()
         for token in ids[36 : 36 + tokens]:
-            _step(executor, cache, token)
+            last = step(executor, [token], cache, select=True)
         decode = tokens / (time.perf_counter() - began)
-        kept, on_device = int(executor.rows_read[:, 1].sum()), int(executor.rows_on_device[:, 1].sum())
+        assert last.rows_L2 is not None
+        kept, on_device = int(last.rows_L2[:, 1].sum()), int(executor.rows_on_device[:, 1].sum())
         overlap, handover, gpu, cpu = _parts(executor)
         return Measurement(decode, prefill, overlap, handover, gpu, cpu, on_device / max(kept, 1), np.stack(logits))
     finally:
@@ -63,10 +64,6 @@ def token_ids(vocabulary: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, vocabulary, 1024)
 
 
-def _step(executor: CudaExecutor, cache: KVCache, token: int) -> np.ndarray:
-    return executor.run(np.array([token]), cache, select=True, every=False)[0].copy()
-
-
 def _prefill(executor: CudaExecutor, ids: np.ndarray) -> float:
     """Tokens a second of the second of two readings; of the first, where that is slow."""
     taken = 0.0
@@ -75,7 +72,7 @@ def _prefill(executor: CudaExecutor, ids: np.ndarray) -> float:
             break
         cache, began = executor.new_cache(), time.perf_counter()
         for start in range(0, len(ids), executor.block_tokens):
-            executor.run(ids[start : start + executor.block_tokens], cache, select=False, every=False)
+            step(executor, ids[start : start + executor.block_tokens], cache, select=False)
         taken = time.perf_counter() - began
     return len(ids) / taken
 

@@ -1,0 +1,87 @@
+"""What runs a model: an executor takes a step of one or more sequences, and returns what came of it.
+
+CPU, stand-in and GPU are executors. A caller knows no more of them than what stands here.
+
+Shape letters: T tokens of a sequence in this step, V vocabulary, L layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_runtime.artifact.schema import Plan
+from pi_runtime.execution.kv_cache import KVCache
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceStep:
+    """What one sequence does in a step: its next tokens run, and join those its cache holds."""
+
+    cache: KVCache
+    """No two sequences of a step share one."""
+    tokens: Ints
+    """A piece of a prompt, up to `Executor.block_tokens`; or one token. Ids and room are the caller's promise."""
+    select: bool
+    """Whether to skip what the layers' rungs skip; else every neuron is computed."""
+    logits: Literal["last", "all"] = "last"
+    """Of which tokens logits are wanted; `all` takes up to `BLOCK_TOKENS` tokens."""
+    count: bool = False
+    """Whether to count what selection reads and leaves out; with `select` and `all` logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceResult:
+    """What came of a sequence's part in a step. It belongs to the caller: no later step changes it."""
+
+    logits_TV: Floats
+    """One row for each token, or (1, V) for the last one."""
+    rows_L2: Ints | None = None
+    """Rows of `first` read and neurons kept; of a single token with selection, if only its logits were asked for."""
+    counts_L3: Ints | None = None
+    """Sums over the tokens of neurons that fire, rows of `first` read, and neurons that fire and are kept; if asked
+    for."""
+
+
+class Executor(Protocol):
+    """Runs one artifact in one mode. Steps of several threads take turns."""
+
+    context: int
+    """Positions that a cache holds."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The placement it follows; None where the CPU has everything."""
+
+    @property
+    def device_name(self) -> str:
+        """Where it runs: `cpu`, `stand-in`, or a GPU by its name."""
+
+    @property
+    def notice(self) -> str | None:
+        """What the user should know of where it runs."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Most tokens of a prompt that a sequence brings to a step."""
+
+    @property
+    def neurons(self) -> int:
+        """Neurons of all layers and experts."""
+
+    def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
+        """Run the next tokens of some sequences; returns a result for each, in their order.
+
+        A sequence's result does not depend on the others. Raises UsageError once the executor is closed.
+        """
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for one sequence."""
+
+    def close(self) -> None:
+        """Close the artifact and free what was allocated; `step` refuses from now on."""
