@@ -20,6 +20,7 @@ from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.kernels import ffn
 from pi_runtime.kernels.ops.attention import attend, store_kv
 from pi_runtime.kernels.ops.linear import add_matmul, linear
+from support.steps import step
 from support.stored import Layer, StoredMatrix, ffn_layer, store
 from support.synthetic import small_decoder
 
@@ -61,13 +62,12 @@ def models(path: str, threads: int) -> None:
     name = Path(path).stem
     for mode in ("dense", "gate", "predicted"):
         with load(path, mode=mode, threads=threads) as model:
-            run = model._executor.run
             for tokens in (1, 7, 64):
                 cache = model.new_cache()
-                logits = [run(np.arange(tokens) * 37 % 257, cache, select=False, every=False).copy()]
-                note(f"{name} {mode} prefill {tokens}", *logits)
-                steps = [run(np.array([t]), cache, select=True, every=False).copy() for t in (5, 6, 7)]
-                note(f"{name} {mode} decode {tokens}", *steps)
+                prompt = step(model._executor, np.arange(tokens) * 37 % 257, cache, select=False)
+                note(f"{name} {mode} prefill {tokens}", prompt.logits_TV)
+                steps = [step(model._executor, [t], cache, select=True) for t in (5, 6, 7)]
+                note(f"{name} {mode} decode {tokens}", *(s.logits_TV for s in steps))
             note(f"{name} {mode} logits", model.logits(np.arange(90) * 11 % 257))
 
 
