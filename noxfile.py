@@ -104,7 +104,7 @@ def canary(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Benchmarks: `nox -s bench -- NAME [ARGUMENTS]` runs tests/benchmarks/NAME.py; without a name, lists them."""
-    names = sorted(p.stem for p in Path("tests/benchmarks").glob("[a-z]*.py"))
+    names = sorted(p.stem for p in Path("tests/benchmarks").glob("[a-z]*.py") if not p.stem.startswith("test_"))
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"name one of: {', '.join(names)}")
     install_all(session)
