@@ -49,15 +49,14 @@ def main() -> None:
         run = _Run(checkpoint, ids, spec, Path(folder), lambda _done, _total: None)
 
         def plain() -> torch.Tensor:
-            x = td.attention(d, w, td.embed(d, ends, ids))
-            h = td.neurons(d, w, td.norm(d, w, "ffn/norm", x))
-            return x + td.ffn_output(w, h)
+            x, inputs = td.before_ffn(d, w, td.embed(d, ends, ids))
+            return td.after_ffn(d, w, x, td.ffn_output(w, td.neurons(d, w, inputs)))
 
         def counting() -> np.ndarray:
             return run._run_batch(range(1), [w], ends, slice(0, BATCH))[0].counts
 
-        x = td.attention(d, w, td.embed(d, ends, ids))
-        wanted = (td.neurons(d, w, td.norm(d, w, "ffn/norm", x)) != 0).sum((0, 1))
+        _, inputs = td.before_ffn(d, w, td.embed(d, ends, ids))
+        wanted = (td.neurons(d, w, inputs) != 0).sum((0, 1))
         np.testing.assert_array_equal(counting(), wanted.numpy())
         # Taken in turns, so that whatever else the machine does falls on both.
         times = [(seconds(plain), seconds(counting)) for _ in range(arguments.rounds)]
