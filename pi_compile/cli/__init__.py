@@ -1,1 +1,1 @@
-"""The command line `pi-compile`: options, the commands, their options, and how results are printed."""
+"""The command line `pi-compile`: commands, their options, and how results are printed."""

@@ -52,8 +52,7 @@ class Reads:
         ps += _ps(self.first, processor.rate(fmt, "gather" if kind.picks else "neurons"))
         ps += _ps(self.rest, processor.rate(fmt, "neurons" if kind.dense else "gather"))
         if kind.picks:
-            # Signs have no number format: they are read as fast as the memory delivers.
-            predictor_fmt = "" if kind.selector == "signs" else neuron.predictor_format
+            predictor_fmt = neuron.predictor_format if kind.formatted else ""
             ps += PREDICTOR_LAUNCHES * processor.launch_ps
             ps += _ps(self.predictor, processor.rate(predictor_fmt, "predictor"))
         return ps

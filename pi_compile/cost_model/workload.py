@@ -11,7 +11,7 @@ from pi_compile.cost_model import layer_groups
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import PartBytes, predictor_bytes
 from pi_runtime.artifact.rungs import RUNGS, Rung
-from pi_runtime.artifact.sizes import SIGNS, array_specs
+from pi_runtime.artifact.sizes import array_specs
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,7 +37,7 @@ class LayerWork:
     @property
     def predictor(self) -> int | None:
         """Rank of the predictor that is stored, `SIGNS`, or None."""
-        return SIGNS if self.kind.selector == "signs" else self.rank
+        return self.kind.stored_predictor(self.rank)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

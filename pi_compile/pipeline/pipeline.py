@@ -275,7 +275,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _fresh(result: Dated, key: str, path: Path) -> Dated:
-    """A stored result that was made from the inputs of now: a file may have been copied there by hand."""
+    """A stored result, refused if its recorded inputs differ from the current ones (somebody may have copied it)."""
     if result.inputs != key:
         raise ProfileError(
             f"{path}: stale, or of another model",

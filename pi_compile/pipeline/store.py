@@ -74,7 +74,7 @@ def sources_of(module: str) -> dict[str, Path]:
         path = _source(name)
         if path is not None and name not in found:
             found[name] = path
-            # A room's face only hands on: of it no more is needed than what is imported from there.
+            # An `__init__` only re-exports: what is imported from it is followed by name.
             waiting += _imports(path) if path.name != "__init__.py" or name == module else []
     return dict(sorted(found.items()))
 
@@ -97,7 +97,7 @@ def _files_of(module: str) -> list[Path]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Names of the modules that a source file imports, wherever in it, or names as text."""
+    """Modules that a source file imports, anywhere in it, or names in a text."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
             yield node.value.partition(":")[0]
@@ -109,7 +109,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def _home(module: str, name: str) -> str:
-    """The module that `from module import name` takes a name from: past a face that hands it on, or the name itself."""
+    """The module that defines a name: re-exports in an `__init__` are followed."""
     path = _source(module)
     if path is not None and path.name == "__init__.py":
         for node in ast.walk(ast.parse(path.read_bytes())):

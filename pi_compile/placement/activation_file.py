@@ -172,7 +172,7 @@ class ActivationFile:
             return f"a table of {len(self.table)} rows for {self.decoder.n_layers} layers"
         if not all(row.rung in RUNGS for row in self.table):
             return "a rung that is none"
-        if any(RUNGS[row.rung].selector == "low-rank" and not row.rank for row in self.table):
+        if any(RUNGS[row.rung].parameter == "rank" and not row.rank for row in self.table):
             return "a rung with a low-rank predictor that has no rank"
         return ""
 

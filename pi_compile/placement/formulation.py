@@ -66,7 +66,7 @@ class Sizes:
     """Predictor of each layer."""
     cache: int
     """Key-value cache of one layer."""
-    scratch: tuple[int, int]
+    workspace: tuple[int, int]
     """Buffers of each side; the GPU's are needed only where it has work."""
     neurons: int
     """Number of neurons of one layer."""
@@ -83,9 +83,9 @@ class Sizes:
             parts=parts,
             predictor=predictor,
             cache=kv_bytes(decoder, work.formats["attention"], work.context),
-            scratch=(
+            workspace=(
                 workspace_bytes(decoder, largest_rank, PREFILL_TOKENS, work.context),
-                _gpu_scratch(decoder, largest_rank, work.context, parts, parts.total(decoder) + sum(predictor)),
+                _gpu_workspace(decoder, largest_rank, work.context, parts, parts.total(decoder) + sum(predictor)),
             ),
             neurons=decoder.neurons,
             group=int(work.cuts[1]),
@@ -101,7 +101,7 @@ class Sizes:
     def least_on_gpu(self) -> int:
         """GPU memory for the smallest part, with the buffers: a group of neurons, the head or the embedding."""
         group = self.group * self.parts.neuron
-        return self.scratch[GPU] + min(group, self.head, self.embedding)
+        return self.workspace[GPU] + min(group, self.head, self.embedding)
 
     @property
     def all_on_gpu(self) -> int:
@@ -140,11 +140,12 @@ class Sizes:
             "predictor": sum(self.predictor[n] for n in layers),
             "ffn": neurons * parts.neuron,
             "head": parts.head + parts.final_norm if a.head == side else 0,
-            "scratch": self.scratch[side] if side == CPU or a.uses_gpu else 0,
+            # The key is part of every lock and every stored plan.
+            "scratch": self.workspace[side] if side == CPU or a.uses_gpu else 0,
         }
 
 
-def _gpu_scratch(decoder: Decoder, rank: int, context: int, parts: PartBytes, model: int) -> int:
+def _gpu_workspace(decoder: Decoder, rank: int, context: int, parts: PartBytes, model: int) -> int:
     """The GPU's buffers for decoding and for blocks of a prompt.
 
     Blocks are as large as `PROMPT_SHARE` allows, together with the room for cold weights that long prompts bring to the

@@ -43,7 +43,7 @@ def greedy(costs: Costs, sizes: Sizes, vram: int, ram: int | None = None) -> Ass
     While RAM holds more than `ram` bytes, steps that cost time are taken too. RAM may hold more in the end: then no
     further step fitted.
     """
-    layers, free = len(costs.layers), vram - sizes.scratch[GPU]
+    layers, free = len(costs.layers), vram - sizes.workspace[GPU]
     found = [_improved(_State(costs, sizes, [CPU] * layers, [0] * layers, CPU, CPU), max(free, 0), ram)]
     # A tied head on the embedding's side shares its matrix.
     ends = sizes.embedding + sizes.parts.head + sizes.parts.final_norm
@@ -137,7 +137,7 @@ def _end_step(state: _State, end: int, free: int) -> tuple[float, int, int, int]
         embedding=now.embedding if end else GPU,
         head=GPU if end else now.head,
     )
-    after, before = (sum(sizes.used(a)[GPU].values()) - sizes.scratch[GPU] * a.uses_gpu for a in (moved, now))
+    after, before = (sum(sizes.used(a)[GPU].values()) - sizes.workspace[GPU] * a.uses_gpu for a in (moved, now))
     nbytes = after - before
     neighbour = state.sides[-1] if end else state.sides[0]
     times = costs.head if end else costs.embedding

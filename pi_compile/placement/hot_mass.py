@@ -20,7 +20,7 @@ CutsWithin = Callable[[Workload, Machine, Sizes, int], tuple[tuple[int, ...], in
 
 
 def least_neurons(machine: Machine, nbytes: int) -> int | None:
-    """C_l: the fewest neurons of `nbytes` each for which the GPU pays for its hand-over; None where it never does.
+    """C_l: the fewest GPU neurons of `nbytes` each whose saved time exceeds the hand-over; None if that never happens.
 
     From C · T_GPU + T_sync ≤ C · T_CPU with T = nbytes ÷ bandwidth (PowerInfer, section 6.3):
 
@@ -43,7 +43,7 @@ def hot_mass(
 
     `cuts_within` solves the knapsack of the neurons; the default is `hottest_cuts`.
     """
-    free = vram - sizes.scratch[GPU]
+    free = vram - sizes.workspace[GPU]
     if least_hot_neurons(work, machine, sizes) is None or free < 0:
         return all_cpu(work.decoder.n_layers)
     head = GPU if sizes.head <= free else CPU

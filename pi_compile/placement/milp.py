@@ -107,9 +107,9 @@ def _budgets(
 ) -> None:
     """One row for each memory: what is placed there, and its buffers, within its budget."""
     parts, neurons = sizes.parts, costs.cuts * sizes.parts.neuron
-    vram: list[Term] = [(used, sizes.scratch[GPU] / MIB)]
+    vram: list[Term] = [(used, sizes.workspace[GPU] / MIB)]
     ram: list[Term] = []
-    fixed = sizes.scratch[CPU]
+    fixed = sizes.workspace[CPU]
     for n, z_SJ in enumerate(layers):
         for side in (CPU, GPU):
             attention = sizes.attention(n)

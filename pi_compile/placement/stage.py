@@ -154,10 +154,10 @@ def _exact(costs: Costs, sizes: Sizes, vram: int, ram: int) -> tuple[Assignment,
         time = predicted_time(costs, nothing).total
         found.append((time, 0, used_ram, nothing, time))
     # The GPU's buffers are needed with the first byte that is placed there.
-    free = vram - sizes.scratch[GPU]
+    free = vram - sizes.workspace[GPU]
     if free >= 0 and len(costs.processors) > 1 and sizes.everything - free <= ram:
         formulation = formulate(costs, sizes)
-        path = solve(formulation.within(free, ram - sizes.scratch[CPU]))
+        path = solve(formulation.within(free, ram - sizes.workspace[CPU]))
         if path is not None:
             assignment = formulation.assignment(path)
             assert predicted_time(costs, assignment).total == path.cost
@@ -217,7 +217,7 @@ def _does_not_fit(costs: Costs, sizes: Sizes, vram: int, ram: int) -> DoesNotFit
     _, enough_ram = _totals(sizes, greedy(costs, sizes, vram, ram=0))
     enough_vram, _ = _totals(sizes, greedy(costs, sizes, 1 << 62, ram=ram))
     fits = [f"{enough_ram} bytes of RAM ({enough_ram / 2**30:.2f} GiB) with this GPU budget"]
-    if sizes.scratch[CPU] <= ram and len(costs.processors) > 1:
+    if sizes.workspace[CPU] <= ram and len(costs.processors) > 1:
         fits.append(f"{enough_vram} bytes of GPU memory ({enough_vram / 2**30:.2f} GiB) with this RAM")
     return DoesNotFitError(
         "the model does not fit: no placement keeps both budgets",

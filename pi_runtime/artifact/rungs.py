@@ -18,6 +18,8 @@ from typing import Literal, get_args
 Selector = Literal["low-rank", "signs"]
 SELECTORS: tuple[Selector, ...] = get_args(Selector)
 """Methods that name the rows of `first` to read."""
+SIGNS = 0
+"""Stands in the place of a rank where the predictor is the signs of `first`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,15 @@ class Rung:
     def picks(self) -> bool:
         """Whether `first` is read only for the neurons that a selector names."""
         return self.selector is not None
+
+    @property
+    def formatted(self) -> bool:
+        """Whether its predictor is matrices in a number format; signs are bits, read as fast as memory delivers."""
+        return self.selector != "signs"
+
+    def stored_predictor(self, rank: int | None) -> int | None:
+        """What is stored for a layer: the rank of its predictor, `SIGNS`, or None."""
+        return rank if self.formatted else SIGNS
 
 
 RUNGS = {

@@ -6,7 +6,6 @@ from typing import Any
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.rungs import RUNGS
-from pi_runtime.artifact.sizes import SIGNS
 
 FORMAT_NAME = "pi-artifact"
 FORMAT_VERSION = 3
@@ -52,7 +51,7 @@ class Layer:
     @property
     def predictor(self) -> int | None:
         """Rank of the predictor that is stored, `SIGNS`, or None."""
-        return SIGNS if RUNGS[self.rung].selector == "signs" else self.rank
+        return RUNGS[self.rung].stored_predictor(self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)

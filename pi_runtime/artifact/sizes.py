@@ -28,12 +28,11 @@ from typing import Self
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import BLOCK, FORMATS
+from pi_runtime.artifact.rungs import SIGNS
 
 PREDICTOR_ARRAYS = ("down", "up", "bias", "signs")
 """Arrays `layers/N/predictor/…` that selectors store; each selector has some of them."""
 PARTS = ("embedding", "attention", "ffn", "head", "predictor")
-SIGNS = 0
-"""Stands in the place of a rank where the predictor is the signs of `first`."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class MoeDeviceOps(DeviceOps):
         return found
 
     def _select_listed(self, layer: int, candidates: NeuronList, named: NeuronList, found: NeuronList) -> None:
-        """List the selected candidates by the names that they have in another list."""
+        """Select among the candidates, and list each under its index in `named`."""
         ws = self.workspace
         marks_N = ws.marks_F[: candidates.room]
         tile = self.selector(layer).mark_listed(candidates, self.routing, self.decoder.d_ff, marks_N)

@@ -231,7 +231,7 @@ def add_words(
 
 @triton.jit
 def added_words(h_sum_RW, s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW, FMT: tl.constexpr):
-    """The sums of `add_words` without what q4's numbers are raised by."""
+    """The sums of `add_words`, less the offset that q4's numbers have in them."""
     if FMT == _Q4:
         s2_RW, s0_RW = _pair_sums(s0_RW, s2_RW, h_sum_RW)
         s3_RW, s1_RW = _pair_sums(s1_RW, s3_RW, h_sum_RW)

@@ -115,7 +115,7 @@ def parallel(function: Callable[..., Any]) -> Any:
 
 
 def _kept_from_python(dispatcher: Any) -> Any:
-    """Calling it from Python is a TypeError. numba would jump to address 0."""
+    """Make a kernel raise TypeError when Python calls it; numba would jump to address 0."""
 
     def refuse(*_arguments: Any, **_keywords: Any) -> None:
         raise TypeError(f"{dispatcher.py_func.__qualname__} is called by kernels only: compile it with `public`")

@@ -104,7 +104,7 @@ def test_hot_mass_has_the_most_activations_of_all_cuts_of_the_experts() -> None:
             least = least_neurons(m, work.of_routed_experts(sizes.parts.neuron))
             own, best = work.counts[0].reshape(decoder.n_experts, -1), 0
             room = found.vram - sum(found.gpu_bytes.values()) + found.gpu_bytes["ffn"]
-            room -= 0 if found.assignment.uses_gpu else sizes.scratch[GPU]
+            room -= 0 if found.assignment.uses_gpu else sizes.workspace[GPU]
             for each in itertools.product((0, 64, 128, 192), repeat=decoder.n_experts):
                 if sum(each) * sizes.parts.neuron <= room and (not any(each) or sum(each) >= (least or 0)):
                     best = max(best, sum(int(own[e, :cut].sum()) for e, cut in enumerate(each)))

@@ -66,7 +66,7 @@ def test_buffers_and_cache_are_what_a_run_allocates(family: str, tmp_path: Path)
     assert PREFILL_TOKENS == BLOCK_TOKENS
     with Artifact.open(path) as artifact:
         executor = StandInExecutor(artifact, "auto", 100, 1, plan)
-        assert allocated(executor) == pytest.approx(sizes.scratch[CPU], rel=0.01)
+        assert allocated(executor) == pytest.approx(sizes.workspace[CPU], rel=0.01)
         executor.close()
     assert KVCache(artifact.manifest, 100).values.nbytes == 2 * sizes.cache
 
@@ -77,11 +77,11 @@ def test_the_gpu_has_room_for_prompts(share: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(formulation, "PROMPT_SHARE", share)
     work = workload(np.ones((2, 2000)), (LayerWork(rung="predicted", rank=9),) * 2, context=100, d_model=128)
     sizes = Sizes.of(work)
-    model = sizes.all_on_gpu - sizes.scratch[GPU] - 2 * sizes.cache
+    model = sizes.all_on_gpu - sizes.workspace[GPU] - 2 * sizes.cache
     one = gpu_workspace_bytes(work.decoder, 9, 100, 1)
-    assert 0 <= sizes.scratch[GPU] - one <= model // share
+    assert 0 <= sizes.workspace[GPU] - one <= model // share
     tokens, streamed = (1, 0) if share == 64 else (64, streamed_bytes(work.decoder, sizes.parts.neuron))
-    assert sizes.scratch[GPU] == gpu_workspace_bytes(work.decoder, 9, 100, tokens) + streamed
+    assert sizes.workspace[GPU] == gpu_workspace_bytes(work.decoder, 9, 100, tokens) + streamed
 
 
 def test_blocks_of_prompts() -> None:

@@ -100,7 +100,7 @@ def test_bytes_by_part_are_all_bytes_once() -> None:
         both = {name: found.gpu_bytes[name] + found.ram_bytes[name] for name in found.gpu_bytes if name != "scratch"}
         twice = work.decoder.tied_head and found.assignment.embedding != found.assignment.head
         both["embedding"] -= sizes.parts.embedding if twice else 0
-        assert sum(both.values()) + sizes.scratch[CPU] == sizes.everything
+        assert sum(both.values()) + sizes.workspace[CPU] == sizes.everything
 
 
 def changed(work: Workload, m: Machine) -> list[tuple[Workload, Machine, int, int, str]]:
@@ -132,7 +132,7 @@ def test_the_digest_knows_every_input_and_no_name() -> None:
 def test_what_does_not_fit_says_what_would() -> None:
     work = workload(np.random.default_rng(2).integers(1, 1000, (3, 256)))
     sizes = Sizes.of(work)
-    vram, ram = sizes.all_on_gpu // 4, (sizes.everything + sizes.scratch[CPU]) // 2
+    vram, ram = sizes.all_on_gpu // 4, (sizes.everything + sizes.workspace[CPU]) // 2
     with pytest.raises(DoesNotFitError) as caught:
         place(work, machine(), vram, ram)
     error = caught.value

@@ -111,12 +111,12 @@ def test_a_placement_leaves_room_for_prompts(share: int, tmp_path: Path, monkeyp
     path = random_artifact(tmp_path / "a.pi", work.decoder, format="f16", ranks=[7, None])
     one = gpu_workspace_bytes(work.decoder, 7, CONTEXT, 1)
     for part in (3, 2, 1):
-        room = (sizes.all_on_gpu - sizes.scratch[GPU]) // part
-        plan = place(work, machine(), sizes.scratch[GPU] + room, MUCH).plan
+        room = (sizes.all_on_gpu - sizes.workspace[GPU]) // part
+        plan = place(work, machine(), sizes.workspace[GPU] + room, MUCH).plan
         with Artifact.open(path) as artifact:
             manifest = artifact.manifest
         assert any(plan.cuts)
-        assert needed_bytes(manifest, plan, CONTEXT, 1) - one == plan.used_bytes - sizes.scratch[GPU]
+        assert needed_bytes(manifest, plan, CONTEXT, 1) - one == plan.used_bytes - sizes.workspace[GPU]
         tokens, streamed = prompt_room(manifest, plan, CONTEXT, plan.used_bytes)
         assert tokens > 1 or share == 64
         assert streamed or share == 64 or part == 1
