@@ -15,6 +15,8 @@ The program minimises  Σ time of e, h, z  +  crossing · Σ t.  With side[l] = 
 
 Hot mass. The sides of the dense parts follow from a rule (`hot_mass`). Of each layer one cut is taken, none or at least
 C_l neurons, so that the activations before the cuts are the most that fit.
+
+Shape letters: S sides, J cuts of a layer.
 """
 
 import itertools

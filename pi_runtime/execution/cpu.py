@@ -1,4 +1,7 @@
-"""Running steps of one open artifact on the CPU: the compiled forward pass with its memory."""
+"""Running steps of one open artifact on the CPU: the compiled forward pass with its memory.
+
+Shape letters: L layers, X experts, W columns of the weight table, S positions, J rotary frequencies.
+"""
 
 from collections.abc import Sequence
 
