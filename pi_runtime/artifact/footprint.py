@@ -11,16 +11,20 @@ from typing import Protocol, Self
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.artifact.sizes import ArraySpec
 
-CHUNKS, SEGMENTS = 32, 128
-"""Partial sums of one FFN, and segments that its neurons are split into: so many threads can share the work."""
+CHUNKS, GROUP = 32, 16
+"""Chunks of one FFN, so many threads can share the work; and neurons of a group, which belong to one chunk."""
+FEW_TOKENS = 8
+"""Most tokens for which each chunk has sums of its own."""
+SUM_ROWS = 8
+"""Rows that are summed at once; a list of factors has room for so many zeros behind them."""
 FFN_SPLITS, ATTENTION_SPLITS, GEMM_NEURONS = 32, 8, 1024
 """On a GPU: partial sums of one FFN, splits of one token's attention, and neurons of one dense product."""
 PROMPT_TOKENS = (512, 256, 128, 64, 16, 1)
 """Sizes of a prompt's blocks on a GPU."""
 STREAMED_TOKENS = 64
 """Fewest tokens of a block for which copying cold weights to the GPU may pay."""
-PAD, GROUP_ROWS = 128, 32
-"""Columns to a multiple of which inputs are padded, and rows of block formats that are summed together."""
+PAD = 128
+"""Columns to a multiple of which inputs are padded."""
 
 
 class DecoderSizes(Protocol):
@@ -131,14 +135,9 @@ def input_nbytes(columns: int) -> int:
     return padded_width(columns) * 25 // 4
 
 
-def gather_floats(columns: int) -> int:
-    """4-byte numbers of the workspace of a gathered sum.
-
-    Each block has a factor and half a pair of 16-bit ones for each row, and three numbers more. Each row has its 8-byte
-    address and that of a row to prefetch.
-    """
-    blocks = padded_width(columns) // BLOCK
-    return blocks * (GROUP_ROWS + GROUP_ROWS // 2 + 3) + 4 * (GROUP_ROWS + 1)
+def chunk_places(neurons: int) -> int:
+    """Places for the neurons of one chunk."""
+    return -(-neurons // (GROUP * CHUNKS)) * GROUP
 
 
 def sign_words(columns: int) -> int:
@@ -154,11 +153,12 @@ def workspace_bytes(decoder: DecoderSizes, largest_rank: int, tokens: int, conte
     d, t = decoder, tokens
     heads = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim + d.n_heads * d.head_dim
     narrow = d.d_embedding if d.d_embedding != d.d_model else 0
-    gathered = d.d_model if d.n_experts > 1 else 0
-    floats = t * (3 * d.d_model + narrow + heads + 2 * d.d_ff + largest_rank + d.vocab_size)
-    floats += t * (gathered + d.n_experts + d.experts_per_token)
-    floats += d.d_ff + CHUNKS * (padded_width(d.d_model) + gather_floats(d.d_model))
-    integers = 2 * d.d_ff + SEGMENTS + 5 * d.n_layers + t * (sign_words(d.d_model) + d.experts_per_token + 1)
+    places = chunk_places(d.d_ff)
+    floats = t * (3 * d.d_model + narrow + heads + largest_rank + d.vocab_size)
+    floats += t * (d.n_experts + d.experts_per_token) + 3 * CHUNKS * t * (places + SUM_ROWS)
+    floats += CHUNKS * min(t, FEW_TOKENS) * padded_width(d.d_model)
+    integers = d.d_ff + CHUNKS * (places + 1 + 3 * t) + d.d_model + (2 + 3 * t) * d.n_layers
+    integers += t * (sign_words(d.d_model) + d.experts_per_token)
     widest = max(d.d_model, d.d_embedding, d.n_heads * d.head_dim, largest_rank)
     records = t * (input_nbytes(widest) + input_nbytes(largest_rank))
     angles = context * d.rotary_dim

@@ -3,7 +3,7 @@
 Shape letters: L layers, X experts, W columns of the weight table, S positions, J rotary frequencies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numba
 import numpy as np
@@ -16,7 +16,7 @@ from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME, start_threads
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS, allocate_workspace
-from pi_runtime.kernels.forward import forward
+from pi_runtime.kernels.forward import Positions, forward
 from pi_runtime.kernels.reference import rotary_table
 
 
@@ -46,9 +46,11 @@ class CpuModel:
         """Neurons of all layers and experts."""
         return self.cfg.d_ff * self.cfg.experts * len(self.table_LXW)
 
-    def run(self, s: SequenceStep) -> SequenceResult:
-        """Run the next tokens of one sequence."""
-        every = s.logits == "all"
+    def run(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
+        """Run the next tokens of some sequences together, at most `BLOCK_TOKENS` in all."""
+        counts = [len(s.tokens) for s in sequences]
+        begins = np.cumsum([0, *counts])
+        wanted = [range(b, b + n) if s.logits == "all" else [b + n - 1] for b, n, s in zip(begins, counts, sequences, strict=False)]
         numba.set_num_threads(self.threads)
         forward(
             self.cfg,
@@ -57,25 +59,40 @@ class CpuModel:
             self.eps,
             self.cos_SJ,
             self.sin_SJ,
-            s.tokens,
-            s.cache.length,
-            s.cache.words,
-            s.select,
-            every,
+            np.concatenate([s.tokens for s in sequences]),
+            self.positions(sequences),
+            np.repeat([int(s.select) for s in sequences], counts),
+            np.concatenate(wanted).astype(np.int64),
+            sequences[0].count,
             self.workspace,
         )
-        s.cache.append(s.tokens)
-        return self.result(s)
+        for s in sequences:
+            s.cache.append(s.tokens)
+        return list(self._results(sequences))
 
-    def result(self, s: SequenceStep) -> SequenceResult:
-        """A sequence's result, out of the memory that the next call overwrites."""
-        ws, every = self.workspace, s.logits == "all"
-        one = len(s.tokens) == 1 and s.select and not every
-        return SequenceResult(
-            logits_TV=ws.logits_TV[: len(s.tokens) if every else 1].copy(),
-            rows_L2=ws.rows_L2.copy() if one else None,
-            counts_L3=ws.tally_L3.copy() if s.count else None,
-        )
+    def positions(self, sequences: Sequence[SequenceStep]) -> Positions:
+        """Where the tokens of a step stand."""
+        runs, first = [], 0
+        for s in sequences:
+            runs.append((first, len(s.tokens), s.cache.length, s.cache.values.ctypes.data))
+            first += len(s.tokens)
+        position = [np.arange(start, start + count) for _, count, start, _ in runs]
+        return Positions(np.concatenate(position), np.array(runs, np.int64), self.context)
+
+    def _results(self, sequences: Sequence[SequenceStep]) -> Iterator[SequenceResult]:
+        """The sequences' results, out of the memory that the next call overwrites."""
+        ws, token, row = self.workspace, 0, 0
+        for s in sequences:
+            tokens = len(s.tokens)
+            rows = tokens if s.logits == "all" else 1
+            counts_LT3 = ws.counts_LT3[:, token : token + tokens]
+            one = tokens == 1 and s.select and not s.count
+            yield SequenceResult(
+                logits_TV=ws.logits_TV[row : row + rows].copy(),
+                rows_L2=counts_LT3[:, 0, 1:].copy() if one else None,
+                counts_L3=counts_LT3.sum(1) if s.count else None,
+            )
+            token, row = token + tokens, row + rows
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""
@@ -99,6 +116,19 @@ class CpuModel:
         self.artifact = None
 
 
+def batches(sequences: Sequence[SequenceStep]) -> Iterator[list[SequenceStep]]:
+    """Cut a step into calls of at most `BLOCK_TOKENS` tokens; a sequence that counts has a call of its own."""
+    batch: list[SequenceStep] = []
+    for s in sequences:
+        together = sum(len(other.tokens) for other in batch) + len(s.tokens) <= BLOCK_TOKENS
+        if batch and (s.count or batch[0].count or not together):
+            yield batch
+            batch = []
+        batch.append(s)
+    if batch:
+        yield batch
+
+
 class CpuExecutor:
     """Runs one artifact in one mode, all of it on the CPU."""
 
@@ -112,12 +142,12 @@ class CpuExecutor:
         self.context, self.neurons = context, self._model.neurons
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
-        """Run the next tokens of some sequences, one sequence after the other."""
+        """Run the next tokens of some sequences: weights are read once for as many as a call takes."""
         with ONE_AT_A_TIME:
             self._model.check_open()
             for s in sequences:
                 self._model.check(s)
-            return [self._model.run(s) for s in sequences]
+            return [result for s in batches(sequences) for result in self._model.run(s)]
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""

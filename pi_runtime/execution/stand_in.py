@@ -33,19 +33,23 @@ ExpertRange = tuple[int, np.float32, int, int]
 
 @dataclass(frozen=True)
 class NeuronWorker:
-    """Computes ranges of each layer's neurons for one token, with partial sums in a workspace of its own."""
+    """Computes ranges of each layer's neurons for one token, in a workspace of its own."""
 
-    step: Any
-    """`ffn.step` or `ffn.serial_step`."""
+    add: Any
+    """`ffn.add_neurons` or `ffn.serial_add_neurons`."""
     cfg: KernelConfig
     workspace: Workspace
+    sum_1D: Floats
+    """What it computed last."""
 
-    def run(self, w_XW: Ints, x_D: Floats, ranges: Sequence[ExpertRange]) -> Ints:
+    def run(self, w_XW: Ints, x_1D: Floats, ranges: Sequence[ExpertRange]) -> Ints:
         """Compute these neurons of a layer; returns the sums of (rows of `first` read, neurons kept)."""
-        rows_2 = np.zeros(2, np.int64)
-        for n, (expert, route_weight, low, high) in enumerate(ranges):
-            accumulate = n > 0
-            rows_2 += self.step(self.cfg, w_XW[expert], x_D, low, high, route_weight, accumulate, self.workspace)
+        rows_2, tally_13 = np.zeros(2, np.int64), np.zeros((1, 3), np.int64)
+        self.sum_1D[:] = 0
+        for expert, route_weight, low, high in ranges:
+            call = x_1D, low, high, route_weight, True, False, self.workspace, tally_13, self.sum_1D
+            self.add(self.cfg, w_XW[expert], *call)
+            rows_2 += tally_13[0, 1:]
         return rows_2
 
 
@@ -66,8 +70,9 @@ class StandInExecutor:
         self.plan, self.context, self.neurons = plan, context, model.neurons
         self._cuts_LX = np.array(plan.cuts).reshape(len(model.table_LXW), model.cfg.experts).tolist()
         own = allocate_workspace(model.cfg, len(model.table_LXW), model.largest_rank, tokens=1)
-        self.hot = NeuronWorker(ffn.serial_step, model.cfg, own)
-        self.cold = NeuronWorker(ffn.step, model.cfg, model.workspace)
+        sums_21D = np.zeros((2, 1, model.cfg.d_model), np.float32)
+        self.hot = NeuronWorker(ffn.serial_add_neurons, model.cfg, own, sums_21D[0])
+        self.cold = NeuronWorker(ffn.add_neurons, model.cfg, model.workspace, sums_21D[1])
         self._gpu_thread = ThreadPoolExecutor(1, thread_name_prefix="pi-stand-in")
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
@@ -80,38 +85,38 @@ class StandInExecutor:
 
     def _run(self, s: SequenceStep) -> SequenceResult:
         if len(s.tokens) > 1 or not s.select or s.logits == "all":
-            return self._model.run(s)
+            return self._model.run([s])[0]
         m, ws = self._model, self._model.workspace
         # One core is the stand-in's.
         numba.set_num_threads(max(1, m.threads - 1))
-        start, words_L2GSW, x_TD = s.cache.length, s.cache.words, ws.x_TD[:1]
-        embed(m.cfg, m.ends, s.tokens, start, ws, x_TD)
+        at, x_TD, rows_L2 = m.positions([s]), ws.x_TD[:1], np.zeros((len(m.table_LXW), 2), np.int64)
+        embed(m.cfg, m.ends, s.tokens, at.position_T, ws, x_TD)
         for layer, w_XW in enumerate(m.table_LXW):
-            attention(m.cfg, w_XW[0], m.eps, m.cos_SJ, m.sin_SJ, start, words_L2GSW[layer], x_TD, ws)
-            ws.rows_L2[layer] = self._ffn(w_XW, ws.normed_TD[0], self._cuts_LX[layer], x_TD[0])
+            attention(m.cfg, w_XW[0], m.eps, m.cos_SJ, m.sin_SJ, at, layer, x_TD, ws)
+            rows_L2[layer] = self._ffn(w_XW, ws.normed_TD[:1], self._cuts_LX[layer], x_TD)
             after_ffn(m.cfg, w_XW[0], m.eps, x_TD)
         head(m.cfg, m.ends, m.eps, x_TD, ws, ws.logits_TV[:1])
         s.cache.append(s.tokens)
-        return m.result(s)
+        return SequenceResult(logits_TV=ws.logits_TV[:1].copy(), rows_L2=rows_L2)
 
-    def _ffn(self, w_XW: Ints, x_D: Floats, cut_X: Sequence[int], y_D: Floats) -> Ints:
+    def _ffn(self, w_XW: Ints, x_1D: Floats, cut_X: Sequence[int], y_1D: Floats) -> Ints:
         """y ← y + the FFN of x, both workers at once; a token wholly on one side needs no handover."""
         ws, width, rows_2 = self._model.workspace, self._model.cfg.d_ff, np.zeros(2, np.int64)
-        taken = list(zip(ws.expert_TK[0].tolist(), ws.route_weight_TK[0], strict=True))
+        taken = sorted(zip(ws.expert_TK[0].tolist(), ws.route_weight_TK[0], strict=True))
         hot: list[ExpertRange] = [(e, weight, 0, cut_X[e]) for e, weight in taken if cut_X[e] > 0]
         cold: list[ExpertRange] = [(e, weight, cut_X[e], width) for e, weight in taken if cut_X[e] < width]
-        pending = self._gpu_thread.submit(self.hot.run, w_XW, x_D, hot) if hot else None
+        pending = self._gpu_thread.submit(self.hot.run, w_XW, x_1D, hot) if hot else None
         try:
             if cold:
-                rows_2 += self.cold.run(w_XW, x_D, cold)
+                rows_2 += self.cold.run(w_XW, x_1D, cold)
         finally:
             # Whatever happens here, the other worker must have left its workspace; its own error surfaces from here.
             if pending is not None:
                 rows_2 += pending.result()
         if hot:
-            ffn.add_sums(self.hot.workspace.sums_CP, y_D)
+            y_1D += self.hot.sum_1D
         if cold:
-            ffn.add_sums(self.cold.workspace.sums_CP, y_D)
+            y_1D += self.cold.sum_1D
         return rows_2
 
     def new_cache(self) -> KVCache:

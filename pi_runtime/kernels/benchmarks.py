@@ -26,12 +26,13 @@ from pi_runtime.kernels import ffn
 from pi_runtime.kernels.codegen.jit import public, public_parallel
 from pi_runtime.kernels.codegen.threads import start_threads
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.data.matrix_view import Floats, Ints, MatrixView, matrix, rows_from
+from pi_runtime.kernels.data.matrix_view import F16, Floats, Ints, MatrixView, matrix, rows_from
 from pi_runtime.kernels.data.weight_table import COLUMN
 from pi_runtime.kernels.data.workspace import allocate_workspace
 from pi_runtime.kernels.ops.attention import attend
 from pi_runtime.kernels.ops.linear import ROWS_AT_ONCE, linear
-from pi_runtime.kernels.split_ffn import cold_sum, workspace_addresses
+from pi_runtime.kernels.ops.neuron_selection import inputs_of
+from pi_runtime.kernels.split_ffn import cold_sum
 
 SLICES = 256
 COLUMNS = 4096
@@ -105,7 +106,7 @@ class _TimedFfn:
         first, rest = rows_from(w.view, 0), rows_from(w.view, neurons)
         self._cfg = weight_table.config_of(_gated(w.columns, neurons), dict.fromkeys(PARTS, w.fmt))
         self._workspace = allocate_workspace(self._cfg, 1, rank, tokens=1)
-        self._x_D, self._row = np.ones(w.columns, np.float32), np.zeros(weight_table.MARGIN + 1, np.int64)
+        self._x_1D, self._row = np.ones((1, w.columns), np.float32), np.zeros(weight_table.MARGIN + 1, np.int64)
         for at, scales_at, m in (
             (weight_table.FIRST, weight_table.FIRST_SCALES, first),
             (weight_table.REST, weight_table.REST_SCALES, rest),
@@ -114,8 +115,8 @@ class _TimedFfn:
         ):
             self._row[at], self._row[scales_at] = m.values, m.scales
         self._row[weight_table.RANK] = rank
-        self._addresses = workspace_addresses(self._cfg, self._workspace)
-        self._sum_D = np.zeros(w.columns, np.float32)
+        self._memory = ffn.chunks_of(self._cfg, self._workspace), inputs_of(self._workspace)
+        self._sum_1D, self._tally_13 = np.zeros((1, w.columns), np.float32), np.zeros((1, 3), np.int64)
 
     def only(self, named: Ints) -> Floats:
         """Biases with which the predictor names just these neurons."""
@@ -128,12 +129,14 @@ class _TimedFfn:
         self._row[weight_table.DENSE] = RUNGS[rung].dense
         self._row[weight_table.SELECTOR] = weight_table.SELECTOR_CODES[RUNGS[rung].selector]
         self._row[COLUMN["predictor/bias"]] = bias_F.ctypes.data
-        read, kept = ffn.step(self._cfg, self._row, self._x_D, 0, self.neurons, np.float32(1), False, self._workspace)
-        return read, kept
+        every, one = (0, self.neurons), np.float32(1)
+        result = self._workspace, self._tally_13, self._sum_1D
+        ffn.add_neurons(self._cfg, self._row, self._x_1D, *every, one, True, False, *result)
+        return int(self._tally_13[0, ffn.READ]), int(self._tally_13[0, ffn.KEPT])
 
     def nothing(self) -> None:
         """Compute the sum of no neurons."""
-        cold_sum(self._addresses, self._row, self._x_D, 0, 0, True, self._sum_D)
+        cold_sum(self._cfg, self._row, self._x_1D[0], 0, 0, True, *self._memory, self._sum_1D[0])
 
 
 def _gated(width: int, neurons: int) -> Decoder:
@@ -272,8 +275,9 @@ def attention_bandwidth(threads: int, repeats: int = 5) -> float:
     """
     heads = TASKS * threads
     cache_2GSE = np.ones((2, 1, POSITIONS, WIDTH), np.float16)
+    tile_A4 = np.array([[0, 1, POSITIONS - 1, cache_2GSE.ctypes.data]])
     qkv_TQ, out_TQ = np.ones((1, (heads + 2) * WIDTH), np.float32), np.empty((1, heads * WIDTH), np.float32)
-    seconds = _best(lambda: attend(qkv_TQ, heads, POSITIONS - 1, cache_2GSE.view(np.uint16), out_TQ), threads, repeats)
+    seconds = _best(lambda: attend(F16, qkv_TQ, heads, 1, POSITIONS, 0, tile_A4, out_TQ), threads, repeats)
     assert np.allclose(out_TQ, 1)
     return heads * cache_2GSE.nbytes / seconds
 

@@ -1,22 +1,26 @@
-"""The feed-forward network over a range of neurons: one token with skipping, or a block of tokens dense.
+"""The feed-forward network over a range of neurons, for one token or many, dense or with what a rung skips.
 
-Shape letters: F neurons of the layer (with experts, of one expert) in stored order, of which [low, high) are computed
-here; D model width; R predictor rank; T tokens; S = `SEGMENTS`; C = `CHUNKS` partial sums of P = D padded columns each.
-A layer's row w of the weight table holds addresses (see `weight_table`).
+    y_t ← y_t + route_weight_t Σ_i a(first_i · x_t) [up_i · x_t] down_i          i in the neurons that t's rung keeps
 
-A single token goes through four steps: candidates (all rows, or those that a selector names) → `first` → keep what
-fires → `rest`. Every list is split into a fixed number of segments, each is processed in order, and the results are
-compacted in order; the C partial sums are added in order. So the bits do not depend on the number of threads. While a
-row is read, a later one is prefetched.
+Neurons are dealt to `CHUNKS` chunks in groups of `GROUP`: neuron i belongs to chunk (i / GROUP) mod CHUNKS. A chunk
+goes through its neurons in order: candidates (all, or those that a selector names for some token) → `first` → keep
+what fires for some token → `up` → keep again → one factor for each neuron and token, 0 where the token skips it. Then
+each chunk's rows of `down` are summed in order, and the sums of the chunks are added in order. So the bits of a token
+depend neither on the number of threads nor on the tokens beside it.
+
+Shape letters: F neurons of the layer (with experts, of one expert) in stored order, of which [low, high) are computed;
+D model width, T tokens, N of them that are computed here, K places for the neurons of a chunk, P sums, C chunks. A
+layer's row w of the weight table holds addresses (see `weight_table`).
 
 `threads` is None for the calling thread alone: numba then compiles one of two branches, not both.
 """
 
-import numpy as np
-from numba import prange
+from typing import NamedTuple
 
-from pi_runtime.artifact.footprint import CHUNKS, SEGMENTS
-from pi_runtime.kernels.codegen.indirect_calls import by_address
+import numpy as np
+from numba import carray, prange
+
+from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, GROUP, SUM_ROWS
 from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import (
@@ -24,20 +28,83 @@ from pi_runtime.kernels.data.matrix_view import (
     Ints,
     MatrixView,
     address_of,
+    columns_from,
     is_quantised,
     matrix,
-    rows_from,
+    pointer_of,
     strided_rows,
     vector,
 )
-from pi_runtime.kernels.data.quantised_input import prepare_input
-from pi_runtime.kernels.data.weight_table import KernelConfig
+from pi_runtime.kernels.data.quantised_input import input_stride, padded_columns
+from pi_runtime.kernels.data.weight_table import DRELU, KernelConfig
 from pi_runtime.kernels.data.workspace import Workspace
-from pi_runtime.kernels.ops.activations import activate, activate_all, drop_small, multiply_up, relu
-from pi_runtime.kernels.ops.gathered_sum import FLOAT_ROWS, add_gathered, rows_at_once
-from pi_runtime.kernels.ops.linear import add_matmul, linear
-from pi_runtime.kernels.ops.neuron_selection import list_candidates, scores, selector_format, selects
-from pi_runtime.kernels.ops.row_dot import row_dot, rows_ahead
+from pi_runtime.kernels.ops.activations import activate, relu
+from pi_runtime.kernels.ops.linear import prepare_inputs
+from pi_runtime.kernels.ops.neuron_selection import (
+    Inputs,
+    inputs_of,
+    prepare_selection,
+    score_neurons,
+    selector_format,
+    selects,
+)
+from pi_runtime.kernels.ops.row_products import row_products
+from pi_runtime.kernels.ops.row_sums import row_sums
+
+SLICES = 16
+"""Parts of the columns that threads merge the chunks' sums in."""
+STRIP, STRIP_TOKENS = 512, 16
+"""Columns and tokens of one task where there are many tokens: so its sums stay in the first-level cache."""
+FIRES, READ, KEPT = range(3)
+"""What is counted for each token: neurons that fire (of all, if asked for), rows of `first` read, neurons kept."""
+
+
+class Chunks(NamedTuple):
+    """Addresses of what the chunks work with, and its sizes; see `Workspace`."""
+
+    neurons: int
+    tokens: int
+    """Room for so many tokens."""
+    candidates_F: int
+    list_CK: int
+    count_C: int
+    h_CTK: int
+    up_CTK: int
+    named_CTK: int
+    tally_CT3: int
+    sums_CTP: int
+    sum_columns_D: int
+
+
+@public
+def chunks_of(cfg: KernelConfig, ws: Workspace) -> Chunks:
+    """The chunks' memory in a workspace, valid as long as that is."""
+    return Chunks(
+        cfg.d_ff,
+        ws.x_TD.shape[0],
+        address_of(ws.candidates_F),
+        address_of(ws.list_CK),
+        address_of(ws.count_C),
+        address_of(ws.h_CTK),
+        address_of(ws.up_CTK),
+        address_of(ws.named_CTK),
+        address_of(ws.tally_CT3),
+        address_of(ws.sums_CTP),
+        address_of(ws.sum_columns_D),
+    )
+
+
+@device
+def chunk_places(neurons: int) -> int:
+    """Places for the neurons of one chunk: `footprint.chunk_places`, for kernels."""
+    groups = (neurons + GROUP - 1) // GROUP
+    return (groups + CHUNKS - 1) // CHUNKS * GROUP
+
+
+@device
+def input_format(cfg: KernelConfig, w: Ints) -> int:
+    """Format that the FFN's inputs are prepared for; what is prepared for a block format serves all."""
+    return cfg.ffn_format if is_quantised(cfg.ffn_format) else selector_format(cfg, w)
 
 
 @device
@@ -47,258 +114,409 @@ def limit_of(w: Ints) -> np.float32:
 
 
 @device
-def first_matrix(cfg: KernelConfig, w: Ints) -> MatrixView:
-    """The matrix `first`, a row for each neuron."""
-    return matrix(cfg.ffn_format, w[weight_table.FIRST], w[weight_table.FIRST_SCALES], cfg.d_model)
+def list_of(m: Chunks, chunk: int) -> Ints:
+    """The chunk's list of neurons."""
+    places = chunk_places(m.neurons)
+    return carray(pointer_of(m.list_CK + 8 * chunk * places), (places,), np.int64)
 
 
 @device
-def rest_matrix(cfg: KernelConfig, w: Ints) -> MatrixView:
-    """The matrix `rest`, with `rows_per_neuron` consecutive rows for each neuron."""
-    return matrix(cfg.ffn_format, w[weight_table.REST], w[weight_table.REST_SCALES], cfg.d_model)
-
-
-def _fire(
-    first: MatrixView, bias: int, activation: int, limit: np.float32, dense: bool, low: int, selected: bool, count: int,
-    input_at: int, candidates_F: Ints, kept_F: Ints, h_F: Floats, counts_S: Ints,
-) -> None:  # fmt: skip
-    """Compute `first` of the candidates (`selected`), or of `count` neurons from `low` on.
-
-    Which neurons fire, and how strongly, goes into `kept_F` and `h_F` segment by segment; `counts_S` says how many.
-    """
-    ahead = rows_ahead(first)
-    for segment in prange(SEGMENTS):
-        begin, kept = count * segment // SEGMENTS, 0
-        for k in range(begin, count * (segment + 1) // SEGMENTS):
-            i, later = low + k, low + k + ahead
-            if selected:
-                i, later = candidates_F[k], candidates_F[min(k + ahead, count - 1)]
-            z = row_dot(first, i, later, input_at)
-            if bias != 0:
-                z += vector(bias, i + 1)[i]
-            h = activate(activation, limit, z)
-            if dense or h != 0:
-                kept_F[begin + kept], h_F[begin + kept] = i, h
-                kept += 1
-        counts_S[segment] = kept
+def counts_of(m: Chunks) -> Ints:
+    """Length of each chunk's list."""
+    return carray(pointer_of(m.count_C), (CHUNKS,), np.int64)
 
 
 @device
-def compact_kept(count: int, counts_S: Ints, kept_F: Ints, h_F: Floats) -> int:
-    """Move what the segments of both lists hold together, in order (stream compaction); returns their length."""
+def _numbers_of(base: int, m: Chunks, chunk: int, tokens: int) -> Floats:
+    """The chunk's numbers for each token and place, with room for zeros behind them."""
+    width = chunk_places(m.neurons) + SUM_ROWS
+    return carray(pointer_of(base + 4 * chunk * m.tokens * width), (tokens, width), np.float32)
+
+
+@device
+def tally_of(m: Chunks, chunk: int, tokens: int) -> Ints:
+    """What the chunk counts for each token."""
+    return carray(pointer_of(m.tally_CT3 + 8 * chunk * m.tokens * 3), (tokens, 3), np.int64)
+
+
+@device
+def _list_range(chunk: int, low: int, high: int, list_K: Ints) -> int:
+    """List the chunk's neurons of [low, high); returns how many."""
+    count, first = 0, low // GROUP
+    group = first + (chunk - first) % CHUNKS
+    while group * GROUP < high:
+        for i in range(max(low, group * GROUP), min(high, (group + 1) * GROUP)):
+            list_K[count] = i
+            count += 1
+        group += CHUNKS
+    return count
+
+
+@device
+def deal(candidates_F: Ints, count: int, m: Chunks) -> None:
+    """Deal `count` neurons in ascending order to the chunks' lists."""
+    count_C = counts_of(m)
+    count_C[:] = 0
+    for k in range(count):
+        chunk = candidates_F[k] // GROUP % CHUNKS
+        list_of(m, chunk)[count_C[chunk]] = candidates_F[k]
+        count_C[chunk] += 1
+
+
+@device
+def collect(m: Chunks, candidates_F: Ints) -> int:
+    """List the chunks' neurons together in ascending order; returns how many."""
+    found, next_C = 0, np.zeros(CHUNKS, np.int64)
+    for group in range((m.neurons + GROUP - 1) // GROUP):
+        chunk = group % CHUNKS
+        list_K, k, count = list_of(m, chunk), next_C[chunk], counts_of(m)[chunk]
+        while k < count and list_K[k] // GROUP == group:
+            candidates_F[found] = list_K[k]
+            found, k = found + 1, k + 1
+        next_C[chunk] = k
+    return found
+
+
+@device
+def _keep(count: int, list_K: Ints, x_NK: Floats) -> int:
+    """Move those neurons together for which some token has another number than 0; returns how many they are."""
     kept = 0
-    for segment in range(SEGMENTS):
-        begin = count * segment // SEGMENTS
-        if begin == kept:  # no gap so far
-            kept += counts_S[segment]
-            continue
-        for k in range(counts_S[segment]):
-            kept_F[kept], h_F[kept] = kept_F[begin + k], h_F[begin + k]
+    for k in range(count):
+        some = False
+        for n in range(x_NK.shape[0]):
+            some |= x_NK[n, k] != 0
+        if some:
+            list_K[kept] = list_K[k]
+            for n in range(x_NK.shape[0]):
+                x_NK[n, kept] = x_NK[n, k]
             kept += 1
     return kept
 
 
-@loop_body
-def _rest_chunk(
-    begin: int, end: int, rows: MatrixView, down: MatrixView, rows_per_neuron: int, bias: int, relu_up: bool,
-    dense: bool, route_weight: np.float32, accumulate: bool, kept: int, input_at: int, kept_F: Ints, h_F: Floats,
-    y_P: Floats, gather_X: Floats,
-) -> None:  # fmt: skip
-    at_once, start, last = rows_at_once(rows.fmt), begin, begin
-    if not accumulate:
-        y_P[:] = np.float32(0)
-    for n in range(begin, end):
-        i, h = kept_F[n], h_F[n] * route_weight
-        up = np.float32(1)
-        if rows_per_neuron == 2:
-            up = row_dot(rows, 2 * i, 2 * kept_F[min(n + FLOAT_ROWS, kept - 1)], input_at)
-            if bias != 0:
-                up += vector(bias, i + 1)[i]
-        if relu_up:
-            up = relu(up)
-        if dense or not relu_up or up != 0:
-            kept_F[last], h_F[last] = i, h * up
-            last += 1
-        if last - start == at_once or (n == end - 1 and last > start):
-            prefetch_K = kept_F[n + 1 : min(kept, n + 1 + at_once)]
-            add_gathered(down, kept_F[start:last], h_F[start:last], prefetch_K, y_P, address_of(gather_X))
-            start = last
-
-
-def _rest(
-    rows: MatrixView, down: MatrixView, rows_per_neuron: int, bias: int, relu_up: bool, dense: bool,
-    route_weight: np.float32, accumulate: bool, kept: int, input_at: int, kept_F: Ints, h_F: Floats,
-    sums_CP: Floats, gather_CX: Floats,
-) -> None:  # fmt: skip
-    """sums ← C partial sums over the kept neurons, or what is there plus these (`accumulate`).
-
-    A gated neuron gives route_weight · h_i (up_i · x) down_i, a plain one route_weight · h_i fc2_i. `rows` has
-    `rows_per_neuron` rows a neuron, `down` the last of each. With `relu_up` (drelu) a negative up · x counts as 0. Such
-    a neuron is dropped before its row of `down` is read, unless `dense`; the others move up in their chunk.
-    """
-    _rest_chunk()
-    few = (kept + FLOAT_ROWS - 1) // FLOAT_ROWS
-    for c in prange(CHUNKS):
-        begin, end = few * c // CHUNKS * FLOAT_ROWS, min(kept, few * (c + 1) // CHUNKS * FLOAT_ROWS)
-        _rest_chunk(
-            begin, end, rows, down, rows_per_neuron, bias, relu_up, dense, route_weight, accumulate, kept, input_at,
-            kept_F, h_F, sums_CP[c], gather_CX[c],
-        )  # fmt: skip
-
-
-@public
-def add_sums(sums_CP: Floats, y_D: Floats) -> None:
-    """y ← y + Σ_c sums_c, in order of c."""
-    for c in range(sums_CP.shape[0]):
-        for j in range(y_D.shape[0]):
-            y_D[j] += sums_CP[c, j]
-
-
-_scores = by_address(scores)
-parallel_fire, parallel_rest = parallel(_fire), parallel(_rest)
-_serial_fire, _serial_rest = device(_fire), device(_rest)
-
-
 @device
-def _neurons(
-    cfg: KernelConfig,
-    w: Ints,
-    low: int,
-    selected: bool,
-    count: int,
-    route_weight: np.float32,
-    accumulate: bool,
-    threads: bool | None,
-    ws: Workspace,
-) -> int:
-    """Partial sums of `count` neurons, from `low` on or the candidates (`selected`); returns how many are kept."""
-    input_at, bias, dense = address_of(ws.inputs), w[weight_table.FIRST_BIAS], w[weight_table.DENSE] != 0
-    first, limit, lists = first_matrix(cfg, w), limit_of(w), (ws.candidates_F, ws.kept_F, ws.h_F, ws.counts_S)
-    if threads is None:
-        _serial_fire(first, bias, cfg.activation, limit, dense, low, selected, count, input_at, *lists)
-    else:
-        parallel_fire(first, bias, cfg.activation, limit, dense, low, selected, count, input_at, *lists)
-    kept = compact_kept(count, ws.counts_S, ws.kept_F, ws.h_F)
-    rest, each, relu_up = rest_matrix(cfg, w), cfg.rows_per_neuron, cfg.activation == weight_table.DRELU
-    down, bias = strided_rows(rest, each, each - 1), w[weight_table.UP_BIAS]
-    sums = input_at, ws.kept_F, ws.h_F, ws.sums_CP, ws.gather_CX
-    if threads is None:
-        _serial_rest(rest, down, each, bias, relu_up, dense, route_weight, accumulate, kept, *sums)
-    else:
-        parallel_rest(rest, down, each, bias, relu_up, dense, route_weight, accumulate, kept, *sums)
-    return kept
-
-
-@device
-def _step(
-    cfg: KernelConfig,
-    w: Ints,
-    x_D: Floats,
-    low: int,
-    high: int,
-    route_weight: np.float32,
-    accumulate: bool,
-    threads: bool | None,
-    ws: Workspace,
-) -> tuple[int, int]:
-    fmt = cfg.ffn_format if is_quantised(cfg.ffn_format) else selector_format(cfg, w)
-    prepare_input(fmt, x_D, address_of(ws.inputs))
-    count, selected = high - low, selects(w)
-    if selected:
-        count = list_candidates(cfg, w, x_D, low, high, threads, ws)
-    return count, _neurons(cfg, w, low, selected, count, route_weight, accumulate, threads, ws)
-
-
-@public
-def step(
-    cfg: KernelConfig,
-    w: Ints,
-    x_D: Floats,
-    low: int,
-    high: int,
-    route_weight: np.float32,
-    accumulate: bool,
-    ws: Workspace,
-) -> tuple[int, int]:
-    """One token, on numba's threads: `ws.sums_CP` ← partial sums times `route_weight`, or what is there plus these
-    (`accumulate`).
-
-    Returns (rows of `first` read, neurons kept).
-    """
-    return _step(cfg, w, x_D, low, high, route_weight, accumulate, True, ws)
-
-
-@public
-def serial_step(
-    cfg: KernelConfig,
-    w: Ints,
-    x_D: Floats,
-    low: int,
-    high: int,
-    route_weight: np.float32,
-    accumulate: bool,
-    ws: Workspace,
-) -> tuple[int, int]:
-    """`step` on the calling thread alone, for the thread that stands in for a GPU."""
-    return _step(cfg, w, x_D, low, high, route_weight, accumulate, None, ws)
-
-
-@public
-def block(
-    cfg: KernelConfig,
-    w: Ints,
-    x_TD: Floats,
-    low: int,
-    high: int,
-    select: bool,
-    ws: Workspace,
-    tally_3: Ints,
-    y_TD: Floats,
+def _products(
+    cfg: KernelConfig, rows: MatrixView, bias: int, inputs: int, token_N: Ints, list_K: Ints, count: int, y_NK: Floats
 ) -> None:
-    """y ← y + the sum over the neurons [low, high), for T tokens. Computes every neuron.
+    """y ← rows · x + bias for the neurons of a list."""
+    tokens, width = y_NK.shape
+    stride, to = input_stride(cfg.d_model), address_of(y_NK)
+    row_products(rows, 0, address_of(list_K), count, inputs, stride, address_of(token_N), tokens, to, 4 * width)
+    if bias != 0:
+        bias_F = vector(bias, cfg.d_ff)
+        for n in range(tokens):
+            for k in range(count):
+                y_NK[n, k] += bias_F[list_K[k]]
 
-    With `select`, drops those that the layer's rung leaves out, token by token, and adds to `tally_3`: neurons that
-    fire, rows of `first` that the rung reads, and neurons that fire and are kept.
+
+@device
+def _name(cfg: KernelConfig, w: Ints, x: Inputs, select_N: Ints, list_K: Ints, count: int, named_NK: Floats) -> None:
+    """named ← 1 where a token's selector names a neuron, or the token has none, else 0."""
+    score_neurons(cfg, w, x, list_K, count, named_NK)
+    for n in range(named_NK.shape[0]):
+        for k in range(count):
+            named_NK[n, k] = np.float32(named_NK[n, k] > 0 or select_N[n] == 0)
+
+
+@device
+def _first(cfg: KernelConfig, w: Ints) -> MatrixView:
+    return matrix(cfg.ffn_format, w[weight_table.FIRST], w[weight_table.FIRST_SCALES], cfg.d_model)
+
+
+@device
+def _rest(cfg: KernelConfig, w: Ints, part: int) -> MatrixView:
+    """The rows of `up` (part 0 of 2) or of `down` (the last part)."""
+    rest = matrix(cfg.ffn_format, w[weight_table.REST], w[weight_table.REST_SCALES], cfg.d_model)
+    return strided_rows(rest, cfg.rows_per_neuron, part)
+
+
+@loop_body
+def _fire_chunk(
+    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
+    high: int, given: bool, chunk: int,
+) -> None:  # fmt: skip
+    """One chunk up to its factors; its list ends with the neurons that some token keeps. `given`: its list is there."""
+    tokens, list_K = token_N.shape[0], list_of(m, chunk)
+    h_NK, up_NK = _numbers_of(m.h_CTK, m, chunk, tokens), _numbers_of(m.up_CTK, m, chunk, tokens)
+    named_NK = _numbers_of(m.named_CTK, m, chunk, tokens)
+    tally_N3, dense = tally_of(m, chunk, tokens), w[weight_table.DENSE] != 0
+    count, named = counts_of(m)[chunk] if given else _list_range(chunk, low, high, list_K), False
+    if selects(w) and not given:
+        for n in range(tokens):
+            named |= select_N[n] != 0
+    if named:
+        _name(cfg, w, x, select_N, list_K, count, named_NK)
+        count = _keep(count, list_K, named_NK)
+    _products(cfg, _first(cfg, w), w[weight_table.FIRST_BIAS], x.inputs, token_N, list_K, count, h_NK)
+    for n in range(tokens):
+        limit = limit_of(w) if select_N[n] != 0 else np.float32(cfg.threshold)
+        read, fire = 0, 0
+        for k in range(count):
+            if named and named_NK[n, k] == 0:
+                h_NK[n, k] = np.float32(0)
+            else:
+                h_NK[n, k] = activate(cfg.activation, limit, h_NK[n, k])
+                read += 1
+                fire += h_NK[n, k] != 0
+        tally_N3[n, FIRES], tally_N3[n, READ], tally_N3[n, KEPT] = 0, read, read if dense else fire
+    if not dense:
+        count = _keep(count, list_K, h_NK)
+    if cfg.rows_per_neuron == 2:
+        _products(cfg, _rest(cfg, w, 0), w[weight_table.UP_BIAS], x.inputs, token_N, list_K, count, up_NK)
+        _multiply_up(cfg.activation == DRELU, count, up_NK, h_NK)
+        if cfg.activation == DRELU and not dense:
+            count = _keep(count, list_K, h_NK)
+    _finish_factors(m, chunk, count, route_weight_N, h_NK)
+
+
+@loop_body
+def _count_chunk(
+    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
+    high: int, chunk: int,
+) -> None:  # fmt: skip
+    """The same with every neuron computed first, so that those that fire are counted, read or not."""
+    tokens, list_K = token_N.shape[0], list_of(m, chunk)
+    h_NK, up_NK = _numbers_of(m.h_CTK, m, chunk, tokens), _numbers_of(m.up_CTK, m, chunk, tokens)
+    named_NK = _numbers_of(m.named_CTK, m, chunk, tokens)
+    tally_N3, count = tally_of(m, chunk, tokens), _list_range(chunk, low, high, list_K)
+    if selects(w):
+        _name(cfg, w, x, select_N, list_K, count, named_NK)
+    else:
+        named_NK[:] = np.float32(1)
+    _products(cfg, _first(cfg, w), w[weight_table.FIRST_BIAS], x.inputs, token_N, list_K, count, h_NK)
+    tally_N3[:] = 0
+    for n in range(tokens):
+        limit = limit_of(w) if select_N[n] != 0 else np.float32(cfg.threshold)
+        for k in range(count):
+            tally_N3[n, READ] += named_NK[n, k] != 0
+            h_NK[n, k] = activate(cfg.activation, np.float32(cfg.threshold), h_NK[n, k])
+            if abs(h_NK[n, k]) <= limit:
+                named_NK[n, k] = np.float32(0)
+    if cfg.rows_per_neuron == 2:
+        _products(cfg, _rest(cfg, w, 0), w[weight_table.UP_BIAS], x.inputs, token_N, list_K, count, up_NK)
+        _multiply_up(cfg.activation == DRELU, count, up_NK, h_NK)
+    for n in range(tokens):
+        for k in range(count):
+            tally_N3[n, FIRES] += h_NK[n, k] != 0
+            if named_NK[n, k] == 0:
+                h_NK[n, k] = np.float32(0)
+            tally_N3[n, KEPT] += h_NK[n, k] != 0
+    _finish_factors(m, chunk, count, route_weight_N, h_NK)
+
+
+@device
+def _multiply_up(relu_up: bool, count: int, up_NK: Floats, h_NK: Floats) -> None:
+    """h ← h · up, or h · max(up, 0) with `relu_up`; what does not fire stays 0."""
+    for n in range(h_NK.shape[0]):
+        for k in range(count):
+            if h_NK[n, k] != 0:
+                h_NK[n, k] *= relu(up_NK[n, k]) if relu_up else up_NK[n, k]
+
+
+@device
+def _finish_factors(m: Chunks, chunk: int, count: int, route_weight_N: Floats, h_NK: Floats) -> None:
+    """h ← h · route_weight, with zeros behind; the list has `count` neurons."""
+    for n in range(h_NK.shape[0]):
+        for k in range(count):
+            h_NK[n, k] *= route_weight_N[n]
+        h_NK[n, count : (count + SUM_ROWS - 1) // SUM_ROWS * SUM_ROWS] = np.float32(0)
+    counts_of(m)[chunk] = count
+
+
+@loop_body
+def _sum_chunk(cfg: KernelConfig, w: Ints, m: Chunks, tokens: int, chunk: int) -> None:
+    """The chunk's sum for each of a few tokens."""
+    sums_NP = _sums_of(cfg, m, chunk, tokens)
+    sums_NP[:] = np.float32(0)
+    _add_rows(cfg, w, m, chunk, 0, cfg.d_model, 0, address_of(sums_NP), sums_NP.shape[1], tokens)
+
+
+@device
+def _sums_of(cfg: KernelConfig, m: Chunks, chunk: int, tokens: int) -> Floats:
+    width = padded_columns(cfg.d_model)
+    return carray(pointer_of(m.sums_CTP + 4 * chunk * min(m.tokens, FEW_TOKENS) * width), (tokens, width), np.float32)
+
+
+@device
+def _add_rows(
+    cfg: KernelConfig, w: Ints, m: Chunks, chunk: int, column: int, columns: int, token: int, y_at: int, width: int,
+    tokens: int,
+) -> None:  # fmt: skip
+    """Add the chunk's rows of `down`, of them the columns from `column` on, for the tokens from `token` on."""
+    down = columns_from(_rest(cfg, w, cfg.rows_per_neuron - 1), column, columns)
+    h_NK = _numbers_of(m.h_CTK, m, chunk, token + tokens)
+    h_at, stride = address_of(h_NK) + 4 * token * h_NK.shape[1], 4 * h_NK.shape[1]
+    row_sums(down, 0, address_of(list_of(m, chunk)), counts_of(m)[chunk], h_at, stride, tokens, y_at, 4 * width)
+
+
+@loop_body
+def _merge_slice(cfg: KernelConfig, m: Chunks, token_N: Ints, part: int, y_TD: Floats) -> None:
+    """y ← y + the sums of the chunks, for one slice of the columns.
+
+    Each sum lies in the cache of the thread that made it: to fetch them all, one thread would need as long as a few
+    neurons take.
     """
-    tokens, rows, each, inputs_at = x_TD.shape[0], high - low, cfg.rows_per_neuron, address_of(ws.inputs)
-    first, rest = rows_from(first_matrix(cfg, w), low), rows_from(rest_matrix(cfg, w), low * each)
-    h_N, up_N = ws.h_flat[: tokens * rows], ws.up_flat[: tokens * rows]
-    h_TF, up_TF = h_N.reshape(tokens, rows), up_N.reshape(tokens, rows)
-    limit, fire = limit_of(w) if select else np.float32(cfg.threshold), 0
-    linear(first, rows, _element_address(w[weight_table.FIRST_BIAS], low), x_TD, inputs_at, h_TF)
-    activate_all(cfg.activation, np.float32(cfg.threshold), h_N)
-    if each == 2:
-        up_bias = _element_address(w[weight_table.UP_BIAS], low)
-        linear(strided_rows(rest, each, 0), rows, up_bias, x_TD, inputs_at, up_TF)
-        fire = multiply_up(cfg.activation == weight_table.DRELU, limit, h_N, up_N)
-    elif select:
-        fire = drop_small(limit, h_N)
-    if select:
-        score_N, score_TF = up_N, up_TF  # up is no longer needed
-        if selects(w):
-            _scores(cfg, w, x_TD, low, ws, score_TF)
+    column_D = carray(pointer_of(m.sum_columns_D), (cfg.d_model,), np.int64)
+    low, high = cfg.d_model * part // SLICES, cfg.d_model * (part + 1) // SLICES
+    for n in range(token_N.shape[0]):
+        total_P = _sums_of(cfg, m, 0, n + 1)[n, low:high]
+        for chunk in range(1, CHUNKS):
+            sums_P = _sums_of(cfg, m, chunk, n + 1)[n, low:high]
+            for j in range(high - low):
+                total_P[j] += sums_P[j]
+        y_D = y_TD[token_N[n]]
+        for j in range(high - low):
+            y_D[column_D[low + j]] += total_P[j]
+
+
+@loop_body
+def _sum_tile(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, tile: int, y_TD: Floats) -> None:
+    """y ← y + the sums of all chunks, for some columns of some tokens."""
+    column_D = carray(pointer_of(m.sum_columns_D), (cfg.d_model,), np.int64)
+    strips = (cfg.d_model + STRIP - 1) // STRIP
+    low, first = tile % strips * STRIP, tile // strips * STRIP_TOKENS
+    columns, tokens = min(STRIP, cfg.d_model - low), min(STRIP_TOKENS, token_N.shape[0] - first)
+    total_NP = np.zeros((tokens, STRIP), np.float32)
+    sums_NP = np.empty((tokens, STRIP), np.float32)
+    for chunk in range(CHUNKS):
+        sums_NP[:] = np.float32(0)
+        _add_rows(cfg, w, m, chunk, low, columns, first, address_of(sums_NP), STRIP, tokens)
+        for n in range(tokens):
+            for j in range(columns):
+                total_NP[n, j] += sums_NP[n, j]
+    for n in range(tokens):
+        y_D = y_TD[token_N[first + n]]
+        for j in range(columns):
+            y_D[column_D[low + j]] += total_NP[n, j]
+
+
+def _fire(
+    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
+    high: int, given: bool, count_all: bool,
+) -> None:  # fmt: skip
+    _fire_chunk()
+    _count_chunk()
+    for chunk in prange(CHUNKS):
+        if count_all:
+            _count_chunk(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, chunk)
         else:
-            score_N[:] = np.float32(1)
-        tally_3[0] += fire
-        _drop(h_N, score_N, tally_3)
-    add_matmul(strided_rows(rest, each, each - 1), h_TF, y_TD)
+            _fire_chunk(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given, chunk)
+
+
+def _sum(cfg: KernelConfig, w: Ints, m: Chunks, tokens: int) -> None:
+    _sum_chunk()
+    for chunk in prange(CHUNKS):
+        _sum_chunk(cfg, w, m, tokens, chunk)
+
+
+def _merge(cfg: KernelConfig, m: Chunks, token_N: Ints, y_TD: Floats) -> None:
+    _merge_slice()
+    for part in prange(SLICES):
+        _merge_slice(cfg, m, token_N, part, y_TD)
+
+
+@parallel
+def _sum_tiles(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, y_TD: Floats) -> None:
+    _sum_tile()
+    strips, blocks = (cfg.d_model + STRIP - 1) // STRIP, (token_N.shape[0] + STRIP_TOKENS - 1) // STRIP_TOKENS
+    for tile in prange(strips * blocks):
+        _sum_tile(cfg, w, m, token_N, tile, y_TD)
+
+
+_parallel_fire, _parallel_sum, _parallel_merge = parallel(_fire), parallel(_sum), parallel(_merge)
+_serial_fire, _serial_sum, _serial_merge = device(_fire), device(_sum), device(_merge)
 
 
 @device
-def _drop(h_N: Floats, score_N: Floats, tally_3: Ints) -> None:
-    """h ← 0 where the score is not above 0; counts the neurons read, and those of them that fire."""
-    read, both = 0, 0
-    for n in range(h_N.shape[0]):
-        if score_N[n] > 0:
-            read += 1
-            both += h_N[n] != 0
+def neurons(
+    cfg: KernelConfig, w: Ints, x_TD: Floats, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
+    high: int, given: bool, count_all: bool, threads: bool | None, m: Chunks, x: Inputs, tally_T3: Ints, y_TD: Floats,
+) -> None:  # fmt: skip
+    """y ← y + the neurons of one expert for its tokens, whose inputs are prepared; `tally_T3` ← tally + their counts.
+
+    `given`: of the neurons [low, high), those on the chunks' lists.
+    """
+    tokens = token_N.shape[0]
+    if selects(w) and not given:
+        prepare_selection(cfg, w, x_TD, token_N, threads, x)
+    if threads is None:
+        _serial_fire(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given, count_all)
+        _serial_sum(cfg, w, m, tokens)
+        _serial_merge(cfg, m, token_N, y_TD)
+    else:
+        _parallel_fire(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given, count_all)
+        if tokens <= FEW_TOKENS:
+            _parallel_sum(cfg, w, m, tokens)
+            _parallel_merge(cfg, m, token_N, y_TD)
         else:
-            h_N[n] = np.float32(0)
-    tally_3[1] += read
-    tally_3[2] += both
+            _sum_tiles(cfg, w, m, token_N, y_TD)
+    for chunk in range(CHUNKS):
+        tally_N3 = tally_of(m, chunk, tokens)
+        for n in range(tokens):
+            for k in range(3):
+                tally_T3[token_N[n], k] += tally_N3[n, k]
+
+
+@public
+def add_expert(
+    cfg: KernelConfig, w: Ints, x_TD: Floats, token_N: Ints, select_N: Ints, route_weight_N: Floats, count_all: bool,
+    ws: Workspace, tally_T3: Ints, y_TD: Floats,
+) -> None:  # fmt: skip
+    """y ← y + one expert's neurons for its tokens, whose inputs are prepared; adds their counts to `tally_T3`."""
+    m, x = chunks_of(cfg, ws), inputs_of(ws)
+    neurons(
+        cfg, w, x_TD, token_N, select_N, route_weight_N, 0, cfg.d_ff, False, count_all, True, m, x, tally_T3, y_TD
+    )
 
 
 @device
-def _element_address(vector_address: int, low: int) -> int:
-    """Address of element `low` of a float32 vector; 0 stays 0 (absent)."""
-    return vector_address + low * 4 if vector_address != 0 else vector_address
+def _add(
+    cfg: KernelConfig, w: Ints, x_TD: Floats, low: int, high: int, route_weight: np.float32, select: bool,
+    count_all: bool, threads: bool | None, ws: Workspace, tally_T3: Ints, y_TD: Floats,
+) -> None:  # fmt: skip
+    tokens, m, x = x_TD.shape[0], chunks_of(cfg, ws), inputs_of(ws)
+    token_N, select_N, weight_N = np.arange(tokens), np.full(tokens, int(select)), np.full(tokens, route_weight)
+    prepare_inputs(input_format(cfg, w), x_TD, x.inputs)
+    tally_T3[:] = 0
+    neurons(
+        cfg, w, x_TD, token_N, select_N, weight_N, low, high, False, count_all, threads, m, x, tally_T3, y_TD
+    )
+
+
+@public
+def add_neurons(
+    cfg: KernelConfig, w: Ints, x_TD: Floats, low: int, high: int, route_weight: np.float32, select: bool,
+    count_all: bool, ws: Workspace, tally_T3: Ints, y_TD: Floats,
+) -> None:  # fmt: skip
+    """y ← y + route_weight · the sum over the neurons [low, high) for T tokens, on numba's threads.
+
+    `select`: skip what the layer's rung skips. For each token, `tally_T3` ← (0, rows of `first` read, neurons kept); with
+    `count_all` (neurons that fire, rows of `first` that the rung reads, neurons that fire and are kept).
+    """
+    _add(cfg, w, x_TD, low, high, route_weight, select, count_all, True, ws, tally_T3, y_TD)
+
+
+@public
+def serial_add_neurons(
+    cfg: KernelConfig, w: Ints, x_TD: Floats, low: int, high: int, route_weight: np.float32, select: bool,
+    count_all: bool, ws: Workspace, tally_T3: Ints, y_TD: Floats,
+) -> None:  # fmt: skip
+    """`add_neurons` for few tokens on the calling thread alone, for the thread that stands in for a GPU."""
+    _add(cfg, w, x_TD, low, high, route_weight, select, count_all, None, ws, tally_T3, y_TD)
+
+
+def _name_all(cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, select_N: Ints) -> None:
+    _name_chunk()
+    for chunk in prange(CHUNKS):
+        _name_chunk(cfg, w, m, x, select_N, chunk)
+
+
+@loop_body
+def _name_chunk(cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, select_N: Ints, chunk: int) -> None:
+    """The chunk's list ← the neurons that the selector names for some token."""
+    list_K, named_NK = list_of(m, chunk), _numbers_of(m.named_CTK, m, chunk, select_N.shape[0])
+    count = _list_range(chunk, 0, cfg.d_ff, list_K)
+    _name(cfg, w, x, select_N, list_K, count, named_NK)
+    counts_of(m)[chunk] = _keep(count, list_K, named_NK)
+
+
+name_all = parallel(_name_all)

@@ -1,28 +1,41 @@
-"""The decoder over one block of tokens: one compiled call, the same for prefill (T > 1) and decode (T = 1).
+"""The decoder over the tokens of a step: one compiled call for pieces of prompts and single tokens of any sequences.
 
-Shape letters: T tokens of the block, D model width, W embedding width (in `w_XW` and `table_LXW` columns of the weight
-table, in caches 16-bit words), L layers, X experts, Q numbers of a token's queries, keys and values, S positions,
-J rotary frequencies, G key-value heads, V vocabulary.
+Every weight that is needed is read once for all tokens, and no token changes another's bits. Shape letters: T tokens of
+the step, R runs of consecutive tokens of one sequence, D model width, W embedding width (in `w_XW` and `table_LXW`
+columns of the weight table), L layers, X experts, Q numbers of a token's queries, keys and values, S positions,
+J rotary frequencies, A tiles of attention, N tokens whose logits are wanted, V vocabulary.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
-from pi_runtime.kernels import ffn, moe
+from pi_runtime.kernels import moe
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.data.matrix_view import Floats, Halves, Ints, address_of, matrix
+from pi_runtime.kernels.data.matrix_view import F16, F32, Floats, Ints, address_of, matrix
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig
 from pi_runtime.kernels.data.workspace import Workspace
-from pi_runtime.kernels.ops.attention import attend, norm_heads, rotate, store_kv
+from pi_runtime.kernels.ops.attention import attend, norm_heads, rotate, store_kv, tiles_of
 from pi_runtime.kernels.ops.linear import add_vector, linear, norm
 
 _load_row, _norm_heads, _route = by_address(load_row), by_address(norm_heads), by_address(moe.route)
 
 
+class Positions(NamedTuple):
+    """Where the tokens of a step stand."""
+
+    position_T: Ints
+    run_R4: Ints
+    """Consecutive tokens of a sequence: the first one's index and number, its position, the address of the cache."""
+    room: int
+    """Positions that a cache has room for."""
+
+
 @public
-def embed(cfg: KernelConfig, ends: Ends, tokens_T: Ints, start: int, ws: Workspace, x_TD: Floats) -> None:
+def embed(cfg: KernelConfig, ends: Ends, tokens_T: Ints, position_T: Ints, ws: Workspace, x_TD: Floats) -> None:
     """x ← the tokens' embeddings at the model's width, plus learned positions where the model has them."""
     tokens = tokens_T.shape[0]
     rows = matrix(cfg.embedding_format, ends.embedding, ends.embedding_scales, cfg.d_embedding)
@@ -39,7 +52,7 @@ def embed(cfg: KernelConfig, ends: Ends, tokens_T: Ints, start: int, ws: Workspa
     if ends.positions != 0:
         position_D = ws.normed_TD[0]
         for t in range(tokens):
-            _load_row(places, start + t + cfg.position_offset, 0, position_D)
+            _load_row(places, position_T[t] + cfg.position_offset, 0, position_D)
             _add(position_D, x_TD[t])
 
 
@@ -50,8 +63,8 @@ def attention(
     eps: np.float32,
     cos_SJ: Floats,
     sin_SJ: Floats,
-    start: int,
-    cache_2GSW: Halves,
+    at: Positions,
+    layer: int,
     x_TD: Floats,
     ws: Workspace,
 ) -> None:
@@ -64,10 +77,10 @@ def attention(
     tokens = x_TD.shape[0]
     normed_TD, attended_TD = ws.normed_TD[:tokens], ws.attended_TD[:tokens]
     if cfg.block == weight_table.POST_NORM:
-        _attend(cfg, w, eps, cos_SJ, sin_SJ, start, cache_2GSW, x_TD, ws)
+        _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
     else:
         norm(cfg.centred, eps, w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS], x_TD, normed_TD)
-        _attend(cfg, w, eps, cos_SJ, sin_SJ, start, cache_2GSW, normed_TD, ws)
+        _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, normed_TD, ws)
     if cfg.block == weight_table.PARALLEL and w[weight_table.FFN_NORM] != 0:
         norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
     for t in range(tokens):
@@ -89,8 +102,8 @@ def _attend(
     eps: np.float32,
     cos_SJ: Floats,
     sin_SJ: Floats,
-    start: int,
-    cache_2GSW: Halves,
+    at: Positions,
+    layer: int,
     x_TD: Floats,
     ws: Workspace,
 ) -> None:
@@ -103,9 +116,11 @@ def _attend(
     if w[weight_table.Q_NORM] != 0:
         _norm_heads(eps, w[weight_table.Q_NORM], 0, cfg.heads, cfg.head_dim, qkv_TQ)
         _norm_heads(eps, w[weight_table.K_NORM], cfg.heads, cfg.kv_heads, cfg.head_dim, qkv_TQ)
-    rotate(cos_SJ, sin_SJ, start, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
-    store_kv(qkv_TQ, cfg.heads, cfg.head_dim, start, cache_2GSW)
-    attend(qkv_TQ, cfg.heads, start, cache_2GSW, mixed_TQ)
+    rotate(cos_SJ, sin_SJ, at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
+    fmt = F32 if cfg.attention_format == F32 else F16
+    behind = layer * 2 * cfg.kv_heads * at.room * cfg.head_dim * (4 if fmt == F32 else 2)
+    store_kv(fmt, qkv_TQ, cfg.heads, cfg.kv_heads, cfg.head_dim, at.room, behind, at.run_R4)
+    attend(fmt, qkv_TQ, cfg.heads, cfg.kv_heads, at.room, behind, tiles_of(at.run_R4), mixed_TQ)
     linear(out, cfg.d_model, w[weight_table.OUT_BIAS], mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])
 
 
@@ -134,7 +149,7 @@ def head(cfg: KernelConfig, ends: Ends, eps: np.float32, x_TD: Floats, ws: Works
 
 
 _embed, _attention, _head = by_address(embed), by_address(attention), by_address(head)
-_block = by_address(moe.block)
+_ffn = by_address(moe.ffn_of_experts)
 
 
 @public
@@ -146,34 +161,30 @@ def forward(
     cos_SJ: Floats,
     sin_SJ: Floats,
     tokens_T: Ints,
-    start: int,
-    cache_L2GSW: Halves,
-    select: bool,
-    every: bool,
+    at: Positions,
+    select_T: Ints,
+    wanted_N: Ints,
+    count_all: bool,
     ws: Workspace,
 ) -> None:
-    """Run tokens at the positions from `start` on: logits go to `ws.logits_TV`, keys and values to the cache.
+    """Run the tokens of a step: logits of the tokens in `wanted_N` go to `ws.logits_TV`, keys and values to the caches.
 
-    `select`: skip what the layer's rung skips, else all layers are dense. `every`: logits at all positions, and
-    tallies; else only the last position's, in row 0. All numbers are float32 but those of the cache (see `attention`).
+    `select_T`: 1 to skip what the layer's rung skips, 0 to compute every neuron. `ws.counts_LT3` ← what
+    `ffn.add_neurons` counts. All numbers are float32 but those of the cache (see `attention`).
     """
     tokens = tokens_T.shape[0]
     x_TD = ws.x_TD[:tokens]
-    _embed(cfg, ends, tokens_T, start, ws, x_TD)
+    _embed(cfg, ends, tokens_T, at.position_T, ws, x_TD)
     for layer in range(table_LXW.shape[0]):
-        w_XW = table_LXW[layer]
-        _attention(cfg, w_XW[0], eps, cos_SJ, sin_SJ, start, cache_L2GSW[layer], x_TD, ws)
-        if tokens == 1 and select and not every:
-            read, kept = moe.step(cfg, w_XW, ws.normed_TD[0], ws)
-            ws.rows_L2[layer, 0], ws.rows_L2[layer, 1] = read, kept
-            ffn.add_sums(ws.sums_CP, x_TD[0])
-        else:
-            _block(cfg, w_XW, ws.normed_TD[:tokens], select, ws, ws.tally_L3[layer], x_TD)
+        w_XW, normed_TD = table_LXW[layer], ws.normed_TD[:tokens]
+        _attention(cfg, w_XW[0], eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
+        _ffn(cfg, w_XW, normed_TD, select_T, count_all, ws, ws.counts_LT3[layer, :tokens], x_TD)
         after_ffn(cfg, w_XW[0], eps, x_TD)
-    if every:
-        _head(cfg, ends, eps, x_TD, ws, ws.logits_TV[:tokens])
-    else:
-        _head(cfg, ends, eps, x_TD[tokens - 1 :], ws, ws.logits_TV[:1])
+    wanted = wanted_N.shape[0]
+    wanted_ND = ws.attended_TD[:wanted]
+    for n in range(wanted):
+        _copy(x_TD[wanted_N[n]], wanted_ND[n])
+    _head(cfg, ends, eps, wanted_ND, ws, ws.logits_TV[:wanted])
 
 
 @device

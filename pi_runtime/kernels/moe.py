@@ -13,9 +13,9 @@ from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, matrix
 from pi_runtime.kernels.data.weight_table import KernelConfig
 from pi_runtime.kernels.data.workspace import Workspace
-from pi_runtime.kernels.ops.linear import linear
+from pi_runtime.kernels.ops.linear import linear, prepare_inputs
 
-_block = by_address(ffn.block)
+_add = by_address(ffn.add_expert)
 
 
 @public
@@ -54,46 +54,30 @@ def _slot(expert_K: Ints, expert: int) -> int:
 
 
 @public
-def step(cfg: KernelConfig, w_XW: Ints, x_D: Floats, ws: Workspace) -> tuple[int, int]:
-    """One token: `ws.sums_CP` ← the partial sums of `ffn.step` over the experts taken.
+def ffn_of_experts(
+    cfg: KernelConfig, w_XW: Ints, x_TD: Floats, select_T: Ints, count_all: bool, ws: Workspace, tally_T3: Ints,
+    y_TD: Floats,
+) -> None:  # fmt: skip
+    """y ← y + the FFN of T tokens; see `ffn.add_neurons`.
 
-    Returns the sums of (rows of `first` read, neurons kept).
+    The results of a token's experts are added in the order of the experts, so that no other token changes it.
     """
-    read, kept = 0, 0
-    for k in range(cfg.experts_per_token):
-        w = w_XW[ws.expert_TK[0, k]]
-        found = ffn.step(cfg, w, x_D, 0, cfg.d_ff, ws.route_weight_TK[0, k], k > 0, ws)
-        read, kept = read + found[0], kept + found[1]
-    return read, kept
-
-
-@public
-def block(
-    cfg: KernelConfig, w_XW: Ints, x_TD: Floats, select: bool, ws: Workspace, tally_3: Ints, y_TD: Floats
-) -> None:
-    """y ← y + the FFN of T tokens; see `ffn.block`.
-
-    Each of several experts gets its tokens gathered; its results are added back times their route weights.
-    """
-    tally_3[:] = 0
+    tokens = x_TD.shape[0]
+    token_T, weight_T = np.arange(tokens), np.ones(tokens, np.float32)
+    prepare_inputs(ffn.input_format(cfg, w_XW[0]), x_TD, address_of(ws.inputs))
+    tally_T3[:] = 0
     if cfg.experts == 1:
-        _block(cfg, w_XW[0], x_TD, 0, cfg.d_ff, select, ws, tally_3, y_TD)
+        _add(cfg, w_XW[0], x_TD, token_T, select_T, weight_T, count_all, ws, tally_T3, y_TD)
         return
+    chosen_T = np.empty(tokens, np.int64)
     for expert in range(cfg.experts):
         count = 0
-        for t in range(x_TD.shape[0]):
-            if _slot(ws.expert_TK[t], expert) >= 0:
-                ws.token_T[count] = t
-                for j in range(cfg.d_model):
-                    ws.gathered_TD[count, j] = x_TD[t, j]
+        for t in range(tokens):
+            slot = _slot(ws.expert_TK[t], expert)
+            if slot >= 0:
+                token_T[count], chosen_T[count] = t, select_T[t]
+                weight_T[count] = ws.route_weight_TK[t, slot]
                 count += 1
-        if count == 0:
-            continue
-        out_TD = ws.attended_TD[:count]
-        out_TD[:] = np.float32(0)
-        _block(cfg, w_XW[expert], ws.gathered_TD[:count], 0, cfg.d_ff, select, ws, tally_3, out_TD)
-        for n in range(count):
-            t = ws.token_T[n]
-            route_weight = ws.route_weight_TK[t, _slot(ws.expert_TK[t], expert)]
-            for j in range(cfg.d_model):
-                y_TD[t, j] += route_weight * out_TD[n, j]
+        if count > 0:
+            taken = token_T[:count], chosen_T[:count], weight_T[:count]
+            _add(cfg, w_XW[expert], x_TD, *taken, count_all, ws, tally_T3, y_TD)

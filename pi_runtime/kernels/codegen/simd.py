@@ -50,9 +50,44 @@ def load(b: Any, base: Any, at: Any, kind: Any) -> Any:
     return b.load(b.bitcast(b.gep(base, [at]), kind.as_pointer()), align=1)
 
 
+def _first_lanes(b: Any, count: Any, n: int) -> Any:
+    """A mask of the first `count` of n lanes."""
+    lanes = ir.Constant(vec(I64, n), list(range(n)))
+    return b.icmp_signed("<", lanes, splat(b, count, n))
+
+
+def _mangled(kind: Any) -> str:
+    """A vector type as names of LLVM's intrinsics spell it."""
+    return f"v{kind.count}{ {F32: 'f32', HALF: 'f16', I16: 'i16'}[kind.element] }".replace(" ", "")
+
+
+def load_some(b: Any, base: Any, at: Any, count: Any, kind: Any) -> Any:
+    """Load the first `count` lanes of a vector `at` bytes after `base`; the others are 0, and are not read."""
+    place = b.bitcast(b.gep(base, [at]), kind.as_pointer())
+    zeros = ir.Constant(kind, [0] * kind.count)
+    arguments = [place, ir.Constant(I32, 1), _first_lanes(b, count, kind.count), zeros]
+    return call(b, f"llvm.masked.load.{_mangled(kind)}.p0", kind, arguments)
+
+
+def store_some(b: Any, value: Any, base: Any, at: Any, count: Any) -> None:
+    """Store the first `count` lanes of a vector `at` bytes after `base`; what follows is not touched."""
+    place = b.bitcast(b.gep(base, [at]), value.type.as_pointer())
+    arguments = [value, place, ir.Constant(I32, 1), _first_lanes(b, count, value.type.count)]
+    call(b, f"llvm.masked.store.{_mangled(value.type)}.p0", ir.VoidType(), arguments)
+
+
 def store(b: Any, value: Any, base: Any, at: Any) -> None:
     """Store a value `at` bytes after `base`, at any alignment."""
     b.store(value, b.bitcast(b.gep(base, [at]), value.type.as_pointer()), align=1)
+
+
+def listed(b: Any, index: Any, n: Any, otherwise: Any) -> Any:
+    """The n-th number of the list at address `index`, or `otherwise` where there is no list (0)."""
+    found = cgutils.alloca_once_value(b, otherwise)
+    b.store(otherwise, found)
+    with b.if_then(b.icmp_signed("!=", index, offset(0))):
+        b.store(load(b, pointer(b, index), b.mul(n, offset(8)), I64), found)
+    return b.load(found)
 
 
 def shuffle(b: Any, one: Any, other: Any, lanes: Sequence[int]) -> Any:
@@ -115,15 +150,17 @@ def switch(b: Any, code: Any, cases: Mapping[int, Callable[[], Any]]) -> Any:
     return chosen
 
 
-def floats_of(b: Any, fmt: str, base: Any, column: Any, n: int) -> Any:
-    """Load n stored numbers of f32, f16 or bf16 from `column` on, as float32."""
+def floats_of(b: Any, fmt: str, base: Any, column: Any, n: int, count: Any = None) -> Any:
+    """Load n stored numbers of f32, f16 or bf16 from `column` on, as float32; or only the first `count`, then zeros."""
+    stored = {"f32": F32, "f16": HALF, "bf16": I16}[fmt]
+    at = b.mul(column, offset(4 if fmt == "f32" else 2))
+    kind = vec(stored, n)
+    found = load(b, base, at, kind) if count is None else load_some(b, base, at, count, kind)
     if fmt == "f32":
-        return load(b, base, b.mul(column, offset(4)), vec(F32, n))
-    at = b.mul(column, offset(2))
+        return found
     if fmt == "f16":
-        return b.fpext(load(b, base, at, vec(HALF, n)), vec(F32, n))
-    wide = b.shl(b.zext(load(b, base, at, vec(I16, n)), vec(I32, n)), const(I32, n, 16))
-    return b.bitcast(wide, vec(F32, n))
+        return b.fpext(found, vec(F32, n))
+    return b.bitcast(b.shl(b.zext(found, vec(I32, n)), const(I32, n, 16)), vec(F32, n))
 
 
 def dot_bytes(b: Any, sums: Any, weights: Any, x: Any, *, signed: bool) -> Any:

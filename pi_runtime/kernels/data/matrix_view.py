@@ -161,6 +161,13 @@ def rows_from(m: MatrixView, first: int) -> MatrixView:
 
 
 @public
+def columns_from(m: MatrixView, first: int, columns: int) -> MatrixView:
+    """So many columns from `first` on, which is a multiple of 256."""
+    values, scales = m.values + first * _BITS_F[m.fmt] // 8, m.scales + first // BLOCK * 2
+    return MatrixView(m.fmt, values, scales, m.stride, m.scales_stride, columns)
+
+
+@public
 def vector(address: int, n: int) -> Floats:
     """The n float32 numbers at an address: norm weights, or biases."""
     return carray(pointer_of(address), (n,), np.float32)

@@ -22,6 +22,7 @@ from pi_runtime.kernels.data.matrix_view import (
     F16,
     F32,
     Floats,
+    Ints,
     MatrixView,
     address_of,
     bfloat_to_float,
@@ -32,6 +33,7 @@ from pi_runtime.kernels.data.matrix_view import (
 GROUP_COLUMNS = 256
 """Columns of a group: eight blocks, whose fours of columns are interleaved."""
 _Q8 = FORMATS["q8"].code
+_BITS = {f.code: f.bits for f in FORMATS.values() if f.quantised}
 _HAS_VECTORS = ISA.lanes > 0
 
 
@@ -147,3 +149,18 @@ def _load_groups(bits: int) -> Any:
 
 
 _load_groups_q8, _load_groups_q4 = _load_groups(8), _load_groups(4)
+
+
+def sum_columns(fmt: int, columns: int) -> Ints:
+    """The column of each sum that `row_sums` makes; those that belong to no column are left out at the end."""
+    if fmt not in _BITS or not _HAS_VECTORS:
+        return np.arange(columns)
+    stored = np.arange(GROUP_COLUMNS)
+    if _BITS[fmt] == 4:  # eight registers of nibbles are one of words
+        word, lane = np.divmod(stored, 8 * ISA.lanes)
+        nibble, lane = np.divmod(lane, ISA.lanes)
+        stored = nibble % 2 * (GROUP_COLUMNS // 2) + 4 * (ISA.lanes * word + lane) + nibble // 2
+    group = stored % 32 // 4 * BLOCK + stored // 32 * 4 + stored % 4
+    whole = -(-columns // BLOCK) // 8 * GROUP_COLUMNS
+    groups = np.arange(0, whole, GROUP_COLUMNS)[:, None] + group
+    return np.concatenate([groups.ravel(), np.arange(whole, columns)])

@@ -1,18 +1,21 @@
 """Which neurons of a layer have their row of `first` read: those that the rung's selector names.
 
-F neurons in stored order, of which [low, high) are asked; D model width, R predictor rank, W = ⌈D / 64⌉ words of signs,
-S = `SEGMENTS`, T tokens. The range is split into a fixed number of segments, each is processed in order, and the lists
-they give are compacted in order: so the result does not depend on the number of threads.
+    low-rank   up_i · (down x) + bias_i > 0
+    signs      columns in which first_i and x have the same sign, minus those in which they differ, above the margin
 
-A further selector has its column codes, its kernels and its branch in `list_candidates` and `scores` here.
+Shape letters: F neurons in stored order, K of them on a list; D model width, R predictor rank, W = ⌈D / 64⌉ words of
+signs, T tokens, N of them that are asked for.
+
+A further selector has its column codes and its branches in `prepare_selection` and `score_neurons` here.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import carray, prange
 
-from pi_runtime.artifact.footprint import SEGMENTS
 from pi_runtime.artifact.formats import ROW_ALIGN
-from pi_runtime.kernels.codegen.jit import device, parallel
+from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public
 from pi_runtime.kernels.data.matrix_view import (
     F32,
     Floats,
@@ -23,21 +26,38 @@ from pi_runtime.kernels.data.matrix_view import (
     count_ones,
     matrix,
     pointer_of,
-    rows_from,
     vector,
 )
-from pi_runtime.kernels.data.quantised_input import prepare_input
+from pi_runtime.kernels.data.quantised_input import input_stride, prepare_input
 from pi_runtime.kernels.data.weight_table import COLUMN, MARGIN, RANK, SELECTOR, SELECTOR_CODES, KernelConfig
 from pi_runtime.kernels.data.workspace import Workspace
-from pi_runtime.kernels.ops.linear import linear
-from pi_runtime.kernels.ops.row_dot import row_dot, rows_ahead
+from pi_runtime.kernels.ops.row_products import row_products
 
 _DOWN, _UP, _BIAS = COLUMN["predictor/down"], COLUMN["predictor/up"], COLUMN["predictor/bias"]
 _DOWN_SCALES, _UP_SCALES = COLUMN["predictor/down_scales"], COLUMN["predictor/up_scales"]
 _SIGNS = COLUMN["predictor/signs"]
 _NO_SELECTOR, _BY_SIGNS = SELECTOR_CODES[None], SELECTOR_CODES["signs"]
-_ROWS_AT_ONCE = 64
-"""Rows of signs that a thread takes at once."""
+_RANKS_AT_ONCE = 16
+"""Rows of `down` that a thread takes at once."""
+
+
+class Inputs(NamedTuple):
+    """Addresses of a layer's inputs; see `Workspace`."""
+
+    inputs: int
+    """The tokens as inputs of products."""
+    low_rank: int
+    """down x of the predictor."""
+    low_rank_inputs: int
+    """The same as inputs of products."""
+    signs: int
+
+
+@public
+def inputs_of(ws: Workspace) -> Inputs:
+    """The inputs in a workspace, valid as long as that is."""
+    low_rank = address_of(ws.low_rank_flat), address_of(ws.low_rank_inputs)
+    return Inputs(address_of(ws.inputs), *low_rank, address_of(ws.signs_TW))
 
 
 @device
@@ -57,29 +77,6 @@ def predictor_matrices(cfg: KernelConfig, w: Ints) -> tuple[MatrixView, MatrixVi
     """The low-rank predictor's down [R, D] and up [F, R]."""
     down = matrix(cfg.predictor_format, w[_DOWN], w[_DOWN_SCALES], cfg.d_model)
     return down, matrix(cfg.predictor_format, w[_UP], w[_UP_SCALES], w[RANK])
-
-
-def _predict(
-    down: MatrixView, up: MatrixView, bias: int, low: int, high: int, input_at: int, r_R: Floats, r_input_at: int,
-    candidates_F: Ints, counts_S: Ints,
-) -> None:  # fmt: skip
-    """List the neurons whose score is above 0 in `candidates_F`, segment by segment; `counts_S` says how many.
-
-    `r_input_at`: memory for the input of `up`, made of r = down x.
-    """
-    rank, count = r_R.shape[0], high - low
-    bias_F = vector(bias, high)
-    for segment in prange(SEGMENTS):
-        for k in range(rank * segment // SEGMENTS, rank * (segment + 1) // SEGMENTS):
-            r_R[k] = row_dot(down, k, k + rows_ahead(down), input_at)
-    prepare_input(up.fmt, r_R, r_input_at)
-    for segment in prange(SEGMENTS):
-        begin, found = count * segment // SEGMENTS, 0
-        for k in range(begin, count * (segment + 1) // SEGMENTS):
-            if row_dot(up, low + k, low + k + rows_ahead(up), r_input_at) + bias_F[low + k] > 0:
-                candidates_F[begin + found] = low + k
-                found += 1
-        counts_S[segment] = found
 
 
 @device
@@ -105,83 +102,63 @@ def agreement(signs: int, row: int, columns: int, x_W: Words) -> int:
     return columns - 2 * (differ + count_ones((row_W[words - 1] ^ x_W[words - 1]) << unused))
 
 
-def _agree(
-    signs: int, columns: int, margin: int, low: int, high: int, x_W: Words, candidates_F: Ints, counts_S: Ints
+@device
+def prepare_selection(
+    cfg: KernelConfig, w: Ints, x_TD: Floats, token_N: Ints, threads: bool | None, x: Inputs
 ) -> None:
-    """List the neurons whose agreement with the input is above the margin, as `_predict` lists them."""
-    count = high - low
-    for segment in prange(SEGMENTS):
-        begin, found = count * segment // SEGMENTS, 0
-        for k in range(begin, count * (segment + 1) // SEGMENTS):
-            if agreement(signs, low + k, columns, x_W) > margin:
-                candidates_F[begin + found] = low + k
-                found += 1
-        counts_S[segment] = found
-
-
-_parallel_predict, _parallel_agree = parallel(_predict), parallel(_agree)
-_serial_predict, _serial_agree = device(_predict), device(_agree)
-
-
-@device
-def list_candidates(
-    cfg: KernelConfig, w: Ints, x_D: Floats, low: int, high: int, threads: bool | None, ws: Workspace
-) -> int:
-    """List the neurons of [low, high) that the layer's selector names in `ws.candidates_F`; returns how many.
-
-    `ws.inputs` holds x as `selector_format` needs it.
-    """
-    lists = ws.candidates_F, ws.counts_S
+    """Prepare what the layer's selector scores neurons with, for some tokens, whose inputs are prepared."""
+    tokens = token_N.shape[0]
     if w[SELECTOR] == _BY_SIGNS:
-        x_W = ws.signs_TW[0]
-        pack_signs(x_D, x_W)
-        if threads is None:
-            _serial_agree(w[_SIGNS], cfg.d_model, w[MARGIN], low, high, x_W, *lists)
-        else:
-            _parallel_agree(w[_SIGNS], cfg.d_model, w[MARGIN], low, high, x_W, *lists)
+        words = (cfg.d_model + 63) // 64
+        signs_NW = carray(pointer_of(x.signs), (tokens, words), np.uint64)
+        for n in range(tokens):
+            pack_signs(x_TD[token_N[n]], signs_NW[n])
+        return
+    down, up = predictor_matrices(cfg, w)
+    r_NR = carray(pointer_of(x.low_rank), (tokens, w[RANK]), np.float32)
+    if threads is None:
+        _serial_reduce(down, x.inputs, token_N, r_NR)
     else:
-        down, up = predictor_matrices(cfg, w)
-        r = ws.low_rank_flat[: w[RANK]], address_of(ws.low_rank_inputs)
-        if threads is None:
-            _serial_predict(down, up, w[_BIAS], low, high, address_of(ws.inputs), *r, *lists)
-        else:
-            _parallel_predict(down, up, w[_BIAS], low, high, address_of(ws.inputs), *r, *lists)
-    return compact(high - low, ws.counts_S, ws.candidates_F)
+        _parallel_reduce(down, x.inputs, token_N, r_NR)
+    for n in range(tokens):
+        prepare_input(up.fmt, r_NR[n], x.low_rank_inputs + n * input_stride(w[RANK]))
+
+
+@loop_body
+def _reduce_part(down: MatrixView, inputs: int, token_N: Ints, part: int, r_NR: Floats) -> None:
+    tokens, rank = r_NR.shape
+    first = part * _RANKS_AT_ONCE
+    count, out = min(_RANKS_AT_ONCE, rank - first), address_of(r_NR) + 4 * first
+    row_products(
+        down, first, 0, count, inputs, input_stride(down.columns), address_of(token_N), tokens, out, 4 * rank
+    )
+
+
+def _reduce(down: MatrixView, inputs: int, token_N: Ints, r_NR: Floats) -> None:
+    """r ← down x."""
+    _reduce_part()
+    for part in prange((r_NR.shape[1] + _RANKS_AT_ONCE - 1) // _RANKS_AT_ONCE):
+        _reduce_part(down, inputs, token_N, part, r_NR)
+
+
+_parallel_reduce, _serial_reduce = parallel(_reduce), device(_reduce)
 
 
 @device
-def compact(count: int, counts_S: Ints, index_F: Ints) -> int:
-    """Move what the segments of a list hold together, in order (stream compaction); returns the list's length."""
-    kept = 0
-    for segment in range(SEGMENTS):
-        begin = count * segment // SEGMENTS
-        for k in range(counts_S[segment]):
-            index_F[kept] = index_F[begin + k]
-            kept += 1
-    return kept
-
-
-@device
-def scores(cfg: KernelConfig, w: Ints, x_TD: Floats, low: int, ws: Workspace, score_TF: Floats) -> None:
-    """score ← numbers above 0 where the layer's selector names a neuron, for T tokens and the neurons from `low` on."""
-    tokens, rows = score_TF.shape
+def score_neurons(cfg: KernelConfig, w: Ints, x: Inputs, list_K: Ints, count: int, score_NK: Floats) -> None:
+    """score ← numbers above 0 where the selector names one of the `count` neurons on a list, for N tokens."""
+    tokens, width = score_NK.shape
     if w[SELECTOR] == _BY_SIGNS:
-        for t in range(tokens):
-            pack_signs(x_TD[t], ws.signs_TW[t])
-        _agreement_scores(w[_SIGNS], cfg.d_model, w[MARGIN], low, ws.signs_TW, score_TF)
-    else:
-        rank = w[RANK]
-        r_TR = ws.low_rank_flat[: tokens * rank].reshape(tokens, rank)
-        down, up = predictor_matrices(cfg, w)
-        linear(down, rank, 0, x_TD, address_of(ws.inputs), r_TR)
-        linear(rows_from(up, low), rows, w[_BIAS] + 4 * low, r_TR, address_of(ws.low_rank_inputs), score_TF)
-
-
-@parallel
-def _agreement_scores(signs: int, columns: int, margin: int, low: int, x_TW: Words, score_TF: Floats) -> None:
-    """score ← agreement minus margin."""
-    tokens, rows = score_TF.shape
-    for part in prange((rows + _ROWS_AT_ONCE - 1) // _ROWS_AT_ONCE):
-        for i in range(part * _ROWS_AT_ONCE, min(rows, (part + 1) * _ROWS_AT_ONCE)):
-            for t in range(tokens):
-                score_TF[t, i] = np.float32(agreement(signs, low + i, columns, x_TW[t]) - margin)
+        words = (cfg.d_model + 63) // 64
+        signs_NW = carray(pointer_of(x.signs), (tokens, words), np.uint64)
+        for k in range(count):
+            for n in range(tokens):
+                found = agreement(w[_SIGNS], list_K[k], cfg.d_model, signs_NW[n]) - w[MARGIN]
+                score_NK[n, k] = np.float32(found)
+        return
+    up, bias_F = predictor_matrices(cfg, w)[1], vector(w[_BIAS], cfg.d_ff)
+    to, inputs, stride = address_of(score_NK), x.low_rank_inputs, input_stride(w[RANK])
+    row_products(up, 0, address_of(list_K), count, inputs, stride, 0, tokens, to, 4 * width)
+    for n in range(tokens):
+        for k in range(count):
+            score_NK[n, k] += bias_F[list_K[k]]

@@ -1,0 +1,269 @@
+"""Sums of stored rows, each times a factor, for one token or many:  y_t ← y_t + Σ_k h_t,k row_k.
+
+A weight becomes float32 exactly, and each column is summed in the order of the rows, rounded once a row. A factor of 0
+leaves a sum as it is. So a token gets the same bits from its own rows alone, and among rows that only others need. Rows
+are taken `SUM_ROWS` at a time: their weights are read once for all tokens, and a sum stays in its register meanwhile.
+
+The sums of block formats lie in the order in which vector registers take the weights of a row; `row_loading.sum_columns` says
+which columns they are. Shape letters: T tokens, K rows, D columns, L lanes, P sums.
+"""
+
+# The signatures of `generate` are numba's.
+# ruff: noqa: ARG001
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pi_runtime.artifact.footprint import SUM_ROWS
+from pi_runtime.artifact.formats import BLOCK, FORMATS
+from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.indirect_calls import by_address
+from pi_runtime.kernels.codegen.isa import ISA
+from pi_runtime.kernels.codegen.jit import device, public
+from pi_runtime.kernels.data.matrix_view import BF16, F16, F32, MatrixView, pointer_of
+from pi_runtime.kernels.data.row_loading import GROUP_COLUMNS, load_row
+
+_BITS = {f.code: f.bits for f in FORMATS.values() if f.quantised}
+_FLOATS = {F32: "f32", F16: "f16", BF16: "bf16"}
+_HAS_VECTORS = ISA.lanes > 0
+
+
+@dataclass
+class _Rows:
+    """Pointers to `SUM_ROWS` rows and their scales."""
+
+    values: list[Any]
+    scales: list[Any]
+
+
+Registers = Iterator[tuple[list[Any], int]]
+"""One register of each row as float32, and how many sums behind the first that of its first lane is."""
+
+
+def _nibbles(b: Any, words: Any) -> Any:
+    """The lowest nibble of each lane, minus 8, as float32."""
+    lanes = ISA.lanes
+    if lanes == 16:  # a look-up takes the lowest four bits of a lane
+        table = ir.Constant(v.vec(v.F32, 16), [float(n - 8) for n in range(16)])
+        return v.call(b, "llvm.x86.avx512.permvar.sf.512", table.type, [table, words])
+    found = b.sitofp(b.and_(words, v.const(v.I32, lanes, 15)), v.vec(v.F32, lanes))
+    return b.fsub(found, v.const(v.F32, lanes, 8.0))
+
+
+def _bytes(b: Any, row: Any, at: Any) -> Any:
+    """A register of signed bytes from byte `at` on, as float32."""
+    found = b.sext(v.load(b, row, at, v.vec(v.I8, ISA.lanes)), v.vec(v.I32, ISA.lanes))
+    return b.sitofp(found, v.vec(v.F32, ISA.lanes))
+
+
+def _scaled(b: Any, w: list[Any], s: list[Any]) -> list[Any]:
+    return [b.fmul(w_L, s_L) for w_L, s_L in zip(w, s, strict=True)]
+
+
+def _group_line(bits: int, b: Any, rows: _Rows, line: Any) -> Registers:
+    """One cache line inside a group of eight blocks; four of its bytes in turn belong to one block."""
+    lanes, at = ISA.lanes, b.mul(line, v.offset(v.LINE))
+    scales_at = b.mul(b.udiv(line, v.offset(GROUP_COLUMNS * bits // 8 // v.LINE)), v.offset(16))
+    s = [b.fpext(v.load(b, row, scales_at, v.vec(v.HALF, 8)), v.vec(v.F32, 8)) for row in rows.scales]
+    if bits == 8:
+        for k in range(0, v.LINE, lanes):
+            blocks = [(k + n) % 32 // 4 for n in range(lanes)]
+            w = [_bytes(b, row, b.add(at, v.offset(k))) for row in rows.values]
+            yield _scaled(b, w, [v.shuffle(b, s_8, s_8, blocks) for s_8 in s]), k
+        return
+    s = [v.shuffle(b, s_8, s_8, [n % 8 for n in range(lanes)]) for s_8 in s]
+    for k in range(0, v.LINE, 4 * lanes):
+        words = [v.load(b, row, b.add(at, v.offset(k)), v.vec(v.I32, lanes)) for row in rows.values]
+        for n in range(8):
+            w = [_nibbles(b, b.lshr(w_L, v.const(v.I32, lanes, 4 * n)) if n else w_L) for w_L in words]
+            yield _scaled(b, w, s), 2 * k + n * lanes
+
+
+def _single_blocks(bits: int, b: Any, rows: _Rows, block: Any) -> Registers:
+    """A block outside the groups, or two of q4, which share their bytes."""
+    lanes, at_once = ISA.lanes, 8 // bits
+    first = b.udiv(b.mul(block, v.offset(BLOCK)), v.offset(at_once))
+    for half in range(at_once):
+        at = b.add(b.mul(block, v.offset(2)), v.offset(2 * half))
+        s = [v.splat(b, b.fpext(v.load(b, row, at, v.HALF), v.F32), lanes) for row in rows.scales]
+        for part in range(0, BLOCK, lanes):
+            start = b.add(first, v.offset(part))
+            if bits == 8:
+                w = [_bytes(b, row, start) for row in rows.values]
+            else:
+                kind = v.vec(v.I32, lanes)
+                words = [b.zext(v.load(b, row, start, v.vec(v.I8, lanes)), kind) for row in rows.values]
+                w = [_nibbles(b, b.lshr(w_L, v.const(v.I32, lanes, 4)) if half else w_L) for w_L in words]
+            yield _scaled(b, w, s), half * BLOCK + part
+
+
+@dataclass
+class _Call:
+    """Emits the loops of one call; the values are those of `row_sums`."""
+
+    b: Any
+    values: Any
+    scales: Any
+    stride: Any
+    scales_stride: Any
+    columns: Any
+    first: Any
+    index: Any
+    count: Any
+    h: Any
+    h_stride: Any
+    tokens: Any
+    y: Any
+    y_stride: Any
+
+    def __post_init__(self) -> None:
+        self._alone = False
+
+    def emit(self, lines: Callable[["_Call", Any, _Rows, list[Any]], None]) -> None:
+        """Emit a format's loops over rows, once for one token and once for several."""
+        b = self.b
+        with b.if_else(b.icmp_signed("==", self.tokens, v.offset(1))) as branches:
+            for branch, self._alone in zip(branches, (True, False), strict=True):
+                with branch, cgutils.for_range_slice(b, v.offset(0), self.count, v.offset(SUM_ROWS)) as (first, _):
+                    later = self._rows(b.add(first, v.offset(SUM_ROWS))).values
+                    lines(self, first, self._rows(first), later)
+
+    def _rows(self, first: Any) -> _Rows:
+        b, values, scales = self.b, [], []
+        for k in range(SUM_ROWS):
+            n, last = b.add(first, v.offset(k)), b.sub(self.count, v.offset(1))
+            n = b.select(b.icmp_signed("<", n, last), n, last)
+            row = v.listed(b, self.index, n, b.add(self.first, n))
+            values.append(v.pointer(b, b.add(self.values, b.mul(row, self.stride))))
+            scales.append(v.pointer(b, b.add(self.scales, b.mul(row, self.scales_stride))))
+        return _Rows(values, scales)
+
+    def _add(self, w: list[Any], first: Any, column: Any, left: Any = None) -> None:
+        """Add a register of each row, from row `first` on, to the sums from `column` on; of them only `left`, if given."""
+        b = self.b
+        with self._each_token() as (y, h):
+            at = b.mul(column, v.offset(4))
+            total = v.load(b, y, at, w[0].type) if left is None else v.load_some(b, y, at, left, w[0].type)
+            for k, w_L in enumerate(w):
+                h_k = v.load(b, h, b.mul(b.add(first, v.offset(k)), v.offset(4)), v.F32)
+                total = v.fma(b, w_L, v.splat(b, h_k, ISA.lanes), total)
+            if left is None:
+                v.store(b, total, y, at)
+            else:
+                v.store_some(b, total, y, at, left)
+
+    @contextmanager
+    def _each_token(self) -> Iterator[tuple[Any, Any]]:
+        """Pointers to a token's sums and factors."""
+        b = self.b
+        if self._alone:
+            yield v.pointer(b, self.y), v.pointer(b, self.h)
+            return
+        with cgutils.for_range(b, self.tokens) as loop:
+            y, h = b.mul(loop.index, self.y_stride), b.mul(loop.index, self.h_stride)
+            yield v.pointer(b, b.add(self.y, y)), v.pointer(b, b.add(self.h, h))
+
+    def floats(self, fmt: str, first: Any, rows: _Rows, later: list[Any]) -> None:
+        """Add rows of a float format."""
+        b, lanes = self.b, ISA.lanes
+        per_line = v.LINE // (4 if fmt == "f32" else 2)
+
+        def register(column: Any) -> None:
+            self._add([v.floats_of(b, fmt, row, column, lanes) for row in rows.values], first, column)
+
+        with cgutils.for_range(b, b.udiv(self.columns, v.offset(per_line))) as loop:
+            for row in later:
+                v.prefetch(b, row, b.mul(loop.index, v.offset(v.LINE)))
+            for part in range(0, per_line, lanes):
+                register(b.add(b.mul(loop.index, v.offset(per_line)), v.offset(part)))
+        done = b.and_(self.columns, v.offset(-per_line))
+        with cgutils.for_range(b, b.udiv(b.sub(self.columns, done), v.offset(lanes))) as loop:
+            register(b.add(done, b.mul(loop.index, v.offset(lanes))))
+        column = b.and_(self.columns, v.offset(-lanes))
+        with b.if_then(b.icmp_signed("<", column, self.columns)):
+            left = b.sub(self.columns, column)
+            self._add([v.floats_of(b, fmt, row, column, lanes, left) for row in rows.values], first, column, left)
+
+    def blocks(self, bits: int, first: Any, rows: _Rows, later: list[Any]) -> None:
+        """Add rows of a block format."""
+        b, per_line = self.b, v.LINE * 8 // bits
+        blocks = b.udiv(b.add(self.columns, v.offset(BLOCK - 1)), v.offset(BLOCK))
+        groups = b.udiv(blocks, v.offset(8))
+        with cgutils.for_range(b, b.mul(groups, v.offset(GROUP_COLUMNS // per_line))) as loop:
+            for row in later:
+                v.prefetch(b, row, b.mul(loop.index, v.offset(v.LINE)))
+            for w, behind in _group_line(bits, b, rows, loop.index):
+                self._add(w, first, b.add(b.mul(loop.index, v.offset(per_line)), v.offset(behind)))
+        done, at_once = b.mul(groups, v.offset(8)), 8 // bits
+        left = b.udiv(b.add(b.sub(blocks, done), v.offset(at_once - 1)), v.offset(at_once))
+        with cgutils.for_range(b, left) as loop:
+            block = b.add(done, b.mul(loop.index, v.offset(at_once)))
+            for w, behind in _single_blocks(bits, b, rows, block):
+                self._add(w, first, b.add(b.mul(block, v.offset(BLOCK)), v.offset(behind)))
+
+
+@intrinsic
+def _emit_row_sums(typing_context: Any, fmt: Any, call: Any) -> Any:
+    """Emit `row_sums`; `call` is a tuple of the values of `_Call`, in order."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        call = _Call(b, *cgutils.unpack_tuple(b, arguments[1]))
+        cases: dict[int, Callable[[], None]] = {}
+        for code, name in _FLOATS.items():
+            cases[code] = partial(call.emit, lambda c, *a, name=name: c.floats(name, *a))
+        for code, bits in _BITS.items():
+            cases[code] = partial(call.emit, lambda c, *a, bits=bits: c.blocks(bits, *a))
+        v.switch(b, arguments[0], cases)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.UniTuple(types.intp, 13)), generate
+
+
+@public
+def vector_row_sums(
+    m: MatrixView, first: int, index: int, count: int, h: int, h_stride: int, tokens: int, y: int, y_stride: int
+) -> None:
+    """`row_sums` by vector instructions."""
+    matrix = m.values, m.scales, m.stride, m.scales_stride, m.columns
+    _emit_row_sums(m.fmt, (*matrix, first, index, count, h, h_stride, tokens, y, y_stride))
+
+
+@public
+def portable_row_sums(
+    m: MatrixView, first: int, index: int, count: int, h: int, h_stride: int, tokens: int, y: int, y_stride: int
+) -> None:
+    """The definition of `row_sums` in plain loops; its sums lie in the order of the columns."""
+    row_D = np.empty(m.columns, np.float32)
+    for k in range(count):
+        row = carray(pointer_of(index), (count,), np.int64)[k] if index != 0 else first + k
+        load_row(m, row, 0, row_D)
+        for t in range(tokens):
+            h_K = carray(pointer_of(h + t * h_stride), (count,), np.float32)
+            y_D = carray(pointer_of(y + t * y_stride), (m.columns,), np.float32)
+            for j in range(m.columns):
+                y_D[j] += h_K[k] * row_D[j]
+
+
+_row_sums = by_address(vector_row_sums if _HAS_VECTORS else portable_row_sums)
+
+
+@device
+def row_sums(
+    m: MatrixView, first: int, index: int, count: int, h: int, h_stride: int, tokens: int, y: int, y_stride: int
+) -> None:
+    """y[t] ← y[t] + Σ_k h[t, k] row_k over `count` rows of m for so many tokens. Places are addresses, strides in bytes.
+
+    Row k is number index[k] of m, or first + k where there is no list (0). A token's factors are followed by zeros up to a multiple of `SUM_ROWS`. Sums of block
+    formats go on to the end of the last block, or pair of blocks of q4.
+    """
+    if count > 0:
+        _row_sums(m, first, index, count, h, h_stride, tokens, y, y_stride)
