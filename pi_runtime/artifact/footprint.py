@@ -12,9 +12,12 @@ from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.artifact.sizes import ArraySpec
 
 CHUNKS, GROUP = 32, 16
-"""Chunks of one FFN, so many threads can share the work; and neurons of a group, which belong to one chunk."""
+"""Parts of attention and of an FFN: so many threads can share the work. And neurons of a group, which belong to one
+chunk."""
 FEW_TOKENS = 8
 """Most tokens for which each chunk has sums of its own."""
+POSITIONS, ATTENTION_TOKENS = 32, 16
+"""Positions of a cache that attention takes at once, and tokens of a prompt."""
 SUM_ROWS = 8
 """Rows that are summed at once; a list of factors has room for so many zeros behind them."""
 FFN_SPLITS, ATTENTION_SPLITS, GEMM_NEURONS = 32, 8, 1024
@@ -135,6 +138,11 @@ def input_nbytes(columns: int) -> int:
     return padded_width(columns) * 25 // 4
 
 
+def attention_floats(decoder: DecoderSizes) -> int:
+    """4-byte numbers that one part of attention works with: for each query its sum, weights, and four numbers more."""
+    return ATTENTION_TOKENS * decoder.n_heads // decoder.n_kv_heads * (decoder.head_dim + POSITIONS + 4)
+
+
 def chunk_places(neurons: int) -> int:
     """Places for the neurons of one chunk."""
     return -(-neurons // (GROUP * CHUNKS)) * GROUP
@@ -157,7 +165,8 @@ def workspace_bytes(decoder: DecoderSizes, largest_rank: int, tokens: int, conte
     floats = t * (3 * d.d_model + narrow + heads + largest_rank + d.vocab_size)
     floats += t * (d.n_experts + d.experts_per_token) + 3 * CHUNKS * t * (places + SUM_ROWS)
     floats += CHUNKS * min(t, FEW_TOKENS) * padded_width(d.d_model)
-    integers = d.d_ff + CHUNKS * (places + 1 + 3 * t) + d.d_model + (2 + 3 * t) * d.n_layers
+    floats += CHUNKS * attention_floats(d) + 2 * t
+    integers = d.d_ff + CHUNKS * (places + 1 + 3 * t) + padded_width(d.d_model) + (2 + 3 * t) * d.n_layers + 3 * t + 1
     integers += t * (sign_words(d.d_model) + d.experts_per_token)
     widest = max(d.d_model, d.d_embedding, d.n_heads * d.head_dim, largest_rank)
     records = t * (input_nbytes(widest) + input_nbytes(largest_rank))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from numba import prange
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import input_nbytes
+from pi_runtime.artifact.footprint import CHUNKS, input_nbytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS, Array
 from pi_runtime.artifact.layout import ALIGN_LARGE
 from pi_runtime.artifact.quantisation import quantise
@@ -275,9 +275,10 @@ def attention_bandwidth(threads: int, repeats: int = 5) -> float:
     """
     heads = TASKS * threads
     cache_2GSE = np.ones((2, 1, POSITIONS, WIDTH), np.float16)
-    tile_A4 = np.array([[0, 1, POSITIONS - 1, cache_2GSE.ctypes.data]])
+    run_R4 = np.array([[0, 1, POSITIONS - 1, cache_2GSE.ctypes.data]])
+    scratch_CX = np.empty((CHUNKS, heads * (WIDTH + POSITIONS)), np.float32)
     qkv_TQ, out_TQ = np.ones((1, (heads + 2) * WIDTH), np.float32), np.empty((1, heads * WIDTH), np.float32)
-    seconds = _best(lambda: attend(F16, qkv_TQ, heads, 1, POSITIONS, 0, tile_A4, out_TQ), threads, repeats)
+    seconds = _best(lambda: attend(F16, qkv_TQ, heads, 1, POSITIONS, 0, run_R4, scratch_CX, out_TQ), threads, repeats)
     assert np.allclose(out_TQ, 1)
     return heads * cache_2GSE.nbytes / seconds
 

@@ -73,7 +73,7 @@ class Chunks(NamedTuple):
     named_CTK: int
     tally_CT3: int
     sums_CTP: int
-    sum_columns_D: int
+    sum_columns_P: int
 
 
 @public
@@ -90,7 +90,7 @@ def chunks_of(cfg: KernelConfig, ws: Workspace) -> Chunks:
         address_of(ws.named_CTK),
         address_of(ws.tally_CT3),
         address_of(ws.sums_CTP),
-        address_of(ws.sum_columns_D),
+        address_of(ws.sum_columns_P),
     )
 
 
@@ -355,8 +355,9 @@ def _merge_slice(cfg: KernelConfig, m: Chunks, token_N: Ints, part: int, y_TD: F
     Each sum lies in the cache of the thread that made it: to fetch them all, one thread would need as long as a few
     neurons take.
     """
-    column_D = carray(pointer_of(m.sum_columns_D), (cfg.d_model,), np.int64)
-    low, high = cfg.d_model * part // SLICES, cfg.d_model * (part + 1) // SLICES
+    width = padded_columns(cfg.d_model)
+    column_P = carray(pointer_of(m.sum_columns_P), (width,), np.int64)
+    low, high = width * part // SLICES, width * (part + 1) // SLICES
     for n in range(token_N.shape[0]):
         total_P = _sums_of(cfg, m, 0, n + 1)[n, low:high]
         for chunk in range(1, CHUNKS):
@@ -365,13 +366,14 @@ def _merge_slice(cfg: KernelConfig, m: Chunks, token_N: Ints, part: int, y_TD: F
                 total_P[j] += sums_P[j]
         y_D = y_TD[token_N[n]]
         for j in range(high - low):
-            y_D[column_D[low + j]] += total_P[j]
+            if column_P[low + j] < cfg.d_model:
+                y_D[column_P[low + j]] += total_P[j]
 
 
 @loop_body
 def _sum_tile(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, tile: int, y_TD: Floats) -> None:
     """y ← y + the sums of all chunks, for some columns of some tokens."""
-    column_D = carray(pointer_of(m.sum_columns_D), (cfg.d_model,), np.int64)
+    column_P = carray(pointer_of(m.sum_columns_P), (padded_columns(cfg.d_model),), np.int64)
     strips = (cfg.d_model + STRIP - 1) // STRIP
     low, first = tile % strips * STRIP, tile // strips * STRIP_TOKENS
     columns, tokens = min(STRIP, cfg.d_model - low), min(STRIP_TOKENS, token_N.shape[0] - first)
@@ -381,12 +383,13 @@ def _sum_tile(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, tile: int, y
         sums_NP[:] = np.float32(0)
         _add_rows(cfg, w, m, chunk, low, columns, first, address_of(sums_NP), STRIP, tokens)
         for n in range(tokens):
-            for j in range(columns):
+            for j in range(STRIP):
                 total_NP[n, j] += sums_NP[n, j]
     for n in range(tokens):
         y_D = y_TD[token_N[first + n]]
-        for j in range(columns):
-            y_D[column_D[low + j]] += total_NP[n, j]
+        for j in range(min(STRIP, column_P.shape[0] - low)):
+            if column_P[low + j] < cfg.d_model:
+                y_D[column_P[low + j]] += total_NP[n, j]
 
 
 def _fire(
@@ -474,7 +477,8 @@ def _add(
     count_all: bool, threads: bool | None, ws: Workspace, tally_T3: Ints, y_TD: Floats,
 ) -> None:  # fmt: skip
     tokens, m, x = x_TD.shape[0], chunks_of(cfg, ws), inputs_of(ws)
-    token_N, select_N, weight_N = np.arange(tokens), np.full(tokens, int(select)), np.full(tokens, route_weight)
+    token_N, select_N, weight_N = ws.token_T[:tokens], ws.taken_select_T[:tokens], ws.taken_weight_T[:tokens]
+    select_N[:], weight_N[:] = int(select), route_weight
     prepare_inputs(input_format(cfg, w), x_TD, x.inputs)
     tally_T3[:] = 0
     neurons(

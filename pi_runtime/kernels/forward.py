@@ -3,7 +3,7 @@
 Every weight that is needed is read once for all tokens, and no token changes another's bits. Shape letters: T tokens of
 the step, R runs of consecutive tokens of one sequence, D model width, W embedding width (in `w_XW` and `table_LXW`
 columns of the weight table), L layers, X experts, Q numbers of a token's queries, keys and values, S positions,
-J rotary frequencies, A tiles of attention, N tokens whose logits are wanted, V vocabulary.
+J rotary frequencies, N tokens whose logits are wanted, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from pi_runtime.kernels.data.matrix_view import F16, F32, Floats, Ints, address_
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig
 from pi_runtime.kernels.data.workspace import Workspace
-from pi_runtime.kernels.ops.attention import attend, norm_heads, rotate, store_kv, tiles_of
+from pi_runtime.kernels.ops.attention import attend, norm_heads, rotate, store_kv
 from pi_runtime.kernels.ops.linear import add_vector, linear, norm
 
 _load_row, _norm_heads, _route = by_address(load_row), by_address(norm_heads), by_address(moe.route)
@@ -120,7 +120,7 @@ def _attend(
     fmt = F32 if cfg.attention_format == F32 else F16
     behind = layer * 2 * cfg.kv_heads * at.room * cfg.head_dim * (4 if fmt == F32 else 2)
     store_kv(fmt, qkv_TQ, cfg.heads, cfg.kv_heads, cfg.head_dim, at.room, behind, at.run_R4)
-    attend(fmt, qkv_TQ, cfg.heads, cfg.kv_heads, at.room, behind, tiles_of(at.run_R4), mixed_TQ)
+    attend(fmt, qkv_TQ, cfg.heads, cfg.kv_heads, at.room, behind, at.run_R4, ws.attention_CX, mixed_TQ)
     linear(out, cfg.d_model, w[weight_table.OUT_BIAS], mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])
 
 

@@ -63,21 +63,19 @@ def ffn_of_experts(
     The results of a token's experts are added in the order of the experts, so that no other token changes it.
     """
     tokens = x_TD.shape[0]
-    token_T, weight_T = np.arange(tokens), np.ones(tokens, np.float32)
     prepare_inputs(ffn.input_format(cfg, w_XW[0]), x_TD, address_of(ws.inputs))
     tally_T3[:] = 0
     if cfg.experts == 1:
-        _add(cfg, w_XW[0], x_TD, token_T, select_T, weight_T, count_all, ws, tally_T3, y_TD)
+        _add(cfg, w_XW[0], x_TD, ws.token_T[:tokens], select_T, ws.one_T[:tokens], count_all, ws, tally_T3, y_TD)
         return
-    chosen_T = np.empty(tokens, np.int64)
     for expert in range(cfg.experts):
         count = 0
         for t in range(tokens):
             slot = _slot(ws.expert_TK[t], expert)
             if slot >= 0:
-                token_T[count], chosen_T[count] = t, select_T[t]
-                weight_T[count] = ws.route_weight_TK[t, slot]
+                ws.taken_T[count], ws.taken_select_T[count] = t, select_T[t]
+                ws.taken_weight_T[count] = ws.route_weight_TK[t, slot]
                 count += 1
         if count > 0:
-            taken = token_T[:count], chosen_T[:count], weight_T[:count]
+            taken = ws.taken_T[:count], ws.taken_select_T[:count], ws.taken_weight_T[:count]
             _add(cfg, w_XW[expert], x_TD, *taken, count_all, ws, tally_T3, y_TD)

@@ -15,11 +15,12 @@ import numba
 import numpy as np
 
 from pi_runtime import load
-from pi_runtime.artifact.footprint import input_nbytes
+from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS, input_nbytes
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.kernels import ffn
+from pi_runtime.kernels.data.matrix_view import F16
 from pi_runtime.kernels.ops.attention import attend, store_kv
-from pi_runtime.kernels.ops.linear import add_matmul, linear
+from pi_runtime.kernels.ops.linear import linear
 from support.steps import step
 from support.stored import Layer, StoredMatrix, ffn_layer, store
 from support.synthetic import small_decoder
@@ -41,21 +42,20 @@ def operators(w: StoredMatrix, layer: Layer) -> None:
         room, y_TN = np.empty(tokens * input_nbytes(columns), np.uint8), np.empty((tokens, rows), np.float32)
         linear(w.view, rows, 0, random(tokens, columns), room.ctypes.data, y_TN)
         note(f"linear {tokens}", y_TN)
-        add_matmul(w.view, random(tokens, rows), y_TD := random(tokens, columns))
-        note(f"add_matmul {tokens}", y_TD)
-        qkv_TQ, cache_2GSW = random(tokens, 9 * 20), np.zeros((2, 2, 100, 20), np.uint16)
-        store_kv(qkv_TQ, 5, 20, 30, cache_2GSW)
-        attend(qkv_TQ, 5, 30, cache_2GSW, mixed_TQ := np.empty((tokens, 100), np.float32))
+        qkv_TQ, cache_2GSE = random(tokens, 8 * 20), np.zeros((2, 2, 100, 20), np.float16)
+        run_R4 = np.array([[0, tokens, 30, cache_2GSE.ctypes.data]])
+        store_kv(F16, qkv_TQ, 4, 2, 20, 100, 0, run_R4)
+        scratch_CX = np.empty((CHUNKS, ATTENTION_TOKENS * 2 * (20 + POSITIONS + 4)), np.float32)
+        attend(F16, qkv_TQ, 4, 2, 100, 0, run_R4, scratch_CX, mixed_TQ := np.empty((tokens, 80), np.float32))
         note(f"attend {tokens}", mixed_TQ)
     width, ws = layer.decoder.d_model, layer.ws
     low, high = 5, layer.decoder.d_ff - 10
     for rung in RUNGS:
-        read, kept = ffn.step(layer.cfg, layer.on(rung), random(width), low, high, np.float32(1), False, ws)
-        assert 0 < kept <= read
-        note(f"step {rung}", ws.sums_CP[:, :width], ws.kept_F[:kept], ws.h_F[:kept])
-        y_TD, x_TD = np.zeros((7, width), np.float32), random(7, width)
-        ffn.block(layer.cfg, layer.on(rung), x_TD, low, high, True, ws, ws.tally_L3[0], y_TD)
-        note(f"block {rung}", y_TD)
+        for tokens in (1, 7, 30):
+            x_TD, y_TD, tally_T3 = random(tokens, width), np.zeros((tokens, width), np.float32), np.zeros((tokens, 3), int)
+            ffn.add_neurons(layer.cfg, layer.on(rung), x_TD, low, high, np.float32(1), True, False, ws, tally_T3, y_TD)
+            assert np.all(tally_T3[:, 1:] > 0)
+            note(f"ffn {rung} {tokens}", y_TD, tally_T3)
 
 
 def models(path: str, threads: int) -> None:

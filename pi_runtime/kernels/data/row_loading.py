@@ -13,6 +13,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from pi_runtime.artifact.footprint import padded_width
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.isa import ISA
@@ -152,15 +153,19 @@ _load_groups_q8, _load_groups_q4 = _load_groups(8), _load_groups(4)
 
 
 def sum_columns(fmt: int, columns: int) -> Ints:
-    """The column of each sum that `row_sums` makes; those that belong to no column are left out at the end."""
+    """The column of each sum that `row_sums` makes, for all that there is room for; those past the last are no column's.
+
+    Shape: (columns, padded to a multiple of `PAD`).
+    """
+    found = np.arange(padded_width(columns))
     if fmt not in _BITS or not _HAS_VECTORS:
-        return np.arange(columns)
+        return found
     stored = np.arange(GROUP_COLUMNS)
     if _BITS[fmt] == 4:  # eight registers of nibbles are one of words
         word, lane = np.divmod(stored, 8 * ISA.lanes)
         nibble, lane = np.divmod(lane, ISA.lanes)
         stored = nibble % 2 * (GROUP_COLUMNS // 2) + 4 * (ISA.lanes * word + lane) + nibble // 2
-    group = stored % 32 // 4 * BLOCK + stored // 32 * 4 + stored % 4
-    whole = -(-columns // BLOCK) // 8 * GROUP_COLUMNS
-    groups = np.arange(0, whole, GROUP_COLUMNS)[:, None] + group
-    return np.concatenate([groups.ravel(), np.arange(whole, columns)])
+    groups = -(-columns // BLOCK) // 8
+    inside = stored % 32 // 4 * BLOCK + stored // 32 * 4 + stored % 4
+    found[: groups * GROUP_COLUMNS] = (np.arange(groups)[:, None] * GROUP_COLUMNS + inside).ravel()
+    return found

@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.footprint import (
+    ATTENTION_TOKENS,
     CHUNKS,
     FEW_TOKENS,
+    POSITIONS,
     SUM_ROWS,
     chunk_places,
     input_nbytes,
@@ -44,6 +46,14 @@ class Workspace(NamedTuple):
     """Experts that the router takes for each token; expert 0 where there is one."""
     route_weight_TK: Floats
     """Factor of each expert's result; 1 where there is one."""
+    token_T: Ints
+    """0, 1, 2, …"""
+    one_T: Floats
+    taken_T: Ints
+    """The tokens that go to one expert, whether they select, and how much its result weighs."""
+    taken_select_T: Ints
+    taken_weight_T: Floats
+    attention_CX: Floats
     low_rank_flat: Floats
     inputs: npt.NDArray[np.uint8]
     """Inputs of matrix products, one a token (see `quantised_input`)."""
@@ -67,8 +77,8 @@ class Workspace(NamedTuple):
     """What each chunk counts for each token."""
     sums_CTP: Floats
     """Sums of the chunks for a few tokens."""
-    sum_columns_D: Ints
-    """The column of each sum."""
+    sum_columns_P: Ints
+    """The column of each sum; those past the last are no column's."""
     rows_L2: Ints
     """For each layer in the last single-token call: rows of `first` read, and neurons kept."""
     counts_LT3: Ints
@@ -80,6 +90,7 @@ def allocate_workspace(cfg: KernelConfig, layers: int, largest_rank: int, tokens
     """The workspace for calls of up to `tokens` tokens."""
     f32: Any = np.float32
     places = chunk_places(cfg.d_ff)
+    attention = ATTENTION_TOKENS * cfg.heads // cfg.kv_heads * (cfg.head_dim + POSITIONS + 4)
     widest = max(cfg.d_model, cfg.d_embedding, cfg.heads * cfg.head_dim, largest_rank)
     return Workspace(
         x_TD=np.empty((tokens, cfg.d_model), f32),
@@ -91,6 +102,12 @@ def allocate_workspace(cfg: KernelConfig, layers: int, largest_rank: int, tokens
         router_TX=np.empty((tokens, cfg.experts), f32),
         expert_TK=np.zeros((tokens, cfg.experts_per_token), np.int64),
         route_weight_TK=np.ones((tokens, cfg.experts_per_token), f32),
+        token_T=np.arange(tokens),
+        one_T=np.ones(tokens, f32),
+        taken_T=np.empty(tokens, np.int64),
+        taken_select_T=np.empty(tokens, np.int64),
+        taken_weight_T=np.empty(tokens, f32),
+        attention_CX=np.empty((CHUNKS, attention), f32),
         low_rank_flat=np.empty(tokens * largest_rank, f32),
         inputs=np.empty(tokens * input_nbytes(widest), np.uint8),
         low_rank_inputs=np.empty(tokens * input_nbytes(largest_rank), np.uint8),
@@ -103,7 +120,7 @@ def allocate_workspace(cfg: KernelConfig, layers: int, largest_rank: int, tokens
         named_CTK=np.empty((CHUNKS, tokens, places + SUM_ROWS), f32),
         tally_CT3=np.empty((CHUNKS, tokens, 3), np.int64),
         sums_CTP=np.empty((CHUNKS, min(tokens, FEW_TOKENS), padded_width(cfg.d_model)), f32),
-        sum_columns_D=sum_columns(cfg.ffn_format, cfg.d_model),
+        sum_columns_P=sum_columns(cfg.ffn_format, cfg.d_model),
         rows_L2=np.zeros((layers, 2), np.int64),
         counts_LT3=np.zeros((layers, tokens, 3), np.int64),
         logits_TV=np.empty((tokens, cfg.vocabulary), f32),

@@ -6,13 +6,14 @@ Positions are taken in blocks of `POSITIONS`, cut where their number says: with 
 scaled down. So a token's bits depend on its position alone, not on how its prompt was cut, nor on other sequences.
 
 Shape letters: T tokens of this step; H query heads, G key-value heads, E head width, J rotary frequencies, S positions
-that a cache has room for, N queries that share a head of keys, B positions of a block, A tiles. `qkv_TQ` holds each
+that a cache has room for, N queries that share a head of keys, B positions of a block, R runs. `qkv_TQ` holds each
 token's H + 2G heads side by side (Q numbers). A layer's cache is (2, G, S, E), float16 or float32.
 """
 
 import numpy as np
 from numba import carray, prange
 
+from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS
 from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public, strict_device
 from pi_runtime.kernels.data.matrix_view import (
     F16,
@@ -31,12 +32,8 @@ from pi_runtime.kernels.ops.row_sums import row_sums
 
 LARGEST_HALF = np.float32(65504)
 """The largest float16 number."""
-POSITIONS = 32
-"""Positions of a block."""
-TILE_TOKENS = 16
-"""Tokens of a prompt that one task takes at once."""
 FIRST, COUNT, START, CACHE = range(4)
-"""Columns of runs and tiles: consecutive tokens of one sequence, the first one's position, and where its cache is."""
+"""Columns of runs: the first of consecutive tokens of a sequence, their number, its position, the cache's address."""
 
 
 @public
@@ -99,57 +96,69 @@ def store_kv(
 
 
 @public
-def tiles_of(run_R4: Ints) -> Ints:
-    """The runs cut into tiles of up to `TILE_TOKENS` tokens."""
-    count = 0
-    for r in range(run_R4.shape[0]):
-        count += (run_R4[r, COUNT] + TILE_TOKENS - 1) // TILE_TOKENS
-    tile_A4 = np.empty((count, 4), np.int64)
-    a = 0
-    for r in range(run_R4.shape[0]):
-        for first in range(0, run_R4[r, COUNT], TILE_TOKENS):
-            tile_A4[a, FIRST], tile_A4[a, START] = run_R4[r, FIRST] + first, run_R4[r, START] + first
-            tile_A4[a, COUNT] = min(TILE_TOKENS, run_R4[r, COUNT] - first)
-            tile_A4[a, CACHE] = run_R4[r, CACHE]
-            a += 1
-    return tile_A4
-
-
-@public
 def attend(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, room: int, behind: int, tile_A4: Ints, out_TQ: Floats
-) -> None:
+    fmt: int, qkv_TQ: Floats, heads: int, groups: int, room: int, behind: int, run_R4: Ints, scratch_CX: Floats,
+    out_TQ: Floats,
+) -> None:  # fmt: skip
     """out ← softmax(q kᵀ / √E) v over the positions up to each token's own.
 
-    The layer's part of a cache lies `behind` bytes after the address in a tile, and has room for `room` positions.
+    The layer's part of a cache lies `behind` bytes after the address in a run, and has room for `room` positions.
+    `scratch_CX`: `footprint.attention_floats` numbers for each part of the work.
     """
-    _attend(fmt, qkv_TQ, heads, groups, room, behind, tile_A4, out_TQ)
+    _attend(fmt, qkv_TQ, heads, groups, room, behind, run_R4, scratch_CX, out_TQ)
 
 
 @parallel
 def _attend(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, room: int, behind: int, tile_A4: Ints, out_TQ: Floats
-) -> None:
-    _attend_tile()
-    for task in prange(tile_A4.shape[0] * groups):
-        _attend_tile(fmt, qkv_TQ, heads, groups, room, behind, tile_A4[task // groups], task % groups, out_TQ)
+    fmt: int, qkv_TQ: Floats, heads: int, groups: int, room: int, behind: int, run_R4: Ints, scratch_CX: Floats,
+    out_TQ: Floats,
+) -> None:  # fmt: skip
+    _attend_part()
+    for part in prange(CHUNKS):
+        _attend_part(fmt, qkv_TQ, heads, groups, room, behind, run_R4, part, scratch_CX[part], out_TQ)
 
 
 @loop_body
-def _attend_tile(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, room: int, behind: int, tile_4: Ints, group: int,
-    out_TQ: Floats,
+def _attend_part(
+    fmt: int, qkv_TQ: Floats, heads: int, groups: int, room: int, behind: int, run_R4: Ints, part: int,
+    scratch_X: Floats, out_TQ: Floats,
 ) -> None:  # fmt: skip
-    """The queries of one tile that share a head of keys."""
-    width, shared, tokens = qkv_TQ.shape[1] // (heads + 2 * groups), heads // groups, tile_4[COUNT]
-    cache, queries = tile_4[CACHE] + behind, shared * tokens
-    keys, values = _head(fmt, cache, group, room, width), _head(fmt, cache, groups + group, room, width)
-    query_N, scale = np.empty(queries, np.int64), np.float32(1 / np.sqrt(width))
+    """Every `CHUNKS`-th task, a few tokens of a run with the queries that share a head of keys."""
+    task = 0
+    for r in range(run_R4.shape[0]):
+        run_4 = run_R4[r]
+        for first in range(0, run_4[COUNT], ATTENTION_TOKENS):
+            tokens = min(ATTENTION_TOKENS, run_4[COUNT] - first)
+            for group in range(groups):
+                if task % CHUNKS == part:
+                    cache = run_4[CACHE] + behind
+                    width = qkv_TQ.shape[1] // (heads + 2 * groups)
+                    keys = _head(fmt, cache, group, room, width)
+                    values = _head(fmt, cache, groups + group, room, width)
+                    at = run_4[FIRST] + first, run_4[START] + first, tokens
+                    _attend_tile(keys, values, qkv_TQ, heads, groups, group, at, scratch_X, out_TQ)
+                task += 1
+
+
+@device
+def _attend_tile(
+    keys: MatrixView, values: MatrixView, qkv_TQ: Floats, heads: int, groups: int, group: int,
+    at: tuple[int, int, int], scratch_X: Floats, out_TQ: Floats,
+) -> None:  # fmt: skip
+    """The queries of one group of heads for some tokens; `at`: the first token, its position, their number."""
+    token, start, tokens = at
+    width, shared = keys.columns, heads // groups
+    queries, end = shared * tokens, start + tokens
+    # The memory holds numbers of queries, then their sums, weights, largest scores and totals.
+    query_N = carray(pointer_of(address_of(scratch_X)), (queries,), np.int64)
+    sum_NE = scratch_X[2 * queries : (2 + width) * queries].reshape(queries, width)
+    score_NB = scratch_X[(2 + width) * queries : (2 + width + POSITIONS) * queries].reshape(queries, POSITIONS)
+    behind = (2 + width + POSITIONS) * queries
+    largest_N, total_N = scratch_X[behind : behind + queries], scratch_X[behind + queries : behind + 2 * queries]
+    sum_NE[:], largest_N[:], total_N[:] = np.float32(0), np.float32(-np.inf), np.float32(0)
     for n in range(queries):
-        query_N[n] = (tile_4[FIRST] + n // shared) * (heads + 2 * groups) + group * shared + n % shared
-    sum_NE, score_NB = np.zeros((queries, width), np.float32), np.empty((queries, POSITIONS), np.float32)
-    largest_N, total_N = np.full(queries, np.float32(-np.inf)), np.zeros(queries, np.float32)
-    end = tile_4[START] + tokens
+        query_N[n] = (token + n // shared) * (heads + 2 * groups) + group * shared + n % shared
+    scale = np.float32(1 / np.sqrt(width))
     for first in range(0, end, POSITIONS):
         count = min(POSITIONS, end - first)
         row_products(
@@ -157,8 +166,8 @@ def _attend_tile(
             4 * POSITIONS,
         )  # fmt: skip
         for n in range(queries):
-            seen = min(count, tile_4[START] + n // shared + 1 - first)
-            rescale = _weigh(score_NB[n], max(seen, 0), scale, largest_N[n : n + 1], total_N[n : n + 1])
+            seen = max(0, min(count, start + n // shared + 1 - first))
+            rescale = _weigh(score_NB[n], seen, scale, largest_N[n : n + 1], total_N[n : n + 1])
             if rescale != 1:
                 for j in range(width):
                     sum_NE[n, j] *= rescale
@@ -167,7 +176,7 @@ def _attend_tile(
         )
     for n in range(queries):
         head = group * shared + n % shared
-        out_E = out_TQ[tile_4[FIRST] + n // shared, head * width : (head + 1) * width]
+        out_E = out_TQ[token + n // shared, head * width : (head + 1) * width]
         for j in range(width):
             out_E[j] = sum_NE[n, j] / total_N[n]
 

@@ -48,13 +48,14 @@ def test_a_product(fmt: str, allocations: Count) -> None:
     assert allocations(linear, w.view, 70, 0, x_TD, room.ctypes.data, y_TN) == 0
 
 
-@pytest.mark.parametrize("run", [ffn.step, ffn.serial_step], ids=["threaded", "serial"])
+@pytest.mark.parametrize("run", [ffn.add_neurons, ffn.serial_add_neurons], ids=["threaded", "serial"])
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
 def test_an_ffn(run: Any, rung: str, fmt: str, allocations: Count) -> None:
     layer = ffn_layer(small_decoder(d_ff=300), fmt, 5, 0)
-    x_D = np.random.default_rng(0).standard_normal(32, np.float32)
-    assert allocations(run, layer.cfg, layer.on(rung), x_D, 0, 300, np.float32(1), False, layer.ws) == 0
+    x_1D = np.random.default_rng(0).standard_normal((1, 32), np.float32)
+    result = layer.ws, np.zeros((1, 3), np.int64), np.zeros((1, 32), np.float32)
+    assert allocations(run, layer.cfg, layer.on(rung), x_1D, 0, 300, np.float32(1), True, False, *result) == 0
 
 
 @pytest.mark.parametrize("fmt", ["f16", "q8", "q4"])
@@ -64,8 +65,8 @@ def test_a_decoded_token(fmt: str, tmp_path: Path, allocations: Count) -> None:
     for mode in ("dense", "gate", "predicted"):
         with load(path, mode=mode) as model:
             executor, cache = model._executor, model.new_cache()
-            # Those of the one call into compiled code: the table, two of angles, tokens, the cache, and the workspace.
-            handed_over = 5 + sum(isinstance(a, np.ndarray) for a in executor._model.workspace)
+            # Those of the one call into compiled code: the table, two of angles, five of the step, and the workspace.
+            handed_over = 8 + sum(isinstance(a, np.ndarray) for a in executor._model.workspace)
 
             def decode() -> None:
                 step(executor, [65], cache, select=True)  # noqa: B023

@@ -1,15 +1,38 @@
 """Rotation, cache and attention against NumPy."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.synthetic import frequencies, small_decoder
 
+from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS
+from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.kernels import reference
 from pi_runtime.kernels.ops.attention import LARGEST_HALF, attend, norm_heads, rotate, store_kv
 
+CODE = {"f2": FORMATS["f16"].code, "f4": FORMATS["f32"].code}
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+def write(qkv_TQ: np.ndarray, heads: int, start: int, cache_2GSE: np.ndarray) -> None:
+    """Write one sequence's keys and values."""
+    _, groups, room, width = cache_2GSE.shape
+    run_R4 = np.array([[0, len(qkv_TQ), start, cache_2GSE.ctypes.data]])
+    store_kv(CODE[cache_2GSE.dtype.str[1:]], qkv_TQ, heads, groups, width, room, 0, run_R4)
+
+
+def attended(qkv_TQ: np.ndarray, heads: int, runs: Sequence[tuple[int, int, int, np.ndarray]]) -> np.ndarray:
+    """Attention of runs (first token, their number, first position, cache), whose caches have the same shape."""
+    _, groups, room, width = runs[0][3].shape
+    run_R4 = np.array([[*run[:3], run[3].ctypes.data] for run in runs])
+    out_TQ = np.full((len(qkv_TQ), heads * width), np.nan, np.float32)
+    floats = ATTENTION_TOKENS * heads // groups * (width + POSITIONS + 4)
+    scratch_CX = np.full((CHUNKS, floats), np.nan, np.float32)
+    attend(CODE[runs[0][3].dtype.str[1:]], qkv_TQ, heads, groups, room, 0, run_R4, scratch_CX, out_TQ)
+    return out_TQ
 
 
 def naive(qkv_TQ: np.ndarray, heads: int, start: int, cache_2GSE: np.ndarray) -> np.ndarray:
@@ -43,13 +66,34 @@ def test_attend(tokens: int, groups: int, share: int, width: int, start: int, ro
     qkv_TQ = rng.standard_normal((tokens, (heads + 2 * groups) * width), np.float32)
     cache = np.full((2, groups, start + tokens + room, width), np.nan, dtype)
     cache[:, :, :start] = rng.standard_normal((2, groups, start, width), np.float32)
-    store_kv(qkv_TQ, heads, width, start, cache.view(np.uint16))
+    write(qkv_TQ, heads, start, cache)
     keys_values = qkv_TQ[:, heads * width :].reshape(tokens, 2, groups, width)
     np.testing.assert_array_equal(cache[:, :, start : start + tokens], keys_values.transpose(1, 2, 0, 3).astype(dtype))
     assert np.isnan(cache[:, :, start + tokens :]).all(), "wrote past the block"
-    out_TQ = np.empty((tokens, heads * width), np.float32)
-    attend(qkv_TQ, heads, start, cache.view(np.uint16), out_TQ)
+    out_TQ = attended(qkv_TQ, heads, [(0, tokens, start, cache)])
     np.testing.assert_allclose(out_TQ, naive(qkv_TQ, heads, start, cache), rtol=2e-5, atol=2e-6)
+
+
+@FEW
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.sampled_from(["f2", "f4"]), st.data())
+def test_a_token_gets_the_same_bits_in_any_piece_and_company(
+    groups: int, share: int, width: int, dtype: str, data: st.DataObject
+) -> None:
+    heads, rng = groups * share, np.random.default_rng(width)
+    lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
+    every = [rng.standard_normal((n, (heads + 2 * groups) * width), np.float32) for n in lengths]
+    caches = [np.full((2, groups, 100, width), np.nan, dtype) for _ in every]
+    alone = []
+    for qkv_TQ, cache in zip(every, caches, strict=True):
+        write(qkv_TQ, heads, 0, cache)
+        one = [attended(qkv_TQ[t : t + 1], heads, [(0, 1, t, cache)]) for t in range(len(qkv_TQ))]
+        alone.append(np.concatenate(one))
+    cuts = [data.draw(st.integers(0, n - 1)) for n in lengths]
+    pieces = [qkv_TQ[cut:] for qkv_TQ, cut in zip(every, cuts, strict=True)]
+    firsts = np.cumsum([0, *map(len, pieces)])
+    runs = [(f, len(p), cut, c) for f, p, cut, c in zip(firsts, pieces, cuts, caches, strict=False)]
+    found = attended(np.concatenate(pieces), heads, runs)
+    np.testing.assert_array_equal(found, np.concatenate([a[cut:] for a, cut in zip(alone, cuts, strict=True)]))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e4, 1e18])
@@ -57,16 +101,16 @@ def test_attend_neither_overflows_nor_loses_its_sum(scale: float) -> None:
     rng = np.random.default_rng(1)
     qkv_TQ = rng.standard_normal((3, 3 * 8), np.float32)
     qkv_TQ[:, :16] *= np.float32(scale)
-    cache, out_TQ = np.empty((2, 1, 3, 8), np.float32), np.empty((3, 8), np.float32)
-    store_kv(qkv_TQ, 1, 8, 0, cache.view(np.uint16))
-    attend(qkv_TQ, 1, 0, cache.view(np.uint16), out_TQ)
+    cache = np.empty((2, 1, 3, 8), np.float32)
+    write(qkv_TQ, 1, 0, cache)
+    out_TQ = attended(qkv_TQ, 1, [(0, 3, 0, cache)])
     np.testing.assert_allclose(out_TQ, naive(qkv_TQ, 1, 0, cache), rtol=1e-4, atol=1e-6)
 
 
 def test_what_float16_cannot_hold_becomes_its_largest_number() -> None:
     qkv_TQ = np.array([[0.0, 1e6, -1e6]], np.float32)
     cache = np.zeros((2, 1, 1, 1), np.float16)
-    store_kv(qkv_TQ, 1, 1, 0, cache.view(np.uint16))
+    write(qkv_TQ, 1, 0, cache)
     np.testing.assert_array_equal(cache.ravel(), [LARGEST_HALF, -LARGEST_HALF])
 
 
@@ -86,7 +130,7 @@ def test_rotate(tokens: int, heads: int, others: int, width: int, pairs: int, sc
     before = np.random.default_rng(0).standard_normal((tokens, (heads + others) * width), np.float32)
     qkv_TQ = before.copy()
     cos_SE, sin_SE = reference.rotary_table(decoder, start + tokens)
-    rotate(cos_SE, sin_SE, start, heads, width, qkv_TQ)
+    rotate(cos_SE, sin_SE, np.arange(start, start + tokens), heads, width, qkv_TQ)
     # The definition rotates from position 0: put the tokens behind `start` others.
     padded = np.zeros((start + tokens, heads, width), np.float32)
     padded[start:] = before[:, : heads * width].reshape(tokens, heads, width)
@@ -115,7 +159,7 @@ def test_rotation_depends_on_the_distance_alone() -> None:
     products = []
     for position in (0, 7, 50):
         q_TE, k_TE = q_E[None].copy(), k_E[None].copy()
-        rotate(cos_SE, sin_SE, position, 1, 16, q_TE)
-        rotate(cos_SE, sin_SE, position + 9, 1, 16, k_TE)
+        rotate(cos_SE, sin_SE, np.array([position]), 1, 16, q_TE)
+        rotate(cos_SE, sin_SE, np.array([position + 9]), 1, 16, k_TE)
         products.append(float(q_TE[0] @ k_TE[0]))
     np.testing.assert_allclose(products, products[0], rtol=1e-4)

@@ -1,43 +1,55 @@
-"""The product of one stored row with one vector: every format and width, against float64 and the plain loops."""
+"""Products of stored rows with vectors: every format and width, against float64 and the plain loops."""
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounding import product
 from support.stored import WEIGHT_FORMATS, StoredMatrix, quantised_inputs, store, store_integers
 
 from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.kernels.ops import row_dot as float_rows
-from pi_runtime.kernels.ops.row_dot import row_dot
-from pi_runtime.kernels.ops.row_dot_blocks import portable_dot_blocks
+from pi_runtime.kernels.codegen.isa import ISA
+from pi_runtime.kernels.ops.row_products import portable_row_products, vector_row_products
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
 EDGES = [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 224, 225, 255, 256, 257, 511, 512, 513, 700]
 BLOCKS = ["q8", "q4"]
+COMPUTE = vector_row_products if ISA.lanes else portable_row_products
 
 
 def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(scale)
 
 
+def products(
+    compute: Any, w: StoredMatrix, x_TD: np.ndarray, rows: Sequence[int] | None = None, tokens: Sequence[int] = ()
+) -> np.ndarray:
+    """(T, N): some rows of w, or all in turn, times some vectors, or all in turn; nothing is written around them."""
+    x, index = quantised_inputs(w.fmt, x_TD), np.array(rows if rows is not None else (), np.int64)
+    chosen, count = np.array(tokens, np.int64), len(w.values) if rows is None else len(rows)
+    around = np.full((len(tokens or x_TD) + 2, count + 3), np.float32(7))
+    compute(
+        w.view, 0, 0 if rows is None else index.ctypes.data, count, x.ctypes.data, x.strides[0],
+        chosen.ctypes.data if tokens else 0, len(tokens or x_TD), around[1:].ctypes.data, around.strides[0],
+    )  # fmt: skip
+    assert np.all(around[[0, -1]] == 7), "wrote before or after the results"
+    assert np.all(around[:, count:] == 7), "wrote beside the results"
+    return around[1:-1, :count]
+
+
 def dots(w: StoredMatrix, x_D: np.ndarray) -> np.ndarray:
     """Every row of w times x."""
-    x_at = quantised_inputs(w.fmt, x_D[None])
-    return np.float32([row_dot(w.view, row, row, x_at.ctypes.data) for row in range(len(w.values))])
+    return products(COMPUTE, w, x_D[None])[0]
 
 
 def portable_dots(w: StoredMatrix, x_D: np.ndarray) -> np.ndarray:
-    x, m = quantised_inputs(w.fmt, x_D[None]), w.view
-    x_at, found = x.ctypes.data, []
-    for row in range(len(w.values)):
-        values = m.values + row * m.stride
-        if w.quantised:
-            dot = portable_dot_blocks(w.fmt, values, m.scales + row * m.scales_stride, x_at, m.columns, 0)
-        else:
-            dot = getattr(float_rows, f"portable_dot_{w.format}")(values, x_at, m.columns, 0)
-        found.append(dot)
-    return np.float32(found)
+    return products(portable_row_products, w, x_D[None])[0]
 
 
 def check(w: StoredMatrix, x_D: np.ndarray) -> None:
@@ -116,8 +128,7 @@ def test_other_rows_do_not_matter(fmt: str, columns: int) -> None:
     for array in (w.stored, w.scales):
         if array is not None:
             array.view(np.uint8)[[0, 2]] = 0xFF
-    x_at = quantised_inputs(w.fmt, x_D[None])
-    assert row_dot(w.view, 1, 2, x_at.ctypes.data) == wanted[0]
+    assert dots(w, x_D)[1] == wanted[0]
     assert portable_dots(w, x_D)[1] == wanted[1]
 
 
@@ -144,9 +155,34 @@ def test_every_bit_pattern_multiplies(fmt: str, lane: int) -> None:
     np.testing.assert_array_equal(dots(w, np.ones(32, np.float32)), w.values[:, lane])
 
 
+@FEW
+@given(
+    st.sampled_from(WEIGHT_FORMATS), st.integers(1, 14), st.integers(1, 20), st.integers(1, 700), st.integers(0, 99)
+)
+@example("f16", 13, 9, 2048, 0)
+@example("q8", 13, 9, 2048, 0)
+@example("q4", 13, 9, 1120, 0)
+def test_a_product_has_the_same_bits_in_any_company(fmt: str, tokens: int, rows: int, columns: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    w, x_TD = store(fmt, random(seed, rows, columns)), random(1, tokens, columns)
+    alone_TN = np.array([[products(COMPUTE, w, x_D[None], [row])[0, 0] for row in range(rows)] for x_D in x_TD])
+    np.testing.assert_array_equal(products(COMPUTE, w, x_TD), alone_TN)
+    index, chosen = rng.integers(0, rows, 11).tolist(), rng.permutation(tokens)[: tokens // 2 + 1].tolist()
+    np.testing.assert_array_equal(products(COMPUTE, w, x_TD, index, chosen), alone_TN[chosen][:, index])
+    assert product(w, x_TD).holds(alone_TN)
+
+
 @pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
-def test_a_row_that_is_fetched_meanwhile_need_not_be_there(fmt: str) -> None:
-    w, x_D = store(fmt, random(0, 3, 300)), random(1, 300)
-    x_at = quantised_inputs(w.fmt, x_D[None])
-    for later in (0, 2, 3, 10**9, -(10**9)):
-        assert row_dot(w.view, 1, later, x_at.ctypes.data) == dots(w, x_D)[1]
+def test_no_rows_and_no_columns_past_the_last_are_read(fmt: str) -> None:
+    """A matrix that ends where memory ends: a wrong read would end the process."""
+    page = mmap.PAGESIZE
+    room = mmap.mmap(-1, 2 * page)
+    w, x_D = store(fmt, random(0, 3, 45)), random(1, 45)
+    stored = np.frombuffer(room, np.uint8, w.stored.nbytes, page - w.stored.nbytes).view(w.stored.dtype)
+    stored = stored.reshape(w.stored.shape)
+    stored[:] = w.stored
+    libc = ctypes.CDLL(None, use_errno=True)
+    behind = np.frombuffer(room, np.uint8).ctypes.data + page
+    assert libc.mprotect(ctypes.c_void_p(behind), page, 0) == 0
+    np.testing.assert_array_equal(dots(replace(w, stored=stored), x_D), dots(w, x_D))
+    libc.mprotect(ctypes.c_void_p(behind), page, mmap.PROT_READ | mmap.PROT_WRITE)
