@@ -85,7 +85,9 @@ def profile(
         counts=counts,
         order=order,
         routed=routed if d.n_experts > 1 else None,
+        formats=checkpoint.formats(),
         inputs=inputs,
+        source="counts of the profile stage",
     )
 
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pi_compile.errors import RecipeError, nearest
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
-from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.rungs import DENSE, GATE, PREDICTED, RUNGS
 from pi_runtime.artifact.schema import OBJECTIVES
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class PlaceSection(_Section):
     objective: Objective
     """`time`: least predicted time of a token; `hot-mass`: most activations on the GPU, as PowerInfer has it."""
     activations: str
-    """An activation file that `place` reads instead of the model, or `published`; empty to read the model."""
+    """An activation profile that `place` reads instead of the model, or `published`; empty to read the model."""
     context: Annotated[int, Field(ge=1)]
     """Positions of the key-value cache; the model's own if that is shorter."""
     vram_gib: list[Annotated[float, Field(gt=0, lt=2**20, allow_inf_nan=False)]]
@@ -152,7 +152,7 @@ def default_recipe(
             text=list(corpus), report=[], field="text", fit_tokens=1_000_000, tune_tokens=16_384, report_tokens=16_384
         ),
         profile=ProfileSection(window=512, batch=8, layers_at_once=0, cofiring_tokens=4096),
-        train=TrainSection(tokens=65_536, steps=300, rungs=["dense", "gate", "predicted"], seed=0),
+        train=TrainSection(tokens=65_536, steps=300, rungs=[DENSE, GATE, PREDICTED], seed=0),
         quality=QualitySection(perplexity_increase=0.001),
         place=PlaceSection(machine="pc-low", objective="time", activations="", context=2048, vram_gib=[], ram_gib=0.0),
         pack=PackSection(**keep),

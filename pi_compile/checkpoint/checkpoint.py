@@ -81,6 +81,11 @@ class Checkpoint:
         found = {self.source.dtype(tensor) for array in matrices for tensor in self.tensor_names(array)}
         return found.pop() if len(found) == 1 else "f32"
 
+    def formats(self) -> dict[str, str]:
+        """Number format of each part as it is stored; the head's where it is not the embedding."""
+        parts = ("embedding", "attention", "ffn", *(() if self.decoder.tied_head else ("head",)))
+        return {part: self.format(part) for part in parts}
+
     def extremes(self, tensor: str) -> Values:
         """Smallest and largest value of a checkpoint tensor."""
         low, high = torch.aminmax(self.source.tensor(tensor))

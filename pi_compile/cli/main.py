@@ -46,7 +46,7 @@ def _export(pipeline: "Pipeline", path: Path | None, *, trained: bool) -> None:
     from pi_compile.files import check_output
 
     check_output(path)
-    pipeline.activations(trained=trained).save(path)
+    (pipeline.refined if trained else pipeline.profile).save(path)
     console.say(f"{path}: written; name it in [place] activations, relative to the recipe")
 
 

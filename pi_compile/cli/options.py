@@ -12,7 +12,7 @@ RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe fil
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A packed model.", show_default=False)]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; default: the recipe's name .pi")]
 Export = Annotated[
-    Path | None, typer.Option(help="Write what placing needs of the model: an activation file.", show_default=False)
+    Path | None, typer.Option(help="Write what placing needs of the model: an activation profile.", show_default=False)
 ]
 IgnoreConfig = Annotated[
     list[str] | None,

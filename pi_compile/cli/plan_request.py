@@ -92,7 +92,7 @@ def _machine(name: str | None, recipe: Recipe | None, folder: Path) -> Machine:
 
 
 def _activations(recipe: Recipe | None, folder: Path) -> Path | None:
-    """The activation file that a recipe names."""
+    """The activation profile that a recipe names."""
     if recipe is None or recipe.place.activations in ("", PUBLISHED):
         return None
     return folder / recipe.place.activations

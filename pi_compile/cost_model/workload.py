@@ -3,41 +3,19 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from pi_compile.cost_model import layer_groups
+from pi_compile.cost_model.default_rungs import untrained_layers
+from pi_compile.results import MILLION, ActivationProfile, LayerWork
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import PartBytes, predictor_bytes
-from pi_runtime.artifact.rungs import RUNGS, Rung
 from pi_runtime.artifact.sizes import array_specs
 
 Ints = npt.NDArray[np.int64]
-
-MILLION = 10**6
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerWork:
-    """How one layer's FFN is run."""
-
-    rung: str
-    """A name in `RUNGS`."""
-    rank: int | None = None
-    """Rank of the layer's predictor, None where it has none."""
-    read_ppm: int = MILLION
-    """On rungs that pick: neurons whose `first` is read ÷ neurons that fire, in millionths."""
-
-    @property
-    def kind(self) -> Rung:
-        """What the registry says of the rung."""
-        return RUNGS[self.rung]
-
-    @property
-    def predictor(self) -> int | None:
-        """Rank of the predictor that is stored, `SIGNS`, or None."""
-        return self.kind.stored_predictor(self.rank)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,6 +35,22 @@ class Workload:
     layers: tuple[LayerWork, ...]
     context: int
     """Positions the key-value cache holds."""
+
+    @classmethod
+    def of(cls, profile: ActivationProfile, formats: Mapping[str, str], context: int) -> Self:
+        """A profiled model as it is to be run: with its rungs, by rule where none are trained.
+
+        The cache has `context` positions, or all that the model has where these are fewer.
+        """
+        return cls(
+            decoder=profile.decoder,
+            formats=formats,
+            tokens=profile.tokens,
+            counts=profile.ordered_counts().astype(np.int64),
+            routed=None if profile.routed is None else profile.routed.astype(np.int64),
+            layers=profile.layers or untrained_layers(profile.decoder),
+            context=min(context, profile.decoder.context_length),
+        )
 
     @cached_property
     def cuts(self) -> Ints:

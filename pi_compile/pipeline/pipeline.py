@@ -19,15 +19,16 @@ import tokenizers
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
 from pi_compile.corpus import Streams, read_streams, source_files
+from pi_compile.cost_model import Workload
 from pi_compile.errors import ProfileError, RecipeError
 from pi_compile.files import write_text
 from pi_compile.machine import find_machine
-from pi_compile.packing import PackSpec, pack, part_formats, stored_formats
+from pi_compile.packing import PackSpec, pack, part_formats
 from pi_compile.pipeline.recipe_placement import Solving, place_section
 from pi_compile.pipeline.stage_specs import corpus_spec, profile_spec, train_spec
 from pi_compile.pipeline.store import Store, code_digest, file_digest, key_of, token_digest
 from pi_compile.pipeline.summary import pack_report
-from pi_compile.placement import ActivationFile, Placement
+from pi_compile.placement import Placement
 from pi_compile.profiling import estimate, profile
 from pi_compile.recipe import Recipe, read_recipe
 from pi_compile.results import ActivationProfile, PredictorSet
@@ -164,8 +165,8 @@ class Pipeline:
 
     @property
     def refined(self) -> ActivationProfile:
-        """The profile, with counts above the thresholds that training chose."""
-        return self.trained.apply_thresholds(self.profile)
+        """The profile with the rungs that training chose, and counts above their thresholds."""
+        return self.trained.refine(self.profile)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -175,22 +176,13 @@ class Pipeline:
     def place(self, how: Solving) -> tuple[Placement, ...]:
         """Placements for all GPU budgets by a solver."""
         section = self.recipe.place
-        activations = self.activations(trained=True)
-        counts = activations.activation_counts("counts of the profile stage")
-        work = counts.workload(activations.decoder, self.formats, section.context)
+        work = Workload.of(self.refined, self.formats, section.context)
         return place_section(work, find_machine(section.machine, self.folder), section, how)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The placements as an artifact stores them."""
         return tuple(placement.plan for placement in self.placements)
-
-    def activations(self, *, trained: bool) -> ActivationFile:
-        """The activation file of this model, with the table of training or without."""
-        own = stored_formats(self.checkpoint)
-        if not trained:
-            return ActivationFile.of(self.profile, own)
-        return ActivationFile.of(self.refined, own, self.trained.rows, self.trained.predictor_format)
 
     def pack(self, output: Path) -> dict[str, Any]:
         """Write the artifact, unless the file is already what would be written; a report of it."""

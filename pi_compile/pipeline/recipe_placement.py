@@ -1,4 +1,4 @@
-"""Placing a recipe from committed files alone: recipe, activation file, machine profile. No model, torch or network."""
+"""Placing a recipe from committed files alone: recipe, activation profile and machine. No model, torch or network."""
 
 import hashlib
 import json
@@ -9,9 +9,10 @@ from pi_compile.checkpoint.part_formats import resolve_formats
 from pi_compile.cost_model import Workload
 from pi_compile.errors import RecipeError
 from pi_compile.machine import Machine, find_machine
-from pi_compile.placement import SECONDS, SOLVERS, ActivationFile, Placement, in_bytes, ladder, ram_of
-from pi_compile.planning import find_planned, published_counts
+from pi_compile.placement import SECONDS, SOLVERS, Placement, in_bytes, ladder, ram_of
+from pi_compile.planning import find_planned, published_profile
 from pi_compile.recipe import PUBLISHED, PlaceSection, Recipe, read_recipe
+from pi_compile.results import ActivationProfile
 from pi_runtime.errors import UsageError
 
 
@@ -86,23 +87,22 @@ def _workload(recipe: Recipe, folder: Path) -> tuple[Workload, str]:
     if not section.activations:
         raise RecipeError(
             '[place] activations = "": no activations to place from',
-            expected=f"an activation file, or {PUBLISHED!r} for a model whose published curve is bundled",
+            expected=f"an activation profile, or {PUBLISHED!r} for a model whose published curve is bundled",
             remedy="pi-compile train RECIPE --export FILE, then activations = FILE",
         )
     if section.activations == PUBLISHED:
         return _published(recipe, folder)
-    found = ActivationFile.load(folder / section.activations)
-    formats = resolve_formats(found.formats, recipe.pack.model_dump(), tied_head=found.decoder.tied_head)
-    counts = found.activation_counts(section.activations)
-    return counts.workload(found.decoder, formats, section.context), found.digest()
+    profile = ActivationProfile.load(folder / section.activations)
+    formats = resolve_formats(profile.formats, recipe.pack.model_dump(), tied_head=profile.decoder.tied_head)
+    return Workload.of(profile, formats, section.context), profile.placing_digest()
 
 
 def _published(recipe: Recipe, folder: Path) -> tuple[Workload, str]:
     """The workload by the model's config and its published curve, with ranks by rule."""
     model = find_planned(recipe.model.path, folder, recipe.model.ignore_config, in_recipe=True)
-    counts = published_counts(model)
-    work = counts.workload(model.decoder, model.formats(recipe.pack.model_dump()), recipe.place.context)
-    digest = hashlib.sha256(f"{counts.source} {counts.tokens}".encode() + work.counts.astype("<i8").tobytes())
+    profile = published_profile(model)
+    work = Workload.of(profile, model.formats(recipe.pack.model_dump()), recipe.place.context)
+    digest = hashlib.sha256(f"{profile.source} {profile.tokens}".encode() + work.counts.astype("<i8").tobytes())
     return work, digest.hexdigest()
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from decimal import Decimal
 from typing import Any
 
-from pi_compile.cost_model import CPU, GPU, Costs, LayerWork, TokenTime, Workload, costs_of
+from pi_compile.cost_model import CPU, GPU, Costs, TokenTime, Workload, costs_of
 from pi_compile.machine import Machine
 from pi_compile.placement.formulation import Assignment, Sizes, all_cpu, formulate, predicted_time
 from pi_compile.placement.greedy import greedy
@@ -141,7 +141,7 @@ def place(
         bound_ns=bound,
         heuristic=heuristic,
         activations_on_gpu=work.activations_on_gpu(assignment.cuts) / max(int(work.counts.sum()), 1),
-        digest=_sha256({"inputs": inputs, "answer": _digested_assignment(assignment)}),
+        digest=_sha256({"inputs": inputs, "answer": asdict(assignment)}),
     )
 
 
@@ -278,14 +278,17 @@ def _nothing_placed(sizes: Sizes, budget: int) -> DoesNotFitError:
 
 
 def _inputs(work: Workload, machine: Machine, vram: int, ram: int, objective: str, solver: str) -> dict[str, Any]:
-    """Everything that decides a placement, and nothing else: names and sources do not."""
+    """Everything that decides a placement, and nothing else: names and sources do not.
+
+    The keys are part of every lock and every stored plan, so they stay whatever the fields are called.
+    """
     return {
         "shape": {**asdict(work.decoder), "family": None},
         "formats": dict(work.formats),
         "tokens": work.tokens,
         "counts": hashlib.sha256(work.counts.astype("<i8").tobytes()).hexdigest(),
         **({} if work.routed is None else {"routed": work.routed.tolist()}),
-        "layers": [_digested_layer(layer) for layer in work.layers],
+        "layers": [{key: getattr(layer, key) for key in ("rung", "rank", "read_ppm")} for layer in work.layers],
         "context": work.context,
         "machine": machine.model_dump(exclude={"name": True, "source": True, "cpu": {"name"}, "gpu": {"name"}}),
         "vram": vram,
@@ -293,17 +296,6 @@ def _inputs(work: Workload, machine: Machine, vram: int, ram: int, objective: st
         "objective": objective,
         "solver": solver,
     }
-
-
-# The keys below are part of every lock and every stored plan, so they stay whatever the fields are called.
-
-
-def _digested_layer(layer: LayerWork) -> dict[str, Any]:
-    return {"rung": layer.rung, "rank": layer.rank, "read_ppm": layer.read_ppm}
-
-
-def _digested_assignment(a: Assignment) -> dict[str, Any]:
-    return {"sides": a.sides, "cuts": a.cuts, "embedding": a.embedding, "head": a.head}
 
 
 def _sha256(value: object) -> str:

@@ -1,21 +1,22 @@
 """Plan: how a machine would run a model, from the model's config alone. No weights, no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pi_compile.cost_model import GPU, PICO, ActivationCounts, Workload
+from pi_compile.cost_model import GPU, PICO, Workload
 from pi_compile.errors import ProfileError
 from pi_compile.machine import Machine
-from pi_compile.placement import ActivationFile, Placement, place
+from pi_compile.placement import Placement, place
 from pi_compile.planning.activation_curves import TOKENS, curve_counts, find_curve
 from pi_compile.planning.baselines import layer_split
 from pi_compile.planning.model_config import PlannedModel
 from pi_compile.planning.prefill_time import prefill_tokens_per_s
+from pi_compile.results import ActivationProfile, Counts
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import parameters
@@ -41,7 +42,7 @@ class PlanSpec:
     """Name of a published curve; together with `density`. Without both, and without counts, the model's own holds."""
     density: Decimal | None = None
     counts: Path | None = None
-    """An activation file of this model. If it has the table of training, rungs and ranks are the table's."""
+    """An activation profile of this model. If it was trained, rungs and ranks are its own."""
     objective: str = "time"
     """What the placement optimises; see `placement.stage`."""
 
@@ -52,8 +53,8 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
     Raises DoesNotFitError where the model does not fit at the budget, UsageError or ProfileError where nothing is known
     of how its neurons fire.
     """
-    decoder, activation = spec.model.decoder, activation_counts(spec)
-    work = activation.workload(decoder, spec.formats, spec.context)
+    decoder, activation = spec.model.decoder, activation_profile(spec)
+    work = Workload.of(activation, spec.formats, spec.context)
     rungs = {layer.rung for layer in work.layers}
     return {
         "model": spec.model.name,
@@ -72,25 +73,24 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
     }
 
 
-def activation_counts(spec: PlanSpec) -> ActivationCounts:
-    """Counts from an activation file, from the curve that is named, or from what is published of the model."""
+def activation_profile(spec: PlanSpec) -> ActivationProfile:
+    """The profile of a file, of the curve that is named, or of what is published of the model."""
     if spec.counts is not None:
         return _from_file(spec.counts, spec.model.decoder)
     if (spec.curve is None) != (spec.density is None):
         raise UsageError("--curve and --density go together", expected="both, or neither")
     if spec.curve is None or spec.density is None or not spec.model.decoder.sparse:
-        return published_counts(spec.model)
+        return published_profile(spec.model)
     return _from_curve(spec.model.decoder, spec.curve, spec.density, "as given")
 
 
-def published_counts(model: PlannedModel) -> ActivationCounts:
-    """Counts from what is published of the model; without zeros in its activation every neuron fires for each token."""
+def published_profile(model: PlannedModel) -> ActivationProfile:
+    """What is published of the model; without zeros in its activation every neuron fires for each token."""
     decoder, published = model.decoder, model.activation
     if not decoder.sparse:
         routed = TOKENS * decoder.experts_per_token // decoder.n_experts
-        counts = np.full((decoder.n_layers, decoder.neurons), routed, np.int64)
-        source = f"{decoder.activation}: no neuron is ever exactly zero"
-        return ActivationCounts(counts=counts, tokens=TOKENS, source=source)
+        counts = np.full((decoder.n_layers, decoder.neurons), routed, np.uint64)
+        return _synthetic(decoder, counts, f"{decoder.activation}: no neuron is ever exactly zero")
     if published is None:
         raise UsageError(
             f"{model.name}: nothing is known of how its neurons fire",
@@ -101,19 +101,24 @@ def published_counts(model: PlannedModel) -> ActivationCounts:
     return _from_curve(decoder, published.curve, published.density, published.source)
 
 
-def _from_curve(decoder: Decoder, name: str, density: Decimal, origin: str) -> ActivationCounts:
+def _from_curve(decoder: Decoder, name: str, density: Decimal, origin: str) -> ActivationProfile:
     curve = find_curve(name)
-    counts = curve_counts(curve, decoder, density).astype(np.int64)
     source = f"curve {curve.name}, density {density} ({origin})"
-    return ActivationCounts(counts=counts, tokens=TOKENS, source=source)
+    return _synthetic(decoder, curve_counts(curve, decoder, density), source)
 
 
-def _from_file(path: Path, decoder: Decoder) -> ActivationCounts:
-    found = ActivationFile.load(path)
+def _synthetic(decoder: Decoder, counts: Counts, source: str) -> ActivationProfile:
+    """A profile of counts that are in stored order already."""
+    order = np.broadcast_to(np.arange(decoder.neurons, dtype=np.uint32), counts.shape)
+    return ActivationProfile(decoder=decoder, tokens=TOKENS, counts=counts, order=order, source=source)
+
+
+def _from_file(path: Path, decoder: Decoder) -> ActivationProfile:
+    found = ActivationProfile.load(path)
     expected = (decoder.n_layers, decoder.neurons)
     if found.counts.shape != expected:
         raise ProfileError(f"{path}: of another model", expected=expected, found=found.counts.shape)
-    return found.activation_counts(f"counts of {found.tokens} tokens in {path.name}")
+    return replace(found, decoder=decoder)
 
 
 def _budget(spec: PlanSpec, work: Workload, percent: int) -> dict[str, Any]:

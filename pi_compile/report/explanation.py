@@ -7,10 +7,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.cost_model import CPU, GPU, PICO, ActivationCounts, Workload
+from pi_compile.cost_model import CPU, GPU, PICO, Workload
 from pi_compile.placement import LADDER, Placement, Sizes, place
-from pi_compile.planning import AROUND, PlanSpec, activation_counts, layer_split, powerinfer, prefill_tokens_per_s
-from pi_compile.results import cumulative_curve
+from pi_compile.planning import AROUND, PlanSpec, activation_profile, layer_split, powerinfer, prefill_tokens_per_s
+from pi_compile.results import ActivationProfile, cumulative_curve
 from pi_runtime.errors import DoesNotFitError
 
 Floats = npt.NDArray[np.float64]
@@ -38,7 +38,7 @@ class Explanation:
     """One placement, its inputs, and the budgets around it."""
 
     spec: PlanSpec
-    activation: ActivationCounts
+    activation: ActivationProfile
     work: Workload
     placement: Placement
     budgets: tuple[Budget, ...]
@@ -72,8 +72,8 @@ def explain(spec: PlanSpec, progress: Callable[[int, int], None] | None = None) 
 
     Raises what `forecast.plan` raises.
     """
-    activation = activation_counts(spec)
-    work = activation.workload(spec.model.decoder, spec.formats, spec.context)
+    activation = activation_profile(spec)
+    work = Workload.of(activation, spec.formats, spec.context)
     placement = place(work, spec.machine, spec.vram, spec.ram, objective=spec.objective)
     all_on_gpu = Sizes.of(work).all_on_gpu
     pairs = _pairs(spec, all_on_gpu)

@@ -11,8 +11,8 @@ import torch
 
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor, routed_neurons
+from pi_runtime.artifact import rungs
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
 
 Tensor = torch.Tensor
@@ -48,7 +48,7 @@ class SparseFfn:
 
         The first is None where `first` is read for all neurons of the experts that a token is routed to.
         """
-        rung = RUNGS[self.layer.rung]
+        rung = self.layer.kind
         if rung.exact:
             return None, h
         # At most one of them is not 0: a rung has either.
@@ -71,5 +71,5 @@ SCORES: Mapping[str, Callable[[SparseFfn, Decoder, td.NamedTensors, Tensor], Ten
 }
 """How each rung that leaves neurons out scores them."""
 
-DENSE = SparseFfn(Layer(rung="dense"))
+DENSE = SparseFfn(Layer(rung=rungs.DENSE))
 """A layer that computes everything."""

@@ -68,6 +68,10 @@ class Candidate:
         """The beginning of the names of its predictor's arrays."""
         return _array_prefix(self.layer.rank, self.trained)
 
+    def ps(self, processor: Processor, neuron: FfnBytes) -> float:
+        """Picoseconds of the layer's FFN for a token."""
+        return self.reads.ps(self.layer, processor, neuron)
+
     def raw_predictor(self, arrays: Mapping[str, np.ndarray[Any, Any]], device: str = "cpu") -> Predictor | None:
         """The predictor as trained, with its threshold; not yet rounded to its format."""
         if self.layer.rank is None:
@@ -92,8 +96,7 @@ def _array_prefix(rank: int | None, trained: bool) -> str:
 
 def _unmeasured(rung: str, **fields: Any) -> Candidate:
     rank = fields.pop("rank", None)
-    reads = Reads(rung=rung, predictor=0, first=0, rest=0)
-    return Candidate(layer=Layer(rung=rung, rank=rank), reads=reads, error=0.0, **fields)
+    return Candidate(layer=Layer(rung=rung, rank=rank), reads=Reads(first=0.0, rest=0.0), error=0.0, **fields)
 
 
 @dataclass
@@ -224,7 +227,7 @@ class Ladder:
             layer, neuron = candidate.layer, self._bytes(candidate)
             for threshold in sorted(set(score_sums.thresholds() if thresholds is None else thresholds)):
                 read, kept, lost = score_sums.at(threshold)
-                reads = Reads.of(neuron, layer.rung, layer.predictor, read / values, kept / values)
+                reads = Reads.of(neuron, layer, read / values, kept / values)
                 error = lost / max(self.tune.state, 1e-30)
                 yield replace(with_threshold(candidate, threshold), reads=reads, error=error)
 
@@ -264,7 +267,7 @@ class Ladder:
             # All lose too much: a higher rank may lose less.
             wanted = tried[-1] * 3 // 2
         else:
-            best = min(good, key=lambda c: c.reads.ps(self.spec.processor, self._bytes(c))).layer.rank
+            best = min(good, key=lambda c: c.ps(self.spec.processor, self._bytes(c))).layer.rank
             wanted = tried[0] // 2 if best == tried[0] else tried[-1] * 3 // 2 if best == tried[-1] else 0
         rank = -(-wanted // step) * step
         return rank if step <= rank <= full and rank not in tried else None

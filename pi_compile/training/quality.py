@@ -17,6 +17,7 @@ from pi_compile.results import LayerRow
 from pi_compile.torch_model import DENSE, SparseFfn
 from pi_compile.torch_model import decoder as td
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.rungs import GATE
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 
@@ -64,14 +65,14 @@ class LayerSums:
         """E‖Δy‖² ÷ E‖x‖²."""
         return self.lost / max(self.state, 1e-30)
 
-    def exact_reads(self, neuron: FfnBytes, rung: str) -> Reads:
+    def exact_reads(self, neuron: FfnBytes, layer: Layer) -> Reads:
         """Reads of an exact rung, which computes every neuron whose value is not 0."""
-        return Reads.of(neuron, rung, None, 1.0, self.nonzero / self._values(neuron))
+        return Reads.of(neuron, layer, 1.0, self.nonzero / self._values(neuron))
 
     def row(self, neuron: FfnBytes, processor: Processor, layer: Layer) -> LayerRow:
         """The layer's row of the table; without a predictor every neuron counts as predicted."""
         values = self._values(neuron)
-        reads = Reads.of(neuron, layer.rung, layer.predictor, (self.read or 0) / values, self.fires_and_read / values)
+        reads = Reads.of(neuron, layer, (self.read or 0) / values, self.fires_and_read / values)
         # Neurons of the experts that a token is routed to.
         routed = self.tokens * neuron.d.experts_per_token * neuron.d.d_ff
         read = routed if self.read is None else self.read
@@ -79,8 +80,8 @@ class LayerSums:
             **asdict(layer),
             density=self.fires / routed,
             ffn_bytes=reads.total,
-            gate_bytes=self.exact_reads(neuron, "gate").total,
-            ffn_us=reads.ps(processor, neuron) / 1e6,
+            gate_bytes=self.exact_reads(neuron, Layer(rung=GATE)).total,
+            ffn_us=reads.ps(layer, processor, neuron) / 1e6,
             recall=self.fires_and_read / max(self.fires, 1),
             precision=self.fires_and_read / max(read, 1),
             rows_read_over_active=read / max(self.fires, 1),

@@ -122,8 +122,7 @@ def train_predictors(
 
 def _counts(sums: LayerSums, layer: Layer) -> npt.NDArray[np.uint64] | None:
     """Tokens for which each neuron fired, on a rung that decides by the activation itself which ones count."""
-    rung = RUNGS[layer.rung]
-    return None if rung.exact or rung.picks else sums.fired.numpy().astype(np.uint64)
+    return None if layer.kind.exact or layer.kind.picks else sums.fired.numpy().astype(np.uint64)
 
 
 def _ladder_spec(checkpoint: Checkpoint, spec: TrainSpec) -> LadderSpec:
@@ -245,15 +244,16 @@ class _Run:
         return read_arrays(self._file(n), f"{candidate.array_prefix}/")
 
     def _time(self, c: Candidate) -> float:
-        return c.reads.ps(self.spec.processor, self.ffn_bytes(c.format or self.spec.predictor_formats[0]))
+        return c.ps(self.spec.processor, self.ffn_bytes(c.format or self.spec.predictor_formats[0]))
 
     def _allowed(self, n: int, sums: LayerSums) -> list[Candidate]:
         """The candidates of layer n: an exact rung if the recipe allows one, and those that are faster."""
         found = [c for c in self.found[n] if c.layer.rung in self.spec.rungs]
         rung = self._exact_rung()
         if rung is not None:
-            reads = sums.exact_reads(self.ffn_bytes(self.spec.predictor_formats[0]), rung.name)
-            exact = Candidate(layer=Layer(rung=rung.name), reads=reads, error=0.0)
+            layer = Layer(rung=rung.name)
+            reads = sums.exact_reads(self.ffn_bytes(self.spec.predictor_formats[0]), layer)
+            exact = Candidate(layer=layer, reads=reads, error=0.0)
             return [exact, *(c for c in found if self._time(c) < self._time(exact))]
         if not found:
             raise NotMetError("only dense runs this model, which is not sparse", remedy="allow dense in [train] rungs")

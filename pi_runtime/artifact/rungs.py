@@ -62,3 +62,14 @@ RUNGS = {
     )
 }
 """By name, in the order of the ladder."""
+DENSE = next(rung.name for rung in RUNGS.values() if rung.dense)
+"""The rung that skips nothing."""
+GATE = next(rung.name for rung in RUNGS.values() if rung.exact and not rung.dense)
+"""The rung that skips zeros only."""
+PREDICTED = next(rung.name for rung in RUNGS.values() if rung.selector == "low-rank")
+"""The rung that skips what a trained predictor leaves out."""
+
+
+def exact_rung(sparse: bool) -> str:
+    """The fastest rung that loses nothing: it skips zeros where the activation has any (`sparse`), else it is dense."""
+    return GATE if sparse else DENSE

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.rungs import RUNGS, Rung
 
 FORMAT_NAME = "pi-artifact"
 FORMAT_VERSION = 3
@@ -49,9 +49,14 @@ class Layer:
     """On the rung `sign` (SparseInfer); an input of 0 counts as above 0."""
 
     @property
+    def kind(self) -> Rung:
+        """What the registry says of the rung."""
+        return RUNGS[self.rung]
+
+    @property
     def predictor(self) -> int | None:
         """Rank of the predictor that is stored, `SIGNS`, or None."""
-        return RUNGS[self.rung].stored_predictor(self.rank)
+        return self.kind.stored_predictor(self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)

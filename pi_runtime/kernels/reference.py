@@ -18,15 +18,15 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import kv_itemsize
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.rungs import RUNGS, Selector
+from pi_runtime.artifact.rungs import DENSE, RUNGS, Selector
 from pi_runtime.artifact.schema import Layer
 
 F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
-DENSE_LAYER = Layer(rung="dense")
+DENSE_LAYER = Layer(rung=DENSE)
 
 
-def forward(artifact: Artifact, tokens: npt.ArrayLike, mode: str = "dense") -> F32:
+def forward(artifact: Artifact, tokens: npt.ArrayLike, mode: str = DENSE) -> F32:
     """Logits (T, V) of a sequence from its beginning.
 
     `mode`: `dense` computes every neuron; `gate` is the same function, because what it skips is zero; `predicted` runs

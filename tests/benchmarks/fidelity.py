@@ -76,7 +76,7 @@ class Bench:
         path, p = self.folder / "a.pi", self.pipeline
         formats = {**dict.fromkeys(("embedding", "attention", "ffn", "head"), fmt)}
         spec = PackSpec(formats={**formats, "predictor": trained.predictor_format})
-        pack(p.checkpoint, spec, path, recipe={}, profile=trained.apply_thresholds(p.profile), predictor_set=trained)
+        pack(p.checkpoint, spec, path, recipe={}, profile=trained.refine(p.profile), predictor_set=trained)
         with console.progress("scoring", "windows") as progress:
             return evaluate(path, [self.args.report], None, tokens=TOKENS, window=WINDOW, progress=progress)
 

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pi_compile.cost_model.workload import LayerWork, Workload
+from pi_compile.cost_model.workload import Workload
 from pi_compile.machine.profile import Machine, find_machine
 from pi_compile.placement.formulation import Sizes
 from pi_compile.placement.stage import place
 from pi_compile.planning.model_config import find_planned
+from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.errors import DoesNotFitError
 

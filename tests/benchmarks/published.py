@@ -18,13 +18,14 @@ import numpy as np
 
 from pi_compile.cost_model.default_rungs import PREDICTOR_SHARE
 from pi_compile.cost_model.processors import PICO
-from pi_compile.cost_model.workload import LayerWork, Workload
+from pi_compile.cost_model.workload import Workload
 from pi_compile.files.bundled import bundled_folder
 from pi_compile.machine.profile import Machine, read_machine
 from pi_compile.placement.stage import place
 from pi_compile.planning.activation_curves import TOKENS, curve_counts, find_curve
 from pi_compile.planning.baselines import layer_split, powerinfer
 from pi_compile.planning.model_config import find_planned
+from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.artifact.sizes import PARTS, parameters
 
 DRIVER, BUFFERS = 2**29, 2**29

@@ -27,8 +27,9 @@ from support.synthetic import small_decoder, stored_plan
 
 from pi_compile.cost_model.processors import CPU
 from pi_compile.cost_model.token_time import TokenTime, costs_of, token_time
-from pi_compile.cost_model.workload import MILLION, LayerWork, Workload
+from pi_compile.cost_model.workload import Workload
 from pi_compile.machine.profile import Machine
+from pi_compile.results.activation_profile import MILLION, LayerWork
 from pi_runtime import Model, load
 from pi_runtime.artifact import Artifact
 from pi_runtime.artifact.schema import Plan

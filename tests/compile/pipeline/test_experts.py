@@ -18,16 +18,15 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.part_formats import resolve_formats
 from pi_compile.cli.rendering import artifact_text
-from pi_compile.cost_model.workload import LayerWork, Workload, rows_read
+from pi_compile.cost_model.workload import Workload, rows_read
 from pi_compile.errors import ProfileError
 from pi_compile.evaluation.fidelity import Score
-from pi_compile.packing import PackSpec, pack, stored_formats
+from pi_compile.packing import PackSpec, pack
 from pi_compile.pipeline.summary import profile_report
-from pi_compile.placement.activation_file import ActivationFile
 from pi_compile.placement.formulation import Sizes
 from pi_compile.placement.stage import ladder, place
 from pi_compile.profiling import ProfileSpec, profile
-from pi_compile.results.activation_profile import ActivationProfile
+from pi_compile.results.activation_profile import ActivationProfile, LayerWork
 from pi_compile.results.neuron_order import order_neurons
 from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
@@ -88,16 +87,8 @@ def counted(model: Any, ids: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def workload(p: ActivationProfile, checkpoint: Checkpoint, layers: tuple[LayerWork, ...]) -> Workload:
-    a = ActivationFile.of(p, stored_formats(checkpoint))
-    return Workload(
-        decoder=a.decoder,
-        formats=resolve_formats(a.formats, KEEP, tied_head=a.decoder.tied_head),
-        tokens=a.tokens,
-        counts=a.ordered_counts(),
-        routed=a.routed,
-        layers=layers,
-        context=20,
-    )
+    formats = resolve_formats(checkpoint.formats(), KEEP, tied_head=p.decoder.tied_head)
+    return Workload.of(replace(p, layers=layers), formats, 20)
 
 
 def test_counts_are_a_plain_count_of_routed_tokens(made: Made, profiled: ActivationProfile) -> None:
@@ -155,11 +146,9 @@ def test_predicted_bytes_are_the_bytes_of_the_profiled_text(made: Made, profiled
 def test_a_profile_of_experts_comes_back(made: Made, profiled: ActivationProfile, tmp_path: Path) -> None:
     profiled.save(tmp_path / "p.npz")
     loaded = ActivationProfile.load(tmp_path / "p.npz")
-    assert loaded.digest() == profiled.digest()
+    assert (loaded.digest(), loaded.placing_digest()) == (profiled.digest(), profiled.placing_digest())
     np.testing.assert_array_equal(loaded.routed, profiled.routed)
-    a = ActivationFile.of(profiled, stored_formats(made[1]))
-    a.save(tmp_path / "a.npz")
-    assert ActivationFile.load(tmp_path / "a.npz").digest() == a.digest()
+    assert loaded.formats == made[1].formats()
     assert profiled.routed is not None
     assert replace(profiled, routed=profiled.routed[:, ::-1]).digest() != profiled.digest()
 
@@ -263,7 +252,7 @@ def test_counts_above_a_threshold_stay_within_what_was_routed(profiled: Activati
     trained = PredictorSet(
         rows=(), predictors=(), predictor_format="f16", counts=(fired, None), counted_tokens=F, perplexity={}, inputs=""
     )
-    found = trained.apply_thresholds(profiled)
+    found = trained.refine(profiled)
     assert profiled.routed is not None
     most = np.repeat(profiled.routed[0], F)
     np.testing.assert_array_equal(found.counts[0], np.minimum(fired * np.uint64(profiled.tokens) // np.uint64(F), most))

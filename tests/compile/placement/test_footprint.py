@@ -8,9 +8,9 @@ from support.placeable import workload
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_compile.cost_model.processors import CPU, GPU
-from pi_compile.cost_model.workload import LayerWork
 from pi_compile.placement import formulation
 from pi_compile.placement.formulation import PREFILL_TOKENS, Sizes, all_cpu
+from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.artifact.footprint import PROMPT_TOKENS, gpu_workspace_bytes, prompt_block, streamed_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.execution.kv_cache import KVCache

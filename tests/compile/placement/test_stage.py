@@ -9,12 +9,13 @@ import pytest
 from support.placeable import MUCH, brute, machine, random_budgets, random_machine, random_workload, workload
 
 from pi_compile.cost_model.processors import CPU, GPU
-from pi_compile.cost_model.workload import LayerWork, Workload
+from pi_compile.cost_model.workload import Workload
 from pi_compile.errors import ProfileError
 from pi_compile.machine.profile import Gpu, Machine, bundled_machines, find_machine, read_machine
 from pi_compile.placement.formulation import Sizes
 from pi_compile.placement.hot_mass import least_neurons
 from pi_compile.placement.stage import ladder, place
+from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.errors import DoesNotFitError
 
 

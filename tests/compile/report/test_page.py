@@ -25,7 +25,6 @@ from support.planned import CONFIG, MACHINE
 from pi_compile.cli.main import app
 from pi_compile.cli.plan_request import plan_request
 from pi_compile.pipeline.lock_file import lock_path
-from pi_compile.placement.activation_file import ActivationFile
 from pi_compile.placement.stage import place
 from pi_compile.planning.forecast import PlanSpec, activation_counts
 from pi_compile.report.explanation import Budget, Explanation, busy, explain
@@ -40,7 +39,7 @@ HERE = ("config.json", "--machine", "m.toml", "--vram-budget", "300KiB", "--coun
 Run = Callable[..., str]
 
 
-def activations(layers: int = 4, neurons: int = 256, seed: int = 0) -> ActivationFile:
+def activations(layers: int = 4, neurons: int = 256, seed: int = 0) -> ActivationProfile:
     """Counts that differ from layer to layer."""
     rng = np.random.default_rng(seed)
     decoder = small_decoder(
@@ -48,8 +47,7 @@ def activations(layers: int = 4, neurons: int = 256, seed: int = 0) -> Activatio
     )
     counts = (1000 * rng.random((layers, neurons)) ** rng.uniform(2, 8, (layers, 1))).astype(np.uint64)
     order = np.argsort(-counts.astype(np.int64), axis=1).astype(np.uint32)
-    profile = ActivationProfile(decoder=decoder, tokens=1000, counts=counts, order=order, inputs="x")
-    return ActivationFile.of(profile, {})
+    return ActivationProfile(decoder=decoder, tokens=1000, counts=counts, order=order, inputs="x")
 
 
 def fill(folder: Path) -> Path:

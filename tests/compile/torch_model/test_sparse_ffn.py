@@ -140,7 +140,7 @@ def test_thresholds_and_signs_are_packed(tmp_path: Path, ffn_format: str) -> Non
         inputs="",
     )
     profile = ActivationProfile(decoder=d, tokens=100, counts=counts, order=order, inputs="")
-    refined = trained.apply_thresholds(profile)
+    refined = trained.refine(profile)
     assert np.array_equal(refined.counts[1], quality.layers[1].fired.numpy() * 100 // 32)
     assert (np.diff(refined.ordered_counts()[1].astype(np.int64).reshape(-1)[:64]) <= 0).all()
     assert np.array_equal(refined.counts[::2], counts[::2])

@@ -277,13 +277,13 @@ def test_a_smooth_model_may_have_thresholds(run: Callable[..., PredictorSet], tm
             assert row.density < 0.99
             assert row.ffn_bytes == pytest.approx(D_FF * 2 * D_MODEL * (1 + 2 * row.density))
             assert counts.mean() / trained.counted_tokens == pytest.approx(row.density, abs=0.1)
-    refined = trained.apply_thresholds(model[1])
+    refined = trained.refine(model[1])
     for n, row in enumerate(trained.rows):
         assert refined.density()[n] == pytest.approx(row.density, abs=0.1)
     trained.save(tmp_path / "a.npz")
     loaded = PredictorSet.load(tmp_path / "a.npz")
     assert loaded.digest() == trained.digest()
-    assert refined.digest() == loaded.apply_thresholds(model[1]).digest()
+    assert refined.digest() == loaded.refine(model[1]).digest()
 
 
 def test_little_memory_finds_the_same(

@@ -10,9 +10,9 @@ from support.placeable import MUCH, machine, workload
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_compile.cost_model.processors import GPU
-from pi_compile.cost_model.workload import LayerWork
 from pi_compile.placement import formulation
 from pi_compile.placement.stage import place
+from pi_compile.results.activation_profile import LayerWork
 from pi_runtime import load
 from pi_runtime.artifact.footprint import PartBytes, gpu_workspace_bytes, kv_bytes, streamed_bytes
 from pi_runtime.artifact.reader import Artifact
