@@ -1,5 +1,6 @@
 """What running a model asks of any machine: sizes, number formats, activation counts, and each layer's rung."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,6 +68,11 @@ class Workload:
         """(cuts,) of each layer: activations of the neurons before each cut."""
         return tuple(self.sums_before(n, counts) for n, counts in enumerate(self.counts))
 
+    @cached_property
+    def counts_digest(self) -> str:
+        """sha256 of the counts."""
+        return hashlib.sha256(self.counts.astype("<i8").tobytes()).hexdigest()
+
     def expert_cuts(self, layer: int, cut: int) -> tuple[int, ...]:
         """The cut of each expert in a layer with `cut` neurons on the GPU."""
         return layer_groups.expert_cuts(self.group_orders[layer], cut, self.decoder.d_ff, self.decoder.n_experts)
@@ -76,10 +82,11 @@ class Workload:
         sums = layer_groups.group_sums(values, self.decoder.n_experts).ravel()[self.group_orders[layer]]
         return np.concatenate([[0], np.cumsum(sums)])
 
-    def activations_on_gpu(self, cuts: Sequence[int]) -> int:
-        """Activations of the neurons before one cut for each layer."""
+    def activations_on_gpu(self, cuts: Sequence[int]) -> float:
+        """Share of all activations that the neurons before one cut for each layer account for."""
         indices = np.searchsorted(self.cuts, cuts)
-        return sum(int(sums[j]) for sums, j in zip(self.activations_before, indices, strict=True))
+        on_gpu = sum(int(sums[j]) for sums, j in zip(self.activations_before, indices, strict=True))
+        return on_gpu / max(sum(int(sums[-1]) for sums in self.activations_before), 1)
 
     def routed_tokens(self, layer: int) -> Ints:
         """(neurons,): how many tokens were sent to each neuron's expert."""

@@ -9,7 +9,7 @@ from pi_compile.checkpoint.part_formats import resolve_formats
 from pi_compile.cost_model import Workload
 from pi_compile.errors import RecipeError
 from pi_compile.machine import Machine, find_machine
-from pi_compile.placement import SECONDS, SOLVERS, Placement, in_bytes, ladder, ram_of
+from pi_compile.placement import SECONDS, SOLVERS, Placement, Problem, in_bytes, ladder, ram_of
 from pi_compile.planning import find_planned, published_profile
 from pi_compile.recipe import PUBLISHED, PlaceSection, Recipe, read_recipe
 from pi_compile.results import ActivationProfile
@@ -71,8 +71,7 @@ def place_section(
 ) -> tuple[Placement, ...]:
     """Placements for the budgets of a recipe's [place]."""
     return ladder(
-        work,
-        machine,
+        Problem.of(work, machine),
         [in_bytes(gib) for gib in section.vram_gib],
         ram=ram_of(machine, section.ram_gib),
         objective=section.objective,

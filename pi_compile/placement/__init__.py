@@ -3,7 +3,7 @@
 `stage` is the way in; `formulation` states the problem, and the solvers know integers and no model.
 """
 
-from pi_compile.placement.formulation import PREFILL_TOKENS, Assignment, Sizes, predicted_time
+from pi_compile.placement.formulation import PREFILL_TOKENS, Assignment, Problem, Sizes
 from pi_compile.placement.hot_mass import hottest_cuts
 from pi_compile.placement.stage import LADDER, SECONDS, SOLVERS, Placement, in_bytes, ladder, place, ram_of
 
@@ -14,11 +14,11 @@ __all__ = [
     "SOLVERS",
     "Assignment",
     "Placement",
+    "Problem",
     "Sizes",
     "hottest_cuts",
     "in_bytes",
     "ladder",
     "place",
-    "predicted_time",
     "ram_of",
 ]

@@ -9,11 +9,13 @@ VRAM is bytes of GPU memory. RAM is bytes of all that is not on the GPU alone.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 import numpy as np
 
-from pi_compile.cost_model import CPU, GPU, Costs, Ints, TokenTime, Workload, token_time
+from pi_compile.cost_model import CPU, GPU, Costs, Ints, TokenTime, Workload, costs_of, token_time
+from pi_compile.machine import Machine
 from pi_compile.placement.solvers.constrained_path import LayeredGraph, Node, ShortestPath
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import (
@@ -50,11 +52,6 @@ class Assignment:
 def all_cpu(layers: int) -> Assignment:
     """The assignment with nothing on the GPU."""
     return Assignment(sides=(CPU,) * layers, cuts=(0,) * layers, embedding=CPU, head=CPU)
-
-
-def predicted_time(costs: Costs, a: Assignment) -> TokenTime:
-    """The time of a token with this assignment."""
-    return token_time(costs, a.sides, a.cuts, a.embedding, a.head)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,6 +157,38 @@ def _gpu_workspace(decoder: Decoder, rank: int, context: int, parts: PartBytes, 
     return needs(tokens) + streamed
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """One model on one machine: times and bytes that every placement is chosen by, whatever the budgets."""
+
+    work: Workload
+    machine: Machine
+    costs: Costs
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, work: Workload, machine: Machine) -> "Problem":
+        return cls(work=work, machine=machine, costs=costs_of(work, machine), sizes=Sizes.of(work))
+
+    @property
+    def has_gpu(self) -> bool:
+        return len(self.costs.processors) > 1
+
+    @cached_property
+    def formulation(self) -> "Formulation":
+        """The graphs of least time."""
+        return _formulate(self.costs, self.sizes)
+
+    def time(self, a: Assignment) -> TokenTime:
+        """The predicted time of a token with this assignment."""
+        return token_time(self.costs, a.sides, a.cuts, a.embedding, a.head)
+
+    def used(self, a: Assignment) -> tuple[int, int]:
+        """Bytes of (GPU memory, RAM)."""
+        ram, gpu = self.sizes.used(a)
+        return sum(gpu.values()), sum(ram.values())
+
+
 @dataclass(frozen=True)
 class Formulation:
     """The graphs that the solver takes, and the way back from its path to an assignment."""
@@ -187,7 +216,7 @@ class Formulation:
         )
 
 
-def formulate(costs: Costs, sizes: Sizes) -> Formulation:
+def _formulate(costs: Costs, sizes: Sizes) -> Formulation:
     """The problem of least time. Ties prefer the GPU to the CPU, and larger cuts to smaller ones."""
     sides = tuple(range(len(costs.processors)))[::-1]
     indices = np.arange(len(costs.cuts))[::-1] if len(sides) > 1 else np.zeros(1, np.int64)
@@ -208,7 +237,7 @@ def _layer_node(costs: Costs, sizes: Sizes, layer: int, side: int, indices: Ints
     cuts = costs.cuts[indices]
     attention, neuron = sizes.attention(layer), sizes.parts.neuron
     return Node(
-        costs=costs.layer_ps(layer, side)[indices],
+        costs=costs.layers[layer].total[side][indices],
         vram=cuts * neuron + (attention if side == GPU else 0),
         ram=(sizes.neurons - cuts) * neuron + (attention if side == CPU else 0),
         preference=-side,

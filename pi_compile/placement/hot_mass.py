@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pi_compile.cost_model import CPU, GPU, PICO, Ints, Workload
+from pi_compile.cost_model import CPU, GPU, PICO, Ints
 from pi_compile.machine import Machine, to_units
-from pi_compile.placement.formulation import Assignment, Sizes, all_cpu
+from pi_compile.placement.formulation import Assignment, Problem, all_cpu
 
-CutsWithin = Callable[[Workload, Machine, Sizes, int], tuple[tuple[int, ...], int]]
-"""From workload, machine, sizes and free bytes to the cut of each layer and the bytes of all."""
+Knapsack = Callable[[Problem, int], tuple[int, ...]]
+"""From free bytes to the cut of each layer."""
 
 
 def least_neurons(machine: Machine, nbytes: int) -> int | None:
@@ -36,46 +36,42 @@ def least_neurons(machine: Machine, nbytes: int) -> int | None:
     return -(-to_units(machine.link.sync_us, 10**6) * cpu * gpu // (nbytes * (gpu - cpu) * PICO))
 
 
-def hot_mass(
-    work: Workload, machine: Machine, sizes: Sizes, vram: int, cuts_within: CutsWithin | None = None
-) -> Assignment:
+def hot_mass(problem: Problem, vram: int, knapsack: Knapsack | None = None) -> Assignment:
     """The assignment of greatest hot mass; ties prefer fewest bytes, then larger cuts of the first layers.
 
-    `cuts_within` solves the knapsack of the neurons; the default is `hottest_cuts`.
+    `knapsack` chooses the neurons; the default is `hottest_cuts`.
     """
-    free = vram - sizes.workspace[GPU]
-    if least_hot_neurons(work, machine, sizes) is None or free < 0:
-        return all_cpu(work.decoder.n_layers)
+    sizes, free = problem.sizes, vram - problem.sizes.workspace[GPU]
+    if least_hot_neurons(problem) is None or free < 0:
+        return all_cpu(problem.work.decoder.n_layers)
     head = GPU if sizes.head <= free else CPU
     free -= sizes.head if head == GPU else 0
     sides: list[int] = []
-    for layer in range(work.decoder.n_layers):
+    for layer in range(problem.work.decoder.n_layers):
         # The first layer that does not fit is the last one that is tried.
         fits = sizes.attention(layer) <= free and CPU not in sides
         sides.append(GPU if fits else CPU)
         free -= sizes.attention(layer) if fits else 0
-    cuts, _ = (cuts_within or hottest_cuts)(work, machine, sizes, free)
+    cuts = (knapsack or hottest_cuts)(problem, free)
     return Assignment(sides=tuple(sides), cuts=cuts, embedding=CPU, head=head)
 
 
-def hottest_cuts(work: Workload, machine: Machine, sizes: Sizes, free: int) -> tuple[tuple[int, ...], int]:
-    """(cut of each layer, bytes) of the greatest hot mass in `free` bytes, each cut 0 or at least C_l neurons."""
+def hottest_cuts(problem: Problem, free: int) -> tuple[int, ...]:
+    """The cut of each layer with the greatest hot mass in `free` bytes, each cut 0 or at least C_l neurons."""
     from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, solve  # noqa: PLC0415  needs HiGHS
 
-    allowed, masses = allowed_cuts(work, machine, sizes)
-    found = solve([ItemClass(allowed * sizes.parts.neuron, mass) for mass in masses], free)
-    return tuple(int(allowed[j]) for j in found.items), found.weight
+    allowed, masses = allowed_cuts(problem)
+    found = solve([ItemClass(allowed * problem.sizes.parts.neuron, mass) for mass in masses], free)
+    return tuple(int(allowed[j]) for j in found.items)
 
 
-def allowed_cuts(work: Workload, machine: Machine, sizes: Sizes) -> tuple[Ints, list[Ints]]:
+def allowed_cuts(problem: Problem) -> tuple[Ints, list[Ints]]:
     """The cuts that a layer may have, 0 or at least C_l neurons, and each layer's activations before each of them."""
-    least, cuts = least_hot_neurons(work, machine, sizes), work.cuts
-    kept = cuts[(cuts > 0) & (cuts >= least)] if least is not None else cuts[:0]
-    allowed: Ints = np.concatenate([[0], kept])
-    indices = np.searchsorted(cuts, allowed)
-    return allowed, [sums[indices] for sums in work.activations_before]
+    least, cuts = least_hot_neurons(problem), problem.work.cuts
+    indices = np.nonzero((cuts == 0) | (cuts >= least if least is not None else False))[0]
+    return cuts[indices], [sums[indices] for sums in problem.work.activations_before]
 
 
-def least_hot_neurons(work: Workload, machine: Machine, sizes: Sizes) -> int | None:
+def least_hot_neurons(problem: Problem) -> int | None:
     """C_l of a model: with experts a neuron's bytes count by the share of tokens that read it."""
-    return least_neurons(machine, work.of_routed_experts(sizes.parts.neuron))
+    return least_neurons(problem.machine, problem.work.of_routed_experts(problem.sizes.parts.neuron))

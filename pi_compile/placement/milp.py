@@ -20,13 +20,13 @@ Shape letters: S sides, J cuts of a layer.
 """
 
 import itertools
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from pi_compile.cost_model import CPU, GPU, Costs, Ints
-from pi_compile.placement.formulation import Assignment, Sizes
+from pi_compile.placement.formulation import Assignment, Problem
+from pi_compile.placement.hot_mass import allowed_cuts
 from pi_compile.placement.solvers.mixed_integer_program import Answer, MixedIntegerProgram
 
 Term = tuple[npt.ArrayLike, npt.ArrayLike]
@@ -37,12 +37,12 @@ MIB = float(1 << 20)
 """Bytes of a unit of the budgets."""
 
 
-def least_time(costs: Costs, sizes: Sizes, vram: int, ram: int, seconds: float) -> tuple[Assignment, Answer] | None:
+def least_time(problem: Problem, vram: int, ram: int, seconds: float) -> tuple[Assignment, Answer] | None:
     """The assignment that HiGHS found within so many seconds, with its time and the proven bound in nanoseconds.
 
     None where the model does not fit. Raises TimeoutError where the time was up before an assignment was found.
     """
-    program = MixedIntegerProgram()
+    program, costs = MixedIntegerProgram(), problem.costs
     embedding, head = (
         int(program.variables([(part[GPU] - part[CPU]) / NANO])[0]) for part in (costs.embedding, costs.head)
     )
@@ -55,7 +55,7 @@ def least_time(costs: Costs, sizes: Sizes, vram: int, ram: int, seconds: float) 
             program.row([(crosses, 1.0), (after, -sign), (before, sign)], 0.0, np.inf)
     for end in (embedding, head):
         program.row([(used, 1.0), (end, -1.0)], 0.0, np.inf)
-    _budgets(program, costs, sizes, (vram, ram), embedding, head, used, layers)
+    _budgets(program, problem, (vram, ram), embedding, head, used, layers)
     answer = program.solve(seconds)
     if answer is None:
         return None
@@ -70,18 +70,17 @@ def least_time(costs: Costs, sizes: Sizes, vram: int, ram: int, seconds: float) 
     return assignment, Answer(answer.values, answer.objective + constant, answer.bound + constant)
 
 
-def most_hot_mass(
-    masses: Sequence[Ints], cuts: Ints, neuron: int, free: int, seconds: float
-) -> tuple[tuple[int, ...], Answer]:
-    """The cut of each layer with the most activations before it in all, in `free` bytes of `neuron` bytes each.
+def most_hot_mass(problem: Problem, free: int, seconds: float) -> tuple[tuple[int, ...], Answer]:
+    """The cut of each layer with the most activations before it in all, its neurons in `free` bytes.
 
-    `masses` are the activations before each of the `cuts`. The answer's objective and bound are activations.
+    The answer's objective and bound are activations.
     """
+    cuts, masses = allowed_cuts(problem)
     program = MixedIntegerProgram(maximise=True)
     layers = [program.variables(mass) for mass in masses]
     for z_J in layers:
         program.row([(z_J, 1.0)], 1.0, 1.0)
-    program.row([(z_J, cuts * neuron / MIB) for z_J in layers], -np.inf, free / MIB)
+    program.row([(z_J, cuts * problem.sizes.parts.neuron / MIB) for z_J in layers], -np.inf, free / MIB)
     answer = program.solve(seconds)
     assert answer is not None  # nothing always fits
     return tuple(int(cuts[answer.values[z_J].argmax()]) for z_J in layers), answer
@@ -89,7 +88,7 @@ def most_hot_mass(
 
 def _layer(program: MixedIntegerProgram, costs: Costs, layer: int, used: int) -> Ints:
     """The variables z [sides, cuts] of a layer, one of which is 1."""
-    times = [costs.layer_ps(layer, side) / NANO for side in (CPU, GPU)]
+    times = [total / NANO for total in costs.layers[layer].total]
     z_SJ = program.variables(np.concatenate(times)).reshape(2, -1)
     program.row([(z_SJ.ravel(), 1.0)], 1.0, 1.0)
     on_gpu = np.concatenate([z_SJ[CPU, 1:], z_SJ[GPU]])
@@ -99,8 +98,7 @@ def _layer(program: MixedIntegerProgram, costs: Costs, layer: int, used: int) ->
 
 def _budgets(
     program: MixedIntegerProgram,
-    costs: Costs,
-    sizes: Sizes,
+    problem: Problem,
     budgets: tuple[int, int],
     embedding: int,
     head: int,
@@ -108,7 +106,8 @@ def _budgets(
     layers: list[Ints],
 ) -> None:
     """One row for each memory: what is placed there, and its buffers, within its budget."""
-    parts, neurons = sizes.parts, costs.cuts * sizes.parts.neuron
+    sizes, parts = problem.sizes, problem.sizes.parts
+    neurons = problem.costs.cuts * parts.neuron
     vram: list[Term] = [(used, sizes.workspace[GPU] / MIB)]
     ram: list[Term] = []
     fixed = sizes.workspace[CPU]

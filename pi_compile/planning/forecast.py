@@ -11,9 +11,9 @@ import numpy as np
 from pi_compile.cost_model import GPU, PICO, Workload
 from pi_compile.errors import ProfileError
 from pi_compile.machine import Machine
-from pi_compile.placement import Placement, place
+from pi_compile.placement import Placement, Problem, place
 from pi_compile.planning.activation_curves import TOKENS, curve_counts, find_curve
-from pi_compile.planning.baselines import layer_split
+from pi_compile.planning.baselines import Baselines
 from pi_compile.planning.model_config import PlannedModel
 from pi_compile.planning.prefill_time import prefill_tokens_per_s
 from pi_compile.results import ActivationProfile, Counts
@@ -55,6 +55,7 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
     """
     decoder, activation = spec.model.decoder, activation_profile(spec)
     work = Workload.of(activation, spec.formats, spec.context)
+    problem, baselines = Problem.of(work, spec.machine), Baselines(work, spec.machine)
     rungs = {layer.rung for layer in work.layers}
     return {
         "model": spec.model.name,
@@ -69,7 +70,7 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
         "rung": ", ".join(rung for rung in RUNGS if rung in rungs),
         "predictor_rank": max((layer.rank or 0 for layer in work.layers), default=0) or None,
         "trained": bool(activation.layers),
-        "budgets": [_budget(spec, work, percent) for percent in AROUND],
+        "budgets": [_budget(spec, problem, baselines, percent) for percent in AROUND],
     }
 
 
@@ -121,20 +122,21 @@ def _from_file(path: Path, decoder: Decoder) -> ActivationProfile:
     return replace(found, decoder=decoder)
 
 
-def _budget(spec: PlanSpec, work: Workload, percent: int) -> dict[str, Any]:
+def _budget(spec: PlanSpec, problem: Problem, baselines: Baselines, percent: int) -> dict[str, Any]:
     """The forecast for one budget. On a machine without a GPU the budget that varies is RAM."""
     vram, ram = (spec.vram * (100 + percent) // 100, spec.ram) if spec.vram else (0, spec.ram * (100 + percent) // 100)
     found: dict[str, Any] = {"percent": percent, "vram_bytes": vram, "ram_bytes": ram}
     try:
-        placement = place(work, spec.machine, vram, ram, objective=spec.objective)
+        placement = place(problem, vram, ram, objective=spec.objective)
     except DoesNotFitError as error:
         if percent == 0:
             raise
         return {**found, "fits": False, "why": error.what}
-    return {**found, "fits": True, **_placed(spec, work, placement, vram)}
+    split = baselines.layer_split(vram).tokens_per_s
+    return {**found, "fits": True, **_placed(problem, placement), "layer_split_tokens_per_s": split}
 
 
-def _placed(spec: PlanSpec, work: Workload, placement: Placement, vram: int) -> dict[str, Any]:
+def _placed(problem: Problem, placement: Placement) -> dict[str, Any]:
     assignment, time = placement.assignment, placement.time
     return {
         "ram_bytes_by_part": placement.ram_bytes,
@@ -144,7 +146,6 @@ def _placed(spec: PlanSpec, work: Workload, placement: Placement, vram: int) -> 
         "expert_cuts": list(placement.expert_cuts),
         "activations_on_gpu": round(placement.activations_on_gpu, 4),
         "decode_tokens_per_s": PICO / time.total,
-        "prefill_tokens_per_s": prefill_tokens_per_s(work, spec.machine, assignment),
+        "prefill_tokens_per_s": prefill_tokens_per_s(problem, assignment),
         "milliseconds": {part: ps / 1e9 for part, ps in time.parts.items()},
-        "layer_split_tokens_per_s": layer_split(work, spec.machine, vram).tokens_per_s,
     }

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.cost_model import CPU, GPU, PICO, Workload
-from pi_compile.placement import LADDER, Placement, Sizes, place
-from pi_compile.planning import AROUND, PlanSpec, activation_profile, layer_split, powerinfer, prefill_tokens_per_s
+from pi_compile.placement import LADDER, Placement, Problem, place
+from pi_compile.planning import AROUND, Baselines, PlanSpec, activation_profile, prefill_tokens_per_s
 from pi_compile.results import ActivationProfile, cumulative_curve
 from pi_runtime.errors import DoesNotFitError
 
@@ -74,13 +74,14 @@ def explain(spec: PlanSpec, progress: Callable[[int, int], None] | None = None) 
     """
     activation = activation_profile(spec)
     work = Workload.of(activation, spec.formats, spec.context)
-    placement = place(work, spec.machine, spec.vram, spec.ram, objective=spec.objective)
-    all_on_gpu = Sizes.of(work).all_on_gpu
+    problem, baselines = Problem.of(work, spec.machine), Baselines(work, spec.machine)
+    placement = place(problem, spec.vram, spec.ram, objective=spec.objective)
+    all_on_gpu = problem.sizes.all_on_gpu
     pairs = _pairs(spec, all_on_gpu)
     budgets = []
     for done, (vram, ram) in enumerate(pairs):
         asked = (vram, ram) == (spec.vram, spec.ram)
-        budgets.append(_budget(spec, work, vram, ram, placement if asked else None))
+        budgets.append(_budget(problem, baselines, spec.objective, (vram, ram), placement if asked else None))
         if progress is not None:
             progress(done + 1, len(pairs))
     return Explanation(
@@ -104,23 +105,25 @@ def _pairs(spec: PlanSpec, all_on_gpu: int) -> list[tuple[int, int]]:
     return [(vram, spec.ram) for vram in sorted({*ladder, *around})]
 
 
-def _budget(spec: PlanSpec, work: Workload, vram: int, ram: int, asked: Placement | None) -> Budget:
-    placement, prefill = asked, None
+def _budget(
+    problem: Problem, baselines: Baselines, objective: str, budgets: tuple[int, int], asked: Placement | None
+) -> Budget:
+    (vram, ram), placement, prefill = budgets, asked, None
     if placement is None:
         try:
-            placement = place(work, spec.machine, vram, ram, objective=spec.objective)
+            placement = place(problem, vram, ram, objective=objective)
         except DoesNotFitError:
             placement = None
     if placement is not None:
-        prefill = prefill_tokens_per_s(work, spec.machine, placement.assignment)
+        prefill = prefill_tokens_per_s(problem, placement.assignment)
     return Budget(
         vram=vram,
         ram=ram,
         asked=asked is not None,
         placement=placement,
         prefill_tokens_per_s=prefill,
-        layer_split_tokens_per_s=layer_split(work, spec.machine, vram).tokens_per_s,
-        powerinfer_tokens_per_s=powerinfer(work, spec.machine, vram).tokens_per_s,
+        layer_split_tokens_per_s=baselines.layer_split(vram).tokens_per_s,
+        powerinfer_tokens_per_s=baselines.powerinfer(vram).tokens_per_s,
     )
 
 

@@ -23,7 +23,7 @@ from pi_compile.errors import ProfileError
 from pi_compile.evaluation.fidelity import Score
 from pi_compile.packing import PackSpec, pack
 from pi_compile.pipeline.summary import profile_report
-from pi_compile.placement.formulation import Sizes
+from pi_compile.placement.formulation import Problem, Sizes
 from pi_compile.placement.stage import ladder, place
 from pi_compile.profiling import ProfileSpec, profile
 from pi_compile.results.activation_profile import ActivationProfile, LayerWork
@@ -173,7 +173,7 @@ def test_the_artifact_holds_orders_counts_and_cuts_of_the_experts(
 ) -> None:
     model, checkpoint = made
     work = workload(profiled, checkpoint, (LayerWork(rung="gate"),) * 2)
-    placements = ladder(work, machine())
+    placements = ladder(Problem.of(work, machine()))
     plans = [p.plan for p in placements]
     result = pack(checkpoint, PackSpec(), tmp_path / "a.pi", recipe={}, profile=profiled, plans=plans)
     assert result.manifest.plans == tuple(plans)
@@ -207,7 +207,7 @@ def test_the_artifact_runs_as_transformers_does(
     """With half of the model beyond a cut, different for each expert."""
     model, checkpoint = made
     work = workload(profiled, checkpoint, (LayerWork(rung="gate"),) * 2)
-    plan = place(work, machine(), Sizes.of(work).all_on_gpu // 2, MUCH).plan
+    plan = place(Problem.of(work, machine()), Sizes.of(work).all_on_gpu // 2, MUCH).plan
     assert len({*plan.cuts}) > 2
     pack(checkpoint, PackSpec(), tmp_path / "a.pi", recipe={}, profile=profiled, plans=[plan])
     with load(tmp_path / "a.pi", mode=mode, device=device) as running:
@@ -265,7 +265,7 @@ def test_inspect_shows_experts_and_the_range_of_their_cuts(
     made: Made, profiled: ActivationProfile, tmp_path: Path
 ) -> None:
     work = workload(profiled, made[1], (LayerWork(rung="gate"),) * 2)
-    p = place(work, machine(), Sizes.of(work).all_on_gpu // 2, MUCH)
+    p = place(Problem.of(work, machine()), Sizes.of(work).all_on_gpu // 2, MUCH)
     pack(made[1], PackSpec(), tmp_path / "a.pi", recipe={}, profile=profiled, plans=[p.plan])
     found = inspect(tmp_path / "a.pi")
     (plan,) = found["plans"]

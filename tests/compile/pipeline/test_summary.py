@@ -6,6 +6,7 @@ from support.placeable import machine, workload
 from support.synthetic import small_decoder
 
 from pi_compile.pipeline import summary
+from pi_compile.placement.formulation import Problem
 from pi_compile.placement.stage import place
 from pi_compile.results.activation_profile import ActivationProfile
 
@@ -26,7 +27,7 @@ def test_profile_figures() -> None:
 
 def test_place_figures() -> None:
     work = workload(np.random.default_rng(0).integers(1, 1000, (2, 128)))
-    placement = place(work, machine(), 1 << 30, 1 << 40)
+    placement = place(Problem.of(work, machine()), 1 << 30, 1 << 40)
     (row,) = summary.place_report([placement])["plans"]
     assert row["used_bytes"] == sum(row["gpu_bytes_by_part"].values())
     assert row["predicted_tokens_per_s"] == 1e9 / placement.time.ns

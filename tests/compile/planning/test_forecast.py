@@ -25,7 +25,7 @@ from pi_compile.cost_model.default_rungs import PREDICTOR_SHARE, untrained_layer
 from pi_compile.cost_model.workload import Workload
 from pi_compile.machine.profile import Machine, find_machine
 from pi_compile.pipeline.lock_file import lock_path
-from pi_compile.placement.formulation import Assignment
+from pi_compile.placement.formulation import Assignment, Problem
 from pi_compile.planning.forecast import PlanSpec
 from pi_compile.planning.forecast import plan as planned
 from pi_compile.planning.model_config import bundled_models, find_planned
@@ -294,9 +294,9 @@ def test_prefill_is_bound_by_memory_or_by_arithmetic() -> None:
     assignment = Assignment(sides=(0,), cuts=(0,), embedding=0, head=0)
     slow = Machine(name="s", source="t", cpu=MACHINE.cpu.model_copy(update={"products_gflop_per_s": 0.001}))
     operations = 2 * 8 * (4 * 32 * 32 + 3 * 64 * 32)
-    assert block_ps(work, slow, assignment, 8) == operations * 10**6
-    memory = block_ps(work, slow.model_copy(update={"cpu": MACHINE.cpu}), assignment, 8)
-    assert memory == block_ps(work, slow.model_copy(update={"cpu": MACHINE.cpu}), assignment, 800)
+    assert block_ps(Problem.of(work, slow), assignment, 8) == operations * 10**6
+    memory = block_ps(Problem.of(work, slow.model_copy(update={"cpu": MACHINE.cpu})), assignment, 8)
+    assert memory == block_ps(Problem.of(work, slow.model_copy(update={"cpu": MACHINE.cpu})), assignment, 800)
     assert memory == 100 * (2 * 4 * 32 * 32 + 2 * 4 * 32 + 2 * 3 * 64 * 32)  # at 10 GB/s, both norms included
 
 

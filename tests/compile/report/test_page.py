@@ -24,9 +24,11 @@ from support.planned import CONFIG, MACHINE
 
 from pi_compile.cli.main import app
 from pi_compile.cli.plan_request import plan_request
+from pi_compile.cost_model.workload import Workload
 from pi_compile.pipeline.lock_file import lock_path
+from pi_compile.placement.formulation import Problem
 from pi_compile.placement.stage import place
-from pi_compile.planning.forecast import PlanSpec, activation_counts
+from pi_compile.planning.forecast import PlanSpec, activation_profile
 from pi_compile.report.explanation import Budget, Explanation, busy, explain
 from pi_compile.report.page import answer_of, report_page
 from pi_compile.report.quantities import NBSP, digits, duration, percent, span
@@ -316,9 +318,10 @@ def test_many_layers_stay_readable(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 96}))
     activations(layers=96).save(folder / "p.npz")
     spec = request("config.json", machine="m.toml", vram_budget="4MiB", counts=Path("p.npz"))
-    activation = activation_counts(spec)
-    work = activation.workload(spec.model.decoder, spec.formats, spec.context)
-    placement = place(work, spec.machine, spec.vram, spec.ram, solver="greedy")  # at once; the page is the same
+    activation = activation_profile(spec)
+    work = Workload.of(activation, spec.formats, spec.context)
+    # The greedy solver answers at once, and the page is the same.
+    placement = place(Problem.of(work, spec.machine), spec.vram, spec.ram, solver="greedy")
     rates = {"prefill_tokens_per_s": 1.0, "layer_split_tokens_per_s": 1.0, "powerinfer_tokens_per_s": 1.0}
     asked = Budget(vram=spec.vram, ram=spec.ram, asked=True, placement=placement, **rates)
     e = Explanation(

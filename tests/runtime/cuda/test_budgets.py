@@ -11,6 +11,7 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_compile.cost_model.processors import GPU
 from pi_compile.placement import formulation
+from pi_compile.placement.formulation import Problem
 from pi_compile.placement.stage import place
 from pi_compile.results.activation_profile import LayerWork
 from pi_runtime import load
@@ -112,7 +113,7 @@ def test_a_placement_leaves_room_for_prompts(share: int, tmp_path: Path, monkeyp
     one = gpu_workspace_bytes(work.decoder, 7, CONTEXT, 1)
     for part in (3, 2, 1):
         room = (sizes.all_on_gpu - sizes.workspace[GPU]) // part
-        plan = place(work, machine(), sizes.workspace[GPU] + room, MUCH).plan
+        plan = place(Problem.of(work, machine()), sizes.workspace[GPU] + room, MUCH).plan
         with Artifact.open(path) as artifact:
             manifest = artifact.manifest
         assert any(plan.cuts)
