@@ -16,7 +16,7 @@ import numpy as np
 
 from pi_compile.cost_model import CPU, GPU, Costs, Ints, TokenTime, Workload, costs_of, token_time
 from pi_compile.machine import Machine
-from pi_compile.placement.solvers.constrained_path import LayeredGraph, Node, ShortestPath
+from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import (
     PartBytes,
@@ -47,6 +47,17 @@ class Assignment:
     @property
     def uses_gpu(self) -> bool:
         return GPU in (*self.sides, self.embedding, self.head) or any(self.cuts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """An assignment as a solver found it, and what is proven of it."""
+
+    assignment: Assignment
+    gap: float | None = None
+    """Distance from the proven bound, relative to the objective; None where nothing is proven of the time."""
+    bound_ns: int | None = None
+    """Proven lower bound of the time."""
 
 
 def all_cpu(layers: int) -> Assignment:

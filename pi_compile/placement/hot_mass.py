@@ -7,16 +7,17 @@ each layer with cache, norms and predictor, from the first layer on. The neurons
 groups of a layer the first g have the most activations, so that only cuts are considered: a multiple-choice knapsack.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from pi_compile.cost_model import CPU, GPU, PICO, Ints
 from pi_compile.machine import Machine, to_units
 from pi_compile.placement.formulation import Assignment, Problem, all_cpu
+from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, solve
 
-Knapsack = Callable[[Problem, int], tuple[int, ...]]
-"""From free bytes to the cut of each layer."""
+Knapsack = Callable[[Ints, list[Ints], int, int], Sequence[int]]
+"""From the cuts allowed, each layer's activations before each, bytes a neuron and free bytes to a cut's index each."""
 
 
 def least_neurons(machine: Machine, nbytes: int) -> int | None:
@@ -36,11 +37,13 @@ def least_neurons(machine: Machine, nbytes: int) -> int | None:
     return -(-to_units(machine.link.sync_us, 10**6) * cpu * gpu // (nbytes * (gpu - cpu) * PICO))
 
 
-def hot_mass(problem: Problem, vram: int, knapsack: Knapsack | None = None) -> Assignment:
-    """The assignment of greatest hot mass; ties prefer fewest bytes, then larger cuts of the first layers.
+def solve_exactly(allowed: Ints, masses: list[Ints], neuron: int, free: int) -> Sequence[int]:
+    """The knapsack of hot mass, exactly and by rule; see `multiple_choice_knapsack`."""
+    return solve([ItemClass(allowed * neuron, mass) for mass in masses], free).items
 
-    `knapsack` chooses the neurons; the default is `hottest_cuts`.
-    """
+
+def hot_mass(problem: Problem, vram: int, knapsack: Knapsack = solve_exactly) -> Assignment:
+    """The assignment of greatest hot mass; ties prefer fewest bytes, then larger cuts of the first layers."""
     sizes, free = problem.sizes, vram - problem.sizes.workspace[GPU]
     if least_hot_neurons(problem) is None or free < 0:
         return all_cpu(problem.work.decoder.n_layers)
@@ -52,24 +55,17 @@ def hot_mass(problem: Problem, vram: int, knapsack: Knapsack | None = None) -> A
         fits = sizes.attention(layer) <= free and CPU not in sides
         sides.append(GPU if fits else CPU)
         free -= sizes.attention(layer) if fits else 0
-    cuts = (knapsack or hottest_cuts)(problem, free)
+    cuts = hottest_cuts(problem, free, knapsack)
     return Assignment(sides=tuple(sides), cuts=cuts, embedding=CPU, head=head)
 
 
-def hottest_cuts(problem: Problem, free: int) -> tuple[int, ...]:
+def hottest_cuts(problem: Problem, free: int, knapsack: Knapsack = solve_exactly) -> tuple[int, ...]:
     """The cut of each layer with the greatest hot mass in `free` bytes, each cut 0 or at least C_l neurons."""
-    from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, solve  # noqa: PLC0415  needs HiGHS
-
-    allowed, masses = allowed_cuts(problem)
-    found = solve([ItemClass(allowed * problem.sizes.parts.neuron, mass) for mass in masses], free)
-    return tuple(int(allowed[j]) for j in found.items)
-
-
-def allowed_cuts(problem: Problem) -> tuple[Ints, list[Ints]]:
-    """The cuts that a layer may have, 0 or at least C_l neurons, and each layer's activations before each of them."""
     least, cuts = least_hot_neurons(problem), problem.work.cuts
     indices = np.nonzero((cuts == 0) | (cuts >= least if least is not None else False))[0]
-    return cuts[indices], [sums[indices] for sums in problem.work.activations_before]
+    masses = [sums[indices] for sums in problem.work.activations_before]
+    chosen = knapsack(cuts[indices], masses, problem.sizes.parts.neuron, free)
+    return tuple(int(cuts[indices[j]]) for j in chosen)
 
 
 def least_hot_neurons(problem: Problem) -> int | None:

@@ -20,14 +20,15 @@ Shape letters: S sides, J cuts of a layer.
 """
 
 import itertools
+import math
 
 import numpy as np
 import numpy.typing as npt
 
 from pi_compile.cost_model import CPU, GPU, Costs, Ints
-from pi_compile.placement.formulation import Assignment, Problem
-from pi_compile.placement.hot_mass import allowed_cuts
-from pi_compile.placement.solvers.mixed_integer_program import Answer, MixedIntegerProgram
+from pi_compile.placement.formulation import Assignment, Problem, Solution
+from pi_compile.placement.hot_mass import hot_mass
+from pi_compile.placement.solvers.mixed_integer_program import MixedIntegerProgram
 
 Term = tuple[npt.ArrayLike, npt.ArrayLike]
 """Variables and their coefficients."""
@@ -37,8 +38,8 @@ MIB = float(1 << 20)
 """Bytes of a unit of the budgets."""
 
 
-def least_time(problem: Problem, vram: int, ram: int, seconds: float) -> tuple[Assignment, Answer] | None:
-    """The assignment that HiGHS found within so many seconds, with its time and the proven bound in nanoseconds.
+def least_time(problem: Problem, vram: int, ram: int, seconds: float) -> Solution | None:
+    """The assignment that HiGHS found within so many seconds, with its gap and the proven bound.
 
     None where the model does not fit. Raises TimeoutError where the time was up before an assignment was found.
     """
@@ -56,10 +57,9 @@ def least_time(problem: Problem, vram: int, ram: int, seconds: float) -> tuple[A
     for end in (embedding, head):
         program.row([(used, 1.0), (end, -1.0)], 0.0, np.inf)
     _budgets(program, problem, (vram, ram), embedding, head, used, layers)
-    answer = program.solve(seconds)
+    answer = program.solve(seconds, (costs.embedding[CPU] + costs.head[CPU]) / NANO)
     if answer is None:
         return None
-    constant = (costs.embedding[CPU] + costs.head[CPU]) / NANO
     taken = [np.unravel_index(int(answer.values[z_SJ].argmax()), z_SJ.shape) for z_SJ in layers]
     assignment = Assignment(
         sides=tuple(int(side) for side, _ in taken),
@@ -67,23 +67,25 @@ def least_time(problem: Problem, vram: int, ram: int, seconds: float) -> tuple[A
         embedding=GPU if answer.values[embedding] > 0.5 else CPU,
         head=GPU if answer.values[head] > 0.5 else CPU,
     )
-    return assignment, Answer(answer.values, answer.objective + constant, answer.bound + constant)
+    return Solution(assignment=assignment, gap=answer.gap, bound_ns=math.floor(answer.bound))
 
 
-def most_hot_mass(problem: Problem, free: int, seconds: float) -> tuple[tuple[int, ...], Answer]:
-    """The cut of each layer with the most activations before it in all, its neurons in `free` bytes.
+def most_hot_mass(problem: Problem, vram: int, seconds: float) -> Solution:
+    """The assignment with the most activations on the GPU, with its gap. Raises TimeoutError as `least_time` does."""
+    gaps = []
 
-    The answer's objective and bound are activations.
-    """
-    cuts, masses = allowed_cuts(problem)
-    program = MixedIntegerProgram(maximise=True)
-    layers = [program.variables(mass) for mass in masses]
-    for z_J in layers:
-        program.row([(z_J, 1.0)], 1.0, 1.0)
-    program.row([(z_J, cuts * problem.sizes.parts.neuron / MIB) for z_J in layers], -np.inf, free / MIB)
-    answer = program.solve(seconds)
-    assert answer is not None  # nothing always fits
-    return tuple(int(cuts[answer.values[z_J].argmax()]) for z_J in layers), answer
+    def cuts_within(allowed: Ints, masses: list[Ints], neuron: int, free: int) -> list[int]:
+        program = MixedIntegerProgram(maximise=True)
+        layers = [program.variables(mass) for mass in masses]
+        for z_J in layers:
+            program.row([(z_J, 1.0)], 1.0, 1.0)
+        program.row([(z_J, allowed * neuron / MIB) for z_J in layers], -np.inf, free / MIB)
+        answer = program.solve(seconds)
+        assert answer is not None  # nothing always fits
+        gaps.append(answer.gap)
+        return [int(answer.values[z_J].argmax()) for z_J in layers]
+
+    return Solution(assignment=hot_mass(problem, vram, cuts_within), gap=max(gaps, default=0.0))
 
 
 def _layer(program: MixedIntegerProgram, costs: Costs, layer: int, used: int) -> Ints:

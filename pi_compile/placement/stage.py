@@ -8,7 +8,6 @@ before its cut go to the GPU.
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
@@ -16,7 +15,7 @@ from typing import Any
 
 from pi_compile.cost_model import CPU, GPU, TokenTime
 from pi_compile.machine import Machine
-from pi_compile.placement.formulation import Assignment, Problem, Sizes, all_cpu
+from pi_compile.placement.formulation import Assignment, Problem, Sizes, Solution, all_cpu
 from pi_compile.placement.greedy import greedy
 from pi_compile.placement.hot_mass import hot_mass
 from pi_compile.placement.solvers.constrained_path import solve
@@ -107,23 +106,22 @@ def place(
     with the bytes needed and budgets that fit, NotMetError where `seconds` are too few for HiGHS.
     """
     vram = vram if problem.has_gpu else 0
-    gap, bound, heuristic = None, None, None
+    found: Solution | None
     if solver == "highs" and vram:
-        assignment, gap, bound = _by_highs(problem, vram, ram, objective, seconds)
+        found = _by_highs(problem, vram, ram, objective, seconds)
     elif objective == "hot-mass":
-        assignment = hot_mass(problem, vram)
+        found = Solution(assignment=hot_mass(problem, vram))
     elif solver == "greedy":
-        assignment = greedy(problem, vram, ram)
+        found = Solution(assignment=greedy(problem, vram, ram))
     else:
-        assignment, bound = _exact(problem, vram, ram)
-        gap, heuristic = 0.0, problem.time(greedy(problem, vram, ram))
-    used_vram, used_ram = problem.used(assignment)
-    if used_ram > ram:
+        found = _exact(problem, vram, ram)
+    if found is None or problem.used(found.assignment)[1] > ram:
         raise _does_not_fit(problem, vram, ram)
-    assert used_vram <= vram
+    assignment, work = found.assignment, problem.work
     inputs = {**_inputs(problem), "vram": vram, "ram": ram, "objective": objective, "solver": solver}
     ram_bytes, gpu_bytes = problem.sizes.used(assignment)
-    work = problem.work
+    assert sum(gpu_bytes.values()) <= vram
+    exact = solver == "exact" and objective == "time"
     return Placement(
         objective=objective,
         solver=solver,
@@ -135,16 +133,16 @@ def place(
         time=problem.time(assignment),
         gpu_bytes=gpu_bytes,
         ram_bytes=ram_bytes,
-        gap=gap,
-        bound_ns=bound,
-        heuristic=heuristic,
+        gap=found.gap,
+        bound_ns=found.bound_ns,
+        heuristic=problem.time(greedy(problem, vram, ram)) if exact else None,
         activations_on_gpu=work.activations_on_gpu(assignment.cuts),
         digest=_sha256({"inputs": inputs, "answer": asdict(assignment)}),
     )
 
 
-def _exact(problem: Problem, vram: int, ram: int) -> tuple[Assignment, int]:
-    """The optimum, and the relaxation's lower bound in nanoseconds."""
+def _exact(problem: Problem, vram: int, ram: int) -> Solution | None:
+    """The optimum, and the relaxation's lower bound; None where the model does not fit."""
     found, nothing = [], all_cpu(problem.work.decoder.n_layers)
     _, used_ram = problem.used(nothing)
     if used_ram <= ram:
@@ -160,29 +158,19 @@ def _exact(problem: Problem, vram: int, ram: int) -> tuple[Assignment, int]:
             assert problem.time(assignment).total == path.cost
             found.append((path.cost, *problem.used(assignment), assignment, path.bound))
     if not found:
-        raise _does_not_fit(problem, vram, ram)
+        return None
     best = min(found, key=lambda one: one[:3])
-    return best[3], -(-min(one[4] for one in found) // 1000)
+    return Solution(assignment=best[3], gap=0.0, bound_ns=-(-min(one[4] for one in found) // 1000))
 
 
-def _by_highs(
-    problem: Problem, vram: int, ram: int, objective: str, seconds: float
-) -> tuple[Assignment, float, int | None]:
-    """HiGHS's assignment, its gap, and the lower bound of the time in nanoseconds (None for hot mass)."""
-    from pi_compile.placement import milp  # noqa: PLC0415  scipy.sparse, which the default solvers do without
-
-    gaps = []
-
-    def knapsack(problem: Problem, free: int) -> tuple[int, ...]:
-        cuts, answer = milp.most_hot_mass(problem, free, seconds)
-        gaps.append(answer.gap)
-        return cuts
+def _by_highs(problem: Problem, vram: int, ram: int, objective: str, seconds: float) -> Solution | None:
+    """HiGHS's solution; None where the model does not fit. Raises NotMetError where it found none in its time."""
+    from pi_compile.placement import milp  # noqa: PLC0415  scipy.optimize, which the default solvers do without
 
     try:
         if objective == "hot-mass":
-            assignment = hot_mass(problem, vram, knapsack)
-            return assignment, max(gaps, default=0.0), None
-        found = milp.least_time(problem, vram, ram, seconds)
+            return milp.most_hot_mass(problem, vram, seconds)
+        return milp.least_time(problem, vram, ram, seconds)
     except TimeoutError as error:
         raise NotMetError(
             f"HiGHS found no placement in {seconds:g} s",
@@ -190,10 +178,6 @@ def _by_highs(
             found=error,
             remedy="raise --time-limit, or leave --solver out: the default solver is exact and quicker",
         ) from None
-    if found is None:
-        raise _does_not_fit(problem, vram, ram)
-    assignment, answer = found
-    return assignment, answer.gap, math.floor(answer.bound)
 
 
 def _does_not_fit(problem: Problem, vram: int, ram: int) -> DoesNotFitError:

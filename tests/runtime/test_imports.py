@@ -22,7 +22,7 @@ for name in sys.argv[1:]:
 sys.stderr.write(" ".join(sorted({m.partition(".")[0] for m in sys.modules})))
 """
 # Not pydantic and scipy: typer and numba take them where they are installed.
-FOREIGN = {"torch", "transformers", "datasets", "highspy", "zarr", "safetensors", "triton", "pi_compile"}
+FOREIGN = {"torch", "transformers", "datasets", "zarr", "safetensors", "triton", "pi_compile"}
 
 
 def modules(package: str, path: list[str]) -> list[str]:
@@ -34,7 +34,7 @@ def modules(package: str, path: list[str]) -> list[str]:
 UNCHANGED = """
 import importlib, os, sys
 from importlib.util import find_spec
-for name in "numba torch triton transformers datasets huggingface_hub zarr matplotlib highspy".split():
+for name in "numba torch triton transformers datasets huggingface_hub zarr matplotlib".split():
     if find_spec(name) is not None:
         importlib.import_module(name)
 import numba, llvmlite.binding
@@ -54,7 +54,7 @@ def test_importing_leaves_variables_settings_and_disk_alone(tmp_path: Path) -> N
     names = modules("pi_runtime", pi_runtime.__path__)
     if any(find_spec(name) is None for name in ("torch", "triton")):
         names = [name for name in names if not name.startswith("pi_runtime.cuda.")]
-    if all(find_spec(name) is not None for name in ("torch", "transformers", "datasets", "highspy")):
+    if all(find_spec(name) is not None for name in ("torch", "transformers", "datasets", "scipy")):
         names += modules("pi_compile", pi_compile.__path__)
     environment = {**os.environ, "PI_CACHE_DIR": str(tmp_path / "kernels"), "XDG_CACHE_HOME": str(tmp_path / "home")}
     environment = {name: value for name, value in environment.items() if name not in ("PI_ISA", "GOMP_SPINCOUNT")}
@@ -86,7 +86,7 @@ def test_every_module_of_the_gpu_tier() -> None:
 
 
 @pytest.mark.skipif(
-    any(find_spec(name) is None for name in ("torch", "transformers", "datasets", "highspy")),
+    any(find_spec(name) is None for name in ("torch", "transformers", "datasets", "scipy")),
     reason="needs the compile extra",
 )
 def test_every_module_of_the_compiler() -> None:

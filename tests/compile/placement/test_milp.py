@@ -64,7 +64,7 @@ def test_a_program_with_a_known_optimum_and_one_without_a_solution() -> None:
 
 
 def test_too_little_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def out_of_time(self: MixedIntegerProgram, seconds: float) -> None:
+    def out_of_time(self: MixedIntegerProgram, *_: float) -> None:
         raise TimeoutError("Time limit reached")
 
     monkeypatch.setattr(MixedIntegerProgram, "solve", out_of_time)
