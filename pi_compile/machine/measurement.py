@@ -1,12 +1,12 @@
 """Measure this machine: the rates of the runtime's kernels, and of a GPU's memory and link if there is one."""
 
 import datetime
-import os
 import platform
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
+from pi_compile.machine.doctor import installed_ram, usable_cores
 from pi_compile.machine.gpu_probe import probe
 from pi_compile.machine.profile import Cpu, Gpu, Link, Machine, Rates
 from pi_runtime.artifact.formats import WEIGHT_FORMATS

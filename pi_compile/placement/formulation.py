@@ -236,8 +236,10 @@ def _formulate(costs: Costs, sizes: Sizes) -> Formulation:
     ends = tuple(product(sides, sides))
     graphs = []
     for embedding, head in ends:
-        first = _embedding_node(costs, sizes, embedding)
-        last = _head_node(costs, sizes, embedding, head)
+        first = _end_node(costs.embedding[embedding], sizes.embedding, embedding)
+        # A head beside the embedding shares its matrix, if it is tied.
+        shared = sizes.parts.embedding if sizes.tied_head and embedding == head else 0
+        last = _end_node(costs.head[head], sizes.head - shared, head)
         into = [[costs.crossing if side != embedding else 0 for side in sides]]
         out = [[costs.crossing if side != head else 0] for side in sides]
         graphs.append(LayeredGraph([[first], *layers, [last]], [into, *[between] * (len(layers) - 1), out], 0))
@@ -256,17 +258,7 @@ def _layer_node(costs: Costs, sizes: Sizes, layer: int, side: int, indices: Ints
     )
 
 
-def _embedding_node(costs: Costs, sizes: Sizes, side: int) -> Node:
-    return _node(costs.embedding[side], sizes.embedding, side)
-
-
-def _head_node(costs: Costs, sizes: Sizes, embedding: int, side: int) -> Node:
-    """A head beside the embedding shares its matrix, if it is tied."""
-    shared = sizes.parts.embedding if sizes.tied_head and embedding == side else 0
-    return _node(costs.head[side], sizes.head - shared, side)
-
-
-def _node(cost: int, nbytes: int, side: int) -> Node:
+def _end_node(cost: int, nbytes: int, side: int) -> Node:
     values = (cost, nbytes if side == GPU else 0, nbytes if side == CPU else 0)
     costs, vram, ram = (np.array([v], np.int64) for v in values)
     return Node(costs=costs, vram=vram, ram=ram, preference=-side)

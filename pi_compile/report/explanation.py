@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pi_compile.cost_model import CPU, GPU, PICO, Workload
 from pi_compile.placement import LADDER, Placement, Problem, place
 from pi_compile.planning import AROUND, Baselines, PlanSpec, activation_profile, prefill_tokens_per_s
-from pi_compile.results import ActivationProfile, cumulative_curve
+from pi_compile.results import ActivationProfile
 from pi_runtime.errors import DoesNotFitError
 
 Floats = npt.NDArray[np.float64]
@@ -53,7 +53,7 @@ class Explanation:
     @cached_property
     def curves(self) -> Floats:
         """(layers, 101) share of a layer's activations that fall on the hottest 0, 1, … 100 % of its neurons."""
-        return cumulative_curve(self.work.counts)
+        return self.activation.cumulative_curve()
 
     @cached_property
     def densities(self) -> Floats:

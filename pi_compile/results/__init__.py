@@ -9,7 +9,6 @@ from pi_compile.results.activation_profile import (
     ActivationProfile,
     Counts,
     LayerWork,
-    cumulative_curve,
 )
 from pi_compile.results.neuron_order import order_neurons
 from pi_compile.results.predictor_set import Floats, LayerRow, PredictorSet
@@ -23,6 +22,5 @@ __all__ = [
     "LayerRow",
     "LayerWork",
     "PredictorSet",
-    "cumulative_curve",
     "order_neurons",
 ]

@@ -45,14 +45,6 @@ class LayerWork(Layer):
     """Error of the FFN's output, E‖Δy‖² ÷ E‖x‖², in 10⁻⁹."""
 
 
-def cumulative_curve(counts: npt.NDArray[Any], points: int = 100) -> npt.NDArray[np.float64]:
-    """(layers, points + 1) fraction of all activations that the hottest 0, 1/points, … 1 of the neurons have."""
-    falling = -np.sort(-counts.astype(np.int64), axis=1)
-    mass = np.concatenate([np.zeros((len(falling), 1), np.int64), np.cumsum(falling, axis=1)], axis=1)
-    neurons = np.linspace(0, falling.shape[1], points + 1).round().astype(np.int64)
-    return np.asarray(mass[:, neurons] / np.maximum(mass[:, -1:], 1))
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ActivationProfile:
     """Counts of a decoder's neurons over a text. F neurons of a layer, expert by expert; X experts.
@@ -90,7 +82,10 @@ class ActivationProfile:
 
     def cumulative_curve(self, points: int = 100) -> npt.NDArray[np.float64]:
         """(layers, points + 1) fraction of all activations that the hottest 0, 1/points, … 1 of the neurons have."""
-        return cumulative_curve(self.counts, points)
+        falling = -np.sort(-self.counts.astype(np.int64), axis=1)
+        mass = np.concatenate([np.zeros((len(falling), 1), np.int64), np.cumsum(falling, axis=1)], axis=1)
+        neurons = np.linspace(0, falling.shape[1], points + 1).round().astype(np.int64)
+        return np.asarray(mass[:, neurons] / np.maximum(mass[:, -1:], 1))
 
     # The keys of both digests are part of every artifact and every lock, so they stay whatever the fields are called.
 
