@@ -133,8 +133,8 @@ class _Run:
             batches = (slice(b, min(b + self.spec.batch, stop)) for b in range(shard.start, stop, self.spec.batch))
             found = [self._run_batch(group, weights, global_w, rows) for rows in batches]
             counts, routed, bits = zip(*found, strict=True)
-            sums = {name: np.sum(a, axis=0, dtype=np.uint64) for name, a in (("counts", counts), ("routed", routed))}
-            write_arrays(file, {**sums, "bits": np.concatenate(bits, axis=1)})
+            sums = (np.stack(arrays).sum(0, dtype=np.uint64) for arrays in (counts, routed))
+            write_arrays(file, {**dict(zip(("counts", "routed"), sums, strict=True)), "bits": np.concatenate(bits, 1)})
             self.progress(group.start * len(shards) + (n + 1) * len(group), self.layers * len(shards))
 
     @property

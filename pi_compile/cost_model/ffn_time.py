@@ -1,4 +1,4 @@
-"""Bytes that one layer's FFN reads for a token, and the time that takes: what rungs are chosen by.
+"""Bytes that one layer's FFN reads for a token, and the time that takes, to choose rungs by.
 
     T  =  2 launches + predictor ÷ rate      on rungs that pick
        +  2 launches + first ÷ rate + rest ÷ rate

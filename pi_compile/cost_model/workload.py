@@ -1,4 +1,4 @@
-"""What running a model asks of any machine: sizes, number formats, activation counts, and each layer's rung."""
+"""The work of running a model, on any machine: sizes, number formats, activation counts, and each layer's rung."""
 
 import hashlib
 from collections.abc import Mapping, Sequence

@@ -33,7 +33,7 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    """Look at Python, processor, memory, threads, kernel cache, GPU and the packages of each extra."""
+    """Diagnose Python, processor, memory, threads, kernel cache, GPU and the packages of each extra."""
     return [
         Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         Finding("cores", str(usable_cores())),

@@ -35,12 +35,15 @@ PROMPT_SHARE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The side of every part, `CPU` or `GPU`, and the cut of every layer."""
+    """The side of every part, `CPU` or `GPU`, and the cut of every layer.
+
+    The names of the fields are part of every lock's digest.
+    """
 
     sides: tuple[int, ...]
     """Side of each layer's attention, cache, norms and predictor."""
     cuts: tuple[int, ...]
-    """Neurons of each layer that are the GPU's; see `layer_groups` for their order."""
+    """Neurons of each layer on the GPU; see `layer_groups` for their order."""
     embedding: int
     head: int
 
@@ -51,7 +54,7 @@ class Assignment:
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """An assignment as a solver found it, and what is proven of it."""
+    """An assignment that a solver found, and what is proven of it."""
 
     assignment: Assignment
     gap: float | None = None
@@ -170,7 +173,7 @@ def _gpu_workspace(decoder: Decoder, rank: int, context: int, parts: PartBytes, 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """One model on one machine: times and bytes that every placement is chosen by, whatever the budgets."""
+    """One model on one machine, with the times and bytes that placements are chosen by: made once for all budgets."""
 
     work: Workload
     machine: Machine

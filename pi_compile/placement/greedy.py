@@ -1,9 +1,10 @@
 """The greedy heuristic: a quick placement, shown beside the optimum and used to say which budgets would fit.
 
-A step enlarges a cut, or moves a layer's attention, the embedding or the head to the GPU. Each time, of all steps that
-fit, the one that saves most time a byte is taken; among steps of a layer that are nearly as good, the largest. There
-are two starts: everything on the CPU; and embedding, head, and from the last layer back all attention that fits on the
-GPU, because no single step pays for the crossings that these save together.
+A step enlarges a cut, or moves a layer's attention, the embedding or the head to the GPU. Of all steps that fit, the
+one that saves most time per byte is taken next. Among steps of a layer that are nearly as good, the largest is taken.
+
+Two starts are tried. One has everything on the CPU. The other has embedding and head on the GPU, and attention from the
+last layer back as far as it fits, because no single step pays for the crossings that these save together.
 """
 
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ class _State:
 def greedy(problem: Problem, vram: int, ram: int | None = None) -> Assignment:
     """The better of two assignments that take at most `vram` bytes of GPU memory, buffers included.
 
-    While RAM holds more than `ram` bytes, steps that cost time are taken too. RAM may hold more in the end: then no
+    While RAM holds more than `ram` bytes, steps that cost time are taken too. If RAM still holds more in the end, no
     further step fitted.
     """
     sizes, layers = problem.sizes, len(problem.costs.layers)
@@ -68,7 +69,7 @@ def _exceeds(problem: Problem, a: Assignment, ram: int | None) -> bool:
 
 
 def _improved(state: _State, free: int, ram: int | None) -> Assignment:
-    """Step after step from a start, while `free` bytes of GPU memory last."""
+    """Take steps from a start while `free` bytes of GPU memory last."""
     layers = len(state.sides)
     if not state.problem.has_gpu or not free:
         return state.assignment()
@@ -100,7 +101,7 @@ _NO_STEP = (-np.inf, 0, GPU, 0)
 
 
 def _step(state: _State, n: int, free: int) -> tuple[float, int, int, int]:
-    """(picoseconds saved a byte, bytes, side, index of the cut) of the best step of a layer, embedding or head."""
+    """(picoseconds saved per byte, bytes, side, index of the cut) of the best step of a layer, embedding or head."""
     if n >= len(state.sides):
         return _end_step(state, n - len(state.sides), free)
     costs, sizes, side, cut = state.problem.costs, state.problem.sizes, state.sides[n], state.cuts[n]

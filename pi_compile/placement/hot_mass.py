@@ -3,8 +3,8 @@
     max Σ_l Σ_{i on GPU in l} count_{l,i}     s.t.  Σ bytes ≤ budget,     per layer: none, or at least C_l neurons.
 
 The objective says nothing of the dense parts. They go to the GPU first, while they fit: the head, then the attention of
-each layer with cache, norms and predictor, from the first layer on. The neurons get what is left. Of all sets of g
-groups of a layer the first g have the most activations, so that only cuts are considered: a multiple-choice knapsack.
+each layer with cache, norms and predictor, from the first layer on. The neurons get what is left. No g groups of a
+layer have more activations than the first g, so that only cuts are considered: a multiple-choice knapsack.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from pi_compile.placement.formulation import Assignment, Problem, all_cpu
 from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, solve
 
 Knapsack = Callable[[Ints, list[Ints], int, int], Sequence[int]]
-"""From the cuts allowed, each layer's activations before each, bytes a neuron and free bytes to a cut's index each."""
+"""(allowed cuts, each layer's activations before them, bytes per neuron, free bytes) → index of each layer's cut."""
 
 
 def least_neurons(machine: Machine, nbytes: int) -> int | None:
@@ -38,7 +38,7 @@ def least_neurons(machine: Machine, nbytes: int) -> int | None:
 
 
 def solve_exactly(allowed: Ints, masses: list[Ints], neuron: int, free: int) -> Sequence[int]:
-    """The knapsack of hot mass, exactly and by rule; see `multiple_choice_knapsack`."""
+    """The knapsack, solved exactly and with ties by rule; see `multiple_choice_knapsack`."""
     return solve([ItemClass(allowed * neuron, mass) for mass in masses], free).items
 
 

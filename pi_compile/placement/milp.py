@@ -13,8 +13,8 @@ The program minimises  Σ time of e, h, z  +  crossing · Σ t.  With side[l] = 
     t[l] ≥ ± (side[l] − side[l − 1]),   m ≥ e, h,   m' ≥ 1 − e, 1 − h,   u ≥ e, h, Σ z that use the GPU,
     bytes on the GPU ≤ VRAM budget,     bytes in RAM ≤ RAM budget.
 
-Hot mass. The sides of the dense parts follow from a rule (`hot_mass`). Of each layer one cut is taken, none or at least
-C_l neurons, so that the activations before the cuts are the most that fit.
+Hot mass. The sides of the dense parts follow from a rule (`hot_mass`). Each layer takes one cut, none or at least C_l
+neurons, so that the activations before the cuts are the most that fit.
 
 Shape letters: S sides, J cuts of a layer.
 """
@@ -33,9 +33,9 @@ from pi_compile.placement.solvers.mixed_integer_program import MixedIntegerProgr
 Term = tuple[npt.ArrayLike, npt.ArrayLike]
 """Variables and their coefficients."""
 NANO = 1000
-"""Picoseconds of a unit of the objective: numbers that HiGHS's tolerances suit."""
+"""Picoseconds per unit of the objective: its numbers then suit HiGHS's tolerances."""
 MIB = float(1 << 20)
-"""Bytes of a unit of the budgets."""
+"""Bytes per unit of the budgets."""
 
 
 def least_time(problem: Problem, vram: int, ram: int, seconds: float) -> Solution | None:
@@ -89,7 +89,7 @@ def most_hot_mass(problem: Problem, vram: int, seconds: float) -> Solution:
 
 
 def _layer(program: MixedIntegerProgram, costs: Costs, layer: int, used: int) -> Ints:
-    """The variables z [sides, cuts] of a layer, one of which is 1."""
+    """Add the variables z [sides, cuts] of a layer, one of which is 1."""
     times = [total / NANO for total in costs.layers[layer].total]
     z_SJ = program.variables(np.concatenate(times)).reshape(2, -1)
     program.row([(z_SJ.ravel(), 1.0)], 1.0, 1.0)
@@ -107,7 +107,7 @@ def _budgets(
     used: int,
     layers: list[Ints],
 ) -> None:
-    """One row for each memory: what is placed there, and its buffers, within its budget."""
+    """Add one row for each memory: what is placed there and its buffers keep its budget."""
     sizes, parts = problem.sizes, problem.sizes.parts
     neurons = problem.costs.cuts * parts.neuron
     vram: list[Term] = [(used, sizes.workspace[GPU] / MIB)]

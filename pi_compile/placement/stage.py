@@ -24,7 +24,7 @@ from pi_runtime.errors import DoesNotFitError, NotMetError
 
 SOLVERS = ("exact", "highs", "greedy")
 SECONDS = 60.0
-"""Time that HiGHS has for one placement."""
+"""Seconds that HiGHS has for one placement."""
 LADDER = (10, 25, 50, 75, 100)
 """Budgets that every artifact has a plan for, in percent of the GPU memory that takes everything."""
 

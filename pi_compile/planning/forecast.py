@@ -29,7 +29,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """A model, a machine, budgets, and what is known of the activations."""
+    """What to plan: a model, a machine, budgets, and what is known of the activations."""
 
     model: PlannedModel
     machine: Machine
@@ -39,7 +39,7 @@ class PlanSpec:
     """Bytes of GPU memory that may be used; 0 on a machine without a GPU."""
     ram: int
     curve: str | None = None
-    """Name of a published curve; together with `density`. Without both, and without counts, the model's own holds."""
+    """Name of a published curve; goes with `density`. Without both, and without `counts`, the model's own is taken."""
     density: Decimal | None = None
     counts: Path | None = None
     """An activation profile of this model. If it was trained, rungs and ranks are its own."""
@@ -75,7 +75,7 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
 
 
 def activation_profile(spec: PlanSpec) -> ActivationProfile:
-    """The profile of a file, of the curve that is named, or of what is published of the model."""
+    """The profile from a file, from the curve that is named, or from what is published of the model."""
     if spec.counts is not None:
         return _from_file(spec.counts, spec.model.decoder)
     if (spec.curve is None) != (spec.density is None):

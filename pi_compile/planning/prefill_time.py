@@ -5,8 +5,8 @@ For a block of T tokens a part takes the longer of reading its weights once and 
     max( bytes ÷ rate ,  2 T · weights ÷ operations a second )
 
 and the two sides of an FFN overlap as in decoding. A processor without a rate of operations is taken to be bound by
-memory. Hand-overs carry T residuals. The head is left out, because it is computed for the last token only; so are keys
-and values, because they are few.
+memory. Hand-overs carry T residuals. The head is left out, because it is computed for the last token only. Keys and
+values are left out, because they are few.
 """
 
 from math import prod

@@ -35,7 +35,7 @@ VERSION = 2
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork(Layer):
-    """One layer's rung, with what training measured of it in integers that are the same on any machine."""
+    """One layer's rung, and what training measured of it, in integers that are the same on any machine."""
 
     read_ppm: int = MILLION
     """On rungs that pick: neurons whose `first` is read ÷ neurons that fire, in millionths."""
@@ -154,7 +154,7 @@ class ActivationProfile:
         return profile
 
     def _problem(self) -> str:
-        """What contradicts itself; empty where nothing does."""
+        """What contradicts what in the profile; empty where nothing does."""
         d = self.decoder
         if not is_order_by_expert(self.order, d.n_experts):
             return "the order of a layer does not name every neuron once"
@@ -208,6 +208,6 @@ def _all_rows(array: npt.NDArray[Any], shape: tuple[int, int]) -> npt.NDArray[An
 
 
 def _smallest(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """For a small file: one row where all are alike, in the smallest unsigned type that holds the values."""
+    """The array for a small file: one row where all are alike, in the smallest unsigned type that holds the values."""
     rows = values[:1] if (values == values[:1]).all() else values
     return rows.astype(np.min_scalar_type(int(rows.max(initial=0))))

@@ -1,4 +1,4 @@
-"""The result of training: each layer's rung with what was measured of it, and the predictors."""
+"""The result of training: each layer's rung, what was measured of it, and the predictors."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ class LayerRow(Layer):
     rows_read_over_active: float
     """Neurons whose `first` is read ÷ neurons that fire."""
     error: float
-    """E‖Δy‖² ÷ E‖x‖²: what is lost of the FFN's output, against the hidden state it is added to."""
+    """E‖Δy‖² ÷ E‖x‖²: what the FFN's output lacks, relative to the hidden state it is added to."""
 
     @property
     def layer(self) -> Layer:
@@ -47,7 +47,7 @@ class LayerRow(Layer):
 
     @property
     def work(self) -> LayerWork:
-        """The rung as placing takes it, rounded up from the shortest decimals of the floats: the same everywhere."""
+        """The rung as placing takes it. Floats are rounded up from their shortest decimals, alike on any machine."""
         return LayerWork(
             **asdict(self.layer),
             read_ppm=_whole(self.rows_read_over_active, MILLION),
@@ -87,9 +87,10 @@ class PredictorSet:
         return tuple(row.rank for row in self.rows)
 
     def refine(self, profile: ActivationProfile) -> ActivationProfile:
-        """The profile with the rungs chosen; a neuron below its layer's threshold does not fire: counts and order.
+        """The profile with the rungs chosen, in which a neuron below its layer's threshold does not fire.
 
-        Counts of the tune text are scaled to the tokens profiled, and are at most those routed to the expert.
+        On layers with a threshold the counts are those of the tune text, scaled to the tokens profiled and at most
+        those routed to the expert, and the order follows from them.
         """
         d = profile.decoder
         routed = profile.routed

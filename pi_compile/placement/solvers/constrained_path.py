@@ -12,8 +12,8 @@ cost, and what is left is a shortest path without budgets:
     L(λ)  =  min over all paths of   Σ cost + λ · ( Σ vram − VRAM budget )
 
 By weak duality L(λ) is a lower bound of the optimum; the best λ gives the bound of the linear relaxation. The same
-holds for a partial path: its cost, λ · its VRAM, and the shortest distance to its first node bound every path that it
-is the end of.
+holds for a partial path: its cost, λ · its VRAM, and the shortest distance to its first node are together a lower bound
+of every path that ends with it.
 
 Enumeration extends partial paths from the last stage to the first. Each node keeps a set of non-dominated labels
 (vram, ram, cost), and drops labels whose lower bound exceeds the relaxation's by more than the gap. The gap doubles
@@ -23,7 +23,7 @@ takes, never what is found.
 The relaxation is loose where a few large nodes compete with many small options. So paths are divided into *strata* by
 the number of large nodes they enter. Each stratum is bounded and enumerated by itself: there the relaxation is tight.
 
-The RAM budget rarely binds. So it is left out at first; an optimum without it that keeps it is the optimum.
+The RAM budget rarely binds. So it is left out at first. If the optimum found without it keeps it, that is the optimum.
 
 Ties: least cost, then least VRAM, then least RAM, then at the first stage where two paths differ the preferred node,
 then the earlier option.

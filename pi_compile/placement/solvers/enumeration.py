@@ -56,7 +56,7 @@ class Enumeration:
         self.graph, self.relaxations, self.stratum = graph, relaxations, stratum
         self.most = most << relaxations[0].multipliers.shift
         self.label_sets: list[list[LabelSet]] = []
-        """[stage][node], stages before the current one missing."""
+        """[stage][node]; stages before the current one are still missing."""
         for t in reversed(range(len(graph.stages))):
             self.label_sets.insert(0, [self._labels(t, k) for k in range(len(graph.stages[t]))])
 

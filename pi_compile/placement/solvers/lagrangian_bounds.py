@@ -65,7 +65,7 @@ class Relaxation:
 
 
 def coarse_relaxations(graph: LayeredGraph, resource: Resource) -> list[Relaxation]:
-    """Relaxations at multipliers that fall from the largest to 0 by factors of four, and at closer ones by the best."""
+    """Relaxations at multipliers that fall from the largest to 0 by factors of four, and closer ones near the best."""
     shift, largest = _scale(graph, resource)
     values = [largest >> n for n in (*range(0, largest.bit_length(), 2), largest.bit_length())]
     found = [Relaxation(graph, _multipliers(resource, shift, v)) for v in values]

@@ -57,7 +57,7 @@ class ShortestPath:
 
 
 def scaled(graphs: Sequence[LayeredGraph]) -> tuple[list[LayeredGraph], int, int]:
-    """The same problem in the largest units that leave all resources whole: multipliers are finer so."""
+    """The same problem in the largest units that keep all resources whole, which makes multipliers finer."""
     nodes = {id(n): n for g in graphs for stage in g.stages for n in stage}
     resources = ("vram", "ram")
     vram_unit, ram_unit = (

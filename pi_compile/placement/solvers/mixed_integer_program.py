@@ -23,7 +23,7 @@ _INFEASIBLE = 2
 
 @dataclass(frozen=True)
 class Answer:
-    """What HiGHS found in its time."""
+    """What HiGHS found within its time limit."""
 
     values: Floats
     objective: float
@@ -57,7 +57,7 @@ class MixedIntegerProgram:
         return np.arange(first, self._columns)
 
     def row(self, terms: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]], low: float, high: float) -> None:
-        """low ≤ Σ coefficient · variable ≤ high; each term is (variables, their coefficients or the one of all)."""
+        """low ≤ Σ coefficient · variable ≤ high; each term is (variables, a coefficient for each or one for all)."""
         columns = np.concatenate([np.atleast_1d(np.asarray(v, np.int64)) for v, _ in terms])
         coefficients = np.concatenate(
             [np.broadcast_to(np.asarray(c, np.float64), np.atleast_1d(np.asarray(v)).shape) for v, c in terms]
