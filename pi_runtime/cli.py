@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ from pi_runtime import console
 from pi_runtime.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
-    from pi_runtime.artifact.schema import Plan
+    from pi_runtime.execution.plan_choice import Allocation
     from pi_runtime.generation import Generation
     from pi_runtime.model import Model
     from pi_runtime.sampling import Sampling
@@ -94,14 +94,12 @@ def run(
 
 def _announce(model: "Model") -> None:
     """Say what the user should know before the first token."""
-    from pi_runtime.execution.plan_choice import gpu_bytes
     from pi_runtime.kernels.codegen.jit import is_cold
 
     if model.notice is not None:
         console.say(model.notice)
-    if model.plan is not None:
-        used = gpu_bytes(model.plan, model.manifest, model.context)
-        console.say(_placement_line(model.device, model.plan, used, model.context))
+    if model.allocation is not None:
+        console.say(_placement_line(model.device, model.allocation))
     if is_cold():
         console.say("compiling kernels for this processor, once (half a minute) …")
 
@@ -114,15 +112,15 @@ def _answer(model: "Model", answer: "Generation", *, as_json: bool, stats: bool,
     if answer.finish_reason == "context":
         console.say(f"(stopped: the context of {model.context} tokens is full; see --ctx-size)")
     if stats:
-        _print_stats(_report(model, answer, load_s))
+        _print_stats(model, _report(model, answer, load_s))
 
 
-def _placement_line(device: str, plan: "Plan", used: int, context: int) -> str:
-    where = "no GPU in use: the CPU stands in for one" if device == "stand-in" else device
-    solved = "" if context == plan.context else f" with a context of {context} (solved for {plan.context})"
+def _placement_line(device: str, taken: "Allocation") -> str:
+    where, plan = "no GPU in use: the CPU stands in for one" if device == "stand-in" else device, taken.plan
+    solved = "" if taken.context == plan.context else f" with a context of {taken.context} (solved for {plan.context})"
     return (
         f"{where}. Placement: {plan.objective} for {console.size(plan.vram_bytes)}, "
-        f"{console.size(used)} used{solved}; to solve another budget: [place] vram_gib, then pi-compile build"
+        f"{console.size(taken.total)} used{solved}; to solve another budget: [place] vram_gib, then pi-compile build"
     )
 
 
@@ -160,7 +158,7 @@ def _chat(
             console.say(f"(the context of {model.context} tokens is full; start again, or raise --ctx-size)")
             return
         if stats:
-            _print_stats(_report(model, answer, load_s))
+            _print_stats(model, _report(model, answer, load_s))
 
 
 def _read_turn() -> str:
@@ -177,7 +175,7 @@ def _read(read: Callable[[], str]) -> str:
         raise PromptError("the text on stdin cannot be decoded", expected=error.encoding, found=error) from None
 
 
-def _report(model: "Model", answer: "Generation", load_s: float) -> dict[str, object]:
+def _report(model: "Model", answer: "Generation", load_s: float) -> dict[str, Any]:
     s = answer.stats
     figures = {
         "load_s": load_s,
@@ -192,10 +190,8 @@ def _report(model: "Model", answer: "Generation", load_s: float) -> dict[str, ob
     return {"finish_reason": answer.finish_reason, "mode": model.mode, "stats": figures}
 
 
-def _print_stats(report: dict[str, object]) -> None:
-    figures = report["stats"]
-    assert isinstance(figures, dict)
-    console.say(f"  {'mode':22}{report['mode']}")
-    for name, value in figures.items():
+def _print_stats(model: "Model", report: dict[str, Any]) -> None:
+    taken = {} if model.allocation is None else {"gpu_bytes": model.allocation.total}
+    for name, value in {"mode": report["mode"], **taken, **report["stats"]}.items():
         shown = "-" if value is None else f"{value:.3f}" if isinstance(value, float) else value
         console.say(f"  {name:22}{shown}")

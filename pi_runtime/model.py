@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.footprint import kv_shape
+from pi_runtime.artifact.buffers import kv_cache
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest, Plan
@@ -19,7 +19,7 @@ from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.devices import resolve_device
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.execution.plan_choice import choose_plan
+from pi_runtime.execution.plan_choice import Allocation, choose_plan
 from pi_runtime.execution.stand_in import StandInExecutor
 from pi_runtime.generation import Generation
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
@@ -101,9 +101,7 @@ def _executor(
     if device == "cpu":
         return CpuExecutor(artifact, mode, context, threads)
     budget = sys.maxsize if vram_budget is None else vram_budget
-    m = artifact.manifest
-    plan = choose_plan(m, budget, context, str(artifact.path))
-    return StandInExecutor(artifact, mode, context, threads, plan)
+    return StandInExecutor(artifact, mode, threads, choose_plan(artifact, context, budget))
 
 
 def _check_mode(artifact: Artifact, mode: str) -> None:
@@ -140,9 +138,14 @@ class Model:
         )
 
     @property
+    def allocation(self) -> Allocation | None:
+        """The plan that this run follows, and the bytes of GPU memory it takes; None where the CPU has everything."""
+        return self._executor.allocation
+
+    @property
     def plan(self) -> Plan | None:
-        """The placement that this run follows; None where the CPU has everything."""
-        return self._executor.plan
+        """The stored plan that this run follows; None where the CPU has everything."""
+        return None if self.allocation is None else self.allocation.plan
 
     @property
     def device(self) -> str:
@@ -271,7 +274,8 @@ class Model:
 
     def _checked_cache(self, cache: KVCache) -> KVCache:
         """Check that the cache has this model's shape: kernels do not."""
-        if cache.values.shape != kv_shape(self.manifest.decoder, self.context):
+        d = self.manifest.decoder
+        if cache.values.shape != kv_cache(d, self.manifest.formats["attention"], self.context, d.n_layers).shape:
             raise UsageError("the cache was made for another model or context", remedy="model.new_cache()")
         return cache
 

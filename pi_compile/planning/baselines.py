@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pi_compile.cost_model import CPU, DENSE, GPU, PICO, Costs, LayerWork, Workload, costs_of
 from pi_compile.machine import Machine
 from pi_compile.placement import Assignment, Sizes, hottest_cuts, predicted_time
-from pi_runtime.artifact.footprint import kv_bytes
+from pi_runtime.artifact.buffers import kv_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

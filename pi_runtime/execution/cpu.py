@@ -9,10 +9,10 @@ import numba
 import numpy as np
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.schema import Plan
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME, start_threads
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS, allocate_workspace
@@ -38,7 +38,7 @@ class CpuModel:
         self.table_LXW = weight_table.table_of(artifact, mode)
         self.eps = np.float32(decoder.norm_eps)
         self.largest_rank = max((layer.rank or 0 for layer in layers), default=0)
-        self.workspace = allocate_workspace(self.cfg, len(layers), self.largest_rank)
+        self.workspace = allocate_workspace(decoder, self.largest_rank)
         self.cos_SJ, self.sin_SJ = rotary_table(decoder, context)
 
     @property
@@ -102,7 +102,7 @@ class CpuModel:
 class CpuExecutor:
     """Runs one artifact in one mode, all of it on the CPU."""
 
-    plan: Plan | None = None
+    allocation: Allocation | None = None
     device_name = "cpu"
     notice: str | None = None
     block_tokens = BLOCK_TOKENS

@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.schema import Plan
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.plan_choice import Allocation
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -55,8 +55,8 @@ class Executor(Protocol):
     """Positions that a cache holds."""
 
     @property
-    def plan(self) -> Plan | None:
-        """The placement it follows; None where the CPU has everything."""
+    def allocation(self) -> Allocation | None:
+        """The plan it follows and the GPU's bytes that this takes; None where the CPU has everything."""
 
     @property
     def device_name(self) -> str:

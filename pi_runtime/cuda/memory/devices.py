@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import triton
 
+from pi_runtime.artifact.buffers import Buffers
 from pi_runtime.cuda.kernels.tiling import INTERPRETED, Tiling
 from pi_runtime.cuda.memory.driver_errors import device_error, pinning_error, translated_errors
 
@@ -79,6 +80,14 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None: ...
+
+
+def allocate(table: Buffers, device: Device) -> dict[str, torch.Tensor]:
+    """The buffers of a table in the device's memory, all zeros."""
+    return {
+        name: torch.zeros(buffer.shape, dtype=getattr(torch, buffer.dtype), device=device.device)
+        for name, buffer in table.items()
+    }
 
 
 def configure_libraries() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pi_runtime.artifact.buffers import handover_slots, handover_words
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.cuda.memory.devices import Device
 
@@ -37,13 +38,8 @@ class Handover:
     """K."""
 
     @classmethod
-    def words_of(cls, d: Decoder) -> int:
-        """Words of a handover of this decoder."""
-        return d.d_model + 2 * slots_of(d) + 1 + d.experts_per_token * d.d_ff
-
-    @classmethod
     def pinned(cls, d: Decoder, device: Device) -> "Handover":
-        return cls(device.pinned(cls.words_of(d), torch.int32), d.d_model, slots_of(d))
+        return cls(device.pinned(handover_words(d), torch.int32), d.d_model, handover_slots(d))
 
     @property
     def x_D(self) -> torch.Tensor:
@@ -82,11 +78,6 @@ class Handover:
             count=self.count.numpy(),
             index_F=self.index_F.numpy(),
         )
-
-
-def slots_of(d: Decoder) -> int:
-    """Experts that a handover names."""
-    return d.experts_per_token if d.n_experts > 1 else 0
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ Legend: T tokens, D model width, H heads, G key-value heads, E head width, Q = (
 """
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
+from pi_runtime.artifact.buffers import gpu_prompt_block, prompt_block_in_ram
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.cuda.memory.devices import Device
+from pi_runtime.cuda.memory.devices import Device, allocate
 
 
 @dataclass(frozen=True)
@@ -29,20 +31,8 @@ class BlockBuffers:
 
     @classmethod
     def allocate(cls, d: Decoder, tokens: int, device: Device) -> "BlockBuffers":
-        def on_device(width: int) -> torch.Tensor:
-            return torch.zeros(tokens, width, device=device.device)
-
-        def on_host() -> torch.Tensor:
-            return device.pinned(tokens * d.d_model, torch.float32).view(tokens, d.d_model)
-
-        return cls(
-            ids_T=torch.zeros(tokens, dtype=torch.int64, device=device.device),
-            x_TD=on_device(d.d_model),
-            normed_TD=on_device(d.d_model),
-            y_TD=on_device(d.d_model),
-            qkv_TQ=on_device((d.n_heads + 2 * d.n_kv_heads) * d.head_dim),
-            attn_out_TO=on_device(d.n_heads * d.head_dim),
-            host_x_TD=on_host(),
-            host_normed_TD=on_host(),
-            host_y_TD=on_host(),
-        )
+        host = {
+            name: device.pinned(prod(buffer.shape), torch.float32).view(buffer.shape)
+            for name, buffer in prompt_block_in_ram(d, tokens).items()
+        }
+        return cls(**allocate(gpu_prompt_block(d, tokens), device), **host)
