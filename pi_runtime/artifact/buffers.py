@@ -12,7 +12,7 @@ neurons of one dense product.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ from pi_runtime.artifact.footprint import (
     sign_words,
 )
 from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.schema import ArrayEntry
+from pi_runtime.artifact.sizes import ArraySpec, without_scales
 
 PROMPT_TOKENS = (512, 256, 128, 64, 16, 1)
 """Sizes of a prompt's blocks on a GPU."""
@@ -65,15 +67,7 @@ class Buffer:
 
 
 Buffers = Mapping[str, Buffer]
-
-
-class StoredArray(Protocol):
-    """What a table needs to know of a stored array: `ArraySpec`, or an entry of a manifest."""
-
-    @property
-    def format(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+StoredArrays = Mapping[str, ArraySpec] | Mapping[str, ArrayEntry]
 
 
 def table_bytes(*tables: Buffers) -> int:
@@ -202,7 +196,19 @@ def _list(name: str, room: int) -> dict[str, Buffer]:
     return {f"{name}_index_F": Buffer((room,), "int32"), f"{name}_count": Buffer((1,), "int32")}
 
 
-def prompt_block_in_ram(d: Decoder, tokens: int) -> dict[str, Buffer]:
+def pinned_buffers(d: Decoder) -> dict[str, Buffer]:
+    """Pinned RAM that GPU and CPU copy from and to while a token is decoded."""
+    handover, x_D = Buffer((handover_words(d),), "int32"), Buffer((d.d_model,))
+    return {
+        "token": Buffer((2,), "int64"),
+        **dict.fromkeys(("handover_to_host", "handover_to_device"), handover),
+        **dict.fromkeys(("sum_to_host", "sum_to_device", "x_to_host", "x_to_device"), x_D),
+        "logits": Buffer((d.vocab_size,)),
+        "rows_L2": Buffer((d.n_layers, 2), "int32"),
+    }
+
+
+def pinned_prompt_block(d: Decoder, tokens: int) -> dict[str, Buffer]:
     """Pinned RAM for a block of a prompt's tokens: the residual, the FFN's input and the FFN's sum."""
     return dict.fromkeys(("host_x_TD", "host_normed_TD", "host_y_TD"), Buffer((tokens, d.d_model)))
 
@@ -245,7 +251,7 @@ def gpu_workspace_bytes(d: Decoder, rank: int, context: int, tokens: int) -> int
     return table_bytes(gpu_workspace(d, rank, context), gpu_prompt_block(d, tokens), gpu_products(d, tokens))
 
 
-def weight_chunk(arrays: Mapping[str, StoredArray], d: Decoder) -> dict[str, Buffer]:
+def weight_chunk(arrays: StoredArrays, d: Decoder) -> dict[str, Buffer]:
     """Rows of up to N cold neurons of one expert that are streamed to the GPU, by the short names of their arrays."""
     found, count = {}, min(GEMM_NEURONS, d.d_ff)
     for name, array in arrays.items():
@@ -259,10 +265,10 @@ def weight_chunk(arrays: Mapping[str, StoredArray], d: Decoder) -> dict[str, Buf
 
 def is_neuron_array(name: str) -> bool:
     """Whether an array, or the array whose scales it holds, has rows for each neuron."""
-    return name.removesuffix("_scales").endswith(NEURON_ARRAYS)
+    return without_scales(name).endswith(NEURON_ARRAYS)
 
 
-def streamed_bytes(arrays: Mapping[str, StoredArray], d: Decoder) -> int:
+def streamed_bytes(arrays: StoredArrays, d: Decoder) -> int:
     """Bytes on a GPU for the cold neurons that are streamed to it: two chunks, which take turns."""
     return 2 * table_bytes(weight_chunk(arrays, d))
 

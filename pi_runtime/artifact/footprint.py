@@ -1,4 +1,4 @@
-"""Sizes that weights and buffers are counted with: bytes of a model's parts, and how kernels divide and pad their work.
+"""Bytes of a model's parts, and the constants by which kernels divide and pad their work.
 
 Placing, packing and running share these counts, as they share `sizes` for the arrays and `buffers` for what a run
 allocates.

@@ -143,8 +143,8 @@ def _expected(
     if [entry.name for entry in found] != names:
         raise damaged(path, "the central directory", **_difference(names, [entry.name for entry in found]))
     checksums = iter(entry.crc for entry in found)
-    arrays = {name: entry.with_crc(next(checksums)) for name, entry in arrays.items()}
-    files = {name: entry.with_crc(next(checksums)) for name, entry in files.items()}
+    arrays = {name: entry._replace(crc=next(checksums)) for name, entry in arrays.items()}
+    files = {name: entry._replace(crc=next(checksums)) for name, entry in files.items()}
     return arrays, files, generated, trailing
 
 

@@ -31,7 +31,6 @@ from pi_runtime.execution.executor import Floats, Ints, SequenceResult, Sequence
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.execution.plan_layout import GPU, cuts_of, placed_arrays
-from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.kernels.split_ffn import workspace_addresses
 
@@ -119,12 +118,7 @@ class CudaExecutor:
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences, one sequence after the other."""
-        with ONE_AT_A_TIME:
-            self._host.check_open()
-            for s in sequences:
-                self._host.check(s, BLOCK_TOKENS if s.logits == "all" else self.block_tokens)
-            numba.set_num_threads(self._host.threads)
-            return [self._run(s) for s in sequences]
+        return self._host.step(sequences, self._run, self.block_tokens)
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""
@@ -132,6 +126,7 @@ class CudaExecutor:
 
     def _run(self, s: SequenceStep) -> SequenceResult:
         rows_L2 = counts_L3 = None
+        numba.set_num_threads(self._host.threads)
         with self.device.stream(), self._synchronised_on_error():
             self._kv_residency.acquire(s.cache)
             self.host_ops.step.cache_L2GSW, self.host_ops.step.start = s.cache.words, s.cache.length

@@ -3,7 +3,7 @@
 Shape letters: L layers, X experts, W columns of the weight table, S positions, J rotary frequencies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numba
 import numpy as np
@@ -21,7 +21,7 @@ from pi_runtime.kernels.reference import rotary_table
 
 
 class CpuModel:
-    """An open artifact as the kernels take it: tables of its weights, and the memory they work in.
+    """An open artifact as kernels take it: tables of its weights, and the memory that kernels work in.
 
     `threads` limits numba's threads for the calls made here; results do not depend on it.
     """
@@ -82,10 +82,20 @@ class CpuModel:
         self.check_open()
         return KVCache(self.manifest, self.context)
 
-    def check(self, s: SequenceStep, most: int = BLOCK_TOKENS) -> None:
-        """Assert what the kernels rely on."""
-        assert 0 < len(s.tokens) <= min(most, s.cache.room), (len(s.tokens), s.cache.room)
-        assert not s.count or (s.select and s.logits == "all")
+    def step(
+        self,
+        sequences: Sequence[SequenceStep],
+        run: Callable[[SequenceStep], SequenceResult],
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> list[SequenceResult]:
+        """Check a step, and run its sequences one after the other; steps of several threads take turns."""
+        with ONE_AT_A_TIME:
+            self.check_open()
+            for s in sequences:
+                most = BLOCK_TOKENS if s.logits == "all" else block_tokens
+                assert 0 < len(s.tokens) <= min(most, s.cache.room), (len(s.tokens), s.cache.room)
+                assert not s.count or (s.select and s.logits == "all")
+            return [run(s) for s in sequences]
 
     def check_open(self) -> None:
         """Raise UsageError once the artifact is closed."""
@@ -113,11 +123,7 @@ class CpuExecutor:
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences, one sequence after the other."""
-        with ONE_AT_A_TIME:
-            self._model.check_open()
-            for s in sequences:
-                self._model.check(s)
-            return [self._model.run(s) for s in sequences]
+        return self._model.step(sequences, self._model.run)
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""

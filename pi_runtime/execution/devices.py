@@ -1,6 +1,7 @@
 """Choosing the device of a run."""
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
@@ -29,7 +30,7 @@ def resolve_device(name: str) -> str:
     if int(index or 0) >= present:
         raise DeviceError(
             f"--device {name}: no such GPU",
-            found=f"{present} CUDA devices, by torch {_torch_version()}",
+            found=f"{present} CUDA devices, by torch {importlib.metadata.version('torch')}",
             remedy="--device cpu, or --device auto; with a GPU here: its driver, and a torch built for CUDA",
         )
     return f"cuda:{int(index or 0)}"
@@ -43,12 +44,6 @@ def _gpus() -> int:
     import torch  # noqa: PLC0415  heavy, and needed only where a GPU may be
 
     return int(torch.cuda.device_count())
-
-
-def _torch_version() -> str:
-    import torch  # noqa: PLC0415
-
-    return str(torch.__version__)
 
 
 def gpu_kernels_are_cold() -> bool:

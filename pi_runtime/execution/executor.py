@@ -1,6 +1,6 @@
-"""What runs a model: an executor takes a step of one or more sequences, and returns what came of it.
+"""The interface of executors, which run a model: a step of one or more sequences in, a result for each out.
 
-CPU, stand-in and GPU are executors. A caller knows no more of them than what stands here.
+CPU, stand-in and GPU implement it, and a caller uses nothing else of them.
 
 Shape letters: T tokens of a sequence in this step, V vocabulary, L layers.
 """
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceStep:
-    """What one sequence does in a step: its next tokens run, and join those its cache holds."""
+    """The work of one sequence in a step: its next tokens run, and join those its cache holds."""
 
     cache: KVCache
     """No two sequences of a step share one."""
@@ -30,19 +30,19 @@ class SequenceStep:
     select: bool
     """Whether to skip what the layers' rungs skip; else every neuron is computed."""
     logits: Literal["last", "all"] = "last"
-    """Of which tokens logits are wanted; `all` takes up to `BLOCK_TOKENS` tokens."""
+    """The tokens whose logits are wanted; `all` takes up to `BLOCK_TOKENS` tokens."""
     count: bool = False
     """Whether to count what selection reads and leaves out; with `select` and `all` logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceResult:
-    """What came of a sequence's part in a step. It belongs to the caller: no later step changes it."""
+    """The result of one sequence in a step. It belongs to the caller: no later step changes it."""
 
     logits_TV: Floats
     """One row for each token, or (1, V) for the last one."""
     rows_L2: Ints | None = None
-    """Rows of `first` read and neurons kept; of a single token with selection, if only its logits were asked for."""
+    """Rows of `first` read and neurons kept, for a single token with selection whose logits alone were asked for."""
     counts_L3: Ints | None = None
     """Sums over the tokens of neurons that fire, rows of `first` read, and neurons that fire and are kept; if asked
     for."""

@@ -2,8 +2,8 @@
 
     x ← x + Σ hot + Σ cold + bias
 
-A thread of its own with the CPU's serial kernels stands in for the GPU: the same plan, the same handover. So this path
-is the same on every machine and can be tested there; it is no faster.
+A thread with the CPU's serial kernels stands in for the GPU, by the same plan and with the same handover. It is no
+faster, but it runs on every machine, so that plans can be tested anywhere.
 
 Shape letters: D model width, L layers, X experts, W columns of the weight table, G key-value heads, S positions.
 """
@@ -72,11 +72,7 @@ class StandInExecutor:
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences. A single token with selection goes to both workers."""
-        with ONE_AT_A_TIME:
-            self._model.check_open()
-            for s in sequences:
-                self._model.check(s)
-            return [self._run(s) for s in sequences]
+        return self._model.step(sequences, self._run)
 
     def _run(self, s: SequenceStep) -> SequenceResult:
         if len(s.tokens) > 1 or not s.select or s.logits == "all":

@@ -9,6 +9,7 @@ import gc
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Protocol
 
 import torch
@@ -86,6 +87,14 @@ def allocate(table: Buffers, device: Device) -> dict[str, torch.Tensor]:
     """The buffers of a table in the device's memory, all zeros."""
     return {
         name: torch.zeros(buffer.shape, dtype=getattr(torch, buffer.dtype), device=device.device)
+        for name, buffer in table.items()
+    }
+
+
+def allocate_pinned(table: Buffers, device: Device) -> dict[str, torch.Tensor]:
+    """The buffers of a table in pinned RAM, all zeros. Raises DoesNotFitError."""
+    return {
+        name: device.pinned(prod(buffer.shape), getattr(torch, buffer.dtype)).view(buffer.shape)
         for name, buffer in table.items()
     }
 

@@ -4,13 +4,12 @@ Legend: T tokens, D model width, H heads, G key-value heads, E head width, Q = (
 """
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 
-from pi_runtime.artifact.buffers import gpu_prompt_block, prompt_block_in_ram
+from pi_runtime.artifact.buffers import gpu_prompt_block, pinned_prompt_block
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.cuda.memory.devices import Device, allocate
+from pi_runtime.cuda.memory.devices import Device, allocate, allocate_pinned
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,5 @@ class BlockBuffers:
 
     @classmethod
     def allocate(cls, d: Decoder, tokens: int, device: Device) -> "BlockBuffers":
-        host = {
-            name: device.pinned(prod(buffer.shape), torch.float32).view(buffer.shape)
-            for name, buffer in prompt_block_in_ram(d, tokens).items()
-        }
-        return cls(**allocate(gpu_prompt_block(d, tokens), device), **host)
+        on_host = allocate_pinned(pinned_prompt_block(d, tokens), device)
+        return cls(**allocate(gpu_prompt_block(d, tokens), device), **on_host)

@@ -73,9 +73,10 @@ def test_a_run_allocates_what_was_planned(family: str, fmt: str, tmp_path: Path,
     plan = SPLIT if not experts else plan_of(["gpu", "cpu", "gpu"], (NEURONS, 0, 64) * LAYERS, "cpu-gpu")
     path = model(tmp_path / "a.pi", "llama" if experts else family, fmt, plans=(plan,), **experts)
     with Artifact.open(path) as artifact:
-        least, rng = needed_bytes(artifact.manifest, plan, CONTEXT), np.random.default_rng(0)
-        for budget in (least, *rng.integers(least, 4 * least, 2).tolist(), ROOM):
-            taken = choose_plan(artifact, CONTEXT, budget)
+        rng = np.random.default_rng(0)
+        for context, more in ((CONTEXT, 1), *rng.integers(2, 60, (2, 2)).tolist(), (CONTEXT, ROOM)):
+            budget = more * needed_bytes(artifact.manifest, plan, context)
+            taken = choose_plan(artifact, context, budget)
             executor = CudaExecutor(Artifact.open(path), "auto", 1, taken, gpu, stream_from=1)
             assert allocated_bytes(executor) == taken.total - taken.products
             assert taken.total <= budget
