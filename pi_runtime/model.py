@@ -134,7 +134,7 @@ class Model:
 
     def __init__(self, artifact: Artifact, mode: str, executor: Executor, notice: str | None = None) -> None:
         self.notice = executor.notice if notice is None else notice
-        """What the user should know about where it runs."""
+        """A message for the user about where it runs, if there is one."""
         self._artifact, self._executor = artifact, executor
         self.mode = mode
         self.context = executor.context

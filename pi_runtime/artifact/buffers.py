@@ -100,7 +100,7 @@ def narrow_width(d: Decoder) -> int:
 
 
 def cpu_workspace(d: Decoder, rank: int, tokens: int) -> dict[str, Buffer]:
-    """What calls of up to `tokens` tokens work in on the CPU, for predictors up to this rank.
+    """Buffers on the CPU for calls of up to `tokens` tokens, and for predictors up to this rank.
 
     `kernels.data.workspace.Workspace` says what each is for.
     """
@@ -152,7 +152,7 @@ def handover_words(d: Decoder) -> int:
 
 
 def gpu_workspace(d: Decoder, rank: int, context: int) -> dict[str, Buffer]:
-    """What decoding works in on a GPU, for predictors up to this rank.
+    """Buffers on a GPU for decoding, and for predictors up to this rank.
 
     `cuda.memory.workspace.Workspace` says what each is for.
     """
@@ -214,7 +214,7 @@ def pinned_prompt_block(d: Decoder, tokens: int) -> dict[str, Buffer]:
 
 
 def gpu_prompt_block(d: Decoder, tokens: int) -> dict[str, Buffer]:
-    """What a block of a prompt's tokens works in on a GPU."""
+    """Buffers on a GPU for a block of a prompt's tokens."""
     mixed = d.n_heads * d.head_dim
     return {
         "ids_T": Buffer((tokens,), "int64"),
@@ -227,7 +227,7 @@ def gpu_prompt_block(d: Decoder, tokens: int) -> dict[str, Buffer]:
 
 
 def gpu_products(d: Decoder, tokens: int) -> dict[str, Buffer]:
-    """What the dense products of such a block take beside it, at most; torch hands it out while they run.
+    """The most that dense products of such a block take beside it; torch hands it out while they run.
 
     Weights of block formats are dequantised N neurons, or rows, at a time.
     """

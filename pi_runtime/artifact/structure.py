@@ -41,7 +41,7 @@ _LARGEST = 16 << 20
 
 @dataclass(frozen=True)
 class Structure:
-    """What the check of a file's structure found."""
+    """The result of checking a file's structure."""
 
     manifest: Manifest
     arrays: dict[str, Entry]

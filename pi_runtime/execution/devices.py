@@ -54,7 +54,7 @@ def gpu_kernels_are_cold() -> bool:
 
 
 def gpu_driver() -> bool:
-    """Whether NVIDIA's driver is here and has a GPU; costs no import of torch."""
+    """Whether NVIDIA's driver is here and has a GPU, found without importing torch."""
     try:
         cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     except OSError:

@@ -60,11 +60,11 @@ class Executor(Protocol):
 
     @property
     def device_name(self) -> str:
-        """Where it runs: `cpu`, `stand-in`, or a GPU by its name."""
+        """The device it runs on: `cpu`, `stand-in`, or a GPU by its name."""
 
     @property
     def notice(self) -> str | None:
-        """What the user should know of where it runs."""
+        """A message for the user about where it runs, if there is one."""
 
     @property
     def block_tokens(self) -> int:

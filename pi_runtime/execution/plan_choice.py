@@ -65,9 +65,9 @@ class Allocation:
 
 
 def allocation(manifest: Manifest, plan: Plan, context: int, budget: int) -> Allocation:
-    """What a run by this plan takes with a cache of `context` positions.
+    """The bytes that a run by this plan takes, with a cache of `context` positions.
 
-    More than the budget where even blocks of one token exceed it.
+    They are more than the budget where even blocks of one token exceed it.
     """
     d = manifest.decoder
     rank = max((layer.rank or 0 for layer in manifest.layers), default=0)

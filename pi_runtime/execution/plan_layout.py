@@ -1,4 +1,4 @@
-"""What a plan puts on the GPU: which arrays of an artifact, and which of their rows.
+"""The arrays and rows of an artifact that a plan puts on the GPU.
 
 Shape letters: X experts.
 """
