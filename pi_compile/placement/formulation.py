@@ -17,15 +17,16 @@ import numpy as np
 from pi_compile.cost_model import CPU, GPU, Costs, Ints, TokenTime, Workload, costs_of, token_time
 from pi_compile.machine import Machine
 from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath
-from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import (
-    PartBytes,
+from pi_runtime.artifact.buffers import (
     gpu_workspace_bytes,
     kv_bytes,
     prompt_block,
     streamed_bytes,
+    weight_padding,
     workspace_bytes,
 )
+from pi_runtime.artifact.footprint import PartBytes
+from pi_runtime.artifact.sizes import array_specs
 
 PREFILL_TOKENS = 64
 """Tokens of one prefill call on the CPU."""
@@ -96,7 +97,7 @@ class Sizes:
             cache=kv_bytes(decoder, work.formats["attention"], work.context),
             workspace=(
                 workspace_bytes(decoder, largest_rank, PREFILL_TOKENS, work.context),
-                _gpu_workspace(decoder, largest_rank, work.context, parts, parts.total(decoder) + sum(predictor)),
+                _gpu_workspace(work, largest_rank, parts.total(decoder) + sum(predictor)),
             ),
             neurons=decoder.neurons,
             group=int(work.cuts[1]),
@@ -156,19 +157,22 @@ class Sizes:
         }
 
 
-def _gpu_workspace(decoder: Decoder, rank: int, context: int, parts: PartBytes, model: int) -> int:
-    """The GPU's buffers for decoding and for blocks of a prompt.
+def _gpu_workspace(work: Workload, rank: int, model: int) -> int:
+    """The GPU's buffers for decoding and for blocks of a prompt, and the padding between its weights.
 
     Blocks are as large as `PROMPT_SHARE` allows, together with the room for cold weights that long prompts bring to the
     GPU.
     """
 
+    decoder = work.decoder
+    specs = array_specs(decoder, work.formats, [how.predictor for how in work.layers], profiled=False)
+
     def needs(tokens: int) -> int:
-        return gpu_workspace_bytes(decoder, rank, context, tokens)
+        return gpu_workspace_bytes(decoder, rank, work.context, tokens)
 
     room = needs(1) + model // PROMPT_SHARE
-    tokens, streamed = prompt_block(needs, streamed_bytes(decoder, parts.neuron), room)
-    return needs(tokens) + streamed
+    tokens, streamed = prompt_block(needs, streamed_bytes(specs, decoder), room)
+    return weight_padding(specs) + needs(tokens) + streamed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,7 +16,7 @@ from pi_compile.cost_model import CPU, GPU, PICO, Costs, Workload
 from pi_compile.machine import Machine
 from pi_compile.placement import Assignment, Problem, hottest_cuts
 from pi_compile.results import LayerWork
-from pi_runtime.artifact.footprint import kv_bytes
+from pi_runtime.artifact.buffers import kv_bytes
 from pi_runtime.artifact.rungs import DENSE
 
 

@@ -37,7 +37,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """How one layer's FFN is run."""
+    """The rung of one layer's FFN, with the parameters of the rung."""
 
     rung: str
     """Name of its rung; see `rungs`."""
@@ -87,7 +87,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """How text becomes tokens and back."""
+    """The tokens that begin and end a text, by id and by name."""
 
     prefix_ids: tuple[int, ...]
     """Tokens that the model expects before any text (begin-of-text); () if none."""

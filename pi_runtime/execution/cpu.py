@@ -3,16 +3,16 @@
 Shape letters: L layers, X experts, W columns of the weight table, S positions, J rotary frequencies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numba
 import numpy as np
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.schema import Plan
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME, start_threads
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS, allocate_workspace
@@ -21,7 +21,7 @@ from pi_runtime.kernels.reference import rotary_table
 
 
 class CpuModel:
-    """An open artifact as the kernels take it: tables of its weights, and the memory they work in.
+    """An open artifact as kernels take it: tables of its weights, and the memory that kernels work in.
 
     `threads` limits numba's threads for the calls made here; results do not depend on it.
     """
@@ -38,7 +38,7 @@ class CpuModel:
         self.table_LXW = weight_table.table_of(artifact, mode)
         self.eps = np.float32(decoder.norm_eps)
         self.largest_rank = max((layer.rank or 0 for layer in layers), default=0)
-        self.workspace = allocate_workspace(self.cfg, len(layers), self.largest_rank)
+        self.workspace = allocate_workspace(decoder, self.largest_rank)
         self.cos_SJ, self.sin_SJ = rotary_table(decoder, context)
 
     @property
@@ -82,10 +82,20 @@ class CpuModel:
         self.check_open()
         return KVCache(self.manifest, self.context)
 
-    def check(self, s: SequenceStep, most: int = BLOCK_TOKENS) -> None:
-        """Assert what the kernels rely on."""
-        assert 0 < len(s.tokens) <= min(most, s.cache.room), (len(s.tokens), s.cache.room)
-        assert not s.count or (s.select and s.logits == "all")
+    def step(
+        self,
+        sequences: Sequence[SequenceStep],
+        run: Callable[[SequenceStep], SequenceResult],
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> list[SequenceResult]:
+        """Check a step, and run its sequences one after the other; steps of several threads take turns."""
+        with ONE_AT_A_TIME:
+            self.check_open()
+            for s in sequences:
+                most = BLOCK_TOKENS if s.logits == "all" else block_tokens
+                assert 0 < len(s.tokens) <= min(most, s.cache.room), (len(s.tokens), s.cache.room)
+                assert not s.count or (s.select and s.logits == "all")
+            return [run(s) for s in sequences]
 
     def check_open(self) -> None:
         """Raise UsageError once the artifact is closed."""
@@ -102,7 +112,7 @@ class CpuModel:
 class CpuExecutor:
     """Runs one artifact in one mode, all of it on the CPU."""
 
-    plan: Plan | None = None
+    allocation: Allocation | None = None
     device_name = "cpu"
     notice: str | None = None
     block_tokens = BLOCK_TOKENS
@@ -113,11 +123,7 @@ class CpuExecutor:
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences, one sequence after the other."""
-        with ONE_AT_A_TIME:
-            self._model.check_open()
-            for s in sequences:
-                self._model.check(s)
-            return [self._model.run(s) for s in sequences]
+        return self._model.step(sequences, self._model.run)
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import kv_itemsize
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import DENSE, RUNGS, Selector
@@ -266,6 +265,6 @@ class ArtifactWeights:
 
     def as_cached(self, x_SGE: F32) -> F32:
         """Keys or values as the cache holds them."""
-        if kv_itemsize(self._artifact.manifest.formats["attention"]) == 4:
+        if self._artifact.manifest.formats["attention"] == "f32":
             return x_SGE
         return np.clip(x_SGE, -65504, 65504).astype(np.float16).astype(np.float32)

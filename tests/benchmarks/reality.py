@@ -34,6 +34,7 @@ from pi_runtime import Model, load
 from pi_runtime.artifact import Artifact
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.execution.plan_choice import allocation
 from pi_runtime.execution.stand_in import StandInExecutor
 from pi_runtime.kernels.benchmarks import most_threads
 
@@ -175,7 +176,8 @@ def order(path: Path, rounds: int) -> None:
 
 
 def _on_the_stand_in(artifact: Artifact, plan: Plan) -> Model:
-    return Model(artifact, "gate", StandInExecutor(artifact, "gate", 2 * POSITIONS, 2, plan))
+    taken = allocation(artifact.manifest, plan, 2 * POSITIONS, 0)
+    return Model(artifact, "gate", StandInExecutor(artifact, "gate", 2, taken))
 
 
 def main() -> None:

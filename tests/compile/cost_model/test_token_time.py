@@ -8,7 +8,7 @@ from pi_compile.cost_model.token_time import costs_of, token_time
 from pi_compile.cost_model.workload import rows_read
 from pi_compile.machine.profile import Cpu, Link
 from pi_compile.results.activation_profile import LayerWork
-from pi_runtime.artifact.footprint import kv_bytes
+from pi_runtime.artifact.buffers import kv_bytes
 
 COUNTS = np.repeat([[1000, 500, 10, 0]], 64, axis=1)
 

@@ -21,6 +21,7 @@ from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.cuda.memory.devices import Interpreted, configure_libraries
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.plan_choice import allocation
 
 SHARED_BYTES = 99 << 10
 """Shared memory that a program may have on the GPUs of PCs (sm_86, sm_89, sm_120)."""
@@ -72,7 +73,8 @@ def run(artifact: Path, arch: int) -> set[str]:
     try:
         opened = Artifact.open(artifact)
         for plan in opened.manifest.plans:
-            executor = CudaExecutor(Artifact.open(artifact), "auto", 48, 1, plan, Compiled(), 1 << 40, stream_from=1)
+            taken = allocation(opened.manifest, plan, 48, 1 << 40)
+            executor = CudaExecutor(Artifact.open(artifact), "auto", 1, taken, Compiled(), stream_from=1)
             cache = KVCache(opened.manifest, 48)
             step(executor, [1, 2], cache, select=False)
             step(executor, [3], cache, select=True)
