@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import log_softmax
 
 from pi_compile.errors import CorpusError
 from pi_compile.evaluation.hf_reference import check_origin, reference_logits
+from pi_compile.evaluation.intervals import Interval, increase_interval
 from pi_compile.evaluation.load_options import ON_CPU, LoadOptions, device_of
 from pi_runtime import Model
 from pi_runtime.artifact.rungs import RUNGS
@@ -37,6 +39,8 @@ class Score:
     """Results of one mode on the windows."""
 
     perplexity: float
+    losses_N: npt.NDArray[np.float64]
+    """Mean −log p of the next token in each of the N windows."""
     best: npt.NDArray[np.int64]
     """Most likely next token at every position."""
     counts_L3: npt.NDArray[np.int64]
@@ -65,9 +69,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Perplexity, top-1 agreement, bytes per token and tokens/s of each mode, and one row for each layer.
 
-    `model`: the checkpoint the artifact was packed from, scored by transformers in float32. Agreement of `dense` is
-    with the checkpoint, of the others with `dense`. Raises CorpusError for a text shorter than one window,
-    CheckpointError for a checkpoint that the artifact was not packed from.
+    `model` is the checkpoint that the artifact was packed from, scored by transformers in float32. `dense` is compared
+    with it, the other modes with `dense`: their agreement, and the 95 % interval of the relative increase of
+    perplexity. Raises CorpusError for a text shorter than one window, CheckpointError for a checkpoint that the
+    artifact was not packed from.
     """
     with options.open_on_cpu(artifact) as opened:
         manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
@@ -85,13 +90,14 @@ def evaluate(
             speeds[mode] = _tokens_per_s(opened, windows.reshape(-1)[:TIMED])
     checkpoint = _score_checkpoint(model, windows) if model is not None else None
     ffn = {mode: score.ffn_bytes(manifest, mode) for mode, score in scores.items()}
-    agreement = {"dense": _agreement(scores["dense"], checkpoint)}
+    bases = {mode: checkpoint if mode == "dense" else scores["dense"] for mode in modes}
     return {
         **device,
         "tokens": windows.size,
         "perplexity": {"checkpoint": checkpoint.perplexity if checkpoint else None}
         | {mode: score.perplexity for mode, score in scores.items()},
-        "agreement": agreement | {mode: _agreement(scores[mode], scores["dense"]) for mode in modes[1:]},
+        "increase_interval": {mode: _increase_interval(scores[mode], base) for mode, base in bases.items()},
+        "agreement": {mode: _agreement(scores[mode], base) for mode, base in bases.items()},
         "bytes_per_token": {mode: other_bytes(manifest) + sum(layers) for mode, layers in ffn.items()},
         "ffn_bytes_per_token": {mode: sum(layers) for mode, layers in ffn.items()},
         "tokens_per_s": speeds,
@@ -126,18 +132,17 @@ def _windows(model: Model, texts: Sequence[Path], tokens: int, window: int) -> W
 
 
 def _score(examine: Examine, windows: Windows, on_window: Callable[[], None]) -> Score:
-    loss, best, counts = 0.0, [], []
+    losses, best, counts = [], [], []
     for ids in windows:
         logits, counts_L3 = examine(ids)
-        rows = logits[:-1].astype(np.float64)
-        rows -= rows.max(1, keepdims=True)
-        logp = rows - np.log(np.exp(rows).sum(1, keepdims=True))
-        loss -= float(logp[np.arange(len(rows)), ids[1:]].sum())
+        logp = log_softmax(logits[:-1].astype(np.float64), axis=1)
+        losses.append(-float(logp[np.arange(len(logp)), ids[1:]].sum()))
         best.append(logp.argmax(1))
         counts.append(counts_L3)
         on_window()
-    perplexity = math.exp(loss / (windows.size - len(windows)))
-    return Score(perplexity, np.concatenate(best), np.sum(counts, axis=0), windows.size)
+    perplexity = math.exp(sum(losses) / (windows.size - len(windows)))
+    losses_N = np.array(losses) / (windows.shape[1] - 1)
+    return Score(perplexity, losses_N, np.concatenate(best), np.sum(counts, axis=0), windows.size)
 
 
 def _counter(progress: Progress, done: int, total: int) -> Callable[[], None]:
@@ -159,8 +164,12 @@ def _tokens_per_s(model: Model, ids: npt.NDArray[np.int64]) -> float:
     return 1 / statistics.median(seconds)
 
 
-def _agreement(one: Score, other: Score | None) -> float | None:
-    return None if other is None else float((one.best == other.best).mean())
+def _increase_interval(one: Score, base: Score | None) -> Interval | None:
+    return None if base is None else increase_interval(one.losses_N, base.losses_N)
+
+
+def _agreement(one: Score, base: Score | None) -> float | None:
+    return None if base is None else float((one.best == base.best).mean())
 
 
 def other_bytes(m: Manifest) -> int:

@@ -8,8 +8,9 @@ from typing import Any
 
 from pi_compile.evaluation.fidelity import modes_of
 from pi_compile.evaluation.hf_reference import check_origin, reference_logits
+from pi_compile.evaluation.intervals import accuracy_interval
 from pi_compile.evaluation.load_options import ON_CPU, LoadOptions
-from pi_compile.evaluation.scoring import Request, TaskScore, mean_and_error, requests, score
+from pi_compile.evaluation.scoring import Request, TaskScore, requests, score
 from pi_compile.evaluation.task_files import MULTIPLE_CHOICE, Task
 
 Progress = Callable[[int, int], None]
@@ -20,7 +21,7 @@ TaskRequests = list[tuple[Request, ...]]
 def evaluate_tasks(
     artifact: Path, tasks: Sequence[Task], model: Path | None, *, progress: Progress, options: LoadOptions = ON_CPU
 ) -> list[dict[str, Any]]:
-    """One row for each task: accuracy with its standard error, and agreement of the answers, by mode.
+    """One row for each task: accuracy with its 95 % interval, and agreement of the answers, by mode.
 
     `model`: the checkpoint the artifact was packed from, scored on the same tokens by transformers in float32.
     Agreement of `dense` is with the checkpoint, of the others with `dense`. Raises CheckpointError for a checkpoint
@@ -72,11 +73,11 @@ def _compared_with(mode: str, scores: Mapping[str, TaskScore]) -> TaskScore | No
     return None if mode == "checkpoint" else scores.get("checkpoint" if mode == "dense" else "dense")
 
 
-def _mode(task: Task, found: TaskScore, other: TaskScore | None) -> dict[str, float | None]:
-    acc, stderr = mean_and_error(found.right_N)
-    row: dict[str, float | None] = {"acc": acc, "acc_stderr": stderr}
+def _mode(task: Task, found: TaskScore, other: TaskScore | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"acc": float(found.right_N.mean()), "acc_interval": accuracy_interval(found.right_N)}
     if task.kind == MULTIPLE_CHOICE:
-        row["acc_norm"], row["acc_norm_stderr"] = mean_and_error(found.right_norm_N)
+        row["acc_norm"] = float(found.right_norm_N.mean())
+        row["acc_norm_interval"] = accuracy_interval(found.right_norm_N)
     else:
         row["perplexity"] = found.perplexity
     if other is None:
