@@ -33,8 +33,8 @@ from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import SparseFfn
+from pi_compile.training import Texts, TrainSpec, train_predictors
 from pi_compile.training.quality import measure_quality
-from pi_compile.training.stage import Texts, TrainSpec, train_predictors
 from pi_runtime import load
 from pi_runtime.artifact.inspection import inspect
 from pi_runtime.artifact.reader import Artifact
