@@ -1,7 +1,7 @@
 """Evaluate: how faithful a packed artifact is, measured with the runtime itself.
 
-Every mode runs every token, with its selection at every position. What fires and what is read is counted on the same
-inputs. Speed is that of decoding token by token. L layers.
+Every mode runs every token, with its selection at every position. The neurons that fire and those that are read are
+counted on the same inputs. Speed is that of decoding token by token. Shape letters: N windows, L layers.
 """
 
 import itertools
@@ -44,11 +44,11 @@ class Score:
     best: npt.NDArray[np.int64]
     """Most likely next token at every position."""
     counts_L3: npt.NDArray[np.int64]
-    """Neurons that fire, that are read, and that are both, summed over the tokens."""
+    """For each layer, the neurons that fire, those that are read, and those that are both, summed over the tokens."""
     tokens: int
 
     def ffn_bytes(self, m: Manifest, mode: str) -> list[float]:
-        """FFN bytes per token of each layer, with the predictor's; of experts, those that a token is routed to."""
+        """FFN bytes per token of each layer, predictors included; experts count if the token is routed to them."""
         neuron, experts = FfnBytes.of(m.decoder, m.formats), m.decoder.experts_per_token
         _, read, both = self.counts_L3.T / self.tokens
         kept = np.full_like(both, experts * m.decoder.d_ff) if mode == "dense" else both
@@ -82,13 +82,13 @@ def evaluate(
     scores: dict[str, Score] = {}
     speeds: dict[str, float] = {}
     device: dict[str, object] = {}
-    for n, mode in enumerate(modes):
+    on_window = counted(progress, len(modes) * len(windows))
+    for mode in modes:
         with options.open(artifact, mode) as opened:
             device = device_of(opened)
-            on_window = _counter(progress, n * len(windows), len(modes) * len(windows))
             scores[mode] = _score(opened.examine, windows, on_window)
             speeds[mode] = _tokens_per_s(opened, windows.reshape(-1)[:TIMED])
-    checkpoint = _score_checkpoint(model, windows) if model is not None else None
+    checkpoint = None if model is None else _score(_reference(model), windows, lambda: None)
     ffn = {mode: score.ffn_bytes(manifest, mode) for mode, score in scores.items()}
     bases = {mode: checkpoint if mode == "dense" else scores["dense"] for mode in modes}
     return {
@@ -103,6 +103,12 @@ def evaluate(
         "tokens_per_s": speeds,
         "layers": _layer_rows(manifest, scores[modes[-1]], ffn),
     }
+
+
+def counted(progress: Progress, total: int) -> Callable[[], None]:
+    """A function to call after each of `total` steps, which reports how many are done."""
+    counter = itertools.count(1)
+    return lambda: progress(next(counter), total)
 
 
 def modes_of(m: Manifest) -> list[str]:
@@ -145,14 +151,9 @@ def _score(examine: Examine, windows: Windows, on_window: Callable[[], None]) ->
     return Score(perplexity, losses_N, np.concatenate(best), np.sum(counts, axis=0), windows.size)
 
 
-def _counter(progress: Progress, done: int, total: int) -> Callable[[], None]:
-    counter = itertools.count(done + 1)
-    return lambda: progress(next(counter), total)
-
-
-def _score_checkpoint(model: Path, windows: Windows) -> Score:
+def _reference(model: Path) -> Examine:
     logits = reference_logits(model)
-    return _score(lambda ids: (logits(ids, len(ids)), np.zeros((0, 3), np.int64)), windows, lambda: None)
+    return lambda ids: (logits(ids, len(ids)), np.zeros((0, 3), np.int64))
 
 
 def _tokens_per_s(model: Model, ids: npt.NDArray[np.int64]) -> float:
@@ -173,7 +174,7 @@ def _agreement(one: Score, base: Score | None) -> float | None:
 
 
 def other_bytes(m: Manifest) -> int:
-    """Bytes per token of everything but FFN neurons: attention, norms, head and scales.
+    """Bytes per token of everything except FFN neurons: attention, norms, head and scales.
 
     The one row of an untied embedding that a token reads is not counted.
     """
@@ -190,7 +191,7 @@ def other_bytes(m: Manifest) -> int:
 
 
 def _layer_rows(m: Manifest, score: Score, ffn: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """One row for each layer: what fires and what is read in the mode that skips most."""
+    """One row for each layer, with the neurons that fire and those that are read in the mode that skips most."""
     rows = []
     for n, (layer, (fires, read, both)) in enumerate(zip(m.layers, score.counts_L3.tolist(), strict=True)):
         rows.append(

@@ -49,7 +49,7 @@ class TaskScore:
     right_norm_N: npt.NDArray[np.bool_]
     """Items right by likelihood per character; empty but for multiple choice."""
     answers: tuple[Any, ...]
-    """The model's answers: the index of a choice, or the tokens in the place of the last word."""
+    """The model's answers: the index of a choice, or the tokens that it puts in place of the last word."""
     perplexity: float | None
     """None for multiple choice."""
 
@@ -58,9 +58,9 @@ def requests(item: Item, encode: Callable[[str], list[int]], context: int) -> tu
     """The answers of an item as tokens, for a model that takes up to `context` tokens.
 
     Context and answer are encoded together, because a tokenizer may join letters across the border. The tokens beyond
-    the length of the context alone are the answer, so spaces at the context's end count as its beginning. The last
-    token needs no logits, so that context + 1 tokens fit; longer texts lose their beginning. Raises TaskError for an
-    answer that has no token of its own, or more than the context.
+    the length of the context alone are the answer, so spaces at the context's end belong to the answer. The last token
+    needs no logits, so that context + 1 tokens fit; longer texts lose their beginning. Raises TaskError for an answer
+    that has no token of its own, or more tokens than `context`.
     """
     known = item.context.rstrip()
     spaces = item.context[len(known) :]

@@ -1,19 +1,21 @@
-"""Evaluate on tasks: how many questions each mode of an artifact answers right, and how often it agrees with dense."""
+"""Evaluate on tasks: how many questions each mode of an artifact answers right, and how often it agrees with dense.
+
+Shape letter: N items of a task.
+"""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pi_compile.evaluation.fidelity import modes_of
+from pi_compile.evaluation.fidelity import Progress, counted, modes_of
 from pi_compile.evaluation.hf_reference import check_origin, reference_logits
 from pi_compile.evaluation.intervals import accuracy_interval
 from pi_compile.evaluation.load_options import ON_CPU, LoadOptions
 from pi_compile.evaluation.scoring import Request, TaskScore, requests, score
 from pi_compile.evaluation.task_files import MULTIPLE_CHOICE, Task
 
-Progress = Callable[[int, int], None]
 TaskRequests = list[tuple[Request, ...]]
 """The requests of each item of a task."""
 
@@ -34,12 +36,7 @@ def evaluate_tasks(
     if model is not None:
         check_origin(manifest, model)
     modes = modes_of(manifest)
-    counter = itertools.count(1)
-    total = sum(map(len, task_requests)) * (len(modes) + (model is not None))
-
-    def step() -> None:
-        progress(next(counter), total)
-
+    on_item = counted(progress, sum(map(len, task_requests)) * (len(modes) + (model is not None)))
     longest = max(len(one.ids_T) for one in itertools.chain(*itertools.chain(*task_requests)))
     scores: list[dict[str, TaskScore]] = [{} for _ in tasks]
     for mode in modes:
@@ -47,11 +44,11 @@ def evaluate_tasks(
             # One cache for all: answers of an item share its context, which is computed once.
             logits = partial(opened.logits, cache=opened.new_cache())
             for found, task, items in zip(scores, tasks, task_requests, strict=True):
-                found[mode] = score(task, items, logits, step)
+                found[mode] = score(task, items, logits, on_item)
     if model is not None:
         reference = reference_logits(model)
         for found, task, items in zip(scores, tasks, task_requests, strict=True):
-            found["checkpoint"] = score(task, items, reference, step)
+            found["checkpoint"] = score(task, items, reference, on_item)
     return [_row(*case) for case in zip(tasks, task_requests, scores, strict=True)]
 
 
