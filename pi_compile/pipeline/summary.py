@@ -98,6 +98,7 @@ def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
         {
             "mode": mode,
             "perplexity": perplexity,
+            "increase": _percent_interval(found["increase_interval"].get(mode)),
             "agreement": found["agreement"].get(mode),
             "bytes_per_token": found["bytes_per_token"].get(mode),
             "ffn_bytes_per_token": found["ffn_bytes_per_token"].get(mode),
@@ -116,22 +117,26 @@ def task_reports(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         head = f"{task['task']}, {task['kind']}, {task['items']:,} questions"
         if task["truncated"]:
             head += f", {task['truncated']:,} of them truncated to the model's context"
-        rows = [{"mode": mode, **_with_errors(row)} for mode, row in task["modes"].items()]
+        rows = [{"mode": mode, **_with_intervals(row)} for mode, row in task["modes"].items()]
         chance = {} if task["chance"] is None else {"chance": task["chance"]}
         reports.append({"task": head, **chance, "modes": rows})
     return reports
 
 
-def _with_errors(row: Mapping[str, float | None]) -> dict[str, Any]:
-    """A row with each value and its standard error as one column: `0.250 ± 0.043`."""
+def _with_intervals(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with each value and its interval as one column: `0.2500 (0.1754 to 0.3430)`."""
     shown: dict[str, Any] = {}
     for name, value in row.items():
-        if name.endswith("_stderr"):
-            share = shown[name.removesuffix("_stderr")]
-            shown[name.removesuffix("_stderr")] = _shown(share) + ("" if value is None else f" ± {_shown(value)}")
+        if name.endswith("_interval"):
+            share = name.removesuffix("_interval")
+            shown[share] = f"{_shown(shown[share])} ({_shown(value[0])} to {_shown(value[1])})"
         else:
             shown[name] = value
     return shown
+
+
+def _percent_interval(ends: Sequence[float] | None) -> str | None:
+    return None if ends is None else f"{ends[0]:+.3%} to {ends[1]:+.3%}"
 
 
 def print_report(report: Mapping[str, Any]) -> None:

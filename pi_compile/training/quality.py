@@ -1,7 +1,7 @@
 """Quality of a choice of rungs on a text: perplexity, and what each layer reads and loses.
 
-The text goes through the decoder with the choice applied at every position of every layer. B sequences, T tokens each,
-D model width, F neurons of all experts.
+The text goes through the decoder with the choice applied at every position of every layer. Shape letters: N windows of
+the text, B of them at a time, T tokens each, D model width, F neurons of all experts.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812  its usual name
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.cost_model import Processor, Reads
 from pi_compile.results import LayerRow
-from pi_compile.torch_model import DENSE, SparseFfn
+from pi_compile.torch_model import SparseFfn
 from pi_compile.torch_model import decoder as td
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.rungs import GATE
@@ -47,7 +47,8 @@ class LayerSums:
     def add(self, h: torch.Tensor, kept: torch.Tensor, read: torch.Tensor | None, down: torch.Tensor) -> None:
         """Add tokens: neuron values h, what is `kept` of them, the neurons whose `first` is `read`, all (…, F).
 
-        `read`: None for all. `down` is (F, D), or any matrix with which h has products of the same length.
+        `read` is None where `first` is read for all neurons. `down` is (F, D), or any matrix whose products with h have
+        the same length.
         """
         nonzero = h != 0
         fires = nonzero if read is not None else kept != 0
@@ -127,7 +128,7 @@ def measure_quality(
     device: str,
     dense: Quality | None = None,
 ) -> Quality:
-    """Push a text of N windows through a choice of rungs. `dense`: what the divergence is from."""
+    """Push a text of N windows through a choice of rungs; the divergence is from `dense`, 0 without it."""
     d = checkpoint.decoder
     with torch.inference_mode():
         global_w = td.global_weights(checkpoint, device)
@@ -146,11 +147,6 @@ def measure_quality(
                 divergence += float(F.kl_div(logp, target, log_target=True, reduction="sum"))
     tokens = ids_NT.shape[0] * (ids_NT.shape[1] - 1)
     return Quality(states, layers, torch.cat(losses), divergence / tokens)
-
-
-def measure_dense(checkpoint: Checkpoint, ids_NT: torch.Tensor, *, device: str) -> Quality:
-    """The text through the dense model."""
-    return measure_quality(checkpoint, ids_NT, [DENSE] * checkpoint.decoder.n_layers, device=device)
 
 
 def _layer_step(d: Decoder, w: td.NamedTensors, x: torch.Tensor, ffn: SparseFfn, sums: LayerSums) -> torch.Tensor:

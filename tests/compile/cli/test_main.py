@@ -314,7 +314,7 @@ def test_json_of_eval(run: Run, built: Path, tmp_path: Path) -> None:
     assert lines[0] == f"task: {task}, multiple choice, 2 questions"
     assert lines[1] == "chance: 0.5000"
     assert lines[2].split() == ["mode", "acc", "acc", "norm", "agreement"]
-    assert re.match(r" *dense +[01](\.0000)? ± 0 ", lines[3])
+    assert re.match(r" *dense +(0 \(0 to 0\.6576\)|1\.0000 \(0\.3424 to 1\.0000\)) ", lines[3])
 
 
 def test_json_of_machine(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def test_answers_that_no_space_parts_from_the_context_are_counted(tmp_path: Path
     [
         ("{'ctx': 'single quotes'}", "is not JSON"),
         ('{"ctx": "cut', "is not JSON"),
-        ("[1, 2]", "is no JSON object"),
+        ("[1, 2]", "is not a JSON object"),
         ({"prompt": "a", "completion": "b"}, "a task of unknown form"),
         ({"text": "a b", "choices": ["a", "b"], "label": 0}, "no key 'ctx'|a task of unknown form"),
         ({**CHOICES, "target": " sea"}, "a task of unknown form"),

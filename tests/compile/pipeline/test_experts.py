@@ -32,8 +32,8 @@ from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import SparseFfn
+from pi_compile.training import Texts, TrainSpec, train_predictors
 from pi_compile.training.quality import measure_quality
-from pi_compile.training.stage import Texts, TrainSpec, train_predictors
 from pi_runtime import load
 from pi_runtime.artifact.inspection import inspect
 from pi_runtime.artifact.reader import Artifact
@@ -281,7 +281,7 @@ def test_bytes_per_token_are_those_of_the_experts_it_goes_to(made: Made, tmp_pat
     m = replace(manifest, layers=(Layer(rung="predicted", rank=3), Layer(rung="sign")))
     row = FfnBytes.of(m.decoder, m.formats)
     tally = np.array([[300, 500, 200]] * 2)  # fires, read, both, over 10 tokens
-    score = Score(1.0, np.zeros(0, np.int64), tally, 10)
+    score = Score(1.0, np.zeros(1), np.zeros(0, np.int64), tally, 10)
     assert score.ffn_bytes(m, "dense") == [50 * row.first + PER_TOKEN * F * row.rest] * 2
     assert score.ffn_bytes(m, "gate") == [50 * row.first + 20 * row.rest] * 2
     picked = [50 * row.first + 20 * row.rest + PER_TOKEN * row.predictor(rank) for rank in (3, 0)]

@@ -21,7 +21,7 @@ from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn, sign_agreement
 from pi_compile.training.quality import LayerSums, measure_quality
-from pi_compile.training.stage import BYTES
+from pi_compile.training.spec import BYTES
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import PARTS, FfnBytes

@@ -44,8 +44,7 @@ from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
 from pi_compile.training import candidates, stage
 from pi_compile.training.quality import measure_quality
-from pi_compile.training.rung_choice import TUNE_FRACTIONS
-from pi_compile.training.stage import BYTES
+from pi_compile.training.spec import BYTES, TUNE_FRACTIONS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import NotMetError
@@ -335,7 +334,7 @@ def test_time_and_not_bytes_decides(run: Callable[..., PredictorSet]) -> None:
         Processor("a", 0, {"": 10**9}, {"gather": {"f16": 10**6}}, None),
         Processor("b", 10**12, {"": 10**9}, {}, None),
     )
-    assert predicted("a", stage.BYTES) > predicted("b", slow_to_pick)
+    assert predicted("a", BYTES) > predicted("b", slow_to_pick)
     assert predicted("c", slow_to_start) == 0
     trained = run("c", processor=slow_to_start)
     assert trained.rows[0].ffn_us == pytest.approx(2e6 + trained.rows[0].ffn_bytes / 1e3)

@@ -30,7 +30,7 @@ from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
 from pi_compile.training.candidates import LOST_ENERGY, initial_ranks
 from pi_compile.training.histogram import Histogram
 from pi_compile.training.quality import measure_quality
-from pi_compile.training.stage import BYTES
+from pi_compile.training.spec import BYTES
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import PARTS, FfnBytes, array_specs
