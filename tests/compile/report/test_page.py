@@ -28,10 +28,10 @@ from pi_compile.pipeline.lock_file import lock_path
 from pi_compile.placement.activation_file import ActivationFile
 from pi_compile.placement.stage import place
 from pi_compile.planning.forecast import PlanSpec, activation_counts
+from pi_compile.report.colours import COLOURS
 from pi_compile.report.explanation import Budget, Explanation, busy, explain
 from pi_compile.report.page import answer_of, report_page
 from pi_compile.report.quantities import NBSP, digits, duration, percent, span
-from pi_compile.report.style import COLOURS
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_runtime import console
 
