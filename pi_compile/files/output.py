@@ -41,7 +41,7 @@ def artifact_path(recipe: Path, output: Path | None) -> Path:
 
 
 def check_page(path: Path) -> None:
-    """Check the path of a report page, of which only another report page is replaced; see `check_output`."""
+    """Check the path of a report page; a file that is no report page is never replaced. See `check_output`."""
     check_output(path)
     if path.exists() and not _holds(path, PAGE_MARK.encode()):
         raise UsageError(

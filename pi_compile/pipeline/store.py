@@ -1,6 +1,6 @@
 """Results of stages on disk: nothing is computed twice, nothing stale is used, a killed stage resumes.
 
-A result's name holds the digest of everything it depends on, so that a result of that name is the wanted one. A stage
+A result's name holds the digest of everything it depends on, so a result of that name is the right one. A stage
 that is running works in a scratch folder of the same name. One process at a time works in a store; another waits.
 """
 
@@ -143,13 +143,13 @@ class Store:
         load: Callable[[Path], Result],
         suffix: str = ".npz",
     ) -> tuple[Result, bool]:
-        """(result, whether it was made now). `make` gets a scratch folder, which may hold the work of a killed run."""
+        """The result, and whether it was made now. `make` gets a scratch folder, which may hold a killed run's work."""
         path = self.folder / f"{stage}-{key[:16]}{suffix}"
         scratch = self.folder / f"{stage}-{key[:16]}.work"
         if path.exists():
             shutil.rmtree(scratch, ignore_errors=True)  # a kill after saving left it
             return load(path), False
-        # Scratch folders of other keys are of no more use, and may be large.
+        # Scratch folders of other keys are no longer of use, and may be large.
         for other in self.folder.glob(f"{stage}-*.work"):
             if other != scratch:
                 shutil.rmtree(other)

@@ -23,6 +23,7 @@ pytest.importorskip("matplotlib")
 from support.planned import CONFIG, MACHINE
 
 from pi_compile.cli.main import app
+from pi_compile.cli.options import PlanOptions
 from pi_compile.cli.plan_request import plan_request
 from pi_compile.pipeline.lock_file import lock_path
 from pi_compile.placement.activation_file import ActivationFile
@@ -91,8 +92,7 @@ def report(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def request(target: str, **options: Any) -> PlanSpec:
-    names = ("machine", "vram_budget", "ram_budget", "curve", "density", "counts", "fmt", "ctx_size")
-    return plan_request(target, **{**dict.fromkeys(names), **options})
+    return plan_request(PlanOptions(model=target, **options))
 
 
 def explained(target: str, **options: Any) -> Explanation:
