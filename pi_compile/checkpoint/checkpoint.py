@@ -195,6 +195,10 @@ def open_checkpoint(
 
     `ignore_config` has config keys that have no effect, as the user says by flag or `in_recipe`. Raises CheckpointError
     for whatever is missing, damaged, contradictory or unknown, and what `check_keys` raises.
+
+    >>> checkpoint = open_checkpoint("recipes/demo")
+    >>> checkpoint.decoder.family, checkpoint.decoder.n_layers, checkpoint.decoder.d_ff
+    ('llama', 4, 1024)
     """
     location = find_checkpoint(model, revision)
     commit = location.name if not Path(model).expanduser().exists() else None
