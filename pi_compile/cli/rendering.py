@@ -33,7 +33,7 @@ def emit(found: Mapping[str, Any], as_json: bool, text: Callable[[Mapping[str, A
 
 
 def show(found: Mapping[str, Any], ran: Sequence[str], as_json: bool, text: Mapping[str, Any] | None = None) -> None:
-    """Print what a stage found and which stages ran; as text only `text`, where there is one."""
+    """Print a stage's result and which stages ran. `text` is what is printed as text, by default the whole result."""
     if as_json:
         console.print_json({**found, "ran": ran})
         return
@@ -78,7 +78,7 @@ def facts(rows: Iterable[tuple[str, str]]) -> "Table":
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> "Table":
-    """Rows with the same keys, which are its heads; the first column is to the left where it has words."""
+    """A table of rows with the same keys, which are its heads. Words in the first column stand to the left."""
     from rich.table import Table
 
     found = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))

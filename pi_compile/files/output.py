@@ -14,7 +14,7 @@ _FIRST_BYTES = 128
 
 
 def check_output(path: Path) -> None:
-    """Check that a file can be written; raise UsageError for a folder, or in a folder that is missing or read-only."""
+    """Check that a file can be written. Raises UsageError for a folder, and if its folder is missing or read-only."""
     folder = Path(os.path.realpath(path)).parent
     if path.is_dir():
         raise UsageError(f"-o {path}: is a folder", expected="a file to write", remedy=f"-o {path / 'NAME'}")

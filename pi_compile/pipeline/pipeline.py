@@ -252,7 +252,7 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _fresh(result: Result, key: str, path: Path) -> Result:
-    """A stored result, refused if its recorded inputs differ from the current ones (somebody may have copied it)."""
+    """The stored result, checked to be made from the current inputs: somebody may have copied it."""
     found = key if isinstance(result, Streams) else result.inputs
     if found != key:
         raise ProfileError(

@@ -31,7 +31,7 @@ def names_activations(path: Path) -> bool:
 
 
 def check_solver(solver: str, *, locks: bool) -> None:
-    """Raise UsageError for a solver that is not known, or that no lock is made with."""
+    """Raise UsageError for an unknown solver, and for one that cannot make a lock."""
     if solver not in SOLVERS:
         raise UsageError(f"--solver {solver}: unknown solver", expected=", ".join(SOLVERS))
     if locks and solver != "exact":
@@ -56,9 +56,7 @@ def place_recipe(path: Path, solver: str = "exact", seconds: float = SECONDS) ->
         placements=place_budgets(
             work,
             machine,
-            objective=recipe.place.objective,
-            vram_gib=recipe.place.vram_gib,
-            ram_gib=recipe.place.ram_gib,
+            **recipe.place.model_dump(include={"objective", "vram_gib", "ram_gib"}),
             solver=solver,
             seconds=seconds,
         ),

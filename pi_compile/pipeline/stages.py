@@ -5,8 +5,7 @@ same settings give the same bytes either way. A stage reads nothing but its argu
 `docs/examples/python_api.py` has them in one piece.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,14 +34,6 @@ from pi_runtime.console import Progress, size
 
 KEPT: Mapping[str, str] = {}
 """Every part in the checkpoint's own number format."""
-
-
-def _quiet(_done: int, _total: int) -> None:
-    """Shows no progress."""
-
-
-def _silent(_line: str) -> None:
-    """Says nothing."""
 
 
 def read_corpus(
@@ -92,8 +83,8 @@ def profile(
     device: str = "cpu",
     scratch: Path | None = None,
     inputs: str = "",
-    notice: Callable[[str], None] = _silent,
-    progress: Progress = _quiet,
+    notice: Callable[[str], None] = lambda _line: None,
+    progress: Progress = lambda _done, _total: None,
 ) -> ActivationProfile:
     """Count for how many tokens each neuron fires, and order the neurons by that.
 
@@ -119,7 +110,9 @@ def profile(
     spec = ProfileSpec(**settings, layers_at_once=layers_at_once or None, device=device)
     checkpoint.check_values()
     notice(_announced("profiling", len(tokens), profiling.estimate(checkpoint.decoder, len(tokens), spec)))
-    with _work_folder(scratch) as folder:
+    with TemporaryDirectory() as temporary:
+        folder = scratch or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         return profiling.profile(checkpoint, tokens, spec, scratch=folder, inputs=inputs, progress=progress)
 
 
@@ -139,8 +132,8 @@ def train(
     device: str = "cpu",
     scratch: Path | None = None,
     inputs: str = "",
-    notice: Callable[[str], None] = _silent,
-    progress: Progress = _quiet,
+    notice: Callable[[str], None] = lambda _line: None,
+    progress: Progress = lambda _done, _total: None,
 ) -> PredictorSet:
     """Train predictors, and give each layer the rung that is quickest within one quality budget.
 
@@ -179,7 +172,9 @@ def train(
     texts = Texts(fit=corpus.fit[:tokens], tune=corpus.tune, report=corpus.report)
     work = training.training_work(checkpoint, profile, texts, spec)
     notice(_announced("training", len(texts.fit), work.estimate(device)))
-    with _work_folder(scratch) as folder:
+    with TemporaryDirectory() as temporary:
+        folder = scratch or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         return training.train_predictors(
             checkpoint, profile, texts, spec, scratch=folder, inputs=inputs, progress=progress
         )
@@ -256,7 +251,7 @@ def pack(
     placements: Sequence[Placement] = (),
     formats: Mapping[str, str] = KEPT,
     recipe: Mapping[str, Any] | None = None,
-    progress: Progress = _quiet,
+    progress: Progress = lambda _done, _total: None,
 ) -> PackResult:
     """Write the artifact of a checkpoint, which `pi_runtime.load` and `pi-run` run.
 
@@ -307,16 +302,6 @@ def _formats(
 
 def _machine(machine: Machine | str | Path) -> Machine:
     return machine if isinstance(machine, Machine) else find_machine(str(machine), Path())
-
-
-@contextmanager
-def _work_folder(scratch: Path | None) -> Iterator[Path]:
-    if scratch is not None:
-        scratch.mkdir(parents=True, exist_ok=True)
-        yield scratch
-        return
-    with TemporaryDirectory() as folder:
-        yield Path(folder)
 
 
 def _announced(what: str, tokens: int, e: Estimate) -> str:

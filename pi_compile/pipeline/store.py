@@ -25,7 +25,7 @@ from pi_compile.checkpoint.families import registry
 Result = TypeVar("Result")
 _ROOTS = {"pi_compile": pi_compile, "pi_runtime": pi_runtime}
 _MODULE = re.compile(r"pi_(compile|runtime)(\.\w+)+(:\w+)?")
-"""Text that names a module, or something in it."""
+"""A string that names a module, or something in it."""
 
 
 def key_of(**inputs: Any) -> str:
@@ -65,7 +65,7 @@ def code_digest(module: str) -> str:
 def sources_of(module: str) -> dict[str, Path]:
     """Source files by module name: `module` and what it imports of our two packages, in order of name.
 
-    A text that names a module, as registries do for what they load later, counts as an import of it.
+    A string that names a module, as in a registry of what is loaded later, counts as an import of it.
     """
     found: dict[str, Path] = {}
     waiting = [module]
@@ -97,7 +97,7 @@ def _files_of(module: str) -> list[Path]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Modules that a source file imports, anywhere in it, or names in a text."""
+    """Modules that a source file imports, anywhere in it, or names in a string."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
             yield node.value.partition(":")[0]

@@ -65,7 +65,7 @@ def answer_of(e: Explanation) -> str:
 
 
 def _name(e: Explanation) -> str:
-    """The model's name; the end of a path."""
+    """The model's name; for a path outside the working folder, its last two parts."""
     path = Path(e.spec.model.name)
     return "/".join(path.parts[-2:]) if path.is_absolute() or path.parts[:1] == ("..",) else str(path)
 
