@@ -54,7 +54,7 @@ def train_report(t: PredictorSet) -> dict[str, Any]:
 
 
 def place_report(placements: Sequence[Placement]) -> dict[str, Any]:
-    """A row for each budget: bytes in both memories, predicted speed, that of the greedy heuristic, what is on the GPU."""
+    """A row for each budget: bytes in both memories, predicted speeds, and what is on the GPU."""
     return {"plans": [_placement(p) for p in placements]}
 
 
