@@ -1,7 +1,8 @@
 """Compile Hugging Face checkpoints into one `artifact.pi` that `pi_runtime` runs.
 
-from pi_compile import open_checkpoint, pack
-pack(open_checkpoint("path/to/checkpoint"), "model.pi")
+    from pi_compile import open_checkpoint, pack
+
+    pack(open_checkpoint("path/to/checkpoint"), "model.pi")
 
 The stages in their order are `open_checkpoint`, `read_corpus`, `profile`, `train`, `place`, `pack` and `evaluate`;
 `docs/api.md` goes through them.
