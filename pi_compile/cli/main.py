@@ -119,13 +119,15 @@ def place(
 ) -> None:
     """Decide which parts belong on the GPU, for a ladder of budgets."""
     from pi_compile.pipeline import summary
-    from pi_compile.pipeline.recipe_placement import check_solver, names_activations, place_recipe
+    from pi_compile.pipeline.recipe_placement import check_solver, place_recipe
+    from pi_compile.recipe import read_recipe
 
     check_solver(solver, locks=lock or locked)
-    if not (lock or locked or names_activations(recipe)):
+    if not (lock or locked or read_recipe(recipe).place.activations):
         with _pipeline(recipe, device) as pipeline:
             show_placements(summary.place_report(pipeline.place(solver, time_limit)), pipeline.ran, as_json)
         return
+    from pi_compile.files import write_text
     from pi_compile.pipeline import lock_file
 
     placed = place_recipe(recipe, solver, time_limit)
@@ -133,7 +135,7 @@ def place(
     if locked:
         lock_file.check_lock(path, placed)
     elif lock:
-        lock_file.write_lock(path, placed)
+        write_text(path, lock_file.lock_text(placed))
     show_placements(summary.place_report(placed.placements), ["place"], as_json)
     if lock or locked:
         console.say(f"{path}: {'written' if not locked else 'recomputed: the same'}")

@@ -50,9 +50,11 @@ def show_artifact(packed: Mapping[str, Any], ran: Sequence[str], as_json: bool) 
 
 def show_placements(found: Mapping[str, Any], ran: Sequence[str], as_json: bool) -> None:
     """Print a row for each placement."""
-    rows = [{key: value for key, value in row.items() if key not in _LONG} for row in found["plans"]]
-    show(found, ran, as_json, {"plans": rows})
-    if not rows and not as_json:
+    if as_json:
+        console.print_json({**found, "ran": ran})
+        return
+    print_report({"plans": [{k: v for k, v in row.items() if k not in _LONG} for row in found["plans"]]})
+    if not found["plans"]:
         console.say("no plans: the machine has no GPU, or nothing on it would pay for a hand-over")
 
 

@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pi_compile.files import write_text
 from pi_compile.pipeline.recipe_placement import Placed
 from pi_compile.placement import Placement
 from pi_runtime.errors import NotMetError, UsageError
@@ -63,11 +62,6 @@ def _plan_lines(p: Placement) -> Iterator[str]:
 
 def _inline(values: Mapping[str, int]) -> str:
     return "{ " + ", ".join(f"{name} = {value}" for name, value in values.items()) + " }"
-
-
-def write_lock(path: Path, placed: Placed) -> None:
-    """Write the lock whole or not at all."""
-    write_text(path, lock_text(placed))
 
 
 def check_lock(path: Path, placed: Placed) -> None:

@@ -25,11 +25,6 @@ class Placed:
     placements: tuple[Placement, ...]
 
 
-def names_activations(path: Path) -> bool:
-    """Whether a recipe can be placed without its model."""
-    return bool(read_recipe(path).place.activations)
-
-
 def check_solver(solver: str, *, locks: bool) -> None:
     """Raise UsageError for an unknown solver, and for one that cannot make a lock."""
     if solver not in SOLVERS:
