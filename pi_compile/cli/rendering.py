@@ -60,7 +60,7 @@ def show_placements(found: Mapping[str, Any], ran: Sequence[str], as_json: bool)
 
 def print_report(report: Mapping[str, Any]) -> None:
     """Print plain values as a key–value list, and lists of rows as tables."""
-    tables = [table(value) for value in report.values() if isinstance(value, list)]
+    tables = [table(value) for value in report.values() if isinstance(value, list) and value]
     values = [(name.replace("_", " "), _shown(value)) for name, value in report.items() if not isinstance(value, list)]
     blocks = [*([facts(values)] if values else []), *tables]
     if blocks:
@@ -84,7 +84,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> "Table":
     from rich.table import Table
 
     found = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column, value in rows[0].items() if rows else ():
+    for column, value in rows[0].items():
         words = isinstance(value, str) and not found.columns
         found.add_column(column.replace("_", " "), justify="left" if words else "right", no_wrap=True)
     for row in rows:
