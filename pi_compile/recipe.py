@@ -1,13 +1,13 @@
 """A recipe: one model on one machine, as a complete and strict TOML file.
 
-Every key must be there and none may be unknown: a recipe says everything that decides its artifact. `docs/recipes.md`
+Every key must be there and none may be unknown: a recipe holds everything that decides its artifact. `docs/recipes.md`
 explains the keys. Paths are relative to the recipe.
 """
 
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,6 +17,7 @@ from pi_compile.errors import RecipeError, nearest
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.rungs import DENSE, GATE, PREDICTED, RUNGS
 from pi_runtime.artifact.schema import OBJECTIVES
+from pi_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     RungName = str
@@ -172,9 +173,26 @@ def read_recipe(path: Path) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        problems = "".join(f"\n    {_problem(dict(e))}" for e in error.errors())
         remedy = "docs/recipes.md explains every key; `pi-compile init` writes a complete recipe to compare with"
-        raise RecipeError(f"{path}: not a recipe as it stands:{problems}", remedy=remedy) from None
+        raise RecipeError(f"{path}: not a valid recipe:{_problems(error)}", remedy=remedy) from None
+
+
+def check_settings(**sections: Mapping[str, Any]) -> None:
+    """Check arguments of stages by the rules of a recipe, section by section.
+
+    Raises UsageError naming every problem with its key.
+    """
+    data = default_recipe("any").model_dump()
+    try:
+        Recipe.model_validate({**data, **{name: data[name] | values for name, values in sections.items()}})
+    except ValidationError as error:
+        remedy = "docs/recipes.md explains every key"
+        raise UsageError(f"wrong arguments:{_problems(error)}", remedy=remedy) from None
+
+
+def _problems(error: ValidationError) -> str:
+    """A line for each problem."""
+    return "".join(f"\n    {_problem(dict(e))}" for e in error.errors())
 
 
 def _problem(error: dict[str, Any]) -> str:

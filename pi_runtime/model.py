@@ -57,6 +57,10 @@ def load(
 
     Raises ArtifactError for a file that is not an artifact of this version, UsageError for an impossible argument,
     DeviceError for a device that is not there.
+
+    >>> with load("artifact.pi", mode="dense", device="cpu") as model:
+    ...     model.mode, model.device
+    ('dense', 'cpu')
     """
     automatic = device == "auto"
     device = resolve_device(device)
@@ -130,6 +134,12 @@ class Model:
     """A loaded artifact; a context manager that closes the file. Make one with `load`.
 
     Several threads may use one model, each with a cache or a generation of its own: its steps take turns.
+
+    >>> with load("artifact.pi", device="cpu") as model:
+    ...     logits = model.logits([1, 2, 3])
+    ...     text = "".join(model.generate("Once upon", max_tokens=4))
+    >>> logits.dtype, logits.shape
+    (dtype('float32'), (3, 257))
     """
 
     def __init__(self, artifact: Artifact, mode: str, executor: Executor, notice: str | None = None) -> None:

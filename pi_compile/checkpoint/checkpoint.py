@@ -188,6 +188,10 @@ def open_checkpoint(
 
     `ignore_config` names config keys that, as the user says, have no effect: by flag, or `in_recipe`. Raises
     CheckpointError for anything that is missing, damaged, contradictory or unknown, and what `check_keys` raises.
+
+    >>> checkpoint = open_checkpoint("recipes/demo")
+    >>> checkpoint.decoder.family, checkpoint.decoder.n_layers, checkpoint.decoder.d_ff
+    ('llama', 4, 1024)
     """
     location = find_checkpoint(model, revision)
     commit = None if Path(model).expanduser().exists() else location.name

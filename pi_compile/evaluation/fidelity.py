@@ -58,13 +58,13 @@ class Score:
 
 
 def evaluate(
-    artifact: Path,
-    texts: Sequence[Path],
-    model: Path | None,
+    artifact: Path | str,
+    texts: Sequence[Path | str],
+    model: Path | None = None,
     *,
-    tokens: int,
-    window: int,
-    progress: Progress,
+    tokens: int = 16_384,
+    window: int = 512,
+    progress: Progress = lambda _done, _total: None,
     options: LoadOptions = ON_CPU,
 ) -> dict[str, Any]:
     """Perplexity, top-1 agreement, bytes per token and tokens/s of each mode, and one row for each layer.
@@ -73,7 +73,15 @@ def evaluate(
     with it, the other modes with `dense`: their agreement, and the 95 % interval of the relative increase of
     perplexity. Raises CorpusError for a text shorter than one window, CheckpointError for a checkpoint that the
     artifact was not packed from.
+
+    `texts` are files or folders of text; at most their first `tokens` tokens are scored, in sequences of `window`.
+    `docs/pipeline.md` names the keys of the result, which are those of `pi-compile eval --json`.
+
+    >>> found = evaluate("demo.pi", ["docs/pipeline.md"], tokens=256, window=128)
+    >>> abs(found["perplexity"]["gate"] / found["perplexity"]["dense"] - 1) < 1e-5
+    True
     """
+    artifact = Path(artifact)
     with options.open_on_cpu(artifact) as opened:
         manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
     if model is not None:
@@ -117,10 +125,10 @@ def modes_of(m: Manifest) -> list[str]:
     return ["dense", "gate", *(["predicted"] if leaves_out else [])]
 
 
-def _windows(model: Model, texts: Sequence[Path], tokens: int, window: int) -> Windows:
+def _windows(model: Model, texts: Sequence[Path | str], tokens: int, window: int) -> Windows:
     window = min(window, model.context)
     ids: list[int] = []
-    for path in texts:
+    for path in map(Path, texts):
         files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
         if not files:
             raise CorpusError(

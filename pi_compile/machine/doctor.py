@@ -44,15 +44,6 @@ def diagnose() -> list[Finding]:
     ]
 
 
-def findings_text(findings: list[Finding]) -> str:
-    """Findings as lines to read, each with its remedy below it."""
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.topic:17}{finding.found}")
-        lines += [f"{'':17}→ {finding.remedy}"] if finding.remedy else []
-    return "\n".join(lines)
-
-
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from pi_compile.errors import RecipeError
 from pi_compile.machine import Machine, find_machine
 from pi_compile.placement import SECONDS, SOLVERS, Placement, Problem, in_bytes, ladder, ram_of
 from pi_compile.planning import find_planned, published_profile
-from pi_compile.recipe import PUBLISHED, PlaceSection, Recipe, read_recipe
+from pi_compile.recipe import PUBLISHED, Recipe, read_recipe
 from pi_compile.results import ActivationProfile
 from pi_runtime.errors import UsageError
 
@@ -25,21 +26,8 @@ class Placed:
     placements: tuple[Placement, ...]
 
 
-def names_activations(path: Path) -> bool:
-    """Whether a recipe can be placed without its model."""
-    return bool(read_recipe(path).place.activations)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Solving:
-    """How a placement is solved; see `placement.stage.place`."""
-
-    solver: str = "exact"
-    seconds: float = SECONDS
-
-
-def solving(solver: str, seconds: float, *, locks: bool) -> Solving:
-    """The solver of these flags. Raises UsageError for one that is not known, or that no lock is made with."""
+def check_solver(solver: str, *, locks: bool) -> None:
+    """Raise UsageError for an unknown solver, and for one that cannot make a lock."""
     if solver not in SOLVERS:
         raise UsageError(f"--solver {solver}: unknown solver", expected=", ".join(SOLVERS))
     if locks and solver != "exact":
@@ -47,10 +35,9 @@ def solving(solver: str, seconds: float, *, locks: bool) -> Solving:
             f"--solver {solver}: a lock holds the answer of the exact solver, whose ties are by rule",
             remedy="leave --solver out, or --lock and --locked",
         )
-    return Solving(solver=solver, seconds=seconds)
 
 
-def place_recipe(path: Path, how: Solving = Solving()) -> Placed:
+def place_recipe(path: Path, solver: str = "exact", seconds: float = SECONDS) -> Placed:
     """The placements of a recipe that names its activations. Raises RecipeError where it names none."""
     recipe, folder = read_recipe(path), path.resolve().parent
     machine = find_machine(recipe.place.machine, folder)
@@ -62,22 +49,30 @@ def place_recipe(path: Path, how: Solving = Solving()) -> Placed:
             "activations": source,
             "machine": _digest(machine.model_dump()),
         },
-        placements=place_section(work, machine, recipe.place, how),
+        placements=place_budgets(
+            work,
+            machine,
+            **recipe.place.model_dump(include={"objective", "vram_gib", "ram_gib"}),
+            solver=solver,
+            seconds=seconds,
+        ),
     )
 
 
-def place_section(
-    work: Workload, machine: Machine, section: PlaceSection, how: Solving = Solving()
+def place_budgets(
+    work: Workload,
+    machine: Machine,
+    *,
+    objective: str,
+    vram_gib: Sequence[float],
+    ram_gib: float,
+    solver: str,
+    seconds: float,
 ) -> tuple[Placement, ...]:
-    """Placements for the budgets of a recipe's [place]."""
-    return ladder(
-        Problem.of(work, machine),
-        [in_bytes(gib) for gib in section.vram_gib],
-        ram=ram_of(machine, section.ram_gib),
-        objective=section.objective,
-        solver=how.solver,
-        seconds=how.seconds,
-    )
+    """Placements for the ladder of budgets and for `vram_gib`; `ram_gib` is 0 for all that the machine has."""
+    check_solver(solver, locks=False)
+    further, ram = [in_bytes(gib) for gib in vram_gib], ram_of(machine, ram_gib)
+    return ladder(Problem.of(work, machine), further, ram=ram, objective=objective, solver=solver, seconds=seconds)
 
 
 def _workload(recipe: Recipe, folder: Path) -> tuple[Workload, str]:

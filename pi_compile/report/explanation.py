@@ -68,7 +68,7 @@ class Explanation:
 
 
 def explain(spec: PlanSpec, progress: Callable[[int, int], None] | None = None) -> Explanation:
-    """The placement at the budget, and those 25 % around it, on the CPU alone, and for the ladder of stored plans.
+    """Place at the budget, 25 % above and below it, on the CPU alone, and at the budgets that an artifact stores.
 
     Raises what `forecast.plan` raises.
     """
@@ -133,7 +133,7 @@ def tokens_per_s(placement: Placement) -> float:
 
 
 def busy(placement: Placement) -> dict[str, dict[str, int]]:
-    """Picoseconds of a token for which each processor and the link work, by part. They overlap only within an FFN."""
+    """Picoseconds that each processor and the link work for a token, by part. They overlap only within an FFN."""
     busy_ps: dict[str, dict[str, int]] = {
         name: dict.fromkeys(placement.time.parts, 0) for name in ("GPU", "CPU", "link")
     }

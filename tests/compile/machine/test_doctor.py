@@ -99,12 +99,3 @@ def test_a_slow_threading_layer_has_a_remedy(monkeypatch: pytest.MonkeyPatch, la
     finding = found("threading layer")
     assert finding.found == layer
     assert ("libgomp" in finding.remedy) == advised
-
-
-def test_findings_are_aligned_and_remedies_stand_below() -> None:
-    findings = [doctor.Finding("python", "3.11"), doctor.Finding("extra cuda", "missing triton", "install it")]
-    assert doctor.findings_text(findings).splitlines() == [
-        "python           3.11",
-        "extra cuda       missing triton",
-        "                 → install it",
-    ]

@@ -273,7 +273,7 @@ def test_inspect_shows_experts_and_the_range_of_their_cuts(
     assert plan["gpu_expert_share"] == [min(p.plan.cuts) / F, max(p.plan.cuts) / F]
     text = artifact_text(found)
     assert "5 experts, 2 a token, of 140 neurons" in text
-    assert "of an expert's)" in text
+    assert "of an expert's" in text
 
 
 def test_bytes_per_token_are_those_of_the_experts_it_goes_to(made: Made, tmp_path: Path) -> None:

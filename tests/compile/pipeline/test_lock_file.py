@@ -113,7 +113,7 @@ def test_a_lock_holds_and_every_input_breaks_it(recipe: Path, capsys: pytest.Cap
 
 
 def test_the_difference_is_told_by_layer(recipe: Path) -> None:
-    lock_file.write_lock(lock_file.lock_path(recipe), place_recipe(recipe))
+    lock_file.lock_path(recipe).write_text(lock_file.lock_text(place_recipe(recipe)))
     lock = recipe.with_suffix(".lock")
     text = lock.read_text()
     plan = tomllib.loads(text)["plan"][1]
@@ -131,7 +131,7 @@ def test_the_difference_is_told_by_layer(recipe: Path) -> None:
 
 def test_which_release_wrote_it_does_not_count(recipe: Path) -> None:
     placed, lock = place_recipe(recipe), recipe.with_suffix(".lock")
-    lock_file.write_lock(lock, placed)
+    lock.write_text(lock_file.lock_text(placed))
     lock.write_text(lock.read_text().replace('solver = "pi-toolchain ', 'solver = "pi-toolchain 99.'))
     lock_file.check_lock(lock, placed)
     lock.write_text(lock.read_text() + "nonsense\n")

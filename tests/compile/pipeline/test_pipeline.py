@@ -16,6 +16,7 @@ from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import ProfileError
 from pi_compile.packing import PackSpec, pack
 from pi_compile.pipeline import pipeline as pipeline_module
+from pi_compile.pipeline import stages
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.pipeline.store import code_digest, sources_of
 from pi_compile.recipe import Recipe, default_recipe
@@ -81,6 +82,30 @@ def test_a_build_makes_a_whole_artifact(project: Path) -> None:
         assert "".join(model.generate("the quick", max_tokens=4))
     with load(project / "small.pi", device="stand-in") as model:
         assert "".join(model.generate("the quick", max_tokens=4))
+
+
+def test_the_public_functions_make_the_same_bytes(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a researcher calls them, with the settings of the recipe."""
+    _, report = build(project)
+    monkeypatch.chdir(project)
+    recipe = small_recipe().model_dump()
+    corpus, training, machine, formats = (recipe[name] for name in ("corpus", "train", "place", "pack"))
+    checkpoint = open_checkpoint("model")
+    streams = stages.read_corpus(checkpoint, corpus.pop("text"), **corpus, window=32)
+    counts = stages.profile(checkpoint, streams.fit, **recipe["profile"])
+    predictors = stages.train(checkpoint, counts, streams, "stand-in", **training, window=32, formats=formats)
+    placements = stages.place(checkpoint, counts, predictors, machine["machine"], context=machine["context"])
+    packed = stages.pack(
+        checkpoint,
+        "again.pi",
+        profile=counts,
+        predictors=predictors,
+        placements=placements,
+        formats=formats,
+        recipe=small_recipe().model_dump(),
+    )
+    assert len(placements) > 1
+    assert packed.sha256 == report["sha256"]
 
 
 def test_a_second_build_does_nothing(project: Path) -> None:

@@ -1,7 +1,6 @@
-"""Stage results as values and tables."""
+"""Stage results as values."""
 
 import numpy as np
-import pytest
 from support.placeable import machine, workload
 from support.synthetic import small_decoder
 
@@ -38,12 +37,3 @@ def test_place_figures() -> None:
         128,
     )
     assert summary.place_report([]) == {"plans": []}
-
-
-def test_no_digit_of_a_table_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{f"column {n}": 1234567.0 + n for n in range(9)}, {f"column {n}": None for n in range(9)}]
-    summary.print_report({"total": 3, "rows": rows})
-    out = capsys.readouterr().out
-    assert "total: 3" in out
-    assert all(f"1,234,56{n}" in out for n in (7, 8, 9))
-    assert "…" not in out

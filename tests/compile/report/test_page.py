@@ -23,16 +23,17 @@ pytest.importorskip("matplotlib")
 from support.planned import CONFIG, MACHINE
 
 from pi_compile.cli.main import app
+from pi_compile.cli.options import PlanOptions
 from pi_compile.cli.plan_request import plan_request
 from pi_compile.cost_model.workload import Workload
 from pi_compile.pipeline.lock_file import lock_path
 from pi_compile.placement.formulation import Problem
 from pi_compile.placement.stage import place
 from pi_compile.planning.forecast import PlanSpec, activation_profile
+from pi_compile.report.colours import COLOURS
 from pi_compile.report.explanation import Budget, Explanation, busy, explain
 from pi_compile.report.page import answer_of, report_page
 from pi_compile.report.quantities import NBSP, digits, duration, percent, span
-from pi_compile.report.style import COLOURS
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_runtime import console
 
@@ -91,8 +92,7 @@ def report(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def request(target: str, **options: Any) -> PlanSpec:
-    names = ("machine", "vram_budget", "ram_budget", "curve", "density", "counts", "fmt", "ctx_size")
-    return plan_request(target, **{**dict.fromkeys(names), **options})
+    return plan_request(PlanOptions(model=target, **options))
 
 
 def explained(target: str, **options: Any) -> Explanation:
