@@ -19,6 +19,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # A shell's background jobs ignore it, and their children with them: then no test could interrupt a command.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="proofs that have a short form take their long one")
+
+
+@pytest.fixture(scope="session")
+def long(pytestconfig: pytest.Config) -> bool:
+    """Whether proofs that have a short form are to take their long one."""
+    return bool(pytestconfig.getoption("--long"))
+
+
 SHARED = Path(os.environ.get("PI_TEST_DATA", Path(__file__).parents[2] / "shared"))
 
 

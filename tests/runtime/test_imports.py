@@ -12,6 +12,8 @@ import pytest
 import pi_compile
 import pi_runtime
 
+pytestmark = pytest.mark.slow
+
 # Imports each module with none of ours loaded before, so that a circle shows whichever way it is entered.
 ALONE = """
 import importlib, sys

@@ -67,6 +67,7 @@ def test_only_artifacts_are_replaced(fails: Fails, model: Path, recipe: Path, co
         assert precious.read_bytes() == before
 
 
+@pytest.mark.slow
 @linux
 def test_a_full_disk_keeps_the_older_artifact(recipe: Path, tmp_path: Path) -> None:
     old = random_artifact(tmp_path / "a.pi", small_decoder())
@@ -83,6 +84,7 @@ def test_a_full_disk_keeps_the_older_artifact(recipe: Path, tmp_path: Path) -> N
     verify(old)
 
 
+@pytest.mark.slow
 @linux
 def test_interrupted(recipe: Path, tmp_path: Path) -> None:
     old = random_artifact(tmp_path / "a.pi", small_decoder())

@@ -56,6 +56,7 @@ def test_weights_are_stored_as_the_format_says(fmt: str, columns: int) -> None:
     np.testing.assert_array_equal(dequantised(fmt, stored, scales, columns), meant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", ["f16", "q4"])
 def test_from_end_to_end(tmp_path: Path, fmt: str) -> None:
     (definition, *rows), _ = run(tmp_path, "--device", "cpu", "--tiny", "--format", fmt)
@@ -88,6 +89,7 @@ def test_targets() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", ["f16", "q4"])
 def test_predictions(tmp_path: Path, fmt: str) -> None:
     rows, printed = run(tmp_path, "--predict", "--format", fmt)
