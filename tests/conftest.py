@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,14 @@ def long(pytestconfig: pytest.Config) -> bool:
 
 
 SHARED = Path(os.environ.get("PI_TEST_DATA", Path(__file__).parents[2] / "shared"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_disks() -> Iterator[None]:
+    """Tests write thousands of artifacts, and none has to survive a power cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session")
