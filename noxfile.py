@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["tests", "lint", "types", "runtime_only"]
+nox.options.sessions = ["tests", "lint", "types", "runtime_only", "planning_only"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = False
 
@@ -69,11 +69,20 @@ def types(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def runtime_only(session: nox.Session) -> None:
-    """Without the compile extra: generate from the golden artifact, and pass every test that needs no torch."""
+    """Without the compile extra: generate from the golden artifact; on the oldest and newest Python pass the tests."""
     session.install("-e", ".", *TEST_TOOLS)
     session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('torch')")
     session.run("pi-run", "tests/runtime/artifact/golden.pi", "--prompt", "golden", "--max-tokens", "8", "--stats")
-    session.run(*PYTEST, "tests/runtime", *session.posargs)
+    if session.python in (PYTHONS[0], PYTHONS[-1]) or session.posargs:
+        session.run(*PYTEST, "tests/runtime", *session.posargs)
+
+
+@nox.session(python=PYTHONS[-1])
+def planning_only(session: nox.Session) -> None:
+    """With the `report` extra alone, on the newest Python: pass the compiler's quick tests that need no torch."""
+    session.install("-e", ".[report]", *TEST_TOOLS)
+    session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('torch')")
+    session.run(*PYTEST, "tests/compile", "-m", "not slow", *session.posargs)
 
 
 @nox.session(python=PYTHONS)
