@@ -6,6 +6,7 @@ from typing import Any
 from pi_runtime.errors import DoesNotFitError, MissingExtraError, PiError, UsageError
 
 EXTRA_OF = {
+    "highspy": "place",
     "scipy": "place",
     "matplotlib": "report",
     "pydantic": "compile",  # place has it too, but whoever lacks it most likely lacks the rest of compile

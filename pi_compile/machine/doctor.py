@@ -14,7 +14,7 @@ from pi_runtime.execution.devices import gpu_driver
 
 EXTRAS = {
     "runtime": ("numpy", "numba", "tokenizers", "jinja2", "typer", "rich"),
-    "place": ("pydantic", "scipy"),
+    "place": ("highspy", "pydantic", "scipy"),
     "report": ("matplotlib",),
     "compile": ("torch", "transformers", "datasets", "huggingface_hub", "safetensors", "zarr", "gguf"),
     "cuda": ("torch", "triton"),

@@ -165,7 +165,7 @@ def _exact(problem: Problem, vram: int, ram: int) -> Solution | None:
 
 def _by_highs(problem: Problem, vram: int, ram: int, objective: str, seconds: float) -> Solution | None:
     """HiGHS's solution; None where the model does not fit. Raises NotMetError where it found none in its time."""
-    from pi_compile.placement import milp  # noqa: PLC0415  scipy.optimize, which the default solvers do without
+    from pi_compile.placement import milp  # noqa: PLC0415  HiGHS, which the default solvers do without
 
     try:
         if objective == "hot-mass":

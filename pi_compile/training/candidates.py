@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from pi_compile.cost_model import Reads
+from pi_compile.cost_model import Processor, Reads
 from pi_compile.torch_model import (
     Predictor,
     SparseFfn,

@@ -2,10 +2,10 @@
 
     nox -s bench -- reality [--quick] [--json PATH]
 
-Synthetic sparse models (tests/sparse_model) of two sizes, three formats and two densities, each on all rungs. The rates
-that a prediction starts from are those of `pi-compile machine`, measured in turn with the tokens; how often a neuron
-fires is what the generator measured of the model, not what the timed tokens did. Nothing is fitted. Then, for one
-model, the order of placements on the stand-in.
+Synthetic sparse models (tests/support/sparse_model) of two sizes, three formats and two densities, each on all rungs.
+The rates that a prediction starts from are those of `pi-compile machine`, measured in turn with the tokens. How often a
+neuron fires is what the generator measured of the model, not what the timed tokens did. Nothing is fitted. Then, for
+one model, the order of placements on the stand-in.
 """
 
 import argparse

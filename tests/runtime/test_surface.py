@@ -46,6 +46,7 @@ def test_other_names_are_not() -> None:
         from pi_runtime import lode  # noqa: F401
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "absent"),
     [

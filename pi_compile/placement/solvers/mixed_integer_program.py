@@ -1,4 +1,4 @@
-"""A mixed-integer linear program, built row by row and given to HiGHS whole, by scipy.
+"""A mixed-integer linear program, built row by row and given to HiGHS whole.
 
     minimise  c · x     subject to     low ≤ A x ≤ high,   lower ≤ x ≤ upper,   some x integer
 
@@ -8,17 +8,15 @@ with a gap of its own. Which of several equal optima it returns depends on its v
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import highspy
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-
-_INFEASIBLE = 2
-"""Status of a program without a solution."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +65,40 @@ class MixedIntegerProgram:
         self._highs.append(high)
 
     def solve(self, seconds: float, constant: float = 0.0) -> Answer | None:
-        """The best solution found within so many seconds; None where there is no solution.
+        """The best solution found within so many seconds, on one thread; None where there is no solution.
 
-        `constant` is added to its objective and bound. Raises TimeoutError where the time was up before one was found.
+        `constant` is added to the objective and its bound. Raises TimeoutError where the time was up before a solution
+        was found.
         """
+        highs = highspy.Highs()
+        options: dict[str, Any] = {"output_flag": False, "threads": 1, "random_seed": 0, "mip_rel_gap": 0.0}
+        options |= {"mip_abs_gap": 0.0, "time_limit": seconds}
+        for name, option in options.items():
+            highs.setOptionValue(name, option)
+        highs.passModel(self._model())
+        highs.run()
+        info, status = highs.getInfo(), highs.getModelStatus()
+        if status == highspy.HighsModelStatus.kInfeasible:
+            return None
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            raise TimeoutError(highs.modelStatusToString(status))
+        found, bound = info.objective_function_value, info.mip_dual_bound
+        return Answer(np.array(highs.getSolution().col_value), found + constant, bound + constant)
+
+    def _model(self) -> Any:
         rows, columns, coefficients = (np.concatenate(part) for part in zip(*self._entries, strict=True))
         matrix = coo_array((coefficients, (rows, columns)), shape=(len(self._lows), self._columns)).tocsc()
-        sign = -1.0 if self.maximise else 1.0
-        found = milp(
-            sign * np.concatenate(self._costs),
-            integrality=np.array(self._integer, np.int64),
-            bounds=Bounds(0, 1),
-            constraints=LinearConstraint(matrix, self._lows, self._highs),
-            options={"time_limit": seconds, "mip_rel_gap": 0.0},
-        )
-        if found.status == _INFEASIBLE:
-            return None
-        if found.x is None:
-            raise TimeoutError(found.message)
-        return Answer(found.x, sign * found.fun + constant, sign * found.mip_dual_bound + constant)
+        model = highspy.HighsLp()
+        model.num_col_, model.num_row_ = self._columns, len(self._lows)
+        model.sense_ = highspy.ObjSense.kMaximize if self.maximise else highspy.ObjSense.kMinimize
+        model.col_cost_ = np.concatenate(self._costs)
+        model.col_lower_, model.col_upper_ = np.zeros(self._columns), np.ones(self._columns)
+        model.row_lower_, model.row_upper_ = np.array(self._lows), np.array(self._highs)
+        model.integrality_ = [
+            highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous for whole in self._integer
+        ]
+        model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = (
+            matrix.indptr, matrix.indices, matrix.data,
+        )  # fmt: skip
+        return model

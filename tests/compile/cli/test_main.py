@@ -114,6 +114,7 @@ def test_the_flags_are_frozen() -> None:
     assert found == {name: flags | EVERYWHERE for name, flags in FLAGS.items()}
 
 
+@pytest.mark.slow
 def test_help_is_whole_and_light() -> None:
     """Help of everything in one process: every flag is there, no text is cut, and nothing heavy is loaded."""
     calls = [[], *([name] for name in FLAGS)]
@@ -379,6 +380,7 @@ def test_names_in_an_artifact_do_not_steer_the_terminal() -> None:
     assert "�[2Jllama" in text
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_had_enough_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)

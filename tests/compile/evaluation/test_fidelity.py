@@ -4,8 +4,12 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import numpy as np
 import torch
 from support import hf
 from support.paths import GOLDEN

@@ -211,7 +211,7 @@ def test_real_questions_are_answered_as_transformers_answers_them(shared: Path, 
     with load(artifact, mode="dense") as model:
         theirs = Theirs(folder, model.manifest.decoder.context_length)
         for file in ("arc_easy_test", "piqa_valid", "lambada_openai_test"):
-            for item in read_task(shared / "data" / "eval" / f"{file}.jsonl", 8).items:
+            for item in read_task(shared / "data" / "eval" / f"{file}.jsonl", 3).items:
                 asked = requests(item, model.tokenizer.encode, model.context)
                 found.append([likelihood(model.logits, request).logp for request in asked])
                 wanted.append([theirs.logp(item.context, text)[0] for text in item.answers])

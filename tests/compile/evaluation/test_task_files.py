@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
 from support.commands import INPUT, USAGE
 
 from pi_compile.errors import TaskError

@@ -187,6 +187,7 @@ def test_an_activation_profile_that_contradicts_itself(change: dict[str, Any], p
         ActivationProfile.load(tmp_path / "a.npz")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SMALL[:2], ids=lambda p: p.stem)
 def test_recomputed_without_torch_model_or_network(path: Path) -> None:
     """With those modules hidden, another locale and another number of threads."""

@@ -163,6 +163,7 @@ def test_the_text_says_the_same(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "\n0 %" in text
 
 
+@pytest.mark.slow
 def test_no_torch_is_needed(folder: Path) -> None:
     code = (
         "import sys\nfor name in ('torch', 'transformers', 'numba', 'safetensors'): sys.modules[name] = None\n"

@@ -190,6 +190,7 @@ def test_every_colour_has_a_light_and_a_dark_value(page: str) -> None:
     assert not re.findall(r"(?:fill|stroke): #", page)
 
 
+@pytest.mark.slow
 def test_the_same_placement_gives_the_same_bytes(page: str, folder: Path) -> None:
     """Also in another process with other hashes, and whatever the user's own matplotlib settings are."""
     (folder / "matplotlibrc").write_text("font.size: 30\naxes.grid: True\nsvg.fonttype: path\n")
@@ -398,6 +399,7 @@ def test_what_does_not_fit_leaves_no_page(folder: Path, capsys: pytest.CaptureFi
     assert sorted(path.name for path in folder.iterdir()) == ["alone.toml", "config.json", "m.toml", "p.npz"]
 
 
+@pytest.mark.slow
 def test_a_missing_extra_is_named(folder: Path) -> None:
     process = child("import sys; sys.modules['matplotlib'] = None", "report", *HERE, "-o", "page.html")
     out, err = process.communicate(timeout=60)

@@ -1,11 +1,11 @@
-"""Compiles every kernel that a run starts, for real GPUs and without one: `python compiling.py ARTIFACT [ARCH]`.
+"""Compiles every kernel that a run starts, for real GPUs and without one: `compiling.py [--arch 90] ARTIFACT…`.
 
 Triton compiles for any GPU on any machine. A driver that only names the GPU stands in for NVIDIA's. Launches compile
-and start nothing, so results stay zero; a run asks for no number and goes on. Prints Triton's version, the kind of GPU,
-and the kernels.
+and start nothing, so results stay zero; a run asks for no number and goes on. Prints Triton's version and the kind of
+GPU, then each artifact's kernels on a line.
 """
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -85,5 +85,10 @@ def run(artifact: Path, arch: int) -> set[str]:
 
 
 if __name__ == "__main__":
-    chosen = int(sys.argv[2]) if len(sys.argv) > 2 else 90
-    print(triton.__version__, chosen, *sorted(run(Path(sys.argv[1]), chosen)))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifacts", nargs="+", type=Path, metavar="ARTIFACT")
+    parser.add_argument("--arch", type=int, default=90, help="which GPU: 86 for sm_86")
+    asked = parser.parse_args()
+    print(triton.__version__, asked.arch)
+    for artifact in asked.artifacts:
+        print(*sorted(run(artifact, asked.arch)))

@@ -121,6 +121,7 @@ def test_a_fault_is_one_error(run: Run, monkeypatch: pytest.MonkeyPatch, fault: 
     assert LIMITS[-1] is None
 
 
+@pytest.mark.slow
 def test_it_may_be_the_first_thing_that_a_process_does(tmp_path: Path, gpu: Device) -> None:
     """Kernels from the cache start no threads, so the executor has to."""
     plan = stored_plan((0, 0), 1, 1)

@@ -145,7 +145,7 @@ def test_equals_the_branch_and_bound_of_highs(same: bool) -> None:
 
 def test_neither_multipliers_nor_gap_nor_pieces_decide_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(11)
-    graphs = [layered(rng, 6, 10, same=bool(n % 2)) for n in range(8)]
+    graphs = [layered(rng, 6, 10, same=bool(n % 2)) for n in range(4)]
     graphs += [replace(c, ram_budget=7 * 40) for c in graphs]
     expected = [answer([c]) for c in graphs]
     changes = [("FACTORS", (0,)), ("FACTORS", (3, 0.1)), ("_FIRST_GAP", 4), ("CANDIDATES", 7)]
