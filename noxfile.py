@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["tests", "lint", "types", "runtime_only"]
+nox.options.sessions = ["tests", "lint", "types", "runtime_only", "planning_only"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = False
 
@@ -17,7 +17,8 @@ TORCH = "torch==2.13.0"
 TRITON = "triton==3.9.0; platform_system == 'Linux'"
 PYTHONS = ["3.11", "3.12", "3.13"]
 # One process a core, up to four: each imports torch. A file's tests share what they set up, so they stay together.
-PYTEST = ["pytest", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile"]
+# tests/conftest.py says which files come first.
+PYTEST = ["pytest", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "--no-loadscope-reorder"]
 TEST_TOOLS = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "test")
 
 if shutil.which("pyenv"):
@@ -69,11 +70,20 @@ def types(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def runtime_only(session: nox.Session) -> None:
-    """Without the compile extra: generate from the golden artifact, and pass every test that needs no torch."""
+    """Without the compile extra: generate from the golden artifact; on the oldest and newest Python pass the tests."""
     session.install("-e", ".", *TEST_TOOLS)
     session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('torch')")
     session.run("pi-run", "tests/runtime/artifact/golden.pi", "--prompt", "golden", "--max-tokens", "8", "--stats")
-    session.run(*PYTEST, "tests/runtime", *session.posargs)
+    if session.python in (PYTHONS[0], PYTHONS[-1]) or session.posargs:
+        session.run(*PYTEST, "tests/runtime", *session.posargs)
+
+
+@nox.session(python=PYTHONS[-1])
+def planning_only(session: nox.Session) -> None:
+    """With the `report` extra alone, on the newest Python: pass the compiler's quick tests that need no torch."""
+    session.install("-e", ".[report]", *TEST_TOOLS)
+    session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('torch')")
+    session.run(*PYTEST, "tests/compile", "-m", "not slow", *session.posargs)
 
 
 @nox.session(python=PYTHONS)

@@ -7,8 +7,8 @@ novels-relu, and Bamboo-7B's curves as numbers read off the vector figure of its
 
 Needs matplotlib (the `report` extra).
 
-A `.npz` is an activation file (`pi-compile train RECIPE --export`): one line a layer. A `.csv` holds published curves:
-a column of fractions, then a column a line.
+A `.npz` is an activation profile (`pi-compile profile RECIPE --export`): one line a layer. A `.csv` holds published
+curves: a column of fractions, then a column a line.
 """
 
 import argparse
@@ -18,8 +18,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
-from pi_compile.placement.activation_file import ActivationFile
-from pi_compile.results.activation_profile import cumulative_curve
+from pi_compile.results.activation_profile import ActivationProfile
 
 mpl.use("svg")
 mpl.rcParams |= {"svg.hashsalt": "pi", "svg.fonttype": "none", "font.size": 9}
@@ -28,7 +27,7 @@ mpl.rcParams |= {"svg.hashsalt": "pi", "svg.fonttype": "none", "font.size": 9}
 def curves(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
     """(fraction of neurons, share of activations) of each line, both in percent."""
     if path.suffix == ".npz":
-        return [(np.linspace(0, 100, 101), 100 * curve) for curve in cumulative_curve(ActivationFile.load(path).counts)]
+        return [(np.linspace(0, 100, 101), 100 * curve) for curve in ActivationProfile.load(path).cumulative_curve()]
     with path.open(encoding="utf-8") as file:
         rows = list(csv.reader(file))
     table = np.array([[float(v) for v in row] for row in rows[1:]])

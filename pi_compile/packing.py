@@ -14,13 +14,13 @@ from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
 from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
 from pi_compile.checkpoint.tokenizer_files import read_text_files
-from pi_compile.cost_model import exact_rung
 from pi_compile.errors import CheckpointError, ProfileError
 from pi_compile.results import ActivationProfile, PredictorSet
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.layout import place_arrays
 from pi_runtime.artifact.quantisation import RoundingError, as_stored
+from pi_runtime.artifact.rungs import exact_rung
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
 from pi_runtime.artifact.writer import ArtifactWriter
@@ -112,13 +112,7 @@ def pack(
 
 def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
     """Number format of every part of the artifact; see `resolve_formats`."""
-    return resolve_formats(stored_formats(checkpoint), spec.formats, tied_head=checkpoint.decoder.tied_head)
-
-
-def stored_formats(checkpoint: Checkpoint) -> dict[str, str]:
-    """Number format of each part as the checkpoint stores it."""
-    parts = ["embedding", "attention", "ffn", *([] if checkpoint.decoder.tied_head else ["head"])]
-    return {part: checkpoint.format(part) for part in parts}
+    return resolve_formats(checkpoint.formats(), spec.formats, tied_head=checkpoint.decoder.tied_head)
 
 
 class _ProgressMeter:
@@ -181,7 +175,7 @@ class _ArrayValues:
 
 def _layers(decoder: Decoder, predictor_set: PredictorSet | None) -> tuple[Layer, ...]:
     if predictor_set is None:
-        return (Layer(rung=exact_rung(decoder)),) * decoder.n_layers
+        return (Layer(rung=exact_rung(decoder.sparse)),) * decoder.n_layers
     return tuple(row.layer for row in predictor_set.rows)
 
 

@@ -10,6 +10,7 @@ tokens, D model width, F neurons of all experts, X experts.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +86,9 @@ def profile(
         counts=counts,
         order=order,
         routed=routed if d.n_experts > 1 else None,
+        formats=checkpoint.formats(),
         inputs=inputs,
+        source="counts of the profile stage",
     )
 
 
@@ -126,16 +129,12 @@ class _Run:
         for n, (shard, file) in enumerate(zip(shards, files, strict=True)):
             if file.exists():
                 continue
-            d, bits = self.checkpoint.decoder, []
-            counts, routed = (np.zeros((len(group), size), np.int64) for size in (d.neurons, d.n_experts))
-            for batch in range(shard.start, min(shard.stop, len(self.ids_NT)), self.spec.batch):
-                rows = slice(batch, min(batch + self.spec.batch, shard.stop, len(self.ids_NT)))
-                layers = self._run_batch(group, weights, global_w, rows)
-                counts += np.stack([layer.counts for layer in layers])
-                routed += np.stack([layer.routed for layer in layers])
-                bits.append(np.stack([layer.bits for layer in layers]))
-            sums = {"counts": counts.astype(np.uint64), "routed": routed.astype(np.uint64)}
-            write_arrays(file, {**sums, "bits": np.concatenate(bits, axis=1)})
+            stop = min(shard.stop, len(self.ids_NT))
+            batches = (slice(b, min(b + self.spec.batch, stop)) for b in range(shard.start, stop, self.spec.batch))
+            found = [self._run_batch(group, weights, global_w, rows) for rows in batches]
+            counts, routed, bits = zip(*found, strict=True)
+            sums = (np.stack(arrays).sum(0, dtype=np.uint64) for arrays in (counts, routed))
+            write_arrays(file, {**dict(zip(("counts", "routed"), sums, strict=True)), "bits": np.concatenate(bits, 1)})
             self.progress(group.start * len(shards) + (n + 1) * len(group), self.layers * len(shards))
 
     @property
@@ -144,8 +143,8 @@ class _Run:
 
     def _run_batch(
         self, group: range, weights: list[dict[str, torch.Tensor]], global_w: td.NamedTensors, rows: slice
-    ) -> list["_BatchCounts"]:
-        """Push one batch through a group of layers."""
+    ) -> list[npt.NDArray[Any]]:
+        """Push one batch through a group of layers: counts (layers, F), routed tokens (layers, X), and packed bits."""
         d = self.checkpoint.decoder
         if group.start == 0:
             x = td.embed(d, global_w, self.ids_NT[rows].to(self.spec.device))
@@ -157,7 +156,7 @@ class _Run:
             h = td.neurons(d, w, inputs)
             fired, routed = (h != 0).flatten(0, 1), (td.routing(d, w, inputs) > 0).flatten(0, 1)
             found.append(
-                _BatchCounts(
+                (
                     count_fired(fired).numpy(force=True),
                     count_fired(routed).numpy(force=True),
                     self._sample(fired, rows.start * self.ids_NT.shape[1]),
@@ -166,7 +165,7 @@ class _Run:
             x = td.after_ffn(d, w, x, td.ffn_output(w, h))
         if group.stop < d.n_layers:
             self._hidden(group.stop)[rows] = x.cpu().numpy()
-        return found
+        return [np.stack(arrays) for arrays in zip(*found, strict=True)]
 
     def _hidden(self, layer: int) -> npt.NDArray[np.float32]:
         """Hidden states (N, T, D) before a group of layers."""
@@ -179,16 +178,6 @@ class _Run:
             return np.packbits(fired[:0].cpu().numpy(), axis=1)
         step = -(-self.ids_NT.numel() // self.spec.cofiring_tokens)
         return np.packbits(fired[-start % step :: step].cpu().numpy(), axis=1)
-
-
-@dataclass(frozen=True)
-class _BatchCounts:
-    """One layer's counts over a batch."""
-
-    counts: npt.NDArray[np.int64]
-    routed: npt.NDArray[np.int64]
-    bits: Bits
-    """Packed."""
 
 
 def count_fired(fired: torch.Tensor) -> torch.Tensor:

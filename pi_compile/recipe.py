@@ -1,13 +1,13 @@
 """A recipe: one model on one machine, as a complete and strict TOML file.
 
-Every key must be there and none may be unknown: a recipe says everything that decides its artifact. `docs/recipes.md`
+Every key must be there and none may be unknown: a recipe holds everything that decides its artifact. `docs/recipes.md`
 explains the keys. Paths are relative to the recipe.
 """
 
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,8 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pi_compile.errors import RecipeError, nearest
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
-from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.rungs import DENSE, GATE, PREDICTED, RUNGS
 from pi_runtime.artifact.schema import OBJECTIVES
+from pi_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     RungName = str
@@ -100,7 +101,7 @@ class PlaceSection(_Section):
     objective: Objective
     """`time`: least predicted time of a token; `hot-mass`: most activations on the GPU, as PowerInfer has it."""
     activations: str
-    """An activation file that `place` reads instead of the model, or `published`; empty to read the model."""
+    """An activation profile that `place` reads instead of the model, or `published`; empty to read the model."""
     context: Annotated[int, Field(ge=1)]
     """Positions of the key-value cache; the model's own if that is shorter."""
     vram_gib: list[Annotated[float, Field(gt=0, lt=2**20, allow_inf_nan=False)]]
@@ -152,7 +153,7 @@ def default_recipe(
             text=list(corpus), report=[], field="text", fit_tokens=1_000_000, tune_tokens=16_384, report_tokens=16_384
         ),
         profile=ProfileSection(window=512, batch=8, layers_at_once=0, cofiring_tokens=4096),
-        train=TrainSection(tokens=65_536, steps=300, rungs=["dense", "gate", "predicted"], seed=0),
+        train=TrainSection(tokens=65_536, steps=300, rungs=[DENSE, GATE, PREDICTED], seed=0),
         quality=QualitySection(perplexity_increase=0.001),
         place=PlaceSection(machine="pc-low", objective="time", activations="", context=2048, vram_gib=[], ram_gib=0.0),
         pack=PackSection(**keep),
@@ -172,9 +173,26 @@ def read_recipe(path: Path) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
-        problems = "".join(f"\n    {_problem(dict(e))}" for e in error.errors())
         remedy = "docs/recipes.md explains every key; `pi-compile init` writes a complete recipe to compare with"
-        raise RecipeError(f"{path}: not a recipe as it stands:{problems}", remedy=remedy) from None
+        raise RecipeError(f"{path}: not a valid recipe:{_problems(error)}", remedy=remedy) from None
+
+
+def check_settings(**sections: Mapping[str, Any]) -> None:
+    """Check arguments of stages by the rules of a recipe, section by section.
+
+    Raises UsageError naming every problem with its key.
+    """
+    data = default_recipe("any").model_dump()
+    try:
+        Recipe.model_validate({**data, **{name: data[name] | values for name, values in sections.items()}})
+    except ValidationError as error:
+        remedy = "docs/recipes.md explains every key"
+        raise UsageError(f"wrong arguments:{_problems(error)}", remedy=remedy) from None
+
+
+def _problems(error: ValidationError) -> str:
+    """A line for each problem."""
+    return "".join(f"\n    {_problem(dict(e))}" for e in error.errors())
 
 
 def _problem(error: dict[str, Any]) -> str:

@@ -1,9 +1,12 @@
 """Run a sparse language model from one `artifact.pi`.
 
-from pi_runtime import load
-model = load("artifact.pi")
-for piece in model.generate("Once upon a time"):
-    print(piece, end="")
+    from pi_runtime import load
+
+    with load("artifact.pi") as model:
+        for piece in model.generate("Once upon a time"):
+            print(piece, end="")
+
+`Sampling` says how tokens are drawn, and `Model` is what `load` gives.
 """
 
 from typing import TYPE_CHECKING, Any

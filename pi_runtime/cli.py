@@ -3,8 +3,9 @@
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,10 +13,9 @@ from pi_runtime import console
 from pi_runtime.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
-    from pi_runtime.artifact.schema import Plan
+    from pi_runtime.execution.plan_choice import Allocation
     from pi_runtime.generation import Generation
     from pi_runtime.model import Model
-    from pi_runtime.sampling import Sampling
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -72,57 +72,51 @@ def run(
             artifact, mode=mode, context=ctx_size, threads=threads, device=device, vram_budget=budget, progress=bar
         )
     with opened as model:
-        chosen = {
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-            "seed": seed,
-        }
-        flags = {name: value for name, value in chosen.items() if value is not None}
-        sampling = Sampling.from_generation_config(model.manifest.generation, **flags)
+        sampling = Sampling.from_generation_config(
+            model.manifest.generation,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        )
+        generate = partial(model.generate, max_tokens=max_tokens, sampling=sampling, stop=stop or [])
         _announce(model)
         model.warm_up()
-        load_s = time.perf_counter() - began
+        report = partial(_report, model, time.perf_counter() - began)
         if text is None:
-            _chat(model, sampling, system, max_tokens, stop or [], stats=stats, load_s=load_s)
-            return
-        answer = model.generate(text, max_tokens=max_tokens, sampling=sampling, stop=stop or [])
-        _answer(model, answer, as_json=as_json, stats=stats, load_s=load_s)
+            _chat(model, generate, system, report if stats else None)
+        elif as_json:
+            answer = generate(text)
+            console.print_json({"text": "".join(answer), **report(answer)})
+        else:
+            answer = generate(text)
+            _stream(answer)
+            if answer.finish_reason == "context":
+                console.say(f"(stopped: the context of {model.context} tokens is full; see --ctx-size)")
+            if stats:
+                _print_stats(model, report(answer))
 
 
 def _announce(model: "Model") -> None:
     """Say what the user should know before the first token."""
-    from pi_runtime.execution.plan_choice import gpu_bytes
     from pi_runtime.kernels.codegen.jit import is_cold
 
     if model.notice is not None:
         console.say(model.notice)
-    if model.plan is not None:
-        used = gpu_bytes(model.plan, model.manifest, model.context)
-        console.say(_placement_line(model.device, model.plan, used, model.context))
+    if model.allocation is not None:
+        console.say(_placement_line(model.device, model.allocation))
     if is_cold():
         console.say("compiling kernels for this processor, once (half a minute) …")
 
 
-def _answer(model: "Model", answer: "Generation", *, as_json: bool, stats: bool, load_s: float) -> None:
-    if as_json:
-        console.print_json({"text": "".join(answer), **_report(model, answer, load_s)})
-        return
-    _stream(answer)
-    if answer.finish_reason == "context":
-        console.say(f"(stopped: the context of {model.context} tokens is full; see --ctx-size)")
-    if stats:
-        _print_stats(_report(model, answer, load_s))
-
-
-def _placement_line(device: str, plan: "Plan", used: int, context: int) -> str:
-    where = "no GPU in use: the CPU stands in for one" if device == "stand-in" else device
-    solved = "" if context == plan.context else f" with a context of {context} (solved for {plan.context})"
+def _placement_line(device: str, taken: "Allocation") -> str:
+    where, plan = "no GPU in use: the CPU stands in for one" if device == "stand-in" else device, taken.plan
+    solved = "" if taken.context == plan.context else f" with a context of {taken.context} (solved for {plan.context})"
     return (
         f"{where}. Placement: {plan.objective} for {console.size(plan.vram_bytes)}, "
-        f"{console.size(used)} used{solved}; to solve another budget: [place] vram_gib, then pi-compile build"
+        f"{console.size(taken.total)} used{solved}; to solve another budget: [place] vram_gib, then pi-compile build"
     )
 
 
@@ -138,13 +132,9 @@ def _stream(answer: "Generation") -> str:
 
 def _chat(
     model: "Model",
-    sampling: "Sampling",
+    generate: Callable[..., "Generation"],
     system: str | None,
-    max_tokens: int,
-    stop: list[str],
-    *,
-    stats: bool,
-    load_s: float,
+    report: "Callable[[Generation], dict[str, Any]] | None",
 ) -> None:
     _ = model.chat_template  # before anybody types: a model without one cannot talk
     messages = [{"role": "system", "content": system}] if system else []
@@ -152,15 +142,13 @@ def _chat(
     console.say("Your turn; an empty line or end of input ends the talk.")
     while line := _read_turn():
         messages.append({"role": "user", "content": line})
-        answer = model.generate(
-            model.chat_prompt(messages), max_tokens=max_tokens, sampling=sampling, stop=stop, cache=cache
-        )
+        answer = generate(model.chat_prompt(messages), cache=cache)
         messages.append({"role": "assistant", "content": _stream(answer)})
         if answer.finish_reason == "context":
             console.say(f"(the context of {model.context} tokens is full; start again, or raise --ctx-size)")
             return
-        if stats:
-            _print_stats(_report(model, answer, load_s))
+        if report is not None:
+            _print_stats(model, report(answer))
 
 
 def _read_turn() -> str:
@@ -177,7 +165,7 @@ def _read(read: Callable[[], str]) -> str:
         raise PromptError("the text on stdin cannot be decoded", expected=error.encoding, found=error) from None
 
 
-def _report(model: "Model", answer: "Generation", load_s: float) -> dict[str, object]:
+def _report(model: "Model", load_s: float, answer: "Generation") -> dict[str, Any]:
     s = answer.stats
     figures = {
         "load_s": load_s,
@@ -192,10 +180,8 @@ def _report(model: "Model", answer: "Generation", load_s: float) -> dict[str, ob
     return {"finish_reason": answer.finish_reason, "mode": model.mode, "stats": figures}
 
 
-def _print_stats(report: dict[str, object]) -> None:
-    figures = report["stats"]
-    assert isinstance(figures, dict)
-    console.say(f"  {'mode':22}{report['mode']}")
-    for name, value in figures.items():
+def _print_stats(model: "Model", report: dict[str, Any]) -> None:
+    taken = {} if model.allocation is None else {"gpu_bytes": model.allocation.total}
+    for name, value in {"mode": report["mode"], **taken, **report["stats"]}.items():
         shown = "-" if value is None else f"{value:.3f}" if isinstance(value, float) else value
         console.say(f"  {name:22}{shown}")

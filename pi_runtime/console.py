@@ -1,4 +1,4 @@
-"""What both command lines share: results to stdout, progress and errors to stderr, exit codes.
+"""Common parts of both command lines: results to stdout, progress and errors to stderr, exit codes.
 
 0 ok · 1 internal · 2 usage · 3 bad input or artifact · 4 does not fit · 5 lock or quality budget not met ·
 130 interrupted.

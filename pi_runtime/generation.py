@@ -1,9 +1,11 @@
-"""Generation: prompt in, text out, one token at a time."""
+"""Generation: prompt in, text out, one token at a time.
+
+Shape letters: T tokens of a step, V vocabulary, L layers.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
@@ -12,7 +14,7 @@ from pi_runtime.execution.executor import Executor, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sampling import Sampler
 from pi_runtime.text.stop_strings import StopStrings
-from pi_runtime.text.tokenizer import Tokenizer
+from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +28,7 @@ class Stats:
     prefill_s: float
     decode_s: float
     first_token_s: float
-    """From the call to the first token."""
+    """Time from the call to the first token."""
     rows_read_share: float | None
     """Rows of `first` read ÷ neurons, over the decoded tokens; None where no token was decoded."""
     active_share: float | None
@@ -74,7 +76,7 @@ class Generation(Iterator[str]):
         self.token_ids: list[int] = []
         self._executor, self._cache, self._prompt = executor, cache, list(prompt)
         self._sampler, self._stop = sampler, StopStrings(stop)
-        self._end_ids, self._text = frozenset(end_ids), tokenizer.stream()
+        self._end_ids, self._text = frozenset(end_ids), TextStream(tokenizer)
         self._seen = list(prompt)
         self._limit = max_tokens
         self._began = time.perf_counter()
@@ -83,9 +85,6 @@ class Generation(Iterator[str]):
         self._rows = np.zeros(2, np.int64)
         self._steps = 0
         self._pieces = self._run()
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> str:
         return next(self._pieces)

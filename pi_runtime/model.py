@@ -1,16 +1,18 @@
-"""An open artifact as a model: logits and text."""
+"""An open artifact as a model: logits and text.
+
+Shape letters: T tokens, V vocabulary, L layers.
+"""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.footprint import kv_shape
+from pi_runtime.artifact.buffers import kv_cache
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest, Plan
@@ -19,7 +21,7 @@ from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.devices import resolve_device
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.execution.plan_choice import choose_plan
+from pi_runtime.execution.plan_choice import Allocation, choose_plan
 from pi_runtime.execution.stand_in import StandInExecutor
 from pi_runtime.generation import Generation
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
@@ -55,6 +57,10 @@ def load(
 
     Raises ArtifactError for a file that is not an artifact of this version, UsageError for an impossible argument,
     DeviceError for a device that is not there.
+
+    >>> with load("artifact.pi", mode="dense", device="cpu") as model:
+    ...     model.mode, model.device
+    ('dense', 'cpu')
     """
     automatic = device == "auto"
     device = resolve_device(device)
@@ -71,39 +77,40 @@ def load(
     try:
         positions = _context(artifact.manifest, context)
         _check_mode(artifact, mode)
-        if not device.startswith("cuda"):
-            return Model(
-                artifact, mode, _executor(artifact, mode, positions, threads or available, device, vram_budget)
-            )
-        from pi_runtime.cuda.opening import open_on_gpu  # noqa: PLC0415  needs torch
-
-        index = int(device.partition(":")[2])
+        notice = None
         try:
-            executor = open_on_gpu(
-                artifact, mode, positions, threads or available, index=index, vram_budget=vram_budget, progress=progress
-            )
+            executor = _executor(artifact, mode, positions, threads or available, device, vram_budget, progress)
         except (DoesNotFitError, DeviceError) as error:
             if not automatic or vram_budget is not None:
                 raise
             notice = f"the GPU is not used: {error.what}"
             if error.expected is not None:
                 notice += f" (expected: {error.expected}; found: {error.found})"
-            return Model(artifact, mode, CpuExecutor(artifact, mode, positions, threads or available), notice)
-        return Model(artifact, mode, executor)
+            executor = CpuExecutor(artifact, mode, positions, threads or available)
+        return Model(artifact, mode, executor, notice)
     except BaseException:
         artifact.close()
         raise
 
 
 def _executor(
-    artifact: Artifact, mode: str, context: int, threads: int, device: str, vram_budget: int | None
+    artifact: Artifact,
+    mode: str,
+    context: int,
+    threads: int,
+    device: str,
+    vram_budget: int | None,
+    progress: Callable[[int, int], None] | None,
 ) -> Executor:
     if device == "cpu":
         return CpuExecutor(artifact, mode, context, threads)
-    budget = sys.maxsize if vram_budget is None else vram_budget
-    m = artifact.manifest
-    plan = choose_plan(m, budget, context, str(artifact.path))
-    return StandInExecutor(artifact, mode, context, threads, plan)
+    if device == "stand-in":
+        taken = choose_plan(artifact, context, sys.maxsize if vram_budget is None else vram_budget)
+        return StandInExecutor(artifact, mode, threads, taken)
+    from pi_runtime.cuda.opening import open_on_gpu  # noqa: PLC0415  needs torch
+
+    index = int(device.partition(":")[2])
+    return open_on_gpu(artifact, mode, context, threads, index=index, vram_budget=vram_budget, progress=progress)
 
 
 def _check_mode(artifact: Artifact, mode: str) -> None:
@@ -127,11 +134,17 @@ class Model:
     """A loaded artifact; a context manager that closes the file. Make one with `load`.
 
     Several threads may use one model, each with a cache or a generation of its own: its steps take turns.
+
+    >>> with load("artifact.pi", device="cpu") as model:
+    ...     logits = model.logits([1, 2, 3])
+    ...     text = "".join(model.generate("Once upon", max_tokens=4))
+    >>> logits.dtype, logits.shape
+    (dtype('float32'), (3, 257))
     """
 
     def __init__(self, artifact: Artifact, mode: str, executor: Executor, notice: str | None = None) -> None:
         self.notice = executor.notice if notice is None else notice
-        """What the user should know about where it runs."""
+        """A message for the user about where it runs, if there is one."""
         self._artifact, self._executor = artifact, executor
         self.mode = mode
         self.context = executor.context
@@ -140,9 +153,14 @@ class Model:
         )
 
     @property
+    def allocation(self) -> Allocation | None:
+        """The plan that this run follows, and the bytes of GPU memory it takes; None where the CPU has everything."""
+        return self._executor.allocation
+
+    @property
     def plan(self) -> Plan | None:
-        """The placement that this run follows; None where the CPU has everything."""
-        return self._executor.plan
+        """The stored plan that this run follows; None where the CPU has everything."""
+        return None if self.allocation is None else self.allocation.plan
 
     @property
     def device(self) -> str:
@@ -188,7 +206,7 @@ class Model:
     def logits(
         self, token_ids: npt.ArrayLike, last: int | None = None, *, cache: KVCache | None = None
     ) -> npt.NDArray[np.float32]:
-        """Float32 logits (T, vocabulary) for a sequence of T token ids, with the mode's selection at every position.
+        """Float32 logits (T, V) for a sequence of T token ids, with the mode's selection at every position.
 
         `last`: return only the rows of so many positions at the end. `cache`: one that earlier calls of `logits` used;
         the positions before those rows that it holds are not computed again.
@@ -203,8 +221,11 @@ class Model:
         return np.concatenate([block.logits_TV for block in self._blocks(ids, cache)])[-last:]
 
     def examine(self, token_ids: npt.ArrayLike) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """Logits like `logits`, and what was selected: sums (layers, 3) over the tokens of neurons that fire, rows of
-        `first` that the mode reads, and neurons that fire and are kept."""
+        """Logits as `logits` gives them, and what was selected.
+
+        The second array (L, 3) has for each layer the sums over all tokens of neurons that fire, rows of `first` that
+        the mode reads, and neurons that fire and are kept.
+        """
         blocks = list(self._blocks(self._checked_ids(token_ids), self.new_cache(), count=True))
         counts = [block.counts_L3 for block in blocks if block.counts_L3 is not None]
         return np.concatenate([block.logits_TV for block in blocks]), np.sum(counts, axis=0)
@@ -228,7 +249,7 @@ class Model:
                 self._step(SequenceStep(cache=cache, tokens=np.array(tokens, np.int64), select=select))
 
     def decode(self, token: int, cache: KVCache) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """Run one token: returns logits (V,) after it, and (layers, 2) rows of `first` read and neurons kept."""
+        """Run one token; returns logits (V,) after it, and (L, 2) rows of `first` read and neurons kept."""
         if self._checked_cache(cache).room == 0:
             raise PromptError(f"the context of {cache.context} tokens is full")
         found = self._step(SequenceStep(cache=cache, tokens=self._checked_ids([token]), select=True))
@@ -264,14 +285,13 @@ class Model:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _checked_cache(self, cache: KVCache) -> KVCache:
         """Check that the cache has this model's shape: kernels do not."""
-        if cache.values.shape != kv_shape(self.manifest.decoder, self.context):
+        d = self.manifest.decoder
+        if cache.values.shape != kv_cache(d, self.manifest.formats["attention"], self.context, d.n_layers).shape:
             raise UsageError("the cache was made for another model or context", remedy="model.new_cache()")
         return cache
 

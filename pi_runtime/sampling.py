@@ -33,7 +33,11 @@ GROUPS, LIKELY = 1024, 256
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The settings by which the next token is chosen. Raises UsageError naming the flag of an impossible value."""
+    """The settings by which the next token is chosen. Raises UsageError naming the flag of an impossible value.
+
+    >>> Sampling(temperature=0.7, top_k=40, seed=1).top_p
+    1.0
+    """
 
     temperature: float = 0.0
     """Divides the logits; 0 is greedy."""

@@ -1,7 +1,7 @@
 """One opened checkpoint: its decoder, and the values of every artifact array in bounded blocks.
 
-Each block is read from the mapped file when it is needed and not kept, so that memory does not grow with the model. D
-model width, F neurons; rows_per_neuron of `ffn/rest` is 1 in a plain FFN, 2 in a gated one.
+Each block is read from the mapped file when it is needed and not kept, so that memory does not grow with the model.
+Shape letters: D model width, F neurons. `ffn/rest` has one row for each neuron in a plain FFN, two in a gated one.
 """
 
 import hashlib
@@ -17,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor
+from pi_compile.checkpoint.families.adapter import SourceTensor
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, find_checkpoint
-from pi_compile.checkpoint.resolution import resolve_checkpoint
-from pi_compile.checkpoint.tensors import RowReader, TensorSource
+from pi_compile.checkpoint.resolution import ResolvedCheckpoint, resolve_checkpoint
+from pi_compile.checkpoint.tensors import RowReader
 from pi_compile.errors import CheckpointError
-from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.sizes import PARTS, array_specs
 
 Values = npt.NDArray[np.float32]
@@ -34,23 +33,12 @@ NEURON_ARRAYS = ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest")
 _EMBEDDING_ARRAYS = ("embedding", "embedding_in", "embedding_out", "positions")
 
 
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """A checkpoint of which every config key and tensor is known. `open_checkpoint` makes one."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpoint(ResolvedCheckpoint):
+    """An opened checkpoint, with the values of its tensors. `open_checkpoint` makes one."""
 
-    location: Path
-    """Its folder, or its GGUF file."""
     revision: str | None
     """Commit of a hub model; None for a local folder."""
-    adapter: Adapter
-    prefix: str
-    """Prefix of its tensor names."""
-    decoder: Decoder
-    source: TensorSource
-    notices: tuple[str, ...]
-    """Lines for the user about what is no error."""
-    ignored_config: tuple[str, ...]
-    """Config keys that are unknown, and without effect as the user says."""
 
     @property
     def folder(self) -> Path:
@@ -72,14 +60,19 @@ class Checkpoint:
         return tuple(tensor.name for tensor in self._source_tensors(array))
 
     def format(self, part: str) -> str:
-        """Number format that keeps the values of a part (embedding, attention, ffn, head): f32 where formats are mixed.
+        """The number format that keeps the values of a part (embedding, attention, ffn, head).
 
-        Routers do not count: they are f32 in every artifact.
+        It is f32 where formats are mixed. Routers do not count: they are f32 in every artifact.
         """
         names = [n for n, shape in self.array_shapes.items() if len(shape) > 1 and part_of(n) == part]
         matrices = [name for name in names if not name.endswith("/router")]
         found = {self.source.dtype(tensor) for array in matrices for tensor in self.tensor_names(array)}
         return found.pop() if len(found) == 1 else "f32"
+
+    def formats(self) -> dict[str, str]:
+        """Number format of each part as it is stored; the head's where it is not the embedding."""
+        parts = ("embedding", "attention", "ffn", *(() if self.decoder.tied_head else ("head",)))
+        return {part: self.format(part) for part in parts}
 
     def extremes(self, tensor: str) -> Values:
         """Smallest and largest value of a checkpoint tensor."""
@@ -88,7 +81,7 @@ class Checkpoint:
 
     @cached_property
     def file_digests(self) -> dict[str, str]:
-        """sha256 by name of every file that is read: config, tokenizer, weights. Reads them all once."""
+        """File name → sha256 of every file that is read: config, tokenizer, weights. Reads them all once."""
         beside = (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES) if self.location.is_dir() else ()
         names = sorted({*(name for name in beside if (self.folder / name).is_file()), *self.source.files})
         with ThreadPoolExecutor() as pool:
@@ -99,7 +92,7 @@ class Checkpoint:
         return hashlib.sha256(json.dumps(self.file_digests, sort_keys=True).encode()).hexdigest()
 
     def values(self, array: str, order: Order | None = None) -> Values:
-        """A whole artifact array. Memory is not bounded as with `blocks`: this is for small arrays and tests."""
+        """The values of a whole artifact array, which must fit in memory; `blocks` has no such limit."""
         return np.concatenate(list(self.blocks(array, order)))
 
     def layer_values(self, layer: int, order: Order | None = None) -> dict[str, Values]:
@@ -122,7 +115,7 @@ class Checkpoint:
         return self._joined(self._source_tensors(array), rows_per_neuron, index)
 
     def check_values(self) -> None:
-        """Read all weights once, so that no long work ends at a damaged one.
+        """Read all weights once, so that no long stage fails late at a damaged one.
 
         Raises CheckpointError naming a tensor whose values are not all finite.
         """
@@ -147,9 +140,9 @@ class Checkpoint:
     def _joined(
         self, tensors: tuple[SourceTensor, ...], rows_per_neuron: int | None, index: torch.Tensor | None
     ) -> Iterator[Values]:
-        """Blocks of one tensor after the other.
+        """Blocks of the tensors, one tensor after the other.
 
-        With `rows_per_neuron`, blocks [rows, rows_per_neuron, D] of so many tensors [F, D] at a time.
+        Where `rows_per_neuron` is given, that many tensors [F, D] together make blocks [rows, rows_per_neuron, D].
         """
         rows_before = 0
         for start in range(0, len(tensors), rows_per_neuron or 1):
@@ -167,9 +160,9 @@ class Checkpoint:
                 yield values[0] if rows_per_neuron is None else np.stack(values, axis=1)
 
     def _matrix(self, tensor: SourceTensor) -> RowReader:
-        """The tensor in its file, or a copy of it, transposed or of the wanted rows.
+        """The mapped tensor; where it is transposed or only some rows are wanted, a copy.
 
-        A copy takes one pass over the file, where every block would take a strided one.
+        Making the copy reads the file once; without it, every block would read with strides.
         """
         if tensor.rows is None and not tensor.transposed:
             return self.source.rows(tensor.name)
@@ -193,13 +186,16 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a local folder, a GGUF file or a hub name, and check everything but the values.
 
-    `ignore_config` has config keys that have no effect, as the user says by flag or `in_recipe`. Raises CheckpointError
-    for whatever is missing, damaged, contradictory or unknown, and what `check_keys` raises.
+    `ignore_config` names config keys that, as the user says, have no effect: by flag, or `in_recipe`. Raises
+    CheckpointError for anything that is missing, damaged, contradictory or unknown, and what `check_keys` raises.
+
+    >>> checkpoint = open_checkpoint("recipes/demo")
+    >>> checkpoint.decoder.family, checkpoint.decoder.n_layers, checkpoint.decoder.d_ff
+    ('llama', 4, 1024)
     """
     location = find_checkpoint(model, revision)
-    commit = location.name if not Path(model).expanduser().exists() else None
-    resolved = resolve_checkpoint(location, ignore_config, in_recipe=in_recipe)
-    return Checkpoint(location=location, revision=commit, **vars(resolved))
+    commit = None if Path(model).expanduser().exists() else location.name
+    return Checkpoint(revision=commit, **vars(resolve_checkpoint(location, ignore_config, in_recipe=in_recipe)))
 
 
 def part_of(array: str) -> str | None:

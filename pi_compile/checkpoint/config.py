@@ -5,6 +5,7 @@ import json
 import math
 import shlex
 from collections.abc import Collection, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ _HARMLESS_KEYS = """
     no_repeat_ngram_size encoder_no_repeat_ngram_size remove_invalid_values exponential_decay_length_penalty
 """
 HARMLESS = frozenset(_HARMLESS_KEYS.split())
-"""Keys of any family that say nothing of the function, but of files, training, tokens or generation."""
+"""Keys of any family that do not change the function: they are about files, training, tokens or generation."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention_multiplier": (1.0,),
@@ -57,27 +58,35 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 class Config:
-    """The fields of one `config.json`; every message names the file."""
+    """The fields of one `config.json`; its error messages name the file."""
 
     def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
         self.path, self.fields = path, fields
+        self.names: Mapping[str, str] = {}
+        """Usual name of a key → the name that it has in this config."""
         self.notices: list[str] = []
-        """Lines for the user about what is no error."""
+        """Lines for the user about things that are no errors."""
+
+    def renamed(self, names: Mapping[str, str]) -> "Config":
+        """The same config, whose keys are asked for by their usual names; messages have the config's own."""
+        found = copy(self)
+        found.names = names
+        return found
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key; `default` where it is missing or null."""
-        value = self.fields.get(key)
+        value = self.fields.get(self.names.get(key, key))
         return default if value is None else value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """An integer in 1 … 2³¹ − 1."""
+        """The value of a key that must be an integer in 1 … 2³¹ − 1."""
         value = self.get(key, default)
         if type(value) is not int or not 1 <= value < 2**31:
             raise self.error(key, value, expected="a positive integer")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive finite number."""
+        """The value of a key that must be a positive finite number."""
         value = self.get(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.error(key, value, expected="a positive number")
@@ -90,14 +99,14 @@ class Config:
         return value
 
     def choice(self, key: str, default: str | None, allowed: Mapping[str, str]) -> str:
-        """One of `allowed`, translated by it."""
+        """The value of a key that must be one of `allowed`, translated by it."""
         value = self.get(key, default)
         if not isinstance(value, str) or value not in allowed:
             raise self.error(key, value, expected=f"one of {', '.join(allowed)}", remedy="no other is supported yet")
         return allowed[value]
 
     def check_derived(self, key: str, derived: float, source: str) -> None:
-        """Refuse a redundant key that contradicts what it follows from; `source` says what that is."""
+        """Refuse a redundant key whose value does not follow from other keys; `source` says how it does."""
         value = self.get(key)
         if value is not None and (type(value) not in (int, float) or value != derived):
             raise self.error(
@@ -108,6 +117,7 @@ class Config:
             )
 
     def error(self, key: str, value: object, *, expected: object = None, remedy: str | None = None) -> CheckpointError:
+        key = self.names.get(key, key)
         found = f"{value!r}" if value is not None or key in self.fields else "no such key"
         return CheckpointError(f"{self.path}: {key}", expected=expected, found=found, remedy=remedy)
 
@@ -122,9 +132,9 @@ def check_keys(
 ) -> list[str]:
     """Refuse keys that might change the function; return the unknown keys that are ignored on request.
 
-    `read` has the keys that the family reads, `neutral` its additions to `NEUTRAL`, `ignore` the keys that have no
-    effect, as the user says: in a recipe, or by `--ignore-config`, which must name keys that are there. Raises
-    CheckpointError naming every key in question, and UsageError.
+    `read` has the keys that the family reads, `neutral` its additions to `NEUTRAL`. `ignore` has the keys that, as the
+    user says, have no effect: in a recipe, or by `--ignore-config`, which must name keys that are there. Raises
+    CheckpointError naming every key that is refused, and UsageError.
     """
     fields = config.fields
     if not in_recipe:
@@ -157,7 +167,7 @@ def refuse_changes(config: Config, read: Collection[str], neutral: Mapping[str, 
 
 
 def ignored_notices(config: Config, ignored: Collection[str]) -> list[str]:
-    """What the user is told of the keys that `check_keys` returned."""
+    """Lines for the user about the keys that `check_keys` returned."""
     return [f"config.json: {key} = {_short(config.fields[key])} is ignored, as asked" for key in ignored]
 
 

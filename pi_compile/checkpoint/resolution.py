@@ -25,16 +25,21 @@ _COMPARED_ROWS = 4096
 _MOST_NAMES = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ResolvedCheckpoint:
-    """A checkpoint's family, decoder and tensors; see `Checkpoint`."""
+    """A checkpoint in which every config key and every tensor is known; `Checkpoint` adds the values."""
 
+    location: Path
+    """Its folder, or its GGUF file."""
     adapter: Adapter
     prefix: str
+    """Prefix of its tensor names."""
     decoder: Decoder
     source: TensorSource
     notices: tuple[str, ...]
+    """Lines for the user about things that are no errors."""
     ignored_config: tuple[str, ...]
+    """Unknown config keys that, as the user says, have no effect."""
 
 
 def resolve_checkpoint(
@@ -42,12 +47,11 @@ def resolve_checkpoint(
 ) -> ResolvedCheckpoint:
     """Read the config and the tensor names of a folder or a GGUF file, and check that they fit.
 
-    See `check_keys` for the keys to ignore.
-
-    Raises CheckpointError for the first kind of fault, naming all faults of that kind.
+    See `check_keys` for the keys to ignore. Raises CheckpointError for the first kind of fault, naming all faults of
+    that kind.
     """
     file = open_gguf(location) if location.is_file() else None
-    config = read_config(location) if file is None else gguf_config(file)
+    config = gguf_config(file) if file else Config(location / CONFIG_FILE, read_json(location / CONFIG_FILE))
     adapter = _adapter(config)
     ignored = check_keys(config, adapter.read_keys, adapter.neutral_keys, ignore_config, in_recipe=in_recipe)
     notices = ignored_notices(config, ignored)
@@ -67,12 +71,15 @@ def resolve_checkpoint(
     _check_tensors(decoder, adapter, prefix, source)
     for pattern, notice in adapter.unused_tensors.items():
         notices += [notice] if any(re.search(pattern, name) for name in source.names) else []
-    return ResolvedCheckpoint(adapter, prefix, decoder, source, tuple(notices), tuple(ignored))
-
-
-def read_config(folder: Path) -> Config:
-    """The config of a folder. Raises CheckpointError if it cannot be read."""
-    return Config(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE))
+    return ResolvedCheckpoint(
+        location=location,
+        adapter=adapter,
+        prefix=prefix,
+        decoder=decoder,
+        source=source,
+        notices=tuple(notices),
+        ignored_config=tuple(ignored),
+    )
 
 
 def _adapter(config: Config) -> Adapter:
@@ -101,9 +108,9 @@ def _prefix(adapter: Adapter, decoder: Decoder, source: TensorSource) -> str:
 def _resolve_tied_head(
     decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource, notices: list[str]
 ) -> Decoder:
-    """The decoder, with a head of its own if the checkpoint stores one that differs from the tied embedding.
+    """The decoder; it has a head of its own if the checkpoint stores one that differs from the tied embedding.
 
-    The rule is that of transformers. A head that is stored in place of the embedding is the embedding.
+    This is the rule of transformers. If only the head is stored, it is the embedding too.
     """
     embedding = prefix + adapter.global_tensors["embedding"][0].name
     if embedding not in source.names:
@@ -179,7 +186,7 @@ def _check_shapes(expected: dict[str, tuple[int, ...]], source: TensorSource) ->
     wrong = [name for name, shape in expected.items() if source.shape(name) != shape]
     if wrong:
         raise CheckpointError(
-            f"{source.path(wrong[0])}: {len(wrong)} tensors have not the shape that {source.described_by} calls for",
+            f"{source.path(wrong[0])}: {len(wrong)} tensors do not have the shape that {source.described_by} calls for",
             expected=_shortened([f"{name} {expected[name]}" for name in wrong]),
             found=_shortened([f"{name} {source.shape(name)}" for name in wrong]),
             remedy=f"{source.described_by} and weights are of different models",

@@ -21,7 +21,7 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
 class RowReader(Protocol):
-    """A tensor from which rows are read, some at a time."""
+    """A tensor from which some rows are read at a time."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -35,7 +35,7 @@ class TensorSource(Protocol):
     location: Path
     """Folder, or the one file."""
     described_by: str
-    """What says which tensors there should be, for messages."""
+    """Name of the place that says which tensors there should be, for messages."""
     files: tuple[str, ...]
     """Names of the files that are read."""
     names: frozenset[str]
@@ -63,7 +63,8 @@ class FolderTensors:
         self._tensors: dict[str, torch.Tensor] = {}
         self._file_of: dict[str, str] = {}
         for file in self.files if index is None else self.files[1:]:
-            for name, tensor in _open_file(folder / file).items():
+            opened = _open_safetensors if file.endswith(".safetensors") else _open_pickle
+            for name, tensor in opened(folder / file).items():
                 if index is None or index.get(name, file) == file:
                     self._tensors[name], self._file_of[name] = tensor, file
         self.names = frozenset(self._tensors)
@@ -133,10 +134,6 @@ def _check_index(path: Path, index: Mapping[str, str], file_of: Mapping[str, str
             found=f"not there: {', '.join(missing[:5])}",
             remedy="index and shards are of different checkpoints: fetch them again",
         )
-
-
-def _open_file(path: Path) -> Mapping[str, torch.Tensor]:
-    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickle(path)
 
 
 def _open_safetensors(path: Path) -> Mapping[str, torch.Tensor]:

@@ -6,7 +6,7 @@ The reference is what transformers does with the checkpoint. The checkpoint's ow
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,10 @@ class TextFiles:
 
 
 def read_text_files(location: Path, vocab_size: int) -> TextFiles:
-    """Read tokenizer, chat template, end tokens and sampling defaults of a checkpoint with this vocabulary.
+    """Read tokenizer, chat template, end tokens and sampling defaults of a checkpoint.
 
-    `location` is the checkpoint's folder, or a GGUF file; nothing beside that file is read.
-
-    Raises CheckpointError where there is no tokenizer, or one that transformers or the runtime cannot read.
+    `location` is the checkpoint's folder, or a GGUF file; nothing beside that file is read. `vocab_size` is the
+    model's. Raises CheckpointError if there is no tokenizer, or if transformers or the runtime cannot read it.
     """
     notices: list[str] = []
     config, generation_config = _configs(location)
@@ -66,7 +65,11 @@ def read_text_files(location: Path, vocab_size: int) -> TextFiles:
     if len(tokenizer) > vocab_size:
         notices.append(f"the tokenizer has {len(tokenizer)} tokens, the model {vocab_size}: some have no meaning to it")
     in_text = ("bos_token", "eos_token")  # they have fields of their own
-    special = {name: _as_text(token) for name, token in tokenizer.special_tokens_map.items() if name not in in_text}
+    special = {
+        name: [str(t) for t in token] if isinstance(token, list | tuple) else str(token)
+        for name, token in tokenizer.special_tokens_map.items()
+        if name not in in_text
+    }
     text = Text(
         prefix_ids=_prefix_ids(tokenizer, vocab_size, location, notices),
         end_ids=_end_ids(end_ids, tokenizer, vocab_size, notices),
@@ -78,7 +81,7 @@ def read_text_files(location: Path, vocab_size: int) -> TextFiles:
 
 
 def _configs(location: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """The fields of config.json and generation_config.json; those of a GGUF file stand for the first."""
+    """The fields of config.json and generation_config.json; a GGUF file has the first, as its metadata."""
     if not location.is_dir():
         return gguf_config(open_gguf(location)).fields, None
     generation = location / GENERATION_FILE
@@ -95,10 +98,6 @@ def _stored_tokenizer(folder: Path) -> bytes | None:
         expected=f"one of {TOKENIZER}, {', '.join(' with '.join(form) for form in _OTHER_FORMS)}",
         remedy="copy the tokenizer's files of the model into the folder",
     )
-
-
-def _load_from_folder(folder: Path) -> Any:
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def _load_from_gguf(file: Path) -> Any:
@@ -127,7 +126,10 @@ def _load(location: Path) -> Any:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # transformers warns of model types that it does not know
     try:
-        tokenizer = (_load_from_folder if location.is_dir() else _load_from_gguf)(location)
+        if location.is_dir():
+            tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False, local_files_only=True)
+        else:
+            tokenizer = _load_from_gguf(location)
     # transformers fails in all of these ways on damaged tokenizer files.
     except (
         *(OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, ImportError),
@@ -153,7 +155,7 @@ def _load(location: Path) -> Any:
 
 
 def _tokenizer_json(folder: Path, stored: bytes | None, tokenizer: Any, notices: list[str]) -> bytes:
-    """The stored tokenizer.json if it encodes as transformers does, else the form that transformers writes."""
+    """The stored tokenizer.json if it encodes text as transformers does, else the one that transformers writes."""
     made: bytes = tokenizer.backend_tokenizer.to_str().encode()
     if stored is None:
         return made
@@ -166,18 +168,13 @@ def _tokenizer_json(folder: Path, stored: bytes | None, tokenizer: Any, notices:
     plain.no_padding()
     if all(
         plain.encode(probe, add_special_tokens=False).ids == tokenizer.encode(probe, add_special_tokens=False)
-        for probe in _probes(tokenizer)
+        for probe in (*_PROBES, "a".join(tokenizer.all_special_tokens))
     ):
         return stored
     notices.append(
         f"{TOKENIZER} alone encodes text differently from transformers with its settings: the latter is packed"
     )
     return made
-
-
-def _probes(tokenizer: Any) -> Iterator[str]:
-    yield from _PROBES
-    yield "a".join(tokenizer.all_special_tokens)
 
 
 def _template(tokenizer: Any, notices: list[str]) -> str | None:
@@ -190,7 +187,7 @@ def _template(tokenizer: Any, notices: list[str]) -> str | None:
 
 
 def _prefix_ids(tokenizer: Any, vocab_size: int, folder: Path, notices: list[str]) -> tuple[int, ...]:
-    """The tokens that transformers puts before a text by default; those it puts after one are not part of a prompt."""
+    """The tokens that transformers puts before a text by default; tokens after a text are not part of a prompt."""
     plain = tokenizer.encode(_PROBES[0], add_special_tokens=False)
     framed = tokenizer.encode(_PROBES[0])
     starts = [n for n in range(len(framed) - len(plain) + 1) if framed[n : n + len(plain)] == plain]
@@ -202,10 +199,10 @@ def _prefix_ids(tokenizer: Any, vocab_size: int, folder: Path, notices: list[str
         )
     prefix, suffix = framed[: starts[0]], framed[starts[0] + len(plain) :]
     if suffix:
-        notices.append(f"the tokenizer ends each text with {suffix}: not done to prompts, which go on")
+        notices.append(f"the tokenizer ends each text with {suffix}: prompts, which go on, are not ended")
     if any(i >= vocab_size for i in prefix):
         raise CheckpointError(
-            f"{folder}: the tokenizer begins each text with {prefix}, which the model has not",
+            f"{folder}: the tokenizer begins each text with {prefix}, which the model does not have",
             expected=f"ids below {vocab_size}",
             remedy="tokenizer and weights are of different models",
         )
@@ -213,7 +210,7 @@ def _prefix_ids(tokenizer: Any, vocab_size: int, folder: Path, notices: list[str
 
 
 def _configured_end_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any], folder: Path) -> list[int]:
-    """The end tokens that generation_config.json and config.json name, each once."""
+    """The end tokens of generation_config.json, then those of config.json, each once."""
     ids: dict[int, None] = {}
     for name, fields in ((GENERATION_FILE, generation_config), (CONFIG_FILE, config)):
         value = fields.get("eos_token_id")
@@ -226,19 +223,19 @@ def _configured_end_ids(config: Mapping[str, Any], generation_config: Mapping[st
 
 
 def _end_ids(configured: Sequence[int], tokenizer: Any, vocab_size: int, notices: list[str]) -> tuple[int, ...]:
-    """The configured end tokens that are in the vocabulary; without any, the tokenizer's own end token."""
+    """The configured end tokens that are in the vocabulary; if none is configured, the tokenizer's own."""
     eos = tokenizer.eos_token_id
     ids = configured or ([] if eos is None else [eos])
     kept = tuple(i for i in ids if 0 <= i < vocab_size)
     if len(kept) < len(ids):
-        notices.append(f"end tokens {sorted(set(ids) - set(kept))} are outside the vocabulary and never come: dropped")
+        notices.append(f"end tokens {sorted(set(ids) - set(kept))} are outside the vocabulary: they are dropped")
     if not kept:
         notices.append("no end token is known: a generation ends only at its limit")
     return kept
 
 
 def _sampling_defaults(fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Sampling defaults of generation_config.json, or of config.json, where older checkpoints have them."""
+    """The sampling defaults among the fields of generation_config.json; older checkpoints have them in config.json."""
     defaults = {key: fields[key] for key in GENERATION_KEYS if fields.get(key) is not None}
     for key, value in defaults.items():
         kinds: tuple[type, ...] = {"do_sample": (bool,), "top_k": (int,)}.get(key, (int, float))
@@ -249,7 +246,3 @@ def _sampling_defaults(fields: Mapping[str, Any], folder: Path) -> dict[str, Any
                 found=repr(value),
             )
     return defaults
-
-
-def _as_text(token: object) -> object:
-    return [str(t) for t in token] if isinstance(token, list | tuple) else str(token)

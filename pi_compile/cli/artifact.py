@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pi_compile.cli.options import ArtifactPath, Debug, Json, RunCtxSize, RunDevice, RunVramBudget, Threads
+from pi_compile.cli.rendering import artifact_text, emit, eval_report, print_report, task_reports
 from pi_runtime import console
 from pi_runtime.errors import UsageError
 
@@ -28,7 +29,7 @@ def evaluate(
     ] = None,
     model: Annotated[Path | None, typer.Option(help="The checkpoint, to compare with.", show_default=False)] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Most tokens of the text to score.")] = 16_384,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of one sequence of it.")] = 512,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of one sequence.")] = 512,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Score this many questions of a task, the first. Default: all.")
     ] = None,
@@ -41,17 +42,17 @@ def evaluate(
 ) -> None:
     """Measure how faithful an artifact is in each mode.
 
-    Scored are held-out text (--text), questions (--task), or both; on a GPU the logits of decoding, token by token.
+    It scores held-out text (--text), questions (--task), or both. On a GPU it scores what decoding computes, token by
+    token.
     """
     from pi_compile.evaluation import evaluate as score_text
     from pi_compile.evaluation import evaluate_tasks
-    from pi_compile.pipeline import summary
 
     if not text and not task:
         raise UsageError("eval: nothing to score", expected="--text FILE or --task FILE, or both")
     if limit is not None and not task:
         raise UsageError(
-            "--limit is of questions", expected="--task FILE", remedy="--tokens limits what is scored of a text"
+            "--limit counts questions", expected="--task FILE", remedy="--tokens limits the text that is scored"
         )
     options = _load_options(device, vram_budget, ctx_size, threads)
     tasks = _read_tasks(task or [], limit)
@@ -65,9 +66,8 @@ def evaluate(
     if as_json:
         console.print_json(found)
     else:
-        summary.print_report(summary.eval_report(found) if text else {})
-        for row in summary.task_reports(found.get("tasks", [])):
-            summary.print_report(row)
+        for report in [*([eval_report(found)] if text else []), *task_reports(found.get("tasks", []))]:
+            print_report(report)
 
 
 def _load_options(
@@ -95,14 +95,9 @@ def _read_tasks(paths: list[Path], limit: int | None) -> list["Task"]:
 
 def inspect(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) -> None:
     """Say what an artifact holds."""
-    from pi_compile.cli.rendering import artifact_text
     from pi_runtime.artifact.inspection import inspect as look
 
-    summary = look(artifact)
-    if as_json:
-        console.print_json(summary)
-    else:
-        typer.echo(artifact_text(summary))
+    emit(look(artifact), as_json, artifact_text)
 
 
 def verify(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) -> None:
@@ -111,9 +106,7 @@ def verify(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) 
 
     with console.progress("verifying") as progress:
         found = check(artifact, progress)
-    if as_json:
-        fields = asdict(found)
-        console.print_json({"artifact": str(fields.pop("path")), "bytes": fields.pop("nbytes"), **fields})
-    else:
-        held = f"{console.size(found.nbytes)} in {found.arrays + found.files} parts"
-        typer.echo(f"{artifact}: every byte is as it was written ({held})")
+    fields = asdict(found)
+    report = {"artifact": str(fields.pop("path")), "bytes": fields.pop("nbytes"), **fields}
+    held = f"{console.size(found.nbytes)} in {found.arrays + found.files} parts"
+    emit(report, as_json, lambda _: f"{artifact}: every byte is as it was written ({held})")

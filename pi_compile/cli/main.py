@@ -1,6 +1,5 @@
 """`pi-compile`: make and examine artifacts."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ import typer
 
 from pi_compile.cli import artifact, planning
 from pi_compile.cli.options import Debug, Device, Export, IgnoreConfig, Json, Output, RecipePath
-from pi_compile.cli.rendering import show, show_artifact, show_placements
+from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements
 from pi_runtime import console
 
 if TYPE_CHECKING:
@@ -40,14 +39,19 @@ def _pipeline(recipe: Path, device: str) -> Iterator["Pipeline"]:
         yield pipeline
 
 
-def _export(pipeline: "Pipeline", path: Path | None, *, trained: bool) -> None:
-    if path is None:
-        return
+def _show_stage(recipe: Path, device: str, export: Path | None, as_json: bool, *, trained: bool) -> None:
+    """Run `profile`, or `train` too; print its report, and write what placing needs of the model."""
     from pi_compile.files import check_output
+    from pi_compile.pipeline import summary
 
-    check_output(path)
-    pipeline.activations(trained=trained).save(path)
-    console.say(f"{path}: written; name it in [place] activations, relative to the recipe")
+    if export is not None:
+        check_output(export)
+    with _pipeline(recipe, device) as pipeline:
+        found = summary.train_report(pipeline.trained) if trained else summary.profile_report(pipeline.profile)
+        show(found, pipeline.ran, as_json)
+        if export is not None:
+            (pipeline.refined if trained else pipeline.profile).save(export)
+            console.say(f"{export}: written; name it in [place] activations, relative to the recipe")
 
 
 @app.command()
@@ -89,11 +93,7 @@ def profile(
     recipe: RecipePath, export: Export = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
 ) -> None:
     """Count how often each neuron fires on the recipe's corpus."""
-    from pi_compile.pipeline import summary
-
-    with _pipeline(recipe, device) as pipeline:
-        show(summary.profile_report(pipeline.profile), pipeline.ran, as_json)
-        _export(pipeline, export, trained=False)
+    _show_stage(recipe, device, export, as_json, trained=False)
 
 
 @app.command()
@@ -101,11 +101,7 @@ def train(
     recipe: RecipePath, export: Export = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
 ) -> None:
     """Train predictors and choose each layer's rung."""
-    from pi_compile.pipeline import summary
-
-    with _pipeline(recipe, device) as pipeline:
-        show(summary.train_report(pipeline.trained), pipeline.ran, as_json)
-        _export(pipeline, export, trained=True)
+    _show_stage(recipe, device, export, as_json, trained=True)
 
 
 @app.command()
@@ -116,28 +112,30 @@ def place(
     solver: Annotated[
         str, typer.Option(help="exact; or highs (an independent proof), or greedy (a heuristic).")
     ] = "exact",
-    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds that highs has for one budget.")] = 60.0,
+    time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for one budget, with --solver highs.")] = 60.0,
     device: Device = "cpu",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Decide which parts belong on the GPU, for a ladder of budgets."""
     from pi_compile.pipeline import summary
-    from pi_compile.pipeline.recipe_placement import names_activations, place_recipe, solving
+    from pi_compile.pipeline.recipe_placement import check_solver, place_recipe
+    from pi_compile.recipe import read_recipe
 
-    how = solving(solver, time_limit, locks=lock or locked)
-    if not (lock or locked or names_activations(recipe)):
+    check_solver(solver, locks=lock or locked)
+    if not (lock or locked or read_recipe(recipe).place.activations):
         with _pipeline(recipe, device) as pipeline:
-            show_placements(summary.place_report(pipeline.place(how)), pipeline.ran, as_json)
+            show_placements(summary.place_report(pipeline.place(solver, time_limit)), pipeline.ran, as_json)
         return
+    from pi_compile.files import write_text
     from pi_compile.pipeline import lock_file
 
-    placed = place_recipe(recipe, how)
+    placed = place_recipe(recipe, solver, time_limit)
     path = lock_file.lock_path(recipe)
     if locked:
         lock_file.check_lock(path, placed)
     elif lock:
-        lock_file.write_lock(path, placed)
+        write_text(path, lock_file.lock_text(placed))
     show_placements(summary.place_report(placed.placements), ["place"], as_json)
     if lock or locked:
         console.say(f"{path}: {'written' if not locked else 'recomputed: the same'}")
@@ -192,16 +190,11 @@ def machine(
     check_output(output)
     found = measure_machine()
     write_text(output, found.to_toml())
-    if as_json:
-        console.print_json(found.model_dump())
-    else:
-        sys.stdout.write(found.to_toml())
+    emit(found.model_dump(), as_json, lambda _: found.to_toml().rstrip())
 
 
 app.command()(planning.plan)
-app.command("report")(planning.report)
-
-
+app.command()(planning.report)
 app.command()(artifact.inspect)
 app.command()(artifact.verify)
 
@@ -209,10 +202,8 @@ app.command()(artifact.verify)
 @app.command()
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
     """Say what this machine and this installation can do."""
-    from pi_compile.machine.doctor import diagnose, findings_text
+    from pi_compile.machine.doctor import diagnose
 
     findings = diagnose()
-    if as_json:
-        console.print_json({f.topic: {"found": f.found, "remedy": f.remedy} for f in findings})
-    else:
-        typer.echo(findings_text(findings))
+    report = {f.topic: {"found": f.found, "remedy": f.remedy} for f in findings}
+    emit(report, as_json, lambda _: findings_text(findings))

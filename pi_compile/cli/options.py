@@ -1,7 +1,11 @@
 """Arguments and options that several commands of `pi-compile` share."""
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,9 +14,11 @@ from pi_runtime.errors import DeviceError, UsageError
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (see init).", show_default=False)]
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A packed model.", show_default=False)]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write; default: the recipe's name .pi")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Where to write. Default: the recipe's name with .pi")
+]
 Export = Annotated[
-    Path | None, typer.Option(help="Write what placing needs of the model: an activation file.", show_default=False)
+    Path | None, typer.Option(help="Write what placing needs of the model: an activation profile.", show_default=False)
 ]
 IgnoreConfig = Annotated[
     list[str] | None,
@@ -37,28 +43,55 @@ Threads = Annotated[int | None, typer.Option(envvar="PI_THREADS", help="CPU thre
 Json = Annotated[bool, console.JSON]
 Debug = Annotated[bool, console.DEBUG]
 
-# What a plan depends on (see `plan_request`).
-Planned = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A recipe, a config.json or its folder, or a bundled OWNER/NAME.", show_default=False
-    ),
-]
-MachineName = Annotated[str | None, typer.Option("--machine", help="A machine profile; default: the recipe's.")]
-VramBudget = Annotated[
-    str | None, typer.Option(envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB. Default: all but 1 GiB.")
-]
-RamBudget = Annotated[str | None, typer.Option(envvar="PI_RAM_BUDGET", help="Memory to use, like 24GiB. Default: all.")]
-Curve = Annotated[str | None, typer.Option(help="A published activation curve; needs --density.")]
-Density = Annotated[str | None, typer.Option(help="Share of the neurons that fire for a token.")]
-Counts = Annotated[Path | None, typer.Option(help="An activation profile of the model.", show_default=False)]
-NumberFormat = Annotated[
-    str | None, typer.Option("--format", help="Number format of all weights. Default: the recipe's, the config's.")
-]
-CtxSize = Annotated[
-    int | None,
-    typer.Option(envvar="PI_CTX_SIZE", min=1, help="Positions to make room for. Default: the recipe's; 2048."),
-]
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What a plan depends on: the options of `plan` and `report`."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A recipe, a config.json or its folder, or a bundled OWNER/NAME.", show_default=False
+        ),
+    ]
+    machine: Annotated[str | None, typer.Option(help="A machine profile; default: the recipe's.")] = None
+    vram_budget: Annotated[
+        str | None, typer.Option(envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB. Default: all but 1 GiB.")
+    ] = None
+    ram_budget: Annotated[
+        str | None, typer.Option(envvar="PI_RAM_BUDGET", help="Memory to use, like 24GiB. Default: all.")
+    ] = None
+    curve: Annotated[str | None, typer.Option(help="A published activation curve; needs --density.")] = None
+    density: Annotated[str | None, typer.Option(help="Share of the neurons that fire for a token.")] = None
+    counts: Annotated[Path | None, typer.Option(help="An activation profile of the model.", show_default=False)] = None
+    number_format: Annotated[
+        str | None, typer.Option("--format", help="Number format of all weights. Default: the recipe's, the config's.")
+    ] = None
+    ctx_size: Annotated[
+        int | None,
+        typer.Option(envvar="PI_CTX_SIZE", min=1, help="Positions to make room for. Default: the recipe's; 2048."),
+    ] = None
+    ignore_config: IgnoreConfig = None
+
+
+def takes(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a command take the options of a dataclass, whose instance is its first argument."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shared = inspect.signature(options).parameters
+        _, *own = inspect.signature(command).parameters.values()
+        parameters = [*shared.values(), *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own)]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            command(options(**{name: values.pop(name) for name in shared}), **values)
+
+        # typer reads options from the signature.
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        return run
+
+    return decorate
 
 
 def torch_device(name: str) -> str:

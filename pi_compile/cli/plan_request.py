@@ -1,10 +1,11 @@
-"""The spec of a plan from a command line: a flag goes before the recipe, the recipe before the default."""
+"""The spec of a plan from a command line: a flag overrides the recipe, the recipe overrides the default."""
 
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from pi_compile.checkpoint.part_formats import KEEP
+from pi_compile.cli.options import PlanOptions
 from pi_compile.machine import Machine, find_machine
 from pi_compile.placement import in_bytes, ram_of
 from pi_compile.planning import GIB, PlannedModel, PlanSpec, find_planned
@@ -20,20 +21,9 @@ RESERVE = GIB
 """GPU memory that the default budget leaves to the driver and the screen."""
 
 
-def plan_request(
-    target: str,
-    *,
-    machine: str | None,
-    vram_budget: str | None,
-    ram_budget: str | None,
-    curve: str | None,
-    density: str | None,
-    counts: Path | None,
-    fmt: str | None,
-    ctx_size: int | None,
-    ignore_config: Sequence[str] = (),
-) -> PlanSpec:
+def plan_request(options: PlanOptions) -> PlanSpec:
     """The spec of a plan. Raises UsageError, RecipeError, CheckpointError or ProfileError."""
+    target, fmt = options.model, options.number_format
     if target.endswith(".pi"):
         raise UsageError(
             f"{target}: an artifact does not say how many rows its predictors pick",
@@ -42,27 +32,27 @@ def plan_request(
         )
     recipe = read_recipe(Path(target)) if target.endswith(".toml") else None
     folder = Path(target).resolve().parent if recipe else Path()
-    model = _planned(target, recipe, folder, ignore_config)
-    found = _machine(machine, recipe, folder)
+    model = _planned(target, recipe, folder, options.ignore_config or [])
+    machine = _machine(options.machine, recipe, folder)
     if fmt is not None and fmt not in WEIGHT_FORMATS:
         raise UsageError(f"--format {fmt}: unknown", expected=f"one of {', '.join(WEIGHT_FORMATS)}")
-    wanted = dict.fromkeys(PARTS, fmt) if fmt else recipe.pack.model_dump() if recipe else dict.fromkeys(PARTS, KEEP)
-    ram = parse_size(ram_budget, "--ram-budget") if ram_budget else ram_of(found, recipe.place.ram_gib if recipe else 0)
-    context = ctx_size or min(recipe.place.context if recipe else CONTEXT, model.decoder.context_length)
+    wanted = recipe.pack.model_dump() if recipe and not fmt else dict.fromkeys(PARTS, fmt or KEEP)
+    context = options.ctx_size or min(recipe.place.context if recipe else CONTEXT, model.decoder.context_length)
     if context > model.decoder.context_length:
         raise UsageError(
             f"--ctx-size {context}: longer than the model's context", expected=f"at most {model.decoder.context_length}"
         )
+    known = options.counts or options.curve or options.density
     return PlanSpec(
         model=model,
-        machine=found,
+        machine=machine,
         formats=model.formats(wanted),
         context=context,
-        vram=_vram(vram_budget, recipe, found),
-        ram=ram,
-        curve=curve,
-        density=None if density is None else _share(density),
-        counts=counts or (None if curve or density else _activations(recipe, folder)),
+        vram=_vram(options.vram_budget, recipe, machine),
+        ram=_ram(options.ram_budget, recipe, machine),
+        curve=options.curve,
+        density=None if options.density is None else _share(options.density),
+        counts=options.counts if known else _activations(recipe, folder),
         objective=recipe.place.objective if recipe else "time",
     )
 
@@ -72,7 +62,7 @@ def _planned(target: str, recipe: Recipe | None, folder: Path, ignore_config: Se
         return find_planned(target, folder, ignore_config)
     if ignore_config:
         raise UsageError(
-            f"--ignore-config {ignore_config[0]}: a recipe says it itself",
+            f"--ignore-config {ignore_config[0]}: a recipe has its own",
             expected="the flag with a config.json or its folder",
             remedy="write it in the recipe: [model] ignore_config",
         )
@@ -84,7 +74,7 @@ def _machine(name: str | None, recipe: Recipe | None, folder: Path) -> Machine:
         return find_machine(name, Path())
     if recipe is None:
         raise UsageError(
-            "--machine: a plan is for a machine",
+            "--machine: missing, and a plan is for one machine",
             expected="a name in profiles/machines, or a path",
             remedy="--machine pc-low; or measure this one: pi-compile machine -o mine.toml, then --machine ./mine.toml",
         )
@@ -92,7 +82,7 @@ def _machine(name: str | None, recipe: Recipe | None, folder: Path) -> Machine:
 
 
 def _activations(recipe: Recipe | None, folder: Path) -> Path | None:
-    """The activation file that a recipe names."""
+    """The activation profile that a recipe names."""
     if recipe is None or recipe.place.activations in ("", PUBLISHED):
         return None
     return folder / recipe.place.activations
@@ -109,6 +99,11 @@ def _vram(budget: str | None, recipe: Recipe | None, machine: Machine) -> int:
     if recipe is not None and recipe.place.vram_gib:
         return in_bytes(max(recipe.place.vram_gib))
     return max(int(machine.gpu.vram_gib * GIB) - RESERVE, 0)
+
+
+def _ram(budget: str | None, recipe: Recipe | None, machine: Machine) -> int:
+    """The RAM budget: the flag's; else the recipe's; else all of the machine's."""
+    return parse_size(budget, "--ram-budget") if budget else ram_of(machine, recipe.place.ram_gib if recipe else 0)
 
 
 def _share(text: str) -> Decimal:

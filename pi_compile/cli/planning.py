@@ -5,73 +5,24 @@ from typing import Annotated
 
 import typer
 
-from pi_compile.cli.options import (
-    Counts,
-    CtxSize,
-    Curve,
-    Debug,
-    Density,
-    IgnoreConfig,
-    Json,
-    MachineName,
-    NumberFormat,
-    Planned,
-    RamBudget,
-    VramBudget,
-)
+from pi_compile.cli.options import Debug, Json, PlanOptions, takes
+from pi_compile.cli.rendering import emit, plan_text
 from pi_runtime import console
 
 
-def plan(
-    model: Planned,
-    machine: MachineName = None,
-    vram_budget: VramBudget = None,
-    ram_budget: RamBudget = None,
-    curve: Curve = None,
-    density: Density = None,
-    counts: Counts = None,
-    number_format: NumberFormat = None,
-    ctx_size: CtxSize = None,
-    ignore_config: IgnoreConfig = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+@takes(PlanOptions)
+def plan(options: PlanOptions, as_json: Json = False, debug: Debug = False) -> None:
     """Forecast how a machine would run a model, from its config alone."""
     from pi_compile.cli.plan_request import plan_request
-    from pi_compile.cli.rendering import plan_text
     from pi_compile.planning import plan as forecast
 
-    spec = plan_request(
-        model,
-        machine=machine,
-        vram_budget=vram_budget,
-        ram_budget=ram_budget,
-        curve=curve,
-        density=density,
-        counts=counts,
-        fmt=number_format,
-        ctx_size=ctx_size,
-        ignore_config=ignore_config or [],
-    )
-    found = forecast(spec)
-    if as_json:
-        console.print_json(found)
-    else:
-        typer.echo(plan_text(found))
+    emit(forecast(plan_request(options)), as_json, plan_text)
 
 
+@takes(PlanOptions)
 def report(
-    model: Planned,
+    options: PlanOptions,
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")],
-    machine: MachineName = None,
-    vram_budget: VramBudget = None,
-    ram_budget: RamBudget = None,
-    curve: Curve = None,
-    density: Density = None,
-    counts: Counts = None,
-    number_format: NumberFormat = None,
-    ctx_size: CtxSize = None,
-    ignore_config: IgnoreConfig = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -81,24 +32,11 @@ def report(
     from pi_compile.report import answer_of, explain, report_page
 
     check_page(output)
-    spec = plan_request(
-        model,
-        machine=machine,
-        vram_budget=vram_budget,
-        ram_budget=ram_budget,
-        curve=curve,
-        density=density,
-        counts=counts,
-        fmt=number_format,
-        ctx_size=ctx_size,
-        ignore_config=ignore_config or [],
-    )
+    spec = plan_request(options)
     with console.progress("solving", "budgets") as progress:
         found = explain(spec, progress)
     page, answer = report_page(found), answer_of(found)
     write_text(output, page)
-    if as_json:
-        console.print_json({"report": str(output), "bytes": len(page.encode()), "answer": answer})
-    else:
-        typer.echo(answer)
+    emit({"report": str(output), "bytes": len(page.encode()), "answer": answer}, as_json, lambda _: answer)
+    if not as_json:
         console.say(f"{output}: written")

@@ -1,61 +1,189 @@
-"""What commands print: results and the stages that ran, as JSON or as text."""
+"""What commands print: results and the stages that ran, as JSON or as text.
+
+Text is made of key–value lists and tables. On a terminal a long value is folded beside its key; elsewhere it stays on
+one line, without colours. No digit and no path is ever cut: lines may be longer than the terminal.
+"""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from pi_runtime import console
 from pi_runtime.console import size
 
+if TYPE_CHECKING:
+    from rich.table import Table
 
-def show(rows: dict[str, Any], ran: list[str], as_json: bool) -> None:
-    if as_json:
-        console.print_json({**rows, "ran": ran})
-        return
-    from pi_compile.pipeline.summary import print_report
+    from pi_compile.machine.doctor import Finding
 
-    print_report(rows)
-    console.say(_done(ran))
-
-
-def show_artifact(packed: dict[str, Any], ran: list[str], as_json: bool) -> None:
-    if as_json:
-        console.print_json({**packed, "ran": ran})
-    else:
-        if "quantisation" in packed:
-            from pi_compile.pipeline.summary import print_report
-
-            print_report({"quantisation": packed["quantisation"]})
-        console.say(_done(ran))
-        console.say(f"{packed['artifact']}: {console.size(packed['bytes'])}, sha256 {packed['sha256'][:16]}…")
-
-
-def show_placements(rows: dict[str, Any], ran: list[str], as_json: bool) -> None:
-    if as_json:
-        console.print_json({**rows, "ran": ran})
-        return
-    from pi_compile.pipeline.summary import print_report
-
-    if not rows["plans"]:
-        console.say("no plans: the machine has no GPU, or nothing on it would pay for a hand-over")
-    print_report({"plans": [{k: v for k, v in row.items() if k not in _LONG} for row in rows["plans"]]})
-
-
+_WIDEST = 10_000
+"""Columns of the widest line."""
 _LONG = ("attention", "cuts", "context", "gpu_bytes_by_part", "ram_bytes_by_part", "digest")
 """Keys of a placement that a table has no room for."""
 
 
-def _done(ran: list[str]) -> str:
-    return f"made: {', '.join(ran)}" if ran else "nothing to do: everything is up to date"
+def emit(found: Mapping[str, Any], as_json: bool, text: Callable[[Mapping[str, Any]], str]) -> None:
+    """Print a result on stdout, as JSON or as its text."""
+    if as_json:
+        console.print_json(found)
+    else:
+        typer.echo(text(found))
+
+
+def show(found: Mapping[str, Any], ran: Sequence[str], as_json: bool, text: Mapping[str, Any] | None = None) -> None:
+    """Print a stage's result and which stages ran. `text` is what is printed as text, by default the whole result."""
+    if as_json:
+        console.print_json({**found, "ran": ran})
+        return
+    print_report(found if text is None else text)
+    console.say(f"made: {', '.join(ran)}" if ran else "nothing to do: everything is up to date")
+
+
+def show_artifact(packed: Mapping[str, Any], ran: Sequence[str], as_json: bool) -> None:
+    """Print what was packed; its path, size and digest go to stderr."""
+    show(packed, ran, as_json, {name: rows for name, rows in packed.items() if name == "quantisation"})
+    if not as_json:
+        console.say(f"{packed['artifact']}: {size(packed['bytes'])}, sha256 {packed['sha256'][:16]}…")
+
+
+def show_placements(found: Mapping[str, Any], ran: Sequence[str], as_json: bool) -> None:
+    """Print a row for each placement."""
+    if as_json:
+        console.print_json({**found, "ran": ran})
+        return
+    print_report({"plans": [{k: v for k, v in row.items() if k not in _LONG} for row in found["plans"]]})
+    if not found["plans"]:
+        console.say("no plans: the machine has no GPU, or nothing on it would pay for a hand-over")
+
+
+def print_report(report: Mapping[str, Any]) -> None:
+    """Print plain values as a key–value list, and lists of rows as tables."""
+    tables = [table(value) for value in report.values() if isinstance(value, list) and value]
+    values = [(name.replace("_", " "), _shown(value)) for name, value in report.items() if not isinstance(value, list)]
+    blocks = [*([facts(values)] if values else []), *tables]
+    if blocks:
+        typer.echo(text_of(*blocks))
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> "Table":
+    """A key–value list."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for title, text in rows:
+        grid.add_row(_printable(title), _printable(text))
+    return grid
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> "Table":
+    """A table of rows with the same keys, which are its heads. Words in the first column stand to the left."""
+    from rich.table import Table
+
+    found = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column, value in rows[0].items():
+        words = isinstance(value, str) and not found.columns
+        found.add_column(column.replace("_", " "), justify="left" if words else "right", no_wrap=True)
+    for row in rows:
+        found.add_row(*(_printable(_shown(value)) for value in row.values()))
+    return found
+
+
+def text_of(*blocks: "Table") -> str:
+    """Key–value lists and tables as text, with a blank line between them."""
+    return "\n\n".join(map(_rendered, blocks))
+
+
+def _rendered(block: "Table") -> str:
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    screen = Console(markup=False, emoji=False, highlight=False)
+    needed = Measurement.get(screen, screen.options.update(width=_WIDEST), block)
+    folds = screen.is_terminal and not block.show_header
+    screen.width = max(screen.width, needed.minimum if folds else needed.maximum)
+    with screen.capture() as captured:
+        screen.print(block)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.2g}"
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _printable(text: str) -> str:
+    """The text without control characters: an artifact comes from anyone, and must not steer the terminal."""
+    return "".join(c if c.isprintable() else "�" for c in text)
+
+
+def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The evaluation of a text, with modes as rows."""
+    modes = [
+        {
+            "mode": mode,
+            "perplexity": perplexity,
+            "increase": _percent_interval(found["increase_interval"].get(mode)),
+            "agreement": found["agreement"].get(mode),
+            "bytes_per_token": found["bytes_per_token"].get(mode),
+            "ffn_bytes_per_token": found["ffn_bytes_per_token"].get(mode),
+            "tokens_per_s": found["tokens_per_s"].get(mode),
+        }
+        for mode, perplexity in found["perplexity"].items()
+    ]
+    device = {"device": found["device"]} if found["vram_bytes"] is not None else {}
+    return {**device, "tokens": found["tokens"], "modes": modes, "layers": found["layers"]}
+
+
+def task_reports(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The evaluations of tasks, each with modes as rows."""
+    reports = []
+    for task in tasks:
+        head = f"{task['task']}, {task['kind']}, {task['items']:,} questions"
+        if task["truncated"]:
+            head += f", {task['truncated']:,} of them truncated to the model's context"
+        rows = [{"mode": mode, **_with_intervals(row)} for mode, row in task["modes"].items()]
+        chance = {} if task["chance"] is None else {"chance": task["chance"]}
+        reports.append({"task": head, **chance, "modes": rows})
+    return reports
+
+
+def _with_intervals(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with each value and its interval as one column: `0.2500 (0.1754 to 0.3430)`."""
+    shown: dict[str, Any] = {}
+    for name, value in row.items():
+        if name.endswith("_interval"):
+            share = name.removesuffix("_interval")
+            shown[share] = f"{_shown(shown[share])} ({_shown(value[0])} to {_shown(value[1])})"
+        else:
+            shown[name] = value
+    return shown
+
+
+def _percent_interval(ends: Sequence[float] | None) -> str | None:
+    return None if ends is None else f"{ends[0]:+.3%} to {ends[1]:+.3%}"
 
 
 def plan_text(found: Mapping[str, Any]) -> str:
-    """A plan as text: the model, the placement at the budget, and a line for each budget around it."""
-    lines = [f"{title:16}{text}".rstrip() for title, text in _plan_lines(found)]
-    return "\n".join(map(_printable, lines))
+    """A plan as text: the model, the placement at the budget, and a row for each budget around it."""
+    main = next(budget for budget in found["budgets"] if budget["percent"] == 0)
+    gpu, ram = main["gpu_bytes_by_part"], main["ram_bytes_by_part"]
+    parts = [{"part": part, "GPU": size(gpu[part]), "RAM": size(ram[part])} for part in ram]
+    parts += [{"part": "all", "GPU": size(sum(gpu.values())), "RAM": size(sum(ram.values()))}]
+    return text_of(
+        facts(_planned_lines(found)), table(parts), facts(_placed_lines(found, main)), table(_budget_rows(found))
+    )
 
 
-def _plan_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _planned_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     formats = sorted(set(found["formats"].values()))
     yield "model", f"{found['model']}, {found['parameters'] / 1e9:.2f} B parameters in {', '.join(formats)}"
     yield "machine", f"{found['machine']}; context {found['context']:,}"
@@ -64,13 +192,9 @@ def _plan_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "", found["activation"]
     rank, how = found["predictor_rank"], "at most, as trained" if found["trained"] else "by rule"
     yield "ffn", found["rung"] + ("" if rank is None else f", predictors of rank {rank} {how}")
-    main = next(budget for budget in found["budgets"] if budget["percent"] == 0)
-    yield "", ""
-    yield "part", f"{'GPU':>12}{'RAM':>12}"
-    gpu, ram = main["gpu_bytes_by_part"], main["ram_bytes_by_part"]
-    for part in ram:
-        yield f"  {part}", f"{size(gpu[part]):>12}{size(ram[part]):>12}"
-    yield "  all", f"{size(sum(gpu.values())):>12}{size(sum(ram.values())):>12}"
+
+
+def _placed_lines(found: Mapping[str, Any], main: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     shares = [cut / found["neurons"] for cut in main["cuts"]]
     if any(shares):
         many = f"{min(shares):.0%} to {max(shares):.0%} of a layer's neurons"
@@ -78,46 +202,43 @@ def _plan_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if found["experts"] > 1:
             of_expert = [cut * found["experts"] / found["neurons"] for cut in main["expert_cuts"]]
             yield "", f"{min(of_expert):.0%} to {max(of_expert):.0%} of an expert's"
-    yield "", ""
     yield "a token takes", ", ".join(f"{part} {ms:.1f} ms" for part, ms in main["milliseconds"].items())
-    yield "", ""
-    yield "budget", f"{'GPU':>12}{'RAM':>12}{'decode':>12}{'prefill':>12}{'layer split':>14}   tokens/s"
+
+
+def _budget_rows(found: Mapping[str, Any]) -> list[dict[str, str]]:
+    """A row for each budget, with speeds in tokens/s; where the model does not fit, the reason."""
+    rows = []
     for budget in found["budgets"]:
-        sizes = f"{size(budget['vram_bytes']):>12}{size(budget['ram_bytes']):>12}"
-        yield (
-            f"  {budget['percent']:{'+' if budget['percent'] else ''}} %",
-            sizes + (_rates(budget) if budget["fits"] else f"  {budget['why']}"),
-        )
-
-
-def _rates(budget: Mapping[str, Any]) -> str:
-    keys = ("decode_tokens_per_s", "prefill_tokens_per_s")
-    rates = "".join(f"{budget[key]:>12.1f}" for key in keys)
-    return f"{rates}{budget['layer_split_tokens_per_s']:>14.1f}"
+        row = {"budget": f"{budget['percent']:{'+' if budget['percent'] else ''}} %"}
+        row |= {"GPU": size(budget["vram_bytes"]), "RAM": size(budget["ram_bytes"])}
+        for rule in ("decode", "prefill", "layer_split"):
+            row[rule] = f"{budget[f'{rule}_tokens_per_s']:.1f}" if budget["fits"] else "–"
+        rows.append({**row, "tokens/s": "" if budget["fits"] else budget["why"]})
+    return rows
 
 
 def artifact_text(report: Mapping[str, Any]) -> str:
     """The report of `inspect` as text."""
-    return "\n".join(f"{title:18}{_printable(text)}".rstrip() for title, text in _artifact_lines(report))
-
-
-def _printable(text: str) -> str:
-    """The text without control characters: an artifact comes from anyone, and must not steer the terminal."""
-    return "".join(c if c.isprintable() else "�" for c in text)
+    whole, formats = report["bytes"], report["formats"]
+    stored = [
+        {"stored": part, "format": formats.get(part, ""), "bytes": size(n), "share": f"{n / whole:.1%}"}
+        for part, n in report["bytes_by_part"].items()
+    ]
+    plans = [table(_stored_plan_rows(report["plans"]))] if report["plans"] else []
+    return text_of(facts(_artifact_lines(report)), table(stored), *plans)
 
 
 def _artifact_lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "artifact", f"{report['artifact']}, {size(report['bytes'])}, format version {report['format_version']}"
     yield from _model_lines(report["decoder"], report["parameters"])
-    yield from _storage_lines(report)
     yield "layers", _rungs(report["layers"])
     tokens = report["profiled_tokens"]
     yield "profile", f"neurons ordered by their counts over {tokens:,} tokens" if tokens else "none"
-    yield from _stored_plan_lines(report["plans"])
     yield "chat template", "yes: pi-run --chat" if report["chat_template"] else "none"
     if report["generation"]:
         yield "sampling", ", ".join(f"{key} {value}" for key, value in report["generation"].items())
     yield from _origin_lines(report["provenance"])
+    yield "plans", f"for {len(report['plans'])} GPU budgets" if report["plans"] else "none: runs on the CPU alone"
 
 
 def _model_lines(d: Mapping[str, Any], count: int) -> Iterator[tuple[str, str]]:
@@ -130,13 +251,7 @@ def _model_lines(d: Mapping[str, Any], count: int) -> Iterator[tuple[str, str]]:
     yield "  vocabulary", f"{d['vocab_size']:,} tokens; output head: {head}"
 
 
-def _storage_lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for number, (part, nbytes) in enumerate(report["bytes_by_part"].items()):
-        form = report["formats"].get(part, "")
-        yield "stored" if not number else "", f"{part:11}{form:6}{size(nbytes):>10}{nbytes / report['bytes']:>8.1%}"
-
-
-def _rungs(layers: list[dict[str, Any]]) -> str:
+def _rungs(layers: Sequence[Mapping[str, Any]]) -> str:
     from pi_runtime.artifact.rungs import RUNGS
 
     counts = Counter(layer["rung"] for layer in layers)
@@ -145,15 +260,20 @@ def _rungs(layers: list[dict[str, Any]]) -> str:
     return f"{text}; predictor ranks {ranks[0]} to {ranks[-1]}" if ranks else text
 
 
-def _stored_plan_lines(plans: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    if not plans:
-        yield "plans", "none: runs on the CPU alone"
-    for number, plan in enumerate(plans):
-        used = f"{size(plan['used_bytes']):>10} used of {size(plan['vram_bytes']):>10}"
+def _stored_plan_rows(plans: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    rows = []
+    for plan in plans:
         low, high = plan.get("gpu_expert_share", (0, 0))
-        experts = f" ({low:.0%} to {high:.0%} of an expert's)" if high else ""
-        shares = f"{plan['gpu_neuron_share']:6.1%} of neurons{experts}"
-        yield "plans" if not number else "", f"{used}, {shares}, {plan['objective']}"
+        rows.append(
+            {
+                "budget": size(plan["vram_bytes"]),
+                "used": size(plan["used_bytes"]),
+                "neurons on the GPU": f"{plan['gpu_neuron_share']:.1%}",
+                **({"of an expert's": f"{low:.0%} to {high:.0%}"} if "gpu_expert_share" in plan else {}),
+                "objective": plan["objective"],
+            }
+        )
+    return rows
 
 
 def _origin_lines(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -175,3 +295,9 @@ def _count(number: int) -> str:
         if number >= scale:
             return f"{number / scale:.1f} {unit}"
     return str(number)
+
+
+def findings_text(findings: Iterable["Finding"]) -> str:
+    """The findings of `doctor` as text, each with its remedy below it."""
+    rows = ([(f.topic, f.found), *([("", f"→ {f.remedy}")] if f.remedy else [])] for f in findings)
+    return text_of(facts(row for lines in rows for row in lines))

@@ -1,7 +1,7 @@
 """A corpus in every Python installation: the documentation of the language and the standard library.
 
-It has the language reference in `pydoc_data.topics`, IDLE's help and news, and the library's modules, each module's
-docstrings as running text and its source (PSF licence). Tests and vendored packages are left out. A hash of a
+It has the language reference in `pydoc_data.topics`, IDLE's help and news, and the library's modules: of each module
+the docstrings as running text, and the source (PSF licence). Tests and vendored packages are left out. A hash of a
 document's *name* decides whether it is held out, so that the split is the same with every version of Python.
 """
 

@@ -1,8 +1,8 @@
 """Reading corpora with `datasets`, and splitting them into three disjoint token streams.
 
 A source is a path or glob (text, JSON, JSON lines or Parquet), `python` for the documentation that comes with Python,
-or `hub:OWNER/NAME@REVISION`. Documents are split into passages and these shuffled, so that any stretch of the stream is
-a sample of the whole.
+or `hub:OWNER/NAME@REVISION`. Documents are split into passages, which are shuffled: any stretch of the stream is a
+sample of the whole.
 """
 
 import glob
@@ -22,7 +22,7 @@ from pi_compile.files import read_arrays, write_arrays
 PASSAGE = 4096
 """Characters of a passage."""
 HUB_CHARACTERS = 16
-"""Characters that are read of a hub dataset for each token wanted: a dataset may be of any size."""
+"""Characters that are read from a hub data set for each token wanted: a data set may be of any size."""
 READERS = {".txt": "text", ".md": "text", ".raw": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 PYTHON, HUB = "python", "hub:"
 
@@ -31,7 +31,7 @@ Stream = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSpec:
-    """The text of a corpus, and how much of it is taken."""
+    """The sources of a corpus, and how much of their text is taken."""
 
     text: tuple[str, ...]
     """Sources to fit on; the tune stream is a part of theirs."""
@@ -89,7 +89,7 @@ def _matches(source: str, folder: Path) -> list[Path]:
 
 
 def _origins(sources: Sequence[str], folder: Path) -> set[str]:
-    """Names of local files and hub datasets, without their revisions: two corpora must not share any."""
+    """Names of local files and hub data sets, without revisions; the two corpora must not share any."""
     hub = {source.partition("@")[0] for source in sources if source.startswith(HUB)}
     return hub | {str(file.resolve()) for file in source_files(sources, folder)}
 
@@ -167,7 +167,7 @@ def _documents(sources: Sequence[str], folder: Path, field: str, split: str, hub
 
 
 def _head(documents: Iterator[str], characters: int) -> Iterator[str]:
-    """The first documents that together have a number of characters."""
+    """The first documents, up to the one with which they have a number of characters."""
     for document in documents:
         yield document
         characters -= len(document)

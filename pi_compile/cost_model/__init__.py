@@ -3,29 +3,22 @@
 All of it in integers: bytes, neurons and picoseconds.
 """
 
-from pi_compile.cost_model.activation_counts import ActivationCounts
-from pi_compile.cost_model.default_rungs import DENSE, exact_rung
 from pi_compile.cost_model.ffn_time import Reads
 from pi_compile.cost_model.processors import CPU, GPU, PICO, Processor, interconnect_of, processors_of
 from pi_compile.cost_model.token_time import Costs, TokenTime, costs_of, token_time
-from pi_compile.cost_model.workload import MILLION, Ints, LayerWork, Workload
+from pi_compile.cost_model.workload import Ints, Workload
 
 __all__ = [
     "CPU",
-    "DENSE",
     "GPU",
-    "MILLION",
     "PICO",
-    "ActivationCounts",
     "Costs",
     "Ints",
-    "LayerWork",
     "Processor",
     "Reads",
     "TokenTime",
     "Workload",
     "costs_of",
-    "exact_rung",
     "interconnect_of",
     "processors_of",
     "token_time",

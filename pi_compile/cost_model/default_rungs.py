@@ -2,21 +2,14 @@
 
 from fractions import Fraction
 
-from pi_compile.cost_model.workload import LayerWork
+from pi_compile.results import LayerWork
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.rungs import DENSE, PREDICTED
 from pi_runtime.artifact.sizes import parameters
 
 PREDICTOR_SHARE = Fraction(709, 10_000)
 """Weights of all predictors ÷ weights of the model: the mean of PowerInfer's table 6 (SOSP'24)."""
 RANK_STEP = 32
-DENSE = next(rung.name for rung in RUNGS.values() if rung.dense)
-"""The rung that skips nothing."""
-
-
-def exact_rung(decoder: Decoder) -> str:
-    """The fastest rung that loses nothing: it skips zeros where the activation has any, else it is dense."""
-    return next(rung.name for rung in RUNGS.values() if rung.exact and rung.dense != decoder.sparse)
 
 
 def untrained_layers(decoder: Decoder) -> tuple[LayerWork, ...]:
@@ -28,7 +21,6 @@ def untrained_layers(decoder: Decoder) -> tuple[LayerWork, ...]:
     """
     if not decoder.sparse:
         return (LayerWork(rung=DENSE),) * decoder.n_layers
-    predicted = next(rung.name for rung in RUNGS.values() if rung.selector == "low-rank")
     per_rank = decoder.n_layers * decoder.n_experts * (decoder.d_model + decoder.d_ff)
     rank = parameters(decoder) * PREDICTOR_SHARE // per_rank // RANK_STEP * RANK_STEP
-    return (LayerWork(rung=predicted, rank=max(int(rank), RANK_STEP)),) * decoder.n_layers
+    return (LayerWork(rung=PREDICTED, rank=max(int(rank), RANK_STEP)),) * decoder.n_layers

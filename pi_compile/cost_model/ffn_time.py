@@ -1,4 +1,4 @@
-"""Bytes that one layer's FFN reads for a token, and the time that takes: what rungs are chosen by.
+"""Bytes that one layer's FFN reads for a token, and the time that takes, to choose rungs by.
 
     T  =  2 launches + predictor ÷ rate      on rungs that pick
        +  2 launches + first ÷ rate + rest ÷ rate
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from pi_compile.cost_model.processors import Processor
 from pi_compile.cost_model.token_time import FFN_LAUNCHES, PREDICTOR_LAUNCHES
-from pi_compile.cost_model.workload import LayerWork
-from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 
 
@@ -20,22 +19,19 @@ from pi_runtime.artifact.sizes import FfnBytes
 class Reads:
     """Bytes per token of one layer's FFN, by what they are read for."""
 
-    rung: str
-    predictor: float
+    predictor: float = 0.0
     first: float
     rest: float
 
     @classmethod
-    def of(cls, neuron: FfnBytes, rung: str, rank: int | None, read: float, kept: float) -> "Reads":
+    def of(cls, neuron: FfnBytes, layer: Layer, read: float, kept: float) -> "Reads":
         """Bytes from two shares of a layer's neurons: those whose `first` is read, and those computed to the end.
 
-        `rank` is the predictor's, None where it has none. The shares are of the neurons of all experts; a predictor is
-        read for a token's experts only.
+        The shares are of the neurons of all experts; a predictor is read for a token's experts only.
         """
-        kind, predictor = RUNGS[rung], LayerWork(rung=rung, rank=rank).predictor
+        kind, predictor = layer.kind, layer.predictor
         neurons, experts = neuron.d.neurons, neuron.d.experts_per_token
         return cls(
-            rung=rung,
             predictor=0 if predictor is None else experts * neuron.predictor(predictor),
             first=(read * neurons if kind.picks else experts * neuron.d.d_ff) * neuron.first,
             rest=(experts * neuron.d.d_ff if kind.dense else kept * neurons) * neuron.rest,
@@ -45,9 +41,9 @@ class Reads:
     def total(self) -> float:
         return self.predictor + self.first + self.rest
 
-    def ps(self, processor: Processor, neuron: FfnBytes) -> float:
-        """Picoseconds on a processor."""
-        fmt, kind = neuron.ffn_format, RUNGS[self.rung]
+    def ps(self, layer: Layer, processor: Processor, neuron: FfnBytes) -> float:
+        """Picoseconds on a processor, with the layer on its rung."""
+        fmt, kind = neuron.ffn_format, layer.kind
         ps: float = FFN_LAUNCHES * processor.launch_ps
         ps += _ps(self.first, processor.rate(fmt, "gather" if kind.picks else "neurons"))
         ps += _ps(self.rest, processor.rate(fmt, "neurons" if kind.dense else "gather"))

@@ -30,7 +30,8 @@ import numpy as np
 from pi_compile.cost_model.processors import CPU, GPU, PICO, Processor, interconnect_of, processors_of
 from pi_compile.cost_model.workload import Ints, Workload, rows_read
 from pi_compile.machine import Machine
-from pi_runtime.artifact.footprint import PartBytes, kv_bytes
+from pi_runtime.artifact.buffers import kv_bytes
+from pi_runtime.artifact.footprint import PartBytes
 
 ATTENTION_LAUNCHES, PREDICTOR_LAUNCHES, FFN_LAUNCHES = 3, 2, 2
 """Operators of a layer. Attention: queries, keys and values; attention over the cache; its output. Predictor: down and
@@ -47,6 +48,8 @@ class LayerCost:
     """T_gpu for the neurons before each cut."""
     cpu_ffn: Ints
     """T_cpu for the neurons from each cut on."""
+    total: tuple[Ints, ...]
+    """Time of the whole layer for each cut, with attention and residual on either side."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,14 +63,6 @@ class Costs:
     crossing: int
     embedding: tuple[int, ...]
     head: tuple[int, ...]
-
-    def layer_ps(self, layer: int, side: int) -> Ints:
-        """Time of one layer for each cut, with attention and residual on `side`."""
-        cost = self.layers[layer]
-        last = len(self.cuts) - 1
-        split = np.arange(last + 1) != (0 if side == CPU else last)
-        ffn = np.maximum(cost.gpu_ffn, cost.cpu_ffn) + np.where(split, self.handover, 0)
-        return cost.attention[side] + cost.predictor[side] + ffn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +122,12 @@ def costs_of(work: Workload, machine: Machine) -> Costs:
     head_bytes = (parts.embedding if decoder.tied_head else 0) + parts.head + parts.final_norm
     logits = [0, interconnect.ps(4 * decoder.vocab_size) if interconnect else 0]
     row = parts.embedding_row * (2 if parts.positions else 1)
+    handover = interconnect.round_trip_ps(residual) if interconnect else 0
     return Costs(
         processors=processors,
         cuts=work.cuts,
-        layers=tuple(_layer(work, processors, n, parts) for n in range(decoder.n_layers)),
-        handover=interconnect.round_trip_ps(residual) if interconnect else 0,
+        layers=tuple(_layer(work, processors, n, parts, handover) for n in range(decoder.n_layers)),
+        handover=handover,
         crossing=interconnect.ps(residual) if interconnect else 0,
         embedding=tuple(p.ps(row) + (p.launch_ps if side == GPU else 0) for side, p in enumerate(processors)),
         head=tuple(
@@ -140,7 +136,7 @@ def costs_of(work: Workload, machine: Machine) -> Costs:
     )
 
 
-def _layer(work: Workload, processors: Sequence[Processor], layer: int, parts: PartBytes) -> LayerCost:
+def _layer(work: Workload, processors: Sequence[Processor], layer: int, parts: PartBytes, handover: int) -> LayerCost:
     how, decoder = work.layers[layer], work.decoder
     # The cache is half full on average while an answer fills it.
     cache = kv_bytes(decoder, work.formats["attention"], work.context // 2)
@@ -152,18 +148,20 @@ def _layer(work: Workload, processors: Sequence[Processor], layer: int, parts: P
             PREDICTOR_LAUNCHES * p.launch_ps + p.ps(nbytes, work.formats["predictor"], "predictor") for p in processors
         )
     first, rest = rows_read(work, layer)
-    gpu = processors[GPU] if len(processors) > 1 else None
-    return LayerCost(
-        attention=tuple(
-            ATTENTION_LAUNCHES * p.launch_ps
-            + p.ps(parts.attention + parts.ffn_bias, fmt)
-            + p.cache_ps(cache, decoder.n_heads // decoder.n_kv_heads)
-            for p in processors
-        ),
-        predictor=predictor,
-        gpu_ffn=_ffn_ps(work, layer, gpu, parts, first, rest) if gpu else np.zeros(len(first), np.int64),
-        cpu_ffn=_ffn_ps(work, layer, processors[CPU], parts, first[-1] - first, rest[-1] - rest),
+    attention = tuple(
+        ATTENTION_LAUNCHES * p.launch_ps
+        + p.ps(parts.attention + parts.ffn_bias, fmt)
+        + p.cache_ps(cache, decoder.n_heads // decoder.n_kv_heads)
+        for p in processors
     )
+    gpu = processors[GPU] if len(processors) > 1 else None
+    gpu_ffn = _ffn_ps(work, layer, gpu, parts, first, rest) if gpu else np.zeros(len(first), np.int64)
+    cpu_ffn = _ffn_ps(work, layer, processors[CPU], parts, first[-1] - first, rest[-1] - rest)
+    total = []
+    for dense, own in zip(map(sum, zip(attention, predictor, strict=True)), (0, len(first) - 1), strict=False):
+        split = np.arange(len(first)) != own
+        total.append(dense + np.maximum(gpu_ffn, cpu_ffn) + np.where(split, handover, 0))
+    return LayerCost(attention=attention, predictor=predictor, gpu_ffn=gpu_ffn, cpu_ffn=cpu_ffn, total=tuple(total))
 
 
 def _ffn_ps(work: Workload, layer: int, p: Processor, parts: PartBytes, first: Ints, rest: Ints) -> Ints:

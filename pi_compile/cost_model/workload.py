@@ -1,43 +1,22 @@
-"""What running a model asks of any machine: sizes, number formats, activation counts, and each layer's rung."""
+"""The work of running a model, on any machine: sizes, number formats, activation counts, and each layer's rung."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from pi_compile.cost_model import layer_groups
+from pi_compile.cost_model.default_rungs import untrained_layers
+from pi_compile.results import MILLION, ActivationProfile, LayerWork
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import PartBytes, predictor_bytes
-from pi_runtime.artifact.rungs import RUNGS, Rung
 from pi_runtime.artifact.sizes import array_specs
 
 Ints = npt.NDArray[np.int64]
-
-MILLION = 10**6
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerWork:
-    """How one layer's FFN is run."""
-
-    rung: str
-    """A name in `RUNGS`."""
-    rank: int | None = None
-    """Rank of the layer's predictor, None where it has none."""
-    read_ppm: int = MILLION
-    """On rungs that pick: neurons whose `first` is read ÷ neurons that fire, in millionths."""
-
-    @property
-    def kind(self) -> Rung:
-        """What the registry says of the rung."""
-        return RUNGS[self.rung]
-
-    @property
-    def predictor(self) -> int | None:
-        """Rank of the predictor that is stored, `SIGNS`, or None."""
-        return self.kind.stored_predictor(self.rank)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,6 +37,22 @@ class Workload:
     context: int
     """Positions the key-value cache holds."""
 
+    @classmethod
+    def of(cls, profile: ActivationProfile, formats: Mapping[str, str], context: int) -> Self:
+        """A profiled model as it is to be run: with its rungs, by rule where none are trained.
+
+        The cache has `context` positions, or all that the model has where these are fewer.
+        """
+        return cls(
+            decoder=profile.decoder,
+            formats=formats,
+            tokens=profile.tokens,
+            counts=profile.ordered_counts().astype(np.int64),
+            routed=None if profile.routed is None else profile.routed.astype(np.int64),
+            layers=profile.layers or untrained_layers(profile.decoder),
+            context=min(context, profile.decoder.context_length),
+        )
+
     @cached_property
     def cuts(self) -> Ints:
         """The possible cuts of a layer, as neurons on the GPU; see `layer_groups`."""
@@ -73,6 +68,11 @@ class Workload:
         """(cuts,) of each layer: activations of the neurons before each cut."""
         return tuple(self.sums_before(n, counts) for n, counts in enumerate(self.counts))
 
+    @cached_property
+    def counts_digest(self) -> str:
+        """sha256 of the counts."""
+        return hashlib.sha256(self.counts.astype("<i8").tobytes()).hexdigest()
+
     def expert_cuts(self, layer: int, cut: int) -> tuple[int, ...]:
         """The cut of each expert in a layer with `cut` neurons on the GPU."""
         return layer_groups.expert_cuts(self.group_orders[layer], cut, self.decoder.d_ff, self.decoder.n_experts)
@@ -82,10 +82,11 @@ class Workload:
         sums = layer_groups.group_sums(values, self.decoder.n_experts).ravel()[self.group_orders[layer]]
         return np.concatenate([[0], np.cumsum(sums)])
 
-    def activations_on_gpu(self, cuts: Sequence[int]) -> int:
-        """Activations of the neurons before one cut for each layer."""
+    def activations_on_gpu(self, cuts: Sequence[int]) -> float:
+        """Share of all activations that the neurons before one cut for each layer account for."""
         indices = np.searchsorted(self.cuts, cuts)
-        return sum(int(sums[j]) for sums, j in zip(self.activations_before, indices, strict=True))
+        on_gpu = sum(int(sums[j]) for sums, j in zip(self.activations_before, indices, strict=True))
+        return on_gpu / max(sum(int(sums[-1]) for sums in self.activations_before), 1)
 
     def routed_tokens(self, layer: int) -> Ints:
         """(neurons,): how many tokens were sent to each neuron's expert."""

@@ -1,7 +1,7 @@
 """Evaluate: how faithful a packed artifact is, measured with the runtime itself.
 
-Every mode runs every token, with its selection at every position. What fires and what is read is counted on the same
-inputs. Speed is that of decoding token by token. L layers.
+Every mode runs every token, with its selection at every position. The neurons that fire and those that are read are
+counted on the same inputs. Speed is that of decoding token by token. Shape letters: N windows, L layers.
 """
 
 import itertools
@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import log_softmax
 
 from pi_compile.errors import CorpusError
 from pi_compile.evaluation.hf_reference import check_origin, reference_logits
+from pi_compile.evaluation.intervals import Interval, increase_interval
 from pi_compile.evaluation.load_options import ON_CPU, LoadOptions, device_of
 from pi_runtime import Model
 from pi_runtime.artifact.rungs import RUNGS
@@ -37,14 +39,16 @@ class Score:
     """Results of one mode on the windows."""
 
     perplexity: float
+    losses_N: npt.NDArray[np.float64]
+    """Mean −log p of the next token in each of the N windows."""
     best: npt.NDArray[np.int64]
     """Most likely next token at every position."""
     counts_L3: npt.NDArray[np.int64]
-    """Neurons that fire, that are read, and that are both, summed over the tokens."""
+    """For each layer, the neurons that fire, those that are read, and those that are both, summed over the tokens."""
     tokens: int
 
     def ffn_bytes(self, m: Manifest, mode: str) -> list[float]:
-        """FFN bytes per token of each layer, with the predictor's; of experts, those that a token is routed to."""
+        """FFN bytes per token of each layer, predictors included; experts count if the token is routed to them."""
         neuron, experts = FfnBytes.of(m.decoder, m.formats), m.decoder.experts_per_token
         _, read, both = self.counts_L3.T / self.tokens
         kept = np.full_like(both, experts * m.decoder.d_ff) if mode == "dense" else both
@@ -54,21 +58,30 @@ class Score:
 
 
 def evaluate(
-    artifact: Path,
-    texts: Sequence[Path],
-    model: Path | None,
+    artifact: Path | str,
+    texts: Sequence[Path | str],
+    model: Path | None = None,
     *,
-    tokens: int,
-    window: int,
-    progress: Progress,
+    tokens: int = 16_384,
+    window: int = 512,
+    progress: Progress = lambda _done, _total: None,
     options: LoadOptions = ON_CPU,
 ) -> dict[str, Any]:
     """Perplexity, top-1 agreement, bytes per token and tokens/s of each mode, and one row for each layer.
 
-    `model`: the checkpoint the artifact was packed from, scored by transformers in float32. Agreement of `dense` is
-    with the checkpoint, of the others with `dense`. Raises CorpusError for a text shorter than one window,
-    CheckpointError for a checkpoint that the artifact was not packed from.
+    `model` is the checkpoint that the artifact was packed from, scored by transformers in float32. `dense` is compared
+    with it, the other modes with `dense`: their agreement, and the 95 % interval of the relative increase of
+    perplexity. Raises CorpusError for a text shorter than one window, CheckpointError for a checkpoint that the
+    artifact was not packed from.
+
+    `texts` are files or folders of text; at most their first `tokens` tokens are scored, in sequences of `window`.
+    `docs/pipeline.md` names the keys of the result, which are those of `pi-compile eval --json`.
+
+    >>> found = evaluate("demo.pi", ["docs/pipeline.md"], tokens=256, window=128)
+    >>> abs(found["perplexity"]["gate"] / found["perplexity"]["dense"] - 1) < 1e-5
+    True
     """
+    artifact = Path(artifact)
     with options.open_on_cpu(artifact) as opened:
         manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
     if model is not None:
@@ -77,26 +90,33 @@ def evaluate(
     scores: dict[str, Score] = {}
     speeds: dict[str, float] = {}
     device: dict[str, object] = {}
-    for n, mode in enumerate(modes):
+    on_window = counted(progress, len(modes) * len(windows))
+    for mode in modes:
         with options.open(artifact, mode) as opened:
             device = device_of(opened)
-            on_window = _counter(progress, n * len(windows), len(modes) * len(windows))
             scores[mode] = _score(opened.examine, windows, on_window)
             speeds[mode] = _tokens_per_s(opened, windows.reshape(-1)[:TIMED])
-    checkpoint = _score_checkpoint(model, windows) if model is not None else None
+    checkpoint = None if model is None else _score(_reference(model), windows, lambda: None)
     ffn = {mode: score.ffn_bytes(manifest, mode) for mode, score in scores.items()}
-    agreement = {"dense": _agreement(scores["dense"], checkpoint)}
+    bases = {mode: checkpoint if mode == "dense" else scores["dense"] for mode in modes}
     return {
         **device,
         "tokens": windows.size,
         "perplexity": {"checkpoint": checkpoint.perplexity if checkpoint else None}
         | {mode: score.perplexity for mode, score in scores.items()},
-        "agreement": agreement | {mode: _agreement(scores[mode], scores["dense"]) for mode in modes[1:]},
+        "increase_interval": {mode: _increase_interval(scores[mode], base) for mode, base in bases.items()},
+        "agreement": {mode: _agreement(scores[mode], base) for mode, base in bases.items()},
         "bytes_per_token": {mode: other_bytes(manifest) + sum(layers) for mode, layers in ffn.items()},
         "ffn_bytes_per_token": {mode: sum(layers) for mode, layers in ffn.items()},
         "tokens_per_s": speeds,
         "layers": _layer_rows(manifest, scores[modes[-1]], ffn),
     }
+
+
+def counted(progress: Progress, total: int) -> Callable[[], None]:
+    """A function to call after each of `total` steps, which reports how many are done."""
+    counter = itertools.count(1)
+    return lambda: progress(next(counter), total)
 
 
 def modes_of(m: Manifest) -> list[str]:
@@ -105,10 +125,10 @@ def modes_of(m: Manifest) -> list[str]:
     return ["dense", "gate", *(["predicted"] if leaves_out else [])]
 
 
-def _windows(model: Model, texts: Sequence[Path], tokens: int, window: int) -> Windows:
+def _windows(model: Model, texts: Sequence[Path | str], tokens: int, window: int) -> Windows:
     window = min(window, model.context)
     ids: list[int] = []
-    for path in texts:
+    for path in map(Path, texts):
         files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
         if not files:
             raise CorpusError(
@@ -126,28 +146,22 @@ def _windows(model: Model, texts: Sequence[Path], tokens: int, window: int) -> W
 
 
 def _score(examine: Examine, windows: Windows, on_window: Callable[[], None]) -> Score:
-    loss, best, counts = 0.0, [], []
+    losses, best, counts = [], [], []
     for ids in windows:
         logits, counts_L3 = examine(ids)
-        rows = logits[:-1].astype(np.float64)
-        rows -= rows.max(1, keepdims=True)
-        logp = rows - np.log(np.exp(rows).sum(1, keepdims=True))
-        loss -= float(logp[np.arange(len(rows)), ids[1:]].sum())
+        logp = log_softmax(logits[:-1].astype(np.float64), axis=1)
+        losses.append(-float(logp[np.arange(len(logp)), ids[1:]].sum()))
         best.append(logp.argmax(1))
         counts.append(counts_L3)
         on_window()
-    perplexity = math.exp(loss / (windows.size - len(windows)))
-    return Score(perplexity, np.concatenate(best), np.sum(counts, axis=0), windows.size)
+    perplexity = math.exp(sum(losses) / (windows.size - len(windows)))
+    losses_N = np.array(losses) / (windows.shape[1] - 1)
+    return Score(perplexity, losses_N, np.concatenate(best), np.sum(counts, axis=0), windows.size)
 
 
-def _counter(progress: Progress, done: int, total: int) -> Callable[[], None]:
-    counter = itertools.count(done + 1)
-    return lambda: progress(next(counter), total)
-
-
-def _score_checkpoint(model: Path, windows: Windows) -> Score:
+def _reference(model: Path) -> Examine:
     logits = reference_logits(model)
-    return _score(lambda ids: (logits(ids, len(ids)), np.zeros((0, 3), np.int64)), windows, lambda: None)
+    return lambda ids: (logits(ids, len(ids)), np.zeros((0, 3), np.int64))
 
 
 def _tokens_per_s(model: Model, ids: npt.NDArray[np.int64]) -> float:
@@ -159,12 +173,16 @@ def _tokens_per_s(model: Model, ids: npt.NDArray[np.int64]) -> float:
     return 1 / statistics.median(seconds)
 
 
-def _agreement(one: Score, other: Score | None) -> float | None:
-    return None if other is None else float((one.best == other.best).mean())
+def _increase_interval(one: Score, base: Score | None) -> Interval | None:
+    return None if base is None else increase_interval(one.losses_N, base.losses_N)
+
+
+def _agreement(one: Score, base: Score | None) -> float | None:
+    return None if base is None else float((one.best == base.best).mean())
 
 
 def other_bytes(m: Manifest) -> int:
-    """Bytes per token of everything but FFN neurons: attention, norms, head and scales.
+    """Bytes per token of everything except FFN neurons: attention, norms, head and scales.
 
     The one row of an untied embedding that a token reads is not counted.
     """
@@ -181,7 +199,7 @@ def other_bytes(m: Manifest) -> int:
 
 
 def _layer_rows(m: Manifest, score: Score, ffn: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """One row for each layer: what fires and what is read in the mode that skips most."""
+    """One row for each layer, with the neurons that fire and those that are read in the mode that skips most."""
     rows = []
     for n, (layer, (fires, read, both)) in enumerate(zip(m.layers, score.counts_L3.tolist(), strict=True)):
         rows.append(

@@ -1,4 +1,7 @@
-"""The checkpoint that an artifact was packed from, run by transformers: the reference of an evaluation."""
+"""The checkpoint that an artifact was packed from, run by transformers: the reference of an evaluation.
+
+Shape letter: T tokens.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +14,7 @@ from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.schema import Manifest
 
 Logits = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.float32]]
-"""Token ids (T,) and the number of last positions that are wanted → logits (positions, vocabulary)."""
+"""Token ids (T,) and the number of last positions wanted → logits (positions, vocabulary)."""
 
 
 def check_origin(m: Manifest, model: Path) -> None:
@@ -28,7 +31,7 @@ def check_origin(m: Manifest, model: Path) -> None:
 
 
 def reference_logits(model: Path) -> Logits:
-    """Load a checkpoint in float32, to compute logits with. Raises CheckpointError where transformers cannot."""
+    """Load a checkpoint in float32, and return its logits. Raises CheckpointError if transformers cannot load it."""
     import torch  # noqa: PLC0415  only where a checkpoint is compared
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415

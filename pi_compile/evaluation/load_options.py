@@ -19,10 +19,10 @@ class LoadOptions:
     """Positions of the cache; None for what the caller needs."""
     threads: int | None = None
     tell: Callable[[str], object] = lambda _line: None
-    """Called with a line about the placement in use, or about why the GPU is not used."""
+    """Is called with a line that names the placement in use, or says why the GPU is not used."""
 
     def open(self, artifact: Path, mode: str, context: int | None = None) -> Model:
-        """Open the artifact; `context` counts where the options have none. Raises what `load` does."""
+        """Open the artifact; `context` is used if the options have none. Raises what `load` does."""
         opened = load(
             artifact,
             mode=mode,

@@ -3,7 +3,7 @@
 An answer a₁…aₙ after a context c has the log-likelihood Σ log p(aᵢ | c, a₁…aᵢ₋₁). Multiple choice: the answer with the
 highest one is chosen (acc), or with the highest one per character of its text (acc_norm, the space before it not
 counted). Last word: right if each of its tokens is the likeliest one (acc); perplexity is exp(−mean log-likelihood) of
-the words. T tokens, V vocabulary, N items.
+the words. Shape letters: T tokens, A tokens of the answer, V vocabulary, N items.
 """
 
 import math
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import log_softmax
 
 from pi_compile.errors import TaskError
 from pi_compile.evaluation.hf_reference import Logits
@@ -48,7 +49,7 @@ class TaskScore:
     right_norm_N: npt.NDArray[np.bool_]
     """Items right by likelihood per character; empty but for multiple choice."""
     answers: tuple[Any, ...]
-    """The model's answers: the index of a choice, or the tokens in the place of the last word."""
+    """The model's answers: the index of a choice, or the tokens that it puts in place of the last word."""
     perplexity: float | None
     """None for multiple choice."""
 
@@ -57,9 +58,9 @@ def requests(item: Item, encode: Callable[[str], list[int]], context: int) -> tu
     """The answers of an item as tokens, for a model that takes up to `context` tokens.
 
     Context and answer are encoded together, because a tokenizer may join letters across the border. The tokens beyond
-    the length of the context alone are the answer, so spaces at the context's end count as its beginning. The last
-    token needs no logits, so that context + 1 tokens fit; longer texts lose their beginning. Raises TaskError for an
-    answer that has no token of its own, or more than the context.
+    the length of the context alone are the answer, so spaces at the context's end belong to the answer. The last token
+    needs no logits, so that context + 1 tokens fit; longer texts lose their beginning. Raises TaskError for an answer
+    that has no token of its own, or more tokens than `context`.
     """
     known = item.context.rstrip()
     spaces = item.context[len(known) :]
@@ -81,9 +82,7 @@ def requests(item: Item, encode: Callable[[str], list[int]], context: int) -> tu
 def likelihood(logits: Logits, request: Request) -> Likelihood:
     """The likelihood of one answer; logarithms are in float64."""
     answer = request.ids_T[-request.answer :]
-    rows_AV = logits(request.ids_T[:-1], request.answer).astype(np.float64)
-    rows_AV -= rows_AV.max(1, keepdims=True)
-    logp_AV = rows_AV - np.log(np.exp(rows_AV).sum(1, keepdims=True))
+    logp_AV = log_softmax(logits(request.ids_T[:-1], request.answer).astype(np.float64), axis=1)
     return Likelihood(float(logp_AV[np.arange(len(answer)), answer].sum()), tuple(logp_AV.argmax(1).tolist()))
 
 
@@ -110,9 +109,3 @@ def _choices(task: Task, logp: list[list[float]]) -> TaskScore:
     normed = [int(np.argmax(np.divide(row, length))) for row, length in zip(logp, lengths, strict=True)]
     right = np.array([item.right for item in task.items])
     return TaskScore(np.array(chosen) == right, np.array(normed) == right, tuple(chosen), None)
-
-
-def mean_and_error(right_N: npt.NDArray[np.bool_]) -> tuple[float, float | None]:
-    """Accuracy p, and its standard error √(p (1 − p) / (N − 1)); the error is None for a single item."""
-    accuracy = float(right_N.mean())
-    return accuracy, math.sqrt(accuracy * (1 - accuracy) / (len(right_N) - 1)) if len(right_N) > 1 else None

@@ -1,18 +1,21 @@
-"""Evaluate on tasks: how many questions each mode of an artifact answers right, and how often it agrees with dense."""
+"""Evaluate on tasks: how many questions each mode of an artifact answers right, and how often it agrees with dense.
+
+Shape letter: N items of a task.
+"""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pi_compile.evaluation.fidelity import modes_of
+from pi_compile.evaluation.fidelity import Progress, counted, modes_of
 from pi_compile.evaluation.hf_reference import check_origin, reference_logits
+from pi_compile.evaluation.intervals import accuracy_interval
 from pi_compile.evaluation.load_options import ON_CPU, LoadOptions
-from pi_compile.evaluation.scoring import Request, TaskScore, mean_and_error, requests, score
+from pi_compile.evaluation.scoring import Request, TaskScore, requests, score
 from pi_compile.evaluation.task_files import MULTIPLE_CHOICE, Task
 
-Progress = Callable[[int, int], None]
 TaskRequests = list[tuple[Request, ...]]
 """The requests of each item of a task."""
 
@@ -20,7 +23,7 @@ TaskRequests = list[tuple[Request, ...]]
 def evaluate_tasks(
     artifact: Path, tasks: Sequence[Task], model: Path | None, *, progress: Progress, options: LoadOptions = ON_CPU
 ) -> list[dict[str, Any]]:
-    """One row for each task: accuracy with its standard error, and agreement of the answers, by mode.
+    """One row for each task: accuracy with its 95 % interval, and agreement of the answers, by mode.
 
     `model`: the checkpoint the artifact was packed from, scored on the same tokens by transformers in float32.
     Agreement of `dense` is with the checkpoint, of the others with `dense`. Raises CheckpointError for a checkpoint
@@ -33,12 +36,7 @@ def evaluate_tasks(
     if model is not None:
         check_origin(manifest, model)
     modes = modes_of(manifest)
-    counter = itertools.count(1)
-    total = sum(map(len, task_requests)) * (len(modes) + (model is not None))
-
-    def step() -> None:
-        progress(next(counter), total)
-
+    on_item = counted(progress, sum(map(len, task_requests)) * (len(modes) + (model is not None)))
     longest = max(len(one.ids_T) for one in itertools.chain(*itertools.chain(*task_requests)))
     scores: list[dict[str, TaskScore]] = [{} for _ in tasks]
     for mode in modes:
@@ -46,11 +44,11 @@ def evaluate_tasks(
             # One cache for all: answers of an item share its context, which is computed once.
             logits = partial(opened.logits, cache=opened.new_cache())
             for found, task, items in zip(scores, tasks, task_requests, strict=True):
-                found[mode] = score(task, items, logits, step)
+                found[mode] = score(task, items, logits, on_item)
     if model is not None:
         reference = reference_logits(model)
         for found, task, items in zip(scores, tasks, task_requests, strict=True):
-            found["checkpoint"] = score(task, items, reference, step)
+            found["checkpoint"] = score(task, items, reference, on_item)
     return [_row(*case) for case in zip(tasks, task_requests, scores, strict=True)]
 
 
@@ -72,11 +70,11 @@ def _compared_with(mode: str, scores: Mapping[str, TaskScore]) -> TaskScore | No
     return None if mode == "checkpoint" else scores.get("checkpoint" if mode == "dense" else "dense")
 
 
-def _mode(task: Task, found: TaskScore, other: TaskScore | None) -> dict[str, float | None]:
-    acc, stderr = mean_and_error(found.right_N)
-    row: dict[str, float | None] = {"acc": acc, "acc_stderr": stderr}
+def _mode(task: Task, found: TaskScore, other: TaskScore | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"acc": float(found.right_N.mean()), "acc_interval": accuracy_interval(found.right_N)}
     if task.kind == MULTIPLE_CHOICE:
-        row["acc_norm"], row["acc_norm_stderr"] = mean_and_error(found.right_norm_N)
+        row["acc_norm"] = float(found.right_norm_N.mean())
+        row["acc_norm_interval"] = accuracy_interval(found.right_norm_N)
     else:
         row["perplexity"] = found.perplexity
     if other is None:

@@ -54,7 +54,7 @@ class Task:
 
     @property
     def joined(self) -> int:
-        """Number of items with an answer that no space separates from its context, which is seldom meant."""
+        """Number of items with an answer that no space separates from its context, which is seldom intended."""
         return sum(
             not item.context[-1].isspace() and not all(text[0].isspace() for text in item.answers)
             for item in self.items
@@ -64,8 +64,8 @@ class Task:
 def read_task(path: Path, limit: int | None = None) -> Task:
     """Read a task file, or its first `limit` items.
 
-    Raises TaskError, naming file and line, for what is no JSON, of no known form or of another form than the lines
-    before, for an empty context or answer, for a label that names no choice, and for a file without items.
+    Raises TaskError, naming file and line, for a line that is not JSON, has no known form or another form than the
+    lines before it; for an empty context or answer; for a label that names no choice; and for a file without items.
     """
     first: Form | None = None
     items: list[Item] = []
@@ -104,7 +104,7 @@ def _object(line: str, location: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise TaskError(f"{location}: is not JSON", expected="a JSON object a line", found=error) from None
     if not isinstance(row, dict):
-        raise TaskError(f"{location}: is no JSON object", expected=_KNOWN, found=_short(row))
+        raise TaskError(f"{location}: is not a JSON object", expected=_KNOWN, found=_short(row))
     return row
 
 

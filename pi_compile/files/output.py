@@ -14,7 +14,7 @@ _FIRST_BYTES = 128
 
 
 def check_output(path: Path) -> None:
-    """Check that a file can be written; raise UsageError for a folder, or in a folder that is missing or read-only."""
+    """Check that a file can be written. Raises UsageError for a folder, and if its folder is missing or read-only."""
     folder = Path(os.path.realpath(path)).parent
     if path.is_dir():
         raise UsageError(f"-o {path}: is a folder", expected="a file to write", remedy=f"-o {path / 'NAME'}")
@@ -41,7 +41,7 @@ def artifact_path(recipe: Path, output: Path | None) -> Path:
 
 
 def check_page(path: Path) -> None:
-    """Check the path of a report page, of which only another report page is replaced; see `check_output`."""
+    """Check the path of a report page; a file that is no report page is never replaced. See `check_output`."""
     check_output(path)
     if path.exists() and not _holds(path, PAGE_MARK.encode()):
         raise UsageError(

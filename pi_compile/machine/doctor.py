@@ -33,10 +33,10 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    """Look at Python, processor, memory, threads, kernel cache, GPU and the packages of each extra."""
+    """Diagnose Python, processor, memory, threads, kernel cache, GPU and the packages of each extra."""
     return [
         Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        Finding("cores", str(_cores())),
+        Finding("cores", str(usable_cores())),
         _memory(),
         *_kernels(),
         _gpu(),
@@ -44,24 +44,21 @@ def diagnose() -> list[Finding]:
     ]
 
 
-def findings_text(findings: list[Finding]) -> str:
-    """Findings as lines to read, each with its remedy below it."""
-    lines = []
-    for finding in findings:
-        lines.append(f"{finding.topic:17}{finding.found}")
-        lines += [f"{'':17}→ {finding.remedy}"] if finding.remedy else []
-    return "\n".join(lines)
-
-
-def _cores() -> int:
+def usable_cores() -> int:
+    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _memory() -> Finding:
+def installed_ram() -> int | None:
+    """Bytes of RAM; None where the system does not say."""
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return Finding("memory", "unknown on this system")
-    page = os.sysconf("SC_PAGE_SIZE")
-    return Finding("memory", f"{size(os.sysconf('SC_PHYS_PAGES') * page)}{_available()}")
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _memory() -> Finding:
+    ram = installed_ram()
+    return Finding("memory", "unknown on this system" if ram is None else f"{size(ram)}{_available()}")
 
 
 def _available() -> str:

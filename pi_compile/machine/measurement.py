@@ -1,12 +1,12 @@
 """Measure this machine: the rates of the runtime's kernels, and of a GPU's memory and link if there is one."""
 
 import datetime
-import os
 import platform
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
+from pi_compile.machine.doctor import installed_ram, usable_cores
 from pi_compile.machine.gpu_probe import probe
 from pi_compile.machine.profile import Cpu, Gpu, Link, Machine, Rates
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
@@ -34,8 +34,7 @@ def measure_machine() -> Machine:
     Read bandwidth is measured with 1, 2, 4, … threads, on 1 GiB or an eighth of RAM. With the best number of them
     follow products of every kind in each weight format, and the launch of an operator. Last is a GPU, if there is one.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 8 << 30
+    cores, ram = usable_cores(), installed_ram() or 8 << 30
     size, most = min(BYTES, ram // 8), min(cores, most_threads())
     counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < most} | {most})
     rates = {n: read_bandwidth(size, n) / 1e9 for n in counts}

@@ -25,8 +25,8 @@ def create_recipe(
     """Check that the checkpoint can be compiled, tokenizer included, then write its recipe.
 
     The path of a folder or file is written relative to the recipe, so that both can move together; a hub name is
-    written with the commit that it means today. `ignore_config` names keys of its config.json that the user declares to
-    be without effect; the recipe says so too. `notice` gets what the user should know of the checkpoint. Raises
+    written with the commit that it means today. `ignore_config` names keys of its config.json that have no effect, as
+    the user declares; the recipe repeats them. `notice` gets what the user should know about the checkpoint. Raises
     UsageError rather than replace a recipe, unless `force`, and what `open_checkpoint` and `read_text_files` raise.
     """
     check_output(output)

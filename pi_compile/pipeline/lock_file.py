@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pi_compile.files import write_text
 from pi_compile.pipeline.recipe_placement import Placed
 from pi_compile.placement import Placement
 from pi_runtime.errors import NotMetError, UsageError
@@ -65,13 +64,8 @@ def _inline(values: Mapping[str, int]) -> str:
     return "{ " + ", ".join(f"{name} = {value}" for name, value in values.items()) + " }"
 
 
-def write_lock(path: Path, placed: Placed) -> None:
-    """Write the lock whole or not at all."""
-    write_text(path, lock_text(placed))
-
-
 def check_lock(path: Path, placed: Placed) -> None:
-    """Compare a lock with recomputed placements; which release wrote it does not count.
+    """Compare a lock with recomputed placements; the release that wrote it does not matter.
 
     Raises UsageError without a lock, NotMetError with the differences, layer by layer.
     """
@@ -105,11 +99,11 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str
         yield from _compare(name, old.get(name), new.get(name))
     before, after = _plans(old), _plans(new)
     for budget in sorted({*before, *after}):
-        where = f"plan for {budget} bytes"
+        label = f"plan for {budget} bytes"
         if budget not in before or budget not in after:
-            yield f"{where}: {'new' if budget in after else 'gone'}"
+            yield f"{label}: {'new' if budget in after else 'gone'}"
             continue
-        yield from _compare(where, before[budget], after[budget])
+        yield from _compare(label, before[budget], after[budget])
 
 
 def _plans(lock: Mapping[str, Any]) -> dict[Any, Any]:
@@ -117,21 +111,21 @@ def _plans(lock: Mapping[str, Any]) -> dict[Any, Any]:
     return {p.get("vram_bytes"): p for p in plans if isinstance(p, dict)} if isinstance(plans, list) else {}
 
 
-def _compare(where: str, old: Any, new: Any) -> Iterator[str]:
+def _compare(label: str, old: Any, new: Any) -> Iterator[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         for name in dict.fromkeys((*old, *new)):
-            yield from _compare(f"{where}, {name}", old.get(name), new.get(name))
+            yield from _compare(f"{label}, {name}", old.get(name), new.get(name))
     elif isinstance(old, list) and isinstance(new, list):
-        yield from _compare_layers(where, old, new)
+        yield from _compare_layers(label, old, new)
     elif old != new:
-        yield f"{where}: {_short(old)} → {_short(new)}"
+        yield f"{label}: {_short(old)} → {_short(new)}"
 
 
-def _compare_layers(where: str, old: Sequence[Any], new: Sequence[Any]) -> Iterator[str]:
+def _compare_layers(label: str, old: Sequence[Any], new: Sequence[Any]) -> Iterator[str]:
     if len(old) != len(new):
-        yield f"{where}: {len(old)} → {len(new)}"
+        yield f"{label}: {len(old)} → {len(new)}"
     for n, (a, b) in enumerate(zip(old, new, strict=False)):
-        yield from _compare(f"{where.removesuffix('s')} {n}", a, b)
+        yield from _compare(f"{label.removesuffix('s')} {n}", a, b)
 
 
 def _short(value: Any) -> str:

@@ -10,34 +10,26 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tokenizers
-
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
-from pi_compile.corpus import Streams, read_streams, source_files
+from pi_compile.corpus import Streams, source_files
 from pi_compile.errors import ProfileError, RecipeError
 from pi_compile.files import write_text
-from pi_compile.machine import find_machine
-from pi_compile.packing import PackSpec, pack, part_formats, stored_formats
-from pi_compile.pipeline.recipe_placement import Solving, place_section
-from pi_compile.pipeline.stage_specs import corpus_spec, profile_spec, train_spec
+from pi_compile.machine import Machine, find_machine
+from pi_compile.pipeline import stages
 from pi_compile.pipeline.store import Store, code_digest, file_digest, key_of, token_digest
 from pi_compile.pipeline.summary import pack_report
-from pi_compile.placement import ActivationFile, Placement
-from pi_compile.profiling import estimate, profile
+from pi_compile.placement import SECONDS, Placement
 from pi_compile.recipe import Recipe, read_recipe
 from pi_compile.results import ActivationProfile, PredictorSet
-from pi_compile.torch_model import Estimate
-from pi_compile.training import Texts, train_predictors, training_work
 from pi_runtime.artifact.schema import Plan
-from pi_runtime.console import Progress, size
+from pi_runtime.console import Progress
 
-Result = TypeVar("Result")
-Dated = TypeVar("Dated", ActivationProfile, PredictorSet)
+Result = TypeVar("Result", Streams, ActivationProfile, PredictorSet)
 
 STORE = ".pi-build"
 """Folder beside the recipe that holds every recipe's intermediate results."""
@@ -73,127 +65,105 @@ class Pipeline:
         return checkpoint
 
     @cached_property
-    def checkpoint_formats(self) -> dict[str, str]:
-        """Number format of each part before training, which may choose that of predictors."""
-        return part_formats(self.checkpoint, PackSpec(formats=self.recipe.pack.model_dump()))
-
-    @property
-    def formats(self) -> dict[str, str]:
-        """Number format of each part after training."""
-        return {**self.checkpoint_formats, "predictor": self.trained.predictor_format}
-
-    @cached_property
     def streams(self) -> Streams:
         """Token streams of the corpus."""
-        spec = corpus_spec(self.recipe)
-        files = source_files([*spec.text, *spec.report], self.folder)
-        text = read_text_files(self.checkpoint.location, self.checkpoint.decoder.vocab_size)
-        window = min(self.recipe.profile.window, self.checkpoint.decoder.context_length)
+        section, decoder = self.recipe.corpus, self.checkpoint.decoder
+        files = source_files([*section.text, *section.report], self.folder)
+        text = read_text_files(self.checkpoint.location, decoder.vocab_size)
+        settings = {**section.model_dump(), "window": self.recipe.profile.window}
         key = key_of(
-            spec=asdict(spec),
-            window=window,
+            settings=settings,
             files=[(f.name, file_digest(f)) for f in files],
             # `python` is the documentation of the Python that runs.
             python=sys.version_info[:3],
+            context=decoder.context_length,
             tokenizer=hashlib.sha256(text.files[TOKENIZER]).hexdigest(),
             code=code_digest("pi_compile.corpus.streams"),
         )
-        tokenizer = tokenizers.Tokenizer.from_buffer(text.files[TOKENIZER])
-        tokenizer.no_truncation()
-        return self._stage(
-            "corpus",
-            key,
-            lambda _scratch: read_streams(spec, self.folder, tokenizer, window),
-            lambda streams, path: streams.save(path),
-            Streams.load,
-        )
+
+        def make(_scratch: Path) -> Streams:
+            return stages.read_corpus(self.checkpoint, folder=self.folder, **settings)
+
+        return self._stored("corpus", key, Streams, make)
 
     @cached_property
     def profile(self) -> ActivationProfile:
         """Counts and order of the neurons."""
-        spec = profile_spec(self.recipe, self.device)
+        settings = {**self.recipe.profile.model_dump(), "device": self.device}
         fit = self.streams.fit
         key = key_of(
             checkpoint=self.checkpoint.digest(),
             text=token_digest(fit),
-            spec=asdict(spec),
+            settings=settings,
             code=code_digest("pi_compile.profiling"),
         )
 
-        def make(scratch: Path) -> ActivationProfile:
-            self.checkpoint.check_values()
-            e = estimate(self.checkpoint.decoder, len(fit), spec)
-            self.notice(_announced("profiling", len(fit), e))
-            with self.progress("profiling", "shards") as progress:
-                return profile(self.checkpoint, fit, spec, scratch=scratch, inputs=key, progress=progress)
-
-        return self._stage(
-            "profile",
-            key,
-            make,
-            lambda p, path: p.save(path),
-            lambda path: _fresh(ActivationProfile.load(path), key, path),
-        )
+        counting = partial(stages.profile, self.checkpoint, fit, **settings)
+        return self._stored("profile", key, ActivationProfile, self._shown("profiling", "shards", counting, key))
 
     @cached_property
     def trained(self) -> PredictorSet:
         """Predictors and the rung of each layer."""
-        machine = find_machine(self.recipe.place.machine, self.folder)
-        spec = train_spec(self.recipe, self.checkpoint_formats, machine, self.device)
+        section = self.recipe.train.model_dump()
+        tokens = section.pop("tokens")
+        settings = {
+            **section,
+            "perplexity_increase": self.recipe.quality.perplexity_increase,
+            "window": self.recipe.profile.window,
+            "formats": self.recipe.pack.model_dump(),
+            "device": self.device,
+        }
         streams = self.streams
-        texts = Texts(fit=streams.fit[: self.recipe.train.tokens], tune=streams.tune, report=streams.report)
         key = key_of(
             profile=self.profile.digest(),
             checkpoint=self.checkpoint.digest(),
-            texts=[token_digest(t) for t in (texts.fit, texts.tune, texts.report)],
-            spec=asdict(spec),
+            texts=[token_digest(t) for t in (streams.fit[:tokens], streams.tune, streams.report)],
+            spec=asdict(stages.train_spec(self.checkpoint, self.machine, **settings)),
             code=code_digest("pi_compile.training.stage"),
         )
 
-        def make(scratch: Path) -> PredictorSet:
-            e = training_work(self.checkpoint, self.profile, texts, spec).estimate(self.device)
-            self.notice(_announced("training", len(texts.fit), e))
-            with self.progress("training", "steps") as progress:
-                return train_predictors(
-                    self.checkpoint, self.profile, texts, spec, scratch=scratch, inputs=key, progress=progress
-                )
-
-        return self._stage(
-            "train", key, make, lambda t, path: t.save(path), lambda path: _fresh(PredictorSet.load(path), key, path)
+        training = partial(
+            stages.train, self.checkpoint, self.profile, streams, self.machine, tokens=tokens, **settings
         )
+        return self._stored("train", key, PredictorSet, self._shown("training", "steps", training, key))
 
     @property
     def refined(self) -> ActivationProfile:
-        """The profile, with counts above the thresholds that training chose."""
-        return self.trained.apply_thresholds(self.profile)
+        """The profile with the rungs that training chose, and counts above their thresholds."""
+        return self.trained.refine(self.profile)
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that the recipe places for."""
+        return find_machine(self.recipe.place.machine, self.folder)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
         """Placements for all GPU budgets. They are not stored: solving takes seconds and reads no model."""
-        return self.place(Solving())
+        return self.place()
 
-    def place(self, how: Solving) -> tuple[Placement, ...]:
+    def place(self, solver: str = "exact", seconds: float = SECONDS) -> tuple[Placement, ...]:
         """Placements for all GPU budgets by a solver."""
-        section = self.recipe.place
-        activations = self.activations(trained=True)
-        counts = activations.activation_counts("counts of the profile stage")
-        work = counts.workload(activations.decoder, self.formats, section.context)
-        return place_section(work, find_machine(section.machine, self.folder), section, how)
+        section = self.recipe.place.model_dump(exclude={"machine", "activations"})
+        formats = self.recipe.pack.model_dump()
+        return stages.place(
+            self.checkpoint,
+            self.profile,
+            self.trained,
+            self.machine,
+            **section,
+            formats=formats,
+            solver=solver,
+            seconds=seconds,
+        )
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """The placements as an artifact stores them."""
         return tuple(placement.plan for placement in self.placements)
 
-    def activations(self, *, trained: bool) -> ActivationFile:
-        """The activation file of this model, with the table of training or without."""
-        own = stored_formats(self.checkpoint)
-        if not trained:
-            return ActivationFile.of(self.profile, own)
-        return ActivationFile.of(self.refined, own, self.trained.rows, self.trained.predictor_format)
-
     def pack(self, output: Path) -> dict[str, Any]:
-        """Write the artifact, unless the file is already what would be written; a report of it."""
+        """Write the artifact, unless the file is up to date, and report on it."""
         recipe = self.recipe.model_dump()
         key = key_of(
             checkpoint=self.checkpoint.digest(),
@@ -209,14 +179,14 @@ class Pipeline:
         if known.get("key") == key and output.exists() and file_digest(output) == known["report"]["sha256"]:
             return dict(known["report"])
         with self.progress("packing") as progress:
-            result = pack(
+            result = stages.pack(
                 self.checkpoint,
-                PackSpec(formats=self.formats),
                 output,
+                profile=self.profile,
+                predictors=self.trained,
+                placements=self.placements,
+                formats=recipe["pack"],
                 recipe=recipe,
-                profile=self.refined,
-                predictor_set=self.trained,
-                plans=self.plans,
                 progress=progress,
             )
         for line in result.notices:
@@ -226,15 +196,24 @@ class Pipeline:
         self.ran.append("pack")
         return report
 
-    def _stage(
-        self,
-        name: str,
-        key: str,
-        make: Callable[[Path], Result],
-        save: Callable[[Result, Path], None],
-        load: Callable[[Path], Result],
-    ) -> Result:
-        result, made = self.store.result(name, key, make=make, save=save, load=load)
+    def _shown(self, title: str, unit: str, stage: Callable[..., Result], key: str) -> Callable[[Path], Result]:
+        """A stage that shows its progress, and records the key of its inputs."""
+
+        def make(scratch: Path) -> Result:
+            with self.progress(title, unit) as progress:
+                return stage(scratch=scratch, inputs=key, notice=self.notice, progress=progress)
+
+        return make
+
+    def _stored(self, name: str, key: str, kind: type[Result], make: Callable[[Path], Result]) -> Result:
+        """The stored result of a stage; made and stored where there is none."""
+        result, made = self.store.result(
+            name,
+            key,
+            make=make,
+            save=lambda result, path: result.save(path),
+            load=lambda path: _fresh(kind.load(path), key, path),
+        )
         if made:
             self.ran.append(name)
         return result
@@ -256,11 +235,10 @@ def recipe_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
 
 
 def pack_plain(recipe_path: Path, output: Path, *, progress: Progress, notice: Callable[[str], None]) -> dict[str, Any]:
-    """Write an artifact without profile and predictors, which is exact and quick to make; a report of it."""
+    """Write an artifact without profile and predictors, and report on it. It is exact, and quick to make."""
     recipe = read_recipe(recipe_path)
-    checkpoint = recipe_checkpoint(recipe, recipe_path.resolve().parent)
-    spec = PackSpec(formats=recipe.pack.model_dump())
-    result = pack(checkpoint, spec, output, recipe=recipe.model_dump(), progress=progress)
+    checkpoint, settings = recipe_checkpoint(recipe, recipe_path.resolve().parent), recipe.model_dump()
+    result = stages.pack(checkpoint, output, formats=settings["pack"], recipe=settings, progress=progress)
     for line in (*checkpoint.notices, *result.notices):
         notice(line)
     return pack_report(result)
@@ -274,18 +252,14 @@ def _record(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _fresh(result: Dated, key: str, path: Path) -> Dated:
-    """A stored result, refused if its recorded inputs differ from the current ones (somebody may have copied it)."""
-    if result.inputs != key:
+def _fresh(result: Result, key: str, path: Path) -> Result:
+    """The stored result, checked to be made from the current inputs: somebody may have copied it."""
+    found = key if isinstance(result, Streams) else result.inputs
+    if found != key:
         raise ProfileError(
             f"{path}: stale, or of another model",
             expected=f"made from inputs {key[:16]}…",
-            found=f"{result.inputs[:16]}…",
+            found=f"{found[:16]}…",
             remedy="delete it, and it is made again",
         )
     return result
-
-
-def _announced(what: str, tokens: int, e: Estimate) -> str:
-    memory, disk = size(e.memory_bytes), size(e.disk_bytes)
-    return f"{what} on {tokens:,} tokens: about {e.seconds:,.0f} s, {memory} of memory, {disk} of disk"

@@ -1,6 +1,6 @@
 """Results of stages on disk: nothing is computed twice, nothing stale is used, a killed stage resumes.
 
-A result's name holds the digest of everything it depends on, so that a result of that name is the wanted one. A stage
+A result's name holds the digest of everything it depends on, so a result of that name is the right one. A stage
 that is running works in a scratch folder of the same name. One process at a time works in a store; another waits.
 """
 
@@ -25,7 +25,7 @@ from pi_compile.checkpoint.families import registry
 Result = TypeVar("Result")
 _ROOTS = {"pi_compile": pi_compile, "pi_runtime": pi_runtime}
 _MODULE = re.compile(r"pi_(compile|runtime)(\.\w+)+(:\w+)?")
-"""Text that names a module, or something in it."""
+"""A string that names a module, or something in it."""
 
 
 def key_of(**inputs: Any) -> str:
@@ -65,7 +65,7 @@ def code_digest(module: str) -> str:
 def sources_of(module: str) -> dict[str, Path]:
     """Source files by module name: `module` and what it imports of our two packages, in order of name.
 
-    A text that names a module, as registries do for what they load later, counts as an import of it.
+    A string that names a module, as in a registry of what is loaded later, counts as an import of it.
     """
     found: dict[str, Path] = {}
     waiting = [module]
@@ -97,7 +97,7 @@ def _files_of(module: str) -> list[Path]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """Modules that a source file imports, anywhere in it, or names in a text."""
+    """Modules that a source file imports, anywhere in it, or names in a string."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
             yield node.value.partition(":")[0]
@@ -143,13 +143,13 @@ class Store:
         load: Callable[[Path], Result],
         suffix: str = ".npz",
     ) -> tuple[Result, bool]:
-        """(result, whether it was made now). `make` gets a scratch folder, which may hold the work of a killed run."""
+        """The result, and whether it was made now. `make` gets a scratch folder, which may hold a killed run's work."""
         path = self.folder / f"{stage}-{key[:16]}{suffix}"
         scratch = self.folder / f"{stage}-{key[:16]}.work"
         if path.exists():
             shutil.rmtree(scratch, ignore_errors=True)  # a kill after saving left it
             return load(path), False
-        # Scratch folders of other keys are of no more use, and may be large.
+        # Scratch folders of other keys are no longer of use, and may be large.
         for other in self.folder.glob(f"{stage}-*.work"):
             if other != scratch:
                 shutil.rmtree(other)

@@ -1,6 +1,6 @@
-"""Results of stages as plain values, and as tables to read."""
+"""Results of stages as plain values, rows and columns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,7 @@ def train_report(t: PredictorSet) -> dict[str, Any]:
 
 
 def place_report(placements: Sequence[Placement]) -> dict[str, Any]:
-    """One row a budget: bytes in RAM and VRAM, predicted speed, the greedy heuristic's, and what is on the GPU."""
+    """A row for each budget: bytes in both memories, predicted speeds, and what is on the GPU."""
     return {"plans": [_placement(p) for p in placements]}
 
 
@@ -90,74 +90,3 @@ def pack_report(result: "PackResult") -> dict[str, Any]:
         if part in result.errors
     ]
     return {**report, "quantisation": rows} if rows else report
-
-
-def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The evaluation of a text, with modes as rows."""
-    modes = [
-        {
-            "mode": mode,
-            "perplexity": perplexity,
-            "agreement": found["agreement"].get(mode),
-            "bytes_per_token": found["bytes_per_token"].get(mode),
-            "ffn_bytes_per_token": found["ffn_bytes_per_token"].get(mode),
-            "tokens_per_s": found["tokens_per_s"].get(mode),
-        }
-        for mode, perplexity in found["perplexity"].items()
-    ]
-    device = {"device": found["device"]} if found["vram_bytes"] is not None else {}
-    return {**device, "tokens": found["tokens"], "modes": modes, "layers": found["layers"]}
-
-
-def task_reports(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The evaluations of tasks, each with modes as rows."""
-    reports = []
-    for task in tasks:
-        head = f"{task['task']}, {task['kind']}, {task['items']:,} questions"
-        if task["truncated"]:
-            head += f", {task['truncated']:,} of them truncated to the model's context"
-        rows = [{"mode": mode, **_with_errors(row)} for mode, row in task["modes"].items()]
-        chance = {} if task["chance"] is None else {"chance": task["chance"]}
-        reports.append({"task": head, **chance, "modes": rows})
-    return reports
-
-
-def _with_errors(row: Mapping[str, float | None]) -> dict[str, Any]:
-    """A row with each value and its standard error as one column: `0.250 ± 0.043`."""
-    shown: dict[str, Any] = {}
-    for name, value in row.items():
-        if name.endswith("_stderr"):
-            share = shown[name.removesuffix("_stderr")]
-            shown[name.removesuffix("_stderr")] = _shown(share) + ("" if value is None else f" ± {_shown(value)}")
-        else:
-            shown[name] = value
-    return shown
-
-
-def print_report(report: Mapping[str, Any]) -> None:
-    """Print plain values as lines, and lists of rows as tables."""
-    from rich.console import Console  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
-    # Piped or narrow, a table must not lose its digits: lines may be longer than the terminal.
-    console = Console(soft_wrap=True, width=200)
-    for name, value in report.items():
-        if not isinstance(value, list):
-            console.print(f"{name.replace('_', ' ')}: {_shown(value)}", highlight=False)
-            continue
-        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-        for column in value[0] if value else ():
-            table.add_column(column.replace("_", " "), justify="right")
-        for row in value:
-            table.add_row(*map(_shown, row.values()))
-        console.print(table)
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.2g}"
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value))
-    return f"{value:,}" if isinstance(value, int) else str(value)

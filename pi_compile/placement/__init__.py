@@ -3,8 +3,7 @@
 `stage` is the way in; `formulation` states the problem, and the solvers know integers and no model.
 """
 
-from pi_compile.placement.activation_file import ActivationFile
-from pi_compile.placement.formulation import PREFILL_TOKENS, Assignment, Sizes, predicted_time
+from pi_compile.placement.formulation import PREFILL_TOKENS, Assignment, Problem, Sizes
 from pi_compile.placement.hot_mass import hottest_cuts
 from pi_compile.placement.stage import LADDER, SECONDS, SOLVERS, Placement, in_bytes, ladder, place, ram_of
 
@@ -13,14 +12,13 @@ __all__ = [
     "PREFILL_TOKENS",
     "SECONDS",
     "SOLVERS",
-    "ActivationFile",
     "Assignment",
     "Placement",
+    "Problem",
     "Sizes",
     "hottest_cuts",
     "in_bytes",
     "ladder",
     "place",
-    "predicted_time",
     "ram_of",
 ]

@@ -9,21 +9,24 @@ VRAM is bytes of GPU memory. RAM is bytes of all that is not on the GPU alone.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 import numpy as np
 
-from pi_compile.cost_model import CPU, GPU, Costs, Ints, TokenTime, Workload, token_time
-from pi_compile.placement.solvers.constrained_path import LayeredGraph, Node, ShortestPath
-from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import (
-    PartBytes,
+from pi_compile.cost_model import CPU, GPU, Costs, Ints, TokenTime, Workload, costs_of, token_time
+from pi_compile.machine import Machine
+from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath
+from pi_runtime.artifact.buffers import (
     gpu_workspace_bytes,
     kv_bytes,
     prompt_block,
     streamed_bytes,
+    weight_padding,
     workspace_bytes,
 )
+from pi_runtime.artifact.footprint import PartBytes
+from pi_runtime.artifact.sizes import array_specs
 
 PREFILL_TOKENS = 64
 """Tokens of one prefill call on the CPU."""
@@ -33,12 +36,15 @@ PROMPT_SHARE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """The side of every part, `CPU` or `GPU`, and the cut of every layer."""
+    """The side of every part, `CPU` or `GPU`, and the cut of every layer.
+
+    The names of the fields are part of every lock's digest.
+    """
 
     sides: tuple[int, ...]
     """Side of each layer's attention, cache, norms and predictor."""
     cuts: tuple[int, ...]
-    """Neurons of each layer that are the GPU's; see `layer_groups` for their order."""
+    """Neurons of each layer on the GPU; see `layer_groups` for their order."""
     embedding: int
     head: int
 
@@ -47,14 +53,20 @@ class Assignment:
         return GPU in (*self.sides, self.embedding, self.head) or any(self.cuts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """An assignment that a solver found, and what is proven of it."""
+
+    assignment: Assignment
+    gap: float | None = None
+    """Distance from the proven bound, relative to the objective; None where nothing is proven of the time."""
+    bound_ns: int | None = None
+    """Proven lower bound of the time."""
+
+
 def all_cpu(layers: int) -> Assignment:
     """The assignment with nothing on the GPU."""
     return Assignment(sides=(CPU,) * layers, cuts=(0,) * layers, embedding=CPU, head=CPU)
-
-
-def predicted_time(costs: Costs, a: Assignment) -> TokenTime:
-    """The time of a token with this assignment."""
-    return token_time(costs, a.sides, a.cuts, a.embedding, a.head)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,7 +97,7 @@ class Sizes:
             cache=kv_bytes(decoder, work.formats["attention"], work.context),
             workspace=(
                 workspace_bytes(decoder, largest_rank, PREFILL_TOKENS, work.context),
-                _gpu_workspace(decoder, largest_rank, work.context, parts, parts.total(decoder) + sum(predictor)),
+                _gpu_workspace(work, largest_rank, parts.total(decoder) + sum(predictor)),
             ),
             neurons=decoder.neurons,
             group=int(work.cuts[1]),
@@ -145,19 +157,54 @@ class Sizes:
         }
 
 
-def _gpu_workspace(decoder: Decoder, rank: int, context: int, parts: PartBytes, model: int) -> int:
-    """The GPU's buffers for decoding and for blocks of a prompt.
+def _gpu_workspace(work: Workload, rank: int, model: int) -> int:
+    """The GPU's buffers for decoding and for blocks of a prompt, and the padding between its weights.
 
     Blocks are as large as `PROMPT_SHARE` allows, together with the room for cold weights that long prompts bring to the
     GPU.
     """
 
+    decoder = work.decoder
+    specs = array_specs(decoder, work.formats, [how.predictor for how in work.layers], profiled=False)
+
     def needs(tokens: int) -> int:
-        return gpu_workspace_bytes(decoder, rank, context, tokens)
+        return gpu_workspace_bytes(decoder, rank, work.context, tokens)
 
     room = needs(1) + model // PROMPT_SHARE
-    tokens, streamed = prompt_block(needs, streamed_bytes(decoder, parts.neuron), room)
-    return needs(tokens) + streamed
+    tokens, streamed = prompt_block(needs, streamed_bytes(specs, decoder), room)
+    return weight_padding(specs) + needs(tokens) + streamed
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """One model on one machine, with the times and bytes that placements are chosen by: made once for all budgets."""
+
+    work: Workload
+    machine: Machine
+    costs: Costs
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, work: Workload, machine: Machine) -> "Problem":
+        return cls(work=work, machine=machine, costs=costs_of(work, machine), sizes=Sizes.of(work))
+
+    @property
+    def has_gpu(self) -> bool:
+        return len(self.costs.processors) > 1
+
+    @cached_property
+    def formulation(self) -> "Formulation":
+        """The graphs of least time."""
+        return _formulate(self.costs, self.sizes)
+
+    def time(self, a: Assignment) -> TokenTime:
+        """The predicted time of a token with this assignment."""
+        return token_time(self.costs, a.sides, a.cuts, a.embedding, a.head)
+
+    def used(self, a: Assignment) -> tuple[int, int]:
+        """Bytes of (GPU memory, RAM)."""
+        ram, gpu = self.sizes.used(a)
+        return sum(gpu.values()), sum(ram.values())
 
 
 @dataclass(frozen=True)
@@ -187,7 +234,7 @@ class Formulation:
         )
 
 
-def formulate(costs: Costs, sizes: Sizes) -> Formulation:
+def _formulate(costs: Costs, sizes: Sizes) -> Formulation:
     """The problem of least time. Ties prefer the GPU to the CPU, and larger cuts to smaller ones."""
     sides = tuple(range(len(costs.processors)))[::-1]
     indices = np.arange(len(costs.cuts))[::-1] if len(sides) > 1 else np.zeros(1, np.int64)
@@ -196,8 +243,10 @@ def formulate(costs: Costs, sizes: Sizes) -> Formulation:
     ends = tuple(product(sides, sides))
     graphs = []
     for embedding, head in ends:
-        first = _embedding_node(costs, sizes, embedding)
-        last = _head_node(costs, sizes, embedding, head)
+        first = _end_node(costs.embedding[embedding], sizes.embedding, embedding)
+        # A head beside the embedding shares its matrix, if it is tied.
+        shared = sizes.parts.embedding if sizes.tied_head and embedding == head else 0
+        last = _end_node(costs.head[head], sizes.head - shared, head)
         into = [[costs.crossing if side != embedding else 0 for side in sides]]
         out = [[costs.crossing if side != head else 0] for side in sides]
         graphs.append(LayeredGraph([[first], *layers, [last]], [into, *[between] * (len(layers) - 1), out], 0))
@@ -208,7 +257,7 @@ def _layer_node(costs: Costs, sizes: Sizes, layer: int, side: int, indices: Ints
     cuts = costs.cuts[indices]
     attention, neuron = sizes.attention(layer), sizes.parts.neuron
     return Node(
-        costs=costs.layer_ps(layer, side)[indices],
+        costs=costs.layers[layer].total[side][indices],
         vram=cuts * neuron + (attention if side == GPU else 0),
         ram=(sizes.neurons - cuts) * neuron + (attention if side == CPU else 0),
         preference=-side,
@@ -216,17 +265,7 @@ def _layer_node(costs: Costs, sizes: Sizes, layer: int, side: int, indices: Ints
     )
 
 
-def _embedding_node(costs: Costs, sizes: Sizes, side: int) -> Node:
-    return _node(costs.embedding[side], sizes.embedding, side)
-
-
-def _head_node(costs: Costs, sizes: Sizes, embedding: int, side: int) -> Node:
-    """A head beside the embedding shares its matrix, if it is tied."""
-    shared = sizes.parts.embedding if sizes.tied_head and embedding == side else 0
-    return _node(costs.head[side], sizes.head - shared, side)
-
-
-def _node(cost: int, nbytes: int, side: int) -> Node:
+def _end_node(cost: int, nbytes: int, side: int) -> Node:
     values = (cost, nbytes if side == GPU else 0, nbytes if side == CPU else 0)
     costs, vram, ram = (np.array([v], np.int64) for v in values)
     return Node(costs=costs, vram=vram, ram=ram, preference=-side)

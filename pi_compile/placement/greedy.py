@@ -1,25 +1,25 @@
 """The greedy heuristic: a quick placement, shown beside the optimum and used to say which budgets would fit.
 
-A step enlarges a cut, or moves a layer's attention, the embedding or the head to the GPU. Each time, of all steps that
-fit, the one that saves most time a byte is taken; among steps of a layer that are nearly as good, the largest. There
-are two starts: everything on the CPU; and embedding, head, and from the last layer back all attention that fits on the
-GPU, because no single step pays for the crossings that these save together.
+A step enlarges a cut, or moves a layer's attention, the embedding or the head to the GPU. Of all steps that fit, the
+one that saves most time per byte is taken next. Among steps of a layer that are nearly as good, the largest is taken.
+
+Two starts are tried. One has everything on the CPU. The other has embedding and head on the GPU, and attention from the
+last layer back as far as it fits, because no single step pays for the crossings that these save together.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pi_compile.cost_model import CPU, GPU, Costs
-from pi_compile.placement.formulation import Assignment, Sizes, predicted_time
+from pi_compile.cost_model import CPU, GPU, Ints
+from pi_compile.placement.formulation import Assignment, Problem
 
 _NEARLY = 0.98
 
 
 @dataclass
 class _State:
-    costs: Costs
-    sizes: Sizes
+    problem: Problem
     sides: list[int]
     cuts: list[int]
     """Index of each layer's cut in `Costs.cuts`."""
@@ -27,7 +27,7 @@ class _State:
     head: int
 
     def assignment(self) -> Assignment:
-        cuts = tuple(int(self.costs.cuts[j]) for j in self.cuts)
+        cuts = tuple(int(self.problem.costs.cuts[j]) for j in self.cuts)
         return Assignment(sides=tuple(self.sides), cuts=cuts, embedding=self.embedding, head=self.head)
 
     def neighbours(self, layer: int) -> tuple[int, int]:
@@ -37,40 +37,41 @@ class _State:
         return before, behind
 
 
-def greedy(costs: Costs, sizes: Sizes, vram: int, ram: int | None = None) -> Assignment:
+def greedy(problem: Problem, vram: int, ram: int | None = None) -> Assignment:
     """The better of two assignments that take at most `vram` bytes of GPU memory, buffers included.
 
-    While RAM holds more than `ram` bytes, steps that cost time are taken too. RAM may hold more in the end: then no
+    While RAM holds more than `ram` bytes, steps that cost time are taken too. If RAM still holds more in the end, no
     further step fitted.
     """
-    layers, free = len(costs.layers), vram - sizes.workspace[GPU]
-    found = [_improved(_State(costs, sizes, [CPU] * layers, [0] * layers, CPU, CPU), max(free, 0), ram)]
+    sizes, layers = problem.sizes, len(problem.costs.layers)
+    free = vram - sizes.workspace[GPU]
+    found = [_improved(_State(problem, [CPU] * layers, [0] * layers, CPU, CPU), max(free, 0), ram)]
     # A tied head on the embedding's side shares its matrix.
     ends = sizes.embedding + sizes.parts.head + sizes.parts.final_norm
-    if len(costs.processors) > 1 and ends <= free:
+    if problem.has_gpu and ends <= free:
         free -= ends
         sides = [CPU] * layers
         for n in reversed(range(layers)):
             if sizes.attention(n) > free:
                 break
             sides[n], free = GPU, free - sizes.attention(n)
-        found.append(_improved(_State(costs, sizes, sides, [0] * layers, GPU, GPU), free, ram))
+        found.append(_improved(_State(problem, sides, [0] * layers, GPU, GPU), free, ram))
 
     def worth(a: Assignment) -> tuple[bool, int]:
-        return _exceeds(sizes, a, ram), predicted_time(costs, a).total
+        return _exceeds(problem, a, ram), problem.time(a).total
 
     return min(found, key=worth)
 
 
-def _exceeds(sizes: Sizes, a: Assignment, ram: int | None) -> bool:
+def _exceeds(problem: Problem, a: Assignment, ram: int | None) -> bool:
     """Whether an assignment takes more RAM than there is."""
-    return ram is not None and sum(sizes.used(a)[CPU].values()) > ram
+    return ram is not None and problem.used(a)[1] > ram
 
 
 def _improved(state: _State, free: int, ram: int | None) -> Assignment:
-    """Step after step from a start, while `free` bytes of GPU memory last."""
-    costs, sizes, layers = state.costs, state.sizes, len(state.sides)
-    if len(costs.processors) < 2 or not free:
+    """Take steps from a start while `free` bytes of GPU memory last."""
+    layers = len(state.sides)
+    if not state.problem.has_gpu or not free:
         return state.assignment()
     steps = [_step(state, n, free) for n in range(layers + 2)]
     while True:
@@ -79,7 +80,7 @@ def _improved(state: _State, free: int, ram: int | None) -> Assignment:
         if nbytes > free:
             steps[n] = _step(state, n, free)
             continue
-        if nbytes == 0 or (worth <= 0 and not _exceeds(sizes, state.assignment(), ram)):
+        if nbytes == 0 or (worth <= 0 and not _exceeds(state.problem, state.assignment(), ram)):
             return state.assignment()
         free -= nbytes
         changed = {n}
@@ -100,45 +101,38 @@ _NO_STEP = (-np.inf, 0, GPU, 0)
 
 
 def _step(state: _State, n: int, free: int) -> tuple[float, int, int, int]:
-    """(picoseconds saved a byte, bytes, side, index of the cut) of the best step of a layer, embedding or head."""
+    """(picoseconds saved per byte, bytes, side, index of the cut) of the best step of a layer, embedding or head."""
     if n >= len(state.sides):
         return _end_step(state, n - len(state.sides), free)
-    costs, sizes, side, cut = state.costs, state.sizes, state.sides[n], state.cuts[n]
-    before, behind = state.neighbours(n)
-    best, now = _NO_STEP, _layer_time(costs, n, side, before, behind)[cut]
+    costs, sizes, side, cut = state.problem.costs, state.problem.sizes, state.sides[n], state.cuts[n]
+    best, now = _NO_STEP, _layer_time(state, n, side)[cut]
     for to in (side, GPU) if side == CPU else (side,):
         nbytes = (costs.cuts - costs.cuts[cut]) * sizes.parts.neuron + (sizes.attention(n) if to != side else 0)
         cuts = np.nonzero((nbytes > 0) & (nbytes <= free) & (costs.cuts >= costs.cuts[cut]))[0]
         if not len(cuts):
             continue
-        worth = (now - _layer_time(costs, n, to, before, behind)[cuts]) / nbytes[cuts]
+        worth = (now - _layer_time(state, n, to)[cuts]) / nbytes[cuts]
         good = worth.max()
         j = int(np.nonzero(worth >= (good * _NEARLY if good > 0 else good))[0][-1])
         best = max(best, (float(worth[j]), int(nbytes[cuts[j]]), to, int(cuts[j])))
     return best
 
 
-def _layer_time(
-    costs: Costs, n: int, side: int, before: int, behind: int
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """(cuts,) time of a layer with the crossings to its neighbours."""
-    return costs.layer_ps(n, side) + costs.crossing * ((side != before) + (side != behind))
+def _layer_time(state: _State, n: int, side: int) -> Ints:
+    """(cuts,) time of a layer on this side, with the crossings to its neighbours."""
+    costs, crossings = state.problem.costs, sum(side != neighbour for neighbour in state.neighbours(n))
+    return costs.layers[n].total[side] + costs.crossing * crossings
 
 
 def _end_step(state: _State, end: int, free: int) -> tuple[float, int, int, int]:
     """The step that moves the embedding (end 0) or the head (end 1) to the GPU."""
-    costs, sizes = state.costs, state.sizes
+    problem, costs = state.problem, state.problem.costs
     if (state.head if end else state.embedding) == GPU:
         return _NO_STEP
     now = state.assignment()
-    moved = Assignment(
-        sides=now.sides,
-        cuts=now.cuts,
-        embedding=now.embedding if end else GPU,
-        head=GPU if end else now.head,
-    )
-    after, before = (sum(sizes.used(a)[GPU].values()) - sizes.workspace[GPU] * a.uses_gpu for a in (moved, now))
-    nbytes = after - before
+    moved = replace(now, head=GPU) if end else replace(now, embedding=GPU)
+    workspace = problem.sizes.workspace[GPU] * (moved.uses_gpu - now.uses_gpu)
+    nbytes = problem.used(moved)[0] - problem.used(now)[0] - workspace
     neighbour = state.sides[-1] if end else state.sides[0]
     times = costs.head if end else costs.embedding
     saved = times[CPU] - times[GPU] + costs.crossing * ((neighbour != CPU) - (neighbour != GPU))

@@ -13,36 +13,37 @@ The program minimises  Σ time of e, h, z  +  crossing · Σ t.  With side[l] = 
     t[l] ≥ ± (side[l] − side[l − 1]),   m ≥ e, h,   m' ≥ 1 − e, 1 − h,   u ≥ e, h, Σ z that use the GPU,
     bytes on the GPU ≤ VRAM budget,     bytes in RAM ≤ RAM budget.
 
-Hot mass. The sides of the dense parts follow from a rule (`hot_mass`). Of each layer one cut is taken, none or at least
-C_l neurons, so that the activations before the cuts are the most that fit.
+Hot mass. The sides of the dense parts follow from a rule (`hot_mass`). Each layer takes one cut, none or at least C_l
+neurons, so that the activations before the cuts are the most that fit.
 
 Shape letters: S sides, J cuts of a layer.
 """
 
 import itertools
-from collections.abc import Sequence
+import math
 
 import numpy as np
 import numpy.typing as npt
 
 from pi_compile.cost_model import CPU, GPU, Costs, Ints
-from pi_compile.placement.formulation import Assignment, Sizes
-from pi_compile.placement.solvers.mixed_integer_program import Answer, MixedIntegerProgram
+from pi_compile.placement.formulation import Assignment, Problem, Solution
+from pi_compile.placement.hot_mass import hot_mass
+from pi_compile.placement.solvers.mixed_integer_program import MixedIntegerProgram
 
 Term = tuple[npt.ArrayLike, npt.ArrayLike]
 """Variables and their coefficients."""
 NANO = 1000
-"""Picoseconds of a unit of the objective: numbers that HiGHS's tolerances suit."""
+"""Picoseconds per unit of the objective: its numbers then suit HiGHS's tolerances."""
 MIB = float(1 << 20)
-"""Bytes of a unit of the budgets."""
+"""Bytes per unit of the budgets."""
 
 
-def least_time(costs: Costs, sizes: Sizes, vram: int, ram: int, seconds: float) -> tuple[Assignment, Answer] | None:
-    """The assignment that HiGHS found within so many seconds, with its time and the proven bound in nanoseconds.
+def least_time(problem: Problem, vram: int, ram: int, seconds: float) -> Solution | None:
+    """The assignment that HiGHS found within so many seconds, with its gap and the proven bound.
 
     None where the model does not fit. Raises TimeoutError where the time was up before an assignment was found.
     """
-    program = MixedIntegerProgram()
+    program, costs = MixedIntegerProgram(), problem.costs
     embedding, head = (
         int(program.variables([(part[GPU] - part[CPU]) / NANO])[0]) for part in (costs.embedding, costs.head)
     )
@@ -55,11 +56,10 @@ def least_time(costs: Costs, sizes: Sizes, vram: int, ram: int, seconds: float) 
             program.row([(crosses, 1.0), (after, -sign), (before, sign)], 0.0, np.inf)
     for end in (embedding, head):
         program.row([(used, 1.0), (end, -1.0)], 0.0, np.inf)
-    _budgets(program, costs, sizes, (vram, ram), embedding, head, used, layers)
-    answer = program.solve(seconds)
+    _budgets(program, problem, (vram, ram), embedding, head, used, layers)
+    answer = program.solve(seconds, (costs.embedding[CPU] + costs.head[CPU]) / NANO)
     if answer is None:
         return None
-    constant = (costs.embedding[CPU] + costs.head[CPU]) / NANO
     taken = [np.unravel_index(int(answer.values[z_SJ].argmax()), z_SJ.shape) for z_SJ in layers]
     assignment = Assignment(
         sides=tuple(int(side) for side, _ in taken),
@@ -67,29 +67,30 @@ def least_time(costs: Costs, sizes: Sizes, vram: int, ram: int, seconds: float) 
         embedding=GPU if answer.values[embedding] > 0.5 else CPU,
         head=GPU if answer.values[head] > 0.5 else CPU,
     )
-    return assignment, Answer(answer.values, answer.objective + constant, answer.bound + constant)
+    return Solution(assignment=assignment, gap=answer.gap, bound_ns=math.floor(answer.bound))
 
 
-def most_hot_mass(
-    masses: Sequence[Ints], cuts: Ints, neuron: int, free: int, seconds: float
-) -> tuple[tuple[int, ...], Answer]:
-    """The cut of each layer with the most activations before it in all, in `free` bytes of `neuron` bytes each.
+def most_hot_mass(problem: Problem, vram: int, seconds: float) -> Solution:
+    """The assignment with the most activations on the GPU, with its gap. Raises TimeoutError as `least_time` does."""
+    gaps = []
 
-    `masses` are the activations before each of the `cuts`. The answer's objective and bound are activations.
-    """
-    program = MixedIntegerProgram(maximise=True)
-    layers = [program.variables(mass) for mass in masses]
-    for z_J in layers:
-        program.row([(z_J, 1.0)], 1.0, 1.0)
-    program.row([(z_J, cuts * neuron / MIB) for z_J in layers], -np.inf, free / MIB)
-    answer = program.solve(seconds)
-    assert answer is not None  # nothing always fits
-    return tuple(int(cuts[answer.values[z_J].argmax()]) for z_J in layers), answer
+    def cuts_within(allowed: Ints, masses: list[Ints], neuron: int, free: int) -> list[int]:
+        program = MixedIntegerProgram(maximise=True)
+        layers = [program.variables(mass) for mass in masses]
+        for z_J in layers:
+            program.row([(z_J, 1.0)], 1.0, 1.0)
+        program.row([(z_J, allowed * neuron / MIB) for z_J in layers], -np.inf, free / MIB)
+        answer = program.solve(seconds)
+        assert answer is not None  # nothing always fits
+        gaps.append(answer.gap)
+        return [int(answer.values[z_J].argmax()) for z_J in layers]
+
+    return Solution(assignment=hot_mass(problem, vram, cuts_within), gap=max(gaps, default=0.0))
 
 
 def _layer(program: MixedIntegerProgram, costs: Costs, layer: int, used: int) -> Ints:
-    """The variables z [sides, cuts] of a layer, one of which is 1."""
-    times = [costs.layer_ps(layer, side) / NANO for side in (CPU, GPU)]
+    """Add the variables z [sides, cuts] of a layer, one of which is 1."""
+    times = [total / NANO for total in costs.layers[layer].total]
     z_SJ = program.variables(np.concatenate(times)).reshape(2, -1)
     program.row([(z_SJ.ravel(), 1.0)], 1.0, 1.0)
     on_gpu = np.concatenate([z_SJ[CPU, 1:], z_SJ[GPU]])
@@ -99,16 +100,16 @@ def _layer(program: MixedIntegerProgram, costs: Costs, layer: int, used: int) ->
 
 def _budgets(
     program: MixedIntegerProgram,
-    costs: Costs,
-    sizes: Sizes,
+    problem: Problem,
     budgets: tuple[int, int],
     embedding: int,
     head: int,
     used: int,
     layers: list[Ints],
 ) -> None:
-    """One row for each memory: what is placed there, and its buffers, within its budget."""
-    parts, neurons = sizes.parts, costs.cuts * sizes.parts.neuron
+    """Add one row for each memory: what is placed there and its buffers keep its budget."""
+    sizes, parts = problem.sizes, problem.sizes.parts
+    neurons = problem.costs.cuts * parts.neuron
     vram: list[Term] = [(used, sizes.workspace[GPU] / MIB)]
     ram: list[Term] = []
     fixed = sizes.workspace[CPU]

@@ -8,24 +8,23 @@ before its cut go to the GPU.
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from typing import Any
 
-from pi_compile.cost_model import CPU, GPU, Costs, LayerWork, TokenTime, Workload, costs_of
+from pi_compile.cost_model import CPU, GPU, TokenTime
 from pi_compile.machine import Machine
-from pi_compile.placement.formulation import Assignment, Sizes, all_cpu, formulate, predicted_time
+from pi_compile.placement.formulation import Assignment, Problem, Sizes, Solution, all_cpu
 from pi_compile.placement.greedy import greedy
-from pi_compile.placement.hot_mass import allowed_cuts, hot_mass
+from pi_compile.placement.hot_mass import hot_mass
 from pi_compile.placement.solvers.constrained_path import solve
 from pi_runtime.artifact.schema import SIDES, Plan
 from pi_runtime.errors import DoesNotFitError, NotMetError
 
 SOLVERS = ("exact", "highs", "greedy")
 SECONDS = 60.0
-"""Time that HiGHS has for one placement."""
+"""Seconds that HiGHS has for one placement."""
 LADDER = (10, 25, 50, 75, 100)
 """Budgets that every artifact has a plan for, in percent of the GPU memory that takes everything."""
 
@@ -91,8 +90,7 @@ def in_bytes(gib: float) -> int:
 
 
 def place(
-    work: Workload,
-    machine: Machine,
+    problem: Problem,
     vram: int,
     ram: int,
     *,
@@ -107,25 +105,23 @@ def place(
     then GPU before CPU and larger cuts before smaller, in the order embedding, layers, head. Raises DoesNotFitError
     with the bytes needed and budgets that fit, NotMetError where `seconds` are too few for HiGHS.
     """
-    costs, sizes = costs_of(work, machine), Sizes.of(work)
-    vram = vram if len(costs.processors) > 1 else 0
-    gap, bound, heuristic = None, None, None
+    vram = vram if problem.has_gpu else 0
+    found: Solution | None
     if solver == "highs" and vram:
-        assignment, gap, bound = _by_highs(work, machine, costs, sizes, (vram, ram), objective, seconds)
+        found = _by_highs(problem, vram, ram, objective, seconds)
     elif objective == "hot-mass":
-        assignment = hot_mass(work, machine, sizes, vram)
+        found = Solution(assignment=hot_mass(problem, vram))
     elif solver == "greedy":
-        assignment = greedy(costs, sizes, vram, ram)
+        found = Solution(assignment=greedy(problem, vram, ram))
     else:
-        assignment, bound = _exact(costs, sizes, vram, ram)
-        gap = 0.0
-        heuristic = predicted_time(costs, greedy(costs, sizes, vram, ram))
-    used_vram, used_ram = _totals(sizes, assignment)
-    if used_ram > ram:
-        raise _does_not_fit(costs, sizes, vram, ram)
-    assert used_vram <= vram
-    inputs = _inputs(work, machine, vram, ram, objective, solver)
-    ram_bytes, gpu_bytes = sizes.used(assignment)
+        found = _exact(problem, vram, ram)
+    if found is None or problem.used(found.assignment)[1] > ram:
+        raise _does_not_fit(problem, vram, ram)
+    assignment, work = found.assignment, problem.work
+    inputs = {**_inputs(problem), "vram": vram, "ram": ram, "objective": objective, "solver": solver}
+    ram_bytes, gpu_bytes = problem.sizes.used(assignment)
+    assert sum(gpu_bytes.values()) <= vram
+    exact = solver == "exact" and objective == "time"
     return Placement(
         objective=objective,
         solver=solver,
@@ -134,65 +130,47 @@ def place(
         context=work.context,
         assignment=assignment,
         expert_cuts=tuple(cut for n, c in enumerate(assignment.cuts) for cut in work.expert_cuts(n, c)),
-        time=predicted_time(costs, assignment),
+        time=problem.time(assignment),
         gpu_bytes=gpu_bytes,
         ram_bytes=ram_bytes,
-        gap=gap,
-        bound_ns=bound,
-        heuristic=heuristic,
-        activations_on_gpu=work.activations_on_gpu(assignment.cuts) / max(int(work.counts.sum()), 1),
-        digest=_sha256({"inputs": inputs, "answer": _digested_assignment(assignment)}),
+        gap=found.gap,
+        bound_ns=found.bound_ns,
+        heuristic=problem.time(greedy(problem, vram, ram)) if exact else None,
+        activations_on_gpu=work.activations_on_gpu(assignment.cuts),
+        digest=_sha256({"inputs": inputs, "answer": asdict(assignment)}),
     )
 
 
-def _exact(costs: Costs, sizes: Sizes, vram: int, ram: int) -> tuple[Assignment, int]:
-    """The optimum, and the relaxation's lower bound in nanoseconds."""
-    found = []
-    nothing = all_cpu(len(costs.layers))
-    _, used_ram = _totals(sizes, nothing)
+def _exact(problem: Problem, vram: int, ram: int) -> Solution | None:
+    """The optimum, and the relaxation's lower bound; None where the model does not fit."""
+    found, nothing = [], all_cpu(problem.work.decoder.n_layers)
+    _, used_ram = problem.used(nothing)
     if used_ram <= ram:
-        time = predicted_time(costs, nothing).total
+        time = problem.time(nothing).total
         found.append((time, 0, used_ram, nothing, time))
     # The GPU's buffers are needed with the first byte that is placed there.
+    sizes = problem.sizes
     free = vram - sizes.workspace[GPU]
-    if free >= 0 and len(costs.processors) > 1 and sizes.everything - free <= ram:
-        formulation = formulate(costs, sizes)
-        path = solve(formulation.within(free, ram - sizes.workspace[CPU]))
+    if free >= 0 and problem.has_gpu and sizes.everything - free <= ram:
+        path = solve(problem.formulation.within(free, ram - sizes.workspace[CPU]))
         if path is not None:
-            assignment = formulation.assignment(path)
-            assert predicted_time(costs, assignment).total == path.cost
-            found.append((path.cost, *_totals(sizes, assignment), assignment, path.bound))
+            assignment = problem.formulation.assignment(path)
+            assert problem.time(assignment).total == path.cost
+            found.append((path.cost, *problem.used(assignment), assignment, path.bound))
     if not found:
-        raise _does_not_fit(costs, sizes, vram, ram)
+        return None
     best = min(found, key=lambda one: one[:3])
-    return best[3], -(-min(one[4] for one in found) // 1000)
+    return Solution(assignment=best[3], gap=0.0, bound_ns=-(-min(one[4] for one in found) // 1000))
 
 
-def _by_highs(
-    work: Workload,
-    machine: Machine,
-    costs: Costs,
-    sizes: Sizes,
-    budgets: tuple[int, int],
-    objective: str,
-    seconds: float,
-) -> tuple[Assignment, float, int | None]:
-    """HiGHS's assignment, its gap, and the lower bound of the time in nanoseconds (None for hot mass)."""
-    from pi_compile.placement import milp  # noqa: PLC0415  scipy.sparse, which the default solvers do without
-
-    gaps = []
-
-    def cuts_within(work: Workload, machine: Machine, sizes: Sizes, free: int) -> tuple[tuple[int, ...], int]:
-        cuts, masses = allowed_cuts(work, machine, sizes)
-        chosen, answer = milp.most_hot_mass(masses, cuts, sizes.parts.neuron, free, seconds)
-        gaps.append(answer.gap)
-        return chosen, sum(chosen) * sizes.parts.neuron
+def _by_highs(problem: Problem, vram: int, ram: int, objective: str, seconds: float) -> Solution | None:
+    """HiGHS's solution; None where the model does not fit. Raises NotMetError where it found none in its time."""
+    from pi_compile.placement import milp  # noqa: PLC0415  HiGHS, which the default solvers do without
 
     try:
         if objective == "hot-mass":
-            assignment = hot_mass(work, machine, sizes, budgets[0], cuts_within)
-            return assignment, max(gaps, default=0.0), None
-        found = milp.least_time(costs, sizes, *budgets, seconds)
+            return milp.most_hot_mass(problem, vram, seconds)
+        return milp.least_time(problem, vram, ram, seconds)
     except TimeoutError as error:
         raise NotMetError(
             f"HiGHS found no placement in {seconds:g} s",
@@ -200,24 +178,15 @@ def _by_highs(
             found=error,
             remedy="raise --time-limit, or leave --solver out: the default solver is exact and quicker",
         ) from None
-    if found is None:
-        raise _does_not_fit(costs, sizes, *budgets)
-    assignment, answer = found
-    return assignment, answer.gap, math.floor(answer.bound)
 
 
-def _totals(sizes: Sizes, a: Assignment) -> tuple[int, int]:
-    """Bytes of (GPU memory, RAM)."""
-    ram, gpu = sizes.used(a)
-    return sum(gpu.values()), sum(ram.values())
-
-
-def _does_not_fit(costs: Costs, sizes: Sizes, vram: int, ram: int) -> DoesNotFitError:
+def _does_not_fit(problem: Problem, vram: int, ram: int) -> DoesNotFitError:
     """The error with what is needed, what there is, and the nearest budgets that fit: one raised, the other kept."""
-    _, enough_ram = _totals(sizes, greedy(costs, sizes, vram, ram=0))
-    enough_vram, _ = _totals(sizes, greedy(costs, sizes, 1 << 62, ram=ram))
+    sizes = problem.sizes
+    _, enough_ram = problem.used(greedy(problem, vram, ram=0))
+    enough_vram, _ = problem.used(greedy(problem, 1 << 62, ram=ram))
     fits = [f"{enough_ram} bytes of RAM ({enough_ram / 2**30:.2f} GiB) with this GPU budget"]
-    if sizes.workspace[CPU] <= ram and len(costs.processors) > 1:
+    if sizes.workspace[CPU] <= ram and problem.has_gpu:
         fits.append(f"{enough_vram} bytes of GPU memory ({enough_vram / 2**30:.2f} GiB) with this RAM")
     return DoesNotFitError(
         "the model does not fit: no placement keeps both budgets",
@@ -228,8 +197,7 @@ def _does_not_fit(costs: Costs, sizes: Sizes, vram: int, ram: int) -> DoesNotFit
 
 
 def ladder(
-    work: Workload,
-    machine: Machine,
+    problem: Problem,
     budgets: Sequence[int] = (),
     *,
     ram: int | None = None,
@@ -243,15 +211,15 @@ def ladder(
     Without a GPU the result is (). Raises DoesNotFitError for a further budget that does not fit, or at which nothing
     is placed.
     """
-    ram = ram_of(machine) if ram is None else ram
-    if machine.gpu is None:
-        place(work, machine, 0, ram)  # it must fit all the same
+    ram = ram_of(problem.machine) if ram is None else ram
+    if not problem.has_gpu:
+        place(problem, 0, ram)  # it must fit all the same
         return ()
-    most = Sizes.of(work).all_on_gpu
+    most = problem.sizes.all_on_gpu
     found = []
     for budget in sorted({most * percent // 100 for percent in LADDER} | set(budgets)):
         try:
-            placement = place(work, machine, budget, ram, objective=objective, solver=solver, seconds=seconds)
+            placement = place(problem, budget, ram, objective=objective, solver=solver, seconds=seconds)
         except DoesNotFitError:
             if budget in budgets or budget == most:
                 raise
@@ -259,7 +227,7 @@ def ladder(
         if placement.assignment.uses_gpu:
             found.append(placement)
         elif budget in budgets:
-            raise _nothing_placed(Sizes.of(work), budget)
+            raise _nothing_placed(problem.sizes, budget)
     return tuple(found)
 
 
@@ -277,33 +245,22 @@ def _nothing_placed(sizes: Sizes, budget: int) -> DoesNotFitError:
     )
 
 
-def _inputs(work: Workload, machine: Machine, vram: int, ram: int, objective: str, solver: str) -> dict[str, Any]:
-    """Everything that decides a placement, and nothing else: names and sources do not."""
+def _inputs(problem: Problem) -> dict[str, Any]:
+    """Everything beside budgets and solver that decides a placement, and nothing else: names and sources do not.
+
+    The keys are part of every lock and every stored plan, so they stay whatever the fields are called.
+    """
+    work = problem.work
     return {
         "shape": {**asdict(work.decoder), "family": None},
         "formats": dict(work.formats),
         "tokens": work.tokens,
-        "counts": hashlib.sha256(work.counts.astype("<i8").tobytes()).hexdigest(),
+        "counts": work.counts_digest,
         **({} if work.routed is None else {"routed": work.routed.tolist()}),
-        "layers": [_digested_layer(layer) for layer in work.layers],
+        "layers": [{key: getattr(layer, key) for key in ("rung", "rank", "read_ppm")} for layer in work.layers],
         "context": work.context,
-        "machine": machine.model_dump(exclude={"name": True, "source": True, "cpu": {"name"}, "gpu": {"name"}}),
-        "vram": vram,
-        "ram": ram,
-        "objective": objective,
-        "solver": solver,
+        "machine": problem.machine.model_dump(exclude={"name": True, "source": True, "cpu": {"name"}, "gpu": {"name"}}),
     }
-
-
-# The keys below are part of every lock and every stored plan, so they stay whatever the fields are called.
-
-
-def _digested_layer(layer: LayerWork) -> dict[str, Any]:
-    return {"rung": layer.rung, "rank": layer.rank, "read_ppm": layer.read_ppm}
-
-
-def _digested_assignment(a: Assignment) -> dict[str, Any]:
-    return {"sides": a.sides, "cuts": a.cuts, "embedding": a.embedding, "head": a.head}
 
 
 def _sha256(value: object) -> str:

@@ -1,20 +1,19 @@
 """What a machine would do with a model that is known by its config alone: what fits, where it goes, and how fast."""
 
-from pi_compile.planning.baselines import layer_split, powerinfer
-from pi_compile.planning.forecast import AROUND, GIB, PlanSpec, activation_counts, plan, published_counts
+from pi_compile.planning.baselines import Baselines
+from pi_compile.planning.forecast import AROUND, GIB, PlanSpec, activation_profile, plan, published_profile
 from pi_compile.planning.model_config import PlannedModel, find_planned
 from pi_compile.planning.prefill_time import prefill_tokens_per_s
 
 __all__ = [
     "AROUND",
     "GIB",
+    "Baselines",
     "PlanSpec",
     "PlannedModel",
-    "activation_counts",
+    "activation_profile",
     "find_planned",
-    "layer_split",
     "plan",
-    "powerinfer",
     "prefill_tokens_per_s",
-    "published_counts",
+    "published_profile",
 ]

@@ -10,7 +10,6 @@ counts are differences of one cumulated sum that is rounded down. So the same cu
 counts everywhere.
 """
 
-import difflib
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from itertools import pairwise
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.errors import ProfileError
+from pi_compile.errors import ProfileError, nearest
 from pi_compile.files import bundled_folder
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.errors import UsageError
@@ -45,11 +44,11 @@ def find_curve(name: str) -> Curve:
     """The bundled curve of this name. Raises UsageError that names all of them."""
     known = sorted(path.stem for path in bundled_folder("published").glob("*.csv"))
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
+        near = nearest(name, known)
         raise UsageError(
             f"--curve {name}: no such published curve",
             expected=f"one of {', '.join(known)}",
-            remedy=f"--curve {near[0]}" if near else None,
+            remedy=f"--curve {near}" if near else None,
         )
     return read_curve(bundled_folder("published") / f"{name}.csv")
 

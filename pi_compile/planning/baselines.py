@@ -10,11 +10,14 @@ hand-over for that.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from pi_compile.cost_model import CPU, DENSE, GPU, PICO, Costs, LayerWork, Workload, costs_of
+from pi_compile.cost_model import CPU, GPU, PICO, Costs, Workload
 from pi_compile.machine import Machine
-from pi_compile.placement import Assignment, Sizes, hottest_cuts, predicted_time
-from pi_runtime.artifact.footprint import kv_bytes
+from pi_compile.placement import Assignment, Problem, hottest_cuts
+from pi_compile.results import LayerWork
+from pi_runtime.artifact.buffers import kv_bytes
+from pi_runtime.artifact.rungs import DENSE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,38 +33,51 @@ class Baseline:
         return PICO / self.token_ps
 
 
-def layer_split(work: Workload, machine: Machine, vram: int) -> Baseline:
-    """Whole layers, dense; `vram` bytes for weights and cache."""
-    layers = work.decoder.n_layers
-    dense = replace(work, layers=(LayerWork(rung=DENSE),) * layers)
-    sizes = Sizes.of(dense)
-    layer = sizes.attention(0) + sizes.neurons * sizes.parts.neuron
-    fitting = min(layers, vram // layer) if machine.gpu is not None else 0
-    head = GPU if fitting == layers and fitting * layer + sizes.head <= vram else CPU
-    sides = (CPU,) * (layers - fitting) + (GPU,) * fitting
-    cuts = tuple(sizes.neurons if side == GPU else 0 for side in sides)
-    assignment = Assignment(sides=sides, cuts=cuts, embedding=CPU, head=head)
-    time = predicted_time(costs_of(dense, machine), assignment)
-    used = fitting * layer + (sizes.head if head == GPU else 0)
-    return Baseline(assignment=assignment, gpu_bytes=used, token_ps=time.total)
+@dataclass(frozen=True)
+class Baselines:
+    """The baselines of one model on one machine, for any number of budgets."""
 
+    work: Workload
+    machine: Machine
 
-def powerinfer(work: Workload, machine: Machine, vram: int) -> Baseline:
-    """PowerInfer's rule; `vram` bytes for weights."""
-    # With no positions the cache is neither placed nor timed with the attention: it is added below, on the CPU.
-    weights = replace(work, context=0)
-    sizes, costs = Sizes.of(weights), costs_of(weights, machine)
-    free, sides = vram if machine.gpu is not None else 0, []
-    for n in range(work.decoder.n_layers):
-        sides.append(GPU if sizes.attention(n) <= free else CPU)
-        free -= sizes.attention(n) if sides[-1] == GPU else 0
-    head = GPU if CPU not in sides and sizes.head <= free else CPU
-    free -= sizes.head if head == GPU else 0
-    cuts, spent = hottest_cuts(work, machine, sizes, free)
-    assignment = Assignment(sides=tuple(sides), cuts=cuts, embedding=CPU, head=head)
-    time = predicted_time(costs, assignment).total + _cache_ps(work, costs, assignment)
-    used = vram - free + spent if machine.gpu is not None else 0
-    return Baseline(assignment=assignment, gpu_bytes=used, token_ps=time)
+    @cached_property
+    def _dense(self) -> Problem:
+        """The model with nothing skipped."""
+        layers = (LayerWork(rung=DENSE),) * self.work.decoder.n_layers
+        return Problem.of(replace(self.work, layers=layers), self.machine)
+
+    @cached_property
+    def _without_cache(self) -> Problem:
+        """The model with no positions: its cache is neither placed nor timed with the attention."""
+        return Problem.of(replace(self.work, context=0), self.machine)
+
+    def layer_split(self, vram: int) -> Baseline:
+        """Whole layers, dense; `vram` bytes for weights and cache."""
+        sizes, layers = self._dense.sizes, self.work.decoder.n_layers
+        layer = sizes.attention(0) + sizes.neurons * sizes.parts.neuron
+        fitting = min(layers, vram // layer) if self._dense.has_gpu else 0
+        head = GPU if fitting == layers and fitting * layer + sizes.head <= vram else CPU
+        sides = (CPU,) * (layers - fitting) + (GPU,) * fitting
+        cuts = tuple(sizes.neurons if side == GPU else 0 for side in sides)
+        assignment = Assignment(sides=sides, cuts=cuts, embedding=CPU, head=head)
+        used = fitting * layer + (sizes.head if head == GPU else 0)
+        return Baseline(assignment=assignment, gpu_bytes=used, token_ps=self._dense.time(assignment).total)
+
+    def powerinfer(self, vram: int) -> Baseline:
+        """PowerInfer's rule; `vram` bytes for weights."""
+        problem, sizes = self._without_cache, self._without_cache.sizes
+        vram = free = vram if problem.has_gpu else 0
+        sides = []
+        for n in range(self.work.decoder.n_layers):
+            sides.append(GPU if sizes.attention(n) <= free else CPU)
+            free -= sizes.attention(n) if sides[-1] == GPU else 0
+        head = GPU if CPU not in sides and sizes.head <= free else CPU
+        free -= sizes.head if head == GPU else 0
+        cuts = hottest_cuts(problem, free)
+        assignment = Assignment(sides=tuple(sides), cuts=cuts, embedding=CPU, head=head)
+        time = problem.time(assignment).total + _cache_ps(self.work, problem.costs, assignment)
+        used = vram - free + sum(cuts) * sizes.parts.neuron
+        return Baseline(assignment=assignment, gpu_bytes=used, token_ps=time)
 
 
 def _cache_ps(work: Workload, costs: Costs, a: Assignment) -> int:

@@ -1,21 +1,22 @@
 """Plan: how a machine would run a model, from the model's config alone. No weights, no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pi_compile.cost_model import GPU, PICO, ActivationCounts, Workload
+from pi_compile.cost_model import GPU, PICO, Workload
 from pi_compile.errors import ProfileError
 from pi_compile.machine import Machine
-from pi_compile.placement import ActivationFile, Placement, place
+from pi_compile.placement import Placement, Problem, place
 from pi_compile.planning.activation_curves import TOKENS, curve_counts, find_curve
-from pi_compile.planning.baselines import layer_split
+from pi_compile.planning.baselines import Baselines
 from pi_compile.planning.model_config import PlannedModel
 from pi_compile.planning.prefill_time import prefill_tokens_per_s
+from pi_compile.results import ActivationProfile, Counts
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import parameters
@@ -28,7 +29,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
-    """A model, a machine, budgets, and what is known of the activations."""
+    """What to plan: a model, a machine, budgets, and what is known of the activations."""
 
     model: PlannedModel
     machine: Machine
@@ -38,10 +39,10 @@ class PlanSpec:
     """Bytes of GPU memory that may be used; 0 on a machine without a GPU."""
     ram: int
     curve: str | None = None
-    """Name of a published curve; together with `density`. Without both, and without counts, the model's own holds."""
+    """Name of a published curve; goes with `density`. Without both, and without `counts`, the model's own is taken."""
     density: Decimal | None = None
     counts: Path | None = None
-    """An activation file of this model. If it has the table of training, rungs and ranks are the table's."""
+    """An activation profile of this model. If it was trained, rungs and ranks are its own."""
     objective: str = "time"
     """What the placement optimises; see `placement.stage`."""
 
@@ -52,8 +53,9 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
     Raises DoesNotFitError where the model does not fit at the budget, UsageError or ProfileError where nothing is known
     of how its neurons fire.
     """
-    decoder, activation = spec.model.decoder, activation_counts(spec)
-    work = activation.workload(decoder, spec.formats, spec.context)
+    decoder, activation = spec.model.decoder, activation_profile(spec)
+    work = Workload.of(activation, spec.formats, spec.context)
+    problem, baselines = Problem.of(work, spec.machine), Baselines(work, spec.machine)
     rungs = {layer.rung for layer in work.layers}
     return {
         "model": spec.model.name,
@@ -68,29 +70,28 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
         "rung": ", ".join(rung for rung in RUNGS if rung in rungs),
         "predictor_rank": max((layer.rank or 0 for layer in work.layers), default=0) or None,
         "trained": bool(activation.layers),
-        "budgets": [_budget(spec, work, percent) for percent in AROUND],
+        "budgets": [_budget(spec, problem, baselines, percent) for percent in AROUND],
     }
 
 
-def activation_counts(spec: PlanSpec) -> ActivationCounts:
-    """Counts from an activation file, from the curve that is named, or from what is published of the model."""
+def activation_profile(spec: PlanSpec) -> ActivationProfile:
+    """The profile from a file, from the curve that is named, or from what is published of the model."""
     if spec.counts is not None:
         return _from_file(spec.counts, spec.model.decoder)
     if (spec.curve is None) != (spec.density is None):
         raise UsageError("--curve and --density go together", expected="both, or neither")
     if spec.curve is None or spec.density is None or not spec.model.decoder.sparse:
-        return published_counts(spec.model)
+        return published_profile(spec.model)
     return _from_curve(spec.model.decoder, spec.curve, spec.density, "as given")
 
 
-def published_counts(model: PlannedModel) -> ActivationCounts:
-    """Counts from what is published of the model; without zeros in its activation every neuron fires for each token."""
+def published_profile(model: PlannedModel) -> ActivationProfile:
+    """What is published of the model; without zeros in its activation every neuron fires for each token."""
     decoder, published = model.decoder, model.activation
     if not decoder.sparse:
         routed = TOKENS * decoder.experts_per_token // decoder.n_experts
-        counts = np.full((decoder.n_layers, decoder.neurons), routed, np.int64)
-        source = f"{decoder.activation}: no neuron is ever exactly zero"
-        return ActivationCounts(counts=counts, tokens=TOKENS, source=source)
+        counts = np.full((decoder.n_layers, decoder.neurons), routed, np.uint64)
+        return _synthetic(decoder, counts, f"{decoder.activation}: no neuron is ever exactly zero")
     if published is None:
         raise UsageError(
             f"{model.name}: nothing is known of how its neurons fire",
@@ -101,35 +102,41 @@ def published_counts(model: PlannedModel) -> ActivationCounts:
     return _from_curve(decoder, published.curve, published.density, published.source)
 
 
-def _from_curve(decoder: Decoder, name: str, density: Decimal, origin: str) -> ActivationCounts:
+def _from_curve(decoder: Decoder, name: str, density: Decimal, origin: str) -> ActivationProfile:
     curve = find_curve(name)
-    counts = curve_counts(curve, decoder, density).astype(np.int64)
     source = f"curve {curve.name}, density {density} ({origin})"
-    return ActivationCounts(counts=counts, tokens=TOKENS, source=source)
+    return _synthetic(decoder, curve_counts(curve, decoder, density), source)
 
 
-def _from_file(path: Path, decoder: Decoder) -> ActivationCounts:
-    found = ActivationFile.load(path)
+def _synthetic(decoder: Decoder, counts: Counts, source: str) -> ActivationProfile:
+    """A profile of counts that are in stored order already."""
+    order = np.broadcast_to(np.arange(decoder.neurons, dtype=np.uint32), counts.shape)
+    return ActivationProfile(decoder=decoder, tokens=TOKENS, counts=counts, order=order, source=source)
+
+
+def _from_file(path: Path, decoder: Decoder) -> ActivationProfile:
+    found = ActivationProfile.load(path)
     expected = (decoder.n_layers, decoder.neurons)
     if found.counts.shape != expected:
         raise ProfileError(f"{path}: of another model", expected=expected, found=found.counts.shape)
-    return found.activation_counts(f"counts of {found.tokens} tokens in {path.name}")
+    return replace(found, decoder=decoder)
 
 
-def _budget(spec: PlanSpec, work: Workload, percent: int) -> dict[str, Any]:
+def _budget(spec: PlanSpec, problem: Problem, baselines: Baselines, percent: int) -> dict[str, Any]:
     """The forecast for one budget. On a machine without a GPU the budget that varies is RAM."""
     vram, ram = (spec.vram * (100 + percent) // 100, spec.ram) if spec.vram else (0, spec.ram * (100 + percent) // 100)
     found: dict[str, Any] = {"percent": percent, "vram_bytes": vram, "ram_bytes": ram}
     try:
-        placement = place(work, spec.machine, vram, ram, objective=spec.objective)
+        placement = place(problem, vram, ram, objective=spec.objective)
     except DoesNotFitError as error:
         if percent == 0:
             raise
         return {**found, "fits": False, "why": error.what}
-    return {**found, "fits": True, **_placed(spec, work, placement, vram)}
+    split = baselines.layer_split(vram).tokens_per_s
+    return {**found, "fits": True, **_placed(problem, placement), "layer_split_tokens_per_s": split}
 
 
-def _placed(spec: PlanSpec, work: Workload, placement: Placement, vram: int) -> dict[str, Any]:
+def _placed(problem: Problem, placement: Placement) -> dict[str, Any]:
     assignment, time = placement.assignment, placement.time
     return {
         "ram_bytes_by_part": placement.ram_bytes,
@@ -139,7 +146,6 @@ def _placed(spec: PlanSpec, work: Workload, placement: Placement, vram: int) -> 
         "expert_cuts": list(placement.expert_cuts),
         "activations_on_gpu": round(placement.activations_on_gpu, 4),
         "decode_tokens_per_s": PICO / time.total,
-        "prefill_tokens_per_s": prefill_tokens_per_s(work, spec.machine, assignment),
+        "prefill_tokens_per_s": prefill_tokens_per_s(problem, assignment),
         "milliseconds": {part: ps / 1e9 for part, ps in time.parts.items()},
-        "layer_split_tokens_per_s": layer_split(work, spec.machine, vram).tokens_per_s,
     }

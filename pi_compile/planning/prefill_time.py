@@ -5,26 +5,27 @@ For a block of T tokens a part takes the longer of reading its weights once and 
     max( bytes ÷ rate ,  2 T · weights ÷ operations a second )
 
 and the two sides of an FFN overlap as in decoding. A processor without a rate of operations is taken to be bound by
-memory. Hand-overs carry T residuals. The head is left out, because it is computed for the last token only; so are keys
-and values, because they are few.
+memory. Hand-overs carry T residuals. The head is left out, because it is computed for the last token only. Keys and
+values are left out, because they are few.
 """
 
 from math import prod
 
-from pi_compile.cost_model import CPU, GPU, PICO, Workload, interconnect_of, processors_of
-from pi_compile.machine import Machine, to_units
-from pi_compile.placement import PREFILL_TOKENS, Assignment
+from pi_compile.cost_model import CPU, GPU, PICO, Workload, interconnect_of
+from pi_compile.machine import to_units
+from pi_compile.placement import PREFILL_TOKENS, Assignment, Problem
 from pi_runtime.artifact.sizes import array_specs
 
 
-def prefill_tokens_per_s(work: Workload, machine: Machine, a: Assignment) -> float:
+def prefill_tokens_per_s(problem: Problem, a: Assignment) -> float:
     """Tokens a second of a long prompt with this placement."""
-    return PREFILL_TOKENS / (block_ps(work, machine, a, PREFILL_TOKENS) / PICO)
+    return PREFILL_TOKENS / (block_ps(problem, a, PREFILL_TOKENS) / PICO)
 
 
-def block_ps(work: Workload, machine: Machine, a: Assignment, tokens: int) -> int:
+def block_ps(problem: Problem, a: Assignment, tokens: int) -> int:
     """Picoseconds of one block of tokens through all layers."""
-    processors, interconnect, parts = processors_of(machine), interconnect_of(machine), work.parts
+    work, machine, processors = problem.work, problem.machine, problem.costs.processors
+    interconnect, parts = interconnect_of(machine), work.parts
     sections = (machine.cpu, machine.gpu)
     operations = [to_units(s.products_gflop_per_s, 10**9) if s and s.products_gflop_per_s else None for s in sections]
     weights = _weights(work)

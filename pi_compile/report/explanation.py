@@ -7,10 +7,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.cost_model import CPU, GPU, PICO, ActivationCounts, Workload
-from pi_compile.placement import LADDER, Placement, Sizes, place
-from pi_compile.planning import AROUND, PlanSpec, activation_counts, layer_split, powerinfer, prefill_tokens_per_s
-from pi_compile.results import cumulative_curve
+from pi_compile.cost_model import CPU, GPU, PICO, Workload
+from pi_compile.placement import LADDER, Placement, Problem, place
+from pi_compile.planning import AROUND, Baselines, PlanSpec, activation_profile, prefill_tokens_per_s
+from pi_compile.results import ActivationProfile
 from pi_runtime.errors import DoesNotFitError
 
 Floats = npt.NDArray[np.float64]
@@ -38,7 +38,7 @@ class Explanation:
     """One placement, its inputs, and the budgets around it."""
 
     spec: PlanSpec
-    activation: ActivationCounts
+    activation: ActivationProfile
     work: Workload
     placement: Placement
     budgets: tuple[Budget, ...]
@@ -53,7 +53,7 @@ class Explanation:
     @cached_property
     def curves(self) -> Floats:
         """(layers, 101) share of a layer's activations that fall on the hottest 0, 1, … 100 % of its neurons."""
-        return cumulative_curve(self.work.counts)
+        return self.activation.cumulative_curve()
 
     @cached_property
     def densities(self) -> Floats:
@@ -68,19 +68,20 @@ class Explanation:
 
 
 def explain(spec: PlanSpec, progress: Callable[[int, int], None] | None = None) -> Explanation:
-    """The placement at the budget, and those 25 % around it, on the CPU alone, and for the ladder of stored plans.
+    """Place at the budget, 25 % above and below it, on the CPU alone, and at the budgets that an artifact stores.
 
     Raises what `forecast.plan` raises.
     """
-    activation = activation_counts(spec)
-    work = activation.workload(spec.model.decoder, spec.formats, spec.context)
-    placement = place(work, spec.machine, spec.vram, spec.ram, objective=spec.objective)
-    all_on_gpu = Sizes.of(work).all_on_gpu
+    activation = activation_profile(spec)
+    work = Workload.of(activation, spec.formats, spec.context)
+    problem, baselines = Problem.of(work, spec.machine), Baselines(work, spec.machine)
+    placement = place(problem, spec.vram, spec.ram, objective=spec.objective)
+    all_on_gpu = problem.sizes.all_on_gpu
     pairs = _pairs(spec, all_on_gpu)
     budgets = []
     for done, (vram, ram) in enumerate(pairs):
         asked = (vram, ram) == (spec.vram, spec.ram)
-        budgets.append(_budget(spec, work, vram, ram, placement if asked else None))
+        budgets.append(_budget(problem, baselines, spec.objective, (vram, ram), placement if asked else None))
         if progress is not None:
             progress(done + 1, len(pairs))
     return Explanation(
@@ -104,23 +105,25 @@ def _pairs(spec: PlanSpec, all_on_gpu: int) -> list[tuple[int, int]]:
     return [(vram, spec.ram) for vram in sorted({*ladder, *around})]
 
 
-def _budget(spec: PlanSpec, work: Workload, vram: int, ram: int, asked: Placement | None) -> Budget:
-    placement, prefill = asked, None
+def _budget(
+    problem: Problem, baselines: Baselines, objective: str, budgets: tuple[int, int], asked: Placement | None
+) -> Budget:
+    (vram, ram), placement, prefill = budgets, asked, None
     if placement is None:
         try:
-            placement = place(work, spec.machine, vram, ram, objective=spec.objective)
+            placement = place(problem, vram, ram, objective=objective)
         except DoesNotFitError:
             placement = None
     if placement is not None:
-        prefill = prefill_tokens_per_s(work, spec.machine, placement.assignment)
+        prefill = prefill_tokens_per_s(problem, placement.assignment)
     return Budget(
         vram=vram,
         ram=ram,
         asked=asked is not None,
         placement=placement,
         prefill_tokens_per_s=prefill,
-        layer_split_tokens_per_s=layer_split(work, spec.machine, vram).tokens_per_s,
-        powerinfer_tokens_per_s=powerinfer(work, spec.machine, vram).tokens_per_s,
+        layer_split_tokens_per_s=baselines.layer_split(vram).tokens_per_s,
+        powerinfer_tokens_per_s=baselines.powerinfer(vram).tokens_per_s,
     )
 
 
@@ -130,7 +133,7 @@ def tokens_per_s(placement: Placement) -> float:
 
 
 def busy(placement: Placement) -> dict[str, dict[str, int]]:
-    """Picoseconds of a token for which each processor and the link work, by part. They overlap only within an FFN."""
+    """Picoseconds that each processor and the link work for a token, by part. They overlap only within an FFN."""
     busy_ps: dict[str, dict[str, int]] = {
         name: dict.fromkeys(placement.time.parts, 0) for name in ("GPU", "CPU", "link")
     }

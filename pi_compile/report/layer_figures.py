@@ -5,18 +5,14 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from pi_compile.cost_model import CPU, GPU
+from pi_compile.report.colours import LAYER_COLOURS
 from pi_compile.report.explanation import Explanation, Floats
 from pi_compile.report.quantities import duration, duration_unit, percent, span
-from pi_compile.report.style import LAYER_COLOURS
 from pi_compile.report.svg import colour, figure, rectangles, svg
-from pi_compile.report.token_figures import TIME_COLOURS, Chart, legend_of
+from pi_compile.report.token_figures import Chart, colour_of, legend_of
 
 _GAPS = 48
 """With more layers than this there are no gaps between bars."""
-_HANDED = (
-    "Hand-over is what passes between GPU and CPU: results of an FFN that both work on, and the residual where "
-    "neighbours differ. "
-)
 _NAMED = 12
 """With more points than this there is no room for a number beside each."""
 
@@ -49,18 +45,14 @@ def curve_figure(e: Explanation) -> Chart:
         axis.set_title("share of the layer’s activations, %")
         axis.grid()
         fifth = e.curves[:, 20]
-        said = f"The hottest fifth of a layer’s neurons has {span(percent(fifth.min()), percent(fifth.max()))}"
-        title = "How unevenly neurons fire"
-        text = svg(drawn, "curves", title, f"{said} of its activations.")
-    alike = "All layers have the same curve. " if len(first) == 1 < len(e.curves) else ""
-    dots = "A dot is a layer’s cut: the neurons left of it are on the GPU. " if on else ""
-    return Chart(
-        title=title,
-        svg=text,
-        caption=f"The further a curve bends away from the diagonal, the more a few neurons do. {alike}{dots}"
-        f"{said} of its activations.",
-        legend=_layer_legend(len(e.curves)) if len(first) > 1 else (),
-    )
+        share = span(percent(fifth.min()), percent(fifth.max()))
+        title, about = (
+            "How unevenly neurons fire",
+            f"The hottest fifth of a layer’s neurons has {share} of its activations.",
+        )
+        text = svg(drawn, "curves", title, about)
+    legend = _layer_legend(len(e.curves)) if len(first) > 1 else ()
+    return Chart(title=title, svg=text, about=about, legend=legend)
 
 
 def cut_figure(e: Explanation) -> Chart | None:
@@ -86,38 +78,31 @@ def cut_figure(e: Explanation) -> Chart | None:
         _layer_axis(strip, n)
         title = "What of each layer is on the GPU"
         range_ = span(percent(shares.min() / 100), percent(shares.max() / 100))
-        said = (
+        about = (
             f"Of a layer’s neurons {range_}; {percent(e.placement.activations_on_gpu)} of all activations; "
             f"attention of {attention} of {n} layers."
         )
-        text = svg(drawn, "cuts", title, said)
+        text = svg(drawn, "cuts", title, about)
     sides = [("gpu", "", "GPU"), *([("cpu", "", "CPU")] if attention < n else [])]
     legend = (*sides, ("ink", "dot", "activations of the neurons on the GPU"))
-    return Chart(
-        title=title,
-        svg=text,
-        caption="Bars: the share of a layer’s neurons before its cut. Dots: the share of its activations that these "
-        f"neurons have; high above its bar, a layer’s few hot neurons do most of the work. {said}",
-        legend=legend,
-    )
+    return Chart(title=title, svg=text, about=about, legend=legend)
 
 
 def layer_figure(e: Explanation) -> Chart:
     """The time of each layer by part."""
     layers = e.placement.time.layers
     scale, unit = duration_unit(max(layer.total for layer in layers))
-    handed = [layer.handover + layer.crossing for layer in layers]
     parts = {
         "attention": [layer.attention for layer in layers],
         "predictor": [layer.predictor for layer in layers],
         "ffn": [max(layer.gpu, layer.cpu) for layer in layers],
-        "hand-over": handed,
+        "hand-over": [layer.handover + layer.crossing for layer in layers],
     }
     with figure(2.9) as (drawn, (axis,)):
         base = np.zeros(len(layers))
         for part, times in parts.items():
             heights = np.array(times) / scale
-            rectangles(axis, _bars(base, heights), TIME_COLOURS[part])
+            rectangles(axis, _bars(base, heights), colour_of(part))
             base = base + heights
         _layer_axis(axis, len(layers))
         axis.set_ylim(0, base.max() * 1.04)
@@ -126,15 +111,9 @@ def layer_figure(e: Explanation) -> Chart:
         slowest = int(np.argmax([layer.total for layer in layers]))
         low, high = min(layer.total for layer in layers), layers[slowest].total
         longest = f"; the slowest is layer {slowest}" if high > low else ""
-        said = f"A layer takes {span(duration(low), duration(high))}{longest}."
-        title = "Time of each layer"
-        text = svg(drawn, "layers", title, said)
-    return Chart(
-        title=title,
-        svg=text,
-        caption=f"Predicted time of each layer for one token, part upon part. {_HANDED if any(handed) else ''}{said}",
-        legend=legend_of(TIME_COLOURS, (part for part, times in parts.items() if any(times))),
-    )
+        title, about = "Time of each layer", f"A layer takes {span(duration(low), duration(high))}{longest}."
+        text = svg(drawn, "layers", title, about)
+    return Chart(title=title, svg=text, about=about, legend=legend_of(part for part in parts if any(parts[part])))
 
 
 def balance_figure(e: Explanation) -> Chart | None:
@@ -157,16 +136,12 @@ def balance_figure(e: Explanation) -> Chart | None:
         axis.grid(axis="y")
         waits = sum(int(abs(a - b)) for a, b in zip(gpu, cpu, strict=True) if a and b)
         both = sum(1 for a, b in zip(gpu, cpu, strict=True) if a and b)
-        said = f"In {both} of {len(layers)} layers both work; one waits for the other {duration(waits)} a token in all."
+        about = (
+            f"In {both} of {len(layers)} layers both work; one waits for the other {duration(waits)} a token in all."
+        )
         title = "The two sides of each FFN"
-        text = svg(drawn, "balance", title, said)
-    return Chart(
-        title=title,
-        svg=text,
-        caption="They work at once, so the higher line is what an FFN takes. Where they meet neither waits; a side "
-        f"at 0 has no neurons of that layer. {said}",
-        legend=(("gpu", "line", "GPU"), ("cpu", "line", "CPU")),
-    )
+        text = svg(drawn, "balance", title, about)
+    return Chart(title=title, svg=text, about=about, legend=(("gpu", "line", "GPU"), ("cpu", "line", "CPU")))
 
 
 def rank_figure(e: Explanation) -> Chart | None:
@@ -192,17 +167,11 @@ def rank_figure(e: Explanation) -> Chart | None:
         axis.grid()
         low, high = min(rank for _, rank, _ in points), max(rank for _, rank, _ in points)
         without = len(ranked) - len(points)
-        said = f"Ranks {span(str(low), str(high))}" + (f"; {without} layers have no predictor." if without else ".")
+        about = f"Ranks {span(str(low), str(high))}" + (f"; {without} layers have no predictor." if without else ".")
         title = "Predictor rank against density"
-        text = svg(drawn, "ranks", title, said)
-    marked = "Numbers are layers. " if len(points) <= _NAMED else ""
-    return Chart(
-        title=title,
-        svg=text,
-        caption="One dot a layer. A larger rank reads more of the predictor and fewer inactive neurons; training takes "
-        f"the rank that reads least within the quality budget. {marked}{said}",
-        legend=_layer_legend(len(ranked)) if len(points) > _NAMED else (),
-    )
+        text = svg(drawn, "ranks", title, about)
+    legend = _layer_legend(len(ranked)) if len(points) > _NAMED else ()
+    return Chart(title=title, svg=text, about=about, legend=legend)
 
 
 def layer_colours(layers: int) -> list[str]:

@@ -12,13 +12,14 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import matplotlib as mpl
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 
-from pi_compile.report.style import COLOURS
+from pi_compile.report.colours import COLOURS
 
 WIDTH = 4.85
 """Width in inches of 72 SVG units: on a phone a unit is about a pixel."""
@@ -86,7 +87,7 @@ def rectangles(axis: Axes, boxes: Sequence[tuple[float, float, float, float]], n
         axis.add_patch(PathPatch(Outline(vertices, codes), **options))
 
 
-def svg(drawn: Figure, name: str, title: str, description: str) -> str:
+def svg(drawn: Figure, name: str, title: str, description: str) -> Markup:
     """The figure as an HTML element. `name` keeps its ids apart from those of other figures."""
     out = io.StringIO()
     drawn.savefig(out, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
@@ -108,7 +109,8 @@ def svg(drawn: Figure, name: str, title: str, description: str) -> str:
     heading.text, about.text = title, description
     root[:0] = [heading, about]
     text = ET.tostring(root, encoding="unicode")
-    return _PLACEHOLDER.sub(lambda found: f"var(--{_NAMES[int(found[1], 16)]})", text)
+    # ElementTree has escaped what is text in it.
+    return Markup(_PLACEHOLDER.sub(lambda found: f"var(--{_NAMES[int(found[1], 16)]})", text))  # noqa: S704
 
 
 def _tidy(element: ET.Element, used: set[str], own: Callable[[str], str]) -> None:

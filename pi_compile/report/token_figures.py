@@ -4,52 +4,47 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import floor, log10
 
+from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from pi_compile.cost_model import PICO
 from pi_compile.report.explanation import Explanation, busy, tokens_per_s
-from pi_compile.report.quantities import bytes_unit, digits, duration, duration_unit, memory, percent
+from pi_compile.report.quantities import bytes_unit, digits, duration, duration_unit, memory
 from pi_compile.report.svg import colour, figure, rectangles, svg
 
-TIME_COLOURS = {
-    "attention": "attention",
-    "predictor": "predictor",
-    "ffn": "ffn",
-    "hand-over": "handover",
-    "embedding and head": "head",
-}
-PART_COLOURS = {
-    "embedding": "embedding",
-    "attention": "attention",
-    "cache": "cache",
-    "predictor": "predictor",
-    "ffn": "ffn",
-    "head": "head",
-    "scratch": "scratch",
-}
-WORDS = {"ffn": "FFN", "cache": "key-value cache", "scratch": "buffers"}
+_COLOURS = {"hand-over": "handover", "embedding and head": "head"}
+"""Colours of parts that are not named like the part."""
+PARTS_SHOWN = ("embedding", "attention", "cache", "predictor", "ffn", "head", "scratch")
+"""Parts of a memory in the order in which the page shows them."""
+_WORDS = {"ffn": "FFN", "cache": "key-value cache", "scratch": "buffers"}
 """Names of parts for readers, where they differ from the keys."""
-_AT_ONCE = (
-    "The two sides of an FFN work at the same time, and the longer one counts; all other parts follow one another. "
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A figure with its title, caption and legend."""
+    """A figure with its title and legend; the page's template has its caption."""
 
     title: str
-    svg: str
-    caption: str
-    """What it shows, and how to read it."""
+    svg: Markup
+    about: str
+    """What it shows, in a sentence."""
     legend: tuple[tuple[str, str, str], ...] = ()
     """Entries (colour, class of the mark in the style sheet, meaning); the first two may be empty."""
 
 
-def legend_of(colours: Mapping[str, str], shown: Iterable[str]) -> tuple[tuple[str, str, str], ...]:
-    """The legend of these parts, in the order of the colours."""
-    parts = set(shown)
-    return tuple((name, "", WORDS.get(part, part)) for part, name in colours.items() if part in parts)
+def word(part: str) -> str:
+    """The name of a part for readers."""
+    return _WORDS.get(part, part)
+
+
+def colour_of(part: str) -> str:
+    """The name of a part's colour."""
+    return _COLOURS.get(part, part)
+
+
+def legend_of(parts: Iterable[str]) -> tuple[tuple[str, str, str], ...]:
+    """The legend of these parts."""
+    return tuple((colour_of(part), "", word(part)) for part in parts)
 
 
 def token_figure(e: Explanation) -> Chart:
@@ -59,22 +54,14 @@ def token_figure(e: Explanation) -> Chart:
     rows = {"token": time.parts, **{name: parts for name, parts in busy(e.placement).items() if any(parts.values())}}
     with figure(0.62 + 0.38 * len(rows)) as (drawn, (axis,)):
         for n, parts in enumerate(rows.values()):
-            _stack(axis, n, {part: ps / scale for part, ps in parts.items()}, TIME_COLOURS)
+            _stack(axis, n, {part: ps / scale for part, ps in parts.items()})
         _rows(axis, list(rows))
         axis.set_xlim(0, max(sum(parts.values()) for parts in rows.values()) / scale * 1.02)
         axis.set_xlabel(unit)
-        shown = ", ".join(f"{WORDS.get(part, part)} {duration(ps)}" for part, ps in time.parts.items() if ps)
-        works = ", ".join(f"{name} {percent(sum(parts.values()) / time.total)}" for name, parts in rows.items())
-        title = "Where a token’s time goes"
-        text = svg(drawn, "token", title, f"A token takes {duration(time.total)}: {shown}.")
-    return Chart(
-        title=title,
-        svg=text,
-        caption="Top row: the time of one token, part after part. Below: how long each processor works meanwhile, in "
-        f"the same colours. {'' if len(rows) < 3 else _AT_ONCE}"
-        f"Share of the time at work: {works.partition(', ')[2]}.",
-        legend=legend_of(TIME_COLOURS, (part for part, ps in time.parts.items() if ps)),
-    )
+        shown = ", ".join(f"{word(part)} {duration(ps)}" for part, ps in time.parts.items() if ps)
+        title, about = "Where a token’s time goes", f"A token takes {duration(time.total)}: {shown}."
+        text = svg(drawn, "token", title, about)
+    return Chart(title=title, svg=text, about=about, legend=legend_of(part for part, ps in time.parts.items() if ps))
 
 
 def memory_figure(e: Explanation) -> Chart:
@@ -82,23 +69,18 @@ def memory_figure(e: Explanation) -> Chart:
     p = e.placement
     bars = [("GPU", p.gpu_bytes, p.vram), ("RAM", p.ram_bytes, p.ram)]
     bars = [bar for bar in bars if bar[2]]
-    said = "; ".join(f"{name} {memory(sum(parts.values()))} of {memory(budget)}" for name, parts, budget in bars)
+    used = "; ".join(f"{name} {memory(sum(parts.values()))} of {memory(budget)}" for name, parts, budget in bars)
     with figure(0.85 * len(bars) + 0.1, [1] * len(bars)) as (drawn, axes):
         for axis, (name, parts, budget) in zip(axes, bars, strict=True):
             scale, unit = bytes_unit(budget)
             rectangles(axis, [(0, -0.36, budget / scale, 0.72)], "panel", edgecolor=colour("muted"), linewidth=0.8)
-            _stack(axis, 0, {part: n / scale for part, n in parts.items()}, PART_COLOURS)
+            _stack(axis, 0, {part: n / scale for part, n in parts.items()})
             _rows(axis, [f"{name}\n{unit}"])
             axis.set_xlim(0, budget / scale * 1.005)
-        title = "What memory is full of"
-        text = svg(drawn, "memory", title, f"Used: {said}.")
-    return Chart(
-        title=title,
-        svg=text,
-        caption="The frame is the budget, each memory in its own scale; what is pale is free. Figures are in the table "
-        f"of parts below. Used: {said}.",
-        legend=legend_of(PART_COLOURS, (part for part in PART_COLOURS if p.gpu_bytes[part] + p.ram_bytes[part])),
-    )
+        title, about = "What memory is full of", f"Used: {used}."
+        text = svg(drawn, "memory", title, about)
+    legend = legend_of(part for part in PARTS_SHOWN if p.gpu_bytes[part] + p.ram_bytes[part])
+    return Chart(title=title, svg=text, about=about, legend=legend)
 
 
 def budget_figure(e: Explanation) -> Chart | None:
@@ -129,23 +111,15 @@ def budget_figure(e: Explanation) -> Chart | None:
         axis.set_xlabel(f"GPU memory that may be used, {unit}")
         axis.set_title(f"{time_unit} a token")
         axis.grid(axis="y")
-        title = "What other budgets would give"
-        text = svg(drawn, "budgets", title, _said(e))
-    beyond = f" Beyond {memory(e.all_on_gpu)} every part is on the GPU." if e.spec.vram > e.all_on_gpu else ""
+        title, about = "What other budgets would give", _speeds(e)
+        text = svg(drawn, "budgets", title, about)
     legend = [("accent", "line", "this placement"), ("predictor", "points", "PowerInfer’s rule")]
     legend += [("muted", "dash", "whole layers, dense")]
-    return Chart(
-        title=title,
-        svg=text,
-        caption="Predicted time of a token, lower is better; the scale is logarithmic. Each dot is a placement of "
-        f"its own; the ring is this one, {digits(tokens_per_s(e.placement))} tokens/s. At 0 all is the CPU’s. "
-        "Dotted: PowerInfer’s rule, which keeps keys and values in RAM; dashed: no skipping, as llama.cpp places "
-        f"layers; both without a limit on RAM.{beyond}",
-        legend=(*legend, *([("warn", "pale", "does not fit into memory")] if lost else [])),
-    )
+    legend += [("warn", "pale", "does not fit into memory")] if lost else []
+    return Chart(title=title, svg=text, about=about, legend=tuple(legend))
 
 
-def _said(e: Explanation) -> str:
+def _speeds(e: Explanation) -> str:
     """Speeds at the budget and around it, in words."""
     rates = [
         f"{digits(tokens_per_s(b.placement))} tokens/s with {memory(b.vram) if b.vram else 'the CPU alone'}"
@@ -155,11 +129,11 @@ def _said(e: Explanation) -> str:
     return f"{'; '.join(rates)}."
 
 
-def _stack(axis: Axes, row: float, parts: Mapping[str, float], colours: Mapping[str, str]) -> None:
+def _stack(axis: Axes, row: float, parts: Mapping[str, float]) -> None:
     """One bar from left to right, with hairlines of paper between its parts."""
     at = 0.0
     for part, length in parts.items():
-        rectangles(axis, [(at, row - 0.36, length, 0.72)], colours[part], edgecolor=colour("paper"), linewidth=0.6)
+        rectangles(axis, [(at, row - 0.36, length, 0.72)], colour_of(part), edgecolor=colour("paper"), linewidth=0.6)
         at += length
 
 

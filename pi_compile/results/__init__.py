@@ -5,24 +5,22 @@ The activation profile of `profile`, the order of the neurons that follows from 
 
 from pi_compile.results.activation_profile import (
     GROUP,
+    MILLION,
     ActivationProfile,
     Counts,
-    counts_within_routed,
-    cumulative_curve,
-    is_order_by_expert,
+    LayerWork,
 )
 from pi_compile.results.neuron_order import order_neurons
 from pi_compile.results.predictor_set import Floats, LayerRow, PredictorSet
 
 __all__ = [
     "GROUP",
+    "MILLION",
     "ActivationProfile",
     "Counts",
     "Floats",
     "LayerRow",
+    "LayerWork",
     "PredictorSet",
-    "counts_within_routed",
-    "cumulative_curve",
-    "is_order_by_expert",
     "order_neurons",
 ]

@@ -1,12 +1,15 @@
-"""An activation profile: how often each neuron fired, and the order of neurons that follows.
+"""An activation profile: how often each neuron of a model fires, and the rungs that training chose with it.
 
-It holds what placing needs and no more, so that a placement can be reproduced without model, corpus or torch. On disk
-it is one `.npz` file (NumPy's own container): `meta` (JSON), `counts`, `order`, and with experts `routed`.
+It holds what placing needs of a model and no more, so that a placement can be reproduced without model, corpus or
+torch. The stage `profile` counts, training adds the rungs, and a published curve gives counts without either. On disk
+it is one `.npz` file (NumPy's own container): `meta` (JSON), `counts`, `order`, and with experts `routed`. The first
+axis of an array is 1 where all layers are alike.
 """
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,20 +20,29 @@ from pi_compile.errors import ProfileError
 from pi_compile.files import read_arrays, write_arrays
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import decode
+from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.schema import Layer
 
 Counts = npt.NDArray[np.uint64]
 Order = npt.NDArray[np.uint32]
 
 GROUP = 64
 """Neurons that move together: cuts fall between groups."""
+MILLION = 10**6
+VERSION = 2
+"""Version of the file."""
 
 
-def cumulative_curve(counts: npt.NDArray[Any], points: int = 100) -> npt.NDArray[np.float64]:
-    """(layers, points + 1) fraction of all activations that the hottest 0, 1/points, … 1 of the neurons have."""
-    falling = -np.sort(-counts.astype(np.int64), axis=1)
-    mass = np.concatenate([np.zeros((len(falling), 1), np.int64), np.cumsum(falling, axis=1)], axis=1)
-    neurons = np.linspace(0, falling.shape[1], points + 1).round().astype(np.int64)
-    return np.asarray(mass[:, neurons] / np.maximum(mass[:, -1:], 1))
+@dataclass(frozen=True, kw_only=True)
+class LayerWork(Layer):
+    """One layer's rung, and what training measured of it, in integers that are the same on any machine."""
+
+    read_ppm: int = MILLION
+    """On rungs that pick: neurons whose `first` is read ÷ neurons that fire, in millionths."""
+    ffn_bytes: int = 0
+    """FFN bytes read per token, the predictor's included; 0 where nothing was trained."""
+    loss_ppb: int = 0
+    """Error of the FFN's output, E‖Δy‖² ÷ E‖x‖², in 10⁻⁹."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,8 +61,16 @@ class ActivationProfile:
     """(layers, F): index in the checkpoint of each stored neuron, each expert's hottest group first."""
     routed: Counts | None = None
     """(layers, X): tokens that the router sent to each expert; None where there is no router."""
-    inputs: str
+    formats: Mapping[str, str] = field(default_factory=dict)
+    """Number format of each part as the checkpoint stores it; empty where there is no checkpoint."""
+    layers: tuple[LayerWork, ...] = ()
+    """The rung of each layer; () where nothing was trained."""
+    predictor_format: str = ""
+    """Number format that the layers' bytes and losses were measured with; empty where nothing was trained."""
+    inputs: str = ""
     """Digest of what it was made from: checkpoint, text and settings."""
+    source: str = ""
+    """Where the counts come from, in words."""
 
     def ordered_counts(self) -> Counts:
         """(layers, F) counts in stored order."""
@@ -62,11 +82,32 @@ class ActivationProfile:
 
     def cumulative_curve(self, points: int = 100) -> npt.NDArray[np.float64]:
         """(layers, points + 1) fraction of all activations that the hottest 0, 1/points, … 1 of the neurons have."""
-        return cumulative_curve(self.counts, points)
+        falling = -np.sort(-self.counts.astype(np.int64), axis=1)
+        mass = np.concatenate([np.zeros((len(falling), 1), np.int64), np.cumsum(falling, axis=1)], axis=1)
+        neurons = np.linspace(0, falling.shape[1], points + 1).round().astype(np.int64)
+        return np.asarray(mass[:, neurons] / np.maximum(mass[:, -1:], 1))
+
+    # The keys of both digests are part of every artifact and every lock, so they stay whatever the fields are called.
 
     def digest(self) -> str:
-        """sha256 of the content, without `inputs`; it does not depend on how the file is compressed."""
-        h = hashlib.sha256(json.dumps({**self._meta(), "inputs": None}, sort_keys=True).encode())
+        """sha256 of the counts and their order, which training and packing go by."""
+        return self._digest({"decoder": asdict(self.decoder), "tokens": self.tokens, "inputs": None})
+
+    def placing_digest(self) -> str:
+        """sha256 of all that placing reads: the counts and their order, formats and rungs."""
+        keys = ("rung", "rank", "ffn_bytes", "read_ppm", "loss_ppb")
+        return self._digest(
+            {
+                "shape": asdict(self.decoder),
+                "formats": dict(self.formats),
+                "tokens": self.tokens,
+                "table": [{key: getattr(layer, key) for key in keys} for layer in self.layers],
+                "predictor_format": self.predictor_format,
+            }
+        )
+
+    def _digest(self, meta: dict[str, Any]) -> str:
+        h = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
         h.update(self.counts.astype("<u8").tobytes())
         h.update(self.order.astype("<u4").tobytes())
         if self.routed is not None:
@@ -75,11 +116,12 @@ class ActivationProfile:
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        meta = np.array(json.dumps(self._meta(), sort_keys=True))
-        arrays: dict[str, npt.NDArray[Any]] = {"counts": self.counts, "order": self.order}
-        if self.routed is not None:
-            arrays["routed"] = self.routed
-        write_arrays(path, {"meta": meta, **{name: _smallest_dtype(a) for name, a in arrays.items()}}, compressed=True)
+        meta = {key: getattr(self, key) for key in ("tokens", "predictor_format", "inputs")}
+        meta |= {"version": VERSION, "decoder": asdict(self.decoder), "formats": dict(self.formats)}
+        meta["layers"] = [asdict(layer) for layer in self.layers]
+        arrays: dict[str, npt.NDArray[Any] | None] = {"counts": self.counts, "order": self.order, "routed": self.routed}
+        smallest = {name: _smallest(array) for name, array in arrays.items() if array is not None}
+        write_arrays(path, {"meta": np.array(json.dumps(meta, sort_keys=True)), **smallest}, compressed=True)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -88,30 +130,43 @@ class ActivationProfile:
         try:
             stored = read_arrays(path)
             meta = decode(_Meta, json.loads(str(stored["meta"])), "meta", problems)
+            if not problems and meta.version != VERSION:
+                problems.append(f"meta.version: expected {VERSION}, found {meta.version}")
             if problems:
-                raise ProfileError(f"{path}: not an activation profile", found="; ".join(problems))
-            counts, order = (stored[name].astype(t, casting="safe") for name, t in (("counts", "u8"), ("order", "u4")))
-            routed = stored["routed"].astype("u8", casting="safe") if meta.decoder.n_experts > 1 else None
+                raise ValueError("; ".join(problems))
+            d = meta.decoder
+            kinds = {"counts": ("u8", d.neurons), "order": ("u4", d.neurons)}
+            if d.n_experts > 1:
+                kinds["routed"] = ("u8", d.n_experts)
+            arrays: dict[str, Any] = {
+                name: _all_rows(stored[name].astype(dtype, casting="safe"), (d.n_layers, columns))
+                for name, (dtype, columns) in kinds.items()
+            }
         except FileNotFoundError:
-            raise ProfileError(f"{path}: no such profile", remedy="pi-compile profile RECIPE makes one") from None
+            raise ProfileError(f"{path}: no such activation profile", remedy=_REMEDY) from None
         except (ValueError, KeyError, TypeError) as error:
-            raise ProfileError(f"{path}: not an activation profile", found=error) from None
-        profile = cls(counts=counts, order=order, routed=routed, **vars(meta))
-        profile._check(path)
+            raise ProfileError(f"{path}: not an activation profile", found=error, remedy=_REMEDY) from None
+        fields = {name: value for name, value in vars(meta).items() if name != "version"}
+        profile = cls(**fields, **arrays, source=f"counts of {meta.tokens} tokens in {path.name}")
+        problem = profile._problem()
+        if problem:
+            raise ProfileError(f"{path}: contradicts itself", found=problem)
         return profile
 
-    def _check(self, path: Path) -> None:
+    def _problem(self) -> str:
+        """What contradicts what in the profile; empty where nothing does."""
         d = self.decoder
-        expected = (d.n_layers, d.neurons)
-        if self.counts.shape != expected or self.order.shape != expected:
-            raise ProfileError(f"{path}: wrong shape", expected=expected, found=(self.counts.shape, self.order.shape))
         if not is_order_by_expert(self.order, d.n_experts):
-            raise ProfileError(f"{path}: the order of a layer does not name every neuron once")
+            return "the order of a layer does not name every neuron once"
         if self.tokens < 1 or not counts_within_routed(self.counts, self.routed, self.tokens, d.n_experts):
-            raise ProfileError(f"{path}: counts above the {self.tokens} tokens profiled, or routed to an expert")
-
-    def _meta(self) -> dict[str, Any]:
-        return {"decoder": asdict(self.decoder), "tokens": self.tokens, "inputs": self.inputs}
+            return f"counts above the {self.tokens} tokens profiled, or above those routed to an expert"
+        if self.layers and len(self.layers) != d.n_layers:
+            return f"rungs of {len(self.layers)} layers for {d.n_layers}"
+        if not all(layer.rung in RUNGS for layer in self.layers):
+            return f"a rung that is none of {', '.join(RUNGS)}"
+        if any(layer.kind.parameter == "rank" and not layer.rank for layer in self.layers):
+            return "a rung with a low-rank predictor that has no rank"
+        return ""
 
 
 def is_order_by_expert(order: npt.NDArray[Any], experts: int) -> bool:
@@ -129,15 +184,30 @@ def counts_within_routed(counts: npt.NDArray[Any], routed: npt.NDArray[Any] | No
     return routed.shape == shape and bool((most <= routed).all() and routed.max(initial=0) <= tokens)
 
 
+_REMEDY = "`pi-compile profile RECIPE --export FILE` makes one; `train` in place of `profile` adds the rungs"
+
+
 @dataclass(frozen=True)
 class _Meta:
     """The JSON in a profile's file."""
 
+    version: int
     decoder: Decoder
+    formats: Mapping[str, str]
     tokens: int
+    layers: tuple[LayerWork, ...]
+    predictor_format: str
     inputs: str
 
 
-def _smallest_dtype(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The smallest unsigned type that holds the values, for a small file."""
-    return values.astype(np.min_scalar_type(int(values.max(initial=0))))
+def _all_rows(array: npt.NDArray[Any], shape: tuple[int, int]) -> npt.NDArray[Any]:
+    """An array of the file with a row for each layer. Raises ValueError for another shape."""
+    if array.shape not in (shape, (1, shape[1])):
+        raise ValueError(f"an array of shape {array.shape}, expected {shape}")
+    return np.broadcast_to(array, shape)
+
+
+def _smallest(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The array for a small file: one row where all are alike, in the smallest unsigned type that holds the values."""
+    rows = values[:1] if (values == values[:1]).all() else values
+    return rows.astype(np.min_scalar_type(int(rows.max(initial=0))))

@@ -1,8 +1,9 @@
-"""The result of training: each layer's rung with what was measured of it, and the predictors."""
+"""The result of training: each layer's rung, what was measured of it, and the predictors."""
 
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,12 +12,11 @@ import numpy.typing as npt
 
 from pi_compile.errors import ProfileError
 from pi_compile.files import read_arrays, write_arrays
-from pi_compile.results.activation_profile import ActivationProfile
+from pi_compile.results.activation_profile import MILLION, ActivationProfile, Counts, LayerWork
 from pi_compile.results.neuron_order import order_neurons
 from pi_runtime.artifact.schema import Layer
 
 Floats = npt.NDArray[np.float32]
-Counts = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,26 @@ class LayerRow(Layer):
     rows_read_over_active: float
     """Neurons whose `first` is read ÷ neurons that fire."""
     error: float
-    """E‖Δy‖² ÷ E‖x‖²: what is lost of the FFN's output, against the hidden state it is added to."""
+    """E‖Δy‖² ÷ E‖x‖²: what the FFN's output lacks, relative to the hidden state it is added to."""
 
     @property
     def layer(self) -> Layer:
         """The rung alone, as an artifact stores it."""
         return Layer(rung=self.rung, rank=self.rank, threshold=self.threshold, margin=self.margin)
+
+    @property
+    def work(self) -> LayerWork:
+        """The rung as placing takes it. Floats are rounded up from their shortest decimals, alike on any machine."""
+        return LayerWork(
+            **asdict(self.layer),
+            read_ppm=_whole(self.rows_read_over_active, MILLION),
+            ffn_bytes=_whole(self.ffn_bytes, 1),
+            loss_ppb=_whole(self.error, 10**9),
+        )
+
+
+def _whole(value: float, scale: int) -> int:
+    return int(-(-Decimal(repr(float(value))) * scale // 1))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,10 +86,11 @@ class PredictorSet:
     def ranks(self) -> tuple[int | None, ...]:
         return tuple(row.rank for row in self.rows)
 
-    def apply_thresholds(self, profile: ActivationProfile) -> ActivationProfile:
-        """The profile in which a neuron below its layer's threshold does not fire: counts, and the order by them.
+    def refine(self, profile: ActivationProfile) -> ActivationProfile:
+        """The profile with the rungs chosen, in which a neuron below its layer's threshold does not fire.
 
-        Counts of the tune text are scaled to the tokens profiled, and are at most those routed to the expert.
+        On layers with a threshold the counts are those of the tune text, scaled to the tokens profiled and at most
+        those routed to the expert, and the order follows from them.
         """
         d = profile.decoder
         routed = profile.routed
@@ -87,7 +102,8 @@ class PredictorSet:
                 scaled = fired * np.uint64(profile.tokens) // np.uint64(self.counted_tokens)
                 counts[n] = np.minimum(scaled, np.repeat(routed[n], d.d_ff))
                 order[n] = order_neurons(counts[n], np.zeros((0, len(fired)), np.uint8), d.n_experts)
-        return replace(profile, counts=counts, order=order)
+        layers = tuple(row.work for row in self.rows)
+        return replace(profile, counts=counts, order=order, layers=layers, predictor_format=self.predictor_format)
 
     def digest(self) -> str:
         """sha256 of the content, without `inputs`."""

@@ -1,8 +1,9 @@
 """The decoder in torch, layer by layer: the forward pass of profiling and training.
 
 It has the equations of `pi_runtime.kernels.reference`, over batches, in float32 throughout. One layer's weights are in
-memory at a time. B sequences, T tokens each, N tokens of any sequence, D model width, X experts, F neurons of one
-expert.
+memory at a time.
+
+Shape letters: B sequences, T tokens each, N tokens of any sequence, D model width, X experts, F neurons of one expert.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from pi_runtime.artifact.decoder import Decoder
 
 Tensor = torch.Tensor
 NamedTensors = Mapping[str, Tensor]
-"""NamedTensors by their artifact names."""
+"""Tensors by their artifact names."""
 
 
 def layer_weights(checkpoint: Checkpoint, layer: int, device: str) -> dict[str, Tensor]:
@@ -33,7 +34,7 @@ def global_weights(checkpoint: Checkpoint, device: str) -> dict[str, Tensor]:
 
 
 def embed(d: Decoder, global_w: NamedTensors, ids_BT: Tensor) -> Tensor:
-    """(B, T) ids → (B, T, D), positions from 0."""
+    """(B, T) ids → (B, T, D) hidden states, with positions from 0."""
     x_BTD = global_w["embedding"][ids_BT]
     if d.d_embedding != d.d_model:
         x_BTD = F.linear(x_BTD, global_w["embedding_in"])
@@ -43,7 +44,7 @@ def embed(d: Decoder, global_w: NamedTensors, ids_BT: Tensor) -> Tensor:
 
 
 def norm(d: Decoder, w: NamedTensors, name: str, x: Tensor) -> Tensor:
-    """The norm of that name, over the last axis."""
+    """The layer's norm `name`, over the last axis."""
     weight = w[f"{name}/weight"]
     if d.norm == "layer":
         return F.layer_norm(x, weight.shape, weight, w[f"{name}/bias"], d.norm_eps)
@@ -87,7 +88,7 @@ def attention(d: Decoder, w: NamedTensors, x_BTD: Tensor) -> Tensor:
 
 
 def activate_(d: Decoder, z: Tensor, threshold: float = 0.0) -> Tensor:
-    """Apply the activation in place; magnitudes up to the model's threshold, or up to `threshold`, become 0."""
+    """Apply the activation in place; magnitudes up to the model's threshold, or to `threshold`, become 0."""
     # In place: every further pass over (…, F) costs about a tenth of the product.
     match d.activation:
         case "relu" | "drelu":
@@ -103,7 +104,7 @@ def activate_(d: Decoder, z: Tensor, threshold: float = 0.0) -> Tensor:
 
 
 def neurons(d: Decoder, w: NamedTensors, x: Tensor, threshold: float = 0.0) -> Tensor:
-    """(…, D) normed FFN inputs → (…, X·F) neuron values h; zero exactly where a neuron does not fire.
+    """(…, D) normed FFN inputs → (…, X·F) neuron values h, which are 0 exactly where a neuron does not fire.
 
     With experts, each value is multiplied by the routing weight of its expert. Experts that the router does not take
     are not computed: their values are 0.
@@ -144,7 +145,7 @@ def routing(d: Decoder, w: NamedTensors, x: Tensor) -> Tensor:
 
 
 def ffn_output(w: NamedTensors, h: Tensor) -> Tensor:
-    """(…, X·F) neuron values → (…, D): Σ h_i rest_i + bias."""
+    """(…, X·F) neuron values → (…, D) outputs: Σ h_i rest_i + bias."""
     rest = w["ffn/rest"][:, -1]
     y = _sum_experts(rest, h, len(w["ffn/router"])) if "ffn/router" in w else h @ rest
     return y + w["ffn/down_bias"] if "ffn/down_bias" in w else y
@@ -161,7 +162,7 @@ def _sum_experts(rest: Tensor, h: Tensor, experts: int) -> Tensor:
 
 
 def logits(d: Decoder, global_w: NamedTensors, x_BTD: Tensor) -> Tensor:
-    """(B, T, D) last hidden states → (B, T, vocabulary)."""
+    """(B, T, D) last hidden states → (B, T, vocabulary) logits."""
     if d.final_norm:
         x_BTD = norm(d, global_w, "final_norm", x_BTD)
     if d.d_embedding != d.d_model:

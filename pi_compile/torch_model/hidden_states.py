@@ -1,4 +1,7 @@
-"""Hidden states between layers, on disk, in two files that take turns: a layer that is killed can be run again."""
+"""Hidden states between layers, on disk.
+
+They alternate between two files, so that a layer whose run was killed can be run again. Shape letter: D model width.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +14,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """Hidden states (sequences, tokens, D) before each of a number of steps, float32."""
+    """Hidden states (sequences, tokens, D) before each step, in float32; a step is one layer."""
 
     folder: Path
     name: str

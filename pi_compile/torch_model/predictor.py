@@ -1,10 +1,11 @@
-"""Predictors: low-rank matrices that tell from the FFN's input which neurons of a layer fire.
+"""Predictors: low-rank matrices that predict, from the FFN's input, which neurons of a layer fire.
 
 score = up (down x) + bias; a neuron is predicted to fire where its score is above 0. The warm start is the best rank-R
 approximation of `first` in the metric of the inputs: with their second moment C = E[x xᵀ] and its root S, the SVD of
 W S truncated to R (Eckart–Young for E‖Wx − Ŵx‖²). Training then lowers a weighted cross-entropy. A threshold is set
-afterwards, from what may be lost, and becomes part of the bias. N samples, D model width, X experts, F neurons of all
-experts, R rank.
+afterwards, from what may be lost, and becomes part of the bias.
+
+Shape letters: N samples, D model width, X experts, F neurons of all experts, R rank.
 """
 
 import math
@@ -20,7 +21,7 @@ from pi_runtime.artifact.quantisation import as_stored
 
 Tensor = torch.Tensor
 MISS_WEIGHT = 4.0
-"""Cost of a false negative of average energy, in false positives: reading a row too many is cheap, a miss is not."""
+"""Cost of a false negative of average energy, in false positives: an extra row costs little, a missed neuron much."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,7 @@ class Predictor:
     bias: Tensor
 
     def scores(self, x_ND: Tensor) -> Tensor:
-        """(…, D) → (…, F)."""
+        """(…, D) FFN inputs → (…, F) scores of the neurons."""
         inner, rank = F.linear(x_ND, self.down), self.up.shape[1]
         if len(self.down) == rank:
             return F.linear(inner, self.up, self.bias)
@@ -52,7 +53,7 @@ class Predictor:
 
 
 def initial_rank(d: Decoder, density: float, top_share: float, step: int) -> int:
-    """Rank from sparsity and skewness, D · √density · 1.5 (1.2 − top_share), in whole steps.
+    """The rank that suits a layer's sparsity and skewness: D · √density · 1.5 (1.2 − top_share), in whole steps.
 
     `top_share` is the fraction of all activations that the hottest fifth of the neurons have. Sparse and skewed layers
     need lower ranks (PowerInfer, section 5.1). The constants are a first guess: the search around it corrects them.
@@ -62,7 +63,7 @@ def initial_rank(d: Decoder, density: float, top_share: float, step: int) -> int
 
 
 def second_moment(blocks: Iterable[Tensor], width: int) -> Tensor:
-    """E[x xᵀ] (D, D) over blocks of samples, float64."""
+    """The second moment E[x xᵀ] (D, D) over blocks of samples, in float64."""
     total, count = torch.zeros(width, width, dtype=torch.float64), 0
     for x in blocks:
         total += (x.T @ x).double().cpu()
@@ -81,21 +82,24 @@ class WarmStarts:
         self._factors = [_svd(w.double() @ root, inverse) for w in first_FD.chunk(n_experts)]
 
     def at(self, rank: int) -> Predictor:
-        """The best of this rank, in each expert."""
+        """The best predictor of this rank, in each expert."""
         down = torch.cat([down[:rank] for _, down in self._factors])
         up = torch.cat([up[:, :rank] for up, _ in self._factors])
         return Predictor(down.float().contiguous(), up.float().contiguous(), self._bias.clone())
 
 
 def _svd(m_FD: Tensor, inverse_DD: Tensor) -> tuple[Tensor, Tensor]:
-    """U S and Vᵀ C^−½ of M = W C^½ = U S Vᵀ: V are the eigenvectors of Mᵀ M, which is smaller than M, and U S = M V."""
+    """The factors U S and Vᵀ C^−½ of the matrix M = W C^½ with the SVD U S Vᵀ.
+
+    V are the eigenvectors of Mᵀ M, which is smaller than M, and U S = M V.
+    """
     _, vectors = torch.linalg.eigh(m_FD.T @ m_FD)
     v_DD = vectors.flip(1)
     return m_FD @ v_DD, v_DD.T @ inverse_DD
 
 
 def energy(h_NF: Tensor, w: td.NamedTensors) -> Tensor:
-    """(N, F) (h_i ‖rest_i‖)²: what the output loses, to first order, where neuron i is left out."""
+    """(N, F) energies (h_i ‖rest_i‖)²: what the output loses, to first order, if neuron i is left out."""
     return torch.square(h_NF * torch.linalg.vector_norm(w["ffn/rest"][:, -1], dim=1))
 
 
@@ -139,14 +143,14 @@ def train(
 
 
 def _trainable(start: Predictor, x_ND: Tensor) -> Predictor:
-    """A copy whose tensors take gradients."""
+    """A copy of a predictor whose tensors take gradients."""
     # Scores with a standard deviation of 1, or the first steps would undo the warm start.
     scale = 1 / start.scores(x_ND).std()
     return Predictor(*(t.clone().requires_grad_() for t in (start.down, start.up * scale, start.bias * scale)))
 
 
 def _labels(d: Decoder, w: td.NamedTensors, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """(N, F) whether each neuron fires, as 0 or 1, and the weight of a wrong answer."""
+    """(N, F) labels, 1 where a neuron fires, else 0, and the weight of a wrong answer."""
     e = energy(td.neurons(d, w, x_ND), w)
     fires = e > 0
     mean = e.sum() / fires.sum().clamp_min(1)

@@ -1,7 +1,7 @@
 """The FFN of one layer on its rung, in torch; `pi_runtime.kernels.reference` is the definition.
 
 Every rung that leaves neurons out gives each neuron a score, and computes those whose score is above the layer's limit.
-D model width, F neurons of all experts.
+Shape letters: D model width, F neurons of all experts.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,8 +11,8 @@ import torch
 
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor, routed_neurons
+from pi_runtime.artifact import rungs
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
 
 Tensor = torch.Tensor
@@ -26,7 +26,7 @@ def magnitudes(d: Decoder, w: td.NamedTensors, x: Tensor) -> Tensor:
 
 
 def sign_agreement(w: td.NamedTensors, x: Tensor) -> Tensor:
-    """(…, D) → (…, F) columns in which weight and input have the same sign, less those in which they differ."""
+    """(…, D) → (…, F) columns in which weight and input have the same sign, minus those in which they differ."""
     weights, inputs = (1.0 - 2.0 * (t < 0) for t in (w["ffn/first"], x))
     return inputs @ weights.T
 
@@ -40,18 +40,18 @@ class SparseFfn:
     """The predictor as the artifact stores it: its threshold is part of the bias."""
 
     def scores(self, d: Decoder, w: td.NamedTensors, x: Tensor) -> Tensor:
-        """(…, D) → (…, F) what the rung compares with its limit."""
+        """(…, D) → (…, F) scores, which the rung compares with its limit."""
         return SCORES[self.layer.rung](self, d, w, x)
 
     def apply(self, d: Decoder, w: td.NamedTensors, x: Tensor, h: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Neurons whose `first` is read, and what is left of their values h; both (…, F).
+        """The neurons whose `first` is read, and their values h with those left out set to 0; both (…, F).
 
-        The first is None where `first` is read for all neurons of the experts that a token is routed to.
+        The former is None where `first` is read for all neurons of the experts that a token is routed to.
         """
-        rung = RUNGS[self.layer.rung]
+        rung = self.layer.kind
         if rung.exact:
             return None, h
-        # At most one of them is not 0: a rung has either.
+        # At most one of the two is not 0: no rung has both.
         selected = self.scores(d, w, x) > self.layer.threshold + self.layer.margin
         routed = routed_neurons(d, w, x)
         if routed is not None:
@@ -71,5 +71,5 @@ SCORES: Mapping[str, Callable[[SparseFfn, Decoder, td.NamedTensors, Tensor], Ten
 }
 """How each rung that leaves neurons out scores them."""
 
-DENSE = SparseFfn(Layer(rung="dense"))
+DENSE = SparseFfn(Layer(rung=rungs.DENSE))
 """A layer that computes everything."""

@@ -1,6 +1,7 @@
-"""Estimates of what a long stage takes, from its operations and short measurements."""
+"""What a long stage takes, estimated from its operations and from short measurements."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,23 +21,23 @@ class Estimate:
 def flops_per_s(rows: int, columns: int, out: int, device: str) -> float:
     """Floating-point operations a second of a product (rows, columns) · (columns, out) in float32."""
     a, b = torch.ones(rows, columns, device=device), torch.ones(columns, out, device=device)
-    (a @ b).sum().item()  # the first product initialises libraries; `item` waits for the device
-    began = time.perf_counter()
-    for _ in range(3):
-        product = a @ b
-    product.sum().item()
-    return 3 * 2 * a.numel() * out / (time.perf_counter() - began)
+    return 2 * a.numel() * out / _seconds(lambda: a @ b)
 
 
 def values_per_s(device: str) -> float:
     """Values a second of an element-wise operation."""
     a = torch.ones(1 << 22, device=device)
-    a.sigmoid().sum().item()
+    return a.numel() / _seconds(a.sigmoid)
+
+
+def _seconds(operation: Callable[[], torch.Tensor]) -> float:
+    """Mean time of three calls, after one that initialises libraries."""
+    operation().sum().item()  # `item` waits for the device
     began = time.perf_counter()
     for _ in range(3):
-        b = a.sigmoid()
-    b.sum().item()
-    return 3 * a.numel() / (time.perf_counter() - began)
+        result = operation()
+    result.sum().item()
+    return (time.perf_counter() - began) / 3
 
 
 def layer_parameters(d: Decoder, experts: int) -> int:

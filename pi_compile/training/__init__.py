@@ -1,5 +1,6 @@
 """The train stage: predictors are fitted, and each layer is given the quickest rung that keeps the quality budget."""
 
-from pi_compile.training.stage import Texts, TrainSpec, train_predictors, training_work
+from pi_compile.training.spec import TrainSpec
+from pi_compile.training.stage import Texts, train_predictors, training_work
 
 __all__ = ["Texts", "TrainSpec", "train_predictors", "training_work"]

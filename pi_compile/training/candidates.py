@@ -7,12 +7,14 @@
 `SEARCHES` has one entry a rung; exact rungs need no search. Thresholds of scores and margins follow from what may be
 lost: the neurons left out hold at most a given fraction of the layer's energy. Histograms over the scores give, in one
 pass, what each threshold reads and loses. Ranks start around the one that sparsity and skewness suggest; if the best
-rank is at an end of the range, the next one out is tried. N samples, D model width, F neurons.
+rank is at an end of the range, the next one out is tried.
+
+Shape letters: N samples, D model width, F neurons.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -32,8 +34,10 @@ from pi_compile.torch_model import (
 from pi_compile.torch_model import decoder as td
 from pi_compile.training.histogram import Histogram
 from pi_compile.training.samples import NEURON_VALUES, Samples
+from pi_compile.training.spec import TrainSpec
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 
@@ -68,6 +72,10 @@ class Candidate:
         """The beginning of the names of its predictor's arrays."""
         return _array_prefix(self.layer.rank, self.trained)
 
+    def ps(self, processor: Processor, neuron: FfnBytes) -> float:
+        """Picoseconds of the layer's FFN for a token."""
+        return self.reads.ps(self.layer, processor, neuron)
+
     def raw_predictor(self, arrays: Mapping[str, np.ndarray[Any, Any]], device: str = "cpu") -> Predictor | None:
         """The predictor as trained, with its threshold; not yet rounded to its format."""
         if self.layer.rank is None:
@@ -79,6 +87,17 @@ class Candidate:
         """The layer as the artifact runs it, with the predictor rounded to its format."""
         raw = self.raw_predictor(arrays, device)
         return SparseFfn(self.layer, None if raw is None or self.format is None else raw.stored_as(self.format))
+
+    def limited(self, limit: float) -> Self:
+        """The candidate that computes the neurons whose scores are above a limit."""
+        match RUNGS[self.layer.rung].parameter:
+            case "rank":
+                return replace(self, score_threshold=limit)
+            case "margin":
+                # Agreements are integers: above a number is above the integer below it.
+                return replace(self, layer=replace(self.layer, margin=math.floor(limit)))
+            case _:
+                return replace(self, layer=replace(self.layer, threshold=limit))
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
@@ -92,13 +111,12 @@ def _array_prefix(rank: int | None, trained: bool) -> str:
 
 def _unmeasured(rung: str, **fields: Any) -> Candidate:
     rank = fields.pop("rank", None)
-    reads = Reads(rung=rung, predictor=0, first=0, rest=0)
-    return Candidate(layer=Layer(rung=rung, rank=rank), reads=reads, error=0.0, **fields)
+    return Candidate(layer=Layer(rung=rung, rank=rank), reads=Reads(first=0.0, rest=0.0), error=0.0, **fields)
 
 
 @dataclass
 class _ScoreSums:
-    """Sums over a text by score: neurons in question, those that fire, and their energy."""
+    """Sums over a text, by score: the neurons, those that fire, and their energy."""
 
     neurons: Histogram = field(default_factory=Histogram)
     fire: Histogram = field(default_factory=Histogram)
@@ -112,32 +130,15 @@ class _ScoreSums:
         self.fire.add(scores[fires])
         self.energy.add(scores[fires], energies[fires])
 
-    def thresholds(self) -> list[float]:
+    def limits(self) -> list[float]:
         """Scores up to which the neurons hold at most each fraction of the energy."""
         if self.energy.empty:
             return [self.largest]
         return [self.energy.threshold(fraction) for fraction in LOST_ENERGY]
 
-    def at(self, threshold: float) -> tuple[float, float, float]:
-        """Neurons above a threshold, those of them that fire, and the energy of those that are not above it."""
-        above = self.energy.above(threshold)
-        return self.neurons.above(threshold), self.fire.above(threshold), self.energy.total - above
-
-
-@dataclass(frozen=True, kw_only=True)
-class LadderSpec:
-    """The candidates that are tried for each layer."""
-
-    rungs: Sequence[str]
-    formats: Sequence[str]
-    """Number formats of predictors."""
-    ffn_format: str
-    processor: Processor
-    batch: int
-    steps: int
-    learning_rate: float
-    error: float
-    """Error that a layer may make, roughly: predictors with more are not what the search for a rank goes by."""
+    def at(self, limit: float) -> tuple[float, float, float]:
+        """Neurons above a limit, those of them that fire, and the energy of the neurons that are not above it."""
+        return self.neurons.above(limit), self.fire.above(limit), self.energy.total - self.energy.above(limit)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,7 +149,7 @@ class Ladder:
     w: td.NamedTensors
     fit: Samples
     tune: Samples
-    spec: LadderSpec
+    spec: TrainSpec
     rng: Callable[[int], np.random.Generator]
     """A generator for each round of training."""
     on_step: Callable[[], None] = lambda: None
@@ -165,10 +166,6 @@ class Ladder:
         for search in searches_for(self.spec.rungs, self.d):
             search.find(self)
 
-    def as_json(self) -> list[dict[str, Any]]:
-        """The candidates as plain values."""
-        return [asdict(c) for c in self.found]
-
     def find_thresholds(self) -> None:
         """Candidates on the rung `threshold`: magnitudes that keep given fractions of the activations."""
         candidate, histogram = _unmeasured("threshold"), Histogram()
@@ -178,18 +175,18 @@ class Ladder:
                 scores = ffn.scores(self.d, self.w, x)
                 histogram.add(scores[scores > 0])
             kept = [] if histogram.empty else [histogram.threshold(1 - fraction) for fraction in KEPT_ACTIVATIONS]
-            self.found.extend(self._measured([candidate], _with_threshold, kept))
+            self.found.extend(self._measured([candidate], kept))
 
     def find_margins(self) -> None:
         """Candidates on the rung `sign`."""
         with torch.inference_mode():
-            self.found.extend(self._measured([_unmeasured("sign")], _with_margin))
+            self.found.extend(self._measured([_unmeasured("sign")]))
 
     def find_predictors(self) -> None:
         """Candidates on the rung `predicted`, at a few ranks and at those beyond them that the best one suggests."""
         moment = second_moment(self.fit.blocks(), self.d.d_model)
         starts = WarmStarts(self.w["ffn/first"], self.w.get("ffn/first_bias"), moment, self.d.n_experts)
-        ranks = initial_ranks(self.d, self.spec.formats, self.density, self.top_share)
+        ranks = initial_ranks(self.d, self.spec.predictor_formats, self.density, self.top_share)
         self._train(starts, ranks, 0)
         for training_round in range(1, 1 + MORE_RANKS):
             rank = self._next_rank(ranks)
@@ -201,15 +198,10 @@ class Ladder:
     def _rows(self) -> int:
         return max(1, NEURON_VALUES // self.d.neurons)
 
-    def _measured(
-        self,
-        candidates: Sequence[Candidate],
-        with_threshold: Callable[[Candidate, float], Candidate],
-        thresholds: Sequence[float] | None = None,
-    ) -> Iterator[Candidate]:
-        """Each candidate at several thresholds, with what it reads and loses on the tune text, in one pass.
+    def _measured(self, candidates: Sequence[Candidate], limits: Sequence[float] | None = None) -> Iterator[Candidate]:
+        """Each candidate at several limits of its scores, with what it reads and loses on the tune text, in one pass.
 
-        `thresholds`: None for those that lose at most each fraction of `LOST_ENERGY`.
+        `limits`: None for those that lose at most each fraction of `LOST_ENERGY`.
         """
         ffns = [candidate.sparse_ffn(self.arrays, self.tune.device) for candidate in candidates]
         sums, samples = [_ScoreSums() for _ in candidates], 0
@@ -222,11 +214,11 @@ class Ladder:
         values = samples * self.d.neurons
         for candidate, score_sums in zip(candidates, sums, strict=True):
             layer, neuron = candidate.layer, self._bytes(candidate)
-            for threshold in sorted(set(score_sums.thresholds() if thresholds is None else thresholds)):
-                read, kept, lost = score_sums.at(threshold)
-                reads = Reads.of(neuron, layer.rung, layer.predictor, read / values, kept / values)
+            for limit in sorted(set(score_sums.limits() if limits is None else limits)):
+                read, kept, lost = score_sums.at(limit)
+                reads = Reads.of(neuron, layer, read / values, kept / values)
                 error = lost / max(self.tune.state, 1e-30)
-                yield replace(with_threshold(candidate, threshold), reads=reads, error=error)
+                yield replace(candidate.limited(limit), reads=reads, error=error)
 
     def _train(self, starts: WarmStarts, ranks: Sequence[int], training_round: int) -> None:
         warm = [starts.at(rank) for rank in ranks]
@@ -251,39 +243,27 @@ class Ladder:
             candidates = [
                 _unmeasured("predicted", rank=rank, trained=is_trained, format=fmt)
                 for p, rank, is_trained in made
-                for fmt in self.spec.formats
+                for fmt in self.spec.predictor_formats
                 if not any(FORMATS[fmt].overflows(getattr(p, k).numpy(force=True)) for k in ("down", "up"))
             ]
-            self.found.extend(self._measured(candidates, _with_score_threshold))
+            self.found.extend(self._measured(candidates))
 
     def _next_rank(self, tried: Sequence[int]) -> int | None:
         """The rank beside those tried, if the best predictor has the smallest or the largest of them."""
-        step, full = _rank_step(self.d, min(FORMATS[f].columns_per_line for f in self.spec.formats))
-        good = [c for c in self.found if c.layer.rank is not None and c.error <= self.spec.error]
+        step, full = _rank_step(self.d, min(FORMATS[f].columns_per_line for f in self.spec.predictor_formats))
+        most = self.spec.layer_error(self.d.n_layers)
+        good = [c for c in self.found if c.layer.rank is not None and c.error <= most]
         if not good:
             # All lose too much: a higher rank may lose less.
             wanted = tried[-1] * 3 // 2
         else:
-            best = min(good, key=lambda c: c.reads.ps(self.spec.processor, self._bytes(c))).layer.rank
+            best = min(good, key=lambda c: c.ps(self.spec.processor, self._bytes(c))).layer.rank
             wanted = tried[0] // 2 if best == tried[0] else tried[-1] * 3 // 2 if best == tried[-1] else 0
         rank = -(-wanted // step) * step
         return rank if step <= rank <= full and rank not in tried else None
 
     def _bytes(self, candidate: Candidate) -> FfnBytes:
-        return FfnBytes(self.d, self.spec.ffn_format, candidate.format or self.spec.formats[0])
-
-
-def _with_threshold(candidate: Candidate, threshold: float) -> Candidate:
-    return replace(candidate, layer=replace(candidate.layer, threshold=threshold))
-
-
-def _with_margin(candidate: Candidate, threshold: float) -> Candidate:
-    # Agreements are integers: above a number is above the integer below it.
-    return replace(candidate, layer=replace(candidate.layer, margin=math.floor(threshold)))
-
-
-def _with_score_threshold(candidate: Candidate, threshold: float) -> Candidate:
-    return replace(candidate, score_threshold=threshold)
+        return FfnBytes(self.d, self.spec.ffn_format, candidate.format or self.spec.predictor_formats[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +274,7 @@ class Search:
     needs_zeros: bool
     """Whether it finds anything only where the activation has zeros."""
     trains: bool = False
-    """Whether it trains predictors; else it goes through the tune text once."""
+    """Whether it trains predictors; otherwise it goes through the tune text once."""
 
 
 SEARCHES: Mapping[str, Search] = {

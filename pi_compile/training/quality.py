@@ -1,7 +1,7 @@
 """Quality of a choice of rungs on a text: perplexity, and what each layer reads and loses.
 
-The text goes through the decoder with the choice applied at every position of every layer. B sequences, T tokens each,
-D model width, F neurons of all experts.
+The text goes through the decoder with the choice applied at every position of every layer. Shape letters: N windows of
+the text, B of them at a time, T tokens each, D model width, F neurons of all experts.
 """
 
 import math
@@ -14,9 +14,10 @@ import torch.nn.functional as F  # noqa: N812  its usual name
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.cost_model import Processor, Reads
 from pi_compile.results import LayerRow
-from pi_compile.torch_model import DENSE, SparseFfn
+from pi_compile.torch_model import SparseFfn
 from pi_compile.torch_model import decoder as td
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.rungs import GATE
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 
@@ -46,7 +47,8 @@ class LayerSums:
     def add(self, h: torch.Tensor, kept: torch.Tensor, read: torch.Tensor | None, down: torch.Tensor) -> None:
         """Add tokens: neuron values h, what is `kept` of them, the neurons whose `first` is `read`, all (…, F).
 
-        `read`: None for all. `down` is (F, D), or any matrix with which h has products of the same length.
+        `read` is None where `first` is read for all neurons. `down` is (F, D), or any matrix whose products with h have
+        the same length.
         """
         nonzero = h != 0
         fires = nonzero if read is not None else kept != 0
@@ -64,14 +66,14 @@ class LayerSums:
         """E‖Δy‖² ÷ E‖x‖²."""
         return self.lost / max(self.state, 1e-30)
 
-    def exact_reads(self, neuron: FfnBytes, rung: str) -> Reads:
+    def exact_reads(self, neuron: FfnBytes, layer: Layer) -> Reads:
         """Reads of an exact rung, which computes every neuron whose value is not 0."""
-        return Reads.of(neuron, rung, None, 1.0, self.nonzero / self._values(neuron))
+        return Reads.of(neuron, layer, 1.0, self.nonzero / self._values(neuron))
 
     def row(self, neuron: FfnBytes, processor: Processor, layer: Layer) -> LayerRow:
         """The layer's row of the table; without a predictor every neuron counts as predicted."""
         values = self._values(neuron)
-        reads = Reads.of(neuron, layer.rung, layer.predictor, (self.read or 0) / values, self.fires_and_read / values)
+        reads = Reads.of(neuron, layer, (self.read or 0) / values, self.fires_and_read / values)
         # Neurons of the experts that a token is routed to.
         routed = self.tokens * neuron.d.experts_per_token * neuron.d.d_ff
         read = routed if self.read is None else self.read
@@ -79,8 +81,8 @@ class LayerSums:
             **asdict(layer),
             density=self.fires / routed,
             ffn_bytes=reads.total,
-            gate_bytes=self.exact_reads(neuron, "gate").total,
-            ffn_us=reads.ps(processor, neuron) / 1e6,
+            gate_bytes=self.exact_reads(neuron, Layer(rung=GATE)).total,
+            ffn_us=reads.ps(layer, processor, neuron) / 1e6,
             recall=self.fires_and_read / max(self.fires, 1),
             precision=self.fires_and_read / max(read, 1),
             rows_read_over_active=read / max(self.fires, 1),
@@ -126,7 +128,7 @@ def measure_quality(
     device: str,
     dense: Quality | None = None,
 ) -> Quality:
-    """Push a text of N windows through a choice of rungs. `dense`: what the divergence is from."""
+    """Push a text of N windows through a choice of rungs; the divergence is from `dense`, 0 without it."""
     d = checkpoint.decoder
     with torch.inference_mode():
         global_w = td.global_weights(checkpoint, device)
@@ -145,11 +147,6 @@ def measure_quality(
                 divergence += float(F.kl_div(logp, target, log_target=True, reduction="sum"))
     tokens = ids_NT.shape[0] * (ids_NT.shape[1] - 1)
     return Quality(states, layers, torch.cat(losses), divergence / tokens)
-
-
-def measure_dense(checkpoint: Checkpoint, ids_NT: torch.Tensor, *, device: str) -> Quality:
-    """The text through the dense model."""
-    return measure_quality(checkpoint, ids_NT, [DENSE] * checkpoint.decoder.n_layers, device=device)
 
 
 def _layer_step(d: Decoder, w: td.NamedTensors, x: torch.Tensor, ffn: SparseFfn, sums: LayerSums) -> torch.Tensor:

@@ -13,11 +13,6 @@ from pi_compile.training.candidates import Candidate
 from pi_compile.training.quality import Quality
 from pi_runtime.errors import NotMetError
 
-TUNE_FRACTIONS = (0.25, 0.0625, 0.0)
-"""Fractions of the quality budget that may be spent on the tune text: the next is tried if the report text refuses one.
-
-Other text costs more than the one that was tuned on. 0 is the least error in every layer.
-"""
 LOWEST_EXPONENT, HIGHEST_EXPONENT, BISECTIONS = -1.0, 8.0, 8
 """The multiplier is searched between these powers of ten of the mean time of a layer, by so many bisections."""
 

@@ -1,4 +1,7 @@
-"""Training samples: texts pushed through the layers one by one, with one layer's FFN inputs on disk."""
+"""Training samples: texts pushed through the layers one by one, with one layer's FFN inputs on disk.
+
+Shape letters: N samples, which are the tokens of all windows, D model width; `ids_NT` has N windows of T tokens.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,42 +50,36 @@ class Samples:
         return torch.from_numpy(np.asarray(self.array[start : start + CHUNK])).to(self.device)
 
 
-@dataclass(frozen=True, eq=False)
-class TextStates:
-    """The hidden states of one text, before one layer after the other."""
+def push_through(
+    checkpoint: Checkpoint, n: int, w: td.NamedTensors, ids_NT: torch.Tensor, *, scratch: Path, name: str, device: str
+) -> Samples:
+    """Push a text's hidden states through layer n, which has the weights `w`, and keep the layer's FFN inputs.
 
-    checkpoint: Checkpoint
-    name: str
-    ids_NT: torch.Tensor
-    scratch: Path
-    device: str
-
-    def advance(self, n: int, w: td.NamedTensors) -> Samples:
-        """Push the hidden states through layer n, and keep its FFN inputs."""
-        d, ids = self.checkpoint.decoder, self.ids_NT
-        states = HiddenStates(self.scratch, self.name, (*ids.shape, d.d_model))
-        samples = zarr.create_array(
-            self.scratch / f"{self.name}-inputs.zarr",
-            shape=(ids.numel(), d.d_model),
-            chunks=(min(CHUNK, ids.numel()), d.d_model),
-            dtype="float32",
-            compressors=None,
-            overwrite=True,
-        )
-        global_w = td.global_weights(self.checkpoint, self.device) if n == 0 else {}
-        before, after, state = states.before(n), states.before(n + 1), 0.0
-        with torch.inference_mode():
-            for start in range(0, len(ids), BATCH):
-                rows = slice(start, start + BATCH)
-                x = (
-                    td.embed(d, global_w, ids[rows].to(self.device))
-                    if n == 0
-                    else torch.from_numpy(before[rows].copy()).to(self.device)
-                )
-                x, inputs = td.before_ffn(d, w, x)
-                flat = inputs.flatten(0, 1).numpy(force=True)
-                samples[start * ids.shape[1] : start * ids.shape[1] + len(flat)] = flat
-                x = td.after_ffn(d, w, x, td.ffn_output(w, td.neurons(d, w, inputs)))
-                after[rows] = x.numpy(force=True)
-                state += float(x.square().sum())
-        return Samples(samples, state, self.device)
+    Layers come in their order. `name` is the text's, for the files in `scratch`.
+    """
+    d = checkpoint.decoder
+    states = HiddenStates(scratch, name, (*ids_NT.shape, d.d_model))
+    samples = zarr.create_array(
+        scratch / f"{name}-inputs.zarr",
+        shape=(ids_NT.numel(), d.d_model),
+        chunks=(min(CHUNK, ids_NT.numel()), d.d_model),
+        dtype="float32",
+        compressors=None,
+        overwrite=True,
+    )
+    global_w = td.global_weights(checkpoint, device) if n == 0 else {}
+    before, after, state = states.before(n), states.before(n + 1), 0.0
+    with torch.inference_mode():
+        for start in range(0, len(ids_NT), BATCH):
+            rows = slice(start, start + BATCH)
+            if n == 0:
+                x = td.embed(d, global_w, ids_NT[rows].to(device))
+            else:
+                x = torch.from_numpy(before[rows].copy()).to(device)
+            x, inputs = td.before_ffn(d, w, x)
+            flat = inputs.flatten(0, 1).numpy(force=True)
+            samples[start * ids_NT.shape[1] : start * ids_NT.shape[1] + len(flat)] = flat
+            x = td.after_ffn(d, w, x, td.ffn_output(w, td.neurons(d, w, inputs)))
+            after[rows] = x.numpy(force=True)
+            state += float(x.square().sum())
+    return Samples(samples, state, device)

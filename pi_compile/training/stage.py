@@ -1,13 +1,13 @@
 """Train: a rung for each layer, with a predictor where one pays, the fastest under one quality budget.
 
-Layer by layer, the layer's FFN inputs on the fit and tune texts are made, and candidates are found (`candidates`). Then
-one is chosen for each layer by predicted time on the recipe's processor (`rung_choice`). What is reported is measured
-on a third text, and the budget must hold there too.
+For each layer, its FFN inputs on the fit and tune texts are computed, and candidates are found (`candidates`). Then one
+candidate is chosen for each layer, by predicted time on the recipe's processor (`rung_choice`). The reported figures
+are measured on a third text, and the budget must hold there too.
 """
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,15 @@ import numpy.typing as npt
 import torch
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.cost_model import PICO, Processor
 from pi_compile.files import read_arrays, write_arrays
 from pi_compile.results import ActivationProfile, Floats, PredictorSet
-from pi_compile.torch_model import SparseFfn
+from pi_compile.torch_model import DENSE
 from pi_compile.torch_model import decoder as td
-from pi_compile.training.candidates import Candidate, Ladder, LadderSpec, searches_for
-from pi_compile.training.quality import LayerSums, Quality, measure_dense, measure_quality
-from pi_compile.training.rung_choice import TUNE_FRACTIONS, RungChoice, choose_rungs, not_met
-from pi_compile.training.samples import TextStates
+from pi_compile.training.candidates import Candidate, Ladder, searches_for
+from pi_compile.training.quality import LayerSums, Quality, measure_quality
+from pi_compile.training.rung_choice import RungChoice, choose_rungs, not_met
+from pi_compile.training.samples import push_through
+from pi_compile.training.spec import TUNE_FRACTIONS, TrainSpec
 from pi_compile.training.work_estimate import ProgressMeter, TrainingWork
 from pi_runtime.artifact.rungs import RUNGS, Rung
 from pi_runtime.artifact.schema import Layer
@@ -34,29 +34,6 @@ from pi_runtime.errors import NotMetError
 
 Tokens = npt.NDArray[np.integer]
 Progress = Callable[[int, int], None]
-BYTES = Processor("bytes", 0, {"": PICO}, {}, None)
-"""A processor that reads one byte a picosecond, in any format and order: times are bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainSpec:
-    """How rungs are tried and chosen."""
-
-    window: int = 512
-    batch: int = 512
-    steps: int = 400
-    learning_rate: float = 3e-3
-    perplexity_increase: float = 0.001
-    """Largest relative increase of perplexity that all layers together may cost."""
-    predictor_formats: tuple[str, ...] = ("f16",)
-    """Number formats that predictors may have; all layers have the same."""
-    ffn_format: str = "f16"
-    rungs: tuple[str, ...] = tuple(RUNGS)
-    """Rungs a layer may take. Without dense and gate the quality budget may be out of reach."""
-    processor: Processor = BYTES
-    """The processor that times are predicted for."""
-    seed: int = 0
-    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +48,7 @@ class Texts:
 def training_work(checkpoint: Checkpoint, profile: ActivationProfile, texts: Texts, spec: TrainSpec) -> TrainingWork:
     """The work of a training, to estimate its time from."""
     tokens = (len(texts.fit), len(texts.tune), len(texts.report))
-    return TrainingWork.of(checkpoint.decoder, _ladder_spec(checkpoint, spec), float(profile.density().mean()), *tokens)
+    return TrainingWork.of(checkpoint.decoder, spec, float(profile.density().mean()), *tokens)
 
 
 def train_predictors(
@@ -121,27 +98,13 @@ def train_predictors(
 
 
 def _counts(sums: LayerSums, layer: Layer) -> npt.NDArray[np.uint64] | None:
-    """Tokens for which each neuron fired, on a rung that decides by the activation itself which ones count."""
-    rung = RUNGS[layer.rung]
-    return None if rung.exact or rung.picks else sums.fired.numpy().astype(np.uint64)
-
-
-def _ladder_spec(checkpoint: Checkpoint, spec: TrainSpec) -> LadderSpec:
-    return LadderSpec(
-        rungs=spec.rungs,
-        formats=spec.predictor_formats,
-        ffn_format=spec.ffn_format,
-        processor=spec.processor,
-        batch=spec.batch,
-        steps=spec.steps,
-        learning_rate=spec.learning_rate,
-        error=TUNE_FRACTIONS[0] * spec.perplexity_increase / checkpoint.decoder.n_layers,
-    )
+    """Tokens for which each neuron fired, on a rung that decides by the activation itself; None on other rungs."""
+    return None if layer.kind.exact or layer.kind.picks else sums.fired.numpy().astype(np.uint64)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One training, with what was found so far."""
+    """One training, and what it has found so far."""
 
     checkpoint: Checkpoint
     profile: ActivationProfile
@@ -177,7 +140,7 @@ class _Run:
         w = td.layer_weights(self.checkpoint, n, device)
         texts = {"fit": self.texts.fit, "tune": self.texts.tune}
         fit, tune = (
-            TextStates(self.checkpoint, name, self.windows(tokens), self.scratch, device).advance(n, w)
+            push_through(self.checkpoint, n, w, self.windows(tokens), scratch=self.scratch, name=name, device=device)
             for name, tokens in texts.items()
         )
         ladder = Ladder(
@@ -185,14 +148,15 @@ class _Run:
             w=w,
             fit=fit,
             tune=tune,
-            spec=_ladder_spec(self.checkpoint, self.spec),
+            spec=self.spec,
             rng=lambda training_round: np.random.default_rng([self.spec.seed, n, training_round]),
             on_step=self.meter.step_done,
             density=float(self.profile.density()[n]),
             top_share=float(self.profile.cumulative_curve(5)[n, 1]),
         )
         ladder.search()
-        write_arrays(self._file(n), {"candidates": np.array(json.dumps(ladder.as_json())), **ladder.arrays})
+        candidates = np.array(json.dumps([asdict(candidate) for candidate in ladder.found]))
+        write_arrays(self._file(n), {"candidates": candidates, **ladder.arrays})
 
     # The choice.
 
@@ -225,14 +189,12 @@ class _Run:
         raise not_met(choice, cost, budget)
 
     def _measure(self, tokens: Tokens, chosen: Sequence[Candidate], dense: Quality) -> Quality:
-        ffns = [self._sparse_ffn(n, c) for n, c in enumerate(chosen)]
+        ffns = [c.sparse_ffn(self._arrays(n, c), self.spec.device) for n, c in enumerate(chosen)]
         return measure_quality(self.checkpoint, self.windows(tokens), ffns, device=self.spec.device, dense=dense)
 
     def _measure_dense(self, tokens: Tokens) -> Quality:
-        return measure_dense(self.checkpoint, self.windows(tokens), device=self.spec.device)
-
-    def _sparse_ffn(self, n: int, candidate: Candidate) -> SparseFfn:
-        return candidate.sparse_ffn(self._arrays(n, candidate), self.spec.device)
+        ffns = [DENSE] * self.checkpoint.decoder.n_layers
+        return measure_quality(self.checkpoint, self.windows(tokens), ffns, device=self.spec.device)
 
     def predictor(self, n: int, candidate: Candidate) -> tuple[Floats, Floats, Floats] | None:
         """Down, up and bias of a candidate of layer n, as trained."""
@@ -245,15 +207,16 @@ class _Run:
         return read_arrays(self._file(n), f"{candidate.array_prefix}/")
 
     def _time(self, c: Candidate) -> float:
-        return c.reads.ps(self.spec.processor, self.ffn_bytes(c.format or self.spec.predictor_formats[0]))
+        return c.ps(self.spec.processor, self.ffn_bytes(c.format or self.spec.predictor_formats[0]))
 
     def _allowed(self, n: int, sums: LayerSums) -> list[Candidate]:
         """The candidates of layer n: an exact rung if the recipe allows one, and those that are faster."""
         found = [c for c in self.found[n] if c.layer.rung in self.spec.rungs]
         rung = self._exact_rung()
         if rung is not None:
-            reads = sums.exact_reads(self.ffn_bytes(self.spec.predictor_formats[0]), rung.name)
-            exact = Candidate(layer=Layer(rung=rung.name), reads=reads, error=0.0)
+            layer = Layer(rung=rung.name)
+            reads = sums.exact_reads(self.ffn_bytes(self.spec.predictor_formats[0]), layer)
+            exact = Candidate(layer=layer, reads=reads, error=0.0)
             return [exact, *(c for c in found if self._time(c) < self._time(exact))]
         if not found:
             raise NotMetError("only dense runs this model, which is not sparse", remedy="allow dense in [train] rungs")

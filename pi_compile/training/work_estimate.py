@@ -4,13 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pi_compile.torch_model import Estimate, flops_per_s, layer_parameters, values_per_s
-from pi_compile.training.candidates import MORE_RANKS, LadderSpec, initial_ranks, searches_for
+from pi_compile.training.candidates import MORE_RANKS, initial_ranks, searches_for
 from pi_compile.training.rung_choice import BISECTIONS
 from pi_compile.training.samples import CHUNK, NEURON_VALUES
+from pi_compile.training.spec import TrainSpec
 from pi_runtime.artifact.decoder import Decoder
 
 STEP_PASSES, SCORE_PASSES = 30, 20
-"""Element-wise passes over all neuron values: of an optimiser step, for each rank, and of a histogram by scores."""
+"""Element-wise passes over all neuron values: in an optimiser step, for each rank; and in a histogram by scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,7 @@ class TrainingWork:
     """The parts of a training, each as (operations of products, values in element-wise passes)."""
 
     d: Decoder
-    spec: LadderSpec
+    spec: TrainSpec
     ranks: tuple[int, ...]
     """Ranks tried in a layer of mean density; () where nothing is trained."""
     fit: int
@@ -29,14 +30,14 @@ class TrainingWork:
     """Tokens of the report text."""
 
     @classmethod
-    def of(cls, d: Decoder, spec: LadderSpec, density: float, fit: int, tune: int, report: int) -> "TrainingWork":
+    def of(cls, d: Decoder, spec: TrainSpec, density: float, fit: int, tune: int, report: int) -> "TrainingWork":
         """The work for a model of which a mean fraction `density` of the neurons fires."""
         trains = any(search.trains for search in searches_for(spec.rungs, d))
-        ranks = tuple(initial_ranks(d, spec.formats, density, 0.5)) if trains else ()
+        ranks = tuple(initial_ranks(d, spec.predictor_formats, density, 0.5)) if trains else ()
         return cls(d=d, spec=spec, ranks=ranks, fit=fit, tune=tune, report=report)
 
     def estimate(self, device: str) -> Estimate:
-        """Time from short measurements on the device; disk for hidden states and inputs; memory of the largest part."""
+        """Time by short measurements on the device, disk for hidden states and inputs, memory of the largest part."""
         d, batch = self.d, self.spec.batch
         products = flops_per_s(min(batch, 512), d.d_model, min(d.neurons, 4096), device)
         values = values_per_s(device)
@@ -58,15 +59,15 @@ class TrainingWork:
         )
 
     def per_step(self) -> tuple[float, float]:
-        """One optimiser step of all ranks."""
+        """The work of one optimiser step of all ranks."""
         d, n = self.d, self.spec.batch
         ranks = sum(6 * n * r * (d.d_model + d.neurons) for r in self.ranks)
         return n * self._neurons() + ranks, STEP_PASSES * n * d.neurons * max(len(self.ranks), 1)
 
     def beside_steps(self) -> tuple[float, float]:
-        """One layer without its optimiser steps."""
+        """The work of one layer without its optimiser steps."""
         d, spec = self.d, self.spec
-        tried = 2 * self.training_rounds() * len(self.ranks) * len(spec.formats)
+        tried = 2 * self.training_rounds() * len(self.ranks) * len(spec.predictor_formats)
         scores = 2 * sum(self.ranks) / max(len(self.ranks), 1) * (d.d_model + d.neurons)
         others = sum(not search.trains for search in searches_for(spec.rungs, d))
         moment = 2 * self.fit * d.d_model**2 + 80 * d.d_model**3 + 2 * d.neurons * d.d_model**2
@@ -82,16 +83,16 @@ class TrainingWork:
         return 1 + MORE_RANKS / len(self.ranks) if self.ranks else 0
 
     def per_pass(self) -> tuple[float, float]:
-        """One pass of the tune text through the whole model."""
+        """The work of one pass of the tune text through the whole model."""
         d = self.d
         model = 2 * layer_parameters(d, d.experts_per_token) * d.n_layers + 4 * d.vocab_size * d.d_model
         return self.tune * model, 10 * self.tune * d.n_layers * d.neurons
 
     def parts(self) -> list[tuple[float, float]]:
-        """The whole training: optimiser steps, what else there is of each layer, and passes through the model."""
+        """The work of the whole training: optimiser steps, the rest of each layer, and passes through the model."""
         step, beside, one_pass = self.per_step(), self.beside_steps(), self.per_pass()
         steps = self.spec.steps * self.training_rounds() * self.d.n_layers
-        passes = BISECTIONS * len(self.spec.formats) + 2 + 2 * self.report / self.tune
+        passes = BISECTIONS * len(self.spec.predictor_formats) + 2 + 2 * self.report / self.tune
         return [_times(step, steps), _times(beside, self.d.n_layers), _times(one_pass, passes)]
 
     def _neurons(self) -> float:
@@ -104,7 +105,7 @@ def _times(part: tuple[float, float], n: float) -> tuple[float, float]:
 
 
 class ProgressMeter:
-    """Progress of a training in optimiser steps; where there is less to do than was estimated, it jumps ahead."""
+    """Progress of a training in optimiser steps; it jumps ahead where less is to be done than was estimated."""
 
     def __init__(self, work: TrainingWork, progress: Callable[[int, int], None]) -> None:
         def in_steps(part: tuple[float, float]) -> int:
@@ -116,23 +117,23 @@ class ProgressMeter:
         self._steps = round(work.spec.steps * work.training_rounds())
         self._layer = max(1, self._steps + in_steps(work.beside_steps()))
         self._pass = max(1, in_steps(work.per_pass()))
-        self._total = self._layers * self._layer + (BISECTIONS * len(work.spec.formats) + 3) * self._pass
+        self._total = self._layers * self._layer + (BISECTIONS * len(work.spec.predictor_formats) + 3) * self._pass
         self._done = 0
 
     def layer_done(self, n: int) -> None:
-        """Layer n is done."""
+        """Report that layer n is done."""
         self._report((n + 1) * self._layer)
 
     def step_done(self) -> None:
-        """One optimiser step is done."""
+        """Report that an optimiser step is done."""
         self._report(self._done + 1)
 
     def pass_done(self) -> None:
-        """One pass through the model is done."""
+        """Report that a pass through the model is done."""
         self._report(self._done + self._pass)
 
     def end(self) -> None:
-        """Everything is done."""
+        """Report that everything is done."""
         self._report(self._total)
 
     def _report(self, done: int) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, FFNS, NORMS, POSITIONS, Decoder
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.layout import manifest_specs
 from pi_runtime.artifact.rungs import RUNGS, Rung
 from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Layer, Manifest, Plan
-from pi_runtime.artifact.sizes import PARTS, array_specs
+from pi_runtime.artifact.sizes import PARTS
 
 _CHOICES = {"norm": NORMS, "positions": POSITIONS, "block": BLOCKS, "ffn": FFNS, "activation": ACTIVATIONS}
 _SIZES = (
@@ -139,7 +140,7 @@ def _arrays(m: Manifest) -> Iterator[str]:
     if not 0 <= m.profiled_tokens < 2**63:
         yield f"profiled_tokens: {m.profiled_tokens} is not a count"
         return
-    expected = array_specs(m.decoder, m.formats, [layer.predictor for layer in m.layers], m.profiled_tokens > 0)
+    expected = manifest_specs(m)
     for name in sorted(expected.keys() ^ m.arrays.keys()):
         yield f"arrays.{name}: {'missing' if name in expected else 'not an array of this decoder'}"
     for name, spec in expected.items():
@@ -175,7 +176,7 @@ def _text(m: Manifest) -> Iterator[str]:
 
 
 def generation_problems(generation: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what cannot be among the generation defaults, so that a packer can ask before it writes anything."""
+    """Yield the problems of generation defaults; a packer asks before it writes anything."""
     for name, value in generation.items():
         if name not in _GENERATION:
             yield f"generation.{name}: unknown key; known are {', '.join(_GENERATION)}"

@@ -33,7 +33,7 @@ class Decoder:
     """Shape and function of a decoder-only transformer."""
 
     family: str
-    """Name of the adapter that read it. Only displayed: no behaviour depends on it."""
+    """Name of the adapter that read it; it is displayed, and nothing depends on it."""
     vocab_size: int
     d_model: int
     d_embedding: int
@@ -91,5 +91,5 @@ class Decoder:
 
     @property
     def rotary_dim(self) -> int:
-        """How many leading numbers of a head are rotated."""
+        """Number of leading columns of a head that are rotated."""
         return 2 * len(self.rotary_frequencies)

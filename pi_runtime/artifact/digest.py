@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 CHUNK = 4 << 20
-_BUFFER = 256 << 10  # stays in the processor's cache between reading and hashing
 
 
 def combine(chunk_digests: Iterable[bytes]) -> str:
@@ -19,7 +18,7 @@ def combine(chunk_digests: Iterable[bytes]) -> str:
 
 
 def workers() -> int:
-    """Number of threads that hashing pays for (hashlib releases the GIL)."""
+    """Number of threads that hash; hashlib releases the GIL."""
     return min(4, os.cpu_count() or 1)
 
 
@@ -35,7 +34,7 @@ class GrowingDigest:
         self._chunks: list[Future[bytes]] = []
 
     def advance(self, final: int) -> None:
-        """Take note that the bytes [0, final) will not change any more."""
+        """Hash the whole chunks of the bytes [0, final), which will not change any more."""
         while self._next + CHUNK <= final:
             self._submit(CHUNK)
 
@@ -55,13 +54,9 @@ class GrowingDigest:
 
 
 def _hash_piece(path: Path, offset: int, nbytes: int) -> bytes:
-    sha, buffer = hashlib.sha256(), memoryview(bytearray(min(_BUFFER, nbytes)))
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
-        while nbytes:
-            n = file.readinto(buffer[: min(len(buffer), nbytes)])
-            if not n:
-                raise OSError(f"{path} became shorter while it was written")
-            sha.update(buffer[:n])
-            nbytes -= n
-    return sha.digest()
+        data = file.read(nbytes)
+    if len(data) != nbytes:
+        raise OSError(f"{path} became shorter while it was written")
+    return hashlib.sha256(data).digest()

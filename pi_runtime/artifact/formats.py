@@ -26,6 +26,7 @@ docs/development.md lists the files that a further block format touches.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -83,10 +84,7 @@ class Format:
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Stored bytes of an array of this logical shape, with padding, without scales."""
-        count = self.itemsize
-        for n in self.stored_shape(shape):
-            count *= n
-        return count
+        return self.itemsize * prod(self.stored_shape(shape))
 
     def encode(self, values: Array) -> Array:
         """Convert values of the logical shape to the stored array (C order, padded); it may share memory with `values`.

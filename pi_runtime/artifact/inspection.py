@@ -1,6 +1,5 @@
 """The contents of an artifact, as plain values."""
 
-import math
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import is_scales, without_scales
+from pi_runtime.artifact.sizes import parameters, without_scales
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -19,7 +18,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "artifact": str(path),
         "bytes": nbytes,
         "format_version": m.version,
-        "parameters": parameters(m),
+        "parameters": parameters(m.decoder),
         "decoder": asdict(m.decoder),
         "formats": dict(m.formats),
         "bytes_by_part": bytes_by_part(m, nbytes),
@@ -31,12 +30,6 @@ def inspect(path: Path) -> dict[str, Any]:
         "recipe": dict(m.recipe),
         "provenance": dict(m.provenance),
     }
-
-
-def parameters(m: Manifest) -> int:
-    """Number of weights of the model itself: without predictors, scales, and order and counts of the neurons."""
-    ours = (name for name in m.arrays if "/predictor/" not in name and not is_scales(name))
-    return sum(math.prod(m.arrays[name].shape) for name in ours if not name.endswith(("/order", "/counts")))
 
 
 def bytes_by_part(m: Manifest, nbytes: int) -> dict[str, int]:

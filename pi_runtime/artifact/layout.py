@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from zlib import crc32
 
 from pi_runtime.artifact.hierarchy import chunk_name, documents
-from pi_runtime.artifact.records import Entry, central_record, local_header, place
+from pi_runtime.artifact.records import Entry, local_header, place
 from pi_runtime.artifact.schema import FORMAT_NAME, FORMAT_VERSION, Manifest
 from pi_runtime.artifact.sizes import ArraySpec, array_specs
 
@@ -49,19 +49,18 @@ def manifest_specs(manifest: Manifest) -> dict[str, ArraySpec]:
     return array_specs(manifest.decoder, manifest.formats, ranks, manifest.profiled_tokens > 0)
 
 
-def trailer(specs: Mapping[str, ArraySpec], manifest: bytes, offset: int) -> tuple[list[Entry], bytes]:
-    """The generated entries from `offset` to the central directory, and their bytes, headers included."""
-    attributes = {"format": FORMAT_NAME, "version": FORMAT_VERSION, "manifest": MANIFEST}
-    contents = [*documents(specs, attributes), (MANIFEST, manifest)]
+def stored_files(contents: Iterable[tuple[str, bytes]], offset: int) -> tuple[list[Entry], bytes]:
+    """The entries of files (name, content) from `offset`, and their bytes, headers included."""
     entries, parts = [], []
     for name, content in contents:
-        entry = place(name, len(content), offset, 1).with_crc(crc32(content))
+        entry = place(name, len(content), offset, 1)._replace(crc=crc32(content))
         entries.append(entry)
         parts += [local_header(entry), content]
         offset = entry.data + entry.size
     return entries, b"".join(parts)
 
 
-def directory(entries: Iterable[Entry]) -> bytes:
-    """The central directory."""
-    return b"".join(map(central_record, entries))
+def trailer(specs: Mapping[str, ArraySpec], manifest: bytes, offset: int) -> tuple[list[Entry], bytes]:
+    """The generated entries from `offset` to the central directory, and their bytes, headers included."""
+    attributes = {"format": FORMAT_NAME, "version": FORMAT_VERSION, "manifest": MANIFEST}
+    return stored_files([*documents(specs, attributes), (MANIFEST, manifest)], offset)

@@ -8,11 +8,6 @@ from pi_runtime.artifact.schema import FORMAT_NAME, FORMAT_VERSION, REMEDY, Mani
 from pi_runtime.errors import ArtifactError
 
 
-def manifest_json(manifest: Manifest) -> bytes:
-    """Canonical JSON of a manifest. Raises ValueError for what JSON cannot express (NaN in a recipe)."""
-    return canonical_json(manifest)
-
-
 def read_manifest(data: bytes, where: str) -> Manifest:
     """Parse and check a manifest. `where` names the file in messages. Raises ArtifactError listing every problem."""
     try:
@@ -52,6 +47,6 @@ def _shortened(problems: list[str]) -> str:
 def _is_canonical(manifest: Manifest, data: bytes) -> bool:
     """Whether `data` is the canonical JSON of the manifest."""
     try:
-        return manifest_json(manifest) == data
+        return canonical_json(manifest) == data
     except ValueError:  # lone surrogates
         return False

@@ -176,7 +176,7 @@ def _split(stored: Array, apart: int) -> Array:
 
 @dataclass(frozen=True)
 class RoundingError:
-    """How far stored values ŵ are from the values w; errors of several arrays add up.
+    """The distance of stored values ŵ from the values w; errors of several arrays add up.
 
     The last bits depend on the machine.
     """

@@ -40,9 +40,6 @@ class Entry(NamedTuple):
     data: int
     crc: int = 0
 
-    def with_crc(self, crc: int) -> "Entry":
-        return Entry(self.name, self.size, self.offset, self.data, crc)
-
 
 def place(name: str, size: int, offset: int, align: int) -> Entry:
     """The entry whose local header starts at `offset` and whose data starts at the next multiple of `align` > 1."""

@@ -24,7 +24,7 @@ SIGNS = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """What all parts of the project need to know of a rung."""
+    """The properties of one rung."""
 
     name: str
     exact: bool = False
@@ -34,7 +34,7 @@ class Rung:
     selector: Selector | None = None
     """What names the rows of `first` to read; None where all are read."""
     parameter: Literal["rank", "threshold", "margin"] | None = None
-    """The field of a layer (see `schema.Layer`) that this rung goes by."""
+    """The field of a layer (see `schema.Layer`) that sets how much this rung leaves out."""
 
     @property
     def picks(self) -> bool:
@@ -43,11 +43,11 @@ class Rung:
 
     @property
     def formatted(self) -> bool:
-        """Whether its predictor is matrices in a number format; signs are bits, read as fast as memory delivers."""
+        """Whether its predictor is matrices in a number format; signs are bits."""
         return self.selector != "signs"
 
     def stored_predictor(self, rank: int | None) -> int | None:
-        """What is stored for a layer: the rank of its predictor, `SIGNS`, or None."""
+        """The predictor that is stored for a layer: its rank, `SIGNS`, or None."""
         return rank if self.formatted else SIGNS
 
 
@@ -62,3 +62,14 @@ RUNGS = {
     )
 }
 """By name, in the order of the ladder."""
+DENSE = next(rung.name for rung in RUNGS.values() if rung.dense)
+"""The rung that skips nothing."""
+GATE = next(rung.name for rung in RUNGS.values() if rung.exact and not rung.dense)
+"""The rung that skips zeros only."""
+PREDICTED = next(rung.name for rung in RUNGS.values() if rung.selector == "low-rank")
+"""The rung that skips what a trained predictor leaves out."""
+
+
+def exact_rung(sparse: bool) -> str:
+    """The fastest rung that loses nothing: it skips zeros where the activation has any (`sparse`), else it is dense."""
+    return GATE if sparse else DENSE

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.rungs import RUNGS, Rung
 
 FORMAT_NAME = "pi-artifact"
 FORMAT_VERSION = 3
@@ -37,7 +37,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """How one layer's FFN is run."""
+    """The rung of one layer's FFN, with the parameters of the rung."""
 
     rung: str
     """Name of its rung; see `rungs`."""
@@ -49,9 +49,14 @@ class Layer:
     """On the rung `sign` (SparseInfer); an input of 0 counts as above 0."""
 
     @property
+    def kind(self) -> Rung:
+        """What the registry says of the rung."""
+        return RUNGS[self.rung]
+
+    @property
     def predictor(self) -> int | None:
         """Rank of the predictor that is stored, `SIGNS`, or None."""
-        return RUNGS[self.rung].stored_predictor(self.rank)
+        return self.kind.stored_predictor(self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """How text becomes tokens and back."""
+    """The tokens that begin and end a text, by id and by name."""
 
     prefix_ids: tuple[int, ...]
     """Tokens that the model expects before any text (begin-of-text); () if none."""

@@ -41,7 +41,7 @@ _LARGEST = 16 << 20
 
 @dataclass(frozen=True)
 class Structure:
-    """What the check of a file's structure found."""
+    """The result of checking a file's structure."""
 
     manifest: Manifest
     arrays: dict[str, Entry]
@@ -143,8 +143,8 @@ def _expected(
     if [entry.name for entry in found] != names:
         raise damaged(path, "the central directory", **_difference(names, [entry.name for entry in found]))
     checksums = iter(entry.crc for entry in found)
-    arrays = {name: entry.with_crc(next(checksums)) for name, entry in arrays.items()}
-    files = {name: entry.with_crc(next(checksums)) for name, entry in files.items()}
+    arrays = {name: entry._replace(crc=next(checksums)) for name, entry in arrays.items()}
+    files = {name: entry._replace(crc=next(checksums)) for name, entry in files.items()}
     return arrays, files, generated, trailing
 
 

@@ -40,7 +40,7 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int, int], None] | 
     with open_file(path) as file:
         structure = read_structure(file, path)
         parts = _parts(structure)
-        digest = _sweep(file, path, structure.nbytes - DIGEST_NBYTES, parts, progress or _no_progress)
+        digest = _sweep(file, path, structure.nbytes - DIGEST_NBYTES, parts, progress or (lambda _done, _total: None))
     wrong = [part.name for part in parts if not part.whole]
     if digest != structure.digest:
         # The structure has been compared byte by byte and each part hashed: what is left is the digest's own text.
@@ -51,10 +51,6 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int, int], None] | 
     return VerifyReport(
         path=path, nbytes=structure.nbytes, digest=digest, arrays=len(manifest.arrays), files=len(manifest.files)
     )
-
-
-def _no_progress(_done: int, _total: int) -> None:
-    pass
 
 
 class _Part:

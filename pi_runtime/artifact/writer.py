@@ -22,20 +22,20 @@ from zlib import crc32
 
 import numpy as np
 
+from pi_runtime.artifact.decoding import canonical_json
 from pi_runtime.artifact.digest import GrowingDigest
 from pi_runtime.artifact.formats import FORMATS, Array, Format
 from pi_runtime.artifact.layout import (
     COMMENT,
     DIGEST_NBYTES,
-    directory,
     manifest_specs,
     place_array,
-    place_files,
+    stored_files,
     trailer,
 )
-from pi_runtime.artifact.manifest_file import manifest_json, read_manifest
+from pi_runtime.artifact.manifest_file import read_manifest
 from pi_runtime.artifact.quantisation import RoundingError, dequantise, quantise
-from pi_runtime.artifact.records import LOCAL_CRC_OFFSET, End, Entry, local_header
+from pi_runtime.artifact.records import LOCAL_CRC_OFFSET, End, Entry, central_record, local_header
 from pi_runtime.artifact.replacement import Replacement
 from pi_runtime.artifact.schema import ArrayEntry, FileEntry, Manifest
 from pi_runtime.artifact.sizes import ArraySpec, scales_name
@@ -115,7 +115,7 @@ class ArtifactWriter:
             crc, rows = crc32(stored, crc), rows + len(piece)
             hashing.result()  # before the next piece: its block may reuse this one's memory
         assert rows == spec.shape[0], f"{name}: {rows} rows given for {spec.shape}"
-        self._entries.append(self._patch(entry.with_crc(crc)))
+        self._entries.append(self._patch(entry._replace(crc=crc)))
         self._specs[name] = spec
         self._arrays[name] = ArrayEntry(
             format=spec.format, shape=spec.shape, offset=entry.data, nbytes=entry.size, sha256=sha.hexdigest()
@@ -136,7 +136,7 @@ class ArtifactWriter:
         entries, generated = trailer(self._specs, text, self._offset)
         self._entries += entries
         self._write(generated)
-        records = directory(self._entries)
+        records = b"".join(map(central_record, self._entries))
         end = End(len(self._entries), len(records), self._offset)
         self._write(records + end.pack(len(COMMENT) + DIGEST_NBYTES) + COMMENT)
         with self._output():
@@ -146,22 +146,17 @@ class ArtifactWriter:
 
     def _spell(self, manifest: Manifest) -> bytes:
         try:
-            return manifest_json(manifest)
+            return canonical_json(manifest)
         except ValueError as error:
             remedy = "a recipe may hold neither NaN nor infinity, and paths must be Unicode"
             raise InputError(f"{self._path}: the manifest has no JSON form", found=error, remedy=remedy) from None
 
     def _write_files(self) -> dict[str, FileEntry]:
-        contents = sorted(self._files.items())
-        placed, _ = place_files([(name, len(data)) for name, data in contents], self._offset)
-        for name, data in contents:
-            entry = placed[name].with_crc(crc32(data))
-            self._write(local_header(entry) + data)
-            self._entries.append(entry)
-        return {
-            name: FileEntry(offset=placed[name].data, nbytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-            for name, data in contents
-        }
+        entries, data = stored_files(sorted(self._files.items()), self._offset)
+        self._write(data)
+        self._entries += entries
+        digests = {name: hashlib.sha256(content).hexdigest() for name, content in self._files.items()}
+        return {e.name: FileEntry(offset=e.data, nbytes=e.size, sha256=digests[e.name]) for e in entries}
 
     def _write(self, data: bytes | memoryview) -> None:
         with self._output():

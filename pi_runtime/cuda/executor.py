@@ -1,6 +1,6 @@
 """Runs one artifact on a GPU and the CPU together, by a plan.
 
-Legend: L layers, X experts, D model width, V vocabulary, T tokens, J pairs of columns that are rotated.
+Shape letters: L layers, X experts, D model width, V vocabulary, T tokens, J pairs of columns that are rotated.
 """
 
 import contextlib
@@ -8,30 +8,29 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numba
 import numpy as np
-import torch
 
-from pi_runtime.artifact.footprint import kv_itemsize, kv_shape, prompt_block
+from pi_runtime.artifact.buffers import kv_cache
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
-from pi_runtime.artifact.schema import Layer, Manifest, Plan
+from pi_runtime.artifact.schema import Layer, Manifest
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps, Step
 from pi_runtime.cuda.decode.moe_ops import MoeDeviceOps, MoeHostOps
 from pi_runtime.cuda.decode.schedule import build_schedule
 from pi_runtime.cuda.decode.selection_stats import SelectionStats
 from pi_runtime.cuda.memory import weights
-from pi_runtime.cuda.memory.devices import Device, Op
+from pi_runtime.cuda.memory.devices import Device, Op, allocate
 from pi_runtime.cuda.memory.handover import PinnedBuffers
 from pi_runtime.cuda.memory.kv_residency import KVResidency
-from pi_runtime.cuda.memory.weight_streaming import WeightStreamer, streaming_bytes
+from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
 from pi_runtime.cuda.memory.workspace import Workspace
-from pi_runtime.cuda.plan_layout import GPU, cuts_of, needed_bytes, placed_arrays
 from pi_runtime.cuda.prefill.crossover import measured_crossover
 from pi_runtime.cuda.prefill.prefill import Prefill
 from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME
+from pi_runtime.execution.plan_choice import Allocation
+from pi_runtime.execution.plan_layout import GPU, cuts_of, placed_arrays
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.kernels.split_ffn import workspace_addresses
 
@@ -46,32 +45,27 @@ class CudaExecutor:
         self,
         artifact: Artifact,
         mode: str,
-        context: int,
         threads: int,
-        plan: Plan,
+        allocation: Allocation,
         device: Device,
-        budget: int,
         progress: Callable[[int, int], None] | None = None,
         stream_from: int | None = None,
     ) -> None:
+        plan, context = allocation.plan, allocation.context
         self._host = CpuModel(artifact, mode, context, threads)
-        self.plan, self.context, self.neurons = plan, context, self._host.neurons
+        self.allocation, self.context, self.neurons = allocation, context, self._host.neurons
+        self.block_tokens = allocation.block_tokens
         self.device, self.device_name = device, device.name
         self.notice: str | None = None
         layers = layers_in_mode(artifact.manifest, mode)
         manifest, d = artifact.manifest, artifact.manifest.decoder
-        self.block_tokens, self._streamed_bytes = prompt_room(manifest, plan, context, budget)
-        self.needed_bytes = needed_bytes(manifest, plan, context, self.block_tokens) + self._streamed_bytes
-        device.limit(max(budget, self.needed_bytes))
+        device.limit(max(allocation.budget, allocation.total))
         loaded = weights.load(artifact, placed_arrays(manifest, plan), device, progress)
         numba.set_num_threads(threads)  # starts the threads, which kernels from the cache rely on
         with device.stream():
-            shape = kv_shape(d, context)[1:]
             on_gpu = [layer for layer, side in enumerate(plan.attention) if side == GPU]
-            dtype = torch.float16 if kv_itemsize(manifest.formats["attention"]) == 2 else torch.float32
-            cache = dict(
-                zip(on_gpu, torch.zeros((len(on_gpu), *shape), dtype=dtype, device=device.device), strict=True)
-            )
+            table = {"cache": kv_cache(d, manifest.formats["attention"], context, len(on_gpu))}
+            cache = dict(zip(on_gpu, allocate(table, device)["cache"], strict=True))
             self._pinned = PinnedBuffers.allocate(d, device)
             workspace = Workspace.allocate(d, self._host.largest_rank, context, device)
             ops = MoeDeviceOps if d.n_experts > 1 else DeviceOps
@@ -124,12 +118,7 @@ class CudaExecutor:
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences, one sequence after the other."""
-        with ONE_AT_A_TIME:
-            self._host.check_open()
-            for s in sequences:
-                self._host.check(s, BLOCK_TOKENS if s.logits == "all" else self.block_tokens)
-            numba.set_num_threads(self._host.threads)
-            return [self._run(s) for s in sequences]
+        return self._host.step(sequences, self._run, self.block_tokens)
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""
@@ -137,6 +126,7 @@ class CudaExecutor:
 
     def _run(self, s: SequenceStep) -> SequenceResult:
         rows_L2 = counts_L3 = None
+        numba.set_num_threads(self._host.threads)
         with self.device.stream(), self._synchronised_on_error():
             self._kv_residency.acquire(s.cache)
             self.host_ops.step.cache_L2GSW, self.host_ops.step.start = s.cache.words, s.cache.length
@@ -171,7 +161,7 @@ class CudaExecutor:
             self.host_ops.step.start = cache.length
             self._set_token(tokens[n : n + 1])
             if not self._runs_with_stats:  # building it writes into the cache where this token will
-                calls = build_schedule(self.plan, self.device_ops, self.host_ops, self.device, self._stats)
+                calls = build_schedule(self.allocation.plan, self.device_ops, self.host_ops, self.device, self._stats)
                 self._runs_with_stats = tuple(call.run for call in calls)
             self._stats.add(self._decode(self._runs_with_stats))
             if n == 0:
@@ -205,9 +195,9 @@ class CudaExecutor:
 
     def _make_prefill(self, artifact: Artifact, stream_from: int | None) -> Prefill:
         """A `Prefill`; it streams cold weights to the GPU if there are any, memory for them is left and it may pay."""
-        d, plan, device = self.device_ops.decoder, self.plan, self.device
+        d, plan, device = self.device_ops.decoder, self.allocation.plan, self.device
         streamer, first = None, 0
-        if self._streamed_bytes:
+        if self.allocation.streamed:
             fmt = artifact.manifest.formats["ffn"]
             first = measured_crossover(d, fmt, self._host.threads, device) if stream_from is None else stream_from
             if first <= self.block_tokens:
@@ -235,13 +225,6 @@ def layers_in_mode(manifest: Manifest, mode: str) -> tuple[Layer, ...]:
     """How each layer is run in a mode; modes that are exact rungs override the stored ones."""
     override = mode in RUNGS and RUNGS[mode].exact
     return tuple(Layer(rung=mode) if override else layer for layer in manifest.layers)
-
-
-def prompt_room(manifest: Manifest, plan: Plan, context: int, budget: int) -> tuple[int, int]:
-    """(Tokens of a prompt's block, bytes for streaming cold weights) within a budget; see `prompt_block`."""
-    cold = any(cut < manifest.decoder.d_ff for cut in plan.cuts)
-    streamed = streaming_bytes(manifest) if cold else 0
-    return prompt_block(lambda tokens: needed_bytes(manifest, plan, context, tokens), streamed, budget)
 
 
 def _implied_rows(layer: Layer, cut: int) -> tuple[int, int]:

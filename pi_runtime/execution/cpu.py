@@ -3,16 +3,16 @@
 Shape letters: L layers, X experts, W columns of the weight table, S positions, J rotary frequencies.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numba
 import numpy as np
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.schema import Plan
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME, start_threads
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS, allocate_workspace
@@ -21,7 +21,7 @@ from pi_runtime.kernels.reference import rotary_table
 
 
 class CpuModel:
-    """An open artifact as the kernels take it: tables of its weights, and the memory they work in.
+    """An open artifact as kernels take it: tables of its weights, and the memory that kernels work in.
 
     `threads` limits numba's threads for the calls made here; results do not depend on it.
     """
@@ -38,7 +38,7 @@ class CpuModel:
         self.table_LXW = weight_table.table_of(artifact, mode)
         self.eps = np.float32(decoder.norm_eps)
         self.largest_rank = max((layer.rank or 0 for layer in layers), default=0)
-        self.workspace = allocate_workspace(self.cfg, len(layers), self.largest_rank)
+        self.workspace = allocate_workspace(decoder, artifact.manifest.formats["ffn"], self.largest_rank)
         self.cos_SJ, self.sin_SJ = rotary_table(decoder, context)
 
     @property
@@ -49,8 +49,9 @@ class CpuModel:
     def run(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences together, at most `BLOCK_TOKENS` in all."""
         counts = [len(s.tokens) for s in sequences]
-        begins = np.cumsum([0, *counts])
-        wanted = [range(b, b + n) if s.logits == "all" else [b + n - 1] for b, n, s in zip(begins, counts, sequences, strict=False)]
+        ends = np.cumsum(counts)
+        rows = [len(s.tokens) if s.logits == "all" else 1 for s in sequences]
+        wanted = [np.arange(end - n, end) for n, end in zip(rows, ends, strict=True)]
         numba.set_num_threads(self.threads)
         forward(
             self.cfg,
@@ -62,7 +63,7 @@ class CpuModel:
             np.concatenate([s.tokens for s in sequences]),
             self.positions(sequences),
             np.repeat([int(s.select) for s in sequences], counts),
-            np.concatenate(wanted).astype(np.int64),
+            np.concatenate(wanted),
             sequences[0].count,
             self.workspace,
         )
@@ -99,10 +100,20 @@ class CpuModel:
         self.check_open()
         return KVCache(self.manifest, self.context)
 
-    def check(self, s: SequenceStep, most: int = BLOCK_TOKENS) -> None:
-        """Assert what the kernels rely on."""
-        assert 0 < len(s.tokens) <= min(most, s.cache.room), (len(s.tokens), s.cache.room)
-        assert not s.count or (s.select and s.logits == "all")
+    def step(
+        self,
+        sequences: Sequence[SequenceStep],
+        run: Callable[[list[SequenceStep]], list[SequenceResult]],
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> list[SequenceResult]:
+        """Check a step, and run its sequences in batches; steps of several threads take turns."""
+        with ONE_AT_A_TIME:
+            self.check_open()
+            for s in sequences:
+                most = BLOCK_TOKENS if s.logits == "all" else block_tokens
+                assert 0 < len(s.tokens) <= min(most, s.cache.room), (len(s.tokens), s.cache.room)
+                assert not s.count or (s.select and s.logits == "all")
+            return [result for batch in batches(sequences) for result in run(batch)]
 
     def check_open(self) -> None:
         """Raise UsageError once the artifact is closed."""
@@ -132,7 +143,7 @@ def batches(sequences: Sequence[SequenceStep]) -> Iterator[list[SequenceStep]]:
 class CpuExecutor:
     """Runs one artifact in one mode, all of it on the CPU."""
 
-    plan: Plan | None = None
+    allocation: Allocation | None = None
     device_name = "cpu"
     notice: str | None = None
     block_tokens = BLOCK_TOKENS
@@ -143,11 +154,7 @@ class CpuExecutor:
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences: weights are read once for as many as a call takes."""
-        with ONE_AT_A_TIME:
-            self._model.check_open()
-            for s in sequences:
-                self._model.check(s)
-            return [result for s in batches(sequences) for result in self._model.run(s)]
+        return self._model.step(sequences, self._model.run)
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""

@@ -1,6 +1,7 @@
 """Choosing the device of a run."""
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
@@ -29,7 +30,7 @@ def resolve_device(name: str) -> str:
     if int(index or 0) >= present:
         raise DeviceError(
             f"--device {name}: no such GPU",
-            found=f"{present} CUDA devices, by torch {_torch_version()}",
+            found=f"{present} CUDA devices, by torch {importlib.metadata.version('torch')}",
             remedy="--device cpu, or --device auto; with a GPU here: its driver, and a torch built for CUDA",
         )
     return f"cuda:{int(index or 0)}"
@@ -45,12 +46,6 @@ def _gpus() -> int:
     return int(torch.cuda.device_count())
 
 
-def _torch_version() -> str:
-    import torch  # noqa: PLC0415
-
-    return str(torch.__version__)
-
-
 def gpu_kernels_are_cold() -> bool:
     """Whether Triton has compiled nothing on this machine yet."""
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
@@ -59,7 +54,7 @@ def gpu_kernels_are_cold() -> bool:
 
 
 def gpu_driver() -> bool:
-    """Whether NVIDIA's driver is here and has a GPU; costs no import of torch."""
+    """Whether NVIDIA's driver is here and has a GPU, found without importing torch."""
     try:
         cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     except OSError:

@@ -1,6 +1,6 @@
-"""What runs a model: an executor takes a step of one or more sequences, and returns what came of it.
+"""The interface of executors, which run a model: a step of one or more sequences in, a result for each out.
 
-CPU, stand-in and GPU are executors. A caller knows no more of them than what stands here.
+CPU, stand-in and GPU implement it, and a caller uses nothing else of them.
 
 Shape letters: T tokens of a sequence in this step, V vocabulary, L layers.
 """
@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.schema import Plan
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.plan_choice import Allocation
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceStep:
-    """What one sequence does in a step: its next tokens run, and join those its cache holds."""
+    """The work of one sequence in a step: its next tokens run, and join those its cache holds."""
 
     cache: KVCache
     """No two sequences of a step share one."""
@@ -30,19 +30,19 @@ class SequenceStep:
     select: bool
     """Whether to skip what the layers' rungs skip; else every neuron is computed."""
     logits: Literal["last", "all"] = "last"
-    """Of which tokens logits are wanted; `all` takes up to `BLOCK_TOKENS` tokens."""
+    """The tokens whose logits are wanted; `all` takes up to `BLOCK_TOKENS` tokens."""
     count: bool = False
     """Whether to count what selection reads and leaves out; with `select` and `all` logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceResult:
-    """What came of a sequence's part in a step. It belongs to the caller: no later step changes it."""
+    """The result of one sequence in a step. It belongs to the caller: no later step changes it."""
 
     logits_TV: Floats
     """One row for each token, or (1, V) for the last one."""
     rows_L2: Ints | None = None
-    """Rows of `first` read and neurons kept; of a single token with selection, if only its logits were asked for."""
+    """Rows of `first` read and neurons kept, for a single token with selection whose logits alone were asked for."""
     counts_L3: Ints | None = None
     """Sums over the tokens of neurons that fire, rows of `first` read, and neurons that fire and are kept; if asked
     for."""
@@ -55,16 +55,16 @@ class Executor(Protocol):
     """Positions that a cache holds."""
 
     @property
-    def plan(self) -> Plan | None:
-        """The placement it follows; None where the CPU has everything."""
+    def allocation(self) -> Allocation | None:
+        """The plan it follows and the GPU's bytes that this takes; None where the CPU has everything."""
 
     @property
     def device_name(self) -> str:
-        """Where it runs: `cpu`, `stand-in`, or a GPU by its name."""
+        """The device it runs on: `cpu`, `stand-in`, or a GPU by its name."""
 
     @property
     def notice(self) -> str | None:
-        """What the user should know of where it runs."""
+        """A message for the user about where it runs, if there is one."""
 
     @property
     def block_tokens(self) -> int:

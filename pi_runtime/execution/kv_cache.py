@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.footprint import kv_itemsize, kv_shape
+from pi_runtime.artifact.buffers import kv_cache
 from pi_runtime.artifact.schema import Manifest
 
 Ints = npt.NDArray[np.int64]
@@ -17,15 +17,15 @@ Ints = npt.NDArray[np.int64]
 class KVCache:
     """Keys and values (layers, 2, G, S, E) for one sequence of at most S = `context` positions.
 
-    They are float16, half as much to hold and to read, but float32 where the attention weights are float32.
+    Their number type is that of `buffers.kv_cache`.
     """
 
     def __init__(self, manifest: Manifest, context: int) -> None:
         self.context = context
         self._tokens: list[int] = []
-        dtype = np.dtype(f"f{kv_itemsize(manifest.formats['attention'])}")
-        # zeros, not empty: the pages are mapped only when they are written.
-        self.values: npt.NDArray[np.floating] = np.zeros(kv_shape(manifest.decoder, context), dtype)
+        d = manifest.decoder
+        buffer = kv_cache(d, manifest.formats["attention"], context, d.n_layers)
+        self.values: npt.NDArray[np.floating] = buffer.in_ram()
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -1,10 +1,28 @@
-"""Choosing one of the stored placements for a run."""
+"""Choosing one of the stored plans for a run, and what the run takes of the GPU's memory.
+
+One rule holds for the GPU and for its stand-in. A plan fits if its weights, its cache and the buffers for one token are
+within the budget. Of the plans that fit, the one that uses most is taken. The rest of the budget goes to larger blocks
+of prompts.
+"""
 
 import re
+import sys
+from dataclasses import dataclass
 
-from pi_runtime.artifact.footprint import gpu_workspace_bytes, kv_bytes
+from pi_runtime.artifact.buffers import (
+    gpu_products,
+    gpu_prompt_block,
+    gpu_workspace,
+    kv_bytes,
+    prompt_block,
+    streamed_bytes,
+    table_bytes,
+    weight_padding,
+)
+from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.errors import DoesNotFitError, UsageError
+from pi_runtime.execution.plan_layout import GPU, placed_arrays
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -17,45 +35,95 @@ def parse_size(text: str, flag: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def gpu_bytes(plan: Plan, manifest: Manifest, context: int) -> int:
-    """GPU bytes that a plan needs with a cache of `context` positions instead of those it was solved for."""
-    if plan.used_bytes == 0:
-        return 0
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """The bytes of GPU memory that a run by one plan takes, by what they are for."""
 
-    def of_context(positions: int) -> int:
-        cache = kv_bytes(manifest.decoder, manifest.formats["attention"], positions)
-        return plan.attention.count("gpu") * cache + gpu_workspace_bytes(manifest.decoder, 0, positions, 1)
+    plan: Plan
+    context: int
+    """Positions of the key-value cache."""
+    budget: int
+    weights: int
+    """Arrays and rows that the plan puts on the GPU, and the padding between them."""
+    cache: int
+    """Keys and values of the layers whose attention is on the GPU."""
+    workspace: int
+    """Buffers for decoding."""
+    block_tokens: int
+    """Most tokens of a prompt that are read at once."""
+    block: int
+    """Buffers for these tokens."""
+    products: int
+    """What dense products of such a block take while they run, at most."""
+    streamed: int
+    """Buffers for cold weights that long prompts bring to the GPU; 0 where there are none, or no room for them."""
 
-    return plan.used_bytes + of_context(context) - of_context(plan.context)
+    @property
+    def total(self) -> int:
+        """Bytes of all these."""
+        return self.weights + self.cache + self.workspace + self.block + self.products + self.streamed
 
 
-def choose_plan(manifest: Manifest, budget: int, context: int, where: str) -> Plan:
-    """The stored plan that uses most of the budget with a cache of `context` positions.
+def allocation(manifest: Manifest, plan: Plan, context: int, budget: int) -> Allocation:
+    """The bytes that a run by this plan takes, with a cache of `context` positions.
 
-    Raises DoesNotFitError naming the smallest plan.
+    They are more than the budget where even blocks of one token exceed it.
     """
-    plans = manifest.plans
+    d = manifest.decoder
+    rank = max((layer.rank or 0 for layer in manifest.layers), default=0)
+    weights = sum(array.nbytes for array in placed_arrays(manifest, plan)) + weight_padding(manifest.arrays)
+    cache = plan.attention.count(GPU) * kv_bytes(d, manifest.formats["attention"], context)
+    workspace = table_bytes(gpu_workspace(d, rank, context))
+    pieces = streamed_bytes(manifest.arrays, d) if any(cut < d.d_ff for cut in plan.cuts) else 0
+
+    def block_bytes(tokens: int) -> int:
+        return table_bytes(gpu_prompt_block(d, tokens), gpu_products(d, tokens))
+
+    tokens, streamed = prompt_block(block_bytes, pieces, budget - weights - cache - workspace)
+    return Allocation(
+        plan=plan,
+        context=context,
+        budget=budget,
+        weights=weights,
+        cache=cache,
+        workspace=workspace,
+        block_tokens=tokens,
+        block=table_bytes(gpu_prompt_block(d, tokens)),
+        products=table_bytes(gpu_products(d, tokens)),
+        streamed=streamed,
+    )
+
+
+def needed_bytes(manifest: Manifest, plan: Plan, context: int) -> int:
+    """The smallest budget that a plan fits, with a cache of `context` positions."""
+    return allocation(manifest, plan, context, budget=0).total
+
+
+def choose_plan(artifact: Artifact, context: int, budget: int, free: int = sys.maxsize) -> Allocation:
+    """The stored plan that uses most of the budget with a cache of `context` positions, and what its run takes.
+
+    `free` is the memory that the GPU has left, where there is one. Raises DoesNotFitError naming the smallest budget
+    that a plan fits.
+    """
+    manifest, plans, where = artifact.manifest, artifact.manifest.plans, artifact.path
     if not plans:
-        raise no_placement(where)
-    needed = [gpu_bytes(plan, manifest, context) for plan in plans]
-    fitting = [(nbytes, plan.vram_bytes, n) for n, (nbytes, plan) in enumerate(zip(needed, plans, strict=True))]
-    fitting = [found for found in fitting if found[0] <= budget]
+        raise DoesNotFitError(
+            f"{where}: holds no placement: it was packed without one, or for a machine on which no hand-over pays",
+            remedy="run it on the CPU (--device cpu, no --vram-budget), or set [place] machine and build it again",
+        )
+    budget = min(budget, free)
+    needed = [needed_bytes(manifest, plan, context) for plan in plans]
+    fitting = [n for n, nbytes in enumerate(needed) if nbytes <= budget]
     if not fitting:
-        smallest, shorter = min(needed), min(plan.context for plan in plans)
-        fits = shorter < context and min(gpu_bytes(plan, manifest, shorter) for plan in plans) <= budget
+        least, shorter = min(needed), min(plan.context for plan in plans)
+        fits = shorter < context and min(needed_bytes(manifest, plan, shorter) for plan in plans) <= budget
         raise DoesNotFitError(
             f"{where}: no stored placement fits the GPU budget with a context of {context} tokens",
-            expected=f"at least {smallest} bytes",
-            found=f"{budget} bytes",
-            remedy=f"--vram-budget {smallest}, {f'--ctx-size {shorter}, ' if fits else ''}"
-            "or add the budget to [place] vram_gib and build again",
+            expected=f"at least {least} bytes",
+            found=f"{budget} bytes" + (", all that the GPU has free" if budget == free else ""),
+            remedy=(f"--vram-budget {least}, " if least <= free else "")
+            + (f"--ctx-size {shorter}, " if fits else "")
+            + "--device cpu (without --vram-budget), or add the budget to [place] vram_gib and build again",
         )
-    return plans[max(fitting)[2]]
-
-
-def no_placement(where: str) -> DoesNotFitError:
-    """The error for an artifact without plans."""
-    return DoesNotFitError(
-        f"{where}: holds no placement: it was packed without one, or for a machine on which no hand-over pays",
-        remedy="run it on the CPU (--device cpu, no --vram-budget), or set [place] machine and build it again",
-    )
+    best = max(fitting, key=lambda n: (needed[n], plans[n].vram_bytes))
+    return allocation(manifest, plans[best], context, budget)

@@ -2,8 +2,8 @@
 
     x ← x + Σ hot + Σ cold + bias
 
-A thread of its own with the CPU's serial kernels stands in for the GPU: the same plan, the same handover. So this path
-is the same on every machine and can be tested there; it is no faster.
+A thread with the CPU's serial kernels stands in for the GPU, by the same plan and with the same handover. It is no
+faster, but it runs on every machine, so that plans can be tested anywhere.
 
 Shape letters: D model width, L layers, X experts, W columns of the weight table, G key-value heads, S positions.
 """
@@ -17,10 +17,10 @@ import numba
 import numpy as np
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.schema import Plan
 from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.kernels import ffn
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME
 from pi_runtime.kernels.data.weight_table import KernelConfig
@@ -65,11 +65,12 @@ class StandInExecutor:
     notice: str | None = None
     block_tokens = BLOCK_TOKENS
 
-    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int, plan: Plan) -> None:
-        self._model = model = CpuModel(artifact, mode, context, threads)
-        self.plan, self.context, self.neurons = plan, context, model.neurons
-        self._cuts_LX = np.array(plan.cuts).reshape(len(model.table_LXW), model.cfg.experts).tolist()
-        own = allocate_workspace(model.cfg, len(model.table_LXW), model.largest_rank, tokens=1)
+    def __init__(self, artifact: Artifact, mode: str, threads: int, allocation: Allocation) -> None:
+        self._model = model = CpuModel(artifact, mode, allocation.context, threads)
+        self.allocation, self.context, self.neurons = allocation, allocation.context, model.neurons
+        self._cuts_LX = np.array(allocation.plan.cuts).reshape(len(model.table_LXW), model.cfg.experts).tolist()
+        manifest = artifact.manifest
+        own = allocate_workspace(manifest.decoder, manifest.formats["ffn"], model.largest_rank, tokens=1)
         sums_21D = np.zeros((2, 1, model.cfg.d_model), np.float32)
         self.hot = NeuronWorker(ffn.serial_add_neurons, model.cfg, own, sums_21D[0])
         self.cold = NeuronWorker(ffn.add_neurons, model.cfg, model.workspace, sums_21D[1])
@@ -77,11 +78,7 @@ class StandInExecutor:
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences. A single token with selection goes to both workers."""
-        with ONE_AT_A_TIME:
-            self._model.check_open()
-            for s in sequences:
-                self._model.check(s)
-            return [self._run(s) for s in sequences]
+        return self._model.step(sequences, lambda batch: [self._run(s) for s in batch])
 
     def _run(self, s: SequenceStep) -> SequenceResult:
         if len(s.tokens) > 1 or not s.select or s.logits == "all":

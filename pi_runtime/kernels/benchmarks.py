@@ -104,8 +104,9 @@ class _TimedFfn:
         self.all_F, self.none_F = np.zeros(neurons, np.float32), np.full(neurons, _NEVER, np.float32)
         self._matrices = w, up  # kept: the table holds their addresses
         first, rest = rows_from(w.view, 0), rows_from(w.view, neurons)
-        self._cfg = weight_table.config_of(_gated(w.columns, neurons), dict.fromkeys(PARTS, w.fmt))
-        self._workspace = allocate_workspace(self._cfg, 1, rank, tokens=1)
+        decoder = _gated(w.columns, neurons)
+        self._cfg = weight_table.config_of(decoder, dict.fromkeys(PARTS, w.fmt))
+        self._workspace = allocate_workspace(decoder, w.fmt, rank, tokens=1)
         self._x_1D, self._row = np.ones((1, w.columns), np.float32), np.zeros(weight_table.MARGIN + 1, np.int64)
         for at, scales_at, m in (
             (weight_table.FIRST, weight_table.FIRST_SCALES, first),

@@ -466,9 +466,7 @@ def add_expert(
 ) -> None:  # fmt: skip
     """y ← y + one expert's neurons for its tokens, whose inputs are prepared; adds their counts to `tally_T3`."""
     m, x = chunks_of(cfg, ws), inputs_of(ws)
-    neurons(
-        cfg, w, x_TD, token_N, select_N, route_weight_N, 0, cfg.d_ff, False, count_all, True, m, x, tally_T3, y_TD
-    )
+    neurons(cfg, w, x_TD, token_N, select_N, route_weight_N, 0, cfg.d_ff, False, count_all, True, m, x, tally_T3, y_TD)
 
 
 @device
@@ -481,9 +479,7 @@ def _add(
     select_N[:], weight_N[:] = int(select), route_weight
     prepare_inputs(input_format(cfg, w), x_TD, x.inputs)
     tally_T3[:] = 0
-    neurons(
-        cfg, w, x_TD, token_N, select_N, weight_N, low, high, False, count_all, threads, m, x, tally_T3, y_TD
-    )
+    neurons(cfg, w, x_TD, token_N, select_N, weight_N, low, high, False, count_all, threads, m, x, tally_T3, y_TD)
 
 
 @public

@@ -15,18 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import kv_itemsize
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.rungs import RUNGS, Selector
+from pi_runtime.artifact.rungs import DENSE, RUNGS, Selector
 from pi_runtime.artifact.schema import Layer
 
 F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
-DENSE_LAYER = Layer(rung="dense")
+DENSE_LAYER = Layer(rung=DENSE)
 
 
-def forward(artifact: Artifact, tokens: npt.ArrayLike, mode: str = "dense") -> F32:
+def forward(artifact: Artifact, tokens: npt.ArrayLike, mode: str = DENSE) -> F32:
     """Logits (T, V) of a sequence from its beginning.
 
     `mode`: `dense` computes every neuron; `gate` is the same function, because what it skips is zero; `predicted` runs
@@ -266,6 +265,6 @@ class ArtifactWeights:
 
     def as_cached(self, x_SGE: F32) -> F32:
         """Keys or values as the cache holds them."""
-        if kv_itemsize(self._artifact.manifest.formats["attention"]) == 4:
+        if self._artifact.manifest.formats["attention"] == "f32":
             return x_SGE
         return np.clip(x_SGE, -65504, 65504).astype(np.float16).astype(np.float32)

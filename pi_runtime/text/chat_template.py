@@ -158,7 +158,7 @@ def _jinja2_folders() -> list[str]:
 
 @contextmanager
 def _alarm(child: subprocess.Popen[bytes], seconds: float) -> Iterator[threading.Event]:
-    """Kill the child after `seconds`, which ends every read and write that waits for it; the event tells of it."""
+    """Kill the child after `seconds`, which ends every read and write that waits for it; the event is set then."""
     rang = threading.Event()
 
     def ring() -> None:

@@ -66,10 +66,6 @@ class Tokenizer:
             self._check(token_id)
         return self._decode(ids)
 
-    def stream(self) -> "TextStream":
-        """A decoder for ids that come one by one."""
-        return TextStream(self)
-
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = _call("cannot decode these tokens", self._library.decode, list(ids), skip_special_tokens=True)
         return text

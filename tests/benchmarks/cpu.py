@@ -2,9 +2,9 @@
 
 nox -s bench -- cpu [--full] [--formats f16,q8,q4] [--json PATH] [--quick]
 
-A synthetic Llama whose neurons fire at a set density (tests/sparse_model), with a predictor by construction, runs
-dense, gate and predicted; llama.cpp and transformers run random weights of the same shape, dense. Our results are held
-against the reference first. `--full` adds cost against density, model size and context length. Where llama.cpp or
+A synthetic Llama whose neurons fire at a set density (tests/support/sparse_model), with a predictor by construction,
+runs dense, gate and predicted. llama.cpp and transformers run random weights of the same shape, dense. Our results are
+held against the reference first. `--full` adds cost against density, model size and context length. Where llama.cpp or
 transformers fails, its row says how.
 """
 

@@ -13,20 +13,20 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pi_compile.cli.rendering import print_report
 from pi_compile.evaluation.fidelity import evaluate
 from pi_compile.files.npz import read_arrays
 from pi_compile.machine.profile import find_machine
 from pi_compile.packing import PackSpec, pack
 from pi_compile.pipeline import summary
 from pi_compile.pipeline.pipeline import Pipeline
-from pi_compile.pipeline.stage_specs import train_spec
+from pi_compile.pipeline.stages import train
 from pi_compile.recipe import Recipe, default_recipe
 from pi_compile.results.predictor_set import PredictorSet
-from pi_compile.training.stage import Texts, train_predictors
 from pi_runtime import console
 
 FIT_TOKENS, TRAIN_TOKENS, TUNE_TOKENS, TOKENS, WINDOW = 131_072, 32_768, 4096, 8192, 256
@@ -62,13 +62,21 @@ class Bench:
         self.scratch.mkdir(exist_ok=True)
 
     def trained(self, rungs: Sequence[str], budget: float) -> PredictorSet:
-        p, streams = self.pipeline, self.pipeline.streams
-        texts = Texts(fit=streams.fit[:TRAIN_TOKENS], tune=streams.tune, report=streams.report)
-        spec = train_spec(p.recipe, p.checkpoint_formats, find_machine(self.args.machine, self.folder), "cpu")
-        spec = replace(spec, rungs=("dense", "gate", *rungs), perplexity_increase=budget)
+        p = self.pipeline
         with console.progress(f"{' '.join(rungs)} {budget:g}", "steps") as progress:
-            return train_predictors(
-                p.checkpoint, p.profile, texts, spec, scratch=self.scratch, inputs="", progress=progress
+            return train(
+                p.checkpoint,
+                p.profile,
+                p.streams,
+                find_machine(self.args.machine, self.folder),
+                tokens=TRAIN_TOKENS,
+                steps=p.recipe.train.steps,
+                rungs=("dense", "gate", *rungs),
+                perplexity_increase=budget,
+                window=p.recipe.profile.window,
+                formats=p.recipe.pack.model_dump(),
+                scratch=self.scratch,
+                progress=progress,
             )
 
     def scored(self, trained: PredictorSet, fmt: str) -> dict[str, Any]:
@@ -76,7 +84,7 @@ class Bench:
         path, p = self.folder / "a.pi", self.pipeline
         formats = {**dict.fromkeys(("embedding", "attention", "ffn", "head"), fmt)}
         spec = PackSpec(formats={**formats, "predictor": trained.predictor_format})
-        pack(p.checkpoint, spec, path, recipe={}, profile=trained.apply_thresholds(p.profile), predictor_set=trained)
+        pack(p.checkpoint, spec, path, recipe={}, profile=trained.refine(p.profile), predictor_set=trained)
         with console.progress("scoring", "windows") as progress:
             return evaluate(path, [self.args.report], None, tokens=TOKENS, window=WINDOW, progress=progress)
 
@@ -150,10 +158,10 @@ def main() -> None:
             name = " ".join(rungs)
             figures["curves"][name], trained = curve(bench, rungs, args.budgets)
             figures["predictors"] = bench.predictors()
-            summary.print_report({"layers": [asdict(row) for row in trained.rows]})
+            print_report({"layers": [asdict(row) for row in trained.rows]})
             for fmt in FORMATS:
                 figures["artifacts"] += rows(bench.scored(trained, fmt), name, fmt)
-            summary.print_report({"results": figures["artifacts"]})
+            print_report({"results": figures["artifacts"]})
             if args.figures:
                 args.figures.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

@@ -51,14 +51,13 @@ from support.gpu_bench.model import (
     row_bytes,
 )
 from support.gpu_bench.offload import Offload
-from support.gpu_bench.placing import Case, all_on_gpu, attention_first, budgets, whole_layers
+from support.gpu_bench.placing import Case, all_on_gpu, attention_first, budgets, bytes_with_blocks, whole_layers
 from support.gpu_bench.running import Measurement, measure, token_ids
 from support.gpu_bench.targets import verdicts
 
-from pi_runtime.artifact.footprint import kv_bytes
+from pi_runtime.artifact.buffers import kv_bytes
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.memory.devices import Cuda, Device, Interpreted
-from pi_runtime.cuda.plan_layout import needed_bytes
 from pi_runtime.errors import PiError
 
 FORMATS = ("f16", "q8", "q4")
@@ -247,7 +246,7 @@ def bench(size: ModelSize, fmt: str, curves: dict[Curve, float], s: Setting, fou
             continue
         artifact, dense = base.with_curve(curve), plain.with_curve(curve)
         plan = all_on_gpu(artifact.manifest, s.context)
-        whole = Case("all on the GPU", needed_bytes(artifact.manifest, plan, s.context, 512))
+        whole = Case("all on the GPU", bytes_with_blocks(artifact.manifest, plan, s.context, 512))
         row = attempted(partial(definition, artifact, dense, curve, whole.budget, s, r), curve, whole, DEFINITION, s)
         wanted = row.pop("logits", None)
         keep(row, fmt)

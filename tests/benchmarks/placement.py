@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pi_compile.cost_model.workload import LayerWork, Workload
+from pi_compile.cost_model.workload import Workload
 from pi_compile.machine.profile import Machine, find_machine
-from pi_compile.placement.formulation import Sizes
+from pi_compile.placement.formulation import Problem, Sizes
 from pi_compile.placement.stage import place
 from pi_compile.planning.model_config import find_planned
+from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.errors import DoesNotFitError
 
@@ -59,7 +60,7 @@ def main() -> None:
             whole = Sizes.of(work).all_on_gpu
             for percent in (10, 25, 50, 75):
                 began = time.perf_counter()
-                found = place(work, machine, whole * percent // 100, 1 << 50)
+                found = place(Problem.of(work, machine), whole * percent // 100, 1 << 50)
                 seconds = time.perf_counter() - began
                 assert sum(found.gpu_bytes.values()) <= whole * percent // 100
                 assert found.heuristic is not None
@@ -78,7 +79,7 @@ def refuse(name: str, work: Workload, machine: Machine, whole: int) -> None:
     """Time until a tenth of the bytes, in GPU memory and RAM together, is refused with the budgets that would do."""
     began = time.perf_counter()
     with pytest.raises(DoesNotFitError, match="bytes of RAM"):
-        place(work, machine, whole // 20, whole // 20)
+        place(Problem.of(work, machine), whole // 20, whole // 20)
     seconds = time.perf_counter() - began
     print(f"{name:9} a tenth of its bytes refused in {seconds:.2f} s, of at most {REFUSED_S}", flush=True)
 

@@ -18,13 +18,15 @@ import numpy as np
 
 from pi_compile.cost_model.default_rungs import PREDICTOR_SHARE
 from pi_compile.cost_model.processors import PICO
-from pi_compile.cost_model.workload import LayerWork, Workload
+from pi_compile.cost_model.workload import Workload
 from pi_compile.files.bundled import bundled_folder
 from pi_compile.machine.profile import Machine, read_machine
+from pi_compile.placement.formulation import Problem
 from pi_compile.placement.stage import place
 from pi_compile.planning.activation_curves import TOKENS, curve_counts, find_curve
-from pi_compile.planning.baselines import layer_split, powerinfer
+from pi_compile.planning.baselines import Baselines
 from pi_compile.planning.model_config import find_planned
+from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.artifact.sizes import PARTS, parameters
 
 DRIVER, BUFFERS = 2**29, 2**29
@@ -105,13 +107,14 @@ def baselines(row: Published, fmt: str = "f16") -> tuple[float, float]:
     """(split by layers, PowerInfer) predicted for one row."""
     work, machine, vram = _given(row, fmt)
     left = vram - BUFFERS
-    return layer_split(work, machine, left).tokens_per_s, powerinfer(work, machine, left).tokens_per_s
+    baselines = Baselines(work, machine)
+    return baselines.layer_split(left).tokens_per_s, baselines.powerinfer(left).tokens_per_s
 
 
 def predict(row: Published, fmt: str = "f16", solver: str = "exact") -> Predicted:
     """All three rates for one row."""
     work, machine, vram = _given(row, fmt)
-    ours = place(work, machine, vram, int(machine.cpu.ram_gib * 2**30), solver=solver)
+    ours = place(Problem.of(work, machine), vram, int(machine.cpu.ram_gib * 2**30), solver=solver)
     return Predicted(PICO / ours.time.total, *baselines(row, fmt))
 
 

@@ -2,10 +2,10 @@
 
     nox -s bench -- reality [--quick] [--json PATH]
 
-Synthetic sparse models (tests/sparse_model) of two sizes, three formats and two densities, each on all rungs. The rates
-that a prediction starts from are those of `pi-compile machine`, measured in turn with the tokens; how often a neuron
-fires is what the generator measured of the model, not what the timed tokens did. Nothing is fitted. Then, for one
-model, the order of placements on the stand-in.
+Synthetic sparse models (tests/support/sparse_model) of two sizes, three formats and two densities, each on all rungs.
+The rates that a prediction starts from are those of `pi-compile machine`, measured in turn with the tokens. How often a
+neuron fires is what the generator measured of the model, not what the timed tokens did. Nothing is fitted. Then, for
+one model, the order of placements on the stand-in.
 """
 
 import argparse
@@ -27,12 +27,14 @@ from support.synthetic import small_decoder, stored_plan
 
 from pi_compile.cost_model.processors import CPU
 from pi_compile.cost_model.token_time import TokenTime, costs_of, token_time
-from pi_compile.cost_model.workload import MILLION, LayerWork, Workload
+from pi_compile.cost_model.workload import Workload
 from pi_compile.machine.profile import Machine
+from pi_compile.results.activation_profile import MILLION, LayerWork
 from pi_runtime import Model, load
 from pi_runtime.artifact import Artifact
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.execution.plan_choice import allocation
 from pi_runtime.execution.stand_in import StandInExecutor
 from pi_runtime.kernels.benchmarks import most_threads
 
@@ -174,7 +176,8 @@ def order(path: Path, rounds: int) -> None:
 
 
 def _on_the_stand_in(artifact: Artifact, plan: Plan) -> Model:
-    return Model(artifact, "gate", StandInExecutor(artifact, "gate", 2 * POSITIONS, 2, plan))
+    taken = allocation(artifact.manifest, plan, 2 * POSITIONS, 0)
+    return Model(artifact, "gate", StandInExecutor(artifact, "gate", 2, taken))
 
 
 def main() -> None:

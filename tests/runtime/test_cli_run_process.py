@@ -12,7 +12,7 @@ from support.scripted import saying, scripted_artifact
 
 PI_RUN = [sys.executable, "-m", "pi_runtime"]
 
-pytestmark = pytest.mark.usefixtures("no_variables")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_variables")]
 
 
 def python(code: str) -> str:

@@ -199,19 +199,19 @@ def test_logits_that_say_nothing(temperature: float, bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "field", "values"),
+    ("field", "values"),
     [
-        ("--temperature", "temperature", [-0.1, math.nan, math.inf, "hot", True]),
-        ("--top-k", "top_k", [-1, 1.5, True]),
-        ("--top-p", "top_p", [-0.1, 1.1, math.nan]),
-        ("--min-p", "min_p", [-0.1, 1.1, None]),
-        ("--repetition-penalty", "repetition_penalty", [0, -1, math.inf]),
-        ("--seed", "seed", [-1, 0.5]),
+        ("temperature", [-0.1, math.nan, math.inf, "hot", True]),
+        ("top_k", [-1, 1.5, True]),
+        ("top_p", [-0.1, 1.1, math.nan]),
+        ("min_p", [-0.1, 1.1, None]),
+        ("repetition_penalty", [0, -1, math.inf]),
+        ("seed", [-1, 0.5]),
     ],
 )
-def test_impossible_values_name_the_flag(flag: str, field: str, values: list[Any]) -> None:
+def test_impossible_values(field: str, values: list[Any]) -> None:
     for value in values:
-        with pytest.raises(UsageError, match=flag):
+        with pytest.raises(UsageError):
             Sampling(**{field: value})
 
 

@@ -1,9 +1,13 @@
 """What `pi_runtime` offers: few names, all of them there, nothing loaded before it is used."""
 
+import doctest
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from support.paths import GOLDEN
 
 import pi_runtime
 
@@ -23,6 +27,18 @@ def test_every_name_is_there_and_says_what_it_is(name: str) -> None:
     assert found.__doc__
 
 
+@pytest.mark.parametrize("name", sorted(SURFACE))
+def test_the_example_of_every_name_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(GOLDEN, tmp_path / "artifact.pi")
+    monkeypatch.chdir(tmp_path)
+    known = {name: getattr(pi_runtime, name) for name in SURFACE}
+    (example,) = doctest.DocTestFinder(recurse=False).find(known[name], name, globs=known)
+    assert example.examples
+    told: list[str] = []
+    doctest.DocTestRunner().run(example, out=told.append)
+    assert told == []
+
+
 def test_other_names_are_not() -> None:
     with pytest.raises(AttributeError, match="module 'pi_runtime' has no attribute 'lode'"):
         _ = pi_runtime.lode
@@ -30,6 +46,7 @@ def test_other_names_are_not() -> None:
         from pi_runtime import lode  # noqa: F401
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "absent"),
     [

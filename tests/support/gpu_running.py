@@ -3,18 +3,23 @@
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from pi_runtime.artifact.buffers import gpu_prompt_block
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.schema import Layer, Plan
+from pi_runtime.artifact.schema import Layer, Manifest, Plan
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.executor import Executor
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.plan_choice import allocation
+from pi_runtime.execution.plan_layout import placed_arrays
 from support.steps import step
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
@@ -64,8 +69,10 @@ SPLIT = plan_of(["gpu"] * LAYERS, (128, 64, 70))
 
 @contextmanager
 def running(path: Path, plan: Plan, gpu: Device, mode: str = "auto", **more: Any) -> Iterator[CudaExecutor]:
-    options = {"budget": ROOM, "stream_from": NEVER, **more}
-    executor = CudaExecutor(Artifact.open(path), mode, CONTEXT, 1, plan, gpu, **options)
+    options = {"stream_from": NEVER, **more}
+    artifact = Artifact.open(path)
+    taken = allocation(artifact.manifest, plan, CONTEXT, options.pop("budget", ROOM))
+    executor = CudaExecutor(artifact, mode, 1, taken, gpu, **options)
     try:
         yield executor
     finally:
@@ -78,6 +85,31 @@ def of_size(gpu: Device, memory: int, **more: Any) -> Device:
     found: Device = copy.copy(gpu)
     found.__class__ = kind
     return found
+
+
+def weight_bytes(manifest: Manifest, plan: Plan) -> int:
+    """Bytes of the arrays and rows that a plan puts on the GPU."""
+    return sum(array.nbytes for array in placed_arrays(manifest, plan))
+
+
+def allocated_bytes(executor: CudaExecutor) -> int:
+    """Bytes of device memory that an executor holds, from the tensors themselves."""
+    ops, prefill = executor.device_ops, executor._prefill
+    buffers = {name: getattr(prefill._buffers, name) for name in gpu_prompt_block(ops.decoder, 1)}
+    streamed = [] if prefill._streamer is None else [chunk.arrays for chunk in prefill._streamer._buffers]
+    held = _tensors([ops.workspace, ops.cache, ops.weights.arrays, buffers, streamed])
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held)}.values())
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in dataclasses, dictionaries and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_dataclass(value):
+        yield from _tensors([getattr(value, field.name) for field in fields(value)])
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
 
 
 def read(executor: Executor, cache: KVCache, ids: Sequence[int]) -> np.ndarray:

@@ -13,7 +13,7 @@ from pi_runtime.kernels.data.row_loading import sum_columns
 from pi_runtime.kernels.ops import row_sums
 from pi_runtime.kernels.ops.linear import linear
 from support.rounding import product
-from support.stored import WEIGHT_FORMATS, StoredMatrix, ffn_layer, quantised_inputs, store, store_integers
+from support.stored import WEIGHT_FORMATS, StoredMatrix, ffn_layer, store, store_integers
 from support.synthetic import small_decoder
 
 WIDTHS = (1, 33, 97, 225, 257, 700)

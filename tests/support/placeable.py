@@ -8,9 +8,10 @@ import numpy as np
 
 from pi_compile.cost_model.processors import CPU, GPU
 from pi_compile.cost_model.token_time import costs_of, token_time
-from pi_compile.cost_model.workload import LayerWork, Workload
+from pi_compile.cost_model.workload import Workload
 from pi_compile.machine.profile import Cpu, Gpu, Link, Machine
 from pi_compile.placement.formulation import Assignment, Sizes
+from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.artifact.sizes import PARTS
 from support.synthetic import small_decoder
 

@@ -11,7 +11,7 @@ from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.profiling import ProfileSpec, profile
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.results.predictor_set import PredictorSet
-from pi_compile.training.stage import Texts, TrainSpec, train_predictors
+from pi_compile.training import Texts, TrainSpec, train_predictors
 from support import hf
 
 D_MODEL, D_FF, LAYERS, RANK = 128, 192, 3, 32

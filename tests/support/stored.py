@@ -182,4 +182,6 @@ def ffn_layer(decoder: Decoder, fmt: str, rank: int, seed: int, **given: F32) ->
     addresses |= {scales_name(name): m.scales_address for name, m in matrices.items()}
     row = [addresses.get(name, 0) for name in weight_table.COLUMN]
     cfg = weight_table.config_of(decoder, formats)
-    return Layer(decoder, cfg, LayerWeights(matrices), np.array(row, np.int64), rank, allocate_workspace(cfg, 1, rank))
+    return Layer(
+        decoder, cfg, LayerWeights(matrices), np.array(row, np.int64), rank, allocate_workspace(decoder, fmt, rank)
+    )

@@ -52,7 +52,8 @@ def operators(w: StoredMatrix, layer: Layer) -> None:
     low, high = 5, layer.decoder.d_ff - 10
     for rung in RUNGS:
         for tokens in (1, 7, 30):
-            x_TD, y_TD, tally_T3 = random(tokens, width), np.zeros((tokens, width), np.float32), np.zeros((tokens, 3), int)
+            x_TD, y_TD = random(tokens, width), np.zeros((tokens, width), np.float32)
+            tally_T3 = np.zeros((tokens, 3), np.int64)
             ffn.add_neurons(layer.cfg, layer.on(rung), x_TD, low, high, np.float32(1), True, False, ws, tally_T3, y_TD)
             assert np.all(tally_T3[:, 1:] > 0)
             note(f"ffn {rung} {tokens}", y_TD, tally_T3)

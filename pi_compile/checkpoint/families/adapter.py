@@ -1,7 +1,7 @@
 """Adapters: the config keys of a family, its decoder, and the checkpoint tensors that make each artifact array.
 
 An adapter is data, a function from config to `Decoder` and one from `Decoder` to tensor names. Names are relative to a
-prefix, since a model is saved under another prefix with its head than without. D model width, F neurons.
+prefix, since a model is saved under another prefix with its head than without. Shape letters: D model width, F neurons.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ HEAD = {"head": "lm_head.weight", "head_bias": "lm_head.bias"}
 
 @dataclass(frozen=True)
 class FusedRows:
-    """One array's rows of a fused tensor: rows `start` to `stop` of each of its `groups` blocks of `size` rows."""
+    """Rows of a fused tensor that make one array: `start` to `stop` in each of its `groups` blocks of `size` rows."""
 
     groups: int
     size: int
@@ -36,7 +36,7 @@ class SourceTensor:
     rows: FusedRows | None = None
     """The rows to take, where several arrays are stored in one tensor; None for all."""
     addend: float = 0.0
-    """Is added to every value: 1 where the model multiplies by 1 + weight."""
+    """A number that is added to every value: 1 where the model multiplies by 1 + weight."""
 
 
 Table = Mapping[str, tuple[SourceTensor, ...]]
@@ -59,7 +59,7 @@ class Adapter:
     prefixes: tuple[str, ...] = ("model.", "")
     """Possible prefixes of the names in `global_tensors` and `layer_tensors`, tried in turn."""
     global_tensors: Table
-    """Tensors that belong to no layer, but for the head."""
+    """Tensors that belong to no layer, except the head's."""
     layer_tensors: Callable[[Decoder], Table]
     """Tensors of a layer, which may depend on the decoder."""
     read_keys: frozenset[str]
@@ -95,5 +95,22 @@ def stored(*names: str) -> tuple[SourceTensor, ...]:
 
 
 def weight_and_bias(array: str, name: str) -> dict[str, tuple[SourceTensor, ...]]:
-    """The arrays `array/weight` and `array/bias`, from the module `name`."""
+    """The arrays `array/weight` and `array/bias`, from the norm `name`."""
     return {f"{array}/{part}": stored(f"{name}.{part}") for part in ("weight", "bias")}
+
+
+def linear(array: str, name: str, *, transposed: bool = False) -> dict[str, tuple[SourceTensor, ...]]:
+    """The arrays `array` and `array_bias`, from the linear layer `name`."""
+    return {array: (SourceTensor(f"{name}.weight", transposed),), f"{array}_bias": stored(f"{name}.bias")}
+
+
+def separate_qkv(name: str) -> dict[str, tuple[SourceTensor, ...]]:
+    """The arrays of queries, keys and values, from the linear layers `name.q_proj`, `name.k_proj`, `name.v_proj`."""
+    weights, biases = (stored(*(f"{name}.{p}_proj.{part}" for p in "qkv")) for part in ("weight", "bias"))
+    return {"attention/qkv": weights, "attention/qkv_bias": biases}
+
+
+def plain_ffn(first: str, rest: str, *, transposed: bool = False) -> dict[str, tuple[SourceTensor, ...]]:
+    """The arrays of an FFN of two linear layers, whose matrices may be stored `transposed`."""
+    down = {"ffn/rest": (SourceTensor(f"{rest}.weight", not transposed),), "ffn/down_bias": stored(f"{rest}.bias")}
+    return linear("ffn/first", first, transposed=transposed) | down

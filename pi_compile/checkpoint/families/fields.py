@@ -1,8 +1,16 @@
-"""Config fields that families share: heads, activations, sliding windows."""
+"""Config keys that families share, and the decoder that they describe.
 
+A family says by which names it has the usual keys, what it takes for those that are missing, and where its decoder
+differs.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.families import rope
+from pi_runtime.artifact.decoder import Decoder
 
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate")
 ACTIVATIONS = {
@@ -19,10 +27,64 @@ FATRELU = "fatrelu"
 """The activation z where z is above a threshold, `hidden_act_param`, else 0 (ProSparse)."""
 
 
-def activation(config: Config, key: str, default: str) -> dict[str, Any]:
+def usual_decoder(
+    config: Config,
+    family: str,
+    *,
+    names: Mapping[str, str] = MappingProxyType({}),
+    context: int = 2048,
+    n_kv_heads: int | None = None,
+    head_width: int | None = None,
+    widening: int | None = None,
+    hidden_act: str = "silu",
+    norm_eps: float = 1e-6,
+    theta: float | None = rope.THETA,
+    partial: float | None = None,
+    tied: bool = False,
+    **differences: Any,
+) -> Decoder:
+    """A decoder described by Llama's config keys, by these or by other `names`.
+
+    The further arguments are the family's defaults of missing keys: `n_kv_heads` and `widening`, the width of the FFN
+    over the model's, have none where they are None. `theta` and `partial` are those of `rope.rotary`; without `theta`
+    positions are learned. `differences` are decoder fields that differ from Llama's.
+    """
+    config = config.renamed(names)
+    d_model, n_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    # In transformers too, null is not the same as a missing key.
+    n_kv_heads = n_heads if n_kv_heads is None or "num_key_value_heads" in config.fields else n_kv_heads
+    width = head_dim(config, d_model, n_heads, head_width)
+    fields: dict[str, Any] = {
+        "family": family,
+        "vocab_size": config.size("vocab_size"),
+        "d_model": d_model,
+        "d_embedding": d_model,
+        "n_layers": config.size("num_hidden_layers"),
+        "n_heads": n_heads,
+        "n_kv_heads": kv_heads(config, "num_key_value_heads", n_kv_heads, n_heads),
+        "head_dim": width,
+        "d_ff": config.size("intermediate_size", None if widening is None else widening * d_model),
+        "context_length": config.size("max_position_embeddings", context),
+        "norm": "rms",
+        "norm_eps": config.number("rms_norm_eps", norm_eps),
+        "ffn": "gated",
+        **activation(config, hidden_act),
+        "tied_head": config.flag("tie_word_embeddings", default=tied),
+        **biases(attention=False, ffn=False),
+    }
+    positions = {"positions": "learned"} if theta is None else rope.rotary(config, width, theta=theta, partial=partial)
+    return Decoder(**(fields | positions | differences))
+
+
+def biases(*, attention: bool, ffn: bool) -> dict[str, Any]:
+    """The decoder's fields that say which linear layers have biases."""
+    return {"qkv_bias": attention, "out_bias": attention, "ffn_bias": ffn}
+
+
+def activation(config: Config, default: str) -> dict[str, Any]:
     """The decoder's fields `activation` and `threshold`."""
-    if config.get(key, default) != FATRELU:
-        return {"activation": config.choice(key, default, ACTIVATIONS)}
+    if config.get("hidden_act", default) != FATRELU:
+        return {"activation": config.choice("hidden_act", default, ACTIVATIONS)}
     value = config.get("hidden_act_param")
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
         raise config.error(

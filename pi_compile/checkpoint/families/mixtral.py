@@ -11,7 +11,6 @@ from typing import Any
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import llama, mistral
 from pi_compile.checkpoint.families.adapter import SourceTensor, Table, stored
-from pi_compile.checkpoint.families.bamboo import PREDICTORS
 from pi_runtime.artifact.decoder import Decoder
 
 _THETA = 1e6
@@ -25,11 +24,6 @@ def _decoder(config: Config, family: str = "mixtral", **differences: Any) -> Dec
     return mistral.decoder(
         config, family, window=None, theta=_THETA, n_experts=experts, experts_per_token=per_token, **differences
     )
-
-
-def _turbosparse(config: Config) -> Decoder:
-    config.choice("hidden_act", "relu", {"relu": "drelu"})
-    return _decoder(config, "turbosparsemixtral", activation="drelu")
 
 
 def _layer(d: Decoder) -> Table:
@@ -58,6 +52,6 @@ TURBOSPARSE = replace(
     ADAPTER,
     family="turbosparsemixtral",
     architectures=("TurboSparseMixtralForCausalLM", "TurboSparseMixtralModel"),
-    unused_tensors=PREDICTORS,
-    decoder=_turbosparse,
+    unused_tensors=mistral.PREDICTORS,
+    decoder=lambda config: _decoder(config, "turbosparsemixtral", **mistral.drelu(config)),
 )

@@ -4,24 +4,24 @@ from dataclasses import replace
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import llama
-from pi_compile.checkpoint.families.adapter import SourceTensor, Table, stored
+from pi_compile.checkpoint.families.adapter import SourceTensor, Table, plain_ffn, stored
+from pi_compile.checkpoint.families.fields import biases, usual_decoder
 from pi_runtime.artifact.decoder import Decoder
 
 
 def _decoder(config: Config) -> Decoder:
     bias = config.flag("attention_bias", default=False)
-    found = llama.llama_like(
+    found = usual_decoder(
         config,
         "nemotron",
+        names={"rms_norm_eps": "norm_eps"},
         context=4096,
         hidden_act="relu2",
+        norm_eps=1e-5,
         partial=0.5,
         norm="layer",
-        norm_eps=config.number("norm_eps", 1e-5),
         ffn="plain",
-        qkv_bias=bias,
-        out_bias=bias,
-        ffn_bias=config.flag("mlp_bias", default=False),
+        **biases(attention=bias, ffn=config.flag("mlp_bias", default=False)),
     )
     config.check_derived("kv_channels", found.head_dim, "head_dim, or hidden_size / num_attention_heads")
     config.check_derived("layer_norm_eps", found.norm_eps, "norm_eps, or its default")
@@ -36,10 +36,7 @@ _LAYER = {
     **llama.ATTENTION,
     **_norm("attention/norm", "layers.{n}.input_layernorm"),
     **_norm("ffn/norm", "layers.{n}.post_attention_layernorm"),
-    "ffn/first": stored("layers.{n}.mlp.up_proj.weight"),
-    "ffn/rest": (SourceTensor("layers.{n}.mlp.down_proj.weight", transposed=True),),
-    "ffn/first_bias": stored("layers.{n}.mlp.up_proj.bias"),
-    "ffn/down_bias": stored("layers.{n}.mlp.down_proj.bias"),
+    **plain_ffn("layers.{n}.mlp.up_proj", "layers.{n}.mlp.down_proj"),
 }
 _KEYS = "norm_eps layer_norm_eps partial_rotary_factor attention_bias mlp_bias kv_channels"
 

@@ -4,24 +4,24 @@ from dataclasses import replace
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import llama
-from pi_compile.checkpoint.families.adapter import SourceTensor, stored, weight_and_bias
+from pi_compile.checkpoint.families.adapter import linear, plain_ffn, stored, weight_and_bias
+from pi_compile.checkpoint.families.fields import biases, usual_decoder
 from pi_runtime.artifact.decoder import Decoder
 
 
 def _decoder(config: Config) -> Decoder:
-    found = llama.llama_like(
+    found = usual_decoder(
         config,
         "phi",
+        names={"rms_norm_eps": "layer_norm_eps"},
         hidden_act="gelu_new",
+        norm_eps=1e-5,
         partial=0.5,
         block="parallel",
         shared_norm=True,
         norm="layer",
-        norm_eps=config.number("layer_norm_eps", 1e-5),
         ffn="plain",
-        qkv_bias=True,
-        out_bias=True,
-        ffn_bias=True,
+        **biases(attention=True, ffn=True),
         head_bias=True,
     )
     config.check_derived("rotary_dim", 2 * len(found.rotary_frequencies), "partial_rotary_factor × head_dim")
@@ -31,12 +31,8 @@ def _decoder(config: Config) -> Decoder:
 _LAYER = {
     **llama.ATTENTION,
     **weight_and_bias("attention/norm", "layers.{n}.input_layernorm"),
-    "attention/out": stored("layers.{n}.self_attn.dense.weight"),
-    "attention/out_bias": stored("layers.{n}.self_attn.dense.bias"),
-    "ffn/first": stored("layers.{n}.mlp.fc1.weight"),
-    "ffn/first_bias": stored("layers.{n}.mlp.fc1.bias"),
-    "ffn/rest": (SourceTensor("layers.{n}.mlp.fc2.weight", transposed=True),),
-    "ffn/down_bias": stored("layers.{n}.mlp.fc2.bias"),
+    **linear("attention/out", "layers.{n}.self_attn.dense"),
+    **plain_ffn("layers.{n}.mlp.fc1", "layers.{n}.mlp.fc2"),
 }
 
 ADAPTER = replace(

@@ -15,12 +15,13 @@ from pi_runtime.artifact.decoder import Decoder
 GROUP = "pi_compile.families"
 """Entry points of installed packages; each names an `Adapter`."""
 BUILT_IN = (
-    "pi_compile.checkpoint.families.bamboo:ADAPTER",
     "pi_compile.checkpoint.families.falcon:ADAPTER",
     "pi_compile.checkpoint.families.gpt2:ADAPTER",
     "pi_compile.checkpoint.families.llama:ADAPTER",
-    "pi_compile.checkpoint.families.minicpm:ADAPTER",
+    "pi_compile.checkpoint.families.llama:MINICPM",
+    "pi_compile.checkpoint.families.llama:SPARSELLAMA",
     "pi_compile.checkpoint.families.mistral:ADAPTER",
+    "pi_compile.checkpoint.families.mistral:BAMBOO",
     "pi_compile.checkpoint.families.mixtral:ADAPTER",
     "pi_compile.checkpoint.families.mixtral:TURBOSPARSE",
     "pi_compile.checkpoint.families.nemotron:ADAPTER",
@@ -28,7 +29,6 @@ BUILT_IN = (
     "pi_compile.checkpoint.families.phi:ADAPTER",
     "pi_compile.checkpoint.families.qwen:QWEN2",
     "pi_compile.checkpoint.families.qwen:QWEN3",
-    "pi_compile.checkpoint.families.sparsellama:ADAPTER",
 )
 
 

@@ -1,7 +1,8 @@
-"""Rotary positions: the angles that a config describes, for every rope type, in float32 as transformers computes them.
+"""Rotary positions: the angles that a config describes, in float32 as transformers computes them.
 
 The types default, linear, llama3 and yarn have fixed angles. Those of dynamic and longrope depend on the length of the
-text; they are refused. Source: `modeling_rope_utils.py` of transformers. J angles for a rotated width of 2J.
+text; they are refused. Source: `modeling_rope_utils.py` of transformers. Shape letters: J angles, 2J rotated
+columns of a head.
 """
 
 import math
@@ -78,7 +79,7 @@ class _Rope:
         return self.config.error(f"{self.key}: {name}", value, expected=expected, remedy=remedy)
 
     def number(self, key: str, default: float | None = None, name: str | None = None) -> float:
-        """A parameter that is a positive number."""
+        """The value of a parameter that must be a positive number."""
         value: Any = self.fields.get(key)
         value = default if value is None else value
         if type(value) not in (int, float) or not 0 < value < math.inf:
@@ -86,7 +87,7 @@ class _Rope:
         return float(value)
 
     def original_length(self) -> float:
-        """Positions of the model before its context was extended."""
+        """Number of positions of the model before its context was extended."""
         beside = self.config.get("original_max_position_embeddings")
         if beside is not None:
             return float(self.config.size("original_max_position_embeddings"))
@@ -94,7 +95,7 @@ class _Rope:
 
 
 def frequencies(width: int, theta: float) -> F32:
-    """theta^(−2j / width) for j < width / 2."""
+    """The angles theta^(−2j / width) for j < width / 2."""
     return np.float32(1) / _powers(width, theta)
 
 
@@ -129,7 +130,7 @@ def _llama3(rope: _Rope, width: int) -> tuple[F32, float]:
 
 
 def _yarn(rope: _Rope, width: int) -> tuple[F32, float]:
-    """Low frequencies divided by `factor`, high ones kept, a ramp over j between; a scale (arXiv:2309.00071)."""
+    """Low frequencies divided by `factor`, high ones kept, a ramp between them; and a scale (arXiv:2309.00071)."""
     length = rope.original_length()
     factor = rope.number("factor", rope.config.get("max_position_embeddings", 2048) / length)
     low, high = (
@@ -180,7 +181,7 @@ TYPES: Mapping[str, Callable[[_Rope, int], tuple[F32, float]]] = {
 _EXTENDED = ("factor", "original_max_position_embeddings")
 _KEYS_OF: Mapping[str, tuple[str, ...]] = {
     "default": (),
-    "linear": ("factor", "original_max_position_embeddings"),
+    "linear": _EXTENDED,
     "llama3": (*_EXTENDED, "low_freq_factor", "high_freq_factor"),
     # `finetuned` has no effect: in the code that introduced it (jquesnelle/yarn) only the dynamic type reads it.
     "yarn": (

@@ -112,7 +112,10 @@ def architecture(file: GgufFile) -> Architecture:
 
 
 def gguf_config(file: GgufFile) -> Config:
-    """The config that the file was written from, as far as its metadata tell. Raises CheckpointError naming the key."""
+    """The config that the file was written from, as far as its metadata show it.
+
+    Raises CheckpointError naming a key that is missing, contradictory or not supported.
+    """
     found = architecture(file)
     prefix = f"{file.architecture}."
     keys = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
@@ -166,22 +169,22 @@ def _rows(file: GgufFile, name: str) -> int | None:
 
 
 def _check_counts(file: GgufFile, fields: Mapping[str, Any]) -> None:
-    """Refuse numbers of layers and experts that the tensors cannot bear out, before anything is made for each."""
+    """Refuse numbers of layers and experts that do not fit the tensors, before anything is made for each of them."""
     layers, experts = fields["num_hidden_layers"], fields.get("num_local_experts")
     routed = _rows(file, "blk.0.ffn_gate_inp.weight")
     counts = {
         "block_count": (layers, type(layers) is int and layers <= len(file.tensors), f"at most {len(file.tensors)}"),
         "expert_count": (experts, experts in (None, routed), routed),
     }
-    for key, (found, borne_out, expected) in counts.items():
-        if not borne_out:
+    for key, (found, fits, expected) in counts.items():
+        if not fits:
             raise CheckpointError(
                 f"{file.path}: {file.architecture}.{key} does not fit its tensors", expected=expected, found=found
             )
 
 
 def _heads(file: GgufFile, fields: Mapping[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """Heads and their width, where the defaults of llama.cpp are not those of the families."""
+    """The number of heads and their width, whose defaults in llama.cpp are not those of the families."""
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
     found = {"num_key_value_heads": keys.pop("attention.head_count_kv", heads)}
     if "attention.key_length" in keys:

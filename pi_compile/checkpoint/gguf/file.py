@@ -31,7 +31,7 @@ _Parts = tuple[int, list[npt.NDArray[Any]], list[int], list[GGUFValueType]]
 
 @dataclass(frozen=True, eq=False)
 class GgufFile:
-    """An opened file."""
+    """An opened GGUF file."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -52,7 +52,10 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Open a file. Raises CheckpointError if it is damaged, not a whole model, or has tensors of other types."""
+    """Open a GGUF file.
+
+    Raises CheckpointError if it is damaged, is not a whole model, or has tensors of a type that is not read.
+    """
     try:
         reader = _Reader(path, "c")  # copy-on-write: torch takes writable arrays only
         metadata = {key: _value(field) for key, field in reader.fields.items()}
@@ -77,10 +80,10 @@ class _Reader(gguf.GGUFReader):
         count: int = 1,
         override_order: Literal["I", "S", "<"] | None = None,
     ) -> npt.NDArray[Any]:
-        # The package returns nothing for items behind the end, and a damaged file may announce 2⁶⁴ of them.
+        # The package returns nothing for items beyond the end, and a damaged file may announce 2⁶⁴ of them.
         values = super()._get(offset, dtype, count, override_order)
         if len(values) != int(count):
-            raise ValueError(f"it has {len(self.data)} bytes, and should go on behind them")
+            raise ValueError(f"it ends after {len(self.data)} bytes, before its last item")
         return values
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> _Parts:

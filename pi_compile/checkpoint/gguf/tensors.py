@@ -27,7 +27,7 @@ class _StoredTensor:
     expert: int | None
     """Its index in a tensor of all experts; None for a tensor of its own."""
     permuted_heads: int | None
-    """Number of heads, where their rows are stored in the order that llama.cpp rotates them in; else None."""
+    """Number of heads whose rows are stored in the order in which llama.cpp rotates them; None for other tensors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ class GgufTensors:
         return self.rows(name)[:]
 
     def rows(self, name: str) -> _GgufRows:
-        """The tensor, of which only the rows that are read are dequantised."""
+        """The rows of the tensor; only those that are read are dequantised."""
         stored = self._stored[name]
         tensor = self._file.tensors[stored.name]
         data = np.asarray(tensor.data if stored.expert is None else tensor.data[stored.expert])
@@ -112,7 +112,7 @@ class GgufTensors:
 
 
 def _unpermuted_rows(rows: int, heads: int) -> npt.NDArray[np.int64]:
-    """Index of transformers' rows in the file.
+    """The place in the file of each row that transformers has.
 
     llama.cpp rotates columns 2 j and 2 j + 1 of a head together, transformers j and j + width / 2.
     """

@@ -3,40 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from pi_compile.placement.solvers.layered_graph import NEVER, Ints, LayeredGraph
+
 Resource = Literal["vram", "ram"]
 
-NEVER = 1 << 61
-"""Cost of an arc that is not allowed."""
 COSTS, _PENALTIES = 1 << 50, 1 << 58
 """Ranges of scaled costs, and of multiplier · use: multipliers reach 256 times the mean cost of a unit of resource."""
-
-
-class _Node(Protocol):
-    @property
-    def costs(self) -> Ints: ...
-    @property
-    def vram(self) -> Ints: ...
-    @property
-    def ram(self) -> Ints: ...
-    @property
-    def stratum(self) -> int: ...
-
-
-class _Graph(Protocol):
-    @property
-    def stages(self) -> Sequence[Sequence[_Node]]: ...
-    @property
-    def arcs(self) -> Sequence[Sequence[Sequence[int]]]: ...
-    @property
-    def vram_budget(self) -> int: ...
-    @property
-    def ram_budget(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +31,7 @@ class Multipliers:
 class Relaxation:
     """Lagrangian costs and shortest distances at one pair of multipliers, by stratum of the path."""
 
-    def __init__(self, graph: _Graph, multipliers: Multipliers) -> None:
+    def __init__(self, graph: LayeredGraph, multipliers: Multipliers) -> None:
         self.multipliers = multipliers
         nodes = {id(n): n for stage in graph.stages for n in stage}
         costs = {i: multipliers.lagrangian(n.costs, n.vram, n.ram) for i, n in nodes.items()}
@@ -78,7 +54,7 @@ class Relaxation:
         self.bounds = np.min(self._through(graph, len(graph.stages) - 1), axis=0)
         """(strata,) scaled lower bound: no path of the stratum that keeps the budgets has a lower scaled cost."""
 
-    def _through(self, graph: _Graph, t: int) -> list[Ints]:
+    def _through(self, graph: LayeredGraph, t: int) -> list[Ints]:
         """Distances to the nodes of a stage, each with its own best option."""
         found = []
         for k, node in enumerate(graph.stages[t]):
@@ -88,8 +64,8 @@ class Relaxation:
         return found
 
 
-def coarse_relaxations(graph: _Graph, resource: Resource) -> list[Relaxation]:
-    """Relaxations at multipliers that fall from the largest to 0 by factors of four, and at closer ones by the best."""
+def coarse_relaxations(graph: LayeredGraph, resource: Resource) -> list[Relaxation]:
+    """Relaxations at multipliers that fall from the largest to 0 by factors of four, and closer ones near the best."""
     shift, largest = _scale(graph, resource)
     values = [largest >> n for n in (*range(0, largest.bit_length(), 2), largest.bit_length())]
     found = [Relaxation(graph, _multipliers(resource, shift, v)) for v in values]
@@ -99,7 +75,7 @@ def coarse_relaxations(graph: _Graph, resource: Resource) -> list[Relaxation]:
 
 
 def fine_relaxations(
-    graph: _Graph, coarse: Sequence[Relaxation], stratum: int, factors: Sequence[float]
+    graph: LayeredGraph, coarse: Sequence[Relaxation], stratum: int, factors: Sequence[float]
 ) -> list[Relaxation]:
     """Relaxations for paths of one stratum: at the best multiplier, by ternary search, and at multiples of it."""
     best = max(coarse, key=lambda r: int(r.bounds[stratum])).multipliers
@@ -120,7 +96,7 @@ def _multipliers(resource: Resource, shift: int, value: int) -> Multipliers:
     return Multipliers(shift, *((value, 0) if resource == "vram" else (0, value)))
 
 
-def _scale(graph: _Graph, resource: Resource) -> tuple[int, int]:
+def _scale(graph: LayeredGraph, resource: Resource) -> tuple[int, int]:
     """(shift of costs, largest multiplier) that stay within 64 bits."""
     cost, use = (
         sum(max(int(getattr(n, name).max()) for n in stage) for stage in graph.stages) for name in ("costs", resource)

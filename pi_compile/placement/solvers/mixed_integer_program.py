@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Answer:
-    """What HiGHS found in its time."""
+    """What HiGHS found within its time limit."""
 
     values: Floats
     objective: float
@@ -55,7 +55,7 @@ class MixedIntegerProgram:
         return np.arange(first, self._columns)
 
     def row(self, terms: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]], low: float, high: float) -> None:
-        """low ≤ Σ coefficient · variable ≤ high; each term is (variables, their coefficients or the one of all)."""
+        """low ≤ Σ coefficient · variable ≤ high; each term is (variables, a coefficient for each or one for all)."""
         columns = np.concatenate([np.atleast_1d(np.asarray(v, np.int64)) for v, _ in terms])
         coefficients = np.concatenate(
             [np.broadcast_to(np.asarray(c, np.float64), np.atleast_1d(np.asarray(v)).shape) for v, c in terms]
@@ -64,10 +64,11 @@ class MixedIntegerProgram:
         self._lows.append(low)
         self._highs.append(high)
 
-    def solve(self, seconds: float) -> Answer | None:
+    def solve(self, seconds: float, constant: float = 0.0) -> Answer | None:
         """The best solution found within so many seconds, on one thread; None where there is no solution.
 
-        Raises TimeoutError where the time was up before one was found.
+        `constant` is added to the objective and its bound. Raises TimeoutError where the time was up before a solution
+        was found.
         """
         highs = highspy.Highs()
         options: dict[str, Any] = {"output_flag": False, "threads": 1, "random_seed": 0, "mip_rel_gap": 0.0}
@@ -81,7 +82,8 @@ class MixedIntegerProgram:
             return None
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             raise TimeoutError(highs.modelStatusToString(status))
-        return Answer(np.array(highs.getSolution().col_value), info.objective_function_value, info.mip_dual_bound)
+        found, bound = info.objective_function_value, info.mip_dual_bound
+        return Answer(np.array(highs.getSolution().col_value), found + constant, bound + constant)
 
     def _model(self) -> Any:
         rows, columns, coefficients = (np.concatenate(part) for part in zip(*self._entries, strict=True))

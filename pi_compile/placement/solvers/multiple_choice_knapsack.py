@@ -2,17 +2,15 @@
 
     maximise  Σ_l value[l][x_l]     subject to     Σ_l weight[l][x_l] ≤ capacity          all integers
 
-HiGHS solves the linear relaxation, one column per (class, item). Its dual gives a Lagrange multiplier λ per unit of
-weight. By weak duality any λ ≥ 0 gives an upper bound of the optimum:
+A Lagrange multiplier λ ≥ 0 charges each unit of weight. By weak duality any λ gives an upper bound of the optimum:
 
     bound(λ) = λ·capacity + Σ_l max_j (value[l][j] − λ·weight[l][j])
 
 The reduced cost of item j of class l is what it loses against the class's maximum in this sum. Over the classes of a
 solution reduced costs add up to at most  bound − its value.  So every solution within a gap of the bound uses only
 items whose reduced cost is at most the gap: the core. Dynamic programming in integers searches the core exhaustively.
-If the best solution found is within the gap, no other is better; else the gap grows. Floating point only chooses the
-multiplier, on which the speed depends and the result does not: the answer is the same with any version of HiGHS and on
-any machine.
+If the best solution found is within the gap, no other is better; else the gap grows. The multiplier is the dual of the
+linear relaxation, where the bound is lowest; the speed depends on it, and the result does not.
 
 Ties: greatest value, then least weight, then the largest weight in class 0, then in class 1, and so on.
 """
@@ -21,16 +19,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
-import highspy
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-TABLE_CELLS = 1 << 18
-"""Capacities up to this are searched by a table over all weights, larger ones by sets of non-dominated labels."""
 CANDIDATES = 1 << 22
 """Most labels that are extended at once (about 130 MB)."""
 _LIMIT = 1 << 61
@@ -62,10 +56,9 @@ def solve(classes: Sequence[ItemClass], capacity: int) -> Solution:
     assert max(sum(int(c.values.max()) for c in classes), sum(int(c.weights[-1]) for c in classes)) < _LIMIT
     scaled, units, scale = _scaled(classes, capacity)
     bound, reduced_costs = _reduced_costs(scaled, units, relaxation_multiplier(scaled, units))
-    search = search_table if units <= TABLE_CELLS else search_labels
     gap = max(len(classes), math.floor(bound) >> 24)
     while True:
-        items = search(scaled, units, reduced_costs, gap)
+        items = _search(scaled, units, reduced_costs, gap)
         value = sum(int(c.values[j]) for c, j in zip(classes, items, strict=True))
         if value * scale >= bound - gap:
             break
@@ -92,52 +85,34 @@ def _scaled(classes: Sequence[ItemClass], capacity: int) -> tuple[list[ItemClass
 
 
 def relaxation_multiplier(classes: Sequence[ItemClass], capacity: int) -> Fraction:
-    """Lagrange multiplier of the capacity: its dual in the linear relaxation (HiGHS, primal simplex, one thread)."""
-    weights = np.concatenate([c.weights[1:] for c in classes])
-    values = np.concatenate([c.values[1:] for c in classes])
-    if not len(weights):
-        return Fraction(0)
-    class_of = np.repeat(np.arange(len(classes), dtype=np.int32), [len(c.weights) - 1 for c in classes])
-    # Powers of two bring the coefficients into the range of the solver's tolerances and round nothing.
-    value_unit, weight_unit = (2.0 ** max(0, int(x.max()).bit_length() - 20) for x in (values, weights))
-    model = _model(class_of, weights / weight_unit, values / value_unit, len(classes), capacity / weight_unit)
-    highs = highspy.Highs()
-    options: dict[str, Any] = {"output_flag": False, "parallel": "off", "threads": 1, "random_seed": 0}
-    # Primal simplex without presolve: 0.5 s where the default takes 3 (96 classes of 768 items).
-    options |= {"presolve": "off", "solver": "simplex", "simplex_strategy": 4}
-    for name, option in options.items():
-        highs.setOptionValue(name, option)
-    highs.passModel(model)
-    highs.run()
-    if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-        raise RuntimeError(f"HiGHS: {highs.modelStatusToString(highs.getModelStatus())}")
-    dual = max(0.0, highs.getSolution().row_dual[-1]) * value_unit / weight_unit
-    # Short fractions keep the exact arithmetic quick; any multiplier gives a valid bound.
-    return (
-        Fraction(dual).limit_denominator(1 << 20 if dual >= 1 else math.ceil(2.0**20 / dual)) if dual else Fraction(0)
-    )
+    """Lagrange multiplier of the capacity: its dual in the linear relaxation (Sinha and Zoltners 1979).
+
+    The relaxation takes steps of the concave hulls of all classes, those of greatest efficiency first. The multiplier
+    is the efficiency of the step that exceeds the capacity; 0 where all steps fit.
+    """
+    for efficiency, weight in sorted((step for c in classes for step in _hull_steps(c)), reverse=True):
+        capacity -= weight
+        if capacity < 0:
+            # Short fractions keep the exact arithmetic quick; any multiplier gives a valid bound.
+            return efficiency.limit_denominator(1 << 20 if efficiency >= 1 else math.ceil((1 << 20) / efficiency))
+    return Fraction(0)
 
 
-def _model(
-    class_of: npt.NDArray[np.int32],
-    weights: npt.NDArray[np.float64],
-    values: npt.NDArray[np.float64],
-    n_classes: int,
-    capacity: float,
-) -> Any:
-    """The linear program: a column in 0…1 for each item but the first, a row (≤ 1) for each class, one of capacity."""
-    n = len(class_of)
-    model = highspy.HighsLp()
-    model.num_col_, model.num_row_ = n, n_classes + 1
-    model.sense_ = highspy.ObjSense.kMaximize
-    model.col_cost_, model.col_lower_, model.col_upper_ = values, np.zeros(n), np.ones(n)
-    model.row_lower_ = np.full(n_classes + 1, -highspy.kHighsInf)
-    model.row_upper_ = np.append(np.ones(n_classes), capacity)
-    model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    model.a_matrix_.start_ = 2 * np.arange(n + 1)
-    model.a_matrix_.index_ = np.stack([class_of, np.full(n, n_classes, np.int32)], axis=1).ravel()
-    model.a_matrix_.value_ = np.stack([np.ones(n), weights], axis=1).ravel()
-    return model
+def _hull_steps(c: ItemClass) -> list[tuple[Fraction, int]]:
+    """(efficiency = value ÷ weight, weight) of each step of the concave hull of a class, by falling efficiency."""
+    hull, steps = [(0, 0)], list[tuple[Fraction, int]]()
+    for weight, value in zip(c.weights[1:].tolist(), c.values[1:].tolist(), strict=True):
+        while True:
+            step = weight - hull[-1][0]
+            efficiency = Fraction(value - hull[-1][1], step)
+            if not steps or efficiency < steps[-1][0]:
+                break
+            hull.pop()
+            steps.pop()
+        if efficiency > 0:
+            hull.append((weight, value))
+            steps.append((efficiency, step))
+    return steps
 
 
 def _reduced_costs(classes: Sequence[ItemClass], capacity: int, multiplier: Fraction) -> tuple[Fraction, list[Ints]]:
@@ -151,32 +126,6 @@ def _reduced_costs(classes: Sequence[ItemClass], capacity: int, multiplier: Frac
         bound += Fraction(best, q)
         reduced_costs.append(np.minimum((best - scores) // q, _LIMIT).astype(np.int64))
     return bound, reduced_costs
-
-
-def search_table(
-    classes: Sequence[ItemClass], capacity: int, reduced_costs: Sequence[Ints], gap: int
-) -> tuple[int, ...]:
-    """The best selection of core items, by a table over every weight up to the capacity.
-
-    best_l(w) = max_j best_{l+1}(w − weight_j) + value_j, from the last class to the first.
-    """
-    best = np.full(capacity + 1, -1, np.int64)
-    best[0], tables = 0, []
-    for c, reduced in zip(reversed(classes), reversed(reduced_costs), strict=True):
-        extended, item_at = np.full(capacity + 1, -1, np.int64), np.zeros(capacity + 1, np.int32)
-        for j in _core(c, reduced, gap, capacity):
-            weight = int(c.weights[j])
-            rest = best[: capacity + 1 - weight]
-            better = (rest >= 0) & (rest + c.values[j] > extended[weight:])
-            extended[weight:][better] = rest[better] + c.values[j]
-            item_at[weight:][better] = j
-        best = extended
-        tables.append(item_at)
-    weight, items = int(best.argmax()), []
-    for c, item_at in zip(classes, reversed(tables), strict=True):
-        items.append(int(item_at[weight]))
-        weight -= int(c.weights[items[-1]])
-    return tuple(items)
 
 
 def _core(c: ItemClass, reduced: Ints, gap: int, capacity: int) -> Ints:
@@ -200,10 +149,8 @@ class _LabelSet:
     """Item taken of this class."""
 
 
-def search_labels(
-    classes: Sequence[ItemClass], capacity: int, reduced_costs: Sequence[Ints], gap: int
-) -> tuple[int, ...]:
-    """The best selection within the gap, by non-dominated labels (weight, value), from the last class to the first.
+def _search(classes: Sequence[ItemClass], capacity: int, reduced_costs: Sequence[Ints], gap: int) -> tuple[int, ...]:
+    """The best selection of core items, by non-dominated labels (weight, value), from the last class to the first.
 
     Selections whose reduced costs sum to more than the gap are dropped, but for the one that takes item 0 of every
     class.

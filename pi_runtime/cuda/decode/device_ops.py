@@ -25,7 +25,7 @@ from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.cuda.memory.handover import PinnedBuffers
 from pi_runtime.cuda.memory.weights import DeviceWeights
 from pi_runtime.cuda.memory.workspace import Workspace
-from pi_runtime.cuda.plan_layout import Cuts
+from pi_runtime.execution.plan_layout import Cuts
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.cuda.decode.selectors import picks
 from pi_runtime.cuda.memory.handover import HandoverArrays
-from pi_runtime.cuda.plan_layout import Cuts
 from pi_runtime.execution.executor import Floats, Ints
+from pi_runtime.execution.plan_layout import Cuts
 from pi_runtime.kernels import ffn, moe
 from pi_runtime.kernels.data.matrix_view import Halves
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig

@@ -30,7 +30,8 @@ class MoeDeviceOps(DeviceOps):
     device_cuts: tuple[DeviceCuts, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        found = tuple(DeviceCuts.of(cuts, self.decoder.d_ff, self.device.device) for cuts in self.cuts)
+        both = zip(self.cuts, self.workspace.cuts_L2X, strict=True)
+        found = tuple(DeviceCuts.of(cuts, self.decoder.d_ff, cuts_2X) for cuts, cuts_2X in both)
         object.__setattr__(self, "device_cuts", found)
 
     @cached_property

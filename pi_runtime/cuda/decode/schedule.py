@@ -22,7 +22,7 @@ from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.decode.selection_stats import SelectionStats
 from pi_runtime.cuda.memory.devices import Device, Event, Op
-from pi_runtime.cuda.plan_layout import GPU
+from pi_runtime.execution.plan_layout import GPU
 
 
 @dataclass(frozen=True)

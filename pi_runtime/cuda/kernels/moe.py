@@ -23,7 +23,7 @@ from pi_runtime.cuda.kernels.compaction import NeuronList
 from pi_runtime.cuda.kernels.matrix import DeviceMatrix
 from pi_runtime.cuda.kernels.row_dot import row_dots
 from pi_runtime.cuda.kernels.tiling import Tiling
-from pi_runtime.cuda.plan_layout import Cuts
+from pi_runtime.execution.plan_layout import Cuts
 
 BLOCK = 512
 """Neurons that a program lists or weights."""
@@ -38,11 +38,10 @@ class DeviceCuts:
     d_ff: int
 
     @classmethod
-    def of(cls, cuts: Cuts, d_ff: int, device: torch.device) -> "DeviceCuts":
-        def on_device(numbers: tuple[int, ...]) -> torch.Tensor:
-            return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-        return cls(on_device(cuts.cut_X), on_device(cuts.base_X), d_ff)
+    def of(cls, cuts: Cuts, d_ff: int, cuts_2X: torch.Tensor) -> "DeviceCuts":
+        """Write the cuts into device memory, int32 (2, X)."""
+        cuts_2X.copy_(torch.tensor([cuts.cut_X, cuts.base_X]))
+        return cls(cuts_2X[0], cuts_2X[1], d_ff)
 
 
 @dataclass(frozen=True)

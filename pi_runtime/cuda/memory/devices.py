@@ -9,11 +9,13 @@ import gc
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Protocol
 
 import torch
 import triton
 
+from pi_runtime.artifact.buffers import Buffers
 from pi_runtime.cuda.kernels.tiling import INTERPRETED, Tiling
 from pi_runtime.cuda.memory.driver_errors import device_error, pinning_error, translated_errors
 
@@ -79,6 +81,22 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None: ...
+
+
+def allocate(table: Buffers, device: Device) -> dict[str, torch.Tensor]:
+    """The buffers of a table in the device's memory, all zeros."""
+    return {
+        name: torch.zeros(buffer.shape, dtype=getattr(torch, buffer.dtype), device=device.device)
+        for name, buffer in table.items()
+    }
+
+
+def allocate_pinned(table: Buffers, device: Device) -> dict[str, torch.Tensor]:
+    """The buffers of a table in pinned RAM, all zeros. Raises DoesNotFitError."""
+    return {
+        name: device.pinned(prod(buffer.shape), getattr(torch, buffer.dtype)).view(buffer.shape)
+        for name, buffer in table.items()
+    }
 
 
 def configure_libraries() -> None:

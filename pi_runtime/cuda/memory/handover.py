@@ -1,6 +1,6 @@
 """What GPU and CPU hand each other while a token is decoded, and the pinned memory that it goes through.
 
-Legend: D model width, K experts of a token (0 without experts), F neurons of these together, L layers.
+Shape letters: D model width, K experts of a token (0 without experts), F neurons of these together, L layers.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pi_runtime.artifact.buffers import handover_slots, pinned_buffers
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.cuda.memory.devices import Device
+from pi_runtime.cuda.memory.devices import Device, allocate_pinned
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,6 @@ class Handover:
     width: int
     slots: int
     """K."""
-
-    @classmethod
-    def words_of(cls, d: Decoder) -> int:
-        """Words of a handover of this decoder."""
-        return d.d_model + 2 * slots_of(d) + 1 + d.experts_per_token * d.d_ff
-
-    @classmethod
-    def pinned(cls, d: Decoder, device: Device) -> "Handover":
-        return cls(device.pinned(cls.words_of(d), torch.int32), d.d_model, slots_of(d))
 
     @property
     def x_D(self) -> torch.Tensor:
@@ -84,11 +76,6 @@ class Handover:
         )
 
 
-def slots_of(d: Decoder) -> int:
-    """Experts that a handover names."""
-    return d.experts_per_token if d.n_experts > 1 else 0
-
-
 @dataclass(frozen=True)
 class PinnedBuffers:
     """Pinned memory that GPU and CPU copy from and to."""
@@ -106,17 +93,8 @@ class PinnedBuffers:
 
     @classmethod
     def allocate(cls, d: Decoder, device: Device) -> "PinnedBuffers":
-        def floats(count: int) -> torch.Tensor:
-            return device.pinned(count, torch.float32)
-
-        return cls(
-            token=device.pinned(2, torch.int64),
-            handover_to_host=Handover.pinned(d, device),
-            handover_to_device=Handover.pinned(d, device),
-            sum_to_host=floats(d.d_model),
-            sum_to_device=floats(d.d_model),
-            x_to_host=floats(d.d_model),
-            x_to_device=floats(d.d_model),
-            logits=floats(d.vocab_size),
-            rows_L2=device.pinned(2 * d.n_layers, torch.int32).view(d.n_layers, 2),
+        t = allocate_pinned(pinned_buffers(d), device)
+        to_host, to_device = (
+            Handover(t.pop(f"handover_to_{to}"), d.d_model, handover_slots(d)) for to in ("host", "device")
         )
+        return cls(handover_to_host=to_host, handover_to_device=to_device, **t)

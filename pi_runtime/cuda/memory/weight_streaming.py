@@ -5,45 +5,19 @@ Two chunks' memory takes turns: while the GPU computes with one, the other is fi
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
+from pi_runtime.artifact.buffers import weight_chunk
 from pi_runtime.artifact.footprint import GEMM_NEURONS
-from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.schema import ArrayEntry, Manifest
 from pi_runtime.artifact.sizes import scales_name
 from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.ffn_neurons import Neurons
-from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
-from pi_runtime.cuda.memory.devices import Device, Event
+from pi_runtime.cuda.kernels.matrix import DeviceMatrix
+from pi_runtime.cuda.memory.devices import Device, Event, allocate
 from pi_runtime.cuda.memory.pinned_staging import PinnedStaging
-
-NAMES = ("first", "rest")
-
-
-def chunk_shapes(manifest: Manifest) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
-    """Stored shape and dtype of the arrays of one chunk, by their short names."""
-    entries = {name: manifest.arrays[f"layers/0/ffn/{name}"] for name in NAMES}
-    found = {}
-    for name, entry in entries.items():
-        fmt = FORMATS[entry.format]
-        rows = min(GEMM_NEURONS, manifest.decoder.d_ff) * _rows_per_neuron(entry)  # of one expert, where there are more
-        found[name] = ((rows, fmt.stored_shape(entry.shape)[-1]), DTYPES[entry.format])
-        if fmt.quantised:
-            scales = manifest.arrays[scales_name(f"layers/0/ffn/{name}")]
-            width = FORMATS[scales.format].stored_shape(scales.shape)[-1]
-            found[scales_name(name)] = ((rows, width), torch.float16)
-    return found
-
-
-def _rows_per_neuron(entry: ArrayEntry) -> int:
-    return entry.shape[1] if len(entry.shape) == 3 else 1
-
-
-def streaming_bytes(manifest: Manifest) -> int:
-    """GPU memory for two chunks."""
-    return 2 * sum(rows * width * dtype.itemsize for (rows, width), dtype in chunk_shapes(manifest).values())
 
 
 @dataclass(frozen=True)
@@ -60,15 +34,9 @@ class WeightStreamer:
 
     def __init__(self, artifact: Artifact, device: Device) -> None:
         self._artifact, self._device = artifact, device
-        shapes = chunk_shapes(artifact.manifest)
-        self._buffers = [
-            _ChunkBuffer(
-                {name: torch.zeros(s, dtype=dtype, device=device.device) for name, (s, dtype) in shapes.items()},
-                device.event(),
-                device.event(),
-            )
-            for _ in range(2)
-        ]
+        manifest = artifact.manifest
+        table = weight_chunk(manifest.arrays, manifest.decoder)
+        self._buffers = [_ChunkBuffer(allocate(table, device), device.event(), device.event()) for _ in range(2)]
         for buffer in self._buffers:
             buffer.used.record()  # by the zeros, and by whoever had this memory before
         self._staging = PinnedStaging(device)
@@ -94,8 +62,7 @@ class WeightStreamer:
             buffer.used.wait()
             for name, array in buffer.arrays.items():
                 source = self._artifact.array(f"layers/{layer}/ffn/{name}")[low:high]
-                rows = source.size // source.shape[-1]
-                self._staging.send(source, array[:rows])
+                self._staging.send(source, array[: source.size // array[0].numel()])
             buffer.filled.record()
 
     def _neurons(self, buffer: _ChunkBuffer, layer: int, low: int, high: int) -> Neurons:
@@ -103,19 +70,13 @@ class WeightStreamer:
 
         def matrix(name: str) -> DeviceMatrix:
             entry = manifest.arrays[f"layers/{layer}/ffn/{name}"]
-            rows = count * _rows_per_neuron(entry)
+            rows = count * prod(entry.shape[1:-1])
             scales = buffer.arrays.get(scales_name(name))
             values = buffer.arrays[name][:rows]
             return DeviceMatrix(entry.format, values, None if scales is None else scales[:rows], entry.shape[-1])
 
         def bias(name: str) -> torch.Tensor | None:
-            full = f"layers/{layer}/ffn/{name}"
-            if full not in manifest.arrays:
-                return None
-            # Pinned memory: the host would wait for a copy from pageable memory to end.
-            pinned = self._device.pinned(count, torch.float32)
-            pinned.numpy()[:] = self._artifact.array(full)[low:high]
-            return pinned.to(self._device.device, non_blocking=True)
+            return buffer.arrays[name][:count] if name in buffer.arrays else None
 
         return Neurons(
             matrix("first"), bias("first_bias"), matrix("rest"), bias("up_bias"), CODES[manifest.decoder.activation]

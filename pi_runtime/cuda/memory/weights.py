@@ -7,12 +7,13 @@ from itertools import accumulate
 
 import torch
 
+from pi_runtime.artifact.buffers import WEIGHT_ALIGN, weight_padding
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import is_scales, scales_name
 from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.cuda.memory.pinned_staging import PinnedStaging
-from pi_runtime.cuda.plan_layout import PlacedArray
+from pi_runtime.execution.plan_layout import PlacedArray
 
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
@@ -47,6 +48,7 @@ def load(
     placed = list(arrays)
     total, done = sum(array.nbytes for array in placed), 0
     weights, offsets = DeviceWeights({}, {}, {}), list(accumulate((_aligned(a.nbytes) for a in placed), initial=0))
+    nbytes = total + weight_padding(artifact.manifest.arrays)
 
     def sent(nbytes: int) -> None:
         nonlocal done
@@ -56,7 +58,7 @@ def load(
 
     with device.stream():
         # One allocation: the allocator rounds every large one up to 2 MiB.
-        memory = torch.empty(offsets[-1], dtype=torch.uint8, device=device.device)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device.device)
         staging = PinnedStaging(device)
         try:
             for array, offset in zip(placed, offsets, strict=False):
@@ -84,4 +86,4 @@ def load(
 
 def _aligned(nbytes: int) -> int:
     """Bytes rounded up so that vector loads may begin at the next array."""
-    return -(-nbytes // 512) * 512
+    return -(-nbytes // WEIGHT_ALIGN) * WEIGHT_ALIGN

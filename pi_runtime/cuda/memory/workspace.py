@@ -1,20 +1,22 @@
 """Device memory that decoding works in, allocated once: captured graphs hold its addresses.
 
-Legend: D model width, W width of the embedding, X experts of which a token goes to K, F neurons of these together, H
-heads, E head width, Q = (H + 2 G) E with G key-value heads, O = H E, R largest rank of a predictor, V vocabulary, L
-layers, S splits of a sum, or positions in the tables of angles, J pairs of columns that are rotated.
+`buffers.gpu_workspace` has its sizes.
+
+Shape letters: D model width, W width of the embedding, X experts of which a token goes to K, F neurons of these
+together, H heads, E head width, Q = (H + 2 G) E with G key-value heads, O = H E, R largest rank of a predictor, V
+vocabulary, L layers, S splits of a sum, or positions in the tables of angles, J pairs of columns that are rotated.
 """
 
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
+from pi_runtime.artifact.buffers import gpu_workspace, handover_slots
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.cuda.kernels.attention import AttentionPartials
 from pi_runtime.cuda.kernels.compaction import NeuronList
-from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.cuda.memory.handover import Handover, slots_of
+from pi_runtime.cuda.memory.devices import Device, allocate
+from pi_runtime.cuda.memory.handover import Handover
 from pi_runtime.kernels.reference import rotary_table
 
 
@@ -36,6 +38,8 @@ class Workspace:
     r_R: torch.Tensor
     """down · x of a low-rank predictor; in a mixture R numbers for each of the token's experts."""
     router_X: torch.Tensor
+    cuts_L2X: torch.Tensor
+    """int32: how many neurons of each expert are on the GPU, and the first row of each among them (see `Cuts`)."""
     marks_F: torch.Tensor
     counts_F: torch.Tensor
     """int32, one number for each tile."""
@@ -57,66 +61,34 @@ class Workspace:
     rows_L2: torch.Tensor
     """int32: rows of `first` read on the GPU and neurons kept there, for each layer."""
     logits_V: torch.Tensor
-    cos_SJ: torch.Tensor | None
-    sin_SJ: torch.Tensor | None
+    cos_SJ: torch.Tensor
+    sin_SJ: torch.Tensor
 
     @classmethod
     def allocate(cls, d: Decoder, rank: int, context: int, device: Device) -> "Workspace":
         """A workspace for predictors up to this rank and positions up to this context."""
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device.device)
+        t, parts, mixed = allocate(gpu_workspace(d, rank, context), device), device.tiling.parts, d.n_heads * d.head_dim
 
-        def integers(*shape: int) -> torch.Tensor:
-            return zeros(*shape, dtype=torch.int32)
+        def neurons(name: str) -> NeuronList:
+            return NeuronList(t.pop(f"{name}_index_F"), t.pop(f"{name}_count"))
 
-        def neurons(room: int) -> NeuronList:
-            return NeuronList(integers(room), integers(1))
-
-        parts, rotated, e = device.tiling.parts, d.positions == "rope", d.head_dim
-        listed = d.experts_per_token * d.d_ff
-        routed = listed if d.n_experts > 1 else 0
-        angles = [torch.from_numpy(table).to(device.device) for table in rotary_table(d, context)]
+        for name, table in zip(("cos_SJ", "sin_SJ"), rotary_table(d, context), strict=True):
+            t[name].copy_(torch.from_numpy(table))
+        handover = Handover(t.pop("handover"), d.d_model, handover_slots(d))
+        # The tiles of a device may take fewer parts and splits than there is room for.
+        out, maxima, sums = (t.pop(f"partial_{name}") for name in ("out", "max", "sum"))
+        t["sums_SD"] = t["sums_SD"][: device.tiling.splits]
         return cls(
-            token=zeros(1, dtype=torch.int64),
-            position=zeros(1, dtype=torch.int64),
-            x_D=zeros(d.d_model),
-            narrow_W=zeros(narrow_width(d)),
-            handover=Handover(integers(Handover.words_of(d)), d.d_model, slots_of(d)),
-            qkv_Q=zeros((d.n_heads + 2 * d.n_kv_heads) * e),
-            attn_out_O=zeros(d.n_heads * e),
-            partials=AttentionPartials(zeros(d.n_heads, parts, e), zeros(d.n_heads, parts), zeros(d.n_heads, parts)),
-            r_R=zeros(d.experts_per_token * max(rank, 1)),
-            router_X=zeros(d.n_experts if routed else 0),
-            marks_F=zeros(listed),
-            counts_F=integers(listed),
-            hot=neurons(listed),
-            expert_hot=neurons(routed),
-            expert_hot_rows_F=integers(routed),
-            expert_cold=neurons(routed),
-            h_F=zeros(listed),
-            kept=neurons(listed),
-            kept_h_F=zeros(listed),
-            sums_SD=zeros(device.tiling.splits, d.d_model),
-            host_sum_D=zeros(d.d_model),
-            rows_L2=integers(d.n_layers, 2),
-            logits_V=zeros(d.vocab_size),
-            cos_SJ=angles[0] if rotated else None,
-            sin_SJ=angles[1] if rotated else None,
+            handover=handover,
+            partials=AttentionPartials(
+                out[: parts * mixed].view(d.n_heads, parts, d.head_dim),
+                maxima[: parts * d.n_heads].view(d.n_heads, parts),
+                sums[: parts * d.n_heads].view(d.n_heads, parts),
+            ),
+            hot=neurons("hot"),
+            expert_hot=neurons("expert_hot"),
+            expert_cold=neurons("expert_cold"),
+            kept=neurons("kept"),
+            **t,
         )
-
-    @property
-    def nbytes(self) -> int:
-        return _nbytes(self)
-
-
-def narrow_width(d: Decoder) -> int:
-    """Width of an embedding that is not as wide as the model, else 0."""
-    return d.d_embedding if d.d_embedding != d.d_model else 0
-
-
-def _nbytes(value: Any) -> int:
-    """Bytes of a tensor, or of all tensors in a dataclass."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    return sum(_nbytes(getattr(value, field.name)) for field in fields(value)) if is_dataclass(value) else 0

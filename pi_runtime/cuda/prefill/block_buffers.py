@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from pi_runtime.artifact.buffers import gpu_prompt_block, pinned_prompt_block
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.cuda.memory.devices import Device
+from pi_runtime.cuda.memory.devices import Device, allocate, allocate_pinned
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,5 @@ class BlockBuffers:
 
     @classmethod
     def allocate(cls, d: Decoder, tokens: int, device: Device) -> "BlockBuffers":
-        def on_device(width: int) -> torch.Tensor:
-            return torch.zeros(tokens, width, device=device.device)
-
-        def on_host() -> torch.Tensor:
-            return device.pinned(tokens * d.d_model, torch.float32).view(tokens, d.d_model)
-
-        return cls(
-            ids_T=torch.zeros(tokens, dtype=torch.int64, device=device.device),
-            x_TD=on_device(d.d_model),
-            normed_TD=on_device(d.d_model),
-            y_TD=on_device(d.d_model),
-            qkv_TQ=on_device((d.n_heads + 2 * d.n_kv_heads) * d.head_dim),
-            attn_out_TO=on_device(d.n_heads * d.head_dim),
-            host_x_TD=on_host(),
-            host_normed_TD=on_host(),
-            host_y_TD=on_host(),
-        )
+        on_host = allocate_pinned(pinned_prompt_block(d, tokens), device)
+        return cls(**allocate(gpu_prompt_block(d, tokens), device), **on_host)

@@ -9,6 +9,7 @@ Legend: T tokens, D model width, V vocabulary, N rows of the head, L layers.
 
 import torch
 
+from pi_runtime.artifact.buffers import narrow_width
 from pi_runtime.artifact.footprint import dense_rows
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.decode.decoder_parts import BlockProducts
@@ -17,11 +18,10 @@ from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.kernels import gemm
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
-from pi_runtime.cuda.memory.workspace import narrow_width
-from pi_runtime.cuda.plan_layout import GPU
 from pi_runtime.cuda.prefill.block_buffers import BlockBuffers
 from pi_runtime.cuda.prefill.ffn_blocks import FfnBlocks
 from pi_runtime.execution.executor import Floats, Ints
+from pi_runtime.execution.plan_layout import GPU
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 

@@ -1,4 +1,4 @@
-"""Memory that one call of the forward pass works in, allocated once.
+"""Memory that one call of the forward pass works in, allocated once; `buffers.cpu_workspace` has its sizes.
 
 Shape letters: T up to `BLOCK_TOKENS` tokens, D model width, W embedding width (in `signs_TW` words of signs), Q numbers
 of a token's queries, keys and values (in `mixed_TQ` of its queries), X experts (in `expert_TK` K of them a token), F neurons
@@ -6,24 +6,15 @@ of one expert, C chunks, K places for a chunk's neurons, P padded columns, L lay
 where its shape varies.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.footprint import (
-    ATTENTION_TOKENS,
-    CHUNKS,
-    FEW_TOKENS,
-    POSITIONS,
-    SUM_ROWS,
-    chunk_places,
-    input_nbytes,
-    padded_width,
-    sign_words,
-)
+from pi_runtime.artifact.buffers import cpu_workspace
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.kernels.data.matrix_view import Floats, Ints, Words
-from pi_runtime.kernels.data.weight_table import KernelConfig
 from pi_runtime.kernels.data.row_loading import sum_columns
 
 BLOCK_TOKENS = 64
@@ -86,42 +77,10 @@ class Workspace(NamedTuple):
     logits_TV: Floats
 
 
-def allocate_workspace(cfg: KernelConfig, layers: int, largest_rank: int, tokens: int = BLOCK_TOKENS) -> Workspace:
+def allocate_workspace(decoder: Decoder, ffn_format: str, largest_rank: int, tokens: int = BLOCK_TOKENS) -> Workspace:
     """The workspace for calls of up to `tokens` tokens."""
-    f32: Any = np.float32
-    places = chunk_places(cfg.d_ff)
-    attention = ATTENTION_TOKENS * cfg.heads // cfg.kv_heads * (cfg.head_dim + POSITIONS + 4)
-    widest = max(cfg.d_model, cfg.d_embedding, cfg.heads * cfg.head_dim, largest_rank)
-    return Workspace(
-        x_TD=np.empty((tokens, cfg.d_model), f32),
-        normed_TD=np.empty((tokens, cfg.d_model), f32),
-        attended_TD=np.empty((tokens, cfg.d_model), f32),
-        embedding_TW=np.empty((tokens, cfg.d_embedding if cfg.d_embedding != cfg.d_model else 0), f32),
-        qkv_TQ=np.empty((tokens, (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim), f32),
-        mixed_TQ=np.empty((tokens, cfg.heads * cfg.head_dim), f32),
-        router_TX=np.empty((tokens, cfg.experts), f32),
-        expert_TK=np.zeros((tokens, cfg.experts_per_token), np.int64),
-        route_weight_TK=np.ones((tokens, cfg.experts_per_token), f32),
-        token_T=np.arange(tokens),
-        one_T=np.ones(tokens, f32),
-        taken_T=np.empty(tokens, np.int64),
-        taken_select_T=np.empty(tokens, np.int64),
-        taken_weight_T=np.empty(tokens, f32),
-        attention_CX=np.empty((CHUNKS, attention), f32),
-        low_rank_flat=np.empty(tokens * largest_rank, f32),
-        inputs=np.empty(tokens * input_nbytes(widest), np.uint8),
-        low_rank_inputs=np.empty(tokens * input_nbytes(largest_rank), np.uint8),
-        signs_TW=np.empty((tokens, sign_words(cfg.d_model)), np.uint64),
-        candidates_F=np.empty(cfg.d_ff, np.int64),
-        list_CK=np.empty((CHUNKS, places), np.int64),
-        count_C=np.empty(CHUNKS, np.int64),
-        h_CTK=np.empty((CHUNKS, tokens, places + SUM_ROWS), f32),
-        up_CTK=np.empty((CHUNKS, tokens, places + SUM_ROWS), f32),
-        named_CTK=np.empty((CHUNKS, tokens, places + SUM_ROWS), f32),
-        tally_CT3=np.empty((CHUNKS, tokens, 3), np.int64),
-        sums_CTP=np.empty((CHUNKS, min(tokens, FEW_TOKENS), padded_width(cfg.d_model)), f32),
-        sum_columns_P=sum_columns(cfg.ffn_format, cfg.d_model),
-        rows_L2=np.zeros((layers, 2), np.int64),
-        counts_LT3=np.zeros((layers, tokens, 3), np.int64),
-        logits_TV=np.empty((tokens, cfg.vocabulary), f32),
-    )
+    table = cpu_workspace(decoder, largest_rank, tokens)
+    found = Workspace(**{name: buffer.in_ram() for name, buffer in table.items()})
+    found.token_T[:] = np.arange(tokens)
+    found.sum_columns_P[:] = sum_columns(FORMATS[ffn_format].code, decoder.d_model)
+    return found

@@ -17,9 +17,7 @@ from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS
 from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public, strict_device
 from pi_runtime.kernels.data.matrix_view import (
     F16,
-    F32,
     Floats,
-    Halves,
     Ints,
     MatrixView,
     address_of,
@@ -171,9 +169,7 @@ def _attend_tile(
             if rescale != 1:
                 for j in range(width):
                     sum_NE[n, j] *= rescale
-        row_sums(
-            values, first, 0, count, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width
-        )
+        row_sums(values, first, 0, count, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width)
     for n in range(queries):
         head = group * shared + n % shared
         out_E = out_TQ[token + n // shared, head * width : (head + 1) * width]

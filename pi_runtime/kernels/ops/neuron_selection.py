@@ -103,9 +103,7 @@ def agreement(signs: int, row: int, columns: int, x_W: Words) -> int:
 
 
 @device
-def prepare_selection(
-    cfg: KernelConfig, w: Ints, x_TD: Floats, token_N: Ints, threads: bool | None, x: Inputs
-) -> None:
+def prepare_selection(cfg: KernelConfig, w: Ints, x_TD: Floats, token_N: Ints, threads: bool | None, x: Inputs) -> None:
     """Prepare what the layer's selector scores neurons with, for some tokens, whose inputs are prepared."""
     tokens = token_N.shape[0]
     if w[SELECTOR] == _BY_SIGNS:
@@ -129,9 +127,7 @@ def _reduce_part(down: MatrixView, inputs: int, token_N: Ints, part: int, r_NR: 
     tokens, rank = r_NR.shape
     first = part * _RANKS_AT_ONCE
     count, out = min(_RANKS_AT_ONCE, rank - first), address_of(r_NR) + 4 * first
-    row_products(
-        down, first, 0, count, inputs, input_stride(down.columns), address_of(token_N), tokens, out, 4 * rank
-    )
+    row_products(down, first, 0, count, inputs, input_stride(down.columns), address_of(token_N), tokens, out, 4 * rank)
 
 
 def _reduce(down: MatrixView, inputs: int, token_N: Ints, r_NR: Floats) -> None:

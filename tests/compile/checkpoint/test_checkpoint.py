@@ -177,7 +177,7 @@ def test_tensors_with_a_function_nobody_asked_for(folder: Path, name: str) -> No
 def test_a_config_that_lies_about_shapes(folder: Path) -> None:
     edit_json(folder / "config.json", intermediate_size=84)
     message = refusal(folder)
-    assert "9 tensors have not the shape" in message
+    assert "9 tensors do not have the shape" in message
     assert "(84, 48)" in message
     assert "(83, 48)" in message
 

@@ -110,7 +110,7 @@ def test_a_broken_sentencepiece_model(folder: Path) -> None:
 
 def test_a_tokenizer_of_another_model(folder: Path) -> None:
     assert "the model 60" in read(folder, 60).notices[0]
-    with pytest.raises(CheckpointError, match="which the model has not"):
+    with pytest.raises(CheckpointError, match="which the model does not have"):
         read(folder, 1)
 
 
@@ -121,7 +121,7 @@ def test_a_suffix_is_said_and_left_out(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     text = read(folder)
     assert text.text.prefix_ids == (1,)
-    assert text.notices == ("the tokenizer ends each text with [2]: not done to prompts, which go on",)
+    assert text.notices == ("the tokenizer ends each text with [2]: prompts, which go on, are not ended",)
 
 
 @pytest.mark.parametrize(

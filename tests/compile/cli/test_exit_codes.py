@@ -59,6 +59,7 @@ BLOCK = """
 OPTIONAL = set(EXTRA_OF) - {"pydantic"}  # some versions of typer bring that one themselves
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [{"torch"}, OPTIONAL], ids=["torch", "all"])
 @pytest.mark.parametrize("command", ["init", "pack"])
 def test_a_missing_extra(recipe: Path, model: Path, names: set[str], command: str) -> None:
@@ -71,6 +72,7 @@ def test_a_missing_extra(recipe: Path, model: Path, names: set[str], command: st
     assert "try: pip install 'pi-toolchain[compile]'" in err
 
 
+@pytest.mark.slow
 def test_without_any_extra_an_artifact_can_be_examined(artifact: Path) -> None:
     process = child(BLOCK.format(names=OPTIONAL), "inspect", artifact)
     out, err = process.communicate(timeout=120)
@@ -122,6 +124,7 @@ def test_a_traceback_only_when_asked_for(tmp_path: Path, capsys: pytest.CaptureF
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_message_as_a_user_sees_it(tmp_path: Path) -> None:
     """In another process, through the installed entry point: message on stderr, nothing on stdout, exit code 3."""
     (tmp_path / "model").mkdir()

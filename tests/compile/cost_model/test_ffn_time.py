@@ -7,8 +7,10 @@ from support.synthetic import small_decoder
 from pi_compile.cost_model.ffn_time import Reads
 from pi_compile.cost_model.processors import CPU, processors_of
 from pi_compile.cost_model.token_time import costs_of
-from pi_compile.cost_model.workload import MILLION, LayerWork, Workload
+from pi_compile.cost_model.workload import Workload
 from pi_compile.machine.profile import Machine
+from pi_compile.results.activation_profile import MILLION, LayerWork
+from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 
 FORMATS = dict.fromkeys(("embedding", "attention", "head"), "f32") | {"ffn": "q4", "predictor": "q8"}
@@ -37,28 +39,32 @@ def test_it_is_the_time_of_the_layer_on_the_processor(rung: str, ffn: str) -> No
     )  # fmt: skip
     cost = costs_of(work, MACHINE).layers[0]
     neuron = FfnBytes(d, "q4", "q8")
-    reads = Reads.of(neuron, rung, rank, 0.3, 0.1)
-    assert reads.ps(PROCESSOR, neuron) == pytest.approx(int(cost.cpu_ffn[0]) + cost.predictor[CPU], rel=1e-6)
+    reads = Reads.of(neuron, work.layers[0], 0.3, 0.1)
+    assert reads.ps(work.layers[0], PROCESSOR, neuron) == pytest.approx(
+        int(cost.cpu_ffn[0]) + cost.predictor[CPU], rel=1e-6
+    )
 
 
 def test_each_rung_pays_for_what_it_reads() -> None:
     d = small_decoder(d_model=128, d_ff=1000, ffn="gated")
     neuron = FfnBytes(d, "q4", "q8")
     first, rest, launches = neuron.first, neuron.rest, 2 * 3e6
-    signs = Reads.of(neuron, "sign", 0, 0.5, 0.1)
+    threshold, sign = Layer(rung="threshold"), Layer(rung="sign")
+    signs = Reads.of(neuron, sign, 0.5, 0.1)
     assert signs.predictor == 1000 * 64  # two words of signs in a cache line
     times = {
         "threshold": launches + 1000 * first / 20e9 * 1e12 + 200 * rest / 7e9 * 1e12,
         "sign": 2 * launches + 64000 / 40e9 * 1e12 + 500 * first / 7e9 * 1e12 + 100 * rest / 7e9 * 1e12,
     }
-    assert Reads.of(neuron, "threshold", None, 1.0, 0.2).ps(PROCESSOR, neuron) == pytest.approx(times["threshold"])
-    assert signs.ps(PROCESSOR, neuron) == pytest.approx(times["sign"])
+    found = Reads.of(neuron, threshold, 1.0, 0.2).ps(threshold, PROCESSOR, neuron)
+    assert found == pytest.approx(times["threshold"])
+    assert signs.ps(sign, PROCESSOR, neuron) == pytest.approx(times["sign"])
 
 
 def test_of_experts_a_token_reads_those_it_goes_to() -> None:
     d = small_decoder(d_model=64, d_ff=100, n_experts=4, experts_per_token=2)
     neuron = FfnBytes(d, "f16", "f16")
-    assert Reads.of(neuron, "dense", None, 1.0, 1.0).total == 200 * (neuron.first + neuron.rest)
-    assert Reads.of(neuron, "gate", None, 1.0, 0.1).total == 200 * neuron.first + 40 * neuron.rest
-    predicted = Reads.of(neuron, "predicted", 32, 0.2, 0.1)
+    assert Reads.of(neuron, Layer(rung="dense"), 1.0, 1.0).total == 200 * (neuron.first + neuron.rest)
+    assert Reads.of(neuron, Layer(rung="gate"), 1.0, 0.1).total == 200 * neuron.first + 40 * neuron.rest
+    predicted = Reads.of(neuron, Layer(rung="predicted", rank=32), 0.2, 0.1)
     assert predicted.total == 2 * neuron.predictor(32) + 80 * neuron.first + 40 * neuron.rest

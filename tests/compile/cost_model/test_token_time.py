@@ -5,9 +5,10 @@ from support.placeable import machine, random_machine, random_workload, workload
 
 from pi_compile.cost_model.processors import CPU, GPU
 from pi_compile.cost_model.token_time import costs_of, token_time
-from pi_compile.cost_model.workload import LayerWork, rows_read
+from pi_compile.cost_model.workload import rows_read
 from pi_compile.machine.profile import Cpu, Link
-from pi_runtime.artifact.footprint import kv_bytes
+from pi_compile.results.activation_profile import LayerWork
+from pi_runtime.artifact.buffers import kv_bytes
 
 COUNTS = np.repeat([[1000, 500, 10, 0]], 64, axis=1)
 

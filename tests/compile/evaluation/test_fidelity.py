@@ -4,8 +4,12 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import numpy as np
 import torch
 from support import hf
 from support.paths import GOLDEN
@@ -25,7 +29,7 @@ from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.kernels import reference
 
 KEYS = {"device", "vram_bytes", "tokens", "perplexity", "agreement", "bytes_per_token", "ffn_bytes_per_token"}
-KEYS |= {"tokens_per_s", "layers"}
+KEYS |= {"increase_interval", "tokens_per_s", "layers"}
 TEXT = "Once upon a time there was a little neuron that did not fire. It waited, and waited; then it did! " * 12
 F = 83
 
@@ -91,6 +95,8 @@ def test_perplexity_and_agreement_are_those_of_transformers(tmp_path: Path, mode
     for mode in ("checkpoint", "dense", "gate"):
         assert found["perplexity"][mode] == pytest.approx(math.exp(loss), rel=1e-4)
     assert found["agreement"] == {"dense": 1.0, "gate": 1.0}
+    assert found["increase_interval"]["dense"] == pytest.approx((0, 0), abs=1e-4)
+    assert found["increase_interval"]["gate"] == pytest.approx((0, 0), abs=1e-4)
 
 
 def test_rows_and_bytes_are_what_the_predictor_lets_through(tmp_path: Path, model: torch.nn.Module) -> None:
@@ -104,6 +110,9 @@ def test_rows_and_bytes_are_what_the_predictor_lets_through(tmp_path: Path, mode
     assert nothing["ffn_bytes_per_token"]["predicted"] == own
     assert everything["perplexity"]["predicted"] == pytest.approx(everything["perplexity"]["dense"], rel=1e-5)
     assert nothing["perplexity"]["predicted"] != pytest.approx(nothing["perplexity"]["dense"], rel=1e-5)
+    low, high = nothing["increase_interval"]["predicted"]
+    assert low < nothing["perplexity"]["predicted"] / nothing["perplexity"]["dense"] - 1 < high
+    assert nothing["increase_interval"]["dense"] is None
     for layer in everything["layers"]:
         assert layer["recall"] == 1.0
         assert layer["precision"] == pytest.approx(layer["density"])
@@ -121,7 +130,7 @@ def test_bytes_per_token_count_the_scales() -> None:
     assert other_bytes(manifest) == 2 * layer + 72 * 4 + 257 * 192
     first = 64 + 8  # q4
     tally = np.array([[30, 50, 20], [30, 400, 30]])  # fires, read, both, over 10 tokens
-    found = Score(1.0, np.zeros(0, np.int64), tally, 10)
+    found = Score(1.0, np.zeros(1), np.zeros(0, np.int64), tally, 10)
     assert found.ffn_bytes(manifest, "gate") == [5 * first + 2 * 2 * first, 40 * first + 3 * 2 * first]
     predictor = 3 * 320 + 40 * 64 + 40 * 4  # f32, rank 3
     assert found.ffn_bytes(manifest, "predicted")[0] == 5 * first + 2 * 2 * first + predictor

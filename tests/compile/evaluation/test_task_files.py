@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
 from support.commands import INPUT, USAGE
 
 from pi_compile.errors import TaskError
@@ -66,7 +70,7 @@ def test_answers_that_no_space_parts_from_the_context_are_counted(tmp_path: Path
     [
         ("{'ctx': 'single quotes'}", "is not JSON"),
         ('{"ctx": "cut', "is not JSON"),
-        ("[1, 2]", "is no JSON object"),
+        ("[1, 2]", "is not a JSON object"),
         ({"prompt": "a", "completion": "b"}, "a task of unknown form"),
         ({"text": "a b", "choices": ["a", "b"], "label": 0}, "no key 'ctx'|a task of unknown form"),
         ({**CHOICES, "target": " sea"}, "a task of unknown form"),

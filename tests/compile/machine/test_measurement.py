@@ -1,6 +1,7 @@
 """`pi-compile machine`: the profile it writes is one that placing reads."""
 
 import json
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from pi_runtime import console
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"f32": 8e9, "f16": 7e9, "bf16": 6.06e9, "q8": 5e9, "q4": 4e9}
     monkeypatch.setattr(measurement, "most_threads", lambda: 6)
-    monkeypatch.setattr(measurement.os, "sched_getaffinity", lambda _pid: range(12), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(12), raising=False)
     monkeypatch.setattr(measurement, "read_bandwidth", lambda _nbytes, threads: 20e9 - (threads - 4) ** 2 * 1e9)
     monkeypatch.setattr(measurement, "timed_matrix", lambda fmt, _nbytes, *_columns: fmt)
     probes = {"product": 1, "neuron": 0.8, "gather": 0.5, "predictor": 0.4}

@@ -170,6 +170,7 @@ def test_greedy_text_equals_transformers(shared: Path, stories: Path) -> None:
     assert text.startswith(", there was a little girl named Lily. She loved to play outside in the park.")
 
 
+@pytest.mark.slow
 @pytest.mark.shared
 def test_the_command_says_the_same(stories: Path) -> None:
     with load(stories) as model:
@@ -211,6 +212,7 @@ def digests(paths: list[Path], most_threads: int, layer: str) -> dict[str, list[
     return found
 
 
+@pytest.mark.slow
 def test_threads_do_not_change_a_bit(tmp_path: Path) -> None:
     """Logits, cache and decoding, prefill included: 1, 2, 3 and 5 threads, whichever library runs them."""
     from support.synthetic import random_artifact, small_decoder

@@ -17,8 +17,8 @@ from pi_compile.errors import ProfileError, RecipeError
 from pi_compile.machine.profile import Cpu, Gpu, Link, Machine
 from pi_compile.pipeline import lock_file
 from pi_compile.pipeline.recipe_placement import place_recipe
-from pi_compile.placement.activation_file import ActivationFile, TableRow
 from pi_compile.recipe import default_recipe
+from pi_compile.results.activation_profile import ActivationProfile, LayerWork
 from pi_runtime import console
 from pi_runtime.errors import NotMetError, UsageError
 
@@ -43,17 +43,17 @@ main()
 FOREIGN = {"torch", "transformers", "datasets", "huggingface_hub", "zarr", "safetensors", "numba", "tokenizers"}
 
 
-def activations() -> ActivationFile:
+def activations() -> ActivationProfile:
     decoder, rng = small_decoder(n_layers=3, d_ff=640), np.random.default_rng(4)
-    counts = rng.integers(0, 1000, (3, 640))
-    rows = [TableRow(rung="predicted", rank=4 + n, ffn_bytes=1, read_ppm=1_500_000, loss_ppb=7) for n in range(3)]
-    return ActivationFile(
+    counts = rng.integers(0, 1000, (3, 640)).astype(np.uint64)
+    rows = [LayerWork(rung="predicted", rank=4 + n, ffn_bytes=1, read_ppm=1_500_000, loss_ppb=7) for n in range(3)]
+    return ActivationProfile(
         decoder=decoder,
         formats={"embedding": "f16", "attention": "f16", "ffn": "f16", "head": "f16"},
         tokens=1000,
         counts=counts,
-        order=np.argsort(-counts, axis=1, kind="stable").astype(np.uint32),
-        table=tuple(rows),
+        order=np.argsort(-counts.astype(np.int64), axis=1, kind="stable").astype(np.uint32),
+        layers=tuple(rows),
         predictor_format="f16",
     )
 
@@ -105,7 +105,7 @@ def test_a_lock_holds_and_every_input_breaks_it(recipe: Path, capsys: pytest.Cap
         assert run("place", recipe, "--locked") == 5, text
         assert "locked → recomputed" in capsys.readouterr().err
         path.write_text(before)
-    ActivationFile(**{**vars(a), "counts": counts}).save(recipe.with_name("a.npz"))
+    ActivationProfile(**{**vars(a), "counts": counts}).save(recipe.with_name("a.npz"))
     assert run("place", recipe, "--locked") == 5
     a.save(recipe.with_name("a.npz"))
     assert run("place", recipe, "--locked") == 0
@@ -113,7 +113,7 @@ def test_a_lock_holds_and_every_input_breaks_it(recipe: Path, capsys: pytest.Cap
 
 
 def test_the_difference_is_told_by_layer(recipe: Path) -> None:
-    lock_file.write_lock(lock_file.lock_path(recipe), place_recipe(recipe))
+    lock_file.lock_path(recipe).write_text(lock_file.lock_text(place_recipe(recipe)))
     lock = recipe.with_suffix(".lock")
     text = lock.read_text()
     plan = tomllib.loads(text)["plan"][1]
@@ -131,7 +131,7 @@ def test_the_difference_is_told_by_layer(recipe: Path) -> None:
 
 def test_which_release_wrote_it_does_not_count(recipe: Path) -> None:
     placed, lock = place_recipe(recipe), recipe.with_suffix(".lock")
-    lock_file.write_lock(lock, placed)
+    lock.write_text(lock_file.lock_text(placed))
     lock.write_text(lock.read_text().replace('solver = "pi-toolchain ', 'solver = "pi-toolchain 99.'))
     lock_file.check_lock(lock, placed)
     lock.write_text(lock.read_text() + "nonsense\n")
@@ -146,47 +146,48 @@ def test_without_lock_or_activations(recipe: Path) -> None:
     with pytest.raises(RecipeError, match="no activations to place from"):
         place_recipe(recipe)
     recipe.write_text(recipe.read_text().replace('activations = ""', 'activations = "b.npz"'))
-    with pytest.raises(ProfileError, match="no such activation file"):
+    with pytest.raises(ProfileError, match="no such activation profile"):
         place_recipe(recipe)
 
 
-def test_the_table_gives_the_rungs_and_without_it_a_rule_does(recipe: Path) -> None:
-    with_table = place_recipe(recipe)
-    ActivationFile(**{**vars(activations()), "table": ()}).save(recipe.with_name("a.npz"))
-    assert place_recipe(recipe).placements[0].digest != with_table.placements[0].digest
+def test_a_trained_profile_gives_the_rungs_and_without_it_a_rule_does(recipe: Path) -> None:
+    trained = place_recipe(recipe)
+    ActivationProfile(**{**vars(activations()), "layers": ()}).save(recipe.with_name("a.npz"))
+    assert place_recipe(recipe).placements[0].digest != trained.placements[0].digest
 
 
-def test_an_activation_file_is_the_same_bytes_and_read_back_unchanged(tmp_path: Path) -> None:
+def test_an_activation_profile_is_the_same_bytes_and_read_back_unchanged(tmp_path: Path) -> None:
     a = activations()
     for name in ("one", "two"):
         a.save(tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    found = ActivationFile.load(tmp_path / "one")
-    assert found.digest() == a.digest()
+    found = ActivationProfile.load(tmp_path / "one")
+    assert found.placing_digest() == a.placing_digest()
     assert np.array_equal(found.ordered_counts(), a.ordered_counts())
-    alike = ActivationFile(
+    alike = ActivationProfile(
         **{**vars(a), "counts": np.repeat(a.counts[:1], 3, 0), "order": np.repeat(a.order[:1], 3, 0)}
     )
     alike.save(tmp_path / "alike")
-    assert ActivationFile.load(tmp_path / "alike").digest() == alike.digest()
+    assert ActivationProfile.load(tmp_path / "alike").placing_digest() == alike.placing_digest()
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"tokens": 5}, "counts outside the 5 tokens"),
+        ({"tokens": 5}, "counts above the 5 tokens"),
         ({"order": np.zeros((3, 640), np.uint32)}, "does not name every neuron once"),
-        ({"table": activations().table[:2]}, "2 rows for 3 layers"),
-        ({"table": (TableRow(rung="predicted", rank=None, ffn_bytes=1, read_ppm=1, loss_ppb=0),) * 3}, "a rung"),
+        ({"layers": activations().layers[:2]}, "2 layers for 3"),
+        ({"layers": (LayerWork(rung="predicted", rank=None, ffn_bytes=1, read_ppm=1, loss_ppb=0),) * 3}, "a rung"),
     ],
     ids=["tokens", "order", "rows", "rung"],
 )
-def test_an_activation_file_that_contradicts_itself(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
-    ActivationFile(**{**vars(activations()), **change}).save(tmp_path / "a.npz")
+def test_an_activation_profile_that_contradicts_itself(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    ActivationProfile(**{**vars(activations()), **change}).save(tmp_path / "a.npz")
     with pytest.raises(ProfileError, match=problem):
-        ActivationFile.load(tmp_path / "a.npz")
+        ActivationProfile.load(tmp_path / "a.npz")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SMALL[:2], ids=lambda p: p.stem)
 def test_recomputed_without_torch_model_or_network(path: Path) -> None:
     """With those modules hidden, another locale and another number of threads."""

@@ -2,13 +2,19 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
 from support import hf
 from support.paths import SUPPORT
 
@@ -16,10 +22,10 @@ from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import ProfileError
 from pi_compile.packing import PackSpec, pack
 from pi_compile.pipeline import pipeline as pipeline_module
+from pi_compile.pipeline import stages
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.pipeline.store import code_digest, sources_of
 from pi_compile.recipe import Recipe, default_recipe
-from pi_compile.results.activation_profile import ActivationProfile
 from pi_runtime import load
 from pi_runtime.artifact import verify
 from pi_runtime.artifact.reader import Artifact
@@ -43,16 +49,23 @@ def small_recipe(**changes: dict[str, object]) -> Recipe:
     return Recipe.model_validate(data)
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A folder with a model, text and `small.toml`."""
-    hf.random_llama(tmp_path / "model", intermediate_size=192, num_hidden_layers=2)
-    (tmp_path / "text").mkdir()
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, text and `small.toml`, that no test changes."""
+    folder = tmp_path_factory.mktemp("source")
+    hf.random_llama(folder / "model", intermediate_size=192, num_hidden_layers=2)
+    (folder / "text").mkdir()
     for n in range(3):
-        (tmp_path / "text" / f"{n}.txt").write_text(prose(n, 1500))
-    (tmp_path / "held-out.txt").write_text(prose(9, 1500))
-    (tmp_path / "small.toml").write_text(small_recipe().to_toml())
-    return tmp_path
+        (folder / "text" / f"{n}.txt").write_text(prose(n, 1500))
+    (folder / "held-out.txt").write_text(prose(9, 1500))
+    (folder / "small.toml").write_text(small_recipe().to_toml())
+    return folder
+
+
+@pytest.fixture
+def project(tmp_path: Path, source: Path) -> Path:
+    """A copy of the test's own."""
+    return Path(shutil.copytree(source, tmp_path, dirs_exist_ok=True))
 
 
 @contextmanager
@@ -60,17 +73,53 @@ def silent(*_: object) -> Iterator[object]:
     yield lambda _done, _total: None
 
 
+def pipeline(project: Path) -> Pipeline:
+    return Pipeline(project / "small.toml", "cpu", lambda _line: None, silent)
+
+
 def build(project: Path) -> tuple[list[str], dict[str, object]]:
     """(stages that ran, report)."""
-    pipeline = Pipeline(project / "small.toml", "cpu", lambda _line: None, silent)
-    with pipeline.store.exclusive(lambda _line: None):
-        report = pipeline.pack(project / "small.pi")
-    return pipeline.ran, report
+    p = pipeline(project)
+    with p.store.exclusive(lambda _line: None):
+        report = p.pack(project / "small.pi")
+    return p.ran, report
 
 
-def test_a_build_makes_a_whole_artifact(project: Path) -> None:
-    ran, report = build(project)
-    assert ran == ["corpus", "profile", "train", "pack"]
+@dataclass(frozen=True)
+class Built:
+    """A project that was built once. Its record names the artifact by its path, so it is put back, not copied."""
+
+    folder: Path
+    original: Path
+    ran: list[str]
+    report: dict[str, object]
+
+
+@pytest.fixture(scope="module")
+def first_build(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    folder, original = tmp_path_factory.mktemp("built") / "project", tmp_path_factory.mktemp("original") / "project"
+    shutil.copytree(source, folder)
+    ran, report = build(folder)
+    shutil.copytree(folder, original)
+    return Built(folder, original, ran, report)
+
+
+@pytest.fixture
+def built(first_build: Built) -> Path:
+    """The built project as it was after its first build."""
+    shutil.rmtree(first_build.folder)
+    return Path(shutil.copytree(first_build.original, first_build.folder))
+
+
+@pytest.fixture(scope="module")
+def report(first_build: Built) -> dict[str, object]:
+    """What the first build reported."""
+    return first_build.report
+
+
+def test_a_build_makes_a_whole_artifact(built: Path, first_build: Built) -> None:
+    project, report = built, first_build.report
+    assert first_build.ran == ["corpus", "profile", "train", "pack"]
     verify(project / "small.pi")
     assert hashlib.sha256((project / "small.pi").read_bytes()).hexdigest() == report["sha256"]
     with load(project / "small.pi") as model:
@@ -83,21 +132,42 @@ def test_a_build_makes_a_whole_artifact(project: Path) -> None:
         assert "".join(model.generate("the quick", max_tokens=4))
 
 
-def test_a_second_build_does_nothing(project: Path) -> None:
-    _, first = build(project)
-    written = (project / "small.pi").stat().st_mtime_ns
-    ran, second = build(project)
-    assert (ran, second) == ([], first)
-    assert (project / "small.pi").stat().st_mtime_ns == written
+def test_the_public_functions_make_the_same_bytes(
+    built: Path, report: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a researcher calls them, with the settings of the recipe."""
+    monkeypatch.chdir(built)
+    recipe = small_recipe().model_dump()
+    corpus, training, machine, formats = (recipe[name] for name in ("corpus", "train", "place", "pack"))
+    checkpoint = open_checkpoint("model")
+    streams = stages.read_corpus(checkpoint, corpus.pop("text"), **corpus, window=32)
+    counts = stages.profile(checkpoint, streams.fit, **recipe["profile"])
+    predictors = stages.train(checkpoint, counts, streams, "stand-in", **training, window=32, formats=formats)
+    placements = stages.place(checkpoint, counts, predictors, machine["machine"], context=machine["context"])
+    packed = stages.pack(
+        checkpoint,
+        "again.pi",
+        profile=counts,
+        predictors=predictors,
+        placements=placements,
+        formats=formats,
+        recipe=small_recipe().model_dump(),
+    )
+    assert len(placements) > 1
+    assert packed.sha256 == report["sha256"]
 
 
-def test_a_damaged_output_is_packed_again(project: Path) -> None:
-    _, first = build(project)
-    data = bytearray((project / "small.pi").read_bytes())
+def test_a_second_build_does_nothing(built: Path, report: dict[str, object]) -> None:
+    written = (built / "small.pi").stat().st_mtime_ns
+    assert build(built) == ([], report)
+    assert (built / "small.pi").stat().st_mtime_ns == written
+
+
+def test_a_damaged_output_is_packed_again(built: Path, report: dict[str, object]) -> None:
+    data = bytearray((built / "small.pi").read_bytes())
     data[5000] ^= 1
-    (project / "small.pi").write_bytes(data)
-    ran, second = build(project)
-    assert (ran, second) == (["pack"], first)
+    (built / "small.pi").write_bytes(data)
+    assert build(built) == (["pack"], report)
 
 
 def change_model(project: Path) -> None:
@@ -131,11 +201,10 @@ def change_recipe(**changes: dict[str, object]) -> object:
         pytest.param(change_recipe(pack={"head": "f16", "embedding": "f16"}), ["pack"], id="pack-section"),
     ],
 )
-def test_what_changed_and_what_depends_on_it_runs_again(project: Path, change: object, stages: list[str]) -> None:
-    build(project)
-    change(project)  # type: ignore[operator]
-    assert build(project)[0] == stages
-    assert build(project)[0] == []
+def test_what_changed_and_what_depends_on_it_runs_again(built: Path, change: object, stages: list[str]) -> None:
+    change(built)  # type: ignore[operator]
+    assert build(built)[0] == stages
+    assert build(built)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -153,22 +222,21 @@ def test_what_changed_and_what_depends_on_it_runs_again(project: Path, change: o
     ],
 )
 def test_changed_code_runs_its_stages_again(
-    project: Path, module: str, stages: list[str], monkeypatch: pytest.MonkeyPatch
+    built: Path, report: dict[str, object], module: str, stages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, before = build(project)
     edited = {True: "edited", False: ""}
     monkeypatch.setattr(pipeline_module, "code_digest", lambda m: code_digest(m) + edited[module in sources_of(m)])
-    ran, after = build(project)
-    assert ran == stages
-    assert after == before  # no digest of code enters the artifact
+    assert build(built) == (stages, report)  # no digest of code enters the artifact
 
 
-def test_a_build_killed_twenty_times_ends_in_the_same_bytes(project: Path) -> None:
-    command = [sys.executable, str(SUPPORT / "kill_builds.py"), project / "small.toml"]
-    done = subprocess.run([*command, project / "small.pi", "20", "1"], capture_output=True, text=True, check=False)
+@pytest.mark.slow
+def test_a_build_killed_again_and_again_ends_in_the_same_bytes(project: Path, long: bool) -> None:
+    kills = 40 if long else 6
+    command = [sys.executable, str(SUPPORT / "kill_builds.py"), project / "small.toml", project / "small.pi"]
+    done = subprocess.run([*command, str(kills), "1"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["killed"] == 20
+    assert result["killed"] == kills
     assert result["sha256"] == result["undisturbed"]
     assert hashlib.sha256((project / "small.pi").read_bytes()).hexdigest() == result["sha256"]
     verify(project / "small.pi")
@@ -176,6 +244,7 @@ def test_a_build_killed_twenty_times_ends_in_the_same_bytes(project: Path) -> No
     assert not list((project / ".pi-build" / "small").glob("*.work"))
 
 
+@pytest.mark.slow
 def test_two_builds_at_once_do_not_disturb_each_other(project: Path) -> None:
     command = [sys.executable, "-m", "pi_compile", "build", "small.toml", "-o", "small.pi", "--json"]
     both = [subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -212,10 +281,9 @@ def test_every_rung_may_be_in_one_artifact(project: Path) -> None:
     assert manifest.formats["predictor"] in ("f16", "q8", "q4")
 
 
-def test_a_budget_that_fits_nothing_names_the_nearest(project: Path) -> None:
-    build(project)
+def test_a_budget_that_fits_nothing_names_the_nearest(built: Path) -> None:
     with pytest.raises(DoesNotFitError, match=r"at least \d+ bytes") as caught:
-        load(project / "small.pi", vram_budget=1)
+        load(built / "small.pi", vram_budget=1)
     assert caught.value.exit_code == 4
 
 
@@ -233,26 +301,19 @@ def test_a_machine_on_which_no_hand_over_pays_gets_no_placement(project: Path) -
         assert model.manifest.plans == ()
 
 
-def test_a_profile_of_another_model_is_refused(project: Path) -> None:
-    build(project)
-    store = project / ".pi-build" / "small"
-    (own,) = store.glob("profile-*.npz")
-    hf.random_llama(project / "model", intermediate_size=192, num_hidden_layers=3)
-    build(project)
-    (other,) = store.glob("profile-*.npz")
-    foreign = other.read_bytes()
-    hf.random_llama(project / "model", intermediate_size=192, num_hidden_layers=2)
-    build(project)
-    own.write_bytes(foreign)
-    with pytest.raises(ProfileError, match="stale, or of another model"):
-        build(project)
-
-    checkpoint, profile = open_checkpoint(project / "model"), ActivationProfile.load(own)
+def test_a_profile_of_another_model_is_refused(built: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = Path(shutil.copytree(built, tmp_path_factory.mktemp("other"), dirs_exist_ok=True))
+    hf.random_llama(other / "model", intermediate_size=192, num_hidden_layers=3)
+    profile = pipeline(other).profile
+    (own,) = (built / ".pi-build" / "small").glob("profile-*.npz")
+    (foreign,) = (other / ".pi-build" / "small").glob("profile-*.npz")
+    shutil.copy(foreign, own)
+    with pytest.raises(ProfileError, match="stale"):
+        build(built)
     with pytest.raises(ProfileError, match="of another model"):
-        pack(checkpoint, PackSpec(), project / "b.pi", recipe={}, profile=profile)
+        pack(open_checkpoint(built / "model"), PackSpec(), built / "b.pi", recipe={}, profile=profile)
 
 
-def test_a_damaged_record_of_what_was_packed_only_packs_again(project: Path) -> None:
-    _, before = build(project)
-    (project / ".pi-build" / "small" / "packed.json").write_text('{"key": "a')
-    assert build(project) == (["pack"], before)
+def test_a_damaged_record_of_what_was_packed_only_packs_again(built: Path, report: dict[str, object]) -> None:
+    (built / ".pi-build" / "small" / "packed.json").write_text('{"key": "a')
+    assert build(built) == (["pack"], report)

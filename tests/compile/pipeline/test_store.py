@@ -128,6 +128,7 @@ def other(store: Store) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no advisory locks there")
 @pytest.mark.parametrize("killed", [False, True], ids=["ends", "killed"])
 def test_a_second_process_waits_and_says_so(store: Store, killed: bool) -> None:

@@ -15,10 +15,10 @@ from pi_compile.cost_model.workload import Workload
 from pi_compile.machine.profile import Machine
 from pi_compile.pipeline.lock_file import lock_text
 from pi_compile.pipeline.recipe_placement import Placed
-from pi_compile.placement.formulation import Sizes
+from pi_compile.placement.formulation import Problem, Sizes
 from pi_compile.placement.hot_mass import least_neurons
 from pi_compile.placement.stage import Placement, ladder, place
-from pi_compile.planning.baselines import layer_split, powerinfer
+from pi_compile.planning.baselines import Baselines
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import DoesNotFitError
 
@@ -32,9 +32,9 @@ def test_equals_brute_force_over_cuts_and_sides(seed: int) -> None:
         expected = brute(work, m, vram, ram)
         if expected is None:
             with pytest.raises(DoesNotFitError):
-                place(work, m, vram, ram)
+                place(Problem.of(work, m), vram, ram)
         else:
-            found = place(work, m, vram, ram)
+            found = place(Problem.of(work, m), vram, ram)
             assert found.assignment == expected, (seed, case)
             assert sum(found.gpu_bytes.values()) <= vram
             assert sum(found.ram_bytes.values()) <= ram
@@ -72,7 +72,7 @@ def test_time_and_bytes_are_those_of_the_cuts_of_the_experts() -> None:
     split = 0
     for _ in range(30):
         work, m = random_experts(rng, d_ff=100), random_machine(rng)
-        found = place(work, m, Sizes.of(work).all_on_gpu // 2, MUCH)
+        found = place(Problem.of(work, m), Sizes.of(work).all_on_gpu // 2, MUCH)
         row = FfnBytes.of(work.decoder, work.formats)
         assert found.gpu_bytes["ffn"] == sum(found.plan.cuts) * (row.first + row.rest)
         for n, (time, cut) in enumerate(zip(found.time.layers, found.assignment.cuts, strict=True)):
@@ -100,7 +100,7 @@ def test_hot_mass_has_the_most_activations_of_all_cuts_of_the_experts() -> None:
         for _ in range(6):
             work = random_experts(rng, layers=1, d_ff=192)
             sizes, decoder = Sizes.of(work), work.decoder
-            found = place(work, m, int(rng.integers(0, sizes.all_on_gpu)), MUCH, objective="hot-mass")
+            found = place(Problem.of(work, m), int(rng.integers(0, sizes.all_on_gpu)), MUCH, objective="hot-mass")
             least = least_neurons(m, work.of_routed_experts(sizes.parts.neuron))
             own, best = work.counts[0].reshape(decoder.n_experts, -1), 0
             room = found.vram - sum(found.gpu_bytes.values()) + found.gpu_bytes["ffn"]
@@ -116,14 +116,15 @@ def test_greedy_and_the_rivals_keep_the_budget_and_are_no_faster() -> None:
     for _ in range(8):
         work, m = random_experts(rng, layers=3, d_ff=192), random_machine(rng)
         vram = Sizes.of(work).all_on_gpu * int(rng.integers(20, 110)) // 100
-        best, quick = place(work, m, vram, MUCH), place(work, m, vram, MUCH, solver="greedy")
-        mass = place(work, m, vram, MUCH, objective="hot-mass")
+        problem = Problem.of(work, m)
+        best, quick = place(problem, vram, MUCH), place(problem, vram, MUCH, solver="greedy")
+        mass = place(problem, vram, MUCH, objective="hot-mass")
         for found in (quick, mass):
             assert sum(found.gpu_bytes.values()) <= vram
             assert found.time.total >= best.time.total
             assert [sum(own_cuts(work, found, n)) for n in range(3)] == list(found.assignment.cuts)
-        assert powerinfer(work, m, vram).gpu_bytes <= vram
-        assert layer_split(work, m, vram).gpu_bytes <= vram
+        assert Baselines(work, m).powerinfer(vram).gpu_bytes <= vram
+        assert Baselines(work, m).layer_split(vram).gpu_bytes <= vram
 
 
 def test_an_expert_that_the_router_prefers_has_more_on_the_gpu() -> None:
@@ -131,7 +132,7 @@ def test_an_expert_that_the_router_prefers_has_more_on_the_gpu() -> None:
     routed = np.array([[900, 100]] * 2)
     counts = (np.repeat(routed, 640, axis=1) * rng.random((2, 1280)) ** 4).astype(int)
     work = workload(counts, routed=routed, n_experts=2, experts_per_token=1)
-    found = place(work, machine(0.01), Sizes.of(work).all_on_gpu // 2, MUCH)
+    found = place(Problem.of(work, machine(0.01)), Sizes.of(work).all_on_gpu // 2, MUCH)
     for n in range(2):
         busy, idle = own_cuts(work, found, n)
         assert busy > idle
@@ -142,11 +143,12 @@ def test_the_digest_knows_how_tokens_were_routed() -> None:
     work = random_experts(rng)
     assert work.routed is not None
     other = replace(work, routed=work.routed + 1)
-    assert place(work, machine(), 60_000, MUCH).digest != place(other, machine(), 60_000, MUCH).digest
+    digests = {place(Problem.of(one, machine()), 60_000, MUCH).digest for one in (work, other)}
+    assert len(digests) == 2
 
 
 def test_a_lock_has_the_cuts_of_the_experts() -> None:
     work = random_experts(np.random.default_rng(2))
-    placements = ladder(work, machine())
+    placements = ladder(Problem.of(work, machine()))
     text = lock_text(Placed(inputs={}, placements=placements))
     assert all(f"cuts = {own_cuts(work, p, n)}" in text for p in placements for n in range(2))

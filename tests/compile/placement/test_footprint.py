@@ -8,12 +8,20 @@ from support.placeable import workload
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_compile.cost_model.processors import CPU, GPU
-from pi_compile.cost_model.workload import LayerWork
 from pi_compile.placement import formulation
 from pi_compile.placement.formulation import PREFILL_TOKENS, Sizes, all_cpu
-from pi_runtime.artifact.footprint import PROMPT_TOKENS, gpu_workspace_bytes, prompt_block, streamed_bytes
+from pi_compile.results.activation_profile import LayerWork
+from pi_runtime.artifact.buffers import (
+    PROMPT_TOKENS,
+    gpu_workspace_bytes,
+    prompt_block,
+    streamed_bytes,
+    weight_padding,
+)
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.sizes import array_specs
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.plan_choice import choose_plan
 from pi_runtime.execution.stand_in import StandInExecutor
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 
@@ -65,8 +73,8 @@ def test_buffers_and_cache_are_what_a_run_allocates(family: str, tmp_path: Path)
     sizes = Sizes.of(workload(np.ones((2, 200)), layers, context=100, family=family, context_length=128))
     assert PREFILL_TOKENS == BLOCK_TOKENS
     with Artifact.open(path) as artifact:
-        executor = StandInExecutor(artifact, "auto", 100, 1, plan)
-        assert allocated(executor) == pytest.approx(sizes.workspace[CPU], rel=0.01)
+        executor = StandInExecutor(artifact, "auto", 1, choose_plan(artifact, 100, 1 << 40))
+        assert allocated(executor) == sizes.workspace[CPU]
         executor.close()
     assert KVCache(artifact.manifest, 100).values.nbytes == 2 * sizes.cache
 
@@ -78,10 +86,12 @@ def test_the_gpu_has_room_for_prompts(share: int, monkeypatch: pytest.MonkeyPatc
     work = workload(np.ones((2, 2000)), (LayerWork(rung="predicted", rank=9),) * 2, context=100, d_model=128)
     sizes = Sizes.of(work)
     model = sizes.all_on_gpu - sizes.workspace[GPU] - 2 * sizes.cache
-    one = gpu_workspace_bytes(work.decoder, 9, 100, 1)
+    specs = array_specs(work.decoder, work.formats, [9, 9], profiled=False)
+    one = weight_padding(specs) + gpu_workspace_bytes(work.decoder, 9, 100, 1)
     assert 0 <= sizes.workspace[GPU] - one <= model // share
-    tokens, streamed = (1, 0) if share == 64 else (64, streamed_bytes(work.decoder, sizes.parts.neuron))
-    assert sizes.workspace[GPU] == gpu_workspace_bytes(work.decoder, 9, 100, tokens) + streamed
+    tokens, streamed = (1, 0) if share == 64 else (64, streamed_bytes(specs, work.decoder))
+    assert streamed_bytes(specs, work.decoder) == 2 * 1024 * sizes.parts.neuron
+    assert sizes.workspace[GPU] == weight_padding(specs) + gpu_workspace_bytes(work.decoder, 9, 100, tokens) + streamed
 
 
 def test_blocks_of_prompts() -> None:

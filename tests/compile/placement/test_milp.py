@@ -9,7 +9,7 @@ from support.paths import ROOT
 from support.placeable import MUCH, machine, random_budgets, random_experts, random_machine, random_workload, workload
 
 from pi_compile.cli.main import app
-from pi_compile.placement.formulation import Sizes
+from pi_compile.placement.formulation import Problem, Sizes
 from pi_compile.placement.solvers.mixed_integer_program import MixedIntegerProgram
 from pi_compile.placement.stage import place
 from pi_runtime import console
@@ -24,12 +24,12 @@ def test_least_time_is_what_the_default_solver_finds(seed: int) -> None:
         m = random_machine(rng)
         vram, ram = random_budgets(rng, work)
         try:
-            expected = place(work, m, vram, ram)
+            expected = place(Problem.of(work, m), vram, ram)
         except DoesNotFitError:
             with pytest.raises(DoesNotFitError):
-                place(work, m, vram, ram, solver="highs")
+                place(Problem.of(work, m), vram, ram, solver="highs")
             continue
-        found = place(work, m, vram, ram, solver="highs")
+        found = place(Problem.of(work, m), vram, ram, solver="highs")
         assert found.time.total == pytest.approx(expected.time.total, rel=1e-6, abs=1e3)
         assert found.gap == pytest.approx(0, abs=1e-6)
         assert found.bound_ns is not None
@@ -44,8 +44,8 @@ def test_most_hot_mass_is_what_the_knapsack_finds(seed: int) -> None:
     for sync_us in (0.0, 0.3):
         work, m = workload(rng.integers(0, 1000, (3, 64 * 5 + 20))), machine(sync_us)
         vram = int(rng.integers(0, Sizes.of(work).all_on_gpu))
-        expected = place(work, m, vram, MUCH, objective="hot-mass")
-        found = place(work, m, vram, MUCH, objective="hot-mass", solver="highs")
+        expected = place(Problem.of(work, m), vram, MUCH, objective="hot-mass")
+        found = place(Problem.of(work, m), vram, MUCH, objective="hot-mass", solver="highs")
         assert found.activations_on_gpu == pytest.approx(expected.activations_on_gpu, rel=1e-9)
         assert (found.assignment.sides, found.gap) == (expected.assignment.sides, pytest.approx(0, abs=1e-9))
         assert sum(found.gpu_bytes.values()) <= vram
@@ -64,13 +64,13 @@ def test_a_program_with_a_known_optimum_and_one_without_a_solution() -> None:
 
 
 def test_too_little_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def out_of_time(self: MixedIntegerProgram, seconds: float) -> None:
+    def out_of_time(self: MixedIntegerProgram, *_: float) -> None:
         raise TimeoutError("Time limit reached")
 
     monkeypatch.setattr(MixedIntegerProgram, "solve", out_of_time)
     work = workload(np.random.default_rng(1).integers(0, 1000, (2, 640)))
     with pytest.raises(NotMetError, match=r"no placement in 0\.5 s") as error:
-        place(work, machine(), Sizes.of(work).all_on_gpu, MUCH, solver="highs", seconds=0.5)
+        place(Problem.of(work, machine()), Sizes.of(work).all_on_gpu, MUCH, solver="highs", seconds=0.5)
     assert_a_message(f"error: {error.value}")
 
 

@@ -9,12 +9,13 @@ import pytest
 from support.placeable import MUCH, brute, machine, random_budgets, random_machine, random_workload, workload
 
 from pi_compile.cost_model.processors import CPU, GPU
-from pi_compile.cost_model.workload import LayerWork, Workload
+from pi_compile.cost_model.workload import Workload
 from pi_compile.errors import ProfileError
 from pi_compile.machine.profile import Gpu, Machine, bundled_machines, find_machine, read_machine
-from pi_compile.placement.formulation import Sizes
+from pi_compile.placement.formulation import Problem, Sizes
 from pi_compile.placement.hot_mass import least_neurons
 from pi_compile.placement.stage import ladder, place
+from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.errors import DoesNotFitError
 
 
@@ -28,9 +29,9 @@ def test_equals_brute_force_over_cuts_and_sides(seed: int) -> None:
         expected = brute(work, m, vram, ram)
         if expected is None:
             with pytest.raises(DoesNotFitError):
-                place(work, m, vram, ram)
+                place(Problem.of(work, m), vram, ram)
         else:
-            assert place(work, m, vram, ram).assignment == expected, (seed, case)
+            assert place(Problem.of(work, m), vram, ram).assignment == expected, (seed, case)
 
 
 def test_three_layers_equal_brute_force() -> None:
@@ -38,13 +39,13 @@ def test_three_layers_equal_brute_force() -> None:
     for _ in range(6):
         work, m = random_workload(rng, layers=3), random_machine(rng)
         vram = Sizes.of(work).all_on_gpu * int(rng.integers(20, 100)) // 100
-        assert place(work, m, vram, MUCH).assignment == brute(work, m, vram, MUCH)
+        assert place(Problem.of(work, m), vram, MUCH).assignment == brute(work, m, vram, MUCH)
 
 
 def test_more_budget_is_never_slower_and_greedy_never_faster() -> None:
     work = workload(np.random.default_rng(1).integers(0, 1000, (4, 640)))
     whole = Sizes.of(work).all_on_gpu
-    found = [place(work, machine(0.05), whole * share // 10, MUCH) for share in range(11)]
+    found = [place(Problem.of(work, machine(0.05)), whole * share // 10, MUCH) for share in range(11)]
     times = [p.time.total for p in found]
     assert times == sorted(times, reverse=True)
     assert found[-1].assignment.cuts == (640,) * 4
@@ -57,7 +58,7 @@ def test_greedy_keeps_the_budgets_and_says_its_name() -> None:
     for _ in range(20):
         work, m = random_workload(rng, layers=3, groups=4), random_machine(rng)
         vram = Sizes.of(work).all_on_gpu * int(rng.integers(0, 110)) // 100
-        found = place(work, m, vram, MUCH, solver="greedy")
+        found = place(Problem.of(work, m), vram, MUCH, solver="greedy")
         assert sum(found.gpu_bytes.values()) <= vram
         assert (found.solver, found.gap) == ("greedy", None)
 
@@ -70,7 +71,7 @@ def test_hot_mass_has_the_most_activations_of_all_placements_with_its_sides() ->
             work = workload(rng.integers(0, 1000, (2, 64 * 3 + 20)))
             sizes = Sizes.of(work)
             vram = int(rng.integers(0, sizes.all_on_gpu))
-            found = place(work, m, vram, MUCH, objective="hot-mass")
+            found = place(Problem.of(work, m), vram, MUCH, objective="hot-mass")
             least = least_neurons(m, sizes.parts.neuron)
             best = 0
             for cuts in itertools.product([int(c) for c in work.cuts], repeat=2):
@@ -87,7 +88,8 @@ def test_time_is_no_worse_than_hot_mass() -> None:
     for _ in range(10):
         work, m = random_workload(rng, layers=3, groups=4), random_machine(rng)
         vram = Sizes.of(work).all_on_gpu * int(rng.integers(5, 100)) // 100
-        assert place(work, m, vram, MUCH).time.total <= place(work, m, vram, MUCH, objective="hot-mass").time.total
+        problem = Problem.of(work, m)
+        assert place(problem, vram, MUCH).time.total <= place(problem, vram, MUCH, objective="hot-mass").time.total
 
 
 def test_bytes_by_part_are_all_bytes_once() -> None:
@@ -96,7 +98,7 @@ def test_bytes_by_part_are_all_bytes_once() -> None:
     for _ in range(20):
         work = random_workload(rng)
         sizes = Sizes.of(work)
-        found = place(work, machine(), sizes.all_on_gpu // 2, MUCH)
+        found = place(Problem.of(work, machine()), sizes.all_on_gpu // 2, MUCH)
         both = {name: found.gpu_bytes[name] + found.ram_bytes[name] for name in found.gpu_bytes if name != "scratch"}
         twice = work.decoder.tied_head and found.assignment.embedding != found.assignment.head
         both["embedding"] -= sizes.parts.embedding if twice else 0
@@ -122,11 +124,11 @@ def changed(work: Workload, m: Machine) -> list[tuple[Workload, Machine, int, in
 
 def test_the_digest_knows_every_input_and_no_name() -> None:
     work, m = workload(np.random.default_rng(2).integers(1, 1000, (2, 256))), machine()
-    digests = {place(w, x, v, r, objective=o).digest for w, x, v, r, o in changed(work, m)}
-    own = place(work, m, 60_000, MUCH).digest
+    digests = {place(Problem.of(w, x), v, r, objective=o).digest for w, x, v, r, o in changed(work, m)}
+    own = place(Problem.of(work, m), 60_000, MUCH).digest
     assert len(digests | {own}) == len(changed(work, m)) + 1
     renamed = m.model_copy(update={"name": "other", "source": "elsewhere"})
-    assert place(work, renamed, 60_000, MUCH).digest == own
+    assert place(Problem.of(work, renamed), 60_000, MUCH).digest == own
 
 
 def test_what_does_not_fit_says_what_would() -> None:
@@ -134,23 +136,23 @@ def test_what_does_not_fit_says_what_would() -> None:
     sizes = Sizes.of(work)
     vram, ram = sizes.all_on_gpu // 4, (sizes.everything + sizes.workspace[CPU]) // 2
     with pytest.raises(DoesNotFitError) as caught:
-        place(work, machine(), vram, ram)
+        place(Problem.of(work, machine()), vram, ram)
     error = caught.value
     assert error.exit_code == 4
     assert str(sizes.everything) in str(error.expected)
     assert f"{vram} bytes of GPU memory and {ram} bytes of RAM" in str(error.found)
     more_ram, more_vram = (int(part.split()[0]) for part in str(error.remedy).split(" or "))
-    place(work, machine(), vram, more_ram)
-    place(work, machine(), more_vram, ram)
+    place(Problem.of(work, machine()), vram, more_ram)
+    place(Problem.of(work, machine()), more_vram, ram)
 
 
 def test_without_a_gpu_everything_is_on_the_cpu() -> None:
     work, m = workload(np.full((2, 128), 5)), machine(gpu=None, link=None)
-    found = place(work, m, MUCH, MUCH)
+    found = place(Problem.of(work, m), MUCH, MUCH)
     assert (found.assignment.uses_gpu, sum(found.gpu_bytes.values())) == (False, 0)
-    assert ladder(work, m) == ()
+    assert ladder(Problem.of(work, m)) == ()
     with pytest.raises(DoesNotFitError):
-        ladder(work, m, ram=1000)
+        ladder(Problem.of(work, m), ram=1000)
 
 
 def test_least_neurons_pays_for_the_hand_over_exactly() -> None:
@@ -166,7 +168,7 @@ def test_least_neurons_pays_for_the_hand_over_exactly() -> None:
 
 def test_the_ladder_rises_and_takes_further_budgets() -> None:
     work = workload(np.random.default_rng(3).integers(0, 1000, (3, 640)))
-    found = ladder(work, machine(), [100_000])
+    found = ladder(Problem.of(work, machine()), [100_000])
     plans = [p.plan for p in found]
     budgets = [plan.vram_bytes for plan in plans]
     assert 100_000 in budgets
@@ -175,7 +177,7 @@ def test_the_ladder_rises_and_takes_further_budgets() -> None:
     assert plans[-1].attention == ("gpu",) * 3
     assert all(plan.used_bytes <= plan.vram_bytes for plan in plans)
     with pytest.raises(DoesNotFitError, match="100 bytes hold no part"):
-        ladder(work, machine(), [100])
+        ladder(Problem.of(work, machine()), [100])
 
 
 @pytest.mark.parametrize("path", sorted(bundled_machines().glob("*.toml")), ids=lambda p: p.stem)

@@ -10,10 +10,11 @@ from support.synthetic import small_decoder
 
 from pi_compile.cost_model.processors import CPU, GPU
 from pi_compile.cost_model.token_time import costs_of, token_time
-from pi_compile.cost_model.workload import LayerWork, Workload
+from pi_compile.cost_model.workload import Workload
 from pi_compile.machine.profile import Cpu, Gpu, Link, Machine
 from pi_compile.placement.formulation import Sizes
-from pi_compile.planning.baselines import layer_split, powerinfer
+from pi_compile.planning.baselines import Baselines
+from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.artifact.sizes import PARTS
 
 MACHINE = Machine(
@@ -43,46 +44,46 @@ def test_whole_layers_from_the_last_one_on() -> None:
     dense = replace(w, layers=(LayerWork(rung="dense"),) * 4)
     sizes = Sizes.of(dense)
     one = sizes.attention(0) + 256 * sizes.parts.neuron
-    found = layer_split(w, MACHINE, 3 * one - 1)
+    found = Baselines(w, MACHINE).layer_split(3 * one - 1)
     assert (found.assignment.sides, found.assignment.cuts) == ((CPU, CPU, GPU, GPU), (0, 0, 256, 256))
     assert (found.assignment.head, found.gpu_bytes) == (CPU, 2 * one)
     assert (
         found.token_ps
         == token_time(costs_of(dense, MACHINE), found.assignment.sides, found.assignment.cuts, 0, 0).total
     )
-    everything = layer_split(w, MACHINE, 1 << 30)
+    everything = Baselines(w, MACHINE).layer_split(1 << 30)
     assert (everything.assignment.sides, everything.assignment.head) == ((GPU,) * 4, GPU)
-    assert everything.token_ps < found.token_ps < layer_split(w, MACHINE, 0).token_ps
+    assert everything.token_ps < found.token_ps < Baselines(w, MACHINE).layer_split(0).token_ps
 
 
 def test_attention_comes_first_then_the_head_then_the_hottest_neurons() -> None:
     w = work()
     sizes = Sizes.of(replace(w, context=0))
     attention, head, group = sizes.attention(0), sizes.parts.head + sizes.parts.final_norm, 64 * sizes.parts.neuron
-    few = powerinfer(w, MACHINE, 3 * attention)
+    few = Baselines(w, MACHINE).powerinfer(3 * attention)
     assert (few.assignment.sides, few.assignment.head, few.assignment.cuts) == ((GPU, GPU, GPU, CPU), CPU, (0,) * 4)
-    more = powerinfer(w, MACHINE, 4 * attention + head + 3 * group)
+    more = Baselines(w, MACHINE).powerinfer(4 * attention + head + 3 * group)
     assert (more.assignment.sides, more.assignment.head, more.assignment.cuts) == ((GPU,) * 4, GPU, (0, 64, 64, 64))
     assert more.gpu_bytes == 4 * attention + head + 3 * group
 
 
 def test_keys_and_values_stay_in_ram() -> None:
     """Twice the cache costs the same with all of it on the GPU as with nothing there: it is the CPU's to read."""
-    w, longer = work(), replace(work(), context=128)
-    cost = [powerinfer(longer, MACHINE, v).token_ps - powerinfer(w, MACHINE, v).token_ps for v in (0, 1 << 30)]
+    short, long = Baselines(work(), MACHINE), Baselines(replace(work(), context=128), MACHINE)
+    cost = [long.powerinfer(v).token_ps - short.powerinfer(v).token_ps for v in (0, 1 << 30)]
     assert cost[0] == cost[1] > 0
 
 
 def test_a_tied_head_is_put_on_the_gpu_once_more() -> None:
     w = work(tied=True)
     sizes = Sizes.of(replace(w, context=0))
-    found = powerinfer(w, MACHINE, 4 * sizes.attention(0) + sizes.parts.embedding + sizes.parts.final_norm)
+    found = Baselines(w, MACHINE).powerinfer(4 * sizes.attention(0) + sizes.parts.embedding + sizes.parts.final_norm)
     assert (found.assignment.embedding, found.assignment.head) == (CPU, GPU)
 
 
 def test_without_a_gpu_everything_is_on_the_cpu() -> None:
     alone = MACHINE.model_copy(update={"gpu": None, "link": None})
-    for found in (layer_split(work(), alone, 0), powerinfer(work(), alone, 0)):
+    for found in (Baselines(work(), alone).layer_split(0), Baselines(work(), alone).powerinfer(0)):
         assert (set(found.assignment.sides), sum(found.assignment.cuts), found.gpu_bytes) == ({CPU}, 0, 0)
 
 

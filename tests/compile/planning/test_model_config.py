@@ -258,6 +258,7 @@ def test_every_family_is_held_against_something() -> None:
     assert set(adapters()) - tested == {"RefinedWeb", "RefinedWebModel", "minicpm", "sparsellama", "turbosparsemixtral"}
 
 
+@pytest.mark.slow
 def test_a_config_is_read_without_torch() -> None:
     adapters = "from pi_compile.checkpoint.families.registry import adapters; adapters()"
     code = f"import sys; {adapters}; print({{'torch', 'numba', 'safetensors'}} & {{*sys.modules}})"

@@ -23,15 +23,17 @@ pytest.importorskip("matplotlib")
 from support.planned import CONFIG, MACHINE
 
 from pi_compile.cli.main import app
+from pi_compile.cli.options import PlanOptions
 from pi_compile.cli.plan_request import plan_request
+from pi_compile.cost_model.workload import Workload
 from pi_compile.pipeline.lock_file import lock_path
-from pi_compile.placement.activation_file import ActivationFile
+from pi_compile.placement.formulation import Problem
 from pi_compile.placement.stage import place
-from pi_compile.planning.forecast import PlanSpec, activation_counts
+from pi_compile.planning.forecast import PlanSpec, activation_profile
+from pi_compile.report.colours import COLOURS
 from pi_compile.report.explanation import Budget, Explanation, busy, explain
 from pi_compile.report.page import answer_of, report_page
 from pi_compile.report.quantities import NBSP, digits, duration, percent, span
-from pi_compile.report.style import COLOURS
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_runtime import console
 
@@ -40,7 +42,7 @@ HERE = ("config.json", "--machine", "m.toml", "--vram-budget", "300KiB", "--coun
 Run = Callable[..., str]
 
 
-def activations(layers: int = 4, neurons: int = 256, seed: int = 0) -> ActivationFile:
+def activations(layers: int = 4, neurons: int = 256, seed: int = 0) -> ActivationProfile:
     """Counts that differ from layer to layer."""
     rng = np.random.default_rng(seed)
     decoder = small_decoder(
@@ -48,8 +50,7 @@ def activations(layers: int = 4, neurons: int = 256, seed: int = 0) -> Activatio
     )
     counts = (1000 * rng.random((layers, neurons)) ** rng.uniform(2, 8, (layers, 1))).astype(np.uint64)
     order = np.argsort(-counts.astype(np.int64), axis=1).astype(np.uint32)
-    profile = ActivationProfile(decoder=decoder, tokens=1000, counts=counts, order=order, inputs="x")
-    return ActivationFile.of(profile, {})
+    return ActivationProfile(decoder=decoder, tokens=1000, counts=counts, order=order, inputs="x")
 
 
 def fill(folder: Path) -> Path:
@@ -91,8 +92,7 @@ def report(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def request(target: str, **options: Any) -> PlanSpec:
-    names = ("machine", "vram_budget", "ram_budget", "curve", "density", "counts", "fmt", "ctx_size")
-    return plan_request(target, **{**dict.fromkeys(names), **options})
+    return plan_request(PlanOptions(model=target, **options))
 
 
 def explained(target: str, **options: Any) -> Explanation:
@@ -190,6 +190,7 @@ def test_every_colour_has_a_light_and_a_dark_value(page: str) -> None:
     assert not re.findall(r"(?:fill|stroke): #", page)
 
 
+@pytest.mark.slow
 def test_the_same_placement_gives_the_same_bytes(page: str, folder: Path) -> None:
     """Also in another process with other hashes, and whatever the user's own matplotlib settings are."""
     (folder / "matplotlibrc").write_text("font.size: 30\naxes.grid: True\nsvg.fonttype: path\n")
@@ -318,9 +319,10 @@ def test_many_layers_stay_readable(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 96}))
     activations(layers=96).save(folder / "p.npz")
     spec = request("config.json", machine="m.toml", vram_budget="4MiB", counts=Path("p.npz"))
-    activation = activation_counts(spec)
-    work = activation.workload(spec.model.decoder, spec.formats, spec.context)
-    placement = place(work, spec.machine, spec.vram, spec.ram, solver="greedy")  # at once; the page is the same
+    activation = activation_profile(spec)
+    work = Workload.of(activation, spec.formats, spec.context)
+    # The greedy solver answers at once, and the page is the same.
+    placement = place(Problem.of(work, spec.machine), spec.vram, spec.ram, solver="greedy")
     rates = {"prefill_tokens_per_s": 1.0, "layer_split_tokens_per_s": 1.0, "powerinfer_tokens_per_s": 1.0}
     asked = Budget(vram=spec.vram, ram=spec.ram, asked=True, placement=placement, **rates)
     e = Explanation(
@@ -397,6 +399,7 @@ def test_what_does_not_fit_leaves_no_page(folder: Path, capsys: pytest.CaptureFi
     assert sorted(path.name for path in folder.iterdir()) == ["alone.toml", "config.json", "m.toml", "p.npz"]
 
 
+@pytest.mark.slow
 def test_a_missing_extra_is_named(folder: Path) -> None:
     process = child("import sys; sys.modules['matplotlib'] = None", "report", *HERE, "-o", "page.html")
     out, err = process.communicate(timeout=60)

@@ -10,7 +10,7 @@ import pytest
 from support.synthetic import small_decoder
 
 from pi_compile.errors import ProfileError
-from pi_compile.results.activation_profile import ActivationProfile
+from pi_compile.results.activation_profile import VERSION, ActivationProfile
 
 LAYERS, NEURONS, TOKENS = 2, 70, 1000
 DECODER = replace(small_decoder(), n_layers=LAYERS, d_ff=NEURONS)
@@ -27,7 +27,8 @@ def made(**changes: Any) -> ActivationProfile:
 def stored(path: Path, **changes: Any) -> Path:
     """A file with other arrays than `save` would write."""
     p = made()
-    meta = {"decoder": asdict(p.decoder), "tokens": p.tokens, "inputs": p.inputs, **changes.pop("meta", {})}
+    meta = {"version": VERSION, "decoder": asdict(p.decoder), "tokens": p.tokens, "inputs": p.inputs}
+    meta |= {"formats": {}, "layers": [], "predictor_format": "", **changes.pop("meta", {})}
     arrays = {"meta": np.array(json.dumps(meta)), "counts": p.counts, "order": p.order, **changes}
     np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
     return path
@@ -88,7 +89,9 @@ def test_figures() -> None:
 
 
 def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match=r"no such profile\n  try: pi-compile profile RECIPE makes one"):
+    with pytest.raises(
+        ProfileError, match=r"no such activation profile\n  try: `pi-compile profile RECIPE --export FILE`"
+    ):
         ActivationProfile.load(tmp_path / "a.npz")
 
 
@@ -136,9 +139,12 @@ def test_a_damaged_file_is_refused_or_means_the_same(tmp_path: Path) -> None:
         pytest.param({"meta": {"tokens": "many"}}, "meta.tokens: expected int, found 'many'", id="no-number"),
         pytest.param({"meta": {"decoder": {}}}, "meta.decoder.d_model: missing", id="no-decoder"),
         pytest.param({"meta": {"more": 1}}, "meta.more: unknown key", id="unknown-key"),
+        pytest.param({"meta": {"version": 1}}, "meta.version: expected 2, found 1", id="version"),
         pytest.param({"meta": {"tokens": TOKENS // 2}}, "counts above the 500 tokens", id="counts-above-tokens"),
         pytest.param({"meta": {"tokens": 0}, "counts": np.zeros((2, 70), np.uint8)}, "the 0 tokens", id="no-tokens"),
-        pytest.param({"counts": np.zeros((2, 71), np.uint8)}, "expected: (2, 70)", id="shape"),
+        pytest.param(
+            {"counts": np.zeros((2, 71), np.uint8)}, "an array of shape (2, 71), expected (2, 70)", id="shape"
+        ),
         pytest.param({"counts": np.zeros((2, 70))}, "not an activation profile", id="floats"),
         pytest.param({"counts": np.full((2, 70), -1)}, "not an activation profile", id="negative"),
         pytest.param({"order": np.zeros((2, 70), np.uint8)}, "does not name every neuron once", id="order"),

@@ -21,7 +21,7 @@ from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn, sign_agreement
 from pi_compile.training.quality import LayerSums, measure_quality
-from pi_compile.training.stage import BYTES
+from pi_compile.training.spec import BYTES
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import PARTS, FfnBytes
@@ -140,7 +140,7 @@ def test_thresholds_and_signs_are_packed(tmp_path: Path, ffn_format: str) -> Non
         inputs="",
     )
     profile = ActivationProfile(decoder=d, tokens=100, counts=counts, order=order, inputs="")
-    refined = trained.apply_thresholds(profile)
+    refined = trained.refine(profile)
     assert np.array_equal(refined.counts[1], quality.layers[1].fired.numpy() * 100 // 32)
     assert (np.diff(refined.ordered_counts()[1].astype(np.int64).reshape(-1)[:64]) <= 0).all()
     assert np.array_equal(refined.counts[::2], counts[::2])

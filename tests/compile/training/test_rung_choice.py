@@ -15,13 +15,13 @@ from pi_compile.training.candidates import Candidate
 from pi_compile.training.rung_choice import BISECTIONS, choose_rungs, not_met
 from pi_runtime.artifact.schema import Layer
 
-EXACT = Candidate(layer=Layer(rung="gate"), reads=Reads(rung="gate", predictor=0, first=100, rest=0), error=0.0)
+EXACT = Candidate(layer=Layer(rung="gate"), reads=Reads(first=100, rest=0), error=0.0)
 
 
 def predicted(time: float, error: float, fmt: str = "f16", rank: int = 32) -> Candidate:
     return Candidate(
         layer=Layer(rung="predicted", rank=rank), format=fmt, error=error,
-        reads=Reads(rung="predicted", predictor=0, first=time, rest=0),
+        reads=Reads(first=time, rest=0),
     )  # fmt: skip
 
 

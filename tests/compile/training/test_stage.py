@@ -44,8 +44,7 @@ from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
 from pi_compile.training import candidates, stage
 from pi_compile.training.quality import measure_quality
-from pi_compile.training.rung_choice import TUNE_FRACTIONS
-from pi_compile.training.stage import BYTES
+from pi_compile.training.spec import BYTES, TUNE_FRACTIONS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import NotMetError
@@ -277,13 +276,13 @@ def test_a_smooth_model_may_have_thresholds(run: Callable[..., PredictorSet], tm
             assert row.density < 0.99
             assert row.ffn_bytes == pytest.approx(D_FF * 2 * D_MODEL * (1 + 2 * row.density))
             assert counts.mean() / trained.counted_tokens == pytest.approx(row.density, abs=0.1)
-    refined = trained.apply_thresholds(model[1])
+    refined = trained.refine(model[1])
     for n, row in enumerate(trained.rows):
         assert refined.density()[n] == pytest.approx(row.density, abs=0.1)
     trained.save(tmp_path / "a.npz")
     loaded = PredictorSet.load(tmp_path / "a.npz")
     assert loaded.digest() == trained.digest()
-    assert refined.digest() == loaded.apply_thresholds(model[1]).digest()
+    assert refined.digest() == loaded.refine(model[1]).digest()
 
 
 def test_little_memory_finds_the_same(
@@ -335,7 +334,7 @@ def test_time_and_not_bytes_decides(run: Callable[..., PredictorSet]) -> None:
         Processor("a", 0, {"": 10**9}, {"gather": {"f16": 10**6}}, None),
         Processor("b", 10**12, {"": 10**9}, {}, None),
     )
-    assert predicted("a", stage.BYTES) > predicted("b", slow_to_pick)
+    assert predicted("a", BYTES) > predicted("b", slow_to_pick)
     assert predicted("c", slow_to_start) == 0
     trained = run("c", processor=slow_to_start)
     assert trained.rows[0].ffn_us == pytest.approx(2e6 + trained.rows[0].ffn_bytes / 1e3)

@@ -30,7 +30,7 @@ from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
 from pi_compile.training.candidates import LOST_ENERGY, initial_ranks
 from pi_compile.training.histogram import Histogram
 from pi_compile.training.quality import measure_quality
-from pi_compile.training.stage import BYTES
+from pi_compile.training.spec import BYTES
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import PARTS, FfnBytes, array_specs
@@ -134,8 +134,8 @@ def test_bytes_read_are_those_of_the_artifact(sparse: Any, ffn: str, ffn_format:
     first, rest = (specs[f"layers/0/ffn/{name}"].nbytes_with_scales for name in ("first", "rest"))
     predictor = sum(spec.nbytes for name, spec in specs.items() if "predictor" in name)
     neuron = FfnBytes(d, ffn_format, predictor_format)
-    assert Reads.of(neuron, "dense", None, 0.5, 0.5).total == first + rest
-    assert Reads.of(neuron, "gate", None, 1.0, 1.0).total == first + rest
-    assert Reads.of(neuron, "gate", None, 1.0, 0.0).total == first
-    assert Reads.of(neuron, "predicted", 40, 1.0, 1.0).total == first + rest + predictor
-    assert Reads.of(neuron, "predicted", 40, 0.0, 0.0).total == predictor
+    assert Reads.of(neuron, Layer(rung="dense"), 0.5, 0.5).total == first + rest
+    assert Reads.of(neuron, Layer(rung="gate"), 1.0, 1.0).total == first + rest
+    assert Reads.of(neuron, Layer(rung="gate"), 1.0, 0.0).total == first
+    assert Reads.of(neuron, Layer(rung="predicted", rank=40), 1.0, 1.0).total == first + rest + predictor
+    assert Reads.of(neuron, Layer(rung="predicted", rank=40), 0.0, 0.0).total == predictor

@@ -10,21 +10,18 @@ pytest.importorskip("torch")
 from support.synthetic import small_decoder
 
 from pi_compile.training import work_estimate
-from pi_compile.training.candidates import LadderSpec, initial_ranks
+from pi_compile.training.candidates import initial_ranks
 from pi_compile.training.rung_choice import BISECTIONS
-from pi_compile.training.stage import BYTES
+from pi_compile.training.spec import TrainSpec
 from pi_compile.training.work_estimate import ProgressMeter, TrainingWork
 
-SPEC = LadderSpec(
-    rungs=("gate", "predicted"), formats=("f16",), ffn_format="f16", processor=BYTES, batch=512, steps=300,
-    learning_rate=1e-3, error=1e-4,
-)  # fmt: skip
+SPEC = TrainSpec(rungs=("gate", "predicted"), steps=300)
 LLAMA_7B = small_decoder(
     d_model=4096, d_ff=11008, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, ffn="gated", vocab_size=32000
 )
 
 
-def work(d: Any = LLAMA_7B, spec: LadderSpec = SPEC, fit: int = 400_000) -> TrainingWork:
+def work(d: Any = LLAMA_7B, spec: TrainSpec = SPEC, fit: int = 400_000) -> TrainingWork:
     return TrainingWork.of(d, spec, 0.1, fit, 16_384, 16_384)
 
 
@@ -54,7 +51,7 @@ def test_a_7b_is_estimated() -> None:
 
 def test_more_to_try_takes_longer() -> None:
     base = work().estimate("cpu").seconds
-    assert work(spec=replace(SPEC, formats=("f16", "q8", "q4"))).estimate("cpu").seconds > base
+    assert work(spec=replace(SPEC, predictor_formats=("f16", "q8", "q4"))).estimate("cpu").seconds > base
     assert work(spec=replace(SPEC, steps=600)).estimate("cpu").seconds > base
     assert work(spec=replace(SPEC, rungs=("gate", "threshold"))).estimate("cpu").seconds < base
 

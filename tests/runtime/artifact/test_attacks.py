@@ -15,8 +15,8 @@ from support.paths import GOLDEN
 from support.synthetic import bare_manifest, small_decoder
 
 from pi_runtime.artifact import layout, verify
-from pi_runtime.artifact.manifest_file import manifest_json
-from pi_runtime.artifact.records import End
+from pi_runtime.artifact.decoding import canonical_json
+from pi_runtime.artifact.records import End, central_record
 from pi_runtime.artifact.schema import ArrayEntry, FileEntry
 from pi_runtime.artifact.sizes import PARTS
 
@@ -231,7 +231,7 @@ def test_arrays_far_larger_than_the_file(scratch: Path) -> None:
         },
         files={"tokenizer.json": FileEntry(offset=files["tokenizer.json"].data, nbytes=2, sha256=ZEROS)},
     )
-    generated, trailing = layout.trailer(specs, manifest_json(changed), offset)
-    directory = layout.directory([*arrays.values(), *files.values(), *generated])
+    generated, trailing = layout.trailer(specs, canonical_json(changed), offset)
+    directory = b"".join(map(central_record, [*arrays.values(), *files.values(), *generated]))
     end = End(len(arrays) + 1 + len(generated), len(directory), len(trailing)).pack(len(PREFIX) + 64)
     assert "after the last entry" in refused(scratch, seal(trailing + directory + end + PREFIX))

@@ -165,6 +165,7 @@ def test_zip_tools_accept_it_and_data_is_aligned(tmp_path: Path) -> None:
     assert [k for n, k in enumerate(kinds) if not n or kinds[n - 1] != k] == ["array", "file", "node", "file"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("unzip"), reason="no unzip")
 def test_unzip_accepts_it() -> None:
     done = subprocess.run(["unzip", "-tq", GOLDEN], capture_output=True, text=True, check=False)

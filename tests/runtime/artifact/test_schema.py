@@ -12,7 +12,7 @@ from support.paths import GOLDEN, ROOT
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import MAX_DEPTH, canonical_json, parse_json
-from pi_runtime.artifact.manifest_file import manifest_json, read_manifest
+from pi_runtime.artifact.manifest_file import read_manifest
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import FORMAT_VERSION, ArrayEntry, FileEntry, Layer, Manifest, Plan, Text
 from pi_runtime.errors import ArtifactError
@@ -31,7 +31,7 @@ def manifest() -> Manifest:
 
 
 def refused(manifest: Manifest, change: Callable[[Any], object]) -> str:
-    value = json.loads(manifest_json(manifest))
+    value = json.loads(canonical_json(manifest))
     change(value)
     with pytest.raises(ArtifactError) as caught:
         read_manifest(canonical_json(value), "a.pi")
@@ -53,7 +53,7 @@ def test_canonical_spelling() -> None:
 @given(recipe=st.dictionaries(texts, values, max_size=3))
 def test_manifest_round_trips(manifest: Manifest, recipe: dict[str, Any]) -> None:
     changed = Manifest(**{**{f.name: getattr(manifest, f.name) for f in fields(manifest)}, "recipe": recipe})
-    assert read_manifest(manifest_json(changed), "a.pi") == changed
+    assert read_manifest(canonical_json(changed), "a.pi") == changed
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_nesting_has_an_end(manifest: Manifest) -> None:
     ],
 )
 def test_one_spelling_only(manifest: Manifest, spelling: Callable[[bytes], bytes]) -> None:
-    text = spelling(manifest_json(manifest))
-    assert text != manifest_json(manifest)
+    text = spelling(canonical_json(manifest))
+    assert text != canonical_json(manifest)
     with pytest.raises(ArtifactError, match="not in canonical JSON"):
         read_manifest(text, "a.pi")
 

@@ -9,6 +9,8 @@ from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.reader import Artifact
 
+pytestmark = pytest.mark.slow
+
 READ = """
 import sys
 from pi_runtime.artifact.reader import Artifact

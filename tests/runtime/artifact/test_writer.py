@@ -132,6 +132,7 @@ def test_a_disk_large_enough(tmp_path: Path) -> None:
     verify(tmp_path / "a.pi")
 
 
+@pytest.mark.slow
 @posix
 def test_a_limit_of_the_system(old: Path) -> None:
     before = old.read_bytes()
@@ -240,6 +241,7 @@ def test_blocks_may_share_one_buffer(tmp_path: Path) -> None:
         np.testing.assert_array_equal(artifact.values("embedding")[:, 0], np.arange(257))
 
 
+@pytest.mark.slow
 @posix
 def test_a_killed_writer_leaves_the_old_file_and_the_next_one_cleans_up(old: Path) -> None:
     before = old.read_bytes()

@@ -49,7 +49,7 @@ def test_zip64_is_refused_where_it_is_not_needed(tmp_path: Path, monkeypatch: py
 def test_a_sparse_file_of_real_size(tmp_path: Path) -> None:
     """Records around 5 GiB of nothing, as Python's zipfile reads them."""
     first = place("a/c/0", 5 << 30, 0, 4096)
-    second = place("b/c/0", 3, first.data + first.size, 64).with_crc(crc32(b"abc"))
+    second = place("b/c/0", 3, first.data + first.size, 64)._replace(crc=crc32(b"abc"))
     path, directory = tmp_path / "a.zip", central_record(first) + central_record(second)
     with path.open("wb") as file:
         file.write(local_header(first))

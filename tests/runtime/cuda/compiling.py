@@ -1,11 +1,11 @@
-"""Compiles every kernel that a run starts, for real GPUs and without one: `python compiling.py ARTIFACT [ARCH]`.
+"""Compiles every kernel that a run starts, for real GPUs and without one: `compiling.py [--arch 90] ARTIFACT…`.
 
 Triton compiles for any GPU on any machine. A driver that only names the GPU stands in for NVIDIA's. Launches compile
-and start nothing, so results stay zero; a run asks for no number and goes on. Prints Triton's version, the kind of GPU,
-and the kernels.
+and start nothing, so results stay zero; a run asks for no number and goes on. Prints Triton's version and the kind of
+GPU, then each artifact's kernels on a line.
 """
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.cuda.memory.devices import Interpreted, configure_libraries
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.plan_choice import allocation
 
 SHARED_BYTES = 99 << 10
 """Shared memory that a program may have on the GPUs of PCs (sm_86, sm_89, sm_120)."""
@@ -72,7 +73,8 @@ def run(artifact: Path, arch: int) -> set[str]:
     try:
         opened = Artifact.open(artifact)
         for plan in opened.manifest.plans:
-            executor = CudaExecutor(Artifact.open(artifact), "auto", 48, 1, plan, Compiled(), 1 << 40, stream_from=1)
+            taken = allocation(opened.manifest, plan, 48, 1 << 40)
+            executor = CudaExecutor(Artifact.open(artifact), "auto", 1, taken, Compiled(), stream_from=1)
             cache = KVCache(opened.manifest, 48)
             step(executor, [1, 2], cache, select=False)
             step(executor, [3], cache, select=True)
@@ -83,5 +85,10 @@ def run(artifact: Path, arch: int) -> set[str]:
 
 
 if __name__ == "__main__":
-    chosen = int(sys.argv[2]) if len(sys.argv) > 2 else 90
-    print(triton.__version__, chosen, *sorted(run(Path(sys.argv[1]), chosen)))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifacts", nargs="+", type=Path, metavar="ARTIFACT")
+    parser.add_argument("--arch", type=int, default=90, help="which GPU: 86 for sm_86")
+    asked = parser.parse_args()
+    print(triton.__version__, asked.arch)
+    for artifact in asked.artifacts:
+        print(*sorted(run(artifact, asked.arch)))

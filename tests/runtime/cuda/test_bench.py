@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.gpu_bench import predicting
 from support.gpu_bench.model import OPT, REGLU, SEVEN, TINY, make_model, manifest_of
 from support.gpu_bench.stored import dequantised, store
 from support.gpu_bench.targets import verdicts
@@ -56,18 +57,19 @@ def test_weights_are_stored_as_the_format_says(fmt: str, columns: int) -> None:
     np.testing.assert_array_equal(dequantised(fmt, stored, scales, columns), meant)
 
 
-@pytest.mark.parametrize("fmt", ["f16", "q4"])
-def test_from_end_to_end(tmp_path: Path, fmt: str) -> None:
-    (definition, *rows), _ = run(tmp_path, "--device", "cpu", "--tiny", "--format", fmt)
-    assert (definition["what"], definition["share"] > 0) == ("dense, all on the GPU", True)
-    assert [row["what"] for row in rows[:3]] == ["ours", "layers, sparse", "layers, dense"]
-    (offload,) = rows[3:]
-    real = all(importlib.util.find_spec(name) for name in ("accelerate", "transformers"))
-    assert offload["what"].startswith("accelerate " if real else "copy of accelerate")
-    assert [row["format"] for row in rows] == [fmt, fmt, fmt, "f16"]
-    assert all(row["decode"] > 0 for row in rows)
-    assert 0 < rows[0]["neurons"] < 1
-    assert rows[0]["handover_us"] is not None
+@pytest.mark.slow
+def test_from_end_to_end(tmp_path: Path, long: bool) -> None:
+    for fmt in ("f16", "q8", "q4") if long else ("f16",):
+        (definition, *rows), _ = run(tmp_path, "--device", "cpu", "--tiny", "--format", fmt)
+        assert (definition["what"], definition["share"] > 0) == ("dense, all on the GPU", True)
+        assert [row["what"] for row in rows[:3]] == ["ours", "layers, sparse", "layers, dense"]
+        (offload,) = rows[3:]
+        real = all(importlib.util.find_spec(name) for name in ("accelerate", "transformers"))
+        assert offload["what"].startswith("accelerate " if real else "copy of accelerate")
+        assert [row["format"] for row in rows] == [fmt, fmt, fmt, "f16"]
+        assert all(row["decode"] > 0 for row in rows)
+        assert 0 < rows[0]["neurons"] < 1
+        assert rows[0]["handover_us"] is not None
 
 
 def test_targets() -> None:
@@ -89,9 +91,10 @@ def test_targets() -> None:
 
 
 @pytest.mark.parametrize("fmt", ["f16", "q4"])
-def test_predictions(tmp_path: Path, fmt: str) -> None:
-    rows, printed = run(tmp_path, "--predict", "--format", fmt)
-    assert printed.startswith("Predicted, not measured")
+def test_predictions(tmp_path: Path, fmt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    predicting.show(fmt, tmp_path / "rows.json")
+    assert capsys.readouterr().out.startswith("Predicted, not measured")
+    rows = json.loads((tmp_path / "rows.json").read_text())
     machines: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
         machines.setdefault((row["machine"], row["model"], row["curve"]), []).append(row)

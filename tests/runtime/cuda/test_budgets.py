@@ -1,33 +1,50 @@
 """Bytes on the GPU are those that were planned, and a budget gets the best stored plan that fits."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.gpu_running import ALL_ON_GPU, CONTEXT, EXPERTS, LAYERS, NEURONS, SPLIT, model, of_size, plan_of, running
+from support.gpu_running import (
+    ALL_ON_GPU,
+    CONTEXT,
+    EXPERTS,
+    LAYERS,
+    NEURONS,
+    ROOM,
+    SPLIT,
+    allocated_bytes,
+    model,
+    of_size,
+    plan_of,
+    running,
+    weight_bytes,
+)
 from support.placeable import MUCH, machine, workload
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_compile.cost_model.processors import GPU
-from pi_compile.cost_model.workload import LayerWork
 from pi_compile.placement import formulation
+from pi_compile.placement.formulation import Problem
 from pi_compile.placement.stage import place
+from pi_compile.results.activation_profile import LayerWork
 from pi_runtime import load
-from pi_runtime.artifact.footprint import PartBytes, gpu_workspace_bytes, kv_bytes, streamed_bytes
+from pi_runtime.artifact.buffers import (
+    PROMPT_TOKENS,
+    gpu_products,
+    gpu_prompt_block,
+    gpu_workspace_bytes,
+    kv_bytes,
+    table_bytes,
+    weight_padding,
+)
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.sizes import array_specs
 from pi_runtime.cuda import opening
-from pi_runtime.cuda.executor import prompt_room
-from pi_runtime.cuda.kernels.tiling import Tiling
+from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.cuda.memory.weight_streaming import streaming_bytes
-from pi_runtime.cuda.memory.workspace import Workspace
-from pi_runtime.cuda.opening import fitting_plan
-from pi_runtime.cuda.plan_layout import needed_bytes, weight_bytes
 from pi_runtime.cuda.prefill.crossover import crossover_tokens
 from pi_runtime.errors import DoesNotFitError
 from pi_runtime.execution import devices
+from pi_runtime.execution.plan_choice import allocation, choose_plan, needed_bytes
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
@@ -49,56 +66,35 @@ def test_weights_and_cache_are_what_was_counted(family: str, fmt: str, tmp_path:
         )
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
-def test_the_workspace_is_within_what_was_counted(family: str, gpu: Device) -> None:
-    """The workspace with the tiles of a GPU."""
-    experts = EXPERTS if family == "mixtral" else {}
-    shape = {"d_model": 256, "d_ff": 700, "n_heads": 8, "head_dim": 32, **experts}
-    decoder = small_decoder("llama" if experts else family, **shape)
-    workspace = Workspace.allocate(decoder, 40, 100, of_size(gpu, 0, tiling=Tiling()))
-    counted = gpu_workspace_bytes(decoder, 40, 100, 0)
-    assert counted * 0.5 <= workspace.nbytes <= counted
-
-
 @pytest.mark.parametrize("fmt", ["f16", "q4"])
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
-def test_streamed_weights_are_within_what_was_counted(family: str, fmt: str, tmp_path: Path) -> None:
-    """A chunk is of one expert where there are experts."""
+def test_a_run_allocates_what_was_planned(family: str, fmt: str, tmp_path: Path, gpu: Device) -> None:
+    """Everything but what dense products take while they run, which torch hands out; from the smallest budget on."""
     experts = EXPERTS if family == "mixtral" else {}
-    with Artifact.open(model(tmp_path / "a.pi", "llama" if experts else family, fmt, **experts)) as artifact:
-        manifest, d = artifact.manifest, artifact.manifest.decoder
-    specs = array_specs(d, manifest.formats, [None] * d.n_layers, profiled=False)
-    counted = streamed_bytes(d, PartBytes.of(specs, d.vocab_size, d.neurons).neuron)
-    assert counted * 0.9 <= streaming_bytes(manifest) <= counted
-
-
-def test_the_best_plan_that_fits(tmp_path: Path) -> None:
-    sides = ["gpu"] * 2
-    plans = tuple(replace(plan_of(sides, (c, c)), vram_bytes=1 << 40, used_bytes=1) for c in (0, 64, NEURONS))
-    path = random_artifact(tmp_path / "a.pi", small_decoder(d_ff=NEURONS), plans=plans)
+    plan = SPLIT if not experts else plan_of(["gpu", "cpu", "gpu"], (NEURONS, 0, 64) * LAYERS, "cpu-gpu")
+    path = model(tmp_path / "a.pi", "llama" if experts else family, fmt, plans=(plan,), **experts)
     with Artifact.open(path) as artifact:
-        needs = [needed_bytes(artifact.manifest, plan, CONTEXT, 1) for plan in plans]
-        for budget, n in ((needs[0], 0), (needs[1] - 1, 0), (needs[1], 1), (needs[2], 2), (1 << 40, 2)):
-            assert fitting_plan(artifact, CONTEXT, budget, 1 << 40) == plans[n]
-        with pytest.raises(DoesNotFitError, match=f"--vram-budget {needs[0]}") as caught:
-            fitting_plan(artifact, CONTEXT, needs[0] - 1, 1 << 40)
-        assert caught.value.exit_code == 4
-        with pytest.raises(DoesNotFitError, match="the card has 5 free"):
-            fitting_plan(artifact, CONTEXT, 5, 5)
-    with (
-        Artifact.open(model(tmp_path / "b.pi")) as artifact,
-        pytest.raises(DoesNotFitError, match="holds no placement"),
-    ):
-        fitting_plan(artifact, CONTEXT, 1 << 40, 1 << 40)
+        rng = np.random.default_rng(0)
+        for context, more in ((CONTEXT, 1), *rng.integers(2, 60, (2, 2)).tolist(), (CONTEXT, ROOM)):
+            budget = more * needed_bytes(artifact.manifest, plan, context)
+            taken = choose_plan(artifact, context, budget)
+            executor = CudaExecutor(Artifact.open(path), "auto", 1, taken, gpu, stream_from=1)
+            assert allocated_bytes(executor) == taken.total - taken.products
+            assert taken.total <= budget
+            assert executor.block_tokens == taken.block_tokens
+            executor.close()
+    assert taken.streamed
+    assert taken.block_tokens == PROMPT_TOKENS[0]
 
 
-def test_prompts_are_read_in_blocks_that_fit(tmp_path: Path, gpu: Device) -> None:
-    path = model(tmp_path / "a.pi")
-    with Artifact.open(path) as artifact:
-        least = needed_bytes(artifact.manifest, SPLIT, CONTEXT, 16)
-    for budget, tokens in ((1 << 40, 512), (least, 16), (least - 1, 1)):
-        with running(path, SPLIT, gpu, budget=budget) as executor:
-            assert executor.block_tokens == tokens
+def test_prompts_are_read_in_blocks_that_fit(tmp_path: Path) -> None:
+    with Artifact.open(model(tmp_path / "a.pi")) as artifact:
+        m = artifact.manifest
+    one = allocation(m, SPLIT, CONTEXT, 0)
+    least = one.total - one.block - one.products
+    least += table_bytes(gpu_prompt_block(m.decoder, 16), gpu_products(m.decoder, 16))
+    for budget, tokens in ((1 << 40, 512), (least, 16), (least - 1, 1), (0, 1)):
+        assert allocation(m, SPLIT, CONTEXT, budget).block_tokens == tokens
 
 
 @pytest.mark.parametrize("share", [1, 64])
@@ -112,14 +108,16 @@ def test_a_placement_leaves_room_for_prompts(share: int, tmp_path: Path, monkeyp
     one = gpu_workspace_bytes(work.decoder, 7, CONTEXT, 1)
     for part in (3, 2, 1):
         room = (sizes.all_on_gpu - sizes.workspace[GPU]) // part
-        plan = place(work, machine(), sizes.workspace[GPU] + room, MUCH).plan
+        plan = place(Problem.of(work, machine()), sizes.workspace[GPU] + room, MUCH).plan
         with Artifact.open(path) as artifact:
             manifest = artifact.manifest
         assert any(plan.cuts)
-        assert needed_bytes(manifest, plan, CONTEXT, 1) - one == plan.used_bytes - sizes.workspace[GPU]
-        tokens, streamed = prompt_room(manifest, plan, CONTEXT, plan.used_bytes)
-        assert tokens > 1 or share == 64
-        assert streamed or share == 64 or part == 1
+        padding = weight_padding(manifest.arrays)
+        assert needed_bytes(manifest, plan, CONTEXT) - one - padding == plan.used_bytes - sizes.workspace[GPU]
+        taken = allocation(manifest, plan, CONTEXT, plan.used_bytes)
+        assert taken.total <= plan.used_bytes
+        assert taken.block_tokens > 1 or share == 64
+        assert taken.streamed or share == 64 or part == 1
 
 
 @pytest.fixture

@@ -5,13 +5,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.gpu_running import CONTEXT, assert_same, assert_same_answers, decoded, model, plan_of, read, running
+from support.gpu_running import (
+    CONTEXT,
+    assert_same,
+    assert_same_answers,
+    decoded,
+    model,
+    plan_of,
+    read,
+    running,
+    weight_bytes,
+)
 from support.steps import step
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.cuda.plan_layout import weight_bytes
 from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels import reference

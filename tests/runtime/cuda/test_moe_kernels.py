@@ -15,7 +15,7 @@ from pi_runtime.cuda.kernels.compaction import NeuronList
 from pi_runtime.cuda.kernels.moe import DeviceCuts, Routing
 from pi_runtime.cuda.kernels.sign_selection import select_by_signs
 from pi_runtime.cuda.kernels.tiling import Tiling
-from pi_runtime.cuda.plan_layout import Cuts
+from pi_runtime.execution.plan_layout import Cuts
 from pi_runtime.kernels import reference
 
 EXPERTS = st.integers(2, 9)
@@ -74,7 +74,7 @@ def test_expert_neurons(device: torch.device, n_experts: int, width: int, data: 
     """Rows on the GPU are those of the experts' first neurons, one expert after the other."""
     cuts, expert_K, rng = drawn(n_experts, width, data)
     routing, route_weight_K = routing_of(device, expert_K, rng)
-    device_cuts = DeviceCuts.of(cuts, width, device)
+    device_cuts = DeviceCuts.of(cuts, width, torch.zeros(2, n_experts, dtype=torch.int32, device=device))
     on_device = [e * width + i for e in range(n_experts) for i in range(cuts.cut_X[e])]
     wanted = [e * width + i for e in expert_K for i in range(cuts.cut_X[e])]
     found, rows = list_of(device, cuts.hot), torch.full((cuts.hot + 3,), -1, dtype=torch.int32, device=device)

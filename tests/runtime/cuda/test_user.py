@@ -20,6 +20,7 @@ from pi_runtime.cuda.memory import weights
 from pi_runtime.cuda.memory.devices import Device, configure_libraries
 from pi_runtime.cuda.memory.pinned_staging import PinnedStaging
 from pi_runtime.execution import devices
+from pi_runtime.execution.plan_choice import choose_plan
 
 FREE = 1 << 20
 
@@ -62,8 +63,9 @@ def test_a_card_with_less_memory_free_than_the_budget(run: Run) -> None:
 def test_nothing_fits(run: Run) -> None:
     code, out, err = run("--device", "cuda:0", "--vram-budget", "2KiB")
     assert (code, out) == (4, "")
-    assert "no stored placement fits the GPU\n  expected: at least" in err
-    assert "try: --device cpu, a smaller --ctx-size, or --vram-budget" in err
+    assert "no stored placement fits the GPU budget with a context of 16 tokens\n  expected: at least" in err
+    assert "try: --vram-budget" in err
+    assert "--device cpu (without --vram-budget)" in err
 
 
 def test_automatic_says_why_the_gpu_is_not_used(run: Run, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +73,7 @@ def test_automatic_says_why_the_gpu_is_not_used(run: Run, gpu: Device, monkeypat
     code, _, err = run()
     assert code == 0
     assert "the GPU is not used" in err
-    assert "the card has 1000 free" in err
+    assert "1000 bytes, all that the GPU has free" in err
 
 
 @pytest.mark.parametrize(
@@ -119,19 +121,22 @@ def test_a_fault_is_one_error(run: Run, monkeypatch: pytest.MonkeyPatch, fault: 
     assert LIMITS[-1] is None
 
 
+@pytest.mark.slow
 def test_it_may_be_the_first_thing_that_a_process_does(tmp_path: Path, gpu: Device) -> None:
     """Kernels from the cache start no threads, so the executor has to."""
     plan = stored_plan((0, 0), 1, 1)
     path = random_artifact(tmp_path / "a.pi", small_decoder(), plans=(plan,))
-    CudaExecutor(Artifact.open(path), "auto", 16, 1, plan, gpu, 1 << 40).close()  # they are in the cache now
+    artifact = Artifact.open(path)
+    CudaExecutor(artifact, "auto", 1, choose_plan(artifact, 16, 1 << 40), gpu).close()  # they are in the cache now
     script = (
         "import sys\n"
         "from pathlib import Path\n"
         "from pi_runtime.artifact.reader import Artifact\n"
         "from pi_runtime.cuda.memory.devices import Interpreted\n"
         "from pi_runtime.cuda.executor import CudaExecutor\n"
+        "from pi_runtime.execution.plan_choice import choose_plan\n"
         "artifact = Artifact.open(Path(sys.argv[1]))\n"
-        "CudaExecutor(artifact, 'auto', 16, 1, artifact.manifest.plans[0], Interpreted(), 1 << 40).close()"
+        "CudaExecutor(artifact, 'auto', 1, choose_plan(artifact, 16, 1 << 40), Interpreted()).close()"
     )
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(

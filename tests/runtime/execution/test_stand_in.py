@@ -9,10 +9,7 @@ import pytest
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import load
-from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Plan
-from pi_runtime.errors import DoesNotFitError, UsageError
-from pi_runtime.execution.plan_choice import gpu_bytes
 from pi_runtime.execution.stand_in import NeuronWorker, StandInExecutor
 from pi_runtime.model import Model
 
@@ -105,45 +102,3 @@ def test_a_fault_on_either_side_surfaces_and_the_model_still_works(broken: str, 
         setattr(sides, broken, whole)
         model.decode(5, model.new_cache())
     assert not [t for t in threading.enumerate() if t.name.startswith("pi-stand-in")]
-
-
-def test_the_budget_picks_the_plan(tmp_path: Path) -> None:
-    ladder = [stored_plan((c, c), b, b - 1) for b, c in ((100, 0), (200, 64), (300, 128))]
-    path = random_artifact(tmp_path / "a.pi", small_decoder(d_ff=200), plans=ladder)
-    for budget, cut in ((99, 0), (198, 0), (199, 64), (10**9, 128), (None, 128)):
-        with load(path, device="stand-in", vram_budget=budget) as model:
-            assert model.plan is not None
-            assert model.plan.cuts == (cut, cut)
-    with pytest.raises(DoesNotFitError, match="at least 99 bytes"):
-        load(path, vram_budget=98)
-    with pytest.raises(UsageError, match="--device cpu"):
-        load(path, device="cpu", vram_budget=98)
-
-
-def test_a_longer_cache_counts_against_the_budget(tmp_path: Path) -> None:
-    """Of 4 layers, 2 key-value heads of 8 and float32: 128 bytes a position and layer on the GPU, and 32 of angles."""
-    decoder = small_decoder(context_length=512, n_layers=4)
-    ladder = [
-        stored_plan((c,) * 4, 10_000, used, attention=("gpu",) * on_gpu + ("cpu",) * (4 - on_gpu))
-        for used, c, on_gpu in ((1000, 8, 0), (5000, 16, 2), (9000, 24, 4))
-    ]
-    path = random_artifact(tmp_path / "a.pi", decoder, plans=ladder)
-    longer = {0: 32, 2: 32 + 2 * 128, 4: 32 + 4 * 128}
-    with Artifact.open(path) as artifact:
-        manifest = artifact.manifest
-    for context in (32, 64, 65, 512):
-        needed = [plan.used_bytes + (context - 64) * longer[plan.attention.count("gpu")] for plan in ladder]
-        for plan, nbytes in zip(ladder, needed, strict=True):
-            assert gpu_bytes(plan, manifest, context) == nbytes
-            fitting = [n for n in needed if n <= nbytes]
-            with load(path, vram_budget=nbytes, context=context) as model:
-                assert model.plan == ladder[needed.index(max(fitting))]
-    with pytest.raises(DoesNotFitError, match=r"context of 512 tokens(?s:.)*at least 15336 bytes(?s:.)*--ctx-size 64"):
-        load(path, vram_budget=9000, context=512)
-
-
-def test_without_a_placement_a_budget_is_refused(tmp_path: Path) -> None:
-    path = random_artifact(tmp_path / "a.pi", small_decoder())
-    for arguments in ({"vram_budget": 10**9}, {"device": "stand-in"}):
-        with pytest.raises(DoesNotFitError, match="holds no placement"):
-            load(path, **arguments)

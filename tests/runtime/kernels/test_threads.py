@@ -10,6 +10,8 @@ import pytest
 from support.paths import SUPPORT
 from support.synthetic import random_artifact, small_decoder
 
+pytestmark = pytest.mark.slow
+
 FORMATS = ["f16", "q8", "q4"]
 THREADS = (1, 2, 3, 5)
 CHILD = SUPPORT / "thread_bits.py"

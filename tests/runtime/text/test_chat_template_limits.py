@@ -14,6 +14,8 @@ from pi_runtime.errors import TemplateError
 from pi_runtime.text import chat_template as module
 from pi_runtime.text.chat_template import Limits, render
 
+pytestmark = pytest.mark.slow
+
 USER = [{"role": "user", "content": "hi"}]
 # Minutes for what memory, output or the sandbox must stop, so that a busy machine changes no result.
 PATIENT = Limits(seconds=120.0, memory_bytes=128 << 20, output_bytes=100_000)

@@ -72,5 +72,5 @@ def test_without_stops_everything_passes() -> None:
 
 @pytest.mark.parametrize("stops", [[""], ["a", ""], "END", [1]])
 def test_what_is_no_stop_string_is_refused(stops: list[str]) -> None:
-    with pytest.raises(UsageError, match="--stop"):
+    with pytest.raises(UsageError):
         StopStrings(stops)

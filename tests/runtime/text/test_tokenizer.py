@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import ArtifactError, PromptError
-from pi_runtime.text.tokenizer import Tokenizer
+from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
 BARE = Text(prefix_ids=(), end_ids=())
 LETTERS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -75,7 +75,7 @@ def make(kind: str, text: Text = BARE, extra: int = 2) -> Tokenizer:
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[str], str]:
-    stream = tokenizer.stream()
+    stream = TextStream(tokenizer)
     return [stream.push(token_id) for token_id in ids], stream.finish()
 
 
@@ -166,7 +166,7 @@ def test_ids_outside_the_vocabulary(token_id: int) -> None:
     with pytest.raises(PromptError, match=f"{token_id} is not in the vocabulary"):
         tokenizer.decode([1, token_id])
     with pytest.raises(PromptError, match=f"{token_id} is not in the vocabulary"):
-        tokenizer.stream().push(token_id)
+        TextStream(tokenizer).push(token_id)
 
 
 def test_tokenizer_larger_than_the_model() -> None:

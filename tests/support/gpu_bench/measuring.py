@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pi_runtime.artifact.buffers import kv_bytes
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import kv_bytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.kernels import ffn_neurons, residual, row_dot

@@ -11,9 +11,9 @@ neuron's byte only when the neuron fires.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from pi_runtime.artifact.buffers import gpu_products, gpu_prompt_block, streamed_bytes, table_bytes
 from pi_runtime.artifact.schema import Manifest, Plan
-from pi_runtime.cuda.memory.weight_streaming import streaming_bytes
-from pi_runtime.cuda.plan_layout import needed_bytes
+from pi_runtime.execution.plan_choice import allocation
 
 GROUP, CUT_STEPS = 64, 32
 """A cut is a multiple of this many neurons; fractions of the largest cut that are tried."""
@@ -32,11 +32,17 @@ class Case:
 def budgets(manifest: Manifest, context: int) -> list[Case]:
     """Fractions of the model, and attention, cache and head with fractions of the FFN; the most interesting first."""
     every = all_on_gpu(manifest, context)
-    whole = needed_bytes(manifest, every, context, TOKENS) + streaming_bytes(manifest)
+    whole = bytes_with_blocks(manifest, every, context, TOKENS) + streamed_bytes(manifest.arrays, manifest.decoder)
     bare = whole - sum(every.cuts) * neuron_bytes(manifest)
     shares = [Case(f"{n} % of the model", whole * n // 100) for n in (25, 50, 10)]
     beside = [Case(f"attention, KV, head, {n} % of FFN", bare + (whole - bare) * n // 100) for n in (10, 25, 50)]
     return [Case("100 % of the model", whole), shares[0], beside[0], *shares[1:], *beside[1:]]
+
+
+def bytes_with_blocks(manifest: Manifest, plan: Plan, context: int, tokens: int) -> int:
+    """GPU bytes of a run that reads prompts in blocks of so many tokens, without streamed weights."""
+    d, a = manifest.decoder, allocation(manifest, plan, context, budget=0)
+    return a.weights + a.cache + a.workspace + table_bytes(gpu_prompt_block(d, tokens), gpu_products(d, tokens))
 
 
 def neuron_bytes(manifest: Manifest) -> int:
@@ -70,7 +76,7 @@ def attention_first(manifest: Manifest, budget: int, context: int, seconds: Call
 
     def fits(tried: Plan) -> bool:
         # With memory for cold weights that are streamed for a prompt.
-        return needed_bytes(manifest, tried, context, TOKENS) + streaming_bytes(manifest) <= budget
+        return bytes_with_blocks(manifest, tried, context, TOKENS) + streamed_bytes(manifest.arrays, d) <= budget
 
     def first_that_fits(*tries: Plan) -> Plan:
         return next(p for p in (*tries, plan) if p is plan or fits(p))
@@ -94,7 +100,7 @@ def whole_layers(manifest: Manifest, budget: int, context: int) -> Plan:
     for count in range(d.n_layers, 0, -1):
         sides = ("cpu",) * (d.n_layers - count) + ("gpu",) * count
         tried = _cut(replace(plan, attention=sides, head="gpu"), d.d_ff, d.d_ff)
-        if needed_bytes(manifest, tried, context, TOKENS) <= budget:
+        if bytes_with_blocks(manifest, tried, context, TOKENS) <= budget:
             return tried
     return plan
 

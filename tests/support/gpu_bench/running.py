@@ -10,6 +10,7 @@ from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.decode.schedule import Call
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory.devices import Device
+from pi_runtime.execution.plan_choice import allocation
 from support.gpu_bench.model import MemoryArtifact
 from support.steps import step
 
@@ -39,7 +40,8 @@ def measure(
 ) -> Measurement:
     """Open an executor, decode `tokens` tokens after a prompt, and time its parts."""
     d = artifact.manifest.decoder
-    executor = CudaExecutor(artifact, mode, plan.context, threads, plan, device, budget)  # type: ignore[arg-type]
+    taken = allocation(artifact.manifest, plan, plan.context, budget)
+    executor = CudaExecutor(artifact, mode, threads, taken, device)  # type: ignore[arg-type]
     try:
         ids = token_ids(d.vocab_size)
         prefill = _prefill(executor, ids[:prompt])

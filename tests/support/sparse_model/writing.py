@@ -50,5 +50,5 @@ def _write(path: Path, spec: Spec, matrices: Matrices, threshold_L: Sequence[flo
                     matrix = matrix.rows(np.arange(array.shape[0]) % len(matrix.stored))
                 writer.add_stored(name, array, matrix.stored, matrix.scales)
         writer.add_file("tokenizer.json", byte_tokenizer())
-        text, provenance = Text(prefix_ids=(), end_ids=()), {"made_by": "tests/sparse_model"}
+        text, provenance = Text(prefix_ids=(), end_ids=()), {"made_by": "tests/support/sparse_model"}
         writer.finish(replace(bare_manifest(d, spec.formats, ranks), text=text, provenance=provenance))

@@ -73,11 +73,12 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         assert_equal_logits(found, wanted)
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", CASES)
-def test_whatever_the_sizes(case: str, seed: int, tmp_path: Path) -> None:
-    model = random_checkpoint(tmp_path, case, sizes=random_sizes(case, seed))
-    checkpoint = open_checkpoint(tmp_path)
-    wanted = theirs(model, checkpoint)
-    for found in (profiled(checkpoint), packed(checkpoint, tmp_path / "a.pi")):
-        assert_equal_logits(found, wanted)
+def test_whatever_the_sizes(case: str, tmp_path: Path, long: bool) -> None:
+    for seed in range(5 if long else 1):
+        folder = tmp_path / str(seed)
+        model = random_checkpoint(folder, case, sizes=random_sizes(case, seed))
+        checkpoint = open_checkpoint(folder)
+        wanted = theirs(model, checkpoint)
+        for found in (profiled(checkpoint), packed(checkpoint, folder / "a.pi")):
+            assert_equal_logits(found, wanted)

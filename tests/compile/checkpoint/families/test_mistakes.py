@@ -94,7 +94,7 @@ def test_a_config_that_lies_about_neurons(copy: Copy, family: str) -> None:
     folder = copy(family)
     edit_json(folder / "config.json", **{NEURONS.get(family, "intermediate_size"): 54})
     message = refusal(folder)
-    assert "tensors have not the shape that config.json calls for" in message
+    assert "tensors do not have the shape that config.json calls for" in message
     assert "54" in message
 
 
@@ -106,7 +106,7 @@ def test_a_tensor_of_another_shape(copy: Copy, family: str, array: str) -> None:
     tensor = load_file(folder / "model.safetensors")[name]
     edit_tensors(folder, **{name: tensor[:-1]})
     message = refusal(folder)
-    assert "1 tensors have not the shape" in message
+    assert "1 tensors do not have the shape" in message
     assert f"{name} {tuple(tensor.shape)}" in message
     edit_tensors(folder, name)
     assert f"no {name}" in refusal(folder)

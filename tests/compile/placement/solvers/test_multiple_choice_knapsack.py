@@ -1,23 +1,17 @@
-"""The exact knapsack against brute force, against HiGHS's own search, and against itself by its other search."""
+"""The exact knapsack against brute force, against HiGHS's branch and bound, and with other multipliers."""
 
 import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 
-import highspy
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pi_compile.placement.solvers import multiple_choice_knapsack
-from pi_compile.placement.solvers.multiple_choice_knapsack import (
-    ItemClass,
-    Solution,
-    search_labels,
-    search_table,
-    solve,
-)
+from pi_compile.placement.solvers.mixed_integer_program import MixedIntegerProgram
+from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, Solution, solve
 
 
 def brute(classes: Sequence[ItemClass], capacity: int) -> tuple[int, ...]:
@@ -71,20 +65,8 @@ def test_equals_brute_force_for_any_options(drawn_classes: list[list[tuple[int, 
     assert solve(classes, capacity).items == brute(classes, capacity)
 
 
-@pytest.mark.parametrize("search", [search_table, search_labels], ids=["table", "labels"])
-def test_each_search_alone_equals_brute_force(search: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiple_choice_knapsack, "search_table", search)
-    monkeypatch.setattr(multiple_choice_knapsack, "search_labels", search)
-    rng = np.random.default_rng(7)
-    for _ in range(300):
-        classes = drawn(rng, 3, 5, 6)
-        capacity = capacity_of(rng, classes)
-        assert solve(classes, capacity).items == brute(classes, capacity), (classes, capacity)
-
-
 def test_a_front_grown_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(8)
-    monkeypatch.setattr(multiple_choice_knapsack, "TABLE_CELLS", -1)
     cases = [drawn(rng, 6, 12, 5) for _ in range(40)]
     capacities = [capacity_of(rng, classes) for classes in cases]
     whole = [solve(*case).items for case in zip(cases, capacities, strict=True)]
@@ -93,12 +75,8 @@ def test_a_front_grown_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("multiplier", [Fraction(0), Fraction(1, 3), Fraction(10**6)], ids=str)
-@pytest.mark.parametrize("cells", [-1, 1 << 18], ids=["labels", "table"])
-def test_the_multiplier_decides_nothing_but_speed(
-    multiplier: Fraction, cells: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_multiplier_decides_nothing_but_speed(multiplier: Fraction, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(9)
-    monkeypatch.setattr(multiple_choice_knapsack, "TABLE_CELLS", cells)
     cases = [drawn(rng, 5, 10, 1000) for _ in range(30)]
     capacities = [capacity_of(rng, classes) for classes in cases]
     expected = [solve(*case).items for case in zip(cases, capacities, strict=True)]
@@ -108,18 +86,14 @@ def test_the_multiplier_decides_nothing_but_speed(
 
 def highs_optimum(classes: Sequence[ItemClass], capacity: int) -> int:
     """The same problem with binaries, by HiGHS's branch and bound at zero gap."""
-    class_of = np.repeat(np.arange(len(classes), dtype=np.int32), [len(c.weights) - 1 for c in classes])
-    weights = np.concatenate([c.weights[1:] for c in classes]).astype(float)
-    values = np.concatenate([c.values[1:] for c in classes]).astype(float)
-    model = multiple_choice_knapsack._model(class_of, weights, values, len(classes), float(capacity))
-    model.integrality_ = np.full(len(class_of), highspy.HighsVarType.kInteger)
-    highs = highspy.Highs()
-    options = {"output_flag": False, "threads": 1, "mip_rel_gap": 0.0, "mip_abs_gap": 0.0}
-    for name, value in options.items():
-        highs.setOptionValue(name, value)
-    highs.passModel(model)
-    highs.run()
-    return round(highs.getInfo().objective_function_value)
+    program = MixedIntegerProgram(maximise=True)
+    items = [program.variables(c.values) for c in classes]
+    for taken in items:
+        program.row([(taken, 1.0)], 1.0, 1.0)
+    program.row([(taken, c.weights) for taken, c in zip(items, classes, strict=True)], 0.0, capacity)
+    answer = program.solve(60.0)
+    assert answer is not None
+    return round(answer.objective)
 
 
 def test_equals_the_branch_and_bound_of_highs() -> None:

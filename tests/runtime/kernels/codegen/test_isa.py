@@ -93,6 +93,7 @@ def test_avxvnni_through_avx512_keeps_to_256_bits() -> None:
     assert not any(f.startswith("-") for f in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", isa.NAMES)
 def test_each_set_computes_the_same(name: str) -> None:
     """Those that this machine has, each in a process of its own, with the kernel cache that all processes share."""

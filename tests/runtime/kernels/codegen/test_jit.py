@@ -112,6 +112,7 @@ def test_cold_until_something_is_compiled() -> None:
     assert not jit.is_cold()
 
 
+@pytest.mark.slow
 def test_one_compilation_serves_all_models_and_later_processes(tmp_path: Path) -> None:
     paths = [
         random_artifact(tmp_path / "a.pi", small_decoder(), format="bf16", ranks=[3, None]),

@@ -22,6 +22,7 @@ def test_the_threading_layer_has_a_name() -> None:
     assert threading_layer() in ("omp", "tbb", "workqueue")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [None, "0", "1000", "100000", "300"])
 def test_libgomp_is_told_once_and_a_users_own_value_stands(own: str | None) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}

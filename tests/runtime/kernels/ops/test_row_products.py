@@ -156,9 +156,7 @@ def test_every_bit_pattern_multiplies(fmt: str, lane: int) -> None:
 
 
 @FEW
-@given(
-    st.sampled_from(WEIGHT_FORMATS), st.integers(1, 14), st.integers(1, 20), st.integers(1, 700), st.integers(0, 99)
-)
+@given(st.sampled_from(WEIGHT_FORMATS), st.integers(1, 14), st.integers(1, 20), st.integers(1, 700), st.integers(0, 99))
 @example("f16", 13, 9, 2048, 0)
 @example("q8", 13, 9, 2048, 0)
 @example("q4", 13, 9, 1120, 0)

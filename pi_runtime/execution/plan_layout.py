@@ -1,14 +1,14 @@
-"""What a plan puts on the GPU: which arrays of an artifact, how many of their rows, and how many bytes.
+"""The arrays and rows of an artifact that a plan puts on the GPU.
 
-Legend: X experts.
+Shape letters: X experts.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from pi_runtime.artifact.buffers import is_neuron_array
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import gpu_workspace_bytes, kv_bytes
 from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.artifact.sizes import without_scales
 
@@ -59,7 +59,7 @@ def placed_arrays(manifest: Manifest, plan: Plan) -> Iterator[PlacedArray]:
     d = manifest.decoder
     for name, entry in manifest.arrays.items():
         local, rows = without_scales(name), entry.shape[0]
-        if local.endswith(_NEURON_ARRAYS):
+        if is_neuron_array(name):
             first = int(local.split("/")[1]) * d.n_experts
             cuts = enumerate(plan.cuts[first : first + d.n_experts])
             spans = tuple((n * d.d_ff, n * d.d_ff + cut) for n, cut in cuts if cut)
@@ -69,10 +69,6 @@ def placed_arrays(manifest: Manifest, plan: Plan) -> Iterator[PlacedArray]:
             yield PlacedArray(name, spans, entry.nbytes * sum(high - low for low, high in spans) // rows)
 
 
-_NEURON_ARRAYS = ("/ffn/first", "/ffn/rest", "/ffn/first_bias", "/ffn/up_bias")
-"""Arrays with rows for each neuron, which a cut divides between GPU and CPU."""
-
-
 def _on_gpu(name: str, plan: Plan, *, tied: bool) -> bool:
     """Whether an array that no cut divides is on the GPU."""
     if not name.startswith("layers/"):
@@ -80,16 +76,3 @@ def _on_gpu(name: str, plan: Plan, *, tied: bool) -> bool:
         shared = tied and name == "embedding"
         return GPU in (parts.get(name, plan.head), plan.head if shared else None)
     return not name.endswith(("/ffn/order", "/ffn/counts")) and plan.attention[int(name.split("/")[1])] == GPU
-
-
-def weight_bytes(manifest: Manifest, plan: Plan) -> int:
-    """Bytes of weights on the GPU."""
-    return sum(array.nbytes for array in placed_arrays(manifest, plan))
-
-
-def needed_bytes(manifest: Manifest, plan: Plan, context: int, tokens: int) -> int:
-    """GPU bytes of a run: weights, a cache of `context` positions, and buffers for blocks of `tokens` tokens."""
-    decoder = manifest.decoder
-    rank = max((layer.rank or 0 for layer in manifest.layers), default=0)
-    cache = plan.attention.count(GPU) * kv_bytes(decoder, manifest.formats["attention"], context)
-    return weight_bytes(manifest, plan) + cache + gpu_workspace_bytes(decoder, rank, context, tokens)

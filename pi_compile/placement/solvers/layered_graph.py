@@ -1,0 +1,78 @@
+"""A layered graph: stages of nodes, each with options that cost and use two resources, and arcs between stages."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+NEVER = 1 << 61
+"""Cost of an arc that is not allowed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """Cost and use of both resources of each option of one node."""
+
+    costs: Ints
+    vram: Ints
+    ram: Ints
+    preference: int = 0
+    """Ties prefer the node of a stage where this is least."""
+    stratum: int = 0
+    """What the node adds to the stratum of a path: 1 for a large node, 0 for another. It only guides the search."""
+
+
+Stage = Sequence[Node]
+Arcs = Sequence[Sequence[int]]
+"""Arcs[k][j]: cost of the arc from node k of a stage to node j of the next, `NEVER` where there is none."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayeredGraph:
+    """One problem. Costs sum to at most 2⁵⁰ (18 minutes of picoseconds), each resource to less than 2⁵⁸."""
+
+    stages: Sequence[Stage]
+    arcs: Sequence[Arcs]
+    """One fewer than stages."""
+    vram_budget: int
+    ram_budget: int | None = None
+
+
+@dataclass(frozen=True)
+class ShortestPath:
+    """The best solution: in graph number `graph`, node `nodes[t]` of stage t with its option `options[t]`."""
+
+    graph: int
+    nodes: tuple[int, ...]
+    options: tuple[int, ...]
+    cost: int
+    vram: int
+    ram: int
+    bound: int = 0
+    """Lower bound of the optimum by the relaxations alone, rounded up."""
+
+
+def scaled(graphs: Sequence[LayeredGraph]) -> tuple[list[LayeredGraph], int, int]:
+    """The same problem in the largest units that keep all resources whole, which makes multipliers finer."""
+    nodes = {id(n): n for g in graphs for stage in g.stages for n in stage}
+    resources = ("vram", "ram")
+    vram_unit, ram_unit = (
+        max(1, math.gcd(*(int(np.gcd.reduce(getattr(n, name))) for n in nodes.values()))) for name in resources
+    )
+    # A budget above the largest possible use is the same as that use.
+    most_vram, most_ram = (
+        max(sum(max(int(getattr(n, name).max()) for n in stage) for stage in g.stages) for g in graphs)
+        for name in resources
+    )
+    new = {i: replace(n, vram=n.vram // vram_unit, ram=n.ram // ram_unit) for i, n in nodes.items()}
+    vram_budget = min(graphs[0].vram_budget, most_vram) // vram_unit
+    ram_budget = None if graphs[0].ram_budget is None else min(graphs[0].ram_budget, most_ram) // ram_unit
+    found = [
+        replace(g, stages=[[new[id(n)] for n in s] for s in g.stages], vram_budget=vram_budget, ram_budget=ram_budget)
+        for g in graphs
+    ]
+    return found, vram_unit, ram_unit

@@ -1,0 +1,300 @@
+"""The buffers that a run allocates, as one table for each purpose: name, shape, number type and first content.
+
+Executors allocate what a table holds. Placing, planning, packing and choosing a plan count the same table. So what is
+counted is what is allocated. A further buffer is one more entry.
+
+Shape letters: T tokens of a block, D model width, W width of the embedding, H heads, G key-value heads, E head width,
+Q = (H + 2 G) E, O = H E, X experts of which a token goes to K, F neurons of one expert (on the GPU of all K), R rank of
+a predictor, V vocabulary, L layers, S positions, J pairs of columns that are rotated, P padded columns, C chunks, N
+neurons of one dense product.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.footprint import (
+    ATTENTION_SPLITS,
+    CHUNKS,
+    FEW_TOKENS,
+    FFN_SPLITS,
+    GEMM_NEURONS,
+    SUM_ROWS,
+    attention_floats,
+    chunk_places,
+    dense_rows,
+    input_nbytes,
+    padded_width,
+    sign_words,
+)
+from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.schema import ArrayEntry
+from pi_runtime.artifact.sizes import ArraySpec, without_scales
+
+PROMPT_TOKENS = (512, 256, 128, 64, 16, 1)
+"""Sizes of a prompt's blocks on a GPU."""
+STREAMED_TOKENS = 64
+"""Fewest tokens of a block for which copying cold weights to the GPU may pay."""
+WEIGHT_ALIGN = 128
+"""On a GPU each array of weights begins at a multiple of so many bytes: a cache line, whole vector loads."""
+NEURON_ARRAYS = ("/ffn/first", "/ffn/rest", "/ffn/first_bias", "/ffn/up_bias")
+"""Arrays with rows for each neuron, which a cut divides between GPU and CPU."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One array that a run allocates."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    """A name that NumPy and torch share, or `bfloat16`."""
+    fill: int | None = None
+    """What it holds at first in RAM; None where it is written before it is read. On a GPU all begin as zeros."""
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * (2 if self.dtype == "bfloat16" else np.dtype(self.dtype).itemsize)
+
+    def in_ram(self) -> npt.NDArray[Any]:
+        """Allocate it in RAM."""
+        if self.fill is None:
+            return np.empty(self.shape, self.dtype)
+        # Pages of zeros are mapped only when they are written.
+        return np.full(self.shape, self.fill, self.dtype) if self.fill else np.zeros(self.shape, self.dtype)
+
+
+Buffers = Mapping[str, Buffer]
+StoredArrays = Mapping[str, ArraySpec] | Mapping[str, ArrayEntry]
+
+
+def table_bytes(*tables: Buffers) -> int:
+    """Bytes of all buffers of these tables."""
+    return sum(buffer.nbytes for table in tables for buffer in table.values())
+
+
+def kv_cache(d: Decoder, attention: str, positions: int, layers: int) -> Buffer:
+    """Keys and values (L, 2, G, S, E) of so many layers and positions.
+
+    They are float16, half as much to hold and to read, but float32 where the attention weights have this format.
+    """
+    dtype = "float32" if attention == "f32" else "float16"
+    return Buffer((layers, 2, d.n_kv_heads, positions, d.head_dim), dtype, fill=0)
+
+
+def kv_bytes(d: Decoder, attention: str, positions: int) -> int:
+    """Bytes of one layer's keys and values for so many positions, for attention weights of this format."""
+    return kv_cache(d, attention, positions, layers=1).nbytes
+
+
+def rotary_tables(d: Decoder, positions: int) -> dict[str, Buffer]:
+    """Cosines and sines of the angles; empty where positions are learned."""
+    return dict.fromkeys(("cos_SJ", "sin_SJ"), Buffer((positions, d.rotary_dim // 2)))
+
+
+def narrow_width(d: Decoder) -> int:
+    """Width of an embedding that is not as wide as the model, else 0."""
+    return d.d_embedding if d.d_embedding != d.d_model else 0
+
+
+def cpu_workspace(d: Decoder, rank: int, tokens: int) -> dict[str, Buffer]:
+    """Buffers on the CPU for calls of up to `tokens` tokens, and for predictors up to this rank.
+
+    `kernels.data.workspace.Workspace` says what each is for.
+    """
+    t, mixed = tokens, d.n_heads * d.head_dim
+    widest, places = max(d.d_model, d.d_embedding, mixed, rank), chunk_places(d.d_ff)
+    return {
+        "x_TD": Buffer((t, d.d_model)),
+        "normed_TD": Buffer((t, d.d_model)),
+        "attended_TD": Buffer((t, d.d_model)),
+        "embedding_TW": Buffer((t, narrow_width(d))),
+        "qkv_TQ": Buffer((t, mixed + 2 * d.n_kv_heads * d.head_dim)),
+        "mixed_TQ": Buffer((t, mixed)),
+        "router_TX": Buffer((t, d.n_experts)),
+        "expert_TK": Buffer((t, d.experts_per_token), "int64", fill=0),
+        "route_weight_TK": Buffer((t, d.experts_per_token), fill=1),
+        "token_T": Buffer((t,), "int64"),
+        "one_T": Buffer((t,), fill=1),
+        "taken_T": Buffer((t,), "int64"),
+        "taken_select_T": Buffer((t,), "int64"),
+        "taken_weight_T": Buffer((t,)),
+        "attention_CX": Buffer((CHUNKS, attention_floats(d))),
+        "low_rank_flat": Buffer((t * rank,)),
+        "inputs": Buffer((t * input_nbytes(widest),), "uint8"),
+        "low_rank_inputs": Buffer((t * input_nbytes(rank),), "uint8"),
+        "signs_TW": Buffer((t, sign_words(d.d_model)), "uint64"),
+        "candidates_F": Buffer((d.d_ff,), "int64"),
+        "list_CK": Buffer((CHUNKS, places), "int64"),
+        "count_C": Buffer((CHUNKS,), "int64"),
+        "h_CTK": Buffer((CHUNKS, t, places + SUM_ROWS)),
+        "up_CTK": Buffer((CHUNKS, t, places + SUM_ROWS)),
+        "named_CTK": Buffer((CHUNKS, t, places + SUM_ROWS)),
+        "tally_CT3": Buffer((CHUNKS, t, 3), "int64"),
+        "sums_CTP": Buffer((CHUNKS, min(t, FEW_TOKENS), padded_width(d.d_model))),
+        "sum_columns_P": Buffer((padded_width(d.d_model),), "int64"),
+        "rows_L2": Buffer((d.n_layers, 2), "int64", fill=0),
+        "counts_LT3": Buffer((d.n_layers, t, 3), "int64", fill=0),
+        "logits_TV": Buffer((t, d.vocab_size)),
+    }
+
+
+def workspace_bytes(d: Decoder, rank: int, tokens: int, context: int) -> int:
+    """Bytes of RAM for calls of up to `tokens` tokens: the workspace and the tables of rotary angles."""
+    return table_bytes(cpu_workspace(d, rank, tokens), rotary_tables(d, context))
+
+
+def handover_slots(d: Decoder) -> int:
+    """Experts that a handover names: those of a token, or none where there is one expert."""
+    return d.experts_per_token if d.n_experts > 1 else 0
+
+
+def handover_words(d: Decoder) -> int:
+    """Words of 4 bytes of a handover between GPU and CPU (see `cuda.memory.handover`)."""
+    return d.d_model + 2 * handover_slots(d) + 1 + d.experts_per_token * d.d_ff
+
+
+def gpu_workspace(d: Decoder, rank: int, context: int) -> dict[str, Buffer]:
+    """Buffers on a GPU for decoding, and for predictors up to this rank.
+
+    `cuda.memory.workspace.Workspace` says what each is for.
+    """
+    experts = d.n_experts if d.n_experts > 1 else 0
+    listed = d.experts_per_token * d.d_ff
+    routed = listed if experts else 0
+    mixed = d.n_heads * d.head_dim
+    return {
+        "token": Buffer((1,), "int64"),
+        "position": Buffer((1,), "int64"),
+        "x_D": Buffer((d.d_model,)),
+        "narrow_W": Buffer((narrow_width(d),)),
+        "handover": Buffer((handover_words(d),), "int32"),
+        "qkv_Q": Buffer((mixed + 2 * d.n_kv_heads * d.head_dim,)),
+        "attn_out_O": Buffer((mixed,)),
+        "partial_out": Buffer((ATTENTION_SPLITS * mixed,)),
+        "partial_max": Buffer((ATTENTION_SPLITS * d.n_heads,)),
+        "partial_sum": Buffer((ATTENTION_SPLITS * d.n_heads,)),
+        "r_R": Buffer((d.experts_per_token * max(rank, 1),)),
+        "router_X": Buffer((experts,)),
+        "cuts_L2X": Buffer((d.n_layers, 2, experts), "int32"),
+        "marks_F": Buffer((listed,)),
+        "counts_F": Buffer((listed,), "int32"),
+        **_list("hot", listed),
+        **_list("expert_hot", routed),
+        "expert_hot_rows_F": Buffer((routed,), "int32"),
+        **_list("expert_cold", routed),
+        "h_F": Buffer((listed,)),
+        **_list("kept", listed),
+        "kept_h_F": Buffer((listed,)),
+        "sums_SD": Buffer((FFN_SPLITS, d.d_model)),
+        "host_sum_D": Buffer((d.d_model,)),
+        "rows_L2": Buffer((d.n_layers, 2), "int32"),
+        "logits_V": Buffer((d.vocab_size,)),
+        **rotary_tables(d, context),
+    }
+
+
+def _list(name: str, room: int) -> dict[str, Buffer]:
+    """A list of neurons on a GPU, and how many it holds."""
+    return {f"{name}_index_F": Buffer((room,), "int32"), f"{name}_count": Buffer((1,), "int32")}
+
+
+def pinned_buffers(d: Decoder) -> dict[str, Buffer]:
+    """Pinned RAM that GPU and CPU copy from and to while a token is decoded."""
+    handover, x_D = Buffer((handover_words(d),), "int32"), Buffer((d.d_model,))
+    return {
+        "token": Buffer((2,), "int64"),
+        **dict.fromkeys(("handover_to_host", "handover_to_device"), handover),
+        **dict.fromkeys(("sum_to_host", "sum_to_device", "x_to_host", "x_to_device"), x_D),
+        "logits": Buffer((d.vocab_size,)),
+        "rows_L2": Buffer((d.n_layers, 2), "int32"),
+    }
+
+
+def pinned_prompt_block(d: Decoder, tokens: int) -> dict[str, Buffer]:
+    """Pinned RAM for a block of a prompt's tokens: the residual, the FFN's input and the FFN's sum."""
+    return dict.fromkeys(("host_x_TD", "host_normed_TD", "host_y_TD"), Buffer((tokens, d.d_model)))
+
+
+def gpu_prompt_block(d: Decoder, tokens: int) -> dict[str, Buffer]:
+    """Buffers on a GPU for a block of a prompt's tokens."""
+    mixed = d.n_heads * d.head_dim
+    return {
+        "ids_T": Buffer((tokens,), "int64"),
+        "x_TD": Buffer((tokens, d.d_model)),
+        "normed_TD": Buffer((tokens, d.d_model)),
+        "y_TD": Buffer((tokens, d.d_model)),
+        "qkv_TQ": Buffer((tokens, mixed + 2 * d.n_kv_heads * d.head_dim)),
+        "attn_out_TO": Buffer((tokens, mixed)),
+    }
+
+
+def gpu_products(d: Decoder, tokens: int) -> dict[str, Buffer]:
+    """The most that dense products of such a block take beside it; torch hands it out while they run.
+
+    Weights of block formats are dequantised N neurons, or rows, at a time.
+    """
+    t, n, mixed = tokens, dense_rows(tokens), d.n_heads * d.head_dim
+    experts = d.n_experts if d.n_experts > 1 else 0
+    return {
+        "narrow_TW": Buffer((t, narrow_width(d))),
+        "inputs_TD": Buffer((2, t, d.d_model)),
+        "qkv_TQ": Buffer((t, mixed + 2 * d.n_kv_heads * d.head_dim)),
+        "attn_out_TO": Buffer((t, mixed)),
+        "activations_TN": Buffer((4, t, n)),
+        "rows_ND": Buffer((n, max(d.d_model, mixed))),
+        "gathered_TD": Buffer((2 if experts else 0, t, d.d_model)),
+        "router_TX": Buffer((4, t, experts)),
+        "routes_TK": Buffer((8 if experts else 0, t, d.experts_per_token)),
+    }
+
+
+def gpu_workspace_bytes(d: Decoder, rank: int, context: int, tokens: int) -> int:
+    """Bytes of a GPU's buffers for decoding, and for prompts in blocks of so many tokens."""
+    return table_bytes(gpu_workspace(d, rank, context), gpu_prompt_block(d, tokens), gpu_products(d, tokens))
+
+
+def weight_chunk(arrays: StoredArrays, d: Decoder) -> dict[str, Buffer]:
+    """Rows of up to N cold neurons of one expert that are streamed to the GPU, by the short names of their arrays."""
+    found, count = {}, min(GEMM_NEURONS, d.d_ff)
+    for name, array in arrays.items():
+        if is_neuron_array(name) and name.startswith("layers/0/"):
+            fmt = FORMATS[array.format]
+            _, *row = fmt.stored_shape(array.shape)
+            shape = (count * prod(row[:-1]), *row[-1:])
+            found[name.split("/")[-1]] = Buffer(shape, "bfloat16" if fmt.name == "bf16" else fmt.stored.name)
+    return found
+
+
+def is_neuron_array(name: str) -> bool:
+    """Whether an array, or the array whose scales it holds, has rows for each neuron."""
+    return without_scales(name).endswith(NEURON_ARRAYS)
+
+
+def streamed_bytes(arrays: StoredArrays, d: Decoder) -> int:
+    """Bytes on a GPU for the cold neurons that are streamed to it: two chunks, which take turns."""
+    return 2 * table_bytes(weight_chunk(arrays, d))
+
+
+def weight_padding(names: Iterable[str]) -> int:
+    """Bytes that aligning a model's arrays takes at most on a GPU, whichever of them are there."""
+    return WEIGHT_ALIGN * sum(not name.endswith(("/ffn/order", "/ffn/counts")) for name in names)
+
+
+def prompt_block(needs: Callable[[int], int], pieces: int, room: int) -> tuple[int, int]:
+    """Choose (tokens of a prompt that a GPU reads at once, bytes for cold weights that are streamed to it meanwhile).
+
+    It is the largest block whose `needs` and `pieces` (0 where nothing is cold) are within `room`. There are no pieces
+    where they would leave no room for `STREAMED_TOKENS`. A block has one token at least.
+    """
+    for tokens in PROMPT_TOKENS:
+        if tokens >= STREAMED_TOKENS and needs(tokens) + pieces <= room:
+            return tokens, pieces
+    for tokens in PROMPT_TOKENS:
+        if needs(tokens) <= room:
+            return tokens, 0
+    return PROMPT_TOKENS[-1], 0
