@@ -1,6 +1,6 @@
 """Runs one artifact on a GPU and the CPU together, by a plan.
 
-Legend: L layers, X experts, D model width, V vocabulary, T tokens, J pairs of columns that are rotated.
+Shape letters: L layers, X experts, D model width, V vocabulary, T tokens, J pairs of columns that are rotated.
 """
 
 import contextlib
@@ -15,8 +15,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
 from pi_runtime.cuda.decode.device_ops import DeviceOps
-from pi_runtime.cuda.decode.host_ops import HostOps, Step
-from pi_runtime.cuda.decode.moe_ops import MoeDeviceOps, MoeHostOps
+from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.decode.schedule import build_schedule
 from pi_runtime.cuda.decode.selection_stats import SelectionStats
 from pi_runtime.cuda.memory import weights
@@ -33,7 +32,6 @@ from pi_runtime.execution.executor import Floats, Ints, SequenceResult, Sequence
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
-from pi_runtime.kernels.split_ffn import workspace_addresses
 
 
 class CudaExecutor:
@@ -74,11 +72,10 @@ class CudaExecutor:
             )
             self._pinned = PinnedBuffers.allocate(d, device)
             workspace = Workspace.allocate(d, self._host.largest_rank, context, device)
-            ops = MoeDeviceOps if d.n_experts > 1 else DeviceOps
-            self.device_ops = ops(d, layers, cuts_of(plan, d), loaded, device, workspace, cache, self._pinned)
-            self.host_ops = self._make_host_ops()
+            cuts = cuts_of(plan, d)
+            self.device_ops = DeviceOps(d, layers, cuts, loaded, device, workspace, cache, self._pinned)
+            self.host_ops = HostOps(self._host, layers, cuts, self._pinned, self.new_cache().words)
             self._kv_residency = KVResidency(cache, device)
-            self.host_ops.step.cache_L2GSW = self.new_cache().words
             self._stats = SelectionStats(self.device_ops, self.host_ops, device)
             self.calls = build_schedule(plan, self.device_ops, self.host_ops, device)
             device.synchronize()
@@ -87,35 +84,10 @@ class CudaExecutor:
         self._prefill = self._make_prefill(artifact, stream_from)
         self._runs = tuple(call.run for call in self.calls)
         self._runs_with_stats: tuple[Op, ...] = ()
-        always = (cuts.hot if d.n_experts == 1 else 0 for cuts in self.device_ops.cuts)
+        always = (c.hot if d.n_experts == 1 else 0 for c in cuts)
         self._implied_L2 = np.array([_implied_rows(how, cut) for how, cut in zip(layers, always, strict=True)])
         self._token, self._device_rows_L2 = self._pinned.token.numpy(), self._pinned.rows_L2.numpy()
         self._logits_V = self._pinned.logits.numpy() if plan.head == GPU else self._host.workspace.logits_TV[0]
-
-    def _make_host_ops(self) -> HostOps:
-        pinned, host = self._pinned, self._host
-        ops = MoeHostOps if host.cfg.experts > 1 else HostOps
-        return ops(
-            decoder=self.device_ops.decoder,
-            layers=self.device_ops.layers,
-            cfg=host.cfg,
-            ends=host.ends,
-            table_LXW=host.table_LXW,
-            eps=host.eps,
-            cos_SJ=host.cos_SJ,
-            sin_SJ=host.sin_SJ,
-            workspace=host.workspace,
-            cuts=self.device_ops.cuts,
-            step=Step(),
-            send=pinned.handover_to_device.arrays(),
-            recv=pinned.handover_to_host.arrays(),
-            sum_to_device=pinned.sum_to_device.numpy(),
-            sum_to_host=pinned.sum_to_host.numpy(),
-            addresses=workspace_addresses(host.cfg, host.workspace),
-            own_sum=np.zeros(self.device_ops.decoder.d_model, np.float32),
-            x_to_device=pinned.x_to_device.numpy(),
-            x_to_host=pinned.x_to_host.numpy(),
-        )
 
     @property
     def rows_on_device(self) -> Ints:
@@ -139,7 +111,7 @@ class CudaExecutor:
         rows_L2 = counts_L3 = None
         with self.device.stream(), self._synchronised_on_error():
             self._kv_residency.acquire(s.cache)
-            self.host_ops.step.cache_L2GSW, self.host_ops.step.start = s.cache.words, s.cache.length
+            self.host_ops.cache_L2GSW, self.host_ops.start = s.cache.words, s.cache.length
             if s.logits == "all":
                 logits_TV = self._all_logits(s)
                 if s.count:
@@ -161,14 +133,14 @@ class CudaExecutor:
         if not s.select:
             for low in range(0, len(tokens), self.block_tokens):
                 part = slice(low, min(len(tokens), low + self.block_tokens))
-                self.host_ops.step.start = cache.length
+                self.host_ops.start = cache.length
                 self._prefill.all_logits(tokens[part], logits_TV[part])
                 cache.append(tokens[part])
             return logits_TV
         self._stats.clear()
         first_V = logits_TV[0]
         for n in range(len(tokens)):
-            self.host_ops.step.start = cache.length
+            self.host_ops.start = cache.length
             self._set_token(tokens[n : n + 1])
             if not self._runs_with_stats:  # building it writes into the cache where this token will
                 calls = build_schedule(self.plan, self.device_ops, self.host_ops, self.device, self._stats)
@@ -193,9 +165,8 @@ class CudaExecutor:
             raise
 
     def _set_token(self, token_1: Ints) -> None:
-        step = self.host_ops.step
-        step.tokens[:] = token_1
-        self._token[0], self._token[1] = token_1[0], step.start
+        self.host_ops.token_1[:] = token_1
+        self._token[0], self._token[1] = token_1[0], self.host_ops.start
 
     def _decode(self, runs: Sequence[Op]) -> Ints:
         """Run a token through the schedule; returns (layers, 2) rows of `first` read and neurons kept."""

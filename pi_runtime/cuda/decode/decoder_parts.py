@@ -6,8 +6,8 @@
 
 One token and a block of tokens differ in how they multiply with stored matrices and how they attend (`Products`).
 
-Legend: T tokens, D model width, W width of the embedding, N rows of a matrix, H heads, G key-value heads, E head width,
-Q = (H + 2 G) E, O = H E, S positions that the cache holds.
+Shape letters: T tokens, D model width, W width of the embedding, N rows of a matrix, H heads, G key-value heads, E head
+width, Q = (H + 2 G) E, O = H E, S positions that the cache holds.
 """
 
 from collections.abc import Mapping

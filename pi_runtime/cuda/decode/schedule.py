@@ -21,6 +21,7 @@ from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.decode.selection_stats import SelectionStats
+from pi_runtime.cuda.decode.selectors import picks
 from pi_runtime.cuda.memory.devices import Device, Event, Op
 from pi_runtime.cuda.plan_layout import GPU
 
@@ -124,7 +125,7 @@ def _move_residual(s: Schedule, side: str, to: str, device_ops: DeviceOps, host_
 
 def _ffn_on_gpu(s: Schedule, device_ops: DeviceOps, host_ops: HostOps, layer: int) -> None:
     """An FFN whose residual is on the GPU."""
-    selects, cuts = device_ops.selects(layer), device_ops.cuts[layer]
+    selects, cuts = picks(device_ops.layers[layer]), device_ops.cuts[layer]
     if selects:
         s.gpu(partial(device_ops.prepare_selector, layer))
     if cuts.cold:
@@ -149,7 +150,7 @@ def _ffn_on_cpu(s: Schedule, device_ops: DeviceOps, host_ops: HostOps, layer: in
     if not hot:
         s.cpu(partial(host_ops.whole_ffn, layer))
         return
-    selects = device_ops.selects(layer)
+    selects = picks(device_ops.layers[layer])
     s.cpu(host_ops.send_handover)
     if selects:
         s.cpu(partial(host_ops.select, layer))

@@ -4,7 +4,7 @@ A decoded token counts the rows it reads and the neurons it keeps; it does not k
 the schedule of a token whose stats are kept also sends each FFN's input to the host. When the stats are asked for, all
 neurons are computed for these inputs, a block of tokens at a time.
 
-Legend: L layers, T tokens of a block, D model width.
+Shape letters: L layers, T tokens of a block, D model width.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class SelectionStats:
 
     def keep_host_input(self, layer: int) -> None:
         """Keep the FFN's input of a layer whose attention is on the CPU."""
-        self._input_LD[layer].numpy()[:] = self._host_ops.workspace.normed_TD[0]
+        self._input_LD[layer].numpy()[:] = self._host_ops.model.workspace.normed_TD[0]
 
     def clear(self) -> None:
         """Begin a block."""

@@ -4,7 +4,7 @@ Float formats are used as they are stored; block formats are dequantised to floa
 product rounds its inputs to 16 bits and sums in float32. An `exact` product takes all weights as float32, some rows at
 a time.
 
-Legend: T tokens, D columns (model width), N rows of a matrix, F neurons.
+Shape letters: T tokens, D columns (model width), N rows of a matrix, F neurons.
 """
 
 from collections.abc import Callable, Iterator, Mapping

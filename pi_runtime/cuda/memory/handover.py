@@ -1,6 +1,6 @@
 """What GPU and CPU hand each other while a token is decoded, and the pinned memory that it goes through.
 
-Legend: D model width, K experts of a token (0 without experts), F neurons of these together, L layers.
+Shape letters: D model width, K experts of a token (0 without experts), F neurons of these together, L layers.
 """
 
 from dataclasses import dataclass

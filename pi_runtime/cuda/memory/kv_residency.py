@@ -4,7 +4,7 @@ Graphs work in fixed memory, so the GPU holds the cache of one sequence. When an
 copied back to its owner's `KVCache` in RAM and the other's is fetched. Rows of RAM that are never copied back are never
 touched, and so take no memory.
 
-Legend: G key-value heads, S positions, E head width.
+Shape letters: G key-value heads, S positions, E head width.
 """
 
 import weakref

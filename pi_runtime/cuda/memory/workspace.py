@@ -1,8 +1,8 @@
 """Device memory that decoding works in, allocated once: captured graphs hold its addresses.
 
-Legend: D model width, W width of the embedding, X experts of which a token goes to K, F neurons of these together, H
-heads, E head width, Q = (H + 2 G) E with G key-value heads, O = H E, R largest rank of a predictor, V vocabulary, L
-layers, S splits of a sum, or positions in the tables of angles, J pairs of columns that are rotated.
+Shape letters: D model width, W width of the embedding, X experts of which a token goes to K, F neurons of these
+together, H heads, E head width, Q = (H + 2 G) E with G key-value heads, O = H E, R largest rank of a predictor, V
+vocabulary, L layers, S splits of a sum, or positions in the tables of angles, J pairs of columns that are rotated.
 """
 
 from dataclasses import dataclass, fields, is_dataclass

@@ -7,7 +7,8 @@ which tokens go to which expert is brought to the host once a layer. A decoder w
 takes all tokens with weight 1. Cold weights of an expert are streamed to the GPU if enough tokens go to it (see
 `crossover`).
 
-Legend: T tokens of the block, K experts of a token, X experts, N tokens of one expert, A of all experts, D model width.
+Shape letters: T tokens of the block, K experts of a token, X experts, N tokens of one expert, A of all experts, D model
+width.
 """
 
 from collections.abc import Iterator, Sequence
@@ -84,7 +85,7 @@ class FfnBlocks:
     def count_firing(self, layer: int, side: str, input_TD: Floats) -> int:
         """How many neurons fire on these inputs of the layer's FFN, each counted on the side that has it."""
         b, host, count = self._buffers, self._host_ops, len(input_TD)
-        decoder, cuts, neurons = host.decoder, host.cuts[layer], None
+        decoder, cuts, neurons = self._device_ops.decoder, host.cuts[layer], None
         b.host_normed_TD.numpy()[:count] = input_TD
         b.normed_TD[:count].copy_(b.host_normed_TD[:count])
         tally_3, on_device = np.zeros(3, np.int64), torch.zeros((), device=b.normed_TD.device)
@@ -98,13 +99,13 @@ class FfnBlocks:
                 neurons = self._device_ops.layer_neurons(layer).slice(low, low + cut)
                 on_device += gemm.count_firing(neurons, decoder, device_x_ND)
             if cut < decoder.d_ff:
-                w, y_ND = host.table_LXW[layer, work.expert], np.zeros_like(x_ND)
-                ffn.block(host.cfg, w, x_ND, cut, decoder.d_ff, True, host.workspace, tally_3, y_ND)
+                w, y_ND = host.model.table_LXW[layer, work.expert], np.zeros_like(x_ND)
+                ffn.block(host.model.cfg, w, x_ND, cut, decoder.d_ff, True, host.model.workspace, tally_3, y_ND)
         return int(tally_3[0]) + int(on_device)
 
     def _work(self, layer: int, side: str, count: int) -> Iterator[ExpertWork]:
         """The work of each expert that has tokens."""
-        d_ff, cuts = self._host_ops.decoder.d_ff, self._host_ops.cuts[layer]
+        d_ff, cuts = self._device_ops.decoder.d_ff, self._host_ops.cuts[layer]
         for expert, routes in self._routes(layer, side, count):
             cut, tokens = cuts.cut_X[expert], count if routes is None else len(routes.token_N)
             streamed = cut < d_ff and self._streamer is not None and tokens >= self._stream_from
@@ -112,7 +113,7 @@ class FfnBlocks:
 
     def _routes(self, layer: int, side: str, count: int) -> Iterator[tuple[int, Routes | None]]:
         """The experts that have tokens, and these tokens."""
-        n_experts = self._host_ops.decoder.n_experts
+        n_experts = self._device_ops.decoder.n_experts
         if n_experts == 1:
             yield 0, None
             return
@@ -128,18 +129,18 @@ class FfnBlocks:
         router = self._device_ops.weights.matrix(f"layers/{layer}/ffn/router")
         value_TX = gemm.linear(router, None, self._buffers.normed_TD[:count])
         best = value_TX.sort(dim=1, descending=True, stable=True)  # the lower expert of equal ones first
-        taken = self._host_ops.decoder.experts_per_token
+        taken = self._device_ops.decoder.experts_per_token
         route_weight_TK = best.values[:, :taken].softmax(1)
         return best.indices[:, :taken].cpu().numpy(), route_weight_TK.cpu().numpy()
 
     def _route_on_host(self, layer: int, count: int) -> tuple[Ints, Floats]:
         """(T, K) experts of each token, and their weights."""
-        host, taken = self._host_ops, self._host_ops.decoder.experts_per_token
+        host, taken = self._host_ops, self._device_ops.decoder.experts_per_token
         expert_TK, route_weight_TK = np.empty((count, taken), np.int64), np.empty((count, taken), np.float32)
         for low in range(0, count, BLOCK_TOKENS):
             part = slice(low, min(count, low + BLOCK_TOKENS))
-            ws, tokens = host.workspace, part.stop - low
-            moe.route(host.cfg, host.table_LXW[layer, 0], self._buffers.host_normed_TD.numpy()[part], ws)
+            ws, tokens = host.model.workspace, part.stop - low
+            moe.route(host.model.cfg, host.model.table_LXW[layer, 0], self._buffers.host_normed_TD.numpy()[part], ws)
             expert_TK[part], route_weight_TK[part] = ws.expert_TK[:tokens], ws.route_weight_TK[:tokens]
         return expert_TK, route_weight_TK
 
@@ -195,9 +196,9 @@ class FfnBlocks:
     def _add_cold(self, layer: int, expert: int, x_ND: Floats, y_ND: Floats) -> None:
         """y ← y + the cold neurons of one expert, for at most `BLOCK_TOKENS` tokens."""
         host = self._host_ops
-        ws, cut = host.workspace, host.cuts[layer].cut_X[expert]
-        w, tally_3 = host.table_LXW[layer, expert], ws.tally_L3[layer]
-        ffn.block(host.cfg, w, x_ND, cut, host.decoder.d_ff, False, ws, tally_3, y_ND)
+        ws, cut = host.model.workspace, host.cuts[layer].cut_X[expert]
+        w, tally_3 = host.model.table_LXW[layer, expert], ws.tally_L3[layer]
+        ffn.block(host.model.cfg, w, x_ND, cut, self._device_ops.decoder.d_ff, False, ws, tally_3, y_ND)
 
 
 def _to_device(numbers: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

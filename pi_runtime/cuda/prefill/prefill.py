@@ -4,7 +4,7 @@
 
 The CPU works in blocks of `BLOCK_TOKENS`; while it computes the cold neurons, the GPU computes the hot ones.
 
-Legend: T tokens, D model width, V vocabulary, N rows of the head, L layers.
+Shape letters: T tokens, D model width, V vocabulary, N rows of the head, L layers.
 """
 
 import torch
@@ -57,7 +57,7 @@ class Prefill:
             self._head_on_device(logits_TV)
         else:
             host, x_TD = self._host_ops, self._buffers.host_x_TD.numpy()
-            head(host.cfg, host.ends, host.eps, x_TD[: len(tokens)], host.workspace, logits_TV)
+            head(host.model.cfg, host.model.ends, host.model.eps, x_TD[: len(tokens)], host.model.workspace, logits_TV)
 
     def count_firing(self, layer: int, input_TD: Floats) -> int:
         """How many neurons fire on these inputs of the layer's FFN."""
@@ -66,7 +66,7 @@ class Prefill:
     def _run_layers(self, tokens: Ints) -> str:
         """Run all layers; returns the side that has the residual then."""
         side, count = self._plan.embedding, len(tokens)
-        self._device_ops.workspace.position.fill_(self._host_ops.step.start)
+        self._device_ops.workspace.position.fill_(self._host_ops.start)
         if side == GPU:
             self._embed_on_device(tokens)
         else:
@@ -87,7 +87,7 @@ class Prefill:
     def _embed_on_device(self, tokens: Ints) -> None:
         x_TD, ids_T = self._buffers.x_TD[: len(tokens)], self._buffers.ids_T[: len(tokens)]
         ids_T.copy_(torch.from_numpy(tokens))
-        start = self._host_ops.step.start
+        start = self._host_ops.start
         self._device_ops.parts.embed(BlockProducts(), ids_T, None, start, self._narrow(len(tokens)), x_TD)
 
     def _narrow(self, count: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Prefill:
         host, x_TD = self._host_ops, self._buffers.host_x_TD.numpy()
         for low in range(0, len(tokens), BLOCK_TOKENS):
             part = slice(low, min(len(tokens), low + BLOCK_TOKENS))
-            embed(host.cfg, host.ends, tokens[part], host.step.start + low, host.workspace, x_TD[part])
+            embed(host.model.cfg, host.model.ends, tokens[part], host.start + low, host.model.workspace, x_TD[part])
 
     def _move_residual(self, side: str, to: str, count: int) -> str:
         """Bring the residual from one side to another; returns the side that has it then."""
@@ -115,13 +115,15 @@ class Prefill:
         self._device_ops.parts.attention(BlockProducts(), layer, x_TD, normed_TD, qkv_TQ, out_TO)
 
     def _attention_on_host(self, layer: int, count: int) -> None:
-        host, ws = self._host_ops, self._host_ops.workspace
-        w, cache = host.table_LXW[layer, 0], host.step.cache_L2GSW[layer]
+        host, ws = self._host_ops, self._host_ops.model.workspace
+        w, cache = host.model.table_LXW[layer, 0], host.cache_L2GSW[layer]
         x_TD, normed_TD = self._buffers.host_x_TD.numpy(), self._buffers.host_normed_TD.numpy()
         for low in range(0, count, BLOCK_TOKENS):
             part = slice(low, min(count, low + BLOCK_TOKENS))
-            start = host.step.start + low
-            attention(host.cfg, w, host.eps, host.cos_SJ, host.sin_SJ, start, cache, x_TD[part], ws)
+            start = host.start + low
+            attention(
+                host.model.cfg, w, host.model.eps, host.model.cos_SJ, host.model.sin_SJ, start, cache, x_TD[part], ws
+            )
             normed_TD[part] = ws.normed_TD[: part.stop - low]
 
     def _merge_on_device(self, layer: int, count: int, *, device_sum: bool, host_sum: bool) -> None:
@@ -147,7 +149,7 @@ class Prefill:
         if device_sum:
             b.host_y_TD[:count].copy_(b.y_TD[:count])
             x_TD += b.host_y_TD.numpy()[:count]
-        after_ffn(host.cfg, host.table_LXW[layer, 0], host.eps, x_TD)
+        after_ffn(host.model.cfg, host.model.table_LXW[layer, 0], host.model.eps, x_TD)
 
     def _last_logits(self, side: str, count: int) -> None:
         """The last token's logits, where decoding leaves them."""

@@ -20,6 +20,7 @@ from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.kernels import ffn_neurons, residual, row_dot
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
+from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
 from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.kernels.benchmarks import (
@@ -163,11 +164,11 @@ def _ffn(
     def work() -> torch.Tensor:
         tile = ffn_neurons.neuron_activations(n, x_D, listed, h_F, counts_T, device.tiling)
         compact(h_F, counts_T, tile, kept, kept_h_F, within=listed)
-        ffn_neurons.down_sums(n, kept, kept_h_F, sums_SD, device.tiling)
+        gathered_sums(n.down, kept, kept_h_F, sums_SD, device.tiling)
         return sums_SD
 
     work()
-    assert int(kept.count.item()) == len(drawn), "all of these fire"
+    assert int(kept.length.item()) == len(drawn), "all of these fire"
     return work
 
 
