@@ -15,7 +15,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
 from pi_runtime.cuda.decode.device_ops import DeviceOps
-from pi_runtime.cuda.decode.host_ops import HostOps
+from pi_runtime.cuda.decode.host_ops import HostOps, token_blocks
 from pi_runtime.cuda.decode.schedule import build_schedule
 from pi_runtime.cuda.decode.selection_stats import SelectionStats
 from pi_runtime.cuda.memory import weights
@@ -117,7 +117,7 @@ class CudaExecutor:
                 if s.count:
                     most = min(self.block_tokens, BLOCK_TOKENS)
                     counts_L3 = self._stats.tally(self._prefill.count_firing, most)
-                return SequenceResult(logits_TV=logits_TV.copy(), counts_L3=counts_L3)
+                return SequenceResult(logits_TV=logits_TV, counts_L3=counts_L3)
             if len(s.tokens) == 1 and s.select:
                 self._set_token(s.tokens)
                 rows_L2 = self._decode(self._runs)
@@ -129,16 +129,14 @@ class CudaExecutor:
     def _all_logits(self, s: SequenceStep) -> Floats:
         """Logits of all tokens: decoded one by one with selection, else read in dense blocks."""
         tokens, cache = s.tokens, s.cache
-        logits_TV = self._host.workspace.logits_TV[: len(tokens)]
+        logits_TV = np.empty((len(tokens), self.device_ops.decoder.vocab_size), np.float32)
         if not s.select:
-            for low in range(0, len(tokens), self.block_tokens):
-                part = slice(low, min(len(tokens), low + self.block_tokens))
+            for part in token_blocks(len(tokens), self.block_tokens):
                 self.host_ops.start = cache.length
                 self._prefill.all_logits(tokens[part], logits_TV[part])
                 cache.append(tokens[part])
             return logits_TV
         self._stats.clear()
-        first_V = logits_TV[0]
         for n in range(len(tokens)):
             self.host_ops.start = cache.length
             self._set_token(tokens[n : n + 1])
@@ -146,12 +144,8 @@ class CudaExecutor:
                 calls = build_schedule(self.plan, self.device_ops, self.host_ops, self.device, self._stats)
                 self._runs_with_stats = tuple(call.run for call in calls)
             self._stats.add(self._decode(self._runs_with_stats))
-            if n == 0:
-                first_V = self._logits_V.copy()  # the CPU's head writes into the first row
-            else:
-                logits_TV[n] = self._logits_V
+            logits_TV[n] = self._logits_V
             cache.append(tokens[n : n + 1])
-        logits_TV[0] = first_V
         return logits_TV
 
     @contextlib.contextmanager
@@ -185,7 +179,7 @@ class CudaExecutor:
                 with device.stream():
                     streamer = WeightStreamer(artifact, device)
         with device.stream():
-            return Prefill(self.device_ops, self.host_ops, plan, device, self.block_tokens, streamer, first)
+            return Prefill(self.device_ops, self.host_ops, plan, self.block_tokens, streamer, first)
 
     def close(self) -> None:
         """Close the artifact and free the GPU's memory; `step` refuses from now on."""

@@ -19,7 +19,7 @@ import torch
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
-from pi_runtime.cuda.decode.decoder_parts import DecoderParts, TokenProducts
+from pi_runtime.cuda.decode.decoder_parts import DecoderParts
 from pi_runtime.cuda.decode.selectors import SELECTORS, Selector, picks
 from pi_runtime.cuda.kernels import ffn_neurons, moe, residual
 from pi_runtime.cuda.kernels.activations import CODES
@@ -51,8 +51,8 @@ class DeviceOps:
 
     def __post_init__(self) -> None:
         d, ws = self.decoder, self.workspace
-        self.parts = DecoderParts(d, self.weights, ws, self.cache)
-        self._products = TokenProducts(self.device.tiling, ws.partials)
+        token = ws.x_D[None], ws.handover.x_D[None], ws.qkv_Q[None], ws.attn_out_O[None]
+        self.parts = DecoderParts(d, self.weights, ws, self.cache, self.device.tiling, ws.partials, *token)
         self._routing: Routing | None = None
         """The token's experts; None without experts."""
         if d.n_experts > 1:
@@ -65,16 +65,13 @@ class DeviceOps:
         self.workspace.position.copy_(self.pinned.token[1:], non_blocking=True)
 
     def embed(self) -> None:
-        ws = self.workspace
-        self.parts.embed(self._products, ws.token, ws.position, 0, ws.narrow_W[None], ws.x_D[None])
+        self.parts.embed(self.workspace.token, self.workspace.position, 0)
 
     def attention(self, layer: int) -> None:
         """x ← x + attention(norm(x)); the FFN's input, and the token's experts, into the handover."""
-        ws = self.workspace
-        x_1D, normed_1D = ws.x_D[None], ws.handover.x_D[None]
-        self.parts.attention(self._products, layer, x_1D, normed_1D, ws.qkv_Q[None], ws.attn_out_O[None])
+        self.parts.attention(layer, 1)
         if self._routing is not None:
-            router = self.weights.matrix(f"layers/{layer}/ffn/router")
+            ws, router = self.workspace, self.weights.matrix(f"layers/{layer}/ffn/router")
             linear(router, None, ws.handover.x_D, ws.router_X, self.device.tiling)
             moe.route(ws.router_X, self._routing)
 
@@ -128,11 +125,11 @@ class DeviceOps:
         return found
 
     def send_handover(self, rows: int | None) -> None:
-        """Send the FFN's input, and up to so many cold rows, to the host."""
+        """Send the FFN's input, and at most `rows` cold rows, to the host."""
         self.pinned.handover_to_host.first(rows).copy_(self.workspace.handover.first(rows), non_blocking=True)
 
     def receive_handover(self, rows: int | None) -> None:
-        """Fetch the FFN's input, and up to so many hot rows, from the host."""
+        """Fetch the FFN's input, and at most `rows` hot rows, from the host."""
         self.workspace.handover.first(rows).copy_(self.pinned.handover_to_device.first(rows), non_blocking=True)
 
     def layer_neurons(self, layer: int) -> ffn_neurons.Neurons:
@@ -186,7 +183,7 @@ class DeviceOps:
         ws = self.workspace
         sums, host_sum = ws.sums_SD if hot else None, ws.host_sum_D if cold else None
         residual.merge(ws.x_D, sums, host_sum, self.weights.vector(f"layers/{layer}/ffn/down_bias"))
-        self.parts.norm_after_ffn(layer, ws.x_D[None])
+        self.parts.norm_after_ffn(layer, 1)
 
     def send_sum(self) -> None:
         """Send the hot neurons' sum to the host, where the residual is."""
@@ -204,8 +201,8 @@ class DeviceOps:
     def head(self) -> None:
         """logits = norm(x) Wᵀ + bias, to the host."""
         ws, parts = self.workspace, self.parts
-        input_1D = parts.head_input(self._products, ws.x_D[None], ws.handover.x_D[None], ws.narrow_W[None])
-        self._products.linear(parts.head, self.weights.vector("head_bias"), input_1D, ws.logits_V[None])
+        input_D, bias_V = parts.head_input(1)[0], self.weights.vector("head_bias")
+        linear(parts.head, bias_V, input_D, ws.logits_V, self.device.tiling)
         self.pinned.logits.copy_(ws.logits_V, non_blocking=True)
 
     def send_rows(self) -> None:

@@ -9,7 +9,7 @@ Shape letters: D model width, F neurons of the token's experts, X experts, K exp
 heads, S positions, W words of a head's key.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.executor import Floats
 from pi_runtime.kernels import ffn, moe
 from pi_runtime.kernels.data.matrix_view import Halves
+from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 from pi_runtime.kernels.split_ffn import Integers, cold_sum, predict, workspace_addresses
 
@@ -78,13 +79,13 @@ class HostOps:
         send.count[0], self._cold_count = predict(m.cfg, m.table_LXW[layer], x_D, *own, ws, send.index_F, self._cold_F)
 
     def cold_sum(self, layer: int) -> None:
-        """Sum the cold neurons for an input of the CPU's own."""
+        """Sum the cold neurons where the residual is on the CPU."""
         if self.cuts[layer].cold:
             x_D = self.model.workspace.normed_TD[0]
             self._cold_sum(layer, x_D, self._send, self._cold_count, self._cold_F, self._own_sum)
 
     def cold_sum_for_device(self, layer: int) -> None:
-        """Sum the cold neurons for the input that the GPU sent; the GPU fetches the sum."""
+        """Sum the cold neurons where the residual is on the GPU, which fetches the sum."""
         recv = self._recv
         self._cold_sum(layer, recv.x_D, recv, int(recv.count[0]), recv.index_F, self._sum_to_device)
 
@@ -115,6 +116,12 @@ class HostOps:
         """logits = norm(x) Wᵀ + bias."""
         m = self.model
         head(m.cfg, m.ends, m.eps, self.x_1D, m.workspace, m.workspace.logits_TV[:1])
+
+
+def token_blocks(count: int, size: int = BLOCK_TOKENS) -> Iterator[slice]:
+    """The tokens [0, count) in blocks of at most `size`, as many as the CPU works on at once."""
+    for low in range(0, count, size):
+        yield slice(low, min(count, low + size))
 
 
 _ONE_EXPERT = np.zeros(1, np.int32), np.ones(1, np.float32)

@@ -48,22 +48,19 @@ class Schedule:
         """Add operations to the open graph."""
         self._open.extend(ops)
 
-    def cpu(self, op: Op, kind: str = "cpu") -> None:
+    def call(self, kind: str, op: Op) -> None:
+        """End the open graph and add a call."""
         self.end_graph()
         op()  # buffers hold zeros: this compiles, and takes the path that tokens take
         self.calls.append(Call(kind, self.layer, op))
 
     def record(self) -> Event:
-        self.end_graph()
         event = self.device.event()
-        event.record()
-        self.calls.append(Call("record", self.layer, event.record))
+        self.call("record", event.record)
         return event
 
     def wait(self, event: Event) -> None:
-        self.end_graph()
-        event.synchronize()
-        self.calls.append(Call("wait", self.layer, event.synchronize))
+        self.call("wait", event.synchronize)
 
     def end_graph(self) -> None:
         """Capture the open graph and add the call that starts it."""
@@ -108,7 +105,7 @@ def _on(s: Schedule, side: str, on_device: Op, on_host: Op) -> None:
     if side == GPU:
         s.gpu(on_device)
     else:
-        s.cpu(on_host)
+        s.call("cpu", on_host)
 
 
 def _move_residual(s: Schedule, side: str, to: str, device_ops: DeviceOps, host_ops: HostOps) -> str:
@@ -116,9 +113,9 @@ def _move_residual(s: Schedule, side: str, to: str, device_ops: DeviceOps, host_
     if side == GPU and to != GPU:
         s.gpu(device_ops.send_residual)
         s.wait(s.record())
-        s.cpu(host_ops.receive_residual)
+        s.call("cpu", host_ops.receive_residual)
     elif side != GPU and to == GPU:
-        s.cpu(host_ops.send_residual)
+        s.call("cpu", host_ops.send_residual)
         s.gpu(device_ops.receive_residual)
     return to
 
@@ -139,7 +136,7 @@ def _ffn_on_gpu(s: Schedule, device_ops: DeviceOps, host_ops: HostOps, layer: in
         s.gpu(partial(device_ops.hot_sums, layer))
     if cuts.cold:
         s.wait(sent)
-        s.cpu(partial(host_ops.cold_sum_for_device, layer), "cold")
+        s.call("cold", partial(host_ops.cold_sum_for_device, layer))
         s.gpu(device_ops.receive_sum)
     s.gpu(partial(device_ops.merge, layer, hot=cuts.hot > 0, cold=cuts.cold > 0))
 
@@ -148,15 +145,15 @@ def _ffn_on_cpu(s: Schedule, device_ops: DeviceOps, host_ops: HostOps, layer: in
     """An FFN whose residual is on the CPU."""
     hot = device_ops.cuts[layer].hot
     if not hot:
-        s.cpu(partial(host_ops.whole_ffn, layer))
+        s.call("cpu", partial(host_ops.whole_ffn, layer))
         return
     selects = picks(device_ops.layers[layer])
-    s.cpu(host_ops.send_handover)
+    s.call("cpu", host_ops.send_handover)
     if selects:
-        s.cpu(partial(host_ops.select, layer))
+        s.call("cpu", partial(host_ops.select, layer))
     s.gpu(partial(device_ops.receive_handover, hot if selects else None))
     s.gpu(partial(device_ops.hot_sums, layer), device_ops.send_sum)
     ready = s.record()
-    s.cpu(partial(host_ops.cold_sum, layer), "cold")
+    s.call("cold", partial(host_ops.cold_sum, layer))
     s.wait(ready)
-    s.cpu(partial(host_ops.merge, layer))
+    s.call("cpu", partial(host_ops.merge, layer))

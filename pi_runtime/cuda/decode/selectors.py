@@ -65,7 +65,7 @@ class LowRankSelector(Selector):
         up, bias_F = self.weights.matrix(f"{self.prefix}up"), self.weights.arrays[f"{self.prefix}bias"]
         counts_F = self.workspace.counts_F
         return predict(
-            up.slice(low, high), bias_F[low:high], self._r_KR, marks_N, counts_F, self.tiling, candidates,
+            up[low:high], bias_F[low:high], self._r_KR, marks_N, counts_F, self.tiling, candidates,
             self.expert_K, self.d_ff,
         )  # fmt: skip
 

@@ -1,9 +1,9 @@
-"""Rotary positions, and attention of one token over the key-value cache.
+"""Rotary positions, keys and values into the cache, and attention over it: of one token, or of a block of tokens.
 
 The cache is float16 or float32, sums are float32. The position comes from device memory, so that one captured graph
-serves every token. The positions so far are split into P parts. Each part keeps its largest score, its sum of
-exponentials and its weighted sum of values, and `_combine` puts the parts together in order (flash decoding: Dao et al.
-2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+serves every token. For one token the positions so far are split into P parts. Each part keeps its largest score, its
+sum of exponentials and its weighted sum of values, and `_combine` puts the parts together in order (flash decoding: Dao
+et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
 Shape letters: T tokens, H query heads, G key-value heads, E head width, Q = (H + 2 G) E, O = H E, S positions that the
 cache holds, P parts, B positions of a step, J pairs of columns that are rotated.
@@ -56,9 +56,10 @@ def store_kv(
     assert qkv_TQ.is_contiguous()
     assert cache_2GSE.is_contiguous()
     half = 0 if cos_SJ is None else cos_SJ.shape[1]
+    angles = (cos_SJ, sin_SJ) if half else None
     assert 2 * half <= width
     _store_kv[(tokens, heads + 2 * groups)](
-        qkv_TQ, position, cos_SJ, sin_SJ, cache_2GSE, norms, eps, heads, groups, positions, half, width,
+        qkv_TQ, position, angles, cache_2GSE, norms, eps, heads, groups, positions, half, width,
         triton.next_power_of_2(width),
     )  # fmt: skip
 
@@ -97,7 +98,7 @@ def attend_block(qkv_TQ: torch.Tensor, position: torch.Tensor, cache_2GSE: torch
 
 @triton.jit
 def _store_kv(
-    qkv, position, cos, sin, cache, norms, eps, heads, groups, positions, half, width, E: tl.constexpr
+    qkv, position, angles, cache, norms, eps, heads, groups, positions, half, width, E: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -117,10 +118,10 @@ def _store_kv(
             size = tl.sqrt(tl.sum(x_E * x_E, 0) / width + eps)
             x_E = x_E / size * tl.load(weight + column_E, mask=column_E < width, other=0.0)
             other_E = other_E / size * tl.load(weight + partner_E, mask=rotary_E, other=0.0)
-    if cos is not None:
+    if angles is not None:
         angle_E = tl.where(column_E < half, column_E, column_E - half)
-        cos_E = tl.load(cos + at * half + angle_E, mask=rotary_E, other=1.0)
-        sin_E = tl.load(sin + at * half + angle_E, mask=rotary_E, other=0.0)
+        cos_E = tl.load(angles[0] + at * half + angle_E, mask=rotary_E, other=1.0)
+        sin_E = tl.load(angles[1] + at * half + angle_E, mask=rotary_E, other=0.0)
         x_E = tl.where(column_E < half, x_E * cos_E - other_E * sin_E, x_E * cos_E + other_E * sin_E)
     tl.debug_barrier()  # every thread has read before any writes
     tl.store(row + column_E, x_E, mask=column_E < width)

@@ -45,13 +45,13 @@ class Neurons:
 
     @property
     def down(self) -> DeviceMatrix:
-        return self.rest.strided(self.rows_per_neuron, self.rows_per_neuron - 1)
+        return self.rest[self.rows_per_neuron - 1 :: self.rows_per_neuron]
 
     def slice(self, low: int, high: int) -> "Neurons":
         """The neurons [low, high)."""
         first_bias, up_bias = (None if bias is None else bias[low:high] for bias in (self.first_bias, self.up_bias))
-        rest = self.rest.slice(self.rows_per_neuron * low, self.rows_per_neuron * high)
-        return replace(self, first=self.first.slice(low, high), first_bias=first_bias, rest=rest, up_bias=up_bias)
+        rest = self.rest[self.rows_per_neuron * low : self.rows_per_neuron * high]
+        return replace(self, first=self.first[low:high], first_bias=first_bias, rest=rest, up_bias=up_bias)
 
 
 def predict(

@@ -94,12 +94,6 @@ class DeviceMatrix:
         per_group = WORDS_PER_GROUP.get(self.format)
         return None if per_group is None else -(-self.columns // BLOCK) // _GROUP * per_group
 
-    def strided(self, step: int, first: int) -> "DeviceMatrix":
-        """The rows `first`, `first` + step, …"""
-        scales = None if self.scales is None else self.scales[first::step]
-        return replace(self, values=self.values[first::step], scales=scales)
-
-    def slice(self, low: int, high: int) -> "DeviceMatrix":
-        """The rows [low, high)."""
-        scales = None if self.scales is None else self.scales[low:high]
-        return replace(self, values=self.values[low:high], scales=scales)
+    def __getitem__(self, rows: slice) -> "DeviceMatrix":
+        """Some of the rows: m[low:high], or every n-th one with m[first::n]."""
+        return replace(self, values=self.values[rows], scales=None if self.scales is None else self.scales[rows])

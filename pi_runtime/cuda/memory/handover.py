@@ -3,7 +3,7 @@
 Shape letters: D model width, K experts of a token (0 without experts), F neurons of these together, L layers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -71,17 +71,11 @@ class Handover:
         return self.width + 2 * self.slots
 
     def first(self, rows: int | None) -> torch.Tensor:
-        """The words that carry up to so many rows; with None neither rows nor their number."""
+        """The words that carry at most `rows` rows; with None, neither rows nor their number."""
         return self.words[: self._end if rows is None else self._end + 1 + rows]
 
     def arrays(self) -> HandoverArrays:
-        return HandoverArrays(
-            x_D=self.x_D.numpy(),
-            route_weight_K=self.route_weight_K.numpy(),
-            expert_K=self.expert_K.numpy(),
-            count=self.count.numpy(),
-            index_F=self.index_F.numpy(),
-        )
+        return HandoverArrays(*(getattr(self, field.name).numpy() for field in fields(HandoverArrays)))
 
 
 def slots_of(d: Decoder) -> int:

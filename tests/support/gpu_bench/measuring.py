@@ -149,7 +149,7 @@ def _ffn(
     device: Device, m: DeviceMatrix, x_D: torch.Tensor, count: int, drawn: np.ndarray
 ) -> Callable[[], torch.Tensor]:
     """An FFN of three kernels: `first` is the first `count` rows, `rest` the next 2 · `count`, `drawn` is the list."""
-    n = ffn_neurons.Neurons(m.slice(0, count), None, m.slice(count, 3 * count), None, 0)
+    n = ffn_neurons.Neurons(m[:count], None, m[count : 3 * count], None, 0)
     index_F = torch.zeros(count, dtype=torch.int32, device=device.device)
     index_F[: len(drawn)] = torch.from_numpy(drawn.astype(np.int32))
     listed = NeuronList(index_F, torch.tensor([len(drawn)], dtype=torch.int32, device=device.device))
