@@ -24,7 +24,7 @@ class HandoverArrays:
     index_F: npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Handover:
     """What one copy carries across: the FFN's input, the token's experts and their weights, and the selected rows.
 
@@ -36,6 +36,13 @@ class Handover:
     slots: int
     """K."""
 
+    def __post_init__(self) -> None:
+        self._end = self.width + 2 * self.slots  # words before the number of rows
+        rows = len(self.words) - self._end - 1
+        parts = self.words.split([self.width, self.slots, self.slots, 1, rows])
+        self.x_D, self.route_weight_K = (part.view(torch.float32) for part in parts[:2])
+        self.expert_K, self.count, self.index_F = parts[2:]
+
     @classmethod
     def words_of(cls, d: Decoder) -> int:
         """Words of a handover of this decoder."""
@@ -44,31 +51,6 @@ class Handover:
     @classmethod
     def pinned(cls, d: Decoder, device: Device) -> "Handover":
         return cls(device.pinned(cls.words_of(d), torch.int32), d.d_model, slots_of(d))
-
-    @property
-    def x_D(self) -> torch.Tensor:
-        return self.words[: self.width].view(torch.float32)
-
-    @property
-    def route_weight_K(self) -> torch.Tensor:
-        return self.words[self.width : self.width + self.slots].view(torch.float32)
-
-    @property
-    def expert_K(self) -> torch.Tensor:
-        return self.words[self.width + self.slots : self._end]
-
-    @property
-    def count(self) -> torch.Tensor:
-        return self.words[self._end : self._end + 1]
-
-    @property
-    def index_F(self) -> torch.Tensor:
-        return self.words[self._end + 1 :]
-
-    @property
-    def _end(self) -> int:
-        """Words before the rows and their number."""
-        return self.width + 2 * self.slots
 
     def first(self, rows: int | None) -> torch.Tensor:
         """The words that carry at most `rows` rows; with None, neither rows nor their number."""
