@@ -134,7 +134,9 @@ class _TimedFfn:
 
     def nothing(self) -> None:
         """Compute the sum of no neurons."""
-        cold_sum(self._addresses, self._row, self._x_D, 0, 0, True, self._sum_D)
+        expert_K, route_weight_K, cut_X = np.zeros(1, np.int32), np.ones(1, np.float32), np.zeros(1, np.int64)
+        w_XW, none_F = self._row[None], np.zeros(0, np.int32)
+        cold_sum(self._addresses, w_XW, self._x_D, expert_K, route_weight_K, cut_X, True, 0, none_F, self._sum_D)
 
 
 def _gated(width: int, neurons: int) -> Decoder:

@@ -1,7 +1,7 @@
 """One token's FFN in parts, for a run in which a selector and its neurons are on different devices.
 
-`predict` lists the neurons that a selector names; `cold_sum` computes those of a list, or of a range. With experts,
-`predict_experts` and `cold_sum_experts` do the same for the K experts that the router takes. Python calls a sum once a
+`predict` lists the neurons that a selector names in the K experts that the router takes; `cold_sum` computes those of
+a list, or those beyond each expert's cut. A layer without experts is one expert of weight 1. Python calls a sum once a
 layer while a GPU waits for it. Taking apart tuples of arrays at each call would cost too much (16 µs), so what stays
 the same goes in as one array of addresses.
 
@@ -62,27 +62,7 @@ def _add_chunks(sums_CP: Floats, y_D: Floats) -> None:
 
 
 @public
-def predict(cfg: KernelConfig, w: Ints, x_D: Floats, ws: Workspace) -> int:
-    """List all neurons that the layer's selector names in `ws.candidates_F`; returns how many."""
-    prepare_input(selector_format(cfg, w), x_D, address_of(ws.inputs))
-    return list_candidates(cfg, w, x_D, 0, cfg.d_ff, True, ws)
-
-
-@public
-def cold_sum(at_A: Ints, w: Ints, x_D: Floats, low: int, count: int, selected: bool, y_D: Floats) -> int:
-    """y ← the sum over the first `count` of the candidates (`selected`), or over the neurons [low, low + count).
-
-    `at_A` comes from `workspace_addresses`, w is the layer's row of the weight table. Returns how many neurons were
-    kept.
-    """
-    prepare_input(at_A[_FORMAT], x_D, at_A[_INPUTS])
-    kept = _cold_neurons(at_A, w, low, count, selected, np.float32(1), False)
-    _write_sum(at_A, y_D)
-    return kept
-
-
-@public
-def predict_experts(
+def predict(
     cfg: KernelConfig,
     w_XW: Ints,
     x_D: Floats,
@@ -99,7 +79,9 @@ def predict_experts(
     hot, cold = 0, 0
     for k in range(cfg.experts_per_token):
         expert = ws.expert_TK[0, k]
-        for n in range(predict(cfg, w_XW[expert], x_D, ws)):
+        w = w_XW[expert]
+        prepare_input(selector_format(cfg, w), x_D, address_of(ws.inputs))
+        for n in range(list_candidates(cfg, w, x_D, 0, cfg.d_ff, True, ws)):
             neuron = ws.candidates_F[n]
             if neuron < cut_X[expert]:
                 hot_F[hot] = base_X[expert] + neuron
@@ -111,14 +93,15 @@ def predict_experts(
 
 
 @public
-def cold_sum_experts(
+def cold_sum(
     at_A: Ints, w_XW: Ints, x_D: Floats, expert_K: Integers, route_weight_K: Floats, cut_X: Ints, selected: bool,
     count: int, cold_F: Integers, y_D: Floats,
 ) -> tuple[int, int]:  # fmt: skip
     """y ← Σ_k route_weight_k · the sum over expert_k's neurons from its cut on, or over those on a list (`selected`).
 
     The list is the first `count` of `cold_F`: expert · F + neuron, one expert after the other in the order of
-    `expert_K`. Returns the sums of (rows of `first` read, neurons kept).
+    `expert_K`. `at_A` comes from `workspace_addresses`; `w_XW` is the layer's part of the weight table. Returns the
+    sums of (rows of `first` read, neurons kept).
     """
     prepare_input(at_A[_FORMAT], x_D, at_A[_INPUTS])
     neurons, read, kept, done = at_A[_NEURONS], 0, 0, 0
