@@ -14,8 +14,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer, Manifest
 from pi_runtime.cuda.decode.device_ops import DeviceOps
-from pi_runtime.cuda.decode.host_ops import HostOps, Step
-from pi_runtime.cuda.decode.moe_ops import MoeDeviceOps, MoeHostOps
+from pi_runtime.cuda.decode.host_ops import HostOps, token_blocks
 from pi_runtime.cuda.decode.schedule import build_schedule
 from pi_runtime.cuda.decode.selection_stats import SelectionStats
 from pi_runtime.cuda.memory import weights
@@ -32,7 +31,6 @@ from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.execution.plan_layout import GPU, cuts_of, placed_arrays
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
-from pi_runtime.kernels.split_ffn import workspace_addresses
 
 
 class CudaExecutor:
@@ -68,11 +66,10 @@ class CudaExecutor:
             cache = dict(zip(on_gpu, allocate(table, device)["cache"], strict=True))
             self._pinned = PinnedBuffers.allocate(d, device)
             workspace = Workspace.allocate(d, self._host.largest_rank, context, device)
-            ops = MoeDeviceOps if d.n_experts > 1 else DeviceOps
-            self.device_ops = ops(d, layers, cuts_of(plan, d), loaded, device, workspace, cache, self._pinned)
-            self.host_ops = self._make_host_ops()
+            cuts = cuts_of(plan, d)
+            self.device_ops = DeviceOps(d, layers, cuts, loaded, device, workspace, cache, self._pinned)
+            self.host_ops = HostOps(self._host, layers, cuts, self._pinned, self.new_cache())
             self._kv_residency = KVResidency(cache, device)
-            self.host_ops.step.cache_L2GSW = self.new_cache().words
             self._stats = SelectionStats(self.device_ops, self.host_ops, device)
             self.calls = build_schedule(plan, self.device_ops, self.host_ops, device)
             device.synchronize()
@@ -81,35 +78,10 @@ class CudaExecutor:
         self._prefill = self._make_prefill(artifact, stream_from)
         self._runs = tuple(call.run for call in self.calls)
         self._runs_with_stats: tuple[Op, ...] = ()
-        always = (cuts.hot if d.n_experts == 1 else 0 for cuts in self.device_ops.cuts)
+        always = (c.hot if d.n_experts == 1 else 0 for c in cuts)
         self._implied_L2 = np.array([_implied_rows(how, cut) for how, cut in zip(layers, always, strict=True)])
         self._token, self._device_rows_L2 = self._pinned.token.numpy(), self._pinned.rows_L2.numpy()
         self._logits_V = self._pinned.logits.numpy() if plan.head == GPU else self._host.workspace.logits_TV[0]
-
-    def _make_host_ops(self) -> HostOps:
-        pinned, host = self._pinned, self._host
-        ops = MoeHostOps if host.cfg.experts > 1 else HostOps
-        return ops(
-            decoder=self.device_ops.decoder,
-            layers=self.device_ops.layers,
-            cfg=host.cfg,
-            ends=host.ends,
-            table_LXW=host.table_LXW,
-            eps=host.eps,
-            cos_SJ=host.cos_SJ,
-            sin_SJ=host.sin_SJ,
-            workspace=host.workspace,
-            cuts=self.device_ops.cuts,
-            step=Step(),
-            send=pinned.handover_to_device.arrays(),
-            recv=pinned.handover_to_host.arrays(),
-            sum_to_device=pinned.sum_to_device.numpy(),
-            sum_to_host=pinned.sum_to_host.numpy(),
-            addresses=workspace_addresses(host.cfg, host.workspace),
-            own_sum=np.zeros(self.device_ops.decoder.d_model, np.float32),
-            x_to_device=pinned.x_to_device.numpy(),
-            x_to_host=pinned.x_to_host.numpy(),
-        )
 
     @property
     def rows_on_device(self) -> Ints:
@@ -118,7 +90,7 @@ class CudaExecutor:
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences, one sequence after the other."""
-        return self._host.step(sequences, self._run, self.block_tokens)
+        return self._host.step(sequences, lambda batch: [self._run(s) for s in batch], self.block_tokens)
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""
@@ -129,13 +101,13 @@ class CudaExecutor:
         numba.set_num_threads(self._host.threads)
         with self.device.stream(), self._synchronised_on_error():
             self._kv_residency.acquire(s.cache)
-            self.host_ops.step.cache_L2GSW, self.host_ops.step.start = s.cache.words, s.cache.length
+            self.host_ops.move_to(s.cache, s.cache.length)
             if s.logits == "all":
                 logits_TV = self._all_logits(s)
                 if s.count:
                     most = min(self.block_tokens, BLOCK_TOKENS)
                     counts_L3 = self._stats.tally(self._prefill.count_firing, most)
-                return SequenceResult(logits_TV=logits_TV.copy(), counts_L3=counts_L3)
+                return SequenceResult(logits_TV=logits_TV, counts_L3=counts_L3)
             if len(s.tokens) == 1 and s.select:
                 self._set_token(s.tokens)
                 rows_L2 = self._decode(self._runs)
@@ -147,29 +119,23 @@ class CudaExecutor:
     def _all_logits(self, s: SequenceStep) -> Floats:
         """Logits of all tokens: decoded one by one with selection, else read in dense blocks."""
         tokens, cache = s.tokens, s.cache
-        logits_TV = self._host.workspace.logits_TV[: len(tokens)]
+        logits_TV = np.empty((len(tokens), self.device_ops.decoder.vocab_size), np.float32)
         if not s.select:
-            for low in range(0, len(tokens), self.block_tokens):
-                part = slice(low, min(len(tokens), low + self.block_tokens))
-                self.host_ops.step.start = cache.length
+            for part in token_blocks(len(tokens), self.block_tokens):
+                self.host_ops.move_to(cache, cache.length)
                 self._prefill.all_logits(tokens[part], logits_TV[part])
                 cache.append(tokens[part])
             return logits_TV
         self._stats.clear()
-        first_V = logits_TV[0]
         for n in range(len(tokens)):
-            self.host_ops.step.start = cache.length
+            self.host_ops.move_to(cache, cache.length)
             self._set_token(tokens[n : n + 1])
             if not self._runs_with_stats:  # building it writes into the cache where this token will
                 calls = build_schedule(self.allocation.plan, self.device_ops, self.host_ops, self.device, self._stats)
                 self._runs_with_stats = tuple(call.run for call in calls)
             self._stats.add(self._decode(self._runs_with_stats))
-            if n == 0:
-                first_V = self._logits_V.copy()  # the CPU's head writes into the first row
-            else:
-                logits_TV[n] = self._logits_V
+            logits_TV[n] = self._logits_V
             cache.append(tokens[n : n + 1])
-        logits_TV[0] = first_V
         return logits_TV
 
     @contextlib.contextmanager
@@ -183,9 +149,8 @@ class CudaExecutor:
             raise
 
     def _set_token(self, token_1: Ints) -> None:
-        step = self.host_ops.step
-        step.tokens[:] = token_1
-        self._token[0], self._token[1] = token_1[0], step.start
+        self.host_ops.token_1[:] = token_1
+        self._token[0], self._token[1] = token_1[0], self.host_ops.start
 
     def _decode(self, runs: Sequence[Op]) -> Ints:
         """Run a token through the schedule; returns (layers, 2) rows of `first` read and neurons kept."""
@@ -204,7 +169,7 @@ class CudaExecutor:
                 with device.stream():
                     streamer = WeightStreamer(artifact, device)
         with device.stream():
-            return Prefill(self.device_ops, self.host_ops, plan, device, self.block_tokens, streamer, first)
+            return Prefill(self.device_ops, self.host_ops, plan, self.block_tokens, streamer, first)
 
     def close(self) -> None:
         """Close the artifact and free the GPU's memory; `step` refuses from now on."""

@@ -61,7 +61,7 @@ class CpuModel:
             self.cos_SJ,
             self.sin_SJ,
             np.concatenate([s.tokens for s in sequences]),
-            self.positions(sequences),
+            positions_of([(len(s.tokens), s.cache.length, s.cache) for s in sequences]),
             np.repeat([int(s.select) for s in sequences], counts),
             np.concatenate(wanted),
             sequences[0].count,
@@ -70,15 +70,6 @@ class CpuModel:
         for s in sequences:
             s.cache.append(s.tokens)
         return list(self._results(sequences))
-
-    def positions(self, sequences: Sequence[SequenceStep]) -> Positions:
-        """Where the tokens of a step stand."""
-        runs, first = [], 0
-        for s in sequences:
-            runs.append((first, len(s.tokens), s.cache.length, s.cache.values.ctypes.data))
-            first += len(s.tokens)
-        position = [np.arange(start, start + count) for _, count, start, _ in runs]
-        return Positions(np.concatenate(position), np.array(runs, np.int64), self.context)
 
     def _results(self, sequences: Sequence[SequenceStep]) -> Iterator[SequenceResult]:
         """The sequences' results, out of the memory that the next call overwrites."""
@@ -125,6 +116,14 @@ class CpuModel:
         if self.artifact is not None:
             self.artifact.close()
         self.artifact = None
+
+
+def positions_of(runs: Sequence[tuple[int, int, KVCache]]) -> Positions:
+    """Where the tokens of a step stand; a run is (tokens, position of the first, cache)."""
+    first_R = np.cumsum([0, *(count for count, _, _ in runs)])
+    table = [(first, count, start, cache.address) for first, (count, start, cache) in zip(first_R, runs, strict=False)]
+    position_T = np.concatenate([np.arange(start, start + count) for count, start, _ in runs])
+    return Positions(position_T, np.array(table, np.int64), runs[0][2].context)
 
 
 def batches(sequences: Sequence[SequenceStep]) -> Iterator[list[SequenceStep]]:

@@ -38,9 +38,9 @@ class KVCache:
         return len(self._tokens)
 
     @property
-    def words(self) -> npt.NDArray[np.uint16]:
-        """The same memory as 16-bit words, as compiled kernels take it."""
-        return self.values.view(np.uint16)
+    def address(self) -> int:
+        """Where the values lie, for compiled kernels."""
+        return int(self.values.ctypes.data)
 
     @property
     def room(self) -> int:

@@ -17,7 +17,7 @@ import numba
 import numpy as np
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.execution.cpu import CpuModel
+from pi_runtime.execution.cpu import CpuModel, positions_of
 from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation
@@ -86,7 +86,11 @@ class StandInExecutor:
         m, ws = self._model, self._model.workspace
         # One core is the stand-in's.
         numba.set_num_threads(max(1, m.threads - 1))
-        at, x_TD, rows_L2 = m.positions([s]), ws.x_TD[:1], np.zeros((len(m.table_LXW), 2), np.int64)
+        at, x_TD, rows_L2 = (
+            positions_of([(1, s.cache.length, s.cache)]),
+            ws.x_TD[:1],
+            np.zeros((len(m.table_LXW), 2), np.int64),
+        )
         embed(m.cfg, m.ends, s.tokens, at.position_T, ws, x_TD)
         for layer, w_XW in enumerate(m.table_LXW):
             attention(m.cfg, w_XW[0], m.eps, m.cos_SJ, m.sin_SJ, at, layer, x_TD, ws)

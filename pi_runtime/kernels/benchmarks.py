@@ -137,7 +137,10 @@ class _TimedFfn:
 
     def nothing(self) -> None:
         """Compute the sum of no neurons."""
-        cold_sum(self._cfg, self._row, self._x_1D[0], 0, 0, True, *self._memory, self._sum_1D[0])
+        expert_K, route_weight_K, cut_X = np.zeros(1, np.int32), np.ones(1, np.float32), np.zeros(1, np.int64)
+        listed = True, 0, np.zeros(0, np.int32)
+        x_D, result = self._x_1D[0], (*self._memory, self._sum_1D[0])
+        cold_sum(self._cfg, self._row[None], x_D, expert_K, route_weight_K, cut_X, *listed, *result)
 
 
 def _gated(width: int, neurons: int) -> Decoder:

@@ -489,8 +489,8 @@ def add_neurons(
 ) -> None:  # fmt: skip
     """y ← y + route_weight · the sum over the neurons [low, high) for T tokens, on numba's threads.
 
-    `select`: skip what the layer's rung skips. For each token, `tally_T3` ← (0, rows of `first` read, neurons kept); with
-    `count_all` (neurons that fire, rows of `first` that the rung reads, neurons that fire and are kept).
+    `select`: skip what the layer's rung skips. `tally_T3` ← for each token (0, rows of `first` read, neurons kept), or
+    with `count_all` (neurons that fire, rows of `first` that the rung reads, neurons that fire and are kept).
     """
     _add(cfg, w, x_TD, low, high, route_weight, select, count_all, True, ws, tally_T3, y_TD)
 

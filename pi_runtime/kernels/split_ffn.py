@@ -1,9 +1,9 @@
 """One token's FFN in parts, for a run in which a selector and its neurons are on different devices.
 
-`predict` lists the neurons that a selector names; `cold_sum` computes those of a list, or of a range. With experts,
-`predict_experts` and `cold_sum_experts` do the same for the K experts that the router takes. Python calls a sum once a
+`predict` lists the neurons that a selector names in the K experts that the router takes; `cold_sum` computes those of
+a list, or those beyond each expert's cut. A layer without experts is one expert of weight 1. Python calls a sum once a
 layer while a GPU waits for it. Taking apart tuples of arrays at each call would cost too much (16 µs), so what stays
-the same goes in as addresses.
+the same goes in as addresses (`ffn.Chunks`, `neuron_selection.Inputs`).
 
 Shape letters: D model width, F neurons of one expert, X experts, K experts taken.
 """
@@ -28,30 +28,7 @@ def _candidates(m: Chunks) -> Ints:
 
 
 @public
-def predict(cfg: KernelConfig, w: Ints, x_D: Floats, m: Chunks, x: Inputs) -> int:
-    """List all neurons that the layer's selector names in the workspace's `candidates_F`; returns how many."""
-    x_TD, token_N, select_N = x_D.reshape(1, x_D.shape[0]), np.zeros(1, np.int64), np.ones(1, np.int64)
-    prepare_inputs(selector_format(cfg, w), x_TD, x.inputs)
-    prepare_selection(cfg, w, x_TD, token_N, True, x)
-    name_all(cfg, w, m, x, select_N)
-    return collect(m, _candidates(m))
-
-
-@public
-def cold_sum(
-    cfg: KernelConfig, w: Ints, x_D: Floats, low: int, count: int, selected: bool, m: Chunks, x: Inputs, y_D: Floats
-) -> int:
-    """y ← the sum over the first `count` of the candidates (`selected`), or over the neurons [low, low + count).
-
-    Returns how many neurons were kept.
-    """
-    y_D[:] = np.float32(0)
-    prepare_inputs(input_format(cfg, w), x_D.reshape(1, x_D.shape[0]), x.inputs)
-    return _add(cfg, w, x_D, low, count, selected, np.float32(1), m, x, y_D)
-
-
-@public
-def predict_experts(
+def predict(
     cfg: KernelConfig, w_XW: Ints, x_D: Floats, expert_K: Ints, cut_X: Ints, base_X: Ints, m: Chunks, x: Inputs,
     hot_F: Integers, cold_F: Integers,
 ) -> tuple[int, int]:  # fmt: skip
@@ -60,9 +37,13 @@ def predict_experts(
     Those below their expert's cut go to `hot_F` as base + neuron, the others to `cold_F` as expert · F + neuron.
     """
     hot, cold, candidates_F = 0, 0, _candidates(m)
+    x_1D, token_1, select_1 = x_D.reshape(1, x_D.shape[0]), np.zeros(1, np.int64), np.ones(1, np.int64)
+    prepare_inputs(selector_format(cfg, w_XW[0]), x_1D, x.inputs)
     for k in range(expert_K.shape[0]):
         expert = expert_K[k]
-        for n in range(predict(cfg, w_XW[expert], x_D, m, x)):
+        prepare_selection(cfg, w_XW[expert], x_1D, token_1, True, x)
+        name_all(cfg, w_XW[expert], m, x, select_1)
+        for n in range(collect(m, candidates_F)):
             neuron = candidates_F[n]
             if neuron < cut_X[expert]:
                 hot_F[hot] = base_X[expert] + neuron
@@ -74,7 +55,7 @@ def predict_experts(
 
 
 @public
-def cold_sum_experts(
+def cold_sum(
     cfg: KernelConfig, w_XW: Ints, x_D: Floats, expert_K: Integers, route_weight_K: Floats, cut_X: Ints, selected: bool,
     count: int, cold_F: Integers, m: Chunks, x: Inputs, y_D: Floats,
 ) -> tuple[int, int]:  # fmt: skip
@@ -83,35 +64,25 @@ def cold_sum_experts(
     The list is the first `count` of `cold_F`: expert · F + neuron, one expert after the other in the order of
     `expert_K`. Returns the sums of (rows of `first` read, neurons kept).
     """
-    read, kept, done, candidates_F = 0, 0, 0, _candidates(m)
-    y_D[:] = np.float32(0)
-    prepare_inputs(input_format(cfg, w_XW[0]), x_D.reshape(1, x_D.shape[0]), x.inputs)
+    read, done, candidates_F, tally_13 = 0, 0, _candidates(m), np.zeros((1, 3), np.int64)
+    x_1D, y_1D = x_D.reshape(1, x_D.shape[0]), y_D.reshape(1, y_D.shape[0])
+    token_1, select_1, weight_1 = np.zeros(1, np.int64), np.ones(1, np.int64), np.ones(1, np.float32)
+    y_1D[:] = np.float32(0)
+    prepare_inputs(input_format(cfg, w_XW[0]), x_1D, x.inputs)
     for k in range(expert_K.shape[0]):
         expert = expert_K[k]
-        low = cut_X[expert]
-        wanted = cfg.d_ff - low
+        low, high = cut_X[expert], cfg.d_ff
         if selected:
             wanted = 0
             while done < count and cold_F[done] // cfg.d_ff == expert:
                 candidates_F[wanted] = cold_F[done] - expert * cfg.d_ff
                 wanted, done = wanted + 1, done + 1
-        kept += _add(cfg, w_XW[expert], x_D, low, wanted, selected, route_weight_K[k], m, x, y_D)
-        read += wanted
-    return read, kept
-
-
-@device
-def _add(
-    cfg: KernelConfig, w: Ints, x_D: Floats, low: int, count: int, selected: bool, route_weight: np.float32, m: Chunks,
-    x: Inputs, y_D: Floats,
-) -> int:  # fmt: skip
-    """y ← y + route_weight · the sum over some neurons; returns how many are kept. See `cold_sum`."""
-    width, tally_T3 = x_D.shape[0], np.zeros((1, 3), np.int64)
-    token_N, select_N, weight_N = np.zeros(1, np.int64), np.ones(1, np.int64), np.full(1, route_weight)
-    if selected:
-        deal(_candidates(m), count, m)
-    neurons(
-        cfg, w, x_D.reshape(1, width), token_N, select_N, weight_N, low, low + count, selected, False, True, m, x,
-        tally_T3, y_D.reshape(1, width),
-    )  # fmt: skip
-    return tally_T3[0, 2]
+            deal(candidates_F, wanted, m)
+            read += wanted
+        else:
+            read += high - low
+        weight_1[0] = route_weight_K[k]
+        neurons(
+            cfg, w_XW[expert], x_1D, token_1, select_1, weight_1, low, high, selected, False, True, m, x, tally_13, y_1D
+        )
+    return read, tally_13[0, 2]

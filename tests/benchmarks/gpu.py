@@ -54,10 +54,11 @@ from support.gpu_bench.offload import Offload
 from support.gpu_bench.placing import Case, all_on_gpu, attention_first, budgets, bytes_with_blocks, whole_layers
 from support.gpu_bench.running import Measurement, measure, token_ids
 from support.gpu_bench.targets import verdicts
+from support.gpu_interpreter import Interpreted
 
 from pi_runtime.artifact.buffers import kv_bytes
 from pi_runtime.artifact.schema import Plan
-from pi_runtime.cuda.memory.devices import Cuda, Device, Interpreted
+from pi_runtime.cuda.memory.devices import Cuda, Device
 from pi_runtime.errors import PiError
 
 FORMATS = ("f16", "q8", "q4")

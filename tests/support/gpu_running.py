@@ -107,7 +107,7 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
         yield value
     elif is_dataclass(value):
         yield from _tensors([getattr(value, field.name) for field in fields(value)])
-    elif isinstance(value, dict | list):
+    elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(item)
 

@@ -1,1 +1,5 @@
-"""Decodes one token on GPU and CPU: the operations of each, and the schedule that joins them."""
+"""Decodes one token on GPU and CPU together.
+
+`device_ops` and `host_ops` have the operations of each side; `schedule` joins them into a flat list of calls, which is
+made once from the plan.
+"""

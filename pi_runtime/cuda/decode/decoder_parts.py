@@ -4,10 +4,11 @@
     x ← x + attention(norm(x))                   attention, which also leaves the FFN's input
     norm(x), as the head's matrix takes it       head_input
 
-One token and a block of tokens differ in how they multiply with stored matrices and how they attend (`Products`).
+One token goes through the kernels of decoding, which allocate nothing, so that graphs can be captured. A block of
+tokens goes through torch's dense products. The two also differ in the memory that they work in.
 
-Legend: T tokens, D model width, W width of the embedding, N rows of a matrix, H heads, G key-value heads, E head width,
-Q = (H + 2 G) E, O = H E, S positions that the cache holds.
+Shape letters: T tokens, D model width, W width of the embedding, N rows of a matrix, H heads, G key-value heads, E head
+width, Q = (H + 2 G) E, O = H E, S positions that the cache holds.
 """
 
 from collections.abc import Mapping
@@ -26,98 +27,67 @@ from pi_runtime.cuda.memory.workspace import Workspace
 
 
 @dataclass(frozen=True)
-class TokenProducts:
-    """One token by the kernels of decoding; nothing is allocated, so that graphs can be captured."""
-
-    tiling: Tiling
-    partials: AttentionPartials
-
-    def linear(
-        self, m: DeviceMatrix, bias_N: torch.Tensor | None, x_TD: torch.Tensor, y_TN: torch.Tensor, *, add: bool = False
-    ) -> None:
-        """y ← x Wᵀ + bias, or y ← y + x Wᵀ + bias."""
-        row_dot.linear(m, bias_N, x_TD[0], y_TN[0], self.tiling, add=add)
-
-    def attend(
-        self, qkv_TQ: torch.Tensor, position: torch.Tensor, cache_2GSE: torch.Tensor, out_TO: torch.Tensor
-    ) -> None:
-        """out ← attention over the positions up to the token's own, `position`."""
-        attention.attend(qkv_TQ[0], position, cache_2GSE, self.partials, out_TO[0])
-
-
-@dataclass(frozen=True)
-class BlockProducts:
-    """A block of tokens by torch's dense products."""
-
-    exact: bool = False
-    """Whether products are in float32 whatever the weights' format."""
-
-    def linear(
-        self, m: DeviceMatrix, bias_N: torch.Tensor | None, x_TD: torch.Tensor, y_TN: torch.Tensor, *, add: bool = False
-    ) -> None:
-        """y ← x Wᵀ + bias, or y ← y + x Wᵀ + bias."""
-        found_TN = gemm.linear(m, bias_N, x_TD, exact=self.exact)
-        if add:
-            y_TN += found_TN
-        else:
-            y_TN.copy_(found_TN)
-
-    def attend(
-        self, qkv_TQ: torch.Tensor, position: torch.Tensor, cache_2GSE: torch.Tensor, out_TO: torch.Tensor
-    ) -> None:
-        """out ← attention of each token over the positions up to its own, the first token being at `position`."""
-        attention.attend_block(qkv_TQ, position, cache_2GSE, out_TO)
-
-
-Products = TokenProducts | BlockProducts
-"""How tokens are multiplied with a stored matrix, and how they attend."""
-
-
-@dataclass(frozen=True)
 class DecoderParts:
-    """The parts of a decoder that are the same for one token and for a block, with their weights and cache."""
+    """The parts of a decoder that are the same for one token and for a block, with the memory of their tokens."""
 
     decoder: Decoder
     weights: DeviceWeights
     workspace: Workspace
     cache: Mapping[int, torch.Tensor]
     """(2, G, S, E) for each layer whose attention is on the GPU."""
+    tiling: Tiling
+    partials: AttentionPartials | None
+    """What the attention of a single token works in; None where tokens come in blocks."""
+    x_TD: torch.Tensor
+    """The residual of as many tokens as there is room for."""
+    normed_TD: torch.Tensor
+    """The FFN's input."""
+    qkv_TQ: torch.Tensor
+    attn_out_TO: torch.Tensor
+    exact: bool = False
+    """Whether the products of a block are in float32 whatever the weights' format."""
 
-    def embed(
-        self, products: Products, ids_T: torch.Tensor, positions_T: torch.Tensor | None, start: int,
-        narrow_TW: torch.Tensor, x_TD: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """x ← embeddings of the tokens, at positions start + positions_T, or at start on without `positions_T`."""
-        d, w = self.decoder, self.weights
+    def embed(self, ids_T: torch.Tensor, positions_T: torch.Tensor | None, start: int) -> None:
+        """x ← embeddings of the tokens, at positions start + positions_T; without `positions_T`, from start on."""
+        d, w, x_TD = self.decoder, self.weights, self.x_TD[: len(ids_T)]
         if d.d_embedding == d.d_model:
             dequantise_rows(w.matrix("embedding"), ids_T, 0, x_TD)
         else:
+            narrow_TW = self._narrow(len(ids_T))
             dequantise_rows(w.matrix("embedding"), ids_T, 0, narrow_TW)
-            products.linear(w.matrix("embedding_in"), None, narrow_TW, x_TD)
+            self._linear("embedding_in", narrow_TW, x_TD)
         if d.positions == "learned":
             dequantise_rows(w.matrix("positions"), positions_T, d.position_offset + start, x_TD, add=True)
 
-    def attention(
-        self, products: Products, layer: int, x_TD: torch.Tensor, normed_TD: torch.Tensor, qkv_TQ: torch.Tensor,
-        out_TO: torch.Tensor,
-    ) -> None:  # fmt: skip
+    def _narrow(self, tokens: int) -> torch.Tensor:
+        """Room for rows of an embedding that is not as wide as the model."""
+        row_1W = self.workspace.narrow_W[None]
+        return row_1W if tokens == 1 else torch.empty(tokens, row_1W.shape[1], device=row_1W.device)
+
+    def attention(self, layer: int, tokens: int) -> None:
         """x ← x + attention(norm(x)), and normed ← the FFN's input; see `Decoder` for the forms of a block."""
-        d, w, at, ffn_norm = self.decoder, self.weights, f"layers/{layer}/attention/", f"layers/{layer}/ffn/norm"
+        d, at, ffn_norm = self.decoder, f"layers/{layer}/attention/", f"layers/{layer}/ffn/norm"
+        x_TD, normed_TD, qkv_TQ, out_TO = (
+            t[:tokens] for t in (self.x_TD, self.normed_TD, self.qkv_TQ, self.attn_out_TO)
+        )
         input_TD = x_TD
         if d.block != "post-norm":
-            self.norm(f"{at}norm", x_TD, normed_TD)
+            self._norm(f"{at}norm", x_TD, normed_TD)
             input_TD = normed_TD
-        products.linear(w.matrix(f"{at}qkv"), w.vector(f"{at}qkv_bias"), input_TD, qkv_TQ)
+        self._linear(f"{at}qkv", input_TD, qkv_TQ)
         if d.block == "parallel" and not d.shared_norm:
-            self.norm(ffn_norm, x_TD, normed_TD)
+            self._norm(ffn_norm, x_TD, normed_TD)
         self._store_kv(layer, qkv_TQ)
-        products.attend(qkv_TQ, self.workspace.position, self.cache[layer], out_TO)
-        products.linear(w.matrix(f"{at}out"), w.vector(f"{at}out_bias"), out_TO, x_TD, add=True)
+        if self.partials is None:
+            attention.attend_block(qkv_TQ, self.workspace.position, self.cache[layer], out_TO)
+        else:
+            attention.attend(qkv_TQ[0], self.workspace.position, self.cache[layer], self.partials, out_TO[0])
+        self._linear(f"{at}out", out_TO, x_TD, add=True)
         if d.block == "post-norm":
-            self.norm(f"{at}norm", x_TD, x_TD)
+            self._norm(f"{at}norm", x_TD, x_TD)
             normed_TD.copy_(x_TD)
         elif d.block == "sequential":
-            self.norm(ffn_norm, x_TD, normed_TD)
+            self._norm(ffn_norm, x_TD, normed_TD)
 
     def _store_kv(self, layer: int, qkv_TQ: torch.Tensor) -> None:
         """Norms and angles of queries and keys; keys and values into the cache."""
@@ -127,29 +97,38 @@ class DecoderParts:
         eps = self.decoder.norm_eps
         attention.store_kv(qkv_TQ, ws.position, ws.cos_SJ, ws.sin_SJ, self.cache[layer], norms=norms, eps=eps)
 
-    def norm_after_ffn(self, layer: int, x_TD: torch.Tensor) -> None:
-        """x ← norm(x), in blocks that have their norms behind."""
+    def norm_after_ffn(self, layer: int, tokens: int) -> None:
+        """x ← norm(x), where the decoder normalises after each part (post-norm)."""
         if self.decoder.block == "post-norm":
-            self.norm(f"layers/{layer}/ffn/norm", x_TD, x_TD)
+            self._norm(f"layers/{layer}/ffn/norm", self.x_TD[:tokens], self.x_TD[:tokens])
 
-    def head_input(
-        self, products: Products, x_TD: torch.Tensor, normed_TD: torch.Tensor, narrow_TW: torch.Tensor
-    ) -> torch.Tensor:
-        """The vectors that the head's matrix is multiplied with: x, or `normed` or `narrow`, which are then written."""
-        d = self.decoder
+    def head_input(self, tokens: int) -> torch.Tensor:
+        """The vectors that the head's matrix is multiplied with; `normed` may be overwritten."""
+        d, x_TD = self.decoder, self.x_TD[:tokens]
         if d.final_norm:
-            self.norm("final_norm", x_TD, normed_TD)
-            x_TD = normed_TD
+            self._norm("final_norm", x_TD, self.normed_TD[:tokens])
+            x_TD = self.normed_TD[:tokens]
         if d.d_embedding == d.d_model:
             return x_TD
-        products.linear(self.weights.matrix("embedding_out"), None, x_TD, narrow_TW)
+        narrow_TW = self._narrow(tokens)
+        self._linear("embedding_out", x_TD, narrow_TW)
         return narrow_TW
 
     @property
     def head(self) -> DeviceMatrix:
         return self.weights.matrix("embedding" if self.decoder.tied_head else "head")
 
-    def norm(self, name: str, x_TD: torch.Tensor, y_TD: torch.Tensor) -> None:
+    def _linear(self, name: str, x_TD: torch.Tensor, y_TN: torch.Tensor, *, add: bool = False) -> None:
+        """y ← x Wᵀ + bias, or y ← y + x Wᵀ + bias."""
+        m, bias_N = self.weights.matrix(name), self.weights.vector(f"{name}_bias")
+        if self.partials is not None:
+            row_dot.linear(m, bias_N, x_TD[0], y_TN[0], self.tiling, add=add)
+        elif add:
+            y_TN += gemm.linear(m, bias_N, x_TD, exact=self.exact)
+        else:
+            y_TN.copy_(gemm.linear(m, bias_N, x_TD, exact=self.exact))
+
+    def _norm(self, name: str, x_TD: torch.Tensor, y_TD: torch.Tensor) -> None:
         weight, bias = self.weights.vector(f"{name}/weight"), self.weights.vector(f"{name}/bias")
         assert weight is not None
         residual.norm(x_TD, weight, bias, self.decoder.norm_eps, y_TD)

@@ -5,22 +5,28 @@ handover ← norm(x), selected cold rows      prepare_selector, select_cold, sen
 sums ← Σ hot h_i down_i                     select_hot, hot_sums
 x ← x + sums + the CPU's sum + bias         receive_sum, merge
 
-Legend: D model width, F neurons, N of them, L layers.
+In a mixture of experts the router is where the attention is. The token's experts and their weights go with the FFN's
+input. Their neurons on the GPU are a list, as selected neurons are. Selected cold rows are named by their rows in the
+whole layer (expert · F + neuron), hot ones by their rows on the GPU. Without experts the two are the same.
+
+Shape letters: D model width, F neurons of an expert, N of them, K experts of a token, L layers.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
-from pi_runtime.cuda.decode.decoder_parts import DecoderParts, TokenProducts
-from pi_runtime.cuda.decode.selectors import Selector, picks, selector_of
-from pi_runtime.cuda.kernels import ffn_neurons, residual
+from pi_runtime.cuda.decode.decoder_parts import DecoderParts
+from pi_runtime.cuda.decode.selectors import SELECTORS, Selector, picks
+from pi_runtime.cuda.kernels import ffn_neurons, moe, residual
 from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
+from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
+from pi_runtime.cuda.kernels.moe import DeviceCuts, Routing
+from pi_runtime.cuda.kernels.row_dot import linear
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.cuda.memory.handover import PinnedBuffers
 from pi_runtime.cuda.memory.weights import DeviceWeights
@@ -28,7 +34,7 @@ from pi_runtime.cuda.memory.workspace import Workspace
 from pi_runtime.execution.plan_layout import Cuts
 
 
-@dataclass(frozen=True)
+@dataclass
 class DeviceOps:
     """One artifact's weights and cache on the GPU, and the memory that its operations work in."""
 
@@ -43,14 +49,16 @@ class DeviceOps:
     """(2, G, S, E) for each layer whose attention is on the GPU."""
     pinned: PinnedBuffers
 
-    @cached_property
-    def parts(self) -> DecoderParts:
-        """What decoding and reading prompts share."""
-        return DecoderParts(self.decoder, self.weights, self.workspace, self.cache)
-
-    @cached_property
-    def _products(self) -> TokenProducts:
-        return TokenProducts(self.device.tiling, self.workspace.partials)
+    def __post_init__(self) -> None:
+        d, ws = self.decoder, self.workspace
+        token = ws.x_D[None], ws.handover.x_D[None], ws.qkv_Q[None], ws.attn_out_O[None]
+        self.parts = DecoderParts(d, self.weights, ws, self.cache, self.device.tiling, ws.partials, *token)
+        self._routing: Routing | None = None
+        """The token's experts; None without experts."""
+        if d.n_experts > 1:
+            self._routing = Routing(ws.handover.expert_K, ws.handover.route_weight_K)
+            each = zip(self.cuts, ws.cuts_L2X, strict=True)
+            self._device_cuts = [DeviceCuts.of(cuts, d.d_ff, cuts_2X) for cuts, cuts_2X in each]
 
     def receive_token(self) -> None:
         """Fetch the token's id and position from the host."""
@@ -58,47 +66,71 @@ class DeviceOps:
         self.workspace.position.copy_(self.pinned.token[1:], non_blocking=True)
 
     def embed(self) -> None:
-        ws = self.workspace
-        self.parts.embed(self._products, ws.token, ws.position, 0, ws.narrow_W[None], ws.x_D[None])
+        self.parts.embed(self.workspace.token, self.workspace.position, 0)
 
     def attention(self, layer: int) -> None:
-        """x ← x + attention(norm(x)), and the FFN's input into the handover."""
-        ws = self.workspace
-        x_1D, normed_1D = ws.x_D[None], ws.handover.x_D[None]
-        self.parts.attention(self._products, layer, x_1D, normed_1D, ws.qkv_Q[None], ws.attn_out_O[None])
-
-    def selects(self, layer: int) -> bool:
-        """Whether the layer's rung reads only some rows of `first`."""
-        return picks(self.layers[layer])
-
-    def selector(self, layer: int) -> Selector:
-        return selector_of(self.layers, layer, self.weights, self.workspace, self.device.tiling)
+        """x ← x + attention(norm(x)); the FFN's input, and the token's experts, into the handover."""
+        self.parts.attention(layer, 1)
+        if self._routing is not None:
+            ws, router = self.workspace, self.weights.matrix(f"layers/{layer}/ffn/router")
+            linear(router, None, ws.handover.x_D, ws.router_X, self.device.tiling)
+            moe.route(ws.router_X, self._routing)
 
     def prepare_selector(self, layer: int) -> None:
         """Compute what the selection of hot and cold neurons shares."""
-        self.selector(layer).prepare(None)
+        self._selector(layer).prepare()
+
+    def _selector(self, layer: int) -> Selector:
+        how, expert_K = self.layers[layer], None if self._routing is None else self._routing.expert_K
+        kind = RUNGS[how.rung].selector
+        assert kind is not None, how
+        prefix, tiling = f"layers/{layer}/predictor/", self.device.tiling
+        return SELECTORS[kind](how, prefix, self.weights, self.workspace, tiling, expert_K, self.decoder.d_ff)
 
     def select_cold(self, layer: int) -> None:
         """List the selected cold neurons in the handover."""
-        cuts, handover = self.cuts[layer], self.workspace.handover
-        self._select(layer, cuts.hot, self.decoder.d_ff, NeuronList(handover.index_F, handover.count))
+        cuts, ws, d_ff = self.cuts[layer], self.workspace, self.decoder.d_ff
+        found = NeuronList(ws.handover.index_F, ws.handover.count)
+        if self._routing is None:
+            self._select(layer, cuts.hot, d_ff, found)
+            return
+        candidates = ws.expert_cold.first(cuts.cold)
+        moe.list_expert_neurons(self._routing, self._device_cuts[layer], candidates, None, cold=True)
+        self._select(layer, 0, self.decoder.n_experts * d_ff, found, candidates, candidates)
 
     def select_hot(self, layer: int) -> None:
         """List the selected hot neurons."""
-        self._select(layer, 0, self.cuts[layer].hot, self.workspace.hot)
+        hot, ws = self.cuts[layer].hot, self.workspace
+        if self._routing is None:
+            self._select(layer, 0, hot, ws.hot)
+            return
+        on_device = self._expert_hot(layer, ws.expert_hot_rows_F)
+        candidates = NeuronList(ws.expert_hot_rows_F[:hot], on_device.length)
+        self._select(layer, 0, self.decoder.n_experts * self.decoder.d_ff, ws.hot, candidates, on_device)
 
-    def _select(self, layer: int, low: int, high: int, found: NeuronList) -> None:
-        ws = self.workspace
-        marks_N = ws.marks_F[: high - low]
-        tile = self.selector(layer).mark_range(low, high, marks_N)
-        compact(marks_N, ws.counts_F, tile, found, low=low)
+    def _select(
+        self, layer: int, low: int, high: int, found: NeuronList, candidates: NeuronList | None = None,
+        names: NeuronList | None = None,
+    ) -> None:  # fmt: skip
+        """List the selected ones of the neurons [low, high); of the candidates among them, by their `names`."""
+        ws, room = self.workspace, high - low if candidates is None else candidates.room
+        marks_N = ws.marks_F[:room]
+        tile = self._selector(layer).mark(low, high, candidates, marks_N)
+        compact(marks_N, ws.counts_F, tile, found, low=low, within=names)
+
+    def _expert_hot(self, layer: int, rows_F: torch.Tensor | None) -> NeuronList:
+        """List the hot neurons of the token's experts; their rows in the whole layer go to `rows_F`."""
+        assert self._routing is not None
+        found = self.workspace.expert_hot.first(self.cuts[layer].hot)
+        moe.list_expert_neurons(self._routing, self._device_cuts[layer], found, rows_F, cold=False)
+        return found
 
     def send_handover(self, rows: int | None) -> None:
-        """Send the FFN's input, and up to so many cold rows, to the host."""
+        """Send the FFN's input, and at most `rows` cold rows, to the host."""
         self.pinned.handover_to_host.first(rows).copy_(self.workspace.handover.first(rows), non_blocking=True)
 
     def receive_handover(self, rows: int | None) -> None:
-        """Fetch the FFN's input, and up to so many hot rows, from the host."""
+        """Fetch the FFN's input, and at most `rows` hot rows, from the host."""
         self.workspace.handover.first(rows).copy_(self.pinned.handover_to_device.first(rows), non_blocking=True)
 
     def layer_neurons(self, layer: int) -> ffn_neurons.Neurons:
@@ -116,32 +148,32 @@ class DeviceOps:
     def hot_sums(self, layer: int) -> None:
         """sums ← the partial sums of the hot neurons, of the selected ones where the rung selects."""
         ws, n, tiling, room = self.workspace, self.layer_neurons(layer), self.device.tiling, self.cuts[layer].hot
-        listed = self._hot_list(layer)
+        wanted = self._wanted_hot(layer)
         h_N = ws.h_F[:room]
-        tile = ffn_neurons.neuron_activations(n, ws.handover.x_D, listed, h_N, ws.counts_F, tiling)
-        kept, h_K = listed, h_N
+        tile = ffn_neurons.neuron_activations(n, ws.handover.x_D, wanted, h_N, ws.counts_F, tiling)
+        kept, h_K = wanted, h_N
         if not RUNGS[self.layers[layer].rung].dense:
             kept, h_K = ws.kept.first(room), ws.kept_h_F[:room]
-            compact(h_N, ws.counts_F, tile, kept, h_K, within=listed)
-        self._weight(layer, kept, h_K)
-        ffn_neurons.down_sums(n, kept, h_K, ws.sums_SD, tiling)
-        if listed is not None:
-            ws.rows_L2[layer, :1].copy_(listed.count)
+            compact(h_N, ws.counts_F, tile, kept, h_K, within=wanted)
+        if self._routing is not None:
+            assert kept is not None
+            moe.apply_route_weights(kept, h_K, self._routing, self._device_cuts[layer])
+        gathered_sums(n.down, kept, h_K, ws.sums_SD, tiling)
+        if wanted is not None:
+            ws.rows_L2[layer, :1].copy_(wanted.length)
         if kept is not None:
-            ws.rows_L2[layer, 1:].copy_(kept.count)
+            ws.rows_L2[layer, 1:].copy_(kept.length)
 
-    def _hot_list(self, layer: int) -> NeuronList | None:
-        """The hot neurons to compute; None for all of them."""
-        return self._selected_hot(layer) if self.selects(layer) else None
+    def _wanted_hot(self, layer: int) -> NeuronList | None:
+        """The hot neurons to compute; None for all of the layer's.
 
-    def _selected_hot(self, layer: int) -> NeuronList:
-        """The selected hot neurons: selected here, or received where the predictor is on the host."""
-        ws, room = self.workspace, self.cuts[layer].hot
-        found = ws.hot if layer in self.cache else NeuronList(ws.handover.index_F, ws.handover.count)
-        return found.first(room)
-
-    def _weight(self, layer: int, kept: NeuronList | None, h_K: torch.Tensor) -> None:
-        """Multiply activations with the weights of their experts; there is one expert, of weight 1."""
+        Selected neurons were listed here, or by the host where the predictor is there.
+        """
+        ws = self.workspace
+        if picks(self.layers[layer]):
+            found = ws.hot if layer in self.cache else NeuronList(ws.handover.index_F, ws.handover.count)
+            return found.first(self.cuts[layer].hot)
+        return None if self._routing is None else self._expert_hot(layer, None)
 
     def receive_sum(self) -> None:
         """Fetch the cold neurons' sum from the host."""
@@ -152,7 +184,7 @@ class DeviceOps:
         ws = self.workspace
         sums, host_sum = ws.sums_SD if hot else None, ws.host_sum_D if cold else None
         residual.merge(ws.x_D, sums, host_sum, self.weights.vector(f"layers/{layer}/ffn/down_bias"))
-        self.parts.norm_after_ffn(layer, ws.x_D[None])
+        self.parts.norm_after_ffn(layer, 1)
 
     def send_sum(self) -> None:
         """Send the hot neurons' sum to the host, where the residual is."""
@@ -170,8 +202,8 @@ class DeviceOps:
     def head(self) -> None:
         """logits = norm(x) Wᵀ + bias, to the host."""
         ws, parts = self.workspace, self.parts
-        input_1D = parts.head_input(self._products, ws.x_D[None], ws.handover.x_D[None], ws.narrow_W[None])
-        self._products.linear(parts.head, self.weights.vector("head_bias"), input_1D, ws.logits_V[None])
+        input_D, bias_V = parts.head_input(1)[0], self.weights.vector("head_bias")
+        linear(parts.head, bias_V, input_D, ws.logits_V, self.device.tiling)
         self.pinned.logits.copy_(ws.logits_V, non_blocking=True)
 
     def send_rows(self) -> None:

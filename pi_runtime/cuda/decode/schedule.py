@@ -21,6 +21,7 @@ from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.decode.selection_stats import SelectionStats
+from pi_runtime.cuda.decode.selectors import picks
 from pi_runtime.cuda.memory.devices import Device, Event, Op
 from pi_runtime.execution.plan_layout import GPU
 
@@ -47,22 +48,19 @@ class Schedule:
         """Add operations to the open graph."""
         self._open.extend(ops)
 
-    def cpu(self, op: Op, kind: str = "cpu") -> None:
+    def call(self, kind: str, op: Op) -> None:
+        """End the open graph and add a call."""
         self.end_graph()
         op()  # buffers hold zeros: this compiles, and takes the path that tokens take
         self.calls.append(Call(kind, self.layer, op))
 
     def record(self) -> Event:
-        self.end_graph()
         event = self.device.event()
-        event.record()
-        self.calls.append(Call("record", self.layer, event.record))
+        self.call("record", event.record)
         return event
 
     def wait(self, event: Event) -> None:
-        self.end_graph()
-        event.synchronize()
-        self.calls.append(Call("wait", self.layer, event.synchronize))
+        self.call("wait", event.synchronize)
 
     def end_graph(self) -> None:
         """Capture the open graph and add the call that starts it."""
@@ -107,7 +105,7 @@ def _on(s: Schedule, side: str, on_device: Op, on_host: Op) -> None:
     if side == GPU:
         s.gpu(on_device)
     else:
-        s.cpu(on_host)
+        s.call("cpu", on_host)
 
 
 def _move_residual(s: Schedule, side: str, to: str, device_ops: DeviceOps, host_ops: HostOps) -> str:
@@ -115,16 +113,16 @@ def _move_residual(s: Schedule, side: str, to: str, device_ops: DeviceOps, host_
     if side == GPU and to != GPU:
         s.gpu(device_ops.send_residual)
         s.wait(s.record())
-        s.cpu(host_ops.receive_residual)
+        s.call("cpu", host_ops.receive_residual)
     elif side != GPU and to == GPU:
-        s.cpu(host_ops.send_residual)
+        s.call("cpu", host_ops.send_residual)
         s.gpu(device_ops.receive_residual)
     return to
 
 
 def _ffn_on_gpu(s: Schedule, device_ops: DeviceOps, host_ops: HostOps, layer: int) -> None:
     """An FFN whose residual is on the GPU."""
-    selects, cuts = device_ops.selects(layer), device_ops.cuts[layer]
+    selects, cuts = picks(device_ops.layers[layer]), device_ops.cuts[layer]
     if selects:
         s.gpu(partial(device_ops.prepare_selector, layer))
     if cuts.cold:
@@ -138,7 +136,7 @@ def _ffn_on_gpu(s: Schedule, device_ops: DeviceOps, host_ops: HostOps, layer: in
         s.gpu(partial(device_ops.hot_sums, layer))
     if cuts.cold:
         s.wait(sent)
-        s.cpu(partial(host_ops.cold_sum_for_device, layer), "cold")
+        s.call("cold", partial(host_ops.cold_sum_for_device, layer))
         s.gpu(device_ops.receive_sum)
     s.gpu(partial(device_ops.merge, layer, hot=cuts.hot > 0, cold=cuts.cold > 0))
 
@@ -147,15 +145,15 @@ def _ffn_on_cpu(s: Schedule, device_ops: DeviceOps, host_ops: HostOps, layer: in
     """An FFN whose residual is on the CPU."""
     hot = device_ops.cuts[layer].hot
     if not hot:
-        s.cpu(partial(host_ops.whole_ffn, layer))
+        s.call("cpu", partial(host_ops.whole_ffn, layer))
         return
-    selects = device_ops.selects(layer)
-    s.cpu(host_ops.send_handover)
+    selects = picks(device_ops.layers[layer])
+    s.call("cpu", host_ops.send_handover)
     if selects:
-        s.cpu(partial(host_ops.select, layer))
+        s.call("cpu", partial(host_ops.select, layer))
     s.gpu(partial(device_ops.receive_handover, hot if selects else None))
     s.gpu(partial(device_ops.hot_sums, layer), device_ops.send_sum)
     ready = s.record()
-    s.cpu(partial(host_ops.cold_sum, layer), "cold")
+    s.call("cold", partial(host_ops.cold_sum, layer))
     s.wait(ready)
-    s.cpu(partial(host_ops.merge, layer))
+    s.call("cpu", partial(host_ops.merge, layer))

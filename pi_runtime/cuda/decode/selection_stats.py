@@ -4,7 +4,7 @@ A decoded token counts the rows it reads and the neurons it keeps; it does not k
 the schedule of a token whose stats are kept also sends each FFN's input to the host. When the stats are asked for, all
 neurons are computed for these inputs, a block of tokens at a time.
 
-Legend: L layers, T tokens of a block, D model width.
+Shape letters: L layers, T tokens of a block, D model width.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.cuda.decode.device_ops import DeviceOps
-from pi_runtime.cuda.decode.host_ops import HostOps
+from pi_runtime.cuda.decode.host_ops import HostOps, token_blocks
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.execution.executor import Ints
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
@@ -38,7 +38,7 @@ class SelectionStats:
 
     def keep_host_input(self, layer: int) -> None:
         """Keep the FFN's input of a layer whose attention is on the CPU."""
-        self._input_LD[layer].numpy()[:] = self._host_ops.workspace.normed_TD[0]
+        self._input_LD[layer].numpy()[:] = self._host_ops.model.workspace.normed_TD[0]
 
     def clear(self) -> None:
         """Begin a block."""
@@ -63,9 +63,8 @@ class SelectionStats:
             if rung.exact and not rung.dense:  # it keeps just what fires
                 tally_3[0] = tally_3[2]
                 continue
-            for low in range(0, self._tokens, block_tokens):
-                high = min(self._tokens, low + block_tokens)
-                tally_3[0] += count_firing(layer, self._inputs_LTD[layer, low:high])
+            for part in token_blocks(self._tokens, block_tokens):
+                tally_3[0] += count_firing(layer, self._inputs_LTD[layer, part])
             if rung.dense:  # it keeps what does not fire too
                 tally_3[2] = tally_3[0]
         return tally_L3

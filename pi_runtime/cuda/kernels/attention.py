@@ -1,15 +1,15 @@
-"""Rotary positions, and attention of one token over the key-value cache.
+"""Rotary positions, keys and values into the cache, and attention over it: of one token, or of a block of tokens.
 
 The cache is float16 or float32, sums are float32. The position comes from device memory, so that one captured graph
-serves every token. The positions so far are split into P parts. Each part keeps its largest score, its sum of
-exponentials and its weighted sum of values, and `_combine` puts the parts together in order (flash decoding: Dao et al.
-2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+serves every token. For one token the positions so far are split into P parts. Each part keeps its largest score, its
+sum of exponentials and its weighted sum of values, and `_combine` puts the parts together in order (flash decoding: Dao
+et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
-Legend: T tokens, H query heads, G key-value heads, E head width, Q = (H + 2 G) E, O = H E, S positions that the cache
-holds, P parts, B positions of a step, J pairs of columns that are rotated.
+Shape letters: T tokens, H query heads, G key-value heads, E head width, Q = (H + 2 G) E, O = H E, S positions that the
+cache holds, P parts, B positions of a step, J pairs of columns that are rotated.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,8 +27,7 @@ With as many values, and the next step's on their way, it takes 53 KiB of shared
 """
 
 
-@dataclass(frozen=True)
-class AttentionPartials:
+class AttentionPartials(NamedTuple):
     """What the parts of a token's attention leave: weighted values, largest scores, and sums of exponentials."""
 
     out_HPE: torch.Tensor
@@ -57,11 +56,11 @@ def store_kv(
     assert qkv_TQ.is_contiguous()
     assert cache_2GSE.is_contiguous()
     half = 0 if cos_SJ is None else cos_SJ.shape[1]
+    angles = (cos_SJ, sin_SJ) if half else None
     assert 2 * half <= width
-    q_norm, k_norm = (None, None) if norms is None else norms
     _store_kv[(tokens, heads + 2 * groups)](
-        qkv_TQ, position, cos_SJ, sin_SJ, cache_2GSE, q_norm, k_norm, eps, heads, groups, positions, half, width,
-        half > 0, norms is not None, triton.next_power_of_2(width),
+        qkv_TQ, position, angles, cache_2GSE, norms, eps, heads, groups, positions, half, width,
+        triton.next_power_of_2(width),
     )  # fmt: skip
 
 
@@ -78,13 +77,9 @@ def attend(
     assert out_O.shape == (heads * width,)
     padded = triton.next_power_of_2(width)
     _attend[(heads, n_parts)](
-        qkv_Q, position, cache_2GSE, partials.out_HPE, partials.max_HP, partials.sum_HP, heads, groups, positions,
-        width, width**-0.5, n_parts, POSITIONS, padded,
-    )  # fmt: skip
-    _combine[(heads,)](
-        partials.out_HPE, partials.max_HP, partials.sum_HP, out_O, width, n_parts,
-        triton.next_power_of_2(n_parts), padded,
-    )  # fmt: skip
+        qkv_Q, position, cache_2GSE, partials, heads, groups, positions, width, width**-0.5, n_parts, POSITIONS, padded
+    )
+    _combine[(heads,)](partials, out_O, width, n_parts, triton.next_power_of_2(n_parts), padded)
 
 
 def attend_block(qkv_TQ: torch.Tensor, position: torch.Tensor, cache_2GSE: torch.Tensor, out_TO: torch.Tensor) -> None:
@@ -103,8 +98,7 @@ def attend_block(qkv_TQ: torch.Tensor, position: torch.Tensor, cache_2GSE: torch
 
 @triton.jit
 def _store_kv(
-    qkv, position, cos, sin, cache, q_norm, k_norm, eps, heads, groups, positions, half, width,
-    ROTARY: tl.constexpr, NORMED: tl.constexpr, E: tl.constexpr,
+    qkv, position, angles, cache, norms, eps, heads, groups, positions, half, width, E: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0)
     head = tl.program_id(1)
@@ -116,18 +110,18 @@ def _store_kv(
     partner_E = tl.where(column_E < half, column_E + half, column_E - half)
     rotary_E = column_E < tl.where(head < heads + groups, 2 * half, 0)
     other_E = tl.load(row + partner_E, mask=rotary_E, other=0.0)
-    if NORMED:  # noqa: SIM102  this is decided when compiling, the next while running
+    if norms is not None:  # noqa: SIM102  this is decided when compiling, the next while running
         if head < heads + groups:
-            weight = q_norm
+            weight = norms[0]
             if head >= heads:
-                weight = k_norm
+                weight = norms[1]
             size = tl.sqrt(tl.sum(x_E * x_E, 0) / width + eps)
             x_E = x_E / size * tl.load(weight + column_E, mask=column_E < width, other=0.0)
             other_E = other_E / size * tl.load(weight + partner_E, mask=rotary_E, other=0.0)
-    if ROTARY:
+    if angles is not None:
         angle_E = tl.where(column_E < half, column_E, column_E - half)
-        cos_E = tl.load(cos + at * half + angle_E, mask=rotary_E, other=1.0)
-        sin_E = tl.load(sin + at * half + angle_E, mask=rotary_E, other=0.0)
+        cos_E = tl.load(angles[0] + at * half + angle_E, mask=rotary_E, other=1.0)
+        sin_E = tl.load(angles[1] + at * half + angle_E, mask=rotary_E, other=0.0)
         x_E = tl.where(column_E < half, x_E * cos_E - other_E * sin_E, x_E * cos_E + other_E * sin_E)
     tl.debug_barrier()  # every thread has read before any writes
     tl.store(row + column_E, x_E, mask=column_E < width)
@@ -140,7 +134,7 @@ def _store_kv(
 
 @triton.jit
 def _attend(
-    qkv, position, cache, partial_out, partial_max, partial_sum, heads, groups, positions, width, scale,
+    qkv, position, cache, partials, heads, groups, positions, width, scale,
     P: tl.constexpr, B: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -171,23 +165,23 @@ def _attend(
         out_E = out_E * rescale + tl.sum(p_B[:, None] * v_BE, 0)
         max_ = new_max
     place = head * P + part
-    tl.store(partial_out + place * width + column_E, out_E, mask=mask_E)
-    tl.store(partial_max + place, max_)
-    tl.store(partial_sum + place, sum_)
+    tl.store(partials.out_HPE + place * width + column_E, out_E, mask=mask_E)
+    tl.store(partials.max_HP + place, max_)
+    tl.store(partials.sum_HP + place, sum_)
 
 
 @triton.jit
-def _combine(partial_out, partial_max, partial_sum, out, width, parts, P: tl.constexpr, E: tl.constexpr):
+def _combine(partials, out, width, parts, P: tl.constexpr, E: tl.constexpr):
     head = tl.program_id(0)
     part_P = tl.arange(0, P)
     mask_P = part_P < parts
-    max_P = tl.load(partial_max + head * parts + part_P, mask=mask_P, other=-float("inf"))
+    max_P = tl.load(partials.max_HP + head * parts + part_P, mask=mask_P, other=-float("inf"))
     weight_P = tl.exp(max_P - tl.max(max_P, 0))  # 0 for a part without positions
-    sum_ = tl.sum(weight_P * tl.load(partial_sum + head * parts + part_P, mask=mask_P, other=0.0), 0)
+    sum_ = tl.sum(weight_P * tl.load(partials.sum_HP + head * parts + part_P, mask=mask_P, other=0.0), 0)
     column_E = tl.arange(0, E)
     at_PE = ((head * parts + part_P) * width)[:, None] + column_E[None, :]
     mask_PE = mask_P[:, None] & (column_E < width)[None, :]
-    out_E = tl.sum(weight_P[:, None] * tl.load(partial_out + at_PE, mask=mask_PE, other=0.0), 0) / sum_
+    out_E = tl.sum(weight_P[:, None] * tl.load(partials.out_HPE + at_PE, mask=mask_PE, other=0.0), 0) / sum_
     tl.store(out + head * width + column_E, out_E, mask=column_E < width)
 
 

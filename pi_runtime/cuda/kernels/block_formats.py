@@ -16,9 +16,9 @@ are 16 bits apart,
 where the last two terms do not depend on the row. Sums of so few numbers lose nothing that counts to the 24.
 
 Only this module knows how values lie in a block format: a further format needs its branches in the functions below that
-ask for `_Q4` or `_Q8`.
+ask for `_Q4` or `_Q8`. `m` is a matrix as kernels take it (`matrix.StoredRows`).
 
-Legend: R rows, C stored elements, W words, Q = W / 4 threads' worth of words.
+Shape letters: R rows, C stored elements, W words, Q = W / 4 threads' worth of words.
 """
 
 import triton
@@ -67,9 +67,17 @@ def groups_of(columns):
 
 
 @triton.jit
-def first_left_element(columns, FMT: tl.constexpr):
+def first_left_element(m):
     """The first stored element behind the last whole group."""
-    return groups_of(columns) * (4 * words_per_group(FMT))
+    return groups_of(m.columns) * (4 * words_per_group(m.fmt))
+
+
+@triton.jit
+def stored_tile(m, row_R, mask_R, element_C):
+    """[R, C] stored elements."""
+    at_R1 = (row_R.to(tl.int64) * m.stride)[:, None]
+    mask_RC = mask_R[:, None] & (element_C < m.width)[None, :]
+    return tl.load(m.elements + at_R1 + element_C[None, :], mask=mask_RC, other=0)
 
 
 @triton.jit
@@ -93,63 +101,61 @@ def _nibble_place(byte, columns, UPPER: tl.constexpr):
 
 
 @triton.jit
-def element_column(element, columns, VALUE: tl.constexpr, FMT: tl.constexpr):
+def element_column(m, element, VALUE: tl.constexpr):
     """The column of value VALUE of a stored element of a row, in any format."""
     column = element
-    if FMT == _Q8:
-        column = _column_at(element, columns)
-    if FMT == _Q4:
-        column = _column_at(_nibble_place(element, columns, VALUE == 1), columns)
+    if m.fmt == _Q8:
+        column = _column_at(element, m.columns)
+    if m.fmt == _Q4:
+        column = _column_at(_nibble_place(element, m.columns, VALUE == 1), m.columns)
     return column
 
 
 @triton.jit
-def element_weights(
-    stored_RC, scales, scales_stride, row_R, mask_R, column_C, columns, VALUE: tl.constexpr, FMT: tl.constexpr
-):  # fmt: skip
+def element_weights(m, stored_RC, row_R, mask_R, column_C, VALUE: tl.constexpr):
     """[R, C] value VALUE of stored elements as float32, times its scale where the format has one."""
-    if FMT == _Q4:
+    if m.fmt == _Q4:
         if VALUE == 0:
             weight_RC = ((stored_RC & 15).to(tl.int32) - 8).to(tl.float32)
         else:
             weight_RC = ((stored_RC >> 4).to(tl.int32) - 8).to(tl.float32)
     else:
         weight_RC = stored_RC.to(tl.float32)
-    if in_blocks(FMT):
-        at_R1 = (row_R.to(tl.int64) * scales_stride)[:, None]
-        mask_RC = mask_R[:, None] & (column_C < columns)[None, :]
-        weight_RC *= tl.load(scales + at_R1 + (column_C // 32)[None, :], mask=mask_RC, other=0.0).to(tl.float32)
+    if in_blocks(m.fmt):
+        at_R1 = (row_R.to(tl.int64) * m.scales_stride)[:, None]
+        mask_RC = mask_R[:, None] & (column_C < m.columns)[None, :]
+        weight_RC *= tl.load(m.scales + at_R1 + (column_C // 32)[None, :], mask=mask_RC, other=0.0).to(tl.float32)
     return weight_RC
 
 
 @triton.jit
-def words_of(columns, FMT: tl.constexpr):
+def words_of(m):
     """Words in a row's whole groups."""
-    return groups_of(columns) * words_per_group(FMT)
+    return groups_of(m.columns) * words_per_group(m.fmt)
 
 
 @triton.jit
-def word_column(word, FMT: tl.constexpr):
+def word_column(m, word):
     """The first column of a word's first run."""
-    PER: tl.constexpr = words_per_group(FMT)
+    PER: tl.constexpr = words_per_group(m.fmt)
     return word // PER * 256 + word % 8 * 32 + word % PER // 8 * 4
 
 
 @triton.jit
-def word_tile(values, stride, row_R, word_W, mask_RW):
-    """[R, W] words of these rows; `stride` in bytes."""
-    words = values.to(tl.pointer_type(tl.int32))
-    at_R1 = (row_R.to(tl.int64) * (stride // 4))[:, None]
+def word_tile(m, row_R, word_W, mask_RW):
+    """[R, W] words of these rows."""
+    words = m.elements.to(tl.pointer_type(tl.int32))
+    at_R1 = (row_R.to(tl.int64) * (m.stride // 4))[:, None]
     return tl.load(words + at_R1 + word_W[None, :], mask=mask_RW, other=0)
 
 
 @triton.jit
-def word_scales(scales, stride, row_R, word_W, mask_RW, FMT: tl.constexpr):
+def word_scales(m, row_R, word_W, mask_RW):
     """[R, W] scales of the words' blocks."""
-    PER: tl.constexpr = words_per_group(FMT)
+    PER: tl.constexpr = words_per_group(m.fmt)
     block_W = tl.max_contiguous(word_W // PER * 8 + word_W % 8, 4)
-    at_R1 = (row_R.to(tl.int64) * stride)[:, None]
-    return tl.load(scales + at_R1 + block_W[None, :], mask=mask_RW, other=0.0).to(tl.float32)
+    at_R1 = (row_R.to(tl.int64) * m.scales_stride)[:, None]
+    return tl.load(m.scales + at_R1 + block_W[None, :], mask=mask_RW, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -165,9 +171,9 @@ def _nibble(word, BIT: tl.constexpr):
 
 
 @triton.jit
-def word_run(word, RUN: tl.constexpr, FMT: tl.constexpr):
+def word_run(m, word, RUN: tl.constexpr):
     """The four numbers of run RUN of each word, without their scale."""
-    if FMT == _Q4:
+    if m.fmt == _Q4:
         q0, q1 = _nibble(word, 4 * RUN), _nibble(word, 8 + 4 * RUN)
         q2, q3 = _nibble(word, 16 + 4 * RUN), _nibble(word, 24 + 4 * RUN)
     else:
@@ -176,13 +182,13 @@ def word_run(word, RUN: tl.constexpr, FMT: tl.constexpr):
 
 
 @triton.jit
-def nibble_mask_of(values):
+def nibble_mask_of(m):
     """0x00780078, computed from an address, which is below 2⁶³.
 
     An instruction has room for one constant, which is the exponents': the compiler would load a mask that it knows
     anew each time.
     """
-    return 0x00780078 | (values.to(tl.int64) >> 63).to(tl.int32)
+    return 0x00780078 | (m.elements.to(tl.int64) >> 63).to(tl.int32)
 
 
 @triton.jit
@@ -194,50 +200,49 @@ def _nibble_pair(word, BIT: tl.constexpr, nibble_mask):
 
 
 @triton.jit
+def _add_pair(low_sum_RW, high_sum_RW, h_RW, w_RW, BIT: tl.constexpr, nibble_mask):
+    """Running sums of h times the pair of nibbles at bits BIT and BIT + 16."""
+    low_RW, high_RW = _nibble_pair(w_RW, BIT, nibble_mask)
+    return low_sum_RW + h_RW * low_RW, high_sum_RW + h_RW * high_RW
+
+
+@triton.jit
+def add_words(m, w_RW, h_RW, nibble_mask, h_sum_RW, sums_RW):
+    """Running sums of h times each number of a word: four for its first run, and four for its second.
+
+    `h_RW` includes the scales. The sums of q4 include what its numbers are raised by, until `added_words` subtracts it.
+    """
+    s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW = sums_RW
+    if m.fmt == _Q4:
+        h_sum_RW += h_RW
+        s0_RW, s2_RW = _add_pair(s0_RW, s2_RW, h_RW, w_RW, 0, nibble_mask)
+        s1_RW, s3_RW = _add_pair(s1_RW, s3_RW, h_RW, w_RW, 8, nibble_mask)
+        s4_RW, s6_RW = _add_pair(s4_RW, s6_RW, h_RW, w_RW, 4, nibble_mask)
+        s5_RW, s7_RW = _add_pair(s5_RW, s7_RW, h_RW, w_RW, 12, nibble_mask)
+    else:
+        s0_RW += h_RW * _byte(w_RW, 0)
+        s1_RW += h_RW * _byte(w_RW, 1)
+        s2_RW += h_RW * _byte(w_RW, 2)
+        s3_RW += h_RW * _byte(w_RW, 3)
+    return h_sum_RW, (s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW)
+
+
+@triton.jit
 def _pair_sums(low, high, h):
     """(Σ h (u − 8), Σ h (u' − 8)) from Σ h (v << 16), Σ h v and Σ h."""
     return high - low * _PART - h * _BEYOND, low - h * _OWN
 
 
 @triton.jit
-def add_words(
-    w_RW, h_RW, nibble_mask, h_sum_RW, s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW, FMT: tl.constexpr
-):  # fmt: skip
-    """Running sums of h times each number of a word, s0 to s3 for its first run and s4 to s7 for its second.
-
-    `h_RW` includes the scales. The sums of q4 include what its numbers are raised by, until `added_words` subtracts it.
-    """
-    if FMT == _Q4:
-        h_sum_RW += h_RW
-        low_RW, high_RW = _nibble_pair(w_RW, 0, nibble_mask)
-        s0_RW += h_RW * low_RW
-        s2_RW += h_RW * high_RW
-        low_RW, high_RW = _nibble_pair(w_RW, 8, nibble_mask)
-        s1_RW += h_RW * low_RW
-        s3_RW += h_RW * high_RW
-        low_RW, high_RW = _nibble_pair(w_RW, 4, nibble_mask)
-        s4_RW += h_RW * low_RW
-        s6_RW += h_RW * high_RW
-        low_RW, high_RW = _nibble_pair(w_RW, 12, nibble_mask)
-        s5_RW += h_RW * low_RW
-        s7_RW += h_RW * high_RW
-    else:
-        s0_RW += h_RW * _byte(w_RW, 0)
-        s1_RW += h_RW * _byte(w_RW, 1)
-        s2_RW += h_RW * _byte(w_RW, 2)
-        s3_RW += h_RW * _byte(w_RW, 3)
-    return h_sum_RW, s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW
-
-
-@triton.jit
-def added_words(h_sum_RW, s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW, FMT: tl.constexpr):
+def added_words(m, h_sum_RW, sums_RW):
     """The sums of `add_words`, less the offset that q4's numbers have in them."""
-    if FMT == _Q4:
+    s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW = sums_RW
+    if m.fmt == _Q4:
         s2_RW, s0_RW = _pair_sums(s0_RW, s2_RW, h_sum_RW)
         s3_RW, s1_RW = _pair_sums(s1_RW, s3_RW, h_sum_RW)
         s6_RW, s4_RW = _pair_sums(s4_RW, s6_RW, h_sum_RW)
         s7_RW, s5_RW = _pair_sums(s5_RW, s7_RW, h_sum_RW)
-    return s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW
+    return (s0_RW, s1_RW, s2_RW, s3_RW), (s4_RW, s5_RW, s6_RW, s7_RW)
 
 
 @triton.jit
@@ -253,38 +258,35 @@ def _runs(x, first_Q, limit, W: tl.constexpr):
 
 
 @triton.jit
-def word_dots(
-    values, scales, stride, scales_stride, columns, row_R, mask_R, x,
-    FMT: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
+def _add_pair_dots(sum_RW, w_RW, BIT: tl.constexpr, nibble_mask, low_W, high_W):
+    """Running sums of the pair of nibbles at bits BIT and BIT + 16 times their two numbers of x."""
+    low_RW, high_RW = _nibble_pair(w_RW, BIT, nibble_mask)
+    sum_RW += low_RW * (low_W - high_W * _PART)[None, :]
+    return sum_RW + high_RW * high_W[None, :]
+
+
+@triton.jit
+def word_dots(m, row_R, mask_R, x, R: tl.constexpr, W: tl.constexpr):
     """[R] row · x over whole groups. Where `mask_R` is false, the row is not read and the result is 0."""
     sums_RW = tl.zeros([R, W], tl.float32)
-    words = words_of(columns, FMT)
-    nibble_mask = nibble_mask_of(values)
-    limit = tl.minimum(columns, groups_of(columns) * 256)
+    words = words_of(m)
+    nibble_mask = nibble_mask_of(m)
+    limit = tl.minimum(m.columns, groups_of(m.columns) * 256)
     for start in range(0, words, W):
         word_W = start + tl.arange(0, W)
         mask_RW = mask_R[:, None] & (word_W < words)[None, :]
-        w_RW = word_tile(values, stride, row_R, word_W, mask_RW)
-        scale_RW = word_scales(scales, scales_stride, row_R, word_W, mask_RW, FMT)
-        first_Q = word_column(start + 4 * tl.arange(0, W // 4), FMT)
+        w_RW = word_tile(m, row_R, word_W, mask_RW)
+        scale_RW = word_scales(m, row_R, word_W, mask_RW)
+        first_Q = word_column(m, start + 4 * tl.arange(0, W // 4))
         x0_W, x1_W, x2_W, x3_W = _runs(x, first_Q, limit, W)
-        if FMT == _Q4:
+        if m.fmt == _Q4:
             x4_W, x5_W, x6_W, x7_W = _runs(x, first_Q + 16, limit, W)
             beyond_W = (x2_W + x3_W) + (x6_W + x7_W)
             sum_RW = -(((x0_W + x1_W) + (x4_W + x5_W)) * _OWN + beyond_W * _BEYOND)[None, :]
-            low_RW, high_RW = _nibble_pair(w_RW, 0, nibble_mask)
-            sum_RW += low_RW * (x0_W - x2_W * _PART)[None, :]
-            sum_RW += high_RW * x2_W[None, :]
-            low_RW, high_RW = _nibble_pair(w_RW, 8, nibble_mask)
-            sum_RW += low_RW * (x1_W - x3_W * _PART)[None, :]
-            sum_RW += high_RW * x3_W[None, :]
-            low_RW, high_RW = _nibble_pair(w_RW, 4, nibble_mask)
-            sum_RW += low_RW * (x4_W - x6_W * _PART)[None, :]
-            sum_RW += high_RW * x6_W[None, :]
-            low_RW, high_RW = _nibble_pair(w_RW, 12, nibble_mask)
-            sum_RW += low_RW * (x5_W - x7_W * _PART)[None, :]
-            sum_RW += high_RW * x7_W[None, :]
+            sum_RW = _add_pair_dots(sum_RW, w_RW, 0, nibble_mask, x0_W, x2_W)
+            sum_RW = _add_pair_dots(sum_RW, w_RW, 8, nibble_mask, x1_W, x3_W)
+            sum_RW = _add_pair_dots(sum_RW, w_RW, 4, nibble_mask, x4_W, x6_W)
+            sum_RW = _add_pair_dots(sum_RW, w_RW, 12, nibble_mask, x5_W, x7_W)
         else:
             sum_RW = _byte(w_RW, 0) * x0_W[None, :]
             sum_RW += _byte(w_RW, 1) * x1_W[None, :]

@@ -5,7 +5,8 @@
 
 A neuron's number counts from the first one in this memory. A list and its length come from device memory.
 
-Legend: F neurons, D model width, R rank of a predictor or rows of a tile, C stored elements, T tiles, S splits.
+Shape letters: F neurons of the layer, N of them or of a list, D model width, K experts of a token, R rank of a
+predictor or rows of a tile, C stored elements, T tiles.
 """
 
 from dataclasses import dataclass, replace
@@ -15,10 +16,9 @@ import triton
 import triton.language as tl
 
 from pi_runtime.cuda.kernels.activations import DRELU, activate
-from pi_runtime.cuda.kernels.compaction import NeuronList
-from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
+from pi_runtime.cuda.kernels.compaction import NeuronList, list_entry, list_length
 from pi_runtime.cuda.kernels.matrix import DeviceMatrix
-from pi_runtime.cuda.kernels.row_dot import listed_row, row_dots
+from pi_runtime.cuda.kernels.row_dot import row_dots
 from pi_runtime.cuda.kernels.tiling import Tiling
 
 
@@ -45,33 +45,39 @@ class Neurons:
 
     @property
     def down(self) -> DeviceMatrix:
-        return self.rest.strided(self.rows_per_neuron, self.rows_per_neuron - 1)
+        return self.rest[self.rows_per_neuron - 1 :: self.rows_per_neuron]
 
     def slice(self, low: int, high: int) -> "Neurons":
         """The neurons [low, high)."""
         first_bias, up_bias = (None if bias is None else bias[low:high] for bias in (self.first_bias, self.up_bias))
-        rest = self.rest.slice(self.rows_per_neuron * low, self.rows_per_neuron * high)
-        return replace(self, first=self.first.slice(low, high), first_bias=first_bias, rest=rest, up_bias=up_bias)
+        rest = self.rest[self.rows_per_neuron * low : self.rows_per_neuron * high]
+        return replace(self, first=self.first[low:high], first_bias=first_bias, rest=rest, up_bias=up_bias)
 
 
 def predict(
     up: DeviceMatrix,
     bias_F: torch.Tensor,
-    r_R: torch.Tensor,
-    marks_F: torch.Tensor,
+    r_KR: torch.Tensor,
+    marks_N: torch.Tensor,
     counts_T: torch.Tensor,
     tiling: Tiling,
+    candidates: NeuronList | None = None,
+    expert_K: torch.Tensor | None = None,
+    d_ff: int = 0,
 ) -> int:
-    """Mark the neurons whose score up · r + bias is above 0.
+    """Mark the neurons whose score up · r + bias is above 0; of a list of candidates, at their places in the list.
 
-    Returns how many neurons one number of `counts_T` counts.
+    With `expert_K` a candidate is expert · `d_ff` + neuron, a neuron of one of these experts, and r_k is for those of
+    expert_k. Returns how many neurons one number of `counts_T` counts.
     """
-    assert r_R.shape == (up.columns,)
-    assert bias_F.shape == marks_F.shape == (up.rows,)
+    slots = 1 if expert_K is None else len(expert_K)
+    assert r_KR.shape == (slots, up.columns)
+    assert bias_F.shape == (up.rows,)
+    assert len(marks_N) == (up.rows if candidates is None else candidates.room)
     rows, width = tiling.dots(up)
-    _predict[(triton.cdiv(up.rows, rows),)](
-        up.values, up.scales, bias_F, r_R, marks_F, counts_T, *up.strides, up.width, up.columns, up.rows,
-        up.code, rows, width, **tiling.dot_options(up),
+    _predict[(triton.cdiv(len(marks_N), rows),)](
+        up.stored, bias_F, r_KR, candidates, expert_K, marks_N, counts_T, d_ff, slots, rows, width,
+        **tiling.dot_options(up),
     )  # fmt: skip
     return rows
 
@@ -88,66 +94,60 @@ def neuron_activations(
     assert len(h_F) >= most
     assert n.rest.columns == n.first.columns
     rows, width = tiling.dots(n.first)
-    index, count = (None, None) if listed is None else (listed.index_F, listed.count)
     _neuron_activations[(triton.cdiv(most, rows),)](
-        n.first.values, n.first.scales, n.first_bias, n.rest.values, n.rest.scales, n.up_bias, x_D, index, count,
-        h_F, counts_T, *n.first.strides, *n.rest.strides, n.first.width, n.first.columns, n.count, n.limit,
-        n.first.code, n.activation, n.rows_per_neuron == 2, n.first_bias is not None, n.up_bias is not None,
-        listed is not None, rows, width, **tiling.dot_options(n.first),
+        n.first.stored, n.first_bias, n.rest.stored, n.up_bias, x_D, listed, h_F, counts_T, n.limit, n.activation,
+        n.rows_per_neuron == 2, rows, width, **tiling.dot_options(n.first),
     )  # fmt: skip
     return rows
 
 
-def down_sums(n: Neurons, kept: NeuronList | None, h_F: torch.Tensor, sums_SD: torch.Tensor, tiling: Tiling) -> None:
-    """sums ← the partial sums of all neurons, or of the kept ones, whose h stand in the list's order."""
-    assert sums_SD.shape == (tiling.splits, n.rest.columns)
-    gathered_sums(n.down, kept, h_F, sums_SD, tiling)
-
-
 @triton.jit
-def _predict(
-    values, scales, bias, r, marks, counts, stride, scales_stride, width, columns, rows,
-    FMT: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def _predict(up, bias, r, candidates, expert, marks, counts, d_ff, slots, R: tl.constexpr, C: tl.constexpr):
     tile = tl.program_id(0)
-    row_R = tile * R + tl.arange(0, R)
-    mask_R = row_R < rows
-    score_R = row_dots(values, scales, stride, scales_stride, width, columns, row_R, mask_R, r, FMT, R, C)
-    score_R += tl.load(bias + row_R, mask=mask_R, other=0.0)
-    mark_R = tl.where(mask_R & (score_R > 0.0), 1.0, 0.0)
-    tl.store(marks + row_R, mark_R, mask=mask_R)
-    tl.store(counts + tile, tl.sum(mark_R, 0).to(tl.int32))
-
-
-@triton.jit
-def _neuron_activations(
-    first, first_scales, first_bias, rest, rest_scales, up_bias, x, index, count, h, counts,
-    stride, scales_stride, rest_stride, rest_scales_stride, width, columns, neurons, limit,
-    FMT: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, UP_BIASED: tl.constexpr,
-    LISTED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(0)
-    size = neurons
-    if LISTED:
-        size = tl.load(count)
+    size = list_length(candidates, up.rows)
     if tile * R >= size:
         tl.store(counts + tile, 0)
         return
     n_R = tile * R + tl.arange(0, R)
     mask_R = n_R < size
-    row_R = listed_row(index, n_R, mask_R, LISTED)
-    h_R = row_dots(first, first_scales, stride, scales_stride, width, columns, row_R, mask_R, x, FMT, R, C)
-    if BIASED:
+    row_R = list_entry(candidates, n_R, mask_R)
+    score_R = tl.load(bias + row_R, mask=mask_R, other=0.0)
+    if expert is None:
+        score_R += row_dots(up, row_R, mask_R, r, R, C)
+    else:
+        for k in range(slots):
+            # Few tiles have rows of two experts.
+            own_R = mask_R & (row_R // d_ff == tl.load(expert + k))
+            if tl.max(own_R.to(tl.int32), 0) > 0:
+                score_R += row_dots(up, row_R, own_R, r + k * up.columns, R, C)
+    mark_R = tl.where(mask_R & (score_R > 0.0), 1.0, 0.0)
+    tl.store(marks + n_R, mark_R, mask=mask_R)
+    tl.store(counts + tile, tl.sum(mark_R, 0).to(tl.int32))
+
+
+@triton.jit
+def _neuron_activations(
+    first, first_bias, rest, up_bias, x, listed, h, counts, limit,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    size = list_length(listed, first.rows)
+    if tile * R >= size:
+        tl.store(counts + tile, 0)
+        return
+    n_R = tile * R + tl.arange(0, R)
+    mask_R = n_R < size
+    row_R = list_entry(listed, n_R, mask_R)
+    h_R = row_dots(first, row_R, mask_R, x, R, C)
+    if first_bias is not None:
         h_R += tl.load(first_bias + row_R, mask=mask_R, other=0.0)
     h_R = tl.where(mask_R, activate(h_R, limit, ACTIVATION), 0.0)
     if GATED:
         # The second row is read only for neurons that fire.
         fires_R = h_R != 0.0
         if tl.max(fires_R.to(tl.int32), 0) > 0:
-            up_R = row_dots(
-                rest, rest_scales, rest_stride, rest_scales_stride, width, columns, 2 * row_R, fires_R, x, FMT, R, C
-            )
-            if UP_BIASED:
+            up_R = row_dots(rest, 2 * row_R, fires_R, x, R, C)
+            if up_bias is not None:
                 up_R += tl.load(up_bias + row_R, mask=fires_R, other=0.0)
             if ACTIVATION == DRELU:
                 up_R = tl.where(up_R <= 0.0, 0.0, up_R)

@@ -4,7 +4,7 @@ Float formats are used as they are stored; block formats are dequantised to floa
 product rounds its inputs to 16 bits and sums in float32. An `exact` product takes all weights as float32, some rows at
 a time.
 
-Legend: T tokens, D columns (model width), N rows of a matrix, F neurons.
+Shape letters: T tokens, D columns (model width), N rows of a matrix, F neurons.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +32,7 @@ _TINY = 2.0**-100
 
 @contextmanager
 def float32_accumulation() -> Iterator[None]:
-    """Sum products of 16-bit numbers in float32 within; torch lets cuBLAS sum parts of them in 16 bits."""
+    """Within it, products of 16-bit numbers are summed in float32; else torch lets cuBLAS sum parts in 16 bits."""
     flags = torch.backends.cuda.matmul
     before = flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction
     flags.allow_fp16_reduced_precision_reduction = flags.allow_bf16_reduced_precision_reduction = False
@@ -92,12 +92,12 @@ def _activations(
     """h (T, high − low) of the neurons [low, high)."""
 
     def part(m: DeviceMatrix, bias_F: torch.Tensor | None) -> torch.Tensor:
-        return linear(m.slice(low, high), None if bias_F is None else bias_F[low:high], x_TD, exact=exact)
+        return linear(m[low:high], None if bias_F is None else bias_F[low:high], x_TD, exact=exact)
 
     h_TN = ACTIVATIONS[d.activation](part(n.first, n.first_bias))
     if d.threshold:
         h_TN = torch.where(h_TN <= d.threshold, 0.0, h_TN)
     if n.rows_per_neuron == 2:
-        up_TN = part(n.rest.strided(2, 0), n.up_bias)
+        up_TN = part(n.rest[::2], n.up_bias)
         h_TN *= up_TN.relu_() if d.activation == "drelu" else up_TN
     return h_TN

@@ -5,9 +5,11 @@ A further block format needs its branches in `block_formats`; a further float fo
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import triton.language as tl
 
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 
@@ -29,6 +31,22 @@ WORDS_PER_GROUP: Mapping[str, int] = {
 """Words of 32 bits in a group of each block format."""
 
 
+class StoredRows(NamedTuple):
+    """A `DeviceMatrix` as kernels take it, in one argument."""
+
+    elements: torch.Tensor
+    scales: torch.Tensor | None
+    stride: int
+    """Elements from one row to the next."""
+    scales_stride: int
+    rows: int
+    columns: int
+    width: int
+    """Stored elements that hold columns."""
+    fmt: tl.constexpr
+    """The format's number, which kernels branch on when they are compiled."""
+
+
 @dataclass(frozen=True)
 class DeviceMatrix:
     """Rows of a stored matrix, or every n-th of them: the bytes of the artifact, padding included."""
@@ -47,18 +65,17 @@ class DeviceMatrix:
         assert FORMATS[self.format].quantised == (self.scales is not None)
 
     @property
-    def code(self) -> int:
-        """The format's number, which kernels branch on."""
-        return FORMATS[self.format].code
+    def stored(self) -> StoredRows:
+        """The matrix as an argument of a kernel."""
+        scales_stride = 0 if self.scales is None else self.scales.stride(0)
+        fmt = tl.constexpr(FORMATS[self.format].code)
+        return StoredRows(
+            self.values, self.scales, self.values.stride(0), scales_stride, self.rows, self.columns, self.width, fmt
+        )
 
     @property
     def rows(self) -> int:
         return self.values.shape[0]
-
-    @property
-    def strides(self) -> tuple[int, int]:
-        """Elements from one row to the next, of values and of scales."""
-        return self.values.stride(0), 0 if self.scales is None else self.scales.stride(0)
 
     @property
     def width(self) -> int:
@@ -77,12 +94,6 @@ class DeviceMatrix:
         per_group = WORDS_PER_GROUP.get(self.format)
         return None if per_group is None else -(-self.columns // BLOCK) // _GROUP * per_group
 
-    def strided(self, step: int, first: int) -> "DeviceMatrix":
-        """The rows `first`, `first` + step, …"""
-        scales = None if self.scales is None else self.scales[first::step]
-        return replace(self, values=self.values[first::step], scales=scales)
-
-    def slice(self, low: int, high: int) -> "DeviceMatrix":
-        """The rows [low, high)."""
-        scales = None if self.scales is None else self.scales[low:high]
-        return replace(self, values=self.values[low:high], scales=scales)
+    def __getitem__(self, rows: slice) -> "DeviceMatrix":
+        """Some of the rows: m[low:high], or every n-th one with m[first::n]."""
+        return replace(self, values=self.values[rows], scales=None if self.scales is None else self.scales[rows])

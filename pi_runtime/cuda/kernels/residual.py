@@ -1,6 +1,6 @@
 """The residual stream: norms, and sums added to it. One program for a token, or for a tile of columns.
 
-Legend: T tokens, D model width, S splits of a sum, B and C columns of a program.
+Shape letters: T tokens, D model width, S splits of a sum, B and C columns of a program.
 """
 
 import torch
@@ -21,9 +21,7 @@ def norm(
     assert x_TD.is_contiguous()
     assert y_TD.is_contiguous()
     block = triton.next_power_of_2(width)
-    _norm[(tokens,)](
-        x_TD, weight_D, bias_D, y_TD, eps, width, bias_D is not None, block, num_warps=8 if block > 2048 else 4
-    )
+    _norm[(tokens,)](x_TD, weight_D, bias_D, y_TD, eps, width, block, num_warps=8 if block > 2048 else 4)
 
 
 def merge(x_D: torch.Tensor, sums_SD: torch.Tensor | None, *others: torch.Tensor | None) -> None:
@@ -32,40 +30,35 @@ def merge(x_D: torch.Tensor, sums_SD: torch.Tensor | None, *others: torch.Tensor
     assert len(others) <= 2
     splits = 0 if sums_SD is None else len(sums_SD)
     width = len(x_D)
-    _merge[(triton.cdiv(width, COLUMNS),)](
-        x_D, sums_SD, first, second, width, splits, sums_SD is not None, first is not None, second is not None, COLUMNS
-    )
+    _merge[(triton.cdiv(width, COLUMNS),)](x_D, sums_SD, first, second, width, splits, COLUMNS)
 
 
 @triton.jit
-def _norm(x, weight, bias, y, eps, width, CENTRED: tl.constexpr, B: tl.constexpr):
+def _norm(x, weight, bias, y, eps, width, B: tl.constexpr):
     column_B = tl.arange(0, B)
     mask_B = column_B < width
     at = tl.program_id(0).to(tl.int64) * width
     x_B = tl.load(x + at + column_B, mask=mask_B, other=0.0)
-    if CENTRED:
+    if bias is not None:
         x_B = tl.where(mask_B, x_B - tl.sum(x_B, 0) / width, 0.0)
     y_B = x_B / tl.sqrt(tl.sum(x_B * x_B, 0) / width + eps) * tl.load(weight + column_B, mask=mask_B, other=0.0)
-    if CENTRED:
+    if bias is not None:
         y_B += tl.load(bias + column_B, mask=mask_B, other=0.0)
     tl.store(y + at + column_B, y_B, mask=mask_B)
 
 
 @triton.jit
-def _merge(
-    x, sums, first, second, width, splits,
-    SUMS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def _merge(x, sums, first, second, width, splits, C: tl.constexpr):
     column_C = tl.program_id(0) * C + tl.arange(0, C)
     mask_C = column_C < width
     x_C = tl.load(x + column_C, mask=mask_C, other=0.0)
-    if SUMS:
+    if sums is not None:
         sum_C = tl.zeros([C], tl.float32)
         for split in range(splits):
             sum_C += tl.load(sums + split * width + column_C, mask=mask_C, other=0.0)
         x_C += sum_C
-    if FIRST:
+    if first is not None:
         x_C += tl.load(first + column_C, mask=mask_C, other=0.0)
-    if SECOND:
+    if second is not None:
         x_C += tl.load(second + column_C, mask=mask_C, other=0.0)
     tl.store(x + column_C, x_C, mask=mask_C)

@@ -5,7 +5,7 @@ the vector is gathered. It stays float32 (only the CPU rounds it to bytes): a pr
 w = scale · q in a block format. Whole groups of blocks are read as words, what is behind them element by element (see
 `block_formats`).
 
-Legend: R rows, C stored elements, D and N columns and rows of a matrix.
+Shape letters: R rows, C stored elements, D and N columns and rows of a matrix, K experts of a token.
 """
 
 import torch
@@ -17,6 +17,7 @@ from pi_runtime.cuda.kernels.block_formats import (
     element_weights,
     first_left_element,
     in_blocks,
+    stored_tile,
     values_per_element,
     word_dots,
 )
@@ -28,58 +29,34 @@ LEFT = tl.constexpr(64)
 
 
 @triton.jit
-def listed_row(index, n_R, mask_R, LISTED: tl.constexpr):
-    """[R] row n, or the n-th row of a list."""
-    row_R = n_R
-    if LISTED:
-        row_R = tl.load(index + n_R, mask=mask_R, other=0)
-    return row_R
-
-
-@triton.jit
-def stored_tile(values, stride, row_R, mask_R, element_C, width):
-    """[R, C] stored elements."""
-    at_R1 = (row_R.to(tl.int64) * stride)[:, None]
-    return tl.load(values + at_R1 + element_C[None, :], mask=mask_R[:, None] & (element_C < width)[None, :], other=0)
-
-
-@triton.jit
-def row_dots(
-    values, scales, stride, scales_stride, width, columns, row_R, mask_R, x,
-    FMT: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def row_dots(m, row_R, mask_R, x, R: tl.constexpr, C: tl.constexpr):
     """[R] row · x. Where `mask_R` is false, the row is not read and the result is 0. C as in `Tiling.dots`."""
-    if in_blocks(FMT):
-        dot_R = word_dots(values, scales, stride, scales_stride, columns, row_R, mask_R, x, FMT, R, C)
-        if first_left_element(columns, FMT) < width:
-            dot_R += _left_dots(values, scales, stride, scales_stride, width, columns, row_R, mask_R, x, FMT, R)
+    if in_blocks(m.fmt):
+        dot_R = word_dots(m, row_R, mask_R, x, R, C)
+        if first_left_element(m) < m.width:
+            dot_R += _left_dots(m, row_R, mask_R, x, R)
     else:
         sums_RC = tl.zeros([R, C], tl.float32)
-        for start in range(0, width, C):
+        for start in range(0, m.width, C):
             element_C = start + tl.arange(0, C)
-            stored_RC = stored_tile(values, stride, row_R, mask_R, element_C, width)
-            x_C = tl.load(x + element_C, mask=element_C < width, other=0.0)
+            stored_RC = stored_tile(m, row_R, mask_R, element_C)
+            x_C = tl.load(x + element_C, mask=element_C < m.width, other=0.0)
             sums_RC += stored_RC.to(tl.float32) * x_C[None, :]
         dot_R = tl.sum(sums_RC, 1)
     return dot_R
 
 
 @triton.jit
-def _left_dots(
-    values, scales, stride, scales_stride, width, columns, row_R, mask_R, x, FMT: tl.constexpr, R: tl.constexpr
-):  # fmt: skip
+def _left_dots(m, row_R, mask_R, x, R: tl.constexpr):
     """[R] row · x over the blocks behind the last whole group."""
     sums_RC = tl.zeros([R, LEFT], tl.float32)
-    for start in range(first_left_element(columns, FMT), width, LEFT):
+    for start in range(first_left_element(m), m.width, LEFT):
         element_C = start + tl.arange(0, LEFT)
-        stored_RC = stored_tile(values, stride, row_R, mask_R, element_C, width)
-        for value in tl.static_range(values_per_element(FMT)):
-            column_C = element_column(element_C, columns, value, FMT)
-            x_C = tl.load(x + column_C, mask=(element_C < width) & (column_C < columns), other=0.0)
-            weight_RC = element_weights(
-                stored_RC, scales, scales_stride, row_R, mask_R, column_C, columns, value, FMT
-            )  # fmt: skip
-            sums_RC += weight_RC * x_C[None, :]
+        stored_RC = stored_tile(m, row_R, mask_R, element_C)
+        for value in tl.static_range(values_per_element(m.fmt)):
+            column_C = element_column(m, element_C, value)
+            x_C = tl.load(x + column_C, mask=(element_C < m.width) & (column_C < m.columns), other=0.0)
+            sums_RC += element_weights(m, stored_RC, row_R, mask_R, column_C, value) * x_C[None, :]
     return tl.sum(sums_RC, 1)
 
 
@@ -91,29 +68,33 @@ def linear(
     tiling: Tiling,
     *,
     add: bool = False,
+    expert_K: torch.Tensor | None = None,
 ) -> None:
-    """y = W x + bias, or y ← y + W x + bias; float32 x (D) and y (N), N the rows of m."""
+    """y = W x + bias, or y ← y + W x + bias; float32 x (D) and y (N), N the rows of m.
+
+    With `expert_K` W is the rows of these experts, one expert after the other; m has N ÷ K rows for each expert.
+    """
     assert x_D.shape == (m.columns,), (x_D.shape, m.columns)
-    assert y_N.shape == (m.rows,), (y_N.shape, m.rows)
+    assert expert_K is not None or y_N.shape == (m.rows,), (y_N.shape, m.rows)
     assert x_D.dtype == y_N.dtype == torch.float32
     assert bias is None or bias.shape == y_N.shape
     rows, width = tiling.dots(m)
-    _linear[(triton.cdiv(m.rows, rows),)](
-        m.values, m.scales, bias, x_D, y_N, *m.strides, m.width, m.columns, m.rows,
-        m.code, bias is not None, add, rows, width, **tiling.dot_options(m),
-    )  # fmt: skip
+    each = len(y_N) // (1 if expert_K is None else len(expert_K))
+    _linear[(triton.cdiv(len(y_N), rows),)](
+        m.stored, bias, x_D, y_N, expert_K, len(y_N), each, add, rows, width, **tiling.dot_options(m)
+    )
 
 
 @triton.jit
-def _linear(
-    values, scales, bias, x, y, stride, scales_stride, width, columns, rows,
-    FMT: tl.constexpr, BIASED: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    row_R = tl.program_id(0) * R + tl.arange(0, R)
-    mask_R = row_R < rows
-    y_R = row_dots(values, scales, stride, scales_stride, width, columns, row_R, mask_R, x, FMT, R, C)
-    if BIASED:
-        y_R += tl.load(bias + row_R, mask=mask_R, other=0.0)
+def _linear(m, bias, x, y, expert, rows, each, ADD: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    n_R = tl.program_id(0) * R + tl.arange(0, R)
+    mask_R = n_R < rows
+    row_R = n_R
+    if expert is not None:
+        row_R = tl.load(expert + n_R // each, mask=mask_R, other=0) * each + n_R % each
+    y_R = row_dots(m, row_R, mask_R, x, R, C)
+    if bias is not None:
+        y_R += tl.load(bias + n_R, mask=mask_R, other=0.0)
     if ADD:
-        y_R += tl.load(y + row_R, mask=mask_R, other=0.0)
-    tl.store(y + row_R, y_R, mask=mask_R)
+        y_R += tl.load(y + n_R, mask=mask_R, other=0.0)
+    tl.store(y + n_R, y_R, mask=mask_R)

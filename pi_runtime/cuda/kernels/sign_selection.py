@@ -2,15 +2,14 @@
 
 agreement_i = #(columns of equal sign) − #(columns of different sign) = D − 2 #ones(signs_i xor signs(x))
 
-Legend: F neurons, D columns, R rows of a tile, W words of 64 signs, J bits of a word, T tiles.
+Shape letters: F neurons, D columns, R rows of a tile, W words of 64 signs, J bits of a word, T tiles.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from pi_runtime.cuda.kernels.compaction import NeuronList
-from pi_runtime.cuda.kernels.row_dot import listed_row
+from pi_runtime.cuda.kernels.compaction import NeuronList, list_entry, list_length
 
 ROWS = 64
 """Rows of a program. Every program packs the input's signs for itself."""
@@ -35,11 +34,9 @@ def select_by_signs(
     assert rows == (signs_FW.shape[0] if candidates is None else candidates.room)
     assert 64 * signs_FW.shape[1] >= columns == len(x_D)
     words = triton.cdiv(columns, 64)
-    index, count = (None, None) if candidates is None else (candidates.index_F, candidates.count)
     _select_by_signs[(triton.cdiv(rows, ROWS),)](
-        signs_FW, x_D, index, count, marks_F, counts_T, signs_FW.stride(0), columns, words, margin, rows,
-        candidates is not None, ROWS, WORDS,
-    )  # fmt: skip
+        signs_FW, x_D, candidates, marks_F, counts_T, signs_FW.stride(0), columns, words, margin, rows, ROWS, WORDS
+    )
     return ROWS
 
 
@@ -56,19 +53,16 @@ def _popcount(word):
 
 @triton.jit
 def _select_by_signs(
-    signs, x, index, count, marks, counts, stride, columns, words, margin, rows,
-    LISTED: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
+    signs, x, candidates, marks, counts, stride, columns, words, margin, rows, R: tl.constexpr, W: tl.constexpr
+):
     tile = tl.program_id(0)
-    size = rows
-    if LISTED:
-        size = tl.load(count)
+    size = list_length(candidates, rows)
     if tile * R >= size:
         tl.store(counts + tile, 0)
         return
     n_R = tile * R + tl.arange(0, R)
     mask_R = n_R < size
-    row_R = listed_row(index, n_R, mask_R, LISTED)
+    row_R = list_entry(candidates, n_R, mask_R)
     bit_J = tl.arange(0, 64)
     differ_R = tl.zeros([R], tl.int32)
     for first in range(0, words, W):

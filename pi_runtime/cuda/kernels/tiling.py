@@ -3,8 +3,7 @@
 Small tiles fill a GPU's hundred and more multiprocessors even where few rows are selected. A tile of 4096 stored
 elements keeps enough bytes in flight. Rows of block formats are read as words of 32 bits (see `block_formats`): a
 thread takes four neighbouring words in each of eight rows, so that a number of the vector, once fetched, is used eight
-times. Under the interpreter a program costs milliseconds whatever its size, so there tiles are large. Only the order of
-float32 additions depends on tiles.
+times. Only the order of float32 additions depends on tiles.
 """
 
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ WASTE = 1.25
 
 @dataclass(frozen=True)
 class Tiling:
-    """Rows and stored elements of a tile, for dot products and for weighted sums of rows."""
+    """Rows and stored elements of a tile, for dot products and for gathered sums of rows."""
 
     dot_rows: int = 4
     """Rows of a tile of dot products."""
@@ -31,13 +30,13 @@ class Tiling:
     """Rows of a thread's dot products in block formats."""
     row_words: int = 512
     sum_rows: int = 16
-    """Rows of a tile of a weighted sum."""
+    """Rows of a tile of a gathered sum."""
     sum_width: int = 256
     sum_words: int = 64
     sum_unroll: int = 4
     """Tiles of words whose loads are in flight at once."""
     splits: int = FFN_SPLITS
-    """Partial sums of a weighted sum over rows."""
+    """Partial sums of a gathered sum."""
     parts: int = ATTENTION_SPLITS
     """Parts of the positions that a token attends to."""
 
@@ -59,17 +58,10 @@ class Tiling:
         return {} if m.words is None else {"num_warps": max(1, self.dots(m)[1] // WARP), "maxnreg": 168}
 
     def sums(self, m: DeviceMatrix) -> tuple[int, int]:
-        """(rows, stored elements) of a tile of weighted sums, of float formats or behind the whole groups of blocks."""
+        """(rows, stored elements) of a tile of gathered sums, in float formats or behind the whole groups of blocks."""
         return self.sum_rows, min(self.sum_width, triton.next_power_of_2(m.width))
 
     def word_sums(self, m: DeviceMatrix) -> tuple[int, int]:
-        """(rows, words) of a tile of weighted sums; a thread has four words of one row, every column its own sum."""
+        """(rows, words) of a tile of gathered sums; a thread has four words of one row, every column its own sum."""
         words = min(self.sum_words, triton.next_power_of_2(m.words or 1))
         return self.word_rows * self.sum_words // words, words
-
-
-INTERPRETED = Tiling(
-    dot_rows=128, dot_width=256, word_rows=64, row_words=256, sum_rows=64, sum_width=256, sum_words=256, sum_unroll=1,
-    splits=3, parts=2,
-)  # fmt: skip
-"""Tiles for Triton's interpreter."""

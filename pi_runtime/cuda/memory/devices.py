@@ -1,7 +1,6 @@
 """Devices: memory, waiting, and a way to run the same work again and again.
 
-`Cuda` is a GPU. `Interpreted` is torch's CPU device with kernels under Triton's interpreter. With it the same executor
-runs on any machine, one operation after the other, for tests.
+`Cuda` is a GPU. Tests have a device that runs the same executor on any machine, under Triton's interpreter.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ import torch
 import triton
 
 from pi_runtime.artifact.buffers import Buffers
-from pi_runtime.cuda.kernels.tiling import INTERPRETED, Tiling
+from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.cuda.memory.driver_errors import device_error, pinning_error, translated_errors
 
 Op = Callable[[], object]
@@ -55,10 +54,6 @@ class Device(Protocol):
         """Never allocate more than this beside what the process holds; None takes the limit away."""
         ...
 
-    def held_bytes(self) -> int:
-        """Memory that this process has allocated through torch."""
-        ...
-
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros in pinned RAM, which the device copies from and to by itself. Raises DoesNotFitError."""
         ...
@@ -73,7 +68,7 @@ class Device(Protocol):
         ...
 
     def copy_stream(self) -> contextlib.AbstractContextManager[object]:
-        """Run what is launched within beside the rest, in order among itself; events order the two."""
+        """Run what is launched within on a second stream, beside the first; events order the two."""
         ...
 
     def capture(self, ops: Sequence[Op]) -> Op:
@@ -100,7 +95,7 @@ def allocate_pinned(table: Buffers, device: Device) -> dict[str, torch.Tensor]:
 
 
 def configure_libraries() -> None:
-    """Set what Triton and cuBLAS read from the environment, unless the user has.
+    """Set what Triton and cuBLAS read from the environment, unless the user has set it.
 
     Call it before the first kernel is compiled and before the first dense product.
     """
@@ -136,11 +131,9 @@ class Cuda:
         torch.cuda.empty_cache()
         torch._C._host_emptyCache()
         total = torch.cuda.get_device_properties(self.device).total_memory
-        most = total if nbytes is None else min(total, self.held_bytes() + nbytes + LIBRARIES)
+        held = torch.cuda.memory_reserved(self.device)
+        most = total if nbytes is None else min(total, held + nbytes + LIBRARIES)
         torch.cuda.set_per_process_memory_fraction(most / total, self.device)
-
-    def held_bytes(self) -> int:
-        return int(torch.cuda.memory_reserved(self.device))
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         try:
@@ -196,55 +189,3 @@ def _gc_paused() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-class _CompletedEvent:
-    """An event of a device that has always finished."""
-
-    def record(self) -> None:
-        pass
-
-    wait = synchronize = record
-
-
-class Interpreted:
-    """Triton's interpreter on torch's CPU device; it has as much memory as it is told."""
-
-    name, tiling = "Triton's interpreter", INTERPRETED
-
-    def __init__(self, memory: int = 1 << 40) -> None:
-        assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before Triton is imported"
-        self.device = torch.device("cpu")
-        self._memory = memory
-
-    def free_bytes(self) -> int:
-        return self._memory
-
-    def limit(self, nbytes: int | None) -> None:
-        pass
-
-    def held_bytes(self) -> int:
-        return 0
-
-    def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(count, dtype=dtype)
-
-    def event(self) -> Event:
-        return _CompletedEvent()
-
-    def stream(self) -> contextlib.AbstractContextManager[None]:
-        return translated_errors()
-
-    def copy_stream(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def capture(self, ops: Sequence[Op]) -> Op:
-        def replay() -> None:
-            for op in ops:
-                op()
-
-        replay()
-        return replay
-
-    def synchronize(self) -> None:
-        pass

@@ -3,7 +3,7 @@
 Shape letters: D model width, K experts of a token (0 without experts), F neurons of these together, L layers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ class HandoverArrays:
     index_F: npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Handover:
     """What one copy carries across: the FFN's input, the token's experts and their weights, and the selected rows.
 
@@ -37,43 +37,19 @@ class Handover:
     slots: int
     """K."""
 
-    @property
-    def x_D(self) -> torch.Tensor:
-        return self.words[: self.width].view(torch.float32)
-
-    @property
-    def route_weight_K(self) -> torch.Tensor:
-        return self.words[self.width : self.width + self.slots].view(torch.float32)
-
-    @property
-    def expert_K(self) -> torch.Tensor:
-        return self.words[self.width + self.slots : self._end]
-
-    @property
-    def count(self) -> torch.Tensor:
-        return self.words[self._end : self._end + 1]
-
-    @property
-    def index_F(self) -> torch.Tensor:
-        return self.words[self._end + 1 :]
-
-    @property
-    def _end(self) -> int:
-        """Words before the rows and their number."""
-        return self.width + 2 * self.slots
+    def __post_init__(self) -> None:
+        self._end = self.width + 2 * self.slots  # words before the number of rows
+        rows = len(self.words) - self._end - 1
+        parts = self.words.split([self.width, self.slots, self.slots, 1, rows])
+        self.x_D, self.route_weight_K = (part.view(torch.float32) for part in parts[:2])
+        self.expert_K, self.count, self.index_F = parts[2:]
 
     def first(self, rows: int | None) -> torch.Tensor:
-        """The words that carry up to so many rows; with None neither rows nor their number."""
+        """The words that carry at most `rows` rows; with None, neither rows nor their number."""
         return self.words[: self._end if rows is None else self._end + 1 + rows]
 
     def arrays(self) -> HandoverArrays:
-        return HandoverArrays(
-            x_D=self.x_D.numpy(),
-            route_weight_K=self.route_weight_K.numpy(),
-            expert_K=self.expert_K.numpy(),
-            count=self.count.numpy(),
-            index_F=self.index_F.numpy(),
-        )
+        return HandoverArrays(*(getattr(self, field.name).numpy() for field in fields(HandoverArrays)))
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,5 @@
-"""Reads prompts in blocks on the GPU; cold weights are streamed to it where that is quicker."""
+"""Reads prompts in blocks of tokens, without selection.
+
+The GPU computes the hot neurons. Cold ones are computed on the CPU, or on the GPU where streaming their weights to it
+is quicker.
+"""

@@ -1,6 +1,6 @@
 """Memory for a block of a prompt's tokens, on the GPU and in pinned RAM.
 
-Legend: T tokens, D model width, H heads, G key-value heads, E head width, Q = (H + 2 G) E, O = H E.
+Shape letters: T tokens, D model width, H heads, G key-value heads, E head width, Q = (H + 2 G) E, O = H E.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,8 @@ which tokens go to which expert is brought to the host once a layer. A decoder w
 takes all tokens with weight 1. Cold weights of an expert are streamed to the GPU if enough tokens go to it (see
 `crossover`).
 
-Legend: T tokens of the block, K experts of a token, X experts, N tokens of one expert, A of all experts, D model width.
+Shape letters: T tokens of the block, K experts of a token, X experts, N tokens of one expert, A of all experts, D model
+width.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,14 +19,13 @@ import numpy.typing as npt
 import torch
 
 from pi_runtime.cuda.decode.device_ops import DeviceOps
-from pi_runtime.cuda.decode.host_ops import HostOps
+from pi_runtime.cuda.decode.host_ops import HostOps, token_blocks
 from pi_runtime.cuda.kernels import gemm
 from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
 from pi_runtime.cuda.prefill.block_buffers import BlockBuffers
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.plan_layout import GPU
 from pi_runtime.kernels import ffn, moe
-from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,14 @@ class ExpertWork:
     """What is to be computed of one expert for a block."""
 
     expert: int
+    tokens: int
+    """How many tokens go to it."""
     routes: Routes | None
     """None for all tokens of the block, with weight 1."""
+    streamed: bool
+    """Whether the cold neurons are streamed to the GPU."""
     on_device: bool
     """Whether the GPU computes the hot neurons, or the cold ones that are streamed."""
-    streamed: bool
     on_host: bool
 
 
@@ -83,36 +86,36 @@ class FfnBlocks:
 
     def count_firing(self, layer: int, side: str, input_TD: Floats) -> int:
         """How many neurons fire on these inputs of the layer's FFN, each counted on the side that has it."""
-        b, host, count = self._buffers, self._host_ops, len(input_TD)
-        decoder, cuts, neurons = host.decoder, host.cuts[layer], None
+        b, m, count = self._buffers, self._host_ops.model, len(input_TD)
+        decoder, cuts = self._device_ops.decoder, self._device_ops.cuts[layer]
         b.host_normed_TD.numpy()[:count] = input_TD
         b.normed_TD[:count].copy_(b.host_normed_TD[:count])
-        tally_3, on_device = np.zeros(3, np.int64), torch.zeros((), device=b.normed_TD.device)
+        tally_T3, on_device = np.zeros((count, 3), np.int64), torch.zeros((), device=b.normed_TD.device)
+        on_host = 0
         for work in self._work(layer, side, count):
             cut, low = cuts.cut_X[work.expert], cuts.base_X[work.expert]
-            x_ND, device_x_ND = input_TD, b.normed_TD[:count]
-            if work.routes is not None:
-                x_ND = input_TD[work.routes.token_N]
-                device_x_ND = _to_device(x_ND, device_x_ND.device)
+            x_ND = input_TD if work.routes is None else input_TD[work.routes.token_N]
             if cut:
                 neurons = self._device_ops.layer_neurons(layer).slice(low, low + cut)
-                on_device += gemm.count_firing(neurons, decoder, device_x_ND)
+                on_device += gemm.count_firing(neurons, decoder, _to_device(x_ND, b.normed_TD.device))
             if cut < decoder.d_ff:
-                w, y_ND = host.table_LXW[layer, work.expert], np.zeros_like(x_ND)
-                ffn.block(host.cfg, w, x_ND, cut, decoder.d_ff, True, host.workspace, tally_3, y_ND)
-        return int(tally_3[0]) + int(on_device)
+                w, y_ND = m.table_LXW[layer, work.expert], np.zeros_like(x_ND)
+                found_T3, one = tally_T3[: len(x_ND)], np.float32(1)
+                ffn.add_neurons(m.cfg, w, x_ND, cut, decoder.d_ff, one, True, True, m.workspace, found_T3, y_ND)
+                on_host += int(found_T3[:, ffn.FIRES].sum())
+        return on_host + int(on_device)
 
     def _work(self, layer: int, side: str, count: int) -> Iterator[ExpertWork]:
         """The work of each expert that has tokens."""
-        d_ff, cuts = self._host_ops.decoder.d_ff, self._host_ops.cuts[layer]
+        d_ff, cuts = self._device_ops.decoder.d_ff, self._device_ops.cuts[layer]
         for expert, routes in self._routes(layer, side, count):
             cut, tokens = cuts.cut_X[expert], count if routes is None else len(routes.token_N)
             streamed = cut < d_ff and self._streamer is not None and tokens >= self._stream_from
-            yield ExpertWork(expert, routes, cut > 0 or streamed, streamed, cut < d_ff and not streamed)
+            yield ExpertWork(expert, tokens, routes, streamed, cut > 0 or streamed, cut < d_ff and not streamed)
 
     def _routes(self, layer: int, side: str, count: int) -> Iterator[tuple[int, Routes | None]]:
         """The experts that have tokens, and these tokens."""
-        n_experts = self._host_ops.decoder.n_experts
+        n_experts = self._device_ops.decoder.n_experts
         if n_experts == 1:
             yield 0, None
             return
@@ -128,18 +131,17 @@ class FfnBlocks:
         router = self._device_ops.weights.matrix(f"layers/{layer}/ffn/router")
         value_TX = gemm.linear(router, None, self._buffers.normed_TD[:count])
         best = value_TX.sort(dim=1, descending=True, stable=True)  # the lower expert of equal ones first
-        taken = self._host_ops.decoder.experts_per_token
+        taken = self._device_ops.decoder.experts_per_token
         route_weight_TK = best.values[:, :taken].softmax(1)
         return best.indices[:, :taken].cpu().numpy(), route_weight_TK.cpu().numpy()
 
     def _route_on_host(self, layer: int, count: int) -> tuple[Ints, Floats]:
         """(T, K) experts of each token, and their weights."""
-        host, taken = self._host_ops, self._host_ops.decoder.experts_per_token
+        m, taken = self._host_ops.model, self._device_ops.decoder.experts_per_token
         expert_TK, route_weight_TK = np.empty((count, taken), np.int64), np.empty((count, taken), np.float32)
-        for low in range(0, count, BLOCK_TOKENS):
-            part = slice(low, min(count, low + BLOCK_TOKENS))
-            ws, tokens = host.workspace, part.stop - low
-            moe.route(host.cfg, host.table_LXW[layer, 0], self._buffers.host_normed_TD.numpy()[part], ws)
+        for part in token_blocks(count):
+            ws, tokens = m.workspace, part.stop - part.start
+            moe.route(m.cfg, m.table_LXW[layer, 0], self._buffers.host_normed_TD.numpy()[part], ws)
             expert_TK[part], route_weight_TK[part] = ws.expert_TK[:tokens], ws.route_weight_TK[:tokens]
         return expert_TK, route_weight_TK
 
@@ -147,16 +149,16 @@ class FfnBlocks:
         """y ← the sums of the neurons that the GPU computes."""
         normed_TD, y_TD = self._buffers.normed_TD[:count], self._buffers.y_TD[:count]
         y_TD.zero_()
-        if work[0].routes is None:
+        routes = [w.routes for w in work if w.routes is not None]
+        if not routes:
             self._add_expert(layer, work[0], normed_TD, y_TD)
             return
-        routes = [w.routes for w in work if w.routes is not None]
         # All experts' tokens in one copy each: such a copy waits for what the GPU is doing.
         token_A = _to_device(np.concatenate([r.token_N for r in routes]), normed_TD.device)
         route_weight_A = _to_device(np.concatenate([r.route_weight_N for r in routes]), normed_TD.device)
         begin = 0
-        for w, r in zip(work, routes, strict=True):
-            part = slice(begin, begin + len(r.token_N))
+        for w in work:
+            part = slice(begin, begin + w.tokens)
             begin = part.stop
             x_ND = normed_TD[token_A[part]]
             y_ND = torch.zeros_like(x_ND)
@@ -178,26 +180,18 @@ class FfnBlocks:
 
     def _host_sums(self, layer: int, work: Sequence[ExpertWork], count: int) -> None:
         """y ← the sums of the cold neurons, on the CPU."""
+        m, d_ff, tally_T3 = self._host_ops.model, self._device_ops.decoder.d_ff, np.zeros((count, 3), np.int64)
         normed_TD, y_TD = (b.numpy()[:count] for b in (self._buffers.host_normed_TD, self._buffers.host_y_TD))
         y_TD[:] = 0
         for w in work:
-            tokens = count if w.routes is None else len(w.routes.token_N)
-            for low in range(0, tokens, BLOCK_TOKENS):
-                part = slice(low, min(tokens, low + BLOCK_TOKENS))
-                if w.routes is None:
-                    self._add_cold(layer, w.expert, normed_TD[part], y_TD[part])
-                    continue
-                token_N = w.routes.token_N[part]
-                y_ND = np.zeros((len(token_N), y_TD.shape[1]), np.float32)
-                self._add_cold(layer, w.expert, normed_TD[token_N], y_ND)
-                y_TD[token_N] += w.routes.route_weight_N[part, None] * y_ND
-
-    def _add_cold(self, layer: int, expert: int, x_ND: Floats, y_ND: Floats) -> None:
-        """y ← y + the cold neurons of one expert, for at most `BLOCK_TOKENS` tokens."""
-        host = self._host_ops
-        ws, cut = host.workspace, host.cuts[layer].cut_X[expert]
-        w, tally_3 = host.table_LXW[layer, expert], ws.tally_L3[layer]
-        ffn.block(host.cfg, w, x_ND, cut, host.decoder.d_ff, False, ws, tally_3, y_ND)
+            cut, weights = self._device_ops.cuts[layer].cut_X[w.expert], m.table_LXW[layer, w.expert]
+            for part in token_blocks(w.tokens):
+                rows = part if w.routes is None else w.routes.token_N[part]
+                x_ND = normed_TD[rows]
+                y_ND = np.zeros_like(x_ND)
+                result = m.workspace, tally_T3[: len(x_ND)], y_ND
+                ffn.add_neurons(m.cfg, weights, x_ND, cut, d_ff, np.float32(1), False, False, *result)
+                y_TD[rows] += y_ND if w.routes is None else w.routes.route_weight_N[part, None] * y_ND
 
 
 def _to_device(numbers: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -153,9 +153,9 @@ _load_groups_q8, _load_groups_q4 = _load_groups(8), _load_groups(4)
 
 
 def sum_columns(fmt: int, columns: int) -> Ints:
-    """The column of each sum that `row_sums` makes, for all that there is room for; those past the last are no column's.
+    """The column of each sum that `row_sums` makes, (P,) for all P there is room for.
 
-    Shape: (columns, padded to a multiple of `PAD`).
+    Numbers past the last column are no column's.
     """
     found = np.arange(padded_width(columns))
     if fmt not in _BITS or not _HAS_VECTORS:

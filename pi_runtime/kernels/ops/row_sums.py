@@ -4,8 +4,8 @@ A weight becomes float32 exactly, and each column is summed in the order of the 
 leaves a sum as it is. So a token gets the same bits from its own rows alone, and among rows that only others need. Rows
 are taken `SUM_ROWS` at a time: their weights are read once for all tokens, and a sum stays in its register meanwhile.
 
-The sums of block formats lie in the order in which vector registers take the weights of a row; `row_loading.sum_columns` says
-which columns they are. Shape letters: T tokens, K rows, D columns, L lanes, P sums.
+The sums of block formats lie in the order in which vector registers take the weights of a row;
+`row_loading.sum_columns` says which columns they are. Shape letters: T tokens, K rows, D columns, L lanes, P sums.
 """
 
 # The signatures of `generate` are numba's.
@@ -148,7 +148,7 @@ class _Call:
         return _Rows(values, scales)
 
     def _add(self, w: list[Any], first: Any, column: Any, left: Any = None) -> None:
-        """Add a register of each row, from row `first` on, to the sums from `column` on; of them only `left`, if given."""
+        """Add a register of each row, from row `first` on, to the sums from `column` on, or to only `left` of them."""
         b = self.b
         with self._each_token() as (y, h):
             at = b.mul(column, v.offset(4))
@@ -260,10 +260,10 @@ _row_sums = by_address(vector_row_sums if _HAS_VECTORS else portable_row_sums)
 def row_sums(
     m: MatrixView, first: int, index: int, count: int, h: int, h_stride: int, tokens: int, y: int, y_stride: int
 ) -> None:
-    """y[t] ← y[t] + Σ_k h[t, k] row_k over `count` rows of m for so many tokens. Places are addresses, strides in bytes.
+    """y[t] ← y[t] + Σ_k h[t, k] row_k over `count` rows of m. All places are addresses, strides are in bytes.
 
-    Row k is number index[k] of m, or first + k where there is no list (0). A token's factors are followed by zeros up to a multiple of `SUM_ROWS`. Sums of block
-    formats go on to the end of the last block, or pair of blocks of q4.
+    Row k is number index[k] of m, or first + k where there is no list (0). A token's factors are followed by zeros up
+    to a multiple of `SUM_ROWS`. Sums of block formats go on to the end of the last block, or pair of blocks of q4.
     """
     if count > 0:
         _row_sums(m, first, index, count, h, h_stride, tokens, y, y_stride)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+from support.gpu_interpreter import Interpreted
 from support.steps import step
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -19,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.kernels.tiling import Tiling
-from pi_runtime.cuda.memory.devices import Interpreted, configure_libraries
+from pi_runtime.cuda.memory.devices import configure_libraries
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import allocation
 

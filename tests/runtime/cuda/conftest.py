@@ -6,8 +6,9 @@ for _module in ("torch", "triton"):
     pytest.importorskip(_module, reason=f"the GPU tier needs {_module}: pip install 'pi-toolchain[cuda]'")
 
 import torch  # noqa: E402
+from support.gpu_interpreter import Interpreted  # noqa: E402
 
-from pi_runtime.cuda.memory.devices import Cuda, Device, Interpreted  # noqa: E402
+from pi_runtime.cuda.memory.devices import Cuda, Device  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.cuda.kernels import attention, dequantise, ffn_neurons, residual, row_dot
 from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
+from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
 from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
 from pi_runtime.cuda.kernels.sign_selection import select_by_signs
 from pi_runtime.cuda.kernels.tiling import Tiling
@@ -89,7 +90,7 @@ def test_lists_are_compacted_in_order(
     counts_T = torch.tensor(counts, dtype=torch.int32, device=device)
     compact(marks_N, counts_T, tile, found, kept, low=7, within=list_of if listed else None)
     wanted = np.flatnonzero(marks[:length])
-    n = int(found.count.item())
+    n = int(found.length.item())
     assert n == len(wanted)
     np.testing.assert_array_equal(found.index_F[:n].cpu(), within[wanted] if listed else wanted + 7)
     np.testing.assert_array_equal(kept[:n].cpu(), marks[wanted])
@@ -162,12 +163,12 @@ def test_neurons(
     tile = ffn_neurons.neuron_activations(n, x_D, listed, h_F, counts, tiling)
     sums = torch.full((tiling.splits, d_model), np.nan, device=device)
     if rung == "dense":
-        ffn_neurons.down_sums(n, None, h_F, sums, tiling)
+        gathered_sums(n.down, None, h_F, sums, tiling)
     else:
         kept = NeuronList(torch.zeros_like(counts), torch.zeros(1, dtype=torch.int32, device=device))
         h_K = torch.empty(d_ff, device=device)
         compact(h_F, counts, tile, kept, h_K, within=listed)
-        ffn_neurons.down_sums(n, kept, h_K, sums, tiling)
+        gathered_sums(n.down, kept, h_K, sums, tiling)
     y = torch.zeros(d_model, device=device)
     residual.merge(y, sums)
     assert_close(y, reference.ffn(decoder, weights, x[None], active[None], limit)[0])
@@ -180,7 +181,7 @@ def test_prediction(device: torch.device, fmt: str, rows: int, rank: int, seed: 
     up, r, bias = Stored(device, fmt, normal(rng, rows, rank)), normal(rng, rank), normal(rng, rows)
     marks, counts = torch.empty(rows, device=device), torch.empty(rows, dtype=torch.int32, device=device)
     put = [torch.from_numpy(a).to(device) for a in (bias, r)]
-    tile = ffn_neurons.predict(up.matrix, put[0], put[1], marks, counts, Tiling(dot_rows=8))
+    tile = ffn_neurons.predict(up.matrix, put[0], put[1][None], marks, counts, Tiling(dot_rows=8))
     wanted = up.values @ r + bias > 0
     np.testing.assert_array_equal(marks.cpu().numpy() != 0, wanted)
     for t in range(-(-rows // tile)):

@@ -12,7 +12,9 @@ from support.synthetic import small_decoder
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.cuda.kernels import moe
 from pi_runtime.cuda.kernels.compaction import NeuronList
+from pi_runtime.cuda.kernels.ffn_neurons import predict
 from pi_runtime.cuda.kernels.moe import DeviceCuts, Routing
+from pi_runtime.cuda.kernels.row_dot import linear
 from pi_runtime.cuda.kernels.sign_selection import select_by_signs
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.execution.plan_layout import Cuts
@@ -81,7 +83,7 @@ def test_expert_neurons(device: torch.device, n_experts: int, width: int, data: 
     if cuts.hot:
         moe.list_expert_neurons(routing, device_cuts, found, rows, cold=False)
         count = len(wanted)
-        assert found.count.item() == count <= cuts.hot
+        assert found.length.item() == count <= cuts.hot
         np.testing.assert_array_equal(rows[:count].cpu(), wanted)
         np.testing.assert_array_equal(np.array(on_device)[found.index_F[:count].cpu()], wanted)
         assert (rows[count:] == -1).all()
@@ -97,7 +99,7 @@ def test_expert_neurons(device: torch.device, n_experts: int, width: int, data: 
     if cuts.cold:
         moe.list_expert_neurons(routing, device_cuts, cold, None, cold=True)
         wanted = [e * width + i for e in expert_K for i in range(cuts.cut_X[e], width)]
-        assert cold.count.item() == len(wanted) <= cuts.cold
+        assert cold.length.item() == len(wanted) <= cuts.cold
         np.testing.assert_array_equal(cold.index_F[: len(wanted)].cpu(), wanted)
 
 
@@ -116,7 +118,8 @@ def test_prediction(
     up, bias = Stored(device, fmt, normal(rng, n_experts * width, rank)), normal(rng, n_experts * width)
     x = normal(rng, columns)
     r_KR = torch.full((len(expert_K), rank), np.nan, device=device)
-    moe.predictor_down(down.matrix, routing, torch.from_numpy(x).to(device), r_KR, tiling)
+    x_D = torch.from_numpy(x).to(device)
+    linear(down.matrix, None, x_D, r_KR.view(-1), tiling, expert_K=routing.expert_K)
     wanted_KR = (down.values @ x).reshape(n_experts, rank)[expert_K]
     assert_close(r_KR, wanted_KR)
 
@@ -134,7 +137,7 @@ def test_prediction(
         torch.full((room,), -1, dtype=torch.int32, device=device),
     )
     bias_F, listed = torch.from_numpy(bias).to(device), NeuronList(index, integers(device, [len(candidates)]))
-    tile = moe.predict_listed(up.matrix, bias_F, r_KR, routing, listed, width, marks, counts, tiling)
+    tile = predict(up.matrix, bias_F, r_KR, marks, counts, tiling, listed, routing.expert_K, width)
     wanted = score + bias[candidates] > 0
     np.testing.assert_array_equal(marks[: len(candidates)].cpu().numpy() != 0, wanted)
     for t in range(-(-room // tile)):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.gpu_running import NEURONS, of_size
+from support.paths import ROOT
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import console
@@ -132,13 +133,14 @@ def test_it_may_be_the_first_thing_that_a_process_does(tmp_path: Path, gpu: Devi
         "import sys\n"
         "from pathlib import Path\n"
         "from pi_runtime.artifact.reader import Artifact\n"
-        "from pi_runtime.cuda.memory.devices import Interpreted\n"
         "from pi_runtime.cuda.executor import CudaExecutor\n"
         "from pi_runtime.execution.plan_choice import choose_plan\n"
+        "from support.gpu_interpreter import Interpreted\n"
         "artifact = Artifact.open(Path(sys.argv[1]))\n"
         "CudaExecutor(artifact, 'auto', 1, choose_plan(artifact, 16, 1 << 40), Interpreted()).close()"
     )
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    roots = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(roots)}
     done = subprocess.run(
         [sys.executable, "-c", script, str(path)], env=env, capture_output=True, text=True, check=False
     )

@@ -20,6 +20,7 @@ from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.kernels import ffn_neurons, residual, row_dot
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
+from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
 from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.kernels.benchmarks import (
@@ -148,7 +149,7 @@ def _ffn(
     device: Device, m: DeviceMatrix, x_D: torch.Tensor, count: int, drawn: np.ndarray
 ) -> Callable[[], torch.Tensor]:
     """An FFN of three kernels: `first` is the first `count` rows, `rest` the next 2 · `count`, `drawn` is the list."""
-    n = ffn_neurons.Neurons(m.slice(0, count), None, m.slice(count, 3 * count), None, 0)
+    n = ffn_neurons.Neurons(m[:count], None, m[count : 3 * count], None, 0)
     index_F = torch.zeros(count, dtype=torch.int32, device=device.device)
     index_F[: len(drawn)] = torch.from_numpy(drawn.astype(np.int32))
     listed = NeuronList(index_F, torch.tensor([len(drawn)], dtype=torch.int32, device=device.device))
@@ -163,11 +164,11 @@ def _ffn(
     def work() -> torch.Tensor:
         tile = ffn_neurons.neuron_activations(n, x_D, listed, h_F, counts_T, device.tiling)
         compact(h_F, counts_T, tile, kept, kept_h_F, within=listed)
-        ffn_neurons.down_sums(n, kept, kept_h_F, sums_SD, device.tiling)
+        gathered_sums(n.down, kept, kept_h_F, sums_SD, device.tiling)
         return sums_SD
 
     work()
-    assert int(kept.count.item()) == len(drawn), "all of these fire"
+    assert int(kept.length.item()) == len(drawn), "all of these fire"
     return work
 
 
