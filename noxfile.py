@@ -17,7 +17,8 @@ TORCH = "torch==2.13.0"
 TRITON = "triton==3.9.0; platform_system == 'Linux'"
 PYTHONS = ["3.11", "3.12", "3.13"]
 # One process a core, up to four: each imports torch. A file's tests share what they set up, so they stay together.
-PYTEST = ["pytest", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile"]
+# tests/conftest.py says which files come first.
+PYTEST = ["pytest", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "--no-loadscope-reorder"]
 TEST_TOOLS = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "test")
 
 if shutil.which("pyenv"):
