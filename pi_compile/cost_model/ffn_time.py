@@ -9,8 +9,7 @@ that pick gather rows of `first`; all rungs but the dense one gather rows of `re
 
 from dataclasses import dataclass
 
-from pi_compile.cost_model.processors import Processor
-from pi_compile.cost_model.token_time import FFN_LAUNCHES, PREDICTOR_LAUNCHES
+from pi_compile.cost_model.processors import FFN_LAUNCHES, PREDICTOR_LAUNCHES, Processor
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 

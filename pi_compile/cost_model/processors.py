@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pi_compile.machine import Cpu, Gpu, Machine, Rates, to_units
 from pi_runtime.artifact.schema import SIDES
 
+ATTENTION_LAUNCHES, PREDICTOR_LAUNCHES, FFN_LAUNCHES = 3, 2, 2
+"""Operators of a layer. Attention: queries, keys and values; attention over the cache; its output. Predictor: down and
+up. FFN: `first` and `rest`."""
+
 PICO = 10**12
 CPU, GPU = 0, 1
 """Indices of a machine's processors. The sides of a placement are these numbers; `SIDES` are their names."""

@@ -27,15 +27,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pi_compile.cost_model.processors import CPU, GPU, PICO, Processor, interconnect_of, processors_of
+from pi_compile.cost_model.processors import (
+    ATTENTION_LAUNCHES,
+    CPU,
+    FFN_LAUNCHES,
+    GPU,
+    PICO,
+    PREDICTOR_LAUNCHES,
+    Processor,
+    interconnect_of,
+    processors_of,
+)
 from pi_compile.cost_model.workload import Ints, Workload, rows_read
 from pi_compile.machine import Machine
 from pi_runtime.artifact.buffers import kv_bytes
 from pi_runtime.artifact.footprint import PartBytes
-
-ATTENTION_LAUNCHES, PREDICTOR_LAUNCHES, FFN_LAUNCHES = 3, 2, 2
-"""Operators of a layer. Attention: queries, keys and values; attention over the cache; its output. Predictor: down and
-up. FFN: `first` and `rest`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

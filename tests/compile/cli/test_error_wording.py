@@ -215,7 +215,7 @@ MISTAKES = {
     "flag beside a recipe": Mistake(
         ["plan", "{recipe}", "--ignore-config", "moon_phase"],
         (
-            "--ignore-config moon_phase: a recipe says it itself",
+            "--ignore-config moon_phase: a recipe has its own",
             "  expected: the flag with a config.json or its folder",
             "  try: write it in the recipe: [model] ignore_config",
         ),
@@ -288,7 +288,7 @@ MISTAKES = {
     "value instead of a section": Mistake(
         PACK,
         (
-            "{recipe}: not a recipe as it stands:",
+            "{recipe}: not a valid recipe:",
             "    model: should be a table [model] (found 3)",
             "  try: docs/recipes.md explains every key; `pi-compile init` writes a complete recipe to compare with",
         ),

@@ -215,7 +215,7 @@ def test_what_changed_and_what_depends_on_it_runs_again(built: Path, change: obj
         ("pi_compile.profiling", ["profile"]),
         ("pi_compile.torch_model.predictor", ["train"]),
         ("pi_compile.torch_model.decoder", ["profile", "train"]),
-        ("pi_compile.cost_model.default_rungs", ["pack"]),
+        ("pi_compile.cost_model.ffn_time", ["train"]),
         ("pi_compile.results.predictor_set", ["train", "pack"]),
         ("pi_compile.packing", ["pack"]),
         ("pi_compile.pipeline.summary", []),
