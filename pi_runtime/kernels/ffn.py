@@ -51,6 +51,8 @@ from pi_runtime.kernels.ops.neuron_selection import (
 from pi_runtime.kernels.ops.row_products import row_products
 from pi_runtime.kernels.ops.row_sums import row_sums
 
+REST_NEURONS = 8
+"""Neurons of a chunk whose `up` and `down` are read in turn; a multiple of `SUM_ROWS`."""
 SLICES = 16
 """Parts of the columns that threads merge the chunks' sums in."""
 STRIP, STRIP_TOKENS = 512, 16
@@ -178,10 +180,10 @@ def collect(m: Chunks, candidates_F: Ints) -> int:
 
 
 @device
-def _keep(count: int, list_K: Ints, x_NK: Floats) -> int:
-    """Move those neurons together for which some token has another number than 0; returns how many they are."""
-    kept = 0
-    for k in range(count):
+def _keep(begin: int, end: int, list_K: Ints, x_NK: Floats) -> int:
+    """Of the places [begin, end), close the gaps where every token has 0; returns the new end."""
+    kept = begin
+    for k in range(begin, end):
         some = False
         for n in range(x_NK.shape[0]):
             some |= x_NK[n, k] != 0
@@ -195,16 +197,18 @@ def _keep(count: int, list_K: Ints, x_NK: Floats) -> int:
 
 @device
 def _products(
-    cfg: KernelConfig, rows: MatrixView, bias: int, inputs: int, token_N: Ints, list_K: Ints, count: int, y_NK: Floats
-) -> None:
-    """y ← rows · x + bias for the neurons of a list."""
+    cfg: KernelConfig, rows: MatrixView, bias: int, inputs: int, token_N: Ints, list_K: Ints, low: int, high: int,
+    known: int, y_NK: Floats,
+) -> None:  # fmt: skip
+    """y ← rows · x + bias for the places [low, high) of a list of `known` neurons."""
     tokens, width = y_NK.shape
-    stride, to = input_stride(cfg.d_model), address_of(y_NK)
-    row_products(rows, 0, address_of(list_K), count, inputs, stride, address_of(token_N), tokens, to, 4 * width)
+    listed, to = address_of(list_K) + 8 * low, address_of(y_NK) + 4 * low
+    vectors = inputs, input_stride(cfg.d_model), address_of(token_N), tokens
+    row_products(rows, 0, listed, high - low, known - low, *vectors, to, 4 * width)
     if bias != 0:
         bias_F = vector(bias, cfg.d_ff)
         for n in range(tokens):
-            for k in range(count):
+            for k in range(low, high):
                 y_NK[n, k] += bias_F[list_K[k]]
 
 
@@ -245,8 +249,8 @@ def _fire_chunk(
             named |= select_N[n] != 0
     if named:
         _name(cfg, w, x, select_N, list_K, count, named_NK)
-        count = _keep(count, list_K, named_NK)
-    _products(cfg, _first(cfg, w), w[weight_table.FIRST_BIAS], x.inputs, token_N, list_K, count, h_NK)
+        count = _keep(0, count, list_K, named_NK)
+    _products(cfg, _first(cfg, w), w[weight_table.FIRST_BIAS], x.inputs, token_N, list_K, 0, count, count, h_NK)
     for n in range(tokens):
         limit = limit_of(w) if select_N[n] != 0 else np.float32(cfg.threshold)
         read, fire = 0, 0
@@ -259,13 +263,38 @@ def _fire_chunk(
                 fire += h_NK[n, k] != 0
         tally_N3[n, FIRES], tally_N3[n, READ], tally_N3[n, KEPT] = 0, read, read if dense else fire
     if not dense:
-        count = _keep(count, list_K, h_NK)
+        count = _keep(0, count, list_K, h_NK)
+    counts_of(m)[chunk] = count
+    if tokens <= FEW_TOKENS:
+        # A neuron's rows of `rest` lie together: what the memory brings along of one is not lost on the other.
+        sums_NP = _sums_of(cfg, m, chunk, tokens)
+        sums_NP[:] = np.float32(0)
+        for begin in range(0, count, REST_NEURONS):
+            end = _factors(
+                cfg, w, x, token_N, route_weight_N, list_K, begin, min(count, begin + REST_NEURONS), count, up_NK, h_NK
+            )
+            _add_rows(cfg, w, m, chunk, begin, end, count, sums_NP)
+    else:
+        counts_of(m)[chunk] = _factors(cfg, w, x, token_N, route_weight_N, list_K, 0, count, count, up_NK, h_NK)
+
+
+@device
+def _factors(
+    cfg: KernelConfig, w: Ints, x: Inputs, token_N: Ints, route_weight_N: Floats, list_K: Ints, begin: int, end: int,
+    known: int, up_NK: Floats, h_NK: Floats,
+) -> int:  # fmt: skip
+    """h ← the factors of the rows of `down` for the places [begin, end) of a list; returns the new end."""
+    relu_up = cfg.activation == DRELU
     if cfg.rows_per_neuron == 2:
-        _products(cfg, _rest(cfg, w, 0), w[weight_table.UP_BIAS], x.inputs, token_N, list_K, count, up_NK)
-        _multiply_up(cfg.activation == DRELU, count, up_NK, h_NK)
-        if cfg.activation == DRELU and not dense:
-            count = _keep(count, list_K, h_NK)
-    _finish_factors(m, chunk, count, route_weight_N, h_NK)
+        _products(cfg, _rest(cfg, w, 0), w[weight_table.UP_BIAS], x.inputs, token_N, list_K, begin, end, known, up_NK)
+        _multiply_up(relu_up, begin, end, up_NK, h_NK)
+        if relu_up and w[weight_table.DENSE] == 0:
+            end = _keep(begin, end, list_K, h_NK)
+    for n in range(h_NK.shape[0]):
+        for k in range(begin, end):
+            h_NK[n, k] *= route_weight_N[n]
+        h_NK[n, end : begin + (end - begin + SUM_ROWS - 1) // SUM_ROWS * SUM_ROWS] = np.float32(0)
+    return end
 
 
 @loop_body
@@ -282,7 +311,7 @@ def _count_chunk(
         _name(cfg, w, x, select_N, list_K, count, named_NK)
     else:
         named_NK[:] = np.float32(1)
-    _products(cfg, _first(cfg, w), w[weight_table.FIRST_BIAS], x.inputs, token_N, list_K, count, h_NK)
+    _products(cfg, _first(cfg, w), w[weight_table.FIRST_BIAS], x.inputs, token_N, list_K, 0, count, count, h_NK)
     tally_N3[:] = 0
     for n in range(tokens):
         limit = limit_of(w) if select_N[n] != 0 else np.float32(cfg.threshold)
@@ -292,42 +321,30 @@ def _count_chunk(
             if abs(h_NK[n, k]) <= limit:
                 named_NK[n, k] = np.float32(0)
     if cfg.rows_per_neuron == 2:
-        _products(cfg, _rest(cfg, w, 0), w[weight_table.UP_BIAS], x.inputs, token_N, list_K, count, up_NK)
-        _multiply_up(cfg.activation == DRELU, count, up_NK, h_NK)
+        _products(cfg, _rest(cfg, w, 0), w[weight_table.UP_BIAS], x.inputs, token_N, list_K, 0, count, count, up_NK)
+        _multiply_up(cfg.activation == DRELU, 0, count, up_NK, h_NK)
     for n in range(tokens):
         for k in range(count):
             tally_N3[n, FIRES] += h_NK[n, k] != 0
             if named_NK[n, k] == 0:
                 h_NK[n, k] = np.float32(0)
             tally_N3[n, KEPT] += h_NK[n, k] != 0
-    _finish_factors(m, chunk, count, route_weight_N, h_NK)
-
-
-@device
-def _multiply_up(relu_up: bool, count: int, up_NK: Floats, h_NK: Floats) -> None:
-    """h ← h · up, or h · max(up, 0) with `relu_up`; what does not fire stays 0."""
-    for n in range(h_NK.shape[0]):
-        for k in range(count):
-            if h_NK[n, k] != 0:
-                h_NK[n, k] *= relu(up_NK[n, k]) if relu_up else up_NK[n, k]
-
-
-@device
-def _finish_factors(m: Chunks, chunk: int, count: int, route_weight_N: Floats, h_NK: Floats) -> None:
-    """h ← h · route_weight, with zeros behind; the list has `count` neurons."""
-    for n in range(h_NK.shape[0]):
-        for k in range(count):
             h_NK[n, k] *= route_weight_N[n]
         h_NK[n, count : (count + SUM_ROWS - 1) // SUM_ROWS * SUM_ROWS] = np.float32(0)
     counts_of(m)[chunk] = count
+    if tokens <= FEW_TOKENS:
+        sums_NP = _sums_of(cfg, m, chunk, tokens)
+        sums_NP[:] = np.float32(0)
+        _add_rows(cfg, w, m, chunk, 0, count, count, sums_NP)
 
 
-@loop_body
-def _sum_chunk(cfg: KernelConfig, w: Ints, m: Chunks, tokens: int, chunk: int) -> None:
-    """The chunk's sum for each of a few tokens."""
-    sums_NP = _sums_of(cfg, m, chunk, tokens)
-    sums_NP[:] = np.float32(0)
-    _add_rows(cfg, w, m, chunk, 0, cfg.d_model, 0, address_of(sums_NP), sums_NP.shape[1], tokens)
+@device
+def _multiply_up(relu_up: bool, begin: int, end: int, up_NK: Floats, h_NK: Floats) -> None:
+    """h ← h · up, or h · max(up, 0) with `relu_up`; what does not fire stays 0."""
+    for n in range(h_NK.shape[0]):
+        for k in range(begin, end):
+            if h_NK[n, k] != 0:
+                h_NK[n, k] *= relu(up_NK[n, k]) if relu_up else up_NK[n, k]
 
 
 @device
@@ -337,15 +354,20 @@ def _sums_of(cfg: KernelConfig, m: Chunks, chunk: int, tokens: int) -> Floats:
 
 
 @device
+def _down(cfg: KernelConfig, w: Ints) -> MatrixView:
+    return _rest(cfg, w, cfg.rows_per_neuron - 1)
+
+
+@device
 def _add_rows(
-    cfg: KernelConfig, w: Ints, m: Chunks, chunk: int, column: int, columns: int, token: int, y_at: int, width: int,
-    tokens: int,
-) -> None:  # fmt: skip
-    """Add the chunk's rows of `down`, of them the columns from `column` on, for the tokens from `token` on."""
-    down = columns_from(_rest(cfg, w, cfg.rows_per_neuron - 1), column, columns)
-    h_NK = _numbers_of(m.h_CTK, m, chunk, token + tokens)
-    h_at, stride = address_of(h_NK) + 4 * token * h_NK.shape[1], 4 * h_NK.shape[1]
-    row_sums(down, 0, address_of(list_of(m, chunk)), counts_of(m)[chunk], h_at, stride, tokens, y_at, 4 * width)
+    cfg: KernelConfig, w: Ints, m: Chunks, chunk: int, begin: int, end: int, known: int, sums_NP: Floats
+) -> None:
+    """Add the rows of `down` at the places [begin, end) of the chunk's list."""
+    tokens, width = sums_NP.shape
+    h_NK = _numbers_of(m.h_CTK, m, chunk, tokens)
+    h_at, listed = address_of(h_NK) + 4 * begin, address_of(list_of(m, chunk)) + 8 * begin
+    to = tokens, address_of(sums_NP), 4 * width
+    row_sums(_down(cfg, w), 0, listed, end - begin, known - begin, h_at, 4 * h_NK.shape[1], *to)
 
 
 @loop_body
@@ -377,11 +399,15 @@ def _sum_tile(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, tile: int, y
     strips = (cfg.d_model + STRIP - 1) // STRIP
     low, first = tile % strips * STRIP, tile // strips * STRIP_TOKENS
     columns, tokens = min(STRIP, cfg.d_model - low), min(STRIP_TOKENS, token_N.shape[0] - first)
+    down = columns_from(_down(cfg, w), low, columns)
     total_NP = np.zeros((tokens, STRIP), np.float32)
     sums_NP = np.empty((tokens, STRIP), np.float32)
     for chunk in range(CHUNKS):
         sums_NP[:] = np.float32(0)
-        _add_rows(cfg, w, m, chunk, low, columns, first, address_of(sums_NP), STRIP, tokens)
+        h_NK = _numbers_of(m.h_CTK, m, chunk, first + tokens)
+        h_at, stride, count = address_of(h_NK[first]), 4 * h_NK.shape[1], counts_of(m)[chunk]
+        to = tokens, address_of(sums_NP), 4 * STRIP
+        row_sums(down, 0, address_of(list_of(m, chunk)), count, count, h_at, stride, *to)
         for n in range(tokens):
             for j in range(STRIP):
                 total_NP[n, j] += sums_NP[n, j]
@@ -405,12 +431,6 @@ def _fire(
             _fire_chunk(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given, chunk)
 
 
-def _sum(cfg: KernelConfig, w: Ints, m: Chunks, tokens: int) -> None:
-    _sum_chunk()
-    for chunk in prange(CHUNKS):
-        _sum_chunk(cfg, w, m, tokens, chunk)
-
-
 def _merge(cfg: KernelConfig, m: Chunks, token_N: Ints, y_TD: Floats) -> None:
     _merge_slice()
     for part in prange(SLICES):
@@ -425,8 +445,8 @@ def _sum_tiles(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, y_TD: Float
         _sum_tile(cfg, w, m, token_N, tile, y_TD)
 
 
-_parallel_fire, _parallel_sum, _parallel_merge = parallel(_fire), parallel(_sum), parallel(_merge)
-_serial_fire, _serial_sum, _serial_merge = device(_fire), device(_sum), device(_merge)
+_parallel_fire, _parallel_merge = parallel(_fire), parallel(_merge)
+_serial_fire, _serial_merge = device(_fire), device(_merge)
 
 
 @device
@@ -443,12 +463,10 @@ def neurons(
         prepare_selection(cfg, w, x_TD, token_N, threads, x)
     if threads is None:
         _serial_fire(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given, count_all)
-        _serial_sum(cfg, w, m, tokens)
         _serial_merge(cfg, m, token_N, y_TD)
     else:
         _parallel_fire(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given, count_all)
         if tokens <= FEW_TOKENS:
-            _parallel_sum(cfg, w, m, tokens)
             _parallel_merge(cfg, m, token_N, y_TD)
         else:
             _sum_tiles(cfg, w, m, token_N, y_TD)
@@ -516,7 +534,7 @@ def _name_chunk(cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, select_N: Ints
     list_K, named_NK = list_of(m, chunk), _numbers_of(m.named_CTK, m, chunk, select_N.shape[0])
     count = _list_range(chunk, 0, cfg.d_ff, list_K)
     _name(cfg, w, x, select_N, list_K, count, named_NK)
-    counts_of(m)[chunk] = _keep(count, list_K, named_NK)
+    counts_of(m)[chunk] = _keep(0, count, list_K, named_NK)
 
 
 name_all = parallel(_name_all)

@@ -55,7 +55,7 @@ def check_sums(fmt: str) -> None:
         index_K = np.random.default_rng(0).permutation(90)[:count]
         y_TP = np.zeros((2, padded_columns(columns)), np.float32)
         factors, sums = (h_TK.ctypes.data, h_TK.strides[0]), (y_TP.ctypes.data, y_TP.strides[0])
-        compute(w.view, 0, index_K.ctypes.data, count, *factors, 2, *sums)
+        compute(w.view, 0, index_K.ctypes.data, count, count, *factors, 2, *sums)
         y_TD = np.empty_like(y_TP)
         y_TD[:, sum_columns(w.fmt, columns)] = y_TP
         wanted_TD, error = h_TK[:, :count] @ w.values[index_K], 1e-5 * np.abs(h_TK).sum() * np.abs(w.values).max()

@@ -160,8 +160,8 @@ def _attend_tile(
     for first in range(0, end, POSITIONS):
         count = min(POSITIONS, end - first)
         row_products(
-            keys, first, 0, count, address_of(qkv_TQ), 4 * width, address_of(query_N), queries, address_of(score_NB),
-            4 * POSITIONS,
+            keys, first, 0, count, count, address_of(qkv_TQ), 4 * width, address_of(query_N), queries,
+            address_of(score_NB), 4 * POSITIONS,
         )  # fmt: skip
         for n in range(queries):
             seen = max(0, min(count, start + n // shared + 1 - first))
@@ -169,7 +169,9 @@ def _attend_tile(
             if rescale != 1:
                 for j in range(width):
                     sum_NE[n, j] *= rescale
-        row_sums(values, first, 0, count, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width)
+        row_sums(
+            values, first, 0, count, count, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width
+        )
     for n in range(queries):
         head = group * shared + n % shared
         out_E = out_TQ[token + n // shared, head * width : (head + 1) * width]

@@ -50,7 +50,7 @@ def _prepare_inputs(fmt: int, x_TD: Floats, inputs_at: int) -> None:
 def _some_rows(m: MatrixView, first: int, rows: int, bias: int, inputs_at: int, y_TN: Floats) -> None:
     tokens, width = y_TN.shape
     out = address_of(y_TN) + 4 * first
-    row_products(m, first, 0, rows, inputs_at, input_stride(m.columns), 0, tokens, out, 4 * width)
+    row_products(m, first, 0, rows, rows, inputs_at, input_stride(m.columns), 0, tokens, out, 4 * width)
     if bias != 0:
         bias_N = vector(bias, first + rows)
         for t in range(tokens):

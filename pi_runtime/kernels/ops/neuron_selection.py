@@ -127,7 +127,9 @@ def _reduce_part(down: MatrixView, inputs: int, token_N: Ints, part: int, r_NR: 
     tokens, rank = r_NR.shape
     first = part * _RANKS_AT_ONCE
     count, out = min(_RANKS_AT_ONCE, rank - first), address_of(r_NR) + 4 * first
-    row_products(down, first, 0, count, inputs, input_stride(down.columns), address_of(token_N), tokens, out, 4 * rank)
+    row_products(
+        down, first, 0, count, count, inputs, input_stride(down.columns), address_of(token_N), tokens, out, 4 * rank
+    )
 
 
 def _reduce(down: MatrixView, inputs: int, token_N: Ints, r_NR: Floats) -> None:
@@ -154,7 +156,7 @@ def score_neurons(cfg: KernelConfig, w: Ints, x: Inputs, list_K: Ints, count: in
         return
     up, bias_F = predictor_matrices(cfg, w)[1], vector(w[_BIAS], cfg.d_ff)
     to, inputs, stride = address_of(score_NK), x.low_rank_inputs, input_stride(w[RANK])
-    row_products(up, 0, address_of(list_K), count, inputs, stride, 0, tokens, to, 4 * width)
+    row_products(up, 0, address_of(list_K), count, count, inputs, stride, 0, tokens, to, 4 * width)
     for n in range(tokens):
         for k in range(count):
             score_NK[n, k] += bias_F[list_K[k]]

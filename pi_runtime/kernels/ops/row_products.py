@@ -50,6 +50,8 @@ ROWS = 4
 AHEAD_NBYTES = 16384
 """How far ahead of the row that is read to prefetch: far enough for the memory, near enough for the second-level
 cache."""
+LONG = 1024
+"""Columns of a long row."""
 _FLOAT_TILES, _BLOCK_TILES = ((6, 4, 2, 1), (3, 2, 1)) if ISA.lanes == 16 else ((2, 1), (1,))
 """Vectors of a tile: as many as there are registers for the sums, and fewer for those that are left."""
 _BITS = {f.code: f.bits for f in FORMATS.values() if f.quantised}
@@ -235,6 +237,7 @@ class _Call:
     first: Any
     index: Any
     count: Any
+    known: Any
     inputs: Any
     input_stride: Any
     tokens: Any
@@ -256,7 +259,7 @@ class _Call:
             one = self._least(b.add(n, v.offset(k)), self.count)
             now.append(v.listed(b, self.index, one, b.add(self.first, one)))
             one = b.add(b.add(n, ahead), v.offset(k))
-            later.append(v.listed(b, self.index, self._least(one, self.count), b.add(self.first, one)))
+            later.append(v.listed(b, self.index, self._least(one, self.known), b.add(self.first, one)))
 
         def pointers(numbers: list[Any], base: Any, stride: Any) -> list[Any]:
             return [v.pointer(b, b.add(base, b.mul(row, stride))) for row in numbers]
@@ -301,12 +304,13 @@ class _Call:
                         v.store(b, b.extract_element(four, ir.Constant(v.I32, r)), at, v.offset(4 * r))
 
     def emit(self, tile: Callable[..., Any], sizes: tuple[int, ...], *, one_row: bool) -> None:
-        """Emit a format's loops. `one_row`: a vector alone takes one row at a time, which its memory prefers."""
+        """Emit a format's loops. `one_row`: a vector alone takes long rows one at a time, which the memory prefers."""
         if not one_row:
             self._many(tile, sizes)
             return
         b = self.b
-        with b.if_else(b.icmp_signed("==", self.token_count, v.offset(1))) as (alone, company):
+        long = b.icmp_signed(">=", self.columns, v.offset(LONG))
+        with b.if_else(b.and_(long, b.icmp_signed("==", self.token_count, v.offset(1)))) as (alone, company):
             with alone, cgutils.for_range(b, self.count) as loop:
                 self._tile(tile, self._rows(loop.index, 1), loop.index, v.offset(0), 1)
             with company:
@@ -339,18 +343,18 @@ def _emit_row_products(typing_context: Any, fmt: Any, call: Any) -> Any:
         v.switch(b, arguments[0], cases)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.UniTuple(types.intp, 14)), generate
+    return types.void(types.intp, types.UniTuple(types.intp, 15)), generate
 
 
 @public
 def vector_row_products(
-    m: MatrixView, first: int, index: int, count: int, inputs: int, input_stride: int, tokens: int, token_count: int,
-    out: int, out_stride: int,
+    m: MatrixView, first: int, index: int, count: int, known: int, inputs: int, input_stride: int, tokens: int,
+    token_count: int, out: int, out_stride: int,
 ) -> None:  # fmt: skip
     """`row_products` by vector instructions."""
     matrix = m.values, m.scales, m.stride, m.scales_stride, m.columns
     _emit_row_products(
-        m.fmt, (*matrix, first, index, count, inputs, input_stride, tokens, token_count, out, out_stride)
+        m.fmt, (*matrix, first, index, count, known, inputs, input_stride, tokens, token_count, out, out_stride)
     )
 
 
@@ -387,8 +391,8 @@ def _block_product(fmt: int, row: int, scales: int, input_at: int, columns: int)
 
 @public
 def portable_row_products(
-    m: MatrixView, first: int, index: int, count: int, inputs: int, input_stride: int, tokens: int, token_count: int,
-    out: int, out_stride: int,
+    m: MatrixView, first: int, index: int, count: int, known: int, inputs: int, input_stride: int, tokens: int,
+    token_count: int, out: int, out_stride: int,
 ) -> None:  # fmt: skip
     """The definition of `row_products` in plain loops."""
     for n in range(count):
@@ -409,13 +413,14 @@ _row_products = by_address(vector_row_products if ISA.lanes else portable_row_pr
 
 @device
 def row_products(
-    m: MatrixView, first: int, index: int, count: int, inputs: int, input_stride: int, tokens: int, token_count: int,
-    out: int, out_stride: int,
+    m: MatrixView, first: int, index: int, count: int, known: int, inputs: int, input_stride: int, tokens: int,
+    token_count: int, out: int, out_stride: int,
 ) -> None:  # fmt: skip
     """out[t, n] ← row_n · x_t for `count` rows and `token_count` vectors. All places are addresses, strides in bytes.
 
-    Row n is number index[n] of m, or first + n where there is no list (0). Vector t is the input number tokens[t] of
+    Row n is number index[n] of m, or first + n where there is no list (0). A list has `known` numbers, and those after
+    the first `count` are prefetched. Vector t is the input number tokens[t] of
     those that lie `input_stride` apart from `inputs` on, or number t. Results of one vector are consecutive.
     """
     if count > 0 and token_count > 0:
-        _row_products(m, first, index, count, inputs, input_stride, tokens, token_count, out, out_stride)
+        _row_products(m, first, index, count, known, inputs, input_stride, tokens, token_count, out, out_stride)

@@ -35,7 +35,7 @@ def products(
     chosen, count = np.array(tokens, np.int64), len(w.values) if rows is None else len(rows)
     around = np.full((len(tokens or x_TD) + 2, count + 3), np.float32(7))
     compute(
-        w.view, 0, 0 if rows is None else index.ctypes.data, count, x.ctypes.data, x.strides[0],
+        w.view, 0, 0 if rows is None else index.ctypes.data, count, count, x.ctypes.data, x.strides[0],
         chosen.ctypes.data if tokens else 0, len(tokens or x_TD), around[1:].ctypes.data, around.strides[0],
     )  # fmt: skip
     assert np.all(around[[0, -1]] == 7), "wrote before or after the results"

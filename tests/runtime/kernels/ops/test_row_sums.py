@@ -36,8 +36,8 @@ def summed(
     factors[:, :count] = h_TK
     index = None if index_K is None else np.asarray(index_K, np.int64)
     compute(
-        w.view, 0, 0 if index is None else index.ctypes.data, count, factors.ctypes.data, factors.strides[0], tokens,
-        around[1:].ctypes.data, around.strides[0],
+        w.view, 0, 0 if index is None else index.ctypes.data, count, count, factors.ctypes.data, factors.strides[0],
+        tokens, around[1:].ctypes.data, around.strides[0],
     )  # fmt: skip
     assert np.all(around[[0, -1]] == 7), "wrote outside the result"
     found_TP = np.empty((tokens, width), np.float32)
