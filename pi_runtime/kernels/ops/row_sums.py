@@ -1,9 +1,10 @@
 """Sums of stored rows, each times a factor, for one token or many:  y_t ← y_t + Σ_k h_t,k row_k.
 
 Each column is summed in the order of the rows, rounded once a row. A weight becomes float32 exactly; of q4 only its
-integer does, and its factor is h times the scale of the block, rounded: a multiplication less for each weight. A factor of 0 leaves a sum as it is. So a token gets the same
-bits from its own rows alone, and among rows that only others need. Rows are taken `SUM_ROWS` at a time: their weights
-are read once for all tokens, and a sum stays in its register meanwhile.
+integer does, and its factor is h times the scale of the block, rounded: a multiplication less for each weight. A factor
+of 0 leaves a sum as it is. So a token gets the same bits from its own rows alone, and among rows that only others need.
+Rows are taken `SUM_ROWS` at a time: their weights are read once for all tokens, and a sum stays in its register
+meanwhile.
 
 The sums of block formats lie in the order in which vector registers take the weights of a row;
 `row_loading.sum_columns` says which columns they are. Shape letters: T tokens, K rows, D columns, L lanes, P sums.

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 from pi_runtime import load
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.execution.stand_in import NeuronWorker, StandInExecutor
+from pi_runtime.kernels import ffn
 from pi_runtime.model import Model
 
 CUTS = {"inside": (128, 64), "one-sided": (0, 200), "mixed": (192, 0)}
@@ -69,13 +71,13 @@ def executor(model: Model) -> StandInExecutor:
 
 
 def meet(side: NeuronWorker, barrier: threading.Barrier, seen: list[int]) -> NeuronWorker:
-    def step(*arguments: object) -> tuple[int, int]:
+    def add(*arguments: Any) -> None:
         barrier.wait()  # broken, and so an error, unless the other side comes in too
-        read, kept = side.step(*arguments)
-        seen.append(kept)
-        return read, kept
+        side.add(*arguments)
+        tally_13 = arguments[-2]
+        seen.append(int(tally_13[0, ffn.KEPT]))
 
-    return replace(side, step=step)
+    return replace(side, add=add)
 
 
 def test_both_sides_are_inside_the_same_ffn_at_once(artifact: Path) -> None:
@@ -90,13 +92,13 @@ def test_both_sides_are_inside_the_same_ffn_at_once(artifact: Path) -> None:
 
 @pytest.mark.parametrize("broken", ["hot", "cold"])
 def test_a_fault_on_either_side_surfaces_and_the_model_still_works(broken: str, artifact: Path) -> None:
-    def fail(*arguments: object) -> tuple[int, int]:
+    def fail(*arguments: object) -> None:
         raise RuntimeError(f"{broken} side broke")
 
     with load(artifact, device="stand-in") as model:
         sides = executor(model)
         whole = getattr(sides, broken)
-        setattr(sides, broken, replace(whole, step=fail))
+        setattr(sides, broken, replace(whole, add=fail))
         with pytest.raises(RuntimeError, match=f"{broken} side broke"):
             model.decode(5, model.new_cache())
         setattr(sides, broken, whole)
