@@ -2,8 +2,9 @@
 
     python docs/activation_curves.py NAME=PROFILE.npz… [NAME=CURVES.csv] -o docs/activation-curves.svg
 
-The committed figure: "demo model"=profiles/activations/demo.npz, the counts that docs/fidelity.md's command makes of
-novels-relu, and Bamboo-7B's curves as numbers read off the vector figure of its authors' public README.
+The committed figure: "demo model"=profiles/activations/demo.npz, the counts of a small ReLU model by
+`pi-compile profile RECIPE --export`, and Bamboo-7B's curves as numbers read off the vector figure of its authors'
+public README.
 
 Needs matplotlib (the `report` extra).
 

@@ -1,4 +1,4 @@
-"""What skipping costs a model on text it has not seen, rung by rung: the tables and curves of docs/fidelity.md.
+"""What skipping costs a model on text it has not seen, rung by rung.
 
 python tests/benchmarks/fidelity.py MODEL --text FOLDER --report FILE [--rungs RUNG,… …] [--work FOLDER]
                                     [--steps N] [--budgets SHARE…] [--figures FILE.json]

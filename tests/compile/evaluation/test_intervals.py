@@ -7,6 +7,8 @@ import pytest
 
 pytest.importorskip("scipy")
 
+pytest.importorskip("torch")
+
 from pi_compile.evaluation.intervals import accuracy_interval, increase_interval
 
 
