@@ -1,6 +1,5 @@
 """Pack: write a checkpoint as one artifact, array by array, with one block in memory."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -15,6 +14,7 @@ from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
 from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
 from pi_compile.checkpoint.tokenizer_files import read_text_files
 from pi_compile.errors import CheckpointError, ProfileError
+from pi_compile.files import file_digest
 from pi_compile.results import ActivationProfile, PredictorSet
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
@@ -106,8 +106,14 @@ def pack(
         for name, data in text.files.items():
             writer.add_file(name, data)
         manifest = writer.finish(manifest)
-    sha256, nbytes = _digest(output)
-    return PackResult(path=output, sha256=sha256, nbytes=nbytes, manifest=manifest, errors=errors, notices=text.notices)
+    return PackResult(
+        path=output,
+        sha256=file_digest(output),
+        nbytes=output.stat().st_size,
+        manifest=manifest,
+        errors=errors,
+        notices=text.notices,
+    )
 
 
 def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
@@ -209,8 +215,3 @@ def _provenance(
     results = {"profile": profile, "trained": predictor_set}
     digests = {name: result.digest() for name, result in results.items() if result is not None}
     return {"pi_toolchain": version("pi-toolchain"), "checkpoint": made_from, **digests}
-
-
-def _digest(path: Path) -> tuple[str, int]:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size

@@ -4,8 +4,6 @@ Each block is read from the mapped file when it is needed and not kept, so that 
 Shape letters: D model width, F neurons. `ffn/rest` has one row for each neuron in a plain FFN, two in a gated one.
 """
 
-import hashlib
-import json
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER
 from pi_compile.checkpoint.resolution import ResolvedCheckpoint, resolve_checkpoint
 from pi_compile.checkpoint.tensors import RowReader
 from pi_compile.errors import CheckpointError
+from pi_compile.files import file_digest, json_digest
 from pi_runtime.artifact.sizes import PARTS, array_specs
 
 Values = npt.NDArray[np.float32]
@@ -85,11 +84,11 @@ class Checkpoint(ResolvedCheckpoint):
         beside = (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES) if self.location.is_dir() else ()
         names = sorted({*(name for name in beside if (self.folder / name).is_file()), *self.source.files})
         with ThreadPoolExecutor() as pool:
-            return dict(zip(names, pool.map(_file_digest, (self.folder / name for name in names)), strict=True))
+            return dict(zip(names, pool.map(file_digest, (self.folder / name for name in names)), strict=True))
 
     def digest(self) -> str:
         """sha256 of the names and contents of every file that is read."""
-        return hashlib.sha256(json.dumps(self.file_digests, sort_keys=True).encode()).hexdigest()
+        return json_digest(self.file_digests)
 
     def values(self, array: str, order: Order | None = None) -> Values:
         """The values of a whole artifact array, which must fit in memory; `blocks` has no such limit."""
@@ -212,8 +211,3 @@ def _rows_per_block(row_shape: Sequence[int]) -> int:
     for n in row_shape:
         row *= n
     return max(1, BLOCK_BYTES // row)
-
-
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,6 +1,7 @@
 """Files that are read and written whole, and the data that comes with the project."""
 
 from pi_compile.files.bundled import bundled_folder
+from pi_compile.files.digests import file_digest, json_digest
 from pi_compile.files.npz import read_arrays, write_arrays
 from pi_compile.files.output import PAGE_MARK, artifact_path, check_output, check_page, write_text
 
@@ -10,6 +11,8 @@ __all__ = [
     "bundled_folder",
     "check_output",
     "check_page",
+    "file_digest",
+    "json_digest",
     "read_arrays",
     "write_arrays",
     "write_text",

@@ -18,10 +18,10 @@ from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
 from pi_compile.corpus import Streams, source_files
 from pi_compile.errors import ProfileError, RecipeError
-from pi_compile.files import write_text
+from pi_compile.files import file_digest, write_text
 from pi_compile.machine import Machine, find_machine
 from pi_compile.pipeline import stages
-from pi_compile.pipeline.store import Store, code_digest, file_digest, key_of, token_digest
+from pi_compile.pipeline.store import Store, code_digest, key_of, token_digest
 from pi_compile.pipeline.summary import pack_report
 from pi_compile.placement import SECONDS, Placement
 from pi_compile.recipe import Recipe, read_recipe

@@ -1,7 +1,6 @@
 """Placing a recipe from committed files alone: recipe, activation profile and machine. No model, torch or network."""
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from pi_compile.checkpoint.part_formats import resolve_formats
 from pi_compile.cost_model import Workload
 from pi_compile.errors import RecipeError
+from pi_compile.files import json_digest
 from pi_compile.machine import Machine, find_machine
 from pi_compile.placement import SECONDS, SOLVERS, Placement, Problem, in_bytes, ladder, ram_of
 from pi_compile.planning import find_planned, published_profile
@@ -45,9 +45,9 @@ def place_recipe(path: Path, solver: str = "exact", seconds: float = SECONDS) ->
     sections = {"place": recipe.place.model_dump(), "pack": recipe.pack.model_dump()}
     return Placed(
         inputs={
-            "recipe": _digest(sections),
+            "recipe": json_digest(sections),
             "activations": source,
-            "machine": _digest(machine.model_dump()),
+            "machine": json_digest(machine.model_dump()),
         },
         placements=place_budgets(
             work,
@@ -98,7 +98,3 @@ def _published(recipe: Recipe, folder: Path) -> tuple[Workload, str]:
     work = Workload.of(profile, model.formats(recipe.pack.model_dump()), recipe.place.context)
     digest = hashlib.sha256(f"{profile.source} {profile.tokens}".encode() + work.counts.astype("<i8").tobytes())
     return work, digest.hexdigest()
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

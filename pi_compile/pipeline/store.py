@@ -38,12 +38,6 @@ def token_digest(tokens: np.ndarray[Any, Any]) -> str:
     return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()
 
 
-def file_digest(path: Path) -> str:
-    """sha256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def code_digest(module: str) -> str:
     """sha256 of all code that a module may run: its own source and everything of ours that it imports.
 

@@ -6,14 +6,13 @@ the bytes of both memories (`formulation`), exactly (`constrained_path`). The ob
 before its cut go to the GPU.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from typing import Any
 
 from pi_compile.cost_model import CPU, GPU, TokenTime
+from pi_compile.files import json_digest
 from pi_compile.machine import Machine
 from pi_compile.placement.formulation import Assignment, Problem, Sizes, Solution, all_cpu
 from pi_compile.placement.greedy import greedy
@@ -137,7 +136,7 @@ def place(
         bound_ns=found.bound_ns,
         heuristic=problem.time(greedy(problem, vram, ram)) if exact else None,
         activations_on_gpu=work.activations_on_gpu(assignment.cuts),
-        digest=_sha256({"inputs": inputs, "answer": asdict(assignment)}),
+        digest=json_digest({"inputs": inputs, "answer": asdict(assignment)}),
     )
 
 
@@ -261,7 +260,3 @@ def _inputs(problem: Problem) -> dict[str, Any]:
         "context": work.context,
         "machine": problem.machine.model_dump(exclude={"name": True, "source": True, "cpu": {"name"}, "gpu": {"name"}}),
     }
-
-
-def _sha256(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -54,7 +54,7 @@ class GrowingDigest:
 
 
 def _hash_piece(path: Path, offset: int, nbytes: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         file.seek(offset)
         data = file.read(nbytes)
     if len(data) != nbytes:

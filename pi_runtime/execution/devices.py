@@ -1,7 +1,6 @@
 """Choosing the device of a run."""
 
 import ctypes
-import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
@@ -28,9 +27,11 @@ def resolve_device(name: str) -> str:
         )
     present = _gpus()
     if int(index or 0) >= present:
+        import torch  # noqa: PLC0415
+
         raise DeviceError(
             f"--device {name}: no such GPU",
-            found=f"{present} CUDA devices, by torch {importlib.metadata.version('torch')}",
+            found=f"{present} CUDA devices, by torch {torch.__version__}",
             remedy="--device cpu, or --device auto; with a GPU here: its driver, and a torch built for CUDA",
         )
     return f"cuda:{int(index or 0)}"

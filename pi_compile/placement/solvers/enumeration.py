@@ -125,14 +125,7 @@ class Enumeration:
         for option_costs, bounds in others:
             near = option_costs[row] + bounds[column] <= self.most
             row, column = row[near], column[near]
-        return LabelSet(
-            node.costs[row] + base.costs[column],
-            node.vram[row] + base.vram[column],
-            node.ram[row] + base.ram[column],
-            base.strata[column],
-            row,
-            base.successors[column],
-        )
+        return _extended(node, base, row, column)
 
     def best(self) -> ShortestPath | None:
         """The best path, followed from its label at the first stage."""
@@ -220,13 +213,18 @@ def tabulated(base: LabelSet, node: Node, options: Ints) -> LabelSet | None:
     kept = best < NEVER
     kept[:, 1:] &= best[:, 1:] < least[:, :-1]
     option_of, label = best_option[kept].astype(np.int64), best_label[kept].astype(np.int64)
+    return _extended(node, base, option_of, label)
+
+
+def _extended(node: Node, base: LabelSet, options: Ints, labels: Ints) -> LabelSet:
+    """The labels that go on from labels of `base` by options of a node."""
     return LabelSet(
-        base.costs[label] + node.costs[option_of],
-        base.vram[label] + node.vram[option_of],
-        base.ram[label] + node.ram[option_of],
-        base.strata[label],
-        option_of,
-        base.successors[label],
+        node.costs[options] + base.costs[labels],
+        node.vram[options] + base.vram[labels],
+        node.ram[options] + base.ram[labels],
+        base.strata[labels],
+        options,
+        base.successors[labels],
     )
 
 
