@@ -14,8 +14,17 @@ from pi_runtime.artifact.sizes import ArraySpec
 CHUNKS, GROUP = 32, 16
 """Parts of attention and of an FFN: so many threads can share the work. And neurons of a group, which belong to one
 chunk."""
-FEW_TOKENS = 8
+FEW_TOKENS = 16
 """Most tokens for which each chunk has sums of its own."""
+SUM_NEURONS, STRIP = 256, 512
+"""Neurons of a chunk whose rows of a block format are summed in integers at once, so that 32 bits hold the sums; and
+columns that are summed at once."""
+FFN_FLOATS = (
+    4 * (FEW_TOKENS * SUM_NEURONS + 8) + 4 * (FEW_TOKENS + 1)
+    + SUM_NEURONS * STRIP // 32 * 3 // 2 + 2 * STRIP // 32 + 2 * (SUM_NEURONS + 1)
+)  # fmt: skip
+"""4-byte numbers that a chunk works with: a few tokens' lists, factors and products, and integers of
+factors."""
 POSITIONS, ATTENTION_TOKENS = 32, 16
 """Positions of a cache that attention takes at once, and tokens of a prompt."""
 SUM_ROWS = 8

@@ -38,7 +38,7 @@ class CpuModel:
         self.table_LXW = weight_table.table_of(artifact, mode)
         self.eps = np.float32(decoder.norm_eps)
         self.largest_rank = max((layer.rank or 0 for layer in layers), default=0)
-        self.workspace = allocate_workspace(decoder, artifact.manifest.formats["ffn"], self.largest_rank)
+        self.workspace = allocate_workspace(decoder, self.largest_rank)
         self.cos_SJ, self.sin_SJ = rotary_table(decoder, context)
 
     @property

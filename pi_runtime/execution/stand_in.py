@@ -70,7 +70,7 @@ class StandInExecutor:
         self.allocation, self.context, self.neurons = allocation, allocation.context, model.neurons
         self._cuts_LX = np.array(allocation.plan.cuts).reshape(len(model.table_LXW), model.cfg.experts).tolist()
         manifest = artifact.manifest
-        own = allocate_workspace(manifest.decoder, manifest.formats["ffn"], model.largest_rank, tokens=1)
+        own = allocate_workspace(manifest.decoder, model.largest_rank, tokens=1)
         sums_21D = np.zeros((2, 1, model.cfg.d_model), np.float32)
         self.hot = NeuronWorker(ffn.serial_add_neurons, model.cfg, own, sums_21D[0])
         self.cold = NeuronWorker(ffn.add_neurons, model.cfg, model.workspace, sums_21D[1])

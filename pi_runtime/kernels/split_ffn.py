@@ -15,9 +15,9 @@ from numba import carray
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import Floats, Ints, pointer_of
 from pi_runtime.kernels.data.weight_table import KernelConfig
-from pi_runtime.kernels.ffn import Chunks, collect, deal, input_format, name_all, neurons
+from pi_runtime.kernels.ffn import Chunks, deal, input_format, neurons
 from pi_runtime.kernels.ops.linear import prepare_inputs
-from pi_runtime.kernels.ops.neuron_selection import Inputs, prepare_selection, selector_format
+from pi_runtime.kernels.ops.neuron_selection import Inputs, score, scores_of, selector_format
 
 Integers = npt.NDArray[np.int32]
 
@@ -36,15 +36,16 @@ def predict(
 
     Those below their expert's cut go to `hot_F` as base + neuron, the others to `cold_F` as expert · F + neuron.
     """
-    hot, cold, candidates_F = 0, 0, _candidates(m)
-    x_1D, token_1, select_1 = x_D.reshape(1, x_D.shape[0]), np.zeros(1, np.int64), np.ones(1, np.int64)
+    hot, cold = 0, 0
+    x_1D, token_1 = x_D.reshape(1, x_D.shape[0]), np.zeros(1, np.int64)
     prepare_inputs(selector_format(cfg, w_XW[0]), x_1D, x.inputs)
     for k in range(expert_K.shape[0]):
         expert = expert_K[k]
-        prepare_selection(cfg, w_XW[expert], x_1D, token_1, True, x)
-        name_all(cfg, w_XW[expert], m, x, select_1)
-        for n in range(collect(m, candidates_F)):
-            neuron = candidates_F[n]
+        score(cfg, w_XW[expert], x_1D, token_1, 0, cfg.d_ff, True, x)
+        score_F = scores_of(cfg, x, 1)[0]
+        for neuron in range(cfg.d_ff):
+            if score_F[neuron] <= 0:
+                continue
             if neuron < cut_X[expert]:
                 hot_F[hot] = base_X[expert] + neuron
                 hot += 1

@@ -13,7 +13,6 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pi_runtime.artifact.footprint import padded_width
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.isa import ISA
@@ -23,7 +22,6 @@ from pi_runtime.kernels.data.matrix_view import (
     F16,
     F32,
     Floats,
-    Ints,
     MatrixView,
     address_of,
     bfloat_to_float,
@@ -150,22 +148,3 @@ def _load_groups(bits: int) -> Any:
 
 
 _load_groups_q8, _load_groups_q4 = _load_groups(8), _load_groups(4)
-
-
-def sum_columns(fmt: int, columns: int) -> Ints:
-    """The column of each sum that `row_sums` makes, (P,) for all P there is room for.
-
-    Numbers past the last column are no column's.
-    """
-    found = np.arange(padded_width(columns))
-    if fmt not in _BITS or not _HAS_VECTORS:
-        return found
-    stored = np.arange(GROUP_COLUMNS)
-    if _BITS[fmt] == 4:  # eight registers of nibbles are one of words
-        word, lane = np.divmod(stored, 8 * ISA.lanes)
-        nibble, lane = np.divmod(lane, ISA.lanes)
-        stored = nibble % 2 * (GROUP_COLUMNS // 2) + 4 * (ISA.lanes * word + lane) + nibble // 2
-    groups = -(-columns // BLOCK) // 8
-    inside = stored % 32 // 4 * BLOCK + stored // 32 * 4 + stored % 4
-    found[: groups * GROUP_COLUMNS] = (np.arange(groups)[:, None] * GROUP_COLUMNS + inside).ravel()
-    return found

@@ -13,9 +13,7 @@ import numpy.typing as npt
 
 from pi_runtime.artifact.buffers import cpu_workspace
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.kernels.data.matrix_view import Floats, Ints, Words
-from pi_runtime.kernels.data.row_loading import sum_columns
 
 BLOCK_TOKENS = 64
 """Most tokens of one call."""
@@ -50,6 +48,8 @@ class Workspace(NamedTuple):
     """Inputs of matrix products, one a token (see `quantised_input`)."""
     low_rank_inputs: npt.NDArray[np.uint8]
     """The same for the second matrix of a predictor."""
+    score_TF: Floats
+    """Scores of the selector."""
     signs_TW: Words
     """Signs of the inputs, packed."""
     candidates_F: Ints
@@ -62,14 +62,16 @@ class Workspace(NamedTuple):
     """Factors of the rows of `down`."""
     up_CTK: Floats
     """Products with the up rows of a gated FFN."""
-    named_CTK: Floats
-    """Scores of the selector, then 1 where it names a neuron for a token."""
+    scored_T: Ints
+    """Which of the scores are a token's, or −1."""
+    asking_T: Ints
+    """The tokens whose neurons are scored."""
     tally_CT3: Ints
     """What each chunk counts for each token."""
     sums_CTP: Floats
     """Sums of the chunks for a few tokens."""
-    sum_columns_P: Ints
-    """The column of each sum; those past the last are no column's."""
+    scratch_CX: Floats
+    """What a chunk works in: `footprint.ffn_floats` numbers."""
     rows_L2: Ints
     """For each layer in the last single-token call: rows of `first` read, and neurons kept."""
     counts_LT3: Ints
@@ -77,10 +79,9 @@ class Workspace(NamedTuple):
     logits_TV: Floats
 
 
-def allocate_workspace(decoder: Decoder, ffn_format: str, largest_rank: int, tokens: int = BLOCK_TOKENS) -> Workspace:
+def allocate_workspace(decoder: Decoder, largest_rank: int, tokens: int = BLOCK_TOKENS) -> Workspace:
     """The workspace for calls of up to `tokens` tokens."""
     table = cpu_workspace(decoder, largest_rank, tokens)
     found = Workspace(**{name: buffer.in_ram() for name, buffer in table.items()})
     found.token_T[:] = np.arange(tokens)
-    found.sum_columns_P[:] = sum_columns(FORMATS[ffn_format].code, decoder.d_model)
     return found

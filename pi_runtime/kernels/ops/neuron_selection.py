@@ -3,10 +3,10 @@
     low-rank   up_i · (down x) + bias_i > 0
     signs      columns in which first_i and x have the same sign, minus those in which they differ, above the margin
 
-Shape letters: F neurons in stored order, K of them on a list; D model width, R predictor rank, W = ⌈D / 64⌉ words of
+Shape letters: F neurons in stored order; D model width, R predictor rank, W = ⌈D / 64⌉ words of
 signs, T tokens, N of them that are asked for.
 
-A further selector has its column codes and its branches in `prepare_selection` and `score_neurons` here.
+A further selector has its column codes and its branches in `score` here.
 """
 
 from typing import NamedTuple
@@ -37,8 +37,8 @@ _DOWN, _UP, _BIAS = COLUMN["predictor/down"], COLUMN["predictor/up"], COLUMN["pr
 _DOWN_SCALES, _UP_SCALES = COLUMN["predictor/down_scales"], COLUMN["predictor/up_scales"]
 _SIGNS = COLUMN["predictor/signs"]
 _NO_SELECTOR, _BY_SIGNS = SELECTOR_CODES[None], SELECTOR_CODES["signs"]
-_RANKS_AT_ONCE = 16
-"""Rows of `down` that a thread takes at once."""
+_RANKS_AT_ONCE, _NEURONS_AT_ONCE = 16, 128
+"""Rows of `down` and of `up` that a thread takes at once."""
 
 
 class Inputs(NamedTuple):
@@ -51,13 +51,14 @@ class Inputs(NamedTuple):
     low_rank_inputs: int
     """The same as inputs of products."""
     signs: int
+    scores: int
 
 
 @public
 def inputs_of(ws: Workspace) -> Inputs:
     """The inputs in a workspace, valid as long as that is."""
     low_rank = address_of(ws.low_rank_flat), address_of(ws.low_rank_inputs)
-    return Inputs(address_of(ws.inputs), *low_rank, address_of(ws.signs_TW))
+    return Inputs(address_of(ws.inputs), *low_rank, address_of(ws.signs_TW), address_of(ws.score_TF))
 
 
 @device
@@ -103,23 +104,36 @@ def agreement(signs: int, row: int, columns: int, x_W: Words) -> int:
 
 
 @device
-def prepare_selection(cfg: KernelConfig, w: Ints, x_TD: Floats, token_N: Ints, threads: bool | None, x: Inputs) -> None:
-    """Prepare what the layer's selector scores neurons with, for some tokens, whose inputs are prepared."""
+def score(
+    cfg: KernelConfig, w: Ints, x_TD: Floats, token_N: Ints, low: int, high: int, threads: bool | None, x: Inputs
+) -> None:
+    """Score the neurons [low, high) for some tokens, whose inputs are prepared: above 0 is what the selector names."""
     tokens = token_N.shape[0]
+    score_NF = scores_of(cfg, x, tokens)
     if w[SELECTOR] == _BY_SIGNS:
         words = (cfg.d_model + 63) // 64
         signs_NW = carray(pointer_of(x.signs), (tokens, words), np.uint64)
         for n in range(tokens):
             pack_signs(x_TD[token_N[n]], signs_NW[n])
-        return
-    down, up = predictor_matrices(cfg, w)
-    r_NR = carray(pointer_of(x.low_rank), (tokens, w[RANK]), np.float32)
-    if threads is None:
-        _serial_reduce(down, x.inputs, token_N, r_NR)
     else:
-        _parallel_reduce(down, x.inputs, token_N, r_NR)
-    for n in range(tokens):
-        prepare_input(up.fmt, r_NR[n], x.low_rank_inputs + n * input_stride(w[RANK]))
+        down, up = predictor_matrices(cfg, w)
+        r_NR = carray(pointer_of(x.low_rank), (tokens, w[RANK]), np.float32)
+        if threads is None:
+            _serial_reduce(down, x.inputs, token_N, r_NR)
+        else:
+            _parallel_reduce(down, x.inputs, token_N, r_NR)
+        for n in range(tokens):
+            prepare_input(up.fmt, r_NR[n], x.low_rank_inputs + n * input_stride(w[RANK]))
+    if threads is None:
+        _serial_scores(cfg, w, x, low, high, score_NF)
+    else:
+        _parallel_scores(cfg, w, x, low, high, score_NF)
+
+
+@device
+def scores_of(cfg: KernelConfig, x: Inputs, tokens: int) -> Floats:
+    """The scores of the layer's neurons for so many tokens."""
+    return carray(pointer_of(x.scores), (tokens, cfg.d_ff), np.float32)
 
 
 @loop_body
@@ -142,21 +156,30 @@ def _reduce(down: MatrixView, inputs: int, token_N: Ints, r_NR: Floats) -> None:
 _parallel_reduce, _serial_reduce = parallel(_reduce), device(_reduce)
 
 
-@device
-def score_neurons(cfg: KernelConfig, w: Ints, x: Inputs, list_K: Ints, count: int, score_NK: Floats) -> None:
-    """score ← numbers above 0 where the selector names one of the `count` neurons on a list, for N tokens."""
-    tokens, width = score_NK.shape
+@loop_body
+def _score_part(cfg: KernelConfig, w: Ints, x: Inputs, low: int, high: int, part: int, score_NF: Floats) -> None:
+    tokens = score_NF.shape[0]
+    begin = low + part * _NEURONS_AT_ONCE
+    end = min(high, begin + _NEURONS_AT_ONCE)
     if w[SELECTOR] == _BY_SIGNS:
         words = (cfg.d_model + 63) // 64
         signs_NW = carray(pointer_of(x.signs), (tokens, words), np.uint64)
-        for k in range(count):
+        for i in range(begin, end):
             for n in range(tokens):
-                found = agreement(w[_SIGNS], list_K[k], cfg.d_model, signs_NW[n]) - w[MARGIN]
-                score_NK[n, k] = np.float32(found)
+                score_NF[n, i] = np.float32(agreement(w[_SIGNS], i, cfg.d_model, signs_NW[n]) - w[MARGIN])
         return
-    up, bias_F = predictor_matrices(cfg, w)[1], vector(w[_BIAS], cfg.d_ff)
-    to, inputs, stride = address_of(score_NK), x.low_rank_inputs, input_stride(w[RANK])
-    row_products(up, 0, address_of(list_K), count, count, inputs, stride, 0, tokens, to, 4 * width)
+    up, bias_F, to = predictor_matrices(cfg, w)[1], vector(w[_BIAS], cfg.d_ff), address_of(score_NF) + 4 * begin
+    count, stride = end - begin, input_stride(w[RANK])
+    row_products(up, begin, 0, count, count, x.low_rank_inputs, stride, 0, tokens, to, 4 * cfg.d_ff)
     for n in range(tokens):
-        for k in range(count):
-            score_NK[n, k] += bias_F[list_K[k]]
+        for i in range(begin, end):
+            score_NF[n, i] += bias_F[i]
+
+
+def _scores(cfg: KernelConfig, w: Ints, x: Inputs, low: int, high: int, score_NF: Floats) -> None:
+    _score_part()
+    for part in prange((high - low + _NEURONS_AT_ONCE - 1) // _NEURONS_AT_ONCE):
+        _score_part(cfg, w, x, low, high, part, score_NF)
+
+
+_parallel_scores, _serial_scores = parallel(_scores), device(_scores)

@@ -1,0 +1,290 @@
+"""The sum of rows of a block format, each times a factor, in integers:  y ← y + Σ_k h_k row_k.
+
+With s_k,b the scale of row k's block b, for at most `SUM_NEURONS` rows at a time:
+
+    c_k,b = h_k s_k,b      g_b = max_k |c_k,b| / 32767      n_k,b = round(c_k,b / g_b)
+    y_j += g_b Σ_k n_k,b q_k,j                              j in block b, two rows a multiplication
+
+So no weight is converted by itself, and each column is exact in any order of the rows. The rounding to 16 bits is off
+by at most half of 1 / 32767 of the largest term; it depends on the rows of this sum alone.
+
+One multiplication takes two rows: their 16-bit words are interleaved as they are stored, which gives pairs of one
+column. A word holds an even and an odd column of a four (of q4: of two fours), so its bytes or nibbles are separated
+first, and a last interleaving brings even and odd columns together. A cache line of each row is read at a time.
+
+Shape letters: K rows, B blocks of a strip of columns, J columns of one block, P padded columns.
+"""
+
+# The signatures of `generate` are numba's.
+# ruff: noqa: ARG001
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pi_runtime.artifact.footprint import STRIP, SUM_NEURONS
+from pi_runtime.artifact.formats import BLOCK, FORMATS
+from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.isa import ISA
+from pi_runtime.kernels.codegen.jit import device, public
+from pi_runtime.kernels.data.matrix_view import (
+    Floats,
+    Ints,
+    MatrixView,
+    address_of,
+    columns_from,
+    half_to_float,
+    pointer_of,
+)
+from pi_runtime.kernels.data.row_loading import GROUP_COLUMNS, load_row, load_single_block
+
+_BITS = {f.code: f.bits for f in FORMATS.values() if f.quantised}
+"""The block formats: code → bits of a weight."""
+_LOW = [lane for k in (0, 8) for j in range(4) for lane in (k + j, 16 + k + j)]
+_WORDS = [_LOW, [lane + 4 for lane in _LOW]]
+"""Lanes of the words of blocks 0, 1, 4, 5, and of blocks 2, 3, 6, 7."""
+_OWNERS = [[0, 0, 1, 1, 4, 4, 5, 5], [2, 2, 3, 3, 6, 6, 7, 7]]
+"""Block of each lane after that."""
+_FOURS = [[0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]]
+"""Lanes that bring even and odd columns together: of a vector's first and third block, and of its second and fourth."""
+_HAS_VECTORS = ISA.lanes > 0
+_BLOCKS = STRIP // BLOCK
+_TINY = 2.0**-126
+
+
+@device
+def add_block_rows(m: MatrixView, index_K: Ints, h_K: Floats, y_P: Floats, scratch: int) -> None:
+    """y ← y + Σ_k h_k row(index_k), for at most `SUM_NEURONS` rows of a block format.
+
+    y has room to the end of the last block; `scratch` is the address of `footprint.BLOCK_SUM_FLOATS` numbers.
+    """
+    if index_K.shape[0] == 0:
+        return
+    if not _HAS_VECTORS:
+        row_D = np.empty(m.columns, np.float32)
+        for k in range(index_K.shape[0]):
+            load_row(m, index_K[k], 0, row_D)
+            for j in range(m.columns):
+                y_P[j] += h_K[k] * row_D[j]
+        return
+    for first in range(0, m.columns, STRIP):
+        _add_strip(columns_from(m, first, min(STRIP, m.columns - first)), index_K, h_K, y_P[first:], scratch)
+
+
+class _Scratch(NamedTuple):
+    """Addresses in the memory that a strip works in."""
+
+    c_KB: int
+    n_PB: int
+    g_B: int
+    sum_B: int
+    rows_K: int
+
+
+@public
+def _parts_of(scratch: int) -> _Scratch:
+    n = scratch + 4 * SUM_NEURONS * _BLOCKS
+    g = n + 2 * SUM_NEURONS * _BLOCKS
+    return _Scratch(scratch, n, g, g + 4 * _BLOCKS, g + 8 * _BLOCKS)
+
+
+@device
+def _add_strip(m: MatrixView, index_K: Ints, h_K: Floats, y_P: Floats, scratch: int) -> None:
+    a, count = _parts_of(scratch), index_K.shape[0]
+    blocks = (m.columns + 4 * BLOCK - 1) // (4 * BLOCK) * 4
+    rows = m.values, m.stride, m.scales, m.scales_stride
+    _quantise_factors(m.fmt, (*rows, address_of(index_K), address_of(h_K), count, scratch, blocks))
+    if count % 2:  # a last row without a partner is paired with itself, times zero
+        rows_K = carray(pointer_of(a.rows_K), (count + 1,), np.int64)
+        rows_K[count] = rows_K[count - 1]
+    groups, pairs = (m.columns + BLOCK - 1) // GROUP_COLUMNS, (count + 1) // 2
+    _sum_groups(m.fmt, a.rows_K, pairs, a.n_PB, a.g_B, a.sum_B, _BLOCKS, groups, address_of(y_P))
+    # Blocks outside the groups, at most seven a row, are added in float32; c is no longer needed.
+    out_J = carray(pointer_of(a.c_KB), (BLOCK,), np.float32)
+    for block in range(8 * groups, (m.columns + BLOCK - 1) // BLOCK):
+        y_J = y_P[block * BLOCK : (block + 1) * BLOCK]
+        for k in range(count):
+            scale = carray(pointer_of(m.scales + index_K[k] * m.scales_stride + 2 * block), (1,), np.uint16)[0]
+            load_single_block(m.fmt, m.values + index_K[k] * m.stride, block, half_to_float(scale), out_J)
+            for j in range(BLOCK):
+                y_J[j] += h_K[k] * out_J[j]
+
+
+@dataclass
+class _Factors:
+    """Emits c, g, n and −8 Σ n of a strip for `lanes` of its blocks; the rows are fetched meanwhile.
+
+    The values are those of `_quantise_factors`, and `first` is the first of the blocks.
+    """
+
+    b: Any
+    bits: int
+    lanes: int
+    arguments: Any
+    first: Any
+
+    def emit(self) -> None:
+        b, lanes = self.b, self.lanes
+        values, stride, scales, scales_stride, index, h, count, scratch, blocks = self.arguments
+        floats, ints = v.vec(v.F32, lanes), v.vec(v.I32, lanes)
+        at = b.mul(self.first, v.offset(4))
+        c, n, g, sums, rows = (v.pointer(b, place) for place in _parts_of_values(b, scratch))
+        listed, factors = v.pointer(b, index), v.pointer(b, h)
+        nbytes = b.udiv(b.mul(blocks, v.offset(BLOCK * self.bits)), v.offset(8))
+        largest, wrong = (cgutils.alloca_once_value(b, v.const(v.F32, lanes, 0.0)) for _ in range(2))
+        for place in (largest, wrong):
+            b.store(v.const(v.F32, lanes, 0.0), place)
+        with cgutils.for_range(b, count) as loop:
+            row = v.load(b, listed, b.mul(loop.index, v.offset(8)), v.I64)
+            address = b.add(values, b.mul(row, stride))
+            v.store(b, address, rows, b.mul(loop.index, v.offset(8)))
+            with cgutils.for_range_slice(b, v.offset(0), nbytes, v.offset(v.LINE)) as (line, _):
+                v.prefetch(b, v.pointer(b, address), line)
+            s_at = b.add(b.add(scales, b.mul(row, scales_stride)), b.mul(self.first, v.offset(2)))
+            s = b.fpext(v.load(b, v.pointer(b, s_at), v.offset(0), v.vec(v.HALF, lanes)), floats)
+            h_L = v.splat(b, v.load(b, factors, b.mul(loop.index, v.offset(4)), v.F32), lanes)
+            c_L = b.fmul(h_L, s)
+            v.store(b, c_L, c, b.add(b.mul(loop.index, v.offset(4 * _BLOCKS)), at))
+            magnitude = v.call(b, f"llvm.fabs.v{lanes}f32", floats, [c_L])
+            most = b.load(largest)
+            b.store(b.select(b.fcmp_ordered(">", magnitude, most), magnitude, most), largest)
+            # NaN where h is infinite or NaN, which integers cannot express.
+            b.store(b.fadd(b.load(wrong), b.fmul(h_L, v.const(v.F32, lanes, 0.0))), wrong)
+        unit = b.fdiv(b.load(largest), v.const(v.F32, lanes, 32767.0))
+        usable = b.fcmp_ordered(">=", unit, v.const(v.F32, lanes, _TINY))
+        zeros = v.const(v.F32, lanes, 0.0)
+        v.store(b, b.fadd(b.select(usable, unit, zeros), b.load(wrong)), g, at)
+        inverse = b.select(usable, b.fdiv(v.const(v.F32, lanes, 1.0), unit), zeros)
+        total = cgutils.alloca_once_value(b, v.const(v.I32, lanes, 0))
+        b.store(v.const(v.I32, lanes, 0), total)
+        with cgutils.for_range_slice(b, v.offset(0), count, v.offset(2)) as (k, _):
+
+            def rounded(row: Any) -> Any:
+                c_L = v.load(b, c, b.add(b.mul(row, v.offset(4 * _BLOCKS)), at), floats)
+                return b.fptosi(v.call(b, f"llvm.rint.v{lanes}f32", floats, [b.fmul(c_L, inverse)]), ints)
+
+            one = rounded(k)
+            partner = b.add(k, v.offset(1))
+            paired = v.splat(b, b.icmp_signed("<", partner, count), lanes)
+            other = b.select(paired, rounded(partner), v.const(v.I32, lanes, 0))
+            both = b.or_(b.shl(other, v.const(v.I32, lanes, 16)), b.and_(one, v.const(v.I32, lanes, 0xFFFF)))
+            v.store(b, both, n, b.add(b.mul(k, v.offset(2 * _BLOCKS)), at))
+            b.store(b.sub(b.load(total), b.shl(b.add(one, other), v.const(v.I32, lanes, 3))), total)
+        v.store(b, b.load(total), sums, at)
+
+
+def _parts_of_values(b: Any, scratch: Any) -> list[Any]:
+    return [b.add(scratch, v.offset(behind)) for behind in _parts_of.py_func(0)]
+
+
+@intrinsic
+def _quantise_factors(typing_context: Any, fmt: Any, arguments: Any) -> Any:
+    """Write c, g, n, −8 Σ n and the rows' addresses of a strip; the rows are fetched meanwhile.
+
+    The tuple: values, stride, scales, scales' stride, list, factors, count, scratch, blocks of the strip (padded to
+    fours).
+    """
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        values = cgutils.unpack_tuple(b, arguments[1])
+        blocks = values[8]
+
+        def emit(bits: int) -> None:
+            whole = b.icmp_signed("==", blocks, v.offset(_BLOCKS))
+            with b.if_else(whole) as (strip, part):
+                with strip:
+                    _Factors(b, bits, _BLOCKS, values, v.offset(0)).emit()
+                with part, cgutils.for_range_slice(b, v.offset(0), blocks, v.offset(4)) as (first, _):
+                    _Factors(b, bits, 4, values, first).emit()
+
+        v.switch(b, arguments[0], {code: partial(emit, bits) for code, bits in _BITS.items()})
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.UniTuple(types.intp, 9)), generate
+
+
+def _columns(b: Any, bits: int, pairs: Any) -> list[Any]:
+    """Even and odd columns as unsigned 16-bit numbers, 128 or 8 above q; for q4 of the lower and the upper nibbles."""
+
+    def by(k: int) -> Any:
+        return v.const(v.I16, 16, k)
+
+    if bits == 8:
+        return [b.and_(pairs, by(255)), b.lshr(pairs, by(8))]
+    first, second, third = (b.and_(b.lshr(pairs, by(4 * k)) if k else pairs, by(15)) for k in range(3))
+    return [first, third, second, b.lshr(pairs, by(12))]
+
+
+def _parts(b: Any, bits: int, rows: list[Any], place: Any, n: Any) -> Iterator[tuple[Any, Any]]:
+    """32 bytes of two rows as vectors of pairs, each with the pairs of factors n for its lanes."""
+    two = [v.load(b, row, place, v.vec(v.I16, 16)) for row in rows]
+    if bits == 8:
+        two = [b.xor(words, v.const(v.I16, 16, 0x8080 - 0x10000)) for words in two]
+    for words, owners in zip(_WORDS, _OWNERS, strict=True):
+        factors = v.shuffle(b, n, n, owners)
+        for part in _columns(b, bits, v.shuffle(b, two[0], two[1], words)):
+            yield part, factors
+
+
+def _add(b: Any, bits: int, sums: list[Any], scales: Any, y: Any, first: Any) -> None:
+    """Add the finished sums of one vector to y; the first block's first four begins at column `first`."""
+    halves = 8 // bits
+    for k, half in itertools.product(range(2), range(halves)):
+        even, odd = (b.load(sums[(k * halves + half) * 2 + part]) for part in range(2))
+        for which, lanes in enumerate(_FOURS):
+            block = 2 * k + which  # in the lower lanes, and block + 4 in the upper ones
+            factors = v.shuffle(b, scales, scales, [block] * 4 + [block + 4] * 4)
+            value = b.fmul(b.sitofp(v.shuffle(b, even, odd, lanes), scales.type), factors)
+            for part in range(2):
+                column = b.add(first, v.offset((block + 4 * part) * BLOCK + 16 * half))
+                at, four = b.mul(column, v.offset(4)), v.shuffle(b, value, value, range(4 * part, 4 * part + 4))
+                v.store(b, b.fadd(v.load(b, y, at, four.type), four), y, at)
+
+
+def _emit_sum(b: Any, bits: int, arguments: Any) -> None:
+    """Emit the sum for one format; `arguments` as those of `_sum_groups` without the format."""
+    lines = bits // 2  # cache lines of a group
+    rows, n, g, sums, y = (v.pointer(b, arguments[k]) for k in (0, 2, 3, 4, 7))
+    pairs, blocks, groups, ints = arguments[1], arguments[5], arguments[6], v.vec(v.I32, 8)
+    with cgutils.for_range(b, b.mul(groups, v.offset(lines))) as loop:
+        group, inside = b.udiv(loop.index, v.offset(lines)), b.urem(loop.index, v.offset(lines))
+        line, eight = b.mul(loop.index, v.offset(v.LINE)), b.mul(group, v.offset(32))
+        start = b.mul(v.load(b, sums, eight, ints), v.const(v.I32, 8, 16 if bits == 8 else 1))
+        starts = [v.shuffle(b, start, start, owners) for owners in _OWNERS for _ in range(16 // bits)]
+        found = [[cgutils.alloca_once_value(b, one) for one in starts] for _ in range(2)]
+        for place, one in ((p, o) for vector in found for p, o in zip(vector, starts, strict=True)):
+            b.store(one, place)
+        with cgutils.for_range(b, pairs) as pair:
+            at = [b.add(b.mul(pair.index, v.offset(16)), v.offset(8 * k)) for k in range(2)]
+            two = [v.pointer(b, v.load(b, rows, place, v.I64)) for place in at]
+            factors = v.load(b, n, b.add(b.mul(b.mul(pair.index, blocks), v.offset(4)), eight), ints)
+            for vector in range(2):
+                parts = _parts(b, bits, two, b.add(line, v.offset(32 * vector)), factors)
+                for into, (part, owned) in zip(found[vector], parts, strict=True):
+                    b.store(v.dot_words(b, b.load(into), part, owned), into)
+        scales = v.load(b, g, eight, v.vec(v.F32, 8))
+        for vector in range(2):
+            four = b.add(b.mul(inside, v.offset(2)), v.offset(vector))
+            first = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), b.mul(four, v.offset(4)))
+            _add(b, bits, found[vector], scales, y, first)
+
+
+@intrinsic
+def _sum_groups(
+    typing_context: Any, fmt: Any, rows: Any, pairs: Any, n: Any, g: Any, sums: Any, blocks: Any, groups: Any, y: Any
+) -> Any:
+    """y ← y + the sum over whole groups. Addresses of: the rows' addresses, two a pair; n [pairs, blocks, 2] in 16
+    bits; g and −8 Σ n [blocks]; y."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        v.switch(b, arguments[0], {code: partial(_emit_sum, b, n, arguments[1:]) for code, n in _BITS.items()})
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 9), generate
