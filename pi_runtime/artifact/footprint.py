@@ -19,12 +19,8 @@ FEW_TOKENS = 16
 SUM_NEURONS, STRIP = 256, 512
 """Neurons of a chunk whose rows of a block format are summed in integers at once, so that 32 bits hold the sums; and
 columns that are summed at once."""
-FFN_FLOATS = (
-    4 * (FEW_TOKENS * SUM_NEURONS + 8) + 4 * (FEW_TOKENS + 1)
-    + SUM_NEURONS * STRIP // 32 * 3 // 2 + 2 * STRIP // 32 + 2 * (SUM_NEURONS + 1)
-)  # fmt: skip
-"""4-byte numbers that a chunk works with: a few tokens' lists, factors and products, and integers of
-factors."""
+BLOCK_SUM_FLOATS = SUM_NEURONS * STRIP // 32 * 3 // 2 + 2 * STRIP // 32 + 4 * (SUM_NEURONS + 1)
+"""4-byte numbers that integer sums work in."""
 POSITIONS, ATTENTION_TOKENS = 32, 16
 """Positions of a cache that attention takes at once, and tokens of a prompt."""
 SUM_ROWS = 8
@@ -109,6 +105,17 @@ def attention_floats(decoder: Decoder) -> int:
 def chunk_places(neurons: int) -> int:
     """Places for the neurons of one chunk."""
     return -(-neurons // (GROUP * CHUNKS)) * GROUP
+
+
+def list_places(neurons: int) -> int:
+    """Places for the lists of a few tokens in one chunk, for rows to fetch ahead, for one list more, and for zeros."""
+    return FEW_TOKENS * chunk_places(neurons) + 2 * SUM_NEURONS + SUM_ROWS
+
+
+def ffn_floats(neurons: int) -> int:
+    """4-byte numbers that one chunk of an FFN works in: lists, factors and products, blocks, and integer sums."""
+    blocks = chunk_places(neurons) // GROUP
+    return 6 * list_places(neurons) + 4 * blocks * (FEW_TOKENS + 1) + 6 + BLOCK_SUM_FLOATS
 
 
 def sign_words(columns: int) -> int:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray, prange
 
-from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, FFN_FLOATS, GROUP, STRIP, SUM_NEURONS, SUM_ROWS
+from pi_runtime.artifact.footprint import BLOCK_SUM_FLOATS, CHUNKS, FEW_TOKENS, GROUP, STRIP, SUM_NEURONS, SUM_ROWS
 from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import (
@@ -35,7 +35,6 @@ from pi_runtime.kernels.data.matrix_view import (
     is_quantised,
     matrix,
     pointer_of,
-    row_stride,
     strided_rows,
     vector,
 )
@@ -53,7 +52,7 @@ from pi_runtime.kernels.ops.neuron_selection import (
     selector_format,
     selects,
 )
-from pi_runtime.kernels.ops.row_products import fetch_rows, row_products_beside
+from pi_runtime.kernels.ops.row_products import AHEAD_NBYTES, row_products
 from pi_runtime.kernels.ops.row_sums import row_sums
 
 SLICES = 16
@@ -112,6 +111,19 @@ def chunk_places(neurons: int) -> int:
 
 
 @device
+def list_places(neurons: int) -> int:
+    """Places for the lists of a chunk: `footprint.list_places`, for kernels."""
+    return FEW_TOKENS * chunk_places(neurons) + 2 * SUM_NEURONS + SUM_ROWS
+
+
+@device
+def ffn_floats(neurons: int) -> int:
+    """4-byte numbers that a chunk works in: `footprint.ffn_floats`, for kernels."""
+    blocks = chunk_places(neurons) // GROUP
+    return 6 * list_places(neurons) + 4 * blocks * (FEW_TOKENS + 1) + 6 + BLOCK_SUM_FLOATS
+
+
+@device
 def input_format(cfg: KernelConfig, w: Ints) -> int:
     """Format that the FFN's inputs are prepared for; what is prepared for a block format serves all."""
     return cfg.ffn_format if is_quantised(cfg.ffn_format) else selector_format(cfg, w)
@@ -141,6 +153,13 @@ def _numbers_of(base: int, m: Chunks, chunk: int, tokens: int) -> Floats:
     """The chunk's numbers for each token and place, with room for zeros behind them."""
     width = chunk_places(m.neurons) + SUM_ROWS
     return carray(pointer_of(base + 4 * chunk * m.tokens * width), (tokens, width), np.float32)
+
+
+@device
+def _up_of(m: Chunks, chunk: int, tokens: int) -> Floats:
+    """The chunk's products with the up rows for each place, of a few tokens."""
+    width = chunk_places(m.neurons) + SUM_ROWS
+    return carray(pointer_of(m.up_CTK + 4 * chunk * min(m.tokens, FEW_TOKENS) * width), (tokens, width), np.float32)
 
 
 @device
@@ -191,42 +210,46 @@ def _block_end(neurons: int, list_K: Ints, begin: int, count: int) -> int:
     return end
 
 
-class _Own(NamedTuple):
-    """The lists of a few tokens, each of its own neurons of a block, one after the other; in memory of the chunk."""
+class _Lists(NamedTuple):
+    """The lists of a few tokens, each of its own neurons of a block, one after the other; in memory of the chunk.
+
+    They go by block and token: the n-th token of block u has number u · `FEW_TOKENS` + n.
+    """
 
     list_K: Ints
+    place_K: Ints
+    """The neurons' places in the list of the chunk."""
     h_K: Floats
     product_K: Floats
-    start_N: Ints
-    """Where each token's list begins, and where the last ends."""
-    count_N: Ints
+    start_U: Ints
+    count_U: Ints
+    block_U: Ints
+    """Where each block begins in the chunk's list."""
+    tiled_U: Ints
+    """Whether a block's factors stand in `h_CTK` for every place."""
+    size_2: Ints
+    """How many blocks there are, and how long the lists are together."""
     sums: int
     """The address of what integer sums work in."""
 
 
 @device
-def _own_of(m: Chunks, chunk: int) -> _Own:
-    at, places = m.scratch_CX + 4 * FFN_FLOATS * chunk, FEW_TOKENS * SUM_NEURONS + SUM_ROWS
-    list_K = carray(pointer_of(at), (places,), np.int64)
-    h_K = carray(pointer_of(at + 8 * places), (places,), np.float32)
-    product_K = carray(pointer_of(at + 12 * places), (places,), np.float32)
-    start_N = carray(pointer_of(at + 16 * places), (FEW_TOKENS + 1,), np.int64)
-    count_N = carray(pointer_of(at + 16 * places + 8 * (FEW_TOKENS + 1)), (FEW_TOKENS + 1,), np.int64)
-    return _Own(list_K, h_K, product_K, start_N, count_N, at + 16 * places + 16 * (FEW_TOKENS + 1))
-
-
-@device
-def _gather(begin: int, end: int, list_K: Ints, h_NK: Floats, own: _Own) -> int:
-    """List for each of a few tokens the places [begin, end) at which h is not 0, with h; returns how many in all."""
-    count = 0
-    for n in range(h_NK.shape[0]):
-        own.start_N[n] = count
-        for k in range(begin, end):
-            own.list_K[count], own.h_K[count] = list_K[k], h_NK[n, k]
-            count += h_NK[n, k] != 0
-        own.count_N[n] = count - own.start_N[n]
-    own.start_N[h_NK.shape[0]] = count
-    return count
+def _lists_of(m: Chunks, chunk: int) -> _Lists:
+    places, blocks = list_places(m.neurons), chunk_places(m.neurons) // GROUP
+    at = m.scratch_CX + 4 * ffn_floats(m.neurons) * chunk
+    numbers = at + 24 * places
+    return _Lists(
+        carray(pointer_of(at), (places,), np.int64),
+        carray(pointer_of(at + 8 * places), (places,), np.int64),
+        carray(pointer_of(at + 16 * places), (places,), np.float32),
+        carray(pointer_of(at + 20 * places), (places,), np.float32),
+        carray(pointer_of(numbers), (blocks * FEW_TOKENS,), np.int64),
+        carray(pointer_of(numbers + 8 * blocks * FEW_TOKENS), (blocks * FEW_TOKENS,), np.int64),
+        carray(pointer_of(numbers + 16 * blocks * FEW_TOKENS), (blocks + 1,), np.int64),
+        carray(pointer_of(numbers + 16 * blocks * FEW_TOKENS + 8 * (blocks + 1)), (blocks,), np.int64),
+        carray(pointer_of(numbers + 16 * blocks * (FEW_TOKENS + 1) + 8), (2,), np.int64),
+        numbers + 16 * blocks * (FEW_TOKENS + 1) + 24,
+    )
 
 
 @device
@@ -238,9 +261,7 @@ def _products(
     tokens, width = y_NK.shape
     listed, to, count = address_of(list_K) + 8 * begin, address_of(y_NK) + 4 * begin, end - begin
     vectors = inputs, input_stride(cfg.d_model), address_of(token_N), tokens
-    # Of two rows of a neuron, the second is fetched with the first.
-    beside = rows.stride - row_stride(rows.fmt, rows.columns)
-    row_products_beside(rows, listed, count, count, *vectors, to, 4 * width, beside)
+    row_products(rows, 0, listed, count, count, *vectors, to, 4 * width)
     if bias != 0:
         bias_F = vector(bias, cfg.d_ff)
         for n in range(tokens):
@@ -249,23 +270,20 @@ def _products(
 
 
 @device
-def _own_products(
-    cfg: KernelConfig, rows: MatrixView, bias: int, inputs: int, token_N: Ints, own: _Own, total: int
+def _list_products(
+    cfg: KernelConfig, rows: MatrixView, bias: int, inputs: int, token_N: Ints, own: _Lists, block: int, known: int
 ) -> None:
-    """products ← rows · x + bias for the lists of a few tokens; with the last rows the next token's are fetched."""
+    """products ← rows · x + bias for a block's lists; with the last rows of one list those that follow are fetched, up
+    to place `known` of the lists."""
     listed, to, stride = address_of(own.list_K), address_of(own.product_K), input_stride(cfg.d_model)
-    beside = rows.stride - row_stride(rows.fmt, rows.columns)
-    fetch_rows(rows, listed, total, rows.stride)
+    bias_F = vector(bias, cfg.d_ff if bias != 0 else 0)
     for n in range(token_N.shape[0]):
-        start = own.start_N[n]
-        row_products_beside(
-            rows, listed + 8 * start, own.count_N[n], total - start, inputs + token_N[n] * stride, stride, 0, 1,
-            to + 4 * start, 0, beside,
-        )  # fmt: skip
-    if bias != 0:
-        bias_F = vector(bias, cfg.d_ff)
-        for k in range(total):
-            own.product_K[k] += bias_F[own.list_K[k]]
+        start, count = own.start_U[block * FEW_TOKENS + n], own.count_U[block * FEW_TOKENS + n]
+        x_at = inputs + token_N[n] * stride
+        row_products(rows, 0, listed + 8 * start, count, known - start, x_at, stride, 0, 1, to + 4 * start, 0)
+        if bias != 0:
+            for k in range(start, start + count):
+                own.product_K[k] += bias_F[own.list_K[k]]
 
 
 @device
@@ -287,180 +305,230 @@ def scored_of(m: Chunks, tokens: int) -> Ints:
 
 
 @loop_body
+def _first_chunk(
+    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, low: int, high: int, given: bool,
+    chunk: int,
+) -> None:  # fmt: skip
+    """List what fires in one chunk for a few tokens. `given`: the chunk's list is there."""
+    list_K, own, named = list_of(m, chunk), _lists_of(m, chunk), _begin_chunk(m, low, high, given, token_N, chunk)
+    count, begin, block, neurons = counts_of(m)[chunk], 0, 0, _block_neurons(cfg, w)
+    own.size_2[1] = 0
+    while begin < count:
+        own.block_U[block], end = begin, _block_end(neurons, list_K, begin, count)
+        _first_block(cfg, w, m, x, token_N, select_N, scored_of(m, token_N.shape[0]), high, chunk, block, end, 0, named)
+        begin, block = end, block + 1
+    own.block_U[block], own.size_2[0] = count, block
+
+
+@loop_body
+def _rest_chunk(
+    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, route_weight_N: Floats, chunk: int
+) -> None:
+    """The sums of one chunk for a few tokens, of what is listed."""
+    own, tokens = _lists_of(m, chunk), token_N.shape[0]
+    known = own.size_2[1]
+    if chunk + 1 < CHUNKS:  # what this thread reads next is fetched with the last rows of this chunk
+        after = _lists_of(m, chunk + 1)
+        for k in range(min(after.size_2[1], SUM_NEURONS)):
+            own.list_K[known + k] = after.list_K[k]
+        known += min(after.size_2[1], SUM_NEURONS)
+    sums_NP = _sums_of(cfg, m, chunk, tokens)
+    sums_NP[:] = np.float32(0)
+    for block in range(own.size_2[0]):
+        _rest_block(cfg, w, m, x, token_N, route_weight_N, chunk, block, 0, known, sums_NP)
+
+
+@loop_body
 def _fire_chunk(
     cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
-    high: int, given: bool, chunk: int,
+    high: int, chunk: int,
 ) -> None:  # fmt: skip
-    """One chunk up to its factors, and for few tokens up to its sums. `given`: its list is there."""
-    tokens, list_K = token_N.shape[0], list_of(m, chunk)
-    h_NK = _numbers_of(m.h_CTK, m, chunk, tokens)
-    count, named = counts_of(m)[chunk] if given else _list_range(chunk, low, high, list_K), False
-    counts_of(m)[chunk] = count
-    for n in range(tokens):
-        named |= scored_of(m, tokens)[n] >= 0
-    tally_of(m, chunk, tokens)[:] = 0
-    few = tokens <= FEW_TOKENS
-    sums_NP = _sums_of(cfg, m, chunk, tokens if few else 0)
-    sums_NP[:] = np.float32(0)
-    begin, neurons = 0, _block_neurons(cfg, w)
+    """One chunk up to its factors for many tokens, a few at a time."""
+    tokens, list_K, own = token_N.shape[0], list_of(m, chunk), _lists_of(m, chunk)
+    named, none_0P = _begin_chunk(m, low, high, False, token_N, chunk), _sums_of(cfg, m, chunk, 0)
+    begin, count, neurons, scored_N = 0, counts_of(m)[chunk], _block_neurons(cfg, w), scored_of(m, tokens)
     while begin < count:
         end = _block_end(neurons, list_K, begin, count)
-        fire = _first_block(cfg, w, m, x, token_N, select_N, chunk, begin, end, named)
-        if w[weight_table.DENSE] != 0 or 2 * fire > tokens * (end - begin):
-            _rest_tile(cfg, w, m, x, token_N, route_weight_N, chunk, begin, end)
-            if few:
-                _add_tile(_down(cfg, w), _own_of(m, chunk), list_K, begin, end, h_NK, sums_NP)
-        else:
-            for n in range(0, tokens, FEW_TOKENS):
-                t, weight_N = token_N[n : n + FEW_TOKENS], route_weight_N[n : n + FEW_TOKENS]
-                _rest_lists(cfg, w, m, x, t, weight_N, chunk, begin, end, h_NK[n : n + FEW_TOKENS], sums_NP)
+        for first in range(0, tokens, FEW_TOKENS):
+            some = slice(first, min(tokens, first + FEW_TOKENS))
+            own.size_2[1], own.block_U[0], own.block_U[1] = 0, begin, end
+            _first_block(cfg, w, m, x, token_N[some], select_N[some], scored_N[some], 0, chunk, 0, end, first, named)
+            _rest_block(cfg, w, m, x, token_N[some], route_weight_N[some], chunk, 0, first, own.size_2[1], none_0P)
         begin = end
 
 
 @device
-def _first_block(
-    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, chunk: int, begin: int, end: int,
-    named: bool,
-) -> int:  # fmt: skip
-    """h ← the activation of the neurons at the places [begin, end), 0 where a token skips one; returns how many fire.
+def _begin_chunk(m: Chunks, low: int, high: int, given: bool, token_N: Ints, chunk: int) -> bool:
+    """List the chunk's neurons, if they are not given; returns whether a selector names some of them."""
+    tokens, named = token_N.shape[0], False
+    if not given:
+        counts_of(m)[chunk] = _list_range(chunk, low, high, list_of(m, chunk))
+    tally_of(m, chunk, tokens)[:] = 0
+    for n in range(tokens):
+        named |= scored_of(m, tokens)[n] >= 0
+    return named
 
-    `named`: only those that a token's selector names.
+
+@device
+def _first_block(
+    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, scored_N: Ints, high: int,
+    chunk: int, block: int, end: int, first: int, named: bool,
+) -> None:  # fmt: skip
+    """List what fires for a few tokens (from token `first` on) in a block that ends at place `end`."""
+    tokens, own = token_N.shape[0], _lists_of(m, chunk)
+    begin = own.block_U[block]
+    listed = named and _list_named(cfg, m, x, scored_N, chunk, block, end)
+    own.tiled_U[block] = not listed
+    h_NK, list_K = _numbers_of(m.h_CTK, m, chunk, first + tokens)[first:], list_of(m, chunk)
+    tally_N3, fire = tally_of(m, chunk, first + tokens)[first:], own.size_2[1]
+    if listed:
+        last = block * FEW_TOKENS + tokens - 1
+        known = _list_ahead(cfg, w, m, x, high, chunk, end, own.start_U[last] + own.count_U[last])
+        _list_products(cfg, _first(cfg, w), w[weight_table.FIRST_BIAS], x.inputs, token_N, own, block, known)
+    else:
+        _products(cfg, _first(cfg, w), w[weight_table.FIRST_BIAS], x.inputs, token_N, list_K, begin, end, h_NK)
+    for n in range(tokens):
+        limit, u = limit_of(w) if select_N[n] != 0 else np.float32(cfg.threshold), block * FEW_TOKENS + n
+        start, read = fire, end - begin
+        if listed:
+            read = own.count_U[u]
+            for k in range(own.start_U[u], own.start_U[u] + read):
+                h = activate(cfg.activation, limit, own.product_K[k])
+                own.list_K[fire], own.place_K[fire], own.h_K[fire] = own.list_K[k], own.place_K[k], h
+                fire += h != 0
+        else:
+            if scored_N[n] >= 0:
+                read = _drop_unnamed(scores_of(cfg, x, scored_N[n] + 1)[scored_N[n]], list_K, begin, end, h_NK[n])
+            for k in range(begin, end):
+                h = activate(cfg.activation, limit, h_NK[n, k])
+                own.list_K[fire], own.place_K[fire], own.h_K[fire], h_NK[n, k] = list_K[k], k, h, h
+                fire += h != 0
+        own.start_U[u], own.count_U[u] = start, fire - start
+        tally_N3[n, READ] += read
+        tally_N3[n, KEPT] += read if w[weight_table.DENSE] != 0 else fire - start
+    if w[weight_table.DENSE] == 0 and 2 * (fire - own.size_2[1]) <= tokens * (end - begin):
+        own.tiled_U[block] = 0
+    own.size_2[1] = fire
+
+
+@device
+def _list_named(cfg: KernelConfig, m: Chunks, x: Inputs, scored_N: Ints, chunk: int, block: int, end: int) -> bool:
+    """List the neurons of a block that the tokens' selectors name; returns False where these are most of them."""
+    tokens, list_K, own = scored_N.shape[0], list_of(m, chunk), _lists_of(m, chunk)
+    begin, total = own.block_U[block], own.size_2[1]
+    for n in range(tokens):
+        u, everything = block * FEW_TOKENS + n, scored_N[n] < 0
+        score_F = scores_of(cfg, x, max(0, scored_N[n]) + 1)[max(0, scored_N[n])]
+        own.start_U[u] = total
+        for k in range(begin, end):
+            own.list_K[total], own.place_K[total] = list_K[k], k
+            total += everything or score_F[list_K[k]] > 0
+        own.count_U[u] = total - own.start_U[u]
+    return tokens == 1 or 2 * (total - own.size_2[1]) <= tokens * (end - begin)
+
+
+@device
+def _drop_unnamed(score_F: Floats, list_K: Ints, begin: int, end: int, h_K: Floats) -> int:
+    """h ← 0 at the places [begin, end) whose neuron is not named; returns how many are."""
+    named = 0
+    for k in range(begin, end):
+        h_K[k] = h_K[k] if score_F[list_K[k]] > 0 else np.float32(0)
+        named += score_F[list_K[k]] > 0
+    return named
+
+
+@device
+def _list_ahead(cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, high: int, chunk: int, end: int, total: int) -> int:
+    """List the rows that will be read next behind the first `total` of a chunk's lists; returns how many it has then.
+
+    They are those that the first token reads in the next block, or in the next chunk up to neuron `high`.
     """
-    tokens, list_K = token_N.shape[0], list_of(m, chunk)
-    h_NK, tally_N3, total = _numbers_of(m.h_CTK, m, chunk, tokens), tally_of(m, chunk, tokens), 0
-    wanted = tokens * (end - begin)
-    if named:
-        wanted = _name(cfg, m, x, begin, end, list_K, h_NK, tally_N3)
-    else:
-        tally_N3[:, READ] += end - begin
-    if named and (2 * wanted < tokens * (end - begin) or tokens == 1):
-        for n in range(0, tokens, FEW_TOKENS):
-            few = token_N[n : n + FEW_TOKENS]
-            _first_lists(cfg, w, m, x, few, chunk, begin, end, h_NK[n : n + FEW_TOKENS])
-    else:
-        up_NK = _numbers_of(m.up_CTK, m, chunk, tokens)
-        _products(cfg, _first(cfg, w), w[weight_table.FIRST_BIAS], x.inputs, token_N, list_K, begin, end, up_NK)
+    own, list_K, count = _lists_of(m, chunk), list_of(m, chunk), counts_of(m)[chunk]
+    scored = max(0, scored_of(m, 1)[0])
+    score_F, most = scores_of(cfg, x, scored + 1)[scored], total + AHEAD_NBYTES // _first(cfg, w).stride
+    for k in range(end, count):
+        if total < most and score_F[list_K[k]] > 0:
+            own.list_K[total] = list_K[k]
+            total += 1
+    group = list_K[0] // GROUP + 1
+    while end == count and total < most and group * GROUP < high and chunk + 1 < CHUNKS:
+        for i in range(group * GROUP, min(high, (group + 1) * GROUP)):
+            if total < most and score_F[i] > 0:
+                own.list_K[total] = i
+                total += 1
+        group += CHUNKS
+    return total
+
+
+@device
+def _rest_block(
+    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, route_weight_N: Floats, chunk: int, block: int,
+    first: int, known: int, sums_NP: Floats,
+) -> None:  # fmt: skip
+    """Add a block's sums for a few tokens (from token `first` on); where `sums_NP` has none, write their factors."""
+    tokens, own, relu_up = token_N.shape[0], _lists_of(m, chunk), cfg.activation == DRELU
+    begin, end, list_K = own.block_U[block], own.block_U[block + 1], list_of(m, chunk)
+    h_NK = _numbers_of(m.h_CTK, m, chunk, first + tokens)[first:]
+    if own.tiled_U[block]:
+        if cfg.rows_per_neuron == 2:
+            up_NK = _up_of(m, chunk, tokens)
+            _products(cfg, _rest(cfg, w, 0), w[weight_table.UP_BIAS], x.inputs, token_N, list_K, begin, end, up_NK)
+            _multiply_up(relu_up, begin, end, up_NK, h_NK)
         for n in range(tokens):
             for k in range(begin, end):
-                h_NK[n, k] = up_NK[n, k] if not named or h_NK[n, k] != 0 else np.float32(0)
-    for n in range(tokens):
-        limit = limit_of(w) if select_N[n] != 0 else np.float32(cfg.threshold)
-        fire = 0
-        for k in range(begin, end):
-            h = activate(cfg.activation, limit, h_NK[n, k])
-            h_NK[n, k] = h
-            fire += h != 0
-        tally_N3[n, KEPT] += end - begin if w[weight_table.DENSE] != 0 else fire
-        total += fire
-    return total
-
-
-@device
-def _name(
-    cfg: KernelConfig, m: Chunks, x: Inputs, begin: int, end: int, list_K: Ints, named_NK: Floats, tally_N3: Ints
-) -> int:
-    """named ← 1 where a token's selector names a neuron, or the token has none, else 0; counts what is read."""
-    scored_N, total = scored_of(m, named_NK.shape[0]), 0
-    for n in range(named_NK.shape[0]):
-        if scored_N[n] < 0:
-            named_NK[n, begin:end] = np.float32(1)
-            tally_N3[n, READ] += end - begin
-            total += end - begin
-            continue
-        read = 0
-        score_F = scores_of(cfg, x, scored_N[n] + 1)[scored_N[n]]
-        for k in range(begin, end):
-            named = score_F[list_K[k]] > 0
-            named_NK[n, k] = np.float32(named)
-            read += named
-        tally_N3[n, READ] += read
-        total += read
-    return total
-
-
-@device
-def _first_lists(
-    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, chunk: int, begin: int, end: int, h_NK: Floats
-) -> None:
-    """h ← the products with `first` where h is not 0, for a few tokens."""
-    own = _own_of(m, chunk)
-    total = _gather(begin, end, list_of(m, chunk), h_NK, own)
-    _own_products(cfg, _first(cfg, w), w[weight_table.FIRST_BIAS], x.inputs, token_N, own, total)
-    done = 0
-    for n in range(token_N.shape[0]):
-        for k in range(begin, end):
-            if h_NK[n, k] != 0:
-                h_NK[n, k] = own.product_K[done]
-                done += 1
-
-
-@device
-def _rest_tile(
-    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, route_weight_N: Floats, chunk: int, begin: int,
-    end: int,
-) -> None:  # fmt: skip
-    """h ← the factors of the rows of `down` at the places [begin, end): for most tokens of most rows."""
-    tokens, list_K = token_N.shape[0], list_of(m, chunk)
-    h_NK, up_NK = _numbers_of(m.h_CTK, m, chunk, tokens), _numbers_of(m.up_CTK, m, chunk, tokens)
+                h_NK[n, k] *= route_weight_N[n]
+        if sums_NP.shape[0] > 0:
+            _add_tile(_down(cfg, w), own, list_K, begin, end, h_NK, sums_NP)
+        return
     if cfg.rows_per_neuron == 2:
-        _products(cfg, _rest(cfg, w, 0), w[weight_table.UP_BIAS], x.inputs, token_N, list_K, begin, end, up_NK)
-        _multiply_up(cfg.activation == DRELU, begin, end, up_NK, h_NK)
+        _list_products(cfg, _rest(cfg, w, 0), w[weight_table.UP_BIAS], x.inputs, token_N, own, block, known)
     for n in range(tokens):
-        for k in range(begin, end):
-            h_NK[n, k] *= route_weight_N[n]
-
-
-@device
-def _rest_lists(
-    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, route_weight_N: Floats, chunk: int, begin: int,
-    end: int, h_NK: Floats, sums_NP: Floats,
-) -> None:  # fmt: skip
-    """The same for a few tokens, each with what fires for it; adds their sums, or writes their factors if there are
-    none."""
-    list_K, own, relu_up = list_of(m, chunk), _own_of(m, chunk), cfg.activation == DRELU
-    total = _gather(begin, end, list_K, h_NK, own)
-    if cfg.rows_per_neuron == 2:
-        _own_products(cfg, _rest(cfg, w, 0), w[weight_table.UP_BIAS], x.inputs, token_N, own, total)
-        for k in range(total):
-            own.h_K[k] *= relu(own.product_K[k]) if relu_up else own.product_K[k]
-    for n in range(token_N.shape[0]):
-        for k in range(own.start_N[n], own.start_N[n] + own.count_N[n]):
+        u = block * FEW_TOKENS + n
+        for k in range(own.start_U[u], own.start_U[u] + own.count_U[u]):
+            if cfg.rows_per_neuron == 2:
+                own.h_K[k] *= relu(own.product_K[k]) if relu_up else own.product_K[k]
             own.h_K[k] *= route_weight_N[n]
-    if sums_NP.shape[0] > 0:
-        _add_own(_down(cfg, w), own, sums_NP)
-    else:
-        done = 0
-        for n in range(token_N.shape[0]):
-            for k in range(begin, end):
-                if h_NK[n, k] != 0:
-                    h_NK[n, k] = own.h_K[done]
-                    done += 1
-
-
-@device
-def _add_own(down: MatrixView, own: _Own, y_NP: Floats) -> None:
-    """y ← y + the sums of a few tokens' own rows of a block."""
-    for n in range(y_NP.shape[0]):
-        start, count = own.start_N[n], 0
-        for k in range(start, start + own.count_N[n]):  # those of drelu whose `up` is not positive go out
-            own.list_K[start + count], own.h_K[start + count] = own.list_K[k], own.h_K[k]
-            count += own.h_K[k] != 0
-        if is_quantised(down.fmt):
-            add_block_rows(down, own.list_K[start : start + count], own.h_K[start : start + count], y_NP[n], own.sums)
+        if sums_NP.shape[0] > 0:
+            _add_list(_down(cfg, w), own, own.start_U[u], own.count_U[u], relu_up, known, sums_NP[n])
         else:
-            h_K = own.product_K[: count + SUM_ROWS]
-            h_K[:count], h_K[count:] = own.h_K[start : start + count], np.float32(0)
-            listed, h_at, y_at = address_of(own.list_K) + 8 * start, address_of(h_K), address_of(y_NP[n])
-            row_sums(down, 0, listed, count, count, h_at, 0, 1, y_at, 0)
+            h_NK[n, begin:end] = np.float32(0)
+            for k in range(own.start_U[u], own.start_U[u] + own.count_U[u]):
+                h_NK[n, own.place_K[k]] = own.h_K[k]
 
 
 @device
-def _add_tile(down: MatrixView, own: _Own, list_K: Ints, begin: int, end: int, h_NK: Floats, y_NP: Floats) -> None:
+def _add_list(down: MatrixView, own: _Lists, start: int, count: int, gaps: bool, known: int, y_P: Floats) -> None:
+    """y ← y + the sum of the list of `count` rows from `start` on; with them those that follow in the lists are fetched.
+
+    `gaps`: factors may be 0, and their rows are not read.
+    """
+    if gaps:
+        last = start
+        for k in range(start, start + count):
+            own.list_K[last], own.h_K[last] = own.list_K[k], own.h_K[k]
+            last += own.h_K[k] != 0
+        count = last - start
+    listed, y_at, following = address_of(own.list_K) + 8 * start, address_of(y_P), count if gaps else known - start
+    if is_quantised(down.fmt):
+        add_block_rows(down, listed, count, following, address_of(own.h_K) + 4 * start, y_P, own.sums)
+    else:
+        h_K = own.product_K[: count + SUM_ROWS]
+        h_K[:count], h_K[count:] = own.h_K[start : start + count], np.float32(0)
+        row_sums(down, 0, listed, count, following, address_of(h_K), 0, 1, y_at, 0)
+
+
+@device
+def _add_tile(down: MatrixView, own: _Lists, list_K: Ints, begin: int, end: int, h_NK: Floats, y_NP: Floats) -> None:
     """y ← y + the sums of the rows at the places [begin, end) of a list, times their factors, for a few tokens."""
     tokens, count = y_NP.shape[0], end - begin
     if is_quantised(down.fmt) or count % SUM_ROWS != 0 or not _mostly(h_NK, tokens, begin, end):
-        _gather(begin, end, list_K, h_NK[:tokens], own)
-        _add_own(down, own, y_NP)
+        start = own.list_K.shape[0] - SUM_NEURONS - SUM_ROWS  # behind the tokens' lists
+        for n in range(tokens):
+            last = start
+            for k in range(begin, end):
+                own.list_K[last], own.h_K[last] = list_K[k], h_NK[n, k]
+                last += h_NK[n, k] != 0
+            _add_list(down, own, start, last - start, False, last, y_NP[n])
     else:
         listed, h_at = address_of(list_K) + 8 * begin, address_of(h_NK) + 4 * begin
         to = tokens, address_of(y_NP), 4 * y_NP.shape[1]
@@ -512,7 +580,7 @@ def _count_chunk(
         begin, neurons = 0, _block_neurons(cfg, w)
         while begin < count:
             end = _block_end(neurons, list_K, begin, count)
-            _add_tile(_down(cfg, w), _own_of(m, chunk), list_K, begin, end, h_NK, sums_NP)
+            _add_tile(_down(cfg, w), _lists_of(m, chunk), list_K, begin, end, h_NK, sums_NP)
             begin = end
 
 
@@ -561,7 +629,7 @@ def _sum_tiles_of(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, part: in
     strips, blocks = (cfg.d_model + STRIP - 1) // STRIP, (token_N.shape[0] + STRIP_TOKENS - 1) // STRIP_TOKENS
     total_NP = np.empty((STRIP_TOKENS, STRIP), np.float32)
     sums_NP = np.empty((STRIP_TOKENS, STRIP), np.float32)
-    neurons, own = _block_neurons(cfg, w), _own_of(m, part)
+    neurons, own = _block_neurons(cfg, w), _lists_of(m, part)
     for tile in range(part, strips * blocks, CHUNKS):
         low, first = tile % strips * STRIP, tile // strips * STRIP_TOKENS
         columns, tokens = min(STRIP, cfg.d_model - low), min(STRIP_TOKENS, token_N.shape[0] - first)
@@ -584,17 +652,36 @@ def _sum_tiles_of(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, part: in
                 y_D[j] += total_NP[n, j]
 
 
-def _fire(
+def _fire_few(
     cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
-    high: int, given: bool, count_all: bool,
+    high: int, given: bool,
+) -> None:  # fmt: skip
+    _first_chunk()
+    _rest_chunk()
+    for chunk in prange(CHUNKS):
+        _first_chunk(cfg, w, m, x, token_N, select_N, low, high, given, chunk)
+    for chunk in prange(CHUNKS):
+        _rest_chunk(cfg, w, m, x, token_N, route_weight_N, chunk)
+
+
+@parallel
+def _fire_many(
+    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
+    high: int,
 ) -> None:  # fmt: skip
     _fire_chunk()
+    for chunk in prange(CHUNKS):
+        _fire_chunk(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, chunk)
+
+
+@parallel
+def _count(
+    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
+    high: int,
+) -> None:  # fmt: skip
     _count_chunk()
     for chunk in prange(CHUNKS):
-        if count_all:
-            _count_chunk(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, chunk)
-        else:
-            _fire_chunk(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given, chunk)
+        _count_chunk(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, chunk)
 
 
 def _merge(cfg: KernelConfig, m: Chunks, token_N: Ints, y_TD: Floats) -> None:
@@ -610,8 +697,8 @@ def _sum_tiles(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, y_TD: Float
         _sum_tiles_of(cfg, w, m, token_N, part, y_TD)
 
 
-_parallel_fire, _parallel_merge = parallel(_fire), parallel(_merge)
-_serial_fire, _serial_merge = device(_fire), device(_merge)
+_parallel_fire, _parallel_merge = parallel(_fire_few), parallel(_merge)
+_serial_fire, _serial_merge = device(_fire_few), device(_merge)
 
 
 @device
@@ -642,10 +729,15 @@ def neurons(
     if scored > 0:
         score(cfg, w, x_TD, carray(pointer_of(m.asking_T), (scored,), np.int64), low, high, threads, x)
     if threads is None:
-        _serial_fire(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given, count_all)
+        _serial_fire(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given)
         _serial_merge(cfg, m, token_N, y_TD)
     else:
-        _parallel_fire(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given, count_all)
+        if count_all:
+            _count(cfg, w, m, x, token_N, select_N, route_weight_N, low, high)
+        elif tokens <= FEW_TOKENS:
+            _parallel_fire(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given)
+        else:
+            _fire_many(cfg, w, m, x, token_N, select_N, route_weight_N, low, high)
         if tokens <= FEW_TOKENS:
             _parallel_merge(cfg, m, token_N, y_TD)
         else:

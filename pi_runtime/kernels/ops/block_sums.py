@@ -60,22 +60,35 @@ _TINY = 2.0**-126
 
 
 @device
-def add_block_rows(m: MatrixView, index_K: Ints, h_K: Floats, y_P: Floats, scratch: int) -> None:
+def add_block_rows(m: MatrixView, index: int, count: int, known: int, h: int, y_P: Floats, scratch: int) -> None:
     """y ← y + Σ_k h_k row(index_k), for at most `SUM_NEURONS` rows of a block format.
 
-    y has room to the end of the last block; `scratch` is the address of `footprint.BLOCK_SUM_FLOATS` numbers.
+    `index` and `h` are addresses. A list has `known` numbers, and as many as `count` of those after the first `count`
+    are prefetched. y has room to the end of the last block; `scratch` is the address of `footprint.BLOCK_SUM_FLOATS`
+    numbers.
     """
-    if index_K.shape[0] == 0:
+    if count == 0:
         return
     if not _HAS_VECTORS:
-        row_D = np.empty(m.columns, np.float32)
-        for k in range(index_K.shape[0]):
+        row_D, index_K, h_K = np.empty(m.columns, np.float32), _ints(index, count), _floats(h, count)
+        for k in range(count):
             load_row(m, index_K[k], 0, row_D)
             for j in range(m.columns):
                 y_P[j] += h_K[k] * row_D[j]
         return
     for first in range(0, m.columns, STRIP):
-        _add_strip(columns_from(m, first, min(STRIP, m.columns - first)), index_K, h_K, y_P[first:], scratch)
+        some = columns_from(m, first, min(STRIP, m.columns - first))
+        _add_strip(some, index, count, known, h, y_P[first:], scratch)
+
+
+@device
+def _ints(at: int, count: int) -> Ints:
+    return carray(pointer_of(at), (count,), np.int64)
+
+
+@device
+def _floats(at: int, count: int) -> Floats:
+    return carray(pointer_of(at), (count,), np.float32)
 
 
 class _Scratch(NamedTuple):
@@ -86,26 +99,26 @@ class _Scratch(NamedTuple):
     g_B: int
     sum_B: int
     rows_K: int
+    later_K: int
 
 
 @public
 def _parts_of(scratch: int) -> _Scratch:
     n = scratch + 4 * SUM_NEURONS * _BLOCKS
     g = n + 2 * SUM_NEURONS * _BLOCKS
-    return _Scratch(scratch, n, g, g + 4 * _BLOCKS, g + 8 * _BLOCKS)
+    return _Scratch(scratch, n, g, g + 4 * _BLOCKS, g + 8 * _BLOCKS, g + 8 * _BLOCKS + 8 * (SUM_NEURONS + 1))
 
 
 @device
-def _add_strip(m: MatrixView, index_K: Ints, h_K: Floats, y_P: Floats, scratch: int) -> None:
-    a, count = _parts_of(scratch), index_K.shape[0]
+def _add_strip(m: MatrixView, index: int, count: int, known: int, h: int, y_P: Floats, scratch: int) -> None:
+    a, index_K, h_K = _parts_of(scratch), _ints(index, count), _floats(h, count)
     blocks = (m.columns + 4 * BLOCK - 1) // (4 * BLOCK) * 4
-    rows = m.values, m.stride, m.scales, m.scales_stride
-    _quantise_factors(m.fmt, (*rows, address_of(index_K), address_of(h_K), count, scratch, blocks))
+    _quantise_factors((m.values, m.stride, m.scales, m.scales_stride, index, h, count, known, scratch, blocks))
     if count % 2:  # a last row without a partner is paired with itself, times zero
-        rows_K = carray(pointer_of(a.rows_K), (count + 1,), np.int64)
-        rows_K[count] = rows_K[count - 1]
+        for rows in (a.rows_K, a.later_K):
+            _ints(rows, count + 1)[count] = _ints(rows, count)[count - 1]
     groups, pairs = (m.columns + BLOCK - 1) // GROUP_COLUMNS, (count + 1) // 2
-    _sum_groups(m.fmt, a.rows_K, pairs, a.n_PB, a.g_B, a.sum_B, _BLOCKS, groups, address_of(y_P))
+    _sum_groups(m.fmt, a.rows_K, pairs, a.n_PB, a.g_B, a.sum_B, _BLOCKS, groups, address_of(y_P), a.later_K)
     # Blocks outside the groups, at most seven a row, are added in float32; c is no longer needed.
     out_J = carray(pointer_of(a.c_KB), (BLOCK,), np.float32)
     for block in range(8 * groups, (m.columns + BLOCK - 1) // BLOCK):
@@ -119,25 +132,23 @@ def _add_strip(m: MatrixView, index_K: Ints, h_K: Floats, y_P: Floats, scratch: 
 
 @dataclass
 class _Factors:
-    """Emits c, g, n and −8 Σ n of a strip for `lanes` of its blocks; the rows are fetched meanwhile.
+    """Emits c, g, n and −8 Σ n of a strip for `lanes` of its blocks.
 
     The values are those of `_quantise_factors`, and `first` is the first of the blocks.
     """
 
     b: Any
-    bits: int
     lanes: int
     arguments: Any
     first: Any
 
     def emit(self) -> None:
         b, lanes = self.b, self.lanes
-        values, stride, scales, scales_stride, index, h, count, scratch, blocks = self.arguments
+        values, stride, scales, scales_stride, index, h, count, known, scratch, _ = self.arguments
         floats, ints = v.vec(v.F32, lanes), v.vec(v.I32, lanes)
         at = b.mul(self.first, v.offset(4))
-        c, n, g, sums, rows = (v.pointer(b, place) for place in _parts_of_values(b, scratch))
+        c, n, g, sums, rows, later = (v.pointer(b, place) for place in _parts_of_values(b, scratch))
         listed, factors = v.pointer(b, index), v.pointer(b, h)
-        nbytes = b.udiv(b.mul(blocks, v.offset(BLOCK * self.bits)), v.offset(8))
         largest, wrong = (cgutils.alloca_once_value(b, v.const(v.F32, lanes, 0.0)) for _ in range(2))
         for place in (largest, wrong):
             b.store(v.const(v.F32, lanes, 0.0), place)
@@ -145,8 +156,11 @@ class _Factors:
             row = v.load(b, listed, b.mul(loop.index, v.offset(8)), v.I64)
             address = b.add(values, b.mul(row, stride))
             v.store(b, address, rows, b.mul(loop.index, v.offset(8)))
-            with cgutils.for_range_slice(b, v.offset(0), nbytes, v.offset(v.LINE)) as (line, _):
-                v.prefetch(b, v.pointer(b, address), line)
+            following = b.add(loop.index, count)
+            following = b.select(b.icmp_signed("<", following, known), following, loop.index)
+            following = v.load(b, listed, b.mul(following, v.offset(8)), v.I64)
+            v.store(b, b.add(values, b.mul(following, stride)), later, b.mul(loop.index, v.offset(8)))
+            v.prefetch(b, v.pointer(b, b.add(scales, b.mul(following, scales_stride))), b.mul(self.first, v.offset(2)))
             s_at = b.add(b.add(scales, b.mul(row, scales_stride)), b.mul(self.first, v.offset(2)))
             s = b.fpext(v.load(b, v.pointer(b, s_at), v.offset(0), v.vec(v.HALF, lanes)), floats)
             h_L = v.splat(b, v.load(b, factors, b.mul(loop.index, v.offset(4)), v.F32), lanes)
@@ -185,29 +199,25 @@ def _parts_of_values(b: Any, scratch: Any) -> list[Any]:
 
 
 @intrinsic
-def _quantise_factors(typing_context: Any, fmt: Any, arguments: Any) -> Any:
-    """Write c, g, n, −8 Σ n and the rows' addresses of a strip; the rows are fetched meanwhile.
+def _quantise_factors(typing_context: Any, arguments: Any) -> Any:
+    """Write c, g, n, −8 Σ n of a strip, and the addresses of its rows and of those to prefetch.
 
-    The tuple: values, stride, scales, scales' stride, list, factors, count, scratch, blocks of the strip (padded to
-    fours).
+    The tuple: values, stride, scales, scales' stride, list, factors, count, known, scratch, blocks of the strip (padded
+    to fours).
     """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        values = cgutils.unpack_tuple(b, arguments[1])
-        blocks = values[8]
+        values = cgutils.unpack_tuple(b, arguments[0])
+        blocks = values[9]
 
-        def emit(bits: int) -> None:
-            whole = b.icmp_signed("==", blocks, v.offset(_BLOCKS))
-            with b.if_else(whole) as (strip, part):
-                with strip:
-                    _Factors(b, bits, _BLOCKS, values, v.offset(0)).emit()
-                with part, cgutils.for_range_slice(b, v.offset(0), blocks, v.offset(4)) as (first, _):
-                    _Factors(b, bits, 4, values, first).emit()
-
-        v.switch(b, arguments[0], {code: partial(emit, bits) for code, bits in _BITS.items()})
+        with b.if_else(b.icmp_signed("==", blocks, v.offset(_BLOCKS))) as (strip, part):
+            with strip:
+                _Factors(b, _BLOCKS, values, v.offset(0)).emit()
+            with part, cgutils.for_range_slice(b, v.offset(0), blocks, v.offset(4)) as (first, _):
+                _Factors(b, 4, values, first).emit()
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.UniTuple(types.intp, 9)), generate
+    return types.void(types.UniTuple(types.intp, 10)), generate
 
 
 def _columns(b: Any, bits: int, pairs: Any) -> list[Any]:
@@ -251,7 +261,7 @@ def _add(b: Any, bits: int, sums: list[Any], scales: Any, y: Any, first: Any) ->
 def _emit_sum(b: Any, bits: int, arguments: Any) -> None:
     """Emit the sum for one format; `arguments` as those of `_sum_groups` without the format."""
     lines = bits // 2  # cache lines of a group
-    rows, n, g, sums, y = (v.pointer(b, arguments[k]) for k in (0, 2, 3, 4, 7))
+    rows, n, g, sums, y, later = (v.pointer(b, arguments[k]) for k in (0, 2, 3, 4, 7, 8))
     pairs, blocks, groups, ints = arguments[1], arguments[5], arguments[6], v.vec(v.I32, 8)
     with cgutils.for_range(b, b.mul(groups, v.offset(lines))) as loop:
         group, inside = b.udiv(loop.index, v.offset(lines)), b.urem(loop.index, v.offset(lines))
@@ -263,6 +273,8 @@ def _emit_sum(b: Any, bits: int, arguments: Any) -> None:
             b.store(one, place)
         with cgutils.for_range(b, pairs) as pair:
             at = [b.add(b.mul(pair.index, v.offset(16)), v.offset(8 * k)) for k in range(2)]
+            for place in at:
+                v.prefetch(b, v.pointer(b, v.load(b, later, place, v.I64)), line)
             two = [v.pointer(b, v.load(b, rows, place, v.I64)) for place in at]
             factors = v.load(b, n, b.add(b.mul(b.mul(pair.index, blocks), v.offset(4)), eight), ints)
             for vector in range(2):
@@ -278,13 +290,23 @@ def _emit_sum(b: Any, bits: int, arguments: Any) -> None:
 
 @intrinsic
 def _sum_groups(
-    typing_context: Any, fmt: Any, rows: Any, pairs: Any, n: Any, g: Any, sums: Any, blocks: Any, groups: Any, y: Any
+    typing_context: Any,
+    fmt: Any,
+    rows: Any,
+    pairs: Any,
+    n: Any,
+    g: Any,
+    sums: Any,
+    blocks: Any,
+    groups: Any,
+    y: Any,
+    later: Any,
 ) -> Any:
     """y ← y + the sum over whole groups. Addresses of: the rows' addresses, two a pair; n [pairs, blocks, 2] in 16
-    bits; g and −8 Σ n [blocks]; y."""
+    bits; g and −8 Σ n [blocks]; y; the addresses of rows to prefetch."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         v.switch(b, arguments[0], {code: partial(_emit_sum, b, n, arguments[1:]) for code, n in _BITS.items()})
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 9), generate
+    return types.void(*[types.intp] * 10), generate

@@ -66,7 +66,6 @@ class _Rows:
     values: list[Any]
     scales: list[Any]
     later: list[Any]
-    """For each row that is fetched meanwhile, two places."""
     later_scales: list[Any]
 
 
@@ -245,7 +244,6 @@ class _Call:
     token_count: Any
     out: Any
     out_stride: Any
-    beside: Any
 
     def _least(self, n: Any, count: Any) -> Any:
         """n, but the last of `count` things where n is past it."""
@@ -269,7 +267,7 @@ class _Call:
         return _Rows(
             pointers(now, self.values, self.stride),
             pointers(now, self.scales, self.scales_stride),
-            pointers(later, self.values, self.stride) + pointers(later, b.add(self.values, self.beside), self.stride),
+            pointers(later, self.values, self.stride),
             pointers(later, self.scales, self.scales_stride),
         )
 
@@ -339,24 +337,24 @@ def _emit_row_products(typing_context: Any, fmt: Any, call: Any) -> Any:
         call = _Call(b, *cgutils.unpack_tuple(b, arguments[1]))
         cases: dict[int, Callable[[], None]] = {}
         for code, name in _FLOATS.items():
-            cases[code] = partial(call.emit, partial(_float_tile, name), _FLOAT_TILES, one_row=False)
+            cases[code] = partial(call.emit, partial(_float_tile, name), _FLOAT_TILES, one_row=True)
         for code, bits in _BITS.items():
             cases[code] = partial(call.emit, partial(_BlockTile, bits), _BLOCK_TILES, one_row=True)
         v.switch(b, arguments[0], cases)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.UniTuple(types.intp, 16)), generate
+    return types.void(types.intp, types.UniTuple(types.intp, 15)), generate
 
 
 @public
 def vector_row_products(
     m: MatrixView, first: int, index: int, count: int, known: int, inputs: int, input_stride: int, tokens: int,
-    token_count: int, out: int, out_stride: int, beside: int,
+    token_count: int, out: int, out_stride: int,
 ) -> None:  # fmt: skip
     """`row_products` by vector instructions."""
     matrix = m.values, m.scales, m.stride, m.scales_stride, m.columns
     _emit_row_products(
-        m.fmt, (*matrix, first, index, count, known, inputs, input_stride, tokens, token_count, out, out_stride, beside)
+        m.fmt, (*matrix, first, index, count, known, inputs, input_stride, tokens, token_count, out, out_stride)
     )
 
 
@@ -394,7 +392,7 @@ def _block_product(fmt: int, row: int, scales: int, input_at: int, columns: int)
 @public
 def portable_row_products(
     m: MatrixView, first: int, index: int, count: int, known: int, inputs: int, input_stride: int, tokens: int,
-    token_count: int, out: int, out_stride: int, beside: int,
+    token_count: int, out: int, out_stride: int,
 ) -> None:  # fmt: skip
     """The definition of `row_products` in plain loops."""
     for n in range(count):
@@ -425,34 +423,4 @@ def row_products(
     `inputs` on, or number t. Results of one vector are consecutive.
     """
     if count > 0 and token_count > 0:
-        _row_products(m, first, index, count, known, inputs, input_stride, tokens, token_count, out, out_stride, 0)
-
-
-@device
-def row_products_beside(
-    m: MatrixView, index: int, count: int, known: int, inputs: int, input_stride: int, tokens: int, token_count: int,
-    out: int, out_stride: int, beside: int,
-) -> None:  # fmt: skip
-    """`row_products` of a list; with each row that is prefetched, as many bytes `beside` bytes behind it are."""
-    if count > 0 and token_count > 0:
-        _row_products(m, 0, index, count, known, inputs, input_stride, tokens, token_count, out, out_stride, beside)
-
-
-@device
-def fetch_rows(m: MatrixView, index: int, count: int, nbytes: int) -> None:
-    """Fetch the rows of a list that `row_products` does not fetch itself, `nbytes` of each: the first ones."""
-    _fetch_rows(m.values, m.stride, index, min(count, (AHEAD_NBYTES + m.stride - 1) // m.stride), nbytes)
-
-
-@intrinsic
-def _fetch_rows(typing_context: Any, values: Any, stride: Any, index: Any, count: Any, nbytes: Any) -> Any:
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        values, stride, index, count, nbytes = arguments
-        with cgutils.for_range(b, count) as loop:
-            row = v.load(b, v.pointer(b, index), b.mul(loop.index, v.offset(8)), v.I64)
-            at = v.pointer(b, b.add(values, b.mul(row, stride)))
-            with cgutils.for_range_slice(b, v.offset(0), nbytes, v.offset(v.LINE)) as (line, _):
-                v.prefetch(b, at, line)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 5), generate
+        _row_products(m, first, index, count, known, inputs, input_stride, tokens, token_count, out, out_stride)
