@@ -2,7 +2,7 @@
 
     y_t ← y_t + route_weight_t Σ_i a(first_i · x_t) [up_i · x_t] down_i          i in the neurons that t's rung keeps
 
-Neurons are dealt to `CHUNKS` chunks in groups of `GROUP`: neuron i belongs to chunk (i / GROUP) mod CHUNKS. A chunk
+Neurons are dealt to `CHUNKS` chunks in groups of `GROUP`: neuron i belongs to chunk turn((i / GROUP) mod CHUNKS). A chunk
 goes through its neurons in blocks, cut where their numbers say: names (all, or those that a token's selector names) →
 `first` → what fires → `up` → one factor for each neuron and token, 0 where the token skips it → the token's sum of the
 block's rows of `down`. The sums of the blocks and then those of the chunks are added in order. So the bits of a token
@@ -169,10 +169,22 @@ def tally_of(m: Chunks, chunk: int, tokens: int) -> Ints:
 
 
 @device
+def _turn(group: int) -> int:
+    """The chunk that a group of a round goes to, and the group of a round that a chunk gets: its five bits reversed.
+
+    Neurons are stored by how often they fire. So neighbouring chunks, which one thread takes, get as many as others.
+    """
+    found = 0
+    for bit in range(5):
+        found |= (group >> bit & 1) << (4 - bit)
+    return found
+
+
+@device
 def _list_range(chunk: int, low: int, high: int, list_K: Ints) -> int:
     """List the chunk's neurons of [low, high); returns how many."""
     count, first = 0, low // GROUP
-    group = first + (chunk - first) % CHUNKS
+    group = first + (_turn(chunk) - first) % CHUNKS
     while group * GROUP < high:
         for i in range(max(low, group * GROUP), min(high, (group + 1) * GROUP)):
             list_K[count] = i
@@ -187,7 +199,7 @@ def deal(candidates_F: Ints, count: int, m: Chunks) -> None:
     count_C = counts_of(m)
     count_C[:] = 0
     for k in range(count):
-        chunk = candidates_F[k] // GROUP % CHUNKS
+        chunk = _turn(candidates_F[k] // GROUP % CHUNKS)
         list_of(m, chunk)[count_C[chunk]] = candidates_F[k]
         count_C[chunk] += 1
 
@@ -261,7 +273,7 @@ def _products(
     tokens, width = y_NK.shape
     listed, to, count = address_of(list_K) + 8 * begin, address_of(y_NK) + 4 * begin, end - begin
     vectors = inputs, input_stride(cfg.d_model), address_of(token_N), tokens
-    row_products(rows, 0, listed, count, count, *vectors, to, 4 * width)
+    row_products(rows, 0, listed, count, list_K.shape[0] - begin, *vectors, to, 4 * width)
     if bias != 0:
         bias_F = vector(bias, cfg.d_ff)
         for n in range(tokens):
@@ -310,8 +322,8 @@ def _first_chunk(
     chunk: int,
 ) -> None:  # fmt: skip
     """List what fires in one chunk for a few tokens. `given`: the chunk's list is there."""
-    list_K, own, named = list_of(m, chunk), _lists_of(m, chunk), _begin_chunk(m, low, high, given, token_N, chunk)
-    count, begin, block, neurons = counts_of(m)[chunk], 0, 0, _block_neurons(cfg, w)
+    named, own, count = _begin_chunk(m, low, high, given, token_N, chunk), _lists_of(m, chunk), counts_of(m)[chunk]
+    list_K, begin, block, neurons = list_of(m, chunk)[:count], 0, 0, _block_neurons(cfg, w)
     own.size_2[1] = 0
     while begin < count:
         own.block_U[block], end = begin, _block_end(neurons, list_K, begin, count)
@@ -379,7 +391,7 @@ def _first_block(
     begin = own.block_U[block]
     listed = named and _list_named(cfg, m, x, scored_N, chunk, block, end)
     own.tiled_U[block] = not listed
-    h_NK, list_K = _numbers_of(m.h_CTK, m, chunk, first + tokens)[first:], list_of(m, chunk)
+    h_NK, list_K = _numbers_of(m.h_CTK, m, chunk, first + tokens)[first:], list_of(m, chunk)[: counts_of(m)[chunk]]
     tally_N3, fire = tally_of(m, chunk, first + tokens)[first:], own.size_2[1]
     if listed:
         last = block * FEW_TOKENS + tokens - 1
@@ -450,8 +462,8 @@ def _list_ahead(cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, high: int, chu
         if total < most and score_F[list_K[k]] > 0:
             own.list_K[total] = list_K[k]
             total += 1
-    group = list_K[0] // GROUP + 1
-    while end == count and total < most and group * GROUP < high and chunk + 1 < CHUNKS:
+    group = list_K[0] // GROUP // CHUNKS * CHUNKS + _turn(chunk + 1)
+    while end == count and chunk + 1 < CHUNKS and total < most and group * GROUP < high:
         for i in range(group * GROUP, min(high, (group + 1) * GROUP)):
             if total < most and score_F[i] > 0:
                 own.list_K[total] = i
@@ -467,7 +479,7 @@ def _rest_block(
 ) -> None:  # fmt: skip
     """Add a block's sums for a few tokens (from token `first` on); where `sums_NP` has none, write their factors."""
     tokens, own, relu_up = token_N.shape[0], _lists_of(m, chunk), cfg.activation == DRELU
-    begin, end, list_K = own.block_U[block], own.block_U[block + 1], list_of(m, chunk)
+    begin, end, list_K = own.block_U[block], own.block_U[block + 1], list_of(m, chunk)[: counts_of(m)[chunk]]
     h_NK = _numbers_of(m.h_CTK, m, chunk, first + tokens)[first:]
     if own.tiled_U[block]:
         if cfg.rows_per_neuron == 2:

@@ -292,27 +292,21 @@ class _Call:
 
     def _write(self, four: Any, at: Any, row: Any, count: int) -> None:
         b = self.b
-        if count == 1:
-            v.store(b, b.extract_element(four, ir.Constant(v.I32, 0)), at, v.offset(0))
-            return
-        with b.if_else(b.icmp_signed("<=", b.add(row, v.offset(ROWS)), self.count)) as (whole, part):
+        with b.if_else(b.icmp_signed("<=", b.add(row, v.offset(count)), self.count)) as (whole, part):
             with whole:
-                v.store(b, four, at, v.offset(0))
+                v.store(b, v.shuffle(b, four, four, range(count)), at, v.offset(0))
             with part:
-                for r in range(ROWS - 1):
+                for r in range(count - 1):
                     with b.if_then(b.icmp_signed("<", b.add(row, v.offset(r)), self.count)):
                         v.store(b, b.extract_element(four, ir.Constant(v.I32, r)), at, v.offset(4 * r))
 
-    def emit(self, tile: Callable[..., Any], sizes: tuple[int, ...], *, one_row: bool) -> None:
-        """Emit a format's loops. `one_row`: a vector alone takes long rows one at a time, which the memory prefers."""
-        if not one_row:
-            self._many(tile, sizes)
-            return
+    def emit(self, tile: Callable[..., Any], sizes: tuple[int, ...], alone_rows: int) -> None:
+        """Emit a format's loops. `alone_rows`: a vector alone takes so many long rows at once: the memory prefers few."""
         b = self.b
         long = b.icmp_signed(">=", self.columns, v.offset(LONG))
         with b.if_else(b.and_(long, b.icmp_signed("==", self.token_count, v.offset(1)))) as (alone, company):
-            with alone, cgutils.for_range(b, self.count) as loop:
-                self._tile(tile, self._rows(loop.index, 1), loop.index, v.offset(0), 1)
+            with alone, cgutils.for_range_slice(b, v.offset(0), self.count, v.offset(alone_rows)) as (row, _):
+                self._tile(tile, self._rows(row, alone_rows), row, v.offset(0), 1)
             with company:
                 self._many(tile, sizes)
 
@@ -337,9 +331,9 @@ def _emit_row_products(typing_context: Any, fmt: Any, call: Any) -> Any:
         call = _Call(b, *cgutils.unpack_tuple(b, arguments[1]))
         cases: dict[int, Callable[[], None]] = {}
         for code, name in _FLOATS.items():
-            cases[code] = partial(call.emit, partial(_float_tile, name), _FLOAT_TILES, one_row=True)
+            cases[code] = partial(call.emit, partial(_float_tile, name), _FLOAT_TILES, 2)
         for code, bits in _BITS.items():
-            cases[code] = partial(call.emit, partial(_BlockTile, bits), _BLOCK_TILES, one_row=True)
+            cases[code] = partial(call.emit, partial(_BlockTile, bits), _BLOCK_TILES, 1)
         v.switch(b, arguments[0], cases)
         return context.get_dummy_value()
 
