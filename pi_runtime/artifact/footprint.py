@@ -11,7 +11,7 @@ from typing import Self
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.sizes import ArraySpec
 
-CHUNKS, GROUP = 32, 64
+CHUNKS, GROUP = 32, 32
 """Parts of attention and of an FFN: so many threads can share the work. And neurons of a group, which belong to one
 chunk."""
 FEW_TOKENS = 16
