@@ -21,7 +21,9 @@ from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ops.attention import attend, norm_heads, rotate, store_kv
 from pi_runtime.kernels.ops.linear import add_vector, linear, norm
 
-_load_row, _norm, _norm_heads, _route = by_address(load_row), by_address(norm), by_address(norm_heads), by_address(moe.route)
+_load_row, _route = by_address(load_row), by_address(moe.route)
+# One piece of code for all: compiled into its callers, a sum may get another order in each.
+_norm, _norm_heads = by_address(norm), by_address(norm_heads)
 
 
 class Positions(NamedTuple):
