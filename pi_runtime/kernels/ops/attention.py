@@ -35,6 +35,7 @@ from pi_runtime.kernels.data.matrix_view import (
 )
 from pi_runtime.kernels.ops.row_products import row_products
 from pi_runtime.kernels.ops.row_sums import row_sums
+from pi_runtime.kernels.ops.softmax import weigh
 
 LARGEST_HALF = np.float32(65504)
 """The largest float16 number."""
@@ -223,7 +224,7 @@ def _attend_tile(
         )  # fmt: skip
         for n in range(queries):
             seen = max(0, min(count, start + n // shared + 1 - first))
-            rescale = _weigh(score_NB[n], seen, scale, largest_N[n : n + 1], total_N[n : n + 1])
+            rescale = weigh(score_NB[n], seen, scale, largest_N[n : n + 1], total_N[n : n + 1])
             if rescale != 1:
                 for j in range(width):
                     sum_NE[n, j] *= rescale
@@ -236,49 +237,3 @@ def _attend_tile(
         out_E = out_TQ[token + n // shared, head * width : (head + 1) * width]
         for j in range(width):
             out_E[j] = sum_NE[n, j] / total_N[n]
-
-
-@strict_device
-def _weigh(score_B: Floats, seen: int, scale: np.float32, largest_1: Floats, total_1: Floats) -> np.float32:
-    """score ← exp(score · scale − largest) of the `seen` first positions, else 0; adds them to the total.
-
-    Returns the factor by which a larger score scales down what was summed before.
-    """
-    largest = largest_1[0]
-    for s in range(seen):
-        score_B[s] *= scale
-        largest = max(largest, score_B[s])
-    for s in range(POSITIONS):
-        score_B[s] = _exp(score_B[s] - largest) if s < seen else np.float32(0)
-    total = np.float32(0)
-    for s in range(8):
-        total += (score_B[s] + score_B[8 + s]) + (score_B[16 + s] + score_B[24 + s])
-    rescale = np.float32(1) if largest == largest_1[0] else _exp(largest_1[0] - largest)
-    total_1[0] = total_1[0] * rescale + total
-    largest_1[0] = largest
-    return rescale
-
-
-_LOG2E = np.float32(1.44269504)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_P0, _P1, _P2, _P3, _P4, _P5 = (
-    np.float32(p)
-    for p in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-)
-_SMALLEST, _HALF, _ONE = np.float32(-87), np.float32(0.5), np.float32(1)
-
-
-@strict_device
-def _exp(x: np.float32) -> np.float32:
-    """exp(x) for x ≤ 0, within two units of the last place; 0 below −87.
-
-    The polynomial is that of Cephes' expf. Every operation is one that vector instructions have, so a loop of it is
-    vectorised, with the same bits.
-    """
-    clamped = max(x, _SMALLEST)
-    n = np.floor(clamped * _LOG2E + _HALF)
-    r = clamped - n * _LN2_HIGH - n * _LN2_LOW
-    p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
-    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
-    found = (p * r * r + r + _ONE) * power
-    return np.float32(0) if x < _SMALLEST else found
