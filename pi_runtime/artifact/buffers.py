@@ -99,8 +99,9 @@ def kv_cache(d: Decoder, attention: str, positions: int, layers: int) -> Buffer:
 def kv_page(d: Decoder, fmt: str) -> Buffer:
     """One page of the cache in RAM: keys and values of all layers for `POSITIONS` positions in this format.
 
-    A head's keys at one position, or its values, are float32, float16, or q8: a byte for each column, up to the end of
-    the last block, and then the blocks' scales.
+    Values (S, E) lie row by row, keys (E, S) column by column, so that one vector holds a column of several positions.
+    Numbers are float32, float16, or q8: a byte for each, up to the end of the last block of columns. The blocks' scales
+    are behind the bytes of their row, or of all keys.
     """
     if fmt == "q8":
         row = -(-d.head_dim // BLOCK) * (BLOCK + FORMATS["scale"].itemsize)

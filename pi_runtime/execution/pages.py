@@ -1,6 +1,6 @@
 """Pages of the key-value cache: taken from a pool under a budget, shared by reference, released.
 
-Shape letters: L layers, G key-value heads, E head width.
+Shape letters: G key-value heads, S positions of a page, E head width.
 """
 
 import sys
@@ -26,9 +26,8 @@ class PagesExhausted(Exception):  # noqa: N818  a state of the pool, which a sch
 class PagePool:
     """Pages of keys and values under a budget: taken, shared by reference, released.
 
-    A page is one array (L, 2, G, `PAGE_POSITIONS`, E) in a format of `buffers.CACHE_FORMATS`. Its memory is allocated
-    when it is first taken, and kept for the next one when nobody refers to it any more. `budget` is in bytes; None sets
-    no limit.
+    A page is one array, `buffers.kv_page`. Its memory is allocated when it is first taken, and kept for the next one
+    when nobody refers to it any more. `budget` is in bytes; None sets no limit.
     """
 
     def __init__(self, manifest: Manifest, budget: int | None = None, wanted: str = "auto") -> None:
@@ -102,9 +101,16 @@ class PagePool:
         return self._references[page]
 
     def values(self, page: int) -> npt.NDArray[Any]:
-        """The keys and values of a page."""
+        """What a page holds (see `buffers.kv_page`)."""
         return self._arrays[page]
 
     def address(self, page: int) -> int:
         """Where a page lies, for compiled kernels."""
         return int(self._arrays[page].ctypes.data)
+
+
+def by_position(layer_2GSE: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Views (G, S, E) of the keys and values that a page in float32 or float16 holds of a layer."""
+    keys, values = layer_2GSE
+    groups, positions, width = values.shape
+    return keys.reshape(groups, width, positions).swapaxes(1, 2), values

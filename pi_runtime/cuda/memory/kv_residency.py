@@ -15,7 +15,7 @@ import torch
 
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.execution.pages import PAGE_POSITIONS
+from pi_runtime.execution.pages import PAGE_POSITIONS, by_position
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME
 
 
@@ -49,7 +49,7 @@ class KVResidency:
     def _to_device(self, cache: KVCache) -> None:
         held, pages = cache.length, cache.page_values()
         for layer, device_2GSE in self._layers.items() if held else ():
-            host_2GSE = torch.from_numpy(np.concatenate([page[layer] for page in pages], axis=2))
+            host_2GSE = torch.from_numpy(np.concatenate([by_position(page[layer]) for page in pages], axis=2))
             # Head by head: torch would gather a slice of all heads first, in GPU memory that no budget counts.
             for device_SE, host_SE in zip(device_2GSE.flatten(0, 1), host_2GSE.flatten(0, 1), strict=True):
                 device_SE[:held].copy_(host_SE[:held])
@@ -65,5 +65,6 @@ class KVResidency:
                 heads = [device_SE[: owner.length].cpu().numpy() for device_SE in device_2GSE.flatten(0, 1)]
                 host_2GSE = np.reshape(heads, (*device_2GSE.shape[:2], owner.length, device_2GSE.shape[3]))
                 for n, page in enumerate(owner.page_values()):
-                    part_2GSE = host_2GSE[:, :, n * PAGE_POSITIONS : (n + 1) * PAGE_POSITIONS]
-                    page[layer, :, :, : part_2GSE.shape[2]] = part_2GSE
+                    for held_GSE, page_GSE in zip(host_2GSE, by_position(page[layer]), strict=True):
+                        part_GSE = held_GSE[:, n * PAGE_POSITIONS : (n + 1) * PAGE_POSITIONS]
+                        page_GSE[:, : part_GSE.shape[1]] = part_GSE

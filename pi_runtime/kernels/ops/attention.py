@@ -9,8 +9,8 @@ The cache lies in pages, one for each block of positions, which a sequence's pag
 
 Shape letters: T tokens of this step; H query heads, G key-value heads, E head width, J rotary frequencies, S positions,
 N queries that share a head of keys, B positions of a block, R runs, L layers. `qkv_TQ` holds each token's H + 2G heads
-side by side (Q numbers). A page is (L, 2, G, B, E): float16, float32 or q8, which is
-unpacked before it is used (see `artifact.buffers.kv_page`).
+side by side (Q numbers). In a page each head has its keys (E, B) or values
+(B, E), float16, float32 or q8, which is unpacked before it is used.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from pi_runtime.kernels.data.matrix_view import (
     pointer_of,
     vector,
 )
-from pi_runtime.kernels.ops.row_products import row_products
+from pi_runtime.kernels.ops.key_products import key_products
 from pi_runtime.kernels.ops.row_sums import row_sums
 from pi_runtime.kernels.ops.softmax import weigh
 
@@ -87,12 +87,16 @@ def rotate(cos_SJ: Floats, sin_SJ: Floats, position_T: Ints, heads: int, width: 
 
 
 @device
-def _head(cache: LayerCache, run_4: Ints, block: int, head: int) -> MatrixView:
-    """The keys (heads 0 … G − 1) or values (G … 2G − 1) of one head in a page, a row for each position."""
+def _head(cache: LayerCache, run_4: Ints, block: int, head: int) -> int:
+    """Where a page holds the keys (heads 0 … G − 1) or values (G … 2G − 1) of one head."""
     page = carray(pointer_of(run_4[TABLE]), (block + 1,), np.int64)[block]
-    at = page + (2 * cache.groups * cache.layer + head) * POSITIONS * cache.stride
-    scales = at + (cache.width + BLOCK - 1) // BLOCK * BLOCK
-    return MatrixView(cache.fmt, at, scales, cache.stride, cache.stride, cache.width)
+    return page + (2 * cache.groups * cache.layer + head) * POSITIONS * cache.stride
+
+
+@device
+def _q8_nbytes(width: int) -> int:
+    """Bytes of a position's q8 numbers without their scales."""
+    return (width + BLOCK - 1) // BLOCK * BLOCK
 
 
 @public
@@ -106,55 +110,70 @@ def store_kv(cache: LayerCache, qkv_TQ: Floats, run_R4: Ints) -> None:
             block, place = divmod(run_4[START] + n, POSITIONS)
             for head in range(2 * cache.groups):
                 x_E = qkv_TQ[run_4[FIRST] + n, (heads + head) * width : (heads + head + 1) * width]
-                rows = _head(cache, run_4, block, head)
-                at = rows.values + place * rows.stride
-                if rows.fmt == Q8:
-                    _store_q8(x_E, at, rows.scales + place * rows.stride)
-                elif rows.fmt == F16:
-                    half_E = carray(pointer_of(at), (width,), np.uint16)
-                    for j in range(width):
-                        half_E[j] = float_to_half(min(max(x_E[j], -LARGEST_HALF), LARGEST_HALF))
-                else:
-                    float_E = carray(pointer_of(at), (width,), np.float32)
-                    for j in range(width):
-                        float_E[j] = x_E[j]
+                _store(cache.fmt, x_E, _head(cache, run_4, block, head), cache.stride, place, head < cache.groups)
+
+
+@device
+def _store(fmt: int, x_E: Floats, at: int, stride: int, place: int, keys: bool) -> None:
+    """Write the keys or values of one position: values side by side, keys a page's positions apart."""
+    width = x_E.shape[0]
+    first, step = (place, POSITIONS) if keys else (place * width, 1)
+    if fmt == Q8:
+        nbytes = _q8_nbytes(width)
+        if keys:
+            _store_q8(x_E, at + place, at + POSITIONS * nbytes + 2 * place, POSITIONS)
+        else:
+            _store_q8(x_E, at + place * stride, at + place * stride + nbytes, 1)
+    elif fmt == F16:
+        half_X = carray(pointer_of(at), (POSITIONS * width,), np.uint16)
+        for j in range(width):
+            half_X[first + j * step] = float_to_half(min(max(x_E[j], -LARGEST_HALF), LARGEST_HALF))
+    else:
+        float_X = carray(pointer_of(at), (POSITIONS * width,), np.float32)
+        for j in range(width):
+            float_X[first + j * step] = x_E[j]
 
 
 @strict_device
-def _store_q8(x_E: Floats, at: int, scales_at: int) -> None:
-    """q = round(x / s) of each block of 32 columns, with s = max |x| / 127 rounded to float16."""
+def _store_q8(x_E: Floats, at: int, scales_at: int, step: int) -> None:
+    """q = round(x / s) of each block of 32 columns, with s = max |x| / 127 rounded to float16; `step` items apart."""
     width = x_E.shape[0]
     blocks = (width + BLOCK - 1) // BLOCK
-    q_E = carray(pointer_of(at), (width,), np.int8)
-    half_B = carray(pointer_of(scales_at), (blocks,), np.uint16)
+    q_X = carray(pointer_of(at), (step * width,), np.int8)
+    half_X = carray(pointer_of(scales_at), (step * blocks,), np.uint16)
     for block in range(blocks):
         low, high = block * BLOCK, min(width, (block + 1) * BLOCK)
         largest = np.float32(0)
         for j in range(low, high):
             # NaN is larger than all, so that it reaches the scale.
             largest = largest if abs(x_E[j]) <= largest else abs(x_E[j])
-        half_B[block] = float_to_half(min(largest / np.float32(127), LARGEST_HALF))
-        scale = half_to_float(half_B[block])
+        half_X[block * step] = float_to_half(min(largest / np.float32(127), LARGEST_HALF))
+        scale = half_to_float(half_X[block * step])
         for j in range(low, high):
             quotient = np.rint(x_E[j] / scale) if scale > 0 else np.float32(0)
-            q_E[j] = np.int8(max(np.float32(-127), min(np.float32(127), quotient)))
+            q_X[j * step] = np.int8(max(np.float32(-127), min(np.float32(127), quotient)))
 
 
 @strict_device
-def _unpack(rows: MatrixView, count: int, unpacked_BE: Floats) -> MatrixView:
-    """The first `count` rows as float32 where they are q8; rows of other formats as they are."""
-    if rows.fmt != Q8:
-        return rows
-    width = rows.columns
+def _unpack_keys(at: int, width: int, unpacked_X: Floats) -> None:
+    """A page's keys in q8 as float32, column by column."""
+    q_EB = carray(pointer_of(at), (width, POSITIONS), np.int8)
+    half_XB = carray(pointer_of(at + POSITIONS * _q8_nbytes(width)), (width, POSITIONS), np.uint16)
+    for j in range(width):
+        for s in range(unpacked_X.shape[0] // width):
+            unpacked_X[j * POSITIONS + s] = np.float32(q_EB[j, s]) * half_to_float(half_XB[j // BLOCK, s])
+
+
+@strict_device
+def _unpack_values(at: int, stride: int, count: int, width: int, unpacked_X: Floats) -> None:
+    """The first `count` values in q8 as float32, row by row."""
     for n in range(count):
-        q_E = carray(pointer_of(rows.values + n * rows.stride), (width,), np.int8)
-        half_B = carray(pointer_of(rows.scales + n * rows.stride), (width,), np.uint16)
-        out_E = unpacked_BE[n]
+        q_E = carray(pointer_of(at + n * stride), (width,), np.int8)
+        half_X = carray(pointer_of(at + n * stride + _q8_nbytes(width)), (width,), np.uint16)
         for low in range(0, width, BLOCK):
-            scale = half_to_float(half_B[low // BLOCK])
+            scale = half_to_float(half_X[low // BLOCK])
             for j in range(low, min(width, low + BLOCK)):
-                out_E[j] = np.float32(q_E[j]) * scale
-    return MatrixView(F32, address_of(unpacked_BE), 0, 4 * width, 0, width)
+                unpacked_X[n * width + j] = np.float32(q_E[j]) * scale
 
 
 @public
@@ -217,21 +236,26 @@ def _attend_tile(
     scale = np.float32(1 / np.sqrt(width))
     for first in range(0, end, POSITIONS):
         block, count = first // POSITIONS, min(POSITIONS, end - first)
-        keys = _unpack(_head(cache, run_4, block, group), count, unpacked_BE)
-        row_products(
-            keys, 0, 0, count, count, address_of(qkv_TQ), 4 * width, address_of(query_N), queries,
-            address_of(score_NB), 4 * POSITIONS,
-        )  # fmt: skip
+        keys, values = _head(cache, run_4, block, group), _head(cache, run_4, block, cache.groups + group)
+        fmt, stride = cache.fmt, cache.stride
+        if cache.fmt == Q8:
+            _unpack_keys(keys, width, unpacked_BE.reshape(-1))
+            fmt, stride, keys = F32, 4 * width, address_of(unpacked_BE)
+        later = _head(cache, run_4, min(block + 1, (end - 1) // POSITIONS), group)
+        key_products(
+            fmt, keys, values, later, width, address_of(qkv_TQ), address_of(query_N), queries, address_of(score_NB)
+        )
         for n in range(queries):
             seen = max(0, min(count, start + n // shared + 1 - first))
             rescale = weigh(score_NB[n], seen, scale, largest_N[n : n + 1], total_N[n : n + 1])
             if rescale != 1:
                 for j in range(width):
                     sum_NE[n, j] *= rescale
-        values = _unpack(_head(cache, run_4, block, cache.groups + group), count, unpacked_BE)
-        row_sums(
-            values, 0, 0, count, count, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width
-        )
+        if cache.fmt == Q8:
+            _unpack_values(values, cache.stride, count, width, unpacked_BE.reshape(-1))
+            values = address_of(unpacked_BE)
+        rows = MatrixView(fmt, values, 0, stride, 0, width)
+        row_sums(rows, 0, 0, count, count, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width)
     for n in range(queries):
         head = group * shared + n % shared
         out_E = out_TQ[token + n // shared, head * width : (head + 1) * width]

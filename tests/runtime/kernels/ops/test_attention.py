@@ -12,6 +12,7 @@ from pi_runtime.artifact.buffers import kv_page
 from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import as_stored
+from pi_runtime.execution.pages import by_position
 from pi_runtime.kernels import reference
 from pi_runtime.kernels.ops.attention import LARGEST_HALF, LayerCache, attend, norm_heads, rotate, store_kv
 
@@ -31,18 +32,30 @@ class Pages:
         self.cache = LayerCache(FORMATS[fmt].code, self.pages[0, 0, 0, 0, 0].nbytes, LAYER, groups, width)
 
     @property
-    def stored_2GSE(self) -> np.ndarray:
-        """A copy of what is stored of the layer, in the order of positions."""
-        return np.concatenate(self.pages[self.order, LAYER], axis=2)
+    def rows_2GSX(self) -> np.ndarray:
+        """What is stored of the layer for each position, in order: of q8 the bytes, then the scales of their blocks."""
+        groups, pages = self.cache.groups, []
+        for page in self.pages[self.order, LAYER]:
+            if page.dtype != np.uint8:
+                pages.append(by_position(page))
+                continue
+            columns = page.shape[-1] // 34 * 32
+            keys = page[0].reshape(groups, -1)
+            q = keys[:, : POSITIONS * columns].reshape(groups, columns, POSITIONS).swapaxes(1, 2)
+            scales = (
+                keys[:, POSITIONS * columns :].copy().view(np.float16).reshape(groups, -1, POSITIONS).swapaxes(1, 2)
+            )
+            pages.append((np.concatenate([q, np.ascontiguousarray(scales).view(np.uint8)], axis=-1), page[1]))
+        return np.concatenate(pages, axis=2)
 
     @property
     def values_2GSE(self) -> np.ndarray:
         """The layer's keys and values, in the order of positions."""
-        stored = self.stored_2GSE
-        if stored.dtype != np.uint8:
-            return stored
-        columns = stored.shape[-1] // 34 * 32
-        q, scales = stored[..., :columns].view(np.int8), stored[..., columns:].copy().view(np.float16)
+        rows = self.rows_2GSX
+        if rows.dtype != np.uint8:
+            return rows
+        columns = rows.shape[-1] // 34 * 32
+        q, scales = rows[..., :columns].view(np.int8), rows[..., columns:].copy().view(np.float16)
         return (q.astype(np.float32) * np.repeat(scales.astype(np.float32), 32, axis=-1))[..., : self.cache.width]
 
 
@@ -102,7 +115,7 @@ def test_attend(tokens: int, groups: int, share: int, width: int, start: int, fm
     keys_values = qkv_TQ[:, heads * width :].reshape(tokens, 2, groups, width)
     found, wanted = cache.values_2GSE[:, :, start : start + tokens], keys_values.transpose(1, 2, 0, 3)
     np.testing.assert_array_equal(found, as_stored(fmt, np.ascontiguousarray(wanted)))
-    for untouched in (cache.stored_2GSE[:, :, start + tokens :], cache.pages[:, np.arange(3) != LAYER]):
+    for untouched in (cache.rows_2GSX[:, :, start + tokens :], cache.pages[:, np.arange(3) != LAYER]):
         assert (np.ascontiguousarray(untouched).view(np.uint8) == 255).all()
     out_TQ = attended(qkv_TQ, heads, [(0, tokens, start, cache)])
     np.testing.assert_allclose(out_TQ, naive(qkv_TQ, heads, start, cache), rtol=2e-5, atol=2e-6)
