@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numba
 import numpy as np
 
+from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME, start_threads
 from pi_runtime.kernels.data import weight_table
@@ -23,22 +25,23 @@ from pi_runtime.kernels.reference import rotary_table
 class CpuModel:
     """An open artifact as kernels take it: tables of its weights, and the memory that kernels work in.
 
-    `threads` limits numba's threads for the calls made here; results do not depend on it.
+    `threads` limits numba's threads for the calls made here; results do not depend on it. `cache` is the format of keys
+    and values, of `buffers.CACHE_FORMATS`.
     """
 
-    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int) -> None:
+    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int, cache: str = "auto") -> None:
         start_threads()
         # Kept because the table holds addresses into its mapping.
         self.artifact: Artifact | None = artifact
         self.manifest = artifact.manifest
         decoder, layers = artifact.manifest.decoder, artifact.manifest.layers
-        self.threads, self.context = threads, context
+        self.threads, self.context, self.cache = threads, context, cache
         self.cfg = weight_table.config_of(decoder, artifact.manifest.formats)
         self.ends = weight_table.ends_of(artifact)
         self.table_LXW = weight_table.table_of(artifact, mode)
         self.eps = np.float32(decoder.norm_eps)
         self.largest_rank = max((layer.rank or 0 for layer in layers), default=0)
-        self.workspace = allocate_workspace(decoder, self.largest_rank)
+        self.workspace = allocate_workspace(decoder, self.largest_rank, cache=cache)
         self.cos_SJ, self.sin_SJ = rotary_table(decoder, context)
 
     @property
@@ -68,7 +71,7 @@ class CpuModel:
             self.workspace,
         )
         for s in sequences:
-            s.cache.append(s.tokens)
+            s.cache.append(s.tokens, s.select)
         return list(self._results(sequences))
 
     def _results(self, sequences: Sequence[SequenceStep]) -> Iterator[SequenceResult]:
@@ -86,10 +89,15 @@ class CpuModel:
             )
             token, row = token + tokens, row + rows
 
-    def new_cache(self) -> KVCache:
+    def new_pool(self, budget: int | None = None) -> PagePool:
+        """Pages for caches of some sequences."""
+        self.check_open()
+        return PagePool(self.manifest, budget, self.cache)
+
+    def new_cache(self, pool: PagePool | None = None) -> KVCache:
         """An empty cache for one sequence."""
         self.check_open()
-        return KVCache(self.manifest, self.context)
+        return KVCache(self.new_pool() if pool is None else pool, self.context)
 
     def step(
         self,
@@ -104,6 +112,8 @@ class CpuModel:
                 most = BLOCK_TOKENS if s.logits == "all" else block_tokens
                 assert 0 < len(s.tokens) <= min(most, s.cache.room), (len(s.tokens), s.cache.room)
                 assert not s.count or (s.select and s.logits == "all")
+            for s in sequences:
+                s.cache.reserve(len(s.tokens))
             return [result for batch in batches(sequences) for result in run(batch)]
 
     def check_open(self) -> None:
@@ -121,9 +131,10 @@ class CpuModel:
 def positions_of(runs: Sequence[tuple[int, int, KVCache]]) -> Positions:
     """Where the tokens of a step stand; a run is (tokens, position of the first, cache)."""
     first_R = np.cumsum([0, *(count for count, _, _ in runs)])
-    table = [(first, count, start, cache.address) for first, (count, start, cache) in zip(first_R, runs, strict=False)]
+    run_R4 = [(first, count, at, cache.table_address) for first, (count, at, cache) in zip(first_R, runs, strict=False)]
     position_T = np.concatenate([np.arange(start, start + count) for count, start, _ in runs])
-    return Positions(position_T, np.array(table, np.int64), runs[0][2].context)
+    pool = runs[0][2].pool
+    return Positions(position_T, np.array(run_R4, np.int64), FORMATS[pool.format].code, pool.row_nbytes)
 
 
 def batches(sequences: Sequence[SequenceStep]) -> Iterator[list[SequenceStep]]:
@@ -147,17 +158,21 @@ class CpuExecutor:
     notice: str | None = None
     block_tokens = BLOCK_TOKENS
 
-    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int) -> None:
-        self._model = CpuModel(artifact, mode, context, threads)
+    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int, cache: str = "auto") -> None:
+        self._model = CpuModel(artifact, mode, context, threads, cache)
         self.context, self.neurons = context, self._model.neurons
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences: weights are read once for as many as a call takes."""
         return self._model.step(sequences, self._model.run)
 
-    def new_cache(self) -> KVCache:
-        """An empty cache for one sequence."""
-        return self._model.new_cache()
+    def new_pool(self, budget: int | None = None) -> PagePool:
+        """Pages for caches of some sequences, together at most `budget` bytes."""
+        return self._model.new_pool(budget)
+
+    def new_cache(self, pool: PagePool | None = None) -> KVCache:
+        """An empty cache for one sequence, in pages of a pool, or with a pool of its own."""
+        return self._model.new_cache(pool)
 
     def close(self) -> None:
         """Close the artifact; `step` refuses from now on."""

@@ -20,6 +20,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.execution.cpu import CpuModel, positions_of
 from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.kernels import ffn
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME
@@ -65,8 +66,10 @@ class StandInExecutor:
     notice: str | None = None
     block_tokens = BLOCK_TOKENS
 
-    def __init__(self, artifact: Artifact, mode: str, threads: int, allocation: Allocation) -> None:
-        self._model = model = CpuModel(artifact, mode, allocation.context, threads)
+    def __init__(
+        self, artifact: Artifact, mode: str, threads: int, allocation: Allocation, cache: str = "auto"
+    ) -> None:
+        self._model = model = CpuModel(artifact, mode, allocation.context, threads, cache)
         self.allocation, self.context, self.neurons = allocation, allocation.context, model.neurons
         self._cuts_LX = np.array(allocation.plan.cuts).reshape(len(model.table_LXW), model.cfg.experts).tolist()
         manifest = artifact.manifest
@@ -97,7 +100,7 @@ class StandInExecutor:
             rows_L2[layer] = self._ffn(w_XW, ws.normed_TD[:1], self._cuts_LX[layer], x_TD)
             after_ffn(m.cfg, w_XW[0], m.eps, x_TD)
         head(m.cfg, m.ends, m.eps, x_TD, ws, ws.logits_TV[:1])
-        s.cache.append(s.tokens)
+        s.cache.append(s.tokens, s.select)
         return SequenceResult(logits_TV=ws.logits_TV[:1].copy(), rows_L2=rows_L2)
 
     def _ffn(self, w_XW: Ints, x_1D: Floats, cut_X: Sequence[int], y_1D: Floats) -> Ints:
@@ -120,9 +123,13 @@ class StandInExecutor:
             y_1D += self.cold.sum_1D
         return rows_2
 
-    def new_cache(self) -> KVCache:
-        """An empty cache for one sequence."""
-        return self._model.new_cache()
+    def new_pool(self, budget: int | None = None) -> PagePool:
+        """Pages for caches of some sequences, together at most `budget` bytes."""
+        return self._model.new_pool(budget)
+
+    def new_cache(self, pool: PagePool | None = None) -> KVCache:
+        """An empty cache for one sequence, in pages of a pool, or with a pool of its own."""
+        return self._model.new_cache(pool)
 
     def close(self) -> None:
         """End the thread and close the artifact."""

@@ -2,7 +2,7 @@
 
     y_t ← y_t + route_weight_t Σ_i a(first_i · x_t) [up_i · x_t] down_i          i in the neurons that t's rung keeps
 
-Neurons are dealt to `CHUNKS` chunks in groups of `GROUP`: neuron i belongs to chunk turn((i / GROUP) mod CHUNKS). A chunk
+Neurons are dealt to `CHUNKS` chunks in groups of `GROUP`: neuron i goes to chunk turn((i / GROUP) mod CHUNKS). A chunk
 goes through its neurons in blocks, cut where their numbers say: names (all, or those that a token's selector names) →
 `first` → what fires → `up` → one factor for each neuron and token, 0 where the token skips it → the token's sum of the
 block's rows of `down`. The sums of the blocks and then those of the chunks are added in order. So the bits of a token
@@ -510,7 +510,7 @@ def _rest_block(
 
 @device
 def _add_list(down: MatrixView, own: _Lists, start: int, count: int, gaps: bool, known: int, y_P: Floats) -> None:
-    """y ← y + the sum of the list of `count` rows from `start` on; with them those that follow in the lists are fetched.
+    """y ← y + the sum of the `count` rows listed from `start` on; with them those that follow in the lists are fetched.
 
     `gaps`: factors may be 0, and their rows are not read.
     """

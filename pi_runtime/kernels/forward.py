@@ -14,14 +14,16 @@ from pi_runtime.kernels import moe
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.data.matrix_view import F16, F32, Floats, Ints, address_of, matrix
+from pi_runtime.kernels.data.matrix_view import Floats, Ints, address_of, matrix
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig
 from pi_runtime.kernels.data.workspace import Workspace
-from pi_runtime.kernels.ops.attention import attend, norm_heads, rotate, store_kv
+from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, store_kv
 from pi_runtime.kernels.ops.linear import add_vector, linear, norm
 
-_load_row, _norm_heads, _route = by_address(load_row), by_address(norm_heads), by_address(moe.route)
+_load_row, _route = by_address(load_row), by_address(moe.route)
+# One piece of code for all: compiled into its callers, a sum may get another order in each.
+_norm, _norm_heads = by_address(norm), by_address(norm_heads)
 
 
 class Positions(NamedTuple):
@@ -29,9 +31,12 @@ class Positions(NamedTuple):
 
     position_T: Ints
     run_R4: Ints
-    """Consecutive tokens of a sequence: the first one's index and number, its position, the address of the cache."""
-    room: int
-    """Positions that a cache has room for."""
+    """Runs of consecutive tokens of a sequence: the first one's index, their number, the first one's position, and the
+    address of the table of the cache's pages."""
+    cache_format: int
+    """Code of the number format of keys and values."""
+    row_nbytes: int
+    """Bytes of a head's keys, or values, at one position."""
 
 
 @public
@@ -79,16 +84,16 @@ def attention(
     if cfg.block == weight_table.POST_NORM:
         _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
     else:
-        norm(cfg.centred, eps, w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS], x_TD, normed_TD)
+        _norm(cfg.centred, eps, w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS], x_TD, normed_TD)
         _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, normed_TD, ws)
     if cfg.block == weight_table.PARALLEL and w[weight_table.FFN_NORM] != 0:
-        norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
+        _norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
     for t in range(tokens):
         _add(attended_TD[t], x_TD[t])
     if cfg.block == weight_table.SEQUENTIAL:
-        norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
+        _norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
     elif cfg.block == weight_table.POST_NORM:
-        norm(cfg.centred, eps, w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS], x_TD, x_TD)
+        _norm(cfg.centred, eps, w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS], x_TD, x_TD)
         for t in range(tokens):
             _copy(x_TD[t], normed_TD[t])
     if cfg.experts > 1:
@@ -117,10 +122,9 @@ def _attend(
         _norm_heads(eps, w[weight_table.Q_NORM], 0, cfg.heads, cfg.head_dim, qkv_TQ)
         _norm_heads(eps, w[weight_table.K_NORM], cfg.heads, cfg.kv_heads, cfg.head_dim, qkv_TQ)
     rotate(cos_SJ, sin_SJ, at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
-    fmt = F32 if cfg.attention_format == F32 else F16
-    behind = layer * 2 * cfg.kv_heads * at.room * cfg.head_dim * (4 if fmt == F32 else 2)
-    store_kv(fmt, qkv_TQ, cfg.heads, cfg.kv_heads, cfg.head_dim, at.room, behind, at.run_R4)
-    attend(fmt, qkv_TQ, cfg.heads, cfg.kv_heads, at.room, behind, at.run_R4, ws.attention_CX, mixed_TQ)
+    cache = LayerCache(at.cache_format, at.row_nbytes, layer, cfg.kv_heads, cfg.head_dim)
+    store_kv(cache, qkv_TQ, at.run_R4)
+    attend(cache, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ)
     linear(out, cfg.d_model, w[weight_table.OUT_BIAS], mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])
 
 
@@ -130,7 +134,7 @@ def after_ffn(cfg: KernelConfig, w: Ints, eps: np.float32, x_TD: Floats) -> None
     for t in range(x_TD.shape[0]):
         add_vector(w[weight_table.DOWN_BIAS], x_TD[t])
     if cfg.block == weight_table.POST_NORM:
-        norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, x_TD)
+        _norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, x_TD)
 
 
 @public
@@ -138,7 +142,7 @@ def head(cfg: KernelConfig, ends: Ends, eps: np.float32, x_TD: Floats, ws: Works
     """logits ← norm(x) Wᵀ + bias, with norm(x) brought to the embedding's width; x is overwritten."""
     tokens, inputs = x_TD.shape[0], address_of(ws.inputs)
     if ends.norm != 0:
-        norm(cfg.centred, eps, ends.norm, ends.norm_bias, x_TD, x_TD)
+        _norm(cfg.centred, eps, ends.norm, ends.norm_bias, x_TD, x_TD)
     rows = matrix(cfg.head_format, ends.head, ends.head_scales, cfg.d_embedding)
     if ends.embedding_out != 0:
         narrow = matrix(cfg.embedding_format, ends.embedding_out, ends.embedding_out_scales, cfg.d_model)

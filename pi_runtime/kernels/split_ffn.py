@@ -29,8 +29,8 @@ def _candidates(m: Chunks) -> Ints:
 
 @public
 def predict(
-    cfg: KernelConfig, w_XW: Ints, x_D: Floats, expert_K: Ints, cut_X: Ints, base_X: Ints, m: Chunks, x: Inputs,
-    hot_F: Integers, cold_F: Integers,
+    cfg: KernelConfig, w_XW: Ints, x_D: Floats, expert_K: Ints, cut_X: Ints, base_X: Ints, x: Inputs, hot_F: Integers,
+    cold_F: Integers,
 ) -> tuple[int, int]:  # fmt: skip
     """List the neurons that are selected in the experts taken; returns how many are hot, and how many cold.
 

@@ -194,6 +194,7 @@ FLAGS = {
     "--repetition-penalty": (None, None),
     "--seed": (None, "PI_SEED"),
     "--ctx-size": (None, "PI_CTX_SIZE"),
+    "--cache-format": (None, "PI_CACHE_FORMAT"),
     "--mode": (None, "PI_MODE"),
     "--device": (None, "PI_DEVICE"),
     "--vram-budget": (None, "PI_VRAM_BUDGET"),

@@ -35,6 +35,7 @@ class HostOps:
     ) -> None:
         self.model, self.layers, self.cuts = model, layers, cuts
         self.token_1, cfg = np.zeros(1, np.int64), model.cfg
+        cache.reserve(1)  # building the schedule runs a token
         self.move_to(cache, 0)
         self._memory = ffn.chunks_of(cfg, model.workspace), inputs_of(model.workspace)
         self._tally_T3 = np.zeros((1, 3), np.int64)
@@ -83,7 +84,7 @@ class HostOps:
         m, send = self.model, self._send
         own = self._cut_LX[layer], self._base_LX[layer]
         x_D, expert_K = m.workspace.normed_TD[0], m.workspace.expert_TK[0]
-        lists = *self._memory, send.index_F, self._cold_F
+        lists = self._memory[1], send.index_F, self._cold_F
         send.count[0], self._cold_count = predict(m.cfg, m.table_LXW[layer], x_D, expert_K, *own, *lists)
 
     def cold_sum(self, layer: int) -> None:

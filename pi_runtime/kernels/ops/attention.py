@@ -5,33 +5,55 @@
 Positions are taken in blocks of `POSITIONS`, cut where their number says: with a larger maximum the sums so far are
 scaled down. So a token's bits depend on its position alone, not on how its prompt was cut, nor on other sequences.
 
-Shape letters: T tokens of this step; H query heads, G key-value heads, E head width, J rotary frequencies, S positions
-that a cache has room for, N queries that share a head of keys, B positions of a block, R runs. `qkv_TQ` holds each
-token's H + 2G heads side by side (Q numbers). A layer's cache is (2, G, S, E), float16 or float32.
+The cache lies in pages, one for each block of positions, which a sequence's page table names in order.
+
+Shape letters: T tokens of this step; H query heads, G key-value heads, E head width, J rotary frequencies, S positions,
+N queries that share a head of keys, B positions of a block, R runs, L layers. `qkv_TQ` holds each token's H + 2G heads
+side by side (Q numbers). In a page each head has its keys (E, B) or values
+(B, E), float16, float32 or q8, which is unpacked before it is used.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import carray, prange
 
 from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS
+from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public, strict_device
 from pi_runtime.kernels.data.matrix_view import (
     F16,
+    F32,
     Floats,
     Ints,
     MatrixView,
     address_of,
     float_to_half,
+    half_to_float,
     pointer_of,
     vector,
 )
-from pi_runtime.kernels.ops.row_products import row_products
+from pi_runtime.kernels.ops.key_products import key_products
 from pi_runtime.kernels.ops.row_sums import row_sums
+from pi_runtime.kernels.ops.softmax import weigh
 
 LARGEST_HALF = np.float32(65504)
 """The largest float16 number."""
-FIRST, COUNT, START, CACHE = range(4)
-"""Columns of runs: the first of consecutive tokens of a sequence, their number, its position, the cache's address."""
+Q8 = FORMATS["q8"].code
+FIRST, COUNT, START, TABLE = range(4)
+"""Columns of runs (see `forward.Positions`)."""
+
+
+class LayerCache(NamedTuple):
+    """Where pages hold a layer's keys and values."""
+
+    fmt: int
+    """Code of the number format: float32, float16 or q8."""
+    stride: int
+    """Bytes of a head's keys, or values, at one position."""
+    layer: int
+    groups: int
+    width: int
 
 
 @public
@@ -65,87 +87,142 @@ def rotate(cos_SJ: Floats, sin_SJ: Floats, position_T: Ints, heads: int, width: 
 
 
 @device
-def _head(fmt: int, cache: int, head: int, room: int, width: int) -> MatrixView:
-    """The keys (heads 0 … G − 1) or values (G … 2G − 1) of one head in a layer's cache, a row for each position."""
-    stride = width * (2 if fmt == F16 else 4)
-    return MatrixView(fmt, cache + head * room * stride, 0, stride, 0, width)
+def _head(cache: LayerCache, run_4: Ints, block: int, head: int) -> int:
+    """Where a page holds the keys (heads 0 … G − 1) or values (G … 2G − 1) of one head."""
+    page = carray(pointer_of(run_4[TABLE]), (block + 1,), np.int64)[block]
+    return page + (2 * cache.groups * cache.layer + head) * POSITIONS * cache.stride
+
+
+@device
+def _q8_nbytes(width: int) -> int:
+    """Bytes of a position's q8 numbers without their scales."""
+    return (width + BLOCK - 1) // BLOCK * BLOCK
 
 
 @public
-def store_kv(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, width: int, room: int, behind: int, run_R4: Ints
-) -> None:
-    """Write the tokens' keys and values into the layer's caches, limited to what float16 can hold; see `attend`."""
+def store_kv(cache: LayerCache, qkv_TQ: Floats, run_R4: Ints) -> None:
+    """Write the tokens' keys and values into their pages, limited to what float16 can hold."""
+    width = cache.width
+    heads = qkv_TQ.shape[1] // width - 2 * cache.groups
     for r in range(run_R4.shape[0]):
         run_4 = run_R4[r]
         for n in range(run_4[COUNT]):
-            for head in range(2 * groups):
+            block, place = divmod(run_4[START] + n, POSITIONS)
+            for head in range(2 * cache.groups):
                 x_E = qkv_TQ[run_4[FIRST] + n, (heads + head) * width : (heads + head + 1) * width]
-                rows = _head(fmt, run_4[CACHE] + behind, head, room, width)
-                at = rows.values + (run_4[START] + n) * rows.stride
-                if fmt == F16:
-                    half_E = carray(pointer_of(at), (width,), np.uint16)
-                    for j in range(width):
-                        half_E[j] = float_to_half(min(max(x_E[j], -LARGEST_HALF), LARGEST_HALF))
-                else:
-                    float_E = carray(pointer_of(at), (width,), np.float32)
-                    for j in range(width):
-                        float_E[j] = x_E[j]
+                _store(cache.fmt, x_E, _head(cache, run_4, block, head), cache.stride, place, head < cache.groups)
+
+
+@device
+def _store(fmt: int, x_E: Floats, at: int, stride: int, place: int, keys: bool) -> None:
+    """Write the keys or values of one position: values side by side, keys a page's positions apart."""
+    width = x_E.shape[0]
+    first, step = (place, POSITIONS) if keys else (place * width, 1)
+    if fmt == Q8:
+        nbytes = _q8_nbytes(width)
+        if keys:
+            _store_q8(x_E, at + place, at + POSITIONS * nbytes + 2 * place, POSITIONS)
+        else:
+            _store_q8(x_E, at + place * stride, at + place * stride + nbytes, 1)
+    elif fmt == F16:
+        half_X = carray(pointer_of(at), (POSITIONS * width,), np.uint16)
+        for j in range(width):
+            half_X[first + j * step] = float_to_half(min(max(x_E[j], -LARGEST_HALF), LARGEST_HALF))
+    else:
+        float_X = carray(pointer_of(at), (POSITIONS * width,), np.float32)
+        for j in range(width):
+            float_X[first + j * step] = x_E[j]
+
+
+@strict_device
+def _store_q8(x_E: Floats, at: int, scales_at: int, step: int) -> None:
+    """q = round(x / s) of each block of 32 columns, with s = max |x| / 127 rounded to float16; `step` items apart."""
+    width = x_E.shape[0]
+    blocks = (width + BLOCK - 1) // BLOCK
+    q_X = carray(pointer_of(at), (step * width,), np.int8)
+    half_X = carray(pointer_of(scales_at), (step * blocks,), np.uint16)
+    for block in range(blocks):
+        low, high = block * BLOCK, min(width, (block + 1) * BLOCK)
+        largest = np.float32(0)
+        for j in range(low, high):
+            # NaN is larger than all, so that it reaches the scale.
+            largest = largest if abs(x_E[j]) <= largest else abs(x_E[j])
+        half_X[block * step] = float_to_half(min(largest / np.float32(127), LARGEST_HALF))
+        scale = half_to_float(half_X[block * step])
+        for j in range(low, high):
+            quotient = np.rint(x_E[j] / scale) if scale > 0 else np.float32(0)
+            q_X[j * step] = np.int8(max(np.float32(-127), min(np.float32(127), quotient)))
+
+
+@strict_device
+def _unpack_keys(at: int, width: int, unpacked_X: Floats) -> None:
+    """A page's keys in q8 as float32, column by column."""
+    q_EB = carray(pointer_of(at), (width, POSITIONS), np.int8)
+    half_XB = carray(pointer_of(at + POSITIONS * _q8_nbytes(width)), (width, POSITIONS), np.uint16)
+    for j in range(width):
+        for s in range(unpacked_X.shape[0] // width):
+            unpacked_X[j * POSITIONS + s] = np.float32(q_EB[j, s]) * half_to_float(half_XB[j // BLOCK, s])
+
+
+@strict_device
+def _unpack_values(at: int, stride: int, count: int, width: int, unpacked_X: Floats) -> None:
+    """The first `count` values in q8 as float32, row by row."""
+    for n in range(count):
+        q_E = carray(pointer_of(at + n * stride), (width,), np.int8)
+        half_X = carray(pointer_of(at + n * stride + _q8_nbytes(width)), (width,), np.uint16)
+        for low in range(0, width, BLOCK):
+            scale = half_to_float(half_X[low // BLOCK])
+            for j in range(low, min(width, low + BLOCK)):
+                unpacked_X[n * width + j] = np.float32(q_E[j]) * scale
 
 
 @public
 def attend(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, room: int, behind: int, run_R4: Ints, scratch_CX: Floats,
-    out_TQ: Floats,
-) -> None:  # fmt: skip
+    cache: LayerCache, qkv_TQ: Floats, run_R4: Ints, unpacked_CBE: Floats, scratch_CX: Floats, out_TQ: Floats
+) -> None:
     """out ← softmax(q kᵀ / √E) v over the positions up to each token's own.
 
-    The layer's part of a cache lies `behind` bytes after the address in a run, and has room for `room` positions.
-    `scratch_CX`: `footprint.attention_floats` numbers for each part of the work.
+    `scratch_CX`: `footprint.attention_floats` numbers for each part of the work. `unpacked_CBE`: memory for a page's
+    keys or values where the cache is q8.
     """
-    _attend(fmt, qkv_TQ, heads, groups, room, behind, run_R4, scratch_CX, out_TQ)
+    _attend(cache, qkv_TQ, run_R4, unpacked_CBE, scratch_CX, out_TQ)
 
 
 @parallel
 def _attend(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, room: int, behind: int, run_R4: Ints, scratch_CX: Floats,
-    out_TQ: Floats,
-) -> None:  # fmt: skip
+    cache: LayerCache, qkv_TQ: Floats, run_R4: Ints, unpacked_CBE: Floats, scratch_CX: Floats, out_TQ: Floats
+) -> None:
     _attend_part()
     for part in prange(CHUNKS):
-        _attend_part(fmt, qkv_TQ, heads, groups, room, behind, run_R4, part, scratch_CX[part], out_TQ)
+        _attend_part(cache, qkv_TQ, run_R4, part, unpacked_CBE[part], scratch_CX[part], out_TQ)
 
 
 @loop_body
 def _attend_part(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, room: int, behind: int, run_R4: Ints, part: int,
-    scratch_X: Floats, out_TQ: Floats,
-) -> None:  # fmt: skip
+    cache: LayerCache, qkv_TQ: Floats, run_R4: Ints, part: int, unpacked_BE: Floats, scratch_X: Floats, out_TQ: Floats
+) -> None:
     """Every `CHUNKS`-th task, a few tokens of a run with the queries that share a head of keys."""
     task = 0
     for r in range(run_R4.shape[0]):
         run_4 = run_R4[r]
         for first in range(0, run_4[COUNT], ATTENTION_TOKENS):
             tokens = min(ATTENTION_TOKENS, run_4[COUNT] - first)
-            for group in range(groups):
+            for group in range(cache.groups):
                 if task % CHUNKS == part:
-                    cache = run_4[CACHE] + behind
-                    width = qkv_TQ.shape[1] // (heads + 2 * groups)
-                    keys = _head(fmt, cache, group, room, width)
-                    values = _head(fmt, cache, groups + group, room, width)
                     at = run_4[FIRST] + first, run_4[START] + first, tokens
-                    _attend_tile(keys, values, qkv_TQ, heads, groups, group, at, scratch_X, out_TQ)
+                    _attend_tile(cache, qkv_TQ, run_4, group, at, unpacked_BE, scratch_X, out_TQ)
                 task += 1
 
 
 @device
 def _attend_tile(
-    keys: MatrixView, values: MatrixView, qkv_TQ: Floats, heads: int, groups: int, group: int,
-    at: tuple[int, int, int], scratch_X: Floats, out_TQ: Floats,
+    cache: LayerCache, qkv_TQ: Floats, run_4: Ints, group: int, at: tuple[int, int, int], unpacked_BE: Floats,
+    scratch_X: Floats, out_TQ: Floats,
 ) -> None:  # fmt: skip
-    """The queries of one group of heads for some tokens; `at`: the first token, its position, their number."""
+    """The queries of one group of heads for some tokens of a run; `at`: the first token, its position, their number."""
     token, start, tokens = at
-    width, shared = keys.columns, heads // groups
+    width, every = cache.width, qkv_TQ.shape[1] // cache.width
+    shared = every // cache.groups - 2
     queries, end = shared * tokens, start + tokens
     # The memory holds numbers of queries, then their sums, weights, largest scores and totals.
     query_N = carray(pointer_of(address_of(scratch_X)), (queries,), np.int64)
@@ -155,71 +232,32 @@ def _attend_tile(
     largest_N, total_N = scratch_X[behind : behind + queries], scratch_X[behind + queries : behind + 2 * queries]
     sum_NE[:], largest_N[:], total_N[:] = np.float32(0), np.float32(-np.inf), np.float32(0)
     for n in range(queries):
-        query_N[n] = (token + n // shared) * (heads + 2 * groups) + group * shared + n % shared
+        query_N[n] = (token + n // shared) * every + group * shared + n % shared
     scale = np.float32(1 / np.sqrt(width))
     for first in range(0, end, POSITIONS):
-        count = min(POSITIONS, end - first)
-        row_products(
-            keys, first, 0, count, count, address_of(qkv_TQ), 4 * width, address_of(query_N), queries,
-            address_of(score_NB), 4 * POSITIONS,
-        )  # fmt: skip
+        block, count = first // POSITIONS, min(POSITIONS, end - first)
+        keys, values = _head(cache, run_4, block, group), _head(cache, run_4, block, cache.groups + group)
+        fmt, stride = cache.fmt, cache.stride
+        if cache.fmt == Q8:
+            _unpack_keys(keys, width, unpacked_BE.reshape(-1))
+            fmt, stride, keys = F32, 4 * width, address_of(unpacked_BE)
+        later = _head(cache, run_4, min(block + 1, (end - 1) // POSITIONS), group)
+        key_products(
+            fmt, keys, values, later, width, address_of(qkv_TQ), address_of(query_N), queries, address_of(score_NB)
+        )
         for n in range(queries):
             seen = max(0, min(count, start + n // shared + 1 - first))
-            rescale = _weigh(score_NB[n], seen, scale, largest_N[n : n + 1], total_N[n : n + 1])
+            rescale = weigh(score_NB[n], seen, scale, largest_N[n : n + 1], total_N[n : n + 1])
             if rescale != 1:
                 for j in range(width):
                     sum_NE[n, j] *= rescale
-        row_sums(
-            values, first, 0, count, count, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width
-        )
+        if cache.fmt == Q8:
+            _unpack_values(values, cache.stride, count, width, unpacked_BE.reshape(-1))
+            values = address_of(unpacked_BE)
+        rows = MatrixView(fmt, values, 0, stride, 0, width)
+        row_sums(rows, 0, 0, count, count, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width)
     for n in range(queries):
         head = group * shared + n % shared
         out_E = out_TQ[token + n // shared, head * width : (head + 1) * width]
         for j in range(width):
             out_E[j] = sum_NE[n, j] / total_N[n]
-
-
-@strict_device
-def _weigh(score_B: Floats, seen: int, scale: np.float32, largest_1: Floats, total_1: Floats) -> np.float32:
-    """score ← exp(score · scale − largest) of the `seen` first positions, else 0; adds them to the total.
-
-    Returns the factor by which a larger score scales down what was summed before.
-    """
-    largest = largest_1[0]
-    for s in range(seen):
-        score_B[s] *= scale
-        largest = max(largest, score_B[s])
-    for s in range(POSITIONS):
-        score_B[s] = _exp(score_B[s] - largest) if s < seen else np.float32(0)
-    total = np.float32(0)
-    for s in range(8):
-        total += (score_B[s] + score_B[8 + s]) + (score_B[16 + s] + score_B[24 + s])
-    rescale = np.float32(1) if largest == largest_1[0] else _exp(largest_1[0] - largest)
-    total_1[0] = total_1[0] * rescale + total
-    largest_1[0] = largest
-    return rescale
-
-
-_LOG2E = np.float32(1.44269504)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_P0, _P1, _P2, _P3, _P4, _P5 = (
-    np.float32(p)
-    for p in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-)
-_SMALLEST, _HALF, _ONE = np.float32(-87), np.float32(0.5), np.float32(1)
-
-
-@strict_device
-def _exp(x: np.float32) -> np.float32:
-    """exp(x) for x ≤ 0, within two units of the last place; 0 below −87.
-
-    The polynomial is that of Cephes' expf. Every operation is one that vector instructions have, so a loop of it is
-    vectorised, with the same bits.
-    """
-    clamped = max(x, _SMALLEST)
-    n = np.floor(clamped * _LOG2E + _HALF)
-    r = clamped - n * _LN2_HIGH - n * _LN2_LOW
-    p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
-    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
-    found = (p * r * r + r + _ONE) * power
-    return np.float32(0) if x < _SMALLEST else found

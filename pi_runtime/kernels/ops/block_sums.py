@@ -59,7 +59,7 @@ _BLOCKS = STRIP // BLOCK
 _TINY = 2.0**-126
 
 
-@device
+@public
 def add_block_rows(m: MatrixView, index: int, count: int, known: int, h: int, y_P: Floats, scratch: int) -> None:
     """y ← y + Σ_k h_k row(index_k), for at most `SUM_NEURONS` rows of a block format.
 

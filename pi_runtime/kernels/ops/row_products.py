@@ -301,7 +301,7 @@ class _Call:
                         v.store(b, b.extract_element(four, ir.Constant(v.I32, r)), at, v.offset(4 * r))
 
     def emit(self, tile: Callable[..., Any], sizes: tuple[int, ...], alone_rows: int) -> None:
-        """Emit a format's loops. `alone_rows`: a vector alone takes so many long rows at once: the memory prefers few."""
+        """Emit a format's loops. `alone_rows`: a vector alone takes so many long rows at once; memory prefers few."""
         b = self.b
         long = b.icmp_signed(">=", self.columns, v.offset(LONG))
         with b.if_else(b.and_(long, b.icmp_signed("==", self.token_count, v.offset(1)))) as (alone, company):

@@ -186,6 +186,7 @@ DIGEST = """
 import hashlib, json, sys
 import numpy as np
 from pi_runtime import load
+from pi_runtime.execution.pages import by_position
 
 found = {}
 for path in sys.argv[1:]:
@@ -197,7 +198,9 @@ for path in sys.argv[1:]:
                 prefill = model.generate(ids[:100], max_tokens=1, cache=cache)
                 "".join(prefill)
                 steps = [model.decode(int(token), cache)[0] for token in ids[100:]]
-                bits = [model.logits(ids), cache.values, np.stack(steps)]
+                pages = ([by_position(layer) for layer in page] for page in cache.page_values())
+                held = np.concatenate(list(pages), axis=3)[:, :, :, : cache.length]
+                bits = [model.logits(ids), held, np.stack(steps)]
                 digest = hashlib.sha256(b"".join(part.tobytes() for part in bits)).hexdigest()
             found.setdefault(f"{path} {mode}", set()).add(digest)
 print(json.dumps({case: sorted(digests) for case, digests in found.items()}))

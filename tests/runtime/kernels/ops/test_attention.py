@@ -8,35 +8,81 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.synthetic import frequencies, small_decoder
 
+from pi_runtime.artifact.buffers import kv_page
 from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS
 from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.quantisation import as_stored
+from pi_runtime.execution.pages import by_position
 from pi_runtime.kernels import reference
-from pi_runtime.kernels.ops.attention import LARGEST_HALF, attend, norm_heads, rotate, store_kv
+from pi_runtime.kernels.ops.attention import LARGEST_HALF, LayerCache, attend, norm_heads, rotate, store_kv
 
-CODE = {"f2": FORMATS["f16"].code, "f4": FORMATS["f32"].code}
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
 
 
-def write(qkv_TQ: np.ndarray, heads: int, start: int, cache_2GSE: np.ndarray) -> None:
+class Pages:
+    """One sequence's pages: the middle one of three layers, in an order in which they do not lie in memory."""
+
+    def __init__(self, groups: int, positions: int, width: int, fmt: str) -> None:
+        count = -(-positions // POSITIONS)
+        page = kv_page(small_decoder(n_layers=3, n_kv_heads=groups, n_heads=groups, head_dim=width), fmt)
+        # All bits set are NaN, in the scales of q8 as well.
+        self.pages = np.full((count, page.nbytes), 255, np.uint8).view(page.dtype).reshape(count, *page.shape)
+        self.order = np.random.default_rng(count).permutation(count)
+        self.table = np.array([self.pages[n].ctypes.data for n in self.order])
+        self.cache = LayerCache(FORMATS[fmt].code, self.pages[0, 0, 0, 0, 0].nbytes, LAYER, groups, width)
+
+    @property
+    def rows_2GSX(self) -> np.ndarray:
+        """What is stored of the layer for each position, in order: of q8 the bytes, then the scales of their blocks."""
+        groups, pages = self.cache.groups, []
+        for page in self.pages[self.order, LAYER]:
+            if page.dtype != np.uint8:
+                pages.append(by_position(page))
+                continue
+            columns = page.shape[-1] // 34 * 32
+            keys = page[0].reshape(groups, -1)
+            q = keys[:, : POSITIONS * columns].reshape(groups, columns, POSITIONS).swapaxes(1, 2)
+            scales = (
+                keys[:, POSITIONS * columns :].copy().view(np.float16).reshape(groups, -1, POSITIONS).swapaxes(1, 2)
+            )
+            pages.append((np.concatenate([q, np.ascontiguousarray(scales).view(np.uint8)], axis=-1), page[1]))
+        return np.concatenate(pages, axis=2)
+
+    @property
+    def values_2GSE(self) -> np.ndarray:
+        """The layer's keys and values, in the order of positions."""
+        rows = self.rows_2GSX
+        if rows.dtype != np.uint8:
+            return rows
+        columns = rows.shape[-1] // 34 * 32
+        q, scales = rows[..., :columns].view(np.int8), rows[..., columns:].copy().view(np.float16)
+        return (q.astype(np.float32) * np.repeat(scales.astype(np.float32), 32, axis=-1))[..., : self.cache.width]
+
+
+LAYER = 1
+
+
+def write(qkv_TQ: np.ndarray, start: int, pages: Pages) -> None:
     """Write one sequence's keys and values."""
-    _, groups, room, width = cache_2GSE.shape
-    run_R4 = np.array([[0, len(qkv_TQ), start, cache_2GSE.ctypes.data]])
-    store_kv(CODE[cache_2GSE.dtype.str[1:]], qkv_TQ, heads, groups, width, room, 0, run_R4)
+    store_kv(pages.cache, qkv_TQ, np.array([[0, len(qkv_TQ), start, pages.table.ctypes.data]]))
 
 
-def attended(qkv_TQ: np.ndarray, heads: int, runs: Sequence[tuple[int, int, int, np.ndarray]]) -> np.ndarray:
-    """Attention of runs (first token, their number, first position, cache), whose caches have the same shape."""
-    _, groups, room, width = runs[0][3].shape
-    run_R4 = np.array([[*run[:3], run[3].ctypes.data] for run in runs])
+def attended(qkv_TQ: np.ndarray, heads: int, runs: Sequence[tuple[int, int, int, Pages]]) -> np.ndarray:
+    """Attention of runs (first token, their number, first position, pages), whose pages have the same shape."""
+    cache = runs[0][3].cache
+    width = cache.width
+    run_R4 = np.array([[*run[:3], run[3].table.ctypes.data] for run in runs])
     out_TQ = np.full((len(qkv_TQ), heads * width), np.nan, np.float32)
-    floats = ATTENTION_TOKENS * heads // groups * (width + POSITIONS + 4)
+    floats = ATTENTION_TOKENS * heads // cache.groups * (width + POSITIONS + 4)
     scratch_CX = np.full((CHUNKS, floats), np.nan, np.float32)
-    attend(CODE[runs[0][3].dtype.str[1:]], qkv_TQ, heads, groups, room, 0, run_R4, scratch_CX, out_TQ)
+    unpacked_CBE = np.full((CHUNKS, POSITIONS, width), np.nan, np.float32)
+    attend(cache, qkv_TQ, run_R4, unpacked_CBE, scratch_CX, out_TQ)
     return out_TQ
 
 
-def naive(qkv_TQ: np.ndarray, heads: int, start: int, cache_2GSE: np.ndarray) -> np.ndarray:
+def naive(qkv_TQ: np.ndarray, heads: int, start: int, pages: Pages) -> np.ndarray:
     """softmax(q kᵀ / √E) v in float64, token by token and head by head."""
+    cache_2GSE = pages.values_2GSE
     _, groups, _, width = cache_2GSE.shape
     out = np.empty((len(qkv_TQ), heads, width))
     for t, token in enumerate(qkv_TQ.astype(np.float64)):
@@ -55,37 +101,38 @@ def naive(qkv_TQ: np.ndarray, heads: int, start: int, cache_2GSE: np.ndarray) ->
     st.integers(1, 4),
     st.integers(1, 20),
     st.integers(0, 70),
-    st.integers(0, 3),
-    st.sampled_from(["f2", "f4"]),
+    st.sampled_from(["f16", "f32", "q8"]),
 )
-@example(1, 1, 1, 1, 0, 0, "f4")
-@example(64, 2, 3, 17, 5, 1, "f4")
-@example(64, 2, 3, 40, 5, 1, "f2")
-def test_attend(tokens: int, groups: int, share: int, width: int, start: int, room: int, dtype: str) -> None:
+@example(1, 1, 1, 1, 0, "f32")
+@example(64, 2, 3, 17, 5, "f32")
+@example(64, 2, 3, 40, 5, "f16")
+def test_attend(tokens: int, groups: int, share: int, width: int, start: int, fmt: str) -> None:
     heads, rng = groups * share, np.random.default_rng(tokens)
     qkv_TQ = rng.standard_normal((tokens, (heads + 2 * groups) * width), np.float32)
-    cache = np.full((2, groups, start + tokens + room, width), np.nan, dtype)
-    cache[:, :, :start] = rng.standard_normal((2, groups, start, width), np.float32)
-    write(qkv_TQ, heads, start, cache)
+    cache = Pages(groups, start + tokens, width, fmt)
+    write(rng.standard_normal((start, 2 * groups * width), np.float32), 0, cache)
+    write(qkv_TQ, start, cache)
     keys_values = qkv_TQ[:, heads * width :].reshape(tokens, 2, groups, width)
-    np.testing.assert_array_equal(cache[:, :, start : start + tokens], keys_values.transpose(1, 2, 0, 3).astype(dtype))
-    assert np.isnan(cache[:, :, start + tokens :]).all(), "wrote past the block"
+    found, wanted = cache.values_2GSE[:, :, start : start + tokens], keys_values.transpose(1, 2, 0, 3)
+    np.testing.assert_array_equal(found, as_stored(fmt, np.ascontiguousarray(wanted)))
+    for untouched in (cache.rows_2GSX[:, :, start + tokens :], cache.pages[:, np.arange(3) != LAYER]):
+        assert (np.ascontiguousarray(untouched).view(np.uint8) == 255).all()
     out_TQ = attended(qkv_TQ, heads, [(0, tokens, start, cache)])
     np.testing.assert_allclose(out_TQ, naive(qkv_TQ, heads, start, cache), rtol=2e-5, atol=2e-6)
 
 
 @FEW
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.sampled_from(["f2", "f4"]), st.data())
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.sampled_from(["f16", "f32", "q8"]), st.data())
 def test_a_token_gets_the_same_bits_in_any_piece_and_company(
-    groups: int, share: int, width: int, dtype: str, data: st.DataObject
+    groups: int, share: int, width: int, fmt: str, data: st.DataObject
 ) -> None:
     heads, rng = groups * share, np.random.default_rng(width)
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
     every = [rng.standard_normal((n, (heads + 2 * groups) * width), np.float32) for n in lengths]
-    caches = [np.full((2, groups, 100, width), np.nan, dtype) for _ in every]
+    caches = [Pages(groups, 100, width, fmt) for _ in every]
     alone = []
     for qkv_TQ, cache in zip(every, caches, strict=True):
-        write(qkv_TQ, heads, 0, cache)
+        write(qkv_TQ, 0, cache)
         one = [attended(qkv_TQ[t : t + 1], heads, [(0, 1, t, cache)]) for t in range(len(qkv_TQ))]
         alone.append(np.concatenate(one))
     cuts = [data.draw(st.integers(0, n - 1)) for n in lengths]
@@ -101,17 +148,29 @@ def test_attend_neither_overflows_nor_loses_its_sum(scale: float) -> None:
     rng = np.random.default_rng(1)
     qkv_TQ = rng.standard_normal((3, 3 * 8), np.float32)
     qkv_TQ[:, :16] *= np.float32(scale)
-    cache = np.empty((2, 1, 3, 8), np.float32)
-    write(qkv_TQ, 1, 0, cache)
+    cache = Pages(1, 3, 8, "f32")
+    write(qkv_TQ, 0, cache)
     out_TQ = attended(qkv_TQ, 1, [(0, 3, 0, cache)])
     np.testing.assert_allclose(out_TQ, naive(qkv_TQ, 1, 0, cache), rtol=1e-4, atol=1e-6)
 
 
+@np.errstate(invalid="ignore")
+def test_q8_holds_large_numbers_and_what_is_no_number_stays_none() -> None:
+    qkv_TQ = np.array([[0.0] * 40 + [1e5] * 40 + [1e-9] * 40, [0.0] * 40 + [np.nan] * 40 + [np.inf] * 40], np.float32)
+    cache = Pages(1, 2, 40, "q8")
+    write(qkv_TQ, 0, cache)
+    keys, values = cache.values_2GSE[:, 0, :2]
+    np.testing.assert_allclose(keys[0], 1e5, rtol=1e-2)
+    assert (values[0] == 0).all()
+    assert np.isnan(keys[1]).all()
+    np.testing.assert_array_equal(values[1], LARGEST_HALF * 127)
+
+
 def test_what_float16_cannot_hold_becomes_its_largest_number() -> None:
     qkv_TQ = np.array([[0.0, 1e6, -1e6]], np.float32)
-    cache = np.zeros((2, 1, 1, 1), np.float16)
-    write(qkv_TQ, 1, 0, cache)
-    np.testing.assert_array_equal(cache.ravel(), [LARGEST_HALF, -LARGEST_HALF])
+    cache = Pages(1, 1, 1, "f16")
+    write(qkv_TQ, 0, cache)
+    np.testing.assert_array_equal(cache.values_2GSE[:, 0, 0, 0], [LARGEST_HALF, -LARGEST_HALF])
 
 
 @FEW

@@ -1,0 +1,118 @@
+"""Products of queries with the keys of a page, which lie column by column: a register holds a column of positions.
+
+    score_s = Σ_j q_j k_js
+
+Each score is summed in the order of the columns, however many queries share a call, so a token gets the same bits alone
+and in any company. No lanes are added up, as rows of keys would need it.
+"""
+
+# The signatures of `generate` are numba's.
+# ruff: noqa: ARG001
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numba import carray, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pi_runtime.artifact.footprint import POSITIONS
+from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.indirect_calls import by_address
+from pi_runtime.kernels.codegen.isa import ISA
+from pi_runtime.kernels.codegen.jit import device, public
+from pi_runtime.kernels.data.matrix_view import F16, F32, half_to_float, pointer_of
+
+_TILES = (8, 4, 2, 1) if ISA.lanes == 16 else (2, 1)
+"""Queries of a tile: as many as there are registers for their scores, and fewer for those that are left."""
+
+
+def _emit_tiles(
+    fmt: str, b: Any, keys: Any, values: Any, later: Any, columns: Any, queries: Any, index: Any, count: Any, out: Any
+) -> None:
+    """Emit the loops over queries and columns for one format."""
+    nbytes = POSITIONS * (4 if fmt == "f32" else 2)
+    kind, done = v.vec(v.F32, POSITIONS), v.offset(0)
+    zeros = v.const(v.F32, POSITIONS, 0.0)
+    for size in _TILES:
+        tiles = b.udiv(b.sub(count, done), v.offset(size))
+        with cgutils.for_range(b, tiles) as loop:
+            first = b.add(done, b.mul(loop.index, v.offset(size)))
+            places = [b.add(first, v.offset(k)) for k in range(size)]
+            numbers = [v.load(b, v.pointer(b, index), b.mul(place, v.offset(8)), v.I64) for place in places]
+            rows = [v.pointer(b, b.add(queries, b.mul(n, b.mul(columns, v.offset(4))))) for n in numbers]
+            sums = [cgutils.alloca_once(b, kind) for _ in range(size)]
+            for total in sums:
+                b.store(zeros, total)
+            with cgutils.for_range(b, columns) as column:
+                key = v.floats_of(b, fmt, v.pointer(b, keys), b.mul(column.index, v.offset(POSITIONS)), POSITIONS)
+                for line in range(0, nbytes if size <= _FEW else 0, v.LINE):
+                    for place in (values, later):
+                        at = b.add(b.mul(column.index, v.offset(nbytes)), v.offset(line))
+                        v.prefetch(b, v.pointer(b, place), at)
+                for row, total in zip(rows, sums, strict=True):
+                    q = v.splat(b, v.load(b, row, b.mul(column.index, v.offset(4)), v.F32), POSITIONS)
+                    b.store(v.fma(b, key, q, b.load(total)), total)
+            for place, total in zip(places, sums, strict=True):
+                v.store(b, b.load(total), v.pointer(b, out), b.mul(place, v.offset(4 * POSITIONS)))
+        done = b.add(done, b.mul(tiles, v.offset(size)))
+
+
+_FEW = 4
+"""Queries for which the memory is the limit."""
+
+
+@intrinsic
+def _emit_key_products(typing_context: Any, fmt: Any, call: Any) -> Any:
+    """Emit `key_products`; `call` is a tuple of its other values, in order."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        values = cgutils.unpack_tuple(b, arguments[1])
+        v.switch(b, arguments[0], {code: partial(_emit_tiles, name, b, *values) for code, name in _FORMATS.items()})
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.UniTuple(types.intp, 8)), generate
+
+
+_FORMATS = {F32: "f32", F16: "f16"}
+
+
+@public
+def vector_key_products(
+    fmt: int, keys: int, values: int, later: int, columns: int, queries: int, index: int, count: int, out: int
+) -> None:
+    """`key_products` by vector instructions."""
+    _emit_key_products(fmt, (keys, values, later, columns, queries, index, count, out))
+
+
+@public
+def portable_key_products(
+    fmt: int, keys: int, values: int, later: int, columns: int, queries: int, index: int, count: int, out: int
+) -> None:
+    """The definition of `key_products` in plain loops."""
+    index_N = carray(pointer_of(index), (count,), np.int64)
+    float_JS = carray(pointer_of(keys), (columns, POSITIONS), np.float32)
+    half_JS = carray(pointer_of(keys), (columns, POSITIONS), np.uint16)
+    for n in range(count):
+        q_J = carray(pointer_of(queries + 4 * columns * index_N[n]), (columns,), np.float32)
+        score_S = carray(pointer_of(out + 4 * POSITIONS * n), (POSITIONS,), np.float32)
+        score_S[:] = np.float32(0)
+        for j in range(columns):
+            for s in range(POSITIONS):
+                score_S[s] += q_J[j] * (half_to_float(half_JS[j, s]) if fmt == F16 else float_JS[j, s])
+
+
+_key_products = by_address(vector_key_products if ISA.lanes else portable_key_products)
+
+
+@device
+def key_products(
+    fmt: int, keys: int, values: int, later: int, columns: int, queries: int, index: int, count: int, out: int
+) -> None:
+    """out[n, s] ← query index[n] · key s, for `count` queries and all positions of a page. All places are addresses.
+
+    Keys are float32 or float16. Queries lie one after the other. Where these are few the memory is what takes time:
+    so the page's values, and the keys that come later, are prefetched meanwhile.
+    """
+    _key_products(fmt, keys, values, later, columns, queries, index, count, out)
