@@ -524,7 +524,7 @@ def _add_list(down: MatrixView, own: _Lists, start: int, count: int, gaps: bool,
     if is_quantised(down.fmt):
         add_block_rows(down, listed, count, following, address_of(own.h_K) + 4 * start, y_P, own.sums)
     else:
-        h_K = own.product_K[: count + SUM_ROWS]
+        h_K = own.product_K[own.product_K.shape[0] - SUM_NEURONS - SUM_ROWS :][: count + SUM_ROWS]
         h_K[:count], h_K[count:] = own.h_K[start : start + count], np.float32(0)
         row_sums(down, 0, listed, count, following, address_of(h_K), 0, 1, y_at, 0)
 
