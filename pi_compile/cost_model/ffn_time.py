@@ -47,9 +47,8 @@ class Reads:
         ps += _ps(self.first, processor.rate(fmt, "gather" if kind.picks else "neurons"))
         ps += _ps(self.rest, processor.rate(fmt, "neurons" if kind.dense else "gather"))
         if kind.picks:
-            predictor_fmt = neuron.predictor_format if kind.formatted else ""
             ps += PREDICTOR_LAUNCHES * processor.launch_ps
-            ps += _ps(self.predictor, processor.rate(predictor_fmt, "predictor"))
+            ps += _ps(self.predictor, processor.predictor_rate(kind, neuron.predictor_format))
         return ps
 
 

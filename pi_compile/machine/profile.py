@@ -7,13 +7,16 @@ import json
 import tomllib
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pi_compile.errors import ProfileError, nearest
 from pi_compile.files import bundled_folder
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
+
+VERSION: Final = 2
+"""The version of the file. Version 1 could give picked rows a rate in some formats and leave out others."""
 
 # The upper bound keeps slips (bytes for GB) and infinity out of the solver's integers.
 Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
@@ -50,13 +53,22 @@ class _Processor(_Section):
     neurons_gb_per_s: Rates = Field(default_factory=dict)
     """All neurons of an FFN; other formats run at `format_gb_per_s`."""
     gather_gb_per_s: Rates = Field(default_factory=dict)
-    """Some neurons of an FFN, gathered; other formats run at `format_gb_per_s`."""
+    """Some neurons of an FFN, gathered: every format, or none. Without it they come at `format_gb_per_s`."""
     predictor_gb_per_s: Rates = Field(default_factory=dict)
     """Predictors, whose rows are short; other formats run at `format_gb_per_s`."""
     attention_gb_per_s: Positive | None = None
     """10⁹ bytes of keys and values a second that attention takes for one query; None: as fast as they are read."""
     products_gflop_per_s: Positive | None = None
     """A matrix times many vectors, 10⁹ operations a second; a multiplication and an addition are two."""
+
+    @field_validator("gather_gb_per_s")
+    @classmethod
+    def _every_format(cls, rates: Rates) -> Rates:
+        # A format that is left out would be taken to be picked as fast as a whole matrix is read.
+        missing = [fmt for fmt in WEIGHT_FORMATS if fmt not in rates]
+        if rates and missing:
+            raise ValueError(f"no rate for {', '.join(missing)}; expected every format, or none")
+        return rates
 
 
 class Cpu(_Processor):
@@ -84,6 +96,7 @@ class Link(_Section):
 class Machine(_Section):
     """One computer. Without `gpu` and `link` everything stays on the CPU."""
 
+    version: Literal[2] = VERSION
     name: str
     source: str
     """Where the figures are from: a publication, or the method and date of a measurement."""
@@ -143,6 +156,14 @@ def read_machine(path: Path) -> Machine:
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ProfileError(f"{path}: not a machine profile", found=error) from None
+    if data.get("version") != VERSION:
+        raise ProfileError(
+            f"{path}: a machine profile of another version",
+            expected=f"version = {VERSION}",
+            found=data.get("version", "none"),
+            remedy=f"measured: pi-compile machine -o {path.name}; written by hand: gather_gb_per_s for every format or "
+            f"for none, then version = {VERSION}",
+        )
     try:
         return Machine.model_validate(data)
     except ValidationError as error:
@@ -153,7 +174,7 @@ def read_machine(path: Path) -> Machine:
 def _problem(error: dict[str, Any]) -> str:
     location = ".".join(str(part) for part in error["loc"] if part != "[key]")
     if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
+        return f"{location}: {error['ctx']['error']}" if location else str(error["ctx"]["error"])
     if error["type"] == "literal_error":
         near = nearest(error["input"], WEIGHT_FORMATS)
         return f"{location}: {error['msg']} (found {error['input']!r})" + (f"; did you mean {near}?" if near else "")

@@ -245,7 +245,7 @@ def _nothing_placed(sizes: Sizes, budget: int) -> DoesNotFitError:
 
 
 def _inputs(problem: Problem) -> dict[str, Any]:
-    """Everything beside budgets and solver that decides a placement, and nothing else: names and sources do not.
+    """Everything beside budgets and solver that decides a placement, and nothing else: no name, source or version.
 
     The keys are part of every lock and every stored plan, so they stay whatever the fields are called.
     """
@@ -258,5 +258,7 @@ def _inputs(problem: Problem) -> dict[str, Any]:
         **({} if work.routed is None else {"routed": work.routed.tolist()}),
         "layers": [{key: getattr(layer, key) for key in ("rung", "rank", "read_ppm")} for layer in work.layers],
         "context": work.context,
-        "machine": problem.machine.model_dump(exclude={"name": True, "source": True, "cpu": {"name"}, "gpu": {"name"}}),
+        "machine": problem.machine.model_dump(
+            exclude={"version": True, "name": True, "source": True, "cpu": {"name"}, "gpu": {"name"}}
+        ),
     }

@@ -2,10 +2,10 @@
 
     python tests/benchmarks/published.py [--format q4] [--solver greedy] [--svg docs/published.svg]
 
-The rows are the FP16 measurements of PowerInfer's figures 10 and 11 (SOSP'24; OPT-6.7B: its first version): tokens per
-second of llama.cpp at 512 tokens of output, and PowerInfer's steady rate, fitted to its three lengths of output. No
-constant belongs to a model: everything comes from the machine profiles, the published activations beside the models'
-configs, and what stands here with its source.
+The rows are the measurements of PowerInfer (SOSP'24): in FP16 its figures 10 and 11 (OPT-6.7B: its first version), in
+INT4 (q4) its figure 13. They are tokens per second of llama.cpp at 512 tokens of output, and PowerInfer's steady rate,
+fitted to its three lengths of output. No constant belongs to a model: everything comes from the machine profiles, the
+published activations beside the models' configs, and what stands here with its source.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Published:
     powerinfer: float
 
 
-ROWS = (
+FP16 = (
     Published("pc-high", "facebook/opt-30b", 64, 1.6, 17.4),
     Published("pc-high", "facebook/opt-30b", 128, 1.6, 17.5),
     Published("pc-high", "facebook/opt-66b", 64, 0.6, 2.33),
@@ -73,6 +73,20 @@ ROWS = (
     Published("pc-low", "SparseLLM/ReluLLaMA-13B", 64, 2.0, 10.1),
     Published("pc-low", "SparseLLM/ReluLLaMA-13B", 128, 2.0, 10.1),
 )
+"""Figures 10 and 11."""
+INT4 = (
+    Published("pc-high", "facebook/opt-66b", 64, 2.9, 12.1),
+    Published("pc-high", "metaseq/OPT-175B", 64, 0.7, 1.92),
+    Published("pc-high", "SparseLLM/ReluFalcon-40B", 64, 17.0, 29.3),
+    Published("pc-high", "SparseLLM/ReluLLaMA-70B", 64, 3.2, 10.1),
+    Published("pc-low", "facebook/opt-30b", 64, 3.8, 13.2),
+    Published("pc-low", "facebook/opt-66b", 64, 1.1, 5.37),
+    Published("pc-low", "SparseLLM/ReluFalcon-40B", 64, 2.0, 16.2),
+    Published("pc-low", "SparseLLM/ReluLLaMA-70B", 64, 1.1, 4.22),
+)
+"""Figure 13. Its prompts' length is not stated; 64 is assumed."""
+ROWS = {"f16": FP16, "q4": INT4}
+NAMES = {"f16": "FP16", "q4": "INT4"}
 
 
 @dataclass(frozen=True)
@@ -131,29 +145,36 @@ def errors(pairs: list[tuple[float, float]]) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--format", default="f16", help="number format of the weights; published are f16")
+    parser.add_argument("--format", choices=tuple(ROWS), default="f16", help="number format of the weights")
     parser.add_argument("--solver", choices=("exact", "greedy"), default="exact", help="of this design's placement")
     parser.add_argument("--svg", type=Path, help="draw the table")
     args = parser.parse_args()
-    found = [predict(row, args.format, args.solver) for row in ROWS]
+    rows = ROWS[args.format]
+    found = [predict(row, args.format, args.solver) for row in rows]
     print(
         "| machine | model | prompt | layer split | predicted | | PowerInfer | predicted | | this design, predicted |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for row, p in zip(ROWS, found, strict=True):
+    for row, p in zip(rows, found, strict=True):
         split, power = p.layer_split / row.layer_split - 1, p.powerinfer / row.powerinfer - 1
         print(
             f"| {row.machine} | {row.model.split('/')[1]} | {row.prompt} | {row.layer_split} | {p.layer_split:.2f} "
             f"| {split:+.0%} | {row.powerinfer} | {p.powerinfer:.1f} | {power:+.0%} | {p.ours:.1f} |"
         )
-    split_median = statistics.median(errors([(p.layer_split, r.layer_split) for p, r in zip(found, ROWS, strict=True)]))
-    power_median = statistics.median(errors([(p.powerinfer, r.powerinfer) for p, r in zip(found, ROWS, strict=True)]))
-    print(f"\nmedian error: layer split {split_median:.1%}, PowerInfer {power_median:.1%}")
+    print(f"\n{NAMES[args.format]}")
+    _summarise("layer split", [(p.layer_split, r.layer_split) for p, r in zip(found, rows, strict=True)])
+    _summarise("PowerInfer", [(p.powerinfer, r.powerinfer) for p, r in zip(found, rows, strict=True)])
     if args.svg:
-        draw(found, args.svg)
+        draw(found, args.format, args.svg)
 
 
-def draw(found: list[Predicted], path: Path) -> None:
+def _summarise(name: str, pairs: list[tuple[float, float]]) -> None:
+    ratios = [predicted / published for predicted, published in pairs]
+    median = statistics.median(errors(pairs))
+    print(f"{name}: median error {median:.1%}, predicted ÷ published {min(ratios):.2f} to {max(ratios):.2f}")
+
+
+def draw(found: list[Predicted], fmt: str, path: Path) -> None:
     """One group of bars a row: published rates hollow, predicted ones filled."""
     import matplotlib as mpl
 
@@ -161,7 +182,7 @@ def draw(found: list[Predicted], path: Path) -> None:
     mpl.rcParams |= {"svg.hashsalt": "pi", "svg.fonttype": "none", "font.size": 9}
     import matplotlib.pyplot as plt
 
-    kept = [(row, p) for row, p in zip(ROWS, found, strict=True) if row.prompt == 64]
+    kept = [(row, p) for row, p in zip(ROWS[fmt], found, strict=True) if row.prompt == 64]
     figure, axis = plt.subplots(figsize=(9.2, 3.6))
     bars = (
         ("layer split, published", "#777", False, [r.layer_split for r, _ in kept]),
@@ -175,7 +196,7 @@ def draw(found: list[Predicted], path: Path) -> None:
         axis.bar(places, values, 0.14, label=label, edgecolor=colour, color=colour if filled else "white")
     axis.set_yscale("log")
     axis.set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"])
-    axis.set_ylabel("tokens per second, FP16")
+    axis.set_ylabel(f"tokens per second, {NAMES[fmt]}")
     names = [f"{r.model.split('/')[1].replace('-base-v0_1', '')}\n{r.machine}" for r, _ in kept]
     axis.set_xticks(range(len(kept)), names, fontsize=7)
     axis.grid(axis="y", color="#ddd", lw=0.5)

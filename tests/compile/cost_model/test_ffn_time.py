@@ -10,6 +10,7 @@ from pi_compile.cost_model.token_time import costs_of
 from pi_compile.cost_model.workload import Workload
 from pi_compile.machine.profile import Machine
 from pi_compile.results.activation_profile import MILLION, LayerWork
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 
@@ -19,14 +20,15 @@ MACHINE = Machine.model_validate(
         "name": "a", "source": "b",
         "cpu": {
             "name": "c", "cores": 2, "ram_gib": 8.0, "bandwidth_gb_per_s": 40.0, "launch_us": 3.0,
-            "format_gb_per_s": {"q4": 20.0, "q8": 30.0}, "gather_gb_per_s": {"q4": 7.0},
+            "format_gb_per_s": {"q4": 20.0, "q8": 30.0},
+            "gather_gb_per_s": {"f32": 40.0, "f16": 40.0, "bf16": 40.0, "q8": 11.0, "q4": 7.0},
         },
     }
 )  # fmt: skip
 PROCESSOR = processors_of(MACHINE)[CPU]
 
 
-@pytest.mark.parametrize("rung", ["dense", "gate", "predicted"])
+@pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("ffn", ["gated", "plain"])
 def test_it_is_the_time_of_the_layer_on_the_processor(rung: str, ffn: str) -> None:
     d = small_decoder(n_layers=1, d_model=64, d_ff=192, ffn=ffn)

@@ -1,6 +1,7 @@
 """The model of time: by hand on small numbers, and its shape."""
 
 import numpy as np
+import pytest
 from support.placeable import machine, random_machine, random_workload, workload
 
 from pi_compile.cost_model.processors import CPU, GPU
@@ -9,7 +10,10 @@ from pi_compile.cost_model.workload import rows_read
 from pi_compile.machine.profile import Cpu, Link
 from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.artifact.buffers import kv_bytes
+from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.sizes import PARTS
 
+PICKED = dict.fromkeys(WEIGHT_FORMATS, 20.0)
 COUNTS = np.repeat([[1000, 500, 10, 0]], 64, axis=1)
 
 
@@ -41,7 +45,7 @@ def test_formats_and_gathered_rows_run_at_their_own_rates() -> None:
         bandwidth_gb_per_s=40.0,
         format_gb_per_s={"f16": 25.0},
         neurons_gb_per_s={"f16": 20.0},
-        gather_gb_per_s={"f16": 10.0},
+        gather_gb_per_s=PICKED | {"f16": 10.0},
         predictor_gb_per_s={"f16": 5.0},
         launch_us=1.0,
     )
@@ -52,6 +56,33 @@ def test_formats_and_gathered_rows_run_at_their_own_rates() -> None:
     layer = costs_of(workload(COUNTS), machine(cpu=cpu)).layers[0]
     assert layer.cpu_ffn[0] == 2 * 10**6 + 256 * 64 * 50 + 96_640 * 128 * 100 // 1000
     assert layer.predictor[CPU] == 0
+
+
+@pytest.mark.parametrize("side", [CPU, GPU])
+@pytest.mark.parametrize("changed", WEIGHT_FORMATS)
+def test_a_rate_of_picking_is_that_of_its_format_on_its_processor(changed: str, side: int) -> None:
+    cpu = machine().cpu.model_copy(update={"gather_gb_per_s": PICKED})
+    gpu = machine().gpu.model_copy(update={"gather_gb_per_s": PICKED})  # type: ignore[union-attr]
+    before = machine(cpu=cpu, gpu=gpu)
+    name, section = (("cpu", cpu), ("gpu", gpu))[side]
+    after = before.model_copy(
+        update={name: section.model_copy(update={"gather_gb_per_s": PICKED | {changed: 10.0}})},
+    )
+    for fmt in WEIGHT_FORMATS:
+        work = workload(COUNTS, (LayerWork(rung="predicted", rank=4),), formats=dict.fromkeys(PARTS, fmt))
+        old, new = (costs_of(work, m).layers[0] for m in (before, after))
+        factors = [2 if fmt == changed and side == of else 1 for of in (CPU, GPU)]
+        assert new.cpu_ffn[0] == factors[CPU] * old.cpu_ffn[0] > 0
+        assert new.gpu_ffn[-1] == factors[GPU] * old.gpu_ffn[-1] > 0
+        assert (new.attention, new.predictor) == (old.attention, old.predictor)
+
+
+def test_signs_are_read_at_the_memory_s_rate() -> None:
+    """They have no number format: no rate of one, nor of predictors, changes their time."""
+    rates = dict.fromkeys(WEIGHT_FORMATS, 5.0)
+    cpu = machine().cpu.model_copy(update={"format_gb_per_s": rates, "predictor_gb_per_s": rates})
+    work = workload(COUNTS, (LayerWork(rung="sign"),))
+    assert costs_of(work, machine(cpu=cpu)).layers[0].predictor[CPU] == work.predictor_bytes[0] * 25 > 0
 
 
 def test_attention_launches_three_times_and_takes_the_longer_of_reading_and_computing() -> None:

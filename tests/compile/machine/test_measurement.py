@@ -12,6 +12,7 @@ from pi_compile.cli.main import app
 from pi_compile.machine import measurement
 from pi_compile.machine.profile import read_machine
 from pi_runtime import console
+from pi_runtime.artifact.formats import WEIGHT_FORMATS
 
 
 @pytest.fixture(autouse=True)
@@ -54,4 +55,7 @@ def test_the_command_writes_and_prints_it(tmp_path: Path, capsys: pytest.Capture
     assert console.run(app, ["machine", "-o", str(path)]) == 0
     assert capsys.readouterr().out == path.read_text()
     assert console.run(app, ["machine", "-o", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == read_machine(path).model_dump()
+    written = read_machine(path)
+    assert json.loads(capsys.readouterr().out) == written.model_dump()
+    assert written == measurement.measure_machine()
+    assert (written.version, [*written.cpu.gather_gb_per_s]) == (2, [*WEIGHT_FORMATS])

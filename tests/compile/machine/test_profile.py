@@ -24,6 +24,15 @@ def test_published_figures() -> None:
     assert figures == [(67.2, 1000.0, 24.0), (38.4, 616.0, 11.0)]
 
 
+@pytest.mark.parametrize("name", ["pc-high", "pc-low"])
+def test_published_machines_pick_rows_of_blocks_more_slowly(name: str) -> None:
+    found = read_machine(bundled_machines() / f"{name}.toml")
+    assert found.gpu is not None
+    for section in (found.cpu, found.gpu):
+        picked = section.gather_gb_per_s
+        assert [picked[fmt] < min(picked["f16"], section.format_gb_per_s[fmt]) for fmt in ("q8", "q4")] == [True] * 2
+
+
 def test_integers_are_the_written_decimals() -> None:
     """Values are decimal: in floating point 4.35 · 100 is 434.99…, and 0.1 · 10⁶ picoseconds must not lose one."""
     assert (to_units(4.35, 100), to_units(67.2, 10**9), to_units(0.1, 10**6), to_units(1e-7, 10**6)) == (
@@ -65,6 +74,11 @@ GOOD = Machine(name="n", source="s", cpu=WHOLE.cpu, gpu=WHOLE.gpu, link=WHOLE.li
                 "did you mean q8?"
             ],
         ),
+        (
+            "[gpu]",
+            "[cpu.gather_gb_per_s]\nf32 = 3.0\nf16 = 3.0\nbf16 = 3.0\n[gpu]",
+            ["cpu.gather_gb_per_s: no rate for q8, q4; expected every format, or none"],
+        ),
         (GOOD[GOOD.index("[link]") :], "", ["gpu and link go together: both or neither"]),
         (GOOD[GOOD.index("[cpu]") : GOOD.index("[gpu]")], "", ["cpu: Field required"]),
     ],
@@ -77,6 +91,18 @@ def test_every_problem_of_a_profile_is_named(old: str, new: str, problems: list[
     message = str(caught.value)
     assert message.startswith(f"{path}: invalid machine profile")
     assert [problem for problem in problems if f"\n    {problem}" not in message] == [], message
+
+
+@pytest.mark.parametrize(("line", "found"), [("", "none"), ("version = 1\n", "1")])
+def test_a_profile_of_another_version_is_refused(line: str, found: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text(GOOD.replace("version = 2\n", line, 1), encoding="utf-8")
+    with pytest.raises(ProfileError) as caught:
+        read_machine(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: a machine profile of another version")
+    for part in ("expected: version = 2", f"found: {found}", "pi-compile machine -o m.toml", "gather_gb_per_s"):
+        assert part in message
 
 
 def test_whole_numbers_will_do_for_decimals(tmp_path: Path) -> None:

@@ -190,8 +190,11 @@ def test_shipped_machines_are_read_and_written_alike(path: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name = 1", "name: Input should be a valid string"),
-        ('name = "m"\nsource = "s"\n[cpu]\ncores = 2\nbandwith_gb_per_s = 3.0', "did you mean bandwidth_gb_per_s"),
+        ("version = 2\nname = 1", "name: Input should be a valid string"),
+        (
+            'version = 2\nname = "m"\nsource = "s"\n[cpu]\ncores = 2\nbandwith_gb_per_s = 3.0',
+            "did you mean bandwidth_gb_per_s",
+        ),
         ("not toml", "not a machine profile"),
     ],
 )

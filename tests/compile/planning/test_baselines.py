@@ -1,11 +1,13 @@
 """Yardstick placements: their rules, and their predicted rates against the published ones."""
 
 import statistics
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from benchmarks.published import ROWS, baselines, errors, workload
+from benchmarks import published
+from benchmarks.published import FP16, INT4, Published, baselines, errors, workload
 from support.synthetic import small_decoder
 
 from pi_compile.cost_model.processors import CPU, GPU
@@ -88,16 +90,41 @@ def test_without_a_gpu_everything_is_on_the_cpu() -> None:
 
 
 def test_published_rates_are_met_without_a_constant_for_a_model() -> None:
-    """Medians over all FP16 rows: at most 20 % for the split by layers, 30 % for PowerInfer."""
-    found = [baselines(row) for row in ROWS]
-    split = errors([(f[0], row.layer_split) for f, row in zip(found, ROWS, strict=True)])
-    power = errors([(f[1], row.powerinfer) for f, row in zip(found, ROWS, strict=True)])
+    split, power = published_errors(FP16, "f16")
     assert statistics.median(split) < 0.06
     assert max(split) < 0.30
     assert statistics.median(power) < 0.22
 
 
-@pytest.mark.parametrize("row", ROWS[8:12:2], ids=lambda row: row.model)
+def test_published_rates_in_int4_are_met_by_rates_of_q4() -> None:
+    split, power = published_errors(INT4, "q4")
+    assert statistics.median(split) < 0.08
+    assert max(split) < 0.20
+    assert statistics.median(power) < 0.16
+    assert max(power) < 0.70
+
+
+def published_errors(rows: tuple[Published, ...], fmt: str) -> tuple[list[float], list[float]]:
+    """Errors of the split by layers and of PowerInfer."""
+    found = [baselines(row, fmt) for row in rows]
+    split = errors([(f[0], row.layer_split) for f, row in zip(found, rows, strict=True)])
+    return split, errors([(f[1], row.powerinfer) for f, row in zip(found, rows, strict=True)])
+
+
+def test_beside_predictions_in_int4_stand_rates_published_in_int4(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["published.py", "--format", "q4", "--solver", "greedy"])
+    published.main()
+    printed = capsys.readouterr().out
+    table = [line.split(" | ") for line in printed.splitlines() if line.startswith("| pc-")]
+    found = [(cells[0], cells[1], float(cells[3]), float(cells[6])) for cells in table]
+    assert found == [(f"| {r.machine}", r.model.split("/")[1], r.layer_split, r.powerinfer) for r in INT4]
+    assert "INT4" in printed
+    assert "FP16" not in printed
+
+
+@pytest.mark.parametrize("row", FP16[8:12:2], ids=lambda row: row.model)
 def test_four_bits_are_read_faster(row: object) -> None:
     (split, power), (split4, power4) = baselines(row), baselines(row, "q4")  # type: ignore[arg-type]
     assert split4 > 2 * split
