@@ -102,15 +102,26 @@ def _q8_nbytes(width: int) -> int:
 @public
 def store_kv(cache: LayerCache, qkv_TQ: Floats, run_R4: Ints) -> None:
     """Write the tokens' keys and values into their pages, limited to what float16 can hold."""
+    _store_kv(cache, qkv_TQ, run_R4)
+
+
+@parallel
+def _store_kv(cache: LayerCache, qkv_TQ: Floats, run_R4: Ints) -> None:
+    _store_task()
+    for task in prange(run_R4.shape[0] * cache.groups):
+        _store_task(cache, qkv_TQ, run_R4[task // cache.groups], task % cache.groups)
+
+
+@loop_body
+def _store_task(cache: LayerCache, qkv_TQ: Floats, run_4: Ints, group: int) -> None:
+    """The keys and values of one head for the tokens of a run."""
     width = cache.width
     heads = qkv_TQ.shape[1] // width - 2 * cache.groups
-    for r in range(run_R4.shape[0]):
-        run_4 = run_R4[r]
-        for n in range(run_4[COUNT]):
-            block, place = divmod(run_4[START] + n, POSITIONS)
-            for head in range(2 * cache.groups):
-                x_E = qkv_TQ[run_4[FIRST] + n, (heads + head) * width : (heads + head + 1) * width]
-                _store(cache.fmt, x_E, _head(cache, run_4, block, head), cache.stride, place, head < cache.groups)
+    for n in range(run_4[COUNT]):
+        block, place = divmod(run_4[START] + n, POSITIONS)
+        for head in (group, cache.groups + group):
+            x_E = qkv_TQ[run_4[FIRST] + n, (heads + head) * width : (heads + head + 1) * width]
+            _store(cache.fmt, x_E, _head(cache, run_4, block, head), cache.stride, place, head < cache.groups)
 
 
 @device
