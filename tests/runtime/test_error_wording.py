@@ -23,12 +23,18 @@ COPY = "  try: copy or download it again, or pack it anew with `pi-compile build
 
 ARGUMENTS: dict[str, tuple[int, list[str], tuple[str, ...]]] = {
     "neither prompt nor chat": (
-        2, [], ("give either --prompt TEXT or --chat", "  try: pi-run ARTIFACT --prompt 'Once upon a time'")
+        2, [], ("give one of --prompt TEXT, --prompts FILE and --chat", "  try: pi-run ARTIFACT --prompt 'Once upon a time'")
     ),
     "both": (
         2, ["-p", "a", "--chat"],
-        ("give either --prompt TEXT or --chat", "  try: pi-run ARTIFACT --prompt 'Once upon a time'"),
+        ("give one of --prompt TEXT, --prompts FILE and --chat", "  try: pi-run ARTIFACT --prompt 'Once upon a time'"),
     ),
+    "all three": (
+        2, ["-p", "a", "--chat", "--prompts", "p.jsonl"],
+        ("give one of --prompt TEXT, --prompts FILE and --chat", "  try: pi-run ARTIFACT --prompt 'Once upon a time'"),
+    ),
+    "prompts as JSON": (2, ["--prompts", "p.jsonl", "--json"], ("--prompts does not go with --json",)),
+    "output of one prompt": (2, ["-p", "a", "-o", "b.jsonl"], ("--output goes with --prompts alone",)),
     "chat as JSON": (2, ["--chat", "--json"], ("--chat does not go with --json",)),
     "mode": (
         2, ["-p", "a", "--mode", "sparse"],

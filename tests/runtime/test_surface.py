@@ -11,7 +11,7 @@ from support.paths import GOLDEN
 
 import pi_runtime
 
-SURFACE = {"Model", "Sampling", "load"}
+SURFACE = {"Engine", "Model", "Sampling", "load"}
 
 
 def test_the_surface_is_complete_and_small() -> None:
