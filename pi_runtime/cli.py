@@ -125,9 +125,8 @@ def _check_flags(prompt: str | None, prompts: Path | None, output: Path | None, 
         raise UsageError(f"{'--chat' if chat else '--prompts'} does not go with --json")
     if output is not None and prompts is None:
         raise UsageError("--output goes with --prompts alone")
-    if output is not None and prompts is not None and output.exists() and prompts.exists():
-        if output.samefile(prompts):
-            raise UsageError(f"{output}: the answers would overwrite the prompts", remedy="name another output")
+    if output is not None and prompts is not None and output.exists() and prompts.exists() and output.samefile(prompts):
+        raise UsageError(f"{output}: the answers would overwrite the prompts", remedy="name another output")
 
 
 def _answer_file(

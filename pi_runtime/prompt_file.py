@@ -1,9 +1,9 @@
 """Answering a file of prompts: a JSON object a line in, one a line out, in the same order; an output can be continued.
 
-    in    {"prompt": "Once upon"}  or  {"messages": [{"role": "user", "content": "Hello"}]}
-          and for this line alone: id, max_tokens, stop, temperature, top_k, top_p, min_p, repetition_penalty, seed
-    out   {"index": 0, "id": …, "text": …, "finish_reason": …, "prompt_tokens": …, "generated_tokens": …, "digest": …}
-          or, for a line that cannot be answered, {"index": 0, "id": …, "error": …, "digest": …}
+in    {"prompt": "Once upon"}  or  {"messages": [{"role": "user", "content": "Hello"}]}
+      and for this line alone: id, max_tokens, stop, temperature, top_k, top_p, min_p, repetition_penalty, seed
+out   {"index": 0, "id": …, "text": …, "finish_reason": …, "prompt_tokens": …, "generated_tokens": …, "digest": …}
+      or, for a line that cannot be answered, {"index": 0, "id": …, "error": …, "digest": …}
 """
 
 import hashlib

@@ -20,6 +20,7 @@ from pi_runtime.execution.kv_cache import pages_of
 from pi_runtime.model import Model
 from pi_runtime.sampling import Sampling
 
+
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """What an engine does at present, and what it has done."""

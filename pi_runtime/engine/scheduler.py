@@ -1,4 +1,4 @@
-"""Which sequences run which tokens in the next step. The scheduler knows no model and no memory, only numbers of tokens.
+"""Which sequences run which tokens in the next step: knows no model and no memory, only numbers of tokens.
 
 A step holds one token of every sequence that is decoding, and at most `piece` tokens of prompts, which take turns.
 """
