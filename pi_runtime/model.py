@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.buffers import kv_cache
+from pi_runtime.artifact.buffers import kv_page
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest, Plan
@@ -296,8 +296,8 @@ class Model:
 
     def _checked_cache(self, cache: KVCache) -> KVCache:
         """Check that the cache has this model's shape: kernels do not."""
-        d = self.manifest.decoder
-        if cache.values.shape != kv_cache(d, self.manifest.formats["attention"], self.context, d.n_layers).shape:
+        page = kv_page(self.manifest.decoder, self.manifest.formats["attention"])
+        if (cache.pool.page, cache.context) != (page, self.context):
             raise UsageError("the cache was made for another model or context", remedy="model.new_cache()")
         return cache
 

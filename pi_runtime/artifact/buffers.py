@@ -24,6 +24,7 @@ from pi_runtime.artifact.footprint import (
     FEW_TOKENS,
     FFN_SPLITS,
     GEMM_NEURONS,
+    POSITIONS,
     SUM_ROWS,
     attention_floats,
     chunk_places,
@@ -83,7 +84,12 @@ def kv_cache(d: Decoder, attention: str, positions: int, layers: int) -> Buffer:
     They are float16, half as much to hold and to read, but float32 where the attention weights have this format.
     """
     dtype = "float32" if attention == "f32" else "float16"
-    return Buffer((layers, 2, d.n_kv_heads, positions, d.head_dim), dtype, fill=0)
+    return Buffer((layers, 2, d.n_kv_heads, positions, d.head_dim), dtype)
+
+
+def kv_page(d: Decoder, attention: str) -> Buffer:
+    """One page of the cache in RAM: keys and values of all layers for `POSITIONS` positions."""
+    return kv_cache(d, attention, POSITIONS, d.n_layers)
 
 
 def kv_bytes(d: Decoder, attention: str, positions: int) -> int:

@@ -28,6 +28,7 @@ from pi_runtime.cuda.prefill.prefill import Prefill
 from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.execution.plan_layout import GPU, cuts_of, placed_arrays
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
@@ -92,9 +93,13 @@ class CudaExecutor:
         """Run the next tokens of some sequences, one sequence after the other."""
         return self._host.step(sequences, lambda batch: [self._run(s) for s in batch], self.block_tokens)
 
-    def new_cache(self) -> KVCache:
-        """An empty cache for one sequence."""
-        return self._host.new_cache()
+    def new_pool(self, budget: int | None = None) -> PagePool:
+        """Pages for caches of some sequences, together at most `budget` bytes."""
+        return self._host.new_pool(budget)
+
+    def new_cache(self, pool: PagePool | None = None) -> KVCache:
+        """An empty cache for one sequence, in pages of a pool, or with a pool of its own."""
+        return self._host.new_cache(pool)
 
     def _run(self, s: SequenceStep) -> SequenceResult:
         rows_L2 = counts_L3 = None
@@ -113,7 +118,7 @@ class CudaExecutor:
                 rows_L2 = self._decode(self._runs)
             else:
                 self._prefill.run(s.tokens)
-        s.cache.append(s.tokens)
+        s.cache.append(s.tokens, s.select)
         return SequenceResult(logits_TV=self._logits_V[None].copy(), rows_L2=rows_L2)
 
     def _all_logits(self, s: SequenceStep) -> Floats:
@@ -124,7 +129,7 @@ class CudaExecutor:
             for part in token_blocks(len(tokens), self.block_tokens):
                 self.host_ops.move_to(cache, cache.length)
                 self._prefill.all_logits(tokens[part], logits_TV[part])
-                cache.append(tokens[part])
+                cache.append(tokens[part], s.select)
             return logits_TV
         self._stats.clear()
         for n in range(len(tokens)):
@@ -135,7 +140,7 @@ class CudaExecutor:
                 self._runs_with_stats = tuple(call.run for call in calls)
             self._stats.add(self._decode(self._runs_with_stats))
             logits_TV[n] = self._logits_V
-            cache.append(tokens[n : n + 1])
+            cache.append(tokens[n : n + 1], s.select)
         return logits_TV
 
     @contextlib.contextmanager
@@ -178,6 +183,7 @@ class CudaExecutor:
             with contextlib.suppress(RuntimeError):
                 self.device.synchronize()
                 self._prefill.close()
+            self._kv_residency.release()
             # Tensors, and the graphs that work in them, hold the GPU's memory.
             self.calls, self._runs, self._runs_with_stats = (), (), ()
             del self.device_ops, self.host_ops, self._prefill, self._kv_residency, self._stats

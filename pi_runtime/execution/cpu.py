@@ -12,6 +12,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME, start_threads
 from pi_runtime.kernels.data import weight_table
@@ -68,7 +69,7 @@ class CpuModel:
             self.workspace,
         )
         for s in sequences:
-            s.cache.append(s.tokens)
+            s.cache.append(s.tokens, s.select)
         return list(self._results(sequences))
 
     def _results(self, sequences: Sequence[SequenceStep]) -> Iterator[SequenceResult]:
@@ -86,10 +87,15 @@ class CpuModel:
             )
             token, row = token + tokens, row + rows
 
-    def new_cache(self) -> KVCache:
+    def new_pool(self, budget: int | None = None) -> PagePool:
+        """Pages for caches of some sequences."""
+        self.check_open()
+        return PagePool(self.manifest, budget)
+
+    def new_cache(self, pool: PagePool | None = None) -> KVCache:
         """An empty cache for one sequence."""
         self.check_open()
-        return KVCache(self.manifest, self.context)
+        return KVCache(self.new_pool() if pool is None else pool, self.context)
 
     def step(
         self,
@@ -104,6 +110,8 @@ class CpuModel:
                 most = BLOCK_TOKENS if s.logits == "all" else block_tokens
                 assert 0 < len(s.tokens) <= min(most, s.cache.room), (len(s.tokens), s.cache.room)
                 assert not s.count or (s.select and s.logits == "all")
+            for s in sequences:
+                s.cache.reserve(len(s.tokens))
             return [result for batch in batches(sequences) for result in run(batch)]
 
     def check_open(self) -> None:
@@ -121,9 +129,9 @@ class CpuModel:
 def positions_of(runs: Sequence[tuple[int, int, KVCache]]) -> Positions:
     """Where the tokens of a step stand; a run is (tokens, position of the first, cache)."""
     first_R = np.cumsum([0, *(count for count, _, _ in runs)])
-    table = [(first, count, start, cache.address) for first, (count, start, cache) in zip(first_R, runs, strict=False)]
+    run_R4 = [(first, count, at, cache.table_address) for first, (count, at, cache) in zip(first_R, runs, strict=False)]
     position_T = np.concatenate([np.arange(start, start + count) for count, start, _ in runs])
-    return Positions(position_T, np.array(table, np.int64), runs[0][2].context)
+    return Positions(position_T, np.array(run_R4, np.int64))
 
 
 def batches(sequences: Sequence[SequenceStep]) -> Iterator[list[SequenceStep]]:
@@ -155,9 +163,13 @@ class CpuExecutor:
         """Run the next tokens of some sequences: weights are read once for as many as a call takes."""
         return self._model.step(sequences, self._model.run)
 
-    def new_cache(self) -> KVCache:
-        """An empty cache for one sequence."""
-        return self._model.new_cache()
+    def new_pool(self, budget: int | None = None) -> PagePool:
+        """Pages for caches of some sequences, together at most `budget` bytes."""
+        return self._model.new_pool(budget)
+
+    def new_cache(self, pool: PagePool | None = None) -> KVCache:
+        """An empty cache for one sequence, in pages of a pool, or with a pool of its own."""
+        return self._model.new_cache(pool)
 
     def close(self) -> None:
         """Close the artifact; `step` refuses from now on."""

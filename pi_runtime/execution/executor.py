@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import Allocation
 
 Floats = npt.NDArray[np.float32]
@@ -77,11 +78,15 @@ class Executor(Protocol):
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences; returns a result for each, in their order.
 
-        A sequence's result does not depend on the others. Raises UsageError once the executor is closed.
+        A sequence's result does not depend on the others. Pages that are missing are reserved. Raises UsageError once
+        the executor is closed, and PagesExhausted, before anything runs, where a pool has too few pages.
         """
 
-    def new_cache(self) -> KVCache:
-        """An empty cache for one sequence."""
+    def new_pool(self, budget: int | None = None) -> PagePool:
+        """Pages for caches of some sequences, together at most `budget` bytes."""
+
+    def new_cache(self, pool: PagePool | None = None) -> KVCache:
+        """An empty cache for one sequence, in pages of a pool, or with a pool of its own."""
 
     def close(self) -> None:
         """Close the artifact and free what was allocated; `step` refuses from now on."""

@@ -20,6 +20,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.execution.cpu import CpuModel, positions_of
 from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.kernels import ffn
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME
@@ -97,7 +98,7 @@ class StandInExecutor:
             rows_L2[layer] = self._ffn(w_XW, ws.normed_TD[:1], self._cuts_LX[layer], x_TD)
             after_ffn(m.cfg, w_XW[0], m.eps, x_TD)
         head(m.cfg, m.ends, m.eps, x_TD, ws, ws.logits_TV[:1])
-        s.cache.append(s.tokens)
+        s.cache.append(s.tokens, s.select)
         return SequenceResult(logits_TV=ws.logits_TV[:1].copy(), rows_L2=rows_L2)
 
     def _ffn(self, w_XW: Ints, x_1D: Floats, cut_X: Sequence[int], y_1D: Floats) -> Ints:
@@ -120,9 +121,13 @@ class StandInExecutor:
             y_1D += self.cold.sum_1D
         return rows_2
 
-    def new_cache(self) -> KVCache:
-        """An empty cache for one sequence."""
-        return self._model.new_cache()
+    def new_pool(self, budget: int | None = None) -> PagePool:
+        """Pages for caches of some sequences, together at most `budget` bytes."""
+        return self._model.new_pool(budget)
+
+    def new_cache(self, pool: PagePool | None = None) -> KVCache:
+        """An empty cache for one sequence, in pages of a pool, or with a pool of its own."""
+        return self._model.new_cache(pool)
 
     def close(self) -> None:
         """End the thread and close the artifact."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from numba import prange
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import CHUNKS, input_nbytes
+from pi_runtime.artifact.footprint import CHUNKS, POSITIONS, input_nbytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS, Array
 from pi_runtime.artifact.layout import ALIGN_LARGE
 from pi_runtime.artifact.quantisation import quantise
@@ -41,8 +41,8 @@ PICKED = 10
 """One neuron in so many is selected where they are gathered."""
 RANK = 512
 """Rank of the predictor that is timed."""
-TASKS, WIDTH, POSITIONS = 16, 64, 2048
-"""Attention that is timed: queries a thread, and the size of a head of keys."""
+TASKS, WIDTH, PAGES = 16, 64, 64
+"""Attention that is timed: queries a thread, the width of a head, and the pages that hold its keys and values."""
 _NEVER = np.float32(-1e30)
 """A bias with which the predictor never names a neuron."""
 
@@ -275,16 +275,17 @@ def launch_seconds(w: TimedMatrix, threads: int, repeats: int = 5) -> float:
 def attention_bandwidth(threads: int, repeats: int = 5) -> float:
     """Bytes of float16 keys and values a second that attention reads from the processor's cache, for each query.
 
-    `TASKS` queries a thread, of `WIDTH` numbers, share one head of `POSITIONS` keys and values.
+    `TASKS` queries a thread, of `WIDTH` numbers, share one head of keys and values in `PAGES` pages.
     """
     heads = TASKS * threads
-    cache_2GSE = np.ones((2, 1, POSITIONS, WIDTH), np.float16)
-    run_R4 = np.array([[0, 1, POSITIONS - 1, cache_2GSE.ctypes.data]])
-    scratch_CX = np.empty((CHUNKS, heads * (WIDTH + POSITIONS)), np.float32)
+    pages = np.ones((PAGES, 1, 2, 1, POSITIONS, WIDTH), np.float16)
+    table = np.array([page.ctypes.data for page in pages])
+    run_R4 = np.array([[0, 1, PAGES * POSITIONS - 1, table.ctypes.data]])
+    scratch_CX = np.empty((CHUNKS, heads * (WIDTH + POSITIONS + 4)), np.float32)
     qkv_TQ, out_TQ = np.ones((1, (heads + 2) * WIDTH), np.float32), np.empty((1, heads * WIDTH), np.float32)
-    seconds = _best(lambda: attend(F16, qkv_TQ, heads, 1, POSITIONS, 0, run_R4, scratch_CX, out_TQ), threads, repeats)
+    seconds = _best(lambda: attend(F16, qkv_TQ, heads, 1, 0, run_R4, scratch_CX, out_TQ), threads, repeats)
     assert np.allclose(out_TQ, 1)
-    return heads * cache_2GSE.nbytes / seconds
+    return heads * pages.nbytes / seconds
 
 
 def product_flops(fmt: str, threads: int, tokens: int = 64, rows: int = 1024, repeats: int = 3) -> float:

@@ -29,9 +29,8 @@ class Positions(NamedTuple):
 
     position_T: Ints
     run_R4: Ints
-    """Consecutive tokens of a sequence: the first one's index and number, its position, the address of the cache."""
-    room: int
-    """Positions that a cache has room for."""
+    """Runs of consecutive tokens of a sequence: the first one's index, their number, the first one's position, and the
+    address of the table of the cache's pages."""
 
 
 @public
@@ -118,9 +117,8 @@ def _attend(
         _norm_heads(eps, w[weight_table.K_NORM], cfg.heads, cfg.kv_heads, cfg.head_dim, qkv_TQ)
     rotate(cos_SJ, sin_SJ, at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
     fmt = F32 if cfg.attention_format == F32 else F16
-    behind = layer * 2 * cfg.kv_heads * at.room * cfg.head_dim * (4 if fmt == F32 else 2)
-    store_kv(fmt, qkv_TQ, cfg.heads, cfg.kv_heads, cfg.head_dim, at.room, behind, at.run_R4)
-    attend(fmt, qkv_TQ, cfg.heads, cfg.kv_heads, at.room, behind, at.run_R4, ws.attention_CX, mixed_TQ)
+    store_kv(fmt, qkv_TQ, cfg.heads, cfg.kv_heads, cfg.head_dim, layer, at.run_R4)
+    attend(fmt, qkv_TQ, cfg.heads, cfg.kv_heads, layer, at.run_R4, ws.attention_CX, mixed_TQ)
     linear(out, cfg.d_model, w[weight_table.OUT_BIAS], mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])
 
 

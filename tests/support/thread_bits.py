@@ -42,11 +42,12 @@ def operators(w: StoredMatrix, layer: Layer) -> None:
         room, y_TN = np.empty(tokens * input_nbytes(columns), np.uint8), np.empty((tokens, rows), np.float32)
         linear(w.view, rows, 0, random(tokens, columns), room.ctypes.data, y_TN)
         note(f"linear {tokens}", y_TN)
-        qkv_TQ, cache_2GSE = random(tokens, 8 * 20), np.zeros((2, 2, 100, 20), np.float16)
-        run_R4 = np.array([[0, tokens, 30, cache_2GSE.ctypes.data]])
-        store_kv(F16, qkv_TQ, 4, 2, 20, 100, 0, run_R4)
+        qkv_TQ, pages = random(tokens, 8 * 20), np.zeros((4, 2, 2, POSITIONS, 20), np.float16)
+        table = np.array([page.ctypes.data for page in pages])
+        run_R4 = np.array([[0, tokens, 30, table.ctypes.data]])
+        store_kv(F16, qkv_TQ, 4, 2, 20, 0, run_R4)
         scratch_CX = np.empty((CHUNKS, ATTENTION_TOKENS * 2 * (20 + POSITIONS + 4)), np.float32)
-        attend(F16, qkv_TQ, 4, 2, 100, 0, run_R4, scratch_CX, mixed_TQ := np.empty((tokens, 80), np.float32))
+        attend(F16, qkv_TQ, 4, 2, 0, run_R4, scratch_CX, mixed_TQ := np.empty((tokens, 80), np.float32))
         note(f"attend {tokens}", mixed_TQ)
     width, ws = layer.decoder.d_model, layer.ws
     low, high = 5, layer.decoder.d_ff - 10

@@ -35,6 +35,7 @@ class HostOps:
     ) -> None:
         self.model, self.layers, self.cuts = model, layers, cuts
         self.token_1, cfg = np.zeros(1, np.int64), model.cfg
+        cache.reserve(1)  # building the schedule runs a token
         self.move_to(cache, 0)
         self._memory = ffn.chunks_of(cfg, model.workspace), inputs_of(model.workspace)
         self._tally_T3 = np.zeros((1, 3), np.int64)

@@ -5,9 +5,11 @@
 Positions are taken in blocks of `POSITIONS`, cut where their number says: with a larger maximum the sums so far are
 scaled down. So a token's bits depend on its position alone, not on how its prompt was cut, nor on other sequences.
 
-Shape letters: T tokens of this step; H query heads, G key-value heads, E head width, J rotary frequencies, S positions
-that a cache has room for, N queries that share a head of keys, B positions of a block, R runs. `qkv_TQ` holds each
-token's H + 2G heads side by side (Q numbers). A layer's cache is (2, G, S, E), float16 or float32.
+The cache lies in pages, one for each block of positions, which a sequence's page table names in order.
+
+Shape letters: T tokens of this step; H query heads, G key-value heads, E head width, J rotary frequencies, S positions,
+N queries that share a head of keys, B positions of a block, R runs, L layers. `qkv_TQ` holds each token's H + 2G heads
+side by side (Q numbers). A page is (L, 2, G, B, E), float16 or float32.
 """
 
 import numpy as np
@@ -30,8 +32,8 @@ from pi_runtime.kernels.ops.row_sums import row_sums
 
 LARGEST_HALF = np.float32(65504)
 """The largest float16 number."""
-FIRST, COUNT, START, CACHE = range(4)
-"""Columns of runs: the first of consecutive tokens of a sequence, their number, its position, the cache's address."""
+FIRST, COUNT, START, TABLE = range(4)
+"""Columns of runs (see `forward.Positions`)."""
 
 
 @public
@@ -65,24 +67,24 @@ def rotate(cos_SJ: Floats, sin_SJ: Floats, position_T: Ints, heads: int, width: 
 
 
 @device
-def _head(fmt: int, cache: int, head: int, room: int, width: int) -> MatrixView:
-    """The keys (heads 0 … G − 1) or values (G … 2G − 1) of one head in a layer's cache, a row for each position."""
+def _head(fmt: int, run_4: Ints, block: int, layer: int, head: int, groups: int, width: int) -> MatrixView:
+    """The keys (heads 0 … G − 1) or values (G … 2G − 1) of one head in a page, a row for each position."""
+    page = carray(pointer_of(run_4[TABLE]), (block + 1,), np.int64)[block]
     stride = width * (2 if fmt == F16 else 4)
-    return MatrixView(fmt, cache + head * room * stride, 0, stride, 0, width)
+    return MatrixView(fmt, page + (2 * groups * layer + head) * POSITIONS * stride, 0, stride, 0, width)
 
 
 @public
-def store_kv(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, width: int, room: int, behind: int, run_R4: Ints
-) -> None:
-    """Write the tokens' keys and values into the layer's caches, limited to what float16 can hold; see `attend`."""
+def store_kv(fmt: int, qkv_TQ: Floats, heads: int, groups: int, width: int, layer: int, run_R4: Ints) -> None:
+    """Write the tokens' keys and values into the layer's part of their pages, limited to what float16 can hold."""
     for r in range(run_R4.shape[0]):
         run_4 = run_R4[r]
         for n in range(run_4[COUNT]):
+            position = run_4[START] + n
             for head in range(2 * groups):
                 x_E = qkv_TQ[run_4[FIRST] + n, (heads + head) * width : (heads + head + 1) * width]
-                rows = _head(fmt, run_4[CACHE] + behind, head, room, width)
-                at = rows.values + (run_4[START] + n) * rows.stride
+                rows = _head(fmt, run_4, position // POSITIONS, layer, head, groups, width)
+                at = rows.values + position % POSITIONS * rows.stride
                 if fmt == F16:
                     half_E = carray(pointer_of(at), (width,), np.uint16)
                     for j in range(width):
@@ -95,31 +97,28 @@ def store_kv(
 
 @public
 def attend(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, room: int, behind: int, run_R4: Ints, scratch_CX: Floats,
-    out_TQ: Floats,
-) -> None:  # fmt: skip
-    """out ← softmax(q kᵀ / √E) v over the positions up to each token's own.
+    fmt: int, qkv_TQ: Floats, heads: int, groups: int, layer: int, run_R4: Ints, scratch_CX: Floats, out_TQ: Floats
+) -> None:
+    """out ← softmax(q kᵀ / √E) v over the positions up to each token's own, with the layer's keys and values.
 
-    The layer's part of a cache lies `behind` bytes after the address in a run, and has room for `room` positions.
     `scratch_CX`: `footprint.attention_floats` numbers for each part of the work.
     """
-    _attend(fmt, qkv_TQ, heads, groups, room, behind, run_R4, scratch_CX, out_TQ)
+    _attend(fmt, qkv_TQ, heads, groups, layer, run_R4, scratch_CX, out_TQ)
 
 
 @parallel
 def _attend(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, room: int, behind: int, run_R4: Ints, scratch_CX: Floats,
-    out_TQ: Floats,
-) -> None:  # fmt: skip
+    fmt: int, qkv_TQ: Floats, heads: int, groups: int, layer: int, run_R4: Ints, scratch_CX: Floats, out_TQ: Floats
+) -> None:
     _attend_part()
     for part in prange(CHUNKS):
-        _attend_part(fmt, qkv_TQ, heads, groups, room, behind, run_R4, part, scratch_CX[part], out_TQ)
+        _attend_part(fmt, qkv_TQ, heads, groups, layer, run_R4, part, scratch_CX[part], out_TQ)
 
 
 @loop_body
 def _attend_part(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, room: int, behind: int, run_R4: Ints, part: int,
-    scratch_X: Floats, out_TQ: Floats,
+    fmt: int, qkv_TQ: Floats, heads: int, groups: int, layer: int, run_R4: Ints, part: int, scratch_X: Floats,
+    out_TQ: Floats,
 ) -> None:  # fmt: skip
     """Every `CHUNKS`-th task, a few tokens of a run with the queries that share a head of keys."""
     task = 0
@@ -129,23 +128,18 @@ def _attend_part(
             tokens = min(ATTENTION_TOKENS, run_4[COUNT] - first)
             for group in range(groups):
                 if task % CHUNKS == part:
-                    cache = run_4[CACHE] + behind
-                    width = qkv_TQ.shape[1] // (heads + 2 * groups)
-                    keys = _head(fmt, cache, group, room, width)
-                    values = _head(fmt, cache, groups + group, room, width)
-                    at = run_4[FIRST] + first, run_4[START] + first, tokens
-                    _attend_tile(keys, values, qkv_TQ, heads, groups, group, at, scratch_X, out_TQ)
+                    _attend_tile(fmt, qkv_TQ, heads, groups, layer, run_4, group, first, tokens, scratch_X, out_TQ)
                 task += 1
 
 
 @device
 def _attend_tile(
-    keys: MatrixView, values: MatrixView, qkv_TQ: Floats, heads: int, groups: int, group: int,
-    at: tuple[int, int, int], scratch_X: Floats, out_TQ: Floats,
+    fmt: int, qkv_TQ: Floats, heads: int, groups: int, layer: int, run_4: Ints, group: int, skipped: int, tokens: int,
+    scratch_X: Floats, out_TQ: Floats,
 ) -> None:  # fmt: skip
-    """The queries of one group of heads for some tokens; `at`: the first token, its position, their number."""
-    token, start, tokens = at
-    width, shared = keys.columns, heads // groups
+    """The queries of one group of heads for some tokens of a run, after the first `skipped` ones."""
+    token, start = run_4[FIRST] + skipped, run_4[START] + skipped
+    width, shared = qkv_TQ.shape[1] // (heads + 2 * groups), heads // groups
     queries, end = shared * tokens, start + tokens
     # The memory holds numbers of queries, then their sums, weights, largest scores and totals.
     query_N = carray(pointer_of(address_of(scratch_X)), (queries,), np.int64)
@@ -158,9 +152,11 @@ def _attend_tile(
         query_N[n] = (token + n // shared) * (heads + 2 * groups) + group * shared + n % shared
     scale = np.float32(1 / np.sqrt(width))
     for first in range(0, end, POSITIONS):
-        count = min(POSITIONS, end - first)
+        block, count = first // POSITIONS, min(POSITIONS, end - first)
+        keys = _head(fmt, run_4, block, layer, group, groups, width)
+        values = _head(fmt, run_4, block, layer, groups + group, groups, width)
         row_products(
-            keys, first, 0, count, count, address_of(qkv_TQ), 4 * width, address_of(query_N), queries,
+            keys, 0, 0, count, count, address_of(qkv_TQ), 4 * width, address_of(query_N), queries,
             address_of(score_NB), 4 * POSITIONS,
         )  # fmt: skip
         for n in range(queries):
@@ -170,7 +166,7 @@ def _attend_tile(
                 for j in range(width):
                     sum_NE[n, j] *= rescale
         row_sums(
-            values, first, 0, count, count, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width
+            values, 0, 0, count, count, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width
         )
     for n in range(queries):
         head = group * shared + n % shared

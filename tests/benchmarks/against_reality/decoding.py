@@ -22,9 +22,11 @@ class Decoding:
         for model in models.values():
             model.warm_up()
         # As normed states leave keys and values: a prompt would take longer than everything else.
-        for layer in self._cache.values:
-            layer[:, :, :positions] = self._rng.standard_normal(layer[:, :, :positions].shape, np.float32)
-        self._cache.append(np.array(self._ids(positions), np.int64))
+        self._cache.reserve(positions)
+        self._cache.append(np.array(self._ids(positions), np.int64), select=False)
+        for page in self._cache.page_values():
+            for layer in page:
+                layer[:] = self._rng.standard_normal(layer.shape, np.float32)
 
     def token(self, name: str, token: int) -> tuple[np.ndarray, np.ndarray]:
         """Logits, and rows read by layer, of one token at the end of the context."""

@@ -12,6 +12,7 @@ from pi_runtime.artifact import Artifact
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.pages import PAGE_POSITIONS
 from pi_runtime.kernels import reference
 from pi_runtime.kernels.codegen.isa import ISA
 from side_by_side.process import threads
@@ -59,7 +60,7 @@ def decode(name: str, context: int, tokens: int) -> dict[str, Any]:
     read, kept = (rows_2 / (m.decoder.n_layers * m.decoder.d_ff)).tolist()
     dense = model.mode == "dense"
     nbytes = dense_bytes(m) if dense else _bytes(m, read, kept, with_predictor=model.mode == "predicted")
-    held = cache.values.nbytes * (context + tokens / 2) / cache.context
+    held = cache.pool.page_nbytes * (context + tokens / 2) / PAGE_POSITIONS
     density = 1.0 if dense else kept
     return {"seconds": seconds, "read": read, "density": density, "bytes_per_token": nbytes, "cache_bytes": held}
 
@@ -107,11 +108,11 @@ def _distance(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def memory() -> dict[str, int]:
-    """Resident bytes beyond mapped files, and the size of the cache, which counts as far as it was ever filled."""
+    """Resident bytes beyond mapped files, and the size of the cache's pages."""
     found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found
     cache = _caches[0]
-    return {"anonymous": int(found[1]) * 1024, "cache": cache.values.nbytes}
+    return {"anonymous": int(found[1]) * 1024, "cache": cache.pool.in_use * cache.pool.page_nbytes}
 
 
 def _ids(model: Model, tokens: int) -> list[int]:

@@ -197,7 +197,8 @@ for path in sys.argv[1:]:
                 prefill = model.generate(ids[:100], max_tokens=1, cache=cache)
                 "".join(prefill)
                 steps = [model.decode(int(token), cache)[0] for token in ids[100:]]
-                bits = [model.logits(ids), cache.values, np.stack(steps)]
+                held = np.concatenate(cache.page_values(), axis=3)[:, :, :, : cache.length]
+                bits = [model.logits(ids), held, np.stack(steps)]
                 digest = hashlib.sha256(b"".join(part.tobytes() for part in bits)).hexdigest()
             found.setdefault(f"{path} {mode}", set()).add(digest)
 print(json.dumps({case: sorted(digests) for case, digests in found.items()}))

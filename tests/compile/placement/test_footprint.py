@@ -21,6 +21,7 @@ from pi_runtime.artifact.buffers import (
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import array_specs
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import choose_plan
 from pi_runtime.execution.stand_in import StandInExecutor
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
@@ -70,13 +71,15 @@ def test_buffers_and_cache_are_what_a_run_allocates(family: str, tmp_path: Path)
     plan = stored_plan((64, 128), 1 << 20, 1 << 19)
     path = random_artifact(tmp_path / "a.pi", decoder, format="f16", ranks=[7, 5], plans=(plan,))
     layers = tuple(LayerWork(rung="predicted", rank=rank) for rank in (7, 5))
-    sizes = Sizes.of(workload(np.ones((2, 200)), layers, context=100, family=family, context_length=128))
+    sizes = Sizes.of(workload(np.ones((2, 200)), layers, context=96, family=family, context_length=128))
     assert PREFILL_TOKENS == BLOCK_TOKENS
     with Artifact.open(path) as artifact:
-        executor = StandInExecutor(artifact, "auto", 1, choose_plan(artifact, 100, 1 << 40))
+        executor = StandInExecutor(artifact, "auto", 1, choose_plan(artifact, 96, 1 << 40))
         assert allocated(executor) == sizes.workspace[CPU]
         executor.close()
-    assert KVCache(artifact.manifest, 100).values.nbytes == 2 * sizes.cache
+        cache = KVCache(PagePool(artifact.manifest), 96)
+        cache.reserve(96)
+        assert cache.pool.in_use * cache.pool.page_nbytes == 2 * sizes.cache
 
 
 @pytest.mark.parametrize("share", [1, 64])

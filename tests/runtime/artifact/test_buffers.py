@@ -11,6 +11,7 @@ from pi_runtime.artifact.buffers import (
     gpu_workspace_bytes,
     kv_bytes,
     kv_cache,
+    kv_page,
     rotary_tables,
     streamed_bytes,
     table_bytes,
@@ -18,7 +19,7 @@ from pi_runtime.artifact.buffers import (
     weight_padding,
     workspace_bytes,
 )
-from pi_runtime.artifact.footprint import GEMM_NEURONS, PartBytes
+from pi_runtime.artifact.footprint import GEMM_NEURONS, POSITIONS, PartBytes
 from pi_runtime.artifact.sizes import PARTS, array_specs
 from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
 from pi_runtime.kernels.reference import rotary_table
@@ -51,6 +52,7 @@ def test_the_cache_is_half_as_large_where_weights_are_not_float32() -> None:
     wide, narrow = (kv_cache(decoder, fmt, 10, layers=3) for fmt in ("f32", "q4"))
     assert wide.nbytes == 2 * narrow.nbytes == 3 * kv_bytes(decoder, "f32", 10)
     assert wide.shape == narrow.shape == (3, 2, decoder.n_kv_heads, 10, decoder.head_dim)
+    assert kv_page(decoder, "q4") == kv_cache(decoder, "q4", POSITIONS, layers=3)
 
 
 @pytest.mark.parametrize("fmt", ["f32", "f16", "bf16", "q8", "q4"])

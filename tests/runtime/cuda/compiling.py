@@ -21,7 +21,6 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.cuda.memory.devices import configure_libraries
-from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import allocation
 
 SHARED_BYTES = 99 << 10
@@ -76,7 +75,7 @@ def run(artifact: Path, arch: int) -> set[str]:
         for plan in opened.manifest.plans:
             taken = allocation(opened.manifest, plan, 48, 1 << 40)
             executor = CudaExecutor(Artifact.open(artifact), "auto", 1, taken, Compiled(), stream_from=1)
-            cache = KVCache(opened.manifest, 48)
+            cache = executor.new_cache()
             step(executor, [1, 2], cache, select=False)
             step(executor, [3], cache, select=True)
             executor.close()

@@ -83,9 +83,9 @@ def assert_follows_the_definition(path: Path, gpu: Device, error: float = 1e-4) 
     with Artifact.open(path) as artifact, running(path, ALL_ON_GPU, gpu) as executor:
         ids = [*PROMPT, *GOING_ON]
         dense = reference.forward(artifact, ids[:5], "dense")
-        cache = KVCache(artifact.manifest, CONTEXT)
+        cache = executor.new_cache()
         assert_same(read(executor, cache, ids[:5]), dense[-1], error)
-        cache = KVCache(artifact.manifest, CONTEXT)
+        cache = executor.new_cache()
         assert_same(decoded(executor, cache, ids)[0], reference.forward(artifact, ids, "predicted"), error)
 
 
@@ -95,11 +95,11 @@ def test_number_formats(fmt: str, tmp_path: Path, gpu: Device, monkeypatch: pyte
     monkeypatch.setattr(reference, "rounded", lambda x_TD: x_TD)
     path = model(tmp_path / "a.pi", "llama", fmt)
     with Artifact.open(path) as artifact, running(path, ALL_ON_GPU, gpu) as executor:
-        cache = KVCache(artifact.manifest, CONTEXT)
+        cache = executor.new_cache()
         found, _ = decoded(executor, cache, GOING_ON)
         assert_same(found, reference.forward(artifact, GOING_ON, "predicted"))
         # Prompts are multiplied in 16 bits.
-        prompt = read(executor, KVCache(artifact.manifest, CONTEXT), PROMPT)
+        prompt = read(executor, executor.new_cache(), PROMPT)
         wanted = reference.forward(artifact, PROMPT, "dense")[-1]
         assert np.abs(prompt - wanted).max() <= 0.02 * np.abs(wanted).max()
 

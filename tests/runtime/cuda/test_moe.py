@@ -22,7 +22,6 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.execution.cpu import CpuExecutor
-from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels import reference
 
 EXPERTS, WIDTH = 4, 70
@@ -93,9 +92,9 @@ def test_number_formats(fmt: str, tmp_path: Path, gpu: Device, monkeypatch: pyte
     monkeypatch.setattr(reference, "rounded", lambda x_TD: x_TD)
     path = model(tmp_path / "a.pi", fmt=fmt, layers=PREDICTED, **SHAPE)
     with Artifact.open(path) as artifact, running(path, CASES["all on the GPU"], gpu) as executor:
-        found, _ = decoded(executor, KVCache(artifact.manifest, CONTEXT), GOING_ON)
+        found, _ = decoded(executor, executor.new_cache(), GOING_ON)
         assert_same(found, reference.forward(artifact, GOING_ON, "predicted"))
-        prompt = read(executor, KVCache(artifact.manifest, CONTEXT), PROMPT)
+        prompt = read(executor, executor.new_cache(), PROMPT)
         wanted = reference.forward(artifact, PROMPT, "dense")[-1]
         assert np.abs(prompt - wanted).max() <= 0.02 * np.abs(wanted).max()
 

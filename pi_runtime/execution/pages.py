@@ -1,0 +1,103 @@
+"""Pages of the key-value cache: taken from a pool under a budget, shared by reference, released.
+
+Shape letters: L layers, G key-value heads, E head width.
+"""
+
+import sys
+from threading import RLock
+from typing import Any
+
+import numpy.typing as npt
+
+from pi_runtime.artifact.buffers import kv_page
+from pi_runtime.artifact.footprint import POSITIONS
+from pi_runtime.artifact.schema import Manifest
+from pi_runtime.errors import UsageError
+
+PAGE_POSITIONS = POSITIONS
+"""Positions of a page: those that attention takes at once."""
+
+
+class PagesExhausted(Exception):  # noqa: N818  a state of the pool, which a scheduler answers by making room
+    """No page is left in the pool."""
+
+
+class PagePool:
+    """Pages of keys and values under a budget: taken, shared by reference, released.
+
+    A page is one array (L, 2, G, `PAGE_POSITIONS`, E) of the number type that `buffers.kv_page` says. Its memory is
+    allocated when it is first taken, and kept for the next one when nobody refers to it any more. `budget` is in bytes;
+    None sets no limit.
+    """
+
+    def __init__(self, manifest: Manifest, budget: int | None = None) -> None:
+        self.page = kv_page(manifest.decoder, manifest.formats["attention"])
+        self.capacity = None if budget is None else budget // self.page_nbytes
+        if self.capacity == 0:
+            raise UsageError(
+                f"--kv-budget {budget}: no page of {PAGE_POSITIONS} positions fits it",
+                expected=f"at least {self.page_nbytes} bytes",
+            )
+        self._arrays: list[npt.NDArray[Any]] = []
+        self._references: list[int] = []
+        self._unused: list[int] = []
+        # Caches are also closed when they are garbage collected, which may happen in any thread.
+        self._lock = RLock()
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page."""
+        return self.page.nbytes
+
+    @property
+    def in_use(self) -> int:
+        """Pages that anybody refers to."""
+        return len(self._arrays) - len(self._unused)
+
+    @property
+    def free(self) -> int:
+        """Pages that can still be taken."""
+        return (sys.maxsize if self.capacity is None else self.capacity) - self.in_use
+
+    def take(self, count: int = 1) -> list[int]:
+        """So many pages, each with one reference and what it held before.
+
+        Raises PagesExhausted, and takes none, where there are fewer.
+        """
+        with self._lock:
+            if self.free < count:
+                raise PagesExhausted
+            while len(self._unused) < count:
+                self._unused.append(len(self._arrays))
+                self._arrays.append(self.page.in_ram())
+                self._references.append(0)
+            taken = [self._unused.pop() for _ in range(count)]
+            for page in taken:
+                self._references[page] = 1
+            return taken
+
+    def share(self, page: int) -> None:
+        """Count one reference more."""
+        with self._lock:
+            assert self._references[page] > 0, page
+            self._references[page] += 1
+
+    def release(self, page: int) -> None:
+        """Count one reference less; a page without any can be taken again."""
+        with self._lock:
+            assert self._references[page] > 0, page
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._unused.append(page)
+
+    def references(self, page: int) -> int:
+        """How many refer to a page."""
+        return self._references[page]
+
+    def values(self, page: int) -> npt.NDArray[Any]:
+        """The keys and values of a page."""
+        return self._arrays[page]
+
+    def address(self, page: int) -> int:
+        """Where a page lies, for compiled kernels."""
+        return int(self._arrays[page].ctypes.data)
