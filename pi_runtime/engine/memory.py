@@ -36,7 +36,7 @@ class EngineMemory:
         """
         stored = self._tree.longest(tokens[:-1], selected[:-1])
         whole = stored.length // PAGE_POSITIONS
-        taken = {page for cache in live for page in cache.pages}
+        taken = {page for cache in live for page in cache.held_pages}
         # The last page is copied if it is used in part: where there is no page for the copy, whole pages alone do.
         for length in (stored.length, whole * PAGE_POSITIONS):
             shared = stored.pages[: pages_of(length)]

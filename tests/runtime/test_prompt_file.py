@@ -116,7 +116,7 @@ def test_an_output_is_continued_after_its_last_whole_line(
         assert len(ran) == 9 - whole[:kept].count(b"\n")
 
 
-def test_an_output_of_something_else_is_refused(ask: Any, tmp_path: Path, artifact: Path) -> None:
+def test_an_output_of_something_else_is_refused(ask: Any, run: Run, tmp_path: Path, artifact: Path) -> None:
     lines, output = [{"prompt": "a"}, {"prompt": "b"}], tmp_path / "out.jsonl"
     ask(lines, "-n", 4)
     written = output.read_bytes()
@@ -129,7 +129,7 @@ def test_an_output_of_something_else_is_refused(ask: Any, tmp_path: Path, artifa
     random_artifact(artifact, small_decoder(), seed=9)
     assert ask(lines, "-n", 4)[0] == 2
     output.write_bytes(b"something else\n")
-    assert ask(lines, "-n", 4)[0] == 2
+    assert run(artifact, "--prompts", tmp_path / "in.jsonl", "-o", output, "-n", 4)[0] == 2
     assert output.read_bytes() == b"something else\n"
 
 
