@@ -21,7 +21,9 @@ from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ops.attention import attend, norm_heads, rotate, store_kv
 from pi_runtime.kernels.ops.linear import add_vector, linear, norm
 
-_load_row, _norm_heads, _route = by_address(load_row), by_address(norm_heads), by_address(moe.route)
+_load_row, _route = by_address(load_row), by_address(moe.route)
+# One piece of code for all: compiled into its callers, a sum may get another order in each.
+_norm, _norm_heads = by_address(norm), by_address(norm_heads)
 
 
 class Positions(NamedTuple):
@@ -78,16 +80,16 @@ def attention(
     if cfg.block == weight_table.POST_NORM:
         _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
     else:
-        norm(cfg.centred, eps, w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS], x_TD, normed_TD)
+        _norm(cfg.centred, eps, w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS], x_TD, normed_TD)
         _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, normed_TD, ws)
     if cfg.block == weight_table.PARALLEL and w[weight_table.FFN_NORM] != 0:
-        norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
+        _norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
     for t in range(tokens):
         _add(attended_TD[t], x_TD[t])
     if cfg.block == weight_table.SEQUENTIAL:
-        norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
+        _norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
     elif cfg.block == weight_table.POST_NORM:
-        norm(cfg.centred, eps, w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS], x_TD, x_TD)
+        _norm(cfg.centred, eps, w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS], x_TD, x_TD)
         for t in range(tokens):
             _copy(x_TD[t], normed_TD[t])
     if cfg.experts > 1:
@@ -128,7 +130,7 @@ def after_ffn(cfg: KernelConfig, w: Ints, eps: np.float32, x_TD: Floats) -> None
     for t in range(x_TD.shape[0]):
         add_vector(w[weight_table.DOWN_BIAS], x_TD[t])
     if cfg.block == weight_table.POST_NORM:
-        norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, x_TD)
+        _norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, x_TD)
 
 
 @public
@@ -136,7 +138,7 @@ def head(cfg: KernelConfig, ends: Ends, eps: np.float32, x_TD: Floats, ws: Works
     """logits ← norm(x) Wᵀ + bias, with norm(x) brought to the embedding's width; x is overwritten."""
     tokens, inputs = x_TD.shape[0], address_of(ws.inputs)
     if ends.norm != 0:
-        norm(cfg.centred, eps, ends.norm, ends.norm_bias, x_TD, x_TD)
+        _norm(cfg.centred, eps, ends.norm, ends.norm_bias, x_TD, x_TD)
     rows = matrix(cfg.head_format, ends.head, ends.head_scales, cfg.d_embedding)
     if ends.embedding_out != 0:
         narrow = matrix(cfg.embedding_format, ends.embedding_out, ends.embedding_out_scales, cfg.d_model)

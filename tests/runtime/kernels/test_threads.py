@@ -1,9 +1,10 @@
-"""The same bits at any number of threads."""
+"""The same bits at any number of threads, and whether kernels are compiled or loaded."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,25 +18,37 @@ THREADS = (1, 2, 3, 5)
 CHILD = SUPPORT / "thread_bits.py"
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_threads_do_not_change_a_bit(fmt: str, tmp_path: Path) -> None:
+def bits(fmt: str, folder: Path, threads: Sequence[int], **environment: str) -> dict[str, list[str]]:
+    """Digests of what operators and two models give, one for each number of threads, in a process of its own."""
     shape = {"d_model": 72, "d_ff": 300, "context_length": 100}
     paths = [
-        random_artifact(tmp_path / f"{name}.pi", small_decoder(**shape, **more), format=fmt, ranks=[9, 9])
+        random_artifact(folder / f"{name}.pi", small_decoder(**shape, **more), format=fmt, ranks=[9, 9])
         for name, more in (("one", {}), ("experts", {"n_experts": 5, "experts_per_token": 2}))
     ]
+    own = {"NUMBA_NUM_THREADS": str(max(threads)), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, CHILD, fmt, os.pathsep.join(map(str, paths)), *map(str, THREADS)],
+        [sys.executable, CHILD, fmt, os.pathsep.join(map(str, paths)), *map(str, threads)],
         capture_output=True,
         text=True,
-        env={**os.environ, "NUMBA_NUM_THREADS": str(max(THREADS)), "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, **own, **environment},
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_threads_do_not_change_a_bit(fmt: str, tmp_path: Path) -> None:
+    found = bits(fmt, tmp_path, THREADS)
     assert len(found) == 6 + 3 * 5 + 2 * 3 * 7
     for what, digests in found.items():
         assert len(digests) == len(THREADS)
         assert len(set(digests)) == 1, what
     for name in ("one", "experts"):
         assert found[f"{name} dense decode 7"] != found[f"{name} predicted decode 7"], "nothing was skipped"
+
+
+def test_a_process_that_compiles_gets_the_bits_of_one_that_loads(tmp_path: Path) -> None:
+    compiled, loaded = (bits("f16", tmp_path, [2], PI_CACHE_DIR=str(tmp_path / "kernels")) for _ in range(2))
+    assert compiled == loaded

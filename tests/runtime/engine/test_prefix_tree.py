@@ -1,0 +1,270 @@
+"""The prefix tree against a plain search, and pages against plain accounting."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.synthetic import small_decoder
+
+from pi_runtime.engine.prefix_tree import PrefixTree
+from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool, PagesExhausted
+
+CONTEXT = 150
+Positions = list[tuple[int, bool]]
+
+
+def new_pool(pages: int | None = None) -> PagePool:
+    manifest: Any = SimpleNamespace(decoder=small_decoder(n_layers=1, head_dim=2), formats={"attention": "f32"})
+    nbytes = PagePool(manifest).page_nbytes
+    return PagePool(manifest, None if pages is None else pages * nbytes)
+
+
+class Markers:
+    """Stands in for keys and values: a number for each position that depends on all before it and on nothing else."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, bool], int] = {}
+
+    def of(self, positions: Positions) -> list[int]:
+        found = [0]
+        for token, select in positions:
+            found.append(self._known.setdefault((found[-1], token, select), len(self._known) + 1))
+        return found[1:]
+
+    def run(self, cache: KVCache, positions: Positions) -> None:
+        """What a step does: pages are reserved, written, and the positions counted. A kind at a time."""
+        cache.reserve(len(positions))
+        start, every = cache.length, self.of([*held(cache), *positions])
+        for n, (token, select) in enumerate(positions, start):
+            page = cache._pages[n // PAGE_POSITIONS]
+            assert cache.pool.references(page) == 1, "wrote into a page that others share"
+            assert cache._table[n // PAGE_POSITIONS] == cache.pool.address(page)
+            cache.pool.values(page)[..., n % PAGE_POSITIONS, :] = every[n]
+            cache.append(np.array([token]), select)
+
+    def check(self, pool: PagePool, pages: Sequence[int], positions: Positions) -> None:
+        """The pages hold what these positions have to."""
+        found = np.concatenate([pool.values(page) for page in pages], axis=3) if pages else np.empty((1, 2, 1, 0, 1))
+        assert -(-len(positions) // PAGE_POSITIONS) == len(pages)
+        wanted = np.array(self.of(positions)).reshape(1, 1, 1, -1, 1)
+        assert (found[:, :, :, : len(positions)] == wanted).all()
+
+
+def held(cache: KVCache) -> Positions:
+    return list(zip(cache.tokens, cache.selected, strict=True))
+
+
+def split(positions: Positions) -> tuple[list[int], list[bool]]:
+    return [token for token, _ in positions], [select for _, select in positions]
+
+
+def common(one: Positions, other: Positions) -> int:
+    same = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(same, min(len(one), len(other)))
+
+
+def paths(tree: PrefixTree) -> Iterator[Positions]:
+    """What the tree holds, by its leaves."""
+    nodes = [(tree._root, [])]
+    for node, before in nodes:  # type: ignore[var-annotated]
+        here = [*before, *((key // 2, bool(key % 2)) for key in node.key)]
+        nodes += [(child, here) for child in node.children.values()]
+        assert node.children == {} or len(here) % PAGE_POSITIONS == 0
+        if not node.children:
+            yield here
+
+
+PIECE = st.one_of(
+    st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=5),
+    st.integers(0, 50).map(lambda count: [(1, False)] * count),
+)
+SEQUENCES = st.lists(st.tuples(PIECE, PIECE, PIECE).map(lambda pieces: sum(pieces, [])), max_size=8)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(SEQUENCES, SEQUENCES)
+def test_the_longest_prefix_is_found_to_the_token(stored: list[Positions], asked: list[Positions]) -> None:
+    pool, markers = new_pool(), Markers()
+    tree = PrefixTree(pool)
+    for positions in stored:
+        cache = KVCache(pool, CONTEXT)
+        markers.run(cache, positions)
+        tree.insert(cache)
+        cache.close()
+    for positions in asked:
+        prefix = tree.longest(*split(positions))
+        assert prefix.length == max((common(positions, one) for one in stored), default=0)
+        markers.check(pool, prefix.pages, positions[: prefix.length])
+    assert pool.in_use == len(tree.pages) == len(set(tree.pages))
+    tree.clear()
+    assert (pool.in_use, tree.pages, list(paths(tree))) == (0, (), [[]])
+
+
+def stored(tree: PrefixTree, pool: PagePool, positions: Positions) -> None:
+    cache = KVCache(pool, CONTEXT)
+    Markers().run(cache, positions)
+    tree.insert(cache)
+
+
+def test_the_least_recently_used_is_dropped_first_and_what_others_hold_is_kept() -> None:
+    pool = new_pool(6)
+    tree = PrefixTree(pool)
+    one, two, three = ([(token, False)] * 40 for token in (1, 2, 3))
+    for positions in (one, two, three):
+        stored(tree, pool, positions)
+    assert (pool.free, pool.in_use) == (0, 6)
+    assert tree.longest(*split(one)).length == 40
+    assert tree.evict(1) == 1
+    assert tree.longest(*split(two)).length == 32, "a leaf goes first"
+    assert [tree.longest(*split(p)).length for p in (three, one)] == [40, 40]
+    assert tree.evict(2) == 1
+    assert [tree.longest(*split(p)).length for p in (one, two, three)] == [40, 0, 40]
+    cache = KVCache(pool, CONTEXT)
+    prefix = tree.longest(*split(one))
+    cache.adopt(prefix.pages, *split(one))
+    assert tree.evict(6) == 2, "pages of a live cache stay"
+    assert tree.longest(*split(one)).length == 40
+    cache.close()
+    assert tree.evict(6) == 2
+    assert pool.in_use == 0
+
+
+def test_a_page_that_holds_less_than_another_is_not_kept() -> None:
+    pool = new_pool()
+    tree = PrefixTree(pool)
+    for length in (5, 20, 12, 32, 31):
+        stored(tree, pool, [(7, True)] * length)
+        assert len(tree.pages) == 1
+    assert tree.longest([7] * 40, [True] * 40).length == 32
+    assert tree.longest([7] * 40, [False] * 40).length == 0
+
+
+def test_an_exhausted_pool_leaves_a_cache_as_it_was() -> None:
+    pool, markers = new_pool(2), Markers()
+    cache = KVCache(pool, CONTEXT)
+    markers.run(cache, [(1, False)] * 40)
+    fork = cache.fork()
+    for one in (cache, fork):
+        before = one.pages, one._table.tolist()
+        with pytest.raises(PagesExhausted):
+            one.reserve(1)
+        assert (one.pages, one._table.tolist(), pool.in_use) == (*before, 2)
+    fork.close()
+    cache.reserve(24)
+    with pytest.raises(PagesExhausted):
+        cache.reserve(25)
+    del cache
+    assert pool.in_use == 0, "a cache that is gone keeps its pages"
+
+
+class Traffic:
+    """Random operations on live caches and a tree over one small pool."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.markers = np.random.default_rng(seed), Markers()
+        self.pool = new_pool(24)
+        self.tree = PrefixTree(self.pool)
+        self.live: list[KVCache] = []
+        self.done: Counter[str] = Counter()
+        self.texts = [self.some(int(self.rng.integers(1, 130))) for _ in range(6)]
+
+    def some(self, count: int) -> Positions:
+        select = bool(self.rng.integers(2))
+        return [(int(token), select) for token in self.rng.integers(0, 3, count)]
+
+    def one(self) -> KVCache | None:
+        return self.live[self.rng.integers(len(self.live))] if self.live else None
+
+    def join(self) -> None:
+        """A prompt, which begins as another one does, takes the longest stored prefix."""
+        text = self.texts[self.rng.integers(len(self.texts))]
+        text = text[: self.rng.integers(1, len(text) + 1)] + self.some(int(self.rng.integers(0, 9)))
+        prefix = self.tree.longest(*split(text))
+        assert prefix.length == max((common(text, path) for path in paths(self.tree)), default=0)
+        self.markers.check(self.pool, prefix.pages, text[: prefix.length])
+        cache = KVCache(self.pool, CONTEXT)
+        cache.adopt(prefix.pages, *split(text[: prefix.length]))
+        self.live.append(cache)
+        self.run(cache, text[prefix.length :])
+
+    def append(self) -> None:
+        if cache := self.one():
+            self.run(cache, self.some(int(self.rng.integers(1, 40)))[: cache.room])
+
+    def run(self, cache: KVCache, positions: Positions) -> None:
+        """Where the pool is exhausted the tree makes room; where this does not help, the cache is cancelled."""
+        if not self.fits(cache, positions):
+            self.evict(-(-len(positions) // PAGE_POSITIONS) + 1)
+            if not self.fits(cache, positions):
+                self.live.remove(cache)
+                cache.close()
+                self.done["exhausted"] += 1
+
+    def fits(self, cache: KVCache, positions: Positions) -> bool:
+        before = held(cache), cache.pages
+        try:
+            self.markers.run(cache, positions)
+        except PagesExhausted:
+            assert (held(cache), cache.pages) == before
+            return False
+        return True
+
+    def evict(self, pages: int | None = None) -> None:
+        pages = int(self.rng.integers(1, 5)) if pages is None else pages
+        before = self.pool.free
+        assert self.tree.evict(pages) == self.pool.free - before
+        live = {page for cache in self.live for page in cache.pages}
+        assert self.pool.free >= min(pages, 24 - len(live)), "a page could have been freed"
+
+    def cancel(self) -> None:
+        if cache := self.one():
+            self.live.remove(cache)
+            if self.rng.random() < 0.5:
+                cache.close()
+                assert (cache.pages, cache.length) == ((), 0)
+
+    def fork(self) -> None:
+        if (cache := self.one()) and len(self.live) < 9:
+            self.live.append(cache.fork())
+
+    def truncate(self) -> None:
+        if cache := self.one():
+            cache.truncate(int(self.rng.integers(0, cache.length + 5)))
+
+    def insert(self) -> None:
+        if cache := self.one():
+            self.tree.insert(cache)
+            assert self.tree.longest(cache.tokens, cache.selected).length == cache.length
+
+    def check(self, everything: bool) -> None:
+        wanted = Counter(page for cache in self.live for page in cache._pages) + Counter(self.tree.pages)
+        assert {page: self.pool.references(page) for page in wanted} == wanted
+        assert self.pool.in_use == len(wanted)
+        assert self.pool.free == 24 - len(wanted) >= 0
+        assert len(self.pool._arrays) <= 24
+        for cache in self.live if everything else self.live[-1:]:
+            self.markers.check(self.pool, cache.pages, held(cache))
+        if everything:
+            for path in paths(self.tree):
+                self.markers.check(self.pool, self.tree.longest(*split(path)).pages, path)
+
+
+def test_ten_thousand_random_operations_leak_no_page_and_overwrite_none() -> None:
+    traffic = Traffic(0)
+    operations = ("join", "append", "append", "cancel", "fork", "truncate", "insert", "insert", "evict")
+    for n in range(10_000):
+        name = operations[traffic.rng.integers(len(operations))]
+        getattr(traffic, name)()
+        traffic.done[name] += 1
+        traffic.check(everything=n % 50 == 0)
+    assert min(traffic.done[name] for name in (*operations, "exhausted")) > 50, traffic.done
+    for cache in traffic.live:
+        cache.close()
+    traffic.tree.clear()
+    assert traffic.pool.in_use == 0
