@@ -1,6 +1,6 @@
 """Answer several prompts at once, each with the text that it would get alone.
 
-    python docs/examples/many_prompts.py ARTIFACT
+python docs/examples/many_prompts.py ARTIFACT
 """
 
 import sys

@@ -70,7 +70,12 @@ class Engine:
                 raise UsageError(f"{flag} {value}", expected="1 or more")
         self._model, self._executor = model, model.executor
         self._scheduler: Scheduler[Request] = Scheduler(slots, piece)
-        self._memory = EngineMemory(model.executor, self._default_budget(slots) if kv_budget is None else kv_budget)
+        self._memory = EngineMemory(
+            model.executor,
+            self._default_budget(slots) if kv_budget is None else kv_budget,
+            # A plan divides the sum of a token with selection between two sides, even where nothing is skipped.
+            selection_matters=model.mode != "dense" or model.plan is not None,
+        )
         self._arrived: list[Request] = []
         self._ended: UsageError | None = None
         """Set once it is closed, or has failed: what `generate` then says."""

@@ -10,12 +10,15 @@ from pi_runtime.execution.pages import PAGE_POSITIONS, PagesExhausted
 
 
 class EngineMemory:
-    """Gives caches to sequences. What nobody else needs is dropped for them, least recently used first."""
+    """Gives caches to sequences. What nobody else needs is dropped for them, least recently used first.
 
-    def __init__(self, executor: Executor, budget: int) -> None:
+    `selection_matters`: whether a token has other keys and values where it was computed with selection.
+    """
+
+    def __init__(self, executor: Executor, budget: int, *, selection_matters: bool) -> None:
         self._executor = executor
         self.pool = executor.new_pool(budget)
-        self._tree = PrefixTree(self.pool)
+        self._tree = PrefixTree(self.pool, selection_matters=selection_matters)
 
     def check(self, positions: int) -> None:
         """Raise UsageError if a sequence of so many positions does not fit the budget alone."""

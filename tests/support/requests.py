@@ -48,6 +48,18 @@ def random_requests(rng: random.Random, count: int, *, sampled: bool, context: i
     return found
 
 
+def follow_ups(
+    rng: random.Random, requests: Sequence[Request], answers: Sequence[Found], context: int
+) -> list[Request]:
+    """Second turns of some talks: each prompt is an earlier one with its answer and a few tokens more."""
+    found = []
+    for request, (_, token_ids, _) in zip(requests, answers, strict=True):
+        prompt = (*request.prompt, *token_ids, *(rng.randrange(250) for _ in range(rng.randint(1, 9))))
+        if len(prompt) < context and rng.random() < 0.5:
+            found.append(Request(prompt, request.settings))
+    return found
+
+
 def found_by(answer: Generation | Stream) -> Found:
     """All that an answer comes to."""
     return "".join(answer), answer.token_ids, answer.finish_reason

@@ -6,7 +6,7 @@ from typing import Any
 
 import numba
 import pytest
-from support.requests import alone, assert_same, random_requests, together
+from support.requests import alone, assert_same, follow_ups, random_requests, together
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import Engine, load
@@ -62,8 +62,11 @@ def test_the_same_text_in_any_company(case: str, tmp_path: Path, long: bool) -> 
             budget = page * (CONTEXT // PAGE_POSITIONS + rng.randint(0, 3)) if rng.random() < 0.7 else None
             with Engine(model, slots=rng.choice([1, 2, 4, 6, 8]), piece=rng.randint(1, 64), kv_budget=budget) as engine:
                 found = together(engine, requests, rng)
+                turns = follow_ups(rng, requests, wanted, CONTEXT)
+                found += together(engine, turns, rng)
                 preempted, cached = preempted + engine.stats.preemptions, cached + engine.stats.cached_tokens
-            for row in zip(requests, wanted, found, strict=True):
+            wanted += [alone(model, request) for request in turns]
+            for row in zip([*requests, *turns], wanted, found, strict=True):
                 assert_same(*row)
                 compared += 1
     print(f"{case}: {compared} answers the same; {preempted} preemptions, {cached} tokens of prompts reused")
