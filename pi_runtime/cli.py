@@ -142,7 +142,8 @@ def _answer_file(
 
     from pi_runtime.engine.engine import Engine
 
-    with Engine(model, slots=slots, kv_budget=kv_budget, piece=piece) as engine:
+    # Nobody waits for the next token here: with prompts first, more answers are written together.
+    with Engine(model, slots=slots, kv_budget=kv_budget, piece=piece, decode_share=0) as engine:
         try:
             with console.progress("answers", "prompts") as bar:
                 file.answer(engine, output, bar)

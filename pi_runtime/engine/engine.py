@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from pi_runtime.engine.memory import EngineMemory
-from pi_runtime.engine.scheduler import PIECE, Scheduler, Work
+from pi_runtime.engine.scheduler import DECODE_SHARE, PIECE, DecodeShare, Scheduler, Work
 from pi_runtime.engine.stream import Request, Stream
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
@@ -54,8 +54,9 @@ class Engine:
     `slots`: most requests that run at once; the others wait in order. `kv_budget`: bytes for keys and values, of the
     running requests and of what is kept because a later prompt may begin with it. None: as many as `slots` requests
     with a full context take, but no more than a quarter of the machine's memory, and no less than one such request
-    takes. Memory is taken as it is needed. `piece`: most tokens of prompts in one step: fewer let the others go on with
-    shorter gaps, more read long prompts faster. No setting changes a text.
+    takes. Memory is taken as it is needed. `piece`: most tokens of prompts in one step: fewer make shorter gaps between
+    the tokens of the others, more read long prompts faster. `decode_share`: share of their speed that answers keep
+    while prompts are read; 0 reads prompts first. No setting changes a text.
 
     >>> with load("artifact.pi", device="cpu") as model, Engine(model, slots=2) as engine:
     ...     streams = [engine.generate(prompt, max_tokens=4) for prompt in ("Once", "Twice", "Never")]
@@ -64,12 +65,23 @@ class Engine:
     True
     """
 
-    def __init__(self, model: Model, *, slots: int = 8, kv_budget: int | None = None, piece: int = PIECE) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        slots: int = 8,
+        kv_budget: int | None = None,
+        piece: int = PIECE,
+        decode_share: float = DECODE_SHARE,
+    ) -> None:
+        if not 0 <= decode_share < 1:
+            raise UsageError(f"decode_share {decode_share}", expected="0 or more, and less than 1")
         for flag, value in (("--slots", slots), ("--piece", piece)):
             if value < 1:
                 raise UsageError(f"{flag} {value}", expected="1 or more")
         self._model, self._executor = model, model.executor
         self._scheduler: Scheduler[Request] = Scheduler(slots, piece)
+        self._decode_share = DecodeShare(decode_share)
         self._memory = EngineMemory(
             model.executor,
             self._default_budget(slots) if kv_budget is None else kv_budget,
@@ -188,11 +200,14 @@ class Engine:
                 request.answer.finish_reason = "cancelled"
                 self._leave(request)
         self._join()
-        work = self._with_memory(self._scheduler.plan())
+        prompts = self._decode_share.allows_prompts(self._scheduler.decoding)
+        work = self._with_memory(self._scheduler.plan(prompts=prompts))
         if not work:
             return
+        decoding = sum(w.sequence.pending == 1 for w in work)
         began = time.perf_counter()
         results = self._executor.step([self._sequence_step(w) for w in work])
+        self._decode_share.count(time.perf_counter() - began, decoding, decoding < len(work))
         for w, result in zip(work, results, strict=True):
             self._continue(w.sequence, result, began)
 

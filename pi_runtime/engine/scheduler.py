@@ -1,6 +1,7 @@
 """Which sequences run which tokens in the next step: knows no model and no memory, only numbers of tokens.
 
 A step holds one token of every sequence that is decoding, and at most `piece` tokens of prompts, which take turns.
+While prompts are read, steps without prompts come between, so that those who are decoding keep a share of their speed.
 """
 
 from collections import deque
@@ -9,6 +10,8 @@ from typing import Generic, Protocol, TypeVar
 
 PIECE = 64
 """Tokens of prompts in a step, unless asked otherwise."""
+DECODE_SHARE = 0.4
+"""Share of their speed that answers keep while prompts are read, unless asked otherwise."""
 
 
 class Sequence(Protocol):
@@ -86,10 +89,15 @@ class Scheduler(Generic[S]):
             held.clear()
         return found
 
-    def plan(self) -> list[Work[S]]:
-        """The work of the next step. Prompts that ran go behind the others."""
+    @property
+    def decoding(self) -> int:
+        """How many sequences are decoding."""
+        return sum(s.pending == 1 for s in self.live)
+
+    def plan(self, *, prompts: bool = True) -> list[Work[S]]:
+        """The work of the next step, with or without prompts. Prompts that ran go behind the others."""
         work = [Work(s, 1) for s in self.live if s.pending == 1]
-        left, ran = self.piece, []
+        left, ran = self.piece if prompts else 0, []
         for s in self._turns:
             if left and s.pending > 1:
                 work.append(Work(s, min(s.block, left)))
@@ -99,3 +107,34 @@ class Scheduler(Generic[S]):
             self._turns.remove(s)
             self._turns.append(s)
         return work
+
+
+class DecodeShare:
+    """Says when prompts may run, so that those who are decoding keep a share s of their speed.
+
+    A step with prompts takes T, one without t: after it answers are owed s T − t of time. A step without prompts pays
+    (1 − s) t of it back. Prompts run while nothing is owed. No more than one step is paid in advance.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._plain_s: dict[int, float] = {}
+        """Seconds of the latest step without prompts, by the number of sequences in it."""
+        self._owed_s = 0.0
+
+    def allows_prompts(self, decoding: int) -> bool:
+        """Whether prompts may run beside so many answers."""
+        return decoding == 0 or self._owed_s <= 0
+
+    def count(self, seconds: float, decoding: int, prompts: bool) -> None:
+        """Count a step: its time, the answers in it, and whether it held prompts too."""
+        if decoding == 0:
+            self._owed_s = 0.0
+        elif prompts:
+            # Of fewer answers where that is all that is known: the shorter time is on the safe side.
+            known = max((n for n in self._plain_s if n <= decoding), default=0)
+            plain_s = self._plain_s.get(known, 0.0)
+            self._owed_s = max(self._owed_s + self._share * seconds - plain_s, -plain_s)
+        else:
+            self._plain_s[decoding] = seconds
+            self._owed_s = max(self._owed_s - (1 - self._share) * seconds, -seconds)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi_runtime.engine.scheduler import Scheduler
+from pi_runtime.engine.scheduler import DecodeShare, Scheduler
 
 
 @dataclass(eq=False)
@@ -125,3 +125,34 @@ def test_a_short_prompt_beside_long_ones_is_served_within_its_turn(others: int) 
     short = Numbers("short", 10, 1)
     steps = run(scheduled(8, 16, *long, short))
     assert next(n for n, step in enumerate(steps) if any(name == "short" for name, _ in step)) == others
+
+
+@given(st.floats(0.1, 0.8), st.floats(0.001, 0.1), st.floats(0, 1))
+def test_answers_keep_their_share_and_prompts_the_rest(share: float, plain_s: float, piece_s: float) -> None:
+    """Of the time of a long prompt, up to one cycle at its end."""
+    rule = DecodeShare(share)
+    elapsed = steps = pieces = 0.0
+    for _ in range(2000):
+        prompts = rule.allows_prompts(3)
+        seconds = plain_s + piece_s * prompts
+        rule.count(seconds, 3, prompts)
+        elapsed, steps, pieces = elapsed + seconds, steps + 1, pieces + prompts
+    cycle = piece_s / (1 - share) / share + 2 * plain_s
+    assert steps * plain_s >= share * elapsed - cycle
+    assert pieces * piece_s >= min((1 - share) * elapsed, 0.99 * 2000 * piece_s) - cycle
+
+
+def test_without_a_share_prompts_always_run() -> None:
+    rule = DecodeShare(0)
+    for seconds in (1.0, 0.1, 3.0):
+        assert rule.allows_prompts(2)
+        rule.count(seconds, 2, True)
+
+
+def test_prompts_alone_owe_nothing() -> None:
+    rule = DecodeShare(0.5)
+    rule.count(1, 2, True)
+    assert not rule.allows_prompts(2)
+    assert rule.allows_prompts(0)
+    rule.count(1, 0, True)
+    assert rule.allows_prompts(2)
