@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-PIECE = 64
+PIECE = 32
 """Tokens of prompts in a step, unless asked otherwise."""
 DECODE_SHARE = 0.4
 """Share of their speed that answers keep while prompts are read, unless asked otherwise."""
