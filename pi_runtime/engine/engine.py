@@ -4,6 +4,7 @@ One thread runs step after step. A step takes the next tokens of several sequenc
 as if it were alone. Callers read their streams in threads of their own; a slow reader holds up nobody.
 """
 
+import atexit
 import os
 import threading
 import time
@@ -100,6 +101,8 @@ class Engine:
         self._busy_s = 0.0
         self._thread = threading.Thread(target=self._run, name="pi-engine", daemon=True)
         self._thread.start()
+        # A thread that is killed amid a step when Python ends may take the process down.
+        atexit.register(self.close)
 
     def generate(
         self,
@@ -148,6 +151,7 @@ class Engine:
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
         return self
@@ -246,7 +250,7 @@ class Engine:
 
     def _continue(self, request: Request, result: SequenceResult, began: float) -> None:
         """Count a step for a request, and draw its next token if all before it have run."""
-        answer = request.answer
+        answer, before = request.answer, len(request.answer.tokens)
         try:
             token = answer.draw(result) if request.pending == 0 else None
             answer.spend(began, time.perf_counter())
@@ -256,7 +260,10 @@ class Engine:
         except Exception as error:  # a fault of this request ends no other
             self._leave(request, error)
             return
-        self._generated += 1
+        self._generated += len(answer.tokens) - before
+        if before == answer.prompt_tokens and answer.finish_reason is None:
+            assert request.cache is not None
+            self._memory.share(request.cache)
         if piece:
             request.pieces.put(piece)
         if answer.finish_reason is not None:

@@ -68,6 +68,12 @@ class EngineMemory:
             return False
         return True
 
+    def share(self, cache: KVCache) -> None:
+        """Let later sequences begin with the full pages of a cache, which goes on with the last one."""
+        full = cache.fork()
+        full.truncate(cache.length // PAGE_POSITIONS * PAGE_POSITIONS)
+        self.keep(full)
+
     def keep(self, cache: KVCache) -> None:
         """Close a cache; what it held can be used again until its memory is needed."""
         self._tree.insert(cache)

@@ -10,6 +10,7 @@ from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.schema import Text
 from pi_runtime.engine.engine import Engine
+from pi_runtime.engine.stream import Stream
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -114,6 +115,33 @@ def test_an_output_is_continued_after_its_last_whole_line(
         assert ask(lines, "-n", 4, "--slots", 2) == (0, wanted, "")
         assert output.read_bytes() == whole
         assert len(ran) == 9 - whole[:kept].count(b"\n")
+
+
+def test_an_interrupted_run_keeps_its_answers(ask: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines, output = [{"prompt": f"p {n}"} for n in range(6)], tmp_path / "out.jsonl"
+    _, wanted, _ = ask(lines, "-n", 4)
+    output.unlink()
+    following, left = Stream.__next__, iter(range(12))
+
+    def interrupt(self: Stream) -> str:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return following(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "__next__", interrupt)
+        code, found, err = ask(lines, "-n", 4)
+    assert (code, err) == (130, "interrupted\n")
+    assert 0 < len(found) < 6
+    assert found == wanted[: len(found)]
+    assert ask(lines, "-n", 4) == (0, wanted, "")
+
+
+@pytest.mark.parametrize("flags", [("--slots", 0), ("--piece", 0), ("--kv-budget", "1B"), ("--kv-budget", "much")])
+def test_impossible_settings(ask: Any, flags: tuple[object, ...]) -> None:
+    code, found, err = ask([{"prompt": "a"}], *flags)
+    assert (code, found) == (2, [])
+    assert flags[0] in err
 
 
 def test_an_output_of_something_else_is_refused(ask: Any, run: Run, tmp_path: Path, artifact: Path) -> None:

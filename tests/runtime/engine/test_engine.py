@@ -111,6 +111,16 @@ def test_a_prompt_is_not_computed_again(model: Model, engine: Engine) -> None:
     assert engine.stats.cached_tokens >= 89
 
 
+def test_a_prompt_is_shared_while_its_answer_is_still_written(talker: Model) -> None:
+    with Engine(talker, slots=2) as engine:
+        first = engine.generate("ab" * 50)
+        next(first)
+        second = engine.generate("ab" * 40 + "b", max_tokens=3)
+        assert "".join(second) == "aba"
+        assert second.stats.cached_tokens == 80
+        first.cancel()
+
+
 @pytest.mark.parametrize(("mode", "held"), [("dense", 22), ("predicted", 20)])
 def test_an_answer_serves_as_prompt_only_where_that_is_the_same(random_path: Path, mode: str, held: int) -> None:
     """With selection its keys and values are others than those of a prompt."""
