@@ -221,9 +221,11 @@ class Engine:
             live = [r.cache for r in self._scheduler.live if r.cache is not None]
             request.cache = self._memory.open(request.answer.tokens, request.selected, live)
             if request.cache is None:
+                assert live, "a request that fits alone finds no room though nothing runs"
                 self._full = True
                 return
-            if not request.answer.token_ids:
+            if not request.has_joined:
+                request.has_joined = True
                 request.answer.cached_tokens = request.cache.length
                 self._prompt_tokens += request.answer.prompt_tokens
                 self._cached_tokens += request.cache.length

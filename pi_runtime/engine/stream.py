@@ -15,6 +15,8 @@ class Request:
         self.answer = answer
         self.cache: KVCache | None = None
         """None while it waits."""
+        self.has_joined = False
+        """Whether it has been live; it may wait again since."""
         self.cancelled = False
         """Set by the caller's thread; the engine looks before each step."""
         self.pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
