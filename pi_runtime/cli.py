@@ -52,6 +52,9 @@ def run(
     vram_budget: Annotated[
         str | None, typer.Option(envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB: picks the placement.")
     ] = None,
+    cache_format: Annotated[
+        str, typer.Option(envvar="PI_CACHE_FORMAT", help="How keys and values are held: auto, f16 or q8.")
+    ] = "auto",
     threads: Annotated[int | None, typer.Option(envvar="PI_THREADS", help="CPU threads.")] = None,
     slots: Annotated[int, typer.Option(help="Most of --prompts that run at once.")] = 8,
     kv_budget: Annotated[
@@ -79,7 +82,14 @@ def run(
         console.say("kernels for the GPU are compiled once, after the weights are there (a minute or two)")
     with console.progress("to the GPU") if to_gpu else nullcontext() as bar:
         opened = load(
-            artifact, mode=mode, context=ctx_size, threads=threads, device=device, vram_budget=budget, progress=bar
+            artifact,
+            mode=mode,
+            context=ctx_size,
+            threads=threads,
+            device=device,
+            vram_budget=budget,
+            cache_format=cache_format,
+            progress=bar,
         )
     with opened as model:
         settings = {

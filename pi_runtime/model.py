@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.buffers import kv_page
+from pi_runtime.artifact.buffers import CACHE_FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest, Plan
@@ -42,6 +42,7 @@ def load(
     threads: int | None = None,
     device: str = "auto",
     vram_budget: int | None = None,
+    cache_format: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> "Model":
     """Open an artifact for running.
@@ -53,7 +54,9 @@ def load(
     `stand-in` runs the same plan with the CPU in the GPU's place; `auto` is the first GPU where there is one and a plan
     fits it, else `stand-in` where a budget is given, else `cpu`. `progress` is called with (done, total) bytes while
     weights go to a GPU.
-    `context`: positions to hold, prompt and answer together. `threads`: CPU threads; results do not depend on it.
+    `context`: positions to hold, prompt and answer together. `cache_format`: how keys and values are held, `f16` or
+    `q8`, which takes about half as much and is no longer exact; `auto` is float32 beside attention weights in float32,
+    else `f16`. A GPU has `auto` alone. `threads`: CPU threads; results do not depend on it.
 
     Raises ArtifactError for a file that is not an artifact of this version, UsageError for an impossible argument,
     DeviceError for a device that is not there.
@@ -73,20 +76,23 @@ def load(
         raise UsageError(f"--threads {threads}", expected=f"1 to {available}", remedy="NUMBA_NUM_THREADS sets the most")
     if mode not in MODES:
         raise UsageError(f"--mode {mode}: unknown mode", expected=", ".join(MODES))
+    if cache_format not in CACHE_FORMATS:
+        raise UsageError(f"--cache-format {cache_format}: unknown format", expected=", ".join(CACHE_FORMATS))
     artifact = Artifact.open(Path(path))
     try:
         positions = _context(artifact.manifest, context)
         _check_mode(artifact, mode)
         notice = None
         try:
-            executor = _executor(artifact, mode, positions, threads or available, device, vram_budget, progress)
+            on_cpu = artifact, mode, positions, threads or available, cache_format
+            executor = _executor(*on_cpu, device, vram_budget, progress)
         except (DoesNotFitError, DeviceError) as error:
             if not automatic or vram_budget is not None:
                 raise
             notice = f"the GPU is not used: {error.what}"
             if error.expected is not None:
                 notice += f" (expected: {error.expected}; found: {error.found})"
-            executor = CpuExecutor(artifact, mode, positions, threads or available)
+            executor = CpuExecutor(*on_cpu)
         return Model(artifact, mode, executor, notice)
     except BaseException:
         artifact.close()
@@ -98,15 +104,20 @@ def _executor(
     mode: str,
     context: int,
     threads: int,
+    cache_format: str,
     device: str,
     vram_budget: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> Executor:
     if device == "cpu":
-        return CpuExecutor(artifact, mode, context, threads)
+        return CpuExecutor(artifact, mode, context, threads, cache_format)
     if device == "stand-in":
         taken = choose_plan(artifact, context, sys.maxsize if vram_budget is None else vram_budget)
-        return StandInExecutor(artifact, mode, threads, taken)
+        return StandInExecutor(artifact, mode, threads, taken, cache_format)
+    if cache_format != "auto":
+        raise DeviceError(
+            f"--cache-format {cache_format} does not go with a GPU", remedy="--device cpu, or leave the format out"
+        )
     from pi_runtime.cuda.opening import open_on_gpu  # noqa: PLC0415  needs torch
 
     index = int(device.partition(":")[2])
@@ -148,6 +159,7 @@ class Model:
         self._artifact, self.executor = artifact, executor
         self.mode = mode
         self.context = executor.context
+        self._page = executor.new_pool().page
         self.tokenizer = Tokenizer(
             artifact.file("tokenizer.json"), artifact.manifest.text, vocab_size=artifact.manifest.decoder.vocab_size
         )
@@ -296,9 +308,8 @@ class Model:
 
     def _checked_cache(self, cache: KVCache) -> KVCache:
         """Check that the cache has this model's shape: kernels do not."""
-        page = kv_page(self.manifest.decoder, self.manifest.formats["attention"])
-        if (cache.pool.page, cache.context) != (page, self.context):
-            raise UsageError("the cache was made for another model or context", remedy="model.new_cache()")
+        if (cache.pool.page, cache.context) != (self._page, self.context):
+            raise UsageError("the cache was made for another model, context or format", remedy="model.new_cache()")
         return cache
 
     def _checked_ids(self, token_ids: Any) -> npt.NDArray[np.int64]:

@@ -80,8 +80,8 @@ class PromptFile:
         self._lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
         # What an answer depends on, beside its line: an output is continued only if all of it is the same.
         manifest = hashlib.sha256(canonical_json(model.manifest)).hexdigest()
-        common = [manifest, model.mode, model.context, settings.max_tokens, settings.stop, dict(settings.sampling)]
-        self._common = json.dumps(common).encode()
+        run = [manifest, model.mode, model.context, model.executor.new_pool().format]
+        self._common = json.dumps([*run, settings.max_tokens, settings.stop, dict(settings.sampling)]).encode()
 
     def answer(self, engine: Engine, output: Path | None, progress: Callable[[int, int], None]) -> None:
         """Answer every line that `output` does not hold yet; None writes all to stdout.

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pi_compile.cli.options import ArtifactPath, Debug, Json, RunCtxSize, RunDevice, RunVramBudget, Threads
+from pi_compile.cli.options import (
+    ArtifactPath,
+    Debug,
+    Json,
+    RunCacheFormat,
+    RunCtxSize,
+    RunDevice,
+    RunVramBudget,
+    Threads,
+)
 from pi_compile.cli.rendering import artifact_text, emit, eval_report, print_report, task_reports
 from pi_runtime import console
 from pi_runtime.errors import UsageError
@@ -36,6 +45,7 @@ def evaluate(
     device: RunDevice = None,
     vram_budget: RunVramBudget = None,
     ctx_size: RunCtxSize = None,
+    cache_format: RunCacheFormat = "auto",
     threads: Threads = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -54,7 +64,7 @@ def evaluate(
         raise UsageError(
             "--limit counts questions", expected="--task FILE", remedy="--tokens limits the text that is scored"
         )
-    options = _load_options(device, vram_budget, ctx_size, threads)
+    options = _load_options(device, vram_budget, ctx_size, cache_format, threads)
     tasks = _read_tasks(task or [], limit)
     found: dict[str, Any] = {}
     if text:
@@ -71,7 +81,7 @@ def evaluate(
 
 
 def _load_options(
-    device: str | None, vram_budget: str | None, ctx_size: int | None, threads: int | None
+    device: str | None, vram_budget: str | None, ctx_size: int | None, cache_format: str, threads: int | None
 ) -> "LoadOptions":
     from pi_compile.evaluation import LoadOptions
     from pi_runtime.execution.plan_choice import parse_size
@@ -79,7 +89,9 @@ def _load_options(
     budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
     chosen = ("cpu" if budget is None else "auto") if device is None else device
     tell = functools.cache(console.say)  # each mode is opened for itself: a line once
-    return LoadOptions(device=chosen, vram_budget=budget, context=ctx_size, threads=threads, tell=tell)
+    return LoadOptions(
+        device=chosen, vram_budget=budget, context=ctx_size, cache_format=cache_format, threads=threads, tell=tell
+    )
 
 
 def _read_tasks(paths: list[Path], limit: int | None) -> list["Task"]:

@@ -39,6 +39,10 @@ RunVramBudget = Annotated[
     typer.Option("--vram-budget", envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB: picks the placement."),
 ]
 RunCtxSize = Annotated[int | None, typer.Option("--ctx-size", envvar="PI_CTX_SIZE", help="Positions to hold.")]
+RunCacheFormat = Annotated[
+    str,
+    typer.Option("--cache-format", envvar="PI_CACHE_FORMAT", help="How keys and values are held: auto, f16 or q8."),
+]
 Threads = Annotated[int | None, typer.Option(envvar="PI_THREADS", help="CPU threads.")]
 Json = Annotated[bool, console.JSON]
 Debug = Annotated[bool, console.DEBUG]

@@ -140,6 +140,9 @@ def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
         for mode, perplexity in found["perplexity"].items()
     ]
     device = {"device": found["device"]} if found["vram_bytes"] is not None else {}
+    if cache := found.get("cache"):
+        shown = {**cache, "increase_interval": _percent_interval(cache["increase_interval"])}
+        device["cache"] = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in shown.items())
     return {**device, "tokens": found["tokens"], "modes": modes, "layers": found["layers"]}
 
 

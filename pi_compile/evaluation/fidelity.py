@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,8 @@ def evaluate(
 
     `model` is the checkpoint that the artifact was packed from, scored by transformers in float32. `dense` is compared
     with it, the other modes with `dense`: their agreement, and the 95 % interval of the relative increase of
-    perplexity. Raises CorpusError for a text shorter than one window, CheckpointError for a checkpoint that the
+    perplexity. Where keys and values are held in a format that was asked for, `dense` is also compared with itself in
+    the usual one. Raises CorpusError for a text shorter than one window, CheckpointError for a checkpoint that the
     artifact was not packed from.
 
     `texts` are files or folders of text; at most their first `tokens` tokens are scored, in sequences of `window`.
@@ -90,17 +91,29 @@ def evaluate(
     scores: dict[str, Score] = {}
     speeds: dict[str, float] = {}
     device: dict[str, object] = {}
-    on_window = counted(progress, len(modes) * len(windows))
+    runs = len(modes) + (options.cache_format != "auto")
+    on_window = counted(progress, runs * len(windows))
     for mode in modes:
         with options.open(artifact, mode) as opened:
             device = device_of(opened)
             scores[mode] = _score(opened.examine, windows, on_window)
             speeds[mode] = _tokens_per_s(opened, windows.reshape(-1)[:TIMED])
+    cache = None
+    if options.cache_format != "auto":
+        with replace(options, cache_format="auto").open(artifact, "dense") as opened:
+            usual = _score(opened.examine, windows, on_window)
+        cache = {
+            "format": options.cache_format,
+            "usual_perplexity": usual.perplexity,
+            "increase_interval": _increase_interval(scores["dense"], usual),
+            "agreement": _agreement(scores["dense"], usual),
+        }
     checkpoint = None if model is None else _score(_reference(model), windows, lambda: None)
     ffn = {mode: score.ffn_bytes(manifest, mode) for mode, score in scores.items()}
     bases = {mode: checkpoint if mode == "dense" else scores["dense"] for mode in modes}
     return {
         **device,
+        **({} if cache is None else {"cache": cache}),
         "tokens": windows.size,
         "perplexity": {"checkpoint": checkpoint.perplexity if checkpoint else None}
         | {mode: score.perplexity for mode, score in scores.items()},

@@ -17,6 +17,8 @@ class LoadOptions:
     """Bytes of GPU memory; None for what is free."""
     context: int | None = None
     """Positions of the cache; None for what the caller needs."""
+    cache_format: str = "auto"
+    """How keys and values are held."""
     threads: int | None = None
     tell: Callable[[str], object] = lambda _line: None
     """Is called with a line that names the placement in use, or says why the GPU is not used."""
@@ -30,6 +32,7 @@ class LoadOptions:
             threads=self.threads,
             device=self.device,
             vram_budget=self.vram_budget,
+            cache_format=self.cache_format,
         )
         if opened.notice is not None:
             self.tell(opened.notice)

@@ -33,7 +33,7 @@ from pi_runtime.artifact.footprint import (
     padded_width,
     sign_words,
 )
-from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.schema import ArrayEntry
 from pi_runtime.artifact.sizes import ArraySpec, without_scales
 
@@ -78,18 +78,35 @@ def table_bytes(*tables: Buffers) -> int:
     return sum(buffer.nbytes for table in tables for buffer in table.values())
 
 
-def kv_cache(d: Decoder, attention: str, positions: int, layers: int) -> Buffer:
-    """Keys and values (L, 2, G, S, E) of so many layers and positions.
+CACHE_FORMATS = ("auto", "f16", "q8")
+"""Formats that keys and values can be asked for in."""
 
-    They are float16, half as much to hold and to read, but float32 where the attention weights have this format.
+
+def cache_format(attention: str, wanted: str = "auto") -> str:
+    """The format of keys and values beside attention weights of this format.
+
+    Unless asked otherwise they are float16, half as much to hold and to read, but float32 where the weights are.
     """
-    dtype = "float32" if attention == "f32" else "float16"
+    return wanted if wanted != "auto" else "f32" if attention == "f32" else "f16"
+
+
+def kv_cache(d: Decoder, attention: str, positions: int, layers: int) -> Buffer:
+    """Keys and values (L, 2, G, S, E) of so many layers and positions, in the usual format."""
+    dtype = "float32" if cache_format(attention) == "f32" else "float16"
     return Buffer((layers, 2, d.n_kv_heads, positions, d.head_dim), dtype)
 
 
-def kv_page(d: Decoder, attention: str) -> Buffer:
-    """One page of the cache in RAM: keys and values of all layers for `POSITIONS` positions."""
-    return kv_cache(d, attention, POSITIONS, d.n_layers)
+def kv_page(d: Decoder, fmt: str) -> Buffer:
+    """One page of the cache in RAM: keys and values of all layers for `POSITIONS` positions in this format.
+
+    A head's keys at one position, or its values, are float32, float16, or q8: a byte for each column, up to the end of
+    the last block, and then the blocks' scales.
+    """
+    if fmt == "q8":
+        row = -(-d.head_dim // BLOCK) * (BLOCK + FORMATS["scale"].itemsize)
+        return Buffer((d.n_layers, 2, d.n_kv_heads, POSITIONS, row), "uint8")
+    dtype = FORMATS[fmt].stored.name
+    return Buffer((d.n_layers, 2, d.n_kv_heads, POSITIONS, d.head_dim), dtype)
 
 
 def kv_bytes(d: Decoder, attention: str, positions: int) -> int:
@@ -107,8 +124,8 @@ def narrow_width(d: Decoder) -> int:
     return d.d_embedding if d.d_embedding != d.d_model else 0
 
 
-def cpu_workspace(d: Decoder, rank: int, tokens: int) -> dict[str, Buffer]:
-    """Buffers on the CPU for calls of up to `tokens` tokens, and for predictors up to this rank.
+def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16") -> dict[str, Buffer]:
+    """Buffers on the CPU for calls of up to `tokens` tokens, for predictors up to this rank and a cache in this format.
 
     `kernels.data.workspace.Workspace` says what each is for.
     """
@@ -130,6 +147,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int) -> dict[str, Buffer]:
         "taken_select_T": Buffer((t,), "int64"),
         "taken_weight_T": Buffer((t,)),
         "attention_CX": Buffer((CHUNKS, attention_floats(d))),
+        "unpacked_CBE": Buffer((CHUNKS, POSITIONS if cache == "q8" else 0, d.head_dim)),
         "low_rank_flat": Buffer((t * rank,)),
         "inputs": Buffer((t * input_nbytes(widest),), "uint8"),
         "low_rank_inputs": Buffer((t * input_nbytes(rank),), "uint8"),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numba
 import numpy as np
 
+from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
@@ -24,22 +25,24 @@ from pi_runtime.kernels.reference import rotary_table
 class CpuModel:
     """An open artifact as kernels take it: tables of its weights, and the memory that kernels work in.
 
-    `threads` limits numba's threads for the calls made here; results do not depend on it.
+    `threads` limits numba's threads for the calls made here; results do not depend on it. `cache` is the format of keys
+    and values, of `buffers.CACHE_FORMATS`.
     """
 
-    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int) -> None:
+    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int, cache: str = "auto") -> None:
         start_threads()
         # Kept because the table holds addresses into its mapping.
         self.artifact: Artifact | None = artifact
         self.manifest = artifact.manifest
         decoder, layers = artifact.manifest.decoder, artifact.manifest.layers
-        self.threads, self.context = threads, context
+        self.threads, self.context, self.cache = threads, context, cache
         self.cfg = weight_table.config_of(decoder, artifact.manifest.formats)
         self.ends = weight_table.ends_of(artifact)
         self.table_LXW = weight_table.table_of(artifact, mode)
         self.eps = np.float32(decoder.norm_eps)
         self.largest_rank = max((layer.rank or 0 for layer in layers), default=0)
-        self.workspace = allocate_workspace(decoder, artifact.manifest.formats["ffn"], self.largest_rank)
+        ffn = artifact.manifest.formats["ffn"]
+        self.workspace = allocate_workspace(decoder, ffn, self.largest_rank, cache=cache)
         self.cos_SJ, self.sin_SJ = rotary_table(decoder, context)
 
     @property
@@ -90,7 +93,7 @@ class CpuModel:
     def new_pool(self, budget: int | None = None) -> PagePool:
         """Pages for caches of some sequences."""
         self.check_open()
-        return PagePool(self.manifest, budget)
+        return PagePool(self.manifest, budget, self.cache)
 
     def new_cache(self, pool: PagePool | None = None) -> KVCache:
         """An empty cache for one sequence."""
@@ -131,7 +134,8 @@ def positions_of(runs: Sequence[tuple[int, int, KVCache]]) -> Positions:
     first_R = np.cumsum([0, *(count for count, _, _ in runs)])
     run_R4 = [(first, count, at, cache.table_address) for first, (count, at, cache) in zip(first_R, runs, strict=False)]
     position_T = np.concatenate([np.arange(start, start + count) for count, start, _ in runs])
-    return Positions(position_T, np.array(run_R4, np.int64))
+    pool = runs[0][2].pool
+    return Positions(position_T, np.array(run_R4, np.int64), FORMATS[pool.format].code, pool.row_nbytes)
 
 
 def batches(sequences: Sequence[SequenceStep]) -> Iterator[list[SequenceStep]]:
@@ -155,8 +159,8 @@ class CpuExecutor:
     notice: str | None = None
     block_tokens = BLOCK_TOKENS
 
-    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int) -> None:
-        self._model = CpuModel(artifact, mode, context, threads)
+    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int, cache: str = "auto") -> None:
+        self._model = CpuModel(artifact, mode, context, threads, cache)
         self.context, self.neurons = context, self._model.neurons
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:

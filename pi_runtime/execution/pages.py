@@ -4,12 +4,13 @@ Shape letters: L layers, G key-value heads, E head width.
 """
 
 import sys
+from math import prod
 from threading import RLock
 from typing import Any
 
 import numpy.typing as npt
 
-from pi_runtime.artifact.buffers import kv_page
+from pi_runtime.artifact.buffers import cache_format, kv_page
 from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.errors import UsageError
@@ -25,13 +26,14 @@ class PagesExhausted(Exception):  # noqa: N818  a state of the pool, which a sch
 class PagePool:
     """Pages of keys and values under a budget: taken, shared by reference, released.
 
-    A page is one array (L, 2, G, `PAGE_POSITIONS`, E) of the number type that `buffers.kv_page` says. Its memory is
-    allocated when it is first taken, and kept for the next one when nobody refers to it any more. `budget` is in bytes;
-    None sets no limit.
+    A page is one array (L, 2, G, `PAGE_POSITIONS`, E) in a format of `buffers.CACHE_FORMATS`. Its memory is allocated
+    when it is first taken, and kept for the next one when nobody refers to it any more. `budget` is in bytes; None sets
+    no limit.
     """
 
-    def __init__(self, manifest: Manifest, budget: int | None = None) -> None:
-        self.page = kv_page(manifest.decoder, manifest.formats["attention"])
+    def __init__(self, manifest: Manifest, budget: int | None = None, wanted: str = "auto") -> None:
+        self.format = cache_format(manifest.formats["attention"], wanted)
+        self.page = kv_page(manifest.decoder, self.format)
         self.capacity = None if budget is None else budget // self.page_nbytes
         if self.capacity == 0:
             raise UsageError(
@@ -48,6 +50,11 @@ class PagePool:
     def page_nbytes(self) -> int:
         """Bytes of one page."""
         return self.page.nbytes
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a head's keys, or values, at one position."""
+        return self.page.nbytes // prod(self.page.shape[:-1])
 
     @property
     def in_use(self) -> int:

@@ -66,8 +66,10 @@ class StandInExecutor:
     notice: str | None = None
     block_tokens = BLOCK_TOKENS
 
-    def __init__(self, artifact: Artifact, mode: str, threads: int, allocation: Allocation) -> None:
-        self._model = model = CpuModel(artifact, mode, allocation.context, threads)
+    def __init__(
+        self, artifact: Artifact, mode: str, threads: int, allocation: Allocation, cache: str = "auto"
+    ) -> None:
+        self._model = model = CpuModel(artifact, mode, allocation.context, threads, cache)
         self.allocation, self.context, self.neurons = allocation, allocation.context, model.neurons
         self._cuts_LX = np.array(allocation.plan.cuts).reshape(len(model.table_LXW), model.cfg.experts).tolist()
         manifest = artifact.manifest

@@ -29,7 +29,7 @@ from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import F16, Floats, Ints, MatrixView, matrix, rows_from
 from pi_runtime.kernels.data.weight_table import COLUMN
 from pi_runtime.kernels.data.workspace import allocate_workspace
-from pi_runtime.kernels.ops.attention import attend
+from pi_runtime.kernels.ops.attention import LayerCache, attend
 from pi_runtime.kernels.ops.linear import ROWS_AT_ONCE, linear
 from pi_runtime.kernels.ops.neuron_selection import inputs_of
 from pi_runtime.kernels.split_ffn import cold_sum
@@ -281,9 +281,10 @@ def attention_bandwidth(threads: int, repeats: int = 5) -> float:
     pages = np.ones((PAGES, 1, 2, 1, POSITIONS, WIDTH), np.float16)
     table = np.array([page.ctypes.data for page in pages])
     run_R4 = np.array([[0, 1, PAGES * POSITIONS - 1, table.ctypes.data]])
+    cache, unpacked_CBE = LayerCache(F16, 2 * WIDTH, 0, 1, WIDTH), np.empty((CHUNKS, 0, WIDTH), np.float32)
     scratch_CX = np.empty((CHUNKS, heads * (WIDTH + POSITIONS + 4)), np.float32)
     qkv_TQ, out_TQ = np.ones((1, (heads + 2) * WIDTH), np.float32), np.empty((1, heads * WIDTH), np.float32)
-    seconds = _best(lambda: attend(F16, qkv_TQ, heads, 1, 0, run_R4, scratch_CX, out_TQ), threads, repeats)
+    seconds = _best(lambda: attend(cache, qkv_TQ, run_R4, unpacked_CBE, scratch_CX, out_TQ), threads, repeats)
     assert np.allclose(out_TQ, 1)
     return heads * pages.nbytes / seconds
 

@@ -14,11 +14,11 @@ from pi_runtime.kernels import moe
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.data.matrix_view import F16, F32, Floats, Ints, address_of, matrix
+from pi_runtime.kernels.data.matrix_view import Floats, Ints, address_of, matrix
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig
 from pi_runtime.kernels.data.workspace import Workspace
-from pi_runtime.kernels.ops.attention import attend, norm_heads, rotate, store_kv
+from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, store_kv
 from pi_runtime.kernels.ops.linear import add_vector, linear, norm
 
 _load_row, _route = by_address(load_row), by_address(moe.route)
@@ -33,6 +33,10 @@ class Positions(NamedTuple):
     run_R4: Ints
     """Runs of consecutive tokens of a sequence: the first one's index, their number, the first one's position, and the
     address of the table of the cache's pages."""
+    cache_format: int
+    """Code of the number format of keys and values."""
+    row_nbytes: int
+    """Bytes of a head's keys, or values, at one position."""
 
 
 @public
@@ -118,9 +122,9 @@ def _attend(
         _norm_heads(eps, w[weight_table.Q_NORM], 0, cfg.heads, cfg.head_dim, qkv_TQ)
         _norm_heads(eps, w[weight_table.K_NORM], cfg.heads, cfg.kv_heads, cfg.head_dim, qkv_TQ)
     rotate(cos_SJ, sin_SJ, at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
-    fmt = F32 if cfg.attention_format == F32 else F16
-    store_kv(fmt, qkv_TQ, cfg.heads, cfg.kv_heads, cfg.head_dim, layer, at.run_R4)
-    attend(fmt, qkv_TQ, cfg.heads, cfg.kv_heads, layer, at.run_R4, ws.attention_CX, mixed_TQ)
+    cache = LayerCache(at.cache_format, at.row_nbytes, layer, cfg.kv_heads, cfg.head_dim)
+    store_kv(cache, qkv_TQ, at.run_R4)
+    attend(cache, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ)
     linear(out, cfg.d_model, w[weight_table.OUT_BIAS], mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])
 
 

@@ -182,6 +182,8 @@ def test_the_budget_may_be_a_variable(run: Run, monkeypatch: pytest.MonkeyPatch)
 
 FLAGS = {
     "--prompt": ("-p", None),
+    "--prompts": (None, None),
+    "--output": ("-o", None),
     "--chat": (None, None),
     "--system": (None, None),
     "--max-tokens": ("-n", None),
@@ -193,10 +195,14 @@ FLAGS = {
     "--repetition-penalty": (None, None),
     "--seed": (None, "PI_SEED"),
     "--ctx-size": (None, "PI_CTX_SIZE"),
+    "--cache-format": (None, "PI_CACHE_FORMAT"),
     "--mode": (None, "PI_MODE"),
     "--device": (None, "PI_DEVICE"),
     "--vram-budget": (None, "PI_VRAM_BUDGET"),
     "--threads": (None, "PI_THREADS"),
+    "--slots": (None, None),
+    "--kv-budget": (None, "PI_KV_BUDGET"),
+    "--piece": (None, None),
     "--stats": (None, None),
     "--json": (None, None),
     "--debug": (None, "PI_DEBUG"),

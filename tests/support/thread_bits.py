@@ -19,7 +19,7 @@ from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS, i
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.kernels import ffn
 from pi_runtime.kernels.data.matrix_view import F16
-from pi_runtime.kernels.ops.attention import attend, store_kv
+from pi_runtime.kernels.ops.attention import LayerCache, attend, store_kv
 from pi_runtime.kernels.ops.linear import linear
 from support.steps import step
 from support.stored import Layer, StoredMatrix, ffn_layer, store
@@ -45,9 +45,10 @@ def operators(w: StoredMatrix, layer: Layer) -> None:
         qkv_TQ, pages = random(tokens, 8 * 20), np.zeros((4, 2, 2, POSITIONS, 20), np.float16)
         table = np.array([page.ctypes.data for page in pages])
         run_R4 = np.array([[0, tokens, 30, table.ctypes.data]])
-        store_kv(F16, qkv_TQ, 4, 2, 20, 0, run_R4)
+        store_kv(cache := LayerCache(F16, 40, 0, 2, 20), qkv_TQ, run_R4)
         scratch_CX = np.empty((CHUNKS, ATTENTION_TOKENS * 2 * (20 + POSITIONS + 4)), np.float32)
-        attend(F16, qkv_TQ, 4, 2, 0, run_R4, scratch_CX, mixed_TQ := np.empty((tokens, 80), np.float32))
+        unpacked_CBE = np.empty((CHUNKS, 0, 20), np.float32)
+        attend(cache, qkv_TQ, run_R4, unpacked_CBE, scratch_CX, mixed_TQ := np.empty((tokens, 80), np.float32))
         note(f"attend {tokens}", mixed_TQ)
     width, ws = layer.decoder.d_model, layer.ws
     low, high = 5, layer.decoder.d_ff - 10

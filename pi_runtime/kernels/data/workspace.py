@@ -2,8 +2,8 @@
 
 Shape letters: T up to `BLOCK_TOKENS` tokens, D model width, W embedding width (in `signs_TW` words of signs), Q numbers
 of a token's queries, keys and values (in `mixed_TQ` of its queries), X experts (in `expert_TK` K of them a token), F
-neurons of one expert, C chunks, K places for a chunk's neurons, P padded columns, L layers, V vocabulary. An array is
-`flat` where its shape varies.
+neurons of one expert, C chunks, K places for a chunk's neurons, P padded columns, B positions of a page, E head width,
+L layers, V vocabulary. An array is `flat` where its shape varies.
 """
 
 from typing import NamedTuple
@@ -45,6 +45,8 @@ class Workspace(NamedTuple):
     taken_select_T: Ints
     taken_weight_T: Floats
     attention_CX: Floats
+    unpacked_CBE: Floats
+    """A head's keys or values of one page as float32, for each part of attention, where the cache is q8."""
     low_rank_flat: Floats
     inputs: npt.NDArray[np.uint8]
     """Inputs of matrix products, one a token (see `quantised_input`)."""
@@ -77,9 +79,11 @@ class Workspace(NamedTuple):
     logits_TV: Floats
 
 
-def allocate_workspace(decoder: Decoder, ffn_format: str, largest_rank: int, tokens: int = BLOCK_TOKENS) -> Workspace:
-    """The workspace for calls of up to `tokens` tokens."""
-    table = cpu_workspace(decoder, largest_rank, tokens)
+def allocate_workspace(
+    decoder: Decoder, ffn_format: str, largest_rank: int, tokens: int = BLOCK_TOKENS, cache: str = "f16"
+) -> Workspace:
+    """The workspace for calls of up to `tokens` tokens with a cache in this format."""
+    table = cpu_workspace(decoder, largest_rank, tokens, cache)
     found = Workspace(**{name: buffer.in_ram() for name, buffer in table.items()})
     found.token_T[:] = np.arange(tokens)
     found.sum_columns_P[:] = sum_columns(FORMATS[ffn_format].code, decoder.d_model)

@@ -9,21 +9,27 @@ The cache lies in pages, one for each block of positions, which a sequence's pag
 
 Shape letters: T tokens of this step; H query heads, G key-value heads, E head width, J rotary frequencies, S positions,
 N queries that share a head of keys, B positions of a block, R runs, L layers. `qkv_TQ` holds each token's H + 2G heads
-side by side (Q numbers). A page is (L, 2, G, B, E), float16 or float32.
+side by side (Q numbers). A page is (L, 2, G, B, E): float16, float32 or q8, which is
+unpacked before it is used (see `artifact.buffers.kv_page`).
 """
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import carray, prange
 
 from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS
+from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public, strict_device
 from pi_runtime.kernels.data.matrix_view import (
     F16,
+    F32,
     Floats,
     Ints,
     MatrixView,
     address_of,
     float_to_half,
+    half_to_float,
     pointer_of,
     vector,
 )
@@ -32,8 +38,21 @@ from pi_runtime.kernels.ops.row_sums import row_sums
 
 LARGEST_HALF = np.float32(65504)
 """The largest float16 number."""
+Q8 = FORMATS["q8"].code
 FIRST, COUNT, START, TABLE = range(4)
 """Columns of runs (see `forward.Positions`)."""
+
+
+class LayerCache(NamedTuple):
+    """Where pages hold a layer's keys and values."""
+
+    fmt: int
+    """Code of the number format: float32, float16 or q8."""
+    stride: int
+    """Bytes of a head's keys, or values, at one position."""
+    layer: int
+    groups: int
+    width: int
 
 
 @public
@@ -67,25 +86,30 @@ def rotate(cos_SJ: Floats, sin_SJ: Floats, position_T: Ints, heads: int, width: 
 
 
 @device
-def _head(fmt: int, run_4: Ints, block: int, layer: int, head: int, groups: int, width: int) -> MatrixView:
+def _head(cache: LayerCache, run_4: Ints, block: int, head: int) -> MatrixView:
     """The keys (heads 0 … G − 1) or values (G … 2G − 1) of one head in a page, a row for each position."""
     page = carray(pointer_of(run_4[TABLE]), (block + 1,), np.int64)[block]
-    stride = width * (2 if fmt == F16 else 4)
-    return MatrixView(fmt, page + (2 * groups * layer + head) * POSITIONS * stride, 0, stride, 0, width)
+    at = page + (2 * cache.groups * cache.layer + head) * POSITIONS * cache.stride
+    scales = at + (cache.width + BLOCK - 1) // BLOCK * BLOCK
+    return MatrixView(cache.fmt, at, scales, cache.stride, cache.stride, cache.width)
 
 
 @public
-def store_kv(fmt: int, qkv_TQ: Floats, heads: int, groups: int, width: int, layer: int, run_R4: Ints) -> None:
-    """Write the tokens' keys and values into the layer's part of their pages, limited to what float16 can hold."""
+def store_kv(cache: LayerCache, qkv_TQ: Floats, run_R4: Ints) -> None:
+    """Write the tokens' keys and values into their pages, limited to what float16 can hold."""
+    width = cache.width
+    heads = qkv_TQ.shape[1] // width - 2 * cache.groups
     for r in range(run_R4.shape[0]):
         run_4 = run_R4[r]
         for n in range(run_4[COUNT]):
-            position = run_4[START] + n
-            for head in range(2 * groups):
+            block, place = divmod(run_4[START] + n, POSITIONS)
+            for head in range(2 * cache.groups):
                 x_E = qkv_TQ[run_4[FIRST] + n, (heads + head) * width : (heads + head + 1) * width]
-                rows = _head(fmt, run_4, position // POSITIONS, layer, head, groups, width)
-                at = rows.values + position % POSITIONS * rows.stride
-                if fmt == F16:
+                rows = _head(cache, run_4, block, head)
+                at = rows.values + place * rows.stride
+                if rows.fmt == Q8:
+                    _store_q8(x_E, at, rows.scales + place * rows.stride)
+                elif rows.fmt == F16:
                     half_E = carray(pointer_of(at), (width,), np.uint16)
                     for j in range(width):
                         half_E[j] = float_to_half(min(max(x_E[j], -LARGEST_HALF), LARGEST_HALF))
@@ -95,51 +119,90 @@ def store_kv(fmt: int, qkv_TQ: Floats, heads: int, groups: int, width: int, laye
                         float_E[j] = x_E[j]
 
 
+@strict_device
+def _store_q8(x_E: Floats, at: int, scales_at: int) -> None:
+    """q = round(x / s) of each block of 32 columns, with s = max |x| / 127 rounded to float16."""
+    width = x_E.shape[0]
+    blocks = (width + BLOCK - 1) // BLOCK
+    q_E = carray(pointer_of(at), (width,), np.int8)
+    half_B = carray(pointer_of(scales_at), (blocks,), np.uint16)
+    for block in range(blocks):
+        low, high = block * BLOCK, min(width, (block + 1) * BLOCK)
+        largest = np.float32(0)
+        for j in range(low, high):
+            # NaN is larger than all, so that it reaches the scale.
+            largest = largest if abs(x_E[j]) <= largest else abs(x_E[j])
+        half_B[block] = float_to_half(min(largest / np.float32(127), LARGEST_HALF))
+        scale = half_to_float(half_B[block])
+        for j in range(low, high):
+            quotient = np.rint(x_E[j] / scale) if scale > 0 else np.float32(0)
+            q_E[j] = np.int8(max(np.float32(-127), min(np.float32(127), quotient)))
+
+
+@strict_device
+def _unpack(rows: MatrixView, count: int, unpacked_BE: Floats) -> MatrixView:
+    """The first `count` rows as float32 where they are q8; rows of other formats as they are."""
+    if rows.fmt != Q8:
+        return rows
+    width = rows.columns
+    for n in range(count):
+        q_E = carray(pointer_of(rows.values + n * rows.stride), (width,), np.int8)
+        half_B = carray(pointer_of(rows.scales + n * rows.stride), (width,), np.uint16)
+        out_E = unpacked_BE[n]
+        for low in range(0, width, BLOCK):
+            scale = half_to_float(half_B[low // BLOCK])
+            for j in range(low, min(width, low + BLOCK)):
+                out_E[j] = np.float32(q_E[j]) * scale
+    return MatrixView(F32, address_of(unpacked_BE), 0, 4 * width, 0, width)
+
+
 @public
 def attend(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, layer: int, run_R4: Ints, scratch_CX: Floats, out_TQ: Floats
+    cache: LayerCache, qkv_TQ: Floats, run_R4: Ints, unpacked_CBE: Floats, scratch_CX: Floats, out_TQ: Floats
 ) -> None:
-    """out ← softmax(q kᵀ / √E) v over the positions up to each token's own, with the layer's keys and values.
+    """out ← softmax(q kᵀ / √E) v over the positions up to each token's own.
 
-    `scratch_CX`: `footprint.attention_floats` numbers for each part of the work.
+    `scratch_CX`: `footprint.attention_floats` numbers for each part of the work. `unpacked_CBE`: memory for a page's
+    keys or values where the cache is q8.
     """
-    _attend(fmt, qkv_TQ, heads, groups, layer, run_R4, scratch_CX, out_TQ)
+    _attend(cache, qkv_TQ, run_R4, unpacked_CBE, scratch_CX, out_TQ)
 
 
 @parallel
 def _attend(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, layer: int, run_R4: Ints, scratch_CX: Floats, out_TQ: Floats
+    cache: LayerCache, qkv_TQ: Floats, run_R4: Ints, unpacked_CBE: Floats, scratch_CX: Floats, out_TQ: Floats
 ) -> None:
     _attend_part()
     for part in prange(CHUNKS):
-        _attend_part(fmt, qkv_TQ, heads, groups, layer, run_R4, part, scratch_CX[part], out_TQ)
+        _attend_part(cache, qkv_TQ, run_R4, part, unpacked_CBE[part], scratch_CX[part], out_TQ)
 
 
 @loop_body
 def _attend_part(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, layer: int, run_R4: Ints, part: int, scratch_X: Floats,
-    out_TQ: Floats,
-) -> None:  # fmt: skip
+    cache: LayerCache, qkv_TQ: Floats, run_R4: Ints, part: int, unpacked_BE: Floats, scratch_X: Floats, out_TQ: Floats
+) -> None:
     """Every `CHUNKS`-th task, a few tokens of a run with the queries that share a head of keys."""
     task = 0
     for r in range(run_R4.shape[0]):
         run_4 = run_R4[r]
         for first in range(0, run_4[COUNT], ATTENTION_TOKENS):
             tokens = min(ATTENTION_TOKENS, run_4[COUNT] - first)
-            for group in range(groups):
+            for group in range(cache.groups):
                 if task % CHUNKS == part:
-                    _attend_tile(fmt, qkv_TQ, heads, groups, layer, run_4, group, first, tokens, scratch_X, out_TQ)
+                    at = run_4[FIRST] + first, run_4[START] + first, tokens
+                    _attend_tile(cache, qkv_TQ, run_4, group, at, unpacked_BE, scratch_X, out_TQ)
                 task += 1
 
 
 @device
 def _attend_tile(
-    fmt: int, qkv_TQ: Floats, heads: int, groups: int, layer: int, run_4: Ints, group: int, skipped: int, tokens: int,
+    cache: LayerCache, qkv_TQ: Floats, run_4: Ints, group: int, at: tuple[int, int, int], unpacked_BE: Floats,
     scratch_X: Floats, out_TQ: Floats,
 ) -> None:  # fmt: skip
-    """The queries of one group of heads for some tokens of a run, after the first `skipped` ones."""
-    token, start = run_4[FIRST] + skipped, run_4[START] + skipped
-    width, shared = qkv_TQ.shape[1] // (heads + 2 * groups), heads // groups
+    """The queries of one group of heads for some tokens of a run; `at`: the first token, its position, their number."""
+    token, start, tokens = at
+    width, every = cache.width, qkv_TQ.shape[1] // cache.width
+    shared = every // cache.groups - 2
     queries, end = shared * tokens, start + tokens
     # The memory holds numbers of queries, then their sums, weights, largest scores and totals.
     query_N = carray(pointer_of(address_of(scratch_X)), (queries,), np.int64)
@@ -149,12 +212,11 @@ def _attend_tile(
     largest_N, total_N = scratch_X[behind : behind + queries], scratch_X[behind + queries : behind + 2 * queries]
     sum_NE[:], largest_N[:], total_N[:] = np.float32(0), np.float32(-np.inf), np.float32(0)
     for n in range(queries):
-        query_N[n] = (token + n // shared) * (heads + 2 * groups) + group * shared + n % shared
+        query_N[n] = (token + n // shared) * every + group * shared + n % shared
     scale = np.float32(1 / np.sqrt(width))
     for first in range(0, end, POSITIONS):
         block, count = first // POSITIONS, min(POSITIONS, end - first)
-        keys = _head(fmt, run_4, block, layer, group, groups, width)
-        values = _head(fmt, run_4, block, layer, groups + group, groups, width)
+        keys = _unpack(_head(cache, run_4, block, group), count, unpacked_BE)
         row_products(
             keys, 0, 0, count, count, address_of(qkv_TQ), 4 * width, address_of(query_N), queries,
             address_of(score_NB), 4 * POSITIONS,
@@ -165,6 +227,7 @@ def _attend_tile(
             if rescale != 1:
                 for j in range(width):
                     sum_NE[n, j] *= rescale
+        values = _unpack(_head(cache, run_4, block, cache.groups + group), count, unpacked_BE)
         row_sums(
             values, 0, 0, count, count, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width
         )

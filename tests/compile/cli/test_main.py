@@ -39,7 +39,7 @@ FLAGS = {
     "build": {"RECIPE", "-o", "--output", "--device"},
     "eval": {
         *("ARTIFACT", "--text", "--task", "--model", "--tokens", "--window", "--limit", "--device", "--vram-budget"),
-        *("--ctx-size", "--threads"),
+        *("--ctx-size", "--cache-format", "--threads"),
     },
     "machine": {"-o", "--output"},
     "plan": {
@@ -301,6 +301,7 @@ def test_json_of_eval(run: Run, built: Path, tmp_path: Path) -> None:
     text, task = built.parent / "text" / "1.txt", tmp_path / "task.jsonl"
     task.write_text('{"ctx": "Once upon a", "choices": [" time", " neuron there was"], "label": 0}\n' * 3)
     artifact, scored = built.with_suffix(".pi"), ["--text", text, "--tokens", 64, "--window", 32]
+    scored += ["--cache-format", "q8"]
     asked = ["--task", task, "--limit", 2]
     report = json.loads(run("eval", artifact, *scored, *asked, "--json"))
     assert report.keys() == documented_keys("eval")

@@ -199,6 +199,21 @@ def test_folders_are_read_whole(tmp_path: Path, model: torch.nn.Module) -> None:
     assert many["perplexity"] == one["perplexity"]
 
 
+def test_a_cache_in_q8_is_compared_with_the_usual_one(tmp_path: Path) -> None:
+    path = random_artifact(tmp_path / "a.pi", small_decoder(n_layers=2))
+    (tmp_path / "text.txt").write_text(TEXT)
+    usual, found = (
+        evaluate(path, [tmp_path / "text.txt"], tokens=96, window=32, options=LoadOptions(cache_format=fmt))
+        for fmt in ("auto", "q8")
+    )
+    assert "cache" not in usual
+    cache = found["cache"]
+    assert (cache["format"], cache["usual_perplexity"]) == ("q8", usual["perplexity"]["dense"])
+    assert 0 < abs(found["perplexity"]["dense"] / cache["usual_perplexity"] - 1) < 0.02
+    assert cache["increase_interval"][0] <= cache["increase_interval"][1]
+    assert cache["agreement"] > 0.9
+
+
 def test_the_stand_in_scores_as_the_cpu_does(tmp_path: Path) -> None:
     plan = stored_plan((32, 0), 1 << 20, 1 << 19)
     path = random_artifact(tmp_path / "a.pi", small_decoder(n_layers=2), plans=(plan,))

@@ -7,6 +7,7 @@ from support.synthetic import small_decoder
 from pi_runtime.artifact.buffers import (
     WEIGHT_ALIGN,
     Buffer,
+    cache_format,
     cpu_workspace,
     gpu_workspace_bytes,
     kv_bytes,
@@ -52,7 +53,10 @@ def test_the_cache_is_half_as_large_where_weights_are_not_float32() -> None:
     wide, narrow = (kv_cache(decoder, fmt, 10, layers=3) for fmt in ("f32", "q4"))
     assert wide.nbytes == 2 * narrow.nbytes == 3 * kv_bytes(decoder, "f32", 10)
     assert wide.shape == narrow.shape == (3, 2, decoder.n_kv_heads, 10, decoder.head_dim)
-    assert kv_page(decoder, "q4") == kv_cache(decoder, "q4", POSITIONS, layers=3)
+    for fmt in ("f32", "q4"):
+        assert kv_page(decoder, cache_format(fmt)) == kv_cache(decoder, fmt, POSITIONS, layers=3)
+    for head_dim, row in ((64, 68), (65, 102), (8, 34)):
+        assert kv_page(small_decoder(n_layers=3, head_dim=head_dim), cache_format("f32", "q8")).shape[-1] == row
 
 
 @pytest.mark.parametrize("fmt", ["f32", "f16", "bf16", "q8", "q4"])

@@ -84,7 +84,7 @@ PIECE = st.one_of(
     st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=5),
     st.integers(0, 50).map(lambda count: [(1, False)] * count),
 )
-SEQUENCES = st.lists(st.tuples(PIECE, PIECE, PIECE).map(lambda pieces: sum(pieces, [])), max_size=8)
+SEQUENCES = st.lists(st.tuples(PIECE, PIECE, PIECE).map(lambda three: [*three[0], *three[1], *three[2]]), max_size=8)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -23,9 +23,16 @@ SHAPES = {
 ANSWER = (5, 9, 11)
 
 
-@pytest.fixture(params=[(fmt, shape) for fmt in WEIGHT_FORMATS for shape in SHAPES], ids=lambda p: f"{p[0]} {p[1]}")
+CASES = [
+    *((fmt, shape, "auto") for fmt in WEIGHT_FORMATS for shape in SHAPES),
+    *(("f16", shape, "q8") for shape in SHAPES),
+    ("f32", "plain", "f16"),
+]
+
+
+@pytest.fixture(params=CASES, ids=" ".join)
 def executor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CpuExecutor]:
-    fmt, shape = request.param
+    fmt, shape, cache = request.param
     fields, rung, rank = SHAPES[shape]
     decoder = small_decoder(context_length=128, **fields)
     layers = (
@@ -33,7 +40,7 @@ def executor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CpuExec
         Layer(rung="dense" if decoder.activation == "silu" else "gate"),
     )
     path = random_artifact(tmp_path / "a.pi", decoder, format=fmt, ranks=[rank, None], layers=layers)
-    found = CpuExecutor(Artifact.open(path), "auto", 128, 2)
+    found = CpuExecutor(Artifact.open(path), "auto", 128, 2, cache)
     yield found
     found.close()
 

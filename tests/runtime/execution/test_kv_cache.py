@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.steps import step
 
 from pi_runtime import Model, load
 from pi_runtime.errors import PromptError, UsageError
+from pi_runtime.execution.pages import PagesExhausted
 
 
 def test_a_talk_with_a_cache_reads_like_one_without(random_path: Path) -> None:
@@ -38,10 +40,50 @@ def test_a_cache_of_another_talk_is_used_as_far_as_it_agrees(model: Model) -> No
 
 
 def test_a_cache_of_another_shape_is_refused(model: Model, loop: Model) -> None:
-    with pytest.raises(UsageError, match="another model or context"):
+    with pytest.raises(UsageError, match="another model, context or format"):
         model.generate([1], cache=loop.new_cache())
-    with pytest.raises(UsageError, match="another model or context"):
+    with pytest.raises(UsageError, match="another model, context or format"):
         model.decode(1, loop.new_cache())
+
+
+def test_a_fork_shares_its_pages_and_gives_the_bits_of_a_run_alone(random_path: Path) -> None:
+    ids = np.random.default_rng(2).integers(0, 256, 45)
+    with load(random_path, mode="predicted", cache_format="q8") as model:
+        pool = model._executor.new_pool(4 * model._page.nbytes)
+        cache = model._executor.new_cache(pool)
+        step(model._executor, ids.tolist(), cache, select=False)
+        forks = [cache.fork() for _ in range(2)]
+        assert pool.in_use == 2
+        for n, fork in enumerate(forks):
+            alone = model.new_cache()
+            step(model._executor, ids.tolist(), alone, select=False)
+            for token in (n, 7, n):
+                np.testing.assert_array_equal(model.decode(token, fork)[0], model.decode(token, alone)[0])
+            assert fork.selected == alone.selected == (False,) * 45 + (True,) * 3
+        assert [fork.pages[0] for fork in forks] == [cache.pages[0]] * 2
+        assert (pool.in_use, len({c.pages[1] for c in (cache, *forks)})) == (4, 3)
+        for token in range(19):
+            model.decode(token, cache)
+        with pytest.raises(PagesExhausted):
+            model.decode(0, cache)
+        assert cache.length == 64
+
+
+def test_a_cache_in_q8_is_near_the_usual_one(random_path: Path) -> None:
+    ids = np.random.default_rng(2).integers(0, 256, 50)
+    with load(random_path, mode="dense") as usual, load(random_path, mode="dense", cache_format="q8") as model:
+        wanted = usual.logits(ids)
+        error = np.linalg.norm(model.logits(ids) - wanted) / np.linalg.norm(wanted)
+        assert 0 < error < 0.1
+        with pytest.raises(UsageError, match="another model, context or format"):
+            model.decode(1, usual.new_cache())
+    with pytest.raises(UsageError, match="--cache-format q4: unknown"):
+        load(random_path, cache_format="q4")
+
+
+def test_a_budget_below_a_page_is_refused(model: Model) -> None:
+    with pytest.raises(UsageError, match="--kv-budget 9: no page of 32 positions fits"):
+        model._executor.new_pool(9)
 
 
 def test_decode_is_a_step_of_generation(random_path: Path) -> None:

@@ -34,6 +34,13 @@ def decode(model: Model, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([logits for logits, _ in steps]), np.stack([rows for _, rows in steps])
 
 
+def test_it_may_have_a_cache_in_q8(artifact: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 256, 40)
+    options = {"mode": "predicted", "cache_format": "q8"}
+    with load(artifact, **options) as one, load(artifact, **options, device="stand-in") as two:
+        np.testing.assert_allclose(decode(two, ids)[0], decode(one, ids)[0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["dense", "gate", "predicted"])
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("family", ["llama", "opt"])

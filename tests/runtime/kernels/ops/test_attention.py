@@ -8,54 +8,62 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.synthetic import frequencies, small_decoder
 
+from pi_runtime.artifact.buffers import kv_page
 from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS
 from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.kernels import reference
-from pi_runtime.kernels.ops.attention import LARGEST_HALF, attend, norm_heads, rotate, store_kv
+from pi_runtime.kernels.ops.attention import LARGEST_HALF, LayerCache, attend, norm_heads, rotate, store_kv
 
-CODE = {"f2": FORMATS["f16"].code, "f4": FORMATS["f32"].code}
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 class Pages:
     """One sequence's pages: the middle one of three layers, in an order in which they do not lie in memory."""
 
-    def __init__(self, groups: int, positions: int, width: int, dtype: str) -> None:
+    def __init__(self, groups: int, positions: int, width: int, fmt: str) -> None:
         count = -(-positions // POSITIONS)
-        self.pages = np.full((count, 3, 2, groups, POSITIONS, width), np.nan, dtype)
+        page = kv_page(small_decoder(n_layers=3, n_kv_heads=groups, n_heads=groups, head_dim=width), fmt)
+        # All bits set are NaN, in the scales of q8 as well.
+        self.pages = np.full((count, page.nbytes), 255, np.uint8).view(page.dtype).reshape(count, *page.shape)
         self.order = np.random.default_rng(count).permutation(count)
         self.table = np.array([self.pages[n].ctypes.data for n in self.order])
-        self.code = CODE[self.pages.dtype.str[1:]]
+        self.cache = LayerCache(FORMATS[fmt].code, self.pages[0, 0, 0, 0, 0].nbytes, LAYER, groups, width)
+
+    @property
+    def stored_2GSE(self) -> np.ndarray:
+        """A copy of what is stored of the layer, in the order of positions."""
+        return np.concatenate(self.pages[self.order, LAYER], axis=2)
 
     @property
     def values_2GSE(self) -> np.ndarray:
-        """A copy of the layer's keys and values, in the order of positions."""
-        return np.concatenate(self.pages[self.order, LAYER], axis=2)
-
-    def fill(self, values_2GSE: np.ndarray) -> None:
-        for position in range(values_2GSE.shape[2]):
-            page = self.order[position // POSITIONS]
-            self.pages[page, LAYER, :, :, position % POSITIONS] = values_2GSE[:, :, position]
+        """The layer's keys and values, in the order of positions."""
+        stored = self.stored_2GSE
+        if stored.dtype != np.uint8:
+            return stored
+        columns = stored.shape[-1] // 34 * 32
+        q, scales = stored[..., :columns].view(np.int8), stored[..., columns:].copy().view(np.float16)
+        return (q.astype(np.float32) * np.repeat(scales.astype(np.float32), 32, axis=-1))[..., : self.cache.width]
 
 
 LAYER = 1
 
 
-def write(qkv_TQ: np.ndarray, heads: int, start: int, pages: Pages) -> None:
+def write(qkv_TQ: np.ndarray, start: int, pages: Pages) -> None:
     """Write one sequence's keys and values."""
-    _, _, groups, _, width = pages.pages.shape[1:]
-    run_R4 = np.array([[0, len(qkv_TQ), start, pages.table.ctypes.data]])
-    store_kv(pages.code, qkv_TQ, heads, groups, width, LAYER, run_R4)
+    store_kv(pages.cache, qkv_TQ, np.array([[0, len(qkv_TQ), start, pages.table.ctypes.data]]))
 
 
 def attended(qkv_TQ: np.ndarray, heads: int, runs: Sequence[tuple[int, int, int, Pages]]) -> np.ndarray:
     """Attention of runs (first token, their number, first position, pages), whose pages have the same shape."""
-    _, _, groups, _, width = runs[0][3].pages.shape[1:]
+    cache = runs[0][3].cache
+    width = cache.width
     run_R4 = np.array([[*run[:3], run[3].table.ctypes.data] for run in runs])
     out_TQ = np.full((len(qkv_TQ), heads * width), np.nan, np.float32)
-    floats = ATTENTION_TOKENS * heads // groups * (width + POSITIONS + 4)
+    floats = ATTENTION_TOKENS * heads // cache.groups * (width + POSITIONS + 4)
     scratch_CX = np.full((CHUNKS, floats), np.nan, np.float32)
-    attend(runs[0][3].code, qkv_TQ, heads, groups, LAYER, run_R4, scratch_CX, out_TQ)
+    unpacked_CBE = np.full((CHUNKS, POSITIONS, width), np.nan, np.float32)
+    attend(cache, qkv_TQ, run_R4, unpacked_CBE, scratch_CX, out_TQ)
     return out_TQ
 
 
@@ -80,38 +88,38 @@ def naive(qkv_TQ: np.ndarray, heads: int, start: int, pages: Pages) -> np.ndarra
     st.integers(1, 4),
     st.integers(1, 20),
     st.integers(0, 70),
-    st.sampled_from(["f2", "f4"]),
+    st.sampled_from(["f16", "f32", "q8"]),
 )
-@example(1, 1, 1, 1, 0, "f4")
-@example(64, 2, 3, 17, 5, "f4")
-@example(64, 2, 3, 40, 5, "f2")
-def test_attend(tokens: int, groups: int, share: int, width: int, start: int, dtype: str) -> None:
+@example(1, 1, 1, 1, 0, "f32")
+@example(64, 2, 3, 17, 5, "f32")
+@example(64, 2, 3, 40, 5, "f16")
+def test_attend(tokens: int, groups: int, share: int, width: int, start: int, fmt: str) -> None:
     heads, rng = groups * share, np.random.default_rng(tokens)
     qkv_TQ = rng.standard_normal((tokens, (heads + 2 * groups) * width), np.float32)
-    cache = Pages(groups, start + tokens, width, dtype)
-    cache.fill(rng.standard_normal((2, groups, start, width), np.float32))
-    write(qkv_TQ, heads, start, cache)
+    cache = Pages(groups, start + tokens, width, fmt)
+    write(rng.standard_normal((start, 2 * groups * width), np.float32), 0, cache)
+    write(qkv_TQ, start, cache)
     keys_values = qkv_TQ[:, heads * width :].reshape(tokens, 2, groups, width)
-    found = cache.values_2GSE[:, :, start : start + tokens]
-    np.testing.assert_array_equal(found, keys_values.transpose(1, 2, 0, 3).astype(dtype))
-    assert np.isnan(cache.values_2GSE[:, :, start + tokens :]).all(), "wrote past the block"
-    assert np.isnan(cache.pages[:, np.arange(3) != LAYER]).all(), "wrote into another layer"
+    found, wanted = cache.values_2GSE[:, :, start : start + tokens], keys_values.transpose(1, 2, 0, 3)
+    np.testing.assert_array_equal(found, as_stored(fmt, np.ascontiguousarray(wanted)))
+    for untouched in (cache.stored_2GSE[:, :, start + tokens :], cache.pages[:, np.arange(3) != LAYER]):
+        assert (np.ascontiguousarray(untouched).view(np.uint8) == 255).all()
     out_TQ = attended(qkv_TQ, heads, [(0, tokens, start, cache)])
     np.testing.assert_allclose(out_TQ, naive(qkv_TQ, heads, start, cache), rtol=2e-5, atol=2e-6)
 
 
 @FEW
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.sampled_from(["f2", "f4"]), st.data())
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.sampled_from(["f16", "f32", "q8"]), st.data())
 def test_a_token_gets_the_same_bits_in_any_piece_and_company(
-    groups: int, share: int, width: int, dtype: str, data: st.DataObject
+    groups: int, share: int, width: int, fmt: str, data: st.DataObject
 ) -> None:
     heads, rng = groups * share, np.random.default_rng(width)
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
     every = [rng.standard_normal((n, (heads + 2 * groups) * width), np.float32) for n in lengths]
-    caches = [Pages(groups, 100, width, dtype) for _ in every]
+    caches = [Pages(groups, 100, width, fmt) for _ in every]
     alone = []
     for qkv_TQ, cache in zip(every, caches, strict=True):
-        write(qkv_TQ, heads, 0, cache)
+        write(qkv_TQ, 0, cache)
         one = [attended(qkv_TQ[t : t + 1], heads, [(0, 1, t, cache)]) for t in range(len(qkv_TQ))]
         alone.append(np.concatenate(one))
     cuts = [data.draw(st.integers(0, n - 1)) for n in lengths]
@@ -127,16 +135,28 @@ def test_attend_neither_overflows_nor_loses_its_sum(scale: float) -> None:
     rng = np.random.default_rng(1)
     qkv_TQ = rng.standard_normal((3, 3 * 8), np.float32)
     qkv_TQ[:, :16] *= np.float32(scale)
-    cache = Pages(1, 3, 8, "f4")
-    write(qkv_TQ, 1, 0, cache)
+    cache = Pages(1, 3, 8, "f32")
+    write(qkv_TQ, 0, cache)
     out_TQ = attended(qkv_TQ, 1, [(0, 3, 0, cache)])
     np.testing.assert_allclose(out_TQ, naive(qkv_TQ, 1, 0, cache), rtol=1e-4, atol=1e-6)
 
 
+@np.errstate(invalid="ignore")
+def test_q8_holds_large_numbers_and_what_is_no_number_stays_none() -> None:
+    qkv_TQ = np.array([[0.0] * 40 + [1e5] * 40 + [1e-9] * 40, [0.0] * 40 + [np.nan] * 40 + [np.inf] * 40], np.float32)
+    cache = Pages(1, 2, 40, "q8")
+    write(qkv_TQ, 0, cache)
+    keys, values = cache.values_2GSE[:, 0, :2]
+    np.testing.assert_allclose(keys[0], 1e5, rtol=1e-2)
+    assert (values[0] == 0).all()
+    assert np.isnan(keys[1]).all()
+    np.testing.assert_array_equal(values[1], LARGEST_HALF * 127)
+
+
 def test_what_float16_cannot_hold_becomes_its_largest_number() -> None:
     qkv_TQ = np.array([[0.0, 1e6, -1e6]], np.float32)
-    cache = Pages(1, 1, 1, "f2")
-    write(qkv_TQ, 1, 0, cache)
+    cache = Pages(1, 1, 1, "f16")
+    write(qkv_TQ, 0, cache)
     np.testing.assert_array_equal(cache.values_2GSE[:, 0, 0, 0], [LARGEST_HALF, -LARGEST_HALF])
 
 
