@@ -65,7 +65,10 @@ def test_the_same_text_in_any_company(case: str, tmp_path: Path, long: bool) -> 
                 found = together(engine, requests, rng)
                 turns = follow_ups(rng, requests, wanted, CONTEXT)
                 found += together(engine, turns, rng)
+                # Whatever is still held is held for later requests, and nothing after the end.
+                assert engine.stats.pages_used == len(set(engine._memory._tree.pages))
                 preempted, cached = preempted + engine.stats.preemptions, cached + engine.stats.cached_tokens
+            assert engine.stats.pages_used == 0
             wanted += [alone(model, request) for request in turns]
             for row in zip([*requests, *turns], wanted, found, strict=True):
                 assert_same(*row)
