@@ -95,6 +95,8 @@ class Engine:
         self._closing = False
         self._full = False
         """Whether the first of those that wait found too few pages, and none has left since."""
+        self._shares_pieces = False
+        """Whether several prompts are being read, which may begin alike."""
         # Guards what arrives and whether it is open; everything else belongs to the engine's thread.
         self._changed = threading.Condition()
         self._finished = self._prompt_tokens = self._cached_tokens = self._generated = self._preemptions = 0
@@ -204,6 +206,7 @@ class Engine:
                 request.answer.finish_reason = "cancelled"
                 self._leave(request)
         self._join()
+        self._catch_up()
         prompts = self._decode_share.allows_prompts(self._scheduler.decoding)
         work = self._with_memory(self._scheduler.plan(prompts=prompts))
         if not work:
@@ -231,6 +234,18 @@ class Engine:
                 self._cached_tokens += request.cache.length
             self._scheduler.join()
 
+    def _catch_up(self) -> None:
+        """Of prompts that are read in turns and begin alike, each goes on where another has come to."""
+        reading = self._scheduler.reading
+        self._shares_pieces = len(reading) > 1
+        if self._shares_pieces:
+            answer, cache = reading[0].answer, reading[0].cache
+            assert cache is not None
+            gained = self._memory.catch_up(cache, answer.tokens, reading[0].selected)
+            if not answer.token_ids:
+                answer.cached_tokens += gained
+                self._cached_tokens += gained
+
     def _with_memory(self, planned: list[Work[Request]]) -> list[Work[Request]]:
         """The part of a plan for which there are pages; where they run out, those that joined last wait again."""
         work: list[Work[Request]] = []
@@ -252,11 +267,14 @@ class Engine:
 
     def _continue(self, request: Request, result: SequenceResult, began: float) -> None:
         """Count a step for a request, and draw its next token if all before it have run."""
+        assert request.cache is not None
         answer, before = request.answer, len(request.answer.tokens)
         try:
             token = answer.draw(result) if request.pending == 0 else None
             answer.spend(began, time.perf_counter())
             if token is None:
+                if self._shares_pieces:
+                    self._memory.share(request.cache)
                 return
             piece = answer.take(token)
         except Exception as error:  # a fault of this request ends no other
@@ -264,7 +282,6 @@ class Engine:
             return
         self._generated += len(answer.tokens) - before
         if before == answer.prompt_tokens and answer.finish_reason is None:
-            assert request.cache is not None
             self._memory.share(request.cache)
         if piece:
             request.pieces.put(piece)

@@ -68,6 +68,22 @@ class EngineMemory:
             return False
         return True
 
+    def catch_up(self, cache: KVCache, tokens: Sequence[int], selected: Sequence[bool]) -> int:
+        """Let a cache with pages for these tokens go on from full pages that others have computed meanwhile.
+
+        Returns how many positions it gains.
+        """
+        stored = self._tree.longest(tokens[:-1], selected[:-1])
+        length = stored.length // PAGE_POSITIONS * PAGE_POSITIONS
+        gained = length - cache.length
+        if gained <= 0:
+            return 0
+        cache.close()
+        cache.adopt(stored.pages[: pages_of(length)], tokens[:length], selected[:length])
+        fits = self.grow(cache, len(tokens) - length)
+        assert fits
+        return gained
+
     def share(self, cache: KVCache) -> None:
         """Let later sequences begin with the full pages of a cache, which goes on with the last one."""
         full = cache.fork()

@@ -94,12 +94,17 @@ class Scheduler(Generic[S]):
         """How many sequences are decoding."""
         return sum(s.pending == 1 for s in self.live)
 
+    @property
+    def reading(self) -> list[S]:
+        """The sequences whose prompts are being read, in the order of their turns."""
+        return [s for s in self._turns if s.pending > 1]
+
     def plan(self, *, prompts: bool = True) -> list[Work[S]]:
         """The work of the next step, with or without prompts. Prompts that ran go behind the others."""
         work = [Work(s, 1) for s in self.live if s.pending == 1]
         left, ran = self.piece if prompts else 0, []
-        for s in self._turns:
-            if left and s.pending > 1:
+        for s in self.reading:
+            if left:
                 work.append(Work(s, min(s.block, left)))
                 left -= work[-1].tokens
                 ran.append(s)

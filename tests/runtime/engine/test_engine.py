@@ -121,6 +121,16 @@ def test_a_prompt_is_shared_while_its_answer_is_still_written(talker: Model) -> 
         first.cancel()
 
 
+def test_equal_prompts_at_once_are_computed_once(random_path: Path) -> None:
+    """All go on from the two full pages, which are read once but for a few tokens that fill up a piece."""
+    prompt = [n % 200 for n in range(93)]
+    with load(random_path, mode="predicted") as model, Engine(model, slots=4) as engine:
+        engine.generate([1], max_tokens=1)
+        streams = [engine.generate(prompt, max_tokens=3) for _ in range(4)]
+        assert {"".join(stream) for stream in streams} == {"".join(model.generate(prompt, max_tokens=3))}
+        assert engine.stats.cached_tokens > 0.9 * 3 * 64
+
+
 @pytest.mark.parametrize(("mode", "held"), [("dense", 22), ("predicted", 20)])
 def test_an_answer_serves_as_prompt_only_where_that_is_the_same(random_path: Path, mode: str, held: int) -> None:
     """With selection its keys and values are others than those of a prompt."""
