@@ -40,10 +40,10 @@ class EngineMemory:
         stored = self._tree.longest(tokens[:-1], selected[:-1])
         whole = stored.length // PAGE_POSITIONS
         taken = {page for cache in live for page in cache.held_pages}
+        needed = pages_of(len(tokens)) - whole
         # The last page is copied if it is used in part: where there is no page for the copy, whole pages alone do.
         for length in (stored.length, whole * PAGE_POSITIONS):
             shared = stored.pages[: pages_of(length)]
-            needed = pages_of(len(tokens)) - whole
             assert self.pool.capacity is not None
             if needed <= self.pool.capacity - len(taken.union(shared)):
                 cache = self._executor.new_cache(self.pool)

@@ -12,6 +12,8 @@ PIECE = 32
 """Tokens of prompts in a step, unless asked otherwise."""
 DECODE_SHARE = 0.4
 """Share of their speed that answers keep while prompts are read, unless asked otherwise."""
+MOST_WITH_PROMPTS = 8
+"""Steps with prompts in a row, so that the time of one without is measured now and then."""
 
 
 class Sequence(Protocol):
@@ -126,15 +128,21 @@ class DecodeShare:
         self._plain_s: dict[int, float] = {}
         """Seconds of the latest step without prompts, by the number of sequences in it."""
         self._owed_s = 0.0
+        self._with_prompts = 0
+        """Steps with prompts since the last one without."""
 
     def allows_prompts(self, decoding: int) -> bool:
         """Whether prompts may run beside so many answers."""
-        return decoding == 0 or self._owed_s <= 0
+        if decoding == 0 or self._share == 0:
+            return True
+        return self._owed_s <= 0 and self._with_prompts < MOST_WITH_PROMPTS
 
     def count(self, seconds: float, decoding: int, prompts: bool) -> None:
         """Count a step: its time, the answers in it, and whether it held prompts too."""
+        self._with_prompts = self._with_prompts + 1 if prompts else 0
         if decoding == 0:
             self._owed_s = 0.0
+            self._with_prompts = 0
         elif prompts:
             # Of fewer answers where that is all that is known: the shorter time is on the safe side.
             known = max((n for n in self._plain_s if n <= decoding), default=0)
