@@ -158,6 +158,20 @@ def test_two_sequences_in_turn(tmp_path: Path, gpu: Device) -> None:
         assert_same(every, wanted[-1:])
 
 
+def test_pages_that_others_share_hold_what_the_gpu_computed(tmp_path: Path, gpu: Device) -> None:
+    with running(model(tmp_path / "a.pi"), SPLIT, gpu) as executor:
+        ids, going_on = [3 + n % 40 for n in range(34)], [7, 8]
+        alone, cache = (executor.new_cache() for _ in range(2))
+        wanted = decoded(executor, alone, [*ids, *going_on])[0][-2:]
+        decoded(executor, cache, ids)
+        fork = cache.fork()
+        decoded(executor, cache, [1])
+        np.testing.assert_array_equal(decoded(executor, fork, going_on)[0], wanted)
+        cache.truncate(34)
+        np.testing.assert_array_equal(decoded(executor, cache, going_on)[0], wanted)
+        assert cache.pages[0] == fork.pages[0]
+
+
 @pytest.mark.parametrize("kind", ["gpu", "cold", "wait"])
 def test_a_fault_on_either_side_surfaces_and_the_executor_still_works(kind: str, tmp_path: Path, gpu: Device) -> None:
     def fail() -> None:
