@@ -228,5 +228,6 @@ def test_threads_do_not_change_a_bit(tmp_path: Path) -> None:
     found = digests(paths, 5, "default")
     assert len(found) == 6
     assert [len(different) for different in found.values()] == [1] * 6
-    assert len({different[0] for different in found.values()}) == 6
+    # What does not fire is skipped exactly: dense and gate differ in no bit, and prediction does.
+    assert len({different[0] for different in found.values()}) == 4
     assert digests(paths, 5, "workqueue") == found

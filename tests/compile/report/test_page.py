@@ -306,7 +306,7 @@ def test_a_model_without_zeros(report: Run, folder: Path) -> None:
 
 
 def test_budgets_that_do_not_fit_are_shown_as_such(report: Run) -> None:
-    page = report(*HERE, "--ram-budget", "1400KB")
+    page = report(*HERE, "--ram-budget", "4000KB")
     rows = tables(page)["What other budgets would give"][1:]
     lost = [row[1] == "does not fit" for row in rows]
     assert lost == sorted(lost, reverse=True)
