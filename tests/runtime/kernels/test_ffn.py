@@ -20,6 +20,7 @@ from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, GROUP
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.kernels import ffn, moe, reference
+from pi_runtime.kernels.data import neuron_chunks
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
@@ -102,8 +103,8 @@ def one_token(run: Any, layer: Layer, x_D: np.ndarray, rung: str, low: int, high
     y_1D, tally_13 = np.zeros((1, len(x_D)), np.float32), np.ones((1, 3), np.int64)
     run(layer.cfg, layer.on(rung), x_D[None], low, high, ALL, True, False, layer.ws, tally_13, y_1D)
     layer.guarded.assert_guards_whole()
-    assert tally_13[0, ffn.FIRES] == 0
-    return y_1D[0], int(tally_13[0, ffn.READ]), int(tally_13[0, ffn.KEPT])
+    assert tally_13[0, neuron_chunks.FIRES] == 0
+    return y_1D[0], int(tally_13[0, neuron_chunks.READ]), int(tally_13[0, neuron_chunks.KEPT])
 
 
 def block(
@@ -186,8 +187,8 @@ def test_tokens_that_select_and_tokens_that_do_not_go_together(fmt: str) -> None
         chosen = select_T == select
         alone = block(layer, x_TD[chosen], "predicted", 0, 700, select=select)
         np.testing.assert_array_equal(y_TD[chosen], alone)
-    assert np.all(tally_T3[select_T == 0, ffn.READ] == 700)
-    assert np.all(tally_T3[select_T == 1, ffn.READ] < 700)
+    assert np.all(tally_T3[select_T == 0, neuron_chunks.READ] == 700)
+    assert np.all(tally_T3[select_T == 1, neuron_chunks.READ] < 700)
 
 
 def test_a_block_adds_to_what_is_there() -> None:

@@ -14,6 +14,7 @@ from pi_runtime.artifact.decoder import ACTIVATIONS, Decoder
 from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, GROUP, SUM_NEURONS
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.kernels import ffn, moe
+from pi_runtime.kernels.data import neuron_chunks
 from pi_runtime.kernels.ops.neuron_selection import inputs_of
 from pi_runtime.kernels.split_ffn import cold_sum, predict
 
@@ -102,9 +103,9 @@ def test_company_changes_no_bit(decoder: Decoder, fmt: str, rung: str, tokens: i
         y_TD, tally_T3 = run(layer, rung, given_T.some(which), count_all=count_all)
         for y_D, tally_3, t in zip(y_TD, tally_T3, which, strict=True):
             np.testing.assert_array_equal(y_D, alone[t][0][0])
-            assert tally_3[ffn.READ] == alone[t][1][0, ffn.READ]
+            assert tally_3[neuron_chunks.READ] == alone[t][1][0, neuron_chunks.READ]
             if not count_all:
-                assert tally_3[ffn.KEPT] == alone[t][1][0, ffn.KEPT]
+                assert tally_3[neuron_chunks.KEPT] == alone[t][1][0, neuron_chunks.KEPT]
 
 
 @FEW
@@ -143,18 +144,18 @@ def test_a_list_of_neurons_gives_what_their_selector_gives(decoder: Decoder, fmt
     expert_K, order = one.expert_TK[0], np.argsort(one.expert_TK[0])
     sorted_K, route_weight_K = expert_K[order], one.route_weight_TK[0][order]
     cfg, w_XW, x_D = layer.cfg, layer.experts_on(rung), one.x_TD[0]
-    memory = ffn.chunks_of(cfg, layer.ws), inputs_of(layer.ws)
+    memory = neuron_chunks.chunks_of(cfg, layer.ws), inputs_of(layer.ws)
     cut_X = base_X = np.zeros(decoder.n_experts, np.int64)
     hot_F, cold_F = (np.empty(len(expert_K) * decoder.d_ff, np.int32) for _ in range(2))
     layer.guarded.poison()
     hot, cold = predict(cfg, w_XW, x_D, sorted_K, cut_X, base_X, memory[1], hot_F, cold_F)
-    assert (hot, cold) == (0, tally_13[0, ffn.READ])
+    assert (hot, cold) == (0, tally_13[0, neuron_chunks.READ])
     layer.guarded.poison()
     y_D, experts = np.full_like(x_D, np.nan), sorted_K.astype(np.int32)
     counts = cold_sum(cfg, w_XW, x_D, experts, route_weight_K, cut_X, True, cold, cold_F, *memory, y_D)
     layer.guarded.assert_guards_whole()
     np.testing.assert_array_equal(y_D, wanted_1D[0])
-    assert counts == tuple(tally_13[0, [ffn.READ, ffn.KEPT]])
+    assert counts == tuple(tally_13[0, [neuron_chunks.READ, neuron_chunks.KEPT]])
 
 
 @pytest.mark.parametrize("d_ff", [1, 31, 33, 700, CHUNKS * GROUP, CHUNKS * SUM_NEURONS + 700])

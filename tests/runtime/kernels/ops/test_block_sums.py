@@ -84,8 +84,12 @@ def test_counts(fmt: str, count: int, columns: int) -> None:
 
 @FEW
 @given(
-    st.sampled_from(FORMATS), st.integers(0, SUM_NEURONS), st.integers(1, 1100), st.integers(-36, 30), st.integers(0, 99)
-)  # fmt: skip
+    st.sampled_from(FORMATS),
+    st.integers(0, SUM_NEURONS),
+    st.integers(1, 1100),
+    st.integers(-36, 30),
+    st.integers(0, 99),
+)
 @example("q8", 33, 31, 0, 0)
 @example("q4", 33, 33, 0, 0)
 @example("q4", 1, 65, 0, 0)
