@@ -297,13 +297,14 @@ def _scored(w: Ints, token_N: Ints, select_N: Ints, given: bool, m: Chunks) -> i
 
 
 @device
-def neurons(
+def add_some(
     cfg: KernelConfig, w: Ints, x_TD: Floats, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
     high: int, given: bool, count_all: bool, threads: bool | None, m: Chunks, x: Inputs, tally_T3: Ints, y_TD: Floats,
 ) -> None:  # fmt: skip
-    """y ← y + the neurons of one expert for its tokens, whose inputs are prepared; `tally_T3` ← tally + their counts.
+    """y ← y + neurons of one expert for some tokens, whose inputs are prepared; `tally_T3` ← tally + their counts.
 
-    `given`: of the neurons [low, high), those on the chunks' lists.
+    These are the neurons [low, high), or where they are `given` those on the chunks' lists. Without threads tokens are
+    few, and `count_all` does not count.
     """
     tokens = token_N.shape[0]
     scored = _scored(w, token_N, select_N, given, m)
@@ -337,7 +338,7 @@ def add_expert(
 ) -> None:  # fmt: skip
     """y ← y + one expert's neurons for its tokens, whose inputs are prepared; adds their counts to `tally_T3`."""
     m, x = chunks_of(cfg, ws), inputs_of(ws)
-    neurons(cfg, w, x_TD, token_N, select_N, route_weight_N, 0, cfg.d_ff, False, count_all, True, m, x, tally_T3, y_TD)
+    add_some(cfg, w, x_TD, token_N, select_N, route_weight_N, 0, cfg.d_ff, False, count_all, True, m, x, tally_T3, y_TD)
 
 
 @device
@@ -350,7 +351,7 @@ def _add(
     select_N[:], weight_N[:] = int(select), route_weight
     prepare_inputs(input_format(cfg, w), x_TD, x.inputs)
     tally_T3[:] = 0
-    neurons(cfg, w, x_TD, token_N, select_N, weight_N, low, high, False, count_all, threads, m, x, tally_T3, y_TD)
+    add_some(cfg, w, x_TD, token_N, select_N, weight_N, low, high, False, count_all, threads, m, x, tally_T3, y_TD)
 
 
 @public
@@ -371,5 +372,8 @@ def serial_add_neurons(
     cfg: KernelConfig, w: Ints, x_TD: Floats, low: int, high: int, route_weight: np.float32, select: bool,
     count_all: bool, ws: Workspace, tally_T3: Ints, y_TD: Floats,
 ) -> None:  # fmt: skip
-    """`add_neurons` for few tokens on the calling thread alone, for the thread that stands in for a GPU."""
+    """`add_neurons` for few tokens on the calling thread alone, for the thread that stands in for a GPU.
+
+    What fires beyond what is read is not counted, whatever `count_all` says.
+    """
     _add(cfg, w, x_TD, low, high, route_weight, select, count_all, None, ws, tally_T3, y_TD)

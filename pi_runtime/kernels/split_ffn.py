@@ -15,7 +15,7 @@ from pi_runtime.kernels.codegen.jit import public
 from pi_runtime.kernels.data.matrix_view import Floats, Ints
 from pi_runtime.kernels.data.neuron_chunks import KEPT, Chunks, candidates_of, deal
 from pi_runtime.kernels.data.weight_table import KernelConfig
-from pi_runtime.kernels.ffn import input_format, neurons
+from pi_runtime.kernels.ffn import add_some, input_format
 from pi_runtime.kernels.ops.linear import prepare_inputs
 from pi_runtime.kernels.ops.neuron_selection import Inputs, score, scores_of, selector_format
 
@@ -78,7 +78,7 @@ def cold_sum(
         else:
             read += high - low
         weight_1[0] = route_weight_K[k]
-        neurons(
+        add_some(
             cfg, w_XW[expert], x_1D, token_1, select_1, weight_1, low, high, selected, False, True, m, x, tally_13, y_1D
         )
     return read, tally_13[0, KEPT]

@@ -106,19 +106,6 @@ def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     return call(b, f"llvm.fma.v{x.type.count}f32", x.type, [x, y, z])
 
 
-def add_lanes(b: Any, v: Any) -> Any:
-    """The sum of a float vector's lanes."""
-    name = f"llvm.vector.reduce.fadd.v{v.type.count}f32"
-    return call(b, name, F32, [ir.Constant(F32, 0.0), v], fastmath=FAST)
-
-
-def total(b: Any, vectors: Sequence[Any]) -> Any:
-    """The sum of float vectors, added in pairs; their number is a power of two."""
-    while len(vectors) > 1:
-        vectors = [b.fadd(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
-    return vectors[0]
-
-
 def prefetch(b: Any, base: Any, at: Any) -> None:
     """Fetch a cache line that will be read into the second-level cache."""
     name, kind = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])

@@ -16,7 +16,16 @@ from numba import carray
 
 from pi_runtime.artifact.footprint import BLOCK_SUM_FLOATS, CHUNKS, FEW_TOKENS, GROUP, SUM_NEURONS, SUM_ROWS
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data.matrix_view import Floats, Ints, MatrixView, address_of, is_quantised, pointer_of
+from pi_runtime.kernels.data.matrix_view import (
+    Floats,
+    Ints,
+    MatrixView,
+    address_of,
+    integers,
+    is_quantised,
+    pointer_of,
+    vector,
+)
 from pi_runtime.kernels.data.quantised_input import padded_columns
 from pi_runtime.kernels.data.weight_table import KernelConfig
 from pi_runtime.kernels.data.workspace import Workspace
@@ -143,26 +152,16 @@ def _ffn_floats(neurons: int) -> int:
 
 
 @device
-def _ints(at: int, count: int) -> Ints:
-    return carray(pointer_of(at), (count,), np.int64)
-
-
-@device
-def _floats(at: int, count: int) -> Floats:
-    return carray(pointer_of(at), (count,), np.float32)
-
-
-@device
 def list_of(m: Chunks, chunk: int) -> Ints:
     """The chunk's list of neurons; `counts_of` says how many of its places are taken."""
     places = _chunk_places(m.neurons)
-    return _ints(m.list_CK + 8 * chunk * places, places)
+    return integers(m.list_CK + 8 * chunk * places, places)
 
 
 @device
 def counts_of(m: Chunks) -> Ints:
     """Length of each chunk's list."""
-    return _ints(m.count_C, CHUNKS)
+    return integers(m.count_C, CHUNKS)
 
 
 @device
@@ -195,19 +194,19 @@ def sums_of(cfg: KernelConfig, m: Chunks, chunk: int, tokens: int) -> Floats:
 @device
 def candidates_of(m: Chunks) -> Ints:
     """Room for the neurons of one expert that a list names."""
-    return _ints(m.candidates_F, m.neurons)
+    return integers(m.candidates_F, m.neurons)
 
 
 @device
 def scored_of(m: Chunks, tokens: int) -> Ints:
     """Which of the scores are a token's; −1 where it has none, and reads every neuron."""
-    return _ints(m.scored_T, tokens)
+    return integers(m.scored_T, tokens)
 
 
 @device
 def asking_of(m: Chunks, tokens: int) -> Ints:
     """The tokens whose neurons are scored, in the order of the scores."""
-    return _ints(m.asking_T, tokens)
+    return integers(m.asking_T, tokens)
 
 
 class TokenLists(NamedTuple):
@@ -243,15 +242,15 @@ def lists_of(m: Chunks, chunk: int) -> TokenLists:
     block = start + 16 * lists
     size = block + 8 * (blocks + 1) + 8 * blocks
     return TokenLists(
-        _ints(at, places),
-        _ints(at + 8 * places, places),
-        _floats(at + 16 * places, places),
-        _floats(at + 20 * places, places),
-        _ints(start, lists),
-        _ints(start + 8 * lists, lists),
-        _ints(block, blocks + 1),
-        _ints(block + 8 * (blocks + 1), blocks),
-        _ints(size, 2),
+        integers(at, places),
+        integers(at + 8 * places, places),
+        vector(at + 16 * places, places),
+        vector(at + 20 * places, places),
+        integers(start, lists),
+        integers(start + 8 * lists, lists),
+        integers(block, blocks + 1),
+        integers(block + 8 * (blocks + 1), blocks),
+        integers(size, 2),
         size + 16,
     )
 
