@@ -15,8 +15,6 @@ I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F32, HALF = ir.FloatType(), ir.HalfType()
 LINE = 64
 """Bytes of a cache line."""
-FAST = ("reassoc", "contract", "nsz", "arcp")
-"""The same flags as in other kernels: sums may be reordered, infinities and NaN keep their meaning."""
 
 
 def vec(element: Any, n: int) -> Any:
@@ -34,10 +32,10 @@ def offset(value: int) -> Any:
     return ir.Constant(I64, value)
 
 
-def call(b: Any, name: str, result: Any, arguments: Sequence[Any], **flags: Any) -> Any:
+def call(b: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
     """Call an LLVM intrinsic."""
     kind = ir.FunctionType(result, [a.type for a in arguments])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments, **flags)
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments)
 
 
 def pointer(b: Any, address: Any) -> Any:
