@@ -25,7 +25,7 @@ from pi_runtime.artifact.sizes import PARTS, ArraySpec
 from pi_runtime.kernels import ffn
 from pi_runtime.kernels.codegen.jit import public, public_parallel
 from pi_runtime.kernels.codegen.threads import start_threads
-from pi_runtime.kernels.data import weight_table
+from pi_runtime.kernels.data import neuron_chunks, weight_table
 from pi_runtime.kernels.data.matrix_view import F16, Floats, Ints, MatrixView, matrix, rows_from
 from pi_runtime.kernels.data.weight_table import COLUMN
 from pi_runtime.kernels.data.workspace import allocate_workspace
@@ -116,7 +116,7 @@ class _TimedFfn:
         ):
             self._row[at], self._row[scales_at] = m.values, m.scales
         self._row[weight_table.RANK] = rank
-        self._memory = ffn.chunks_of(self._cfg, self._workspace), inputs_of(self._workspace)
+        self._memory = neuron_chunks.chunks_of(self._cfg, self._workspace), inputs_of(self._workspace)
         self._sum_1D, self._tally_13 = np.zeros((1, w.columns), np.float32), np.zeros((1, 3), np.int64)
 
     def only(self, named: Ints) -> Floats:
@@ -133,7 +133,7 @@ class _TimedFfn:
         every, one = (0, self.neurons), np.float32(1)
         result = self._workspace, self._tally_13, self._sum_1D
         ffn.add_neurons(self._cfg, self._row, self._x_1D, *every, one, True, False, *result)
-        return int(self._tally_13[0, ffn.READ]), int(self._tally_13[0, ffn.KEPT])
+        return int(self._tally_13[0, neuron_chunks.READ]), int(self._tally_13[0, neuron_chunks.KEPT])
 
     def nothing(self) -> None:
         """Compute the sum of no neurons."""

@@ -3,28 +3,23 @@
 `predict` lists the neurons that a selector names in the K experts that the router takes; `cold_sum` computes those of
 a list, or those beyond each expert's cut. A layer without experts is one expert of weight 1. Python calls a sum once a
 layer while a GPU waits for it. Taking apart tuples of arrays at each call would cost too much (16 µs), so what stays
-the same goes in as addresses (`ffn.Chunks`, `neuron_selection.Inputs`).
+the same goes in as addresses (`neuron_chunks.Chunks`, `neuron_selection.Inputs`).
 
 Shape letters: D model width, F neurons of one expert, X experts, K experts taken.
 """
 
 import numpy as np
 import numpy.typing as npt
-from numba import carray
 
-from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data.matrix_view import Floats, Ints, pointer_of
+from pi_runtime.kernels.codegen.jit import public
+from pi_runtime.kernels.data.matrix_view import Floats, Ints
+from pi_runtime.kernels.data.neuron_chunks import KEPT, Chunks, candidates_of, deal
 from pi_runtime.kernels.data.weight_table import KernelConfig
-from pi_runtime.kernels.ffn import Chunks, deal, input_format, neurons
+from pi_runtime.kernels.ffn import add_some, input_format
 from pi_runtime.kernels.ops.linear import prepare_inputs
 from pi_runtime.kernels.ops.neuron_selection import Inputs, score, scores_of, selector_format
 
 Integers = npt.NDArray[np.int32]
-
-
-@device
-def _candidates(m: Chunks) -> Ints:
-    return carray(pointer_of(m.candidates_F), (m.neurons,), np.int64)
 
 
 @public
@@ -65,7 +60,7 @@ def cold_sum(
     The list is the first `count` of `cold_F`: expert · F + neuron, one expert after the other in the order of
     `expert_K`. Returns the sums of (rows of `first` read, neurons kept).
     """
-    read, done, candidates_F, tally_13 = 0, 0, _candidates(m), np.zeros((1, 3), np.int64)
+    read, done, candidates_F, tally_13 = 0, 0, candidates_of(m), np.zeros((1, 3), np.int64)
     x_1D, y_1D = x_D.reshape(1, x_D.shape[0]), y_D.reshape(1, y_D.shape[0])
     token_1, select_1, weight_1 = np.zeros(1, np.int64), np.ones(1, np.int64), np.ones(1, np.float32)
     y_1D[:] = np.float32(0)
@@ -83,7 +78,7 @@ def cold_sum(
         else:
             read += high - low
         weight_1[0] = route_weight_K[k]
-        neurons(
+        add_some(
             cfg, w_XW[expert], x_1D, token_1, select_1, weight_1, low, high, selected, False, True, m, x, tally_13, y_1D
         )
-    return read, tally_13[0, 2]
+    return read, tally_13[0, KEPT]

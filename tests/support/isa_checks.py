@@ -5,12 +5,11 @@ Prints that name. A process of its own, because the choice is made once; few ker
 
 import numpy as np
 
-from pi_runtime.artifact.footprint import input_nbytes
+from pi_runtime.artifact.footprint import BLOCK_SUM_FLOATS, input_nbytes, padded_width
 from pi_runtime.kernels import ffn, reference
 from pi_runtime.kernels.codegen.isa import ISA
-from pi_runtime.kernels.data.quantised_input import padded_columns
-from pi_runtime.kernels.data.row_loading import sum_columns
 from pi_runtime.kernels.ops import row_sums
+from pi_runtime.kernels.ops.block_sums import add_block_rows
 from pi_runtime.kernels.ops.linear import linear
 from support.rounding import product
 from support.stored import WEIGHT_FORMATS, StoredMatrix, ffn_layer, store, store_integers
@@ -49,17 +48,20 @@ def check_extremes(fmt: str) -> None:
 
 def check_sums(fmt: str) -> None:
     compute = row_sums.vector_row_sums if ISA.lanes else row_sums.portable_row_sums
-    for count, columns in ((1, 31), (33, 97), (70, 300), (5, 512)):
+    scratch = np.empty(BLOCK_SUM_FLOATS, np.float32)
+    for count, columns in ((1, 31), (33, 97), (70, 300), (5, 512), (9, 700)):
         w, h_TK = store(fmt, random(count, 90, columns)), np.zeros((2, 72), np.float32)
         h_TK[:, :count] = random(2, 2, count)
         index_K = np.random.default_rng(0).permutation(90)[:count]
-        y_TP = np.zeros((2, padded_columns(columns)), np.float32)
-        factors, sums = (h_TK.ctypes.data, h_TK.strides[0]), (y_TP.ctypes.data, y_TP.strides[0])
-        compute(w.view, 0, index_K.ctypes.data, count, count, *factors, 2, *sums)
-        y_TD = np.empty_like(y_TP)
-        y_TD[:, sum_columns(w.fmt, columns)] = y_TP
-        wanted_TD, error = h_TK[:, :count] @ w.values[index_K], 1e-5 * np.abs(h_TK).sum() * np.abs(w.values).max()
-        assert np.abs(y_TD[:, :columns] - wanted_TD).max() <= error, (count, columns)
+        y_TP, listed = np.zeros((2, padded_width(columns)), np.float32), (index_K.ctypes.data, count, count)
+        if w.quantised:
+            for h_K, y_P in zip(h_TK, y_TP, strict=True):
+                add_block_rows(w.view, *listed, h_K.ctypes.data, y_P, scratch.ctypes.data)
+        else:
+            factors, sums = (h_TK.ctypes.data, h_TK.strides[0]), (y_TP.ctypes.data, y_TP.strides[0])
+            compute(w.view, 0, *listed, *factors, 2, *sums)
+        wanted_TD, error = h_TK[:, :count] @ w.values[index_K], 1e-4 * np.abs(h_TK).sum() * np.abs(w.values).max()
+        assert np.abs(y_TP[:, :columns] - wanted_TD).max() <= error, (count, columns)
 
 
 def check_ffn(fmt: str) -> None:

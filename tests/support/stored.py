@@ -8,26 +8,34 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact import schema
+from pi_runtime.artifact.buffers import cpu_workspace
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import input_nbytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.quantisation import dequantise, quantise
 from pi_runtime.artifact.rungs import RUNGS
-from pi_runtime.artifact.sizes import PARTS, array_specs, is_scales, scales_name
+from pi_runtime.artifact.sizes import PARTS, array_specs, is_scales, without_scales
 from pi_runtime.kernels import reference
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import matrix
 from pi_runtime.kernels.data.quantised_input import prepare_input
-from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
+from pi_runtime.kernels.data.workspace import BLOCK_TOKENS, Workspace
 
 F32 = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
+GUARD_NBYTES = 4096
+"""Bytes around each buffer that no kernel may write."""
+_GUARD = 0xA5
+_POISON = np.uint32(0x7FC00000)
+"""NaN as float32; as the upper and the lower half of an integer no neuron, and no address of this process."""
 __all__ = [
     "WEIGHT_FORMATS",
+    "GuardedWorkspace",
     "Layer",
     "LayerWeights",
     "StoredMatrix",
     "ffn_layer",
+    "guarded_workspace",
     "packed_signs",
     "quantised_inputs",
     "store",
@@ -130,15 +138,55 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
+class GuardedWorkspace:
+    """A workspace whose buffers lie between guards, and tell a kernel that reads what it has not written."""
+
+    ws: Workspace
+    rooms: Mapping[str, npt.NDArray[np.uint8]]
+    """Each buffer with its guards."""
+    poisoned: tuple[str, ...]
+    """The buffers that hold nothing before a call."""
+
+    def poison(self) -> None:
+        """Make all that earlier calls have left behind unusable."""
+        for name in self.poisoned:
+            self.rooms[name][GUARD_NBYTES:-GUARD_NBYTES].view(np.uint32)[:] = _POISON
+
+    def assert_guards_whole(self) -> None:
+        for name, room in self.rooms.items():
+            for guard in (room[:GUARD_NBYTES], room[-GUARD_NBYTES:]):
+                assert np.all(guard == _GUARD), f"wrote outside {name}"
+
+
+def guarded_workspace(decoder: Decoder, largest_rank: int, tokens: int = BLOCK_TOKENS) -> GuardedWorkspace:
+    rooms, arrays, table = {}, {}, cpu_workspace(decoder, largest_rank, tokens)
+    for name, buffer in table.items():
+        rooms[name] = np.full(buffer.nbytes + 2 * GUARD_NBYTES, _GUARD, np.uint8)
+        arrays[name] = rooms[name][GUARD_NBYTES:-GUARD_NBYTES].view(buffer.dtype).reshape(buffer.shape)
+        if buffer.fill is not None:
+            arrays[name][:] = buffer.fill
+    arrays["token_T"][:] = np.arange(tokens)
+    poisoned = tuple(name for name, buffer in table.items() if buffer.fill is None and name != "token_T")
+    found = GuardedWorkspace(Workspace(**arrays), rooms, poisoned)
+    found.poison()
+    return found
+
+
+@dataclass(frozen=True)
 class Layer:
-    """One layer's FFN with a predictor and signs: its weights, and the row of addresses that kernels take."""
+    """One layer's FFN with a predictor and signs: its weights, and the rows of addresses that kernels take."""
 
     decoder: Decoder
     cfg: weight_table.KernelConfig
     values: LayerWeights
-    addresses: Ints
+    addresses_XC: Ints
+    """C columns of the weight table."""
     rank: int
-    ws: Workspace
+    guarded: GuardedWorkspace
+
+    @property
+    def ws(self) -> Workspace:
+        return self.guarded.ws
 
     def settings(self, rung: str) -> schema.Layer:
         """The layer's settings on a rung."""
@@ -150,9 +198,14 @@ class Layer:
             margin=1 if parameter == "margin" else 0,
         )
 
+    def experts_on(self, rung: str) -> Ints:
+        """The rows of the weight table for a rung, one for each expert."""
+        settings = np.array(weight_table.settings_of(self.decoder, self.settings(rung), "auto"))
+        return np.hstack([self.addresses_XC, np.broadcast_to(settings, (len(self.addresses_XC), len(settings)))])
+
     def on(self, rung: str) -> Ints:
-        """The row of the weight table for a rung."""
-        return np.concatenate([self.addresses, weight_table.settings_of(self.decoder, self.settings(rung), "auto")])
+        """The row of the weight table for a rung and the first expert."""
+        return self.experts_on(rung)[0]
 
 
 def packed_signs(values_FD: F32) -> npt.NDArray[np.uint64]:
@@ -178,10 +231,18 @@ def ffn_layer(decoder: Decoder, fmt: str, rank: int, seed: int, **given: F32) ->
             matrices[local] = store(spec.format, given.get(local.replace("/", "__"), values))
     signs_FW = packed_signs(matrices["ffn/first"].values)
     matrices["predictor/signs"] = StoredMatrix("u64", FORMATS["u64"].encode(signs_FW), signs_FW)
-    addresses = {name: m.address for name, m in matrices.items()}
-    addresses |= {scales_name(name): m.scales_address for name, m in matrices.items()}
-    row = [addresses.get(name, 0) for name in weight_table.COLUMN]
-    cfg = weight_table.config_of(decoder, formats)
-    return Layer(
-        decoder, cfg, LayerWeights(matrices), np.array(row, np.int64), rank, allocate_workspace(decoder, fmt, rank)
-    )
+    cfg, experts = weight_table.config_of(decoder, formats), decoder.n_experts
+    rows = [[_address(matrices, name, expert, experts) for name in weight_table.COLUMN] for expert in range(experts)]
+    ws = guarded_workspace(decoder, rank)
+    return Layer(decoder, cfg, LayerWeights(matrices), np.array(rows, np.int64), rank, ws)
+
+
+def _address(matrices: Mapping[str, StoredMatrix], name: str, expert: int, experts: int) -> int:
+    """Address of an expert's rows of an array; 0 where there is none."""
+    m = matrices.get(without_scales(name))
+    if m is None or is_scales(name) > (m.scales is not None):
+        return 0
+    stored = m.scales if is_scales(name) else m.stored
+    assert stored is not None
+    own = name.startswith(weight_table.EXPERT_ARRAYS)
+    return int(stored.ctypes.data) + (expert * (stored.nbytes // experts) if own else 0)

@@ -20,7 +20,8 @@ from pi_runtime.execution.cpu import CpuModel, positions_of
 from pi_runtime.execution.executor import Floats
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_layout import Cuts
-from pi_runtime.kernels import ffn, moe
+from pi_runtime.kernels import moe
+from pi_runtime.kernels.data import neuron_chunks
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 from pi_runtime.kernels.ops.neuron_selection import inputs_of
@@ -37,7 +38,7 @@ class HostOps:
         self.token_1, cfg = np.zeros(1, np.int64), model.cfg
         cache.reserve(1)  # building the schedule runs a token
         self.move_to(cache, 0)
-        self._memory = ffn.chunks_of(cfg, model.workspace), inputs_of(model.workspace)
+        self._memory = neuron_chunks.chunks_of(cfg, model.workspace), inputs_of(model.workspace)
         self._tally_T3 = np.zeros((1, 3), np.int64)
         self._cut_LX = np.array([c.cut_X for c in cuts], np.int64)
         self._base_LX = np.array([c.base_X for c in cuts], np.int64)
@@ -69,7 +70,7 @@ class HostOps:
         m, ws, w_XW = self.model, self.model.workspace, self.model.table_LXW[layer]
         x_1D, select_1 = ws.normed_TD[:1], np.ones(1, np.int64)
         moe.ffn_of_experts(m.cfg, w_XW, x_1D, select_1, False, ws, self._tally_T3, self.x_1D)
-        ws.rows_L2[layer] = self._tally_T3[0, ffn.READ :]
+        ws.rows_L2[layer] = self._tally_T3[0, neuron_chunks.READ :]
         after_ffn(m.cfg, w_XW[0], m.eps, self.x_1D)
 
     def send_handover(self) -> None:

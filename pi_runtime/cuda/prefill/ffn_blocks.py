@@ -26,6 +26,7 @@ from pi_runtime.cuda.prefill.block_buffers import BlockBuffers
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.plan_layout import GPU
 from pi_runtime.kernels import ffn, moe
+from pi_runtime.kernels.data import neuron_chunks
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class FfnBlocks:
                 w, y_ND = m.table_LXW[layer, work.expert], np.zeros_like(x_ND)
                 found_T3, one = tally_T3[: len(x_ND)], np.float32(1)
                 ffn.add_neurons(m.cfg, w, x_ND, cut, decoder.d_ff, one, True, True, m.workspace, found_T3, y_ND)
-                on_host += int(found_T3[:, ffn.FIRES].sum())
+                on_host += int(found_T3[:, neuron_chunks.FIRES].sum())
         return on_host + int(on_device)
 
     def _work(self, layer: int, side: str, count: int) -> Iterator[ExpertWork]:

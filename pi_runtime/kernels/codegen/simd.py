@@ -15,8 +15,6 @@ I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F32, HALF = ir.FloatType(), ir.HalfType()
 LINE = 64
 """Bytes of a cache line."""
-FAST = ("reassoc", "contract", "nsz", "arcp")
-"""The same flags as in other kernels: sums may be reordered, infinities and NaN keep their meaning."""
 
 
 def vec(element: Any, n: int) -> Any:
@@ -34,10 +32,10 @@ def offset(value: int) -> Any:
     return ir.Constant(I64, value)
 
 
-def call(b: Any, name: str, result: Any, arguments: Sequence[Any], **flags: Any) -> Any:
+def call(b: Any, name: str, result: Any, arguments: Sequence[Any]) -> Any:
     """Call an LLVM intrinsic."""
     kind = ir.FunctionType(result, [a.type for a in arguments])
-    return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments, **flags)
+    return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments)
 
 
 def pointer(b: Any, address: Any) -> Any:
@@ -104,19 +102,6 @@ def splat(b: Any, value: Any, n: int) -> Any:
 def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     """x · y + z, rounded once."""
     return call(b, f"llvm.fma.v{x.type.count}f32", x.type, [x, y, z])
-
-
-def add_lanes(b: Any, v: Any) -> Any:
-    """The sum of a float vector's lanes."""
-    name = f"llvm.vector.reduce.fadd.v{v.type.count}f32"
-    return call(b, name, F32, [ir.Constant(F32, 0.0), v], fastmath=FAST)
-
-
-def total(b: Any, vectors: Sequence[Any]) -> Any:
-    """The sum of float vectors, added in pairs; their number is a power of two."""
-    while len(vectors) > 1:
-        vectors = [b.fadd(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
-    return vectors[0]
 
 
 def prefetch(b: Any, base: Any, at: Any) -> None:

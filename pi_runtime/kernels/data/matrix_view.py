@@ -23,7 +23,6 @@ from pi_runtime.kernels.codegen.jit import device, public
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
-Halves = npt.NDArray[np.uint16]
 
 F32, F16, BF16 = (FORMATS[name].code for name in ("f32", "f16", "bf16"))
 _WEIGHTS = [FORMATS[name] for name in WEIGHT_FORMATS]
@@ -72,18 +71,6 @@ def float_to_half(typing_context: Any, number: Any) -> Any:
         return float16.narrow(builder, arguments[0])
 
     return types.uint16(types.float32), generate
-
-
-@intrinsic
-def widened(typing_context: Any, stored: Any) -> Any:
-    """Convert a float32, or a binary16 in a uint16, to float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if signature.args[0] == types.float32:
-            return arguments[0]
-        return float16.widen(builder, arguments[0])
-
-    return (types.float32(stored), generate) if stored in (types.float32, types.uint16) else None
 
 
 @intrinsic
@@ -169,5 +156,11 @@ def columns_from(m: MatrixView, first: int, columns: int) -> MatrixView:
 
 @public
 def vector(address: int, n: int) -> Floats:
-    """The n float32 numbers at an address: norm weights, or biases."""
+    """The n float32 numbers at an address."""
     return carray(pointer_of(address), (n,), np.float32)
+
+
+@public
+def integers(address: int, n: int) -> Ints:
+    """The n int64 numbers at an address."""
+    return carray(pointer_of(address), (n,), np.int64)

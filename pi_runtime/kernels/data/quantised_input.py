@@ -5,7 +5,7 @@ x has D columns, padded with zeros to P = 128 ⌈D / 128⌉, in blocks of 32 wit
     float32 x [P]   int8 q [P]   float32 s [P/32]   int32 −Σ q of each block [P/32]   int8 q [P]
 
 q = round(x / s), half to even, so that x ≈ s q. It stands there twice: in the order of stored rows (see
-`artifact.formats`) for products with rows, and in the order of the columns for GEMM tiles. The sums turn products with
+`artifact.formats`) for products, and in the order of the columns, from which that is made. The sums turn products with
 unsigned bytes into products with signed weights: Σ (u − 8) q = Σ u q − 8 Σ q for q4, and 128 instead of 8 for q8.
 
 Shape letters: D columns, P padded columns, B blocks, J columns of one block, Q fours of bytes.
@@ -56,7 +56,7 @@ def block_sums_at(input_at: int, p: int) -> int:
 
 @public
 def column_order_at(input_at: int, p: int) -> int:
-    """Address of the bytes in the order of the columns, for GEMM tiles."""
+    """Address of the bytes in the order of the columns."""
     return input_at + 5 * p + p // 4
 
 

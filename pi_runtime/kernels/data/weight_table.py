@@ -68,7 +68,7 @@ COLUMN = {name: n for n, name in enumerate(_COLUMNS)}
 """Column of each array."""
 DENSE, SELECTOR, RANK, LIMIT, MARGIN = range(len(_COLUMNS), len(_COLUMNS) + 5)
 """Further columns, which say how the layer is run (see `settings_of`)."""
-_EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up_bias", "predictor/")
+EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up_bias", "predictor/")
 """Arrays of which each expert has its own rows."""
 SELECTOR_CODES: dict[str | None, int] = {name: n for n, name in enumerate((None, *SELECTORS))}
 SEQUENTIAL, PARALLEL, POST_NORM = range(len(BLOCKS))
@@ -210,5 +210,5 @@ def _address(artifact: Artifact, name: str, expert: int = 0) -> int:
     if name not in artifact.manifest.arrays:
         return 0
     stored = artifact.array(name)
-    own = name.split("/", 2)[-1].startswith(_EXPERT_ARRAYS)
+    own = name.split("/", 2)[-1].startswith(EXPERT_ARRAYS)
     return int(stored.ctypes.data) + (expert * stored.nbytes // artifact.manifest.decoder.n_experts if own else 0)

@@ -57,7 +57,7 @@ class Workspace(NamedTuple):
     candidates_F: Ints
     """Neurons that a selector names, where they go to two devices."""
     list_CK: Ints
-    """Neurons of each chunk: those whose row of `first` is read, then those that are kept."""
+    """Neurons of each chunk, in ascending order."""
     count_C: Ints
     """Length of each list."""
     h_CTK: Floats
@@ -73,7 +73,7 @@ class Workspace(NamedTuple):
     sums_CTP: Floats
     """Sums of the chunks for a few tokens."""
     scratch_CX: Floats
-    """What a chunk works in: `footprint.ffn_floats` numbers."""
+    """What a chunk works in: lists of a few tokens, and integer sums (see `neuron_chunks.TokenLists`)."""
     rows_L2: Ints
     """For each layer in the last single-token call: rows of `first` read, and neurons kept."""
     counts_LT3: Ints

@@ -36,12 +36,13 @@ from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import (
     Floats,
-    Ints,
     MatrixView,
     address_of,
     columns_from,
     half_to_float,
+    integers,
     pointer_of,
+    vector,
 )
 from pi_runtime.kernels.data.row_loading import GROUP_COLUMNS, load_row, load_single_block
 
@@ -70,7 +71,7 @@ def add_block_rows(m: MatrixView, index: int, count: int, known: int, h: int, y_
     if count == 0:
         return
     if not _HAS_VECTORS:
-        row_D, index_K, h_K = np.empty(m.columns, np.float32), _ints(index, count), _floats(h, count)
+        row_D, index_K, h_K = np.empty(m.columns, np.float32), integers(index, count), vector(h, count)
         for k in range(count):
             load_row(m, index_K[k], 0, row_D)
             for j in range(m.columns):
@@ -79,16 +80,6 @@ def add_block_rows(m: MatrixView, index: int, count: int, known: int, h: int, y_
     for first in range(0, m.columns, STRIP):
         some = columns_from(m, first, min(STRIP, m.columns - first))
         _add_strip(some, index, count, known, h, y_P[first:], scratch)
-
-
-@device
-def _ints(at: int, count: int) -> Ints:
-    return carray(pointer_of(at), (count,), np.int64)
-
-
-@device
-def _floats(at: int, count: int) -> Floats:
-    return carray(pointer_of(at), (count,), np.float32)
 
 
 class _Scratch(NamedTuple):
@@ -111,16 +102,16 @@ def _parts_of(scratch: int) -> _Scratch:
 
 @device
 def _add_strip(m: MatrixView, index: int, count: int, known: int, h: int, y_P: Floats, scratch: int) -> None:
-    a, index_K, h_K = _parts_of(scratch), _ints(index, count), _floats(h, count)
+    a, index_K, h_K = _parts_of(scratch), integers(index, count), vector(h, count)
     blocks = (m.columns + 4 * BLOCK - 1) // (4 * BLOCK) * 4
     _quantise_factors((m.values, m.stride, m.scales, m.scales_stride, index, h, count, known, scratch, blocks))
     if count % 2:  # a last row without a partner is paired with itself, times zero
         for rows in (a.rows_K, a.later_K):
-            _ints(rows, count + 1)[count] = _ints(rows, count)[count - 1]
+            integers(rows, count + 1)[count] = integers(rows, count)[count - 1]
     groups, pairs = (m.columns + BLOCK - 1) // GROUP_COLUMNS, (count + 1) // 2
     _sum_groups(m.fmt, a.rows_K, pairs, a.n_PB, a.g_B, a.sum_B, _BLOCKS, groups, address_of(y_P), a.later_K)
     # Blocks outside the groups, at most seven a row, are added in float32; c is no longer needed.
-    out_J = carray(pointer_of(a.c_KB), (BLOCK,), np.float32)
+    out_J = vector(a.c_KB, BLOCK)
     for block in range(8 * groups, (m.columns + BLOCK - 1) // BLOCK):
         y_J = y_P[block * BLOCK : (block + 1) * BLOCK]
         for k in range(count):

@@ -8,7 +8,7 @@ import numpy as np
 from numba import prange
 
 from pi_runtime.kernels.codegen.indirect_calls import by_address
-from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public
+from pi_runtime.kernels.codegen.jit import loop_body, parallel, public
 from pi_runtime.kernels.data.matrix_view import Floats, MatrixView, address_of, vector
 from pi_runtime.kernels.data.quantised_input import input_stride, prepare_input
 from pi_runtime.kernels.ops.row_products import row_products
@@ -58,15 +58,13 @@ def _some_rows(m: MatrixView, first: int, rows: int, bias: int, inputs_at: int, 
                 y_TN[t, n] += bias_N[n]
 
 
-def _product(m: MatrixView, rows: int, bias: int, inputs_at: int, y_TN: Floats) -> None:
+@parallel
+def product(m: MatrixView, rows: int, bias: int, inputs_at: int, y_TN: Floats) -> None:
     """y ← x Wᵀ + bias for inputs that are prepared."""
     _some_rows()
     for part in prange((rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE):
         first = part * ROWS_AT_ONCE
         _some_rows(m, first, min(rows - first, ROWS_AT_ONCE), bias, inputs_at, y_TN)
-
-
-product, serial_product = parallel(_product), device(_product)
 
 
 @public

@@ -12,7 +12,7 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 from pi_runtime import load
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.execution.stand_in import NeuronWorker, StandInExecutor
-from pi_runtime.kernels import ffn
+from pi_runtime.kernels.data import neuron_chunks
 from pi_runtime.model import Model
 
 CUTS = {"inside": (128, 64), "one-sided": (0, 200), "mixed": (192, 0)}
@@ -82,7 +82,7 @@ def meet(side: NeuronWorker, barrier: threading.Barrier, seen: list[int]) -> Neu
         barrier.wait()  # broken, and so an error, unless the other side comes in too
         side.add(*arguments)
         tally_13 = arguments[-2]
-        seen.append(int(tally_13[0, ffn.KEPT]))
+        seen.append(int(tally_13[0, neuron_chunks.KEPT]))
 
     return replace(side, add=add)
 

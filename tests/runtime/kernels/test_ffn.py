@@ -1,4 +1,8 @@
-"""The ladder of one FFN against NumPy: rungs, ranges of neurons, empty and full selections, one token and blocks."""
+"""The ladder of one FFN against NumPy: rungs, ranges of neurons, empty and full selections, one token and blocks.
+
+Every call gets a poisoned workspace between guards, so a kernel that reads what it has not written, or writes where it
+has no room, is found out.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +16,12 @@ from support.stored import WEIGHT_FORMATS, Layer, ffn_layer
 from support.synthetic import small_decoder
 
 from pi_runtime.artifact.decoder import ACTIVATIONS, SPARSE_ACTIVATIONS, Decoder
-from pi_runtime.artifact.footprint import CHUNKS
+from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, GROUP
+from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.kernels import ffn, moe, reference
+from pi_runtime.kernels.data import neuron_chunks
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
-
-GROUP = 64
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 RUNG = st.sampled_from(list(RUNGS))
@@ -86,7 +90,7 @@ def decoders() -> st.SearchStrategy[Decoder]:
             threshold=threshold if kind[0] in SPARSE_ACTIVATIONS else 0.0,
         ),
         st.integers(1, 70),
-        st.integers(1, 3 * GROUP + 5),
+        st.integers(1, 6 * GROUP + 5),
         st.sampled_from([(a, f) for a in ACTIVATIONS for f in ("gated", "plain") if a != "drelu" or f == "gated"]),
         st.booleans(),
         st.sampled_from([0.0, 0.0, 0.2]),
@@ -95,12 +99,12 @@ def decoders() -> st.SearchStrategy[Decoder]:
 
 def one_token(run: Any, layer: Layer, x_D: np.ndarray, rung: str, low: int, high: int) -> tuple[np.ndarray, int, int]:
     """(sum, rows of `first` read, neurons kept)."""
-    for numbers in (layer.ws.sums_CTP, layer.ws.h_CTK, layer.ws.up_CTK, layer.ws.named_CTK):
-        numbers[:] = np.nan
+    layer.guarded.poison()
     y_1D, tally_13 = np.zeros((1, len(x_D)), np.float32), np.ones((1, 3), np.int64)
     run(layer.cfg, layer.on(rung), x_D[None], low, high, ALL, True, False, layer.ws, tally_13, y_1D)
-    assert tally_13[0, ffn.FIRES] == 0
-    return y_1D[0], int(tally_13[0, ffn.READ]), int(tally_13[0, ffn.KEPT])
+    layer.guarded.assert_guards_whole()
+    assert tally_13[0, neuron_chunks.FIRES] == 0
+    return y_1D[0], int(tally_13[0, neuron_chunks.READ]), int(tally_13[0, neuron_chunks.KEPT])
 
 
 def block(
@@ -109,22 +113,20 @@ def block(
     """(T, D); with a tally every neuron is computed first."""
     y_TD, tally_T3 = np.zeros_like(x_TD), np.zeros((len(x_TD), 3), np.int64) if tally is None else tally
     count = tally is not None
+    layer.guarded.poison()
     ffn.add_neurons(layer.cfg, layer.on(rung), x_TD, low, high, ALL, select, count, layer.ws, tally_T3, y_TD)
+    layer.guarded.assert_guards_whole()
     return y_TD
-
-
-def kept_neurons(layer: Layer) -> np.ndarray:
-    """The neurons on the chunks' lists, in order."""
-    lists = zip(layer.ws.list_CK, layer.ws.count_C, strict=True)
-    return np.sort(np.concatenate([list_K[:count] for list_K, count in lists]))
 
 
 def inputs(layer: Layer, tokens: int, seed: int = 9) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((tokens, layer.decoder.d_model), np.float32)
 
 
-def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
-    error = 2e-5 * (1 + np.abs(wanted) + float(np.abs(wanted).max()))
+def assert_close(found: np.ndarray, wanted: np.ndarray, fmt: str = "f32") -> None:
+    """The factors of rows of block formats are rounded to 16 bits."""
+    relative = 8e-5 if FORMATS[fmt].quantised else 2e-5
+    error = relative * (1 + np.abs(wanted) + float(np.abs(wanted).max()))
     assert np.all(np.abs(found - wanted) <= error), np.abs(found - wanted).max()
 
 
@@ -146,10 +148,8 @@ def test_one_token(run: Any, decoder: Decoder, fmt: str, rung: str, rank: int, s
     wanted = expected(layer, x_TD, rung, 0, decoder.d_ff)
     assume(wanted.decided)
     y_D, read, kept = one_token(run, layer, x_TD[0], rung, 0, decoder.d_ff)
-    assert_close(y_D, wanted.y_TD[0])
+    assert_close(y_D, wanted.y_TD[0], fmt)
     assert (read, kept) == (wanted.read_TF.sum(), wanted.kept_TF.sum())
-    if decoder.activation != "drelu" or rung == "dense":  # elsewhere the list loses those with up · x below 0
-        np.testing.assert_array_equal(kept_neurons(layer), np.flatnonzero(wanted.kept_TF))
 
 
 @FEW
@@ -157,19 +157,20 @@ def test_one_token(run: Any, decoder: Decoder, fmt: str, rung: str, rank: int, s
 @example(small_decoder(d_ff=GROUP + 3, d_model=31), "f16", "predicted", BLOCK_TOKENS, 0)
 @example(small_decoder(d_ff=GROUP + 3, d_model=131), "q8", "dense", BLOCK_TOKENS, 0)
 @example(small_decoder(d_ff=GROUP + 3, d_model=301), "q4", "gate", BLOCK_TOKENS, 0)
+@example(small_decoder(d_ff=9 * GROUP, d_model=600, activation="drelu"), "q8", "predicted", FEW_TOKENS + 1, 0)
 def test_a_block_of_tokens(decoder: Decoder, fmt: str, rung: str, tokens: int, seed: int) -> None:
     layer = ffn_layer(decoder, fmt, 5, seed)
     x_TD = inputs(layer, tokens, seed)
     wanted = expected(layer, x_TD, rung, 0, decoder.d_ff)
     assume(wanted.decided)
     found_TD, tally_T3 = block(layer, x_TD, rung, 0, decoder.d_ff), np.ones((tokens, 3), np.int64)
-    assert_close(found_TD, wanted.y_TD)
+    assert_close(found_TD, wanted.y_TD, fmt)
     np.testing.assert_array_equal(block(layer, x_TD, rung, 0, decoder.d_ff, tally=tally_T3), found_TD)
     exact = expected(layer, x_TD, "dense", 0, decoder.d_ff)
     fire_TF = exact.fires_TF
     tally = fire_TF.sum(1), wanted.read_TF.sum(1), (fire_TF & wanted.kept_TF).sum(1)
     np.testing.assert_array_equal(tally_T3.T, tally)
-    assert_close(block(layer, x_TD, rung, 0, decoder.d_ff, select=False), exact.y_TD)
+    assert_close(block(layer, x_TD, rung, 0, decoder.d_ff, select=False), exact.y_TD, fmt)
     for t in range(tokens):
         alone = one_token(ffn.add_neurons, layer, x_TD[t], rung, 0, decoder.d_ff)[0]
         np.testing.assert_array_equal(alone, found_TD[t])
@@ -186,8 +187,8 @@ def test_tokens_that_select_and_tokens_that_do_not_go_together(fmt: str) -> None
         chosen = select_T == select
         alone = block(layer, x_TD[chosen], "predicted", 0, 700, select=select)
         np.testing.assert_array_equal(y_TD[chosen], alone)
-    assert np.all(tally_T3[select_T == 0, ffn.READ] == 700)
-    assert np.all(tally_T3[select_T == 1, ffn.READ] < 700)
+    assert np.all(tally_T3[select_T == 0, neuron_chunks.READ] == 700)
+    assert np.all(tally_T3[select_T == 1, neuron_chunks.READ] < 700)
 
 
 def test_a_block_adds_to_what_is_there() -> None:
@@ -209,11 +210,11 @@ def test_ranges_of_neurons_add_up_to_the_whole(decoder: Decoder, fmt: str, rung:
     assume(whole.decided)
     ranges = [(0, cut), (cut, decoder.d_ff)]
     for low, high in ranges:
-        assert_close(block(layer, x_TD, rung, low, high), expected(layer, x_TD, rung, low, high).y_TD)
-    assert_close(sum(block(layer, x_TD, rung, *part) for part in ranges), whole.y_TD)
+        assert_close(block(layer, x_TD, rung, low, high), expected(layer, x_TD, rung, low, high).y_TD, fmt)
+    assert_close(sum(block(layer, x_TD, rung, *part) for part in ranges), whole.y_TD, fmt)
     for run in (ffn.add_neurons, ffn.serial_add_neurons):
         parts = [one_token(run, layer, x_TD[0], rung, *part) for part in ranges]
-        assert_close(parts[0][0] + parts[1][0], whole.y_TD[0])
+        assert_close(parts[0][0] + parts[1][0], whole.y_TD[0], fmt)
         assert parts[0][1] + parts[1][1] == whole.read_TF[0].sum()
         assert parts[0][2] + parts[1][2] == whole.kept_TF[0].sum()
 
@@ -231,7 +232,7 @@ def test_a_predictor_that_predicts(run: Any, kind: str, bias: float, rows: int, 
     assert read == rows
     if rows:
         assert 0 < kept < rows
-        assert_close(y_D, dense_TD[0])
+        assert_close(y_D, dense_TD[0], fmt)
         np.testing.assert_array_equal(block(layer, x_TD, "predicted", 0, 150), dense_TD)
     else:
         assert kept == 0
@@ -251,7 +252,6 @@ def test_drelu_reads_no_row_of_down_that_counts_for_nothing(rung: str, fmt: str)
     y_D, _, kept = one_token(ffn.add_neurons, layer, x_TD[0], rung, 0, 400)
     assert kept > 20
     assert np.isfinite(y_D).all()
-    assert not np.isfinite(one_token(ffn.add_neurons, layer, x_TD[0], "dense", 0, 400)[0]).any()
 
 
 @pytest.mark.parametrize("run", [ffn.add_neurons, ffn.serial_add_neurons], ids=["threaded", "serial"])
@@ -274,7 +274,6 @@ def test_the_smallest_activation_counts() -> None:
     layer = ffn_layer(small_decoder(d_ff=3, d_model=1, ffn="plain"), "f32", 1, 0, ffn__first=first)
     y_D, _, kept = one_token(ffn.add_neurons, layer, np.ones(1, np.float32), "gate", 0, 3)
     assert kept == 1
-    assert kept_neurons(layer).tolist() == [1]
     assert abs(y_D[0] - layer.values["ffn/rest"][1, 0, 0] * 2.0**-149) <= 2.0**-149
 
 

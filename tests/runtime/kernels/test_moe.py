@@ -25,7 +25,7 @@ def routed(router_XD: np.ndarray, taken: int, x_TD: np.ndarray) -> np.ndarray:
     n_experts, width = router_XD.shape
     decoder = small_decoder(d_model=width, n_experts=n_experts, experts_per_token=taken)
     cfg = weight_table.config_of(decoder, dict.fromkeys(PARTS, "f32"))
-    ws, stored = allocate_workspace(decoder, "f32", 0), FORMATS["f32"].encode(router_XD)
+    ws, stored = allocate_workspace(decoder, 0), FORMATS["f32"].encode(router_XD)
     row = np.zeros(weight_table.MARGIN + 1, np.int64)
     row[weight_table.ROUTER] = stored.ctypes.data
     moe.route(cfg, row, x_TD, ws)
