@@ -101,6 +101,13 @@ def placements(session: nox.Session) -> None:
 
 
 @nox.session
+def identity(session: nox.Session) -> None:
+    """Compare an engine's answers with those of the model alone: thousands of random requests. Outside CI: minutes."""
+    session.install("-e", ".", *TEST_TOOLS)
+    session.run("pytest", "-s", "tests/runtime/engine/test_identity.py", "--long", *session.posargs)
+
+
+@nox.session
 def canary(session: nox.Session) -> None:
     """The suite on the newest numba, NumPy and torch, beyond what pyproject.toml allows. Outside CI: it may fail."""
     install_all(session)

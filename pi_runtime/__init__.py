@@ -6,19 +6,25 @@
         for piece in model.generate("Once upon a time"):
             print(piece, end="")
 
-`Sampling` says how tokens are drawn, and `Model` is what `load` gives.
+`Sampling` says how tokens are drawn, `Model` is what `load` gives, and `Engine` serves many requests with one model.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pi_runtime.engine.engine import Engine as Engine
     from pi_runtime.model import Model as Model
     from pi_runtime.model import load as load
     from pi_runtime.sampling import Sampling as Sampling
 
-__all__ = ["Model", "Sampling", "load"]
+__all__ = ["Engine", "Model", "Sampling", "load"]
 
-_HOMES = {"Model": "pi_runtime.model", "Sampling": "pi_runtime.sampling", "load": "pi_runtime.model"}
+_HOMES = {
+    "Engine": "pi_runtime.engine.engine",
+    "Model": "pi_runtime.model",
+    "Sampling": "pi_runtime.sampling",
+    "load": "pi_runtime.model",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`pi-run`: answer a prompt from one artifact."""
+"""`pi-run`: answer a prompt, or a file of prompts, from one artifact."""
 
 import sys
 from collections.abc import Callable
@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pi_runtime import console
+from pi_runtime.engine.scheduler import PIECE
 from pi_runtime.errors import PromptError, UsageError
 
 if TYPE_CHECKING:
     from pi_runtime.execution.plan_choice import Allocation
     from pi_runtime.generation import Generation
     from pi_runtime.model import Model
+    from pi_runtime.prompt_file import PromptFile
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -28,6 +30,12 @@ def main() -> None:
 def run(
     artifact: Annotated[Path, typer.Argument(help="An artifact made by pi-compile.", show_default=False)],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue; - reads stdin.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines, a prompt each, answered together.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where answers to --prompts go; continued if it is there.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Talk, through the model's own chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 256,
@@ -48,18 +56,20 @@ def run(
         str, typer.Option(envvar="PI_CACHE_FORMAT", help="How keys and values are held: auto, f16 or q8.")
     ] = "auto",
     threads: Annotated[int | None, typer.Option(envvar="PI_THREADS", help="CPU threads.")] = None,
+    slots: Annotated[int, typer.Option(help="Most of --prompts that run at once.")] = 8,
+    kv_budget: Annotated[
+        str | None, typer.Option(envvar="PI_KV_BUDGET", help="Memory for keys and values of --prompts, like 2GiB.")
+    ] = None,
+    piece: Annotated[int, typer.Option(help="Most tokens of new --prompts that a step reads.")] = PIECE,
     stats: Annotated[bool, typer.Option("--stats", help="Say afterwards how long it took.")] = False,
     as_json: Annotated[bool, console.JSON] = False,
     debug: Annotated[bool, console.DEBUG] = False,
 ) -> None:
-    """Continue a prompt, or chat, with a packed model. Text goes to stdout as it comes."""
+    """Continue a prompt, answer a file of prompts, or chat, with a packed model. Text goes to stdout as it comes."""
     import time
 
     began = time.perf_counter()
-    if chat == (prompt is not None):
-        raise UsageError("give either --prompt TEXT or --chat", remedy="pi-run ARTIFACT --prompt 'Once upon a time'")
-    if chat and as_json:
-        raise UsageError("--chat does not go with --json")
+    _check_flags(prompt, prompts, output, chat, as_json)
     text = _read(sys.stdin.read) if prompt == "-" else prompt
     from pi_runtime.execution.devices import gpu_kernels_are_cold, resolve_device
     from pi_runtime.execution.plan_choice import parse_size
@@ -82,20 +92,26 @@ def run(
             progress=bar,
         )
     with opened as model:
-        sampling = Sampling.from_generation_config(
-            model.manifest.generation,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-        )
+        settings = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "seed": seed,
+        }
+        sampling = Sampling.from_generation_config(model.manifest.generation, **settings)
         generate = partial(model.generate, max_tokens=max_tokens, sampling=sampling, stop=stop or [])
         _announce(model)
         model.warm_up()
         report = partial(_report, model, time.perf_counter() - began)
-        if text is None:
+        if prompts is not None:
+            from pi_runtime.prompt_file import PromptFile, Settings
+
+            held = None if kv_budget is None else parse_size(kv_budget, "--kv-budget")
+            common = Settings(max_tokens=max_tokens, stop=tuple(stop or ()), sampling=settings)
+            _answer_file(model, PromptFile(prompts, model, common), output, slots, held, piece, stats)
+        elif text is None:
             _chat(model, generate, system, report if stats else None)
         elif as_json:
             answer = generate(text)
@@ -107,6 +123,43 @@ def run(
                 console.say(f"(stopped: the context of {model.context} tokens is full; see --ctx-size)")
             if stats:
                 _print_stats(model, report(answer))
+
+
+def _check_flags(prompt: str | None, prompts: Path | None, output: Path | None, chat: bool, as_json: bool) -> None:
+    """Raise UsageError for flags that do not go together."""
+    if [prompt is not None, prompts is not None, chat].count(True) != 1:
+        raise UsageError(
+            "give one of --prompt TEXT, --prompts FILE and --chat", remedy="pi-run ARTIFACT --prompt 'Once upon a time'"
+        )
+    if as_json and prompt is None:
+        raise UsageError(f"{'--chat' if chat else '--prompts'} does not go with --json")
+    if output is not None and prompts is None:
+        raise UsageError("--output goes with --prompts alone")
+    if output is not None and prompts is not None and output.exists() and prompts.exists() and output.samefile(prompts):
+        raise UsageError(f"{output}: the answers would overwrite the prompts", remedy="name another output")
+
+
+def _answer_file(
+    model: "Model",
+    file: "PromptFile",
+    output: Path | None,
+    slots: int,
+    kv_budget: int | None,
+    piece: int,
+    stats: bool,
+) -> None:
+    from dataclasses import asdict
+
+    from pi_runtime.engine.engine import Engine
+
+    # Nobody waits for the next token here: with prompts first, more answers are written together.
+    with Engine(model, slots=slots, kv_budget=kv_budget, piece=piece, decode_share=0) as engine:
+        try:
+            with console.progress("answers", "prompts") as bar:
+                file.answer(engine, output, bar)
+        finally:
+            if stats:
+                _print_figures({**asdict(engine.stats), "tokens_per_s": engine.stats.tokens_per_s})
 
 
 def _announce(model: "Model") -> None:
@@ -192,6 +245,10 @@ def _report(model: "Model", load_s: float, answer: "Generation") -> dict[str, An
 
 def _print_stats(model: "Model", report: dict[str, Any]) -> None:
     taken = {} if model.allocation is None else {"gpu_bytes": model.allocation.total}
-    for name, value in {"mode": report["mode"], **taken, **report["stats"]}.items():
+    _print_figures({"mode": report["mode"], **taken, **report["stats"]})
+
+
+def _print_figures(figures: dict[str, Any]) -> None:
+    for name, value in figures.items():
         shown = "-" if value is None else f"{value:.3f}" if isinstance(value, float) else value
         console.say(f"  {name:22}{shown}")

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from pi_runtime.errors import PromptError
-from pi_runtime.execution.executor import Executor, SequenceStep
+from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sampling import Sampler
 from pi_runtime.text.stop_strings import StopStrings
@@ -45,20 +46,19 @@ class Stats:
         return (self.generated_tokens - 1) / self.decode_s if self.generated_tokens > 1 and self.decode_s else None
 
 
-class Generation(Iterator[str]):
-    """An iterator over pieces of generated text. Joined, they are the whole text; no piece splits a character.
+class Answer:
+    """The state of one answer: its tokens, what becomes of logits, and how it ends.
 
-    `finish_reason` is None while it runs, then `end` (the model ended its text), `stop` (a stop string),
-    `length` (`max_tokens`) or `context` (no position left).
+    A single generation and an engine that serves many both use it, so both give the same text. Whoever runs it brings
+    the tokens of `next_block` to the executor until none is left, then calls `draw` and `take`.
     """
 
     def __init__(
         self,
-        executor: Executor,
         tokenizer: Tokenizer,
-        cache: KVCache,
         prompt: Sequence[int],
         *,
+        context: int,
         end_ids: Sequence[int],
         sampler: Sampler,
         stop: Sequence[str],
@@ -66,88 +66,133 @@ class Generation(Iterator[str]):
     ) -> None:
         if not prompt:
             raise PromptError("the prompt is empty, and the model has no begin-of-text token to start from")
-        if len(prompt) >= cache.context:
+        if len(prompt) >= context:
             raise PromptError(
                 f"the prompt has {len(prompt)} tokens",
-                expected=f"fewer than the context of {cache.context}",
+                expected=f"fewer than the context of {context}",
                 remedy="shorten it, or raise --ctx-size if the model allows",
             )
+        self.prompt_tokens = len(prompt)
+        self.tokens = list(prompt)
+        """Prompt and answer. The newest token has not run yet."""
         self.finish_reason: str | None = None
-        self.token_ids: list[int] = []
-        self._executor, self._cache, self._prompt = executor, cache, list(prompt)
+        self.cached_tokens = 0
         self._sampler, self._stop = sampler, StopStrings(stop)
         self._end_ids, self._text = frozenset(end_ids), TextStream(tokenizer)
-        self._seen = list(prompt)
-        self._limit = max_tokens
+        self._limit, self._context = max_tokens, context
         self._began = time.perf_counter()
-        self._cached = 0
-        self._first = self._prefill_s = self._decode_s = 0.0
-        self._rows = np.zeros(2, np.int64)
+        self._first_token_s = self._prefill_s = self._decode_s = 0.0
+        self._rows_2 = np.zeros(2, np.int64)
         self._steps = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def most_positions(self) -> int:
+        """Most positions that its cache will hold: the last token never runs."""
+        return self._context if self._limit is None else min(self.prompt_tokens + self._limit - 1, self._context)
+
+    def next_block(self, held: int, most: int) -> tuple[npt.NDArray[np.int64], bool]:
+        """The tokens to run after the first `held` ones, at most so many; and whether they run with selection.
+
+        A block has one kind of token: those of the prompt run dense, those of the answer with selection.
+        """
+        in_answer = held >= self.prompt_tokens
+        end = min(len(self.tokens) if in_answer else self.prompt_tokens, held + most)
+        return np.array(self.tokens[held:end], np.int64), in_answer
+
+    def draw(self, result: SequenceResult) -> int:
+        """Draw the next token from the result of the newest one. Raises PiError for logits without meaning."""
+        if result.rows_L2 is not None:
+            self._rows_2 += result.rows_L2.sum(0)
+            self._steps += 1
+        return self._sampler(result.logits_TV[-1], self.tokens)
+
+    def take(self, token: int) -> str:
+        """Continue the answer by a token; returns the text that can be shown now. The answer may end with it."""
+        if token in self._end_ids:
+            return self._end("end")
+        self.tokens.append(token)
+        piece, stopped = self._stop.push(self._text.push(token))
+        if stopped:
+            self.finish_reason = "stop"
+            return piece
+        if self._limit is not None and len(self.tokens) - self.prompt_tokens >= self._limit:
+            return piece + self._end("length")
+        return piece + self._end("context") if len(self.tokens) > self._context else piece
+
+    def _end(self, reason: str) -> str:
+        """End the text; returns what was held back."""
+        self.finish_reason = reason
+        piece, stopped = self._stop.push(self._text.finish())
+        return piece if stopped else piece + self._stop.finish()
+
+    def spend(self, began: float, ended: float) -> None:
+        """Count the time of a step: up to the first token it is prefill, then decoding."""
+        if len(self.tokens) > self.prompt_tokens:
+            self._decode_s += ended - began
+        else:
+            self._prefill_s += ended - began
+            self._first_token_s = ended - self._began
+
+    def stats(self, neurons: int) -> Stats:
+        """The figures up to now, for a model with so many neurons."""
+        ran = self._steps * neurons
+        return Stats(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=len(self.tokens) - self.prompt_tokens,
+            prefill_s=self._prefill_s,
+            decode_s=self._decode_s,
+            first_token_s=self._first_token_s,
+            rows_read_share=float(self._rows_2[0]) / ran if ran else None,
+            active_share=float(self._rows_2[1]) / ran if ran else None,
+        )
+
+
+class Generation(Iterator[str]):
+    """An iterator over pieces of generated text. Joined, they are the whole text; no piece splits a character.
+
+    `finish_reason` is None while it runs, then `end` (the model ended its text), `stop` (a stop string),
+    `length` (`max_tokens`) or `context` (no position left).
+    """
+
+    def __init__(self, executor: Executor, cache: KVCache, answer: Answer) -> None:
+        self._executor, self._cache, self._answer = executor, cache, answer
         self._pieces = self._run()
 
     def __next__(self) -> str:
         return next(self._pieces)
 
     @property
+    def finish_reason(self) -> str | None:
+        """Why the text ended; None while it runs."""
+        return self._answer.finish_reason
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens generated up to now."""
+        return self._answer.token_ids
+
+    @property
     def stats(self) -> Stats:
         """The figures up to now."""
-        neurons = self._steps * self._executor.neurons
-        return Stats(
-            prompt_tokens=len(self._prompt),
-            cached_tokens=self._cached,
-            generated_tokens=len(self.token_ids),
-            prefill_s=self._prefill_s,
-            decode_s=self._decode_s,
-            first_token_s=self._first,
-            rows_read_share=float(self._rows[0]) / neurons if neurons else None,
-            active_share=float(self._rows[1]) / neurons if neurons else None,
-        )
+        return self._answer.stats(self._executor.neurons)
 
     def _run(self) -> Iterator[str]:
-        token = self._prefill()
-        while True:
-            if token in self._end_ids:
-                self.finish_reason = "end"
-                break
-            self.token_ids.append(token)
-            self._seen.append(token)
-            piece, stopped = self._stop.push(self._text.push(token))
-            if piece:
+        answer, held = self._answer, 0
+        while answer.finish_reason is None:
+            began = time.perf_counter()
+            if held == 0:
+                held = answer.cached_tokens = self._cache.keep_common_prefix(answer.tokens)
+            while held < len(answer.tokens):
+                tokens, select = answer.next_block(held, self._executor.block_tokens)
+                result = self._executor.step([SequenceStep(cache=self._cache, tokens=tokens, select=select)])[0]
+                held += len(tokens)
+            token = answer.draw(result)
+            answer.spend(began, time.perf_counter())
+            if piece := answer.take(token):
                 yield piece
-            if stopped:
-                self.finish_reason = "stop"
-                return
-            if self._limit is not None and len(self.token_ids) >= self._limit:
-                self.finish_reason = "length"
-                break
-            if self._cache.room == 0:
-                self.finish_reason = "context"
-                break
-            token = self._step(token)
-        piece, stopped = self._stop.push(self._text.finish())
-        if tail := piece if stopped else piece + self._stop.finish():
-            yield tail
-
-    def _prefill(self) -> int:
-        began = time.perf_counter()
-        self._cached = self._cache.keep_common_prefix(self._prompt)
-        step = self._executor.block_tokens
-        for start in range(self._cached, len(self._prompt), step):
-            block = np.array(self._prompt[start : start + step], np.int64)
-            found = self._executor.step([SequenceStep(cache=self._cache, tokens=block, select=False)])[0]
-        token = self._sampler(found.logits_TV[0], self._prompt)
-        now = time.perf_counter()
-        self._first, self._prefill_s = now - self._began, now - began
-        return token
-
-    def _step(self, token: int) -> int:
-        began = time.perf_counter()
-        step = SequenceStep(cache=self._cache, tokens=np.array([token], np.int64), select=True)
-        found = self._executor.step([step])[0]
-        assert found.rows_L2 is not None
-        self._rows += found.rows_L2.sum(0)
-        self._steps += 1
-        token = self._sampler(found.logits_TV[0], self._seen)
-        self._decode_s += time.perf_counter() - began
-        return token

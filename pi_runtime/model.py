@@ -23,7 +23,7 @@ from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation, choose_plan
 from pi_runtime.execution.stand_in import StandInExecutor
-from pi_runtime.generation import Generation
+from pi_runtime.generation import Answer, Generation
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.sampling import Sampler, Sampling
 from pi_runtime.text.chat_template import render
@@ -156,7 +156,7 @@ class Model:
     def __init__(self, artifact: Artifact, mode: str, executor: Executor, notice: str | None = None) -> None:
         self.notice = executor.notice if notice is None else notice
         """A message for the user about where it runs, if there is one."""
-        self._artifact, self._executor = artifact, executor
+        self._artifact, self.executor = artifact, executor
         self.mode = mode
         self.context = executor.context
         self._page = executor.new_pool().page
@@ -167,7 +167,7 @@ class Model:
     @property
     def allocation(self) -> Allocation | None:
         """The plan that this run follows, and the bytes of GPU memory it takes; None where the CPU has everything."""
-        return self._executor.allocation
+        return self.executor.allocation
 
     @property
     def plan(self) -> Plan | None:
@@ -177,7 +177,7 @@ class Model:
     @property
     def device(self) -> str:
         """The device it runs on: `cpu`, `stand-in`, or a GPU by its name."""
-        return self._executor.device_name
+        return self.executor.device_name
 
     @property
     def manifest(self) -> Manifest:
@@ -199,16 +199,22 @@ class Model:
         the context is full. `cache`: one that earlier calls used; the part of the prompt that it holds is not computed
         again. Raises PromptError where the prompt is empty, outside the vocabulary, or leaves no room.
         """
+        answer = self.new_answer(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop)
+        return Generation(self.executor, self.new_cache() if cache is None else self._checked_cache(cache), answer)
+
+    def new_answer(
+        self, prompt: str | Sequence[int], *, max_tokens: int | None, sampling: Sampling | None, stop: Sequence[str]
+    ) -> Answer:
+        """An answer that has not begun, with all that `generate` was asked for checked."""
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"--max-tokens {max_tokens}", expected="1 or more")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt).tolist()
         if sampling is None:
             sampling = Sampling.from_generation_config(self.manifest.generation)
-        return Generation(
-            self._executor,
+        return Answer(
             self.tokenizer,
-            self.new_cache() if cache is None else self._checked_cache(cache),
             ids,
+            context=self.context,
             end_ids=self.manifest.text.end_ids,
             sampler=Sampler(sampling, self.manifest.decoder.vocab_size),
             stop=stop,
@@ -251,7 +257,7 @@ class Model:
             yield self._step(SequenceStep(cache=cache, tokens=block, select=True, logits="all", count=count))
 
     def _step(self, sequence: SequenceStep) -> SequenceResult:
-        return self._executor.step([sequence])[0]
+        return self.executor.step([sequence])[0]
 
     def warm_up(self) -> None:
         """Compile what a generation will run, or load it from the cache, so that its times do not include this."""
@@ -288,11 +294,11 @@ class Model:
 
     def new_cache(self) -> KVCache:
         """An empty key-value cache for one sequence."""
-        return self._executor.new_cache()
+        return self.executor.new_cache()
 
     def close(self) -> None:
         """Unmap the file. Using the model afterwards, or a generation that has not ended, is a UsageError."""
-        self._executor.close()
+        self.executor.close()
 
     def __enter__(self) -> Self:
         return self

@@ -5,6 +5,7 @@ Shape letters: L layers, X experts, D model width, V vocabulary, T tokens, J pai
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numba
 import numpy as np
@@ -102,6 +103,8 @@ class CudaExecutor:
         return self._host.new_cache(pool)
 
     def _run(self, s: SequenceStep) -> SequenceResult:
+        if len(s.tokens) > 1 and s.select and s.logits == "last":
+            return [self._run(replace(s, tokens=token_1)) for token_1 in np.split(s.tokens, len(s.tokens))][-1]
         rows_L2 = counts_L3 = None
         numba.set_num_threads(self._host.threads)
         with self.device.stream(), self._synchronised_on_error():

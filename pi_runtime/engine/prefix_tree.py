@@ -34,10 +34,13 @@ class _Node:
 
 
 class PrefixTree:
-    """Pages of positions that were computed, found by the longest prefix, and dropped least recently used first."""
+    """Pages of positions that were computed, found by the longest prefix, and dropped least recently used first.
 
-    def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
+    `selection_matters`: whether a token has other keys and values where it was computed with selection.
+    """
+
+    def __init__(self, pool: PagePool, *, selection_matters: bool = True) -> None:
+        self._pool, self._selection_matters = pool, selection_matters
         self._root = _Node((), -1, None)
         # Least recently used first, and a page always before the one that it follows.
         self._nodes: OrderedDict[_Node, None] = OrderedDict()
@@ -49,7 +52,7 @@ class PrefixTree:
 
     def longest(self, tokens: Sequence[int], selected: Sequence[bool]) -> Prefix:
         """The longest stored prefix of these tokens, computed as `selected` says; marks it as used now."""
-        keys = _keys(tokens, selected)
+        keys = self._keys(tokens, selected)
         path, rest = self._walk(keys)
         length = PAGE_POSITIONS * len(path)
         closest, common = _closest(path[-1] if path else self._root, rest)
@@ -61,7 +64,7 @@ class PrefixTree:
     def insert(self, cache: KVCache) -> None:
         """Share the pages of a cache, as far as their positions are not held yet; marks all of them as used now."""
         assert cache.pool is self._pool
-        pages, keys = cache.pages, _keys(cache.tokens, cache.selected)
+        pages, keys = cache.pages, self._keys(cache.tokens, cache.selected)
         path, _ = self._walk(keys)
         for n in range(len(path), len(pages)):
             path.append(self._add(path[-1] if path else self._root, keys[n], pages[n]))
@@ -84,6 +87,12 @@ class PrefixTree:
         """Drop everything."""
         for node in tuple(self._nodes):
             self._drop(node)
+
+    def _keys(self, tokens: Sequence[int], selected: Sequence[bool]) -> list[Key]:
+        """The positions, page by page."""
+        pairs = zip(tokens, selected, strict=True)
+        both = [2 * token + (select and self._selection_matters) for token, select in pairs]
+        return [tuple(both[first : first + PAGE_POSITIONS]) for first in range(0, len(both), PAGE_POSITIONS)]
 
     def _walk(self, keys: Sequence[Key]) -> tuple[list[_Node], Key]:
         """The nodes of the first full pages, as far as they are held, and the positions of the page that follows."""
@@ -127,12 +136,6 @@ class PrefixTree:
         """Mark a path as used now."""
         for node in reversed(list(path)):
             self._nodes.move_to_end(node)
-
-
-def _keys(tokens: Sequence[int], selected: Sequence[bool]) -> list[Key]:
-    """The positions, page by page."""
-    both = [2 * token + select for token, select in zip(tokens, selected, strict=True)]
-    return [tuple(both[first : first + PAGE_POSITIONS]) for first in range(0, len(both), PAGE_POSITIONS)]
 
 
 def _closest(node: _Node, key: Key) -> tuple[_Node | None, int]:

@@ -27,7 +27,8 @@ class SequenceStep:
     cache: KVCache
     """No two sequences of a step share one."""
     tokens: Ints
-    """A piece of a prompt, up to `Executor.block_tokens`; or one token. Ids and room are the caller's promise."""
+    """Up to `Executor.block_tokens` tokens; with selection each gets the bits that it gets alone. Ids and room are the
+    caller's promise."""
     select: bool
     """Whether to skip what the layers' rungs skip; else every neuron is computed."""
     logits: Literal["last", "all"] = "last"

@@ -55,6 +55,11 @@ class KVCache:
             self.write_back()
         return tuple(self._pages[: pages_of(self.length)])
 
+    @property
+    def held_pages(self) -> tuple[int, ...]:
+        """Every page it refers to: those of the positions held, and those reserved behind them."""
+        return tuple(self._pages)
+
     def page_values(self) -> list[npt.NDArray[Any]]:
         """What the pages of the positions held hold in RAM."""
         return [self.pool.values(page) for page in self._pages[: pages_of(self.length)]]

@@ -10,7 +10,7 @@ Shape letters: D model width, L layers, X experts, W columns of the weight table
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numba
@@ -84,6 +84,9 @@ class StandInExecutor:
         return self._model.step(sequences, lambda batch: [self._run(s) for s in batch])
 
     def _run(self, s: SequenceStep) -> SequenceResult:
+        if len(s.tokens) > 1 and s.select and s.logits == "last":
+            # Each gets the bits that it gets alone.
+            return [self._run(replace(s, tokens=token_1)) for token_1 in np.split(s.tokens, len(s.tokens))][-1]
         if len(s.tokens) > 1 or not s.select or s.logits == "all":
             return self._model.run([s])[0]
         m, ws = self._model, self._model.workspace

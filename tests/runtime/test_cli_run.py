@@ -11,7 +11,7 @@ from support.scripted import saying, scripted_artifact
 from support.synthetic import END_ID, random_artifact, small_decoder
 
 from pi_runtime.cli import app
-from pi_runtime.generation import Generation
+from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels.codegen import jit
 
 Run = Callable[..., tuple[int, str, str]]
@@ -112,15 +112,14 @@ def test_chat(run: Run, alphabet: Path) -> None:
 def test_a_talk_is_remembered_and_not_computed_again(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template = b"{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
     path = random_artifact(tmp_path / "a.pi", small_decoder(), files={"chat_template.jinja": template})
-    prompts, cached, finished = [], [], Generation._prefill
+    prompts, cached, keep = [], [], KVCache.keep_common_prefix
 
-    def prefill(self: Generation) -> int:
-        token = finished(self)
-        prompts.append(bytes(self._prompt).decode(errors="replace"))
-        cached.append(self.stats.cached_tokens)
-        return token
+    def spy(self: KVCache, tokens: list[int]) -> int:
+        prompts.append(bytes(tokens).decode(errors="replace"))
+        cached.append(keep(self, tokens))
+        return cached[-1]
 
-    monkeypatch.setattr(Generation, "_prefill", prefill)
+    monkeypatch.setattr(KVCache, "keep_common_prefix", spy)
     code, out, _ = run(path, "--chat", "--system", "be", "-n", 2, stdin="hi\nyo\n")
     first, second = prompts
     assert code == 0
@@ -183,6 +182,8 @@ def test_the_budget_may_be_a_variable(run: Run, monkeypatch: pytest.MonkeyPatch)
 
 FLAGS = {
     "--prompt": ("-p", None),
+    "--prompts": (None, None),
+    "--output": ("-o", None),
     "--chat": (None, None),
     "--system": (None, None),
     "--max-tokens": ("-n", None),
@@ -199,6 +200,9 @@ FLAGS = {
     "--device": (None, "PI_DEVICE"),
     "--vram-budget": (None, "PI_VRAM_BUDGET"),
     "--threads": (None, "PI_THREADS"),
+    "--slots": (None, None),
+    "--kv-budget": (None, "PI_KV_BUDGET"),
+    "--piece": (None, None),
     "--stats": (None, None),
     "--json": (None, None),
     "--debug": (None, "PI_DEBUG"),

@@ -19,16 +19,23 @@ THREADS = f"  expected: 1 to {MOST}", "  try: NUMBA_NUM_THREADS sets the most"
 SHORTEN = "  try: shorten it, or raise --ctx-size if the model allows"
 NO_ARTIFACT = "{file}: not an artifact", "  expected: a .pi file"
 PACK = "  try: pack a checkpoint with `pi-compile build`, and name the artifact it writes"
+ONE_OF = "give one of --prompt TEXT, --prompts FILE and --chat", "  try: pi-run ARTIFACT --prompt 'Once upon a time'"
 COPY = "  try: copy or download it again, or pack it anew with `pi-compile build`"
 
 ARGUMENTS: dict[str, tuple[int, list[str], tuple[str, ...]]] = {
     "neither prompt nor chat": (
-        2, [], ("give either --prompt TEXT or --chat", "  try: pi-run ARTIFACT --prompt 'Once upon a time'")
+        2, [], ONE_OF
     ),
     "both": (
         2, ["-p", "a", "--chat"],
-        ("give either --prompt TEXT or --chat", "  try: pi-run ARTIFACT --prompt 'Once upon a time'"),
+        ONE_OF,
     ),
+    "all three": (
+        2, ["-p", "a", "--chat", "--prompts", "p.jsonl"],
+        ONE_OF,
+    ),
+    "prompts as JSON": (2, ["--prompts", "p.jsonl", "--json"], ("--prompts does not go with --json",)),
+    "output of one prompt": (2, ["-p", "a", "-o", "b.jsonl"], ("--output goes with --prompts alone",)),
     "chat as JSON": (2, ["--chat", "--json"], ("--chat does not go with --json",)),
     "mode": (
         2, ["-p", "a", "--mode", "sparse"],

@@ -112,8 +112,8 @@ def test_logits_with_a_cache_are_those_without(tmp_path: Path, mode: str) -> Non
 def test_what_a_cache_holds_is_not_computed_again(path: Path) -> None:
     ran: list[int] = []
     with load(path) as model:
-        step, cache = model._executor.step, model.new_cache()
-        model._executor.step = lambda sequences: ran.extend(len(s.tokens) for s in sequences) or step(sequences)
+        step, cache = model.executor.step, model.new_cache()
+        model.executor.step = lambda sequences: ran.extend(len(s.tokens) for s in sequences) or step(sequences)
         for ids in (range(50), [*range(45), 7, 8, 9], [*range(45), 7, 8, 9], [1]):
             model.logits(list(ids), 2 if len(ids) > 1 else 1, cache=cache)
     assert ran == [50, 3, 2, 1]

@@ -4,14 +4,15 @@ import doctest
 import shutil
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-from support.paths import GOLDEN
+from support.paths import GOLDEN, ROOT
 
 import pi_runtime
 
-SURFACE = {"Model", "Sampling", "load"}
+SURFACE = {"Engine", "Model", "Sampling", "load"}
 
 
 def test_the_surface_is_complete_and_small() -> None:
@@ -37,6 +38,16 @@ def test_the_example_of_every_name_runs(name: str, tmp_path: Path, monkeypatch: 
     told: list[str] = []
     doctest.DocTestRunner().run(example, out=told.append)
     assert told == []
+
+
+def test_the_example_of_many_prompts_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = spec_from_file_location("many_prompts", ROOT / "docs" / "examples" / "many_prompts.py")
+    assert found is not None
+    assert found.loader is not None
+    example = module_from_spec(found)
+    found.loader.exec_module(example)
+    example.main(GOLDEN)
+    assert "60 tokens in" in capsys.readouterr().out
 
 
 def test_other_names_are_not() -> None:

@@ -67,9 +67,9 @@ def models(path: str, threads: int) -> None:
         with load(path, mode=mode, threads=threads) as model:
             for tokens in (1, 7, 64):
                 cache = model.new_cache()
-                prompt = step(model._executor, np.arange(tokens) * 37 % 257, cache, select=False)
+                prompt = step(model.executor, np.arange(tokens) * 37 % 257, cache, select=False)
                 note(f"{name} {mode} prefill {tokens}", prompt.logits_TV)
-                steps = [step(model._executor, [t], cache, select=True) for t in (5, 6, 7)]
+                steps = [step(model.executor, [t], cache, select=True) for t in (5, 6, 7)]
                 note(f"{name} {mode} decode {tokens}", *(s.logits_TV for s in steps))
             note(f"{name} {mode} logits", model.logits(np.arange(90) * 11 % 257))
 

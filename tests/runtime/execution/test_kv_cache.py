@@ -49,14 +49,14 @@ def test_a_cache_of_another_shape_is_refused(model: Model, loop: Model) -> None:
 def test_a_fork_shares_its_pages_and_gives_the_bits_of_a_run_alone(random_path: Path) -> None:
     ids = np.random.default_rng(2).integers(0, 256, 45)
     with load(random_path, mode="predicted", cache_format="q8") as model:
-        pool = model._executor.new_pool(4 * model._page.nbytes)
-        cache = model._executor.new_cache(pool)
-        step(model._executor, ids.tolist(), cache, select=False)
+        pool = model.executor.new_pool(4 * model._page.nbytes)
+        cache = model.executor.new_cache(pool)
+        step(model.executor, ids.tolist(), cache, select=False)
         forks = [cache.fork() for _ in range(2)]
         assert pool.in_use == 2
         for n, fork in enumerate(forks):
             alone = model.new_cache()
-            step(model._executor, ids.tolist(), alone, select=False)
+            step(model.executor, ids.tolist(), alone, select=False)
             for token in (n, 7, n):
                 np.testing.assert_array_equal(model.decode(token, fork)[0], model.decode(token, alone)[0])
             assert fork.selected == alone.selected == (False,) * 45 + (True,) * 3
@@ -83,7 +83,7 @@ def test_a_cache_in_q8_is_near_the_usual_one(random_path: Path) -> None:
 
 def test_a_budget_below_a_page_is_refused(model: Model) -> None:
     with pytest.raises(UsageError, match="--kv-budget 9: no page of 32 positions fits"):
-        model._executor.new_pool(9)
+        model.executor.new_pool(9)
 
 
 def test_decode_is_a_step_of_generation(random_path: Path) -> None:

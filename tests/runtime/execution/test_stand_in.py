@@ -73,8 +73,8 @@ def test_two_sides_share_the_experts(layer: Layer, tmp_path: Path) -> None:
 
 
 def executor(model: Model) -> StandInExecutor:
-    assert isinstance(model._executor, StandInExecutor)
-    return model._executor
+    assert isinstance(model.executor, StandInExecutor)
+    return model.executor
 
 
 def meet(side: NeuronWorker, barrier: threading.Barrier, seen: list[int]) -> NeuronWorker:

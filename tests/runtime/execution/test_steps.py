@@ -27,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("device", DEVICES)
 def test_sequences_of_a_step_get_what_each_gets_alone(path: Path, device: str) -> None:
     with load(path, device=device) as model:
-        executor = model._executor
+        executor = model.executor
 
         def sequences() -> list[SequenceStep]:
             kinds = [{"select": False}, {"select": True, "logits": "all", "count": True}, {"select": False}]
@@ -50,9 +50,9 @@ def test_sequences_of_a_step_get_what_each_gets_alone(path: Path, device: str) -
 
 def test_a_result_is_the_callers_own(path: Path) -> None:
     with load(path) as model:
-        found = step(model._executor, [1, 2, 3], model.new_cache(), select=True, logits="all", count=True)
+        found = step(model.executor, [1, 2, 3], model.new_cache(), select=True, logits="all", count=True)
         kept = found.logits_TV.copy(), found.counts_L3.copy()
-        step(model._executor, [9, 8, 7], model.new_cache(), select=True, logits="all", count=True)
+        step(model.executor, [9, 8, 7], model.new_cache(), select=True, logits="all", count=True)
         np.testing.assert_array_equal(found.logits_TV, kept[0])
         np.testing.assert_array_equal(found.counts_L3, kept[1])
 
@@ -60,12 +60,12 @@ def test_a_result_is_the_callers_own(path: Path) -> None:
 def test_a_cache_rolls_back(path: Path) -> None:
     with load(path) as model:
         cache = model.new_cache()
-        step(model._executor, [1, 2], cache, select=False)
-        wanted = step(model._executor, [3], cache, select=False).logits_TV
-        step(model._executor, [4, 5], cache, select=False)
+        step(model.executor, [1, 2], cache, select=False)
+        wanted = step(model.executor, [3], cache, select=False).logits_TV
+        step(model.executor, [4, 5], cache, select=False)
         cache.truncate(2)
         assert (cache.tokens, cache.length, cache.room) == ((1, 2), 2, cache.context - 2)
-        np.testing.assert_array_equal(step(model._executor, [3], cache, select=False).logits_TV, wanted)
+        np.testing.assert_array_equal(step(model.executor, [3], cache, select=False).logits_TV, wanted)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -97,4 +97,4 @@ def test_a_closed_executor_refuses(path: Path) -> None:
     cache = model.new_cache()
     model.close()
     with pytest.raises(UsageError, match="closed"):
-        step(model._executor, [1], cache, select=False)
+        step(model.executor, [1], cache, select=False)

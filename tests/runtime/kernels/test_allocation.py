@@ -64,7 +64,7 @@ def test_a_decoded_token(fmt: str, tmp_path: Path, allocations: Count) -> None:
     path = random_artifact(tmp_path / "a.pi", decoder, format=fmt, ranks=[5] * decoder.n_layers)
     for mode in ("dense", "gate", "predicted"):
         with load(path, mode=mode) as model:
-            executor, cache = model._executor, model.new_cache()
+            executor, cache = model.executor, model.new_cache()
             # Those of the one call into compiled code: the table, two of angles, five of the step, and the workspace.
             handed_over = 8 + sum(isinstance(a, np.ndarray) for a in executor._model.workspace)
 

@@ -82,7 +82,7 @@ def both_ways(path: Path, mode: str, ids: np.ndarray) -> tuple[np.ndarray, np.nd
     """Logits from blocks of tokens, and token by token."""
     with load(path, mode=mode) as model:
         block, cache = model.logits(ids), model.new_cache()
-        steps = [step(model._executor, ids[t : t + 1], cache, select=True).logits_TV[0] for t in range(len(ids))]
+        steps = [step(model.executor, ids[t : t + 1], cache, select=True).logits_TV[0] for t in range(len(ids))]
     return block, np.stack(steps)
 
 

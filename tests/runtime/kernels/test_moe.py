@@ -71,7 +71,7 @@ def test_counts_are_sums_over_the_experts_taken(device: str, tmp_path: Path) -> 
     ids = [5, 80, 17, 200]
     wanted = counted(path, ids)
     with load(path, device=device) as model:
-        assert model._executor.neurons == 2 * 4 * 30
+        assert model.executor.neurons == 2 * 4 * 30
         cache = model.new_cache()
         steps = np.stack([model.decode(token, cache)[1] for token in ids])
         np.testing.assert_array_equal(model.examine(ids)[1], wanted)

@@ -1,0 +1,100 @@
+"""Pages of the live sequences, and of what may be needed again, under one budget."""
+
+from collections.abc import Iterable, Sequence
+
+from pi_runtime.engine.prefix_tree import PrefixTree
+from pi_runtime.errors import UsageError
+from pi_runtime.execution.executor import Executor
+from pi_runtime.execution.kv_cache import KVCache, pages_of
+from pi_runtime.execution.pages import PAGE_POSITIONS, PagesExhausted
+
+
+class EngineMemory:
+    """Gives caches to sequences. What nobody else needs is dropped for them, least recently used first.
+
+    `selection_matters`: whether a token has other keys and values where it was computed with selection.
+    """
+
+    def __init__(self, executor: Executor, budget: int, *, selection_matters: bool) -> None:
+        self._executor = executor
+        self.pool = executor.new_pool(budget)
+        self._tree = PrefixTree(self.pool, selection_matters=selection_matters)
+
+    def check(self, positions: int) -> None:
+        """Raise UsageError if a sequence of so many positions does not fit the budget alone."""
+        assert self.pool.capacity is not None
+        if pages_of(positions) > self.pool.capacity:
+            page = self.pool.page_nbytes
+            raise UsageError(
+                f"keys and values of {positions} positions take {pages_of(positions) * page} bytes",
+                expected=f"at most --kv-budget, {self.pool.capacity * page} bytes in whole pages",
+                remedy="raise --kv-budget, or lower --max-tokens",
+            )
+
+    def open(self, tokens: Sequence[int], selected: Sequence[bool], live: Iterable[KVCache]) -> KVCache | None:
+        """A cache with pages for these tokens, which begins with their longest stored prefix.
+
+        The last token is never among what it holds: its logits are wanted. None where the live caches leave too few
+        pages.
+        """
+        stored = self._tree.longest(tokens[:-1], selected[:-1])
+        whole = stored.length // PAGE_POSITIONS
+        taken = {page for cache in live for page in cache.held_pages}
+        needed = pages_of(len(tokens)) - whole
+        # The last page is copied if it is used in part: where there is no page for the copy, whole pages alone do.
+        for length in (stored.length, whole * PAGE_POSITIONS):
+            shared = stored.pages[: pages_of(length)]
+            assert self.pool.capacity is not None
+            if needed <= self.pool.capacity - len(taken.union(shared)):
+                cache = self._executor.new_cache(self.pool)
+                cache.adopt(shared, tokens[:length], selected[:length])
+                fits = self.grow(cache, len(tokens) - length)
+                assert fits
+                return cache
+        return None
+
+    def grow(self, cache: KVCache, count: int) -> bool:
+        """Give a cache pages for so many further positions; False where the live caches leave too few."""
+        try:
+            cache.reserve(count)
+        except PagesExhausted:
+            # One more than the new ones: a shared page is copied before it is written.
+            self._tree.evict(pages_of(cache.length + count) - cache.length // PAGE_POSITIONS)
+        else:
+            return True
+        try:
+            cache.reserve(count)
+        except PagesExhausted:
+            return False
+        return True
+
+    def catch_up(self, cache: KVCache, tokens: Sequence[int], selected: Sequence[bool]) -> int:
+        """Let a cache with pages for these tokens go on from full pages that others have computed meanwhile.
+
+        Returns how many positions it gains.
+        """
+        stored = self._tree.longest(tokens[:-1], selected[:-1])
+        length = stored.length // PAGE_POSITIONS * PAGE_POSITIONS
+        gained = length - cache.length
+        if gained <= 0:
+            return 0
+        cache.close()
+        cache.adopt(stored.pages[: pages_of(length)], tokens[:length], selected[:length])
+        fits = self.grow(cache, len(tokens) - length)
+        assert fits
+        return gained
+
+    def share(self, cache: KVCache) -> None:
+        """Let later sequences begin with the full pages of a cache, which goes on with the last one."""
+        full = cache.fork()
+        full.truncate(cache.length // PAGE_POSITIONS * PAGE_POSITIONS)
+        self.keep(full)
+
+    def keep(self, cache: KVCache) -> None:
+        """Close a cache; what it held can be used again until its memory is needed."""
+        self._tree.insert(cache)
+        cache.close()
+
+    def close(self) -> None:
+        """Release what is kept."""
+        self._tree.clear()

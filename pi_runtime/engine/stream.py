@@ -1,0 +1,90 @@
+"""One request of an engine: the stream that its caller reads, and the state that the engine keeps of it."""
+
+import weakref
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.generation import Answer, Stats
+
+
+class Request:
+    """A request as the engine's thread sees it."""
+
+    def __init__(self, answer: Answer, block_tokens: int) -> None:
+        self.answer = answer
+        self.cache: KVCache | None = None
+        """None while it waits."""
+        self.has_joined = False
+        """Whether it has been live; it may wait again since."""
+        self.cancelled = False
+        """Set by the caller's thread; the engine looks before each step."""
+        self.pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
+        """Text; at the end None, or the error that ended it."""
+        self._block_tokens = block_tokens
+
+    @property
+    def held(self) -> int:
+        """Tokens whose keys and values its cache holds."""
+        return 0 if self.cache is None else self.cache.length
+
+    @property
+    def pending(self) -> int:
+        """Tokens that must run before the next one can be drawn."""
+        return len(self.answer.tokens) - self.held
+
+    @property
+    def block(self) -> int:
+        """How many of these may run in one step."""
+        return len(self.answer.next_block(self.held, self._block_tokens)[0])
+
+    @property
+    def selected(self) -> list[bool]:
+        """For each token whether it runs with selection."""
+        prompt = self.answer.prompt_tokens
+        return [False] * prompt + [True] * (len(self.answer.tokens) - prompt)
+
+    def cancel(self) -> None:
+        """Let the engine drop it before its next step."""
+        self.cancelled = True
+
+
+class Stream(Iterator[str]):
+    """An iterator over pieces of generated text, as a `Generation` is. The engine goes on whether it is read or not.
+
+    `finish_reason` is None while it runs, then `end`, `stop`, `length` or `context` as for a generation, or
+    `cancelled`. A stream that nobody refers to any more is cancelled. Iterating raises the error that ended this
+    request, or the engine.
+    """
+
+    def __init__(self, request: Request, neurons: int) -> None:
+        self._request, self._neurons = request, neurons
+        weakref.finalize(self, request.cancel).atexit = False
+
+    def __next__(self) -> str:
+        piece = self._request.pieces.get()
+        if isinstance(piece, str):
+            return piece
+        self._request.pieces.put(piece)  # for whoever asks again
+        if piece is None:
+            raise StopIteration
+        raise piece
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the text ended; None while it runs, or where an error ended it."""
+        return self._request.answer.finish_reason
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens generated up to now."""
+        return self._request.answer.token_ids
+
+    @property
+    def stats(self) -> Stats:
+        """The figures up to now. Seconds are those of the steps it was part of, the others' work included."""
+        return self._request.answer.stats(self._neurons)
+
+    def cancel(self) -> None:
+        """End it before the engine's next step; its memory is free then. Does nothing once it has ended."""
+        self._request.cancel()

@@ -1,0 +1,300 @@
+"""The engine as its callers meet it: joining, leaving, ends of every kind, faults, memory."""
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.requests import alone, found_by, random_requests, together
+
+from pi_runtime import Engine, Model, Sampling, load
+from pi_runtime.engine.stream import Stream
+from pi_runtime.errors import PiError, PromptError, UsageError
+from pi_runtime.execution.executor import SequenceResult, SequenceStep
+from pi_runtime.execution.pages import PAGE_POSITIONS
+
+Steps = list[list[SequenceStep]]
+
+
+@pytest.fixture
+def engine(model: Model) -> Iterator[Engine]:
+    with Engine(model, slots=4) as engine:
+        yield engine
+
+
+@pytest.fixture
+def talker(endless: Path) -> Iterator[Model]:
+    """Goes on for 4,096 tokens."""
+    with load(endless) as model:
+        yield model
+
+
+def spied(model: Model, monkeypatch: pytest.MonkeyPatch, before: Callable[[], None] = lambda: None) -> Steps:
+    """The steps that the model runs from now on; `before` is called before each."""
+    steps: Steps = []
+    step = model.executor.step
+
+    def spy(sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
+        before()
+        steps.append(list(sequences))
+        return step(sequences)
+
+    monkeypatch.setattr(model.executor, "step", spy)
+    return steps
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+
+
+def test_many_at_once(model: Model, engine: Engine) -> None:
+    prompts = [[n, 2, 3] for n in range(20)]
+    streams = [engine.generate(prompt, max_tokens=9) for prompt in prompts]
+    assert ["".join(s) for s in streams] == ["".join(model.generate(p, max_tokens=9)) for p in prompts]
+    assert {s.finish_reason for s in streams} == {"length"}
+    s = streams[0].stats
+    assert (s.prompt_tokens, s.cached_tokens, s.generated_tokens) == (3, 0, 9)
+    assert s.first_token_s >= s.prefill_s > 0 < s.decode_s
+    assert s.rows_read_share == s.active_share == 1
+    found = engine.stats
+    assert (found.running, found.waiting, found.finished) == (0, 0, 20)
+    assert (found.generated_tokens, found.prompt_tokens) == (180, 60)
+    assert found.tokens_per_s == 180 / found.busy_s
+
+
+def test_requests_are_checked_at_once(engine: Engine) -> None:
+    for prompt in ([], [999], "a" * 96):
+        with pytest.raises(PromptError):
+            engine.generate(prompt)
+    for settings in ({"max_tokens": 0}, {"stop": [""]}, {"stop": [3]}, {"stop": "ab"}):
+        with pytest.raises(UsageError):
+            engine.generate([1], **settings)
+    assert engine.stats.finished == 0
+
+
+@pytest.mark.parametrize("settings", [{"slots": 0}, {"piece": 0}, {"kv_budget": 1}], ids=str)
+def test_impossible_settings(model: Model, settings: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=f"--{next(iter(settings)).replace('_', '-')}"):
+        Engine(model, **settings)
+
+
+def test_what_cannot_fit_alone_is_refused_with_its_bytes(model: Model) -> None:
+    page = model.executor.new_pool(None).page_nbytes
+    with Engine(model, kv_budget=2 * page) as engine:
+        most = 2 * PAGE_POSITIONS
+        assert len(engine.generate([1] * (most - 9), max_tokens=10).token_ids) <= 10
+        for prompt, count in ((most - 9, 11), (most + 1, 1), (1, None)):
+            with pytest.raises(UsageError, match=f"take {3 * page} bytes"):
+                engine.generate([1] * prompt, max_tokens=count)
+
+
+def test_a_prompt_is_not_computed_again(model: Model, engine: Engine) -> None:
+    prompt = list(range(50))
+    first, second = (engine.generate(prompt, max_tokens=4) for _ in range(2))
+    texts = ["".join(first), "".join(second)]
+    third = engine.generate([*prompt[:40], 7, 7, 7], max_tokens=4)
+    assert "".join(third) == "".join(model.generate([*prompt[:40], 7, 7, 7], max_tokens=4))
+    assert third.stats.cached_tokens == 40
+    again = engine.generate(prompt, max_tokens=4)
+    assert [*texts, "".join(again)] == ["".join(model.generate(prompt, max_tokens=4))] * 3
+    assert again.stats.cached_tokens == 49
+    assert engine.stats.cached_tokens >= 89
+
+
+def test_a_prompt_is_shared_while_its_answer_is_still_written(talker: Model) -> None:
+    with Engine(talker, slots=2) as engine:
+        first = engine.generate("ab" * 50)
+        next(first)
+        second = engine.generate("ab" * 40 + "b", max_tokens=3)
+        assert "".join(second) == "aba"
+        assert second.stats.cached_tokens == 80
+        first.cancel()
+
+
+def test_equal_prompts_at_once_are_computed_once(random_path: Path) -> None:
+    """All go on from the two full pages, which are read once but for a few tokens that fill up a piece."""
+    prompt = [n % 200 for n in range(93)]
+    with load(random_path, mode="predicted") as model, Engine(model, slots=4) as engine:
+        engine.generate([1], max_tokens=1)
+        streams = [engine.generate(prompt, max_tokens=3) for _ in range(4)]
+        assert {"".join(stream) for stream in streams} == {"".join(model.generate(prompt, max_tokens=3))}
+        assert engine.stats.cached_tokens > 0.9 * 3 * 64
+
+
+@pytest.mark.parametrize(("mode", "held"), [("dense", 22), ("predicted", 20)])
+def test_an_answer_serves_as_prompt_only_where_that_is_the_same(random_path: Path, mode: str, held: int) -> None:
+    """With selection its keys and values are others than those of a prompt."""
+    with load(random_path, mode=mode, device="cpu") as model, Engine(model) as engine:
+        first = engine.generate(range(1, 21), max_tokens=3)
+        "".join(first)
+        talk = [*range(1, 21), *first.token_ids, 5]
+        second = engine.generate(talk, max_tokens=9)
+        assert found_by(second) == found_by(model.generate(talk, max_tokens=9))
+        assert second.stats.cached_tokens == held
+
+
+def test_a_slow_reader_holds_up_nobody(model: Model) -> None:
+    with Engine(model, slots=1) as engine:
+        unread = engine.generate([1, 2], max_tokens=20)
+        assert len("".join(engine.generate([3], max_tokens=20))) > 0
+        assert unread.finish_reason == "length"
+        assert "".join(unread) == "".join(model.generate([1, 2], max_tokens=20))
+        assert list(unread) == []
+
+
+def test_a_cancelled_request_leaves_before_the_next_step(talker: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = spied(talker, monkeypatch)
+    with Engine(talker, slots=2) as engine:
+        other, stream = engine.generate("a"), engine.generate("ab")
+        head = next(stream)
+        cache = next(s.cache for step in steps for s in step if 98 in s.tokens[:2] and len(s.tokens) == 2)
+        stream.cancel()
+        begun = len(steps)
+        wait_until(lambda: len(steps) >= begun + 3)
+        assert all(s.cache is not cache for step in steps[begun + 1 :] for s in step)
+        assert cache.length == 0
+        assert cache.pages == ()
+        assert stream.finish_reason == "cancelled"
+        assert (head + "".join(stream)).startswith("ab"[: len(head)])
+        other.cancel()
+        assert "".join(other).startswith("baba")
+        stream.cancel()
+
+
+def test_what_waits_can_be_cancelled(talker: Model) -> None:
+    with Engine(talker, slots=1) as engine:
+        running, waiting = engine.generate("a"), engine.generate("b")
+        waiting.cancel()
+        assert list(waiting) == []
+        assert waiting.finish_reason == "cancelled"
+        assert engine.stats.running == 1
+        running.cancel()
+
+
+def test_a_stream_that_nobody_refers_to_is_cancelled(talker: Model) -> None:
+    with Engine(talker) as engine:
+        engine.generate("a")
+        gc.collect()
+        wait_until(lambda: engine.stats.finished == 1)
+        assert engine.stats.generated_tokens < 4000
+
+
+def test_logits_without_meaning_end_one_request(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = model.executor.step
+
+    def broken(sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
+        found = step(sequences)
+        for s, result in zip(sequences, found, strict=True):
+            if s.cache.tokens[0] == 66 and s.cache.length > 5:
+                result.logits_TV[:] = np.nan
+        return found
+
+    wanted = [alone(model, r) for r in random_requests(random.Random(1), 6, sampled=True, context=96, cancels=False)]
+    monkeypatch.setattr(model.executor, "step", broken)
+    with Engine(model, slots=8) as engine:
+        bad = engine.generate([66, 1], max_tokens=50)
+        requests = random_requests(random.Random(1), 6, sampled=True, context=96, cancels=False)
+        assert together(engine, requests, random.Random(1)) == wanted
+        for _ in range(2):
+            with pytest.raises(PiError, match="the model's logits have the maximum nan"):
+                "".join(bad)
+        assert bad.finish_reason is None
+        assert len(bad.token_ids) == 4
+
+
+def test_a_fault_of_the_model_reaches_every_stream(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = threading.Event()
+
+    def fail(_: Sequence[SequenceStep]) -> list[SequenceResult]:
+        entered.wait(10)
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(model.executor, "step", fail)
+    with Engine(model, slots=2) as engine:
+        streams = [engine.generate([n]) for n in range(5)]
+        entered.set()
+        for stream in streams:
+            with pytest.raises(ZeroDivisionError):
+                next(stream)
+        with pytest.raises(UsageError, match="the engine has failed"):
+            engine.generate([1])
+        assert engine.stats.pages_used == 0
+
+
+def test_closing_ends_what_runs_and_what_waits(talker: Model) -> None:
+    with Engine(talker, slots=2) as engine:
+        streams = [engine.generate("a") for _ in range(4)]
+        next(streams[0])
+    for stream in streams:
+        with pytest.raises(UsageError, match="the engine was closed before this answer ended"):
+            "".join(stream)
+    with pytest.raises(UsageError, match="the engine is closed"):
+        engine.generate("a")
+    assert engine.stats.pages_used == 0
+    assert engine.stats.running == engine.stats.waiting == 0
+    engine.close()
+
+
+def test_the_model_is_closed_first(endless: Path) -> None:
+    model = load(endless)
+    with Engine(model) as engine:
+        stream = engine.generate("a")
+        next(stream)
+        model.close()
+        with pytest.raises(UsageError, match="the model is closed"):
+            "".join(stream)
+
+
+def test_threads_generate_at_once(model: Model, engine: Engine) -> None:
+    def run(n: int) -> bool:
+        settings = {"max_tokens": 12, "sampling": Sampling(temperature=1.0, seed=n)}
+        return found_by(engine.generate([n % 5, 8], **settings)) == found_by(model.generate([n % 5, 8], **settings))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(run, range(24)))
+
+
+def test_no_step_holds_more_than_a_piece(talker: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = spied(talker, monkeypatch)
+    with Engine(talker, slots=4, piece=10) as engine:
+        streams = [engine.generate("ab" * n, max_tokens=30) for n in (1, 50, 200, 3)]
+        for stream in streams:
+            "".join(stream)
+    for step in steps:
+        assert sum(len(s.tokens) for s in step if len(s.tokens) > 1) <= 10
+    alone = [n for n, step in enumerate(steps) if len(step[0].tokens) > 1]
+    assert len(alone) < len(steps)
+
+
+def test_little_memory_changes_no_text(random_path: Path) -> None:
+    rng = random.Random(3)
+    with load(random_path, mode="predicted") as model:
+        requests = random_requests(rng, 30, sampled=True, context=96, cancels=False)
+        wanted = [alone(model, r) for r in requests]
+        with Engine(model, slots=6, kv_budget=4 * model.executor.new_pool(None).page_nbytes) as engine:
+            assert together(engine, requests, rng) == wanted
+            assert engine.stats.preemptions > 0
+            assert engine.stats.pages_used <= 4
+        assert engine.stats.pages_used == 0
+
+
+def test_ctrl_c_reaches_a_waiting_reader(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    spied(model, monkeypatch, before=lambda: go_on.wait(10) and None)
+    with Engine(model) as engine:
+        stream: Stream = engine.generate([1], max_tokens=3)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+        go_on.set()
+        assert "".join(stream) == "".join(model.generate([1], max_tokens=3))

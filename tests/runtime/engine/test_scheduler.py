@@ -1,0 +1,169 @@
+"""What runs in a step, without a model: slots, pieces of prompts, turns, and who waits."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pi_runtime.engine.scheduler import DecodeShare, Scheduler
+
+
+@dataclass(eq=False)
+class Numbers:
+    """A sequence of nothing but numbers of tokens: a prompt, then an answer, drawn one by one."""
+
+    name: str
+    prompt: int
+    answer: int
+    kinds: tuple[int, ...] = ()
+    """Positions at which a block ends."""
+    held: int = 0
+    drawn: int = 0
+    steps: list[int] = field(default_factory=list)
+
+    @property
+    def pending(self) -> int:
+        return self.prompt + self.drawn - self.held
+
+    @property
+    def block(self) -> int:
+        return min([end - self.held for end in self.kinds if end > self.held] + [self.pending])
+
+    def run(self, tokens: int) -> bool:
+        """Whether it has ended."""
+        self.held += tokens
+        self.steps.append(tokens)
+        self.drawn += self.pending == 0
+        return self.drawn == self.answer
+
+
+def run(scheduler: Scheduler[Numbers]) -> list[list[tuple[str, int]]]:
+    """Every step until nothing is left: who ran how many tokens."""
+    steps = []
+    while not scheduler.idle:
+        while scheduler.next_to_join() is not None:
+            scheduler.join()
+        work = scheduler.plan()
+        assert work
+        steps.append([(w.sequence.name, w.tokens) for w in work])
+        for w in work:
+            if w.sequence.run(w.tokens):
+                scheduler.remove(w.sequence)
+    return steps
+
+
+def scheduled(slots: int, piece: int, *sequences: Numbers) -> Scheduler[Numbers]:
+    scheduler: Scheduler[Numbers] = Scheduler(slots, piece)
+    for s in sequences:
+        scheduler.submit(s)
+    return scheduler
+
+
+def test_a_prompt_comes_in_pieces_and_its_answer_one_by_one() -> None:
+    assert run(scheduled(1, 4, Numbers("a", 10, 3))) == [[("a", n)] for n in (4, 4, 2, 1, 1)]
+
+
+def test_an_answer_goes_on_beside_a_long_prompt() -> None:
+    steps = run(scheduled(2, 4, Numbers("a", 1, 4), Numbers("b", 11, 1)))
+    assert steps == [[("a", 1), ("b", 4)], [("a", 1), ("b", 4)], [("a", 1), ("b", 3)], [("a", 1)]]
+
+
+def test_prompts_take_turns_and_share_a_step() -> None:
+    """A short prompt is through after one turn of each, however long the others are."""
+    steps = run(scheduled(3, 8, Numbers("long", 40, 1), Numbers("other", 24, 1), Numbers("short", 3, 1)))
+    assert steps[:3] == [[("long", 8)], [("other", 8)], [("short", 3), ("long", 5)]]
+    assert [sum(tokens for _, tokens in step) for step in steps[:8]] == [8] * 8
+
+
+def test_a_block_of_one_kind_is_not_exceeded() -> None:
+    again = Numbers("a", 6, 9, kinds=(6,), drawn=4)
+    assert run(scheduled(1, 8, again))[:3] == [[("a", 6)], [("a", 4)], [("a", 1)]]
+
+
+def test_others_wait_in_order() -> None:
+    scheduler = scheduled(2, 8, *(Numbers(name, 1, 1) for name in "abc"))
+    assert [[name for name, _ in step] for step in run(scheduler)] == [["a", "b"], ["c"]]
+
+
+def test_who_joined_last_waits_before_all_others() -> None:
+    a, b, c, d = (Numbers(name, 5, 1) for name in "abcd")
+    scheduler = scheduled(3, 8, a, b, c, d)
+    while scheduler.next_to_join():
+        scheduler.join()
+    assert [scheduler.preempt(), scheduler.preempt()] == [c, b]
+    assert (scheduler.live, list(scheduler.waiting)) == ([a], [b, c, d])
+    assert scheduler.next_to_join() is b
+    scheduler.remove(c)
+    assert scheduler.clear() == [a, b, d]
+    assert scheduler.idle
+
+
+@given(
+    st.integers(1, 8),
+    st.integers(1, 70),
+    st.lists(st.tuples(st.integers(1, 200), st.integers(1, 30)), min_size=1, max_size=20),
+)
+def test_no_step_holds_more_than_a_piece_and_all_end(slots: int, piece: int, sizes: list[tuple[int, int]]) -> None:
+    sequences = [Numbers(str(n), *size) for n, size in enumerate(sizes)]
+    prompts = {s.name: s.prompt for s in sequences}
+    begun: dict[str, int] = dict.fromkeys(prompts, 0)
+    for step in run(scheduled(slots, piece, *sequences)):
+        assert len(step) <= slots
+        assert len({name for name, _ in step}) == len(step)
+        of_prompts = 0
+        for name, tokens in step:
+            of_prompts += tokens if prompts[name] - begun[name] > 1 else 0
+            begun[name] += tokens
+        assert of_prompts <= piece
+    assert all(s.drawn == s.answer and sum(s.steps) == s.prompt + s.answer - 1 for s in sequences)
+
+
+@pytest.mark.parametrize("others", [1, 5])
+def test_a_short_prompt_beside_long_ones_is_served_within_its_turn(others: int) -> None:
+    long = [Numbers(f"long {n}", 1000, 1) for n in range(others)]
+    short = Numbers("short", 10, 1)
+    steps = run(scheduled(8, 16, *long, short))
+    assert next(n for n, step in enumerate(steps) if any(name == "short" for name, _ in step)) == others
+
+
+@given(st.floats(0.1, 0.8), st.floats(0.001, 0.1), st.floats(0, 1))
+def test_answers_keep_their_share_and_prompts_the_rest(share: float, plain_s: float, piece_s: float) -> None:
+    """Of the time of a long prompt, up to one cycle at its end."""
+    rule = DecodeShare(share)
+    elapsed = steps = pieces = 0.0
+    for _ in range(2000):
+        prompts = rule.allows_prompts(3)
+        seconds = plain_s + piece_s * prompts
+        rule.count(seconds, 3, prompts)
+        elapsed, steps, pieces = elapsed + seconds, steps + 1, pieces + prompts
+    cycle = piece_s / (1 - share) / share + 2 * plain_s
+    assert steps * plain_s >= share * elapsed - cycle
+    assert pieces * piece_s >= min((1 - share) * elapsed, 0.88 * 2000 * piece_s) - cycle
+
+
+def test_a_slow_step_is_forgotten() -> None:
+    """Otherwise its time would count for all that follow, and answers get less than their share."""
+    rule, plain, pieces = DecodeShare(0.5), 0, 0
+    rule.count(100.0, 1, False)
+    for _ in range(1000):
+        prompts = rule.allows_prompts(1)
+        rule.count(1.0 + 9.0 * prompts, 1, prompts)
+        plain, pieces = plain + (not prompts), pieces + prompts
+    assert (plain + pieces) / (plain + 10 * pieces) > 0.4
+
+
+def test_without_a_share_prompts_always_run() -> None:
+    rule = DecodeShare(0)
+    for seconds in (1.0, 0.1, 3.0):
+        assert rule.allows_prompts(2)
+        rule.count(seconds, 2, True)
+
+
+def test_prompts_alone_owe_nothing() -> None:
+    rule = DecodeShare(0.5)
+    rule.count(1, 2, True)
+    assert not rule.allows_prompts(2)
+    assert rule.allows_prompts(0)
+    rule.count(1, 0, True)
+    assert rule.allows_prompts(2)

@@ -1,0 +1,95 @@
+"""Random requests, their answers alone, and a run of them all through an engine."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pi_runtime import Engine, Model, Sampling
+from pi_runtime.engine.stream import Stream
+from pi_runtime.generation import Generation
+
+Found = tuple[str, list[int], str | None]
+"""Text, tokens and the reason of the end."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt with its settings; and after how many pieces of text it is cancelled, if at all."""
+
+    prompt: tuple[int, ...]
+    settings: dict[str, Any]
+    cancelled_after: int | None = None
+
+
+def random_requests(rng: random.Random, count: int, *, sampled: bool, context: int, cancels: bool) -> list[Request]:
+    """Prompts of any length that fits, half of which begin as an earlier one does; limits and stop strings."""
+    found: list[Request] = []
+    for _ in range(count):
+        prompt = [rng.randrange(250) for _ in range(rng.randint(1, context // 2))]
+        if found and rng.random() < 0.5:
+            earlier = rng.choice(found).prompt
+            prompt = [*earlier[: rng.randint(1, len(earlier))], *prompt[: rng.randint(0, 8)]]
+        settings: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 5, 12, 30, None])}
+        if rng.random() < 0.3:
+            settings["stop"] = [chr(rng.randrange(32, 127)) for _ in range(rng.randint(1, 3))]
+        settings["sampling"] = Sampling()
+        if sampled:
+            settings["sampling"] = Sampling(
+                temperature=rng.choice([0.5, 1.0, 3.0]),
+                top_k=rng.choice([0, 5, 40]),
+                top_p=rng.choice([0.9, 1.0]),
+                repetition_penalty=rng.choice([1.0, 1.3]),
+                seed=rng.randrange(1000),
+            )
+        cancelled = rng.randint(0, 3) if cancels and rng.random() < 0.15 else None
+        found.append(Request(tuple(prompt[: context - 1]), settings, cancelled))
+    return found
+
+
+def follow_ups(
+    rng: random.Random, requests: Sequence[Request], answers: Sequence[Found], context: int
+) -> list[Request]:
+    """Second turns of some talks: each prompt is an earlier one with its answer and a few tokens more."""
+    found = []
+    for request, (_, token_ids, _) in zip(requests, answers, strict=True):
+        prompt = (*request.prompt, *token_ids, *(rng.randrange(250) for _ in range(rng.randint(1, 9))))
+        if len(prompt) < context and rng.random() < 0.5:
+            found.append(Request(prompt, request.settings))
+    return found
+
+
+def found_by(answer: Generation | Stream) -> Found:
+    """All that an answer comes to."""
+    return "".join(answer), answer.token_ids, answer.finish_reason
+
+
+def alone(model: Model, request: Request) -> Found:
+    return found_by(model.generate(request.prompt, **request.settings))
+
+
+def together(engine: Engine, requests: Sequence[Request], rng: random.Random) -> list[Found]:
+    """Answers from one engine. Requests come at random times; streams are read late, early or in part."""
+    streams = []
+    for request in requests:
+        streams.append(engine.generate(request.prompt, **request.settings))
+        if rng.random() < 0.2:
+            time.sleep(rng.random() * 0.01)
+    heads: list[str] = []
+    for request, stream in zip(requests, streams, strict=True):
+        head = []
+        if request.cancelled_after is not None:
+            head = [piece for _, piece in zip(range(request.cancelled_after), stream, strict=False)]
+            stream.cancel()
+        heads.append("".join(head))
+    return [(head + (f := found_by(stream))[0], *f[1:]) for head, stream in zip(heads, streams, strict=True)]
+
+
+def assert_same(request: Request, wanted: Found, found: Found) -> None:
+    """The same text, tokens and end; of a request that was cancelled in time, the beginning of them."""
+    if request.cancelled_after is not None and found[2] == "cancelled":
+        assert wanted[0].startswith(found[0]), request
+        assert wanted[1][: len(found[1])] == found[1], request
+    else:
+        assert found == wanted, request
