@@ -155,7 +155,7 @@ def main() -> None:
             own_pairs = case.pair_rows()
             print_pair_rows(own_pairs)
         rows, pairs = rows + own_rows, pairs + own_pairs
-        wanted = {ENGINE: 0.97, DECODED: 1.0, **{_prompt(tokens): 1.0 for tokens in PROMPTS}}
+        wanted = {ENGINE: 0.97, DECODED: 0.97, **{_prompt(tokens): 1.0 for tokens in PROMPTS}}
         held = list(targets(rows, pairs, wanted))
         if a.json:
             found = {"rows": rows, "pairs": pairs, "targets": held}
