@@ -55,9 +55,9 @@ class Engine:
     `slots`: most requests that run at once; the others wait in order. `kv_budget`: bytes for keys and values, of the
     running requests and of what is kept because a later prompt may begin with it. None: as many as `slots` requests
     with a full context take, but no more than a quarter of the machine's memory, and no less than one such request
-    takes. Memory is taken as it is needed. `piece`: most tokens of prompts in one step: fewer make shorter gaps between
-    the tokens of the others, more read long prompts faster. `decode_share`: share of their speed that answers keep
-    while prompts are read; 0 reads prompts first. No setting changes a text.
+    takes. Memory is taken as it is needed. `piece`: most tokens of prompts in one step; fewer make shorter gaps between
+    the tokens of the others. `decode_share`: share of their speed that answers keep while prompts are read; 0 reads
+    prompts first. No setting changes a text.
 
     >>> with load("artifact.pi", device="cpu") as model, Engine(model, slots=2) as engine:
     ...     streams = [engine.generate(prompt, max_tokens=4) for prompt in ("Once", "Twice", "Never")]
