@@ -64,7 +64,10 @@ class KeptNeurons:
             if len(token_N) and not w[weight_table.DENSE]:
                 ones_N = np.ones(len(token_N), np.int64), np.ones(len(token_N), np.float32)
                 ffn.add_expert(cfg, w, x_TD, token_N, *ones_N, True, ws, counts_T3, sums_TD)
-                ffn.list_kept(cfg, len(token_N), ws, kept_NF)
+                # The call has left a factor for each token and neuron of every chunk: 0 where it is not kept.
+                for chunk, count in enumerate(ws.count_C):
+                    factors_NK = ws.h_CTK[chunk, : len(token_N), :count]
+                    kept_NF[:, ws.list_CK[chunk, :count]] = factors_NK != 0
             kept_TN[token_N, expert * cfg.d_ff : (expert + 1) * cfg.d_ff] = kept_NF
 
     def close(self) -> None:

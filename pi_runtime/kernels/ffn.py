@@ -27,7 +27,6 @@ from pi_runtime.artifact.footprint import BLOCK_SUM_FLOATS, CHUNKS, FEW_TOKENS, 
 from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import (
-    Flags,
     Floats,
     Ints,
     MatrixView,
@@ -770,18 +769,6 @@ def add_expert(
     """y ← y + one expert's neurons for its tokens, whose inputs are prepared; adds their counts to `tally_T3`."""
     m, x = chunks_of(cfg, ws), inputs_of(ws)
     neurons(cfg, w, x_TD, token_N, select_N, route_weight_N, 0, cfg.d_ff, False, count_all, True, m, x, tally_T3, y_TD)
-
-
-@public
-def list_kept(cfg: KernelConfig, tokens: int, ws: Workspace, kept_TF: Flags) -> None:
-    """kept ← which neurons each token kept in the last call of `add_expert`, which must have had `count_all`."""
-    m = chunks_of(cfg, ws)
-    kept_TF[:] = False
-    for chunk in range(CHUNKS):
-        h_TK, list_K = _numbers_of(m.h_CTK, m, chunk, tokens), list_of(m, chunk)
-        for t in range(tokens):
-            for k in range(counts_of(m)[chunk]):
-                kept_TF[t, list_K[k]] = h_TK[t, k] != 0
 
 
 @device

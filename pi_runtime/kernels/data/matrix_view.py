@@ -20,7 +20,6 @@ from pi_runtime.artifact.formats import BLOCK, FORMATS, ROW_ALIGN, WEIGHT_FORMAT
 from pi_runtime.kernels.codegen import float16
 from pi_runtime.kernels.codegen.jit import device, public
 
-Flags = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
