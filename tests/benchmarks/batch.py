@@ -8,7 +8,8 @@ executor's step, dense and predicted; llama.cpp decodes random weights of the sa
 sequences of a batch share a context and get pseudo-random tokens of their own. How many neurons the tokens of a batch
 share follows from the exponent of the power law of their frequencies: 0.83 as in the other benchmarks, and 1.5, whose
 unions grow as those measured of OPT-6.7B (9.5, 15.3, 20.6, 29.0, 39.8 and 51.7 % of a layer for 1 to 32 tokens). The
-unions are measured and printed.
+unions are measured and printed. Before anything is timed, the logits of a batch are held against those of each sequence
+alone, bit for bit.
 
 An engine with one request is compared with `Model.generate`. `--baseline` names the Python of another checkout, with
 which prompts and single tokens are compared too. Where llama.cpp fails, its rows say how.
@@ -103,7 +104,11 @@ class Case:
         return Contender(OURS, self.format, name, opened["isa"], worker, {"name": name})
 
     def batch_rows(self) -> list[BatchRow]:
-        """Every mode and llama.cpp at every batch."""
+        """Every mode and llama.cpp at every batch. Raises RuntimeError where a batch changes what is computed."""
+        for c in self.ours:
+            batch = max(self.batches)
+            if changed := c.worker.ask("changed_by_company", batch=batch, context=CONTEXT, **c.options):
+                raise RuntimeError(f"{c.format}, {c.mode}: {changed} of {batch} sequences get other logits than alone")
         shares = {
             c.mode: c.worker.ask("shares", batches=self.batches, context=CONTEXT, steps=2, **c.options)
             for c in self.ours

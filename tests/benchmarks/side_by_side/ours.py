@@ -2,6 +2,7 @@
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,16 @@ def decode_batch(name: str, batch: int, context: int, tokens: int) -> dict[str, 
         if n:
             seconds.append(time.perf_counter() - began)
     return {"seconds": seconds}
+
+
+def changed_by_company(name: str, batch: int, context: int) -> int:
+    """How many sequences of a batch get other logits than alone."""
+    model, caches, alone = _models[name], _forks(name, batch, context), _forks(name, batch, context)
+    steps, changed = _steps(model, caches), 0
+    for step, cache, found in zip(steps, alone, model.executor.step(steps), strict=True):
+        (wanted,) = model.executor.step([replace(step, cache=cache)])
+        changed += not np.array_equal(found.logits_TV, wanted.logits_TV)
+    return changed
 
 
 def shares(name: str, batches: list[int], context: int, steps: int) -> list[dict[str, float]]:
@@ -176,4 +187,7 @@ def _ids(model: Model, tokens: int) -> list[int]:
     return _rng.integers(0, model.manifest.decoder.vocab_size, tokens).tolist()
 
 
-HANDLERS = {f.__name__: f for f in (open_model, prefill, decode, decode_batch, shares, answer, check, memory)}
+HANDLERS = {
+    f.__name__: f
+    for f in (open_model, prefill, decode, decode_batch, changed_by_company, shares, answer, check, memory)
+}
