@@ -125,7 +125,7 @@ def bench(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"name one of: {', '.join(names)}")
     install_all(session)
-    if session.posargs[0] == "cpu":
+    if session.posargs[0] in ("cpu", "batch"):
         # The peer, built for this processor.
         session.install("gguf==0.19.0")
         session.run_install("python", "tests/benchmarks/side_by_side/llama_cpp_build.py", "llama-cpp-python==0.3.36")

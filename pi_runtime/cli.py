@@ -1,4 +1,4 @@
-"""`pi-run`: answer a prompt, or a file of prompts, from one artifact."""
+"""`pi-run`: answer a prompt, or a file of prompts, from one artifact, or measure it."""
 
 import sys
 from collections.abc import Callable
@@ -36,6 +36,7 @@ def run(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where answers to --prompts go; continued if it is there.")
     ] = None,
+    bench: Annotated[bool, typer.Option("--bench", help="Measure speed, alone and in batches.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Talk, through the model's own chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 256,
@@ -61,15 +62,21 @@ def run(
         str | None, typer.Option(envvar="PI_KV_BUDGET", help="Memory for keys and values of --prompts, like 2GiB.")
     ] = None,
     piece: Annotated[int, typer.Option(help="Most tokens of new --prompts that a step reads.")] = PIECE,
+    batches: Annotated[str, typer.Option(help="Sequences that --bench decodes together.")] = "1,2,4,8,16,32",
+    prompt_tokens: Annotated[str, typer.Option(help="Lengths of the prompts of --bench.")] = "64,512",
+    repetitions: Annotated[int, typer.Option(help="Runs of each test of --bench.")] = 5,
+    seconds: Annotated[float, typer.Option(help="Most time that --bench takes; 0 sets no limit.")] = 60,
+    as_markdown: Annotated[bool, typer.Option("--md", help="Print the result of --bench as Markdown.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Say afterwards how long it took.")] = False,
     as_json: Annotated[bool, console.JSON] = False,
     debug: Annotated[bool, console.DEBUG] = False,
 ) -> None:
-    """Continue a prompt, answer a file of prompts, or chat, with a packed model. Text goes to stdout as it comes."""
+    """Continue a prompt, answer a file of prompts, chat, or measure, with a packed model. Text goes to stdout as it
+    comes."""
     import time
 
     began = time.perf_counter()
-    _check_flags(prompt, prompts, output, chat, as_json)
+    _check_flags(prompt, prompts, output, chat, bench, as_json, as_markdown)
     text = _read(sys.stdin.read) if prompt == "-" else prompt
     from pi_runtime.execution.devices import gpu_kernels_are_cold, resolve_device
     from pi_runtime.execution.plan_choice import parse_size
@@ -80,17 +87,24 @@ def run(
     to_gpu = resolve_device(device).startswith("cuda")
     if to_gpu and gpu_kernels_are_cold():
         console.say("kernels for the GPU are compiled once, after the weights are there (a minute or two)")
+    opening = partial(
+        load,
+        artifact,
+        context=ctx_size,
+        threads=threads,
+        device=device,
+        vram_budget=budget,
+        cache_format=cache_format,
+    )
+    if bench:
+        from pi_runtime.bench.command import run_bench
+        from pi_runtime.bench.measurement import BenchSpec
+
+        spec = BenchSpec.parse(batches, prompt_tokens, repetitions, seconds, threads)
+        run_bench(artifact, partial(_opened, opening), mode, spec, as_json=as_json, as_markdown=as_markdown)
+        return
     with console.progress("to the GPU") if to_gpu else nullcontext() as bar:
-        opened = load(
-            artifact,
-            mode=mode,
-            context=ctx_size,
-            threads=threads,
-            device=device,
-            vram_budget=budget,
-            cache_format=cache_format,
-            progress=bar,
-        )
+        opened = opening(mode=mode, progress=bar)
     with opened as model:
         settings = {
             "temperature": temperature,
@@ -125,18 +139,35 @@ def run(
                 _print_stats(model, report(answer))
 
 
-def _check_flags(prompt: str | None, prompts: Path | None, output: Path | None, chat: bool, as_json: bool) -> None:
+def _check_flags(
+    prompt: str | None,
+    prompts: Path | None,
+    output: Path | None,
+    chat: bool,
+    bench: bool,
+    as_json: bool,
+    as_markdown: bool,
+) -> None:
     """Raise UsageError for flags that do not go together."""
-    if [prompt is not None, prompts is not None, chat].count(True) != 1:
+    if [prompt is not None, prompts is not None, chat, bench].count(True) != 1:
         raise UsageError(
-            "give one of --prompt TEXT, --prompts FILE and --chat", remedy="pi-run ARTIFACT --prompt 'Once upon a time'"
+            "give one of --prompt TEXT, --prompts FILE, --chat and --bench",
+            remedy="pi-run ARTIFACT --prompt 'Once upon a time'",
         )
-    if as_json and prompt is None:
+    if as_markdown and (as_json or not bench):
+        raise UsageError("--md goes with --bench alone" if not bench else "--md does not go with --json")
+    if as_json and not bench and prompt is None:
         raise UsageError(f"{'--chat' if chat else '--prompts'} does not go with --json")
     if output is not None and prompts is None:
         raise UsageError("--output goes with --prompts alone")
     if output is not None and prompts is not None and output.exists() and prompts.exists() and output.samefile(prompts):
         raise UsageError(f"{output}: the answers would overwrite the prompts", remedy="name another output")
+
+
+def _opened(opening: "Callable[..., Model]", mode: str) -> "Model":
+    model = opening(mode=mode)
+    _announce(model)
+    return model
 
 
 def _answer_file(

@@ -2,22 +2,30 @@
 
 0 ok · 1 internal · 2 usage · 3 bad input or artifact · 4 does not fit · 5 lock or quality budget not met ·
 130 interrupted.
+
+Text is made of key–value lists and tables. On a terminal a long value is folded beside its key; elsewhere it stays on
+one line, without colours. No digit and no path is ever cut: lines may be longer than the terminal.
 """
 
 import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from pi_runtime.exit_codes import INTERRUPTED, code_and_message
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
+_WIDEST = 10_000
+"""Columns of the widest line."""
 
 DEBUG = typer.Option("--debug", envvar="PI_DEBUG", help="Show a traceback with an error.")
 JSON = typer.Option("--json", help="Print the result as JSON.")
@@ -94,3 +102,62 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def facts(rows: Iterable[tuple[str, str]]) -> "Table":
+    """A key–value list."""
+    from rich.table import Table  # noqa: PLC0415
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for title, text in rows:
+        grid.add_row(_printable(title), _printable(text))
+    return grid
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> "Table":
+    """A table of rows with the same keys, which are its heads. Words in the first column stand to the left."""
+    from rich.table import Table  # noqa: PLC0415
+
+    found = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for column, value in rows[0].items():
+        words = isinstance(value, str) and not found.columns
+        found.add_column(column.replace("_", " "), justify="left" if words else "right", no_wrap=True)
+    for row in rows:
+        found.add_row(*(_printable(shown(value)) for value in row.values()))
+    return found
+
+
+def text_of(*blocks: "Table") -> str:
+    """Key–value lists and tables as text, with a blank line between them."""
+    return "\n\n".join(map(_rendered, blocks))
+
+
+def _rendered(block: "Table") -> str:
+    from rich.console import Console  # noqa: PLC0415
+    from rich.measure import Measurement  # noqa: PLC0415
+
+    screen = Console(markup=False, emoji=False, highlight=False)
+    needed = Measurement.get(screen, screen.options.update(width=_WIDEST), block)
+    folds = screen.is_terminal and not block.show_header
+    screen.width = max(screen.width, needed.minimum if folds else needed.maximum)
+    with screen.capture() as captured:
+        screen.print(block)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def shown(value: Any) -> str:
+    """A value as a list or a table has it."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.2g}"
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _printable(text: str) -> str:
+    """The text without control characters: an artifact comes from anyone, and must not steer the terminal."""
+    return "".join(c if c.isprintable() else "�" for c in text)

@@ -1,7 +1,6 @@
 """What commands print: results and the stages that ran, as JSON or as text.
 
-Text is made of key–value lists and tables. On a terminal a long value is folded beside its key; elsewhere it stays on
-one line, without colours. No digit and no path is ever cut: lines may be longer than the terminal.
+Text is made of the key–value lists and tables of `console`.
 """
 
 from collections import Counter
@@ -11,15 +10,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pi_runtime import console
-from pi_runtime.console import size
+from pi_runtime.console import facts, size, table, text_of
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from pi_compile.machine.doctor import Finding
 
-_WIDEST = 10_000
-"""Columns of the widest line."""
 _LONG = ("attention", "cuts", "context", "gpu_bytes_by_part", "ram_bytes_by_part", "digest")
 """Keys of a placement that a table has no room for."""
 
@@ -61,68 +56,12 @@ def show_placements(found: Mapping[str, Any], ran: Sequence[str], as_json: bool)
 def print_report(report: Mapping[str, Any]) -> None:
     """Print plain values as a key–value list, and lists of rows as tables."""
     tables = [table(value) for value in report.values() if isinstance(value, list) and value]
-    values = [(name.replace("_", " "), _shown(value)) for name, value in report.items() if not isinstance(value, list)]
+    values = [
+        (name.replace("_", " "), console.shown(value)) for name, value in report.items() if not isinstance(value, list)
+    ]
     blocks = [*([facts(values)] if values else []), *tables]
     if blocks:
         typer.echo(text_of(*blocks))
-
-
-def facts(rows: Iterable[tuple[str, str]]) -> "Table":
-    """A key–value list."""
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for title, text in rows:
-        grid.add_row(_printable(title), _printable(text))
-    return grid
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> "Table":
-    """A table of rows with the same keys, which are its heads. Words in the first column stand to the left."""
-    from rich.table import Table
-
-    found = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for column, value in rows[0].items():
-        words = isinstance(value, str) and not found.columns
-        found.add_column(column.replace("_", " "), justify="left" if words else "right", no_wrap=True)
-    for row in rows:
-        found.add_row(*(_printable(_shown(value)) for value in row.values()))
-    return found
-
-
-def text_of(*blocks: "Table") -> str:
-    """Key–value lists and tables as text, with a blank line between them."""
-    return "\n\n".join(map(_rendered, blocks))
-
-
-def _rendered(block: "Table") -> str:
-    from rich.console import Console
-    from rich.measure import Measurement
-
-    screen = Console(markup=False, emoji=False, highlight=False)
-    needed = Measurement.get(screen, screen.options.update(width=_WIDEST), block)
-    folds = screen.is_terminal and not block.show_header
-    screen.width = max(screen.width, needed.minimum if folds else needed.maximum)
-    with screen.capture() as captured:
-        screen.print(block)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.2g}"
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value))
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _printable(text: str) -> str:
-    """The text without control characters: an artifact comes from anyone, and must not steer the terminal."""
-    return "".join(c if c.isprintable() else "�" for c in text)
 
 
 def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +81,7 @@ def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
     device = {"device": found["device"]} if found["vram_bytes"] is not None else {}
     if cache := found.get("cache"):
         shown = {**cache, "increase_interval": _percent_interval(cache["increase_interval"])}
-        device["cache"] = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in shown.items())
+        device["cache"] = ", ".join(f"{name.replace('_', ' ')} {console.shown(value)}" for name, value in shown.items())
     return {**device, "tokens": found["tokens"], "modes": modes, "layers": found["layers"]}
 
 
@@ -165,7 +104,7 @@ def _with_intervals(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in row.items():
         if name.endswith("_interval"):
             share = name.removesuffix("_interval")
-            shown[share] = f"{_shown(shown[share])} ({_shown(value[0])} to {_shown(value[1])})"
+            shown[share] = f"{console.shown(shown[share])} ({console.shown(value[0])} to {console.shown(value[1])})"
         else:
             shown[name] = value
     return shown

@@ -7,10 +7,9 @@ import shutil
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 from pi_runtime.console import size
-from pi_runtime.execution.devices import gpu_driver
+from pi_runtime.execution.devices import available_memory, gpu_driver
 
 EXTRAS = {
     "runtime": ("numpy", "numba", "tokenizers", "jinja2", "typer", "rich"),
@@ -62,11 +61,8 @@ def _memory() -> Finding:
 
 
 def _available() -> str:
-    """Linux's estimate of the memory that is available without swapping; empty on other systems."""
-    meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text(encoding="ascii").splitlines() if meminfo.is_file() else []
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return f", {size(int(found[0]) << 10)} available" if found else ""
+    found = available_memory()
+    return "" if found is None else f", {size(found)} available"
 
 
 def _kernels() -> list[Finding]:

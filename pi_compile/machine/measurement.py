@@ -3,13 +3,13 @@
 import datetime
 import platform
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 
 from pi_compile.machine.doctor import installed_ram, usable_cores
 from pi_compile.machine.gpu_probe import probe
 from pi_compile.machine.profile import Cpu, Gpu, Link, Machine, Rates
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.execution.devices import processor_name
 from pi_runtime.kernels.benchmarks import (
     RANK,
     attention_bandwidth,
@@ -50,7 +50,7 @@ def measure_machine() -> Machine:
         f"a launch is what slices of a matrix take longer than the whole; attention on cached keys and values; "
         f"operations of an f16 matrix times 64 vectors.{gpu_how}",
         cpu=Cpu(
-            name=_processor(),
+            name=processor_name(),
             cores=cores,
             ram_gib=round(ram / 2**30, 1),
             bandwidth_gb_per_s=round(rates[best], 1),
@@ -80,14 +80,6 @@ def _products(size: int, threads: int) -> tuple[dict[str, Rates], float]:
             by_format[fmt] = round(rate / 1e9, 1)
         launches.append(launch_seconds(w, threads))
     return {f"{kind}_gb_per_s": by_format for kind, by_format in rates.items()}, median(launches)
-
-
-def _processor() -> str:
-    """The processor's name, as far as the system knows it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
 
 
 def _gpu() -> tuple[Gpu | None, Link | None, str]:

@@ -1,8 +1,9 @@
-"""Choosing the device of a run."""
+"""Choosing the device of a run, and what this machine is."""
 
 import ctypes
 import importlib.util
 import os
+import platform
 from pathlib import Path
 
 from pi_runtime.errors import DeviceError, MissingExtraError, UsageError
@@ -61,3 +62,21 @@ def gpu_driver() -> bool:
     except OSError:
         return False
     return cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def processor_name() -> str:
+    """The processor's name, as far as the system knows it."""
+    return _proc("cpuinfo", "model name") or platform.processor() or platform.machine()
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that are available without swapping, by Linux's estimate; None on other systems."""
+    found = _proc("meminfo", "MemAvailable")
+    return None if found is None else int(found.split()[0]) << 10
+
+
+def _proc(file: str, key: str) -> str | None:
+    """The first value of a key in a file of /proc."""
+    path = Path("/proc", file)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from side_by_side.case import Case, check, run
 from side_by_side.rounds import Row
+from side_by_side.shape import add_shape, decoder_of
 from side_by_side.table import print_rows, write_json
 from support.sparse_model import Spec
-from support.synthetic import small_decoder
 
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.kernels.codegen.isa import ISA
@@ -43,19 +43,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peer-limit", type=float, default=600, metavar="SECONDS", help="that a request to another engine may take"
     )
-    shape = {"layers": 16, "d-model": 2048, "d-ff": 8192, "heads": 32, "kv-heads": 32, "vocabulary": 32000, "rank": 512}
-    for name, default in shape.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--density", type=float, default=0.1)
+    add_shape(parser)
     return parser.parse_args()
 
 
 def core(a: argparse.Namespace) -> list[Case]:
     """One case a format; transformers beside the first 16-bit one."""
-    decoder = small_decoder(
-        n_layers=a.layers, d_model=a.d_model, d_ff=a.d_ff, n_heads=a.heads, n_kv_heads=a.kv_heads,
-        head_dim=a.d_model // a.heads, vocab_size=a.vocabulary, context_length=640,
-    )  # fmt: skip
+    decoder = decoder_of(a)
     names = a.formats.split(",")
     # The 256-bit kernels too where there is more: the machines this is for have no more.
     own = (ISA.name, "avxvnni") if ISA.name == "avx512" else (ISA.name,)

@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -211,6 +213,96 @@ def test_a_child_that_died_before_it_was_asked_is_closed_quietly(
             with pytest.raises(EngineError, match="no_such_engine"):
                 worker.ask("decode", tokens=1)
     assert "no_such_engine" in capfd.readouterr().err
+
+
+class Batched:
+    """An engine whose steps take a second and a tenth more for each sequence, each round twice as long as the last."""
+
+    def __init__(self, speed: float, dies_at: int | None = None) -> None:
+        self._speed, self._dies_at, self._asked = speed, dies_at, dict[int, int]()
+
+    def ask(self, do: str, batch: int, tokens: int, **_: Any) -> dict[str, Any]:
+        from side_by_side.process import EngineError
+
+        assert do == "decode_batch"
+        if batch == self._dies_at:
+            raise EngineError("died")
+        self._asked[batch] = self._asked.get(batch, 0) + 1
+        return {"seconds": [2 ** self._asked[batch] * (0.9 + 0.1 * batch) / self._speed] * tokens}
+
+
+def batched(rounds: ModuleType, peer: Batched) -> list[Any]:
+    from side_by_side.batches import batch_rows
+
+    contenders = [
+        rounds.Contender("pi", "q4", "dense", "avx2", Batched(2), {"name": "dense"}),
+        rounds.Contender("pi", "q4", "predicted 1.5", "avx2", Batched(8), {"name": "predicted 1.5"}),
+        rounds.Contender("llama.cpp", "q4", "dense", None, peer, may_fail=True),
+    ]
+    listed = {"predicted 1.5": [{"own": 0.1, "union": share, "least": 0.1, "most": 0.9} for share in (0.1, 0.3)]}
+    return batch_rows(contenders, (1, 8), listed, context=64, tokens=2, rounds=3)
+
+
+def test_rates_of_batches_are_compared_within_a_round(rounds: ModuleType) -> None:
+    rows = batched(rounds, Batched(1))
+    assert [(row.engine, row.mode, row.batch) for row in rows] == [
+        ("pi", "dense", 1), ("pi", "dense", 8), ("pi", "predicted 1.5", 1), ("pi", "predicted 1.5", 8),
+        ("llama.cpp", "dense", 1), ("llama.cpp", "dense", 8),
+    ]  # fmt: skip
+    for row, speed in zip(rows, (2, 2, 8, 8, 1, 1), strict=True):
+        assert row.to_llama_cpp == (speed,) * 3
+        # The first of four rounds is not counted.
+        rate = row.batch * speed / (0.9 + 0.1 * row.batch)
+        assert row.tokens_per_s == pytest.approx((rate / 4, rate / 8, rate / 16))
+        assert row.to_alone == pytest.approx((1.0 if row.batch == 1 else 8 / 1.7,) * 3)
+        assert row.to_smaller == (() if row.batch == 1 else row.to_alone)
+    assert [row.shares and row.shares["union"] for row in rows] == [None, None, 0.1, 0.3, None, None]
+
+
+def test_targets_of_batches(rounds: ModuleType) -> None:
+    from side_by_side.batches import PairRow, targets
+
+    pair = PairRow(what="ours ÷ theirs", format="q4", tokens_per_s=(9.0, 8.0, 10.0), base_tokens_per_s=(10.0,) * 3)
+    found = list(targets(batched(rounds, Batched(1)), [pair], {"ours ÷ theirs": 0.97}))
+    assert [(t.what.removeprefix("q4, "), t.wanted, t.reached) for t in found] == [
+        ("dense, B = 1 ÷ llama.cpp dense", 1.0, True),
+        ("predicted 1.5, B = 1 ÷ llama.cpp dense", 2.5, True),
+        ("predicted 1.5, B = 8 ÷ alone", 3.0, True),
+        ("predicted 1.5, B = 8 ÷ llama.cpp, B = 8", 1.5, True),
+        ("dense, B = 8 ÷ B = 1", 1.0, True),
+        ("predicted 1.5, B = 8 ÷ B = 1", 1.0, True),
+        ("ours ÷ theirs", 0.97, False),
+    ]
+
+
+def test_a_peer_that_dies_in_a_batch_is_a_row(rounds: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    from side_by_side.batches import print_batch_rows, print_targets, targets
+
+    rows = batched(rounds, Batched(1, dies_at=8))
+    assert [row.failure for row in rows] == [None, None, None, None, None, "died"]
+    assert [len(row.to_llama_cpp) for row in rows] == [3, 0, 3, 0, 3, 0]
+    assert rows[1].to_alone == pytest.approx((8 / 1.7,) * 3)
+    print_batch_rows(rows)
+    print_targets(list(targets(rows, [], {})))
+    out = capsys.readouterr().out
+    assert re.search(r"^llama\.cpp +q4 +dense +8  died$", out, re.MULTILINE)
+    assert "  not measured q4, predicted 1.5, B = 8 ÷ llama.cpp, B = 8: ≥ 1.5, found nothing\n" in out
+    assert "  reached      q4, predicted 1.5, B = 8 ÷ alone: ≥ 3, found 4.71 (4.71–4.71)\n" in out
+
+
+def test_a_worker_runs_another_checkout(rounds: ModuleType, tmp_path: Path) -> None:
+    from side_by_side.process import Worker
+
+    theirs = tmp_path / "tests" / "benchmarks"
+    shutil.copytree(Path(__file__).parent / "side_by_side", theirs / "side_by_side")
+    (tmp_path / "pi_runtime").mkdir()
+    (tmp_path / "pi_runtime" / "__init__.py").write_text("who = 'theirs'\n")
+    (theirs / "engine.py").write_text("import pi_runtime\nHANDLERS = {'who': lambda: pi_runtime.who}\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}:$PYTHONPATH" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    with Worker("theirs", "engine", python=str(python)) as worker:
+        assert worker.ask("who") == "theirs"
 
 
 COMMON = {"sse4_2", "avx", "avx2", "fma", "f16c", "bmi2"}

@@ -19,7 +19,10 @@ THREADS = f"  expected: 1 to {MOST}", "  try: NUMBA_NUM_THREADS sets the most"
 SHORTEN = "  try: shorten it, or raise --ctx-size if the model allows"
 NO_ARTIFACT = "{file}: not an artifact", "  expected: a .pi file"
 PACK = "  try: pack a checkpoint with `pi-compile build`, and name the artifact it writes"
-ONE_OF = "give one of --prompt TEXT, --prompts FILE and --chat", "  try: pi-run ARTIFACT --prompt 'Once upon a time'"
+ONE_OF = (
+    "give one of --prompt TEXT, --prompts FILE, --chat and --bench",
+    "  try: pi-run ARTIFACT --prompt 'Once upon a time'",
+)
 COPY = "  try: copy or download it again, or pack it anew with `pi-compile build`"
 
 ARGUMENTS: dict[str, tuple[int, list[str], tuple[str, ...]]] = {
@@ -33,6 +36,28 @@ ARGUMENTS: dict[str, tuple[int, list[str], tuple[str, ...]]] = {
     "all three": (
         2, ["-p", "a", "--chat", "--prompts", "p.jsonl"],
         ONE_OF,
+    ),
+    "prompt and bench": (
+        2, ["-p", "a", "--bench"],
+        ONE_OF,
+    ),
+    "Markdown of a prompt": (2, ["-p", "a", "--md"], ("--md goes with --bench alone",)),
+    "Markdown as JSON": (2, ["--bench", "--md", "--json"], ("--md does not go with --json",)),
+    "no batches": (
+        2, ["--bench", "--batches", "0"],
+        ("--batches 0", "  expected: numbers of 1 or more, like 1,2,4"),
+    ),
+    "no lengths": (
+        2, ["--bench", "--prompt-tokens", "64,long"],
+        ("--prompt-tokens 64,long", "  expected: numbers of 1 or more, like 1,2,4"),
+    ),
+    "no repetitions": (2, ["--bench", "--repetitions", "0"], ("--repetitions 0", "  expected: 1 or more")),
+    "no time": (
+        2, ["--bench", "--seconds", "-1"], ("--seconds -1.0", "  expected: a number ≥ 0; 0 sets no limit")
+    ),
+    "no context to measure in": (
+        2, ["--bench", "--ctx-size", "11"],
+        ("--bench needs a context of 12 tokens", "  found: 11", "  try: raise --ctx-size"),
     ),
     "prompts as JSON": (2, ["--prompts", "p.jsonl", "--json"], ("--prompts does not go with --json",)),
     "output of one prompt": (2, ["-p", "a", "-o", "b.jsonl"], ("--output goes with --prompts alone",)),

@@ -123,12 +123,29 @@ def test_the_model_generates_endlessly(built) -> None:
         assert generation.finish_reason == "length"
 
 
+@pytest.mark.parametrize("exponent", [0.5, 0.83, 1.0, 1.5])
 @pytest.mark.parametrize("density", [0.01, 0.1, 0.9, 1.0])
-def test_a_power_law_of_the_mean_wanted(density: float) -> None:
-    frequencies = power_law(density, 4096)
+def test_a_power_law_of_the_mean_wanted(density: float, exponent: float) -> None:
+    frequencies = power_law(density, 4096, exponent)
     assert frequencies.mean() == pytest.approx(density, rel=1e-3)
     assert (np.diff(frequencies) <= 0).all()
     assert frequencies.max() < 1
+
+
+def test_a_steeper_law_shares_neurons_as_measured_models_do() -> None:
+    # OPT-6.7B, by the router settings of Polar Sparsity's repository.
+    measured = {1: 0.095, 2: 0.153, 4: 0.206, 8: 0.290, 16: 0.398, 32: 0.517}
+    frequencies = power_law(0.1, 8192, 1.5)
+    for batch, share in measured.items():
+        assert (1 - (1 - frequencies) ** batch).mean() == pytest.approx(share, rel=0.11)
+
+
+def test_the_exponent_sets_what_tokens_share(tmp_path: Path) -> None:
+    overlaps = []
+    for exponent in (0.83, 1.5):
+        path = tmp_path / f"{exponent}.pi"
+        overlaps.append(build(replace(spec(), exponent=exponent), {1.0: path})[1.0].overlap)
+    assert overlaps[0] + 0.1 < overlaps[1]
 
 
 def test_same_spec_same_bytes(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def _silent(level: int, text: bytes, data: ctypes.c_void_p) -> None:
 
 
 class _Session:
-    def __init__(self, path: str, context: int) -> None:
+    def __init__(self, path: str, context: int, sequences: int) -> None:
         llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
@@ -33,6 +33,7 @@ class _Session:
         settings.n_batch = settings.n_ubatch = BATCH
         settings.n_threads = settings.n_threads_batch = threads()
         settings.offload_kqv = False
+        settings.n_seq_max, settings.kv_unified = sequences, True  # a little faster in batches than apart
         self.context = llama_cpp.llama_init_from_model(self.model, settings)
         assert self.context, path
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
@@ -40,6 +41,7 @@ class _Session:
         heads, groups = llama_cpp.llama_model_n_head(self.model), llama_cpp.llama_model_n_head_kv(self.model)
         width = llama_cpp.llama_model_n_embd(self.model) // heads * groups
         self.cache_row_bytes = 2 * 2 * llama_cpp.llama_model_n_layer(self.model) * width  # keys and values in f16
+        self.batch = llama_cpp.llama_batch_init(sequences, 0, 1)
         self.held = 0
 
     def keep(self, tokens: int) -> None:
@@ -59,6 +61,26 @@ class _Session:
         self.held += tokens
         return time.perf_counter() - began
 
+    def share(self, sequences: int) -> None:
+        """Let so many sequences hold what the first one holds."""
+        memory = llama_cpp.llama_get_memory(self.context)
+        for n in range(1, sequences):
+            llama_cpp.llama_memory_seq_rm(memory, n, -1, -1)
+            llama_cpp.llama_memory_seq_cp(memory, 0, n, -1, -1)
+
+    def step(self, sequences: int, position: int) -> float:
+        """Append a pseudo-random token to each sequence; logits of all. Seconds."""
+        batch, ids = self.batch, _rng.integers(0, self.vocabulary, sequences).tolist()
+        batch.n_tokens = sequences
+        for n, token in enumerate(ids):
+            batch.token[n], batch.pos[n], batch.n_seq_id[n], batch.logits[n] = token, position, 1, 1
+            batch.seq_id[n][0] = n
+        began = time.perf_counter()
+        code = llama_cpp.llama_decode(self.context, batch)
+        assert code == 0, code
+        llama_cpp.llama_get_logits_ith(self.context, sequences - 1)
+        return time.perf_counter() - began
+
 
 _sessions: list[_Session] = []
 
@@ -68,8 +90,9 @@ def describe() -> dict[str, str]:
     return {"build": " ".join(re.findall(r"(\w+) = 1\b", llama_cpp.llama_print_system_info().decode()))}
 
 
-def open_model(path: str, context: int) -> None:
-    _sessions.append(_Session(path, context))
+def open_model(path: str, context: int, sequences: int = 1) -> None:
+    """`context`: positions of all sequences together."""
+    _sessions.append(_Session(path, context, sequences))
 
 
 def prefill(tokens: int) -> dict[str, Any]:
@@ -89,4 +112,15 @@ def decode(context: int, tokens: int) -> dict[str, Any]:
     return {"seconds": seconds, "read": 1.0, "density": 1.0, "bytes_per_token": session.nbytes, "cache_bytes": held}
 
 
-HANDLERS = {f.__name__: f for f in (describe, open_model, prefill, decode)}
+def decode_batch(batch: int, context: int, tokens: int) -> dict[str, Any]:
+    """Steps of some sequences after a context that they share: seconds of each, without the first."""
+    session = _sessions[0]
+    if session.held < context:
+        prefill(context)
+    session.share(batch)
+    seconds = [session.step(batch, context + n) for n in range(tokens + 1)][1:]
+    session.keep(context)
+    return {"seconds": seconds}
+
+
+HANDLERS = {f.__name__: f for f in (describe, open_model, prefill, decode, decode_batch)}

@@ -2,15 +2,18 @@
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pi_runtime import Model, Sampling, load
+from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact import Artifact
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import FfnBytes
+from pi_runtime.bench.kept_neurons import KeptNeurons
+from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PAGE_POSITIONS
 from pi_runtime.kernels import reference
@@ -18,6 +21,8 @@ from pi_runtime.kernels.codegen.isa import ISA
 from side_by_side.process import threads
 
 _models: dict[str, Model] = {}
+_paths: dict[str, Path] = {}
+_engines: dict[str, Engine] = {}
 _caches: list[KVCache] = []
 _rng = np.random.default_rng(0)
 
@@ -26,7 +31,7 @@ def open_model(name: str, path: str, mode: str, context: int) -> dict[str, Any]:
     """Open an artifact under a name. All models of one process have one shape and share the cache."""
     model = load(path, mode=mode, context=context, threads=threads())
     model.warm_up()
-    _models[name] = model
+    _models[name], _paths[name] = model, Path(path)
     if not _caches:
         _caches.append(model.new_cache())
     return {"isa": ISA.name}
@@ -63,6 +68,69 @@ def decode(name: str, context: int, tokens: int) -> dict[str, Any]:
     held = cache.pool.page_nbytes * (context + tokens / 2) / PAGE_POSITIONS
     density = 1.0 if dense else kept
     return {"seconds": seconds, "read": read, "density": density, "bytes_per_token": nbytes, "cache_bytes": held}
+
+
+def decode_batch(name: str, batch: int, context: int, tokens: int) -> dict[str, Any]:
+    """Steps of some sequences after a context that they share: seconds of each, without the first."""
+    model, caches, seconds = _models[name], _forks(name, batch, context), []
+    for n in range(tokens + 1):
+        steps = _steps(model, caches)
+        began = time.perf_counter()
+        model.executor.step(steps)
+        if n:
+            seconds.append(time.perf_counter() - began)
+    return {"seconds": seconds}
+
+
+def changed_by_company(name: str, batch: int, context: int) -> int:
+    """How many sequences of a batch get other logits than alone."""
+    model, caches, alone = _models[name], _forks(name, batch, context), _forks(name, batch, context)
+    steps, changed = _steps(model, caches), 0
+    for step, cache, found in zip(steps, alone, model.executor.step(steps), strict=True):
+        (wanted,) = model.executor.step([replace(step, cache=cache)])
+        changed += not np.array_equal(found.logits_TV, wanted.logits_TV)
+    return changed
+
+
+def shares(name: str, batches: list[int], context: int, steps: int) -> list[dict[str, float]]:
+    """For each batch the mean share of the neurons that a token keeps, and the union's: mean, least and most of the
+    layers."""
+    model = _models[name]
+    kept = KeptNeurons(_paths[name], model.mode, context=model.context, threads=threads(), cache_format="auto")
+    caches = _forks(name, max(batches), context)
+    listed = [kept.step(_steps(model, caches)) for _ in range(steps)]
+    kept.close()
+    found = []
+    for batch in batches:
+        union_L = np.mean([kept_LBN[:, :batch].any(1).mean(1) for kept_LBN in listed], axis=0)
+        own = np.mean([kept_LBN[:, :batch].mean() for kept_LBN in listed])
+        told = {"own": own, "union": union_L.mean(), "least": union_L.min(), "most": union_L.max()}
+        found.append({key: float(value) for key, value in told.items()})
+    return found
+
+
+def _forks(name: str, batch: int, context: int) -> list[KVCache]:
+    if _caches[0].length < context:
+        prefill(name, context)
+    _caches[0].truncate(context)
+    return [_caches[0].fork() for _ in range(batch)]
+
+
+def _steps(model: Model, caches: list[KVCache]) -> list[SequenceStep]:
+    ids = np.array(_ids(model, len(caches)), np.int64)
+    return [SequenceStep(cache=c, tokens=ids[n : n + 1], select=True) for n, c in enumerate(caches)]
+
+
+def answer(name: str, engine: bool, tokens: int) -> dict[str, Any]:
+    """Seconds of one answer to a short prompt, through an engine or by `generate`."""
+    model = _models[name]
+    if engine and name not in _engines:
+        _engines[name] = Engine(model, slots=1)
+    generate = _engines[name].generate if engine else model.generate
+    began = time.perf_counter()
+    for _ in generate(_ids(model, 4), max_tokens=tokens, sampling=Sampling(temperature=0)):
+        pass
+    return {"seconds": time.perf_counter() - began}
 
 
 def dense_bytes(m: Manifest) -> float:
@@ -119,4 +187,7 @@ def _ids(model: Model, tokens: int) -> list[int]:
     return _rng.integers(0, model.manifest.decoder.vocab_size, tokens).tolist()
 
 
-HANDLERS = {f.__name__: f for f in (open_model, prefill, decode, check, memory)}
+HANDLERS = {
+    f.__name__: f
+    for f in (open_model, prefill, decode, decode_batch, changed_by_company, shares, answer, check, memory)
+}

@@ -49,16 +49,31 @@ def serve(module: str) -> None:
         raise
 
 
+def _checkout(python: str) -> Path:
+    """The folder of the checkout that an interpreter has the project from."""
+    code = "import pathlib, pi_runtime; print(pathlib.Path(pi_runtime.__file__).parents[1])"
+    found = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=True, cwd="/").stdout
+    return Path(found.strip())
+
+
 class Worker:
     """A child process that runs an engine's module; a context manager that ends it."""
 
-    def __init__(self, name: str, module: str, *, limit_s: float | None = None, **environment: str) -> None:
-        """`limit_s`: seconds that a request may take before the child is ended; None: any time."""
-        path = os.pathsep.join([*_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    def __init__(
+        self, name: str, module: str, *, limit_s: float | None = None, python: str | None = None, **environment: str
+    ) -> None:
+        """`limit_s`: seconds that a request may take before the child is ended; None: any time.
+
+        `python`: the interpreter of another checkout, whose engines and whose project then run.
+        """
+        home = None if python is None else _checkout(python)
+        folders = _FOLDERS if home is None else [str(home / "tests" / "benchmarks"), str(home / "tests")]
+        path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._name, self._limit_s = name, limit_s
         self._failure: str | None = None
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "side_by_side.process", module],
+            [python or sys.executable, "-m", "side_by_side.process", module],
+            cwd=home,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from pi_runtime.kernels.benchmarks import read_bandwidth
 from side_by_side.process import EngineError, Worker, threads
@@ -93,6 +93,33 @@ class _Sample:
 
 
 Ask = Callable[[Contender], _Sample]
+Sample = TypeVar("Sample")
+
+
+def in_turns(
+    contenders: Sequence[Contender], ask: Callable[[Contender], Sample], rounds: int, before: Callable[[], None]
+) -> tuple[list[dict[int, Sample]], dict[int, str]]:
+    """Ask every contender once a round; returns each round's answers, and how those failed that did, by their numbers.
+
+    `before` begins a round. There is one round more, the first, which faults pages in and is not counted.
+    """
+    samples: list[dict[int, Sample]] = []
+    failures: dict[int, str] = {}
+    for n in range(rounds + 1):
+        before()
+        found = {}
+        for at in range(len(contenders))[:: 1 if n % 2 else -1]:
+            if at in failures:
+                continue
+            try:
+                found[at] = ask(contenders[at])
+            except EngineError as failure:
+                if not contenders[at].may_fail:
+                    raise
+                failures[at] = str(failure)
+            time.sleep(0.02)  # until its threads no longer spin
+        samples.append(found)
+    return samples[1:], failures
 
 
 def decode_rows(
@@ -119,25 +146,10 @@ def prefill_rows(contenders: Sequence[Contender], *, tokens: int, rounds: int, p
 
 
 def _rows(contenders: Sequence[Contender], ask: Ask, rounds: int, **labels: Any) -> Iterator[Row]:
-    samples: list[dict[int, _Sample]] = []
-    bandwidths = []
-    failures: dict[int, str] = {}
-    for n in range(rounds + 1):
-        bandwidth = read_bandwidth(BANDWIDTH_BYTES, threads())
-        found = {}
-        for at in range(len(contenders))[:: 1 if n % 2 else -1]:
-            if at in failures:
-                continue
-            try:
-                found[at] = ask(contenders[at])
-            except EngineError as failure:
-                if not contenders[at].may_fail:
-                    raise
-                failures[at] = str(failure)
-            time.sleep(0.02)  # until its threads no longer spin
-        if n:  # the first round faults pages in
-            samples.append(found)
-            bandwidths.append(bandwidth)
+    bandwidths: list[float] = []
+    measure = lambda: bandwidths.append(read_bandwidth(BANDWIDTH_BYTES, threads()))  # noqa: E731
+    samples, failures = in_turns(contenders, ask, rounds, measure)
+    del bandwidths[0]
     base = next((at for at, c in enumerate(contenders) if c.engine == LLAMA_CPP and at not in failures), None)
     for at, c in enumerate(contenders):
         told = labels | {name: getattr(c, name) for name in ("engine", "version", "build", "format", "mode", "isa")}

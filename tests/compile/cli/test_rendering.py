@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from pi_compile.cli.rendering import facts, findings_text, print_report, table, text_of
+from pi_compile.cli.rendering import findings_text, print_report
 from pi_compile.machine.doctor import Finding
+from pi_runtime.console import facts, table, text_of
 
 LONG = "/a/folder/with-a-name-that-has-no-place-to-break" * 5
 ROWS = [{f"column {n}": 1234567.0 + n for n in range(12)}, {f"column {n}": None for n in range(12)}]

@@ -9,7 +9,7 @@ import pytest
 
 from pi_runtime.errors import DeviceError, MissingExtraError, UsageError
 from pi_runtime.execution import devices
-from pi_runtime.execution.devices import gpu_kernels_are_cold, resolve_device
+from pi_runtime.execution.devices import available_memory, gpu_kernels_are_cold, processor_name, resolve_device
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, gpus: int | None) -> None:
@@ -73,3 +73,14 @@ def test_kernels_are_cold_until_triton_has_compiled_some(tmp_path: Path, monkeyp
     assert not gpu_kernels_are_cold()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "elsewhere"))
     assert gpu_kernels_are_cold()
+
+
+def test_what_the_system_says_of_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  900 kB\nMemAvailable:     300 kB\n")
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Quick 9000: the fast one\n")
+    monkeypatch.setattr(devices, "Path", lambda _proc, file: tmp_path / file)
+    assert (available_memory(), processor_name()) == (300 * 1024, "Quick 9000: the fast one")
+    (tmp_path / "meminfo").unlink()
+    (tmp_path / "cpuinfo").unlink()
+    assert available_memory() is None
+    assert processor_name()

@@ -1,0 +1,89 @@
+"""A benchmark's result: as plain values, as text, and as a table in Markdown."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pi_runtime import console
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.bench.measurement import Row
+from pi_runtime.execution.devices import processor_name
+from pi_runtime.kernels.codegen.isa import ISA
+
+
+def report(path: Path, rows: Sequence[Row], left_out: Sequence[str], **how: Any) -> dict[str, Any]:
+    """All figures; `how` says how the artifact was run."""
+    with Artifact.open(path) as artifact:
+        described = {"artifact": str(path), "bytes": artifact.nbytes, "digest": artifact.digest}
+    machine = {"processor": processor_name(), "isa": ISA.name}
+    return {**described, **machine, **how, "rows": [_values(row) for row in rows], "left_out": list(left_out)}
+
+
+def _values(row: Row) -> dict[str, Any]:
+    return {
+        "mode": row.mode,
+        "phase": row.phase,
+        "batch": row.batch,
+        "tokens": row.tokens,
+        "repetitions": len(row.seconds),
+        "tokens_per_s": row.tokens_per_s,
+        "tokens_per_s_deviation": row.deviation,
+        "seconds": row.seconds,
+        "own_share_by_layer": row.own_share_L,
+        "union_share_by_layer": row.union_share_L,
+    }
+
+
+def text(found: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """The result for a terminal."""
+    facts = [(key, value) for key, value in _facts(found) if value]
+    return console.text_of(console.facts(facts), *([console.table(_cells(rows))] if rows else []))
+
+
+def markdown(found: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """The result as a line of facts and a table, to paste somewhere."""
+    told = ", ".join(value for _, value in _facts(found) if value)
+    cells = _cells(rows)
+    if not cells:
+        return told
+    lines = [list(cells[0]), ["---", "---", *("---:" for _ in list(cells[0])[2:])]]
+    lines += [[str(value) for value in row.values()] for row in cells]
+    return "\n".join([told, "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("artifact", f"{Path(found['artifact']).name}, {console.size(found['bytes'])}, digest {found['digest'][:16]}"),
+        ("processor", f"{found['processor']}, {found['isa']}, {found['threads']} threads"),
+        ("device", found["device"] if found["device"] != "cpu" else ""),
+    ]
+
+
+def _cells(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """The rows of a table, every value as it is shown."""
+    alone = {row.mode: row.tokens_per_s for row in rows if row.phase == "decode" and row.batch == 1}
+    found = []
+    for row in rows:
+        decodes = row.phase == "decode"
+        ratio = row.tokens_per_s / alone[row.mode] if decodes and row.mode in alone else None
+        found.append(
+            {
+                "mode": row.mode,
+                "test": f"decode × {row.batch}" if decodes else f"prompt of {row.tokens}",
+                "tokens/s": f"{row.tokens_per_s:.1f}" + ("" if row.deviation is None else f" ± {row.deviation:.1f}"),
+                "× alone": "–" if ratio is None else f"{ratio:.2f}",
+                "ms": f"{1e3 * sum(row.seconds) / len(row.seconds):.1f}",
+                "own": _share(row.own_share_L),
+                "union (layers)": _share(row.union_share_L, spread=True),
+                "runs": str(len(row.seconds)),
+            }
+        )
+    return found
+
+
+def _share(share_L: Sequence[float] | None, *, spread: bool = False) -> str:
+    """The mean over layers, and from which to which layer it goes."""
+    if share_L is None:
+        return "–"
+    mean = f"{sum(share_L) / len(share_L):.1%}"
+    return f"{mean} ({min(share_L):.1%} to {max(share_L):.1%})" if spread else mean

@@ -1,0 +1,92 @@
+"""Sequences to decode in batches: they begin at tokens of their own and go on as the model samples them.
+
+So a batch fires what texts fire, and needs no text. Shape letters: L layers, B sequences of a batch, N neurons of a
+layer.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from pi_runtime.bench.kept_neurons import Flags, KeptNeurons
+from pi_runtime.execution.executor import SequenceStep
+from pi_runtime.execution.kv_cache import KVCache, pages_of
+from pi_runtime.model import Model
+from pi_runtime.sampling import Sampler, Sampling
+
+LEAD, STEPS = 8, 4
+"""Tokens that a sequence holds before it is timed, and steps that one repetition times."""
+
+
+class Sequences:
+    """Sequences that grow in number, each with `LEAD` tokens held and `STEPS` more that are its next ones."""
+
+    def __init__(self, model: Model, kept: KeptNeurons | None) -> None:
+        self._model, self._kept = model, kept
+        self._pool = model.executor.new_pool()
+        self._caches: list[KVCache] = []
+        self._tokens: list[list[int]] = []
+        self._kept_LBN: list[Flags] = []
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+    def bytes_for(self, batch: int) -> int:
+        """Bytes of keys and values that so many sequences take, with copies while their neurons are listed."""
+        return 2 * batch * pages_of(LEAD + STEPS) * self._pool.page_nbytes
+
+    def grow(self, batch: int) -> None:
+        """See to it that there are `batch` sequences at least."""
+        if not (new := range(len(self), batch)):
+            return
+        self._sample(new)
+        if self._kept is not None:
+            forks = [self._caches[n].fork() for n in new]
+            listed = [self._kept.step(self._steps(new, forks, LEAD + step)) for step in range(STEPS)]
+            before = self._kept_LBN or [kept_LBN[:, :0] for kept_LBN in listed]
+            self._kept_LBN = [np.concatenate(both, axis=1) for both in zip(before, listed, strict=True)]
+
+    def _sample(self, new: range) -> None:
+        """Begin sequences at random tokens and let the model go on."""
+        vocabulary, prefix = self._model.manifest.decoder.vocab_size, self._model.manifest.text.prefix_ids
+        samplers = [Sampler(Sampling(temperature=1.0, seed=n), vocabulary) for n in new]
+        self._tokens += [[*prefix, int(np.random.default_rng(n).integers(vocabulary))][-LEAD:] for n in new]
+        self._caches += [self._model.executor.new_cache(self._pool) for _ in new]
+        caches, at = self._caches[new.start :], 0
+        while at + 1 < LEAD + STEPS:
+            results = self._model.executor.step(self._steps(new, caches, at))
+            at += 1
+            for n, sampler, result in zip(new, samplers, results, strict=True):
+                if at == len(self._tokens[n]):
+                    self._tokens[n].append(sampler(result.logits_TV[0], self._tokens[n]))
+        self._rewind(new)
+
+    def _steps(self, numbers: Sequence[int], caches: Sequence[KVCache], at: int) -> list[SequenceStep]:
+        token_1 = (np.array([self._tokens[n][at]], np.int64) for n in numbers)
+        return [SequenceStep(cache=c, tokens=t, select=True) for c, t in zip(caches, token_1, strict=True)]
+
+    def _rewind(self, numbers: Sequence[int]) -> None:
+        for n in numbers:
+            self._caches[n].truncate(LEAD)
+
+    def seconds_a_step(self, batch: int) -> float:
+        """Run the first `batch` sequences through their steps; returns the mean time of one."""
+        numbers, caches = range(batch), self._caches[:batch]
+        steps = [self._steps(numbers, caches, LEAD + n) for n in range(STEPS)]
+        began = time.perf_counter()
+        for step in steps:
+            self._model.executor.step(step)
+        taken = time.perf_counter() - began
+        self._rewind(numbers)
+        return taken / STEPS
+
+    def shares(self, batch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(Own share, union's share) of each layer, for the first `batch` sequences."""
+        if self._kept is None:
+            ones_L = (1.0,) * self._model.manifest.decoder.n_layers
+            return ones_L, ones_L
+        some = [kept_LBN[:, :batch] for kept_LBN in self._kept_LBN]
+        own_L = np.mean([kept_LBN.mean((1, 2)) for kept_LBN in some], axis=0)
+        union_L = np.mean([kept_LBN.any(1).mean(1) for kept_LBN in some], axis=0)
+        return tuple(own_L.tolist()), tuple(union_L.tolist())

@@ -1,0 +1,88 @@
+"""`pi-run --bench` as its user meets it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pi_runtime.bench.sequences import Sequences
+
+Run = Callable[..., tuple[int, str, str]]
+
+BRIEF = ("--bench", "--batches", "1,3", "--prompt-tokens", "5,500", "--repetitions", "2", "--device", "cpu")
+LEFT_OUT = [f"{mode}, prompt of 500: the context has 96 tokens; see --ctx-size" for mode in ("auto", "dense")]
+
+
+def test_json(run: Run, random_path: Path) -> None:
+    code, out, err = run(random_path, *BRIEF, "--json", "--threads", 1)
+    found = json.loads(out)
+    assert code == 0
+    assert err.endswith("".join(f"left out: {reason}\n" for reason in LEFT_OUT))
+    assert found.keys() == {
+        "artifact", "bytes", "digest", "processor", "isa", "device", "threads", "rows", "left_out",
+    }  # fmt: skip
+    assert (found["bytes"], found["device"], found["threads"]) == (random_path.stat().st_size, "cpu", 1)
+    assert found["digest"].encode() in random_path.read_bytes()
+    assert found["left_out"] == LEFT_OUT
+    assert [(r["mode"], r["phase"], r["batch"], r["tokens"]) for r in found["rows"]] == [
+        (mode, *test) for mode in ("auto", "dense") for test in [("decode", 1, 1), ("decode", 3, 1), ("prompt", 1, 5)]
+    ]
+    row = found["rows"][1]
+    assert row.keys() == {
+        "mode", "phase", "batch", "tokens", "repetitions", "tokens_per_s", "tokens_per_s_deviation", "seconds",
+        "own_share_by_layer", "union_share_by_layer",
+    }  # fmt: skip
+    assert len(row["union_share_by_layer"]) == 3
+    assert row["repetitions"] == len(row["seconds"]) == 2
+
+
+def test_a_table(run: Run, random_path: Path) -> None:
+    code, out, _ = run(random_path, *BRIEF)
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0].startswith("artifact   random.pi, ")
+    head = next(n for n, line in enumerate(lines) if line.startswith("mode"))
+    assert lines[head].split() == ["mode", "test", "tokens/s", "×", "alone", "ms", "own", "union", "(layers)", "runs"]
+    assert [line.split()[:3] for line in lines[head + 1 :]][:3] == [
+        ["auto", "decode", "×"], ["auto", "decode", "×"], ["auto", "prompt", "of"]
+    ]  # fmt: skip
+    assert lines[head + 4].endswith("100.0%  100.0% (100.0% to 100.0%)     2")
+
+
+def test_markdown(run: Run, random_path: Path) -> None:
+    code, out, _ = run(random_path, *BRIEF, "--md")
+    told, empty, head, rule, *rows = out.splitlines()
+    assert code == 0
+    assert told.startswith("random.pi, ")
+    assert empty == ""
+    assert (head.count("|"), rule.count("|"), len(rows)) == (9, 9, 6)
+    assert all(row.count("|") == 9 for row in rows)
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--md"]], ids=["text", "json", "markdown"])
+def test_ctrl_c_prints_what_there_is(
+    run: Run, random_path: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, measure = [], Sequences.seconds_a_step
+
+    def interrupted(sequences: Sequences, batch: int) -> float:
+        calls.append(batch)
+        if batch == 3:
+            raise KeyboardInterrupt
+        return measure(sequences, batch)
+
+    monkeypatch.setattr(Sequences, "seconds_a_step", interrupted)
+    code, out, err = run(random_path, *BRIEF, *flags)
+    assert (code, calls) == (130, [1, 1, 1, 3])
+    assert "decode" in out
+    assert "dense" not in out
+    assert err.endswith("interrupted\n")
+
+
+def test_ctrl_c_before_anything_is_measured(run: Run, random_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(sequences: Sequences, batch: int) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Sequences, "seconds_a_step", interrupted)
+    assert run(random_path, *BRIEF)[:2] == (130, "")
