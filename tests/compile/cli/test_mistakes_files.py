@@ -219,4 +219,4 @@ def test_a_context_longer_than_the_model_has(fails: Fails, artifact: Path) -> No
 
 
 def test_neither_prompt_nor_chat(fails: Fails, artifact: Path) -> None:
-    assert "give one of --prompt TEXT, --prompts FILE and --chat" in fails(USAGE, artifact, app=pi_run)
+    assert "give one of --prompt TEXT" in fails(USAGE, artifact, app=pi_run)
