@@ -72,7 +72,6 @@ class Chunks(NamedTuple):
     neurons: int
     tokens: int
     """Room for so many tokens."""
-    candidates_F: int
     list_CK: int
     count_C: int
     h_CTK: int
@@ -90,7 +89,6 @@ def chunks_of(cfg: KernelConfig, ws: Workspace) -> Chunks:
     return Chunks(
         cfg.d_ff,
         ws.x_TD.shape[0],
-        address_of(ws.candidates_F),
         address_of(ws.list_CK),
         address_of(ws.count_C),
         address_of(ws.h_CTK),
@@ -191,17 +189,6 @@ def _list_range(chunk: int, low: int, high: int, list_K: Ints) -> int:
             count += 1
         group += CHUNKS
     return count
-
-
-@device
-def deal(candidates_F: Ints, count: int, m: Chunks) -> None:
-    """Deal `count` neurons in ascending order to the chunks' lists."""
-    count_C = counts_of(m)
-    count_C[:] = 0
-    for k in range(count):
-        chunk = _turn(candidates_F[k] // GROUP % CHUNKS)
-        list_of(m, chunk)[count_C[chunk]] = candidates_F[k]
-        count_C[chunk] += 1
 
 
 @device
@@ -318,11 +305,10 @@ def scored_of(m: Chunks, tokens: int) -> Ints:
 
 @loop_body
 def _first_chunk(
-    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, low: int, high: int, given: bool,
-    chunk: int,
-) -> None:  # fmt: skip
-    """List what fires in one chunk for a few tokens. `given`: the chunk's list is there."""
-    named, own, count = _begin_chunk(m, low, high, given, token_N, chunk), _lists_of(m, chunk), counts_of(m)[chunk]
+    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, low: int, high: int, chunk: int
+) -> None:
+    """List what fires in one chunk for a few tokens."""
+    named, own, count = _begin_chunk(m, low, high, token_N, chunk), _lists_of(m, chunk), counts_of(m)[chunk]
     list_K, begin, block, neurons = list_of(m, chunk)[:count], 0, 0, _block_neurons(cfg, w)
     own.size_2[1] = 0
     while begin < count:
@@ -357,7 +343,7 @@ def _fire_chunk(
 ) -> None:  # fmt: skip
     """One chunk up to its factors for many tokens, a few at a time."""
     tokens, list_K, own = token_N.shape[0], list_of(m, chunk), _lists_of(m, chunk)
-    named, none_0P = _begin_chunk(m, low, high, False, token_N, chunk), _sums_of(cfg, m, chunk, 0)
+    named, none_0P = _begin_chunk(m, low, high, token_N, chunk), _sums_of(cfg, m, chunk, 0)
     begin, count, neurons, scored_N = 0, counts_of(m)[chunk], _block_neurons(cfg, w), scored_of(m, tokens)
     while begin < count:
         end = _block_end(neurons, list_K, begin, count)
@@ -370,11 +356,10 @@ def _fire_chunk(
 
 
 @device
-def _begin_chunk(m: Chunks, low: int, high: int, given: bool, token_N: Ints, chunk: int) -> bool:
-    """List the chunk's neurons, if they are not given; returns whether a selector names some of them."""
+def _begin_chunk(m: Chunks, low: int, high: int, token_N: Ints, chunk: int) -> bool:
+    """List the chunk's neurons; returns whether a selector names some of them."""
     tokens, named = token_N.shape[0], False
-    if not given:
-        counts_of(m)[chunk] = _list_range(chunk, low, high, list_of(m, chunk))
+    counts_of(m)[chunk] = _list_range(chunk, low, high, list_of(m, chunk))
     tally_of(m, chunk, tokens)[:] = 0
     for n in range(tokens):
         named |= scored_of(m, tokens)[n] >= 0
@@ -666,12 +651,12 @@ def _sum_tiles_of(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, part: in
 
 def _fire_few(
     cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
-    high: int, given: bool,
+    high: int,
 ) -> None:  # fmt: skip
     _first_chunk()
     _rest_chunk()
     for chunk in prange(CHUNKS):
-        _first_chunk(cfg, w, m, x, token_N, select_N, low, high, given, chunk)
+        _first_chunk(cfg, w, m, x, token_N, select_N, low, high, chunk)
     for chunk in prange(CHUNKS):
         _rest_chunk(cfg, w, m, x, token_N, route_weight_N, chunk)
 
@@ -719,7 +704,7 @@ def _scored(w: Ints, token_N: Ints, select_N: Ints, given: bool, m: Chunks) -> i
     tokens, asked = token_N.shape[0], 0
     scored_N, asking_N = scored_of(m, tokens), carray(pointer_of(m.asking_T), (tokens,), np.int64)
     for n in range(tokens):
-        asks = selects(w) and not given and select_N[n] != 0
+        asks = (selects(w) or given) and select_N[n] != 0
         scored_N[n] = asked if asks else -1
         if asks:
             asking_N[asked] = token_N[n]
@@ -734,20 +719,20 @@ def neurons(
 ) -> None:  # fmt: skip
     """y ← y + the neurons of one expert for its tokens, whose inputs are prepared; `tally_T3` ← tally + their counts.
 
-    `given`: of the neurons [low, high), those on the chunks' lists.
+    `given`: the scores of the tokens that select are there, in the order of these tokens.
     """
     tokens = token_N.shape[0]
     scored = _scored(w, token_N, select_N, given, m)
-    if scored > 0:
+    if scored > 0 and not given:
         score(cfg, w, x_TD, carray(pointer_of(m.asking_T), (scored,), np.int64), low, high, threads, x)
     if threads is None:
-        _serial_fire(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given)
+        _serial_fire(cfg, w, m, x, token_N, select_N, route_weight_N, low, high)
         _serial_merge(cfg, m, token_N, y_TD)
     else:
         if count_all:
             _count(cfg, w, m, x, token_N, select_N, route_weight_N, low, high)
         elif tokens <= FEW_TOKENS:
-            _parallel_fire(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given)
+            _parallel_fire(cfg, w, m, x, token_N, select_N, route_weight_N, low, high)
         else:
             _fire_many(cfg, w, m, x, token_N, select_N, route_weight_N, low, high)
         if tokens <= FEW_TOKENS:

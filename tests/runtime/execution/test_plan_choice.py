@@ -77,7 +77,7 @@ def allocated_for(manifest: Manifest, taken: Allocation) -> int:
     on_gpu = plan.attention.count("gpu")
     total += kv_cache(d, manifest.formats["attention"], taken.context, on_gpu).in_ram().nbytes
     for table in (
-        gpu_workspace(d, max(layer.rank or 0 for layer in manifest.layers), taken.context),
+        gpu_workspace(d, max(layer.rank or 0 for layer in manifest.layers), taken.context, taken.batch_tokens),
         gpu_prompt_block(d, taken.block_tokens),
         gpu_products(d, taken.block_tokens),
     ):
