@@ -64,29 +64,20 @@ class KVResidency:
         """
         if not self._layers:
             return
-        self._residents = [resident for resident in self._residents if resident.cache is not None]
-        wanted = {id(cache): cache for cache in caches}
-        running = [resident for resident in self._residents if id(resident.cache) in wanted]
-        others = [resident for resident in self._residents if id(resident.cache) not in wanted]
-        needed = [pages_of(cache.length + positions) for cache in caches]
+        held = {id(resident.cache): resident for resident in self._residents if resident.cache is not None}
+        own = [held.pop(id(cache), None) for cache in caches]
+        others, needed = list(held.values()), [pages_of(cache.length + positions) for cache in caches]
         while sum(needed) > self._pages - sum(len(resident.pages) for resident in others):
             leaving = others.pop(0)
             self._write_back(leaving)
             self._forget(leaving)
-        by_cache = {id(resident.cache): resident for resident in running}
-        for cache, count in zip(caches, needed, strict=True):
-            if id(cache) in by_cache:
-                del by_cache[id(cache)].pages[count:]
-        self._residents = [*others, *running]
-        for cache, count, table_L in zip(caches, needed, table_ML, strict=True):
-            resident = by_cache.get(id(cache))
-            if resident is None:
-                resident = _Resident(weakref.ref(cache), self._free()[:count])
-                self._residents.append(resident)
-                self._to_device(cache, resident)
-                cache.write_back = partial(self._write_back, resident)
-            else:
-                resident.pages.extend(self._free()[: count - len(resident.pages)])
+        for resident, count in zip(own, needed, strict=True):
+            if resident is not None:
+                del resident.pages[count:]
+        self._residents = [*others, *(resident for resident in own if resident is not None)]
+        for cache, found, count, table_L in zip(caches, own, needed, table_ML, strict=True):
+            resident = self._bring(cache, count) if found is None else found
+            resident.pages.extend(self._free()[: count - len(resident.pages)])
             table_L[:count] = resident.pages
 
     def release(self) -> None:
@@ -103,11 +94,16 @@ class KVResidency:
         if (cache := resident.cache) is not None:
             cache.write_back = None
 
-    def _to_device(self, cache: KVCache, resident: _Resident) -> None:
+    def _bring(self, cache: KVCache, pages: int) -> _Resident:
+        """Copy a sequence's keys and values into so many pages of the GPU."""
+        resident = _Resident(weakref.ref(cache), self._free()[:pages])
+        self._residents.append(resident)
         for layer, device_P2GSE in self._layers.items():
             for page, values in zip(resident.pages, cache.page_values(), strict=False):
                 device_P2GSE[page].copy_(torch.from_numpy(np.stack(by_position(values[layer]))))
         self._device.synchronize()
+        cache.write_back = partial(self._write_back, resident)
+        return resident
 
     def _write_back(self, resident: _Resident) -> None:
         """Copy a sequence's keys and values to its pages in RAM."""

@@ -32,7 +32,7 @@ SHAPES = {"plain": {}, "experts": {"n_experts": 3, "experts_per_token": 2}, "nar
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_the_cpus_workspace_is_what_is_counted(family: str, shape: dict[str, int]) -> None:
     decoder = small_decoder(family, d_ff=200, **shape)
-    workspace = allocate_workspace(decoder, "f32", 7, tokens=5)
+    workspace = allocate_workspace(decoder, 7, tokens=5)
     assert tuple(cpu_workspace(decoder, 7, 5)) == Workspace._fields
     allocated = sum(array.nbytes for array in (*workspace, *rotary_table(decoder, 50)))
     assert allocated == workspace_bytes(decoder, 7, 5, 50)
