@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
     "experts": (IN_EXPERTS, FEW_HEADS | EXPERTS),
     "whole layers on either side": (MIXED, FEW_HEADS | {"fmt": "f16"}),
     "all on the GPU, OPT": (ALL_ON_GPU, FEW_HEADS | {"family": "opt"}),
-    "q4": (SPLIT, FEW_HEADS | {"fmt": "q4", "d_model": 296, "head_dim": 40}),
+    "q4": (SPLIT, FEW_HEADS | {"fmt": "q4"}),
     "signs, a threshold and dense": (SPLIT, FEW_HEADS | {"layers": OTHERS}),
 }
 
