@@ -33,6 +33,7 @@ def _take(expert_MK: Ints, expert: int, token_N: Ints, slot_N: Ints) -> int:
             if expert_MK[token, slot] == expert:
                 token_N[count], slot_N[count] = token, slot
                 count += 1
+                break  # an expert is taken once, or there would be more than there is room for
     return count
 
 
