@@ -130,7 +130,6 @@ def test_a_placement_leaves_room_for_prompts(share: int, tmp_path: Path, monkeyp
         taken = allocation(manifest, plan, CONTEXT, plan.used_bytes)
         assert taken.total <= plan.used_bytes
         assert taken.block_tokens > 1 or share == 64
-        assert taken.batch_tokens > 1 or share == 64
         assert taken.streamed or share == 64 or part == 1
 
 
