@@ -9,7 +9,7 @@ VRAM is bytes of GPU memory. RAM is bytes of all that is not on the GPU alone.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 
 import numpy as np
@@ -18,6 +18,7 @@ from pi_compile.cost_model import CPU, GPU, Costs, Ints, TokenTime, Workload, co
 from pi_compile.machine import Machine
 from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath
 from pi_runtime.artifact.buffers import (
+    decoded_together,
     gpu_workspace_bytes,
     kv_bytes,
     prompt_block,
@@ -161,18 +162,19 @@ def _gpu_workspace(work: Workload, rank: int, model: int) -> int:
     """The GPU's buffers for decoding and for blocks of a prompt, and the padding between its weights.
 
     Blocks are as large as `PROMPT_SHARE` allows, together with the room for cold weights that long prompts bring to the
-    GPU.
+    GPU; then as many tokens are decoded together.
     """
 
     decoder = work.decoder
     specs = array_specs(decoder, work.formats, [how.predictor for how in work.layers], profiled=False)
 
-    def needs(tokens: int) -> int:
-        return gpu_workspace_bytes(decoder, rank, work.context, tokens)
+    def needs(batch: int, tokens: int) -> int:
+        return gpu_workspace_bytes(decoder, rank, work.context, batch, tokens)
 
-    room = needs(1) + model // PROMPT_SHARE
-    tokens, streamed = prompt_block(needs, streamed_bytes(specs, decoder), room)
-    return weight_padding(specs) + needs(tokens) + streamed
+    room = needs(1, 1) + model // PROMPT_SHARE
+    tokens, streamed = prompt_block(partial(needs, 1), streamed_bytes(specs, decoder), room)
+    batch = decoded_together(lambda batch: needs(batch, tokens) + streamed, room)
+    return weight_padding(specs) + needs(batch, tokens) + streamed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,13 +4,14 @@ Executors allocate what a table holds. Placing, planning, packing and choosing a
 counted is what is allocated. A further buffer is one more entry.
 
 Shape letters: T tokens of a block, D model width, W width of the embedding, H heads, G key-value heads, E head width,
-Q = (H + 2 G) E, O = H E, X experts of which a token goes to K, F neurons of one expert (on the GPU of all K), R rank of
-a predictor, V vocabulary, L layers, S positions, J pairs of columns that are rotated, P padded columns, C chunks, N
-neurons of one dense product.
+Q = (H + 2 G) E, O = H E, M tokens that are decoded together, X experts of which a token goes to K, F neurons of one
+expert (on the GPU of all K), R rank of a predictor, V vocabulary, L layers, S positions, J pairs of columns that are
+rotated, P padded columns, C chunks, N neurons of one dense product.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -37,6 +38,8 @@ from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.schema import ArrayEntry
 from pi_runtime.artifact.sizes import ArraySpec, without_scales
 
+BATCH_TOKENS = (8, 4, 2, 1)
+"""Numbers of tokens, each of its own sequence, that a GPU has room to decode together."""
 PROMPT_TOKENS = (512, 256, 128, 64, 16, 1)
 """Sizes of a prompt's blocks on a GPU."""
 STREAMED_TOKENS = 64
@@ -91,9 +94,14 @@ def cache_format(attention: str, wanted: str = "auto") -> str:
 
 
 def kv_cache(d: Decoder, attention: str, positions: int, layers: int) -> Buffer:
-    """Keys and values (L, 2, G, S, E) of so many layers and positions, in the usual format."""
+    """Keys and values of so many layers on a GPU, in whole pages (2, G, S, E) for so many positions."""
     dtype = "float32" if cache_format(attention) == "f32" else "float16"
-    return Buffer((layers, 2, d.n_kv_heads, positions, d.head_dim), dtype)
+    return Buffer((layers, kv_pages(positions), 2, d.n_kv_heads, POSITIONS, d.head_dim), dtype)
+
+
+def kv_pages(positions: int) -> int:
+    """Pages that hold so many positions."""
+    return -(-positions // POSITIONS)
 
 
 def kv_page(d: Decoder, fmt: str) -> Buffer:
@@ -154,7 +162,6 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16") -> dic
         "low_rank_inputs": Buffer((t * input_nbytes(rank),), "uint8"),
         "score_TF": Buffer((t, d.d_ff)),
         "signs_TW": Buffer((t, sign_words(d.d_model)), "uint64"),
-        "candidates_F": Buffer((d.d_ff,), "int64"),
         "list_CK": Buffer((CHUNKS, places), "int64"),
         "count_C": Buffer((CHUNKS,), "int64"),
         "h_CTK": Buffer((CHUNKS, t, places)),
@@ -164,7 +171,6 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16") -> dic
         "tally_CT3": Buffer((CHUNKS, t, 3), "int64"),
         "sums_CTP": Buffer((CHUNKS, min(t, FEW_TOKENS), padded_width(d.d_model))),
         "scratch_CX": Buffer((CHUNKS, ffn_floats(d.d_ff))),
-        "rows_L2": Buffer((d.n_layers, 2), "int64", fill=0),
         "counts_LT3": Buffer((d.n_layers, t, 3), "int64", fill=0),
         "logits_TV": Buffer((t, d.vocab_size)),
     }
@@ -180,65 +186,78 @@ def handover_slots(d: Decoder) -> int:
     return d.experts_per_token if d.n_experts > 1 else 0
 
 
-def handover_words(d: Decoder) -> int:
+def handover_ends(d_model: int, slots: int, tokens: int) -> list[int]:
+    """Where the parts of a handover end that come before its rows, in words of 4 bytes: each begins a vector load.
+
+    They are the tokens' inputs, their experts' weights, their experts and the number of their rows.
+    """
+    return list(accumulate(-(-tokens * words // 4) * 4 for words in (d_model, slots, slots, 1)))
+
+
+def handover_words(d: Decoder, tokens: int) -> int:
     """Words of 4 bytes of a handover between GPU and CPU (see `cuda.memory.handover`)."""
-    return d.d_model + 2 * handover_slots(d) + 1 + d.experts_per_token * d.d_ff
+    return handover_ends(d.d_model, handover_slots(d), tokens)[-1] + tokens * d.experts_per_token * d.d_ff
 
 
-def gpu_workspace(d: Decoder, rank: int, context: int) -> dict[str, Buffer]:
-    """Buffers on a GPU for decoding, and for predictors up to this rank.
+def token_words(context: int, tokens: int) -> int:
+    """Numbers that say which tokens are decoded and where: ids, positions, and tables of pages."""
+    return tokens * (2 + kv_pages(context))
+
+
+def gpu_workspace(d: Decoder, rank: int, context: int, tokens: int) -> dict[str, Buffer]:
+    """Buffers on a GPU for decoding so many tokens together, and for predictors up to this rank.
 
     `cuda.memory.workspace.Workspace` says what each is for.
     """
+    m = tokens
     experts = d.n_experts if d.n_experts > 1 else 0
     listed = d.experts_per_token * d.d_ff
     routed = listed if experts else 0
     mixed = d.n_heads * d.head_dim
     return {
-        "token": Buffer((1,), "int64"),
-        "position": Buffer((1,), "int64"),
-        "x_D": Buffer((d.d_model,)),
-        "narrow_W": Buffer((narrow_width(d),)),
-        "handover": Buffer((handover_words(d),), "int32"),
-        "qkv_Q": Buffer((mixed + 2 * d.n_kv_heads * d.head_dim,)),
-        "attn_out_O": Buffer((mixed,)),
-        "partial_out": Buffer((ATTENTION_SPLITS * mixed,)),
-        "partial_max": Buffer((ATTENTION_SPLITS * d.n_heads,)),
-        "partial_sum": Buffer((ATTENTION_SPLITS * d.n_heads,)),
-        "r_R": Buffer((d.experts_per_token * max(rank, 1),)),
-        "router_X": Buffer((experts,)),
+        "token_words": Buffer((token_words(context, m),), "int64"),
+        "x_MD": Buffer((m, d.d_model)),
+        "narrow_MW": Buffer((m, narrow_width(d))),
+        "handover": Buffer((handover_words(d, m),), "int32"),
+        "qkv_MQ": Buffer((m, mixed + 2 * d.n_kv_heads * d.head_dim)),
+        "attn_out_MO": Buffer((m, mixed)),
+        "partial_out": Buffer((m * ATTENTION_SPLITS * mixed,)),
+        "partial_max": Buffer((m * ATTENTION_SPLITS * d.n_heads,)),
+        "partial_sum": Buffer((m * ATTENTION_SPLITS * d.n_heads,)),
+        "r_MR": Buffer((m, d.experts_per_token * max(rank, 1))),
+        "router_MX": Buffer((m, experts)),
         "cuts_L2X": Buffer((d.n_layers, 2, experts), "int32"),
-        "marks_F": Buffer((listed,)),
-        "counts_F": Buffer((listed,), "int32"),
-        **_list("hot", listed),
-        **_list("expert_hot", routed),
-        "expert_hot_rows_F": Buffer((routed,), "int32"),
-        **_list("expert_cold", routed),
-        "h_F": Buffer((listed,)),
-        **_list("kept", listed),
-        "kept_h_F": Buffer((listed,)),
-        "sums_SD": Buffer((FFN_SPLITS, d.d_model)),
-        "host_sum_D": Buffer((d.d_model,)),
-        "rows_L2": Buffer((d.n_layers, 2), "int32"),
-        "logits_V": Buffer((d.vocab_size,)),
+        "marks_MF": Buffer((m, listed)),
+        "counts_MF": Buffer((m, listed), "int32"),
+        **_lists("hot", m, listed),
+        **_lists("expert_hot", m, routed),
+        "expert_hot_rows_MF": Buffer((m, routed), "int32"),
+        **_lists("expert_cold", m, routed),
+        "h_MF": Buffer((m, listed)),
+        **_lists("kept", m, listed),
+        "kept_h_MF": Buffer((m, listed)),
+        "sums_flat": Buffer((m * FFN_SPLITS * d.d_model,)),
+        "host_sum_MD": Buffer((m, d.d_model)),
+        "rows_ML2": Buffer((m, d.n_layers, 2), "int32"),
+        "logits_MV": Buffer((m, d.vocab_size)),
         **rotary_tables(d, context),
     }
 
 
-def _list(name: str, room: int) -> dict[str, Buffer]:
-    """A list of neurons on a GPU, and how many it holds."""
-    return {f"{name}_index_F": Buffer((room,), "int32"), f"{name}_count": Buffer((1,), "int32")}
+def _lists(name: str, tokens: int, room: int) -> dict[str, Buffer]:
+    """A list of neurons for each token on a GPU, and how many it holds."""
+    return {f"{name}_index_MF": Buffer((tokens, room), "int32"), f"{name}_length_M": Buffer((tokens,), "int32")}
 
 
-def pinned_buffers(d: Decoder) -> dict[str, Buffer]:
-    """Pinned RAM that GPU and CPU copy from and to while a token is decoded."""
-    handover, x_D = Buffer((handover_words(d),), "int32"), Buffer((d.d_model,))
+def pinned_buffers(d: Decoder, context: int, tokens: int) -> dict[str, Buffer]:
+    """Pinned RAM that GPU and CPU copy from and to while so many tokens are decoded."""
+    handover, x_MD = Buffer((handover_words(d, tokens),), "int32"), Buffer((tokens, d.d_model))
     return {
-        "token": Buffer((2,), "int64"),
+        "token_words": Buffer((token_words(context, tokens),), "int64"),
         **dict.fromkeys(("handover_to_host", "handover_to_device"), handover),
-        **dict.fromkeys(("sum_to_host", "sum_to_device", "x_to_host", "x_to_device"), x_D),
-        "logits": Buffer((d.vocab_size,)),
-        "rows_L2": Buffer((d.n_layers, 2), "int32"),
+        **dict.fromkeys(("sum_to_host", "sum_to_device", "x_to_host", "x_to_device"), x_MD),
+        "logits_MV": Buffer((tokens, d.vocab_size)),
+        "rows_ML2": Buffer((tokens, d.n_layers, 2), "int32"),
     }
 
 
@@ -280,9 +299,9 @@ def gpu_products(d: Decoder, tokens: int) -> dict[str, Buffer]:
     }
 
 
-def gpu_workspace_bytes(d: Decoder, rank: int, context: int, tokens: int) -> int:
-    """Bytes of a GPU's buffers for decoding, and for prompts in blocks of so many tokens."""
-    return table_bytes(gpu_workspace(d, rank, context), gpu_prompt_block(d, tokens), gpu_products(d, tokens))
+def gpu_workspace_bytes(d: Decoder, rank: int, context: int, batch: int, tokens: int) -> int:
+    """Bytes of a GPU's buffers for decoding `batch` tokens together, and for prompts in blocks of so many tokens."""
+    return table_bytes(gpu_workspace(d, rank, context, batch), gpu_prompt_block(d, tokens), gpu_products(d, tokens))
 
 
 def weight_chunk(arrays: StoredArrays, d: Decoder) -> dict[str, Buffer]:
@@ -325,3 +344,8 @@ def prompt_block(needs: Callable[[int], int], pieces: int, room: int) -> tuple[i
         if needs(tokens) <= room:
             return tokens, 0
     return PROMPT_TOKENS[-1], 0
+
+
+def decoded_together(needs: Callable[[int], int], room: int) -> int:
+    """Tokens, each of its own sequence, that a GPU decodes together: as many as need no more than `room`, or one."""
+    return next((tokens for tokens in BATCH_TOKENS if needs(tokens) <= room), BATCH_TOKENS[-1])

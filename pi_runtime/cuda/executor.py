@@ -1,11 +1,12 @@
 """Runs one artifact on a GPU and the CPU together, by a plan.
 
-Shape letters: L layers, X experts, D model width, V vocabulary, T tokens, J pairs of columns that are rotated.
+Shape letters: L layers, X experts, D model width, V vocabulary, T tokens, M tokens that are decoded together, J pairs
+of columns that are rotated.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numba
 import numpy as np
@@ -35,8 +36,20 @@ from pi_runtime.execution.plan_layout import GPU, cuts_of, placed_arrays
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """The schedule of so many tokens that are decoded together."""
+
+    host_ops: HostOps
+    runs: tuple[Op, ...]
+
+
 class CudaExecutor:
     """Decodes by a schedule of calls (see `schedule`); reads prompts dense, in large blocks (see `prefill`).
+
+    Sequences of a step that bring one token with selection are decoded together, up to `Allocation.batch_tokens` and to
+    as many as the GPU's pages of keys and values hold; a token's bits do not depend on the others. Other sequences run
+    one after the other.
 
     Logits at every position with selection, as evaluation needs them, are those of decoding, token by token.
     """
@@ -66,33 +79,41 @@ class CudaExecutor:
             on_gpu = [layer for layer, side in enumerate(plan.attention) if side == GPU]
             table = {"cache": kv_cache(d, manifest.formats["attention"], context, len(on_gpu))}
             cache = dict(zip(on_gpu, allocate(table, device)["cache"], strict=True))
-            self._pinned = PinnedBuffers.allocate(d, device)
-            workspace = Workspace.allocate(d, self._host.largest_rank, context, device)
+            most = allocation.batch_tokens
+            self._pinned = PinnedBuffers.allocate(d, context, most, device)
+            workspace = Workspace.allocate(d, self._host.largest_rank, context, most, device)
             cuts = cuts_of(plan, d)
-            self.device_ops = DeviceOps(d, layers, cuts, loaded, device, workspace, cache, self._pinned)
-            self.host_ops = HostOps(self._host, layers, cuts, self._pinned, self.new_cache())
+            self._all_device_ops = DeviceOps(d, layers, cuts, loaded, device, workspace, cache, self._pinned)
+            self.device_ops = self._all_device_ops.of_first(1)
+            self.host_ops = HostOps(self._host, layers, cuts, self._pinned, 1)
             self._kv_residency = KVResidency(cache, device)
             self._stats = SelectionStats(self.device_ops, self.host_ops, device)
+            empty = self.new_cache()
+            empty.reserve(1)  # building the schedule runs a token
+            self.host_ops.move_to([empty], np.zeros(1, np.int64))
             self.calls = build_schedule(plan, self.device_ops, self.host_ops, device)
             device.synchronize()
             for values in cache.values():
                 values.zero_()
         self._prefill = self._make_prefill(artifact, stream_from)
-        self._runs = tuple(call.run for call in self.calls)
+        self._schedules = {1: Decoding(self.host_ops, tuple(call.run for call in self.calls))}
         self._runs_with_stats: tuple[Op, ...] = ()
         always = (c.hot if d.n_experts == 1 else 0 for c in cuts)
         self._implied_L2 = np.array([_implied_rows(how, cut) for how, cut in zip(layers, always, strict=True)])
-        self._token, self._device_rows_L2 = self._pinned.token.numpy(), self._pinned.rows_L2.numpy()
-        self._logits_V = self._pinned.logits.numpy() if plan.head == GPU else self._host.workspace.logits_TV[0]
+        self._device_rows_ML2 = self._pinned.rows_ML2.numpy()
+        self._logits_MV = self._pinned.logits_MV.numpy() if plan.head == GPU else self._host.workspace.logits_TV
 
     @property
     def rows_on_device(self) -> Ints:
-        """(layers, 2): rows of `first` read and neurons kept on the GPU, for the last token that was decoded."""
-        return self._device_rows_L2 + self._implied_L2
+        """(layers, 2): rows of `first` read and neurons kept on the GPU, for the last token that was decoded alone."""
+        return self._device_rows_ML2[0] + self._implied_L2
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
-        """Run the next tokens of some sequences, one sequence after the other."""
-        return self._host.step(sequences, lambda batch: [self._run(s) for s in batch], self.block_tokens)
+        """Run the next tokens of some sequences: weights are read once for those that are decoded together."""
+        # Steps are cut in order, so what decodes comes first.
+        order = sorted(range(len(sequences)), key=lambda n: not _decodes(sequences[n]))
+        results = self._host.step([sequences[n] for n in order], self._run_all, self.block_tokens)
+        return [result for _, result in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
 
     def new_pool(self, budget: int | None = None) -> PagePool:
         """Pages for caches of some sequences, together at most `budget` bytes."""
@@ -102,27 +123,52 @@ class CudaExecutor:
         """An empty cache for one sequence, in pages of a pool, or with a pool of its own."""
         return self._host.new_cache(pool)
 
-    def _run(self, s: SequenceStep) -> SequenceResult:
-        if len(s.tokens) > 1 and s.select and s.logits == "last":
-            return [self._run(replace(s, tokens=token_1)) for token_1 in np.split(s.tokens, len(s.tokens))][-1]
-        rows_L2 = counts_L3 = None
+    def _run_all(self, sequences: list[SequenceStep]) -> list[SequenceResult]:
+        """Run some sequences, of which those that decode come first, in batches; returns their results in order."""
         numba.set_num_threads(self._host.threads)
+        results: list[SequenceResult] = []
         with self.device.stream(), self._synchronised_on_error():
-            self._kv_residency.acquire(s.cache)
-            self.host_ops.move_to(s.cache, s.cache.length)
-            if s.logits == "all":
-                logits_TV = self._all_logits(s)
-                if s.count:
-                    most = min(self.block_tokens, BLOCK_TOKENS)
-                    counts_L3 = self._stats.tally(self._prefill.count_firing, most)
-                return SequenceResult(logits_TV=logits_TV, counts_L3=counts_L3)
-            if len(s.tokens) == 1 and s.select:
-                self._set_token(s.tokens)
-                rows_L2 = self._decode(self._runs)
-            else:
-                self._prefill.run(s.tokens)
+            decoding = [s for s in sequences if _decodes(s)]
+            while len(results) < len(decoding):
+                some = decoding[len(results) :][: self.allocation.batch_tokens]
+                results += self._decode_together(some[: self._kv_residency.fitting([s.cache for s in some])])
+            results += [self._run(s) for s in sequences[len(decoding) :]]
+        return results
+
+    def _run(self, s: SequenceStep) -> SequenceResult:
+        """Run one sequence that brings a prompt, or asks for the logits of all its tokens."""
+        counts_L3 = None
+        if len(s.tokens) > 1 and s.select and s.logits == "last":
+            return [
+                self._decode_together([replace(s, tokens=token_1)]) for token_1 in np.split(s.tokens, len(s.tokens))
+            ][-1][0]
+        if s.logits == "all":
+            logits_TV = self._all_logits(s)
+            if s.count:
+                most = min(self.block_tokens, BLOCK_TOKENS)
+                counts_L3 = self._stats.tally(self._prefill.count_firing, most)
+            return SequenceResult(logits_TV=logits_TV, counts_L3=counts_L3)
+        self._place(self.host_ops, [s.cache], s.tokens[:1], len(s.tokens))
+        self._prefill.run(s.tokens)
         s.cache.append(s.tokens, s.select)
-        return SequenceResult(logits_TV=self._logits_V[None].copy(), rows_L2=rows_L2)
+        return SequenceResult(logits_TV=self._logits_MV[:1].copy())
+
+    def _decode_together(self, sequences: list[SequenceStep]) -> list[SequenceResult]:
+        """Decode a token of each of some sequences, which the GPU can hold at once."""
+        count, caches = len(sequences), [s.cache for s in sequences]
+        token_M = np.concatenate([s.tokens for s in sequences])
+        decoding = self._schedules.get(count)
+        host_ops = self.host_ops.of(count) if decoding is None else decoding.host_ops
+        self._place(host_ops, caches, token_M, 1)
+        if decoding is None:  # building it writes into the caches where these tokens will
+            plan, device_ops = self.allocation.plan, self._all_device_ops.of_first(count)
+            calls = build_schedule(plan, device_ops, host_ops, self.device)
+            decoding = self._schedules[count] = Decoding(host_ops, tuple(call.run for call in calls))
+        rows_ML2 = self._decode(decoding)
+        for s in sequences:
+            s.cache.append(s.tokens, s.select)
+        found = zip(self._logits_MV[:count].copy(), rows_ML2, strict=True)
+        return [SequenceResult(logits_TV=logits_V[None], rows_L2=rows_L2) for logits_V, rows_L2 in found]
 
     def _all_logits(self, s: SequenceStep) -> Floats:
         """Logits of all tokens: decoded one by one with selection, else read in dense blocks."""
@@ -130,19 +176,18 @@ class CudaExecutor:
         logits_TV = np.empty((len(tokens), self.device_ops.decoder.vocab_size), np.float32)
         if not s.select:
             for part in token_blocks(len(tokens), self.block_tokens):
-                self.host_ops.move_to(cache, cache.length)
+                self._place(self.host_ops, [cache], tokens[part][:1], part.stop - part.start)
                 self._prefill.all_logits(tokens[part], logits_TV[part])
                 cache.append(tokens[part], s.select)
             return logits_TV
         self._stats.clear()
         for n in range(len(tokens)):
-            self.host_ops.move_to(cache, cache.length)
-            self._set_token(tokens[n : n + 1])
+            self._place(self.host_ops, [cache], tokens[n : n + 1], 1)
             if not self._runs_with_stats:  # building it writes into the cache where this token will
                 calls = build_schedule(self.allocation.plan, self.device_ops, self.host_ops, self.device, self._stats)
                 self._runs_with_stats = tuple(call.run for call in calls)
-            self._stats.add(self._decode(self._runs_with_stats))
-            logits_TV[n] = self._logits_V
+            self._stats.add(self._decode(Decoding(self.host_ops, self._runs_with_stats))[0])
+            logits_TV[n] = self._logits_MV[0]
             cache.append(tokens[n : n + 1], s.select)
         return logits_TV
 
@@ -156,15 +201,19 @@ class CudaExecutor:
                 self.device.synchronize()
             raise
 
-    def _set_token(self, token_1: Ints) -> None:
-        self.host_ops.token_1[:] = token_1
-        self._token[0], self._token[1] = token_1[0], self.host_ops.start
+    def _place(self, host_ops: HostOps, caches: list[KVCache], token_M: Ints, positions: int) -> None:
+        """Let both sides go on behind these sequences: with a token of each, or with so many positions of one."""
+        words = self._pinned.token_words.first(len(caches))
+        words.id_M.numpy()[:], words.position_M.numpy()[:] = token_M, [cache.length for cache in caches]
+        self._kv_residency.acquire(caches, positions, words.table_ML.numpy())
+        host_ops.move_to(caches, token_M)
 
-    def _decode(self, runs: Sequence[Op]) -> Ints:
-        """Run a token through the schedule; returns (layers, 2) rows of `first` read and neurons kept."""
-        for run in runs:
+    def _decode(self, decoding: "Decoding") -> Ints:
+        """Run tokens through a schedule; returns for each (layers, 2) rows of `first` read and neurons kept."""
+        for run in decoding.runs:
             run()
-        return self._host.workspace.rows_L2 + self.rows_on_device
+        rows_ML2 = decoding.host_ops.rows_ML2
+        return rows_ML2 + self._device_rows_ML2[: len(rows_ML2)] + self._implied_L2
 
     def _make_prefill(self, artifact: Artifact, stream_from: int | None) -> Prefill:
         """A `Prefill`; it streams cold weights to the GPU if there are any, memory for them is left and it may pay."""
@@ -188,11 +237,16 @@ class CudaExecutor:
                 self._prefill.close()
             self._kv_residency.release()
             # Tensors, and the graphs that work in them, hold the GPU's memory.
-            self.calls, self._runs, self._runs_with_stats = (), (), ()
-            del self.device_ops, self.host_ops, self._prefill, self._kv_residency, self._stats
+            self.calls, self._schedules, self._runs_with_stats = (), {}, ()
+            del self.device_ops, self._all_device_ops, self.host_ops, self._prefill, self._kv_residency, self._stats
             with contextlib.suppress(RuntimeError):
                 self.device.limit(None)
         self._host.close()
+
+
+def _decodes(s: SequenceStep) -> bool:
+    """Whether a sequence brings one token with selection, and wants its logits alone."""
+    return len(s.tokens) == 1 and s.select and s.logits == "last"
 
 
 def layers_in_mode(manifest: Manifest, mode: str) -> tuple[Layer, ...]:

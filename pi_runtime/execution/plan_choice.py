@@ -2,17 +2,20 @@
 
 One rule holds for the GPU and for its stand-in. A plan fits if its weights, its cache and the buffers for one token are
 within the budget. Of the plans that fit, the one that uses most is taken. The rest of the budget goes to larger blocks
-of prompts.
+of prompts, then to more tokens that are decoded together.
 """
 
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 from pi_runtime.artifact.buffers import (
+    decoded_together,
     gpu_products,
     gpu_prompt_block,
     gpu_workspace,
+    gpu_workspace_bytes,
     kv_bytes,
     prompt_block,
     streamed_bytes,
@@ -49,6 +52,8 @@ class Allocation:
     """Keys and values of the layers whose attention is on the GPU."""
     workspace: int
     """Buffers for decoding."""
+    batch_tokens: int
+    """Most tokens, each of its own sequence, that are decoded together."""
     block_tokens: int
     """Most tokens of a prompt that are read at once."""
     block: int
@@ -73,20 +78,22 @@ def allocation(manifest: Manifest, plan: Plan, context: int, budget: int) -> All
     rank = max((layer.rank or 0 for layer in manifest.layers), default=0)
     weights = sum(array.nbytes for array in placed_arrays(manifest, plan)) + weight_padding(manifest.arrays)
     cache = plan.attention.count(GPU) * kv_bytes(d, manifest.formats["attention"], context)
-    workspace = table_bytes(gpu_workspace(d, rank, context))
     pieces = streamed_bytes(manifest.arrays, d) if any(cut < d.d_ff for cut in plan.cuts) else 0
+    room = budget - weights - cache
 
-    def block_bytes(tokens: int) -> int:
-        return table_bytes(gpu_prompt_block(d, tokens), gpu_products(d, tokens))
+    def needs(batch: int, tokens: int) -> int:
+        return gpu_workspace_bytes(d, rank, context, batch, tokens)
 
-    tokens, streamed = prompt_block(block_bytes, pieces, budget - weights - cache - workspace)
+    tokens, streamed = prompt_block(partial(needs, 1), pieces, room)
+    batch = decoded_together(lambda batch: needs(batch, tokens) + streamed, room)
     return Allocation(
         plan=plan,
         context=context,
         budget=budget,
         weights=weights,
         cache=cache,
-        workspace=workspace,
+        workspace=table_bytes(gpu_workspace(d, rank, context, batch)),
+        batch_tokens=batch,
         block_tokens=tokens,
         block=table_bytes(gpu_prompt_block(d, tokens)),
         products=table_bytes(gpu_products(d, tokens)),

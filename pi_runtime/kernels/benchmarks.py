@@ -137,10 +137,9 @@ class _TimedFfn:
 
     def nothing(self) -> None:
         """Compute the sum of no neurons."""
-        expert_K, route_weight_K, cut_X = np.zeros(1, np.int32), np.ones(1, np.float32), np.zeros(1, np.int64)
-        listed = True, 0, np.zeros(0, np.int32)
-        x_D, result = self._x_1D[0], (*self._memory, self._sum_1D[0])
-        cold_sum(self._cfg, self._row[None], x_D, expert_K, route_weight_K, cut_X, *listed, *result)
+        routing, cut_X = (np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)), np.zeros(1, np.int64)
+        listed, result = (True, np.zeros(1, np.int32), np.zeros((1, 0), np.int32)), (self._tally_13, self._sum_1D)
+        cold_sum(self._cfg, self._row[None], self._x_1D, *routing, cut_X, *listed, *self._memory, *result)
 
 
 def _gated(width: int, neurons: int) -> Decoder:

@@ -80,10 +80,9 @@ def input_format(cfg: KernelConfig, w: Ints) -> int:
 
 
 @device
-def _begin_chunk(m: Chunks, low: int, high: int, given: bool, tokens: int, chunk: int) -> bool:
-    """List the chunk's neurons, if they are not given; returns whether a selector names the neurons of some tokens."""
-    if not given:
-        counts_of(m)[chunk] = list_range(chunk, low, high, list_of(m, chunk))
+def _begin_chunk(m: Chunks, low: int, high: int, tokens: int, chunk: int) -> bool:
+    """List the chunk's neurons; returns whether a selector names those of some tokens."""
+    counts_of(m)[chunk] = list_range(chunk, low, high, list_of(m, chunk))
     tally_of(m, chunk, tokens)[:] = 0
     named = False
     for n in range(tokens):
@@ -93,12 +92,12 @@ def _begin_chunk(m: Chunks, low: int, high: int, given: bool, tokens: int, chunk
 
 @loop_body
 def _list_chunk(
-    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, low: int, high: int, given: bool,
+    cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, low: int, high: int,
     chunk: int,
 ) -> None:  # fmt: skip
-    """List what fires in one chunk for a few tokens. `given`: the chunk's list of neurons is there."""
+    """List what fires in one chunk for a few tokens."""
     tokens, own = token_N.shape[0], lists_of(m, chunk)
-    named, count = _begin_chunk(m, low, high, given, tokens, chunk), counts_of(m)[chunk]
+    named, count = _begin_chunk(m, low, high, tokens, chunk), counts_of(m)[chunk]
     list_K, neurons, scored_N = list_of(m, chunk)[:count], block_neurons(first_rows(cfg, w)), scored_of(m, tokens)
     begin, block = 0, 0
     own.size_2[1] = 0
@@ -134,7 +133,7 @@ def _factor_chunk(
 ) -> None:  # fmt: skip
     """Compute the factors of one chunk for many tokens, a few at a time."""
     tokens, list_K, own = token_N.shape[0], list_of(m, chunk), lists_of(m, chunk)
-    named, none_0P = _begin_chunk(m, low, high, False, tokens, chunk), sums_of(cfg, m, chunk, 0)
+    named, none_0P = _begin_chunk(m, low, high, tokens, chunk), sums_of(cfg, m, chunk, 0)
     begin, count, neurons, scored_N = 0, counts_of(m)[chunk], block_neurons(first_rows(cfg, w)), scored_of(m, tokens)
     while begin < count:
         end = block_end(neurons, list_K, begin, count)
@@ -156,7 +155,7 @@ def _count_chunk(
     So those that fire are counted, read or not.
     """
     tokens, list_K, gated = token_N.shape[0], list_of(m, chunk), cfg.rows_per_neuron == 2
-    _begin_chunk(m, low, high, False, tokens, chunk)
+    _begin_chunk(m, low, high, tokens, chunk)
     h_NK, up_NK, count = factors_of(m, chunk, tokens), ups_of(m, chunk, tokens), counts_of(m)[chunk]
     tally_N3, scored_N = tally_of(m, chunk, tokens), scored_of(m, tokens)
     products(cfg, first_rows(cfg, w), w[weight_table.FIRST_BIAS], x.inputs, token_N, list_K, 0, count, h_NK)
@@ -235,12 +234,12 @@ def _sum_some_tiles(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, part: 
 
 def _sums(
     cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
-    high: int, given: bool,
+    high: int,
 ) -> None:  # fmt: skip
     _list_chunk()
     _sum_chunk()
     for chunk in prange(CHUNKS):
-        _list_chunk(cfg, w, m, x, token_N, select_N, low, high, given, chunk)
+        _list_chunk(cfg, w, m, x, token_N, select_N, low, high, chunk)
     for chunk in prange(CHUNKS):
         _sum_chunk(cfg, w, m, x, token_N, route_weight_N, chunk)
 
@@ -288,7 +287,7 @@ def _scored(w: Ints, token_N: Ints, select_N: Ints, given: bool, m: Chunks) -> i
     tokens, asked = token_N.shape[0], 0
     scored_N, asking_N = scored_of(m, tokens), asking_of(m, tokens)
     for n in range(tokens):
-        asks = selects(w) and not given and select_N[n] != 0
+        asks = (selects(w) or given) and select_N[n] != 0
         scored_N[n] = asked if asks else -1
         if asks:
             asking_N[asked] = token_N[n]
@@ -303,21 +302,21 @@ def add_some(
 ) -> None:  # fmt: skip
     """y ← y + neurons of one expert for some tokens, whose inputs are prepared; `tally_T3` ← tally + their counts.
 
-    These are the neurons [low, high), or where they are `given` those on the chunks' lists. Without threads tokens are
-    few, and `count_all` does not count.
+    These are the neurons [low, high). `given`: the scores of the tokens that select are there, in the order of these
+    tokens. Without threads tokens are few, and `count_all` does not count.
     """
     tokens = token_N.shape[0]
     scored = _scored(w, token_N, select_N, given, m)
-    if scored > 0:
+    if scored > 0 and not given:
         score(cfg, w, x_TD, asking_of(m, scored), low, high, threads, x)
     if threads is None:
-        _serial_sums(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given)
+        _serial_sums(cfg, w, m, x, token_N, select_N, route_weight_N, low, high)
         _serial_merge(cfg, m, token_N, y_TD)
     else:
         if count_all:
             _count_chunks(cfg, w, m, x, token_N, select_N, route_weight_N, low, high)
         elif tokens <= FEW_TOKENS:
-            _parallel_sums(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, given)
+            _parallel_sums(cfg, w, m, x, token_N, select_N, route_weight_N, low, high)
         else:
             _factor_chunks(cfg, w, m, x, token_N, select_N, route_weight_N, low, high)
         if tokens <= FEW_TOKENS:

@@ -18,6 +18,7 @@ FEW = settings(
     phases=[Phase.explicit, Phase.generate],
 )
 FORMAT = st.sampled_from(WEIGHT_FORMATS)
+TOKENS = st.integers(1, 3)
 COLUMNS = st.sampled_from([1, 7, 31, 33, 64, 129, 256, 300, 545])
 TILING = st.builds(
     Tiling,
@@ -35,6 +36,11 @@ TILING = st.builds(
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32)
+
+
+def integers(device: torch.device, numbers: object) -> torch.Tensor:
+    """int32 on the device."""
+    return torch.tensor(np.array(numbers), dtype=torch.int32, device=device)
 
 
 class Stored:

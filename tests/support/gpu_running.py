@@ -71,7 +71,7 @@ SPLIT = plan_of(["gpu"] * LAYERS, (128, 64, 70))
 def running(path: Path, plan: Plan, gpu: Device, mode: str = "auto", **more: Any) -> Iterator[CudaExecutor]:
     options = {"stream_from": NEVER, **more}
     artifact = Artifact.open(path)
-    taken = allocation(artifact.manifest, plan, CONTEXT, options.pop("budget", ROOM))
+    taken = allocation(artifact.manifest, plan, options.pop("context", CONTEXT), options.pop("budget", ROOM))
     executor = CudaExecutor(artifact, mode, 1, taken, gpu, **options)
     try:
         yield executor
@@ -94,7 +94,7 @@ def weight_bytes(manifest: Manifest, plan: Plan) -> int:
 
 def allocated_bytes(executor: CudaExecutor) -> int:
     """Bytes of device memory that an executor holds, from the tensors themselves."""
-    ops, prefill = executor.device_ops, executor._prefill
+    ops, prefill = executor._all_device_ops, executor._prefill
     buffers = {name: getattr(prefill._buffers, name) for name in gpu_prompt_block(ops.decoder, 1)}
     streamed = [] if prefill._streamer is None else [chunk.arrays for chunk in prefill._streamer._buffers]
     held = _tensors([ops.workspace, ops.cache, ops.weights.arrays, buffers, streamed])

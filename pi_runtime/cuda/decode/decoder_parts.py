@@ -4,11 +4,12 @@
     x ← x + attention(norm(x))                   attention, which also leaves the FFN's input
     norm(x), as the head's matrix takes it       head_input
 
-One token goes through the kernels of decoding, which allocate nothing, so that graphs can be captured. A block of
-tokens goes through torch's dense products. The two also differ in the memory that they work in.
+Single tokens of some sequences go through the kernels of decoding, which allocate nothing, so that graphs can be
+captured. A block of one sequence's tokens goes through torch's dense products. The two also differ in the memory that
+they work in.
 
-Shape letters: T tokens, D model width, W width of the embedding, N rows of a matrix, H heads, G key-value heads, E head
-width, Q = (H + 2 G) E, O = H E, S positions that the cache holds.
+Shape letters: T tokens, D model width, W width of the embedding, H heads, G key-value heads, E head width,
+Q = (H + 2 G) E, O = H E, N rows of a matrix, or pages that the cache has, S positions of a page.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import torch
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.cuda.kernels import attention, gemm, residual, row_dot
-from pi_runtime.cuda.kernels.attention import AttentionPartials
+from pi_runtime.cuda.kernels.attention import AttentionPartials, Places
 from pi_runtime.cuda.kernels.dequantise import dequantise_rows
 from pi_runtime.cuda.kernels.matrix import DeviceMatrix
 from pi_runtime.cuda.kernels.tiling import Tiling
@@ -28,16 +29,16 @@ from pi_runtime.cuda.memory.workspace import Workspace
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """The parts of a decoder that are the same for one token and for a block, with the memory of their tokens."""
+    """The parts of a decoder that are the same for single tokens and for a block, with the memory of their tokens."""
 
     decoder: Decoder
     weights: DeviceWeights
     workspace: Workspace
     cache: Mapping[int, torch.Tensor]
-    """(2, G, S, E) for each layer whose attention is on the GPU."""
+    """(N, 2, G, S, E) for each layer whose attention is on the GPU."""
     tiling: Tiling
     partials: AttentionPartials | None
-    """What the attention of a single token works in; None where tokens come in blocks."""
+    """What the attention of single tokens works in; None where tokens come in blocks."""
     x_TD: torch.Tensor
     """The residual of as many tokens as there is room for."""
     normed_TD: torch.Tensor
@@ -61,8 +62,10 @@ class DecoderParts:
 
     def _narrow(self, tokens: int) -> torch.Tensor:
         """Room for rows of an embedding that is not as wide as the model."""
-        row_1W = self.workspace.narrow_W[None]
-        return row_1W if tokens == 1 else torch.empty(tokens, row_1W.shape[1], device=row_1W.device)
+        narrow_MW = self.workspace.narrow_MW
+        if tokens <= len(narrow_MW):
+            return narrow_MW[:tokens]
+        return torch.empty(tokens, narrow_MW.shape[1], device=narrow_MW.device)
 
     def attention(self, layer: int, tokens: int) -> None:
         """x ← x + attention(norm(x)), and normed ← the FFN's input; see `Decoder` for the forms of a block."""
@@ -79,9 +82,9 @@ class DecoderParts:
             self._norm(ffn_norm, x_TD, normed_TD)
         self._store_kv(layer, qkv_TQ)
         if self.partials is None:
-            attention.attend_block(qkv_TQ, self.workspace.position, self.cache[layer], out_TO)
+            attention.attend_block(qkv_TQ, self._places, self.cache[layer], out_TO)
         else:
-            attention.attend(qkv_TQ[0], self.workspace.position, self.cache[layer], self.partials, out_TO[0])
+            attention.attend(qkv_TQ, self._places, self.cache[layer], self.partials, out_TO)
         self._linear(f"{at}out", out_TO, x_TD, add=True)
         if d.block == "post-norm":
             self._norm(f"{at}norm", x_TD, x_TD)
@@ -89,13 +92,18 @@ class DecoderParts:
         elif d.block == "sequential":
             self._norm(ffn_norm, x_TD, normed_TD)
 
+    @property
+    def _places(self) -> Places:
+        words = self.workspace.token_words
+        return Places.of(words.position_M, words.table_ML)
+
     def _store_kv(self, layer: int, qkv_TQ: torch.Tensor) -> None:
         """Norms and angles of queries and keys; keys and values into the cache."""
         ws, at = self.workspace, f"layers/{layer}/attention/"
         q_norm, k_norm = self.weights.vector(f"{at}q_norm"), self.weights.vector(f"{at}k_norm")
         norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
         eps = self.decoder.norm_eps
-        attention.store_kv(qkv_TQ, ws.position, ws.cos_SJ, ws.sin_SJ, self.cache[layer], norms=norms, eps=eps)
+        attention.store_kv(qkv_TQ, self._places, ws.cos_SJ, ws.sin_SJ, self.cache[layer], norms=norms, eps=eps)
 
     def norm_after_ffn(self, layer: int, tokens: int) -> None:
         """x ← norm(x), where the decoder normalises after each part (post-norm)."""
@@ -122,7 +130,7 @@ class DecoderParts:
         """y ← x Wᵀ + bias, or y ← y + x Wᵀ + bias."""
         m, bias_N = self.weights.matrix(name), self.weights.vector(f"{name}_bias")
         if self.partials is not None:
-            row_dot.linear(m, bias_N, x_TD[0], y_TN[0], self.tiling, add=add)
+            row_dot.linear(m, bias_N, x_TD, y_TN, self.tiling, add=add)
         elif add:
             y_TN += gemm.linear(m, bias_N, x_TD, exact=self.exact)
         else:

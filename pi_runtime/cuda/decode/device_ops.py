@@ -1,18 +1,21 @@
-"""The GPU's work for one token, operation by operation; nothing here waits or asks for a number.
+"""The GPU's work for some tokens, each of its own sequence, operation by operation.
+
+Nothing here waits or asks for a number.
 
 x ← x + attention(norm(x))                  attention
 handover ← norm(x), selected cold rows      prepare_selector, select_cold, send_handover
 sums ← Σ hot h_i down_i                     select_hot, hot_sums
 x ← x + sums + the CPU's sum + bias         receive_sum, merge
 
-In a mixture of experts the router is where the attention is. The token's experts and their weights go with the FFN's
+In a mixture of experts the router is where the attention is. A token's experts and their weights go with the FFN's
 input. Their neurons on the GPU are a list, as selected neurons are. Selected cold rows are named by their rows in the
 whole layer (expert · F + neuron), hot ones by their rows on the GPU. Without experts the two are the same.
 
-Shape letters: D model width, F neurons of an expert, N of them, K experts of a token, L layers.
+Shape letters: M tokens, D model width, F neurons of an expert, N of them, K experts of a token, L layers, P pages, G
+key-value heads, S positions of a page, E head width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,51 +49,56 @@ class DeviceOps:
     device: Device
     workspace: Workspace
     cache: dict[int, torch.Tensor]
-    """(2, G, S, E) for each layer whose attention is on the GPU."""
+    """(P, 2, G, S, E) for each layer whose attention is on the GPU."""
     pinned: PinnedBuffers
 
     def __post_init__(self) -> None:
         d, ws = self.decoder, self.workspace
-        token = ws.x_D[None], ws.handover.x_D[None], ws.qkv_Q[None], ws.attn_out_O[None]
-        self.parts = DecoderParts(d, self.weights, ws, self.cache, self.device.tiling, ws.partials, *token)
+        self.tokens = len(ws.x_MD)
+        tokens = ws.x_MD, ws.handover.x_MD, ws.qkv_MQ, ws.attn_out_MO
+        self.parts = DecoderParts(d, self.weights, ws, self.cache, self.device.tiling, ws.partials, *tokens)
         self._routing: Routing | None = None
-        """The token's experts; None without experts."""
+        """The tokens' experts; None without experts."""
         if d.n_experts > 1:
-            self._routing = Routing(ws.handover.expert_K, ws.handover.route_weight_K)
+            self._routing = Routing(ws.handover.expert_MK, ws.handover.route_weight_MK)
             each = zip(self.cuts, ws.cuts_L2X, strict=True)
             self._device_cuts = [DeviceCuts.of(cuts, d.d_ff, cuts_2X) for cuts, cuts_2X in each]
 
-    def receive_token(self) -> None:
-        """Fetch the token's id and position from the host."""
-        self.workspace.token.copy_(self.pinned.token[:1], non_blocking=True)
-        self.workspace.position.copy_(self.pinned.token[1:], non_blocking=True)
+    def of_first(self, tokens: int) -> "DeviceOps":
+        """The same in the memory of the first tokens alone."""
+        return replace(self, workspace=self.workspace.first(tokens), pinned=self.pinned.first(tokens))
+
+    def receive_tokens(self) -> None:
+        """Fetch the tokens' ids, positions and tables of pages from the host."""
+        self.workspace.token_words.used.copy_(self.pinned.token_words.used, non_blocking=True)
 
     def embed(self) -> None:
-        self.parts.embed(self.workspace.token, self.workspace.position, 0)
+        words = self.workspace.token_words
+        self.parts.embed(words.id_M, words.position_M, 0)
 
     def attention(self, layer: int) -> None:
-        """x ← x + attention(norm(x)); the FFN's input, and the token's experts, into the handover."""
-        self.parts.attention(layer, 1)
+        """x ← x + attention(norm(x)); the FFN's input, and the tokens' experts, into the handover."""
+        self.parts.attention(layer, self.tokens)
         if self._routing is not None:
             ws, router = self.workspace, self.weights.matrix(f"layers/{layer}/ffn/router")
-            linear(router, None, ws.handover.x_D, ws.router_X, self.device.tiling)
-            moe.route(ws.router_X, self._routing)
+            linear(router, None, ws.handover.x_MD, ws.router_MX, self.device.tiling)
+            moe.route(ws.router_MX, self._routing)
 
     def prepare_selector(self, layer: int) -> None:
         """Compute what the selection of hot and cold neurons shares."""
         self._selector(layer).prepare()
 
     def _selector(self, layer: int) -> Selector:
-        how, expert_K = self.layers[layer], None if self._routing is None else self._routing.expert_K
+        how, expert_MK = self.layers[layer], None if self._routing is None else self._routing.expert_MK
         kind = RUNGS[how.rung].selector
         assert kind is not None, how
         prefix, tiling = f"layers/{layer}/predictor/", self.device.tiling
-        return SELECTORS[kind](how, prefix, self.weights, self.workspace, tiling, expert_K, self.decoder.d_ff)
+        return SELECTORS[kind](how, prefix, self.weights, self.workspace, tiling, expert_MK, self.decoder.d_ff)
 
     def select_cold(self, layer: int) -> None:
         """List the selected cold neurons in the handover."""
         cuts, ws, d_ff = self.cuts[layer], self.workspace, self.decoder.d_ff
-        found = NeuronList(ws.handover.index_F, ws.handover.count)
+        found = ws.handover.listed(cuts.cold)
         if self._routing is None:
             self._select(layer, cuts.hot, d_ff, found)
             return
@@ -104,8 +112,8 @@ class DeviceOps:
         if self._routing is None:
             self._select(layer, 0, hot, ws.hot)
             return
-        on_device = self._expert_hot(layer, ws.expert_hot_rows_F)
-        candidates = NeuronList(ws.expert_hot_rows_F[:hot], on_device.length)
+        on_device = self._expert_hot(layer, ws.expert_hot_rows_MF)
+        candidates = NeuronList.of(ws.expert_hot_rows_MF[:, :hot], on_device.length_M)
         self._select(layer, 0, self.decoder.n_experts * self.decoder.d_ff, ws.hot, candidates, on_device)
 
     def _select(
@@ -114,15 +122,15 @@ class DeviceOps:
     ) -> None:  # fmt: skip
         """List the selected ones of the neurons [low, high); of the candidates among them, by their `names`."""
         ws, room = self.workspace, high - low if candidates is None else candidates.room
-        marks_N = ws.marks_F[:room]
-        tile = self._selector(layer).mark(low, high, candidates, marks_N)
-        compact(marks_N, ws.counts_F, tile, found, low=low, within=names)
+        marks_MN = ws.marks_MF[:, :room]
+        tile = self._selector(layer).mark(low, high, candidates, marks_MN)
+        compact(marks_MN, ws.counts_MF, tile, found, low=low, within=names)
 
-    def _expert_hot(self, layer: int, rows_F: torch.Tensor | None) -> NeuronList:
-        """List the hot neurons of the token's experts; their rows in the whole layer go to `rows_F`."""
+    def _expert_hot(self, layer: int, rows_MF: torch.Tensor | None) -> NeuronList:
+        """List the hot neurons of the tokens' experts; their rows in the whole layer go to `rows_MF`."""
         assert self._routing is not None
         found = self.workspace.expert_hot.first(self.cuts[layer].hot)
-        moe.list_expert_neurons(self._routing, self._device_cuts[layer], found, rows_F, cold=False)
+        moe.list_expert_neurons(self._routing, self._device_cuts[layer], found, rows_MF, cold=False)
         return found
 
     def send_handover(self, rows: int | None) -> None:
@@ -149,63 +157,62 @@ class DeviceOps:
         """sums ← the partial sums of the hot neurons, of the selected ones where the rung selects."""
         ws, n, tiling, room = self.workspace, self.layer_neurons(layer), self.device.tiling, self.cuts[layer].hot
         wanted = self._wanted_hot(layer)
-        h_N = ws.h_F[:room]
-        tile = ffn_neurons.neuron_activations(n, ws.handover.x_D, wanted, h_N, ws.counts_F, tiling)
-        kept, h_K = wanted, h_N
+        h_MN = ws.h_MF[:, :room]
+        tile = ffn_neurons.neuron_activations(n, ws.handover.x_MD, wanted, h_MN, ws.counts_MF, tiling)
+        kept, h_MK = wanted, h_MN
         if not RUNGS[self.layers[layer].rung].dense:
-            kept, h_K = ws.kept.first(room), ws.kept_h_F[:room]
-            compact(h_N, ws.counts_F, tile, kept, h_K, within=wanted)
+            kept, h_MK = ws.kept.first(room), ws.kept_h_MF[:, :room]
+            compact(h_MN, ws.counts_MF, tile, kept, h_MK, within=wanted)
         if self._routing is not None:
             assert kept is not None
-            moe.apply_route_weights(kept, h_K, self._routing, self._device_cuts[layer])
-        gathered_sums(n.down, kept, h_K, ws.sums_SD, tiling)
+            moe.apply_route_weights(kept, h_MK, self._routing, self._device_cuts[layer])
+        gathered_sums(n.down, kept, h_MK, ws.sums_MSD, tiling)
         if wanted is not None:
-            ws.rows_L2[layer, :1].copy_(wanted.length)
+            ws.rows_ML2[:, layer, 0].copy_(wanted.length_M)
         if kept is not None:
-            ws.rows_L2[layer, 1:].copy_(kept.length)
+            ws.rows_ML2[:, layer, 1].copy_(kept.length_M)
 
     def _wanted_hot(self, layer: int) -> NeuronList | None:
         """The hot neurons to compute; None for all of the layer's.
 
         Selected neurons were listed here, or by the host where the predictor is there.
         """
-        ws = self.workspace
+        ws, hot = self.workspace, self.cuts[layer].hot
         if picks(self.layers[layer]):
-            found = ws.hot if layer in self.cache else NeuronList(ws.handover.index_F, ws.handover.count)
-            return found.first(self.cuts[layer].hot)
+            return ws.hot.first(hot) if layer in self.cache else ws.handover.listed(hot)
         return None if self._routing is None else self._expert_hot(layer, None)
 
     def receive_sum(self) -> None:
         """Fetch the cold neurons' sum from the host."""
-        self.workspace.host_sum_D.copy_(self.pinned.sum_to_device, non_blocking=True)
+        self.workspace.host_sum_MD.copy_(self.pinned.sum_to_device, non_blocking=True)
 
     def merge(self, layer: int, *, hot: bool, cold: bool) -> None:
         """x ← x + the hot neurons' sums + the cold neurons' sum + the bias."""
         ws = self.workspace
-        sums, host_sum = ws.sums_SD if hot else None, ws.host_sum_D if cold else None
-        residual.merge(ws.x_D, sums, host_sum, self.weights.vector(f"layers/{layer}/ffn/down_bias"))
-        self.parts.norm_after_ffn(layer, 1)
+        sums_MSD, host_sum_MD = ws.sums_MSD if hot else None, ws.host_sum_MD if cold else None
+        residual.merge(ws.x_MD, sums_MSD, host_sum_MD, self.weights.vector(f"layers/{layer}/ffn/down_bias"))
+        self.parts.norm_after_ffn(layer, self.tokens)
 
     def send_sum(self) -> None:
         """Send the hot neurons' sum to the host, where the residual is."""
         ws = self.workspace
-        ws.host_sum_D.zero_()
-        residual.merge(ws.host_sum_D, ws.sums_SD)
-        self.pinned.sum_to_host.copy_(ws.host_sum_D, non_blocking=True)
+        ws.host_sum_MD.zero_()
+        residual.merge(ws.host_sum_MD, ws.sums_MSD)
+        self.pinned.sum_to_host.copy_(ws.host_sum_MD, non_blocking=True)
 
     def send_residual(self) -> None:
-        self.pinned.x_to_host.copy_(self.workspace.x_D, non_blocking=True)
+        self.pinned.x_to_host.copy_(self.workspace.x_MD, non_blocking=True)
 
     def receive_residual(self) -> None:
-        self.workspace.x_D.copy_(self.pinned.x_to_device, non_blocking=True)
+        self.workspace.x_MD.copy_(self.pinned.x_to_device, non_blocking=True)
 
     def head(self) -> None:
         """logits = norm(x) Wᵀ + bias, to the host."""
         ws, parts = self.workspace, self.parts
-        input_D, bias_V = parts.head_input(1)[0], self.weights.vector("head_bias")
-        linear(parts.head, bias_V, input_D, ws.logits_V, self.device.tiling)
-        self.pinned.logits.copy_(ws.logits_V, non_blocking=True)
+        input_MD, bias_V = parts.head_input(self.tokens), self.weights.vector("head_bias")
+        linear(parts.head, bias_V, input_MD, ws.logits_MV, self.device.tiling)
+        self.pinned.logits_MV.copy_(ws.logits_MV, non_blocking=True)
 
     def send_rows(self) -> None:
         """Send to the host how many rows were read and kept."""
-        self.pinned.rows_L2.copy_(self.workspace.rows_L2, non_blocking=True)
+        self.pinned.rows_ML2.copy_(self.workspace.rows_ML2, non_blocking=True)

@@ -1,4 +1,4 @@
-"""A token's schedule: a flat list of calls, made once from the plan.
+"""The schedule of decoded tokens: a flat list of calls, made once from the plan.
 
 What the GPU does between two handovers is one captured graph, so that one call starts it. For a layer whose residual is
 on the GPU and whose neurons are on both sides the calls are:
@@ -28,7 +28,7 @@ from pi_runtime.execution.plan_layout import GPU
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a token: its kind (`gpu`, `record`, `wait`, `cpu` or `cold`), and the layer that it ends in."""
+    """One call of a schedule: its kind (`gpu`, `record`, `wait`, `cpu` or `cold`), and the layer that it ends in."""
 
     kind: str
     layer: int
@@ -72,14 +72,14 @@ class Schedule:
 def build_schedule(
     plan: Plan, device_ops: DeviceOps, host_ops: HostOps, device: Device, stats: SelectionStats | None = None
 ) -> Sequence[Call]:
-    """The calls of one decoded token; `stats` keeps the inputs of FFNs.
+    """The calls of tokens that are decoded together; `stats` keeps the inputs of FFNs.
 
     Everything runs once on the way. Use it within `device.stream()`.
     """
     s = Schedule(device)
     uses_gpu = GPU in (plan.embedding, plan.head, *plan.attention) or any(plan.cuts)
     if uses_gpu:
-        s.gpu(device_ops.receive_token)
+        s.gpu(device_ops.receive_tokens)
     side = plan.embedding
     _on(s, side, device_ops.embed, host_ops.embed)
     for layer, attention in enumerate(plan.attention):

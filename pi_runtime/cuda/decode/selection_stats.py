@@ -26,7 +26,7 @@ class SelectionStats:
     def __init__(self, device_ops: DeviceOps, host_ops: HostOps, device: Device) -> None:
         d = device_ops.decoder
         self._device_ops, self._host_ops = device_ops, host_ops
-        dtype = device_ops.workspace.x_D.dtype
+        dtype = device_ops.workspace.x_MD.dtype
         self._input_LD = device.pinned(d.n_layers * d.d_model, dtype).view(d.n_layers, d.d_model)
         self._inputs_LTD = np.empty((d.n_layers, BLOCK_TOKENS, d.d_model), np.float32)
         self._rows_L2 = np.zeros((d.n_layers, 2), np.int64)
@@ -34,7 +34,7 @@ class SelectionStats:
 
     def keep_device_input(self, layer: int) -> None:
         """Keep the FFN's input of a layer whose attention is on the GPU."""
-        self._input_LD[layer].copy_(self._device_ops.workspace.handover.x_D, non_blocking=True)
+        self._input_LD[layer].copy_(self._device_ops.workspace.handover.x_MD[0], non_blocking=True)
 
     def keep_host_input(self, layer: int) -> None:
         """Keep the FFN's input of a layer whose attention is on the CPU."""

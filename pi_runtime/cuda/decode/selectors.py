@@ -3,7 +3,7 @@
 This is the one place of the GPU tier that knows the kinds of selectors: a further one needs its kernel, and a class in
 `SELECTORS`.
 
-Shape letters: N neurons that are asked for, D model width, R rank, K experts of a token (1 without experts).
+Shape letters: M tokens, N neurons that are asked for, D model width, R rank, K experts of a token (1 without experts).
 """
 
 from collections.abc import Mapping
@@ -37,15 +37,15 @@ class Selector:
     weights: DeviceWeights
     workspace: Workspace
     tiling: Tiling
-    expert_K: torch.Tensor | None
-    """The token's experts; None where the layer has only one."""
+    expert_MK: torch.Tensor | None
+    """The tokens' experts; None where the layer has only one."""
     d_ff: int
     """Neurons of one expert."""
 
     def prepare(self) -> None:
         """Compute what the selection of all neurons shares."""
 
-    def mark(self, low: int, high: int, candidates: NeuronList | None, marks_N: torch.Tensor) -> int:
+    def mark(self, low: int, high: int, candidates: NeuronList | None, marks_MN: torch.Tensor) -> int:
         """Mark the selected ones of the neurons [low, high), or of the candidates at their places in the list.
 
         Candidates are rows of these neurons, expert · d_ff + neuron. Returns how many neurons one number of the
@@ -58,33 +58,31 @@ class LowRankSelector(Selector):
     """Neurons whose score  up · (down · x) + bias  is above 0."""
 
     def prepare(self) -> None:
-        down, x_D = self.weights.matrix(f"{self.prefix}down"), self.workspace.handover.x_D
-        linear(down, None, x_D, self._r_KR.view(-1), self.tiling, expert_K=self.expert_K)
+        down, x_MD = self.weights.matrix(f"{self.prefix}down"), self.workspace.handover.x_MD
+        linear(down, None, x_MD, self._r_MR, self.tiling, expert_MK=self.expert_MK)
 
-    def mark(self, low: int, high: int, candidates: NeuronList | None, marks_N: torch.Tensor) -> int:
+    def mark(self, low: int, high: int, candidates: NeuronList | None, marks_MN: torch.Tensor) -> int:
         up, bias_F = self.weights.matrix(f"{self.prefix}up"), self.weights.arrays[f"{self.prefix}bias"]
-        counts_F = self.workspace.counts_F
+        counts_MF = self.workspace.counts_MF
         return predict(
-            up[low:high], bias_F[low:high], self._r_KR, marks_N, counts_F, self.tiling, candidates,
-            self.expert_K, self.d_ff,
+            up[low:high], bias_F[low:high], self._r_MR, marks_MN, counts_MF, self.tiling, candidates,
+            self.expert_MK, self.d_ff,
         )  # fmt: skip
 
     @property
-    def _r_KR(self) -> torch.Tensor:
-        rank, experts = (
-            self.weights.matrix(f"{self.prefix}up").columns,
-            1 if self.expert_K is None else len(self.expert_K),
-        )
-        return self.workspace.r_R[: experts * rank].view(experts, rank)
+    def _r_MR(self) -> torch.Tensor:
+        """R numbers for each of a token's experts."""
+        rank = self.weights.matrix(f"{self.prefix}up").columns
+        return self.workspace.r_MR[:, : rank * (1 if self.expert_MK is None else self.expert_MK.shape[1])]
 
 
 class SignSelector(Selector):
     """Neurons whose row of `first` has the input's sign in enough columns."""
 
-    def mark(self, low: int, high: int, candidates: NeuronList | None, marks_N: torch.Tensor) -> int:
-        signs_FW, x_D = self.weights.arrays[f"{self.prefix}signs"][low:high], self.workspace.handover.x_D
-        counts_F, margin = self.workspace.counts_F, self.layer.margin
-        return select_by_signs(signs_FW, len(x_D), margin, x_D, marks_N, counts_F, candidates)
+    def mark(self, low: int, high: int, candidates: NeuronList | None, marks_MN: torch.Tensor) -> int:
+        signs_FW, x_MD = self.weights.arrays[f"{self.prefix}signs"][low:high], self.workspace.handover.x_MD
+        counts_MF, margin = self.workspace.counts_MF, self.layer.margin
+        return select_by_signs(signs_FW, x_MD.shape[1], margin, x_MD, marks_MN, counts_MF, candidates)
 
 
 SELECTORS: Mapping[str, type[Selector]] = {"low-rank": LowRankSelector, "signs": SignSelector}

@@ -1,12 +1,12 @@
-"""Neurons of one FFN for one token: which are predicted, which fire, and the sum of those.
+"""Neurons of one FFN for each of some tokens: which are predicted, which fire, and the sum of those.
 
     h_i = a(first_i · x + b_i) (up_i · x + c_i)         (gated; plain: without the second factor; drelu: cut off at 0)
     sums_s = Σ_{i in split s} h_i down_i                `splits` parts of the list, which `residual.merge` adds in order
 
 A neuron's number counts from the first one in this memory. A list and its length come from device memory.
 
-Shape letters: F neurons of the layer, N of them or of a list, D model width, K experts of a token, R rank of a
-predictor or rows of a tile, C stored elements, T tiles.
+Shape letters: M tokens, F neurons of the layer, N of them or of a list, D model width, K experts of a token, R rank of
+a predictor or rows of a tile, C stored elements, T tiles.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from pi_runtime.cuda.kernels.activations import DRELU, activate
 from pi_runtime.cuda.kernels.compaction import NeuronList, list_entry, list_length
 from pi_runtime.cuda.kernels.matrix import DeviceMatrix
 from pi_runtime.cuda.kernels.row_dot import row_dots
-from pi_runtime.cuda.kernels.tiling import Tiling
+from pi_runtime.cuda.kernels.tiling import Tiling, tile_and_token
 
 
 @dataclass(frozen=True)
@@ -57,67 +57,79 @@ class Neurons:
 def predict(
     up: DeviceMatrix,
     bias_F: torch.Tensor,
-    r_KR: torch.Tensor,
-    marks_N: torch.Tensor,
-    counts_T: torch.Tensor,
+    r_MR: torch.Tensor,
+    marks_MN: torch.Tensor,
+    counts_MT: torch.Tensor,
     tiling: Tiling,
     candidates: NeuronList | None = None,
-    expert_K: torch.Tensor | None = None,
+    expert_MK: torch.Tensor | None = None,
     d_ff: int = 0,
 ) -> int:
     """Mark the neurons whose score up · r + bias is above 0; of a list of candidates, at their places in the list.
 
-    With `expert_K` a candidate is expert · `d_ff` + neuron, a neuron of one of these experts, and r_k is for those of
-    expert_k. Returns how many neurons one number of `counts_T` counts.
+    With `expert_MK` a candidate is expert · `d_ff` + neuron, a neuron of one of the token's experts, and the k-th part
+    of r is for those of expert_k. Returns how many neurons one number of `counts_MT` counts.
     """
-    slots = 1 if expert_K is None else len(expert_K)
-    assert r_KR.shape == (slots, up.columns)
+    (tokens, most), slots = marks_MN.shape, 1 if expert_MK is None else expert_MK.shape[1]
+    assert r_MR.shape == (tokens, slots * up.columns)
     assert bias_F.shape == (up.rows,)
-    assert len(marks_N) == (up.rows if candidates is None else candidates.room)
+    assert most == (up.rows if candidates is None else candidates.room)
     rows, width = tiling.dots(up)
-    _predict[(triton.cdiv(len(marks_N), rows),)](
-        up.stored, bias_F, r_KR, candidates, expert_K, marks_N, counts_T, d_ff, slots, rows, width,
-        **tiling.dot_options(up),
+    _predict[(triton.cdiv(most, rows) * tokens,)](
+        up.stored, bias_F, r_MR, candidates, expert_MK, marks_MN, counts_MT, tokens, r_MR.stride(0),
+        marks_MN.stride(0), counts_MT.stride(0), d_ff, slots, rows, width, **tiling.dot_options(up),
     )  # fmt: skip
     return rows
 
 
 def neuron_activations(
-    n: Neurons, x_D: torch.Tensor, listed: NeuronList | None, h_F: torch.Tensor, counts_T: torch.Tensor, tiling: Tiling
+    n: Neurons,
+    x_MD: torch.Tensor,
+    listed: NeuronList | None,
+    h_MF: torch.Tensor,
+    counts_MT: torch.Tensor,
+    tiling: Tiling,
 ) -> int:
     """h of all neurons, or of the listed ones at their places in the list.
 
-    Returns how many neurons one number of `counts_T`, which counts non-zeros, is for.
+    Returns how many neurons one number of `counts_MT`, which counts non-zeros, is for.
     """
-    assert x_D.shape == (n.first.columns,)
+    tokens, columns = x_MD.shape
+    assert columns == n.first.columns == n.rest.columns
+    assert x_MD.is_contiguous()
     most = n.count if listed is None else min(n.count, listed.room)
-    assert len(h_F) >= most
-    assert n.rest.columns == n.first.columns
+    assert h_MF.shape[1] >= most
     rows, width = tiling.dots(n.first)
-    _neuron_activations[(triton.cdiv(most, rows),)](
-        n.first.stored, n.first_bias, n.rest.stored, n.up_bias, x_D, listed, h_F, counts_T, n.limit, n.activation,
-        n.rows_per_neuron == 2, rows, width, **tiling.dot_options(n.first),
+    _neuron_activations[(triton.cdiv(most, rows) * tokens,)](
+        n.first.stored, n.first_bias, n.rest.stored, n.up_bias, x_MD, listed, h_MF, counts_MT, tokens, h_MF.stride(0),
+        counts_MT.stride(0), n.limit, n.activation, n.rows_per_neuron == 2, rows, width, **tiling.dot_options(n.first),
     )  # fmt: skip
     return rows
 
 
-@triton.jit
-def _predict(up, bias, r, candidates, expert, marks, counts, d_ff, slots, R: tl.constexpr, C: tl.constexpr):
-    tile = tl.program_id(0)
-    size = list_length(candidates, up.rows)
+@triton.jit(do_not_specialize=["tokens"])
+def _predict(
+    up, bias, r, candidates, expert, marks, counts, tokens, r_stride, marks_stride, counts_stride, d_ff, slots,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    tile, token = tile_and_token(tokens)
+    r += token * r_stride
+    marks += token * marks_stride
+    counts += token * counts_stride
+    size = list_length(candidates, token, up.rows)
     if tile * R >= size:
         tl.store(counts + tile, 0)
         return
     n_R = tile * R + tl.arange(0, R)
     mask_R = n_R < size
-    row_R = list_entry(candidates, n_R, mask_R)
+    row_R = list_entry(candidates, token, n_R, mask_R)
     score_R = tl.load(bias + row_R, mask=mask_R, other=0.0)
     if expert is None:
         score_R += row_dots(up, row_R, mask_R, r, R, C)
     else:
         for k in range(slots):
             # Few tiles have rows of two experts.
-            own_R = mask_R & (row_R // d_ff == tl.load(expert + k))
+            own_R = mask_R & (row_R // d_ff == tl.load(expert + token * slots + k))
             if tl.max(own_R.to(tl.int32), 0) > 0:
                 score_R += row_dots(up, row_R, own_R, r + k * up.columns, R, C)
     mark_R = tl.where(mask_R & (score_R > 0.0), 1.0, 0.0)
@@ -125,19 +137,22 @@ def _predict(up, bias, r, candidates, expert, marks, counts, d_ff, slots, R: tl.
     tl.store(counts + tile, tl.sum(mark_R, 0).to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _neuron_activations(
-    first, first_bias, rest, up_bias, x, listed, h, counts, limit,
+    first, first_bias, rest, up_bias, x, listed, h, counts, tokens, h_stride, counts_stride, limit,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    size = list_length(listed, first.rows)
+    tile, token = tile_and_token(tokens)
+    x += token * first.columns
+    h += token * h_stride
+    counts += token * counts_stride
+    size = list_length(listed, token, first.rows)
     if tile * R >= size:
         tl.store(counts + tile, 0)
         return
     n_R = tile * R + tl.arange(0, R)
     mask_R = n_R < size
-    row_R = list_entry(listed, n_R, mask_R)
+    row_R = list_entry(listed, token, n_R, mask_R)
     h_R = row_dots(first, row_R, mask_R, x, R, C)
     if first_bias is not None:
         h_R += tl.load(first_bias + row_R, mask=mask_R, other=0.0)

@@ -1,4 +1,4 @@
-"""The residual stream: norms, and sums added to it. One program for a token, or for a tile of columns.
+"""The residual stream: norms, and sums added to it. One program for a token, or for a tile of a token's columns.
 
 Shape letters: T tokens, D model width, S splits of a sum, B and C columns of a program.
 """
@@ -24,13 +24,16 @@ def norm(
     _norm[(tokens,)](x_TD, weight_D, bias_D, y_TD, eps, width, block, num_warps=8 if block > 2048 else 4)
 
 
-def merge(x_D: torch.Tensor, sums_SD: torch.Tensor | None, *others: torch.Tensor | None) -> None:
-    """x ← x + Σ_s sums_s + the others, at most two, in that order."""
-    first, second = (*others, None, None)[:2]
-    assert len(others) <= 2
-    splits = 0 if sums_SD is None else len(sums_SD)
-    width = len(x_D)
-    _merge[(triton.cdiv(width, COLUMNS),)](x_D, sums_SD, first, second, width, splits, COLUMNS)
+def merge(
+    x_TD: torch.Tensor,
+    sums_TSD: torch.Tensor | None,
+    other_TD: torch.Tensor | None = None,
+    bias_D: torch.Tensor | None = None,
+) -> None:
+    """x ← x + Σ_s sums_s + the other sum + the bias, in that order."""
+    (tokens, width), splits = x_TD.shape, 0 if sums_TSD is None else sums_TSD.shape[1]
+    assert all(t is None or t.is_contiguous() for t in (x_TD, sums_TSD, other_TD))
+    _merge[(triton.cdiv(width, COLUMNS), tokens)](x_TD, sums_TSD, other_TD, bias_D, width, splits, COLUMNS)
 
 
 @triton.jit
@@ -48,17 +51,18 @@ def _norm(x, weight, bias, y, eps, width, B: tl.constexpr):
 
 
 @triton.jit
-def _merge(x, sums, first, second, width, splits, C: tl.constexpr):
+def _merge(x, sums, other, bias, width, splits, C: tl.constexpr):
     column_C = tl.program_id(0) * C + tl.arange(0, C)
+    token = tl.program_id(1)
     mask_C = column_C < width
-    x_C = tl.load(x + column_C, mask=mask_C, other=0.0)
+    x_C = tl.load(x + token * width + column_C, mask=mask_C, other=0.0)
     if sums is not None:
         sum_C = tl.zeros([C], tl.float32)
         for split in range(splits):
-            sum_C += tl.load(sums + split * width + column_C, mask=mask_C, other=0.0)
+            sum_C += tl.load(sums + (token * splits + split) * width + column_C, mask=mask_C, other=0.0)
         x_C += sum_C
-    if first is not None:
-        x_C += tl.load(first + column_C, mask=mask_C, other=0.0)
-    if second is not None:
-        x_C += tl.load(second + column_C, mask=mask_C, other=0.0)
-    tl.store(x + column_C, x_C, mask=mask_C)
+    if other is not None:
+        x_C += tl.load(other + token * width + column_C, mask=mask_C, other=0.0)
+    if bias is not None:
+        x_C += tl.load(bias + column_C, mask=mask_C, other=0.0)
+    tl.store(x + token * width + column_C, x_C, mask=mask_C)

@@ -5,7 +5,7 @@ the vector is gathered. It stays float32 (only the CPU rounds it to bytes): a pr
 w = scale · q in a block format. Whole groups of blocks are read as words, what is behind them element by element (see
 `block_formats`).
 
-Shape letters: R rows, C stored elements, D and N columns and rows of a matrix, K experts of a token.
+Shape letters: M tokens, R rows, C stored elements, D and N columns and rows of a matrix, K experts of a token.
 """
 
 import torch
@@ -22,7 +22,7 @@ from pi_runtime.cuda.kernels.block_formats import (
     word_dots,
 )
 from pi_runtime.cuda.kernels.matrix import DeviceMatrix
-from pi_runtime.cuda.kernels.tiling import Tiling
+from pi_runtime.cuda.kernels.tiling import Tiling, tile_and_token
 
 LEFT = tl.constexpr(64)
 """Stored elements that are read at once behind the last whole group."""
@@ -63,35 +63,42 @@ def _left_dots(m, row_R, mask_R, x, R: tl.constexpr):
 def linear(
     m: DeviceMatrix,
     bias: torch.Tensor | None,
-    x_D: torch.Tensor,
-    y_N: torch.Tensor,
+    x_MD: torch.Tensor,
+    y_MN: torch.Tensor,
     tiling: Tiling,
     *,
     add: bool = False,
-    expert_K: torch.Tensor | None = None,
+    expert_MK: torch.Tensor | None = None,
 ) -> None:
-    """y = W x + bias, or y ← y + W x + bias; float32 x (D) and y (N), N the rows of m.
+    """y = W x + bias, or y ← y + W x + bias, for each token; float32 x (D) and y (N), N the rows of m.
 
-    With `expert_K` W is the rows of these experts, one expert after the other; m has N ÷ K rows for each expert.
+    With `expert_MK` W is the rows of a token's experts, one expert after the other; m has N ÷ K rows for each expert.
     """
-    assert x_D.shape == (m.columns,), (x_D.shape, m.columns)
-    assert expert_K is not None or y_N.shape == (m.rows,), (y_N.shape, m.rows)
-    assert x_D.dtype == y_N.dtype == torch.float32
-    assert bias is None or bias.shape == y_N.shape
+    (tokens, count), slots = y_MN.shape, 1 if expert_MK is None else expert_MK.shape[1]
+    assert x_MD.shape == (tokens, m.columns), (x_MD.shape, m.columns)
+    assert expert_MK is not None or count == m.rows, (y_MN.shape, m.rows)
+    assert x_MD.dtype == y_MN.dtype == torch.float32
+    assert bias is None or bias.shape == (count,)
     rows, width = tiling.dots(m)
-    each = len(y_N) // (1 if expert_K is None else len(expert_K))
-    _linear[(triton.cdiv(len(y_N), rows),)](
-        m.stored, bias, x_D, y_N, expert_K, len(y_N), each, add, rows, width, **tiling.dot_options(m)
-    )
+    _linear[(triton.cdiv(count, rows) * tokens,)](
+        m.stored, bias, x_MD, y_MN, expert_MK, tokens, x_MD.stride(0), y_MN.stride(0), count, slots, count // slots,
+        add, rows, width, **tiling.dot_options(m),
+    )  # fmt: skip
 
 
-@triton.jit
-def _linear(m, bias, x, y, expert, rows, each, ADD: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    n_R = tl.program_id(0) * R + tl.arange(0, R)
+@triton.jit(do_not_specialize=["tokens"])
+def _linear(
+    m, bias, x, y, expert, tokens, x_stride, y_stride, rows, slots, each,
+    ADD: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    tile, token = tile_and_token(tokens)
+    x += token * x_stride
+    y += token * y_stride
+    n_R = tile * R + tl.arange(0, R)
     mask_R = n_R < rows
     row_R = n_R
     if expert is not None:
-        row_R = tl.load(expert + n_R // each, mask=mask_R, other=0) * each + n_R % each
+        row_R = tl.load(expert + token * slots + n_R // each, mask=mask_R, other=0) * each + n_R % each
     y_R = row_dots(m, row_R, mask_R, x, R, C)
     if bias is not None:
         y_R += tl.load(bias + n_R, mask=mask_R, other=0.0)

@@ -2,7 +2,7 @@
 
 agreement_i = #(columns of equal sign) − #(columns of different sign) = D − 2 #ones(signs_i xor signs(x))
 
-Shape letters: F neurons, D columns, R rows of a tile, W words of 64 signs, J bits of a word, T tiles.
+Shape letters: M tokens, F neurons, D columns, R rows of a tile, W words of 64 signs, J bits of a word, T tiles.
 """
 
 import torch
@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from pi_runtime.cuda.kernels.compaction import NeuronList, list_entry, list_length
+from pi_runtime.cuda.kernels.tiling import tile_and_token
 
 ROWS = 64
 """Rows of a program. Every program packs the input's signs for itself."""
@@ -20,23 +21,25 @@ def select_by_signs(
     signs_FW: torch.Tensor,
     columns: int,
     margin: int,
-    x_D: torch.Tensor,
-    marks_F: torch.Tensor,
-    counts_T: torch.Tensor,
+    x_MD: torch.Tensor,
+    marks_MF: torch.Tensor,
+    counts_MT: torch.Tensor,
     candidates: NeuronList | None = None,
 ) -> int:
     """Mark the rows whose agreement with x is above the margin; of a list of candidates, at their places in the list.
 
-    Returns how many rows one number of `counts_T` counts.
+    Returns how many rows one number of `counts_MT` counts.
     """
-    rows = len(marks_F)
+    tokens, rows = marks_MF.shape
     assert signs_FW.dtype == torch.int64
     assert rows == (signs_FW.shape[0] if candidates is None else candidates.room)
-    assert 64 * signs_FW.shape[1] >= columns == len(x_D)
+    assert 64 * signs_FW.shape[1] >= columns == x_MD.shape[1]
+    assert x_MD.is_contiguous()
     words = triton.cdiv(columns, 64)
-    _select_by_signs[(triton.cdiv(rows, ROWS),)](
-        signs_FW, x_D, candidates, marks_F, counts_T, signs_FW.stride(0), columns, words, margin, rows, ROWS, WORDS
-    )
+    _select_by_signs[(triton.cdiv(rows, ROWS) * tokens,)](
+        signs_FW, x_MD, candidates, marks_MF, counts_MT, tokens, marks_MF.stride(0), counts_MT.stride(0),
+        signs_FW.stride(0), columns, words, margin, rows, ROWS, WORDS,
+    )  # fmt: skip
     return ROWS
 
 
@@ -51,18 +54,22 @@ def _popcount(word):
     return (word + (word >> 32)) & 0x7F
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _select_by_signs(
-    signs, x, candidates, marks, counts, stride, columns, words, margin, rows, R: tl.constexpr, W: tl.constexpr
-):
-    tile = tl.program_id(0)
-    size = list_length(candidates, rows)
+    signs, x, candidates, marks, counts, tokens, marks_stride, counts_stride, stride, columns, words, margin, rows,
+    R: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    tile, token = tile_and_token(tokens)
+    x += token * columns
+    marks += token * marks_stride
+    counts += token * counts_stride
+    size = list_length(candidates, token, rows)
     if tile * R >= size:
         tl.store(counts + tile, 0)
         return
     n_R = tile * R + tl.arange(0, R)
     mask_R = n_R < size
-    row_R = list_entry(candidates, n_R, mask_R)
+    row_R = list_entry(candidates, token, n_R, mask_R)
     bit_J = tl.arange(0, 64)
     differ_R = tl.zeros([R], tl.int32)
     for first in range(0, words, W):

@@ -4,11 +4,15 @@ Small tiles fill a GPU's hundred and more multiprocessors even where few rows ar
 elements keeps enough bytes in flight. Rows of block formats are read as words of 32 bits (see `block_formats`): a
 thread takes four neighbouring words in each of eight rows, so that a number of the vector, once fetched, is used eight
 times. Only the order of float32 additions depends on tiles.
+
+A program has one tile of one token, whatever tokens are decoded with it: what it computes for a token has the same bits
+in any company.
 """
 
 from dataclasses import dataclass
 
 import triton
+import triton.language as tl
 
 from pi_runtime.artifact.footprint import ATTENTION_SPLITS, FFN_SPLITS
 from pi_runtime.cuda.kernels.matrix import DeviceMatrix
@@ -65,3 +69,10 @@ class Tiling:
         """(rows, words) of a tile of gathered sums; a thread has four words of one row, every column its own sum."""
         words = min(self.sum_words, triton.next_power_of_2(m.words or 1))
         return self.word_rows * self.sum_words // words, words
+
+
+@triton.jit
+def tile_and_token(tokens):
+    """A program's tile and token; programs of one tile are neighbours, so that memory is read once for all."""
+    program = tl.program_id(0)
+    return program // tokens, program % tokens

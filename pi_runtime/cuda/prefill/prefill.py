@@ -72,7 +72,7 @@ class Prefill:
     def _run_layers(self, tokens: Ints) -> str:
         """Run all layers; returns the side that has the residual then."""
         side, count = self._plan.embedding, len(tokens)
-        self._device_ops.workspace.position.fill_(self._host_ops.start)
+        self._device_ops.receive_tokens()  # the first one's position, and the table of pages
         if side == GPU:
             ids_T = self._buffers.ids_T[:count]
             ids_T.copy_(torch.from_numpy(tokens))
@@ -141,11 +141,11 @@ class Prefill:
         """The last token's logits, where decoding leaves them."""
         device_ops, host_ops, b = self._device_ops, self._host_ops, self._buffers
         if self._move_residual(side, self._plan.head, slice(count - 1, count)) == GPU:
-            device_ops.workspace.x_D.copy_(b.x_TD[count - 1])
+            device_ops.workspace.x_MD.copy_(b.x_TD[count - 1 : count])
             device_ops.head()
             device_ops.device.synchronize()
         else:
-            host_ops.x_1D[0] = b.host_x_TD.numpy()[count - 1]
+            host_ops.x_MD[:] = b.host_x_TD.numpy()[count - 1]
             host_ops.head()
 
     def _head_on_device(self, logits_TV: Floats) -> None:

@@ -46,7 +46,6 @@ class Chunks(NamedTuple):
     """F."""
     tokens: int
     """Room for so many tokens."""
-    candidates_F: int
     list_CK: int
     count_C: int
     h_CTK: int
@@ -64,7 +63,6 @@ def chunks_of(cfg: KernelConfig, ws: Workspace) -> Chunks:
     return Chunks(
         cfg.d_ff,
         ws.x_TD.shape[0],
-        address_of(ws.candidates_F),
         address_of(ws.list_CK),
         address_of(ws.count_C),
         address_of(ws.h_CTK),
@@ -100,17 +98,6 @@ def list_range(chunk: int, low: int, high: int, list_K: Ints) -> int:
             count += 1
         group += CHUNKS
     return count
-
-
-@device
-def deal(candidates_F: Ints, count: int, m: Chunks) -> None:
-    """Deal `count` neurons in ascending order to the chunks' lists."""
-    count_C = counts_of(m)
-    count_C[:] = 0
-    for k in range(count):
-        chunk = turned(candidates_F[k] // GROUP % CHUNKS)
-        list_of(m, chunk)[count_C[chunk]] = candidates_F[k]
-        count_C[chunk] += 1
 
 
 @device
@@ -189,12 +176,6 @@ def sums_of(cfg: KernelConfig, m: Chunks, chunk: int, tokens: int) -> Floats:
     """The chunk's sums (T, P) for a few tokens."""
     width = padded_columns(cfg.d_model)
     return carray(pointer_of(m.sums_CTP + 4 * chunk * min(m.tokens, FEW_TOKENS) * width), (tokens, width), np.float32)
-
-
-@device
-def candidates_of(m: Chunks) -> Ints:
-    """Room for the neurons of one expert that a list names."""
-    return integers(m.candidates_F, m.neurons)
 
 
 @device

@@ -54,8 +54,6 @@ class Workspace(NamedTuple):
     """Scores of the selector."""
     signs_TW: Words
     """Signs of the inputs, packed."""
-    candidates_F: Ints
-    """Neurons that a selector names, where they go to two devices."""
     list_CK: Ints
     """Neurons of each chunk, in ascending order."""
     count_C: Ints
@@ -74,8 +72,6 @@ class Workspace(NamedTuple):
     """Sums of the chunks for a few tokens."""
     scratch_CX: Floats
     """What a chunk works in: lists of a few tokens, and integer sums (see `neuron_chunks.TokenLists`)."""
-    rows_L2: Ints
-    """For each layer in the last single-token call: rows of `first` read, and neurons kept."""
     counts_LT3: Ints
     """For each layer and token of the last call what `ffn.add_neurons` counts."""
     logits_TV: Floats

@@ -84,17 +84,18 @@ def test_buffers_and_cache_are_what_a_run_allocates(family: str, tmp_path: Path)
 
 @pytest.mark.parametrize("share", [1, 64])
 def test_the_gpu_has_room_for_prompts(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers of a token, and at most a `share`-th of the model more for blocks of prompts and what they bring."""
+    """Buffers of a token, and at most a `share`-th of the model more for prompts and for further tokens."""
     monkeypatch.setattr(formulation, "PROMPT_SHARE", share)
     work = workload(np.ones((2, 2000)), (LayerWork(rung="predicted", rank=9),) * 2, context=100, d_model=128)
     sizes = Sizes.of(work)
     model = sizes.all_on_gpu - sizes.workspace[GPU] - 2 * sizes.cache
     specs = array_specs(work.decoder, work.formats, [9, 9], profiled=False)
-    one = weight_padding(specs) + gpu_workspace_bytes(work.decoder, 9, 100, 1)
+    one = weight_padding(specs) + gpu_workspace_bytes(work.decoder, 9, 100, 1, 1)
     assert 0 <= sizes.workspace[GPU] - one <= model // share
-    tokens, streamed = (1, 0) if share == 64 else (64, streamed_bytes(specs, work.decoder))
+    batch, tokens, streamed = (1, 1, 0) if share == 64 else (2, 64, streamed_bytes(specs, work.decoder))
     assert streamed_bytes(specs, work.decoder) == 2 * 1024 * sizes.parts.neuron
-    assert sizes.workspace[GPU] == weight_padding(specs) + gpu_workspace_bytes(work.decoder, 9, 100, tokens) + streamed
+    buffers = gpu_workspace_bytes(work.decoder, 9, 100, batch, tokens)
+    assert sizes.workspace[GPU] == weight_padding(specs) + buffers + streamed
 
 
 def test_blocks_of_prompts() -> None:

@@ -52,9 +52,10 @@ def test_the_cache_is_half_as_large_where_weights_are_not_float32() -> None:
     decoder = small_decoder(n_layers=3)
     wide, narrow = (kv_cache(decoder, fmt, 10, layers=3) for fmt in ("f32", "q4"))
     assert wide.nbytes == 2 * narrow.nbytes == 3 * kv_bytes(decoder, "f32", 10)
-    assert wide.shape == narrow.shape == (3, 2, decoder.n_kv_heads, 10, decoder.head_dim)
+    assert wide.shape == narrow.shape == (3, 1, 2, decoder.n_kv_heads, POSITIONS, decoder.head_dim)
+    assert kv_cache(decoder, "f32", POSITIONS + 1, layers=3).nbytes == 2 * wide.nbytes
     for fmt in ("f32", "q4"):
-        assert kv_page(decoder, cache_format(fmt)) == kv_cache(decoder, fmt, POSITIONS, layers=3)
+        assert kv_page(decoder, cache_format(fmt)).nbytes == kv_cache(decoder, fmt, POSITIONS, layers=3).nbytes
     for head_dim, row in ((64, 68), (65, 102), (8, 34)):
         assert kv_page(small_decoder(n_layers=3, head_dim=head_dim), cache_format("f32", "q8")).shape[-1] == row
 
@@ -78,7 +79,9 @@ def test_padding_is_counted_for_every_array_that_runs_read() -> None:
 
 def test_a_gpus_buffers_grow_with_what_they_are_for() -> None:
     d = small_decoder(d_ff=200)
-    one = gpu_workspace_bytes(d, 7, 50, 1)
-    assert gpu_workspace_bytes(d, 8, 50, 1) == one + 4
-    assert gpu_workspace_bytes(d, 7, 51, 1) == one + 4 * d.rotary_dim
-    assert gpu_workspace_bytes(d, 7, 50, 64) > one
+    one = gpu_workspace_bytes(d, 7, 50, 1, 1)
+    assert gpu_workspace_bytes(d, 8, 50, 1, 1) == one + 4
+    assert gpu_workspace_bytes(d, 7, 51, 1, 1) == one + 4 * d.rotary_dim
+    assert gpu_workspace_bytes(d, 7, 65, 1, 1) == one + 4 * d.rotary_dim * 15 + 8, "a page more"
+    assert gpu_workspace_bytes(d, 7, 50, 1, 64) > one
+    assert one < gpu_workspace_bytes(d, 7, 50, 8, 1) < 8 * one

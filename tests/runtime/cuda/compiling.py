@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from support.gpu_interpreter import Interpreted
@@ -21,10 +22,14 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.cuda.memory.devices import configure_libraries
+from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.plan_choice import allocation
 
 SHARED_BYTES = 99 << 10
 """Shared memory that a program may have on the GPUs of PCs (sm_86, sm_89, sm_120)."""
+
+SUMLESS = ("_dequantise", "_dequantise_words")
+"""Kernels that turn stored rows into numbers; their tiles have as many rows as there are tokens."""
 
 
 class Driver:
@@ -57,9 +62,14 @@ class Compiled(Interpreted):
 
 
 def run(artifact: Path, arch: int) -> set[str]:
-    """Names of the kernels that decoding and reading a prompt start."""
+    """Names of the kernels that decoding and reading a prompt start.
+
+    Tokens that are decoded together start the kernels that a token alone does, compiled once: so they get its bits.
+    Only kernels that sum nothing may be compiled once more.
+    """
     driver.set_active(Driver(arch))
     started: set[str] = set()
+    compiled: set[str] = set()
     launch = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
@@ -67,17 +77,24 @@ def run(artifact: Path, arch: int) -> set[str]:
         assert "cubin" in kernel.asm
         assert kernel.metadata.shared <= SHARED_BYTES, (self.fn.__name__, kernel.metadata.shared)
         started.add(self.fn.__name__)
+        if self.fn.__name__ not in SUMLESS:
+            compiled.add(f"{self.fn.__name__} {kernel.hash}")
         return kernel
 
     JITFunction.run = compile_only
     try:
         opened = Artifact.open(artifact)
         for plan in opened.manifest.plans:
-            taken = allocation(opened.manifest, plan, 48, 1 << 40)
+            taken = allocation(opened.manifest, plan, 256, 1 << 40)
             executor = CudaExecutor(Artifact.open(artifact), "auto", 1, taken, Compiled(), stream_from=1)
             cache = executor.new_cache()
             step(executor, [1, 2], cache, select=False)
             step(executor, [3], cache, select=True)
+            alone = set(compiled)
+            for tokens in range(2, executor.allocation.batch_tokens + 1):
+                caches = [executor.new_cache() for _ in range(tokens)]
+                executor.step([SequenceStep(cache=c, tokens=np.ones(1, np.int64), select=True) for c in caches])
+            assert compiled == alone, sorted(compiled - alone)
             executor.close()
     finally:
         JITFunction.run = launch

@@ -29,9 +29,11 @@ from pi_compile.placement.stage import place
 from pi_compile.results.activation_profile import LayerWork
 from pi_runtime import load
 from pi_runtime.artifact.buffers import (
+    BATCH_TOKENS,
     PROMPT_TOKENS,
     gpu_products,
     gpu_prompt_block,
+    gpu_workspace,
     gpu_workspace_bytes,
     kv_bytes,
     table_bytes,
@@ -87,6 +89,17 @@ def test_a_run_allocates_what_was_planned(family: str, fmt: str, tmp_path: Path,
     assert taken.block_tokens == PROMPT_TOKENS[0]
 
 
+def test_tokens_are_decoded_together_as_memory_allows(tmp_path: Path) -> None:
+    """What is left behind the largest block of a prompt goes to them."""
+    with Artifact.open(model(tmp_path / "a.pi")) as artifact:
+        m = artifact.manifest
+    tables = [gpu_workspace(m.decoder, 9, CONTEXT, batch) for batch in (1, *BATCH_TOKENS)]
+    one, *every = map(table_bytes, tables)
+    least = allocation(m, SPLIT, CONTEXT, 0).total
+    for batch, nbytes in zip(BATCH_TOKENS, every, strict=True):
+        assert allocation(m, SPLIT, CONTEXT, least + nbytes - one).batch_tokens == batch
+
+
 def test_prompts_are_read_in_blocks_that_fit(tmp_path: Path) -> None:
     with Artifact.open(model(tmp_path / "a.pi")) as artifact:
         m = artifact.manifest
@@ -105,7 +118,7 @@ def test_a_placement_leaves_room_for_prompts(share: int, tmp_path: Path, monkeyp
     work = workload(np.arange(4000).reshape(2, 2000), layers, context=CONTEXT, d_model=128)
     sizes = formulation.Sizes.of(work)
     path = random_artifact(tmp_path / "a.pi", work.decoder, format="f16", ranks=[7, None])
-    one = gpu_workspace_bytes(work.decoder, 7, CONTEXT, 1)
+    one = gpu_workspace_bytes(work.decoder, 7, CONTEXT, 1, 1)
     for part in (3, 2, 1):
         room = (sizes.all_on_gpu - sizes.workspace[GPU]) // part
         plan = place(Problem.of(work, machine()), sizes.workspace[GPU] + room, MUCH).plan

@@ -1,6 +1,7 @@
 """GPU and CPU give by any plan what the CPU alone gives; Triton's interpreter may stand in for the GPU."""
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,13 +180,13 @@ def test_a_fault_on_either_side_surfaces_and_the_executor_still_works(kind: str,
 
     with running(model(tmp_path / "a.pi"), SPLIT, gpu) as executor:
         wanted = decoded(executor, executor.new_cache(), [5])[0]
-        runs = executor._runs
-        executor._runs = tuple(fail if call.kind == kind else call.run for call in executor.calls)
+        whole = executor._schedules[1]
+        executor._schedules[1] = replace(whole, runs=tuple(fail if c.kind == kind else c.run for c in executor.calls))
         cache = executor.new_cache()
         with pytest.raises(RuntimeError, match=f"{kind} broke"):
             decoded(executor, cache, [5])
         assert cache.tokens == (), "a token that failed is in the cache"
-        executor._runs = runs
+        executor._schedules[1] = whole
         np.testing.assert_array_equal(decoded(executor, cache, [5])[0], wanted)
 
 
@@ -197,7 +198,8 @@ def test_a_gpu_that_fails_is_one_clear_error_and_can_be_closed(
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nFor debugging consider …")
 
     with running(model(tmp_path / "a.pi"), SPLIT, gpu) as executor, monkeypatch.context() as patch:
-        executor._runs = tuple(fail if call.kind == kind else call.run for call in executor.calls)
+        runs = tuple(fail if call.kind == kind else call.run for call in executor.calls)
+        executor._schedules[1] = replace(executor._schedules[1], runs=runs)
         patch.setattr(gpu, "synchronize", fail)
         with pytest.raises(PiError, match=r"the GPU failed\n.*illegal memory access was encountered\n.*--device cpu"):
             decoded(executor, executor.new_cache(), [5])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.gpu_kernels import COLUMNS, FEW, FORMAT, TILING, Stored, assert_close, normal
+from support.gpu_kernels import COLUMNS, FEW, FORMAT, TILING, TOKENS, Stored, assert_close, integers, normal
 from support.stored import LayerWeights, packed_signs, store
 from support.synthetic import small_decoder
 
@@ -20,24 +20,30 @@ from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
 from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
 from pi_runtime.cuda.kernels.sign_selection import select_by_signs
 from pi_runtime.cuda.kernels.tiling import Tiling
+from pi_runtime.execution.pages import PAGE_POSITIONS
 from pi_runtime.kernels import reference
 
 
 @FEW
-@given(FORMAT, COLUMNS, st.integers(1, 40), TILING, st.booleans(), st.booleans(), st.integers(0, 9))
-@example("q4", 320, 5, Tiling(dot_rows=4, dot_width=64), True, True, 0)
-@example("q8", 513, 5, Tiling(row_words=32), False, True, 0)
-@example("q4", 5120, 9, Tiling(), False, False, 0)
+@given(FORMAT, COLUMNS, st.integers(1, 40), TOKENS, TILING, st.booleans(), st.booleans(), st.integers(0, 9))
+@example("q4", 320, 5, 2, Tiling(dot_rows=4, dot_width=64), True, True, 0)
+@example("q8", 513, 5, 1, Tiling(row_words=32), False, True, 0)
+@example("q4", 5120, 9, 1, Tiling(), False, False, 0)
 def test_products(
-    device: torch.device, fmt: str, columns: int, rows: int, tiling: Tiling, biased: bool, add: bool, seed: int
-) -> None:
+    device: torch.device, fmt: str, columns: int, rows: int, tokens: int, tiling: Tiling, biased: bool, add: bool,
+    seed: int,
+) -> None:  # fmt: skip
     rng = np.random.default_rng(seed)
     w = Stored(device, fmt, normal(rng, rows, columns))
-    x, b, y = normal(rng, columns), normal(rng, rows), normal(rng, rows)
-    found = torch.from_numpy(y.copy()).to(device)
+    x, b, y = normal(rng, tokens, columns), normal(rng, rows), normal(rng, tokens, rows)
+    found, x_MD = torch.from_numpy(y.copy()).to(device), torch.from_numpy(x).to(device)
     bias = torch.from_numpy(b).to(device) if biased else None
-    row_dot.linear(w.matrix, bias, torch.from_numpy(x).to(device), found, tiling, add=add)
-    assert_close(found, w.values @ x + (b if biased else 0) + (y if add else 0))
+    row_dot.linear(w.matrix, bias, x_MD, found, tiling, add=add)
+    assert_close(found, x @ w.values.T + (b if biased else 0) + (y if add else 0))
+    for n in range(tokens):
+        alone = torch.from_numpy(y[n : n + 1].copy()).to(device)
+        row_dot.linear(w.matrix, bias, x_MD[n : n + 1], alone, tiling, add=add)
+        assert (alone[0] == found[n]).all(), "other bits than alone"
 
 
 @pytest.mark.parametrize("fmt", ["q8", "q4"])
@@ -46,7 +52,7 @@ def test_products_do_not_suffer_from_what_integers_are_raised_by(device: torch.d
     rng = np.random.default_rng(0)
     w, x = Stored(device, fmt, normal(rng, 40, 1024)), 100 + normal(rng, 1024)
     found = torch.zeros(40, device=device)
-    row_dot.linear(w.matrix, None, torch.from_numpy(x).to(device), found, Tiling())
+    row_dot.linear(w.matrix, None, torch.from_numpy(x).to(device)[None], found[None], Tiling())
     wanted, most = w.values.astype(np.float64) @ x, np.abs(w.values).astype(np.float64) @ np.abs(x)
     assert (np.abs(found.cpu().numpy() - wanted) / most).max() < 2e-7
 
@@ -70,31 +76,28 @@ DTYPE: dict[str, Any] = {"f32": np.float32, "f16": np.float16}
 
 
 @FEW
-@given(st.integers(1, 2000), st.sampled_from([4, 16]), st.floats(0, 1), st.booleans(), st.integers(0, 9))
-@example(1537, 4, 1.0, True, 0)
-@example(512, 16, 0.0, False, 0)
+@given(st.integers(1, 2000), TOKENS, st.sampled_from([4, 16]), st.floats(0, 1), st.booleans(), st.integers(0, 9))
+@example(1537, 2, 4, 1.0, True, 0)
+@example(512, 1, 16, 0.0, False, 0)
 def test_lists_are_compacted_in_order(
-    device: torch.device, numbers: int, tile: int, density: float, listed: bool, seed: int
+    device: torch.device, numbers: int, tokens: int, tile: int, density: float, listed: bool, seed: int
 ) -> None:
-    rng = np.random.default_rng(seed)
-    length = int(rng.integers(0, numbers + 1)) if listed else numbers
-    marks = np.where(rng.random(numbers) < density, normal(rng, numbers), 0).astype(np.float32)
-    counts = [np.count_nonzero(marks[i : min(i + tile, length)]) if i < length else 0 for i in range(0, numbers, tile)]
-    within = np.sort(rng.permutation(9000)[:numbers]).astype(np.int32)
-    list_of = NeuronList(torch.from_numpy(within).to(device), torch.tensor([length], dtype=torch.int32, device=device))
-    found = NeuronList(
-        torch.full((numbers,), -1, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    )
-    kept = torch.empty(numbers, device=device)
-    marks_N = torch.from_numpy(marks).to(device)
-    counts_T = torch.tensor(counts, dtype=torch.int32, device=device)
-    compact(marks_N, counts_T, tile, found, kept, low=7, within=list_of if listed else None)
-    wanted = np.flatnonzero(marks[:length])
-    n = int(found.length.item())
-    assert n == len(wanted)
-    np.testing.assert_array_equal(found.index_F[:n].cpu(), within[wanted] if listed else wanted + 7)
-    np.testing.assert_array_equal(kept[:n].cpu(), marks[wanted])
-    assert (found.index_F[n:] == -1).all()
+    rng, starts = np.random.default_rng(seed), range(0, numbers, tile)
+    lengths = rng.integers(0, numbers + 1, tokens) if listed else np.full(tokens, numbers)
+    marks = np.where(rng.random((tokens, numbers)) < density, normal(rng, tokens, numbers), 0).astype(np.float32)
+    marked = [np.flatnonzero(marks[m, :length]) for m, length in enumerate(lengths)]
+    counts = [[np.count_nonzero((i <= wanted) & (wanted < i + tile)) for i in starts] for wanted in marked]
+    within = np.stack([np.sort(rng.permutation(9000)[:numbers]) for _ in range(tokens)])
+    found = NeuronList.of(integers(device, np.full((tokens, numbers), -1)), integers(device, np.zeros(tokens)))
+    kept, marks_MN = torch.empty(tokens, numbers, device=device), torch.from_numpy(marks).to(device)
+    list_of = NeuronList.of(integers(device, within), integers(device, lengths)) if listed else None
+    compact(marks_MN, integers(device, counts), tile, found, kept, low=7, within=list_of)
+    for m, wanted in enumerate(marked):
+        n = int(found.length_M[m].item())
+        assert n == len(wanted)
+        np.testing.assert_array_equal(found.index_MF[m, :n].cpu(), within[m, wanted] if listed else wanted + 7)
+        np.testing.assert_array_equal(kept[m, :n].cpu(), marks[m, wanted])
+        assert (found.index_MF[m, n:] == -1).all()
 
 
 def ffn_of(
@@ -152,26 +155,25 @@ def test_neurons(
     rng = np.random.default_rng(seed + 1)
     x = normal(rng, d_model)
     active = rng.random(d_ff) < 0.4 if rung == "predicted" else np.ones(d_ff, bool)
-    x_D, h_F = torch.from_numpy(x).to(device), torch.full((d_ff,), np.nan, device=device)
-    counts = torch.full((d_ff,), -9, dtype=torch.int32, device=device)
+    x_MD, h_MF = torch.from_numpy(x).to(device)[None], torch.full((1, d_ff), np.nan, device=device)
+    counts = integers(device, np.full((1, d_ff), -9))
     listed = None
     if rung == "predicted":
-        index = np.zeros(d_ff, np.int32)
-        index[: active.sum()] = np.flatnonzero(active)
-        count = torch.tensor([active.sum()], dtype=torch.int32, device=device)
-        listed = NeuronList(torch.from_numpy(index).to(device), count)
-    tile = ffn_neurons.neuron_activations(n, x_D, listed, h_F, counts, tiling)
-    sums = torch.full((tiling.splits, d_model), np.nan, device=device)
+        index = np.zeros((1, d_ff), np.int32)
+        index[0, : active.sum()] = np.flatnonzero(active)
+        listed = NeuronList.of(integers(device, index), integers(device, [active.sum()]))
+    tile = ffn_neurons.neuron_activations(n, x_MD, listed, h_MF, counts, tiling)
+    sums = torch.full((1, tiling.splits, d_model), np.nan, device=device)
     if rung == "dense":
-        gathered_sums(n.down, None, h_F, sums, tiling)
+        gathered_sums(n.down, None, h_MF, sums, tiling)
     else:
-        kept = NeuronList(torch.zeros_like(counts), torch.zeros(1, dtype=torch.int32, device=device))
-        h_K = torch.empty(d_ff, device=device)
-        compact(h_F, counts, tile, kept, h_K, within=listed)
-        gathered_sums(n.down, kept, h_K, sums, tiling)
-    y = torch.zeros(d_model, device=device)
+        kept = NeuronList.of(torch.zeros_like(counts), integers(device, [0]))
+        h_MK = torch.empty(1, d_ff, device=device)
+        compact(h_MF, counts, tile, kept, h_MK, within=listed)
+        gathered_sums(n.down, kept, h_MK, sums, tiling)
+    y = torch.zeros(1, d_model, device=device)
     residual.merge(y, sums)
-    assert_close(y, reference.ffn(decoder, weights, x[None], active[None], limit)[0])
+    assert_close(y, reference.ffn(decoder, weights, x[None], active[None], limit))
 
 
 @FEW
@@ -181,7 +183,7 @@ def test_prediction(device: torch.device, fmt: str, rows: int, rank: int, seed: 
     up, r, bias = Stored(device, fmt, normal(rng, rows, rank)), normal(rng, rank), normal(rng, rows)
     marks, counts = torch.empty(rows, device=device), torch.empty(rows, dtype=torch.int32, device=device)
     put = [torch.from_numpy(a).to(device) for a in (bias, r)]
-    tile = ffn_neurons.predict(up.matrix, put[0], put[1][None], marks, counts, Tiling(dot_rows=8))
+    tile = ffn_neurons.predict(up.matrix, put[0], put[1][None], marks[None], counts[None], Tiling(dot_rows=8))
     wanted = up.values @ r + bias > 0
     np.testing.assert_array_equal(marks.cpu().numpy() != 0, wanted)
     for t in range(-(-rows // tile)):
@@ -196,8 +198,8 @@ def test_signs(device: torch.device, rows: int, columns: int, margin: int, seed:
     words = packed_signs(normal(rng, rows, columns))
     stored = FORMATS["u64"].encode(words).view(np.int64)
     marks, counts = torch.empty(rows, device=device), torch.empty(rows, dtype=torch.int32, device=device)
-    put = [torch.from_numpy(a).to(device) for a in (stored, x[0])]
-    tile = select_by_signs(put[0], columns, margin, put[1], marks, counts)
+    put = [torch.from_numpy(a).to(device) for a in (stored, x)]
+    tile = select_by_signs(put[0], columns, margin, put[1], marks[None], counts[None])
     wanted = reference.agreement(words, x)[0] > margin
     np.testing.assert_array_equal(marks.cpu().numpy() != 0, wanted)
     for t in range(-(-rows // tile)):
@@ -220,6 +222,24 @@ def test_norms(device: torch.device, tokens: int, width: int, centred: bool, see
 CACHES = [np.float32, np.float16]
 
 
+def in_pages(
+    device: torch.device, cache_2GSE: np.ndarray, position: int, rng: np.random.Generator
+) -> tuple[torch.Tensor, attention.Places]:
+    """A cache in pages in any order, among others, and where a token or a block stands in it."""
+    _, groups, positions, width = cache_2GSE.shape
+    pages = positions // PAGE_POSITIONS
+    table_L = rng.permutation(pages + 3)[:pages]
+    paged = np.full((pages + 3, 2, groups, PAGE_POSITIONS, width), np.nan, cache_2GSE.dtype)
+    paged[table_L] = cache_2GSE.reshape(2, groups, pages, PAGE_POSITIONS, width).transpose(2, 0, 1, 3, 4)
+    at, table = torch.tensor([position], device=device), torch.from_numpy(table_L[None]).to(device)
+    return torch.from_numpy(paged).to(device), attention.Places.of(at, table)
+
+
+def side_by_side(paged: torch.Tensor, places: attention.Places) -> torch.Tensor:
+    """The positions of a cache in pages, one after the other."""
+    return paged[places.table_RL[0]].permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
 @FEW
 @given(
     st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.sampled_from([2, 8, 24]), st.integers(0, 150), st.integers(1, 5),
@@ -236,14 +256,14 @@ def test_attention_of_a_token(
     half = int(width * rotated) // 2
     cache, qkv = normal(rng, 2, g, room, width).astype(dtype), normal(rng, 1, (h + 2 * g) * width)
     angles = rng.random((room, half), np.float32)
-    put = [torch.from_numpy(a.copy()).to(device) for a in (cache, qkv, np.cos(angles), np.sin(angles))]
-    at = torch.tensor([position], device=device)
+    paged, places = in_pages(device, cache, position, rng)
+    put = [paged, *(torch.from_numpy(a.copy()).to(device) for a in (qkv, np.cos(angles), np.sin(angles)))]
     weights = 1 + normal(rng, 2, width)
     norms = tuple(torch.from_numpy(weights).to(device)) if normed else None
-    attention.store_kv(put[1], at, *(put[2:] if half else (None, None)), put[0], norms=norms, eps=1e-5)
-    partials = attention.AttentionPartials(*(torch.empty(h, n_parts, *e, device=device) for e in ((width,), (), ())))
-    out = torch.empty(h * width, device=device)
-    attention.attend(put[1][0], at, put[0], partials, out)
+    attention.store_kv(put[1], places, *(put[2:] if half else (None, None)), put[0], norms=norms, eps=1e-5)
+    partials = attention.AttentionPartials(*(torch.empty(1, h, n_parts, *e, device=device) for e in ((width,), (), ())))
+    out = torch.empty(1, h * width, device=device)
+    attention.attend(put[1], places, put[0], partials, out)
 
     q, k, v = np.split(qkv.reshape(-1, width).copy(), [h, h + g])
     if normed:
@@ -254,11 +274,12 @@ def test_attention_of_a_token(
         cos, sin = np.cos(angles[position]), np.sin(angles[position])
         x[:, :half], x[:, half : 2 * half] = a * cos - b * sin, b * cos + a * sin
     cache[0, :, position], cache[1, :, position] = k, v
-    assert_close(put[0], cache, 2e-6 if dtype is np.float32 else 1e-3)  # sums before it may round otherwise
+    # Sums before it may round otherwise.
+    assert_close(side_by_side(paged, places), cache, 2e-6 if dtype is np.float32 else 1e-3)
     for n in range(h):
         keys, values = cache[:, n * g // h, : position + 1].astype(np.float32)
         p = np.exp(keys @ q[n] / np.sqrt(width))
-        assert_close(out[n * width : (n + 1) * width], (p / p.sum()) @ values)
+        assert_close(out[0, n * width : (n + 1) * width], (p / p.sum()) @ values)
 
 
 @FEW
@@ -271,10 +292,10 @@ def test_attention_of_a_block(
 ) -> None:
     (h, g), rng = heads, np.random.default_rng(seed)
     cache, qkv = normal(rng, 2, g, 128, width).astype(dtype), normal(rng, tokens, (h + 2 * g) * width)
-    put = [torch.from_numpy(a.copy()).to(device) for a in (cache, qkv)]
-    at, out = torch.tensor([start], device=device), torch.empty(tokens, h * width, device=device)
-    attention.store_kv(put[1], at, None, None, put[0])
-    attention.attend_block(put[1], at, put[0], out)
+    (paged, places), out = in_pages(device, cache, start, rng), torch.empty(tokens, h * width, device=device)
+    qkv_TQ = torch.from_numpy(qkv.copy()).to(device)
+    attention.store_kv(qkv_TQ, places, None, None, paged)
+    attention.attend_block(qkv_TQ, places, paged, out)
 
     q, k, v = np.split(qkv.reshape(tokens, -1, width), [h, h + g], axis=1)
     cache[0, :, start : start + tokens], cache[1, :, start : start + tokens] = k.swapaxes(0, 1), v.swapaxes(0, 1)
@@ -290,7 +311,7 @@ def test_attention_of_a_block(
 @pytest.mark.parametrize("others", [0, 1, 2])
 def test_merging(device: torch.device, splits: int, others: int) -> None:
     rng = np.random.default_rng(0)
-    x, sums, more = normal(rng, 200), normal(rng, splits, 200), normal(rng, others, 200)
-    found = torch.from_numpy(x.copy()).to(device)
-    residual.merge(found, torch.from_numpy(sums).to(device) if splits else None, *torch.from_numpy(more).to(device))
-    assert_close(found, x + sums.sum(0) + more.sum(0))
+    x, sums, other, bias = normal(rng, 2, 200), normal(rng, 2, splits, 200), normal(rng, 2, 200), normal(rng, 200)
+    found, *more = (torch.from_numpy(a.copy()).to(device) for a in (x, other, bias))
+    residual.merge(found, torch.from_numpy(sums).to(device) if splits else None, *more[:others])
+    assert_close(found, x + sums.sum(1) + (other if others else 0) + (bias if others == 2 else 0))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.gpu_kernels import COLUMNS, FEW, FORMAT, TILING, Stored, assert_close, normal
+from support.gpu_kernels import COLUMNS, FEW, FORMAT, TILING, Stored, assert_close, integers, normal
 from support.stored import packed_signs
 from support.synthetic import small_decoder
 
@@ -24,13 +24,11 @@ EXPERTS = st.integers(2, 9)
 WIDTHS = st.sampled_from([1, 5, 64, 300])
 
 
-def integers(device: torch.device, numbers: object) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-
 def routing_of(device: torch.device, expert_K: np.ndarray, rng: np.random.Generator) -> tuple[Routing, np.ndarray]:
+    """One token's routing, on the device and the weights here."""
     route_weight_K = rng.random(len(expert_K), np.float32)
-    return Routing(integers(device, expert_K), torch.from_numpy(route_weight_K.copy()).to(device)), route_weight_K
+    weights = torch.from_numpy(route_weight_K.copy()).to(device)
+    return Routing(integers(device, expert_K)[None], weights[None]), route_weight_K
 
 
 def drawn(experts_: int, width: int, data: st.DataObject) -> tuple[Cuts, np.ndarray, np.random.Generator]:
@@ -42,7 +40,7 @@ def drawn(experts_: int, width: int, data: st.DataObject) -> tuple[Cuts, np.ndar
 
 
 def list_of(device: torch.device, room: int) -> NeuronList:
-    return NeuronList(torch.full((room,), -1, dtype=torch.int32, device=device), integers(device, [-1]))
+    return NeuronList.of(integers(device, np.full((1, room), -1)), integers(device, [-1]))
 
 
 @FEW
@@ -52,22 +50,23 @@ def test_route(device: torch.device, n_experts: int, data: st.DataObject) -> Non
     values = np.random.default_rng(n_experts).integers(-2, 3, n_experts).astype(np.float32)  # many are equal
     decoder = small_decoder(n_experts=n_experts, experts_per_token=count)
     wanted = reference.routing(decoder, {"ffn/router": values[:, None]}, np.ones((1, 1), np.float32))[0]
-    found = Routing(integers(device, [-1] * count), torch.zeros(count, device=device))
-    moe.route(torch.from_numpy(values).to(device), found)
+    found = Routing(integers(device, np.full((2, count), -1)), torch.zeros(2, count, device=device))
+    moe.route(torch.from_numpy(np.stack([values, values[::-1]])).to(device), found)
     order = np.argsort(-values, kind="stable")[:count]
-    np.testing.assert_array_equal(found.expert_K.cpu(), order)
-    assert_close(found.route_weight_K, wanted[order], 1e-6)
+    np.testing.assert_array_equal(found.expert_MK[0].cpu(), order)
+    assert_close(found.route_weight_MK[0], wanted[order], 1e-6)
+    np.testing.assert_array_equal(found.expert_MK[1].cpu(), np.argsort(-values[::-1], kind="stable")[:count])
 
 
 @pytest.mark.parametrize("values", [[-1e30, 1e30, 0], [np.inf, 1, 2], [np.nan] * 3], ids=str)
 def test_route_of_extremes_stays_inside(device: torch.device, values: list[float]) -> None:
-    found = Routing(integers(device, [-1] * 2), torch.zeros(2, device=device))
+    found = Routing(integers(device, [[-1] * 2]), torch.zeros(1, 2, device=device))
     with np.errstate(invalid="ignore"):
-        moe.route(torch.tensor(values, device=device), found)
-    assert 0 <= found.expert_K.min() <= found.expert_K.max() < 3
+        moe.route(torch.tensor([values], device=device), found)
+    assert 0 <= found.expert_MK.min() <= found.expert_MK.max() < 3
     if values[1] == 1e30:
-        np.testing.assert_array_equal(found.expert_K.cpu(), [1, 2])
-        np.testing.assert_array_equal(found.route_weight_K.cpu(), [1, 0])
+        np.testing.assert_array_equal(found.expert_MK.cpu(), [[1, 2]])
+        np.testing.assert_array_equal(found.route_weight_MK.cpu(), [[1, 0]])
 
 
 @FEW
@@ -79,18 +78,18 @@ def test_expert_neurons(device: torch.device, n_experts: int, width: int, data: 
     device_cuts = DeviceCuts.of(cuts, width, torch.zeros(2, n_experts, dtype=torch.int32, device=device))
     on_device = [e * width + i for e in range(n_experts) for i in range(cuts.cut_X[e])]
     wanted = [e * width + i for e in expert_K for i in range(cuts.cut_X[e])]
-    found, rows = list_of(device, cuts.hot), torch.full((cuts.hot + 3,), -1, dtype=torch.int32, device=device)
+    found, rows = list_of(device, cuts.hot), integers(device, np.full((1, cuts.hot + 3), -1))
     if cuts.hot:
         moe.list_expert_neurons(routing, device_cuts, found, rows, cold=False)
         count = len(wanted)
-        assert found.length.item() == count <= cuts.hot
-        np.testing.assert_array_equal(rows[:count].cpu(), wanted)
-        np.testing.assert_array_equal(np.array(on_device)[found.index_F[:count].cpu()], wanted)
-        assert (rows[count:] == -1).all()
-        assert (found.index_F[count:] == -1).all()
+        assert found.length_M.item() == count <= cuts.hot
+        np.testing.assert_array_equal(rows[0, :count].cpu(), wanted)
+        np.testing.assert_array_equal(np.array(on_device)[found.index_MF[0, :count].cpu()], wanted)
+        assert (rows[0, count:] == -1).all()
+        assert (found.index_MF[0, count:] == -1).all()
         h = normal(rng, cuts.hot)
         weighed = torch.from_numpy(h.copy()).to(device)
-        moe.apply_route_weights(found, weighed, routing, device_cuts)
+        moe.apply_route_weights(found, weighed[None], routing, device_cuts)
         route_weight_X = np.zeros(n_experts, np.float32)
         route_weight_X[expert_K] = route_weight_K
         h[:count] *= route_weight_X[np.array(wanted, int) // width]
@@ -99,8 +98,8 @@ def test_expert_neurons(device: torch.device, n_experts: int, width: int, data: 
     if cuts.cold:
         moe.list_expert_neurons(routing, device_cuts, cold, None, cold=True)
         wanted = [e * width + i for e in expert_K for i in range(cuts.cut_X[e], width)]
-        assert cold.length.item() == len(wanted) <= cuts.cold
-        np.testing.assert_array_equal(cold.index_F[: len(wanted)].cpu(), wanted)
+        assert cold.length_M.item() == len(wanted) <= cuts.cold
+        np.testing.assert_array_equal(cold.index_MF[0, : len(wanted)].cpu(), wanted)
 
 
 @FEW
@@ -118,8 +117,8 @@ def test_prediction(
     up, bias = Stored(device, fmt, normal(rng, n_experts * width, rank)), normal(rng, n_experts * width)
     x = normal(rng, columns)
     r_KR = torch.full((len(expert_K), rank), np.nan, device=device)
-    x_D = torch.from_numpy(x).to(device)
-    linear(down.matrix, None, x_D, r_KR.view(-1), tiling, expert_K=routing.expert_K)
+    x_MD = torch.from_numpy(x).to(device)[None]
+    linear(down.matrix, None, x_MD, r_KR.view(1, -1), tiling, expert_MK=routing.expert_MK)
     wanted_KR = (down.values @ x).reshape(n_experts, rank)[expert_K]
     assert_close(r_KR, wanted_KR)
 
@@ -136,8 +135,9 @@ def test_prediction(
         torch.full((room,), np.nan, device=device),
         torch.full((room,), -1, dtype=torch.int32, device=device),
     )
-    bias_F, listed = torch.from_numpy(bias).to(device), NeuronList(index, integers(device, [len(candidates)]))
-    tile = predict(up.matrix, bias_F, r_KR, marks, counts, tiling, listed, routing.expert_K, width)
+    bias_F, length_M = torch.from_numpy(bias).to(device), integers(device, [len(candidates)])
+    listed, marked = NeuronList.of(index[None], length_M), (marks[None], counts[None])
+    tile = predict(up.matrix, bias_F, r_KR.view(1, -1), *marked, tiling, listed, routing.expert_MK, width)
     wanted = score + bias[candidates] > 0
     np.testing.assert_array_equal(marks[: len(candidates)].cpu().numpy() != 0, wanted)
     for t in range(-(-room // tile)):
@@ -153,9 +153,11 @@ def test_signs_of_a_list(device: torch.device, rows: int, columns: int, margin: 
     candidates = rng.integers(0, rows, int(rng.integers(0, rows + 1)))
     room = len(candidates) + 70
     marks, counts = torch.zeros(room, device=device), torch.full((room,), -1, dtype=torch.int32, device=device)
-    listed = NeuronList(integers(device, np.pad(candidates, (0, 70))), integers(device, [len(candidates)]))
+    index = integers(device, np.pad(candidates, (0, 70)))
+    listed = NeuronList.of(index[None], integers(device, [len(candidates)]))
     signs = torch.from_numpy(FORMATS["u64"].encode(words).view(np.int64)).to(device)
-    tile = select_by_signs(signs, columns, margin, torch.from_numpy(x[0]).to(device), marks, counts, listed)
+    marked = marks[None], counts[None]
+    tile = select_by_signs(signs, columns, margin, torch.from_numpy(x).to(device), *marked, listed)
     wanted = np.pad(reference.agreement(words, x)[0][candidates] > margin, (0, 70))
     np.testing.assert_array_equal(marks.cpu().numpy() != 0, wanted)
     for t in range(-(-room // tile)):

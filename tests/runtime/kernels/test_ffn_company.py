@@ -136,26 +136,33 @@ def test_a_range_of_neurons_has_one_sum(
 
 
 @FEW
-@given(decoders(), st.sampled_from(WEIGHT_FORMATS), st.sampled_from(["predicted", "sign"]), st.integers(0, 99))
-def test_a_list_of_neurons_gives_what_their_selector_gives(decoder: Decoder, fmt: str, rung: str, seed: int) -> None:
-    layer, one = ffn_layer(decoder, fmt, 5, seed), random_tokens(decoder, 1, seed)
-    one.select_T[:] = 1
-    wanted_1D, tally_13 = run(layer, rung, one, count_all=False)
-    expert_K, order = one.expert_TK[0], np.argsort(one.expert_TK[0])
-    sorted_K, route_weight_K = expert_K[order], one.route_weight_TK[0][order]
-    cfg, w_XW, x_D = layer.cfg, layer.experts_on(rung), one.x_TD[0]
+@given(
+    decoders(), st.sampled_from(WEIGHT_FORMATS), st.sampled_from(["predicted", "sign"]), st.integers(1, 4),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_a_list_of_neurons_gives_what_their_selector_gives(
+    decoder: Decoder, fmt: str, rung: str, tokens: int, seed: int
+) -> None:
+    layer, some = ffn_layer(decoder, fmt, 5, seed), random_tokens(decoder, tokens, seed)
+    some.select_T[:] = 1
+    wanted_MD, tally_M3 = run(layer, rung, some, count_all=False)
+    cfg, w_XW, x_MD, expert_MK = layer.cfg, layer.experts_on(rung), some.x_TD, some.expert_TK
     memory = neuron_chunks.chunks_of(cfg, layer.ws), inputs_of(layer.ws)
     cut_X = base_X = np.zeros(decoder.n_experts, np.int64)
-    hot_F, cold_F = (np.empty(len(expert_K) * decoder.d_ff, np.int32) for _ in range(2))
+    hot_MF, cold_MF = (np.empty((tokens, expert_MK.shape[1] * decoder.d_ff), np.int32) for _ in range(2))
+    hot_M, cold_M = (np.empty(tokens, np.int32) for _ in range(2))
     layer.guarded.poison()
-    hot, cold = predict(cfg, w_XW, x_D, sorted_K, cut_X, base_X, memory[1], hot_F, cold_F)
-    assert (hot, cold) == (0, tally_13[0, neuron_chunks.READ])
+    predict(cfg, w_XW, x_MD, expert_MK, cut_X, base_X, memory[1], hot_M, hot_MF, cold_M, cold_MF)
+    np.testing.assert_array_equal(hot_M, 0)
+    np.testing.assert_array_equal(cold_M, tally_M3[:, neuron_chunks.READ])
     layer.guarded.poison()
-    y_D, experts = np.full_like(x_D, np.nan), sorted_K.astype(np.int32)
-    counts = cold_sum(cfg, w_XW, x_D, experts, route_weight_K, cut_X, True, cold, cold_F, *memory, y_D)
+    routed, found_M3 = (expert_MK.astype(np.int32), some.route_weight_TK), np.ones_like(tally_M3)
+    y_MD = np.full_like(x_MD, np.nan)
+    cold_sum(cfg, w_XW, x_MD, *routed, cut_X, True, cold_M, cold_MF, *memory, found_M3, y_MD)
     layer.guarded.assert_guards_whole()
-    np.testing.assert_array_equal(y_D, wanted_1D[0])
-    assert counts == tuple(tally_13[0, [neuron_chunks.READ, neuron_chunks.KEPT]])
+    np.testing.assert_array_equal(y_MD, wanted_MD)
+    kept = [neuron_chunks.READ, neuron_chunks.KEPT]
+    np.testing.assert_array_equal(found_M3[:, kept], tally_M3[:, kept])
 
 
 @pytest.mark.parametrize("d_ff", [1, 31, 33, 700, CHUNKS * GROUP, CHUNKS * SUM_NEURONS + 700])
