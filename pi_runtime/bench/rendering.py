@@ -54,7 +54,7 @@ def markdown(found: Mapping[str, Any], rows: Sequence[Row]) -> str:
 def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("artifact", f"{Path(found['artifact']).name}, {console.size(found['bytes'])}, digest {found['digest'][:16]}"),
-        ("processor", f"{found['processor']}, {found['isa']}, {found['threads']} threads"),
+        ("processor", f"{found['processor']}, {found['isa']}, threads: {found['threads']}"),
         ("device", found["device"] if found["device"] != "cpu" else ""),
     ]
 
