@@ -21,4 +21,6 @@ def test_the_same_text_in_company(tmp_path: Path, gpu: Device) -> None:
         with Engine(found, slots=2, piece=2, kv_budget=3 * page) as engine:
             streams = [engine.generate(prompt, **settings) for prompt in prompts]
             assert ["".join(stream) for stream in streams] == wanted
-            assert engine.stats.cached_tokens > 0
+            before = engine.stats.cached_tokens
+            assert "".join(engine.generate(prompts[2], **settings)) == wanted[2]
+            assert engine.stats.cached_tokens > before

@@ -83,17 +83,17 @@ def rates(device: Device, fmt: str, width: int, nbytes: int, threads: int) -> Ra
     with device.stream():
         rows = max(64, nbytes // row_bytes(fmt, width))
         m = _constant(fmt, rows, width, device.device)
-        x_D, y_N = torch.ones(width, device=device.device), torch.zeros(rows, device=device.device)
+        x_1D, y_1N = torch.ones(1, width, device=device.device), torch.zeros(1, rows, device=device.device)
         other = torch.empty_like(m.values)
-        stream = seconds(device, lambda: row_dot.linear(m, None, x_D, y_N, device.tiling))
+        stream = seconds(device, lambda: row_dot.linear(m, None, x_1D, y_1N, device.tiling))
         return Rates(
             format=fmt,
             gpu=2 * m.values.nbytes / seconds(device, lambda: other.copy_(m.values)),
             gpu_stream=rows * row_bytes(fmt, width) / stream,
-            gpu_picked=_picked(device, m, x_D),
+            gpu_picked=_picked(device, m, x_1D),
             cpu_stream=product_bandwidth(cpu_weights, threads, 3),
             cpu_picked=gather_bandwidth(cpu_weights, threads, 3),
-            launch=_launch(device, m, x_D),
+            launch=_launch(device, m, x_1D),
             cpu_launch=launch_seconds(cpu_weights, threads, 3),
             cold=cold_seconds(cpu_weights, threads),
             handover=_handover(device, width),
@@ -124,51 +124,51 @@ def seconds(device: Device, work: Callable[[], object], repeats: int = 10) -> fl
     return best
 
 
-def _picked(device: Device, m: DeviceMatrix, x_D: torch.Tensor) -> float:
+def _picked(device: Device, m: DeviceMatrix, x_1D: torch.Tensor) -> float:
     """Bytes a second of one neuron in ten of a gated FFN, read as decoding reads them."""
     count = m.rows // 3
     drawn = np.sort(np.random.default_rng(0).permutation(count)[: max(1, count // PICKED)])
-    taken = seconds(device, _ffn(device, m, x_D, count, drawn))
+    taken = seconds(device, _ffn(device, m, x_1D, count, drawn))
     return 3 * len(drawn) * row_bytes(m.format, m.columns) / taken
 
 
-def _launch(device: Device, m: DeviceMatrix, x_D: torch.Tensor) -> float:
+def _launch(device: Device, m: DeviceMatrix, x_1D: torch.Tensor) -> float:
     """Seconds of a kernel: an FFN without a listed neuron, its sums merged, and a norm are five kernels."""
     count = min(m.rows // 3, 4 * m.columns)
-    ffn, y_1D, ones_D = _ffn(device, m, x_D, count, np.zeros(0, np.int64)), torch.zeros_like(x_D)[None], x_D
+    ffn, y_1D, ones_D = _ffn(device, m, x_1D, count, np.zeros(0, np.int64)), torch.zeros_like(x_1D), x_1D[0]
 
     def work() -> None:
-        sums_SD = ffn()
-        residual.merge(y_1D[0], sums_SD)
+        sums_1SD = ffn()
+        residual.merge(y_1D, sums_1SD)
         residual.norm(y_1D, ones_D, None, 1e-5, y_1D)
 
     return seconds(device, work) / 5
 
 
 def _ffn(
-    device: Device, m: DeviceMatrix, x_D: torch.Tensor, count: int, drawn: np.ndarray
+    device: Device, m: DeviceMatrix, x_1D: torch.Tensor, count: int, drawn: np.ndarray
 ) -> Callable[[], torch.Tensor]:
     """An FFN of three kernels: `first` is the first `count` rows, `rest` the next 2 · `count`, `drawn` is the list."""
     n = ffn_neurons.Neurons(m[:count], None, m[count : 3 * count], None, 0)
-    index_F = torch.zeros(count, dtype=torch.int32, device=device.device)
-    index_F[: len(drawn)] = torch.from_numpy(drawn.astype(np.int32))
-    listed = NeuronList(index_F, torch.tensor([len(drawn)], dtype=torch.int32, device=device.device))
-    h_F, counts_T = (
-        torch.zeros(count, device=device.device),
-        torch.zeros(count, dtype=torch.int32, device=device.device),
+    index_1F = torch.zeros(1, count, dtype=torch.int32, device=device.device)
+    index_1F[0, : len(drawn)] = torch.from_numpy(drawn.astype(np.int32))
+    listed = NeuronList.of(index_1F, torch.tensor([len(drawn)], dtype=torch.int32, device=device.device))
+    h_1F, counts_1T = (
+        torch.zeros(1, count, device=device.device),
+        torch.zeros(1, count, dtype=torch.int32, device=device.device),
     )
-    kept = NeuronList(torch.zeros_like(counts_T), torch.zeros(1, dtype=torch.int32, device=device.device))
-    kept_h_F = torch.zeros_like(h_F)
-    sums_SD = torch.zeros(device.tiling.splits, m.columns, device=device.device)
+    kept = NeuronList.of(torch.zeros_like(counts_1T), torch.zeros(1, dtype=torch.int32, device=device.device))
+    kept_h_1F = torch.zeros_like(h_1F)
+    sums_1SD = torch.zeros(1, device.tiling.splits, m.columns, device=device.device)
 
     def work() -> torch.Tensor:
-        tile = ffn_neurons.neuron_activations(n, x_D, listed, h_F, counts_T, device.tiling)
-        compact(h_F, counts_T, tile, kept, kept_h_F, within=listed)
-        gathered_sums(n.down, kept, kept_h_F, sums_SD, device.tiling)
-        return sums_SD
+        tile = ffn_neurons.neuron_activations(n, x_1D, listed, h_1F, counts_1T, device.tiling)
+        compact(h_1F, counts_1T, tile, kept, kept_h_1F, within=listed)
+        gathered_sums(n.down, kept, kept_h_1F, sums_1SD, device.tiling)
+        return sums_1SD
 
     work()
-    assert int(kept.length.item()) == len(drawn), "all of these fire"
+    assert int(kept.length_M.item()) == len(drawn), "all of these fire"
     return work
 
 
