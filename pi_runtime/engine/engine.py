@@ -235,7 +235,7 @@ class Engine:
             self._scheduler.join()
 
     def _catch_up(self) -> None:
-        """Of prompts that are read in turns and begin alike, each goes on where another has come to."""
+        """Let a prompt go on where another has come to, if both are being read and begin alike."""
         reading = self._scheduler.reading
         self._shares_pieces = len(reading) > 1
         if self._shares_pieces:

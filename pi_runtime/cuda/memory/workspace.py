@@ -28,7 +28,7 @@ class Workspace:
     """Tensors in device memory, zero at first; float32 unless said otherwise."""
 
     token_words: TokenWords
-    """Of a prompt the position of its block's first token, and the table of its sequence."""
+    """For a prompt: the position of its block's first token, and the table of its sequence."""
     x_MD: torch.Tensor
     narrow_MW: torch.Tensor
     """Rows of an embedding that is not as wide as the model."""

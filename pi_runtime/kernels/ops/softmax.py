@@ -24,7 +24,7 @@ from pi_runtime.kernels.data.matrix_view import Floats, address_of
 LOG2E = 1.44269504
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
 POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-"""Of Cephes' expf, from the highest power on."""
+"""Coefficients of Cephes' expf, from the highest power on."""
 SMALLEST = -87.0
 """exp of what is less counts as 0."""
 
