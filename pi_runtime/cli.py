@@ -240,12 +240,12 @@ def _report(model: "Model", load_s: float, answer: "Generation") -> dict[str, An
         "rows_read_share": s.rows_read_share,
         "active_share": s.active_share,
     }
-    return {"finish_reason": answer.finish_reason, "mode": model.mode, "stats": figures}
+    return {"finish_reason": answer.finish_reason, "mode": model.mode, "seed": answer.seed, "stats": figures}
 
 
 def _print_stats(model: "Model", report: dict[str, Any]) -> None:
     taken = {} if model.allocation is None else {"gpu_bytes": model.allocation.total}
-    _print_figures({"mode": report["mode"], **taken, **report["stats"]})
+    _print_figures({"mode": report["mode"], "seed": report["seed"], **taken, **report["stats"]})
 
 
 def _print_figures(figures: dict[str, Any]) -> None:
