@@ -95,6 +95,47 @@ def test_sampling_flags(run: Run, random_path: Path) -> None:
     assert text("--repetition-penalty", 1e6) != greedy
 
 
+def test_penalties_and_biases(run: Run, alphabet: Path) -> None:
+    assert run(alphabet, "-p", "a", "-n", 3, "--logit-bias", "122=100", "--logit-bias", "120=-5")[1] == "zzz\n"
+    penalised = run(alphabet, "-p", "a", "-n", 9, "--logit-bias", "122=100", "--presence-penalty", 2)[1]
+    assert penalised == "z" * 9 + "\n"
+    assert run(alphabet, "-p", "x", "--min-tokens", 4)[1].startswith("yz")
+    assert run(alphabet, "-p", "x")[1] == "yz\n"
+
+
+def test_logprobs(run: Run, alphabet: Path) -> None:
+    found = json.loads(run(alphabet, "-p", "ab", "-n", 2, "--json", "--logprobs", 1, "--prompt-logprobs", 0)[1])
+    assert [(x["id"], x["token"]) for x in found["logprobs"]] == [(99, "c"), (100, "d")]
+    assert [x["top"] for x in found["logprobs"]] == [
+        [{k: x[k] for k in ("id", "token", "logprob")}] for x in found["logprobs"]
+    ]
+    (second,) = found["prompt_logprobs"]
+    assert (second["token"], second["top"]) == ("b", [])
+    assert second["logprob"] == found["logprobs"][0]["logprob"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--logit-bias", "a=1"), "--logit-bias a=1"),
+        (("--logit-bias", "7"), "--logit-bias 7"),
+        (("--logit-bias", "999=1"), "--logit-bias: token id 999"),
+        (("--presence-penalty", 3), "--presence-penalty 3"),
+        (("--frequency-penalty", -3), "--frequency-penalty -3"),
+        (("--min-tokens", 300), "--min-tokens 300"),
+        (("--answers", 2), "--answers goes with --prompts alone"),
+        (("--logprobs", 2), "--logprobs goes with --json or --prompts"),
+        (("--json", "--logprobs", -2), "--logprobs -2"),
+        (("--json", "--prompt-logprobs", -2), "--prompt-logprobs -2"),
+    ],
+    ids=str,
+)
+def test_impossible_settings(run: Run, alphabet: Path, flags: tuple[object, ...], message: str) -> None:
+    code, out, err = run(alphabet, "-p", "a", *flags)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
 def test_end_of_text_is_not_shown(run: Run, tmp_path: Path) -> None:
     """Not even where it is not an end: special tokens have no text."""
     path = scripted_artifact(tmp_path / "a.pi", {ord("a"): END_ID, END_ID: ord("b"), ord("b"): 0}, end_ids=(0,))
@@ -187,13 +228,20 @@ FLAGS = {
     "--chat": (None, None),
     "--system": (None, None),
     "--max-tokens": ("-n", None),
+    "--min-tokens": (None, None),
     "--stop": (None, None),
     "--temperature": (None, None),
     "--top-k": (None, None),
     "--top-p": (None, None),
     "--min-p": (None, None),
     "--repetition-penalty": (None, None),
+    "--presence-penalty": (None, None),
+    "--frequency-penalty": (None, None),
+    "--logit-bias": (None, None),
     "--seed": (None, "PI_SEED"),
+    "--logprobs": (None, None),
+    "--prompt-logprobs": (None, None),
+    "--answers": (None, None),
     "--ctx-size": (None, "PI_CTX_SIZE"),
     "--cache-format": (None, "PI_CACHE_FORMAT"),
     "--mode": (None, "PI_MODE"),

@@ -72,6 +72,23 @@ def test_messages_go_through_the_template(ask: Any, run: Run, artifact: Path) ->
     assert found[0]["text"] + "\n" == run(artifact, "-p", "u:hi;a:", "-n", 5)[1]
 
 
+def test_several_answers_and_log_probabilities(ask: Any, run: Run, artifact: Path) -> None:
+    flags = ("-n", 6, "--temperature", 2.0, "--logprobs", 1, "--prompt-logprobs", 0)
+    lines = [
+        {"prompt": "ab", "answers": 3, "seed": 3},
+        {"prompt": "abc", "seed": 4, "logit_bias": {"65": 100}, "min_tokens": 2, "frequency_penalty": 0.5},
+    ]
+    code, found, _ = ask(lines, *flags)
+    assert code == 0
+    alone = json.loads(run(artifact, "-p", "ab", *flags, "--seed", 3, "--json")[1])
+    answers = found[0]["answers"]
+    assert len({answer["text"] for answer in answers}) == 3
+    assert (answers[0]["text"], answers[0]["logprobs"]) == (alone["text"], alone["logprobs"])
+    assert found[0]["prompt_logprobs"] == alone["prompt_logprobs"]
+    assert found[0].keys() == {"index", "prompt_tokens", "answers", "seed", "prompt_logprobs", "digest"}
+    assert (found[1]["text"], len(found[1]["prompt_logprobs"])) == ("AAAAAA", 2)
+
+
 BAD = {
     "no JSON": ("{", "line 2: not a JSON object"),
     "a list": ([1], "line 2: not a JSON object"),
@@ -84,6 +101,10 @@ BAD = {
     "no count": ({"prompt": "a", "max_tokens": True}, "line 2: max_tokens"),
     "no tokens": ({"prompt": "a", "max_tokens": 0}, "--max-tokens 0"),
     "bad stop": ({"prompt": "a", "stop": [1]}, "--stop: not a list of strings"),
+    "no answers": ({"prompt": "a", "answers": 0}, "0 answers"),
+    "no number": ({"prompt": "a", "logprobs": "2"}, "line 2: logprobs"),
+    "bad bias": ({"prompt": "a", "logit_bias": {"x": 1}}, "--logit-bias x=1"),
+    "no bias": ({"prompt": "a", "logit_bias": [1]}, "--logit-bias [1]"),
     "long": ({"prompt": "a" * 64}, "the prompt has 64 tokens"),
     "empty": ({"prompt": ""}, "the prompt is empty"),
 }
@@ -108,8 +129,8 @@ def test_an_output_is_continued_after_its_last_whole_line(
     _, wanted, _ = ask(lines, "-n", 4)
     whole = output.read_bytes()
     ran: list[str] = []
-    generate = Engine.generate
-    monkeypatch.setattr(Engine, "generate", lambda self, p, **kw: ran.append(p) or generate(self, p, **kw))
+    generate = Engine.generate_many
+    monkeypatch.setattr(Engine, "generate_many", lambda self, p, n, **kw: ran.append(p) or generate(self, p, n, **kw))
     for kept in (0, 1, len(whole) // 2, whole.rfind(b"\n", 0, -1) + 1, len(whole) - 1, len(whole)):
         output.write_bytes(whole[:kept])
         ran.clear()

@@ -223,6 +223,9 @@ def test_logits_that_say_nothing(temperature: float, bad: float) -> None:
         ("top_p", [-0.1, 1.1, math.nan]),
         ("min_p", [-0.1, 1.1, None]),
         ("repetition_penalty", [0, -1, math.inf]),
+        ("presence_penalty", [-2.1, math.nan, "much"]),
+        ("frequency_penalty", [2.1, None]),
+        ("logit_bias", [3, [(1, 2)], {"1": 2}, {-1: 2}, {1: 101}, {1: "x"}]),
         ("seed", [-1, 0.5]),
         ("number", [-1, None]),
     ],
@@ -253,3 +256,57 @@ def test_generation_config_errors_name_their_source() -> None:
         Sampling.from_generation_config({"do_sample": True, "top_p": 7})
     with pytest.raises(UsageError, match="--top-p"):
         Sampling.from_generation_config({}, top_p=7)
+
+
+def test_presence_and_frequency_count_the_answer_alone() -> None:
+    """OpenAI's definition: the logit less presence, if the answer has the token, and less frequency for each time."""
+    x = random_logits(3)
+    prompt, answer = [1, 1, 2], [2, 5, 5, 5]
+    wanted = x.astype(np.float64)
+    for token in set(answer):
+        wanted[token] -= 0.5 + 0.25 * answer.count(token)
+    np.testing.assert_allclose(ours.penalise_repeats(x, answer, 0.5, 0.25), wanted, rtol=1e-6)
+    np.testing.assert_array_equal(x, random_logits(3))
+    likely = np.zeros(V, np.float32)
+    likely[[1, 2, 5]] = 1.0, 0.9, 1.5
+    sampler = Sampler(Sampling(presence_penalty=0.5, frequency_penalty=0.25), V, prompt_tokens=3)
+    assert sampler(likely, [*prompt, *answer]) == 1
+    assert Sampler(Sampling(), V, prompt_tokens=3)(likely, [*prompt, *answer]) == 5
+
+
+def test_a_bias_is_added() -> None:
+    x = random_logits(1)
+    wanted = x.copy()
+    wanted[[3, V - 1]] += np.array([5, -100], np.float32)
+    sampling = Sampling(temperature=1, logit_bias={3: 5, V - 1: -100}, seed=1)
+    plain = Sampler(Sampling(temperature=1, seed=1), V)
+    for n in range(50):
+        assert Sampler(sampling, V)(x, range(n)) == plain(wanted, range(n))
+    assert Sampler(Sampling(logit_bias={9: 100}), V)(x, []) == 9
+    with pytest.raises(UsageError, match=f"--logit-bias: token id {V}"):
+        Sampler(Sampling(logit_bias={V: 1}), V)
+
+
+def test_end_ids_come_after_min_tokens() -> None:
+    x = np.zeros(V, np.float32)
+    x[7], x[8], x[9] = 3, 2, 1
+    sampler = Sampler(Sampling(), V, prompt_tokens=2, end_ids=(7, 8), min_tokens=3)
+    assert [sampler(x, range(100, 102 + n)) for n in range(5)] == [9, 9, 9, 7, 7]
+
+
+@pytest.mark.parametrize("top", [0, 1, 5, V, V + 9])
+def test_logprobs_are_the_log_softmax(top: int) -> None:
+    x = random_logits(2)
+    wanted = np.log(ours.softmax(x.astype(np.float64)))
+    found = ours.token_logprobs(x, 17, top)
+    assert (found.token, found.logprob) == (17, pytest.approx(wanted[17], rel=1e-12))
+    order = sorted(range(V), key=lambda i: (-wanted[i], i))[:top]
+    assert [token for token, _ in found.top] == order
+    np.testing.assert_allclose([logprob for _, logprob in found.top], wanted[order], rtol=1e-12)
+
+
+def test_logprobs_with_ties_and_impossible_tokens() -> None:
+    x = np.array([1, 2, 2, -np.inf, 2], np.float32)
+    found = ours.token_logprobs(x, 3, 2)
+    assert found.logprob == -math.inf
+    assert [token for token, _ in found.top] == [1, 2]

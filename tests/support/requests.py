@@ -34,7 +34,14 @@ def random_requests(rng: random.Random, count: int, *, sampled: bool, context: i
         settings: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 5, 12, 30, None])}
         if rng.random() < 0.3:
             settings["stop"] = [chr(rng.randrange(32, 127)) for _ in range(rng.randint(1, 3))]
-        settings["sampling"] = Sampling()
+        if rng.random() < 0.3:
+            settings["min_tokens"] = rng.randint(0, settings["max_tokens"] or 20)
+        penalties = {
+            "presence_penalty": rng.choice([0.0, 0.7]),
+            "frequency_penalty": rng.choice([0.0, 0.3]),
+            "logit_bias": rng.choice([{}, {rng.randrange(250): rng.uniform(-9, 9)}]),
+        }
+        settings["sampling"] = Sampling(**penalties)
         if sampled:
             settings["sampling"] = Sampling(
                 temperature=rng.choice([0.5, 1.0, 3.0]),
@@ -42,6 +49,8 @@ def random_requests(rng: random.Random, count: int, *, sampled: bool, context: i
                 top_p=rng.choice([0.9, 1.0]),
                 repetition_penalty=rng.choice([1.0, 1.3]),
                 seed=rng.randrange(1000),
+                number=rng.randrange(3),
+                **penalties,
             )
         cancelled = rng.randint(0, 3) if cancels and rng.random() < 0.15 else None
         found.append(Request(tuple(prompt[: context - 1]), settings, cancelled))
