@@ -11,7 +11,7 @@ import typer
 
 from pi_runtime import console
 from pi_runtime.engine.scheduler import PIECE
-from pi_runtime.errors import PromptError, UsageError
+from pi_runtime.errors import InputError, PromptError, UsageError
 
 if TYPE_CHECKING:
     from pi_runtime.execution.plan_choice import Allocation
@@ -41,6 +41,13 @@ def run(
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 256,
     min_tokens: Annotated[int, typer.Option(help="Tokens before which nothing ends the answer.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="The answer is JSON by the schema in this file.", show_default=False)
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The answer matches this regular expression.")] = None,
+    lark: Annotated[
+        Path | None, typer.Option(help="The answer follows the Lark grammar in this file.", show_default=False)
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens of this total probability.")] = None,
@@ -87,10 +94,12 @@ def run(
     _check_flags(prompt, prompts, output, chat, as_json)
     _check_output_flags(prompts, as_json, answers, logprobs, prompt_logprobs)
     text = _read(sys.stdin.read) if prompt == "-" else prompt
+    grammar = {"json_schema": _read_file(json_schema), "regex": regex, "lark": _read_file(lark)}
     from pi_runtime.execution.devices import gpu_kernels_are_cold, resolve_device
     from pi_runtime.execution.plan_choice import parse_size
     from pi_runtime.model import load
     from pi_runtime.sampling import Sampling, parse_logit_bias
+    from pi_runtime.text.grammar import Grammar
 
     budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
     to_gpu = resolve_device(device).startswith("cuda")
@@ -126,7 +135,7 @@ def run(
             "stop": stop or [],
             "logprobs": logprobs,
         }
-        alone: AnswerSettings = {**common, "sampling": sampling}
+        alone: AnswerSettings = {**common, "sampling": sampling, "grammar": Grammar.of(**grammar)}
         generate = partial(model.generate, **alone)
         _announce(model)
         model.warm_up()
@@ -135,7 +144,7 @@ def run(
             from pi_runtime.prompt_file import PromptFile
 
             held = None if kv_budget is None else parse_size(kv_budget, "--kv-budget")
-            shared = {**settings, **common, "prompt_logprobs": prompt_logprobs, "answers": answers}
+            shared = {**settings, **common, **grammar, "prompt_logprobs": prompt_logprobs, "answers": answers}
             _answer_file(model, PromptFile(prompts, model, shared), output, slots, held, piece, stats)
         elif text is None:
             _chat(model, generate, system, report if stats else None)
@@ -270,6 +279,14 @@ def _read(read: Callable[[], str]) -> str:
         return read()
     except UnicodeDecodeError as error:
         raise PromptError("the text on stdin cannot be decoded", expected=error.encoding, found=error) from None
+
+
+def _read_file(path: Path | None) -> str | None:
+    """The text of a file, if one is named."""
+    try:
+        return None if path is None else path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as text", found=error) from None
 
 
 def _report(model: "Model", load_s: float, answer: "Generation") -> dict[str, Any]:

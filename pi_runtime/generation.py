@@ -16,6 +16,7 @@ from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.sampling import Sampler, Sampling, TokenLogprobs, check_finite, token_logprobs
+from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.stop_strings import StopStrings
 from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
@@ -61,6 +62,8 @@ class AnswerSettings(TypedDict, total=False):
     """Texts that end the answer."""
     logprobs: int | None
     """Keep the log-probability of each token, and of so many likeliest ones; None keeps none."""
+    grammar: Grammar | None
+    """What the text must be, or begin as where something else ends it."""
 
 
 class Answer:
@@ -83,6 +86,7 @@ class Answer:
         min_tokens: int = 0,
         stop: Sequence[str] = (),
         logprobs: int | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"--max-tokens {max_tokens}", expected="1 or more")
@@ -103,8 +107,15 @@ class Answer:
         """Prompt and answer. The newest token has not run yet."""
         self.finish_reason: str | None = None
         self.cached_tokens = 0
+        # Compiled last: an answer that cannot be is refused sooner.
+        self._grammar = None if grammar is None else tokenizer.grammars.start(grammar)
         self._sampler = Sampler(
-            sampling or Sampling(), vocab_size, prompt_tokens=len(prompt), end_ids=end_ids, min_tokens=min_tokens
+            sampling or Sampling(),
+            vocab_size,
+            prompt_tokens=len(prompt),
+            end_ids=end_ids,
+            min_tokens=min_tokens,
+            allowed=None if self._grammar is None else self._grammar.allowed,
         )
         self._stop = StopStrings(stop)
         self._end_ids, self._text = frozenset(end_ids), TextStream(tokenizer)
@@ -181,6 +192,8 @@ class Answer:
         if stopped:
             self.finish_reason = "stop"
             return piece
+        if self._grammar is not None and self._grammar.is_complete(self.token_ids):
+            return piece + self._end("end")
         if self._limit is not None and len(self.tokens) - self.prompt_tokens >= self._limit:
             return piece + self._end("length")
         return piece + self._end("context") if len(self.tokens) > self._context else piece

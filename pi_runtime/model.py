@@ -192,7 +192,8 @@ class Model:
         `max_tokens`: None goes on until the model ends or the context is full. `min_tokens`: up to so many neither
         the model nor a stop string ends the text. `sampling`: None takes the checkpoint's generation defaults.
         `stop`: texts that end the answer. `logprobs`: keep the log-probability of each token, and of so many likeliest
-        ones. `cache`: one that earlier calls used; the part of the prompt that it holds is not computed again.
+        ones. `grammar`: what the text must be. `cache`: one that earlier calls used; the part of the prompt that it
+        holds is not computed again.
 
         Raises PromptError where the prompt is empty, outside the vocabulary, or leaves no room, and UsageError for an
         impossible setting.

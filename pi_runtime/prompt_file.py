@@ -24,10 +24,12 @@ from pi_runtime.engine.stream import Scores, Stream
 from pi_runtime.errors import InputError, PiError, PromptError, UsageError
 from pi_runtime.model import Model
 from pi_runtime.sampling import Sampling, TokenLogprobs, parse_logit_bias
+from pi_runtime.text.grammar import Grammar
 
 SAMPLING_KEYS = frozenset(field.name for field in fields(Sampling)) - {"number"}
 ANSWER_KEYS = frozenset({"max_tokens", "min_tokens", "stop", "logprobs"})
-KEYS = SAMPLING_KEYS | ANSWER_KEYS | {"id", "prompt", "messages", "prompt_logprobs", "answers"}
+GRAMMAR_KEYS = frozenset({"json_schema", "regex", "lark"})
+KEYS = SAMPLING_KEYS | ANSWER_KEYS | GRAMMAR_KEYS | {"id", "prompt", "messages", "prompt_logprobs", "answers"}
 INTEGERS = ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "answers")
 AHEAD = 256
 """Prompts handed to the engine before the oldest of them is answered."""
@@ -141,7 +143,10 @@ class PromptFile:
             request = _parsed(line, f"{self._path}, line {number}")
             if "id" in request:
                 head["id"] = request["id"]
-            found = self._submitted(engine, {**self._settings, **request})
+            common = dict(self._settings)
+            if GRAMMAR_KEYS & request.keys():
+                common |= dict.fromkeys(GRAMMAR_KEYS)
+            found = self._submitted(engine, {**common, **request})
         except PiError as error:
             found = error
         return _Line(head, self._digest(line), found)
@@ -149,6 +154,7 @@ class PromptFile:
     def _submitted(self, engine: Engine, request: dict[str, Any]) -> _Pending:
         chosen = {key: request[key] for key in SAMPLING_KEYS & request.keys()}
         settings: Any = {key: request[key] for key in ANSWER_KEYS & request.keys()}
+        settings["grammar"] = Grammar.of(**{key: request[key] for key in GRAMMAR_KEYS & request.keys()})
         settings["sampling"] = Sampling.from_generation_config(self._model.manifest.generation, **chosen)
         prompt = request["prompt"] if "prompt" in request else self._model.chat_prompt(request["messages"])
         top, scores = request.get("prompt_logprobs"), None

@@ -6,6 +6,7 @@
     frequency penalty    x_i ← x_i − f · n_i
     presence penalty     x_i ← x_i − a · [n_i > 0]
     logit bias           x_i ← x_i + b_i
+    grammar              x_i ← −∞  for tokens that may not follow
     end of text          x_i ← −∞  for its ids, in the first tokens of an answer that is to have so many
     temperature          x ← x / t
     top-k                C = {i : x_i ≥ the k-th largest x}
@@ -22,7 +23,7 @@ they say what the model holds of a token whatever the settings, and agree with t
 
 import math
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -120,7 +121,8 @@ class Sampler:
     """Chooses the next token of a sequence. It has no state: the same tokens before it give the same choice.
 
     `prompt_tokens`: how many of these are the prompt's. `end_ids`: tokens that end a text, which come only once the
-    answer has `min_tokens` tokens.
+    answer has `min_tokens` tokens, or where a grammar lets nothing else follow. `allowed`: says for the tokens of an
+    answer which ones a grammar lets follow.
     """
 
     def __init__(
@@ -131,7 +133,9 @@ class Sampler:
         prompt_tokens: int = 0,
         end_ids: Iterable[int] = (),
         min_tokens: int = 0,
+        allowed: Callable[[Ids], Mask] | None = None,
     ) -> None:
+        self._allowed = allowed
         self.sampling, self._vocab_size = sampling.seeded(), vocab_size
         self._prompt_tokens, self._min_tokens = prompt_tokens, min_tokens
         self._end_ids = np.array(list(end_ids), np.int64)
@@ -152,6 +156,7 @@ class Sampler:
         s = self.sampling
         scores = self._scores(logits, seen_ids)
         check_finite(scores)
+        scores = self._constrained(scores, seen_ids[self._prompt_tokens :])
         if s.temperature == 0:
             return int(scores.argmax())
         ids, p = candidates(scores, s)
@@ -168,9 +173,19 @@ class Sampler:
         if self._bias_ids.size:
             scores = scores.copy()
             scores[self._bias_ids] += self._bias
+        return scores
+
+    def _constrained(self, scores: Float32s, answer_ids: Ids) -> Float32s:
+        """The scores, −∞ for tokens that may not follow. Raises PiError where none is left."""
+        if self._allowed is not None:
+            scores = np.where(self._allowed(answer_ids), scores, np.float32(-np.inf))
         if len(answer_ids) < self._min_tokens and self._end_ids.size:
-            scores = scores.copy()
-            scores[self._end_ids] = -np.inf
+            others = scores.copy()
+            others[self._end_ids] = -np.inf
+            if self._allowed is None or others.max() > -np.inf:
+                scores = others
+        if scores.max() == -np.inf:
+            raise PiError("no token is left that may follow", found="logits of −∞ for all that the settings allow")
         return scores
 
     def draw(self, position: int) -> float:
@@ -268,14 +283,20 @@ def _shortlist(scores: Float32s, top: float, sampling: Sampling) -> tuple[npt.ND
         # One part in a million less, for rounding; the filter itself decides.
         least = top + s.temperature * math.log(s.min_p * (1 - 1e-6))
         return np.flatnonzero(scores.astype(np.float64) >= least), s.top_p
-    return np.arange(scores.size), s.top_p
+    return _possible(scores), s.top_p
 
 
 def _likeliest(scores: Float32s, count: int) -> npt.NDArray[np.intp]:
-    """At least `count` ids: the likeliest, and all ties with the least likely of them."""
+    """At least `count` ids, if as many are possible: the likeliest, and all ties with the least likely of them."""
     # Of `count` groups the largest are at least this, so the count-th largest of all is, and so are its ties.
     largest = scores[: scores.size // GROUPS * GROUPS].reshape(-1, GROUPS).max(0)
-    return np.flatnonzero(scores >= np.partition(largest, GROUPS - count)[GROUPS - count])
+    bound = np.partition(largest, GROUPS - count)[GROUPS - count]
+    return np.flatnonzero(scores >= bound) if bound > -np.inf else _possible(scores)
+
+
+def _possible(scores: Float32s) -> npt.NDArray[np.intp]:
+    """The ids whose probability is not 0: a grammar may leave few."""
+    return np.flatnonzero(scores > -np.inf)
 
 
 def softmax(x: Float64s) -> Float64s:

@@ -103,6 +103,26 @@ def test_penalties_and_biases(run: Run, alphabet: Path) -> None:
     assert run(alphabet, "-p", "x")[1] == "yz\n"
 
 
+def test_answers_in_a_grammar(run: Run, alphabet: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": ["größe", 7]}', "utf-8")
+    lark.write_text('start: "b" "c"+ "z"')
+    assert run(alphabet, "-p", "a", "--json-schema", schema)[1] in ('"größe"\n', "7\n")
+    assert run(alphabet, "-p", "a", "--regex", "bcX")[1] == "bcX\n"
+    assert json.loads(run(alphabet, "-p", "a", "--lark", lark, "--json", "-n", 3)[1])["text"].startswith("bc")
+    schema.write_text("{")
+    for flags, code, message in (
+        (("--regex", "a(b"), 2, "--regex cannot be used"),
+        (("--json-schema", schema), 2, "--json-schema is not JSON"),
+        (("--lark", tmp_path / "none"), 3, "cannot be read"),
+        (("--lark", lark, "--regex", "a"), 2, "give one of --json-schema, --regex and --lark"),
+    ):
+        found = run(alphabet, "-p", "a", *flags)
+        assert (found[0], found[1]) == (code, "")
+        assert message in found[2]
+
+
 def test_logprobs(run: Run, alphabet: Path) -> None:
     found = json.loads(run(alphabet, "-p", "ab", "-n", 2, "--json", "--logprobs", 1, "--prompt-logprobs", 0)[1])
     assert [(x["id"], x["token"]) for x in found["logprobs"]] == [(99, "c"), (100, "d")]
@@ -230,6 +250,9 @@ FLAGS = {
     "--max-tokens": ("-n", None),
     "--min-tokens": (None, None),
     "--stop": (None, None),
+    "--json-schema": (None, None),
+    "--regex": (None, None),
+    "--lark": (None, None),
     "--temperature": (None, None),
     "--top-k": (None, None),
     "--top-p": (None, None),

@@ -89,6 +89,26 @@ def test_several_answers_and_log_probabilities(ask: Any, run: Run, artifact: Pat
     assert (found[1]["text"], len(found[1]["prompt_logprobs"])) == ("AAAAAA", 2)
 
 
+def test_a_line_may_have_a_grammar_of_its_own(ask: Any, run: Run, artifact: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    lines: list[Any] = [
+        {"prompt": "ab"},
+        {"prompt": "ab", "json_schema": {"type": "integer", "minimum": 10, "maximum": 99}},
+        {"prompt": "ab", "lark": 'start: "<" /[a-z]/ ">"'},
+        {"prompt": "ab", "regex": "("},
+        {"prompt": "ab", "regex": "a", "lark": "start: foo"},
+        {"prompt": "ab", "json_schema": [1]},
+        {"prompt": "ab", "regex": 1},
+    ]
+    code, found, _ = ask(lines, "--regex", "[0-9]{3}")
+    assert code == 3
+    assert found[0]["text"] + "\n" == run(artifact, "-p", "ab", "--regex", "[0-9]{3}")[1]
+    texts = [row.get("text", "") for row in found]
+    assert (len(texts[0]), 10 <= int(texts[1]) <= 99, texts[2][0] + texts[2][2:]) == (3, True, "<>")
+    messages = ("--regex cannot be used", "give one of", "--json-schema", "--regex")
+    assert all(message in row["error"] for message, row in zip(messages, found[3:], strict=True))
+
+
 BAD = {
     "no JSON": ("{", "line 2: not a JSON object"),
     "a list": ([1], "line 2: not a JSON object"),

@@ -114,6 +114,20 @@ def test_a_large_vocabulary_is_filtered_as_a_small_one(
         assert fewer == (sampling.top_k <= ours.GROUPS and sampling.temperature < 9)
 
 
+@pytest.mark.parametrize("left", [1, 7, 300])
+@pytest.mark.parametrize("chosen", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_tokens_that_may_not_follow_are_no_candidates(chosen: dict[str, float], left: int) -> None:
+    """A grammar leaves few of a large vocabulary: they are chosen among as if there were no others."""
+    sampling = Sampling(**{"temperature": 0.7, **chosen})
+    few = np.sort(np.random.default_rng(left).permutation(5000)[:left])
+    x = np.full(5000, -np.inf, np.float32)
+    x[few] = random_logits(0, left)
+    ids, p = candidates(x, sampling)
+    wanted, wanted_p = candidates(x[few], sampling)
+    np.testing.assert_array_equal(ids, few[wanted])
+    np.testing.assert_allclose(p, wanted_p, rtol=1e-12)
+
+
 def test_draws_have_the_stated_probabilities() -> None:
     """Inverse CDF: an evenly spaced u gives each id its probability's share of the draws, to one draw."""
 
