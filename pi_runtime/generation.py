@@ -247,9 +247,14 @@ class Scoring:
         self.cached_tokens = 0
 
     @property
+    def complete(self) -> bool:
+        """Whether all log-probabilities are there."""
+        return self._first + len(self.logprobs) >= len(self._ids)
+
+    @property
     def reusable(self) -> int:
-        """How many first tokens need not run if their keys and values are there."""
-        return min(self._first - 1 + len(self.logprobs), len(self.tokens))
+        """How many first tokens need not run if their keys and values are there: the next one's logits are wanted."""
+        return self._first + len(self.logprobs) - 1
 
     @property
     def selected(self) -> list[bool]:

@@ -224,7 +224,7 @@ class Model:
         """
         scoring = self.new_scoring(prompt, first=first, top=top)
         cache = self.new_cache() if cache is None else self._checked_cache(cache)
-        if scoring.tokens:
+        if not scoring.complete:
             cache.keep_common_prefix(scoring.tokens)
             cache.truncate(scoring.reusable)
             for block in self._blocks(np.array(scoring.tokens, np.int64), cache):

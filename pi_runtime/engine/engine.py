@@ -143,10 +143,10 @@ class Engine:
         scoring = self._model.new_scoring(prompt, first=first, top=top)
         self._memory.check(scoring.most_positions)
         request = Request(scoring, self._executor.block_tokens)
-        if request.pending:
-            self._submit(request)
-        else:
+        if scoring.complete:
             request.pieces.put(None)
+        else:
+            self._submit(request)
         return Scores(request, scoring)
 
     def _submit(self, request: Request) -> None:
@@ -305,7 +305,7 @@ class Engine:
         except Exception as error:  # a fault of this request ends no other
             self._leave(request, error)
             return
-        if request.pending == 0:
+        if scoring.complete:
             self._leave(request)
 
     def _continue(self, request: Request, answer: Answer, result: SequenceResult, began: float) -> None:

@@ -395,6 +395,8 @@ def test_scores_beside_answers(random_path: Path, monkeypatch: Any, mode: str) -
             assert engine.score(prompts[3], first=71, top=2).result() == wanted[3][70:]
             # Stored up to token 70, which differs and so runs.
             assert sum(len(s.tokens) for step in steps for s in step) == 89 - 70
+            for first in (90, 200):
+                assert engine.score(prompts[3], first=first).result() == []
             assert engine.score([5]).result() == []
 
 
