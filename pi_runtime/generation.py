@@ -175,10 +175,13 @@ class Answer:
         if result.rows_L2 is not None:
             self._rows_2 += result.rows_L2.sum(0)
             self._steps += 1
-        logits = result.logits_TV[-1]
-        token = self._sampler(logits, self.tokens)
+        return self._choose(result.logits_TV[-1])
+
+    def _choose(self, logits_V: npt.NDArray[np.float32]) -> int:
+        """Choose the next token from its logits, and keep its log-probability if that was asked for."""
+        token = self._sampler(logits_V, self.tokens)
         if self._top is not None:
-            self._logprobs.append(token_logprobs(logits, token, self._top))
+            self._logprobs.append(token_logprobs(logits_V, token, self._top))
         return token
 
     def take(self, token: int) -> str:
