@@ -185,7 +185,11 @@ class Sampler:
             if self._allowed is None or others.max() > -np.inf:
                 scores = others
         if scores.max() == -np.inf:
-            raise PiError("no token is left that may follow", found="logits of −∞ for all that the settings allow")
+            raise PiError(
+                "no token may follow",
+                found="the grammar rules out every token that the model's logits do not",
+                remedy="a grammar whose texts can be spelled with the model's tokens",
+            )
         return scores
 
     def draw(self, position: int) -> float:

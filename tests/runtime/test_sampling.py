@@ -308,6 +308,26 @@ def test_end_ids_come_after_min_tokens() -> None:
     assert [sampler(x, range(100, 102 + n)) for n in range(5)] == [9, 9, 9, 7, 7]
 
 
+def test_a_grammar_rules_tokens_out() -> None:
+    x = random_logits(4)
+    few = np.zeros(V, np.bool_)
+    few[[11, 12, 300]] = True
+    best = int(np.where(few, x, -np.inf).argmax())
+    told: list[list[int]] = []
+
+    def allowed(ids: Any) -> np.ndarray:
+        told.append(list(ids))
+        return few
+
+    assert Sampler(Sampling(), V, prompt_tokens=2, allowed=allowed)(x, [7, 8, 9]) == best
+    assert told == [[9]]
+    # Of two demands the grammar's counts: nothing but the end may follow.
+    assert Sampler(Sampling(), V, end_ids=[11, 12, 300], min_tokens=9, allowed=allowed)(x, []) == best
+    sampler = Sampler(Sampling(temperature=1), V, allowed=lambda _: np.zeros(V, np.bool_))
+    with pytest.raises(PiError, match="no token may follow"):
+        sampler(x, [])
+
+
 @pytest.mark.parametrize("top", [0, 1, 5, V, V + 9])
 def test_logprobs_are_the_log_softmax(top: int) -> None:
     x = random_logits(2)
