@@ -6,7 +6,8 @@
         for piece in model.generate("Once upon a time"):
             print(piece, end="")
 
-`Sampling` says how tokens are drawn, `Model` is what `load` gives, and `Engine` serves many requests with one model.
+`Sampling` says how tokens are drawn, `Grammar` what an answer must be. `Model` is what `load` gives, and `Engine`
+serves many requests with one model.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
     from pi_runtime.model import Model as Model
     from pi_runtime.model import load as load
     from pi_runtime.sampling import Sampling as Sampling
+    from pi_runtime.text.grammar import Grammar as Grammar
 
-__all__ = ["Engine", "Model", "Sampling", "load"]
+__all__ = ["Engine", "Grammar", "Model", "Sampling", "load"]
 
 _HOMES = {
     "Engine": "pi_runtime.engine.engine",
+    "Grammar": "pi_runtime.text.grammar",
     "Model": "pi_runtime.model",
     "Sampling": "pi_runtime.sampling",
     "load": "pi_runtime.model",

@@ -11,11 +11,11 @@ import typer
 
 from pi_runtime import console
 from pi_runtime.engine.scheduler import PIECE
-from pi_runtime.errors import PromptError, UsageError
+from pi_runtime.errors import InputError, PromptError, UsageError
 
 if TYPE_CHECKING:
     from pi_runtime.execution.plan_choice import Allocation
-    from pi_runtime.generation import Generation
+    from pi_runtime.generation import AnswerSettings, Generation
     from pi_runtime.model import Model
     from pi_runtime.prompt_file import PromptFile
 
@@ -40,13 +40,35 @@ def run(
     chat: Annotated[bool, typer.Option("--chat", help="Talk, through the model's own chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 256,
+    min_tokens: Annotated[int, typer.Option(help="Tokens before which nothing ends the answer.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="The answer is JSON by the schema in this file.", show_default=False)
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="The answer matches this regular expression.")] = None,
+    lark: Annotated[
+        Path | None, typer.Option(help="The answer follows the Lark grammar in this file.", show_default=False)
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens of this total probability.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest.")] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 discourages repeats.")] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Taken off the logit of what the answer has already, -2 to 2.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="The same, once for each time that the answer has it.")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="ID=BIAS, added to a token's logit, -100 to 100; may be given again.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(envvar="PI_SEED", help="Same seed, same text.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Give each token's log-probability, and those of so many likeliest.")
+    ] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the tokens of the prompt.")] = None,
+    answers: Annotated[int, typer.Option(help="Answers to each of --prompts, with draws of their own.")] = 1,
     ctx_size: Annotated[int | None, typer.Option(envvar="PI_CTX_SIZE", help="Positions to hold.")] = None,
     mode: Annotated[str, typer.Option(envvar="PI_MODE", help="auto, dense, gate or predicted.")] = "auto",
     device: Annotated[str, typer.Option(envvar="PI_DEVICE", help="auto, cpu, stand-in or cuda:N.")] = "auto",
@@ -77,11 +99,14 @@ def run(
 
     began = time.perf_counter()
     _check_flags(prompt, prompts, output, chat, bench, as_json, as_markdown)
+    _check_output_flags(prompts, as_json, answers, logprobs, prompt_logprobs)
     text = _read(sys.stdin.read) if prompt == "-" else prompt
+    grammar = {"json_schema": _read_file(json_schema), "regex": regex, "lark": _read_file(lark)}
     from pi_runtime.execution.devices import gpu_kernels_are_cold, resolve_device
     from pi_runtime.execution.plan_choice import parse_size
     from pi_runtime.model import load
-    from pi_runtime.sampling import Sampling
+    from pi_runtime.sampling import Sampling, parse_logit_bias
+    from pi_runtime.text.grammar import Grammar
 
     budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
     to_gpu = resolve_device(device).startswith("cuda")
@@ -112,24 +137,41 @@ def run(
             "top_p": top_p,
             "min_p": min_p,
             "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "logit_bias": parse_logit_bias(pair.split("=", 1) for pair in logit_bias or ()),
             "seed": seed,
         }
         sampling = Sampling.from_generation_config(model.manifest.generation, **settings)
-        generate = partial(model.generate, max_tokens=max_tokens, sampling=sampling, stop=stop or [])
+        common: AnswerSettings = {
+            "max_tokens": max_tokens,
+            "min_tokens": min_tokens,
+            "stop": stop or [],
+            "logprobs": logprobs,
+        }
+        alone: AnswerSettings = {**common, "sampling": sampling, "grammar": Grammar.of(**grammar)}
+        generate = partial(model.generate, **alone)
         _announce(model)
         model.warm_up()
         report = partial(_report, model, time.perf_counter() - began)
         if prompts is not None:
-            from pi_runtime.prompt_file import PromptFile, Settings
+            from pi_runtime.prompt_file import PromptFile
 
             held = None if kv_budget is None else parse_size(kv_budget, "--kv-budget")
-            common = Settings(max_tokens=max_tokens, stop=tuple(stop or ()), sampling=settings)
-            _answer_file(model, PromptFile(prompts, model, common), output, slots, held, piece, stats)
+            shared = {**settings, **common, **grammar, "prompt_logprobs": prompt_logprobs, "answers": answers}
+            _answer_file(model, PromptFile(prompts, model, shared), output, slots, held, piece, stats)
         elif text is None:
             _chat(model, generate, system, report if stats else None)
         elif as_json:
+            from pi_runtime.prompt_file import logprobs_json
+
             answer = generate(text)
-            console.print_json({"text": "".join(answer), **report(answer)})
+            found: dict[str, Any] = {"text": "".join(answer), **report(answer)}
+            if logprobs is not None:
+                found["logprobs"] = logprobs_json(model, answer.logprobs)
+            if prompt_logprobs is not None:
+                found["prompt_logprobs"] = logprobs_json(model, model.score(text, top=prompt_logprobs))
+            console.print_json(found)
         else:
             answer = generate(text)
             _stream(answer)
@@ -168,6 +210,17 @@ def _opened(opening: "Callable[..., Model]", mode: str) -> "Model":
     model = opening(mode=mode)
     _announce(model)
     return model
+
+
+def _check_output_flags(
+    prompts: Path | None, as_json: bool, answers: int, logprobs: int | None, prompt_logprobs: int | None
+) -> None:
+    """Raise UsageError for results that the chosen form of output cannot show."""
+    if answers != 1 and prompts is None:
+        raise UsageError("--answers goes with --prompts alone")
+    for flag, count in (("--logprobs", logprobs), ("--prompt-logprobs", prompt_logprobs)):
+        if count is not None and prompts is None and not as_json:
+            raise UsageError(f"{flag} goes with --json or --prompts")
 
 
 def _answer_file(
@@ -259,6 +312,14 @@ def _read(read: Callable[[], str]) -> str:
         raise PromptError("the text on stdin cannot be decoded", expected=error.encoding, found=error) from None
 
 
+def _read_file(path: Path | None) -> str | None:
+    """The text of a file, if one is named."""
+    try:
+        return None if path is None else path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as text", found=error) from None
+
+
 def _report(model: "Model", load_s: float, answer: "Generation") -> dict[str, Any]:
     s = answer.stats
     figures = {
@@ -271,12 +332,12 @@ def _report(model: "Model", load_s: float, answer: "Generation") -> dict[str, An
         "rows_read_share": s.rows_read_share,
         "active_share": s.active_share,
     }
-    return {"finish_reason": answer.finish_reason, "mode": model.mode, "stats": figures}
+    return {"finish_reason": answer.finish_reason, "mode": model.mode, "seed": answer.seed, "stats": figures}
 
 
 def _print_stats(model: "Model", report: dict[str, Any]) -> None:
     taken = {} if model.allocation is None else {"gpu_bytes": model.allocation.total}
-    _print_figures({"mode": report["mode"], **taken, **report["stats"]})
+    _print_figures({"mode": report["mode"], "seed": report["seed"], **taken, **report["stats"]})
 
 
 def _print_figures(figures: dict[str, Any]) -> None:

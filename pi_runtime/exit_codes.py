@@ -18,6 +18,7 @@ EXTRA_OF = {
     "transformers": "compile",
     "zarr": "compile",
     "triton": "cuda",
+    "llguidance": "grammar",
 }
 """Extra that installs each optional package."""
 INTERRUPTED = 130

@@ -6,14 +6,17 @@ Shape letters: T tokens of a step, V vocabulary, L layers.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.errors import PromptError
+from pi_runtime.errors import PromptError, UsageError
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.sampling import Sampler
+from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
+from pi_runtime.sampling import Sampler, Sampling, TokenLogprobs, check_finite, token_logprobs
+from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.stop_strings import StopStrings
 from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
@@ -46,6 +49,23 @@ class Stats:
         return (self.generated_tokens - 1) / self.decode_s if self.generated_tokens > 1 and self.decode_s else None
 
 
+class AnswerSettings(TypedDict, total=False):
+    """The settings of an answer. What is left out has no effect."""
+
+    max_tokens: int | None
+    """Most tokens; None goes on until the model ends or the context is full."""
+    min_tokens: int
+    """Up to so many tokens neither the model nor a stop string ends the text."""
+    sampling: Sampling | None
+    """How tokens are chosen; None takes the checkpoint's generation defaults."""
+    stop: Sequence[str]
+    """Texts that end the answer."""
+    logprobs: int | None
+    """Keep the log-probability of each token, and of so many likeliest ones; None keeps none."""
+    grammar: Grammar | None
+    """What the text must be, or begin as where something else ends it."""
+
+
 class Answer:
     """The state of one answer: its tokens, what becomes of logits, and how it ends.
 
@@ -59,11 +79,21 @@ class Answer:
         prompt: Sequence[int],
         *,
         context: int,
+        vocab_size: int,
         end_ids: Sequence[int],
-        sampler: Sampler,
-        stop: Sequence[str],
-        max_tokens: int | None,
+        sampling: Sampling | None = None,
+        max_tokens: int | None = None,
+        min_tokens: int = 0,
+        stop: Sequence[str] = (),
+        logprobs: int | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
+        if max_tokens is not None and max_tokens < 1:
+            raise UsageError(f"--max-tokens {max_tokens}", expected="1 or more")
+        if min_tokens < 0 or (max_tokens is not None and min_tokens > max_tokens):
+            expected = "0 or more" if max_tokens is None else f"0 to {max_tokens}, which --max-tokens says"
+            raise UsageError(f"--min-tokens {min_tokens}", expected=expected)
+        check_logprobs("--logprobs", logprobs)
         if not prompt:
             raise PromptError("the prompt is empty, and the model has no begin-of-text token to start from")
         if len(prompt) >= context:
@@ -77,9 +107,20 @@ class Answer:
         """Prompt and answer. The newest token has not run yet."""
         self.finish_reason: str | None = None
         self.cached_tokens = 0
-        self._sampler, self._stop = sampler, StopStrings(stop)
+        # Compiled last: an answer that cannot be is refused sooner.
+        self._grammar = None if grammar is None else tokenizer.grammars.start(grammar)
+        self._sampler = Sampler(
+            sampling or Sampling(),
+            vocab_size,
+            prompt_tokens=len(prompt),
+            end_ids=end_ids,
+            min_tokens=min_tokens,
+            allowed=None if self._grammar is None else self._grammar.allowed,
+        )
+        self._stop = StopStrings(stop)
         self._end_ids, self._text = frozenset(end_ids), TextStream(tokenizer)
-        self._limit, self._context = max_tokens, context
+        self._limit, self._least, self._context = max_tokens, min_tokens, context
+        self._top, self._logprobs = logprobs, list[TokenLogprobs]()
         self._began = time.perf_counter()
         self._first_token_s = self._prefill_s = self._decode_s = 0.0
         self._rows_2 = np.zeros(2, np.int64)
@@ -89,6 +130,31 @@ class Answer:
     def token_ids(self) -> list[int]:
         """The generated tokens."""
         return self.tokens[self.prompt_tokens :]
+
+    @property
+    def selected(self) -> list[bool]:
+        """For each token whether it runs with selection."""
+        return [False] * self.prompt_tokens + [True] * (len(self.tokens) - self.prompt_tokens)
+
+    @property
+    def reusable(self) -> int:
+        """How many first tokens need not run if their keys and values are there: the last one's logits are wanted."""
+        return len(self.tokens) - 1
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Log-probabilities of the generated tokens, if they are kept."""
+        return self._logprobs[: len(self.tokens) - self.prompt_tokens]  # not the end's, which is no token of the text
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its tokens are chosen, with the seed."""
+        return self._sampler.sampling
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of its draws; None where it is greedy."""
+        return None if self.sampling.temperature == 0 else self.sampling.seed
 
     @property
     def most_positions(self) -> int:
@@ -109,17 +175,28 @@ class Answer:
         if result.rows_L2 is not None:
             self._rows_2 += result.rows_L2.sum(0)
             self._steps += 1
-        return self._sampler(result.logits_TV[-1], self.tokens)
+        return self._choose(result.logits_TV[-1])
+
+    def _choose(self, logits_V: npt.NDArray[np.float32]) -> int:
+        """Choose the next token from its logits, and keep its log-probability if that was asked for."""
+        token = self._sampler(logits_V, self.tokens)
+        if self._top is not None:
+            self._logprobs.append(token_logprobs(logits_V, token, self._top))
+        return token
 
     def take(self, token: int) -> str:
         """Continue the answer by a token; returns the text that can be shown now. The answer may end with it."""
         if token in self._end_ids:
             return self._end("end")
         self.tokens.append(token)
-        piece, stopped = self._stop.push(self._text.push(token))
+        piece, stopped = self._text.push(token), False
+        if len(self.tokens) - self.prompt_tokens > self._least:
+            piece, stopped = self._stop.push(piece)
         if stopped:
             self.finish_reason = "stop"
             return piece
+        if self._grammar is not None and self._grammar.is_complete(self.token_ids):
+            return piece + self._end("end")
         if self._limit is not None and len(self.tokens) - self.prompt_tokens >= self._limit:
             return piece + self._end("length")
         return piece + self._end("context") if len(self.tokens) > self._context else piece
@@ -153,6 +230,61 @@ class Answer:
         )
 
 
+class Scoring:
+    """The log-probabilities of a sequence's own tokens from `first` on, with selection at every position.
+
+    An engine runs it beside answers, and asks of it what it asks of an `Answer`. The last token never runs.
+    """
+
+    def __init__(self, ids: Sequence[int], *, context: int, first: int, top: int) -> None:
+        check_logprobs("--prompt-logprobs", top)
+        if len(ids) > context:
+            raise PromptError(f"{len(ids)} tokens", expected=f"at most the context of {context}")
+        if first < 1:
+            raise UsageError(f"log-probabilities from token {first} on", expected="1 or more: nothing precedes token 0")
+        self.tokens, self._ids, self._first, self._top = list(ids[:-1]), list(ids), first, top
+        self.prompt_tokens, self.most_positions = len(self.tokens), len(self.tokens)
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: str | None = None
+        self.cached_tokens = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether all log-probabilities are there."""
+        return self._first + len(self.logprobs) >= len(self._ids)
+
+    @property
+    def reusable(self) -> int:
+        """How many first tokens need not run if their keys and values are there: the next one's logits are wanted."""
+        return self._first + len(self.logprobs) - 1
+
+    @property
+    def selected(self) -> list[bool]:
+        """For each token whether it runs with selection."""
+        return [True] * len(self.tokens)
+
+    def next_block(self, held: int, most: int) -> tuple[npt.NDArray[np.int64], bool]:
+        """The tokens to run after the first `held` ones, at most so many; and that they run with selection."""
+        return np.array(self.tokens[held : held + min(most, BLOCK_TOKENS)], np.int64), True
+
+    def take(self, logits_TV: npt.NDArray[np.float32], held: int) -> None:
+        """Take the logits of a block that ended with the first `held` tokens.
+
+        Raises PiError for logits without meaning.
+        """
+        for n, logits in enumerate(logits_TV, held - len(logits_TV) + 1):
+            if n == self._first + len(self.logprobs):
+                check_finite(logits)
+                self.logprobs.append(token_logprobs(logits, self._ids[n], self._top))
+
+
+def check_logprobs(flag: str, count: int | None) -> None:
+    """Raise UsageError for an impossible number of likeliest tokens."""
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
+        raise UsageError(f"{flag} {count}", expected="an integer ≥ 0, the number of likeliest tokens")
+
+
 class Generation(Iterator[str]):
     """An iterator over pieces of generated text. Joined, they are the whole text; no piece splits a character.
 
@@ -176,6 +308,16 @@ class Generation(Iterator[str]):
     def token_ids(self) -> list[int]:
         """The tokens generated up to now."""
         return self._answer.token_ids
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Log-probabilities of the tokens generated up to now, if they were asked for."""
+        return self._answer.logprobs
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of its draws: with it the same text comes again. None where it is greedy."""
+        return self._answer.seed
 
     @property
     def stats(self) -> Stats:

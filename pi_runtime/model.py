@@ -6,7 +6,7 @@ Shape letters: T tokens, V vocabulary, L layers.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numba
 import numpy as np
@@ -23,9 +23,9 @@ from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation, choose_plan
 from pi_runtime.execution.stand_in import StandInExecutor
-from pi_runtime.generation import Answer, Generation
+from pi_runtime.generation import Answer, AnswerSettings, Generation, Scoring
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
-from pi_runtime.sampling import Sampler, Sampling
+from pi_runtime.sampling import Sampling, TokenLogprobs
 from pi_runtime.text.chat_template import render
 from pi_runtime.text.tokenizer import Tokenizer
 
@@ -185,41 +185,61 @@ class Model:
         return self._artifact.manifest
 
     def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int | None = None,
-        sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
-        cache: KVCache | None = None,
+        self, prompt: str | Sequence[int], *, cache: KVCache | None = None, **settings: Unpack[AnswerSettings]
     ) -> Generation:
         """Continue a prompt: text, or token ids taken as they are. Yields pieces of text.
 
-        `sampling`: None takes the checkpoint's generation defaults. `max_tokens`: None goes on until the model ends or
-        the context is full. `cache`: one that earlier calls used; the part of the prompt that it holds is not computed
-        again. Raises PromptError where the prompt is empty, outside the vocabulary, or leaves no room.
+        `max_tokens`: None goes on until the model ends or the context is full. `min_tokens`: up to so many neither
+        the model nor a stop string ends the text. `sampling`: None takes the checkpoint's generation defaults.
+        `stop`: texts that end the answer. `logprobs`: keep the log-probability of each token, and of so many likeliest
+        ones. `grammar`: what the text must be. `cache`: one that earlier calls used; the part of the prompt that it
+        holds is not computed again.
+
+        Raises PromptError where the prompt is empty, outside the vocabulary, or leaves no room, and UsageError for an
+        impossible setting.
         """
-        answer = self.new_answer(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop)
+        answer = self.new_answer(prompt, **settings)
         return Generation(self.executor, self.new_cache() if cache is None else self._checked_cache(cache), answer)
 
-    def new_answer(
-        self, prompt: str | Sequence[int], *, max_tokens: int | None, sampling: Sampling | None, stop: Sequence[str]
-    ) -> Answer:
+    def new_answer(self, prompt: str | Sequence[int], **settings: Unpack[AnswerSettings]) -> Answer:
         """An answer that has not begun, with all that `generate` was asked for checked."""
-        if max_tokens is not None and max_tokens < 1:
-            raise UsageError(f"--max-tokens {max_tokens}", expected="1 or more")
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt).tolist()
-        if sampling is None:
-            sampling = Sampling.from_generation_config(self.manifest.generation)
+        if settings.get("sampling") is None:
+            settings["sampling"] = Sampling.from_generation_config(self.manifest.generation)
         return Answer(
             self.tokenizer,
-            ids,
+            self._prompt_ids(prompt),
             context=self.context,
+            vocab_size=self.manifest.decoder.vocab_size,
             end_ids=self.manifest.text.end_ids,
-            sampler=Sampler(sampling, self.manifest.decoder.vocab_size),
-            stop=stop,
-            max_tokens=max_tokens,
+            **settings,
         )
+
+    def score(
+        self, prompt: str | Sequence[int], *, first: int = 1, top: int = 0, cache: KVCache | None = None
+    ) -> list[TokenLogprobs]:
+        """Log-probabilities of a prompt's tokens from number `first` on, and of the `top` likeliest in their places.
+
+        They are those of `logits`, with the mode's selection at every position. `cache`: one that earlier calls of
+        `logits` or `score` used; positions before `first` that it holds are not computed again.
+        """
+        scoring = self.new_scoring(prompt, first=first, top=top)
+        cache = self.new_cache() if cache is None else self._checked_cache(cache)
+        if not scoring.complete:
+            cache.keep_common_prefix(scoring.tokens)
+            cache.truncate(scoring.reusable)
+            for block in self._blocks(np.array(scoring.tokens, np.int64), cache):
+                scoring.take(block.logits_TV, cache.length)
+        return scoring.logprobs
+
+    def new_scoring(self, prompt: str | Sequence[int], *, first: int, top: int) -> Scoring:
+        """A scoring that has not begun, with all that `score` was asked for checked."""
+        return Scoring(self._prompt_ids(prompt), context=self.context, first=first, top=top)
+
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        ids: list[int] = self._checked_ids(prompt).tolist()
+        return ids
 
     def logits(
         self, token_ids: npt.ArrayLike, last: int | None = None, *, cache: KVCache | None = None

@@ -1,42 +1,69 @@
 """Answering a file of prompts: a JSON object a line in, one a line out, in the same order; an output can be continued.
 
 in    {"prompt": "Once upon"}  or  {"messages": [{"role": "user", "content": "Hello"}]}
-      and for this line alone: id, max_tokens, stop, temperature, top_k, top_p, min_p, repetition_penalty, seed
-out   {"index": 0, "id": …, "text": …, "finish_reason": …, "prompt_tokens": …, "generated_tokens": …, "digest": …}
-      or, for a line that cannot be answered, {"index": 0, "id": …, "error": …, "digest": …}
+      and for this line alone an id, and settings by the names of the flags (`KEYS`)
+out   {"index": 0, "id": …, "prompt_tokens": …, "text": …, "finish_reason": …, "generated_tokens": …, "digest": …}
+      with seed where tokens were drawn, logprobs and prompt_logprobs where they are asked for; of several answers each
+      has its own in the list answers; a line that cannot be answered is {"index": 0, "id": …, "error": …, "digest": …}
 """
 
 import hashlib
 import json
+import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pi_runtime.artifact.decoding import canonical_json
 from pi_runtime.engine.engine import Engine
-from pi_runtime.engine.stream import Stream
+from pi_runtime.engine.stream import Scores, Stream
 from pi_runtime.errors import InputError, PiError, PromptError, UsageError
 from pi_runtime.model import Model
-from pi_runtime.sampling import Sampling
+from pi_runtime.sampling import Sampling, TokenLogprobs, parse_logit_bias
+from pi_runtime.text.grammar import Grammar
 
-SAMPLING_KEYS = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"})
-KEYS = SAMPLING_KEYS | {"id", "prompt", "messages", "max_tokens", "stop"}
+SAMPLING_KEYS = frozenset(field.name for field in fields(Sampling)) - {"number"}
+ANSWER_KEYS = frozenset({"max_tokens", "min_tokens", "stop", "logprobs"})
+GRAMMAR_KEYS = frozenset({"json_schema", "regex", "lark"})
+KEYS = SAMPLING_KEYS | ANSWER_KEYS | GRAMMAR_KEYS | {"id", "prompt", "messages", "prompt_logprobs", "answers"}
+INTEGERS = ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "answers")
 AHEAD = 256
 """Prompts handed to the engine before the oldest of them is answered."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings for every line that has no value of its own."""
+@dataclass(frozen=True)
+class _Pending:
+    """What the engine does for a line."""
 
-    max_tokens: int
-    stop: tuple[str, ...]
-    sampling: Mapping[str, Any]
-    """Values by the names of `Sampling`; None is the checkpoint's own default."""
+    model: Model
+    streams: Sequence[Stream]
+    scores: Scores | None
+    logprobs: bool
+
+    def result(self) -> dict[str, Any]:
+        """What the output says of it; waits for the answers."""
+        answers = [self._answer(stream) for stream in self.streams]
+        found: dict[str, Any] = {"prompt_tokens": self.streams[0].stats.prompt_tokens}
+        found |= answers[0] if len(answers) == 1 else {"answers": answers}
+        if self.streams[0].seed is not None:
+            found["seed"] = self.streams[0].seed
+        if self.scores is not None:
+            found["prompt_logprobs"] = logprobs_json(self.model, self.scores.result())
+        return found
+
+    def _answer(self, stream: Stream) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "text": "".join(stream),
+            "finish_reason": stream.finish_reason,
+            "generated_tokens": stream.stats.generated_tokens,
+        }
+        if self.logprobs:
+            found["logprobs"] = logprobs_json(self.model, stream.logprobs)
+        return found
 
 
 @dataclass(frozen=True)
@@ -45,32 +72,26 @@ class _Line:
 
     head: dict[str, Any]
     digest: str
-    found: Stream | PiError
+    found: _Pending | PiError
 
     def result(self) -> dict[str, Any]:
-        """The line of the output; waits for the answer."""
+        """The line of the output; waits for the answers."""
         found = self.found
-        if isinstance(found, Stream):
+        if isinstance(found, _Pending):
             try:
-                text = "".join(found)
+                return {**self.head, **found.result(), "digest": self.digest}
             except PiError as error:
                 found = error
-            else:
-                return {
-                    **self.head,
-                    "text": text,
-                    "finish_reason": found.finish_reason,
-                    "prompt_tokens": found.stats.prompt_tokens,
-                    "generated_tokens": found.stats.generated_tokens,
-                    "digest": self.digest,
-                }
         return {**self.head, "error": str(found), "digest": self.digest}
 
 
 class PromptFile:
-    """A file of prompts, and how one model answers them."""
+    """A file of prompts, and how one model answers them.
 
-    def __init__(self, path: Path, model: Model, settings: Settings) -> None:
+    `settings`: values by the names of `KEYS`, for every line that has none of its own; None is the default.
+    """
+
+    def __init__(self, path: Path, model: Model, settings: Mapping[str, Any]) -> None:
         self._path, self._model, self._settings = path, model, settings
         try:
             data = path.read_bytes()
@@ -81,7 +102,7 @@ class PromptFile:
         # What an answer depends on, beside its line: an output is continued only if all of it is the same.
         manifest = hashlib.sha256(canonical_json(model.manifest)).hexdigest()
         run = [manifest, model.mode, model.context, model.executor.new_pool().format]
-        self._common = json.dumps([*run, settings.max_tokens, settings.stop, dict(settings.sampling)]).encode()
+        self._common = json.dumps([*run, dict(settings)]).encode()
 
     def answer(self, engine: Engine, output: Path | None, progress: Callable[[int, int], None]) -> None:
         """Answer every line that `output` does not hold yet; None writes all to stdout.
@@ -117,29 +138,30 @@ class PromptFile:
         """Hand a line to the engine. A line that is wrong is its own error, not the file's."""
         number, line = self._lines[index]
         head: dict[str, Any] = {"index": index}
-        found: Stream | PiError
+        found: _Pending | PiError
         try:
             request = _parsed(line, f"{self._path}, line {number}")
             if "id" in request:
                 head["id"] = request["id"]
-            found = self._stream(engine, request)
+            common = dict(self._settings)
+            if GRAMMAR_KEYS & request.keys():
+                common |= dict.fromkeys(GRAMMAR_KEYS)
+            found = self._submitted(engine, {**common, **request})
         except PiError as error:
             found = error
         return _Line(head, self._digest(line), found)
 
-    def _stream(self, engine: Engine, request: dict[str, Any]) -> Stream:
-        own = {key: request[key] for key in SAMPLING_KEYS & request.keys()}
-        sampling = Sampling.from_generation_config(
-            self._model.manifest.generation, **{**self._settings.sampling, **own}
-        )
+    def _submitted(self, engine: Engine, request: dict[str, Any]) -> _Pending:
+        chosen = {key: request[key] for key in SAMPLING_KEYS & request.keys()}
+        settings: Any = {key: request[key] for key in ANSWER_KEYS & request.keys()}
+        settings["grammar"] = Grammar.of(**{key: request[key] for key in GRAMMAR_KEYS & request.keys()})
+        settings["sampling"] = Sampling.from_generation_config(self._model.manifest.generation, **chosen)
         prompt = request["prompt"] if "prompt" in request else self._model.chat_prompt(request["messages"])
-        stop = request.get("stop", self._settings.stop)
-        return engine.generate(
-            prompt,
-            max_tokens=request.get("max_tokens", self._settings.max_tokens),
-            sampling=sampling,
-            stop=[stop] if isinstance(stop, str) else stop,
-        )
+        top, scores = request.get("prompt_logprobs"), None
+        streams = engine.generate_many(prompt, request.get("answers", 1), **settings)
+        if top is not None:
+            scores = engine.score(prompt, top=top)
+        return _Pending(self._model, streams, scores, settings.get("logprobs") is not None)
 
     def _digest(self, line: bytes) -> str:
         """Identifies a line with everything else that its answer depends on."""
@@ -173,15 +195,35 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
         raise PromptError(f"{where}: unknown key {', '.join(unknown)}", expected=", ".join(sorted(KEYS)))
     if ("prompt" in request) == ("messages" in request):
         raise PromptError(f"{where}: give either prompt or messages")
+    if isinstance(request.get("stop"), str):
+        request["stop"] = [request["stop"]]
+    if isinstance(bias := request.get("logit_bias"), dict):
+        request["logit_bias"] = parse_logit_bias(bias.items())
     for key, expected, ok in (
         ("prompt", "text", isinstance(request.get("prompt", ""), str)),
         ("messages", "a list of objects with role and content, both text", _are_messages(request.get("messages", []))),
-        ("max_tokens", "an integer", type(request.get("max_tokens", 1)) is int),
-        ("stop", "text, or a list of texts", isinstance(request.get("stop", []), str | list)),
+        ("stop", "text, or a list of texts", isinstance(request.get("stop", []), list)),
+        *((key, "an integer", type(request.get(key, 1)) is int) for key in INTEGERS),
     ):
         if not ok:
             raise PromptError(f"{where}: {key}", expected=expected, found=repr(request[key])[:80])
     return request
+
+
+def logprobs_json(model: Model, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    """Log-probabilities as JSON has them: a token's id and text, its log-probability, and the likeliest in its place.
+
+    A token of probability 0 has null.
+    """
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "id": token,
+            "token": model.tokenizer.decode([token]),
+            "logprob": logprob if math.isfinite(logprob) else None,
+        }
+
+    return [{**entry(x.token, x.logprob), "top": [entry(*likely) for likely in x.top]} for x in logprobs]
 
 
 def _are_messages(value: object) -> bool:

@@ -1,19 +1,30 @@
-"""From logits to the next token: transformers' logits processors in transformers' order, then one seeded draw.
+"""From logits to the next token: penalties, biases, transformers' filters in transformers' order, then one draw.
 
-    x_V  logits      p = softmax(x)      C  the candidates still in play
+    x_V  logits      p = softmax(x)      C  the candidates still in play      n_i  how often the answer has i so far
 
     repetition penalty   x_i ← x_i · r  if x_i < 0  else  x_i / r,   for every i seen so far
+    frequency penalty    x_i ← x_i − f · n_i
+    presence penalty     x_i ← x_i − a · [n_i > 0]
+    logit bias           x_i ← x_i + b_i
+    grammar              x_i ← −∞  for tokens that may not follow
+    end of text          x_i ← −∞  for its ids, in the first tokens of an answer that is to have so many
     temperature          x ← x / t
     top-k                C = {i : x_i ≥ the k-th largest x}
     top-p                C without the least likely tokens, as long as those removed sum to at most 1 − p
     min-p                C = {i : p_i ≥ m · max p}
 
 Temperature 0 is greedy: the largest penalised logit, the lowest id on ties; the filters then change nothing.
+
+A draw depends on the seed, the number of the answer and the position alone, not on the draws before it.
+
+Log-probabilities that are reported are those of the model's own logits, before all of this, as vLLM's are by default:
+they say what the model holds of a token whatever the settings, and agree with those of a prompt.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -27,6 +38,8 @@ Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 Mask = npt.NDArray[np.bool_]
 
 DEFAULT_TOP_K = 50  # what transformers samples with where a checkpoint names no top_k
+FROM_CHECKPOINT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""What a checkpoint's own generation defaults may set."""
 GROUPS, LIKELY = 1024, 256
 """Groups of logits, whose maxima bound the k-th largest logit from below; tokens among which a top-p is looked for."""
 
@@ -49,8 +62,16 @@ class Sampling:
     """Keep tokens at least this fraction as likely as the most likely one; 0 keeps all."""
     repetition_penalty: float = 1.0
     """Makes every token of prompt and answer less likely to come again; 1 changes nothing."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token that the answer has already; −2 to 2, as OpenAI defines it."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token once for each time that the answer has it; −2 to 2."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens; −100 to 100."""
     seed: int | None = None
-    """Seed of the random generator; None draws a fresh one."""
+    """Seed of all draws; None takes a fresh one for each answer."""
+    number: int = 0
+    """Number of this answer among several to one prompt, which have draws of their own with the same seed."""
 
     def __post_init__(self) -> None:
         _check("--temperature", self.temperature, "a number ≥ 0", _is_number(self.temperature, 0))
@@ -59,7 +80,17 @@ class Sampling:
         _check("--min-p", self.min_p, "a number in 0…1", _is_number(self.min_p, 0, 1))
         penalty = self.repetition_penalty
         _check("--repetition-penalty", penalty, "a number > 0", _is_number(penalty, 0) and penalty > 0)
+        for flag, value in (
+            ("--presence-penalty", self.presence_penalty),
+            ("--frequency-penalty", self.frequency_penalty),
+        ):
+            _check(flag, value, "a number in −2…2", _is_number(value, -2, 2))
+        pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else ()
+        biases = all(_is_integer(token) and _is_number(bias, -100, 100) for token, bias in pairs)
+        expected = "token ids, each with a number in −100…100"
+        _check("--logit-bias", self.logit_bias, expected, isinstance(self.logit_bias, Mapping) and biases)
         _check("--seed", self.seed, "an integer ≥ 0", self.seed is None or _is_integer(self.seed))
+        _check("number", self.number, "an integer ≥ 0", _is_integer(self.number))
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
@@ -69,8 +100,7 @@ class Sampling:
         explicit temperature, or a filter that is not off, asks for sampling. Raises ArtifactError for an invalid
         config, UsageError for an invalid override.
         """
-        known = {f.name for f in fields(cls)} - {"seed"}
-        given = {name: value for name, value in config.items() if name in known and value is not None}
+        given = {name: config[name] for name in FROM_CHECKPOINT if config.get(name) is not None}
         try:
             defaults = cls(**{"temperature": 1.0, "top_k": DEFAULT_TOP_K, **given})
         except UsageError as error:
@@ -82,13 +112,40 @@ class Sampling:
             return changed
         return replace(changed, temperature=0.0)
 
+    def seeded(self) -> Self:
+        """The same settings with a seed: a fresh one where there was none."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(48))
+
 
 class Sampler:
-    """Chooses token after token; its random generator is its only state."""
+    """Chooses the next token of a sequence. It has no state: the same tokens before it give the same choice.
 
-    def __init__(self, sampling: Sampling, vocab_size: int) -> None:
-        self._sampling, self._vocab_size = sampling, vocab_size
-        self._random = np.random.Generator(np.random.PCG64(sampling.seed))
+    `prompt_tokens`: how many of these are the prompt's. `end_ids`: tokens that end a text, which come only once the
+    answer has `min_tokens` tokens, or where a grammar lets nothing else follow. `allowed`: says for the tokens of an
+    answer which ones a grammar lets follow.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        vocab_size: int,
+        *,
+        prompt_tokens: int = 0,
+        end_ids: Iterable[int] = (),
+        min_tokens: int = 0,
+        allowed: Callable[[Ids], Mask] | None = None,
+    ) -> None:
+        self._allowed = allowed
+        self.sampling, self._vocab_size = sampling.seeded(), vocab_size
+        self._prompt_tokens, self._min_tokens = prompt_tokens, min_tokens
+        self._end_ids = np.array(list(end_ids), np.int64)
+        self._bias_ids = np.array(list(sampling.logit_bias), np.int64)
+        self._bias = np.array(list(sampling.logit_bias.values()), np.float32)
+        outside = [token for token in sampling.logit_bias if token >= vocab_size]
+        if outside:
+            raise UsageError(f"--logit-bias: token id {outside[0]}", expected=f"0 to {vocab_size - 1}")
+        streams = np.random.SeedSequence(self.sampling.seed, spawn_key=(sampling.number,))
+        self._key = streams.generate_state(2, np.uint64)
 
     def __call__(self, logits: Float32s, seen_ids: Ids) -> int:
         """Choose the next id from float32 logits (vocabulary,) and every id so far, prompt included.
@@ -96,22 +153,102 @@ class Sampler:
         Raises PiError for logits without meaning: a NaN, +inf, or −inf everywhere. `logits` is not changed.
         """
         assert logits.shape == (self._vocab_size,), logits.shape
-        s = self._sampling
-        scores = penalise(logits, seen_ids, s.repetition_penalty)
-        # max() is NaN if any logit is.
-        if not math.isfinite(top := float(scores.max())):
-            raise PiError(
-                f"the model's logits have the maximum {top}",
-                expected="finite logits",
-                remedy="`pi-compile verify` on the artifact; if it is whole, its weights overflow the arithmetic",
-            )
+        s = self.sampling
+        scores = self._scores(logits, seen_ids)
+        check_finite(scores)
+        scores = self._constrained(scores, seen_ids[self._prompt_tokens :])
         if s.temperature == 0:
             return int(scores.argmax())
         ids, p = candidates(scores, s)
         cumulated = p.cumsum()
         # Below the total even where the product rounds up to it, so that an id of probability 0 is never drawn.
-        point = min(self._random.random() * cumulated[-1], np.nextafter(cumulated[-1], 0))
+        point = min(self.draw(len(seen_ids)) * cumulated[-1], np.nextafter(cumulated[-1], 0))
         return int(ids[np.searchsorted(cumulated, point, side="right")])
+
+    def _scores(self, logits: Float32s, seen_ids: Ids) -> Float32s:
+        """The logits with penalties and biases; the given ones where nothing changes them."""
+        s, answer_ids = self.sampling, seen_ids[self._prompt_tokens :]
+        scores = penalise(logits, seen_ids, s.repetition_penalty)
+        scores = penalise_repeats(scores, answer_ids, s.presence_penalty, s.frequency_penalty)
+        if self._bias_ids.size:
+            scores = scores.copy()
+            scores[self._bias_ids] += self._bias
+        return scores
+
+    def _constrained(self, scores: Float32s, answer_ids: Ids) -> Float32s:
+        """The scores, −∞ for tokens that may not follow. Raises PiError where none is left."""
+        if self._allowed is not None:
+            scores = np.where(self._allowed(answer_ids), scores, np.float32(-np.inf))
+        if len(answer_ids) < self._min_tokens and self._end_ids.size:
+            others = scores.copy()
+            others[self._end_ids] = -np.inf
+            if self._allowed is None or others.max() > -np.inf:
+                scores = others
+        if scores.max() == -np.inf:
+            raise PiError(
+                "no token may follow",
+                found="the grammar rules out every token that the model's logits do not",
+                remedy="a grammar whose texts can be spelled with the model's tokens",
+            )
+        return scores
+
+    def draw(self, position: int) -> float:
+        """The random number in [0, 1) for a position: a counter-based generator's, keyed by seed and number."""
+        return float(np.random.Generator(np.random.Philox(key=self._key, counter=position)).random())
+
+
+def check_finite(logits: Float32s) -> None:
+    """Raise PiError for logits without meaning: a NaN, +inf, or −inf everywhere."""
+    # max() is NaN if any logit is.
+    if not math.isfinite(top := float(logits.max())):
+        raise PiError(
+            f"the model's logits have the maximum {top}",
+            expected="finite logits",
+            remedy="`pi-compile verify` on the artifact; if it is whole, its weights overflow the arithmetic",
+        )
+
+
+def parse_logit_bias(pairs: Iterable[Sequence[Any]]) -> dict[int, float] | None:
+    """The biases that texts, or pairs of a JSON object, spell; None where there are none.
+
+    >>> parse_logit_bias([("12", "-5"), ("7", 0.5)])
+    {12: -5.0, 7: 0.5}
+    """
+    found: dict[int, float] = {}
+    for pair in pairs:
+        try:
+            token, bias = pair
+            found[int(token)] = float(bias)
+        except (TypeError, ValueError):
+            shown = "=".join(map(str, pair))
+            raise UsageError(f"--logit-bias {shown}", expected="ID=BIAS, such as 12=-5") from None
+    return found or None
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The log-probability of a token, and the likeliest tokens in its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """Tokens and their log-probabilities, the likeliest first, the lowest id on ties."""
+
+
+def token_logprobs(logits: Float32s, token: int, top: int) -> TokenLogprobs:
+    """The log-softmax of logits (vocabulary,), at a token and at the `top` likeliest ones.
+
+    >>> token_logprobs(np.log(np.array([1, 4, 3], np.float32)), 0, 1)
+    TokenLogprobs(token=0, logprob=-2.0794415418798357, top=((1, -0.6931471805599452),))
+    """
+    x = logits.astype(np.float64)
+    x -= x.max()
+    x -= np.log(np.exp(x).sum())
+    count = min(top, x.size)
+    # All that are no less likely than the last one wanted, ties included.
+    ids = np.flatnonzero(x >= np.partition(x, -count)[-count]) if count else np.arange(0)
+    ids = ids[np.argsort(-x[ids], kind="stable")][:count]
+    return TokenLogprobs(token, float(x[token]), tuple((int(i), float(x[i])) for i in ids))
 
 
 def candidates(scores: Float32s, sampling: Sampling) -> tuple[npt.NDArray[np.intp], Float64s]:
@@ -150,14 +287,20 @@ def _shortlist(scores: Float32s, top: float, sampling: Sampling) -> tuple[npt.ND
         # One part in a million less, for rounding; the filter itself decides.
         least = top + s.temperature * math.log(s.min_p * (1 - 1e-6))
         return np.flatnonzero(scores.astype(np.float64) >= least), s.top_p
-    return np.arange(scores.size), s.top_p
+    return _possible(scores), s.top_p
 
 
 def _likeliest(scores: Float32s, count: int) -> npt.NDArray[np.intp]:
-    """At least `count` ids: the likeliest, and all ties with the least likely of them."""
+    """At least `count` ids, if as many are possible: the likeliest, and all ties with the least likely of them."""
     # Of `count` groups the largest are at least this, so the count-th largest of all is, and so are its ties.
     largest = scores[: scores.size // GROUPS * GROUPS].reshape(-1, GROUPS).max(0)
-    return np.flatnonzero(scores >= np.partition(largest, GROUPS - count)[GROUPS - count])
+    bound = np.partition(largest, GROUPS - count)[GROUPS - count]
+    return np.flatnonzero(scores >= bound) if bound > -np.inf else _possible(scores)
+
+
+def _possible(scores: Float32s) -> npt.NDArray[np.intp]:
+    """The ids whose probability is not 0: a grammar may leave few."""
+    return np.flatnonzero(scores > -np.inf)
 
 
 def softmax(x: Float64s) -> Float64s:
@@ -177,6 +320,16 @@ def penalise(logits: Float32s, seen_ids: Ids, penalty: float) -> Float32s:
     x = logits[seen]
     with np.errstate(all="ignore"):  # an overflow is the caller's to find
         scores[seen] = np.where(x < 0, x * r, x / r)
+    return scores
+
+
+def penalise_repeats(logits: Float32s, answer_ids: Ids, presence: float, frequency: float) -> Float32s:
+    """x_i − presence − frequency · n_i for each i that the answer has n_i > 0 times (OpenAI's definition)."""
+    if presence == frequency == 0 or not len(answer_ids):
+        return logits
+    ids, counts = np.unique(np.asarray(answer_ids, np.int64), return_counts=True)
+    scores = logits.copy()
+    scores[ids] -= (presence + frequency * counts).astype(np.float32)
     return scores
 
 

@@ -17,6 +17,7 @@ EXTRAS = {
     "report": ("matplotlib",),
     "compile": ("torch", "transformers", "datasets", "huggingface_hub", "safetensors", "zarr", "gguf"),
     "cuda": ("torch", "triton"),
+    "grammar": ("llguidance",),
 }
 """Packages of the installation itself (`runtime`) and of each extra."""
 _NOTABLE = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512vnni", "neon")

@@ -9,17 +9,17 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Literal, Self, Unpack
 
 from pi_runtime.engine.memory import EngineMemory
 from pi_runtime.engine.scheduler import DECODE_SHARE, PIECE, DecodeShare, Scheduler, Work
-from pi_runtime.engine.stream import Request, Stream
+from pi_runtime.engine.stream import Request, Scores, Stream
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import pages_of
+from pi_runtime.generation import Answer, AnswerSettings, Scoring
 from pi_runtime.model import Model
-from pi_runtime.sampling import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,36 +106,63 @@ class Engine:
         # A thread that is killed amid a step when Python ends may take the process down.
         atexit.register(self.close)
 
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int | None = None,
-        sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
-    ) -> Stream:
+    def generate(self, prompt: str | Sequence[int], **settings: Unpack[AnswerSettings]) -> Stream:
         """Continue a prompt as `Model.generate` does, beside all other requests. Any thread may call it.
 
         Raises PromptError or UsageError at once for what cannot be run, and UsageError for what does not fit
         `kv_budget` even alone.
         """
-        answer = self._model.new_answer(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop)
-        self._memory.check(answer.most_positions)
-        request = Request(answer, self._executor.block_tokens)
+        return self.generate_many(prompt, 1, **settings)[0]
+
+    def generate_many(
+        self, prompt: str | Sequence[int], count: int, **settings: Unpack[AnswerSettings]
+    ) -> list[Stream]:
+        """Several answers to one prompt, which is read once. Each has draws of its own.
+
+        Answer k is the one that `generate` gives with the same seed and `Sampling.number` k more.
+        """
+        if count < 1:
+            raise UsageError(f"{count} answers", expected="1 or more")
+        first = self._model.new_answer(prompt, **settings)
+        self._memory.check(first.most_positions)
+        answers = [first]
+        for k in range(1, count):
+            settings["sampling"] = replace(first.sampling, number=first.sampling.number + k)
+            answers.append(self._model.new_answer(first.tokens, **settings))
+        requests = [Request(answer, self._executor.block_tokens) for answer in answers]
+        requests[0].siblings = requests[1:]
+        self._submit(requests[0])
+        neurons = self._executor.neurons
+        return [Stream(request, answer, neurons) for request, answer in zip(requests, answers, strict=True)]
+
+    def score(self, prompt: str | Sequence[int], *, first: int = 1, top: int = 0) -> Scores:
+        """Log-probabilities of a prompt as `Model.score` gives them, computed beside all other requests.
+
+        Pages that earlier scorings stored are used up to token `first`. Raises errors as `generate` does.
+        """
+        scoring = self._model.new_scoring(prompt, first=first, top=top)
+        self._memory.check(scoring.most_positions)
+        request = Request(scoring, self._executor.block_tokens)
+        if scoring.complete:
+            request.pieces.put(None)
+        else:
+            self._submit(request)
+        return Scores(request, scoring)
+
+    def _submit(self, request: Request) -> None:
         with self._changed:
             if self._ended is not None:
                 raise self._ended
             self._arrived.append(request)
             self._changed.notify()
-        return Stream(request, self._executor.neurons)
 
     @property
     def stats(self) -> EngineStats:
         """The figures up to now."""
-        pool = self._memory.pool
+        pool, live, waiting = self._memory.pool, self._scheduler.live, [*self._scheduler.waiting, *self._arrived]
         return EngineStats(
-            running=len(self._scheduler.live),
-            waiting=len(self._scheduler.waiting) + len(self._arrived),
+            running=len(live),
+            waiting=len(waiting) + sum(len(request.siblings) for request in [*live, *waiting]),
             finished=self._finished,
             pages_used=pool.in_use,
             pages_free=pool.free,
@@ -180,6 +207,7 @@ class Engine:
         with self._changed:
             self._ended = reason
             unfinished = [*self._scheduler.clear(), *self._arrived]
+            unfinished += [sibling for request in unfinished for sibling in request.siblings]
             self._arrived.clear()
         for request in unfinished:
             request.pieces.put(error)
@@ -216,21 +244,25 @@ class Engine:
         results = self._executor.step([self._sequence_step(w) for w in work])
         self._decode_share.count(time.perf_counter() - began, decoding, decoding < len(work))
         for w, result in zip(work, results, strict=True):
-            self._continue(w.sequence, result, began)
+            if isinstance(w.sequence.answer, Scoring):
+                self._score(w.sequence, w.sequence.answer, result)
+            else:
+                self._continue(w.sequence, w.sequence.answer, result, began)
 
     def _join(self) -> None:
         """Let those that wait join, in order, as slots and memory allow."""
         while not self._full and (request := self._scheduler.next_to_join()) is not None:
             live = [r.cache for r in self._scheduler.live if r.cache is not None]
-            request.cache = self._memory.open(request.answer.tokens, request.selected, live)
+            answer = request.answer
+            request.cache = self._memory.open(answer.tokens, answer.selected, answer.reusable, live)
             if request.cache is None:
                 assert live, "a request that fits alone finds no room though nothing runs"
                 self._full = True
                 return
             if not request.has_joined:
                 request.has_joined = True
-                request.answer.cached_tokens = request.cache.length
-                self._prompt_tokens += request.answer.prompt_tokens
+                answer.cached_tokens = request.cache.length
+                self._prompt_tokens += answer.prompt_tokens
                 self._cached_tokens += request.cache.length
             self._scheduler.join()
 
@@ -241,7 +273,7 @@ class Engine:
         if self._shares_pieces:
             answer, cache = reading[0].answer, reading[0].cache
             assert cache is not None
-            gained = self._memory.catch_up(cache, answer.tokens, reading[0].selected)
+            gained = self._memory.catch_up(cache, answer.tokens, answer.selected, answer.reusable)
             if not answer.token_ids:
                 answer.cached_tokens += gained
                 self._cached_tokens += gained
@@ -263,25 +295,50 @@ class Engine:
         request = work.sequence
         assert request.cache is not None
         tokens, select = request.answer.next_block(request.held, work.tokens)
-        return SequenceStep(cache=request.cache, tokens=tokens, select=select)
+        logits: Literal["last", "all"] = "all" if isinstance(request.answer, Scoring) else "last"
+        return SequenceStep(cache=request.cache, tokens=tokens, select=select, logits=logits)
 
-    def _continue(self, request: Request, result: SequenceResult, began: float) -> None:
-        """Count a step for a request, and draw its next token if all before it have run."""
-        assert request.cache is not None
-        answer, before = request.answer, len(request.answer.tokens)
+    def _score(self, request: Request, scoring: Scoring, result: SequenceResult) -> None:
+        """Take the logits of a step for a scoring."""
         try:
-            token = answer.draw(result) if request.pending == 0 else None
+            scoring.take(result.logits_TV, request.held)
+        except Exception as error:  # a fault of this request ends no other
+            self._leave(request, error)
+            return
+        if scoring.complete:
+            self._leave(request)
+
+    def _continue(self, request: Request, answer: Answer, result: SequenceResult, began: float) -> None:
+        """Count a step for an answer, and draw its next token if all before it have run."""
+        if request.pending:
             answer.spend(began, time.perf_counter())
-            if token is None:
-                if self._shares_pieces:
-                    self._memory.share(request.cache)
-                return
+            if self._shares_pieces and request.cache is not None:
+                self._memory.share(request.cache)
+            return
+        siblings, request.siblings = request.siblings, []
+        if siblings:
+            assert request.cache is not None
+            self._memory.keep(request.cache.fork())
+        self._advance(request, answer, result, began)
+        # They wait with one token each, before all others, and go on from the prompt's stored pages.
+        for sibling in reversed(siblings):
+            self._scheduler.submit_first(sibling)
+        for sibling in siblings:
+            assert isinstance(sibling.answer, Answer)
+            self._advance(sibling, sibling.answer, result, began)
+
+    def _advance(self, request: Request, answer: Answer, result: SequenceResult, began: float) -> None:
+        """Draw an answer's next token from the result of the newest one."""
+        before = len(answer.tokens)
+        try:
+            token = answer.draw(result)
+            answer.spend(began, time.perf_counter())
             piece = answer.take(token)
         except Exception as error:  # a fault of this request ends no other
             self._leave(request, error)
             return
         self._generated += len(answer.tokens) - before
-        if before == answer.prompt_tokens and answer.finish_reason is None:
+        if before == answer.prompt_tokens and answer.finish_reason is None and request.cache is not None:
             self._memory.share(request.cache)
         if piece:
             request.pieces.put(piece)
@@ -291,6 +348,11 @@ class Engine:
     def _leave(self, request: Request, error: BaseException | None = None) -> None:
         """Take a request that has ended out of the schedule, keep its pages for later ones, and tell its reader."""
         self._scheduler.remove(request)
+        if request.siblings:
+            # It ended before its prompt was read: the next answer reads it.
+            heir = request.siblings[0]
+            heir.siblings, request.siblings = request.siblings[1:], []
+            self._scheduler.submit_first(heir)
         if request.cache is not None:
             self._memory.keep(request.cache)
             request.cache = None

@@ -31,13 +31,14 @@ class EngineMemory:
                 remedy="raise --kv-budget, or lower --max-tokens",
             )
 
-    def open(self, tokens: Sequence[int], selected: Sequence[bool], live: Iterable[KVCache]) -> KVCache | None:
-        """A cache with pages for these tokens, which begins with their longest stored prefix.
+    def open(
+        self, tokens: Sequence[int], selected: Sequence[bool], reusable: int, live: Iterable[KVCache]
+    ) -> KVCache | None:
+        """A cache with pages for these tokens, which begins with the longest stored prefix of the first `reusable`.
 
-        The last token is never among what it holds: its logits are wanted. None where the live caches leave too few
-        pages.
+        None where the live caches leave too few pages.
         """
-        stored = self._tree.longest(tokens[:-1], selected[:-1])
+        stored = self._tree.longest(tokens[:reusable], selected[:reusable])
         whole = stored.length // PAGE_POSITIONS
         taken = {page for cache in live for page in cache.held_pages}
         needed = pages_of(len(tokens)) - whole
@@ -68,12 +69,12 @@ class EngineMemory:
             return False
         return True
 
-    def catch_up(self, cache: KVCache, tokens: Sequence[int], selected: Sequence[bool]) -> int:
+    def catch_up(self, cache: KVCache, tokens: Sequence[int], selected: Sequence[bool], reusable: int) -> int:
         """Let a cache with pages for these tokens go on from full pages that others have computed meanwhile.
 
         Returns how many positions it gains.
         """
-        stored = self._tree.longest(tokens[:-1], selected[:-1])
+        stored = self._tree.longest(tokens[:reusable], selected[:reusable])
         length = stored.length // PAGE_POSITIONS * PAGE_POSITIONS
         gained = length - cache.length
         if gained <= 0:

@@ -59,6 +59,10 @@ class Scheduler(Generic[S]):
         """Let a sequence wait behind all others."""
         self.waiting.append(sequence)
 
+    def submit_first(self, sequence: S) -> None:
+        """Let a sequence wait before all others."""
+        self.waiting.appendleft(sequence)
+
     def next_to_join(self) -> S | None:
         """The sequence that waits longest, if there is one and a slot is free."""
         return self.waiting[0] if self.waiting and len(self.live) < self.slots else None
@@ -73,7 +77,7 @@ class Scheduler(Generic[S]):
         """Let the sequence that joined last wait again, before all others."""
         sequence = self.live.pop()
         self._turns.remove(sequence)
-        self.waiting.appendleft(sequence)
+        self.submit_first(sequence)
         return sequence
 
     def remove(self, sequence: S) -> None:

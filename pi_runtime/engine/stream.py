@@ -5,14 +5,17 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.generation import Answer, Stats
+from pi_runtime.generation import Answer, Scoring, Stats
+from pi_runtime.sampling import TokenLogprobs
 
 
 class Request:
-    """A request as the engine's thread sees it."""
+    """A request as the engine's thread sees it: an answer, or the scoring of a prompt."""
 
-    def __init__(self, answer: Answer, block_tokens: int) -> None:
+    def __init__(self, answer: Answer | Scoring, block_tokens: int) -> None:
         self.answer = answer
+        self.siblings: list[Request] = []
+        """Further answers to its prompt, which begin once it has been read."""
         self.cache: KVCache | None = None
         """None while it waits."""
         self.has_joined = False
@@ -38,12 +41,6 @@ class Request:
         """How many of these may run in one step."""
         return len(self.answer.next_block(self.held, self._block_tokens)[0])
 
-    @property
-    def selected(self) -> list[bool]:
-        """For each token whether it runs with selection."""
-        prompt = self.answer.prompt_tokens
-        return [False] * prompt + [True] * (len(self.answer.tokens) - prompt)
-
     def cancel(self) -> None:
         """Let the engine drop it before its next step."""
         self.cancelled = True
@@ -57,8 +54,8 @@ class Stream(Iterator[str]):
     request, or the engine.
     """
 
-    def __init__(self, request: Request, neurons: int) -> None:
-        self._request, self._neurons = request, neurons
+    def __init__(self, request: Request, answer: Answer, neurons: int) -> None:
+        self._request, self._answer, self._neurons = request, answer, neurons
         weakref.finalize(self, request.cancel).atexit = False
 
     def __next__(self) -> str:
@@ -73,18 +70,48 @@ class Stream(Iterator[str]):
     @property
     def finish_reason(self) -> str | None:
         """Why the text ended; None while it runs, or where an error ended it."""
-        return self._request.answer.finish_reason
+        return self._answer.finish_reason
 
     @property
     def token_ids(self) -> list[int]:
         """The tokens generated up to now."""
-        return self._request.answer.token_ids
+        return self._answer.token_ids
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Log-probabilities of the tokens generated up to now, if they were asked for."""
+        return self._answer.logprobs
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of its draws: with it the same text comes again. None where it is greedy."""
+        return self._answer.seed
 
     @property
     def stats(self) -> Stats:
         """The figures up to now. Seconds are those of the steps it was part of, the others' work included."""
-        return self._request.answer.stats(self._neurons)
+        return self._answer.stats(self._neurons)
 
     def cancel(self) -> None:
         """End it before the engine's next step; its memory is free then. Does nothing once it has ended."""
+        self._request.cancel()
+
+
+class Scores:
+    """Log-probabilities of a prompt that are being computed. Scores that nobody refers to any more are cancelled."""
+
+    def __init__(self, request: Request, scoring: Scoring) -> None:
+        self._request, self._scoring = request, scoring
+        weakref.finalize(self, request.cancel).atexit = False
+
+    def result(self) -> list[TokenLogprobs]:
+        """Wait for them; raises the error that ended this request, or the engine. Of cancelled ones those found."""
+        end = self._request.pieces.get()
+        self._request.pieces.put(end)  # for whoever asks again
+        if isinstance(end, BaseException):
+            raise end
+        return self._scoring.logprobs
+
+    def cancel(self) -> None:
+        """End it before the engine's next step. Does nothing once it has ended."""
         self._request.cancel()

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import ParamSpec, TypeVar
 
 import tokenizers
 
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import ArtifactError, PromptError
+from pi_runtime.text.grammar import GrammarCompiler
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,7 +29,12 @@ class Tokenizer:
         self._library.no_padding()
         added = self._library.get_added_tokens_decoder().values()
         self._special = frozenset(token.content for token in added if token.special)
-        self._prefix_ids, self._vocab_size = list(text.prefix_ids), vocab_size
+        self._prefix_ids, self._end_ids, self._vocab_size = list(text.prefix_ids), text.end_ids, vocab_size
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of grammars over these tokens. Raises MissingExtraError where its library is not installed."""
+        return GrammarCompiler(self._library, self._end_ids, self._vocab_size)
 
     def encode(self, text: str, *, prefix: bool = True) -> list[int]:
         """The ids of `text`, without the tokenizer's own framing.

@@ -45,7 +45,7 @@ def test_json(run: Run, alphabet: Path) -> None:
     code, out, err = run(alphabet, "-p", "abc", "-n", 4, "--json")
     report = json.loads(out)
     assert (code, err) == (0, "")
-    assert report.keys() == {"text", "finish_reason", "mode", "stats"}
+    assert report.keys() == {"text", "finish_reason", "mode", "seed", "stats"}
     assert (report["text"], report["finish_reason"], report["mode"]) == ("defg", "length", "auto")
     assert report["stats"].keys() == STATS
     assert (report["stats"]["prompt_tokens"], report["stats"]["generated_tokens"]) == (3, 4)
@@ -63,7 +63,7 @@ def test_stats_go_to_stderr(run: Run, alphabet: Path) -> None:
     code, out, err = run(alphabet, "-p", "x", "--stats", "--mode", "gate")
     assert (code, out) == (0, "yz\n")
     lines = dict(line.split() for line in err.splitlines())
-    assert lines.keys() == {"mode", *STATS}
+    assert lines.keys() == {"mode", "seed", *STATS}
     assert (lines["mode"], lines["generated_tokens"], lines["rows_read_share"]) == ("gate", "2", "1.000")
 
 
@@ -93,6 +93,67 @@ def test_sampling_flags(run: Run, random_path: Path) -> None:
     assert text(*hot, "--min-p", 1.0) == greedy
     assert text(*hot, "--seed", 3) == text(*hot, "--seed", 3) != text(*hot, "--seed", 4)
     assert text("--repetition-penalty", 1e6) != greedy
+
+
+def test_penalties_and_biases(run: Run, alphabet: Path) -> None:
+    assert run(alphabet, "-p", "a", "-n", 3, "--logit-bias", "122=100", "--logit-bias", "120=-5")[1] == "zzz\n"
+    penalised = run(alphabet, "-p", "a", "-n", 9, "--logit-bias", "122=100", "--presence-penalty", 2)[1]
+    assert penalised == "z" * 9 + "\n"
+    assert run(alphabet, "-p", "x", "--min-tokens", 4)[1].startswith("yz")
+    assert run(alphabet, "-p", "x")[1] == "yz\n"
+
+
+def test_answers_in_a_grammar(run: Run, alphabet: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"enum": ["größe", 7]}', "utf-8")
+    lark.write_text('start: "b" "c"+ "z"')
+    assert run(alphabet, "-p", "a", "--json-schema", schema)[1] in ('"größe"\n', "7\n")
+    assert run(alphabet, "-p", "a", "--regex", "bcX")[1] == "bcX\n"
+    assert json.loads(run(alphabet, "-p", "a", "--lark", lark, "--json", "-n", 3)[1])["text"].startswith("bc")
+    schema.write_text("{")
+    for flags, code, message in (
+        (("--regex", "a(b"), 2, "--regex cannot be used"),
+        (("--json-schema", schema), 2, "--json-schema is not JSON"),
+        (("--lark", tmp_path / "none"), 3, "cannot be read"),
+        (("--lark", lark, "--regex", "a"), 2, "give one of --json-schema, --regex and --lark"),
+    ):
+        found = run(alphabet, "-p", "a", *flags)
+        assert (found[0], found[1]) == (code, "")
+        assert message in found[2]
+
+
+def test_logprobs(run: Run, alphabet: Path) -> None:
+    found = json.loads(run(alphabet, "-p", "ab", "-n", 2, "--json", "--logprobs", 1, "--prompt-logprobs", 0)[1])
+    assert [(x["id"], x["token"]) for x in found["logprobs"]] == [(99, "c"), (100, "d")]
+    assert [x["top"] for x in found["logprobs"]] == [
+        [{k: x[k] for k in ("id", "token", "logprob")}] for x in found["logprobs"]
+    ]
+    (second,) = found["prompt_logprobs"]
+    assert (second["token"], second["top"]) == ("b", [])
+    assert second["logprob"] == found["logprobs"][0]["logprob"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--logit-bias", "a=1"), "--logit-bias a=1"),
+        (("--logit-bias", "7"), "--logit-bias 7"),
+        (("--logit-bias", "999=1"), "--logit-bias: token id 999"),
+        (("--presence-penalty", 3), "--presence-penalty 3"),
+        (("--frequency-penalty", -3), "--frequency-penalty -3"),
+        (("--min-tokens", 300), "--min-tokens 300"),
+        (("--answers", 2), "--answers goes with --prompts alone"),
+        (("--logprobs", 2), "--logprobs goes with --json or --prompts"),
+        (("--json", "--logprobs", -2), "--logprobs -2"),
+        (("--json", "--prompt-logprobs", -2), "--prompt-logprobs -2"),
+    ],
+    ids=str,
+)
+def test_impossible_settings(run: Run, alphabet: Path, flags: tuple[object, ...], message: str) -> None:
+    code, out, err = run(alphabet, "-p", "a", *flags)
+    assert (code, out) == (2, "")
+    assert message in err
 
 
 def test_end_of_text_is_not_shown(run: Run, tmp_path: Path) -> None:
@@ -193,13 +254,23 @@ FLAGS = {
     "--chat": (None, None),
     "--system": (None, None),
     "--max-tokens": ("-n", None),
+    "--min-tokens": (None, None),
     "--stop": (None, None),
+    "--json-schema": (None, None),
+    "--regex": (None, None),
+    "--lark": (None, None),
     "--temperature": (None, None),
     "--top-k": (None, None),
     "--top-p": (None, None),
     "--min-p": (None, None),
     "--repetition-penalty": (None, None),
+    "--presence-penalty": (None, None),
+    "--frequency-penalty": (None, None),
+    "--logit-bias": (None, None),
     "--seed": (None, "PI_SEED"),
+    "--logprobs": (None, None),
+    "--prompt-logprobs": (None, None),
+    "--answers": (None, None),
     "--ctx-size": (None, "PI_CTX_SIZE"),
     "--cache-format": (None, "PI_CACHE_FORMAT"),
     "--mode": (None, "PI_MODE"),

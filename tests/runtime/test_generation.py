@@ -10,6 +10,7 @@ from support.synthetic import END_ID, random_artifact, small_decoder
 from pi_runtime import Model, Sampling, load
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import PromptError, UsageError
+from pi_runtime.sampling import token_logprobs
 
 NEVER = Text(prefix_ids=(), end_ids=())
 
@@ -52,6 +53,17 @@ def test_a_seed_repeats_its_text(model: Model) -> None:
 
     assert text(7) == text(7)
     assert len({text(seed) for seed in range(5)}) == 5
+
+
+def test_a_fresh_seed_is_reported(model: Model) -> None:
+    first = model.generate([1, 2], max_tokens=30, sampling=Sampling(temperature=1.5))
+    text = "".join(first)
+    second = model.generate([1, 2], max_tokens=30, sampling=Sampling(temperature=1.5))
+    assert first.seed != second.seed
+    assert "".join(second) != text
+    again = model.generate([1, 2], max_tokens=30, sampling=Sampling(temperature=1.5, seed=first.seed))
+    assert "".join(again) == text
+    assert model.generate([1, 2]).seed is None
 
 
 def test_generation_defaults_are_the_checkpoints(tmp_path: Path) -> None:
@@ -158,3 +170,67 @@ def test_a_prompt_that_cannot_be_run(loop: Model, prompt: str | list[int]) -> No
 def test_max_tokens_below_one(loop: Model, count: int) -> None:
     with pytest.raises(UsageError):
         loop.generate("a", max_tokens=count)
+
+
+def test_min_tokens_hold_back_the_end(tmp_path: Path) -> None:
+    with load(scripted_artifact(tmp_path / "a.pi", saying("abcd"), context=32)) as model:
+        answer = model.generate("a", min_tokens=5)
+        text = "".join(answer)
+        assert text.startswith("bcd")
+        assert (len(answer.token_ids) >= 5, answer.finish_reason) == (True, "end")
+        for least in (1, 2, 3):
+            assert "".join(model.generate("a", min_tokens=least)) == "bcd"
+
+
+def test_min_tokens_hold_back_stop_strings(loop: Model) -> None:
+    for least, wanted in ((0, ""), (1, "b"), (2, "ba"), (3, "bab")):
+        answer = loop.generate("a", min_tokens=least, stop=["ba", "ab"])
+        assert ("".join(answer), answer.finish_reason) == (wanted, "stop")
+
+
+@pytest.mark.parametrize("settings", [{"min_tokens": -1}, {"min_tokens": 4, "max_tokens": 3}], ids=str)
+def test_impossible_min_tokens(loop: Model, settings: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="--min-tokens"):
+        loop.generate("a", **settings)
+
+
+def test_logprobs_are_those_of_the_raw_logits(random_path: Path) -> None:
+    sampling = Sampling(temperature=0.5, top_k=5, presence_penalty=2, logit_bias={3: 9}, seed=1)
+    with load(random_path, mode="dense") as model:
+        answer = model.generate([1, 2, 3], max_tokens=12, sampling=sampling, logprobs=2)
+        assert answer.logprobs == []
+        "".join(answer)
+        logits = model.logits([1, 2, 3, *answer.token_ids])[2:-1]
+        wanted = [token_logprobs(row, token, 2) for row, token in zip(logits, answer.token_ids, strict=True)]
+        assert answer.logprobs == wanted
+        assert model.generate([1], max_tokens=1).logprobs == []
+        with pytest.raises(UsageError, match="--logprobs -1"):
+            model.generate([1], logprobs=-1)
+
+
+def test_the_end_has_no_logprob(tmp_path: Path) -> None:
+    with load(scripted_artifact(tmp_path / "a.pi", saying("abc"))) as model:
+        answer = model.generate("a", logprobs=0)
+        assert "".join(answer) == "bc"
+        assert [found.token for found in answer.logprobs] == answer.token_ids == [98, 99]
+
+
+@pytest.mark.parametrize("first", [1, 2, 40, 89, 90, 200])
+def test_a_score_is_that_of_the_logits(random_path: Path, first: int) -> None:
+    prompt = np.random.default_rng(0).integers(0, 256, 90).tolist()
+    with load(random_path, mode="predicted") as model:
+        logits = model.logits(prompt)
+        wanted = [token_logprobs(logits[n - 1], prompt[n], 3) for n in range(first, 90)]
+        assert model.score(prompt, first=first, top=3) == wanted
+        cache = model.new_cache()
+        model.score(prompt[:50], cache=cache)
+        assert model.score(prompt, first=first, top=3, cache=cache) == wanted
+
+
+def test_scores_that_cannot_be(loop: Model) -> None:
+    assert loop.score("a") == loop.score("") == []
+    for settings in ({"first": 0}, {"top": -1}, {"top": True}):
+        with pytest.raises(UsageError):
+            loop.score("abc", **settings)
+    with pytest.raises(PromptError, match="9 tokens"):
+        loop.score("a" * 9)

@@ -43,7 +43,7 @@ for name in sys.argv[1:]:
 print(*sorted({m.partition(".")[0] for m in sys.modules}))
 """
 # Not pydantic and scipy: typer and numba take them where they are installed.
-FOREIGN = {"torch", "transformers", "datasets", "highspy", "zarr", "safetensors", "triton", "pi_compile"}
+FOREIGN = {"torch", "transformers", "datasets", "highspy", "zarr", "safetensors", "triton", "llguidance", "pi_compile"}
 
 
 def modules(package: str, path: list[str]) -> list[str]:

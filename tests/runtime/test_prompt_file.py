@@ -59,6 +59,7 @@ def test_flags_are_for_lines_without_values_of_their_own(ask: Any, run: Run, art
     code, found, _ = ask(lines, *flags)
     assert code == 0
     texts = [row["text"] + "\n" for row in found]
+    assert [row.get("seed") for row in found] == [3, 4, None]
     assert texts[0] == run(artifact, "-p", "ab", *flags)[1]
     assert texts[1] == run(artifact, "-p", "ab", *flags[:-1], 4)[1] != texts[0]
     alone = ("-n", 20, "--temperature", 0.0, "--top-k", 9, "--repetition-penalty", 1.5, "--stop", "\n")
@@ -69,6 +70,43 @@ def test_messages_go_through_the_template(ask: Any, run: Run, artifact: Path) ->
     code, found, _ = ask([{"messages": [{"role": "user", "content": "hi"}]}], "-n", 5)
     assert code == 0
     assert found[0]["text"] + "\n" == run(artifact, "-p", "u:hi;a:", "-n", 5)[1]
+
+
+def test_several_answers_and_log_probabilities(ask: Any, run: Run, artifact: Path) -> None:
+    flags = ("-n", 6, "--temperature", 2.0, "--logprobs", 1, "--prompt-logprobs", 0)
+    lines = [
+        {"prompt": "ab", "answers": 3, "seed": 3},
+        {"prompt": "abc", "seed": 4, "logit_bias": {"65": 100}, "min_tokens": 2, "frequency_penalty": 0.5},
+    ]
+    code, found, _ = ask(lines, *flags)
+    assert code == 0
+    alone = json.loads(run(artifact, "-p", "ab", *flags, "--seed", 3, "--json")[1])
+    answers = found[0]["answers"]
+    assert len({answer["text"] for answer in answers}) == 3
+    assert (answers[0]["text"], answers[0]["logprobs"]) == (alone["text"], alone["logprobs"])
+    assert found[0]["prompt_logprobs"] == alone["prompt_logprobs"]
+    assert found[0].keys() == {"index", "prompt_tokens", "answers", "seed", "prompt_logprobs", "digest"}
+    assert (found[1]["text"], len(found[1]["prompt_logprobs"])) == ("AAAAAA", 2)
+
+
+def test_a_line_may_have_a_grammar_of_its_own(ask: Any, run: Run, artifact: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    lines: list[Any] = [
+        {"prompt": "ab"},
+        {"prompt": "ab", "json_schema": {"type": "integer", "minimum": 10, "maximum": 99}},
+        {"prompt": "ab", "lark": 'start: "<" /[a-z]/ ">"'},
+        {"prompt": "ab", "regex": "("},
+        {"prompt": "ab", "regex": "a", "lark": "start: foo"},
+        {"prompt": "ab", "json_schema": [1]},
+        {"prompt": "ab", "regex": 1},
+    ]
+    code, found, _ = ask(lines, "--regex", "[0-9]{3}")
+    assert code == 3
+    assert found[0]["text"] + "\n" == run(artifact, "-p", "ab", "--regex", "[0-9]{3}")[1]
+    texts = [row.get("text", "") for row in found]
+    assert (len(texts[0]), 10 <= int(texts[1]) <= 99, texts[2][0] + texts[2][2:]) == (3, True, "<>")
+    messages = ("--regex cannot be used", "give one of", "--json-schema", "--regex")
+    assert all(message in row["error"] for message, row in zip(messages, found[3:], strict=True))
 
 
 BAD = {
@@ -83,6 +121,10 @@ BAD = {
     "no count": ({"prompt": "a", "max_tokens": True}, "line 2: max_tokens"),
     "no tokens": ({"prompt": "a", "max_tokens": 0}, "--max-tokens 0"),
     "bad stop": ({"prompt": "a", "stop": [1]}, "--stop: not a list of strings"),
+    "no answers": ({"prompt": "a", "answers": 0}, "0 answers"),
+    "no number": ({"prompt": "a", "logprobs": "2"}, "line 2: logprobs"),
+    "bad bias": ({"prompt": "a", "logit_bias": {"x": 1}}, "--logit-bias x=1"),
+    "no bias": ({"prompt": "a", "logit_bias": [1]}, "--logit-bias [1]"),
     "long": ({"prompt": "a" * 64}, "the prompt has 64 tokens"),
     "empty": ({"prompt": ""}, "the prompt is empty"),
 }
@@ -107,8 +149,8 @@ def test_an_output_is_continued_after_its_last_whole_line(
     _, wanted, _ = ask(lines, "-n", 4)
     whole = output.read_bytes()
     ran: list[str] = []
-    generate = Engine.generate
-    monkeypatch.setattr(Engine, "generate", lambda self, p, **kw: ran.append(p) or generate(self, p, **kw))
+    generate = Engine.generate_many
+    monkeypatch.setattr(Engine, "generate_many", lambda self, p, n, **kw: ran.append(p) or generate(self, p, n, **kw))
     for kept in (0, 1, len(whole) // 2, whole.rfind(b"\n", 0, -1) + 1, len(whole) - 1, len(whole)):
         output.write_bytes(whole[:kept])
         ran.clear()

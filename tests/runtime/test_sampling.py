@@ -114,45 +114,76 @@ def test_a_large_vocabulary_is_filtered_as_a_small_one(
         assert fewer == (sampling.top_k <= ours.GROUPS and sampling.temperature < 9)
 
 
+@pytest.mark.parametrize("left", [1, 7, 300])
+@pytest.mark.parametrize("chosen", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_tokens_that_may_not_follow_are_no_candidates(chosen: dict[str, float], left: int) -> None:
+    """A grammar leaves few of a large vocabulary: they are chosen among as if there were no others."""
+    sampling = Sampling(**{"temperature": 0.7, **chosen})
+    few = np.sort(np.random.default_rng(left).permutation(5000)[:left])
+    x = np.full(5000, -np.inf, np.float32)
+    x[few] = random_logits(0, left)
+    ids, p = candidates(x, sampling)
+    wanted, wanted_p = candidates(x[few], sampling)
+    np.testing.assert_array_equal(ids, few[wanted])
+    np.testing.assert_allclose(p, wanted_p, rtol=1e-12)
+
+
 def test_draws_have_the_stated_probabilities() -> None:
     """Inverse CDF: an evenly spaced u gives each id its probability's share of the draws, to one draw."""
 
-    class Even:
-        n, total = 0, 20_000
+    total = 20_000
 
-        def random(self) -> float:
-            self.n += 1
-            return (self.n - 0.5) / self.total
+    class Even(Sampler):
+        def draw(self, position: int) -> float:
+            return (position + 0.5) / total
 
     x = random_logits(0, 12)
     chosen = Sampling(temperature=1.5, top_k=9)
-    sampler = Sampler(chosen, x.size)
-    sampler._random = Even()  # type: ignore[assignment]
-    counts = np.bincount([sampler(x, []) for _ in range(Even.total)], minlength=x.size)
+    sampler = Even(chosen, x.size)
+    counts = np.bincount([sampler(x, range(n)) for n in range(total)], minlength=x.size)
     ids, p = candidates(x, chosen)
-    assert counts.sum() == counts[ids].sum() == Even.total
-    np.testing.assert_allclose(counts[ids], p * Even.total, atol=1.01)
+    assert counts.sum() == counts[ids].sum() == total
+    np.testing.assert_allclose(counts[ids], p * total, atol=1.01)
 
 
 def test_largest_u_still_draws_a_possible_id() -> None:
-    class Last:
-        def random(self) -> float:
+    class Last(Sampler):
+        def draw(self, position: int) -> float:  # noqa: ARG002
             return 1 - 2**-53
 
     x = np.array([0, 0, 0, -np.inf], np.float32)
-    sampler = Sampler(Sampling(temperature=1), x.size)
-    sampler._random = Last()  # type: ignore[assignment]
-    assert sampler(x, []) == 2
+    assert Last(Sampling(temperature=1), x.size)(x, []) == 2
 
 
 def test_a_seed_repeats_and_another_does_not() -> None:
     def draw(seed: int | None) -> list[int]:
         sampler = Sampler(Sampling(temperature=1.0, seed=seed), V)
-        return [sampler(random_logits(n), []) for n in range(40)]
+        return [sampler(random_logits(n), range(n)) for n in range(40)]
 
     assert draw(7) == draw(7)
     assert draw(7) != draw(8)
     assert draw(None) != draw(None)
+
+
+def test_a_draw_depends_on_seed_number_and_position_alone() -> None:
+    def draws(positions: range, **key: int) -> list[float]:
+        sampler = Sampler(Sampling(temperature=1, **key), V)
+        return [sampler.draw(n) for n in positions]
+
+    forth, back = range(200), range(199, -1, -1)
+    assert draws(forth, seed=7) == draws(back, seed=7)[::-1]
+    found = [x for seed in (0, 1, 2**31, 2**70) for number in (0, 1) for x in draws(forth, seed=seed, number=number)]
+    assert len(set(found)) == len(found)
+    assert min(found) >= 0
+    assert max(found) < 1
+    # Of 1,600 even numbers in each tenth 160 ± 12.
+    assert np.histogram(found, 10, (0, 1))[0].tolist() == pytest.approx([160] * 10, abs=48)
+
+
+def test_the_draws_are_these() -> None:
+    """Another generator, or another key, would change every sampled text."""
+    sampler = Sampler(Sampling(temperature=1, seed=7, number=2), V)
+    assert [sampler.draw(n) for n in (0, 5)] == [0.8169432743302534, 0.5498742301976813]
 
 
 def test_greedy_takes_the_lowest_of_the_largest() -> None:
@@ -206,7 +237,11 @@ def test_logits_that_say_nothing(temperature: float, bad: float) -> None:
         ("top_p", [-0.1, 1.1, math.nan]),
         ("min_p", [-0.1, 1.1, None]),
         ("repetition_penalty", [0, -1, math.inf]),
+        ("presence_penalty", [-2.1, math.nan, "much"]),
+        ("frequency_penalty", [2.1, None]),
+        ("logit_bias", [3, [(1, 2)], {"1": 2}, {-1: 2}, {1: 101}, {1: "x"}]),
         ("seed", [-1, 0.5]),
+        ("number", [-1, None]),
     ],
 )
 def test_impossible_values(field: str, values: list[Any]) -> None:
@@ -235,3 +270,77 @@ def test_generation_config_errors_name_their_source() -> None:
         Sampling.from_generation_config({"do_sample": True, "top_p": 7})
     with pytest.raises(UsageError, match="--top-p"):
         Sampling.from_generation_config({}, top_p=7)
+
+
+def test_presence_and_frequency_count_the_answer_alone() -> None:
+    """OpenAI's definition: the logit less presence, if the answer has the token, and less frequency for each time."""
+    x = random_logits(3)
+    prompt, answer = [1, 1, 2], [2, 5, 5, 5]
+    wanted = x.astype(np.float64)
+    for token in set(answer):
+        wanted[token] -= 0.5 + 0.25 * answer.count(token)
+    np.testing.assert_allclose(ours.penalise_repeats(x, answer, 0.5, 0.25), wanted, rtol=1e-6)
+    np.testing.assert_array_equal(x, random_logits(3))
+    likely = np.zeros(V, np.float32)
+    likely[[1, 2, 5]] = 1.0, 0.9, 1.5
+    sampler = Sampler(Sampling(presence_penalty=0.5, frequency_penalty=0.25), V, prompt_tokens=3)
+    assert sampler(likely, [*prompt, *answer]) == 1
+    assert Sampler(Sampling(), V, prompt_tokens=3)(likely, [*prompt, *answer]) == 5
+
+
+def test_a_bias_is_added() -> None:
+    x = random_logits(1)
+    wanted = x.copy()
+    wanted[[3, V - 1]] += np.array([5, -100], np.float32)
+    sampling = Sampling(temperature=1, logit_bias={3: 5, V - 1: -100}, seed=1)
+    plain = Sampler(Sampling(temperature=1, seed=1), V)
+    for n in range(50):
+        assert Sampler(sampling, V)(x, range(n)) == plain(wanted, range(n))
+    assert Sampler(Sampling(logit_bias={9: 100}), V)(x, []) == 9
+    with pytest.raises(UsageError, match=f"--logit-bias: token id {V}"):
+        Sampler(Sampling(logit_bias={V: 1}), V)
+
+
+def test_end_ids_come_after_min_tokens() -> None:
+    x = np.zeros(V, np.float32)
+    x[7], x[8], x[9] = 3, 2, 1
+    sampler = Sampler(Sampling(), V, prompt_tokens=2, end_ids=(7, 8), min_tokens=3)
+    assert [sampler(x, range(100, 102 + n)) for n in range(5)] == [9, 9, 9, 7, 7]
+
+
+def test_a_grammar_rules_tokens_out() -> None:
+    x = random_logits(4)
+    few = np.zeros(V, np.bool_)
+    few[[11, 12, 300]] = True
+    best = int(np.where(few, x, -np.inf).argmax())
+    told: list[list[int]] = []
+
+    def allowed(ids: Any) -> np.ndarray:
+        told.append(list(ids))
+        return few
+
+    assert Sampler(Sampling(), V, prompt_tokens=2, allowed=allowed)(x, [7, 8, 9]) == best
+    assert told == [[9]]
+    # Of two demands the grammar's counts: nothing but the end may follow.
+    assert Sampler(Sampling(), V, end_ids=[11, 12, 300], min_tokens=9, allowed=allowed)(x, []) == best
+    sampler = Sampler(Sampling(temperature=1), V, allowed=lambda _: np.zeros(V, np.bool_))
+    with pytest.raises(PiError, match="no token may follow"):
+        sampler(x, [])
+
+
+@pytest.mark.parametrize("top", [0, 1, 5, V, V + 9])
+def test_logprobs_are_the_log_softmax(top: int) -> None:
+    x = random_logits(2)
+    wanted = np.log(ours.softmax(x.astype(np.float64)))
+    found = ours.token_logprobs(x, 17, top)
+    assert (found.token, found.logprob) == (17, pytest.approx(wanted[17], rel=1e-12))
+    order = sorted(range(V), key=lambda i: (-wanted[i], i))[:top]
+    assert [token for token, _ in found.top] == order
+    np.testing.assert_allclose([logprob for _, logprob in found.top], wanted[order], rtol=1e-12)
+
+
+def test_logprobs_with_ties_and_impossible_tokens() -> None:
+    x = np.array([1, 2, 2, -np.inf, 2], np.float32)
+    found = ours.token_logprobs(x, 3, 2)
+    assert found.logprob == -math.inf
+    assert [token for token, _ in found.top] == [1, 2]

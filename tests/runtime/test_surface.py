@@ -12,7 +12,7 @@ from support.paths import GOLDEN, ROOT
 
 import pi_runtime
 
-SURFACE = {"Engine", "Model", "Sampling", "load"}
+SURFACE = {"Engine", "Grammar", "Model", "Sampling", "load"}
 
 
 def test_the_surface_is_complete_and_small() -> None:

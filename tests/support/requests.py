@@ -4,12 +4,19 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
-from pi_runtime import Engine, Model, Sampling
+from pi_runtime import Engine, Grammar, Model, Sampling
 from pi_runtime.engine.stream import Stream
 from pi_runtime.generation import Generation
 
+CAN_CONSTRAIN = find_spec("llguidance") is not None
+GRAMMARS = (
+    Grammar.regex("[a-f]{3,9}(.|\n)*"),
+    Grammar.regex("(yes|no)( [a-z]+)*"),
+    Grammar.json_schema({"type": "array", "items": {"type": ["integer", "boolean"]}}),
+)
 Found = tuple[str, list[int], str | None]
 """Text, tokens and the reason of the end."""
 
@@ -24,7 +31,7 @@ class Request:
 
 
 def random_requests(rng: random.Random, count: int, *, sampled: bool, context: int, cancels: bool) -> list[Request]:
-    """Prompts of any length that fits, half of which begin as an earlier one does; limits and stop strings."""
+    """Prompts of any length that fits, half of which begin as an earlier one does; limits, stop strings, grammars."""
     found: list[Request] = []
     for _ in range(count):
         prompt = [rng.randrange(250) for _ in range(rng.randint(1, context // 2))]
@@ -34,7 +41,16 @@ def random_requests(rng: random.Random, count: int, *, sampled: bool, context: i
         settings: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 5, 12, 30, None])}
         if rng.random() < 0.3:
             settings["stop"] = [chr(rng.randrange(32, 127)) for _ in range(rng.randint(1, 3))]
-        settings["sampling"] = Sampling()
+        if CAN_CONSTRAIN and rng.random() < 0.2:
+            settings["grammar"] = rng.choice(GRAMMARS)
+        if rng.random() < 0.3:
+            settings["min_tokens"] = rng.randint(0, settings["max_tokens"] or 20)
+        penalties = {
+            "presence_penalty": rng.choice([0.0, 0.7]),
+            "frequency_penalty": rng.choice([0.0, 0.3]),
+            "logit_bias": rng.choice([{}, {rng.randrange(250): rng.uniform(-9, 9)}]),
+        }
+        settings["sampling"] = Sampling(**penalties)
         if sampled:
             settings["sampling"] = Sampling(
                 temperature=rng.choice([0.5, 1.0, 3.0]),
@@ -42,6 +58,8 @@ def random_requests(rng: random.Random, count: int, *, sampled: bool, context: i
                 top_p=rng.choice([0.9, 1.0]),
                 repetition_penalty=rng.choice([1.0, 1.3]),
                 seed=rng.randrange(1000),
+                number=rng.randrange(3),
+                **penalties,
             )
         cancelled = rng.randint(0, 3) if cancels and rng.random() < 0.15 else None
         found.append(Request(tuple(prompt[: context - 1]), settings, cancelled))

@@ -8,11 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.requests import alone, found_by, random_requests, together
+from support.scripted import saying, scripted_artifact
 
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.engine.stream import Stream
@@ -298,3 +301,113 @@ def test_ctrl_c_reaches_a_waiting_reader(model: Model, monkeypatch: pytest.Monke
             next(stream)
         go_on.set()
         assert "".join(stream) == "".join(model.generate([1], max_tokens=3))
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_several_answers_are_those_of_their_numbers(random_path: Path, monkeypatch: Any, slots: int) -> None:
+    """They read the prompt once, whether there are slots for all of them or not."""
+    prompt, sampling = [n % 200 for n in range(50)], Sampling(temperature=1.5, seed=4, number=2)
+    with load(random_path, mode="predicted") as model:
+        numbers = [replace(sampling, number=2 + k) for k in range(6)]
+        wanted = [found_by(model.generate(prompt, max_tokens=9, sampling=one)) for one in numbers]
+        steps = spied(model, monkeypatch)
+        with Engine(model, slots=slots) as engine:
+            streams = engine.generate_many(prompt, 6, max_tokens=9, sampling=sampling)
+            assert [found_by(stream) for stream in streams] == wanted
+            assert [stream.stats.cached_tokens for stream in streams] == [0, *[50] * 5]
+        assert sum(len(s.tokens) for step in steps for s in step if not s.select) == 50
+        assert len({text for text, _, _ in wanted}) == 6
+
+
+def test_several_answers_of_a_fresh_seed_share_it(model: Model, engine: Engine) -> None:
+    streams = engine.generate_many([1, 2, 3], 3, max_tokens=5, sampling=Sampling(temperature=2.0))
+    texts = ["".join(stream) for stream in streams]
+    (seed,) = {stream.seed for stream in streams}
+    again = [Sampling(temperature=2.0, seed=seed, number=k) for k in range(3)]
+    assert ["".join(model.generate([1, 2, 3], max_tokens=5, sampling=one)) for one in again] == texts
+    assert len(engine.generate_many([1, 2, 3], 1, max_tokens=1)) == 1
+    with pytest.raises(UsageError, match="0 answers"):
+        engine.generate_many([1, 2, 3], 0)
+
+
+def test_an_answer_that_leaves_early_leaves_the_others(talker: Model) -> None:
+    with Engine(talker, slots=1) as engine:
+        busy = engine.generate("ab", max_tokens=200)
+        streams = engine.generate_many("ab" * 30, 3, max_tokens=4)
+        streams[0].cancel()
+        streams[1].cancel()
+        assert ["".join(stream) for stream in streams] == ["", "", "abab"]
+        assert [stream.finish_reason for stream in streams] == ["cancelled", "cancelled", "length"]
+        assert len("".join(busy)) == 200
+
+
+def test_closing_ends_answers_that_wait_for_their_prompt(talker: Model) -> None:
+    with Engine(talker, slots=1) as engine:
+        busy = engine.generate("ab")
+        next(busy)
+        streams = engine.generate_many("ab" * 30, 3)
+        assert engine.stats.waiting == 3
+    for stream in streams:
+        with pytest.raises(UsageError, match="closed"):
+            "".join(stream)
+
+
+def test_answers_may_end_with_their_first_token(tmp_path: Path) -> None:
+    with load(scripted_artifact(tmp_path / "a.pi", saying("ab"))) as model, Engine(model, slots=2) as engine:
+        assert [found_by(s) for s in engine.generate_many("b", 3)] == [("", [], "end")] * 3
+        assert engine.stats.finished == 3
+
+
+def test_several_answers_to_a_prompt_without_meaning(model: Model, monkeypatch: Any) -> None:
+    step = model.executor.step
+
+    def without_meaning(sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
+        return [replace(result, logits_TV=result.logits_TV * np.nan) for result in step(sequences)]
+
+    monkeypatch.setattr(model.executor, "step", without_meaning)
+    with Engine(model) as engine:
+        for stream in engine.generate_many([1, 2], 3):
+            with pytest.raises(PiError, match="logits"):
+                "".join(stream)
+        with pytest.raises(PiError, match="logits"):
+            engine.score([1, 2]).result()
+
+
+@pytest.mark.parametrize("mode", ["dense", "predicted"])
+def test_scores_beside_answers(random_path: Path, monkeypatch: Any, mode: str) -> None:
+    """They are the model's, before, after and beside answers to the same prompt, with as little memory as can be."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 250, n).tolist() for n in (2, 33, 90, 90)]
+    prompts[3][:70] = prompts[2][:70]
+    with load(random_path, mode=mode) as model:
+        wanted = [model.score(prompt, top=2) for prompt in prompts]
+        texts = ["".join(model.generate(prompt, max_tokens=5)) for prompt in prompts]
+        page = model.executor.new_pool(None).page_nbytes
+        with Engine(model, slots=3, piece=7, kv_budget=4 * page) as engine:
+            for _ in range(2):
+                streams = [engine.generate(prompt, max_tokens=5) for prompt in prompts]
+                scores = [engine.score(prompt, top=2) for prompt in prompts]
+                assert [s.result() for s in scores] == wanted
+                assert ["".join(s) for s in streams] == texts
+        with Engine(model) as engine:
+            assert engine.score(prompts[2], top=2).result() == wanted[2]
+            steps = spied(model, monkeypatch)
+            assert engine.score(prompts[3], first=71, top=2).result() == wanted[3][70:]
+            # Stored up to token 70, which differs and so runs.
+            assert sum(len(s.tokens) for step in steps for s in step) == 89 - 70
+            for first in (90, 200):
+                assert engine.score(prompts[3], first=first).result() == []
+            assert engine.score([5]).result() == []
+
+
+def test_scores_that_are_cancelled_or_wrong(talker: Model) -> None:
+    with Engine(talker, slots=1) as engine:
+        busy = engine.generate("ab")
+        scores = engine.score("ab" * 20)
+        scores.cancel()
+        assert scores.result() == scores.result() == []
+        busy.cancel()
+        with pytest.raises(UsageError):
+            engine.score("ab", first=0)
+    with pytest.raises(UsageError, match="closed"):
+        engine.score("ab")

@@ -1,0 +1,157 @@
+"""Constrained answers: which tokens may follow, by a grammar that the library llguidance compiles.
+
+A grammar speaks of bytes. llguidance knows those of each token from tokenizer.json, and says after each token which
+ones keep the text within the grammar. The model's ids for the end of text may follow where the text is complete.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from pi_runtime.errors import ArtifactError, PiError, UsageError
+from pi_runtime.exit_codes import missing_extra
+
+Mask = npt.NDArray[np.bool_]
+
+COMPILED_GRAMMARS = 32
+"""Compiled grammars that a model keeps for later answers."""
+STAND_IN_END = "<|end of grammar|>"
+"""Ends the text for llguidance, which needs such a token, where the model has none."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must be: JSON by a schema, text of a regular expression, or of a Lark grammar.
+
+    >>> Grammar.regex("[0-9]{4}-[0-9]{2}")
+    Grammar(kind='regex', source='[0-9]{4}-[0-9]{2}')
+    """
+
+    kind: Literal["json-schema", "regex", "lark"]
+    source: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str):
+            raise UsageError(f"--{self.kind}", expected="text", found=repr(self.source)[:80])
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Self:
+        """JSON that a schema describes. The schema may be JSON text itself; raises UsageError where that is no JSON."""
+        try:
+            value = json.loads(schema) if isinstance(schema, str) else schema
+            if not isinstance(value, Mapping | bool):
+                raise UsageError("--json-schema", expected="a JSON object", found=repr(value)[:80])
+            return cls("json-schema", json.dumps(value))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UsageError("--json-schema is not JSON", found=str(error)[:200]) from None
+
+    @classmethod
+    def of(cls, *, json_schema: Any = None, regex: str | None = None, lark: str | None = None) -> Self | None:
+        """The one that is given; None where none is. Raises UsageError for several."""
+        if [json_schema, regex, lark].count(None) < 2:
+            raise UsageError("give one of --json-schema, --regex and --lark")
+        if json_schema is not None:
+            return cls.json_schema(json_schema)
+        if regex is not None:
+            return cls.regex(regex)
+        return None if lark is None else cls.lark(lark)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Text that a regular expression matches from beginning to end: Rust's syntax, without look-around."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, grammar: str) -> Self:
+        """Text that follows from the rule `start` of a Lark grammar, as llguidance writes these."""
+        return cls("lark", grammar)
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model's tokens. Building it takes up to a second for a large vocabulary.
+
+    Raises MissingExtraError where llguidance is not installed, ArtifactError for a tokenizer that it does not know.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer, end_ids: Iterable[int], vocab_size: int) -> None:
+        try:
+            import llguidance  # noqa: PLC0415  optional
+        except ModuleNotFoundError as error:
+            raise (missing_extra(error.name or "") or error) from None
+        self._llguidance = llguidance
+        self._end_ids, self._vocab_size = np.array(list(end_ids), np.int64), vocab_size
+        ends = self._end_ids.tolist()
+        if not ends:
+            library = tokenizers.Tokenizer.from_str(library.to_str())
+            library.add_special_tokens([STAND_IN_END])
+            ends = [library.token_to_id(STAND_IN_END)]
+        size = max(vocab_size, library.get_vocab_size())
+        try:
+            self._tokens = llguidance.LLTokenizer(library.to_str(), n_vocab=size, eos_token=ends)
+        except ValueError as error:
+            raise ArtifactError(
+                "tokenizer.json: a grammar needs the bytes of each token, and this kind does not tell them",
+                expected="byte-level or byte-fallback tokens",
+                found=str(error)[:200],
+            ) from None
+        self._stand_in = None if self._end_ids.size else ends[0]
+        self._compiled = lru_cache(COMPILED_GRAMMARS)(self._compile)
+
+    def start(self, grammar: Grammar) -> "GrammarState":
+        """The state before an answer's first token. Raises UsageError for a grammar that is none."""
+        return GrammarState(self._compiled(grammar).deep_copy(), self._end_ids, self._stand_in, self._vocab_size)
+
+    def _compile(self, grammar: Grammar) -> Any:
+        matcher = self._llguidance.LLMatcher
+        read = {
+            "json-schema": matcher.grammar_from_json_schema,
+            "regex": matcher.grammar_from_regex,
+            "lark": matcher.grammar_from_lark,
+        }[grammar.kind]
+        found = matcher(self._tokens, read(grammar.source), log_level=0)
+        if found.is_error():
+            raise UsageError(f"--{grammar.kind} cannot be used", found=found.get_error().strip()[:500])
+        return found
+
+
+class GrammarState:
+    """How far an answer has come in its grammar. It is told the answer so far, which only grows."""
+
+    def __init__(self, matcher: Any, end_ids: npt.NDArray[np.int64], stand_in: int | None, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self._end_ids, self._stand_in = end_ids, stand_in
+        self._length = 0
+
+    def allowed(self, answer_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Mask:
+        """Whether each token of the vocabulary may follow. Raises PiError where the grammar has become too complex."""
+        self._follow(answer_ids)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        mask: Mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
+        if self._stand_in is not None and self._stand_in < self._vocab_size:
+            mask[self._stand_in] = False
+        # An id may end the text and be text itself.
+        mask[self._end_ids] = self._matcher.is_accepting()
+        return mask
+
+    def is_complete(self, answer_ids: Sequence[int]) -> bool:
+        """Whether nothing may follow but the end."""
+        self._follow(answer_ids)
+        return bool(self._matcher.is_stopped())
+
+    def _follow(self, answer_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
+        assert len(answer_ids) >= self._length, (len(answer_ids), self._length)
+        for token in answer_ids[self._length :]:
+            self._matcher.consume_token(int(token))
+        self._length = len(answer_ids)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise PiError("the grammar cannot be followed", found=self._matcher.get_error().strip()[:500])

@@ -1,0 +1,170 @@
+"""Constrained answers: what ends is in the grammar, alone and beside others, and all else keeps its meaning."""
+
+import importlib
+import json
+import random
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.requests import found_by
+from support.schemas import random_schema
+from support.scripted import saying, scripted_artifact
+from support.synthetic import END_ID, random_artifact, small_decoder
+
+from pi_runtime import Engine, Grammar, Model, Sampling, load
+from pi_runtime.artifact.schema import Text
+from pi_runtime.errors import MissingExtraError, PiError, UsageError
+
+pytest.importorskip("llguidance")
+CONTEXT = 1024
+DATE = Grammar.regex("[0-9]{4}-[0-9]{2}")
+
+
+@pytest.fixture(scope="module", params=[(), (END_ID,), (3, END_ID)], ids=["no end", "an end", "two ends"])
+def talker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """A random model that has 0, 1 or 2 ids for the end of text, of which one is a byte too."""
+    decoder = small_decoder(context_length=CONTEXT)
+    text = Text(prefix_ids=(), end_ids=request.param)
+    path = random_artifact(tmp_path_factory.mktemp("grammar") / "a.pi", decoder, text=text, scale=2.0)
+    with load(path) as model:
+        yield model
+
+
+def answers(model: Model, grammars: list[Grammar], **settings: Any) -> list[tuple[str, list[int], str | None]]:
+    """One sampled answer to each grammar, all of them at once."""
+    sampling = [Sampling(temperature=2.0, seed=n) for n in range(len(grammars))]
+    with Engine(model, slots=8) as engine:
+        streams = [
+            engine.generate([1, 2, n % 200], sampling=sampling[n], grammar=grammar, **settings)
+            for n, grammar in enumerate(grammars)
+        ]
+        return [found_by(stream) for stream in streams]
+
+
+@pytest.mark.timeout(1200)
+def test_every_finished_answer_validates(talker: Model, long: bool) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    rng = random.Random(str(talker.manifest.text.end_ids))
+    schemas = [random_schema(rng) for _ in range(1000 if long else 80)]
+    found = answers(talker, [Grammar.json_schema(schema) for schema in schemas])
+    finished = 0
+    for schema, (text, _, reason) in zip(schemas, found, strict=True):
+        if reason == "end":
+            jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+            finished += 1
+    print(f"{finished} of {len(schemas)} answers finished, and validate")
+    assert finished >= 0.9 * len(schemas)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        (DATE, r"[0-9]{4}-[0-9]{2}"),
+        (Grammar.regex("(ab|c)+é?"), "(ab|c)+é?"),
+        (Grammar.regex("(.|\n){0,5}"), "(.|\n){0,5}"),
+        (Grammar.lark('start: "<" name ">"\nname: /[a-z]/ | "(" name ")"'), r"<\(*[a-z]\)*>"),
+    ],
+    ids=str,
+)
+def test_regular_expressions_and_lark(talker: Model, grammar: Grammar, pattern: str) -> None:
+    found = answers(talker, [grammar] * 20)
+    finished = [text for text, _, reason in found if reason == "end"]
+    assert len(finished) > 10
+    assert len(set(finished)) > 5
+    for text in finished:
+        assert re.fullmatch(pattern, text), text
+
+
+def test_the_same_text_in_any_company(talker: Model) -> None:
+    grammars = [DATE, Grammar.json_schema({"type": "string", "maxLength": 9}), Grammar.regex("(.|\n)*")] * 5
+    sampling = [Sampling(temperature=2.0, seed=n) for n in range(len(grammars))]
+    settings: dict[str, Any] = {"max_tokens": 30, "stop": ["z"], "min_tokens": 3, "logprobs": 1}
+    alone = [
+        found_by(talker.generate([1, 2, n], grammar=g, sampling=sampling[n], **settings))
+        for n, g in enumerate(grammars)
+    ]
+    assert answers(talker, grammars, **settings) == alone
+
+
+def test_a_complete_text_ends_at_once(tmp_path: Path) -> None:
+    """No step is needed to find the end, and greedy answers obey too."""
+    with load(scripted_artifact(tmp_path / "a.pi", saying("abcdefgh"))) as model:
+        answer = model.generate("a", grammar=Grammar.regex("bcd"))
+        assert found_by(answer) == ("bcd", [98, 99, 100], "end")
+        forced = model.generate("a", grammar=Grammar.regex("bX[a-c]{2}"), max_tokens=4)
+        assert found_by(forced)[0][:2] == "bX"
+        assert forced.finish_reason == "end"
+        # The model ends where it may, and not sooner.
+        assert found_by(model.generate("f", grammar=Grammar.regex("g[a-z]*"))) == ("gh", [103, 104], "end")
+        assert len(found_by(model.generate("h", grammar=Grammar.regex("[h-z]{3,}"), max_tokens=9))[1]) == 3
+
+
+def test_ends_of_other_kinds(tmp_path: Path) -> None:
+    with load(scripted_artifact(tmp_path / "a.pi", saying("abcdefgh"), context=8)) as model:
+        word = Grammar.regex("[a-z]{20}")
+        assert found_by(model.generate("a", grammar=word, max_tokens=3)) == ("bcd", [98, 99, 100], "length")
+        assert found_by(model.generate("a", grammar=word, stop=["de"]))[::2] == ("bc", "stop")
+        assert found_by(model.generate("abcd", grammar=word))[2] == "context"
+        # The end of the grammar comes before the most tokens do, and before the least.
+        assert found_by(model.generate("a", grammar=Grammar.regex("bc"), max_tokens=2))[2] == "end"
+        assert found_by(model.generate("a", grammar=Grammar.regex("bc"), min_tokens=5))[::2] == ("bc", "end")
+        assert found_by(model.generate("a", grammar=Grammar.regex("(bc)?"), min_tokens=1))[0] == "bc"
+        assert found_by(model.generate("a", grammar=Grammar.regex("")))[::2] == ("", "end")
+
+
+BAD = {
+    "schema": (lambda: Grammar.json_schema({"type": "objct"}), "Invalid type: objct"),
+    "keyword": (lambda: Grammar.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+    "no JSON": (lambda: Grammar.json_schema("{"), "--json-schema is not JSON"),
+    "a list": (lambda: Grammar.json_schema("[1]"), "a JSON object"),
+    "a set": (lambda: Grammar.json_schema({"enum": {1}}), "--json-schema is not JSON"),
+    "regex": (lambda: Grammar.regex("a(b"), "unclosed group"),
+    "no text": (lambda: Grammar.regex(3), "--regex"),  # type: ignore[arg-type]
+    "lark": (lambda: Grammar.lark("start: foo"), 'unknown name: "foo"'),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_grammar_is_refused_at_once(loop: Model, kind: str) -> None:
+    make, message = BAD[kind]
+    with Engine(loop) as engine:
+        other = engine.generate("a", max_tokens=3)
+        with pytest.raises(UsageError, match=re.escape(message)):
+            engine.generate("a", grammar=make())
+        assert "".join(other) == "bab"
+
+
+def test_a_grammar_that_grows_too_complex_is_its_requests_error(talker: Model) -> None:
+    class Broken:
+        def __getattr__(self, name: str) -> Any:
+            return {"is_error": lambda: True, "get_error": lambda: "too many items"}.get(name, lambda *_: b"")
+
+    answer = talker.new_answer([1], grammar=DATE)
+    assert answer._grammar is not None
+    answer._grammar._matcher = Broken()
+    with pytest.raises(PiError, match="the grammar cannot be followed\n  found: too many items"):
+        answer._grammar.allowed([])
+
+
+def test_without_the_library(loop: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingExtraError, match=r"llguidance is not installed(.|\n)*pi-toolchain\[grammar\]"):
+        loop.generate("a", grammar=DATE)
+    assert "".join(loop.generate("a", max_tokens=1)) == "b"
+
+
+def test_importing_it_needs_no_library() -> None:
+    assert importlib.import_module("pi_runtime.text.grammar")
+
+
+def test_answers_of_one_grammar_share_its_compilation(talker: Model) -> None:
+    before = talker.tokenizer.grammars._compiled.cache_info()
+    grammar = Grammar.regex("[a-f]{7}")
+    with Engine(talker) as engine:
+        streams = engine.generate_many([1], 4, grammar=grammar, sampling=Sampling(temperature=2.0, seed=1))
+        assert all(re.fullmatch("[a-f]{7}", "".join(stream)) for stream in streams)
+    assert talker.tokenizer.grammars._compiled.cache_info().misses == before.misses + 1
