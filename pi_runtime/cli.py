@@ -61,6 +61,9 @@ def run(
         str | None, typer.Option(envvar="PI_KV_BUDGET", help="Memory for keys and values of --prompts, like 2GiB.")
     ] = None,
     piece: Annotated[int, typer.Option(help="Most tokens of new --prompts that a step reads.")] = PIECE,
+    speculate: Annotated[
+        str, typer.Option(envvar="PI_SPECULATE", help="Tokens to guess and check together: auto, off or a number.")
+    ] = "auto",
     stats: Annotated[bool, typer.Option("--stats", help="Say afterwards how long it took.")] = False,
     as_json: Annotated[bool, console.JSON] = False,
     debug: Annotated[bool, console.DEBUG] = False,
@@ -73,6 +76,7 @@ def run(
     text = _read(sys.stdin.read) if prompt == "-" else prompt
     from pi_runtime.execution.devices import gpu_kernels_are_cold, resolve_device
     from pi_runtime.execution.plan_choice import parse_size
+    from pi_runtime.guesses import parse_setting
     from pi_runtime.model import load
     from pi_runtime.sampling import Sampling
 
@@ -101,7 +105,8 @@ def run(
             "seed": seed,
         }
         sampling = Sampling.from_generation_config(model.manifest.generation, **settings)
-        generate = partial(model.generate, max_tokens=max_tokens, sampling=sampling, stop=stop or [])
+        guesses = parse_setting(speculate)
+        generate = partial(model.generate, max_tokens=max_tokens, sampling=sampling, stop=stop or [], speculate=guesses)
         _announce(model)
         model.warm_up()
         report = partial(_report, model, time.perf_counter() - began)
@@ -110,7 +115,7 @@ def run(
 
             held = None if kv_budget is None else parse_size(kv_budget, "--kv-budget")
             common = Settings(max_tokens=max_tokens, stop=tuple(stop or ()), sampling=settings)
-            _answer_file(model, PromptFile(prompts, model, common), output, slots, held, piece, stats)
+            _answer_file(model, PromptFile(prompts, model, common), output, slots, held, piece, guesses, stats)
         elif text is None:
             _chat(model, generate, system, report if stats else None)
         elif as_json:
@@ -146,6 +151,7 @@ def _answer_file(
     slots: int,
     kv_budget: int | None,
     piece: int,
+    speculate: str | int,
     stats: bool,
 ) -> None:
     from dataclasses import asdict
@@ -153,7 +159,7 @@ def _answer_file(
     from pi_runtime.engine.engine import Engine
 
     # Nobody waits for the next token here: with prompts first, more answers are written together.
-    with Engine(model, slots=slots, kv_budget=kv_budget, piece=piece, decode_share=0) as engine:
+    with Engine(model, slots=slots, kv_budget=kv_budget, piece=piece, decode_share=0, speculate=speculate) as engine:
         try:
             with console.progress("answers", "prompts") as bar:
                 file.answer(engine, output, bar)
@@ -239,6 +245,8 @@ def _report(model: "Model", load_s: float, answer: "Generation") -> dict[str, An
         "decode_tokens_per_s": s.decode_tokens_per_s,
         "rows_read_share": s.rows_read_share,
         "active_share": s.active_share,
+        "guessed_tokens": s.guessed_tokens,
+        "accepted_tokens": s.accepted_tokens,
     }
     return {"finish_reason": answer.finish_reason, "mode": model.mode, "stats": figures}
 

@@ -13,9 +13,12 @@ import numpy.typing as npt
 from pi_runtime.errors import PromptError
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.guesses import Guess, PromptLookup, Speculation
 from pi_runtime.sampling import Sampler
 from pi_runtime.text.stop_strings import StopStrings
 from pi_runtime.text.tokenizer import TextStream, Tokenizer
+
+NO_GUESS = Guess([], 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +34,18 @@ class Stats:
     first_token_s: float
     """Time from the call to the first token."""
     rows_read_share: float | None
-    """Rows of `first` read ÷ neurons, over the decoded tokens; None where no token was decoded."""
+    """Rows of `first` read ÷ neurons, over the decoded tokens that ran alone; None where there was none."""
     active_share: float | None
     """Neurons for which `rest` was read ÷ neurons."""
+    guessed_tokens: int
+    """Guessed tokens that ran."""
+    accepted_tokens: int
+    """Those of them that were right, and became part of the answer."""
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of guessed tokens that were right; None where none ran."""
+        return self.accepted_tokens / self.guessed_tokens if self.guessed_tokens else None
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
@@ -50,7 +62,7 @@ class Answer:
     """The state of one answer: its tokens, what becomes of logits, and how it ends.
 
     A single generation and an engine that serves many both use it, so both give the same text. Whoever runs it brings
-    the tokens of `next_block` to the executor until none is left, then calls `draw` and `take`.
+    the tokens of `next_block` to the executor until none is left, then goes through `follow`.
     """
 
     def __init__(
@@ -83,7 +95,8 @@ class Answer:
         self._began = time.perf_counter()
         self._first_token_s = self._prefill_s = self._decode_s = 0.0
         self._rows_2 = np.zeros(2, np.int64)
-        self._steps = 0
+        self._steps = self.guessed_tokens = self.accepted_tokens = 0
+        self.lookup = PromptLookup(self.tokens, self._end_ids)
 
     @property
     def token_ids(self) -> list[int]:
@@ -104,12 +117,36 @@ class Answer:
         end = min(len(self.tokens) if in_answer else self.prompt_tokens, held + most)
         return np.array(self.tokens[held:end], np.int64), in_answer
 
-    def draw(self, result: SequenceResult) -> int:
-        """Draw the next token from the result of the newest one. Raises PiError for logits without meaning."""
+    def guess(self, held: int) -> Guess:
+        """Tokens that may follow the newest one, as many as may still run; none unless it alone is left to run."""
+        if held < self.prompt_tokens or held + 1 != len(self.tokens):
+            return NO_GUESS
+        return self.lookup.guess(self.most_positions - len(self.tokens))
+
+    def follow(self, result: SequenceResult, guess: Guess, ran: int, began: float) -> Iterator[str]:
+        """Draw and take the next tokens, as long as what ran after the newest token was guessed right.
+
+        `ran`: how many tokens of the guess ran; the result has logits for each of them. `began`: when the step did.
+        Yields the text that each token completes. Raises PiError for logits without meaning.
+        """
         if result.rows_L2 is not None:
             self._rows_2 += result.rows_L2.sum(0)
             self._steps += 1
-        return self._sampler(result.logits_TV[-1], self.tokens)
+        self.guessed_tokens += ran
+        drawn: list[int] = []
+        for n, logits_V in enumerate(result.logits_TV):
+            token = self._sampler(logits_V, self.tokens)
+            drawn.append(token)
+            is_right = n < ran and token == guess.tokens[n]
+            self.accepted_tokens += is_right
+            self.spend(began, time.perf_counter())
+            piece = self.take(token)
+            if not is_right or self.finish_reason is not None:
+                self.lookup.count(guess, drawn)
+                yield piece
+                return
+            yield piece
+            began = time.perf_counter()
 
     def take(self, token: int) -> str:
         """Continue the answer by a token; returns the text that can be shown now. The answer may end with it."""
@@ -150,6 +187,8 @@ class Answer:
             first_token_s=self._first_token_s,
             rows_read_share=float(self._rows_2[0]) / ran if ran else None,
             active_share=float(self._rows_2[1]) / ran if ran else None,
+            guessed_tokens=self.guessed_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
 
@@ -160,8 +199,9 @@ class Generation(Iterator[str]):
     `length` (`max_tokens`) or `context` (no position left).
     """
 
-    def __init__(self, executor: Executor, cache: KVCache, answer: Answer) -> None:
+    def __init__(self, executor: Executor, cache: KVCache, answer: Answer, speculation: Speculation) -> None:
         self._executor, self._cache, self._answer = executor, cache, answer
+        self._speculation = speculation
         self._pieces = self._run()
 
     def __next__(self) -> str:
@@ -183,16 +223,33 @@ class Generation(Iterator[str]):
         return self._answer.stats(self._executor.neurons)
 
     def _run(self) -> Iterator[str]:
-        answer, held = self._answer, 0
+        answer, cache = self._answer, self._cache
+        began = time.perf_counter()
+        answer.cached_tokens = cache.keep_common_prefix(answer.tokens)
         while answer.finish_reason is None:
+            guess, ran = self._guess()
+            while True:
+                tokens, select = answer.next_block(cache.length, self._executor.block_tokens)
+                block = np.append(tokens, np.array(guess.tokens[:ran], np.int64))
+                step = SequenceStep(cache=cache, tokens=block, select=select, logits="all" if ran else "last")
+                result = self._executor.step([step])[0]
+                if cache.length >= len(answer.tokens):
+                    break
+            if select:
+                self._speculation.times.count(1, 1 + ran, time.perf_counter() - began)
+            right = len(answer.tokens) - answer.accepted_tokens
+            try:
+                for piece in answer.follow(result, guess, ran, began):
+                    if piece:
+                        yield piece
+            finally:
+                cache.truncate(right + answer.accepted_tokens)
             began = time.perf_counter()
-            if held == 0:
-                held = answer.cached_tokens = self._cache.keep_common_prefix(answer.tokens)
-            while held < len(answer.tokens):
-                tokens, select = answer.next_block(held, self._executor.block_tokens)
-                result = self._executor.step([SequenceStep(cache=self._cache, tokens=tokens, select=select)])[0]
-                held += len(tokens)
-            token = answer.draw(result)
-            answer.spend(began, time.perf_counter())
-            if piece := answer.take(token):
-                yield piece
+
+    def _guess(self) -> tuple[Guess, int]:
+        """What may come next, and how many tokens of it are to run."""
+        if not self._speculation.is_on:
+            return NO_GUESS, 0
+        guess = self._answer.guess(self._cache.length)
+        (length,) = self._speculation.lengths([self._answer.lookup.acceptance.expected(guess)])
+        return guess, length

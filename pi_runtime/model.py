@@ -24,6 +24,7 @@ from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation, choose_plan
 from pi_runtime.execution.stand_in import StandInExecutor
 from pi_runtime.generation import Answer, Generation
+from pi_runtime.guesses import Speculation, StepTimes
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.sampling import Sampler, Sampling
 from pi_runtime.text.chat_template import render
@@ -160,6 +161,7 @@ class Model:
         self.mode = mode
         self.context = executor.context
         self._page = executor.new_pool().page
+        self._step_times = StepTimes()
         self.tokenizer = Tokenizer(
             artifact.file("tokenizer.json"), artifact.manifest.text, vocab_size=artifact.manifest.decoder.vocab_size
         )
@@ -192,15 +194,25 @@ class Model:
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
         cache: KVCache | None = None,
+        speculate: str | int = "auto",
     ) -> Generation:
         """Continue a prompt: text, or token ids taken as they are. Yields pieces of text.
 
         `sampling`: None takes the checkpoint's generation defaults. `max_tokens`: None goes on until the model ends or
         the context is full. `cache`: one that earlier calls used; the part of the prompt that it holds is not computed
-        again. Raises PromptError where the prompt is empty, outside the vocabulary, or leaves no room.
+        again. `speculate`: how many tokens are guessed at a time and checked together, which changes no text: `auto` as
+        many as pay, `off`, or a number. Raises PromptError where the prompt is empty, outside the vocabulary, or leaves
+        no room.
         """
+        speculation = self.speculation(speculate, self._step_times)
         answer = self.new_answer(prompt, max_tokens=max_tokens, sampling=sampling, stop=stop)
-        return Generation(self.executor, self.new_cache() if cache is None else self._checked_cache(cache), answer)
+        held = self.new_cache() if cache is None else self._checked_cache(cache)
+        return Generation(self.executor, held, answer, speculation)
+
+    def speculation(self, setting: str | int, times: StepTimes) -> Speculation:
+        """The rule for guesses that a setting of `speculate` names. Raises UsageError for an impossible one."""
+        # A plan divides the work of one token; several tokens with selection would run one after the other.
+        return Speculation(setting, times, can_gain=self.plan is None, most=BLOCK_TOKENS)
 
     def new_answer(
         self, prompt: str | Sequence[int], *, max_tokens: int | None, sampling: Sampling | None, stop: Sequence[str]

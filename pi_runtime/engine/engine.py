@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
 from pi_runtime.engine.memory import EngineMemory
 from pi_runtime.engine.scheduler import DECODE_SHARE, PIECE, DecodeShare, Scheduler, Work
 from pi_runtime.engine.stream import Request, Stream
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import pages_of
+from pi_runtime.generation import NO_GUESS
+from pi_runtime.guesses import Guess, StepTimes
 from pi_runtime.model import Model
 from pi_runtime.sampling import Sampling
 
@@ -39,6 +43,10 @@ class EngineStats:
     cached_tokens: int
     """Those of them that were stored already and did not run."""
     generated_tokens: int
+    guessed_tokens: int
+    """Guessed tokens that ran."""
+    accepted_tokens: int
+    """Those of them that were right."""
     preemptions: int
     """How often a request had to wait again because others needed its pages."""
     busy_s: float
@@ -57,7 +65,8 @@ class Engine:
     with a full context take, but no more than a quarter of the machine's memory, and no less than one such request
     takes. Memory is taken as it is needed. `piece`: most tokens of prompts in one step; fewer make shorter gaps between
     the tokens of the others. `decode_share`: share of their speed that answers keep while prompts are read; 0 reads
-    prompts first. No setting changes a text.
+    prompts first. `speculate`: how many tokens are guessed at a time, as for `Model.generate`. No setting changes a
+    text.
 
     >>> with load("artifact.pi", device="cpu") as model, Engine(model, slots=2) as engine:
     ...     streams = [engine.generate(prompt, max_tokens=4) for prompt in ("Once", "Twice", "Never")]
@@ -74,6 +83,7 @@ class Engine:
         kv_budget: int | None = None,
         piece: int = PIECE,
         decode_share: float = DECODE_SHARE,
+        speculate: str | int = "auto",
     ) -> None:
         if not 0 <= decode_share < 1:
             raise UsageError(f"decode_share {decode_share}", expected="0 or more, and less than 1")
@@ -81,6 +91,7 @@ class Engine:
             if value < 1:
                 raise UsageError(f"{flag} {value}", expected="1 or more")
         self._model, self._executor = model, model.executor
+        self._speculation = model.speculation(speculate, StepTimes())
         self._scheduler: Scheduler[Request] = Scheduler(slots, piece)
         self._decode_share = DecodeShare(decode_share)
         self._memory = EngineMemory(
@@ -100,6 +111,7 @@ class Engine:
         # Guards what arrives and whether it is open; everything else belongs to the engine's thread.
         self._changed = threading.Condition()
         self._finished = self._prompt_tokens = self._cached_tokens = self._generated = self._preemptions = 0
+        self._guessed = self._accepted = 0
         self._busy_s = 0.0
         self._thread = threading.Thread(target=self._run, name="pi-engine", daemon=True)
         self._thread.start()
@@ -143,6 +155,8 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated,
+            guessed_tokens=self._guessed,
+            accepted_tokens=self._accepted,
             preemptions=self._preemptions,
             busy_s=self._busy_s,
         )
@@ -212,11 +226,33 @@ class Engine:
         if not work:
             return
         decoding = sum(w.sequence.pending == 1 for w in work)
+        guesses, generated = self._guess(work, decoding), self._generated
+        steps = [self._sequence_step(w, guess, ran) for w, (guess, ran) in zip(work, guesses, strict=True)]
         began = time.perf_counter()
-        results = self._executor.step([self._sequence_step(w) for w in work])
-        self._decode_share.count(time.perf_counter() - began, decoding, decoding < len(work))
-        for w, result in zip(work, results, strict=True):
-            self._continue(w.sequence, result, began)
+        results = self._executor.step(steps)
+        seconds = time.perf_counter() - began
+        if decoding == len(work) and all(s.select for s in steps):
+            self._speculation.times.count(len(work), sum(len(s.tokens) for s in steps), seconds)
+        for w, result, (guess, ran) in zip(work, results, guesses, strict=True):
+            self._continue(w.sequence, result, guess, ran, began)
+        gained = max(1.0, (self._generated - generated) / decoding) if decoding == len(work) else 1.0
+        self._decode_share.count(seconds, decoding, decoding < len(work), gained)
+
+    def _guess(self, work: list[Work[Request]], decoding: int) -> list[tuple[Guess, int]]:
+        """For each part of a step what may come next, and how many tokens of it are to run.
+
+        Guesses run in steps without prompts, and take only pages that are free.
+        """
+        if not self._speculation.is_on or decoding < len(work):
+            return [(NO_GUESS, 0)] * len(work)
+        requests = [w.sequence for w in work]
+        guesses = [r.answer.guess(r.held) for r in requests]
+        expected = [r.answer.lookup.acceptance.expected(g) for r, g in zip(requests, guesses, strict=True)]
+        found = []
+        for request, guess, length in zip(requests, guesses, self._speculation.lengths(expected), strict=True):
+            assert request.cache is not None
+            found.append((guess, length if self._memory.grow_freely(request.cache, 1 + length) else 0))
+        return found
 
     def _join(self) -> None:
         """Let those that wait join, in order, as slots and memory allow."""
@@ -259,34 +295,39 @@ class Engine:
             work.append(w)
         return [w for w in work if w.sequence.cache is not None]
 
-    def _sequence_step(self, work: Work[Request]) -> SequenceStep:
+    def _sequence_step(self, work: Work[Request], guess: Guess, ran: int) -> SequenceStep:
         request = work.sequence
         assert request.cache is not None
         tokens, select = request.answer.next_block(request.held, work.tokens)
-        return SequenceStep(cache=request.cache, tokens=tokens, select=select)
+        tokens = np.append(tokens, np.array(guess.tokens[:ran], np.int64))
+        return SequenceStep(cache=request.cache, tokens=tokens, select=select, logits="all" if ran else "last")
 
-    def _continue(self, request: Request, result: SequenceResult, began: float) -> None:
-        """Count a step for a request, and draw its next token if all before it have run."""
+    def _continue(self, request: Request, result: SequenceResult, guess: Guess, ran: int, began: float) -> None:
+        """Count a step for a request, and draw its next tokens if all before them have run."""
         assert request.cache is not None
         answer, before = request.answer, len(request.answer.tokens)
-        try:
-            token = answer.draw(result) if request.pending == 0 else None
+        if request.held < before:
             answer.spend(began, time.perf_counter())
-            if token is None:
-                if self._shares_pieces:
-                    self._memory.share(request.cache)
-                return
-            piece = answer.take(token)
-        except Exception as error:  # a fault of this request ends no other
-            self._leave(request, error)
+            if self._shares_pieces:
+                self._memory.share(request.cache)
             return
+        accepted = answer.accepted_tokens
+        error: Exception | None = None
+        try:
+            for piece in answer.follow(result, guess, ran, began):
+                if piece:
+                    request.pieces.put(piece)
+        except Exception as fault:  # a fault of this request ends no other
+            error = fault
+        accepted = answer.accepted_tokens - accepted
+        request.cache.truncate(before + accepted)
         self._generated += len(answer.tokens) - before
-        if before == answer.prompt_tokens and answer.finish_reason is None:
+        self._guessed += ran
+        self._accepted += accepted
+        if error is not None or answer.finish_reason is not None:
+            self._leave(request, error)
+        elif before == answer.prompt_tokens:
             self._memory.share(request.cache)
-        if piece:
-            request.pieces.put(piece)
-        if answer.finish_reason is not None:
-            self._leave(request)
 
     def _leave(self, request: Request, error: BaseException | None = None) -> None:
         """Take a request that has ended out of the schedule, keep its pages for later ones, and tell its reader."""

@@ -55,13 +55,14 @@ class EngineMemory:
 
     def grow(self, cache: KVCache, count: int) -> bool:
         """Give a cache pages for so many further positions; False where the live caches leave too few."""
-        try:
-            cache.reserve(count)
-        except PagesExhausted:
-            # One more than the new ones: a shared page is copied before it is written.
-            self._tree.evict(pages_of(cache.length + count) - cache.length // PAGE_POSITIONS)
-        else:
+        if self.grow_freely(cache, count):
             return True
+        # One more than the new ones: a shared page is copied before it is written.
+        self._tree.evict(pages_of(cache.length + count) - cache.length // PAGE_POSITIONS)
+        return self.grow_freely(cache, count)
+
+    def grow_freely(self, cache: KVCache, count: int) -> bool:
+        """Give a cache pages for so many further positions if they are free, and drop nothing for them."""
         try:
             cache.reserve(count)
         except PagesExhausted:
