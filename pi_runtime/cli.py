@@ -248,12 +248,12 @@ def _report(model: "Model", load_s: float, answer: "Generation") -> dict[str, An
         "guessed_tokens": s.guessed_tokens,
         "accepted_tokens": s.accepted_tokens,
     }
-    return {"finish_reason": answer.finish_reason, "mode": model.mode, "stats": figures}
+    return {"finish_reason": answer.finish_reason, "mode": model.mode, "seed": answer.seed, "stats": figures}
 
 
 def _print_stats(model: "Model", report: dict[str, Any]) -> None:
     taken = {} if model.allocation is None else {"gpu_bytes": model.allocation.total}
-    _print_figures({"mode": report["mode"], **taken, **report["stats"]})
+    _print_figures({"mode": report["mode"], "seed": report["seed"], **taken, **report["stats"]})
 
 
 def _print_figures(figures: dict[str, Any]) -> None:

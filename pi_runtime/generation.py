@@ -104,6 +104,12 @@ class Answer:
         return self.tokens[self.prompt_tokens :]
 
     @property
+    def seed(self) -> int | None:
+        """The seed of its draws; None where it is greedy."""
+        sampling = self._sampler.sampling
+        return None if sampling.temperature == 0 else sampling.seed
+
+    @property
     def most_positions(self) -> int:
         """Most positions that its cache will hold: the last token never runs."""
         return self._context if self._limit is None else min(self.prompt_tokens + self._limit - 1, self._context)
@@ -216,6 +222,11 @@ class Generation(Iterator[str]):
     def token_ids(self) -> list[int]:
         """The tokens generated up to now."""
         return self._answer.token_ids
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of its draws: with it the same text comes again. None where it is greedy."""
+        return self._answer.seed
 
     @property
     def stats(self) -> Stats:

@@ -3,6 +3,7 @@
 in    {"prompt": "Once upon"}  or  {"messages": [{"role": "user", "content": "Hello"}]}
       and for this line alone: id, max_tokens, stop, temperature, top_k, top_p, min_p, repetition_penalty, seed
 out   {"index": 0, "id": …, "text": …, "finish_reason": …, "prompt_tokens": …, "generated_tokens": …, "digest": …}
+      with the seed where tokens were drawn
       or, for a line that cannot be answered, {"index": 0, "id": …, "error": …, "digest": …}
 """
 
@@ -56,12 +57,14 @@ class _Line:
             except PiError as error:
                 found = error
             else:
+                seed = {} if found.seed is None else {"seed": found.seed}
                 return {
                     **self.head,
                     "text": text,
                     "finish_reason": found.finish_reason,
                     "prompt_tokens": found.stats.prompt_tokens,
                     "generated_tokens": found.stats.generated_tokens,
+                    **seed,
                     "digest": self.digest,
                 }
         return {**self.head, "error": str(found), "digest": self.digest}

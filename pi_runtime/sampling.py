@@ -1,4 +1,4 @@
-"""From logits to the next token: transformers' logits processors in transformers' order, then one seeded draw.
+"""From logits to the next token: transformers' logits processors in transformers' order, then one draw.
 
     x_V  logits      p = softmax(x)      C  the candidates still in play
 
@@ -9,9 +9,12 @@
     min-p                C = {i : p_i ≥ m · max p}
 
 Temperature 0 is greedy: the largest penalised logit, the lowest id on ties; the filters then change nothing.
+
+A draw depends on the seed, the number of the answer and the position alone, not on the draws before it.
 """
 
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -50,7 +53,9 @@ class Sampling:
     repetition_penalty: float = 1.0
     """Makes every token of prompt and answer less likely to come again; 1 changes nothing."""
     seed: int | None = None
-    """Seed of the random generator; None draws a fresh one."""
+    """Seed of all draws; None takes a fresh one for each answer."""
+    number: int = 0
+    """Number of this answer among several to one prompt, which have draws of their own with the same seed."""
 
     def __post_init__(self) -> None:
         _check("--temperature", self.temperature, "a number ≥ 0", _is_number(self.temperature, 0))
@@ -60,6 +65,7 @@ class Sampling:
         penalty = self.repetition_penalty
         _check("--repetition-penalty", penalty, "a number > 0", _is_number(penalty, 0) and penalty > 0)
         _check("--seed", self.seed, "an integer ≥ 0", self.seed is None or _is_integer(self.seed))
+        _check("number", self.number, "an integer ≥ 0", _is_integer(self.number))
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any], **overrides: Any) -> Self:
@@ -69,7 +75,7 @@ class Sampling:
         explicit temperature, or a filter that is not off, asks for sampling. Raises ArtifactError for an invalid
         config, UsageError for an invalid override.
         """
-        known = {f.name for f in fields(cls)} - {"seed"}
+        known = {f.name for f in fields(cls)} - {"seed", "number"}
         given = {name: value for name, value in config.items() if name in known and value is not None}
         try:
             defaults = cls(**{"temperature": 1.0, "top_k": DEFAULT_TOP_K, **given})
@@ -82,13 +88,18 @@ class Sampling:
             return changed
         return replace(changed, temperature=0.0)
 
+    def seeded(self) -> Self:
+        """The same settings with a seed: a fresh one where there was none."""
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(48))
+
 
 class Sampler:
-    """Chooses token after token; its random generator is its only state."""
+    """Chooses the next token of a sequence. It has no state: the same tokens before it give the same choice."""
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
-        self._sampling, self._vocab_size = sampling, vocab_size
-        self._random = np.random.Generator(np.random.PCG64(sampling.seed))
+        self.sampling, self._vocab_size = sampling.seeded(), vocab_size
+        streams = np.random.SeedSequence(self.sampling.seed, spawn_key=(sampling.number,))
+        self._key = streams.generate_state(2, np.uint64)
 
     def __call__(self, logits: Float32s, seen_ids: Ids) -> int:
         """Choose the next id from float32 logits (vocabulary,) and every id so far, prompt included.
@@ -96,7 +107,7 @@ class Sampler:
         Raises PiError for logits without meaning: a NaN, +inf, or −inf everywhere. `logits` is not changed.
         """
         assert logits.shape == (self._vocab_size,), logits.shape
-        s = self._sampling
+        s = self.sampling
         scores = penalise(logits, seen_ids, s.repetition_penalty)
         # max() is NaN if any logit is.
         if not math.isfinite(top := float(scores.max())):
@@ -110,8 +121,12 @@ class Sampler:
         ids, p = candidates(scores, s)
         cumulated = p.cumsum()
         # Below the total even where the product rounds up to it, so that an id of probability 0 is never drawn.
-        point = min(self._random.random() * cumulated[-1], np.nextafter(cumulated[-1], 0))
+        point = min(self.draw(len(seen_ids)) * cumulated[-1], np.nextafter(cumulated[-1], 0))
         return int(ids[np.searchsorted(cumulated, point, side="right")])
+
+    def draw(self, position: int) -> float:
+        """The random number in [0, 1) for a position: a counter-based generator's, keyed by seed and number."""
+        return float(np.random.Generator(np.random.Philox(key=self._key, counter=position)).random())
 
 
 def candidates(scores: Float32s, sampling: Sampling) -> tuple[npt.NDArray[np.intp], Float64s]:

@@ -81,6 +81,11 @@ class Stream(Iterator[str]):
         return self._request.answer.token_ids
 
     @property
+    def seed(self) -> int | None:
+        """The seed of its draws: with it the same text comes again. None where it is greedy."""
+        return self._request.answer.seed
+
+    @property
     def stats(self) -> Stats:
         """The figures up to now. Seconds are those of the steps it was part of, the others' work included."""
         return self._request.answer.stats(self._neurons)

@@ -47,7 +47,7 @@ def test_json(run: Run, alphabet: Path) -> None:
     code, out, err = run(alphabet, "-p", "abc", "-n", 4, "--json")
     report = json.loads(out)
     assert (code, err) == (0, "")
-    assert report.keys() == {"text", "finish_reason", "mode", "stats"}
+    assert report.keys() == {"text", "finish_reason", "mode", "seed", "stats"}
     assert (report["text"], report["finish_reason"], report["mode"]) == ("defg", "length", "auto")
     assert report["stats"].keys() == STATS
     assert (report["stats"]["prompt_tokens"], report["stats"]["generated_tokens"]) == (3, 4)
@@ -65,7 +65,7 @@ def test_stats_go_to_stderr(run: Run, alphabet: Path) -> None:
     code, out, err = run(alphabet, "-p", "x", "--stats", "--mode", "gate")
     assert (code, out) == (0, "yz\n")
     lines = dict(line.split() for line in err.splitlines())
-    assert lines.keys() == {"mode", *STATS}
+    assert lines.keys() == {"mode", "seed", *STATS}
     assert (lines["mode"], lines["generated_tokens"], lines["rows_read_share"]) == ("gate", "2", "1.000")
 
 

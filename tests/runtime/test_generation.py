@@ -54,6 +54,17 @@ def test_a_seed_repeats_its_text(model: Model) -> None:
     assert len({text(seed) for seed in range(5)}) == 5
 
 
+def test_a_fresh_seed_is_reported(model: Model) -> None:
+    first = model.generate([1, 2], max_tokens=30, sampling=Sampling(temperature=1.5))
+    text = "".join(first)
+    second = model.generate([1, 2], max_tokens=30, sampling=Sampling(temperature=1.5))
+    assert first.seed != second.seed
+    assert "".join(second) != text
+    again = model.generate([1, 2], max_tokens=30, sampling=Sampling(temperature=1.5, seed=first.seed))
+    assert "".join(again) == text
+    assert model.generate([1, 2]).seed is None
+
+
 def test_generation_defaults_are_the_checkpoints(tmp_path: Path) -> None:
     defaults = {"do_sample": True, "temperature": 9.0, "top_k": 1}
     with load(random_artifact(tmp_path / "a.pi", small_decoder(), text=NEVER, generation=defaults)) as model:

@@ -59,6 +59,7 @@ def test_flags_are_for_lines_without_values_of_their_own(ask: Any, run: Run, art
     code, found, _ = ask(lines, *flags)
     assert code == 0
     texts = [row["text"] + "\n" for row in found]
+    assert [row.get("seed") for row in found] == [3, 4, None]
     assert texts[0] == run(artifact, "-p", "ab", *flags)[1]
     assert texts[1] == run(artifact, "-p", "ab", *flags[:-1], 4)[1] != texts[0]
     alone = ("-n", 20, "--temperature", 0.0, "--top-k", 9, "--repetition-penalty", 1.5, "--stop", "\n")

@@ -117,42 +117,59 @@ def test_a_large_vocabulary_is_filtered_as_a_small_one(
 def test_draws_have_the_stated_probabilities() -> None:
     """Inverse CDF: an evenly spaced u gives each id its probability's share of the draws, to one draw."""
 
-    class Even:
-        n, total = 0, 20_000
+    total = 20_000
 
-        def random(self) -> float:
-            self.n += 1
-            return (self.n - 0.5) / self.total
+    class Even(Sampler):
+        def draw(self, position: int) -> float:
+            return (position + 0.5) / total
 
     x = random_logits(0, 12)
     chosen = Sampling(temperature=1.5, top_k=9)
-    sampler = Sampler(chosen, x.size)
-    sampler._random = Even()  # type: ignore[assignment]
-    counts = np.bincount([sampler(x, []) for _ in range(Even.total)], minlength=x.size)
+    sampler = Even(chosen, x.size)
+    counts = np.bincount([sampler(x, range(n)) for n in range(total)], minlength=x.size)
     ids, p = candidates(x, chosen)
-    assert counts.sum() == counts[ids].sum() == Even.total
-    np.testing.assert_allclose(counts[ids], p * Even.total, atol=1.01)
+    assert counts.sum() == counts[ids].sum() == total
+    np.testing.assert_allclose(counts[ids], p * total, atol=1.01)
 
 
 def test_largest_u_still_draws_a_possible_id() -> None:
-    class Last:
-        def random(self) -> float:
+    class Last(Sampler):
+        def draw(self, position: int) -> float:  # noqa: ARG002
             return 1 - 2**-53
 
     x = np.array([0, 0, 0, -np.inf], np.float32)
-    sampler = Sampler(Sampling(temperature=1), x.size)
-    sampler._random = Last()  # type: ignore[assignment]
-    assert sampler(x, []) == 2
+    assert Last(Sampling(temperature=1), x.size)(x, []) == 2
 
 
 def test_a_seed_repeats_and_another_does_not() -> None:
     def draw(seed: int | None) -> list[int]:
         sampler = Sampler(Sampling(temperature=1.0, seed=seed), V)
-        return [sampler(random_logits(n), []) for n in range(40)]
+        return [sampler(random_logits(n), range(n)) for n in range(40)]
 
     assert draw(7) == draw(7)
     assert draw(7) != draw(8)
     assert draw(None) != draw(None)
+
+
+def test_a_draw_depends_on_seed_number_and_position_alone() -> None:
+    def draws(positions: range, **key: int) -> list[float]:
+        sampler = Sampler(Sampling(temperature=1, **key), V)
+        return [sampler.draw(n) for n in positions]
+
+    forth, back = range(200), range(199, -1, -1)
+    assert draws(forth, seed=7) == draws(back, seed=7)[::-1]
+    found = [x for seed in (0, 1, 2**31, 2**70) for number in (0, 1) for x in draws(forth, seed=seed, number=number)]
+    assert len(set(found)) == len(found)
+    assert min(found) >= 0
+    assert max(found) < 1
+    # Of 1,600 even numbers in each tenth 160 ± 12.
+    assert np.histogram(found, 10, (0, 1))[0].tolist() == pytest.approx([160] * 10, abs=48)
+
+
+def test_the_draws_are_these() -> None:
+    """Another generator, or another key, would change every sampled text."""
+    sampler = Sampler(Sampling(temperature=1, seed=7, number=2), V)
+    assert [sampler.draw(n) for n in (0, 5)] == [0.8169432743302534, 0.5498742301976813]
 
 
 def test_greedy_takes_the_lowest_of_the_largest() -> None:
@@ -207,6 +224,7 @@ def test_logits_that_say_nothing(temperature: float, bad: float) -> None:
         ("min_p", [-0.1, 1.1, None]),
         ("repetition_penalty", [0, -1, math.inf]),
         ("seed", [-1, 0.5]),
+        ("number", [-1, None]),
     ],
 )
 def test_impossible_values(field: str, values: list[Any]) -> None:
