@@ -6,6 +6,7 @@ Shape letters: T tokens of a step, V vocabulary, L layers.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -75,7 +76,11 @@ class Answer:
         sampler: Sampler,
         stop: Sequence[str],
         max_tokens: int | None,
+        selected: Sequence[bool] = (),
+        stop_tokens: Sequence[int] = (),
     ) -> None:
+        """`selected`: for the first tokens of the prompt whether they run with selection, as those of earlier answers
+        in it do. `stop_tokens` end the answer, and become part of it."""
         if not prompt:
             raise PromptError("the prompt is empty, and the model has no begin-of-text token to start from")
         if len(prompt) >= context:
@@ -90,13 +95,16 @@ class Answer:
         self.finish_reason: str | None = None
         self.cached_tokens = 0
         self._sampler, self._stop = sampler, StopStrings(stop)
-        self._end_ids, self._text = frozenset(end_ids), TextStream(tokenizer)
+        self._end_ids, self._tokenizer = frozenset(end_ids), tokenizer
         self._limit, self._context = max_tokens, context
         self._began = time.perf_counter()
         self._first_token_s = self._prefill_s = self._decode_s = 0.0
         self._rows_2 = np.zeros(2, np.int64)
         self._steps = self.guessed_tokens = self.accepted_tokens = 0
         self.lookup = PromptLookup(self.tokens, self._end_ids)
+        self._stop_tokens = frozenset(stop_tokens)
+        self.selected = [*selected, *[False] * (len(prompt) - len(selected))]
+        """For each token whether it runs with selection."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -117,11 +125,11 @@ class Answer:
     def next_block(self, held: int, most: int) -> tuple[npt.NDArray[np.int64], bool]:
         """The tokens to run after the first `held` ones, at most so many; and whether they run with selection.
 
-        A block has one kind of token: those of the prompt run dense, those of the answer with selection.
+        A block has one kind of token: those of the prompt run dense, those of answers with selection.
         """
-        in_answer = held >= self.prompt_tokens
-        end = min(len(self.tokens) if in_answer else self.prompt_tokens, held + most)
-        return np.array(self.tokens[held:end], np.int64), in_answer
+        kinds = self.selected[held : held + most]
+        count = next((n for n, select in enumerate(kinds) if select != kinds[0]), len(kinds))
+        return np.array(self.tokens[held : held + count], np.int64), kinds[0]
 
     def guess(self, held: int) -> Guess:
         """Tokens that may follow the newest one, as many as may still run; none unless it alone is left to run."""
@@ -154,15 +162,27 @@ class Answer:
             yield piece
             began = time.perf_counter()
 
+    @cached_property
+    def _text(self) -> TextStream:
+        """What makes text of the tokens. Where nothing came after an earlier answer, its text goes on."""
+        text, prompt = TextStream(self._tokenizer), self.prompt_tokens
+        written = next((n for n in range(prompt) if not self.selected[prompt - 1 - n]), prompt)
+        for token in self.tokens[prompt - written : prompt]:
+            text.push(token)
+        return text
+
     def take(self, token: int) -> str:
         """Continue the answer by a token; returns the text that can be shown now. The answer may end with it."""
         if token in self._end_ids:
             return self._end("end")
         self.tokens.append(token)
+        self.selected.append(True)
         piece, stopped = self._stop.push(self._text.push(token))
         if stopped:
             self.finish_reason = "stop"
             return piece
+        if token in self._stop_tokens:
+            return piece + self._end("stop")
         if self._limit is not None and len(self.tokens) - self.prompt_tokens >= self._limit:
             return piece + self._end("length")
         return piece + self._end("context") if len(self.tokens) > self._context else piece

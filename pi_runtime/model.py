@@ -182,6 +182,11 @@ class Model:
         return self.executor.device_name
 
     @property
+    def digest(self) -> str:
+        """The digest of the artifact's content."""
+        return self._artifact.digest
+
+    @property
     def manifest(self) -> Manifest:
         """The artifact's manifest."""
         return self._artifact.manifest
@@ -215,9 +220,19 @@ class Model:
         return Speculation(setting, times, can_gain=self.plan is None, most=BLOCK_TOKENS)
 
     def new_answer(
-        self, prompt: str | Sequence[int], *, max_tokens: int | None, sampling: Sampling | None, stop: Sequence[str]
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None,
+        sampling: Sampling | None,
+        stop: Sequence[str],
+        selected: Sequence[bool] = (),
+        stop_tokens: Sequence[int] = (),
     ) -> Answer:
-        """An answer that has not begun, with all that `generate` was asked for checked."""
+        """An answer that has not begun, with all that `generate` was asked for checked.
+
+        `selected` and `stop_tokens` are those of `Answer`.
+        """
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"--max-tokens {max_tokens}", expected="1 or more")
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt).tolist()
@@ -231,6 +246,8 @@ class Model:
             sampler=Sampler(sampling, self.manifest.decoder.vocab_size),
             stop=stop,
             max_tokens=max_tokens,
+            selected=selected,
+            stop_tokens=self._checked_ids(stop_tokens).tolist() if len(stop_tokens) else (),
         )
 
     def logits(

@@ -27,6 +27,7 @@ class Artifact:
         self.path = path
         self.manifest: Manifest = structure.manifest
         self.nbytes = structure.nbytes
+        self.digest = structure.digest
         self._mapping = mapping
 
     @classmethod

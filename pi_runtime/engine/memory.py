@@ -46,12 +46,16 @@ class EngineMemory:
             shared = stored.pages[: pages_of(length)]
             assert self.pool.capacity is not None
             if needed <= self.pool.capacity - len(taken.union(shared)):
-                cache = self._executor.new_cache(self.pool)
+                cache = self.new_cache()
                 cache.adopt(shared, tokens[:length], selected[:length])
                 fits = self.grow(cache, len(tokens) - length)
                 assert fits
                 return cache
         return None
+
+    def new_cache(self) -> KVCache:
+        """An empty cache in the pages of this engine."""
+        return self._executor.new_cache(self.pool)
 
     def grow(self, cache: KVCache, count: int) -> bool:
         """Give a cache pages for so many further positions; False where the live caches leave too few."""

@@ -1,17 +1,52 @@
-"""One request of an engine: the stream that its caller reads, and the state that the engine keeps of it."""
+"""One request of an engine, alone or of a session: what its caller reads, and the state that the engine keeps of it."""
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from queue import SimpleQueue
+from threading import Event
 
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.generation import Answer, Stats
 
 
+@dataclass(eq=False)
+class Pause:
+    """What is kept of the keys and values of a paused session: a cache, or a file, or neither."""
+
+    began: float
+    tokens: tuple[int, ...] = ()
+    selected: tuple[bool, ...] = ()
+    """The positions that cache or file hold."""
+    cache: KVCache | None = None
+    file: Path | None = None
+
+
+@dataclass(eq=False)
+class Turns:
+    """The text of a session up to now, as the engine and its caller share it."""
+
+    tokens: list[int] = field(default_factory=list)
+    selected: list[bool] = field(default_factory=list)
+    """For each token whether it runs with selection, as those of answers do."""
+    request: "Request | None" = None
+    """The one that its caller made last, if there is one."""
+    pause: Pause | None = None
+    """Belongs to the engine's thread, and is None while a request uses the cache."""
+    is_closed: bool = False
+
+
 class Request:
     """A request as the engine's thread sees it."""
 
-    def __init__(self, answer: Answer, block_tokens: int) -> None:
+    def __init__(
+        self, answer: Answer, block_tokens: int, turns: Turns | None = None, *, reads_only: bool = False
+    ) -> None:
+        self.turns, self.reads_only = turns, reads_only
+        """The session it is part of, if any; and whether it ends when all its tokens have run, with none drawn."""
+        self.left = Event()
+        """Set when the engine has done with it."""
         self.answer = answer
         self.cache: KVCache | None = None
         """None while it waits."""
@@ -30,8 +65,8 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Tokens that must run before the next one can be drawn."""
-        return len(self.answer.tokens) - self.held
+        """Tokens that must run before the next one can be drawn; one more where none will be."""
+        return len(self.answer.tokens) - self.held + self.reads_only
 
     @property
     def block(self) -> int:
@@ -41,8 +76,7 @@ class Request:
     @property
     def selected(self) -> list[bool]:
         """For each token whether it runs with selection."""
-        prompt = self.answer.prompt_tokens
-        return [False] * prompt + [True] * (len(self.answer.tokens) - prompt)
+        return self.answer.selected
 
     def cancel(self) -> None:
         """Let the engine drop it before its next step."""
