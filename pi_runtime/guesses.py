@@ -132,12 +132,16 @@ class StepTimes:
         times[tokens] = seconds if known is None else known + LATEST * (min(seconds, 2 * known) - known)
         self._taken_at[sequences, tokens] = self._steps
 
+    def taken(self, sequences: int) -> dict[int, float]:
+        """The times that were taken of steps of so many sequences, by tokens."""
+        return dict(self._by_sequences.get(sequences, {}))
+
     def seconds(self, sequences: int, most: int) -> list[float]:
         """Seconds of a step with `sequences` tokens, one more, and so on up to `most`, as far as anything is known.
 
         Between two times that were taken lies a line. At most twice as many guesses as were ever tried are foreseen.
         """
-        times = {t: s for t, s in list(self._by_sequences.get(sequences, {}).items()) if self._is_fresh(sequences, t)}
+        times = {t: s for t, s in self.taken(sequences).items() if self._is_fresh(sequences, t)}
         plain = times.pop(sequences, None)
         if plain is None:
             return []
