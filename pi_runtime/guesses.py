@@ -128,8 +128,11 @@ class StepTimes:
         self._steps += 1
         times = self._by_sequences.setdefault(sequences, {})
         known = times.get(tokens)
-        # One step that was held up by something else says little.
-        times[tokens] = seconds if known is None else known + LATEST * (min(seconds, 2 * known) - known)
+        if known is None or (tokens > sequences and not self._is_fresh(sequences, tokens)):
+            times[tokens] = seconds
+        else:
+            # One step that was held up by something else says little.
+            times[tokens] = known + LATEST * (min(seconds, 2 * known) - known)
         self._taken_at[sequences, tokens] = self._steps
 
     def taken(self, sequences: int) -> dict[int, float]:
@@ -146,11 +149,12 @@ class StepTimes:
         if plain is None:
             return []
         tokens = [sequences, *sorted(times)]
-        seconds = np.maximum.accumulate([plain, *(times[t] for t in sorted(times))])
+        # No step takes longer than one with more tokens: a time that says so was held up by something else.
+        seconds = np.minimum.accumulate([plain, *(times[t] for t in sorted(times))][::-1])[::-1]
         furthest = sequences + max(2, 2 * (tokens[-1] - sequences))
         if furthest > tokens[-1]:
             # Beyond the last time the line goes on; before anything is known, a further token seems to cost nothing.
-            slope = (seconds[-1] - plain) / (tokens[-1] - sequences) if len(tokens) > 1 else 0.0
+            slope = (seconds[-1] - seconds[0]) / (tokens[-1] - sequences) if len(tokens) > 1 else 0.0
             seconds = np.append(seconds, seconds[-1] + slope * (furthest - tokens[-1]))
             tokens.append(furthest)
         wanted = np.arange(sequences, min(most, furthest) + 1)

@@ -23,7 +23,6 @@ import numpy as np
 from support.bench_model import VOCABULARY, add_arguments, opened, verdict
 
 from pi_runtime import Engine, Model, Sampling
-from pi_runtime.engine.paused import PausedSessions
 from pi_runtime.engine.session import Session
 from pi_runtime.engine.stream import Stream, Turns
 from pi_runtime.execution.executor import SequenceStep
@@ -83,13 +82,14 @@ def resume(model: Model, a: argparse.Namespace) -> list[str]:
     return [verdict("resumed, time to first token ÷ prefill of the new tokens", ratio, at_most=1.1)]
 
 
-def dropping(sessions: PausedSessions) -> None:
-    """Let an engine drop the cache of a session at each pause."""
-    pause = sessions.pause
+def dropping(engine: Engine) -> None:
+    """Let an engine drop the cache of a session at each pause, with what the prefix tree has of it."""
+    sessions, pause = engine._sessions, engine._sessions.pause
 
     def drop(turns: Turns, cache: KVCache | None) -> None:
         if cache is not None:
             cache.close()
+        engine._memory._tree.clear()
         pause(turns, None)
 
     sessions.pause = drop  # type: ignore[method-assign]
@@ -107,7 +107,7 @@ def load_of_tools(model: Model, a: argparse.Namespace, *, drops: bool) -> float:
         plans.append((at, tokens(rng, 200), [(wait, tokens(rng, 40)) for wait in waits]))
     with Engine(model, slots=a.slots, kv_budget=budget, speculate="off") as engine:
         if drops:
-            dropping(engine._sessions)
+            dropping(engine)
 
         def request(at: float, prompt: Sequence[int], turns: Sequence[tuple[float, Sequence[int]]]) -> None:
             time.sleep(at)
