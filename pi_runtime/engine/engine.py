@@ -30,6 +30,8 @@ from pi_runtime.guesses import Guess, StepTimes
 from pi_runtime.model import Model
 from pi_runtime.sampling import Sampling
 
+MEASURED_TOKENS = 8
+"""Least tokens of a step that says what a token of a prompt takes."""
 Call = Callable[[], object]
 """Something that the engine's thread does between two steps."""
 
@@ -324,7 +326,7 @@ class Engine:
         if decoding == len(work) and all(s.select for s in steps):
             self._speculation.times.count(len(work), tokens, seconds)
             self._sessions.selected_s.count(seconds / tokens)
-        elif not any(s.select for s in steps):
+        elif tokens >= MEASURED_TOKENS and not any(s.select for s in steps):
             self._sessions.dense_s.count(seconds / tokens)
         for w, result, (guess, ran) in zip(work, results, guesses, strict=True):
             self._continue(w.sequence, result, guess, ran, began)

@@ -66,6 +66,7 @@ class PausedSessions:
         """Keep the cache of a session; None where there is none."""
         turns.pause = Pause(time.perf_counter(), cache=cache)
         if cache is not None:
+            cache.truncate(cache.length)  # releases what was reserved behind
             turns.pause.tokens, turns.pause.selected = cache.tokens, cache.selected
         self._turns[turns] = None
 
@@ -95,7 +96,7 @@ class PausedSessions:
             asked = ([*tokens, 0], [*selected, False]) if whole else (tokens, selected)
             cache = self._memory.open(*asked, live)
         else:
-            cache = pause.cache if pause.cache is not None else self._read(pause)
+            cache = pause.cache if pause.cache is not None else self._read(pause, len(tokens))
             if cache is None:
                 return None
             cache.truncate(common_length(pause.tokens, wanted))
@@ -181,11 +182,14 @@ class PausedSessions:
         pause.cache.close()
         pause.cache = None
 
-    def _read(self, pause: Pause) -> KVCache | None:
-        """A cache with what a file holds; None where there are too few pages. One that cannot be read holds nothing."""
+    def _read(self, pause: Pause, positions: int) -> KVCache | None:
+        """A cache for so many positions with what a file holds; None where there are too few pages.
+
+        Where the file cannot be read, the cache holds nothing.
+        """
         assert pause.file is not None
         cache = self._memory.new_cache()
-        if not self._memory.grow(cache, len(pause.tokens)):
+        if not self._memory.grow(cache, max(positions, len(pause.tokens))):
             return None
         try:
             with pause.file.open("rb") as file:

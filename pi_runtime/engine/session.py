@@ -87,7 +87,7 @@ class Session:
             stop_tokens=stop_tokens,
         )
         stream = self._engine.begin(answer, turns)
-        self._draft = ""
+        stream.session, self._draft = self, ""
         return stream
 
     def type(self, text: str) -> None:
@@ -103,7 +103,7 @@ class Session:
         # One position is left for the first token of the answer.
         tokens = [*turns.tokens, *stable][: self._engine.model.context - 1]
         self._draft = draft
-        if tokens and tokens != self._read:
+        if len(tokens) > len(turns.tokens) and tokens != self._read:
             self._read = tokens
             answer = self._engine.model.new_answer(
                 tokens, max_tokens=1, sampling=None, stop=(), selected=turns.selected

@@ -93,6 +93,8 @@ class Stream(Iterator[str]):
 
     def __init__(self, request: Request, neurons: int) -> None:
         self._request, self._neurons = request, neurons
+        self.session: object = None
+        """The session that it is part of, if any, which stays open as long as somebody refers to its stream."""
         weakref.finalize(self, request.cancel).atexit = False
 
     def __next__(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.paths import ROOT
 from support.requests import found_by
+from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.engine.session import Session
@@ -98,6 +99,39 @@ def test_turns_are_the_same_as_at_once(model: Model, engine: Engine) -> None:
         assert found_by(session.generate(turn, max_tokens=9, sampling=SAMPLED)) == wanted
         tokens, selected = [*tokens, *wanted[1]], [*selected, *[True] * 9]
         assert session.tokens == tokens
+
+
+@pytest.mark.parametrize("mode", ["dense", "auto"])
+def test_turns_with_a_placement(tmp_path: Path, mode: str) -> None:
+    decoder = small_decoder(context_length=96, d_ff=150)
+    plan = stored_plan((16, 8), 1 << 20, 20000, context=96)
+    path = random_artifact(tmp_path / "a.pi", decoder, ranks=[4, None], scale=3.0, plans=(plan,))
+    with load(path, device="stand-in", mode=mode) as model, Engine(model) as engine:
+        session = engine.session()
+        first = found_by(session.generate(range(9), max_tokens=9))[1]
+        tokens, selected = [*range(9), *first, 7, 8], [False] * 9 + [True] * len(first) + [False] * 2
+        assert found_by(session.generate([7, 8], max_tokens=9)) == found_by(
+            at_once(model, tokens, selected, max_tokens=9)
+        )
+
+
+def test_a_stream_keeps_its_session_open(model: Model, engine: Engine) -> None:
+    stream = engine.session().generate([1, 2], max_tokens=30)
+    gc.collect()
+    assert found_by(stream) == found_by(model.generate([1, 2], max_tokens=30))
+    del stream
+    gc.collect()
+    until_none_is_paused(engine)
+
+
+def test_a_full_context_ends_a_session(model: Model, engine: Engine) -> None:
+    session = engine.session()
+    stream = session.generate([1] * 90)
+    "".join(stream)
+    assert stream.finish_reason == "context"
+    session.type("more")
+    with pytest.raises(PromptError):
+        session.answer()
 
 
 def test_nothing_that_is_kept_is_computed_twice(model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
