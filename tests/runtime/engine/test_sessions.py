@@ -1,5 +1,6 @@
 """Sessions: a text in turns is the text that the model gives at once, whatever becomes of its pages between them."""
 
+import errno
 import gc
 import random
 import subprocess
@@ -15,6 +16,7 @@ from support.requests import found_by
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import Engine, Model, Sampling, load
+from pi_runtime.engine import paused
 from pi_runtime.engine.session import Session
 from pi_runtime.engine.stream import Stream
 from pi_runtime.errors import InputError, PromptError, UsageError
@@ -234,6 +236,36 @@ def test_little_memory_changes_no_session(model: Model, way: str, pages: int, lo
             if way == "dropped":
                 assert found.dropped_sessions > 0 == found.written_sessions
         assert engine.stats.pages_used == 0
+
+
+def test_pages_are_kept_where_that_wastes_least(model: Model, engine: Engine) -> None:
+    session, sessions = engine.session(), engine._sessions
+    "".join(session.generate(range(40), max_tokens=7))
+    settle(engine)
+    sessions.pause_s.value, sessions.disk_s.value, sessions.dense_s.value = 0.0, 1e9, 1e9
+    assert not sessions.give_up([], must=False)
+    assert not sessions.give_up([], session._turns, must=False)
+    sessions.pause_s.value = 1e20
+    assert sessions.give_up([], must=False)
+    assert sessions.written + sessions.dropped == 1
+    assert not sessions.give_up([], must=True)
+
+
+@pytest.mark.parametrize("fails", ["write_pages", "read_pages"])
+def test_a_disk_that_fails_changes_no_text(model: Model, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(paused, fails, full)
+    with Engine(model, kv_budget=3 * model.executor.new_pool(None).page_nbytes) as engine:
+        engine._sessions.disk_s.value = 0
+        session = engine.session()
+        first = found_by(session.generate(range(40), max_tokens=7))[1]
+        settle(engine)
+        "".join(engine.generate([3] * 80, max_tokens=2))
+        assert engine.stats.written_sessions == (fails == "read_pages")
+        tokens, selected = [*range(40), *first, 4], [False] * 40 + [True] * 7 + [False]
+        assert found_by(session.generate([4], max_tokens=9)) == found_by(at_once(model, tokens, selected, max_tokens=9))
 
 
 def test_a_session_goes_on_in_another_process(random_path: Path, model: Model, tmp_path: Path) -> None:
