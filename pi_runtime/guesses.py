@@ -49,8 +49,9 @@ class Acceptance:
 
     def __init__(self) -> None:
         length_L = np.arange(LONGEST_MATCH + 1)
+        # Few at first: guesses that do not run are counted too, so a text that repeats itself is soon found out.
         self._tried_L = np.full(LONGEST_MATCH + 1, 3.0)
-        self._right_L = self._tried_L * length_L / (length_L + 4)
+        self._right_L = self._tried_L * length_L / (length_L + 8)
 
     def count(self, match: int, right: bool) -> None:
         """Count a guess that came after so many equal tokens."""
@@ -60,6 +61,8 @@ class Acceptance:
 
     def expected(self, guess: Guess) -> list[float]:
         """For each token of a guess the probability that it and all before it are right."""
+        if not guess.tokens:
+            return []
         lengths = np.minimum(guess.match + np.arange(len(guess.tokens)), LONGEST_MATCH)
         found: list[float] = np.cumprod(self._right_L[lengths] / self._tried_L[lengths]).tolist()
         return found
@@ -192,10 +195,10 @@ class Speculation:
                 left -= lengths[-1]
             return lengths
         lengths = [0] * count
-        seconds = self.times.seconds(count, self._most)
         # Probabilities of a sequence fall, so the best ones of all are always its first ones.
         ranked = sorted(((p, n) for n, row in enumerate(expected) for p in row), key=lambda pair: -pair[0])
-        if not seconds or not ranked:
+        seconds = self.times.seconds(count, self._most) if ranked else []
+        if not seconds:
             return lengths
         gains = np.cumsum([count, *(p for p, _ in ranked)])[: len(seconds)]
         rates = gains / np.array(seconds[: len(gains)])

@@ -10,7 +10,8 @@ loops in which a random model ends. Tokens are pieces of words of up to six lett
     edit   the passage with every 12th sentence or so left out, and with some words replaced throughout
     free   the passage that follows the prompt's
 
-Each answer is written without guesses and with them, in turns; then the times of blocks are printed, and the targets.
+Each answer is written without guesses and with them, in turns; then all answers of a kind at once, by an engine. Then
+the times of blocks are printed, and the targets.
 """
 
 import argparse
@@ -24,8 +25,8 @@ from typing import Any
 from support.bench_model import VOCABULARY, add_arguments, opened, verdict
 from support.paths import ROOT
 
-from pi_runtime import Model, Sampling
-from pi_runtime.generation import Generation
+from pi_runtime import Engine, Model, Sampling
+from pi_runtime.generation import Answer, Generation
 from pi_runtime.guesses import StepTimes
 from pi_runtime.sampling import Sampler
 
@@ -93,14 +94,31 @@ KINDS: dict[str, Callable[[str, str, random.Random], str]] = {
 }
 
 
-def written(model: Model, prompt: list[int], answer: list[int], speculate: str | int, times: StepTimes) -> Generation:
-    """A forced answer, written to its end."""
+def forced(model: Model, prompt: list[int], answer: list[int]) -> Answer:
+    """An answer that has not begun, and will be this one."""
     begun = model.new_answer(prompt, max_tokens=len(answer), sampling=None, stop=())
     begun._sampler = Forced(model, len(prompt), answer)
-    generation = Generation(model.executor, model.new_cache(), begun, model.speculation(speculate, times))
+    return begun
+
+
+def written(model: Model, prompt: list[int], answer: list[int], speculate: str | int, times: StepTimes) -> Generation:
+    """A forced answer, written to its end."""
+    begun, rule = forced(model, prompt, answer), model.speculation(speculate, times)
+    generation = Generation(model.executor, model.new_cache(), begun, rule)
     "".join(generation)
     assert generation.token_ids == answer
     return generation
+
+
+def together(model: Model, pairs: Sequence[tuple[list[int], list[int]]], speculate: str | int) -> float:
+    """Tokens per second of answers that an engine writes at once, from the first token of each."""
+    with Engine(model, slots=len(pairs), speculate=speculate, decode_share=0) as engine:
+        streams = [engine.begin(forced(model, prompt, answer)) for prompt, answer in pairs]
+        for stream, (_, answer) in zip(streams, pairs, strict=True):
+            "".join(stream)
+            assert stream.token_ids == answer
+        stats = [stream.stats for stream in streams]
+        return sum(s.generated_tokens - 1 for s in stats) / max(s.decode_s for s in stats)
 
 
 def main() -> None:
@@ -110,12 +128,15 @@ def main() -> None:
     with opened(a) as model:
         print("kind   plain, tokens/s   with guesses   ratio   guessed   right   right of guessed")
         for kind, answer_of in KINDS.items():
-            found = []
+            found, pairs = [], []
             for _, (passage, following) in zip(range(a.pairs), passages(a.texts, a.tokens, rng), strict=False):
                 prompt = words(f"{INSTRUCTION}\n\n{passage}\n\n")
                 answer = words(answer_of(passage, following, rng))
-                plain = written(model, prompt, answer, "off", StepTimes()).stats
-                guessed = written(model, prompt, answer, speculate, times).stats
+                pairs.append((prompt, answer))
+                # By turns the first of the two, because the speed of a machine drifts.
+                order = [("off", StepTimes()), (speculate, times)][:: (-1) ** len(pairs)]
+                both = [written(model, prompt, answer, *settings).stats for settings in order]
+                plain, guessed = both[:: (-1) ** len(pairs)]
                 assert plain.decode_tokens_per_s is not None
                 assert guessed.decode_tokens_per_s is not None
                 found.append(guessed.decode_tokens_per_s / plain.decode_tokens_per_s)
@@ -124,6 +145,8 @@ def main() -> None:
                     f"{guessed.guessed_tokens:9} {guessed.accepted_tokens:7} {guessed.acceptance or 0:18.0%}"
                 )
             ratios[kind] = statistics.median(found)
+            off, on = (together(model, pairs, setting) for setting in ("off", speculate))
+            print(f"{kind:6} {off:15.1f} {on:14.1f} {on / off:7.2f}   {len(pairs)} at once")
         print("tokens of a block: its time ÷ that of one token")
         taken = sorted(times.taken(1).items())
         print("  ".join(f"{tokens}: {seconds / taken[0][1]:.2f}" for tokens, seconds in taken))
