@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pi_runtime.generation import AnswerSettings, Generation
     from pi_runtime.model import Model
     from pi_runtime.prompt_file import PromptFile
+    from pi_runtime.sampling import TokenLogprobs
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -89,6 +90,9 @@ def run(
     repetitions: Annotated[int, typer.Option(help="Runs of each test of --bench.")] = 5,
     seconds: Annotated[float, typer.Option(help="Most time that --bench takes; 0 sets no limit.")] = 60,
     as_markdown: Annotated[bool, typer.Option("--md", help="Print the result of --bench as Markdown.")] = False,
+    speculate: Annotated[
+        str, typer.Option(envvar="PI_SPECULATE", help="Tokens to guess and check together: auto, off or a number.")
+    ] = "auto",
     stats: Annotated[bool, typer.Option("--stats", help="Say afterwards how long it took.")] = False,
     as_json: Annotated[bool, console.JSON] = False,
     debug: Annotated[bool, console.DEBUG] = False,
@@ -104,6 +108,7 @@ def run(
     grammar = {"json_schema": _read_file(json_schema), "regex": regex, "lark": _read_file(lark)}
     from pi_runtime.execution.devices import gpu_kernels_are_cold, resolve_device
     from pi_runtime.execution.plan_choice import parse_size
+    from pi_runtime.guesses import parse_setting
     from pi_runtime.model import load
     from pi_runtime.sampling import Sampling, parse_logit_bias
     from pi_runtime.text.grammar import Grammar
@@ -150,7 +155,8 @@ def run(
             "logprobs": logprobs,
         }
         alone: AnswerSettings = {**common, "sampling": sampling, "grammar": Grammar.of(**grammar)}
-        generate = partial(model.generate, **alone)
+        guesses = parse_setting(speculate)
+        generate = partial(model.generate, speculate=guesses, **alone)
         _announce(model)
         model.warm_up()
         report = partial(_report, model, time.perf_counter() - began)
@@ -159,26 +165,14 @@ def run(
 
             held = None if kv_budget is None else parse_size(kv_budget, "--kv-budget")
             shared = {**settings, **common, **grammar, "prompt_logprobs": prompt_logprobs, "answers": answers}
-            _answer_file(model, PromptFile(prompts, model, shared), output, slots, held, piece, stats)
+            _answer_file(model, PromptFile(prompts, model, shared), output, slots, held, piece, guesses, stats)
         elif text is None:
             _chat(model, generate, system, report if stats else None)
         elif as_json:
-            from pi_runtime.prompt_file import logprobs_json
-
-            answer = generate(text)
-            found: dict[str, Any] = {"text": "".join(answer), **report(answer)}
-            if logprobs is not None:
-                found["logprobs"] = logprobs_json(model, answer.logprobs)
-            if prompt_logprobs is not None:
-                found["prompt_logprobs"] = logprobs_json(model, model.score(text, top=prompt_logprobs))
-            console.print_json(found)
+            scores = None if prompt_logprobs is None else model.score(text, top=prompt_logprobs)
+            _print_answer(model, generate(text), report, scores)
         else:
-            answer = generate(text)
-            _stream(answer)
-            if answer.finish_reason == "context":
-                console.say(f"(stopped: the context of {model.context} tokens is full; see --ctx-size)")
-            if stats:
-                _print_stats(model, report(answer))
+            _print_text(model, generate(text), report if stats else None)
 
 
 def _check_flags(
@@ -230,6 +224,7 @@ def _answer_file(
     slots: int,
     kv_budget: int | None,
     piece: int,
+    speculate: str | int,
     stats: bool,
 ) -> None:
     from dataclasses import asdict
@@ -237,13 +232,39 @@ def _answer_file(
     from pi_runtime.engine.engine import Engine
 
     # Nobody waits for the next token here: with prompts first, more answers are written together.
-    with Engine(model, slots=slots, kv_budget=kv_budget, piece=piece, decode_share=0) as engine:
+    with Engine(model, slots=slots, kv_budget=kv_budget, piece=piece, decode_share=0, speculate=speculate) as engine:
         try:
             with console.progress("answers", "prompts") as bar:
                 file.answer(engine, output, bar)
         finally:
             if stats:
                 _print_figures({**asdict(engine.stats), "tokens_per_s": engine.stats.tokens_per_s})
+
+
+def _print_text(model: "Model", answer: "Generation", report: "Callable[[Generation], dict[str, Any]] | None") -> None:
+    """Print an answer as it comes, and then its figures if a report is given."""
+    _stream(answer)
+    if answer.finish_reason == "context":
+        console.say(f"(stopped: the context of {model.context} tokens is full; see --ctx-size)")
+    if report is not None:
+        _print_stats(model, report(answer))
+
+
+def _print_answer(
+    model: "Model",
+    answer: "Generation",
+    report: "Callable[[Generation], dict[str, Any]]",
+    scores: "list[TokenLogprobs] | None",
+) -> None:
+    """Print an answer as JSON, with log-probabilities where they were asked for."""
+    from pi_runtime.prompt_file import logprobs_json
+
+    found: dict[str, Any] = {"text": "".join(answer), **report(answer)}
+    if answer.logprobs:
+        found["logprobs"] = logprobs_json(model, answer.logprobs)
+    if scores is not None:
+        found["prompt_logprobs"] = logprobs_json(model, scores)
+    console.print_json(found)
 
 
 def _announce(model: "Model") -> None:
@@ -331,6 +352,8 @@ def _report(model: "Model", load_s: float, answer: "Generation") -> dict[str, An
         "decode_tokens_per_s": s.decode_tokens_per_s,
         "rows_read_share": s.rows_read_share,
         "active_share": s.active_share,
+        "guessed_tokens": s.guessed_tokens,
+        "accepted_tokens": s.accepted_tokens,
     }
     return {"finish_reason": answer.finish_reason, "mode": model.mode, "seed": answer.seed, "stats": figures}
 

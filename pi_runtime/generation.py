@@ -6,6 +6,7 @@ Shape letters: T tokens of a step, V vocabulary, L layers.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypedDict
 
 import numpy as np
@@ -14,11 +15,14 @@ import numpy.typing as npt
 from pi_runtime.errors import PromptError, UsageError
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.guesses import Guess, PromptLookup, Speculation
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.sampling import Sampler, Sampling, TokenLogprobs, check_finite, token_logprobs
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.stop_strings import StopStrings
 from pi_runtime.text.tokenizer import TextStream, Tokenizer
+
+NO_GUESS = Guess([], 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +38,18 @@ class Stats:
     first_token_s: float
     """Time from the call to the first token."""
     rows_read_share: float | None
-    """Rows of `first` read ÷ neurons, over the decoded tokens; None where no token was decoded."""
+    """Rows of `first` read ÷ neurons, over the decoded tokens that ran alone; None where there was none."""
     active_share: float | None
     """Neurons for which `rest` was read ÷ neurons."""
+    guessed_tokens: int
+    """Guessed tokens that ran."""
+    accepted_tokens: int
+    """Those of them that were right, and became part of the answer."""
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of guessed tokens that were right; None where none ran."""
+        return self.accepted_tokens / self.guessed_tokens if self.guessed_tokens else None
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
@@ -70,7 +83,7 @@ class Answer:
     """The state of one answer: its tokens, what becomes of logits, and how it ends.
 
     A single generation and an engine that serves many both use it, so both give the same text. Whoever runs it brings
-    the tokens of `next_block` to the executor until none is left, then calls `draw` and `take`.
+    the tokens of `next_block` to the executor until none is left, then goes through `follow`.
     """
 
     def __init__(
@@ -87,7 +100,11 @@ class Answer:
         stop: Sequence[str] = (),
         logprobs: int | None = None,
         grammar: Grammar | None = None,
+        selected: Sequence[bool] = (),
+        stop_tokens: Sequence[int] = (),
     ) -> None:
+        """`selected`: for the first tokens of the prompt whether they run with selection, as those of earlier answers
+        in it do. `stop_tokens` end the answer, and become part of it."""
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"--max-tokens {max_tokens}", expected="1 or more")
         if min_tokens < 0 or (max_tokens is not None and min_tokens > max_tokens):
@@ -118,23 +135,22 @@ class Answer:
             allowed=None if self._grammar is None else self._grammar.allowed,
         )
         self._stop = StopStrings(stop)
-        self._end_ids, self._text = frozenset(end_ids), TextStream(tokenizer)
+        self._end_ids, self._tokenizer = frozenset(end_ids), tokenizer
         self._limit, self._least, self._context = max_tokens, min_tokens, context
         self._top, self._logprobs = logprobs, list[TokenLogprobs]()
         self._began = time.perf_counter()
         self._first_token_s = self._prefill_s = self._decode_s = 0.0
         self._rows_2 = np.zeros(2, np.int64)
-        self._steps = 0
+        self._steps = self.guessed_tokens = self.accepted_tokens = 0
+        self.lookup = PromptLookup(self.tokens, self._end_ids)
+        self._stop_tokens = frozenset(stop_tokens)
+        self.selected = [*selected, *[False] * (len(prompt) - len(selected))]
+        """For each token whether it runs with selection."""
 
     @property
     def token_ids(self) -> list[int]:
         """The generated tokens."""
         return self.tokens[self.prompt_tokens :]
-
-    @property
-    def selected(self) -> list[bool]:
-        """For each token whether it runs with selection."""
-        return [False] * self.prompt_tokens + [True] * (len(self.tokens) - self.prompt_tokens)
 
     @property
     def reusable(self) -> int:
@@ -164,18 +180,42 @@ class Answer:
     def next_block(self, held: int, most: int) -> tuple[npt.NDArray[np.int64], bool]:
         """The tokens to run after the first `held` ones, at most so many; and whether they run with selection.
 
-        A block has one kind of token: those of the prompt run dense, those of the answer with selection.
+        A block has one kind of token: those of the prompt run dense, those of answers with selection.
         """
-        in_answer = held >= self.prompt_tokens
-        end = min(len(self.tokens) if in_answer else self.prompt_tokens, held + most)
-        return np.array(self.tokens[held:end], np.int64), in_answer
+        kinds = self.selected[held : held + most]
+        count = next((n for n, select in enumerate(kinds) if select != kinds[0]), len(kinds))
+        return np.array(self.tokens[held : held + count], np.int64), kinds[0]
 
-    def draw(self, result: SequenceResult) -> int:
-        """Draw the next token from the result of the newest one. Raises PiError for logits without meaning."""
+    def guess(self, held: int) -> Guess:
+        """Tokens that may follow the newest one, as many as may still run; none unless it alone is left to run."""
+        if held < self.prompt_tokens or held + 1 != len(self.tokens):
+            return NO_GUESS
+        return self.lookup.guess(self.most_positions - len(self.tokens))
+
+    def follow(self, result: SequenceResult, guess: Guess, ran: int, began: float) -> Iterator[str]:
+        """Draw and take the next tokens, as long as what ran after the newest token was guessed right.
+
+        `ran`: how many tokens of the guess ran; the result has logits for each of them. `began`: when the step did.
+        Yields the text that each token completes. Raises PiError for logits without meaning.
+        """
         if result.rows_L2 is not None:
             self._rows_2 += result.rows_L2.sum(0)
             self._steps += 1
-        return self._choose(result.logits_TV[-1])
+        self.guessed_tokens += ran
+        drawn: list[int] = []
+        for n, logits_V in enumerate(result.logits_TV):
+            token = self._choose(logits_V)
+            drawn.append(token)
+            is_right = n < ran and token == guess.tokens[n]
+            self.accepted_tokens += is_right
+            self.spend(began, time.perf_counter())
+            piece = self.take(token)
+            if not is_right or self.finish_reason is not None:
+                self.lookup.count(guess, drawn)
+                yield piece
+                return
+            yield piece
+            began = time.perf_counter()
 
     def _choose(self, logits_V: npt.NDArray[np.float32]) -> int:
         """Choose the next token from its logits, and keep its log-probability if that was asked for."""
@@ -184,17 +224,30 @@ class Answer:
             self._logprobs.append(token_logprobs(logits_V, token, self._top))
         return token
 
+    @cached_property
+    def _text(self) -> TextStream:
+        """What makes text of the tokens. Where nothing came after an earlier answer, its text goes on."""
+        text, prompt = TextStream(self._tokenizer), self.prompt_tokens
+        written = next((n for n in range(prompt) if not self.selected[prompt - 1 - n]), prompt)
+        for token in self.tokens[prompt - written : prompt]:
+            text.push(token)
+        return text
+
     def take(self, token: int) -> str:
         """Continue the answer by a token; returns the text that can be shown now. The answer may end with it."""
         if token in self._end_ids:
             return self._end("end")
         self.tokens.append(token)
+        self.selected.append(True)
         piece, stopped = self._text.push(token), False
-        if len(self.tokens) - self.prompt_tokens > self._least:
+        may_stop = len(self.tokens) - self.prompt_tokens > self._least
+        if may_stop:
             piece, stopped = self._stop.push(piece)
         if stopped:
             self.finish_reason = "stop"
             return piece
+        if may_stop and token in self._stop_tokens:
+            return piece + self._end("stop")
         if self._grammar is not None and self._grammar.is_complete(self.token_ids):
             return piece + self._end("end")
         if self._limit is not None and len(self.tokens) - self.prompt_tokens >= self._limit:
@@ -227,6 +280,8 @@ class Answer:
             first_token_s=self._first_token_s,
             rows_read_share=float(self._rows_2[0]) / ran if ran else None,
             active_share=float(self._rows_2[1]) / ran if ran else None,
+            guessed_tokens=self.guessed_tokens,
+            accepted_tokens=self.accepted_tokens,
         )
 
 
@@ -292,8 +347,9 @@ class Generation(Iterator[str]):
     `length` (`max_tokens`) or `context` (no position left).
     """
 
-    def __init__(self, executor: Executor, cache: KVCache, answer: Answer) -> None:
+    def __init__(self, executor: Executor, cache: KVCache, answer: Answer, speculation: Speculation) -> None:
         self._executor, self._cache, self._answer = executor, cache, answer
+        self._speculation = speculation
         self._pieces = self._run()
 
     def __next__(self) -> str:
@@ -325,16 +381,33 @@ class Generation(Iterator[str]):
         return self._answer.stats(self._executor.neurons)
 
     def _run(self) -> Iterator[str]:
-        answer, held = self._answer, 0
+        answer, cache = self._answer, self._cache
+        began = time.perf_counter()
+        answer.cached_tokens = cache.keep_common_prefix(answer.tokens)
         while answer.finish_reason is None:
+            guess, ran = self._guess()
+            while True:
+                tokens, select = answer.next_block(cache.length, self._executor.block_tokens)
+                block = np.append(tokens, np.array(guess.tokens[:ran], np.int64))
+                step = SequenceStep(cache=cache, tokens=block, select=select, logits="all" if ran else "last")
+                result = self._executor.step([step])[0]
+                if cache.length >= len(answer.tokens):
+                    break
+            if select:
+                self._speculation.times.count(1, 1 + ran, time.perf_counter() - began)
+            right = len(answer.tokens) - answer.accepted_tokens
+            try:
+                for piece in answer.follow(result, guess, ran, began):
+                    if piece:
+                        yield piece
+            finally:
+                cache.truncate(right + answer.accepted_tokens)
             began = time.perf_counter()
-            if held == 0:
-                held = answer.cached_tokens = self._cache.keep_common_prefix(answer.tokens)
-            while held < len(answer.tokens):
-                tokens, select = answer.next_block(held, self._executor.block_tokens)
-                result = self._executor.step([SequenceStep(cache=self._cache, tokens=tokens, select=select)])[0]
-                held += len(tokens)
-            token = answer.draw(result)
-            answer.spend(began, time.perf_counter())
-            if piece := answer.take(token):
-                yield piece
+
+    def _guess(self) -> tuple[Guess, int]:
+        """What may come next, and how many tokens of it are to run."""
+        if not self._speculation.is_on:
+            return NO_GUESS, 0
+        guess = self._answer.guess(self._cache.length)
+        (length,) = self._speculation.lengths([self._answer.lookup.acceptance.expected(guess)])
+        return guess, length

@@ -24,6 +24,7 @@ from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation, choose_plan
 from pi_runtime.execution.stand_in import StandInExecutor
 from pi_runtime.generation import Answer, AnswerSettings, Generation, Scoring
+from pi_runtime.guesses import Speculation, StepTimes
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.sampling import Sampling, TokenLogprobs
 from pi_runtime.text.chat_template import render
@@ -160,6 +161,7 @@ class Model:
         self.mode = mode
         self.context = executor.context
         self._page = executor.new_pool().page
+        self._step_times = StepTimes()
         self.tokenizer = Tokenizer(
             artifact.file("tokenizer.json"), artifact.manifest.text, vocab_size=artifact.manifest.decoder.vocab_size
         )
@@ -180,12 +182,22 @@ class Model:
         return self.executor.device_name
 
     @property
+    def digest(self) -> str:
+        """The digest of the artifact's content."""
+        return self._artifact.digest
+
+    @property
     def manifest(self) -> Manifest:
         """The artifact's manifest."""
         return self._artifact.manifest
 
     def generate(
-        self, prompt: str | Sequence[int], *, cache: KVCache | None = None, **settings: Unpack[AnswerSettings]
+        self,
+        prompt: str | Sequence[int],
+        *,
+        cache: KVCache | None = None,
+        speculate: str | int = "auto",
+        **settings: Unpack[AnswerSettings],
     ) -> Generation:
         """Continue a prompt: text, or token ids taken as they are. Yields pieces of text.
 
@@ -193,16 +205,34 @@ class Model:
         the model nor a stop string ends the text. `sampling`: None takes the checkpoint's generation defaults.
         `stop`: texts that end the answer. `logprobs`: keep the log-probability of each token, and of so many likeliest
         ones. `grammar`: what the text must be. `cache`: one that earlier calls used; the part of the prompt that it
-        holds is not computed again.
+        holds is not computed again. `speculate`: how many tokens are guessed at a time and checked together, which
+        changes no text: `auto` as many as pay, `off`, or a number.
 
         Raises PromptError where the prompt is empty, outside the vocabulary, or leaves no room, and UsageError for an
         impossible setting.
         """
+        speculation = self.speculation(speculate, self._step_times)
         answer = self.new_answer(prompt, **settings)
-        return Generation(self.executor, self.new_cache() if cache is None else self._checked_cache(cache), answer)
+        held = self.new_cache() if cache is None else self._checked_cache(cache)
+        return Generation(self.executor, held, answer, speculation)
 
-    def new_answer(self, prompt: str | Sequence[int], **settings: Unpack[AnswerSettings]) -> Answer:
-        """An answer that has not begun, with all that `generate` was asked for checked."""
+    def speculation(self, setting: str | int, times: StepTimes) -> Speculation:
+        """The rule for guesses that a setting of `speculate` names. Raises UsageError for an impossible one."""
+        # A plan divides the work of one token; several tokens with selection would run one after the other.
+        return Speculation(setting, times, can_gain=self.plan is None, most=BLOCK_TOKENS)
+
+    def new_answer(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        selected: Sequence[bool] = (),
+        stop_tokens: Sequence[int] = (),
+        **settings: Unpack[AnswerSettings],
+    ) -> Answer:
+        """An answer that has not begun, with all that `generate` was asked for checked.
+
+        `selected` and `stop_tokens` are those of `Answer`.
+        """
         if settings.get("sampling") is None:
             settings["sampling"] = Sampling.from_generation_config(self.manifest.generation)
         return Answer(
@@ -211,6 +241,8 @@ class Model:
             context=self.context,
             vocab_size=self.manifest.decoder.vocab_size,
             end_ids=self.manifest.text.end_ids,
+            selected=selected,
+            stop_tokens=self._checked_ids(stop_tokens).tolist() if len(stop_tokens) else (),
             **settings,
         )
 

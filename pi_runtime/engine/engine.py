@@ -8,18 +8,31 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Literal, Self, Unpack
+from pathlib import Path
+from typing import BinaryIO, Self, Unpack
 
+import numpy as np
+
+from pi_runtime.engine import session_file
 from pi_runtime.engine.memory import EngineMemory
+from pi_runtime.engine.paused import PausedSessions
 from pi_runtime.engine.scheduler import DECODE_SHARE, PIECE, DecodeShare, Scheduler, Work
-from pi_runtime.engine.stream import Request, Scores, Stream
+from pi_runtime.engine.session import Session
+from pi_runtime.engine.stream import Pause, Request, Scores, Stream, Turns
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
-from pi_runtime.execution.kv_cache import pages_of
-from pi_runtime.generation import Answer, AnswerSettings, Scoring
+from pi_runtime.execution.kv_cache import KVCache, common_length, pages_of
+from pi_runtime.generation import NO_GUESS, Answer, AnswerSettings, Scoring
+from pi_runtime.guesses import Guess, StepTimes
 from pi_runtime.model import Model
+
+MEASURED_TOKENS = 8
+"""Least tokens of a step that says what a token of a prompt takes."""
+Call = Callable[[], object]
+"""Something that the engine's thread does between two steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +52,17 @@ class EngineStats:
     cached_tokens: int
     """Those of them that were stored already and did not run."""
     generated_tokens: int
+    guessed_tokens: int
+    """Guessed tokens that ran."""
+    accepted_tokens: int
+    """Those of them that were right."""
     preemptions: int
     """How often a request had to wait again because others needed its pages."""
+    paused_sessions: int
+    written_sessions: int
+    """How often a paused session was written to disk because others needed its pages."""
+    dropped_sessions: int
+    """How often one was dropped, to be computed again."""
     busy_s: float
 
     @property
@@ -57,7 +79,8 @@ class Engine:
     with a full context take, but no more than a quarter of the machine's memory, and no less than one such request
     takes. Memory is taken as it is needed. `piece`: most tokens of prompts in one step; fewer make shorter gaps between
     the tokens of the others. `decode_share`: share of their speed that answers keep while prompts are read; 0 reads
-    prompts first. No setting changes a text.
+    prompts first. `speculate`: how many tokens are guessed at a time, as for `Model.generate`. No setting changes a
+    text.
 
     >>> with load("artifact.pi", device="cpu") as model, Engine(model, slots=2) as engine:
     ...     streams = [engine.generate(prompt, max_tokens=4) for prompt in ("Once", "Twice", "Never")]
@@ -74,13 +97,15 @@ class Engine:
         kv_budget: int | None = None,
         piece: int = PIECE,
         decode_share: float = DECODE_SHARE,
+        speculate: str | int = "auto",
     ) -> None:
         if not 0 <= decode_share < 1:
             raise UsageError(f"decode_share {decode_share}", expected="0 or more, and less than 1")
         for flag, value in (("--slots", slots), ("--piece", piece)):
             if value < 1:
                 raise UsageError(f"{flag} {value}", expected="1 or more")
-        self._model, self._executor = model, model.executor
+        self.model, self._executor = model, model.executor
+        self._speculation = model.speculation(speculate, StepTimes())
         self._scheduler: Scheduler[Request] = Scheduler(slots, piece)
         self._decode_share = DecodeShare(decode_share)
         self._memory = EngineMemory(
@@ -89,7 +114,9 @@ class Engine:
             # A plan divides the sum of a token with selection between two sides, even where nothing is skipped.
             selection_matters=model.mode != "dense" or model.plan is not None,
         )
+        self._sessions = PausedSessions(self._memory)
         self._arrived: list[Request] = []
+        self._calls: list[tuple[Call, Future[None]]] = []
         self._ended: UsageError | None = None
         """Set once it is closed, or has failed: what `generate` then says."""
         self._closing = False
@@ -100,6 +127,7 @@ class Engine:
         # Guards what arrives and whether it is open; everything else belongs to the engine's thread.
         self._changed = threading.Condition()
         self._finished = self._prompt_tokens = self._cached_tokens = self._generated = self._preemptions = 0
+        self._guessed = self._accepted = 0
         self._busy_s = 0.0
         self._thread = threading.Thread(target=self._run, name="pi-engine", daemon=True)
         self._thread.start()
@@ -123,12 +151,12 @@ class Engine:
         """
         if count < 1:
             raise UsageError(f"{count} answers", expected="1 or more")
-        first = self._model.new_answer(prompt, **settings)
+        first = self.model.new_answer(prompt, **settings)
         self._memory.check(first.most_positions)
         answers = [first]
         for k in range(1, count):
             settings["sampling"] = replace(first.sampling, number=first.sampling.number + k)
-            answers.append(self._model.new_answer(first.tokens, **settings))
+            answers.append(self.model.new_answer(first.tokens, **settings))
         requests = [Request(answer, self._executor.block_tokens) for answer in answers]
         requests[0].siblings = requests[1:]
         self._submit(requests[0])
@@ -140,7 +168,7 @@ class Engine:
 
         Pages that earlier scorings stored are used up to token `first`. Raises errors as `generate` does.
         """
-        scoring = self._model.new_scoring(prompt, first=first, top=top)
+        scoring = self.model.new_scoring(prompt, first=first, top=top)
         self._memory.check(scoring.most_positions)
         request = Request(scoring, self._executor.block_tokens)
         if scoring.complete:
@@ -149,12 +177,62 @@ class Engine:
             self._submit(request)
         return Scores(request, scoring)
 
+    def session(self) -> Session:
+        """A text that is continued in turns, and what has been computed of it."""
+        return Session(self)
+
+    def load_session(self, path: str | Path) -> Session:
+        """A session that `Session.save` wrote, by the same artifact, mode and cache format, in any process.
+
+        Raises InputError for a file that is damaged or no session, UsageError where it does not belong to this model.
+        """
+        stored = session_file.load(Path(path), self._run_settings(), self._memory.pool.page_nbytes)
+        turns = Turns(stored.tokens, stored.selected)
+        self._on_thread(lambda: self._restore(turns, stored))
+        return Session(self, turns)
+
+    def begin(self, answer: Answer, turns: Turns | None = None) -> Stream:
+        """Let an answer be written, of a session or for itself."""
+        self._memory.check(answer.most_positions)
+        request = Request(answer, self._executor.block_tokens, turns)
+        self._submit(request)
+        return Stream(request, answer, self._executor.neurons)
+
+    def read_ahead(self, answer: Answer, turns: Turns) -> None:
+        """Let the tokens of a session's next prompt be read, in place of what was being read of it."""
+        self._memory.check(answer.prompt_tokens + 1)
+        self._submit(Request(answer, self._executor.block_tokens, turns, reads_only=True))
+
     def _submit(self, request: Request) -> None:
         with self._changed:
             if self._ended is not None:
                 raise self._ended
+            if request.turns is not None:
+                request.turns.request = request
             self._arrived.append(request)
             self._changed.notify()
+
+    def _on_thread(self, call: Call) -> None:
+        """Let the engine's thread do something between two steps; waits for it, and raises what it raises."""
+        done: Future[None] = Future()
+        with self._changed:
+            if self._ended is not None:
+                raise self._ended
+            self._calls.append((call, done))
+            self._changed.notify()
+        done.result()
+
+    def save_session(self, turns: Turns, path: Path) -> None:
+        """Write a session that is paused to a file."""
+        self._on_thread(lambda: self._save(turns, path))
+
+    def forget(self, turns: Turns) -> None:
+        """Drop what is kept of a session that nobody will continue."""
+        turns.is_closed = True
+        with self._changed:
+            if self._ended is None:
+                self._calls.append((lambda: self._close_session(turns), Future()))
+                self._changed.notify()
 
     @property
     def stats(self) -> EngineStats:
@@ -170,7 +248,12 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated,
+            guessed_tokens=self._guessed,
+            accepted_tokens=self._accepted,
             preemptions=self._preemptions,
+            paused_sessions=self._sessions.count,
+            written_sessions=self._sessions.written,
+            dropped_sessions=self._sessions.dropped,
             busy_s=self._busy_s,
         )
 
@@ -189,7 +272,7 @@ class Engine:
         self.close()
 
     def _default_budget(self, slots: int) -> int:
-        nbytes = self._executor.new_pool(None).page_nbytes * pages_of(self._model.context)
+        nbytes = self._executor.new_pool(None).page_nbytes * pages_of(self.model.context)
         return max(nbytes, min(slots * nbytes, _machine_memory() // 4))
 
     # From here on: the engine's thread.
@@ -209,23 +292,45 @@ class Engine:
             unfinished = [*self._scheduler.clear(), *self._arrived]
             unfinished += [sibling for request in unfinished for sibling in request.siblings]
             self._arrived.clear()
+            calls, self._calls = self._calls, []
         for request in unfinished:
+            request.left.set()
             request.pieces.put(error)
+        for _, done in calls:
+            done.set_exception(reason)
         for request in unfinished:
             if request.cache is not None:
                 request.cache.close()
         self._finished += len(unfinished)
+        self._sessions.close()
         self._memory.close()
 
     def _wait(self) -> bool:
         """Wait until there is something to do; False once the engine is to close."""
         with self._changed:
-            while not self._closing and not self._arrived and self._scheduler.idle:
+            while not self._closing and not self._arrived and not self._calls and self._scheduler.idle:
                 self._changed.wait()
-            for request in self._arrived:
+            arrived, self._arrived = self._arrived, []
+            calls, self._calls = self._calls, []
+            # From here on `generate` cannot come between: what arrived is part of the schedule, or ends with an error.
+            for request in arrived:
+                self._replace_reading(request)
                 self._scheduler.submit(request)
-            self._arrived.clear()
-            return not self._closing
+            closing = self._closing
+        for call, done in calls:
+            try:
+                call()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+        return not closing
+
+    def _replace_reading(self, request: Request) -> None:
+        """Let a request of a session take the place of what was being read ahead of it."""
+        for other in [*self._scheduler.live, *self._scheduler.waiting]:
+            if request.turns is not None and other.turns is request.turns:
+                self._leave(other)
 
     def _step(self) -> None:
         """Run one step: requests leave and join, tokens run, new ones are drawn."""
@@ -240,31 +345,81 @@ class Engine:
         if not work:
             return
         decoding = sum(w.sequence.pending == 1 for w in work)
+        guesses, generated = self._guess(work, decoding), self._generated
+        steps = [self._sequence_step(w, guess, ran) for w, (guess, ran) in zip(work, guesses, strict=True)]
         began = time.perf_counter()
-        results = self._executor.step([self._sequence_step(w) for w in work])
-        self._decode_share.count(time.perf_counter() - began, decoding, decoding < len(work))
-        for w, result in zip(work, results, strict=True):
+        results = self._executor.step(steps)
+        seconds = time.perf_counter() - began
+        tokens = sum(len(s.tokens) for s in steps)
+        if decoding == len(work) and all(s.select for s in steps):
+            self._speculation.times.count(len(work), tokens, seconds)
+            self._sessions.selected_s.count(seconds / tokens)
+        elif tokens >= MEASURED_TOKENS and not any(s.select for s in steps):
+            self._sessions.dense_s.count(seconds / tokens)
+        for w, result, (guess, ran) in zip(work, results, guesses, strict=True):
             if isinstance(w.sequence.answer, Scoring):
                 self._score(w.sequence, w.sequence.answer, result)
             else:
-                self._continue(w.sequence, w.sequence.answer, result, began)
+                self._continue(w.sequence, w.sequence.answer, result, guess, ran, began)
+        gained = max(1.0, (self._generated - generated) / decoding) if decoding == len(work) else 1.0
+        self._decode_share.count(seconds, decoding, decoding < len(work), gained)
+
+    def _guess(self, work: list[Work[Request]], decoding: int) -> list[tuple[Guess, int]]:
+        """For each part of a step what may come next, and how many tokens of it are to run.
+
+        Guesses run in steps without prompts, and take only pages that are free.
+        """
+        answers = [w.sequence.answer for w in work if isinstance(w.sequence.answer, Answer)]
+        if not self._speculation.is_on or decoding < len(work) or len(answers) < len(work):
+            return [(NO_GUESS, 0)] * len(work)
+        guesses = [answer.guess(w.sequence.held) for answer, w in zip(answers, work, strict=True)]
+        expected = [answer.lookup.acceptance.expected(guess) for answer, guess in zip(answers, guesses, strict=True)]
+        found = []
+        for w, guess, length in zip(work, guesses, self._speculation.lengths(expected), strict=True):
+            assert w.sequence.cache is not None
+            found.append((guess, length if self._memory.grow_freely(w.sequence.cache, 1 + length) else 0))
+        return found
 
     def _join(self) -> None:
         """Let those that wait join, in order, as slots and memory allow."""
         while not self._full and (request := self._scheduler.next_to_join()) is not None:
-            live = [r.cache for r in self._scheduler.live if r.cache is not None]
             answer = request.answer
-            request.cache = self._memory.open(answer.tokens, answer.selected, answer.reusable, live)
+            request.cache = self._open(request)
+            if request.cache is None and request.reads_only:
+                # Reading ahead waits for nothing.
+                self._leave(request)
+                continue
             if request.cache is None:
-                assert live, "a request that fits alone finds no room though nothing runs"
+                assert self._scheduler.live, "a request that fits alone finds no room though nothing runs"
                 self._full = True
                 return
-            if not request.has_joined:
+            if not request.has_joined and not request.reads_only:
                 request.has_joined = True
                 answer.cached_tokens = request.cache.length
                 self._prompt_tokens += answer.prompt_tokens
                 self._cached_tokens += request.cache.length
             self._scheduler.join()
+            if request.pending == request.reads_only:
+                self._leave(request)
+
+    def _open(self, request: Request) -> KVCache | None:
+        """A cache for a request that may join; paused sessions give up pages for it where that wastes least."""
+        running = [r.cache for r in self._scheduler.live if r.cache is not None]
+        answer, turns, ahead = request.answer, request.turns, request.reads_only
+        tokens, selected = answer.tokens, answer.selected
+        while True:
+            if ahead and turns is not None and len(tokens) == len(turns.tokens):
+                # The newest token of a paused session runs only if all before it are still there.
+                pause = turns.pause
+                if pause is None or pause.cache is None:
+                    return None
+            live = [*running, *self._sessions.caches]
+            if turns is None:
+                cache = self._memory.open(tokens, selected, answer.reusable, live)
+            else:
+                cache = self._sessions.resume(turns, tokens, selected, live, whole=ahead)
+            if cache is not None or not self._sessions.give_up(running, turns, must=not running and not ahead):
+                return cache
 
     def _catch_up(self) -> None:
         """Let a prompt go on where another has come to, if both are being read and begin alike."""
@@ -283,6 +438,8 @@ class Engine:
         work: list[Work[Request]] = []
         for w in planned:
             while w.sequence.cache is not None and not self._memory.grow(w.sequence.cache, w.tokens):
+                if self._sessions.give_up([r.cache for r in self._scheduler.live if r.cache is not None], must=True):
+                    continue
                 last = self._scheduler.preempt()
                 assert last.cache is not None
                 self._memory.keep(last.cache)
@@ -291,12 +448,13 @@ class Engine:
             work.append(w)
         return [w for w in work if w.sequence.cache is not None]
 
-    def _sequence_step(self, work: Work[Request]) -> SequenceStep:
+    def _sequence_step(self, work: Work[Request], guess: Guess, ran: int) -> SequenceStep:
         request = work.sequence
         assert request.cache is not None
         tokens, select = request.answer.next_block(request.held, work.tokens)
-        logits: Literal["last", "all"] = "all" if isinstance(request.answer, Scoring) else "last"
-        return SequenceStep(cache=request.cache, tokens=tokens, select=select, logits=logits)
+        tokens = np.append(tokens, np.array(guess.tokens[:ran], np.int64))
+        every = ran > 0 or isinstance(request.answer, Scoring)
+        return SequenceStep(cache=request.cache, tokens=tokens, select=select, logits="all" if every else "last")
 
     def _score(self, request: Request, scoring: Scoring, result: SequenceResult) -> None:
         """Take the logits of a step for a scoring."""
@@ -308,42 +466,51 @@ class Engine:
         if scoring.complete:
             self._leave(request)
 
-    def _continue(self, request: Request, answer: Answer, result: SequenceResult, began: float) -> None:
-        """Count a step for an answer, and draw its next token if all before it have run."""
-        if request.pending:
+    def _continue(
+        self, request: Request, answer: Answer, result: SequenceResult, guess: Guess, ran: int, began: float
+    ) -> None:
+        """Count a step for an answer, and draw its next tokens if all before them have run."""
+        assert request.cache is not None
+        if request.held < len(answer.tokens) or request.reads_only:
             answer.spend(began, time.perf_counter())
-            if self._shares_pieces and request.cache is not None:
+            if self._shares_pieces:
                 self._memory.share(request.cache)
+            if request.held == len(answer.tokens):
+                self._leave(request)
             return
         siblings, request.siblings = request.siblings, []
         if siblings:
-            assert request.cache is not None
             self._memory.keep(request.cache.fork())
-        self._advance(request, answer, result, began)
+        self._advance(request, answer, result, guess, ran, began)
         # They wait with one token each, before all others, and go on from the prompt's stored pages.
         for sibling in reversed(siblings):
             self._scheduler.submit_first(sibling)
         for sibling in siblings:
             assert isinstance(sibling.answer, Answer)
-            self._advance(sibling, sibling.answer, result, began)
+            self._advance(sibling, sibling.answer, result, NO_GUESS, 0, began)
 
-    def _advance(self, request: Request, answer: Answer, result: SequenceResult, began: float) -> None:
-        """Draw an answer's next token from the result of the newest one."""
-        before = len(answer.tokens)
+    def _advance(
+        self, request: Request, answer: Answer, result: SequenceResult, guess: Guess, ran: int, began: float
+    ) -> None:
+        """Draw an answer's next tokens: one, and one more for each guessed token that was right."""
+        before, accepted = len(answer.tokens), answer.accepted_tokens
+        error: Exception | None = None
         try:
-            token = answer.draw(result)
-            answer.spend(began, time.perf_counter())
-            piece = answer.take(token)
-        except Exception as error:  # a fault of this request ends no other
-            self._leave(request, error)
-            return
+            for piece in answer.follow(result, guess, ran, began):
+                if piece:
+                    request.pieces.put(piece)
+        except Exception as fault:  # a fault of this request ends no other
+            error = fault
+        accepted = answer.accepted_tokens - accepted
+        if request.cache is not None:
+            request.cache.truncate(before + accepted)
         self._generated += len(answer.tokens) - before
-        if before == answer.prompt_tokens and answer.finish_reason is None and request.cache is not None:
+        self._guessed += ran
+        self._accepted += accepted
+        if error is not None or answer.finish_reason is not None:
+            self._leave(request, error)
+        elif before == answer.prompt_tokens and request.cache is not None:
             self._memory.share(request.cache)
-        if piece:
-            request.pieces.put(piece)
-        if answer.finish_reason is not None:
-            self._leave(request)
 
     def _leave(self, request: Request, error: BaseException | None = None) -> None:
         """Take a request that has ended out of the schedule, keep its pages for later ones, and tell its reader."""
@@ -353,12 +520,74 @@ class Engine:
             heir = request.siblings[0]
             heir.siblings, request.siblings = request.siblings[1:], []
             self._scheduler.submit_first(heir)
-        if request.cache is not None:
-            self._memory.keep(request.cache)
-            request.cache = None
+        turns, answer = request.turns, request.answer
+        if turns is None:
+            if request.cache is not None:
+                self._memory.keep(request.cache)
+        elif request.cache is not None or request.has_joined:
+            self._sessions.pause(turns, request.cache)
+        request.cache = None
         self._full = False
-        self._finished += 1
+        if not request.reads_only:
+            self._finished += 1
+            if turns is not None:
+                turns.tokens, turns.selected = answer.tokens, answer.selected
+        if turns is not None and turns.is_closed:
+            self._sessions.forget(turns)
+        elif turns is not None and not request.reads_only and answer.finish_reason is not None:
+            self._run_newest(turns)
+        request.left.set()
         request.pieces.put(error)
+
+    def _run_newest(self, turns: Turns) -> None:
+        """Run a paused session's newest token, which no step has run yet, so that nothing but new tokens is left."""
+        pause = turns.pause
+        if pause is not None and len(pause.tokens) + 1 == len(turns.tokens) < self.model.context:
+            answer = self.model.new_answer(turns.tokens, max_tokens=1, selected=turns.selected)
+            self._scheduler.submit(Request(answer, self._executor.block_tokens, turns, reads_only=True))
+
+    def _close_session(self, turns: Turns) -> None:
+        for request in [*self._scheduler.live, *self._scheduler.waiting]:
+            if request.turns is turns:
+                request.answer.finish_reason = request.answer.finish_reason or "cancelled"
+                self._leave(request)
+        self._sessions.forget(turns)
+        self._full = False
+
+    def _run_settings(self) -> dict[str, str]:
+        """What the keys and values of a saved session depend on, beside its tokens."""
+        plan = self.model.plan
+        return {
+            "artifact": self.model.digest,
+            "mode": self.model.mode,
+            "cache format": self._memory.pool.format,
+            "placement": "none" if plan is None else f"{self.model.device}, {plan.vram_bytes} bytes",
+        }
+
+    def _save(self, turns: Turns, path: Path) -> None:
+        """Write a session to a file."""
+        for request in [*self._scheduler.live, *self._scheduler.waiting]:
+            if request.turns is turns:
+                self._leave(request)
+        pause = turns.pause or Pause(0.0)
+        held = common_length(pause.tokens, turns.tokens)
+
+        def write(out: BinaryIO) -> None:
+            if pause.cache is not None:
+                pause.cache.truncate(held)
+                session_file.write_pages(out, pause.cache)
+            elif pause.file is not None:
+                with pause.file.open("rb") as file:
+                    out.write(file.read(pages_of(held) * self._memory.pool.page_nbytes))
+
+        session_file.save(path, self._run_settings(), (turns.tokens, turns.selected), held, write)
+
+    def _restore(self, turns: Turns, stored: session_file.StoredSession) -> None:
+        if stored.held:
+            file = self._sessions.new_file()
+            file.write_bytes(stored.pages.data)
+            held = stored.held
+            self._sessions.restore(turns, file, stored.tokens[:held], stored.selected[:held])
 
 
 def _machine_memory() -> int:

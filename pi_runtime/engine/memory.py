@@ -47,22 +47,27 @@ class EngineMemory:
             shared = stored.pages[: pages_of(length)]
             assert self.pool.capacity is not None
             if needed <= self.pool.capacity - len(taken.union(shared)):
-                cache = self._executor.new_cache(self.pool)
+                cache = self.new_cache()
                 cache.adopt(shared, tokens[:length], selected[:length])
                 fits = self.grow(cache, len(tokens) - length)
                 assert fits
                 return cache
         return None
 
+    def new_cache(self) -> KVCache:
+        """An empty cache in the pages of this engine."""
+        return self._executor.new_cache(self.pool)
+
     def grow(self, cache: KVCache, count: int) -> bool:
         """Give a cache pages for so many further positions; False where the live caches leave too few."""
-        try:
-            cache.reserve(count)
-        except PagesExhausted:
-            # One more than the new ones: a shared page is copied before it is written.
-            self._tree.evict(pages_of(cache.length + count) - cache.length // PAGE_POSITIONS)
-        else:
+        if self.grow_freely(cache, count):
             return True
+        # One more than the new ones: a shared page is copied before it is written.
+        self._tree.evict(pages_of(cache.length + count) - cache.length // PAGE_POSITIONS)
+        return self.grow_freely(cache, count)
+
+    def grow_freely(self, cache: KVCache, count: int) -> bool:
+        """Give a cache pages for so many further positions if they are free, and drop nothing for them."""
         try:
             cache.reserve(count)
         except PagesExhausted:

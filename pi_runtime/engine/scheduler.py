@@ -123,8 +123,9 @@ class Scheduler(Generic[S]):
 class DecodeShare:
     """Says when prompts may run, so that those who are decoding keep a share s of their speed.
 
-    A step with prompts takes T, one without t: after it answers are owed s T − t of time. A step without prompts pays
-    (1 − s) t of it back. Prompts run while nothing is owed. No more than one step is paid in advance.
+    A step with prompts takes T, one without t for each token of an answer: after it answers are owed s T − t of time.
+    A step without prompts pays 1 − s of its time back. Prompts run while nothing is owed. No more than one step is paid
+    in advance.
     """
 
     def __init__(self, share: float) -> None:
@@ -141,8 +142,8 @@ class DecodeShare:
             return True
         return self._owed_s <= 0 and self._with_prompts < MOST_WITH_PROMPTS
 
-    def count(self, seconds: float, decoding: int, prompts: bool) -> None:
-        """Count a step: its time, the answers in it, and whether it held prompts too."""
+    def count(self, seconds: float, decoding: int, prompts: bool, gained: float = 1.0) -> None:
+        """Count a step: its time, the answers in it, whether it held prompts too, and the tokens that each gained."""
         self._with_prompts = self._with_prompts + 1 if prompts else 0
         if decoding == 0:
             self._owed_s = 0.0
@@ -153,5 +154,5 @@ class DecodeShare:
             plain_s = self._plain_s.get(known, 0.0)
             self._owed_s = max(self._owed_s + self._share * seconds - plain_s, -plain_s)
         else:
-            self._plain_s[decoding] = seconds
+            self._plain_s[decoding] = seconds / gained
             self._owed_s = max(self._owed_s - (1 - self._share) * seconds, -seconds)

@@ -1,18 +1,53 @@
-"""One request of an engine: the stream that its caller reads, and the state that the engine keeps of it."""
+"""One request of an engine, alone or of a session: what its caller reads, and the state that the engine keeps of it."""
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from queue import SimpleQueue
+from threading import Event
 
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.generation import Answer, Scoring, Stats
 from pi_runtime.sampling import TokenLogprobs
 
 
+@dataclass(eq=False)
+class Pause:
+    """What is kept of the keys and values of a paused session: a cache, or a file, or neither."""
+
+    began: float
+    tokens: tuple[int, ...] = ()
+    selected: tuple[bool, ...] = ()
+    """The positions that cache or file hold."""
+    cache: KVCache | None = None
+    file: Path | None = None
+
+
+@dataclass(eq=False)
+class Turns:
+    """The text of a session up to now, as the engine and its caller share it."""
+
+    tokens: list[int] = field(default_factory=list)
+    selected: list[bool] = field(default_factory=list)
+    """For each token whether it runs with selection, as those of answers do."""
+    request: "Request | None" = None
+    """The one that its caller made last, if there is one."""
+    pause: Pause | None = None
+    """Belongs to the engine's thread, and is None while a request uses the cache."""
+    is_closed: bool = False
+
+
 class Request:
     """A request as the engine's thread sees it: an answer, or the scoring of a prompt."""
 
-    def __init__(self, answer: Answer | Scoring, block_tokens: int) -> None:
+    def __init__(
+        self, answer: Answer | Scoring, block_tokens: int, turns: Turns | None = None, *, reads_only: bool = False
+    ) -> None:
+        self.turns, self.reads_only = turns, reads_only
+        """The session it is part of, if any; and whether it ends when all its tokens have run, with none drawn."""
+        self.left = Event()
+        """Set when the engine has done with it."""
         self.answer = answer
         self.siblings: list[Request] = []
         """Further answers to its prompt, which begin once it has been read."""
@@ -33,8 +68,8 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Tokens that must run before the next one can be drawn."""
-        return len(self.answer.tokens) - self.held
+        """Tokens that must run before the next one can be drawn; one more where none will be."""
+        return len(self.answer.tokens) - self.held + self.reads_only
 
     @property
     def block(self) -> int:
@@ -56,6 +91,7 @@ class Stream(Iterator[str]):
 
     def __init__(self, request: Request, answer: Answer, neurons: int) -> None:
         self._request, self._answer, self._neurons = request, answer, neurons
+        self.session: object = None
         weakref.finalize(self, request.cancel).atexit = False
 
     def __next__(self) -> str:

@@ -85,6 +85,13 @@ class KVCache:
         self._tokens += tokens.tolist()
         self._selected += [select] * len(tokens)
 
+    def count_held(self, tokens: Sequence[int], selected: Sequence[bool]) -> None:
+        """Count these tokens as held, whose keys and values have been put into the pages reserved for them."""
+        assert len(tokens) == len(selected) <= self.room
+        assert pages_of(self.length + len(tokens)) <= len(self._pages)
+        self._tokens += tokens
+        self._selected += selected
+
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` positions; there may be fewer already. Pages past the end are released."""
         del self._tokens[length:], self._selected[length:]
@@ -96,11 +103,7 @@ class KVCache:
 
         The last token always runs again, because its logits are needed.
         """
-        same = 0
-        for held, wanted in zip(self._tokens, tokens[:-1], strict=False):
-            if held != wanted:
-                break
-            same += 1
+        same = common_length(self._tokens, tokens[:-1])
         self.truncate(same)
         return same
 
@@ -138,3 +141,8 @@ class KVCache:
 def pages_of(positions: int) -> int:
     """Pages that so many positions take."""
     return -(-positions // PAGE_POSITIONS)
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -8,32 +8,27 @@ engine's thread in place of the clock's, for one thread on a machine that others
 """
 
 import argparse
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from support.sparse_model import Spec, build
-from support.synthetic import small_decoder
+from support.bench_model import VOCABULARY, add_arguments, opened
 
-from pi_runtime import Engine, Model, Sampling, load
-from pi_runtime.artifact.sizes import PARTS
+from pi_runtime import Engine, Model, Sampling
 from pi_runtime.engine import engine as engine_module
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 
-CONTEXT, VOCABULARY, STEPS = 8192, 32000, 10
+STEPS = 10
 GREEDY = Sampling()
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"prompt": 1500, "layers": 4, "d-model": 2048, "d-ff": 8192, "heads": 32}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--prompt", type=int, default=1500)
     parser.add_argument("--pieces", default="8,16,32,64")
     parser.add_argument("--others", default="1,7", help="answers that are being written")
-    parser.add_argument("--threads", type=int)
+    add_arguments(parser)
     parser.add_argument("--thread-time", action="store_true")
     return parser.parse_args()
 
@@ -56,7 +51,7 @@ class TimedSteps:
 
 def measure(model: Model, steps: TimedSteps, prompt: list[int], others: int, piece: int, alone: float) -> None:
     """Print one row; `alone` is the prompt's speed in tokens/s with nobody else."""
-    with Engine(model, slots=others + 1, piece=piece) as engine:
+    with Engine(model, slots=others + 1, piece=piece, speculate="off") as engine:
         streams = [engine.generate([n, n + 1], sampling=GREEDY) for n in range(others)]
         for stream in streams:
             next(stream)
@@ -76,25 +71,16 @@ def main() -> None:
     a = arguments()
     if a.thread_time:
         engine_module.time = SimpleNamespace(perf_counter=time.thread_time)  # type: ignore[attr-defined]
-    decoder = small_decoder(
-        n_layers=a.layers, d_model=a.d_model, d_ff=a.d_ff, n_heads=a.heads, n_kv_heads=a.heads // 4,
-        head_dim=a.d_model // a.heads, vocab_size=VOCABULARY, context_length=CONTEXT,
-    )  # fmt: skip
-    spec = Spec(decoder=decoder, formats={**dict.fromkeys(PARTS, "q8"), "predictor": "q4"}, density=0.1, rank=512)
     prompt = np.random.default_rng(0).integers(0, VOCABULARY, a.prompt).tolist()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.pi"
-        build(spec, {1.5: path})
-        with load(path, mode="predicted", context=CONTEXT, threads=a.threads) as model:
-            model.warm_up()
-            steps = TimedSteps(model, thread_time=a.thread_time)
-            "".join(model.generate(prompt, max_tokens=1, sampling=GREEDY))
-            alone = len(prompt) / sum(steps.seconds)
-            print(f"a prompt of {len(prompt)} tokens alone: {alone:.0f} tokens/s")
-            print("others  piece   they keep   the prompt   longest step   step without it")
-            for others in map(int, a.others.split(",")):
-                for piece in map(int, a.pieces.split(",")):
-                    measure(model, steps, prompt, others, piece, alone)
+    with opened(a) as model:
+        steps = TimedSteps(model, thread_time=a.thread_time)
+        "".join(model.generate(prompt, max_tokens=1, sampling=GREEDY))
+        alone = len(prompt) / sum(steps.seconds)
+        print(f"a prompt of {len(prompt)} tokens alone: {alone:.0f} tokens/s")
+        print("others  piece   they keep   the prompt   longest step   step without it")
+        for others in map(int, a.others.split(",")):
+            for piece in map(int, a.pieces.split(",")):
+                measure(model, steps, prompt, others, piece, alone)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ STATS = {
     "decode_tokens_per_s",
     "rows_read_share",
     "active_share",
+    "guessed_tokens",
+    "accepted_tokens",
 }
 
 
@@ -280,6 +282,7 @@ FLAGS = {
     "--slots": (None, None),
     "--kv-budget": (None, "PI_KV_BUDGET"),
     "--piece": (None, None),
+    "--speculate": (None, "PI_SPECULATE"),
     "--stats": (None, None),
     "--json": (None, None),
     "--debug": (None, "PI_DEBUG"),

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import pytest
+
 from pi_runtime import Engine, Grammar, Model, Sampling
 from pi_runtime.engine.stream import Stream
 from pi_runtime.generation import Generation
+from pi_runtime.guesses import MOST_GUESSES, Guess, PromptLookup
 
 CAN_CONSTRAIN = find_spec("llguidance") is not None
 GRAMMARS = (
@@ -84,7 +87,23 @@ def found_by(answer: Generation | Stream) -> Found:
 
 
 def alone(model: Model, request: Request) -> Found:
-    return found_by(model.generate(request.prompt, **request.settings))
+    return found_by(model.generate(request.prompt, **request.settings, speculate="off"))
+
+
+def oracle(
+    monkeypatch: pytest.MonkeyPatch, requests: Sequence[Request], answers: Sequence[Found], wrong: float
+) -> None:
+    """Let guesses be the answers that are known, with some wrong tokens: more of them are right than any text gives."""
+    rng = random.Random(0)
+    known = [[*request.prompt, *token_ids] for request, (_, token_ids, _) in zip(requests, answers, strict=True)]
+
+    def guess(lookup: PromptLookup, most: int) -> Guess:
+        so_far = list(lookup._tokens)
+        found = next((k[len(so_far) :] for k in known if k[: len(so_far)] == so_far), [])
+        found = [rng.randrange(250) if rng.random() < wrong else token for token in [*found, *range(9)]]
+        return Guess(found[: max(0, min(most, MOST_GUESSES))], rng.randint(2, 16))
+
+    monkeypatch.setattr(PromptLookup, "guess", guess)
 
 
 def together(engine: Engine, requests: Sequence[Request], rng: random.Random) -> list[Found]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numba
 import pytest
-from support.requests import alone, assert_same, follow_ups, random_requests, together
+from support.requests import alone, assert_same, follow_ups, found_by, oracle, random_requests, together
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import Engine, load
@@ -48,11 +48,11 @@ def artifact(path: Path, fmt: str, fields: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_text_in_any_company(case: str, tmp_path: Path, long: bool) -> None:
+def test_the_same_text_in_any_company(case: str, tmp_path: Path, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fmt, fields, options = CASES[case]
     path = artifact(tmp_path / "a.pi", fmt, fields)
     rounds, count = (10, 100) if long else (2, 12)
-    compared = preempted = cached = 0
+    compared = preempted = cached = guessed = accepted = 0
     for n in range(rounds):
         rng = random.Random(f"{case} {n}")
         requests = random_requests(rng, count, sampled=n % 2 == 1, context=CONTEXT, cancels=True)
@@ -61,16 +61,29 @@ def test_the_same_text_in_any_company(case: str, tmp_path: Path, long: bool) -> 
             page = model.executor.new_pool(None).page_nbytes
             # As little as one full context takes, more, or no limit.
             budget = page * (CONTEXT // PAGE_POSITIONS + rng.randint(0, 3)) if rng.random() < 0.7 else None
-            with Engine(model, slots=rng.choice([1, 2, 4, 6, 8]), piece=rng.randint(1, 64), kv_budget=budget) as engine:
+            speculate: str | int = "auto" if model.plan is not None else rng.choice(["auto", "off", 1, 4, 32])
+            settings: dict[str, Any] = {"kv_budget": budget, "speculate": speculate}
+            with (
+                monkeypatch.context() as patch,
+                Engine(model, slots=rng.choice([1, 2, 4, 6, 8]), piece=rng.randint(1, 64), **settings) as engine,
+            ):
+                oracle(patch, requests, wanted, wrong=rng.choice([0, 0.1, 0.5]))
+                for request, answer in zip(requests, wanted, strict=True):
+                    generated = model.generate(request.prompt, **request.settings, speculate=speculate)
+                    assert_same(request, answer, found_by(generated))
                 found = together(engine, requests, rng)
                 turns = follow_ups(rng, requests, wanted, CONTEXT)
                 found += together(engine, turns, rng)
                 # Whatever is still held is held for later requests, and nothing after the end.
                 assert engine.stats.pages_used == len(set(engine._memory._tree.pages))
                 preempted, cached = preempted + engine.stats.preemptions, cached + engine.stats.cached_tokens
+                guessed, accepted = guessed + engine.stats.guessed_tokens, accepted + engine.stats.accepted_tokens
             assert engine.stats.pages_used == 0
             wanted += [alone(model, request) for request in turns]
             for row in zip([*requests, *turns], wanted, found, strict=True):
                 assert_same(*row)
                 compared += 1
-    print(f"{case}: {compared} answers the same; {preempted} preemptions, {cached} tokens of prompts reused")
+    print(
+        f"{case}: {compared} answers the same; {preempted} preemptions, {cached} tokens of prompts reused, "
+        f"{accepted} of {guessed} guesses right"
+    )

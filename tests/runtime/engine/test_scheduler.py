@@ -142,6 +142,15 @@ def test_answers_keep_their_share_and_prompts_the_rest(share: float, plain_s: fl
     assert pieces * piece_s >= min((1 - share) * elapsed, 0.88 * 2000 * piece_s) - cycle
 
 
+def test_the_share_is_one_of_tokens_where_guesses_gain_several() -> None:
+    rule, elapsed, tokens = DecodeShare(0.5), 0.0, 0
+    for _ in range(1000):
+        prompts = rule.allows_prompts(1)
+        rule.count(1.0 + prompts, 1, prompts, 1 if prompts else 4)
+        elapsed, tokens = elapsed + 1 + prompts, tokens + (1 if prompts else 4)
+    assert tokens / elapsed == pytest.approx(0.5 * 4, rel=0.02)
+
+
 def test_a_slow_step_is_forgotten() -> None:
     """Otherwise its time would count for all that follow, and answers get less than their share."""
     rule, plain, pieces = DecodeShare(0.5), 0, 0

@@ -1,0 +1,119 @@
+"""A session in a file: its tokens, and the pages of those that have been computed.
+
+magic, bytes of the header (8, little-endian), header (canonical JSON), tokens (int64), kinds (uint8, 1 with selection),
+pages, SHA-256 of all before. Keys and values belong to one model and one way to run it: the header names them.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_runtime.artifact.decoding import canonical_json
+from pi_runtime.errors import DoesNotFitError, InputError, UsageError
+from pi_runtime.execution.kv_cache import KVCache, pages_of
+
+MAGIC = b"pi-session-1\n"
+SIZE = 8
+DIGEST = 32
+
+
+@dataclass(frozen=True)
+class StoredSession:
+    """What a file holds: all tokens with their kinds, and pages for the first `held` of them."""
+
+    tokens: list[int]
+    selected: list[bool]
+    held: int
+    pages: npt.NDArray[np.uint8]
+
+
+def write_pages(file: BinaryIO, cache: KVCache) -> int:
+    """Write the pages of a cache; returns the bytes."""
+    arrays = [cache.pool.values(page) for page in cache.pages]
+    for values in arrays:
+        file.write(values.reshape(-1).view(np.uint8).data)
+    return sum(values.nbytes for values in arrays)
+
+
+def read_pages(file: BinaryIO, cache: KVCache, count: int) -> None:
+    """Fill the first pages that were reserved for a cache. Raises OSError for a file that is too short."""
+    for page in cache.held_pages[:count]:
+        view = cache.pool.values(page).reshape(-1).view(np.uint8)
+        if file.readinto(view.data) != view.nbytes:  # type: ignore[attr-defined]
+            raise OSError("the file ends too early")
+
+
+def save(
+    path: Path,
+    run: Mapping[str, Any],
+    turns: tuple[list[int], list[bool]],
+    held: int,
+    write: Callable[[BinaryIO], object],
+) -> None:
+    """Write a session whole, or not at all. `run` names the model and how it runs; `write` writes the pages."""
+    tokens, selected = turns
+    header = canonical_json({"run": run, "tokens": len(tokens), "held": held})
+    name = None
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(descriptor, "w+b") as file:
+            file.write(MAGIC + len(header).to_bytes(SIZE, "little") + header)
+            file.write(np.array(tokens, "<i8").tobytes() + np.array(selected, np.uint8).tobytes())
+            write(file)
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").digest()
+            file.seek(0, os.SEEK_END)
+            file.write(digest)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except OSError as error:
+        kind = DoesNotFitError if error.errno == errno.ENOSPC else UsageError
+        raise kind(f"{path}: cannot be written", found=error.strerror) from None
+    finally:
+        if name is not None:
+            Path(name).unlink(missing_ok=True)
+
+
+def load(path: Path, run: Mapping[str, Any], page_nbytes: int) -> StoredSession:
+    """Read a session that was saved by the same model, run in the same way.
+
+    Raises InputError for a file that cannot be read, is no session or is damaged, and UsageError where another model,
+    or another way to run it, made it.
+    """
+    try:
+        data = np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read", found=error.strerror) from None
+    head = data[: len(MAGIC) + SIZE].tobytes()
+    if head[: len(MAGIC)] != MAGIC or len(head) < len(MAGIC) + SIZE:
+        raise InputError(f"{path}: not a saved session", expected=MAGIC.decode().strip(), found=repr(head[:12]))
+    if hashlib.sha256(data[:-DIGEST].data).digest() != data[-DIGEST:].tobytes():
+        raise InputError(f"{path}: the saved session is damaged", remedy="save it again, or begin a new one")
+    at = len(head) + int.from_bytes(head[len(MAGIC) :], "little")
+    header = json.loads(data[len(head) : at].tobytes())
+    differing = [key for key in run if header["run"].get(key) != run[key]]
+    if differing:
+        raise UsageError(
+            f"{path}: the session was saved by another model or run: {', '.join(differing)} differ",
+            expected=", ".join(f"{key} {run[key]}" for key in differing),
+            found=", ".join(f"{key} {header['run'].get(key)}" for key in differing),
+            remedy="load it with the artifact, mode and cache format that saved it",
+        )
+    count, held = header["tokens"], header["held"]
+    kinds, pages = at + 8 * count, at + 9 * count
+    return StoredSession(
+        tokens=np.frombuffer(data[at:kinds].tobytes(), "<i8").tolist(),
+        selected=[bool(kind) for kind in data[kinds:pages]],
+        held=held,
+        pages=data[pages : pages + pages_of(held) * page_nbytes],
+    )

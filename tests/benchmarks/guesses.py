@@ -1,0 +1,159 @@
+"""What guesses gain: answers that repeat the prompt, answers with edits, and free text.
+
+nox -s bench -- guesses [TEXT …] [--pairs 4] [--tokens 400] [--layers 4] [--mode predicted] [--threads N] …
+
+Prompts and answers are cut from real texts: the files named, or this project's pages. The answer is forced: logits are
+computed and the sampler runs, but the next token is the answer's. So acceptance is that of real text, and not of the
+loops in which a random model ends. Tokens are pieces of words of up to six letters.
+
+    copy   the answer is the prompt's passage
+    edit   the passage with every 12th sentence or so left out, and with some words replaced throughout
+    free   the passage that follows the prompt's
+
+Each answer is written without guesses and with them, in turns; then all answers of a kind at once, by an engine. Then
+the times of blocks are printed, and the targets.
+"""
+
+import argparse
+import random
+import re
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from support.bench_model import VOCABULARY, add_arguments, opened, verdict
+from support.paths import ROOT
+
+from pi_runtime import Engine, Model, Sampling
+from pi_runtime.generation import Answer, Generation
+from pi_runtime.guesses import StepTimes
+from pi_runtime.sampling import Sampler
+
+INSTRUCTION = "Write the following text again, with the changes that were asked for:"
+EDITED_WORDS, DROPPED = 0.03, 1 / 12
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", nargs="*", type=Path, default=sorted((ROOT / "docs").glob("*.md")))
+    parser.add_argument("--pairs", type=int, default=4, help="prompts of each kind")
+    parser.add_argument("--tokens", type=int, default=400, help="length of a passage")
+    parser.add_argument("--speculate", default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    add_arguments(parser)
+    return parser.parse_args()
+
+
+class Words:
+    """Tokens of a text: pieces of words and single signs, numbered as they come."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, int] = {}
+
+    def __call__(self, text: str) -> list[int]:
+        pieces = re.findall(r" ?\w{1,6}|\s+|[^\w\s]", text)
+        return [self._ids.setdefault(piece, 300 + len(self._ids) % (VOCABULARY - 300)) for piece in pieces]
+
+
+class Forced(Sampler):
+    """Chooses as its settings say, and then gives the token of a fixed answer."""
+
+    def __init__(self, model: Model, prompt: int, answer: Sequence[int]) -> None:
+        super().__init__(Sampling(), model.manifest.decoder.vocab_size)
+        self._prompt, self._answer = prompt, answer
+
+    def __call__(self, logits: Any, seen_ids: Any) -> int:
+        super().__call__(logits, seen_ids)
+        return self._answer[len(seen_ids) - self._prompt]
+
+
+def passages(texts: Sequence[Path], tokens: int, rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Passages of the texts and what follows each, at random."""
+    whole = "\n\n".join(path.read_text(encoding="utf-8") for path in texts)
+    chars = 4 * tokens
+    while True:
+        at = rng.randrange(max(1, len(whole) - 2 * chars))
+        yield whole[at : at + chars], whole[at + chars : at + 2 * chars]
+
+
+def edited(text: str, rng: random.Random) -> str:
+    """The text without some of its sentences, and with some words replaced wherever they stand."""
+    sentences = [s for s in re.split(r"(?<=[.:|])\s", text) if rng.random() >= DROPPED]
+    words = sorted(set(re.findall(r"\w{4,}", text)))
+    found = " ".join(sentences)
+    for word in rng.sample(words, max(1, round(EDITED_WORDS * len(words)))):
+        found = re.sub(rf"\b{word}\b", word[::-1], found)
+    return found
+
+
+KINDS: dict[str, Callable[[str, str, random.Random], str]] = {
+    "copy": lambda passage, _, __: passage,
+    "edit": lambda passage, _, rng: edited(passage, rng),
+    "free": lambda _, following, __: following,
+}
+
+
+def forced(model: Model, prompt: list[int], answer: list[int]) -> Answer:
+    """An answer that has not begun, and will be this one."""
+    begun = model.new_answer(prompt, max_tokens=len(answer))
+    begun._sampler = Forced(model, len(prompt), answer)
+    return begun
+
+
+def written(model: Model, prompt: list[int], answer: list[int], speculate: str | int, times: StepTimes) -> Generation:
+    """A forced answer, written to its end."""
+    begun, rule = forced(model, prompt, answer), model.speculation(speculate, times)
+    generation = Generation(model.executor, model.new_cache(), begun, rule)
+    "".join(generation)
+    assert generation.token_ids == answer
+    return generation
+
+
+def together(model: Model, pairs: Sequence[tuple[list[int], list[int]]], speculate: str | int) -> float:
+    """Tokens per second of answers that an engine writes at once, from the first token of each."""
+    with Engine(model, slots=len(pairs), speculate=speculate, decode_share=0) as engine:
+        streams = [engine.begin(forced(model, prompt, answer)) for prompt, answer in pairs]
+        for stream, (_, answer) in zip(streams, pairs, strict=True):
+            "".join(stream)
+            assert stream.token_ids == answer
+        stats = [stream.stats for stream in streams]
+        return sum(s.generated_tokens - 1 for s in stats) / max(s.decode_s for s in stats)
+
+
+def main() -> None:
+    a = arguments()
+    rng, words, ratios, times = random.Random(a.seed), Words(), {}, StepTimes()
+    speculate = int(a.speculate) if a.speculate.isdecimal() else a.speculate
+    with opened(a) as model:
+        print("kind   plain, tokens/s   with guesses   ratio   guessed   right   right of guessed")
+        for kind, answer_of in KINDS.items():
+            found, pairs = [], []
+            for _, (passage, following) in zip(range(a.pairs), passages(a.texts, a.tokens, rng), strict=False):
+                prompt = words(f"{INSTRUCTION}\n\n{passage}\n\n")
+                answer = words(answer_of(passage, following, rng))
+                pairs.append((prompt, answer))
+                # By turns the first of the two, because the speed of a machine drifts.
+                order = [("off", StepTimes()), (speculate, times)][:: (-1) ** len(pairs)]
+                both = [written(model, prompt, answer, *settings).stats for settings in order]
+                plain, guessed = both[:: (-1) ** len(pairs)]
+                assert plain.decode_tokens_per_s is not None
+                assert guessed.decode_tokens_per_s is not None
+                found.append(guessed.decode_tokens_per_s / plain.decode_tokens_per_s)
+                print(
+                    f"{kind:6} {plain.decode_tokens_per_s:15.1f} {guessed.decode_tokens_per_s:14.1f} {found[-1]:7.2f} "
+                    f"{guessed.guessed_tokens:9} {guessed.accepted_tokens:7} {guessed.acceptance or 0:18.0%}"
+                )
+            ratios[kind] = statistics.median(found)
+            off, on = (together(model, pairs, setting) for setting in ("off", speculate))
+            print(f"{kind:6} {off:15.1f} {on:14.1f} {on / off:7.2f}   {len(pairs)} at once")
+        print("tokens of a block: its time ÷ that of one token")
+        taken = sorted(times.taken(1).items())
+        print("  ".join(f"{tokens}: {seconds / taken[0][1]:.2f}" for tokens, seconds in taken))
+    print(verdict("copy, times as fast", ratios["copy"], at_least=2))
+    print(verdict("edit, times as fast", ratios["edit"], at_least=2))
+    print(verdict("free text, times as fast", ratios["free"], at_least=0.97))
+
+
+if __name__ == "__main__":
+    main()
