@@ -64,7 +64,7 @@ def measure(model: Model, clock: Clock, slots: int, requests: int) -> None:
     rng = random.Random(1)
     grammars = [Grammar.json_schema(random_schema(rng)) for _ in range(requests)]
     for chosen in ([None] * requests, grammars):
-        with Engine(model, slots=slots) as engine:
+        with Engine(model, slots=slots, speculate="off") as engine:
             clock.seconds = 0.0
             streams = [
                 engine.generate(

@@ -13,6 +13,7 @@ from pi_runtime import Engine, Grammar, Model, Sampling
 from pi_runtime.engine.stream import Stream
 from pi_runtime.generation import Generation
 from pi_runtime.guesses import MOST_GUESSES, Guess, PromptLookup
+from pi_runtime.sampling import TokenLogprobs
 
 CAN_CONSTRAIN = find_spec("llguidance") is not None
 GRAMMARS = (
@@ -20,8 +21,8 @@ GRAMMARS = (
     Grammar.regex("(yes|no)( [a-z]+)*"),
     Grammar.json_schema({"type": "array", "items": {"type": ["integer", "boolean"]}}),
 )
-Found = tuple[str, list[int], str | None]
-"""Text, tokens and the reason of the end."""
+Found = tuple[str, list[int], str | None, list[TokenLogprobs]]
+"""Text, tokens, the reason of the end, and log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ def random_requests(rng: random.Random, count: int, *, sampled: bool, context: i
             settings["stop"] = [chr(rng.randrange(32, 127)) for _ in range(rng.randint(1, 3))]
         if CAN_CONSTRAIN and rng.random() < 0.2:
             settings["grammar"] = rng.choice(GRAMMARS)
+        if rng.random() < 0.3:
+            settings["logprobs"] = rng.randint(0, 3)
         if rng.random() < 0.3:
             settings["min_tokens"] = rng.randint(0, settings["max_tokens"] or 20)
         penalties = {
@@ -74,7 +77,7 @@ def follow_ups(
 ) -> list[Request]:
     """Second turns of some talks: each prompt is an earlier one with its answer and a few tokens more."""
     found = []
-    for request, (_, token_ids, _) in zip(requests, answers, strict=True):
+    for request, (_, token_ids, *_) in zip(requests, answers, strict=True):
         prompt = (*request.prompt, *token_ids, *(rng.randrange(250) for _ in range(rng.randint(1, 9))))
         if len(prompt) < context and rng.random() < 0.5:
             found.append(Request(prompt, request.settings))
@@ -83,7 +86,7 @@ def follow_ups(
 
 def found_by(answer: Generation | Stream) -> Found:
     """All that an answer comes to."""
-    return "".join(answer), answer.token_ids, answer.finish_reason
+    return "".join(answer), answer.token_ids, answer.finish_reason, answer.logprobs
 
 
 def alone(model: Model, request: Request) -> Found:
@@ -95,7 +98,7 @@ def oracle(
 ) -> None:
     """Let guesses be the answers that are known, with some wrong tokens: more of them are right than any text gives."""
     rng = random.Random(0)
-    known = [[*request.prompt, *token_ids] for request, (_, token_ids, _) in zip(requests, answers, strict=True)]
+    known = [[*request.prompt, *token_ids] for request, (_, token_ids, *_) in zip(requests, answers, strict=True)]
 
     def guess(lookup: PromptLookup, most: int) -> Guess:
         so_far = list(lookup._tokens)
@@ -128,5 +131,6 @@ def assert_same(request: Request, wanted: Found, found: Found) -> None:
     if request.cancelled_after is not None and found[2] == "cancelled":
         assert wanted[0].startswith(found[0]), request
         assert wanted[1][: len(found[1])] == found[1], request
+        assert wanted[3][: len(found[3])] == found[3], request
     else:
         assert found == wanted, request

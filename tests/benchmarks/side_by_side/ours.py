@@ -3,6 +3,7 @@
 import re
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,8 @@ def answer(name: str, engine: bool, tokens: int) -> dict[str, Any]:
     """Seconds of one answer to a short prompt, through an engine or by `generate`."""
     model = _models[name]
     if engine and name not in _engines:
-        _engines[name] = Engine(model, slots=1)
-    generate = _engines[name].generate if engine else model.generate
+        _engines[name] = Engine(model, slots=1, speculate="off")
+    generate = _engines[name].generate if engine else partial(model.generate, speculate="off")
     began = time.perf_counter()
     for _ in generate(_ids(model, 4), max_tokens=tokens, sampling=Sampling(temperature=0)):
         pass

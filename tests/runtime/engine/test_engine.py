@@ -316,7 +316,7 @@ def test_several_answers_are_those_of_their_numbers(random_path: Path, monkeypat
             assert [found_by(stream) for stream in streams] == wanted
             assert [stream.stats.cached_tokens for stream in streams] == [0, *[50] * 5]
         assert sum(len(s.tokens) for step in steps for s in step if not s.select) == 50
-        assert len({text for text, _, _ in wanted}) == 6
+        assert len({text for text, *_ in wanted}) == 6
 
 
 def test_several_answers_of_a_fresh_seed_share_it(model: Model, engine: Engine) -> None:
@@ -354,7 +354,7 @@ def test_closing_ends_answers_that_wait_for_their_prompt(talker: Model) -> None:
 
 def test_answers_may_end_with_their_first_token(tmp_path: Path) -> None:
     with load(scripted_artifact(tmp_path / "a.pi", saying("ab"))) as model, Engine(model, slots=2) as engine:
-        assert [found_by(s) for s in engine.generate_many("b", 3)] == [("", [], "end")] * 3
+        assert [found_by(s) for s in engine.generate_many("b", 3)] == [("", [], "end", [])] * 3
         assert engine.stats.finished == 3
 
 
