@@ -34,12 +34,12 @@ def engine(model: Model) -> Iterator[Engine]:
 
 @pytest.fixture
 def talker(endless: Path) -> Iterator[Model]:
-    """Goes on for 4,096 tokens."""
+    """Goes on for 4,096 tokens; guesses would shorten that to a moment."""
     with load(endless) as model:
         yield model
 
 
-def spied(model: Model, monkeypatch: pytest.MonkeyPatch, before: Callable[[], None] = lambda: None) -> Steps:
+def spied(model: Model, monkeypatch: pytest.MonkeyPatch, before: Callable[[], object] = lambda: None) -> Steps:
     """The steps that the model runs from now on; `before` is called before each."""
     steps: Steps = []
     step = model.executor.step
@@ -115,7 +115,7 @@ def test_a_prompt_is_not_computed_again(model: Model, engine: Engine) -> None:
 
 
 def test_a_prompt_is_shared_while_its_answer_is_still_written(talker: Model) -> None:
-    with Engine(talker, slots=2) as engine:
+    with Engine(talker, slots=2, speculate="off") as engine:
         first = engine.generate("ab" * 50)
         next(first)
         second = engine.generate("ab" * 40 + "b", max_tokens=3)
@@ -124,12 +124,15 @@ def test_a_prompt_is_shared_while_its_answer_is_still_written(talker: Model) -> 
         first.cancel()
 
 
-def test_equal_prompts_at_once_are_computed_once(random_path: Path) -> None:
+def test_equal_prompts_at_once_are_computed_once(random_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All go on from the two full pages, which are read once but for a few tokens that fill up a piece."""
-    prompt = [n % 200 for n in range(93)]
+    prompt, all_are_there = [n % 200 for n in range(93)], threading.Event()
     with load(random_path, mode="predicted") as model, Engine(model, slots=4) as engine:
-        engine.generate([1], max_tokens=1)
+        spied(model, monkeypatch, before=all_are_there.wait)
+        first = engine.generate([1], max_tokens=1)
         streams = [engine.generate(prompt, max_tokens=3) for _ in range(4)]
+        all_are_there.set()
+        "".join(first)
         assert {"".join(stream) for stream in streams} == {"".join(model.generate(prompt, max_tokens=3))}
         assert engine.stats.cached_tokens > 0.9 * 3 * 64
 
@@ -157,7 +160,7 @@ def test_a_slow_reader_holds_up_nobody(model: Model) -> None:
 
 def test_a_cancelled_request_leaves_before_the_next_step(talker: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = spied(talker, monkeypatch)
-    with Engine(talker, slots=2) as engine:
+    with Engine(talker, slots=2, speculate="off") as engine:
         other, stream = engine.generate("a"), engine.generate("ab")
         head = next(stream)
         cache = next(s.cache for step in steps for s in step if 98 in s.tokens[:2] and len(s.tokens) == 2)
@@ -175,17 +178,17 @@ def test_a_cancelled_request_leaves_before_the_next_step(talker: Model, monkeypa
 
 
 def test_what_waits_can_be_cancelled(talker: Model) -> None:
-    with Engine(talker, slots=1) as engine:
+    with Engine(talker, slots=1, speculate="off") as engine:
         running, waiting = engine.generate("a"), engine.generate("b")
         waiting.cancel()
         assert list(waiting) == []
         assert waiting.finish_reason == "cancelled"
-        assert engine.stats.running == 1
+        wait_until(lambda: engine.stats.running == 1)
         running.cancel()
 
 
 def test_a_stream_that_nobody_refers_to_is_cancelled(talker: Model) -> None:
-    with Engine(talker) as engine:
+    with Engine(talker, speculate="off") as engine:
         engine.generate("a")
         gc.collect()
         wait_until(lambda: engine.stats.finished == 1)
@@ -235,7 +238,7 @@ def test_a_fault_of_the_model_reaches_every_stream(model: Model, monkeypatch: py
 
 
 def test_closing_ends_what_runs_and_what_waits(talker: Model) -> None:
-    with Engine(talker, slots=2) as engine:
+    with Engine(talker, slots=2, speculate="off") as engine:
         streams = [engine.generate("a") for _ in range(4)]
         next(streams[0])
     for stream in streams:
@@ -331,7 +334,7 @@ def test_several_answers_of_a_fresh_seed_share_it(model: Model, engine: Engine) 
 
 
 def test_an_answer_that_leaves_early_leaves_the_others(talker: Model) -> None:
-    with Engine(talker, slots=1) as engine:
+    with Engine(talker, slots=1, speculate="off") as engine:
         busy = engine.generate("ab", max_tokens=200)
         streams = engine.generate_many("ab" * 30, 3, max_tokens=4)
         streams[0].cancel()
@@ -342,7 +345,7 @@ def test_an_answer_that_leaves_early_leaves_the_others(talker: Model) -> None:
 
 
 def test_closing_ends_answers_that_wait_for_their_prompt(talker: Model) -> None:
-    with Engine(talker, slots=1) as engine:
+    with Engine(talker, slots=1, speculate="off") as engine:
         busy = engine.generate("ab")
         next(busy)
         streams = engine.generate_many("ab" * 30, 3)
@@ -401,7 +404,7 @@ def test_scores_beside_answers(random_path: Path, monkeypatch: Any, mode: str) -
 
 
 def test_scores_that_are_cancelled_or_wrong(talker: Model) -> None:
-    with Engine(talker, slots=1) as engine:
+    with Engine(talker, slots=1, speculate="off") as engine:
         busy = engine.generate("ab")
         scores = engine.score("ab" * 20)
         scores.cancel()
