@@ -205,7 +205,7 @@ class Model:
         `max_tokens`: None goes on until the model ends or the context is full. `min_tokens`: up to so many neither
         the model nor a stop string ends the text. `sampling`: None takes the checkpoint's generation defaults.
         `stop`: texts that end the answer. `logprobs`: keep the log-probability of each token, and of so many likeliest
-        ones. `grammar`: what the text must be. `cache`: one that earlier calls used; the part of the prompt that it
+        ones. `grammar`: what the text must be. `expected`: tokens that are likely to come. `cache`: one that earlier calls used; the part of the prompt that it
         holds is not computed again. `speculate`: how many tokens are guessed at a time and checked together, which
         changes no text: `auto` as many as pay, `off`, or a number.
 
@@ -236,6 +236,8 @@ class Model:
         """
         if settings.get("sampling") is None:
             settings["sampling"] = Sampling.from_generation_config(self.manifest.generation)
+        if settings.get("expected"):
+            settings["expected"] = self._checked_ids(settings["expected"]).tolist()
         return Answer(
             self.tokenizer,
             self._prompt_ids(prompt),
