@@ -7,7 +7,15 @@ SPACE, HEX = " \t\r\n", "0123456789abcdefABCDEF"
 CLOSERS = {"{": "}", "[": "]"}
 # States. The first four expect what their names say; `AFTER` a comma or a closing bracket.
 KEY, FIRST_KEY, VALUE, FIRST_VALUE = "key", "first key", "value", "first value"
-COLON, STRING, ESCAPE, UNICODE, SCALAR_TEXT, AFTER, DONE = "colon", "string", "escape", "unicode", "scalar", "after", "done"
+COLON, STRING, ESCAPE, UNICODE, SCALAR_TEXT, AFTER, DONE = (
+    "colon",
+    "string",
+    "escape",
+    "unicode",
+    "scalar",
+    "after",
+    "done",
+)
 
 
 class JsonScanner:
