@@ -11,7 +11,7 @@ from typing import Any
 from pi_runtime.server.tools.formats import ToolFormat
 from pi_runtime.server.tools.reasoning import ReasoningFormat
 
-Schema = Mapping[str, Any]
+Schema = Mapping[str, Any] | bool
 TERMINALS = r"""TEXT: /(.|\n)*/
 SPACE: /[ \n]{0,4}/
 PLAIN: /\s*[^{\s](.|\n)*/
