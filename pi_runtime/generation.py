@@ -166,6 +166,12 @@ class Answer:
         return self._logprobs[: len(self.tokens) - self.prompt_tokens]  # not the end's, which is no token of the text
 
     @property
+    def ending(self) -> TokenLogprobs | None:
+        """The log-probability of the token that ended the text and is no part of it, if they are kept."""
+        count = len(self.tokens) - self.prompt_tokens
+        return self._logprobs[count] if len(self._logprobs) > count else None
+
+    @property
     def sampling(self) -> Sampling:
         """How its tokens are chosen, with the seed."""
         return self._sampler.sampling

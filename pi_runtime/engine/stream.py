@@ -170,6 +170,11 @@ class Stream(Iterator[str]):
         return self._answer.logprobs
 
     @property
+    def ending(self) -> TokenLogprobs | None:
+        """The log-probability of the token that ended the text and is no part of it, if they were asked for."""
+        return self._answer.ending
+
+    @property
     def seed(self) -> int | None:
         """The seed of its draws: with it the same text comes again. None where it is greedy."""
         return self._answer.seed
