@@ -25,16 +25,11 @@ SECURE_HEADERS = ((b"x-content-type-options", b"nosniff"),)
 
 
 class Guard:
-    """Refuses requests that may not be answered; counts and, where asked, logs those that are."""
+    """Refuses requests that may not be answered, and has all of them counted."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        settings: ServerSettings,
-        count: Callable[[str, int], None],
-        log: Callable[[str], None] | None,
-    ) -> None:
-        self._app, self._count, self._log = app, count, log
+    def __init__(self, app: ASGIApp, settings: ServerSettings, count: Callable[[Scope, int, float], None]) -> None:
+        """`count` is called for every request at its end, with its status and the seconds that it took."""
+        self._app, self._count = app, count
         self._hosts = {name.lower() for name in settings.allowed_hosts}
         self._origins = set(settings.allowed_origins)
         self._keys = [_digest(key.encode()) for key in settings.api_keys]
@@ -59,18 +54,15 @@ class Guard:
         else:
             await self._app(scope, receive, watched)
         finally:
-            route = getattr(scope.get("route"), "path", "other")
-            self._count(route, status)
-            if self._log is not None:
-                self._log(f"{scope['method']} {route} {status} {time.perf_counter() - began:.3f} s")
+            self._count(scope, status, time.perf_counter() - began)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_known(hosts[0], scope.get("server")):
-            raise ApiError(403, "this Host is not allowed; --allowed-host allows one", code="host_not_allowed")
+            raise ApiError(403, "this Host is not allowed; --allowed-host allows it", code="wrong_host")
         for origin in headers.getlist("origin"):
             if not self._may_call(origin, hosts[0]):
-                raise ApiError(403, "this Origin is not allowed; --allowed-origin allows one", code="origin_not_allowed")
+                raise ApiError(403, "this Origin is not allowed; --allowed-origin allows it", code="wrong_origin")
         if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers.getlist("authorization")):
             challenge = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
@@ -95,7 +87,8 @@ class Guard:
         for value in given:
             scheme, _, key = value.partition(" ")
             # Every key is compared, and digests have one length: the time tells nothing.
-            found = [hmac.compare_digest(_digest(key.strip().encode("latin-1", "replace")), ours) for ours in self._keys]
+            digest = _digest(key.strip().encode("latin-1", "replace"))
+            found = [hmac.compare_digest(digest, ours) for ours in self._keys]
             if scheme.lower() == "bearer" and any(found):
                 return True
         return False

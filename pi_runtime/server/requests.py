@@ -6,6 +6,7 @@ import re
 from collections.abc import Coroutine
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from pi_runtime.server.errors import ApiError
@@ -14,10 +15,10 @@ TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 """A string, or a bracket outside strings."""
 
 
-async def read_body(receive: Receive, most: int, length: str | None) -> bytes:
+async def read_body(receive: Receive, most: int, headers: Headers) -> bytes:
     """The whole body. Raises ApiError 413 as soon as it is known to be too large, ClientGone where it ends early."""
     too_large = ApiError(413, f"the body is too large; at most {most} bytes", code="body_too_large")
-    if length is not None and int(length) > most:  # h11 has checked that it is a number
+    if int(headers.get("content-length", 0)) > most:  # h11 has checked that it is a number
         raise too_large
     found = bytearray()
     more = True
@@ -32,7 +33,7 @@ async def read_body(receive: Receive, most: int, length: str | None) -> bytes:
     return bytes(found)
 
 
-class ClientGone(Exception):
+class ClientGone(Exception):  # noqa: N818  nothing is wrong
     """Nobody waits for the answer any more."""
 
 

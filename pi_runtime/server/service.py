@@ -31,7 +31,11 @@ WATCH_S = 0.2
 """Time between two looks at the engine."""
 LAST_WORDS_S = 5.0
 """Time in which streams must have told of their end once they were ended."""
-RETRY_LATER = {"Retry-After": "5"}
+
+
+def unavailable(said: str, code: str) -> ApiError:
+    """The error of a server that takes no requests now."""
+    return ApiError(503, said, type="unavailable_error", code=code, headers={"Retry-After": "5"})
 
 
 class _Asked:
@@ -57,7 +61,13 @@ class _Asked:
         self.open = set(range(ask.count))
 
     @property
+    def sources(self) -> list[Stream | Scores]:
+        """All that comes of it."""
+        return [*self.streams] if self.scores is None else [self.scores, *self.streams]
+
+    @property
     def ended(self) -> bool:
+        """Whether everything has been read."""
         return self.has_scored and not self.open
 
     @property
@@ -103,7 +113,7 @@ class Run:
                     loop.call_soon_threadsafe(self._notice)
 
         for asked in self._asked:
-            for source in [*asked.streams, *([asked.scores] if asked.scores is not None else [])]:
+            for source in asked.sources:
                 source.listen(tell)
 
     def _notice(self) -> None:
@@ -183,7 +193,7 @@ class Run:
     def cancel(self) -> None:
         """Let the engine drop all that has not ended."""
         for asked in self._asked:
-            for source in [*asked.streams, *([asked.scores] if asked.scores is not None else [])]:
+            for source in asked.sources:
                 source.cancel()
 
 
@@ -210,7 +220,7 @@ class Service:
         """The engine. Raises ApiError (503) while there is none that answers."""
         if self.phase in ("loading", "failed") or self._engine is None:
             said = "the model is being loaded" if self.phase == "loading" else "the engine has failed"
-            raise ApiError(503, said, type="unavailable_error", code=self.phase, headers=RETRY_LATER)
+            raise unavailable(said, self.phase)
         return self._engine
 
     @property
@@ -266,7 +276,7 @@ class Service:
         while loading, draining, or after a fault."""
         _ = self.engine
         if self.phase == "draining":
-            raise ApiError(503, "the server is stopping", type="unavailable_error", code="draining", headers=RETRY_LATER)
+            raise unavailable("the server is stopping", "draining")
         with self.admission.ticket() as ticket:
             self._open_requests += 1
             try:
@@ -315,7 +325,7 @@ class Service:
         await self._until_idle(self.settings.drain_s if self.phase == "draining" else 0.0)
         said = "the server is stopping" if self.phase == "draining" else "the engine has failed"
         for run in self.runs:
-            run.fail(ApiError(503, said, type="unavailable_error", code=self.phase))
+            run.fail(unavailable(said, self.phase))
         await self._until_idle(LAST_WORDS_S)
 
     async def _until_idle(self, seconds: float) -> None:
