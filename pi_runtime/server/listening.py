@@ -7,6 +7,7 @@ end on a signal closes the door first, so nobody could ask any more how the serv
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -98,6 +99,9 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Take both signals. They have been dealt with at the end, so unlike uvicorn this raises none again."""
+        if threading.current_thread() is not threading.main_thread():  # no signal comes to another one
+            yield
+            return
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
