@@ -77,6 +77,8 @@ class AnswerSettings(TypedDict, total=False):
     """Keep the log-probability of each token, and of so many likeliest ones; None keeps none."""
     grammar: Grammar | None
     """What the text must be, or begin as where something else ends it."""
+    shown_tokens: Sequence[int]
+    """Special tokens whose text is not left out: markers of tool calls, say."""
     expected: Sequence[int]
     """Tokens that are likely to come. They change no text, only how fast it comes where guesses run."""
 
@@ -103,6 +105,7 @@ class Answer:
         logprobs: int | None = None,
         grammar: Grammar | None = None,
         expected: Sequence[int] = (),
+        shown_tokens: Sequence[int] = (),
         selected: Sequence[bool] = (),
         stop_tokens: Sequence[int] = (),
     ) -> None:
@@ -146,7 +149,7 @@ class Answer:
         self._rows_2 = np.zeros(2, np.int64)
         self._steps = self.guessed_tokens = self.accepted_tokens = 0
         self.lookup = PromptLookup(self.tokens, self._end_ids, expected)
-        self._stop_tokens = frozenset(stop_tokens)
+        self._stop_tokens, self._shown_tokens = frozenset(stop_tokens), frozenset(shown_tokens)
         self.selected = [*selected, *[False] * (len(prompt) - len(selected))]
         """For each token whether it runs with selection."""
 
@@ -236,7 +239,7 @@ class Answer:
     @cached_property
     def _text(self) -> TextStream:
         """What makes text of the tokens. Where nothing came after an earlier answer, its text goes on."""
-        text, prompt = TextStream(self._tokenizer), self.prompt_tokens
+        text, prompt = TextStream(self._tokenizer, self._shown_tokens), self.prompt_tokens
         written = next((n for n in range(prompt) if not self.selected[prompt - 1 - n]), prompt)
         for token in self.tokens[prompt - written : prompt]:
             text.push(token)

@@ -1,7 +1,7 @@
 """Text to token ids and back, by the `tokenizers` library; the manifest says which ids frame a text."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import ParamSpec, TypeVar
 
@@ -66,6 +66,11 @@ class Tokenizer:
             shared += 1
         return self._prefix_ids + ids[shared:]
 
+    def added_token(self, text: str) -> int | None:
+        """The id of a text that is a token of its own, special or not; None where it is none."""
+        token: int | None = self._library.token_to_id(text) if text in self._added else None
+        return None if token is None or token >= self._vocab_size else token
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`. Special tokens have none, nor have ids of the model that the tokenizer does not name.
 
@@ -116,6 +121,10 @@ class Tokenizer:
         token = self._library.id_to_token(token_id)
         return None if token in self._special else token
 
+    def special_text(self, token_id: int) -> str:
+        """The text that stands for a special token."""
+        return str(self._library.id_to_token(token_id))
+
     def _check(self, token_id: int) -> None:
         if not 0 <= token_id < self._vocab_size:
             raise PromptError(f"token id {token_id} is not in the vocabulary", expected=f"0…{self._vocab_size - 1}")
@@ -134,10 +143,13 @@ class TextStream:
       until it ends;
     - byte-level tokens: an unfinished character at the end decodes to exactly one replacement character, so all but
       that one is final.
+
+    `shown` are special tokens whose text is not left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._shown = frozenset(shown)
         self._context: list[int] = []
         self._held: list[int] = []
         self._context_chars = 0
@@ -151,7 +163,7 @@ class TextStream:
         """
         token = self._tokenizer._token(token_id)
         if token is None:
-            return ""
+            return self._special_text(token_id) if token_id in self._shown else ""
         self._held.append(token_id)
         if BYTE_TOKEN.fullmatch(token):
             return ""
@@ -170,6 +182,12 @@ class TextStream:
     def finish(self) -> str:
         """Return the rest when no id follows, with incomplete bytes as replacement characters."""
         return self._show(self._held_text()) if self._held else ""
+
+    def _special_text(self, token_id: int) -> str:
+        """What is held, which cannot go on beyond a special token, and the token's own text."""
+        rest = self.finish()
+        self._held, self._shown_chars = [], 0
+        return rest + self._tokenizer.special_text(token_id)
 
     def _held_text(self) -> str:
         return self._tokenizer._decode(self._context + self._held)[self._context_chars :]

@@ -1,18 +1,25 @@
 """Requests as pydantic types, and what is wrong with one as an error in OpenAI's form.
 
 The types are the one list of what the server understands: they check requests, and the OpenAPI document is made of
-them. A field that is known but not supported allows only the values that ask for nothing.
+them. A field that is known and not supported allows only the values that ask for nothing.
 """
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    StringConstraints,
+    ValidationError,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from pi_runtime.server.errors import ApiError
 
-UNSUPPORTED = "x-unsupported"
 SHOWN_CHARS = 80
 
 Metadata = Annotated[
@@ -35,12 +42,26 @@ class Body(BaseModel):
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            raise _api_error(cls, error.errors(include_url=False), value) from None
+            raise _api_error(error.errors(include_url=False), value) from None
 
 
-def unsupported(why: str) -> Any:
-    """A field that is known and not supported; its type allows the values that ask for nothing."""
-    return Field(default=None, description=f"Not supported: {why}", json_schema_extra={UNSUPPORTED: why})
+class Unsupported:
+    """Marks a field that is known and not supported; its type has the values that ask for nothing."""
+
+    def __init__(self, why: str) -> None:
+        self._why = f"not supported: {why}"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._validate, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return handler(schema) | {"description": self._why[:1].upper() + self._why[1:]}
+
+    def _validate(self, value: Any, validate: Any) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise PydanticCustomError("unsupported_parameter", "{why}", {"why": self._why}) from None
 
 
 def invalid(param: str | None, message: str, *, code: str | None = "invalid_value") -> ApiError:
@@ -48,7 +69,7 @@ def invalid(param: str | None, message: str, *, code: str | None = "invalid_valu
     return ApiError(400, message if param is None else f"{param}: {message}", param=param, code=code)
 
 
-def _api_error(body: type[Body], errors: Sequence[ErrorDetails], value: object) -> ApiError:
+def _api_error(errors: Sequence[ErrorDetails], value: object) -> ApiError:
     """One error for what validation found: that of the innermost field, as others come from branches of unions."""
     found = [(_path(error, value), error) for error in errors]
     path, error = max(found, key=lambda pair: len(pair[0]))  # the first of equals
@@ -57,10 +78,8 @@ def _api_error(body: type[Body], errors: Sequence[ErrorDetails], value: object) 
     param = _spelled(path)
     if error["type"] == "extra_forbidden":
         return invalid(param, "unknown field", code="unknown_parameter")
-    field = body.model_fields.get(str(path[0]))
-    extra = field.json_schema_extra if field is not None else None
-    if isinstance(extra, dict) and UNSUPPORTED in extra:
-        return invalid(param, f"not supported: {extra[UNSUPPORTED]}", code="unsupported_parameter")
+    if error["type"] == "unsupported_parameter":
+        return invalid(param, error["msg"], code="unsupported_parameter")
     if error["type"] == "missing":
         return invalid(param, "the field is required", code="missing_required_parameter")
     messages = dict.fromkeys(_lowered(other["msg"]) for where, other in found if where == path)

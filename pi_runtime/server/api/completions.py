@@ -9,7 +9,7 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.sampling import TokenLogprobs
-from pi_runtime.server.api.body import invalid, unsupported
+from pi_runtime.server.api.body import Unsupported, invalid
 from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, joined
 from pi_runtime.server.api.sampling import SamplingFields
 from pi_runtime.server.api.served import Served, new_id
@@ -39,7 +39,7 @@ class CompletionRequest(SamplingFields):
     best_of: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Answers are not compared, so only the value of `n` is allowed."
     )
-    suffix: Literal[""] | None = unsupported("text is continued at its end alone")
+    suffix: Annotated[Literal[""] | None, Unsupported("a text is continued at its end alone")] = None
 
 
 class CompletionChoice(TypedDict):

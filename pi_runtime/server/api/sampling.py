@@ -1,13 +1,13 @@
 """The fields by which a request says how its answers are chosen, for chats and completions alike."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from pi_runtime.generation import AnswerSettings
 from pi_runtime.sampling import Sampling
-from pi_runtime.server.api.body import Body, Metadata, invalid
+from pi_runtime.server.api.body import Body, Metadata, Unsupported, invalid
 from pi_runtime.server.api.served import Served
 from pi_runtime.text.grammar import Grammar
 
@@ -24,6 +24,12 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] | None = Field(
         default=None, description="This server pads no chunks, so only `false` is allowed."
     )
+
+
+class CacheOptions(Body):
+    """How a prompt is cached: by itself."""
+
+    mode: Literal["implicit"] | None = None
 
 
 class SamplingFields(Body):
@@ -114,17 +120,17 @@ def logit_bias(bias: dict[str, float] | None, served: Served) -> dict[int, float
 
 
 class IgnoredFields(Body):
-    """Fields that change nothing here, and are accepted so that clients that send them work."""
+    """Fields that change nothing here, accepted with the values that ask for nothing this server has not."""
 
     metadata: Metadata | None = Field(default=None, description="Accepted; nothing is stored.")
-    store: Literal[False] | None = Field(default=None, description="Answers are not stored, so only `false`.")
-    service_tier: Literal["auto", "default"] | None = Field(default=None, description="There is one tier.")
+    store: Annotated[Literal[False] | None, Unsupported("answers are not stored")] = None
+    service_tier: Annotated[Literal["auto", "default"] | None, Unsupported("there is one tier")] = None
     safety_identifier: str | None = Field(default=None, description="Accepted; nothing depends on it.")
     prompt_cache_key: str | None = Field(
-        default=None,
-        description="Accepted; the longest stored prefix of a prompt is found without it.",
+        default=None, description="Accepted; the longest stored beginning of a prompt is found without it."
     )
-    prompt_cache_retention: Literal["in_memory"] | None = Field(
-        default=None, description="Prefixes are kept in memory as long as there is room."
-    )
-    prompt_cache_options: dict[str, Any] | None = Field(default=None)
+    prompt_cache_retention: Annotated[
+        Literal["in_memory"] | None, Unsupported("prompts are kept in memory, as long as there is room")
+    ] = None
+    prompt_cache_options: Annotated[CacheOptions | None, Unsupported("prompts are cached by themselves")] = None
+    moderation: Annotated[None, Unsupported("there is no model for it")] = None

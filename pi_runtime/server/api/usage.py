@@ -1,13 +1,19 @@
 """What a request took: tokens in OpenAI's form, and the times and shares that only this server knows."""
 
 from collections.abc import Sequence
-from typing import NotRequired
+from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.generation import Stats
 
-FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
+FINISH_REASONS: dict[str, Literal["stop", "length"]] = {
+    "end": "stop",
+    "stop": "stop",
+    "length": "length",
+    "context": "length",
+    "cancelled": "stop",
+}
 """OpenAI's word for each of the engine's."""
 
 

@@ -34,3 +34,10 @@ def random_chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serv
 def alphabet_chat(alphabet: Path) -> Iterator[tuple[Served, Engine]]:
     """A model that goes on with the alphabet, then ends."""
     yield from served_by(alphabet)
+
+
+@pytest.fixture
+def endless_served(endless: Path) -> Iterator[Served]:
+    """A model without a chat template."""
+    for served, _ in served_by(endless):
+        yield served
