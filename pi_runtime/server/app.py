@@ -27,12 +27,14 @@ from starlette.types import Receive, Scope, Send
 from pi_runtime import console
 from pi_runtime.engine.engine import Engine
 from pi_runtime.server.admission import Ticket
+from pi_runtime.server.api.chat import ChatJob
 from pi_runtime.server.api.completions import CompletionJob
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.guard import Guard
 from pi_runtime.server.jobs import NDJSON, SSE, Event, Job
 from pi_runtime.server.metrics import MEDIA
+from pi_runtime.server.page import page
 from pi_runtime.server.requests import ClientGone, parsed, read_body, while_connected
 from pi_runtime.server.service import Run, Service
 from pi_runtime.server.settings import ServerSettings
@@ -277,8 +279,16 @@ def routes_of(app: App) -> list[Route]:
         Route("/metrics", figures.metrics),
         Route("/slots", figures.slots),
         Route("/props", figures.props),
+        Route("/", _page),
+        Route("/v1/chat/completions", JobEndpoint(app, ChatJob), methods=["POST"]),
         Route("/v1/completions", JobEndpoint(app, CompletionJob), methods=["POST"]),
     ]
+
+
+async def _page(_: Request) -> Response:
+    """The page to chat on."""
+    body, headers = page()
+    return Response(body, headers=headers)
 
 
 async def _refuse(_: Request, error: Exception) -> Response:

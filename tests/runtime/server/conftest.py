@@ -1,3 +1,4 @@
+<<<<<<< HEAD
 """Servers that tests ask: real ones, on a free port of this machine, each in a thread."""
 
 import json
@@ -7,10 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+=======
+"""A browser for the tests of the chat page."""
+
+import shutil
+from collections.abc import Iterator
+>>>>>>> wt-servepage
 from typing import Any
 
 import pytest
 
+<<<<<<< HEAD
 if any(find_spec(name) is None for name in ("starlette", "uvicorn", "pydantic", "llguidance", "httpx", "openai")):
     collect_ignore_glob = ["*"]
 else:
@@ -34,3 +42,32 @@ def talker(endless: Path) -> Iterator["Served"]:
     """Says abab… to everyone, four at a time."""
     with serving(endless, slots=4, queue=4) as served:
         yield served
+=======
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
+WAIT = 15000
+"""Milliseconds for what must come: much, where other processes test beside."""
+FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+)
+
+
+# While a browser runs, asyncio takes the thread's loop for a running one: so it ends with the file that needs it.
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A headless Chromium; the test is skipped where there is none, or no playwright."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    path = next(filter(None, map(shutil.which, CHROMIUMS)), None)
+    if path is None:
+        pytest.skip("no chromium here")
+    playwright.expect.set_options(timeout=WAIT)
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=FLAGS)
+        yield browser
+        browser.close()
+>>>>>>> wt-servepage
