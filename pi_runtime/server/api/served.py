@@ -34,7 +34,7 @@ class Served:
     def template(self) -> str | None:
         """The model's chat template, if it has one."""
         try:
-            return self.model.chat_template
+            return self.model.chat_template.source
         except TemplateError:
             return None
 
