@@ -150,6 +150,11 @@ class Stream(Iterator[str]):
         return News("".join(texts), len(self.token_ids), True, piece)
 
     @property
+    def is_running(self) -> bool:
+        """Whether it has a slot, and neither waits for one nor has ended."""
+        return self._request.cache is not None
+
+    @property
     def chars(self) -> int:
         """Characters of text up to now, read or not."""
         return self._request.chars
