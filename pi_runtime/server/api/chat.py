@@ -283,7 +283,7 @@ def conversation_of(body: ChatRequest, served: Served) -> Conversation:
     if body.add_generation_prompt and body.continue_final_message:
         raise invalid("continue_final_message", "not with add_generation_prompt: the turn has begun already")
     tools, choice = allowed_tools(body.tools or [], body.tool_choice)
-    if body.tool_choice not in {None, "none", "auto"} and not body.tools:
+    if body.tool_choice not in (None, "none", "auto") and not body.tools:
         raise invalid("tool_choice", "allowed only with tools")
     return Conversation(
         messages=[template_message(message, f"messages[{n}]", served) for n, message in enumerate(body.messages)],
