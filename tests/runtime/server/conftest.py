@@ -1,48 +1,24 @@
-<<<<<<< HEAD
-"""Servers that tests ask: real ones, on a free port of this machine, each in a thread."""
+"""Servers that tests ask, and a browser for the page.
 
-import json
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
-=======
-"""A browser for the tests of the chat page."""
+Servers are real ones, on a free port of this machine, each in a thread.
+"""
 
 import shutil
-from collections.abc import Iterator
->>>>>>> wt-servepage
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-<<<<<<< HEAD
 if any(find_spec(name) is None for name in ("starlette", "uvicorn", "pydantic", "llguidance", "httpx", "openai")):
     collect_ignore_glob = ["*"]
 else:
-    import httpx
-    from support.serving import Served, serving
+    from support.serving import Served, serving, slowed
 
 Serve = Callable[..., "Served"]
 
-
-@pytest.fixture
-def serve() -> Iterator[Serve]:
-    """Starts a server with an artifact and settings; all are stopped at the end."""
-    from contextlib import ExitStack
-
-    with ExitStack() as stack:
-        yield lambda *args, **options: stack.enter_context(serving(*args, **options))
-
-
-@pytest.fixture(scope="module")
-def talker(endless: Path) -> Iterator["Served"]:
-    """Says abab… to everyone, four at a time."""
-    with serving(endless, slots=4, queue=4) as served:
-        yield served
-=======
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 WAIT = 15000
 """Milliseconds for what must come: much, where other processes test beside."""
@@ -70,4 +46,17 @@ def chromium() -> Iterator[Any]:
         browser = started.chromium.launch(executable_path=path, args=FLAGS)
         yield browser
         browser.close()
->>>>>>> wt-servepage
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts a server with an artifact and settings; all are stopped at the end."""
+    with ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(serving(*args, **options))
+
+
+@pytest.fixture(scope="module")
+def talker(endless: Path) -> Iterator["Served"]:
+    """Says abab… to everyone, four at a time, for ten seconds or more."""
+    with serving(endless, slots=4, queue=4, changed=slowed(0.002)) as served:
+        yield served
