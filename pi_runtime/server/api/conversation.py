@@ -198,7 +198,7 @@ class Conversation:
 
     def prompt(self, served: Served) -> Prompt:
         """What the template makes of it. Raises ApiError for what the template refuses, or the model cannot do."""
-        text = self._text(served)
+        text = self.text(served)
         grammar = served.output.grammar(
             text, tools=self.tools, choice=self.tool_choice, parallel=self.parallel, schema=self.schema
         )
@@ -211,13 +211,17 @@ class Conversation:
                 raise invalid(self._grammar_field, f"{error.what}: {error.remedy}", code="unsupported_value") from None
             except (InputError, UsageError) as error:
                 raise invalid(self._grammar_field, refused(error).message) from None
-        return Prompt(text, tokenizer.encode(text), grammar, self.tools, served.output)
+        try:
+            return Prompt(text, tokenizer.encode(text), grammar, self.tools, served.output)
+        except InputError as error:
+            raise invalid("messages", refused(error).message) from None
 
     @property
     def _grammar_field(self) -> str:
         return "tools" if self.schema is None else self.schema_field
 
-    def _text(self, served: Served) -> str:
+    def text(self, served: Served) -> str:
+        """The text that the template makes of it. Raises ApiError for what the template refuses."""
         if not served.template:
             raise invalid("messages", "the model has no chat template; use /v1/completions")
         try:
