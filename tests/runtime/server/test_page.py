@@ -341,10 +341,10 @@ def test_the_keyboard_alone_reaches_everything(script: Script, visit: Open) -> N
     seen(page.get_by_role("button", name="Settings")).to_be_focused()
 
 
-def violations(page: Any) -> list[str]:
+def violations(page: Any, *ignored: str) -> list[str]:
     """What axe finds of WCAG 2.2 A and AA and of good practice, contrast and names of controls included."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    found = axe.run(page).response["violations"]
+    found = [violation for violation in axe.run(page).response["violations"] if violation["id"] not in ignored]
     return [f"{v['id']}: {node['html']} {node['failureSummary']}" for v in found for node in v["nodes"]]
 
 
@@ -369,7 +369,8 @@ def test_axe_finds_nothing(script: Script, visit: Open, colours: str, width: int
     page.keyboard.press("Escape")
     if width == 360:
         page.get_by_role("button", name="Conversations").click()
-        assert violations(page) == []
+        # Beside the open drawer all is inert, heading and main part included.
+        assert violations(page, "landmark-one-main", "page-has-heading-one") == []
 
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
