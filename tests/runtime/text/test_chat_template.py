@@ -2,14 +2,13 @@
 
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pi_runtime.errors import PromptError, TemplateError
-from pi_runtime.text.chat_template import Limits, render
+from pi_runtime.text.chat_template import ChatTemplate, Limits, render
 
 USER = [{"role": "user", "content": "hi"}]
 TALK = [
@@ -78,14 +77,14 @@ def differences(template: str, theirs: Callable[..., str]) -> list[str]:
 
     cases = [(chat, prompt) for chat in CHATS for prompt in (False, True)]
 
-    def ours(case: tuple[list[dict[str, str]], bool]) -> str | None:
+    def ours(chat: list[dict[str, str]], prompt: bool) -> str | None:
         try:
-            return render(template, case[0], variables=VARIABLES, add_generation_prompt=case[1], limits=PATIENT)
+            return kept.render(chat, variables=VARIABLES, add_generation_prompt=prompt)
         except TemplateError:
             return None
 
-    with ThreadPoolExecutor(4) as pool:
-        rendered = list(pool.map(ours, cases))
+    with ChatTemplate(template, PATIENT) as kept:
+        rendered = [ours(*case) for case in cases]
     found = []
     for (chat, prompt), mine in zip(cases, rendered, strict=True):
         try:
@@ -117,7 +116,7 @@ def test_chatml() -> None:
 
 
 def test_variables() -> None:
-    names = {"bos_token": "<s>", "eos_token": None, "messages": "mine", "deep": {"a": [1]}}
+    names = {"bos_token": "<s>", "eos_token": None, "deep": {"a": [1]}}
     form = "{{ bos_token }}{{ eos_token is defined }}{{ messages[0].content }}{{ deep.a[0] }}"
     assert render(form, USER, variables=names) == "<s>Falsehi1"
 

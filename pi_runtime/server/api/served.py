@@ -1,0 +1,67 @@
+"""The model that a server serves, as its answers speak of it."""
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from pi_runtime.errors import TemplateError
+from pi_runtime.model import Model
+from pi_runtime.server.errors import ApiError
+from pi_runtime.server.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class Served:
+    """One model under one name. A request must give the name: nobody is to take this model's answers for another's."""
+
+    model: Model
+    settings: ServerSettings
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def name(self) -> str:
+        """The name that requests give."""
+        return self.settings.model_name
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Says what texts depend on beside the request: the artifact and the mode."""
+        return f"fp_{self.model.digest[:12]}_{self.model.mode}"
+
+    @cached_property
+    def template(self) -> str | None:
+        """The model's chat template, if it has one."""
+        try:
+            return self.model.chat_template.source
+        except TemplateError:
+            return None
+
+    def check_name(self, name: str) -> None:
+        """Raise ApiError 404 where a request asks for another model."""
+        if name != self.name:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist: this server has one model, {self.name!r}",
+                type="invalid_request_error",
+                param="model",
+                code="model_not_found",
+            )
+
+
+def new_id(prefix: str) -> str:
+    """A fresh identifier."""
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def model_object(served: Served) -> dict[str, Any]:
+    """The model as `/v1/models` lists it."""
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "pi-serve",
+        "context_length": served.model.context,
+        "system_fingerprint": served.fingerprint,
+    }

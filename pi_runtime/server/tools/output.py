@@ -1,0 +1,167 @@
+"""All that a model's answers hold beside plain text: what grammars ask of it, and how it is split."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pi_runtime.server.errors import ApiError
+from pi_runtime.server.tools.calls import CallParser, new_id
+from pi_runtime.server.tools.deltas import Delta, ReasoningDelta, TextDelta, joined
+from pi_runtime.server.tools.formats import ToolFormat
+from pi_runtime.server.tools.grammars import GrammarWriter
+from pi_runtime.server.tools.reasoning import ReasoningFormat, ReasoningParser
+from pi_runtime.text.grammar import Grammar
+from pi_runtime.text.tokenizer import Tokenizer
+
+Tool = Mapping[str, Any]
+"""A function as OpenAI's chat API has it: {"type": "function", "function": {"name": …, "parameters": …}}."""
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class OutputParser:
+    """Splits one answer as it comes: thoughts, text, and calls of tools.
+
+    However the answer is cut into pieces, the deltas joined are the same. A call whose arguments break off is closed
+    to valid JSON, and `is_cut` then says that nobody should run it.
+    """
+
+    def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
+        self._reasoning, self._calls = reasoning, calls
+        self.reasoning_tokens = 0
+        """Tokens of pieces that hold thoughts."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call has begun."""
+        return self._calls is not None and self._calls.count > 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the arguments of a call broke off, or were no JSON."""
+        return self._calls is not None and self._calls.is_cut
+
+    def push(self, text: str, tokens: int = 0) -> list[Delta]:
+        """Take the next piece of the answer, which so many tokens made."""
+        thinks = self._thinks
+        deltas = joined([delta for char in text for delta in self._push(char)])
+        if thinks or self._thinks or any(isinstance(delta, ReasoningDelta) for delta in deltas):
+            self.reasoning_tokens += tokens
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """Return what was held, when the answer ends, for whatever reason."""
+        held = None if self._reasoning is None else self._reasoning.finish()
+        return joined([*self._split(held), *([] if self._calls is None else self._calls.finish())])
+
+    @property
+    def _thinks(self) -> bool:
+        return self._reasoning is not None and self._reasoning.thinks
+
+    def _push(self, char: str) -> list[Delta]:
+        return self._split(TextDelta(char) if self._reasoning is None else self._reasoning.push(char))
+
+    def _split(self, delta: Delta | None) -> list[Delta]:
+        """Find calls in what is no thought."""
+        if not isinstance(delta, TextDelta) or self._calls is None:
+            return [] if delta is None else [delta]
+        return [found for char in delta.text for found in self._calls.push(char)]
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """The conventions of one chat template, with the tokens by which this model's tokenizer writes them."""
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+    tokens: Mapping[str, int]
+    """Markers that are tokens of their own."""
+
+    @classmethod
+    def of(cls, template: str, tokenizer: Tokenizer) -> Self:
+        """Read them from a template. Neither tools nor thoughts where it has no conventions that are known here."""
+        tools, reasoning = ToolFormat.of(template), ReasoningFormat.of(template)
+        markers = [*(tools.markers if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ())]
+        tokens = {marker: token for marker in markers if (token := tokenizer.added_token(marker)) is not None}
+        return cls(tools, reasoning, tokens)
+
+    @property
+    def shown_tokens(self) -> tuple[int, ...]:
+        """The tokens that an answer's text must show for the parser, though they may be special."""
+        return tuple(self.tokens.values())
+
+    def parser(self, prompt: str, tools: Sequence[Tool] = (), make_id: Callable[[], str] = new_id) -> OutputParser:
+        """A parser for one answer to a rendered prompt. Calls are found of these tools only."""
+        names = [tool["function"]["name"] for tool in tools]
+        return OutputParser(
+            ReasoningParser(self.reasoning, prompt) if self.reasoning else None,
+            CallParser(self.tools, names, make_id) if self.tools and names else None,
+        )
+
+    def grammar(
+        self,
+        prompt: str,
+        *,
+        tools: Sequence[Tool] = (),
+        choice: str | Tool = "auto",
+        parallel: bool = True,
+        schema: Mapping[str, Any] | None = None,
+    ) -> Grammar | None:
+        """What an answer to a rendered prompt must be; None where it is free.
+
+        `choice` is OpenAI's `tool_choice`: `none`, `auto`, `required`, or one function, which is then called once.
+        Arguments follow the schemas of their functions; with `auto` those of functions that are `strict` do, others are
+        JSON objects, and without a strict one the answer is free. `schema`: JSON that the answer must be, where no
+        tool is called. Thoughts may come first, if the model thinks. Raises ApiError naming the field for what is
+        impossible.
+        """
+        if choice == "none" or not tools:
+            if choice not in ("none", "auto"):
+                raise ApiError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
+            tools = ()
+        elif self.tools is None:
+            raise ApiError(400, "the model's chat template has no form of tool calls that is known here", param="tools")
+        named = None if isinstance(choice, str) else _named(tools, choice)
+        must_call = named is not None or choice == "required"
+        writer = GrammarWriter(self.tokens)
+        answers = []
+        if self.tools is not None and (must_call or schema is not None or any(map(_is_strict, tools))):
+            functions = [
+                _function(n, tool, strictly=must_call) for n, tool in enumerate(tools) if tool is named or not named
+            ]
+            answers.append(writer.calls(self.tools, functions, parallel=parallel and named is None))
+            if not must_call and schema is None:
+                answers = [writer.text_or_calls(self.tools)]
+        if schema is not None and not must_call:
+            if answers and self.tools is not None and self.tools.is_bare:
+                what = "with this model calls and other JSON begin alike, so tools do not go with a form of the answer"
+                raise ApiError(400, what, param="response_format")
+            answers.append(writer.json(schema))
+        if not answers:
+            return None
+        answer = f"({' | '.join(answers)})"
+        if self.reasoning is not None and not self.reasoning.is_closed(prompt):
+            answer = f"{writer.thoughts(self.reasoning, are_open=self.reasoning.is_open(prompt))} {answer}"
+        return Grammar.lark(writer.source(answer))
+
+
+def _named(tools: Sequence[Tool], choice: Tool) -> Tool:
+    """The one tool that a choice names."""
+    wanted = choice["function"]["name"]
+    for tool in tools:
+        if tool["function"]["name"] == wanted:
+            return tool
+    raise ApiError(400, f"tool_choice names {wanted!r}, which is none of the tools", param="tool_choice")
+
+
+def _is_strict(tool: Tool) -> bool:
+    return bool(tool["function"].get("strict"))
+
+
+def _function(n: int, tool: Tool, *, strictly: bool) -> tuple[str, Mapping[str, Any]]:
+    """A function's name, and the schema that its arguments must follow."""
+    function = tool["function"]
+    parameters = function.get("parameters") or NO_PARAMETERS
+    if parameters.get("type", "object") != "object":
+        raise ApiError(400, "parameters must be an object's schema", param=f"tools[{n}].function.parameters")
+    is_followed = strictly or _is_strict(tool)
+    return function["name"], {**parameters, "type": "object"} if is_followed else {"type": "object"}
