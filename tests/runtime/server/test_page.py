@@ -376,7 +376,7 @@ def test_axe_finds_nothing(script: Script, visit: Open, colours: str, width: int
 @pytest.mark.parametrize("colours", ["light", "dark"])
 def test_axe_finds_nothing_of_key_and_text(script: Script, visit: Open, colours: str) -> None:
     script.key = "k"
-    script.props["chat_template"] = False
+    script.props["chat_template"] = None
     page = visit(color_scheme=colours)
     page.get_by_label("API key").fill("x")
     page.keyboard.press("Enter")
@@ -543,7 +543,7 @@ def test_colours_follow_the_system_until_one_chooses(visit: Open) -> None:
 
 
 def test_a_model_without_a_template_goes_on_with_a_text(script: Script, visit: Open) -> None:
-    script.props["chat_template"] = False
+    script.props["chat_template"] = None
     script.turns = [[" upon", " a time"], [" more"], [" in ", GATE, "between"]]
     page = visit()
     text = page.get_by_label("Text", exact=True)
@@ -567,7 +567,7 @@ def test_a_model_without_a_template_goes_on_with_a_text(script: Script, visit: O
 
 
 def test_a_text_shows_errors_too(script: Script, visit: Open) -> None:
-    script.props["chat_template"] = False
+    script.props["chat_template"] = None
     script.turns = [refusal(429, "Busy."), [" more"]]
     page = visit()
     page.get_by_label("Text", exact=True).fill("Once")
