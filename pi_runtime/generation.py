@@ -114,8 +114,8 @@ class Answer:
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"--max-tokens {max_tokens}", expected="1 or more")
         if min_tokens < 0 or (max_tokens is not None and min_tokens > max_tokens):
-            expected = "0 or more" if max_tokens is None else f"0 to {max_tokens}, which --max-tokens says"
-            raise UsageError(f"--min-tokens {min_tokens}", expected=expected)
+            allowed = "0 or more" if max_tokens is None else f"0 to {max_tokens}, which --max-tokens says"
+            raise UsageError(f"--min-tokens {min_tokens}", expected=allowed)
         check_logprobs("--logprobs", logprobs)
         if not prompt:
             raise PromptError("the prompt is empty, and the model has no begin-of-text token to start from")
@@ -167,6 +167,12 @@ class Answer:
     def logprobs(self) -> list[TokenLogprobs]:
         """Log-probabilities of the generated tokens, if they are kept."""
         return self._logprobs[: len(self.tokens) - self.prompt_tokens]  # not the end's, which is no token of the text
+
+    @property
+    def ending(self) -> TokenLogprobs | None:
+        """The log-probability of the token that ended the text and is no part of it, if they are kept."""
+        count = len(self.tokens) - self.prompt_tokens
+        return self._logprobs[count] if len(self._logprobs) > count else None
 
     @property
     def sampling(self) -> Sampling:

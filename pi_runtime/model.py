@@ -188,6 +188,11 @@ class Model:
         return self._artifact.digest
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the artifact."""
+        return self._artifact.nbytes
+
+    @property
     def manifest(self) -> Manifest:
         """The artifact's manifest."""
         return self._artifact.manifest
@@ -205,9 +210,10 @@ class Model:
         `max_tokens`: None goes on until the model ends or the context is full. `min_tokens`: up to so many neither
         the model nor a stop string ends the text. `sampling`: None takes the checkpoint's generation defaults.
         `stop`: texts that end the answer. `logprobs`: keep the log-probability of each token, and of so many likeliest
-        ones. `grammar`: what the text must be. `expected`: tokens that are likely to come. `cache`: one that earlier calls used; the part of the prompt that it
-        holds is not computed again. `speculate`: how many tokens are guessed at a time and checked together, which
-        changes no text: `auto` as many as pay, `off`, or a number.
+        ones. `grammar`: what the text must be. `expected`: tokens that are likely to come, as a help for guesses.
+        `cache`: one that earlier calls used; the part of the prompt that it holds is not computed again. `speculate`:
+        how many tokens are guessed at a time and checked together, which changes no text: `auto` as many as pay,
+        `off`, or a number.
 
         Raises PromptError where the prompt is empty, outside the vocabulary, or leaves no room, and UsageError for an
         impossible setting.

@@ -150,6 +150,11 @@ class Stream(Iterator[str]):
         return News("".join(texts), len(self.token_ids), True, piece)
 
     @property
+    def is_running(self) -> bool:
+        """Whether it has a slot, and neither waits for one nor has ended."""
+        return self._request.cache is not None
+
+    @property
     def chars(self) -> int:
         """Characters of text up to now, read or not."""
         return self._request.chars
@@ -168,6 +173,11 @@ class Stream(Iterator[str]):
     def logprobs(self) -> list[TokenLogprobs]:
         """Log-probabilities of the tokens generated up to now, if they were asked for."""
         return self._answer.logprobs
+
+    @property
+    def ending(self) -> TokenLogprobs | None:
+        """The log-probability of the token that ended the text and is no part of it, if they were asked for."""
+        return self._answer.ending
 
     @property
     def seed(self) -> int | None:

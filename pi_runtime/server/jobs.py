@@ -31,6 +31,8 @@ class Part:
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     """Of these tokens, if they were asked for."""
+    stats: Stats | None = None
+    """The figures of its answer up to now."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class End:
     stats: Stats
     seed: int | None = None
     """The seed of its draws; None where it is greedy."""
+    ending: TokenLogprobs | None = None
+    """The log-probability of the token that ended the text and is no part of it, if these were asked for."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 REPLACEMENT = "\ufffd"
+WORD_BEGIN = "\u2581"  # what SentencePiece writes for a space
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
@@ -82,6 +83,37 @@ class Tokenizer:
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = _call("cannot decode these tokens", self._library.decode, list(ids), skip_special_tokens=True)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, of part of a character too; those of its name for an added token.
+
+        Ids of the model that the tokenizer does not name have none. Raises PromptError for one outside the vocabulary.
+        """
+        self._check(token_id)
+        token = self._library.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token in self._added:
+            return token.encode()
+        if BYTE_TOKEN.fullmatch(token) and not self._byte_letters:
+            return bytes([int(token[3:5], 16)])
+        if self._byte_letters:
+            return bytes(self._byte_letters[letter] for letter in token)
+        return token.replace(WORD_BEGIN, " ").encode()
+
+    @cached_property
+    def _byte_letters(self) -> dict[str, int]:
+        """The byte of each letter in a byte-level vocabulary; empty for another kind.
+
+        Printable letters of Latin-1 stand for their own bytes, letters from 256 on for the others in order.
+        """
+        decoder = self._library.decoder
+        if decoder is None or b'"ByteLevel"' not in decoder.__getstate__():
+            return {}
+        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        own = {letter: ord(letter) for letter in letters if ord(letter) < 256}
+        others = [byte for byte in range(256) if byte not in own.values()]
+        return own | dict(zip(letters[len(own) :], others, strict=True))
 
     def _token(self, token_id: int) -> str | None:
         """The token as `decode` sees it; None for one that it skips."""

@@ -1,0 +1,88 @@
+"""An assistant's turn as it comes: text, thoughts and calls, whatever form it is written in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pi_runtime.generation import Stats
+from pi_runtime.sampling import TokenLogprobs
+from pi_runtime.server.api.usage import FINISH_REASONS
+from pi_runtime.server.jobs import End, Part
+from pi_runtime.server.tools.deltas import CallArguments, CallBegan, Delta, ReasoningDelta, TextDelta
+from pi_runtime.server.tools.output import OutputParser
+
+
+@dataclass
+class Call:
+    """A call of a tool."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class Turn:
+    """One answer, gathered."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self.calls: list[Call] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.began = False
+        self.end: End | None = None
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return "".join(self._texts)
+
+    @property
+    def reasoning(self) -> str:
+        """What it thinks."""
+        return "".join(self._thoughts)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of its thoughts."""
+        return self._parser.reasoning_tokens
+
+    @property
+    def stats(self) -> Stats | None:
+        """Its figures; None until it has ended."""
+        return None if self.end is None else self.end.stats
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
+        """Why it ended, in OpenAI's words. Calls of which one broke off are not to be run."""
+        assert self.end is not None
+        found = FINISH_REASONS[self.end.finish_reason]
+        return "tool_calls" if self.calls and found == "stop" and not self._parser.is_cut else found
+
+    def take(self, part: Part) -> Sequence[Delta]:
+        """Take a part of it; returns what it is made of."""
+        self.began = True
+        self.logprobs += part.logprobs
+        deltas = self._parser.push(part.text, len(part.tokens))
+        self._gather(deltas)
+        return deltas
+
+    def finish(self, end: End) -> Sequence[Delta]:
+        """Take its end; returns what was held until then."""
+        self.began, self.end = True, end
+        deltas = self._parser.finish()
+        self._gather(deltas)
+        return deltas
+
+    def _gather(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            match delta:
+                case TextDelta(text):
+                    self._texts.append(text)
+                case ReasoningDelta(text):
+                    self._thoughts.append(text)
+                case CallBegan(_, call_id, name):
+                    self.calls.append(Call(call_id, name))
+                case CallArguments(index, text):
+                    self.calls[index].arguments += text
