@@ -102,17 +102,19 @@ class OutputFormat:
         prompt: str,
         *,
         tools: Sequence[Tool] = (),
-        choice: str = "auto",
+        choice: str | Tool = "auto",
         parallel: bool = True,
         schema: Mapping[str, Any] | bool | None = None,
     ) -> Grammar | None:
         """What an answer to a rendered prompt must be; None where it is free.
 
-        `choice`: `auto`, `required`, or the name of the one function that is called, once. Then arguments follow the
-        schemas of their functions. With `auto` those of functions that are `strict` do, others are JSON objects, and
-        without a strict one the answer is free. `schema`: JSON that the answer must be, where no tool is called.
-        Thoughts may come first, if the model thinks. Raises ApiError naming the field for what is impossible.
+        `choice` is OpenAI's `tool_choice`: `none`, `auto`, `required`, or the one of the tools that is called, once.
+        Arguments follow the schemas of their functions. With `auto` those of functions that are `strict` do, others are
+        JSON objects, and without a strict one the answer is free. `schema`: JSON that the answer must be, where no tool
+        is called. Thoughts may come first, if the model thinks. Raises ApiError naming the field for what is
+        impossible.
         """
+        tools = () if choice == "none" else tools
         if tools and self.tools is None:
             raise ApiError(400, "the model's chat template has no form of tool calls that is known here", param="tools")
         writer = GrammarWriter(self.tokens)
@@ -130,18 +132,18 @@ class OutputFormat:
         self,
         writer: GrammarWriter,
         tools: Sequence[Tool],
-        choice: str,
+        choice: str | Tool,
         parallel: bool,
         schema: Mapping[str, Any] | bool | None,
     ) -> str | None:
         """The rule of an answer that may call tools; None where it is free."""
         assert self.tools is not None
-        must_call, is_any = choice != "auto", choice in {"auto", "required"}
+        must_call, only = choice != "auto", None if isinstance(choice, str) else _name(choice)
         if not must_call and schema is None and not any(map(_is_strict, tools)):
             return None
-        chosen = [(n, tool) for n, tool in enumerate(tools) if is_any or _name(tool) == choice]
+        chosen = [(n, tool) for n, tool in enumerate(tools) if only in {None, _name(tool)}]
         functions = [_function(n, tool, strictly=must_call) for n, tool in chosen]
-        calls = writer.calls(self.tools, functions, parallel=parallel and is_any)
+        calls = writer.calls(self.tools, functions, parallel=parallel and only is None)
         if must_call:
             return calls
         if schema is None:

@@ -98,7 +98,7 @@ def test_a_call_is_required(tools: ToolFormat, reasoning: ReasoningFormat | None
 
 @pytest.mark.parametrize("tools", FORMATS, ids=lambda tools: tools.name)
 def test_one_function_is_called_once(tools: ToolFormat, tokenizer: Tokenizer) -> None:
-    grammar = form(tools, tokenizer).grammar("", tools=[LOOK, ADD], choice="add")
+    grammar = form(tools, tokenizer).grammar("", tools=[LOOK, ADD], choice=ADD)
     assert takes(tokenizer, grammar, written(tools, SUM))
     assert not takes(tokenizer, grammar, written(tools, CITY))
     assert not takes(tokenizer, grammar, written(tools, SUM, SUM))
@@ -210,7 +210,8 @@ def test_forced_calls_validate(tools: ToolFormat, talker: Model) -> None:
 
 def test_special_tokens_show_only_where_asked(talker: Model) -> None:
     forms = form(MISTRAL_LIST, talker.tokenizer)
-    grammar = forms.grammar("", tools=[function("now", closed())], choice="now")
+    now = function("now", closed())
+    grammar = forms.grammar("", tools=[now], choice=now)
     texts = ["".join(talker.generate([1], grammar=grammar, shown_tokens=shown)) for shown in ((), forms.shown_tokens)]
     assert texts == ['[{"name": "now", "arguments": {}}]', '[TOOL_CALLS][{"name": "now", "arguments": {}}]']
-    assert [type(d) for d in forms.parser("", [function("now", closed())]).push(texts[0])] == [TextDelta]
+    assert [type(d) for d in forms.parser("", [now]).push(texts[0])] == [TextDelta]
