@@ -21,7 +21,7 @@ from pi_runtime.server.api.conversation import (
     text_of,
 )
 from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprobs
-from pi_runtime.server.api.sampling import Count, IgnoredFields, SamplingFields
+from pi_runtime.server.api.sampling import Count, IgnoredFields, StreamingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.turn import Turn
 from pi_runtime.server.api.usage import Usage, timings, usage
@@ -90,7 +90,7 @@ class ConversationFields(Body):
     )
 
 
-class ChatRequest(SamplingFields, ConversationFields, IgnoredFields):
+class ChatRequest(StreamingFields, ConversationFields, IgnoredFields):
     """Messages, to which the assistant's next one is wanted."""
 
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
@@ -296,7 +296,10 @@ def conversation_of(body: ConversationFields, served: Served) -> Conversation:
         tool_choice=choice,
         parallel=body.parallel_tool_calls is not False,
         schema=_schema(body.response_format),
-        variables={**_reasoning_variables(body.reasoning_effort, served), **(body.chat_template_kwargs or {})},
+        variables={
+            **reasoning_variables("reasoning_effort", body.reasoning_effort, served),
+            **(body.chat_template_kwargs or {}),
+        },
         add_generation_prompt=body.add_generation_prompt is not False,
         continues=bool(body.continue_final_message),
     )
@@ -318,7 +321,7 @@ def _schema(response_format: ResponseFormat | None) -> Mapping[str, Any] | None:
     return None
 
 
-def _reasoning_variables(effort: str | None, served: Served) -> dict[str, Any]:
+def reasoning_variables(field: str, effort: str | None, served: Served) -> dict[str, Any]:
     """The names by which a template knows how much the model is to think."""
     template = served.template
     if effort is None:
@@ -327,7 +330,7 @@ def _reasoning_variables(effort: str | None, served: Served) -> dict[str, Any]:
         return {"enable_thinking": effort != "none"}
     if "reasoning_effort" in template and effort != "none":
         return {"reasoning_effort": effort}
-    raise invalid("reasoning_effort", "not supported: the model's chat template does not know it")
+    raise invalid(field, "not supported: the model's chat template does not know it")
 
 
 def _chunk_delta(delta: Delta) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pi_runtime.errors import PromptError
 from pi_runtime.sampling import TokenLogprobs
 from pi_runtime.server.api.body import Unsupported, invalid
 from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, joined
-from pi_runtime.server.api.sampling import SamplingFields
+from pi_runtime.server.api.sampling import StreamingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS, Usage, timings, usage
 from pi_runtime.server.errors import ApiError, refused
@@ -23,7 +23,7 @@ DEFAULT_TOKENS = 16
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(StreamingFields):
     """A text, a list of token ids, or a list of either, to be continued."""
 
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")

@@ -259,7 +259,14 @@ def template_message(message: Message, place: str, served: Served) -> dict[str, 
             found["reasoning_content"] = message.reasoning_content
         if message.tool_calls:
             found["tool_calls"] = [
-                {**call.model_dump(), "function": _called(call.function, f"{place}.tool_calls[{n}].function")}
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": arguments_of(call.function, f"{place}.tool_calls[{n}].function"),
+                    },
+                }
                 for n, call in enumerate(message.tool_calls)
             ]
         elif message.content is None and message.refusal is None:
@@ -274,15 +281,15 @@ def text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
     return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
 
 
-def _called(function: CalledFunction, place: str) -> dict[str, Any]:
-    """A call's function with its arguments as an object, as templates expect them."""
+def arguments_of(function: CalledFunction, place: str) -> dict[str, Any]:
+    """The arguments of a call as an object, as templates expect them."""
     try:
         arguments = json.loads(function.arguments or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise invalid(f"{place}.arguments", "a JSON object as text is expected")
-    return {"name": function.name, "arguments": arguments}
+    return arguments
 
 
 def allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[list[dict[str, Any]], Any]:

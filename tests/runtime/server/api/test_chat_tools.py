@@ -1,27 +1,20 @@
 """Calls of tools and thoughts in chats: streamed and whole, with OpenAI's ids, indexes and reasons."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from support import jobs
-from support.synthetic import random_artifact, small_decoder
 
-from pi_runtime import Engine, load
-from pi_runtime.artifact.schema import Text
+from pi_runtime import Engine
 from pi_runtime.generation import Stats
 from pi_runtime.server.api.chat import ChatJob
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import End, Part
-from pi_runtime.server.settings import ServerSettings
 
-HERMES = """{% if tools %}{{ tools | tojson }} <tool_call>{"name":, "arguments":}</tool_call>;{% endif %}\
-{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\
-{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %};{% endfor %}\
-a:{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"""
 TOOL = {
     "type": "function",
     "function": {
@@ -48,17 +41,6 @@ STATS = Stats(
     guessed_tokens=0,
     accepted_tokens=0,
 )
-
-
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Engine]]:
-    """A model with Hermes' form of calls, and thoughts."""
-    path = tmp_path_factory.mktemp("hermes") / "random.pi"
-    files = {"chat_template.jinja": HERMES.encode()}
-    text = Text(prefix_ids=(), end_ids=())
-    random_artifact(path, small_decoder(context_length=512), scale=3.0, text=text, files=files)
-    with load(path, device="cpu") as model, Engine(model, slots=4, speculate="off") as engine:
-        yield Served(model, ServerSettings(model_name="m")), engine
 
 
 def body(**fields: Any) -> dict[str, Any]:
