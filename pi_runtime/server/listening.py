@@ -29,7 +29,10 @@ def protocol(limits: Limits) -> type[H11Protocol]:
     """uvicorn's HTTP/1.1 with limits of time."""
 
     class LimitedProtocol(H11Protocol):
-        """Ends a connection on which a request, or the taking of an answer, does not come to its end in time."""
+        """Ends a connection on which a request, or the taking of an answer, does not come to its end in time.
+
+        Requests that are sent before the answer to the last one has come are not answered.
+        """
 
         _receiving: asyncio.TimerHandle | None = None
         _stalled: asyncio.TimerHandle | None = None
@@ -43,9 +46,16 @@ def protocol(limits: Limits) -> type[H11Protocol]:
             _cancel(self._stalled)
             super().connection_lost(exc)
 
+        def data_received(self, data: bytes) -> None:
+            if not self._is_ahead():
+                super().data_received(data)
+
         def handle_events(self) -> None:
             before = self.conn.their_state
             super().handle_events()
+            if self.conn.trailing_data[0] and self._is_ahead():
+                # uvicorn would no longer read, and so not see the client leave.
+                self.flow.resume_reading()
             state = self.conn.their_state
             if state is h11.SEND_BODY and before is not h11.SEND_BODY:
                 self._receive()  # the body has a time of its own
@@ -55,6 +65,13 @@ def protocol(limits: Limits) -> type[H11Protocol]:
             elif state is not h11.SEND_BODY:
                 _cancel(self._receiving)
                 self._receiving = None
+
+        def _is_ahead(self) -> bool:
+            """Whether data comes while a request is being answered. It is dropped: the connection ends with that."""
+            if self.conn.their_state is not h11.DONE or self.cycle.response_complete:
+                return False
+            self.cycle.keep_alive = False
+            return True
 
         def _receive(self) -> None:
             _cancel(self._receiving)
