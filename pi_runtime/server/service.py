@@ -53,7 +53,9 @@ class _Asked:
             settings["expected"] = ask.guess
         if ask.score is not None:
             self.scores = engine.score(ask.prompt, first=ask.score[0], top=ask.score[1])
-        if ask.count:
+        if ask.session is not None:
+            self.streams = [ask.session.generate(ask.prompt, stop_tokens=ask.stop_tokens, **settings)]
+        elif ask.count:
             self.streams = engine.generate_many(ask.prompt, ask.count, **settings)
         self.has_scored = self.scores is None
         self.taken = [0] * ask.count
