@@ -1,5 +1,6 @@
 """Clients that leave, wherever their request is: its slot and its pages are free at once, and nobody else notices."""
 
+import gc
 import random
 import socket
 import threading
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 from support.serving import Served, slowed, wait_until
+
+from pi_runtime.engine.stream import Request
+from pi_runtime.server.service import Run
 
 SOON_S = 1.0
 """Time in which everything of a client that left must be free, on a machine that is idle."""
@@ -102,6 +106,18 @@ def test_leaving_before_the_body_has_come(talker: Served) -> None:
     assert_all_is_free(talker)
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+def test_leaving_after_more_was_sent_than_is_answered(talker: Served, later: bool) -> None:
+    first = body()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(first)}\r\n\r\n".encode()
+    ahead = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", talker.port)) as connection:
+        connection.sendall(head + first + (b"" if later else ahead))
+        wait_until(lambda: talker.engine.stats.running == 1)
+        connection.sendall(ahead * (10000 if later else 1))
+    assert_all_is_free(talker)
+
+
 def test_a_thousand_that_leave_lose_no_page(endless: Path, serve: Callable[..., Served], long: bool) -> None:
     """Pages in use afterwards are those kept for later requests, and go when the engine is closed."""
     served = serve(endless, slots=4, queue=16, changed=slowed(0.001))
@@ -115,3 +131,12 @@ def test_a_thousand_that_leave_lose_no_page(endless: Path, serve: Callable[..., 
     kept = served.engine._memory
     kept._tree.clear()
     assert pool.in_use == 0
+
+
+def test_nothing_is_kept_of_a_request_that_has_been_answered(endless: Path, serve: Callable[..., Served]) -> None:
+    served = serve(endless)
+    for settings in ({}, {"stream": True}, {"n": 2}, {"echo": True, "logprobs": 1, "max_tokens": 0}):
+        assert served.complete(**{"max_tokens": 2, **settings}).status_code == 200
+    wait_until(served.is_idle)
+    gc.collect()
+    assert [kept for kept in gc.get_objects() if type(kept) in (Request, Run)] == []
