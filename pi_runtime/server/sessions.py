@@ -180,7 +180,8 @@ class SessionRoutes:
         """Type into its draft."""
         entry = self._found(scope)
         async with self.sessions.changing(entry):
-            await self._host.service.prepare(lambda: typed(self._parsed(body), entry.session))
+            most = self._host.settings.limits.body_bytes
+            await self._host.service.prepare(lambda: typed(self._parsed(body), entry.session, most))
         return JSONResponse(self._shown(entry))
 
     async def answer(self, scope: Scope, body: bytes, ticket: Ticket, send: Send) -> None:
