@@ -172,9 +172,10 @@ class ChatJob:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             grammar=prompt.grammar,
         )
+        settings["shown_tokens"] = served.output.shown_tokens
         guess = served.model.tokenizer.encode(text_of(body.prediction.content), prefix=False) if body.prediction else ()
         self.asks = [Ask(prompt.ids, count, settings, guess)]
-        self._turns = [Turn(prompt.parser()) for _ in range(count)]
+        self._turns = [prompt.turn() for _ in range(count)]
         self._prompt_tokens = len(prompt.ids)
 
     @classmethod
@@ -314,7 +315,7 @@ def _schema(response_format: ResponseFormat | None) -> Mapping[str, Any] | None:
 
 def _reasoning_variables(effort: str | None, served: Served) -> dict[str, Any]:
     """The names by which a template knows how much the model is to think."""
-    template = served.template or ""
+    template = served.template
     if effort is None:
         return {}
     if "enable_thinking" in template:

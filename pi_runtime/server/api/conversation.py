@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pi_runtime.errors import InputError, UsageError
+from pi_runtime.errors import InputError, MissingExtraError, UsageError
 from pi_runtime.server.api.body import Body, Unsupported, invalid
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.api.turn import Parser, PlainParser
+from pi_runtime.server.api.turn import Turn
 from pi_runtime.server.errors import refused
+from pi_runtime.server.tools.output import OutputFormat
 from pi_runtime.text.grammar import Grammar
 
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
@@ -160,16 +161,19 @@ ToolChoice = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Prompt:
     """What the engine is asked, and how its answer is read."""
 
+    text: str
     ids: Sequence[int]
-    grammar: Grammar | None = None
+    grammar: Grammar | None
+    tools: Sequence[Mapping[str, Any]]
+    output: OutputFormat
 
-    def parser(self) -> Parser:
-        """A parser of one answer."""
-        return PlainParser()
+    def turn(self) -> Turn:
+        """What gathers one answer."""
+        return Turn(self.output.parser(self.text, self.tools))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,12 +182,14 @@ class Conversation:
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
-    tool_choice: str = "auto"
-    """`auto`, `required`, or the name of the function that must be called."""
+    tool_choice: str | Mapping[str, Any] = "auto"
+    """`auto`, `required`, or the function that must be called."""
     parallel: bool = True
     """Whether one answer may have several calls."""
-    schema: Mapping[str, Any] | bool | None = None
-    """What JSON the answer must be."""
+    schema: Mapping[str, Any] | None = None
+    """What JSON the answer must be, where it is no call."""
+    schema_field: str = "response_format"
+    """The field of the request that says so."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further names of the template."""
     add_generation_prompt: bool = True
@@ -193,14 +199,34 @@ class Conversation:
     def prompt(self, served: Served) -> Prompt:
         """What the template makes of it. Raises ApiError for what the template refuses, or the model cannot do."""
         text = self._text(served)
-        grammar = None if self.schema is None else Grammar.json_schema(self.schema)
-        return Prompt(ids=served.model.tokenizer.encode(text), grammar=grammar)
+        grammar = served.output.grammar(
+            text, tools=self.tools, choice=self.tool_choice, parallel=self.parallel, schema=self.schema
+        )
+        tokenizer = served.model.tokenizer
+        if grammar is not None:
+            # Compiled now, and kept: the engine's error would not name the field.
+            try:
+                tokenizer.grammars.start(grammar)
+            except MissingExtraError as error:
+                raise invalid(self._grammar_field, f"{error.what}: {error.remedy}", code="unsupported_value") from None
+            except (InputError, UsageError) as error:
+                raise invalid(self._grammar_field, refused(error).message) from None
+        return Prompt(text, tokenizer.encode(text), grammar, self.tools, served.output)
+
+    @property
+    def _grammar_field(self) -> str:
+        return "tools" if self.schema is None else self.schema_field
 
     def _text(self, served: Served) -> str:
-        if served.template is None:
+        if not served.template:
             raise invalid("messages", "the model has no chat template; use /v1/completions")
         try:
-            text = served.model.chat_prompt(self.messages)
+            text = served.model.chat_prompt(
+                self.messages,
+                tools=self.tools,
+                variables=self.variables,
+                add_generation_prompt=self.add_generation_prompt and not self.continues,
+            )
         except (InputError, UsageError) as error:
             raise invalid("messages", refused(error).message) from None
         return self._continued(text) if self.continues else text
@@ -217,7 +243,7 @@ class Conversation:
 def template_message(message: Message, place: str, served: Served) -> dict[str, Any]:
     """A message as chat templates know it: content is text, and the arguments of calls are objects."""
     found: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
-    if message.role == "developer" and "developer" not in (served.template or ""):
+    if message.role == "developer" and "developer" not in served.template:
         found["role"] = "system"
     if message.name is not None:
         found["name"] = message.name
@@ -255,21 +281,21 @@ def _called(function: CalledFunction, place: str) -> dict[str, Any]:
     return {"name": function.name, "arguments": arguments}
 
 
-def allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[list[dict[str, Any]], str]:
-    """The tools that may be called, as templates know them, and `auto`, `required` or the name of the one."""
+def allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[list[dict[str, Any]], Any]:
+    """The tools that may be called, as templates know them, and `auto`, `required`, `none` or the one."""
     known = {tool.function.name: tool.model_dump(exclude_none=True) for tool in tools}
     if len(known) < len(tools):
         raise invalid("tools", "two tools have the same name")
     match choice:
         case NamedTool():
             _check_tool(choice.function.name, known)
-            return [*known.values()], choice.function.name
+            return [*known.values()], choice.model_dump()
         case AllowedToolsChoice():
             names = [tool.function.name for tool in choice.allowed_tools.tools]
             for name in names:
                 _check_tool(name, known)
             return [known[name] for name in names], choice.allowed_tools.mode
-    return ([], "auto") if choice == "none" else ([*known.values()], choice or "auto")
+    return ([], "none") if choice == "none" else ([*known.values()], choice or "auto")
 
 
 def _check_tool(name: str, known: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from pi_runtime.errors import TemplateError
 from pi_runtime.model import Model
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.settings import ServerSettings
+from pi_runtime.server.tools.output import OutputFormat
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,17 @@ class Served:
         return f"fp_{self.model.digest[:12]}_{self.model.mode}"
 
     @cached_property
-    def template(self) -> str | None:
-        """The model's chat template, if it has one."""
+    def template(self) -> str:
+        """The source of the model's chat template; empty where it has none."""
         try:
             return self.model.chat_template.source
         except TemplateError:
-            return None
+            return ""
+
+    @cached_property
+    def output(self) -> OutputFormat:
+        """How the model writes calls and thoughts."""
+        return OutputFormat.of(self.template, self.model.tokenizer)
 
     def check_name(self, name: str) -> None:
         """Raise ApiError 404 where a request asks for another model."""

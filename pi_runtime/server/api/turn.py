@@ -2,35 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from pi_runtime.generation import Stats
 from pi_runtime.sampling import TokenLogprobs
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.jobs import End, Part
 from pi_runtime.server.tools.deltas import CallArguments, CallBegan, Delta, ReasoningDelta, TextDelta
-
-
-class Parser(Protocol):
-    """Splits an answer's text as it comes."""
-
-    def push(self, text: str) -> list[Delta]:
-        """Take more of the text."""
-
-    def finish(self) -> list[Delta]:
-        """Return what was held, when the answer ends."""
-
-
-class PlainParser:
-    """Takes all text for the answer's own."""
-
-    def push(self, text: str) -> list[Delta]:
-        """Return it as it is."""
-        return [TextDelta(text)] if text else []
-
-    def finish(self) -> list[Delta]:
-        """Nothing was held."""
-        return []
+from pi_runtime.server.tools.output import OutputParser
 
 
 @dataclass
@@ -45,14 +24,12 @@ class Call:
 class Turn:
     """One answer, gathered."""
 
-    def __init__(self, parser: Parser) -> None:
+    def __init__(self, parser: OutputParser) -> None:
         self._parser = parser
         self._texts: list[str] = []
         self._thoughts: list[str] = []
-        self._thinks = False
         self.calls: list[Call] = []
         self.logprobs: list[TokenLogprobs] = []
-        self.reasoning_tokens = 0
         self.began = False
         self.end: End | None = None
 
@@ -67,25 +44,28 @@ class Turn:
         return "".join(self._thoughts)
 
     @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of its thoughts."""
+        return self._parser.reasoning_tokens
+
+    @property
     def stats(self) -> Stats | None:
         """Its figures; None until it has ended."""
         return None if self.end is None else self.end.stats
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
-        """Why it ended, in OpenAI's words."""
+        """Why it ended, in OpenAI's words. Calls of which one broke off are not to be run."""
         assert self.end is not None
         found = FINISH_REASONS[self.end.finish_reason]
-        return "tool_calls" if self.calls and found == "stop" else found
+        return "tool_calls" if self.calls and found == "stop" and not self._parser.is_cut else found
 
     def take(self, part: Part) -> Sequence[Delta]:
         """Take a part of it; returns what it is made of."""
         self.began = True
         self.logprobs += part.logprobs
-        deltas = self._parser.push(part.text)
+        deltas = self._parser.push(part.text, len(part.tokens))
         self._gather(deltas)
-        # Tokens without text of their own belong to what came before.
-        self.reasoning_tokens += len(part.tokens) * self._thinks
         return deltas
 
     def finish(self, end: End) -> Sequence[Delta]:
@@ -97,7 +77,6 @@ class Turn:
 
     def _gather(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            self._thinks = isinstance(delta, ReasoningDelta)
             match delta:
                 case TextDelta(text):
                     self._texts.append(text)
