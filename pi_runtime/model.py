@@ -188,6 +188,11 @@ class Model:
         return self._artifact.digest
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the artifact."""
+        return self._artifact.nbytes
+
+    @property
     def manifest(self) -> Manifest:
         """The artifact's manifest."""
         return self._artifact.manifest

@@ -101,7 +101,11 @@ def scripted_app(script: Script) -> Starlette:
                     raise ConnectionResetError
                 elif isinstance(step, str):
                     count += 1
-                    timings = {"predicted_n": count, "predicted_per_second": 24.6, "rows_read_share": script.rows_read_share}
+                    timings = {
+                        "predicted_n": count,
+                        "predicted_per_second": 24.6,
+                        "rows_read_share": script.rows_read_share,
+                    }
                     yield event([piece(step)], timings=timings)
                 else:
                     await asyncio.sleep(step)

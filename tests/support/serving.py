@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from pi_runtime import Engine, Model, load
+from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.server.app import build_app
 from pi_runtime.server.listening import Server, config
 from pi_runtime.server.service import Service
@@ -80,6 +81,21 @@ def events(response: httpx.Response) -> Iterator[Any]:
     for line in response.iter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data: "))
+
+
+def slowed(seconds: float) -> Callable[[Model], None]:
+    """Makes each step of a model take so much longer."""
+
+    def change(model: Model) -> None:
+        step = model.executor.step
+
+        def slow(sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
+            time.sleep(seconds)
+            return step(sequences)
+
+        model.executor.step = slow  # type: ignore[method-assign]
+
+    return change
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from pi_runtime.server.api.conversation import (
     text_of,
 )
 from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprobs
-from pi_runtime.server.api.sampling import Count, IgnoredFields, SamplingFields
+from pi_runtime.server.api.sampling import Count, IgnoredFields, StreamingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.turn import Turn
 from pi_runtime.server.api.usage import Usage, timings, usage
@@ -68,22 +68,14 @@ class Prediction(Body):
     content: Text
 
 
-class ChatRequest(SamplingFields, IgnoredFields):
-    """Messages, to which the assistant's next one is wanted."""
+class ConversationFields(Body):
+    """A chat, and what may follow."""
 
-    model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Count | None = Field(default=None, description="The same as `max_completion_tokens`.")
-    max_completion_tokens: Count | None = Field(
-        default=None, description="Most tokens of an answer, thoughts included; without it the context is the limit."
-    )
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(default=None, description="Only with `logprobs`.")
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    prediction: Prediction | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         default=None, description="Where the model's template knows it; `none` turns `enable_thinking` off."
     )
@@ -96,6 +88,19 @@ class ChatRequest(SamplingFields, IgnoredFields):
     continue_final_message: bool | None = Field(
         default=None, description="The answer goes on where the last message, an assistant's, ends."
     )
+
+
+class ChatRequest(StreamingFields, ConversationFields, IgnoredFields):
+    """Messages, to which the assistant's next one is wanted."""
+
+    model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
+    max_tokens: Count | None = Field(default=None, description="The same as `max_completion_tokens`.")
+    max_completion_tokens: Count | None = Field(
+        default=None, description="Most tokens of an answer, thoughts included; without it the context is the limit."
+    )
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(default=None, description="Only with `logprobs`.")
+    prediction: Prediction | None = None
     modalities: Annotated[list[Literal["text"]] | None, Unsupported("this server reads and writes text")] = None
     audio: Annotated[None, Unsupported("this server reads and writes text")] = None
     verbosity: Annotated[Literal["medium"] | None, Unsupported("say it in a message")] = None
@@ -278,12 +283,12 @@ class ChatJob:
         return usage(self._prompt_tokens, answers, answers[:1], sum(turn.reasoning_tokens for turn in self._turns))
 
 
-def conversation_of(body: ChatRequest, served: Served) -> Conversation:
+def conversation_of(body: ConversationFields, served: Served) -> Conversation:
     """What the template is to write."""
     if body.add_generation_prompt and body.continue_final_message:
         raise invalid("continue_final_message", "not with add_generation_prompt: the turn has begun already")
     tools, choice = allowed_tools(body.tools or [], body.tool_choice)
-    if body.tool_choice not in {None, "none", "auto"} and not body.tools:
+    if body.tool_choice not in (None, "none", "auto") and not body.tools:
         raise invalid("tool_choice", "allowed only with tools")
     return Conversation(
         messages=[template_message(message, f"messages[{n}]", served) for n, message in enumerate(body.messages)],
@@ -291,7 +296,10 @@ def conversation_of(body: ChatRequest, served: Served) -> Conversation:
         tool_choice=choice,
         parallel=body.parallel_tool_calls is not False,
         schema=_schema(body.response_format),
-        variables={**_reasoning_variables(body.reasoning_effort, served), **(body.chat_template_kwargs or {})},
+        variables={
+            **reasoning_variables("reasoning_effort", body.reasoning_effort, served),
+            **(body.chat_template_kwargs or {}),
+        },
         add_generation_prompt=body.add_generation_prompt is not False,
         continues=bool(body.continue_final_message),
     )
@@ -313,7 +321,7 @@ def _schema(response_format: ResponseFormat | None) -> Mapping[str, Any] | None:
     return None
 
 
-def _reasoning_variables(effort: str | None, served: Served) -> dict[str, Any]:
+def reasoning_variables(field: str, effort: str | None, served: Served) -> dict[str, Any]:
     """The names by which a template knows how much the model is to think."""
     template = served.template
     if effort is None:
@@ -322,7 +330,7 @@ def _reasoning_variables(effort: str | None, served: Served) -> dict[str, Any]:
         return {"enable_thinking": effort != "none"}
     if "reasoning_effort" in template and effort != "none":
         return {"reasoning_effort": effort}
-    raise invalid("reasoning_effort", "not supported: the model's chat template does not know it")
+    raise invalid(field, "not supported: the model's chat template does not know it")
 
 
 def _chunk_delta(delta: Delta) -> dict[str, Any]:

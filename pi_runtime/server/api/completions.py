@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from pi_runtime.errors import PromptError
 from pi_runtime.sampling import TokenLogprobs
 from pi_runtime.server.api.body import Unsupported, invalid
 from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, joined
-from pi_runtime.server.api.sampling import SamplingFields
+from pi_runtime.server.api.sampling import StreamingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS, Usage, timings, usage
-from pi_runtime.server.errors import ApiError
+from pi_runtime.server.errors import ApiError, refused
 from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
 
 DEFAULT_TOKENS = 16
@@ -22,7 +23,7 @@ DEFAULT_TOKENS = 16
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(StreamingFields):
     """A text, a list of token ids, or a list of either, to be continued."""
 
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
@@ -90,10 +91,13 @@ class CompletionJob:
         tokenizer = served.model.tokenizer
         prompts = _prompts(body.prompt)
         self._check_counts(len(prompts))
-        self._ids = [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+        try:
+            self._ids = [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
+            self._echo = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts] if body.echo else None
+        except PromptError as error:
+            raise invalid("prompt", refused(error).message) from None
         if not all(self._ids):
             raise invalid("prompt", "the prompt is empty, and the model has no begin-of-text token to start from")
-        self._echo = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts] if body.echo else None
         self._scores: dict[int, Sequence[TokenLogprobs]] = {}
         self._wants_scores = bool(body.echo) and body.logprobs is not None
         self.asks = self._asks()

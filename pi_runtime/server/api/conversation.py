@@ -198,7 +198,7 @@ class Conversation:
 
     def prompt(self, served: Served) -> Prompt:
         """What the template makes of it. Raises ApiError for what the template refuses, or the model cannot do."""
-        text = self._text(served)
+        text = self.text(served)
         grammar = served.output.grammar(
             text, tools=self.tools, choice=self.tool_choice, parallel=self.parallel, schema=self.schema
         )
@@ -211,13 +211,17 @@ class Conversation:
                 raise invalid(self._grammar_field, f"{error.what}: {error.remedy}", code="unsupported_value") from None
             except (InputError, UsageError) as error:
                 raise invalid(self._grammar_field, refused(error).message) from None
-        return Prompt(text, tokenizer.encode(text), grammar, self.tools, served.output)
+        try:
+            return Prompt(text, tokenizer.encode(text), grammar, self.tools, served.output)
+        except InputError as error:
+            raise invalid("messages", refused(error).message) from None
 
     @property
     def _grammar_field(self) -> str:
         return "tools" if self.schema is None else self.schema_field
 
-    def _text(self, served: Served) -> str:
+    def text(self, served: Served) -> str:
+        """The text that the template makes of it. Raises ApiError for what the template refuses."""
         if not served.template:
             raise invalid("messages", "the model has no chat template; use /v1/completions")
         try:
@@ -255,7 +259,14 @@ def template_message(message: Message, place: str, served: Served) -> dict[str, 
             found["reasoning_content"] = message.reasoning_content
         if message.tool_calls:
             found["tool_calls"] = [
-                {**call.model_dump(), "function": _called(call.function, f"{place}.tool_calls[{n}].function")}
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": arguments_of(call.function, f"{place}.tool_calls[{n}].function"),
+                    },
+                }
                 for n, call in enumerate(message.tool_calls)
             ]
         elif message.content is None and message.refusal is None:
@@ -270,15 +281,15 @@ def text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
     return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
 
 
-def _called(function: CalledFunction, place: str) -> dict[str, Any]:
-    """A call's function with its arguments as an object, as templates expect them."""
+def arguments_of(function: CalledFunction, place: str) -> dict[str, Any]:
+    """The arguments of a call as an object, as templates expect them."""
     try:
         arguments = json.loads(function.arguments or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise invalid(f"{place}.arguments", "a JSON object as text is expected")
-    return {"name": function.name, "arguments": arguments}
+    return arguments
 
 
 def allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[list[dict[str, Any]], Any]:

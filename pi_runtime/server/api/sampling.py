@@ -1,9 +1,9 @@
 """The fields by which a request says how its answers are chosen, for chats and completions alike."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pi_runtime.generation import AnswerSettings
 from pi_runtime.sampling import Sampling
@@ -55,12 +55,6 @@ class SamplingFields(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Up to so many tokens neither the model nor a stop string ends the text."
     )
-    n: Count | None = Field(default=None, description="How many answers to each prompt; the server has a limit.")
-    stream: bool | None = None
-    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream: true`.")
-    timings_per_token: bool | None = Field(
-        default=None, description="Every chunk of a stream has `timings`, the figures up to now."
-    )
     user: str | None = Field(default=None, description="Accepted; nothing depends on it.")
 
     def stop_strings(self, most: int) -> Sequence[str]:
@@ -90,8 +84,6 @@ class SamplingFields(Body):
         self, served: Served, *, max_tokens: int | None, logprobs: int | None, grammar: Grammar | None = None
     ) -> AnswerSettings:
         """All settings of an answer."""
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options", "allowed only with stream: true")
         if max_tokens is not None and (self.min_tokens or 0) > max_tokens:
             raise invalid("min_tokens", f"at most the {max_tokens} tokens that the answer may have")
         return AnswerSettings(
@@ -102,6 +94,23 @@ class SamplingFields(Body):
             logprobs=logprobs,
             grammar=grammar,
         )
+
+
+class StreamingFields(SamplingFields):
+    """How many answers there are, and whether they are streamed."""
+
+    n: Count | None = Field(default=None, description="How many answers to each prompt; the server has a limit.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream: true`.")
+    timings_per_token: bool | None = Field(
+        default=None, description="Every chunk of a stream has `timings`, the figures up to now."
+    )
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "allowed only with stream: true")
+        return self
 
     @property
     def include_usage(self) -> bool:

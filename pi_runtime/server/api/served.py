@@ -4,7 +4,6 @@ import secrets
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from pi_runtime.errors import TemplateError
 from pi_runtime.model import Model
@@ -59,15 +58,3 @@ class Served:
 def new_id(prefix: str) -> str:
     """A fresh identifier."""
     return f"{prefix}{secrets.token_hex(12)}"
-
-
-def model_object(served: Served) -> dict[str, Any]:
-    """The model as `/v1/models` lists it."""
-    return {
-        "id": served.name,
-        "object": "model",
-        "created": served.created,
-        "owned_by": "pi-serve",
-        "context_length": served.model.context,
-        "system_fingerprint": served.fingerprint,
-    }

@@ -49,16 +49,21 @@ class Turn:
         return self._parser.reasoning_tokens
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the arguments of a call broke off: nobody should run it."""
+        return self._parser.is_cut
+
+    @property
     def stats(self) -> Stats | None:
         """Its figures; None until it has ended."""
         return None if self.end is None else self.end.stats
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
-        """Why it ended, in OpenAI's words. Calls of which one broke off are not to be run."""
+        """Why it ended, in OpenAI's words. `tool_calls` asks for all calls to be run."""
         assert self.end is not None
         found = FINISH_REASONS[self.end.finish_reason]
-        return "tool_calls" if self.calls and found == "stop" and not self._parser.is_cut else found
+        return "tool_calls" if self.calls and found == "stop" and not self.is_cut else found
 
     def take(self, part: Part) -> Sequence[Delta]:
         """Take a part of it; returns what it is made of."""

@@ -15,7 +15,7 @@ import pytest
 if any(find_spec(name) is None for name in ("starlette", "uvicorn", "pydantic", "llguidance", "httpx", "openai")):
     collect_ignore_glob = ["*"]
 else:
-    from support.serving import Served, serving
+    from support.serving import Served, serving, slowed
 
 Serve = Callable[..., "Served"]
 
@@ -57,6 +57,6 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture(scope="module")
 def talker(endless: Path) -> Iterator["Served"]:
-    """Says abab… to everyone, four at a time."""
-    with serving(endless, slots=4, queue=4) as served:
+    """Says abab… to everyone, four at a time, for ten seconds or more."""
+    with serving(endless, slots=4, queue=4, changed=slowed(0.002)) as served:
         yield served

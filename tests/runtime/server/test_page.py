@@ -280,7 +280,14 @@ def test_loading_is_said_and_waited_for(script: Script, visit: Open) -> None:
 
 WIDE = (
     "Word" * 60 + "\n\n```python\n" + "x = 1 + " * 60 + "1\n```\n\n| " + " | ".join(["column"] * 30) + " |\n|"
-    " --- |" + " --- |" * 29 + "\n| " + " | ".join(["cell"] * 30) + " |\n\n`" + "code" * 60 + "`\n\nhttps://example.org/" + "a" * 200
+    " --- |"
+    + " --- |" * 29
+    + "\n| "
+    + " | ".join(["cell"] * 30)
+    + " |\n\n`"
+    + "code" * 60
+    + "`\n\nhttps://example.org/"
+    + "a" * 200
 )
 OVERFLOWING = """() => [...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5
     && !e.closest("pre, .table, nav, dialog, .unseen, svg[hidden]")).map((e) => e.outerHTML.slice(0, 80))"""
@@ -332,7 +339,16 @@ def test_the_keyboard_alone_reaches_everything(script: Script, visit: Open) -> N
         page.keyboard.press("Tab")
         names.add(page.evaluate("document.activeElement.ariaLabel ?? document.activeElement.innerText"))
         assert page.evaluate("getComputedStyle(document.activeElement).opacity") == "1"
-    wanted = {"New conversation", "two lines", "Delete: two lines", "Dark colours", "Settings", "Messages", "Copy", "Edit"}
+    wanted = {
+        "New conversation",
+        "two lines",
+        "Delete: two lines",
+        "Dark colours",
+        "Settings",
+        "Messages",
+        "Copy",
+        "Edit",
+    }
     assert wanted | {"Answer again", "Message", "Send"} <= names
     page.get_by_role("button", name="Settings").focus()
     page.keyboard.press("Enter")
@@ -444,7 +460,9 @@ def test_code_is_shown_as_it_is_and_can_be_copied(script: Script, visit: Open) -
 
 def test_growing_text_is_shown_as_the_whole_would_be(renderer: Any) -> None:
     """The fast path, which makes only changed blocks anew, against a slow twin."""
-    text = WIDE.replace("Word" * 60, "# T\n\n- a\n- b\n\n  c\n1. *d*\n\n> q\n> r\n\npara **bold**\nline\n\n~~~\n```\n~~~\n\nend")
+    text = WIDE.replace(
+        "Word" * 60, "# T\n\n- a\n- b\n\n  c\n1. *d*\n\n> q\n> r\n\npara **bold**\nline\n\n~~~\n```\n~~~\n\nend"
+    )
     grow = """(text) => {
         const [grown, whole] = [0, 0].map(() => document.createElement("div"));
         const growing = new Markdown(grown);
@@ -459,7 +477,9 @@ def test_growing_text_is_shown_as_the_whole_would_be(renderer: Any) -> None:
     assert renderer.evaluate(grow, text[:1200]) is None
 
 
-@pytest.mark.parametrize("text", ["*" * 20000, "`" * 20000, "[" * 20000, "> " * 5000, "- " * 5000, "|" * 20000, "_a" * 9000])
+@pytest.mark.parametrize(
+    "text", ["*" * 20000, "`" * 20000, "[" * 20000, "> " * 5000, "- " * 5000, "|" * 20000, "_a" * 9000]
+)
 def test_no_text_takes_the_page_long(renderer: Any, text: str) -> None:
     took = renderer.evaluate(
         """(text) => {
@@ -654,7 +674,9 @@ def test_the_oldest_make_room(visit: Open) -> None:
 
 def test_a_browser_that_keeps_nothing(script: Script, chromium: Any, address: str) -> None:
     context = chromium.new_context()
-    context.add_init_script("Object.defineProperty(window, 'localStorage', { get() { throw new Error('no storage'); } });")
+    context.add_init_script(
+        "Object.defineProperty(window, 'localStorage', { get() { throw new Error('no storage'); } });"
+    )
     page = context.new_page()
     page.goto(address)
     ask(page, "Hello")

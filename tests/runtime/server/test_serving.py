@@ -60,7 +60,8 @@ def test_what_is_wrong_is_an_error_in_openais_form(talker: Served) -> None:
 
 def test_slots_and_props_and_metrics_say_how_it_is(talker: Served) -> None:
     with talker.streaming(max_tokens=4000) as response:
-        next(events(response))
+        coming = events(response)
+        next(coming)
         slots = talker.get("/slots").json()
         assert [slot["is_processing"] for slot in slots] == [True, False, False, False]
         assert slots[0]["generated_tokens"] >= 1

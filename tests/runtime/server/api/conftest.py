@@ -15,6 +15,11 @@ TEMPLATE = (
     b"{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
 
+HERMES = """{% if tools %}{{ tools | tojson }} <tool_call>{"name":, "arguments":}</tool_call>;{% endif %}\
+{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\
+{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %};{% endfor %}\
+a:{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"""
+
 
 def served_by(path: Path) -> Iterator[tuple[Served, Engine]]:
     with load(path, device="cpu") as model, Engine(model, slots=4, speculate="off") as engine:
@@ -41,3 +46,12 @@ def endless_served(endless: Path) -> Iterator[Served]:
     """A model without a chat template."""
     for served, _ in served_by(endless):
         yield served
+
+
+@pytest.fixture(scope="session")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Engine]]:
+    """A model with Hermes' form of calls, and thoughts."""
+    path = tmp_path_factory.mktemp("api") / "hermes.pi"
+    files = {"chat_template.jinja": HERMES.encode()}
+    text = Text(prefix_ids=(), end_ids=())
+    yield from served_by(random_artifact(path, small_decoder(context_length=512), scale=3.0, text=text, files=files))

@@ -170,6 +170,8 @@ def test_timings_come_with_the_end_or_with_each_token(random_chat: Chat) -> None
     [
         ({}, "prompt", "required"),
         ({"prompt": ""}, "prompt", "empty"),
+        ({"prompt": "\ud800"}, "prompt", "not Unicode"),
+        ({"prompt": [300], "echo": True}, "prompt", "token id 300"),
         ({"prompt": []}, "prompt", "at least 1"),
         ({"prompt": [[]]}, "prompt[0]", "at least 1"),
         ({"prompt": ["a", 1]}, "prompt[0]", "integer"),
