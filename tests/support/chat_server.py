@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from pi_runtime.server.page import page
 
-PROPS = {"model": "demo", "chat_template": True, "context": 4096, "mode": "predicted", "device": "cpu"}
+PROPS = {"model": "demo", "chat_template": "{{ messages }}", "context": 4096, "mode": "predicted", "device": "cpu"}
 Turn = Sequence[str | float] | Response
 """What one request is answered with: pieces of text, numbers as pauses in seconds, `GATE`; or a whole response."""
 GATE = "<gate>"

@@ -1,6 +1,8 @@
 """More requests than are taken on: refused at once with the time to come again, and nothing else suffers."""
 
 import socket
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -47,9 +49,6 @@ def test_one_too_many_is_refused_before_its_body_has_come(talker: Served) -> Non
 
 
 def test_ten_times_too_many_are_answered_or_refused(talker: Served) -> None:
-    import threading
-    from collections import Counter
-
     statuses: Counter[int] = Counter()
 
     def ask() -> None:

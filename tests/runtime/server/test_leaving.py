@@ -1,6 +1,8 @@
 """Clients that leave, wherever their request is: its slot and its pages are free at once, and nobody else notices."""
 
+import random
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -8,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.serving import Served, events, slowed, wait_until
+from support.serving import Served, slowed, wait_until
 
 SOON_S = 1.0
 """Time in which everything of a client that left must be free, on a machine that is idle."""
@@ -52,11 +54,8 @@ def test_leaving_while_answers_are_written(talker: Served, prompt: str, more: st
 def test_leaving_the_queue(talker: Served) -> None:
     with ExitStack() as stack:
         for _ in range(4):
-            response = stack.enter_context(talker.streaming(max_tokens=4000))
-            stack.callback(lambda: None)
-            coming = events(response)
-            next(coming)
-            stack.callback(coming.close)
+            stack.enter_context(send(talker, body()))
+        wait_until(lambda: talker.engine.stats.running == 4)
         connection = send(talker, body())
         wait_until(lambda: talker.engine.stats.waiting == 1)
         connection.close()
@@ -75,8 +74,6 @@ def test_leaving_while_the_prompt_is_read(endless: Path, serve: Callable[..., Se
 
 
 def test_leaving_while_the_request_is_prepared(endless: Path, serve: Callable[..., Served]) -> None:
-    import threading
-
     gate = threading.Event()
 
     def held(model: Any) -> None:
@@ -107,8 +104,6 @@ def test_leaving_before_the_body_has_come(talker: Served) -> None:
 
 def test_a_thousand_that_leave_lose_no_page(endless: Path, serve: Callable[..., Served], long: bool) -> None:
     """Pages in use afterwards are those kept for later requests, and go when the engine is closed."""
-    import random
-
     served = serve(endless, slots=4, queue=16, changed=slowed(0.001))
     rng, pool = random.Random(1), served.engine._memory.pool
     for _ in range(1000 if long else 60):

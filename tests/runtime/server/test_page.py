@@ -357,10 +357,10 @@ def test_the_keyboard_alone_reaches_everything(script: Script, visit: Open) -> N
     seen(page.get_by_role("button", name="Settings")).to_be_focused()
 
 
-def violations(page: Any) -> list[str]:
+def violations(page: Any, *ignored: str) -> list[str]:
     """What axe finds of WCAG 2.2 A and AA and of good practice, contrast and names of controls included."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    found = axe.run(page).response["violations"]
+    found = [violation for violation in axe.run(page).response["violations"] if violation["id"] not in ignored]
     return [f"{v['id']}: {node['html']} {node['failureSummary']}" for v in found for node in v["nodes"]]
 
 
@@ -385,13 +385,14 @@ def test_axe_finds_nothing(script: Script, visit: Open, colours: str, width: int
     page.keyboard.press("Escape")
     if width == 360:
         page.get_by_role("button", name="Conversations").click()
-        assert violations(page) == []
+        # Beside the open drawer all is inert, heading and main part included.
+        assert violations(page, "landmark-one-main", "page-has-heading-one") == []
 
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
 def test_axe_finds_nothing_of_key_and_text(script: Script, visit: Open, colours: str) -> None:
     script.key = "k"
-    script.props["chat_template"] = False
+    script.props["chat_template"] = None
     page = visit(color_scheme=colours)
     page.get_by_label("API key").fill("x")
     page.keyboard.press("Enter")
@@ -562,7 +563,7 @@ def test_colours_follow_the_system_until_one_chooses(visit: Open) -> None:
 
 
 def test_a_model_without_a_template_goes_on_with_a_text(script: Script, visit: Open) -> None:
-    script.props["chat_template"] = False
+    script.props["chat_template"] = None
     script.turns = [[" upon", " a time"], [" more"], [" in ", GATE, "between"]]
     page = visit()
     text = page.get_by_label("Text", exact=True)
@@ -586,7 +587,7 @@ def test_a_model_without_a_template_goes_on_with_a_text(script: Script, visit: O
 
 
 def test_a_text_shows_errors_too(script: Script, visit: Open) -> None:
-    script.props["chat_template"] = False
+    script.props["chat_template"] = None
     script.turns = [refusal(429, "Busy."), [" more"]]
     page = visit()
     page.get_by_label("Text", exact=True).fill("Once")
