@@ -10,7 +10,7 @@ waits for the client to leave: then everything that was begun for it ends, where
 import json
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -29,6 +29,8 @@ from pi_runtime.engine.engine import Engine
 from pi_runtime.server.admission import Ticket
 from pi_runtime.server.api.chat import ChatJob
 from pi_runtime.server.api.completions import CompletionJob
+from pi_runtime.server.api.ollama import OllamaChatJob, OllamaGenerateJob, tags
+from pi_runtime.server.api.plain import apply_template, detokenize, embeddings, list_models, retrieve_model, tokenize
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.guard import Guard
@@ -41,6 +43,8 @@ from pi_runtime.server.settings import ServerSettings
 
 KEEP_ALIVE = b": keep-alive\n\n"
 JSON = "application/json"
+OLLAMA = "/api/"
+"""Paths whose errors have Ollama's form."""
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -51,7 +55,7 @@ class JobType(Protocol):
         """The job. It may take long."""
 
 
-Plain = Callable[[Any, Served], dict[str, Any]]
+Plain = Callable[[Any, Served], Mapping[str, Any]]
 """Makes the JSON of an answer that takes no engine. It may take long."""
 Answer = Callable[[bytes, Ticket], Coroutine[Any, Any, None]]
 Log = Callable[[str], None]
@@ -238,6 +242,25 @@ class Figures:
         )
 
 
+class Models:
+    """The routes that list models, of which there is one."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def listed(self, _: Request) -> Response:
+        """OpenAI's list."""
+        return JSONResponse(list_models(self._app.served))
+
+    async def one(self, request: Request) -> Response:
+        """The model that the path names."""
+        return JSONResponse(retrieve_model(request.path_params["name"], self._app.served))
+
+    async def tagged(self, _: Request) -> Response:
+        """Ollama's list."""
+        return JSONResponse(tags(self._app.served))
+
+
 def build_app(settings: ServerSettings, open_engine: Callable[[], Engine], log: Log | None = None) -> Starlette:
     """The application. It opens the engine when it starts, and closes engine and model when it ends.
 
@@ -273,15 +296,30 @@ def build_app(settings: ServerSettings, open_engine: Callable[[], Engine], log: 
 
 def routes_of(app: App) -> list[Route]:
     """All routes."""
-    figures = Figures(app)
+    figures, models = Figures(app), Models(app)
+    jobs: dict[str, JobType] = {
+        "/v1/chat/completions": ChatJob,
+        "/v1/completions": CompletionJob,
+        "/api/chat": OllamaChatJob,
+        "/api/generate": OllamaGenerateJob,
+    }
+    plain: dict[str, Plain] = {
+        "/tokenize": tokenize,
+        "/detokenize": detokenize,
+        "/apply-template": apply_template,
+        "/v1/embeddings": embeddings,
+    }
     return [
+        Route("/", _page),
         Route("/health", figures.health),
         Route("/metrics", figures.metrics),
         Route("/slots", figures.slots),
         Route("/props", figures.props),
-        Route("/", _page),
-        Route("/v1/chat/completions", JobEndpoint(app, ChatJob), methods=["POST"]),
-        Route("/v1/completions", JobEndpoint(app, CompletionJob), methods=["POST"]),
+        Route("/v1/models", models.listed),
+        Route("/v1/models/{name:path}", models.one),
+        Route("/api/tags", models.tagged),
+        *(Route(path, JobEndpoint(app, job), methods=["POST"]) for path, job in jobs.items()),
+        *(Route(path, PlainEndpoint(app, answer), methods=["POST"]) for path, answer in plain.items()),
     ]
 
 
@@ -291,9 +329,10 @@ async def _page(_: Request) -> Response:
     return Response(body, headers=headers)
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), error.status, error.headers)
+    body = {"error": error.message} if request.url.path.startswith(OLLAMA) else error.body()
+    return JSONResponse(body, error.status, error.headers)
 
 
 async def _refuse_http(request: Request, error: Exception) -> Response:

@@ -1,12 +1,19 @@
 """Errors of a request, as OpenAI's clients read them."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from pi_runtime.errors import InputError, PiError, UsageError
+from pi_runtime.errors import ArtifactError, InputError, MissingExtraError, PiError, UsageError
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-FIELDS = {"number": "n", "answers": "n", "grammar": "response_format", "prompt_logprobs": "echo"}
+FLAG = re.compile("--([a-z-]+)")
+FIELDS = {
+    "prompt_logprobs": "echo",
+    "json_schema": "response_format",
+    "regex": "response_format",
+    "lark": "response_format",
+}
 """Fields of a request whose setting of the engine has another name."""
 
 
@@ -44,27 +51,22 @@ def refused(error: Exception) -> ApiError:
 
     Errors of the engine begin with the flag of the setting that is wrong, from which the field follows.
     """
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, UsageError | InputError):
-        param = _field(error.what)
-        # A flag is a word of the command line, and a remedy there is none here.
-        what = error.what.replace(f"--{param.replace('_', '-')}", param, 1) if param else error.what
-        fields = (("expected", error.expected), ("found", error.found))
-        message = "; ".join([what, *(f"{name}: {value}" for name, value in fields if value is not None)])
-        code = "context_length_exceeded" if "the context of" in str(error.expected) else None
-        return ApiError(400, message, param=FIELDS.get(param or "", param), code=code)
-    return failed(error)
+    if not isinstance(error, UsageError | InputError) or isinstance(error, MissingExtraError | ArtifactError):
+        return failed(error)
+    what, param = error.what, None
+    if flag := FLAG.match(what):
+        name = flag[1].replace("-", "_")
+        param = FIELDS.get(name, name)
+        what = param + what[flag.end() :]
+    # The remedy is left out: it speaks of the command line.
+    fields = (("expected", error.expected), ("found", error.found))
+    message = "; ".join([what, *(f"{name}: {value}" for name, value in fields if value is not None)])
+    code = "context_length_exceeded" if "the context of" in str(error.expected) else None
+    return ApiError(400, message, param=param, code=code)
 
 
 def failed(error: BaseException) -> ApiError:
     """The answer to a request that broke while it ran. What is no error of ours is not shown to a client."""
-    message = str(error) if isinstance(error, PiError) else f"internal error: {type(error).__name__}"
-    return error if isinstance(error, ApiError) else ApiError(500, message)
-
-
-def _field(what: str) -> str | None:
-    """The field that a message names by its flag, if it does."""
-    if what.startswith("--"):
-        return what[2:].split(maxsplit=1)[0].rstrip(":").replace("-", "_")
-    return "n" if what.startswith("number ") else None
+    if isinstance(error, ApiError):
+        return error
+    return ApiError(500, str(error) if isinstance(error, PiError) else f"internal error: {type(error).__name__}")

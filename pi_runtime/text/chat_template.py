@@ -202,7 +202,7 @@ def _start(limits: Limits) -> "subprocess.Popen[bytes]":
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ},
+            env=kept_variables(),
             start_new_session=True,
         )
     except OSError as error:
@@ -218,6 +218,11 @@ def _start(limits: Limits) -> "subprocess.Popen[bytes]":
             remedy="`pi-compile doctor`; reinstall jinja2",
         )
     return child
+
+
+def kept_variables() -> dict[str, str]:
+    """The environment of a child that runs what others wrote."""
+    return {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:

@@ -101,8 +101,8 @@ def _path(error: ErrorDetails, value: Any) -> tuple[str | int, ...]:
         elif not (names_absent and n == len(location) - 1):
             continue
         path.append(part)
-    if error["type"].startswith("union_tag") and "ctx" in error:
-        path.append(str(error["ctx"]["discriminator"]).strip("'"))
+    if error["type"].startswith("union_tag"):
+        path.append(str(error.get("ctx", {}).get("discriminator", "type")).strip("'"))
     return tuple(path)
 
 

@@ -103,7 +103,6 @@ InputItem = Annotated[
         _type_of,
         custom_error_type="union_tag_unknown",
         custom_error_message="input should be a message, function_call, function_call_output or reasoning",
-        custom_error_context={"discriminator": "type"},
     ),
 ]
 

@@ -10,7 +10,10 @@ import httpx
 import pytest
 from support.serving import Served, serving, slowed, wait_until
 
+from pi_runtime import Grammar
+from pi_runtime.errors import UsageError
 from pi_runtime.server.settings import Limits
+from pi_runtime.text.grammar_check import GrammarLimits, check_grammar
 
 Serve = Callable[..., Served]
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -160,3 +163,23 @@ def all_until(connection: socket.socket, mark: bytes) -> bytes:
         assert data, found[-500:]
         found += data
     return found
+
+
+HARD = {"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}"} for n in range(20)]}
+
+
+def test_a_grammar_that_would_take_hours_is_refused() -> None:
+    with pytest.raises(UsageError, match="too complex"):
+        check_grammar(Grammar.json_schema(HARD), GrammarLimits(seconds=1.0))
+
+
+def test_a_grammar_that_is_none_names_its_field(alphabet: Path, serve: Serve) -> None:
+    served = serve(alphabet)
+    body = {
+        "model": served.name,
+        "messages": [{"role": "user", "content": "a"}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "wrong"}}},
+    }
+    response = served.post("/v1/chat/completions", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("response_format")
