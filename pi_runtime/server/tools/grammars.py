@@ -11,7 +11,9 @@ from typing import Any
 from pi_runtime.server.tools.formats import ToolFormat
 from pi_runtime.server.tools.reasoning import ReasoningFormat
 
-Schema = Mapping[str, Any]
+Schema = Mapping[str, Any] | bool
+AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""White space of arguments. A weak model that may put in any puts in a lot."""
 TERMINALS = r"""TEXT: /(.|\n)*/
 SPACE: /[ \n]{0,4}/
 PLAIN: /\s*[^{\s](.|\n)*/
@@ -35,7 +37,11 @@ class GrammarWriter:
         """JSON that a schema describes."""
         return f"%json {json.dumps(schema)}"
 
-    def calls(self, tools: ToolFormat, functions: Sequence[tuple[str, Schema]], *, parallel: bool) -> str:
+    def arguments(self, schema: Mapping[str, Any]) -> str:
+        """JSON that a schema describes, with the white space of templates."""
+        return self.json({**schema, "x-guidance": AS_TEMPLATES_WRITE})
+
+    def calls(self, tools: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool) -> str:
         """Calls of these functions, each with the schema of its arguments; one of them unless `parallel`."""
         names = []
         for n, (name, schema) in enumerate(functions):
@@ -80,12 +86,12 @@ class GrammarWriter:
             found = f"{begin}rest_of_thoughts SPACE"
         return found if are_open else f"({found})?"
 
-    def _call(self, tools: ToolFormat, name: str, schema: Schema) -> str:
+    def _call(self, tools: ToolFormat, name: str, schema: Mapping[str, Any]) -> str:
         if not tools.has_head:
             head = f'{{"name": {json.dumps(name)}, "{tools.arguments}": '
-            return f"{_text(head)} {self.json(schema)} {_text('}')}"
+            return f"{_text(head)} {self.arguments(schema)} {_text('}')}"
         call_id = f"{self._marker('[CALL_ID]')} CALL_ID " if tools.has_call_id else ""
-        return f"{_text(name)} {call_id}{self._marker('[ARGS]')} {self.json(schema)}"
+        return f"{_text(name)} {call_id}{self._marker('[ARGS]')} {self.arguments(schema)}"
 
     def _marker(self, marker: str) -> str:
         return f"<[{self._tokens[marker]}]>" if marker in self._tokens else _text(marker)

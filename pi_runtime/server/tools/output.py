@@ -104,53 +104,59 @@ class OutputFormat:
         tools: Sequence[Tool] = (),
         choice: str | Tool = "auto",
         parallel: bool = True,
-        schema: Mapping[str, Any] | None = None,
+        schema: Mapping[str, Any] | bool | None = None,
     ) -> Grammar | None:
         """What an answer to a rendered prompt must be; None where it is free.
 
-        `choice` is OpenAI's `tool_choice`: `none`, `auto`, `required`, or one function, which is then called once.
-        Arguments follow the schemas of their functions; with `auto` those of functions that are `strict` do, others are
-        JSON objects, and without a strict one the answer is free. `schema`: JSON that the answer must be, where no
-        tool is called. Thoughts may come first, if the model thinks. Raises ApiError naming the field for what is
+        `choice` is OpenAI's `tool_choice`: `none`, `auto`, `required`, or the one of the tools that is called, once.
+        Arguments follow the schemas of their functions. With `auto` those of functions that are `strict` do, others are
+        JSON objects, and without a strict one the answer is free. `schema`: JSON that the answer must be, where no tool
+        is called. Thoughts may come first, if the model thinks. Raises ApiError naming the field for what is
         impossible.
         """
-        if choice == "none" or not tools:
-            if choice not in ("none", "auto"):
-                raise ApiError(400, "tool_choice asks for a call, and there are no tools", param="tool_choice")
-            tools = ()
-        elif self.tools is None:
+        tools = () if choice == "none" else tools
+        if tools and self.tools is None:
             raise ApiError(400, "the model's chat template has no form of tool calls that is known here", param="tools")
-        named = None if isinstance(choice, str) else _named(tools, choice)
-        must_call = named is not None or choice == "required"
         writer = GrammarWriter(self.tokens)
-        answers = []
-        if self.tools is not None and (must_call or schema is not None or any(map(_is_strict, tools))):
-            functions = [
-                _function(n, tool, strictly=must_call) for n, tool in enumerate(tools) if tool is named or not named
-            ]
-            answers.append(writer.calls(self.tools, functions, parallel=parallel and named is None))
-            if not must_call and schema is None:
-                answers = [writer.text_or_calls(self.tools)]
-        if schema is not None and not must_call:
-            if answers and self.tools is not None and self.tools.is_bare:
-                what = "with this model calls and other JSON begin alike, so tools do not go with a form of the answer"
-                raise ApiError(400, what, param="response_format")
-            answers.append(writer.json(schema))
-        if not answers:
+        if tools:
+            answer = self._with_calls(writer, tools, choice, parallel, schema)
+        else:
+            answer = None if schema is None else writer.json(schema)
+        if answer is None:
             return None
-        answer = f"({' | '.join(answers)})"
         if self.reasoning is not None and not self.reasoning.is_closed(prompt):
-            answer = f"{writer.thoughts(self.reasoning, are_open=self.reasoning.is_open(prompt))} {answer}"
+            answer = f"{writer.thoughts(self.reasoning, are_open=self.reasoning.is_open(prompt))} ({answer})"
         return Grammar.lark(writer.source(answer))
 
+    def _with_calls(
+        self,
+        writer: GrammarWriter,
+        tools: Sequence[Tool],
+        choice: str | Tool,
+        parallel: bool,
+        schema: Mapping[str, Any] | bool | None,
+    ) -> str | None:
+        """The rule of an answer that may call tools; None where it is free."""
+        assert self.tools is not None
+        must_call, only = choice != "auto", None if isinstance(choice, str) else _name(choice)
+        if not must_call and schema is None and not any(map(_is_strict, tools)):
+            return None
+        chosen = [(n, tool) for n, tool in enumerate(tools) if only in {None, _name(tool)}]
+        functions = [_function(n, tool, strictly=must_call) for n, tool in chosen]
+        calls = writer.calls(self.tools, functions, parallel=parallel and only is None)
+        if must_call:
+            return calls
+        if schema is None:
+            return writer.text_or_calls(self.tools)
+        if self.tools.is_bare:
+            what = "with this model, calls and other JSON begin alike: tools do not go with a form of the answer"
+            raise ApiError(400, what, param="response_format")
+        return f"{writer.json(schema)} | {calls}"
 
-def _named(tools: Sequence[Tool], choice: Tool) -> Tool:
-    """The one tool that a choice names."""
-    wanted = choice["function"]["name"]
-    for tool in tools:
-        if tool["function"]["name"] == wanted:
-            return tool
-    raise ApiError(400, f"tool_choice names {wanted!r}, which is none of the tools", param="tool_choice")
+
+def _name(tool: Tool) -> str:
+    name: str = tool["function"]["name"]
+    return name
 
 
 def _is_strict(tool: Tool) -> bool:
@@ -159,9 +165,8 @@ def _is_strict(tool: Tool) -> bool:
 
 def _function(n: int, tool: Tool, *, strictly: bool) -> tuple[str, Mapping[str, Any]]:
     """A function's name, and the schema that its arguments must follow."""
-    function = tool["function"]
-    parameters = function.get("parameters") or NO_PARAMETERS
+    parameters = tool["function"].get("parameters") or NO_PARAMETERS
     if parameters.get("type", "object") != "object":
         raise ApiError(400, "parameters must be an object's schema", param=f"tools[{n}].function.parameters")
     is_followed = strictly or _is_strict(tool)
-    return function["name"], {**parameters, "type": "object"} if is_followed else {"type": "object"}
+    return _name(tool), {**parameters, "type": "object"} if is_followed else {"type": "object"}
