@@ -33,7 +33,7 @@ if shutil.which("pyenv"):
 def install_all(session: nox.Session) -> None:
     # torch first and pinned, or the other packages would pull another build of it.
     session.install(TORCH, TRITON)
-    session.install("-e", ".[compile,grammar]", *TEST_TOOLS)
+    session.install("-e", ".[compile,serve]", *TEST_TOOLS)
 
 
 @nox.session

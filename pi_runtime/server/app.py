@@ -31,6 +31,7 @@ from pi_runtime.server.api.chat import ChatJob
 from pi_runtime.server.api.completions import CompletionJob
 from pi_runtime.server.api.ollama import OllamaChatJob, OllamaGenerateJob, tags
 from pi_runtime.server.api.plain import apply_template, detokenize, embeddings, list_models, retrieve_model, tokenize
+from pi_runtime.server.api.responses import ResponseJob
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.guard import Guard
@@ -300,6 +301,7 @@ def routes_of(app: App) -> list[Route]:
     jobs: dict[str, JobType] = {
         "/v1/chat/completions": ChatJob,
         "/v1/completions": CompletionJob,
+        "/v1/responses": ResponseJob,
         "/api/chat": OllamaChatJob,
         "/api/generate": OllamaGenerateJob,
     }

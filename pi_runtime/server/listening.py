@@ -25,50 +25,72 @@ CLOSE_S = 5
 """Seconds in which connections must end after the last answer."""
 
 
-def protocol(limits: Limits) -> type[H11Protocol]:
+class LimitedProtocol(H11Protocol):
+    """Ends a connection on which a request, or the taking of an answer, does not come to its end in time.
+
+    Requests that are sent before the answer to the last one has come are not answered.
+    """
+
+    limits: Limits
+    _receiving: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._receive()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _cancel(self._receiving)
+        _cancel(self._stalled)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_ahead():
+            super().data_received(data)
+
+    def handle_events(self) -> None:
+        before = self.conn.their_state
+        super().handle_events()
+        if self.conn.trailing_data[0] and self._is_ahead():
+            # uvicorn would no longer read, and so not see the client leave.
+            self.flow.resume_reading()
+        state = self.conn.their_state
+        if state is h11.SEND_BODY and before is not h11.SEND_BODY:
+            self._receive()  # the body has a time of its own
+        elif state is h11.IDLE and self.conn.trailing_data[0]:
+            if self._receiving is None:
+                self._receive()
+        elif state is not h11.SEND_BODY:
+            _cancel(self._receiving)
+            self._receiving = None
+
+    def _is_ahead(self) -> bool:
+        """Whether data comes while a request is being answered. It is dropped: the connection ends with that."""
+        if self.conn.their_state is not h11.DONE or self.cycle.response_complete:
+            return False
+        self.cycle.keep_alive = False
+        return True
+
+    def _receive(self) -> None:
+        _cancel(self._receiving)
+        self._receiving = self.loop.call_later(self.limits.receive_s, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self.limits.stall_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        _cancel(self._stalled)
+        super().resume_writing()
+
+
+def protocol(given: Limits) -> type[LimitedProtocol]:
     """uvicorn's HTTP/1.1 with limits of time."""
 
-    class LimitedProtocol(H11Protocol):
-        """Ends a connection on which a request, or the taking of an answer, does not come to its end in time."""
+    class Protocol(LimitedProtocol):
+        limits = given
 
-        _receiving: asyncio.TimerHandle | None = None
-        _stalled: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._receive()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            _cancel(self._receiving)
-            _cancel(self._stalled)
-            super().connection_lost(exc)
-
-        def handle_events(self) -> None:
-            before = self.conn.their_state
-            super().handle_events()
-            state = self.conn.their_state
-            if state is h11.SEND_BODY and before is not h11.SEND_BODY:
-                self._receive()  # the body has a time of its own
-            elif state is h11.IDLE and self.conn.trailing_data[0]:
-                if self._receiving is None:
-                    self._receive()
-            elif state is not h11.SEND_BODY:
-                _cancel(self._receiving)
-                self._receiving = None
-
-        def _receive(self) -> None:
-            _cancel(self._receiving)
-            self._receiving = self.loop.call_later(limits.receive_s, self.transport.abort)
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._stalled = self.loop.call_later(limits.stall_s, self.transport.abort)
-
-        def resume_writing(self) -> None:
-            _cancel(self._stalled)
-            super().resume_writing()
-
-    return LimitedProtocol
+    return Protocol
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -21,7 +21,6 @@ from pi_runtime.server.errors import ApiError, failed, refused
 from pi_runtime.server.jobs import Ask, End, Event, Job, Part
 from pi_runtime.server.metrics import Metrics
 from pi_runtime.server.settings import Limits, ServerSettings
-from pi_runtime.text.grammar_check import check_grammar
 
 T = TypeVar("T")
 Phase = Literal["loading", "ready", "draining", "failed"]
@@ -317,14 +316,7 @@ class Service:
             raise ApiError(400, f"{answers} answers; at most {most} in a request", param="n")
         ticket.take(answers)
         engine = self.engine
-
-        def begun() -> Run:
-            for ask in job.asks:
-                if (grammar := ask.settings.get("grammar")) is not None:
-                    check_grammar(grammar)
-            return Run(job, engine, self.metrics, self.settings.limits, arrived)
-
-        return await self.prepare(begun)
+        return await self.prepare(lambda: Run(job, engine, self.metrics, self.settings.limits, arrived))
 
     async def drain(self) -> None:
         """Take on nothing more; let what runs go on for a while, then end it with an error."""

@@ -14,6 +14,7 @@ from pi_runtime.server.api.turn import Turn
 from pi_runtime.server.errors import refused
 from pi_runtime.server.tools.output import OutputFormat
 from pi_runtime.text.grammar import Grammar
+from pi_runtime.text.grammar_check import check_grammar
 
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -206,6 +207,7 @@ class Conversation:
         if grammar is not None:
             # Compiled now, and kept: the engine's error would not name the field.
             try:
+                check_grammar(grammar)
                 tokenizer.grammars.start(grammar)
             except MissingExtraError as error:
                 raise invalid(self._grammar_field, f"{error.what}: {error.remedy}", code="unsupported_value") from None

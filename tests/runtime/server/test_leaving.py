@@ -102,6 +102,18 @@ def test_leaving_before_the_body_has_come(talker: Served) -> None:
     assert_all_is_free(talker)
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+def test_leaving_after_more_was_sent_than_is_answered(talker: Served, later: bool) -> None:
+    first = body()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(first)}\r\n\r\n".encode()
+    ahead = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", talker.port)) as connection:
+        connection.sendall(head + first + (b"" if later else ahead))
+        wait_until(lambda: talker.engine.stats.running == 1)
+        connection.sendall(ahead * (10000 if later else 1))
+    assert_all_is_free(talker)
+
+
 def test_a_thousand_that_leave_lose_no_page(endless: Path, serve: Callable[..., Served], long: bool) -> None:
     """Pages in use afterwards are those kept for later requests, and go when the engine is closed."""
     served = serve(endless, slots=4, queue=16, changed=slowed(0.001))
