@@ -30,6 +30,7 @@ from pi_runtime.server.admission import Ticket
 from pi_runtime.server.api.chat import ChatJob
 from pi_runtime.server.api.completions import CompletionJob
 from pi_runtime.server.api.ollama import OllamaChatJob, OllamaGenerateJob, tags
+from pi_runtime.server.api.openapi import document
 from pi_runtime.server.api.plain import apply_template, detokenize, embeddings, list_models, retrieve_model, tokenize
 from pi_runtime.server.api.responses import ResponseJob
 from pi_runtime.server.api.served import Served
@@ -243,6 +244,11 @@ class Figures:
         )
 
 
+    async def described(self, _: Request) -> Response:
+        """The OpenAPI document."""
+        return JSONResponse(document(self._app.settings.model_name))
+
+
 class Models:
     """The routes that list models, of which there is one."""
 
@@ -317,6 +323,7 @@ def routes_of(app: App) -> list[Route]:
         Route("/metrics", figures.metrics),
         Route("/slots", figures.slots),
         Route("/props", figures.props),
+        Route("/openapi.json", figures.described),
         Route("/v1/models", models.listed),
         Route("/v1/models/{name:path}", models.one),
         Route("/api/tags", models.tagged),

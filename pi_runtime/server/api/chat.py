@@ -24,7 +24,7 @@ from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprobs
 from pi_runtime.server.api.sampling import Count, IgnoredFields, StreamingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.turn import Turn
-from pi_runtime.server.api.usage import Usage, timings, usage
+from pi_runtime.server.api.usage import Timings, Usage, timings, usage
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
 from pi_runtime.server.tools.deltas import CallArguments, CallBegan, Delta, ReasoningDelta, TextDelta
@@ -154,6 +154,37 @@ class ChatCompletion(TypedDict):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+
+
+class ChatDelta(TypedDict):
+    """More of an answer."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[CallOfTool]]
+
+
+class ChunkChoice(TypedDict):
+    """More of one answer, and why it ended, in its last chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+
+
+class ChatChunk(TypedDict):
+    """A piece of a stream; the last one has the usage and no choice, where that is asked for."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]
+    timings: NotRequired[Timings]
 
 
 class ChatJob:

@@ -3,18 +3,19 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NotRequired, Self
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.errors import PromptError
+from pi_runtime.generation import Stats
 from pi_runtime.sampling import TokenLogprobs
 from pi_runtime.server.api.body import Unsupported, invalid
 from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, joined
 from pi_runtime.server.api.sampling import StreamingFields
 from pi_runtime.server.api.served import Served, new_id
-from pi_runtime.server.api.usage import FINISH_REASONS, Usage, timings, usage
+from pi_runtime.server.api.usage import FINISH_REASONS, Timings, Usage, timings, usage
 from pi_runtime.server.errors import ApiError, refused
 from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
 
@@ -49,7 +50,7 @@ class CompletionChoice(TypedDict):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: str | None
+    finish_reason: Literal["stop", "length"] | None
 
 
 class Completion(TypedDict):
@@ -62,6 +63,19 @@ class Completion(TypedDict):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage
+
+
+class CompletionChunk(TypedDict):
+    """A piece of a stream; the last one has the usage and no choice, where that is asked for."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage]
+    timings: NotRequired[Timings]
 
 
 @dataclass(eq=False)
@@ -198,8 +212,8 @@ class CompletionJob:
         choice: _Choice,
         text: str,
         logprobs: Sequence[TokenLogprobs],
-        finish_reason: str | None = None,
-        stats: Any = None,
+        finish_reason: Literal["stop", "length"] | None = None,
+        stats: Stats | None = None,
     ) -> Sequence[Event]:
         """Keep what has come, or make an event of it."""
         found = [] if choice.writer is None else [choice.writer.write(logprobs)]

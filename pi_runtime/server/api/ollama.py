@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NotRequired, Self
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
@@ -165,6 +165,43 @@ class OllamaModel(TypedDict):
     size: int
     digest: str
     details: OllamaModelDetails
+
+
+class OllamaSaid(TypedDict):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+
+
+class OllamaFigures(TypedDict):
+    """What every line has; the last one has the figures, with times in nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: NotRequired[Literal["stop", "length", "load"]]
+    total_duration: NotRequired[int]
+    load_duration: NotRequired[int]
+    prompt_eval_count: NotRequired[int]
+    prompt_eval_duration: NotRequired[int]
+    eval_count: NotRequired[int]
+    eval_duration: NotRequired[int]
+
+
+class OllamaChatAnswer(OllamaFigures):
+    """A line of a chat, or the whole of it."""
+
+    message: OllamaSaid
+
+
+class OllamaGenerateAnswer(OllamaFigures):
+    """A line of an answer to a prompt, or the whole of it."""
+
+    response: str
+    thinking: NotRequired[str]
 
 
 class OllamaTags(TypedDict):

@@ -166,6 +166,14 @@ class Response(TypedDict):
     user: NotRequired[str]
 
 
+class ResponseEvent(TypedDict):
+    """An event of a stream. Its further fields depend on its type; the last event has the response."""
+
+    type: str
+    sequence_number: int
+    response: NotRequired[Response]
+
+
 class ResponseJob:
     """A request for a response."""
 

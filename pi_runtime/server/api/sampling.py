@@ -44,7 +44,9 @@ class SamplingFields(Body):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        default=None, description="Token ids, each with what is added to its logit."
+        default=None,
+        description="Token ids, each with what is added to its logit.",
+        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
         default=None, description="With the same seed the same text comes again; a fresh one is taken without it."
