@@ -133,7 +133,10 @@ class Stream(Iterator[str]):
         raise piece
 
     def listen(self, notify: Callable[[], object]) -> None:
-        """Have a function called when something has come, by the engine's thread, which must not wait; and once now."""
+        """Have a function called when something has come, by the engine's thread, which must not wait; and once now.
+
+        It must not refer to the stream, which would then never be dropped.
+        """
         self._request.notify = notify
         notify()
 

@@ -243,7 +243,6 @@ class Figures:
             }
         )
 
-
     async def described(self, _: Request) -> Response:
         """The OpenAPI document."""
         return JSONResponse(document(self._app.settings.model_name))

@@ -6,6 +6,7 @@ thread only tells that something has come.
 
 import asyncio
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -104,13 +105,14 @@ class Run:
 
     def listen(self) -> None:
         """Begin to be told of news, on the running loop."""
-        loop = asyncio.get_running_loop()
+        loop, run = asyncio.get_running_loop(), weakref.ref(self)
 
         def tell() -> None:
-            if not self._is_told:
-                self._is_told = True
+            # A strong reference would keep the streams, which are cancelled when nobody refers to them.
+            if (alive := run()) is not None and not alive._is_told:
+                alive._is_told = True
                 with suppress(RuntimeError):  # the loop has been closed
-                    loop.call_soon_threadsafe(self._notice)
+                    loop.call_soon_threadsafe(alive._notice)
 
         for asked in self._asked:
             for source in asked.sources:

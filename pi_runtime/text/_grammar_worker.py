@@ -12,15 +12,14 @@ import json
 import math
 import sys
 
-sys.path.append(sys.argv[3])
-
-from llguidance import LLMatcher
-
 if sys.platform != "win32":
     import resource
 
 
 def main() -> None:
+    sys.path.append(sys.argv[3])  # isolated mode knows only the standard library
+    from llguidance import LLMatcher  # noqa: PLC0415
+
     request = json.loads(sys.stdin.buffer.read())
     if sys.platform != "win32":
         seconds, memory_bytes = math.ceil(float(sys.argv[1])), int(sys.argv[2])

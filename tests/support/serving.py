@@ -119,9 +119,8 @@ def serving(
         changed(model)
         return Engine(model, slots=slots, speculate="off")
 
-    chosen = ServerSettings(
-        port=0, model_name=path.stem, slots=slots, limits=limits or Limits(), drain_s=0.2, **settings
-    )
+    given: dict[str, Any] = {"port": 0, "model_name": path.stem, "drain_s": 0.2, "limits": limits or Limits()}
+    chosen = ServerSettings(**{**given, "slots": slots, **settings})
     lines: list[str] = []
     built = build_app(chosen, opened, lines.append)
     urls: list[str] = []

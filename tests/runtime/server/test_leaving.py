@@ -1,5 +1,6 @@
 """Clients that leave, wherever their request is: its slot and its pages are free at once, and nobody else notices."""
 
+import gc
 import random
 import socket
 import threading
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 from support.serving import Served, slowed, wait_until
+
+from pi_runtime.engine.stream import Request
+from pi_runtime.server.service import Run
 
 SOON_S = 1.0
 """Time in which everything of a client that left must be free, on a machine that is idle."""
@@ -127,3 +131,12 @@ def test_a_thousand_that_leave_lose_no_page(endless: Path, serve: Callable[..., 
     kept = served.engine._memory
     kept._tree.clear()
     assert pool.in_use == 0
+
+
+def test_nothing_is_kept_of_a_request_that_has_been_answered(endless: Path, serve: Callable[..., Served]) -> None:
+    served = serve(endless)
+    for settings in ({}, {"stream": True}, {"n": 2}, {"echo": True, "logprobs": 1, "max_tokens": 0}):
+        assert served.complete(**{"max_tokens": 2, **settings}).status_code == 200
+    wait_until(served.is_idle)
+    gc.collect()
+    assert [kept for kept in gc.get_objects() if type(kept) in (Request, Run)] == []

@@ -137,8 +137,9 @@ def test_a_comment_comes_where_nothing_else_does(endless: Path, serve: Serve) ->
 def test_a_reader_who_takes_nothing_does_not_hold_a_slot(
     endless: Path, serve: Serve, limits: Limits, drops: bool
 ) -> None:
-    served = serve(endless, limits=limits, context=1 << 20)
-    body = b'{"model": "endless", "prompt": "a", "max_tokens": 1000000, "stream": true}'
+    name = "x" * 4000  # part of every event: so buffers are full soon
+    served = serve(endless, limits=limits, context=1 << 20, model_name=name)
+    body = f'{{"model": "{name}", "prompt": "a", "max_tokens": 1000000, "stream": true}}'.encode()
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", served.port))
