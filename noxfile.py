@@ -19,7 +19,9 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 # One process a core, up to four: each imports torch. A file's tests share what they set up, so they stay together.
 # tests/conftest.py says which files come first.
 PYTEST = ["pytest", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "--no-loadscope-reorder"]
-TEST_TOOLS = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "test")
+TEST_TOOLS, BROWSER_TOOLS = (
+    nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), group) for group in ("test", "browser")
+)
 
 if shutil.which("pyenv"):
     # pyenv's `python3.12` answers only if that version is selected, and its shim has selected the one we run on: add
@@ -46,8 +48,9 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The whole test suite."""
+    """The whole test suite. Tests of the chat page need a Chromium, and are skipped where there is none."""
     install_all(session)
+    session.install(*BROWSER_TOOLS)
     session.run(*PYTEST, *session.posargs)
 
 

@@ -53,77 +53,83 @@ def refusal(status: int, message: str, **headers: str) -> JSONResponse:
 
 def scripted_app(script: Script) -> Starlette:
     """An application that serves the page, and plays the script to it."""
+    player = Player(script)
+    routes = [
+        Route("/", player.index),
+        Route("/props", player.props),
+        Route("/v1/chat/completions", player.answer, methods=["POST"]),
+        Route("/v1/completions", player.answer, methods=["POST"]),
+    ]
+    return Starlette(routes=routes)
 
-    async def index(request: Request) -> Response:
+
+class Player:
+    """The routes."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+
+    async def index(self, _: Request) -> Response:
         body, headers = page()
         return Response(body, headers=dict(headers))
 
-    async def props(request: Request) -> Response:
-        if (refused := key_refused(request)) is not None:
-            return refused
-        if script.loading:
-            script.loading -= 1
-            return refusal(503, "The model is loading.")
-        return JSONResponse(script.props)
-
-    def key_refused(request: Request) -> Response | None:
-        if script.key and request.headers.get("authorization") != f"Bearer {script.key}":
+    async def props(self, request: Request) -> Response:
+        if not self.knows(request):
             return refusal(401, "A key is needed.")
-        return None
+        if self.script.loading:
+            self.script.loading -= 1
+            return refusal(503, "The model is loading.")
+        return JSONResponse(self.script.props)
 
-    async def answer(request: Request) -> Response:
-        if (refused := key_refused(request)) is not None:
-            return refused
-        script.asked.append(await request.json())
-        turn = script.turns.pop(0) if len(script.turns) > 1 else script.turns[0]
+    def knows(self, request: Request) -> bool:
+        """Whether a request has the key, if there is one."""
+        key = self.script.key
+        return key is None or request.headers.get("authorization") == f"Bearer {key}"
+
+    async def answer(self, request: Request) -> Response:
+        if not self.knows(request):
+            return refusal(401, "A key is needed.")
+        self.script.asked.append(await request.json())
+        turns = self.script.turns
+        turn = turns.pop(0) if len(turns) > 1 else turns[0]
         if isinstance(turn, Response):
             return turn
-        return StreamingResponse(events(turn, "chat" in request.url.path), media_type="text/event-stream")
+        is_chat = "chat" in request.url.path
+        return StreamingResponse(self.events(turn, is_chat), media_type="text/event-stream")
 
-    async def events(turn: Sequence[str | float], chat: bool) -> AsyncIterator[str]:
-        def event(choices: list[dict[str, Any]], **more: Any) -> str:
-            return f"data: {json.dumps({'choices': choices, **more})}\n\n"
-
-        def piece(text: str) -> dict[str, Any]:
-            return {"index": 0, "delta": {"content": text}} if chat else {"index": 0, "text": text}
-
-        count = 0
+    async def events(self, turn: Sequence[str | float], is_chat: bool) -> AsyncIterator[str]:
+        """All events of an answer. Who leaves before its end is noticed."""
+        count, share = 0, self.script.rows_read_share
         try:
             yield ": waiting\n\n"
-            for text in script.thoughts:
-                yield event([{"index": 0, "delta": {"reasoning_content": text}}])
+            for text in self.script.thoughts:
+                yield event({"delta": {"reasoning_content": text}})
             for step in turn:
                 if step == GATE:
-                    while not script.gate.is_set():
+                    while not self.script.gate.is_set():
                         await asyncio.sleep(0.01)
                         yield ": still here\n\n"
                 elif step == LOST:
                     raise ConnectionResetError
                 elif isinstance(step, str):
                     count += 1
-                    timings = {
-                        "predicted_n": count,
-                        "predicted_per_second": 24.6,
-                        "rows_read_share": script.rows_read_share,
-                    }
-                    yield event([piece(step)], timings=timings)
+                    timings = {"predicted_n": count, "predicted_per_second": 24.6, "rows_read_share": share}
+                    yield event({"delta": {"content": step}} if is_chat else {"text": step}, timings=timings)
                 else:
                     await asyncio.sleep(step)
-            yield event([{"index": 0, "delta": {}, "finish_reason": "stop"}])
+            yield event({"delta": {}, "finish_reason": "stop"})
             usage = {"prompt_tokens": 21, "completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 16}}
-            yield event([], usage=usage)
+            yield event(usage=usage)
             yield "data: [DONE]\n\n"
         except (asyncio.CancelledError, GeneratorExit):
-            script.left.set()
+            self.script.left.set()
             raise
 
-    routes = [
-        Route("/", index),
-        Route("/props", props),
-        Route("/v1/chat/completions", answer, methods=["POST"]),
-        Route("/v1/completions", answer, methods=["POST"]),
-    ]
-    return Starlette(routes=routes)
+
+def event(choice: dict[str, Any] | None = None, **more: Any) -> str:
+    """A chunk of a stream."""
+    choices = [] if choice is None else [{"index": 0, **choice}]
+    return f"data: {json.dumps({'choices': choices, **more})}\n\n"
 
 
 @contextmanager

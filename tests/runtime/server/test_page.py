@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("uvicorn", reason="needs the extra serve")
-
-from support.chat_server import GATE, LOST, PROPS, Script, refusal, scripted_app, served
+from starlette.responses import Response
+from support.chat_server import GATE, LOST, PROPS, Script, event, refusal, scripted_app, served
 
 pytestmark = pytest.mark.slow
 Open = Callable[..., Any]
@@ -123,7 +121,7 @@ def test_stop_keeps_the_text_and_the_server_hears_of_it(script: Script, visit: O
     else:
         page.get_by_role("button", name="Stop", exact=True).click()
     done(page)
-    seen(page.locator(".remark")).to_have_text("Stopped.")
+    seen(page.locator(".remark")).to_have_text("Stopped. Go on")
     assert script.left.wait(10)
     ask(page, "Again")
     seen(answers(page).last).to_have_text("Whole.")
@@ -214,11 +212,27 @@ def test_a_lost_connection_keeps_what_came(script: Script, visit: Open) -> None:
     seen(page.locator(".versions")).to_have_text("2 / 2")
 
 
-def test_an_error_within_the_stream_is_shown(script: Script, visit: Open) -> None:
-    from starlette.responses import Response
+def test_an_unfinished_answer_goes_on(script: Script, visit: Open) -> None:
+    script.turns = [["The first ", GATE, "-"], ["half, ", 1.0, LOST], ["the rest."]]
+    page = visit()
+    ask(page, "Please")
+    seen(answers(page)).to_have_text("The first")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Go on").click()
+    seen(answers(page)).to_have_text("The first half,")
+    seen(page.get_by_role("alert")).to_be_visible()
+    page.get_by_role("button", name="Go on").click()
+    seen(answers(page)).to_have_text("The first half, the rest.")
+    done(page)
+    asked = script.asked[2]
+    assert asked["messages"][1] == {"role": "assistant", "content": "The first half, "}
+    assert (asked["continue_final_message"], asked["add_generation_prompt"]) == (True, False)
+    seen(page.get_by_role("button", name="Go on")).to_have_count(0)
 
-    fault = 'data: {"choices": [{"index": 0, "delta": {"content": "So "}}]}\n\ndata: {"error": {"message": "Shutting down."}}\n\n'
-    script.turns = [Response(fault, media_type="text/event-stream")]
+
+def test_an_error_within_the_stream_is_shown(script: Script, visit: Open) -> None:
+    said = event({"delta": {"content": "So "}}) + event(error={"message": "Shutting down."})
+    script.turns = [Response(said, media_type="text/event-stream")]
     page = visit()
     ask(page, "Please")
     seen(page.get_by_role("alert")).to_contain_text("Shutting down.")
@@ -278,19 +292,20 @@ def test_loading_is_said_and_waited_for(script: Script, visit: Open) -> None:
     seen(page.get_by_label("Message", exact=True)).to_be_focused()
 
 
-WIDE = (
-    "Word" * 60 + "\n\n```python\n" + "x = 1 + " * 60 + "1\n```\n\n| " + " | ".join(["column"] * 30) + " |\n|"
-    " --- |"
-    + " --- |" * 29
-    + "\n| "
-    + " | ".join(["cell"] * 30)
-    + " |\n\n`"
-    + "code" * 60
-    + "`\n\nhttps://example.org/"
-    + "a" * 200
+TABLE = "\n".join("|" + f" {cell} |" * 30 for cell in ("column", "---", "cell"))
+WIDE = "\n\n".join(
+    [
+        "Word" * 60,
+        "```python\n" + "x = 1 + " * 60 + "1\n```",
+        TABLE,
+        "`" + "code" * 60 + "`",
+        "https://example.org/" + "a" * 200,
+    ]
 )
-OVERFLOWING = """() => [...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5
-    && !e.closest("pre, .table, nav, dialog, .unseen, svg[hidden]")).map((e) => e.outerHTML.slice(0, 80))"""
+OVERFLOWING = """() => [...document.querySelectorAll("body *")]
+    .filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5)
+    .filter((e) => !e.closest("pre, .table, nav, dialog, .unseen, svg[hidden]"))
+    .map((e) => e.outerHTML.slice(0, 80))"""
 
 
 def test_nothing_scrolls_sideways_on_a_narrow_page(script: Script, visit: Open) -> None:
@@ -339,17 +354,8 @@ def test_the_keyboard_alone_reaches_everything(script: Script, visit: Open) -> N
         page.keyboard.press("Tab")
         names.add(page.evaluate("document.activeElement.ariaLabel ?? document.activeElement.innerText"))
         assert page.evaluate("getComputedStyle(document.activeElement).opacity") == "1"
-    wanted = {
-        "New conversation",
-        "two lines",
-        "Delete: two lines",
-        "Dark colours",
-        "Settings",
-        "Messages",
-        "Copy",
-        "Edit",
-    }
-    assert wanted | {"Answer again", "Message", "Send"} <= names
+    wanted = {"New conversation", "two lines", "Delete: two lines", "Dark colours", "Settings"}
+    assert wanted | {"Messages", "Copy", "Edit", "Answer again", "Message", "Send"} <= names
     page.get_by_role("button", name="Settings").focus()
     page.keyboard.press("Enter")
     page.get_by_label("Temperature").focus()
@@ -461,9 +467,7 @@ def test_code_is_shown_as_it_is_and_can_be_copied(script: Script, visit: Open) -
 
 def test_growing_text_is_shown_as_the_whole_would_be(renderer: Any) -> None:
     """The fast path, which makes only changed blocks anew, against a slow twin."""
-    text = WIDE.replace(
-        "Word" * 60, "# T\n\n- a\n- b\n\n  c\n1. *d*\n\n> q\n> r\n\npara **bold**\nline\n\n~~~\n```\n~~~\n\nend"
-    )
+    text = "# T\n\n- a\n- b\n\n  c\n1. *d*\n\n> q\n> r\n\npara **bold**\nline\n\n~~~\n```\n~~~\n\nend\n" + WIDE[240:]
     grow = """(text) => {
         const [grown, whole] = [0, 0].map(() => document.createElement("div"));
         const growing = new Markdown(grown);
@@ -478,9 +482,10 @@ def test_growing_text_is_shown_as_the_whole_would_be(renderer: Any) -> None:
     assert renderer.evaluate(grow, text[:1200]) is None
 
 
-@pytest.mark.parametrize(
-    "text", ["*" * 20000, "`" * 20000, "[" * 20000, "> " * 5000, "- " * 5000, "|" * 20000, "_a" * 9000]
-)
+HARD = ["*" * 20000, "`" * 20000, "[" * 20000, "> " * 5000, "- " * 5000, "|" * 20000, "_a" * 9000]
+
+
+@pytest.mark.parametrize("text", HARD, ids=[text[:2] for text in HARD])
 def test_no_text_takes_the_page_long(renderer: Any, text: str) -> None:
     took = renderer.evaluate(
         """(text) => {
@@ -663,21 +668,26 @@ def test_a_file_of_nonsense_is_refused(visit: Open, tmp_path: Path) -> None:
     seen(page.locator("#notice")).to_contain_text("no conversations of this page")
 
 
-def test_the_oldest_make_room(visit: Open) -> None:
+def test_the_oldest_make_room(script: Script, visit: Open) -> None:
     page = visit()
-    fill = """() => { for (let n = 0; n < 205; n++) { const chat = Object.assign(start("text", "talk " + n),
-        { text: "x", before: "", said: "", at: n }); save(chat); } return Object.keys(localStorage).filter((k) => k.startsWith("pi.chat.")).length; }"""
-    assert page.evaluate(fill) == 200
+    talk = {"kind": "talk", "nodes": [NODE], "leaf": "n"}
+    old = [{**talk, "id": f"id{n}", "title": f"talk {n}", "at": n} for n in range(202)]
+    page.evaluate(
+        "(old) => old.forEach((chat) => localStorage.setItem('pi.chat.' + chat.id, JSON.stringify(chat)))", old
+    )
     page.reload()
-    seen(page.locator("#list .open").first).to_have_text("talk 204")
-    seen(page.locator("#list .open").last).to_have_text("talk 5")
+    ask(page, "Newest")
+    seen(page.locator("#list .open").last).to_have_text("talk 3")
+    done(page)
+    page.reload()
+    seen(page.locator("#list .open")).to_have_count(200)
+    seen(page.locator("#list .open").first).to_have_text("Newest")
 
 
 def test_a_browser_that_keeps_nothing(script: Script, chromium: Any, address: str) -> None:
     context = chromium.new_context()
-    context.add_init_script(
-        "Object.defineProperty(window, 'localStorage', { get() { throw new Error('no storage'); } });"
-    )
+    without = "Object.defineProperty(window, 'localStorage', { get() { throw new Error('no storage'); } });"
+    context.add_init_script(without)
     page = context.new_page()
     page.goto(address)
     ask(page, "Hello")

@@ -64,7 +64,7 @@ def test_stop_and_reload_free_the_slot(chromium: Any, slow: Served) -> None:
     seen(page.locator(".body").last).to_contain_text("bab")
     seen(page.locator("article .figures")).to_have_text(re.compile(r"\d+ tokens/s · \d+ % of rows read"))
     page.keyboard.press("Escape")
-    seen(page.locator(".remark")).to_have_text("Stopped.")
+    seen(page.locator(".remark")).to_contain_text("Stopped.")
     wait_until(slow.is_idle)
     ask(page, "b")
     seen(page.locator(".body").last).to_contain_text("aba")
@@ -117,7 +117,21 @@ def test_settings_reach_the_model(chromium: Any, serve: Serve, alphabet: Path) -
     page.keyboard.press("Escape")
     ask(page, "a")
     seen(page.locator(".body").last).to_have_text("bcde")
-    seen(page.locator(".remark")).to_have_text("Cut at the limit of tokens.")
+    seen(page.locator(".remark")).to_contain_text("Cut at the limit of tokens.")
+    page.close()
+
+
+def test_a_cut_answer_goes_on(chromium: Any, serve: Serve, tmp_path: Path) -> None:
+    template = {"chat_template.jinja": b"{% for m in messages %}{{ m.content }}{% endfor %}"}
+    path = scripted_artifact(tmp_path / "model.pi", saying("abcdefg"), files=template)
+    page = visit(chromium, serve(path))
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Most tokens").fill("2")
+    page.keyboard.press("Escape")
+    ask(page, "ab")
+    seen(page.locator(".body").last).to_have_text("cd")
+    page.get_by_role("button", name="Go on").click()
+    seen(page.locator(".body").last).to_have_text("cdef")
     page.close()
 
 
