@@ -152,7 +152,7 @@ class _Request:
 
 
 def check(served: ServeProcess, found: Found, largest_drift: float | None) -> dict[str, float]:
-    """Raise AssertionError for whatever is wrong; the server's figures at the end. No limit: memory is not looked at."""
+    """Raise AssertionError for whatever is wrong; the server's figures at the end. Without a limit memory may grow."""
     assert not found.wrong, (len(found.wrong), found.wrong[:5])
     assert len(found.ids) == len(set(found.ids))
     assert found.answered
