@@ -172,6 +172,11 @@ class Prompt:
     tools: Sequence[Mapping[str, Any]]
     output: OutputFormat
 
+    @property
+    def shown_tokens(self) -> Sequence[int]:
+        """Special tokens that the text of its answer shows, for those who read it."""
+        return self.output.shown_tokens(self.tools)
+
     def turn(self) -> Turn:
         """What gathers one answer."""
         return Turn(self.output.parser(self.text, self.tools))
