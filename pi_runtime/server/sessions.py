@@ -228,7 +228,7 @@ class SessionRoutes:
         return self.sessions.find(scope["path_params"]["id"])
 
     def _parsed(self, body: bytes) -> Any:
-        return parsed(body, self._host.settings.limits.nesting)
+        return parsed(body, self._host.settings.limits)
 
     def _shown(self, entry: Entry) -> SessionObject:
         return session_object(
