@@ -12,7 +12,7 @@ from pi_runtime.errors import PromptError
 from pi_runtime.generation import Stats
 from pi_runtime.sampling import TokenLogprobs
 from pi_runtime.server.api.body import Unsupported, invalid
-from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, joined
+from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, ShownLogprobs, joined
 from pi_runtime.server.api.sampling import StreamingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS, Timings, Usage, timings, usage
@@ -82,6 +82,7 @@ class CompletionChunk(TypedDict):
 class _Choice:
     index: int
     ask: int
+    shown: ShownLogprobs
     writer: CompletionLogprobsWriter | None
     began: bool = False
     """Whether the prompt has been written, where it is wanted."""
@@ -196,16 +197,18 @@ class CompletionJob:
         ask = index // self._n
         offset = len(self._echo[ask]) if self._echo else 0
         tokenizer = self._served.model.tokenizer
-        return _Choice(index, ask, None if self._body.logprobs is None else CompletionLogprobsWriter(tokenizer, offset))
+        writer = None if self._body.logprobs is None else CompletionLogprobsWriter(tokenizer, offset)
+        return _Choice(index, ask, ShownLogprobs(tokenizer), writer)
 
     def _take(self, choice: _Choice, item: Part | End) -> Sequence[Event]:
         if self._wants_scores and choice.ask not in self._scores:
             choice.held.append(item)
             return ()
         if isinstance(item, Part):
-            return list(self._write(choice, item.text, item.logprobs, stats=item.stats))
+            due = choice.shown.take(item.text, item.logprobs)
+            return list(self._write(choice, item.text, due, stats=item.stats))
         choice.end = item
-        ending = [] if item.ending is None else [item.ending]
+        ending = [*choice.shown.finish(item), *([] if item.ending is None else [item.ending])]
         return list(self._write(choice, "", ending, FINISH_REASONS[item.finish_reason], item.stats))
 
     def _write(

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from pi_runtime.errors import InputError, MissingExtraError, UsageError
 from pi_runtime.server.api.body import Body, Unsupported, invalid
+from pi_runtime.server.api.logprobs import ShownLogprobs
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.turn import Turn
 from pi_runtime.server.errors import refused
@@ -172,9 +173,10 @@ class Prompt:
     tools: Sequence[Mapping[str, Any]]
     output: OutputFormat
 
-    def turn(self) -> Turn:
+    def turn(self, served: Served) -> Turn:
         """What gathers one answer."""
-        return Turn(self.output.parser(self.text, self.tools))
+        shown = ShownLogprobs(served.model.tokenizer, self.output.shown_tokens)
+        return Turn(self.output.parser(self.text, self.tools), shown)
 
 
 @dataclass(frozen=True, kw_only=True)

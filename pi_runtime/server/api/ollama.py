@@ -240,7 +240,7 @@ class _OllamaJob:
 
     def __init__(self, body: OllamaFields, prompt: Prompt | None, served: Served) -> None:
         self._body, self._began = body, time.perf_counter()
-        self._turn = None if prompt is None else prompt.turn()
+        self._turn = None if prompt is None else prompt.turn(served)
         self.asks = [] if prompt is None else [Ask(prompt.ids, 1, _settings(body, prompt, served))]
 
     @property
@@ -251,12 +251,12 @@ class _OllamaJob:
     def part(self, index: int, part: Part) -> Sequence[Event]:
         """Take a part of the answer."""
         assert self._turn is not None, index
-        return self._lines(self._turn.take(part))
+        return self._lines(self._turn.take(part).deltas)
 
     def end(self, index: int, end: End) -> Sequence[Event]:
         """Take the end of the answer. Calls are whole only now."""
         assert self._turn is not None, index
-        lines = self._lines(self._turn.finish(end))
+        lines = self._lines(self._turn.finish(end).deltas)
         calls = [Event(None, self._object("", "", self._turn.calls))] if self._turn.calls and self.streams else []
         return [*lines, *calls]
 
