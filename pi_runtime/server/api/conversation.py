@@ -239,7 +239,9 @@ class Conversation:
                 variables=self.variables,
                 add_generation_prompt=self.add_generation_prompt and not self.continues,
             )
-        except (InputError, UsageError) as error:
+        except UsageError as error:  # a name of these arguments among the variables
+            raise invalid("chat_template_kwargs", refused(error).message) from None
+        except InputError as error:
             raise invalid(self.messages_field, refused(error).message) from None
         return self._continued(text) if self.continues else text
 
