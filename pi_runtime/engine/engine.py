@@ -178,9 +178,12 @@ class Engine:
             self._submit(request)
         return Scores(request, scoring)
 
-    def session(self) -> Session:
-        """A text that is continued in turns, and what has been computed of it."""
-        return Session(self)
+    def session(self, tokens: Sequence[int] = ()) -> Session:
+        """A text that is continued in turns, and what has been computed of it.
+
+        It may begin with tokens, which are checked, and read, with the first turn.
+        """
+        return Session(self, Turns(list(tokens), [False] * len(tokens)))
 
     def load_session(self, path: str | Path) -> Session:
         """A session that `Session.save` wrote, by the same artifact, mode and cache format, in any process.

@@ -41,6 +41,7 @@ from pi_runtime.server.metrics import MEDIA
 from pi_runtime.server.page import page
 from pi_runtime.server.requests import ClientGone, parsed, read_body, while_connected
 from pi_runtime.server.service import Run, Service
+from pi_runtime.server.sessions import session_routes
 from pi_runtime.server.settings import ServerSettings
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -86,6 +87,17 @@ class App:
         except ClientGone:
             self.service.metrics.cancelled += 1
 
+    async def write(self, job: Job, run: Run, send: Send) -> None:
+        """Write what becomes of a job that has begun."""
+        reply = Reply(send, job, self.settings.keep_alive_s)
+        with self.service.running(run):
+            try:
+                await reply.write(run)
+            except Exception as error:
+                if not isinstance(error, ApiError):
+                    log_fault(error)
+                await reply.fail(failed(error))
+
 
 class JobEndpoint:
     """Answers requests that are jobs."""
@@ -100,14 +112,7 @@ class JobEndpoint:
     async def _answer(self, body: bytes, ticket: Ticket, arrived: float, send: Send) -> None:
         service, settings, served = self._app.service, self._app.settings, self._app.served
         job = await service.prepare(lambda: self._make.of(parsed(body, settings.limits.nesting), served))
-        run, reply = await service.begin(job, ticket, arrived), Reply(send, job, settings.keep_alive_s)
-        with service.running(run):
-            try:
-                await reply.write(run)
-            except Exception as error:
-                if not isinstance(error, ApiError):
-                    log_fault(error)
-                await reply.fail(failed(error))
+        await self._app.write(job, await service.begin(job, ticket, arrived), send)
 
 
 class PlainEndpoint:
@@ -328,6 +333,7 @@ def routes_of(app: App) -> list[Route]:
         Route("/api/tags", models.tagged),
         *(Route(path, JobEndpoint(app, job), methods=["POST"]) for path, job in jobs.items()),
         *(Route(path, PlainEndpoint(app, answer), methods=["POST"]) for path, answer in plain.items()),
+        *session_routes(app),
     ]
 
 

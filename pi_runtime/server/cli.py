@@ -1,6 +1,7 @@
 """`pi-serve`: one artifact behind HTTP, in the forms of OpenAI and Ollama."""
 
 import ipaddress
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -106,6 +107,8 @@ def serve(
     tls = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
     server = Server(config(built, settings, **_checked(tls)), service, lambda url: console.say(f"listening on {url}"))
     _listen(server, settings)
+    if service.is_held_up:
+        os._exit(0 if service.failure is None else 1)
     if service.failure is not None:
         raise service.failure
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from pi_runtime.engine.session import Session
 from pi_runtime.generation import AnswerSettings, Stats
 from pi_runtime.sampling import TokenLogprobs
 from pi_runtime.server.errors import ApiError
@@ -60,6 +61,10 @@ class Ask:
     """Tokens that are likely to come."""
     score: tuple[int, int] | None = None
     """The first token and the number of likeliest tokens, where log-probabilities of the prompt are wanted."""
+    session: Session | None = None
+    """The session whose text the prompt continues; it has one answer."""
+    stop_tokens: Sequence[int] = ()
+    """Tokens that end a session's turn, and become part of its text."""
 
 
 class Job(Protocol):

@@ -21,6 +21,8 @@ from pi_runtime.exit_codes import INTERRUPTED
 from pi_runtime.server.service import Service
 from pi_runtime.server.settings import Limits, ServerSettings
 
+KEEP_ALIVE_S = 30
+"""Seconds for which a connection stays open without a request: longer than clients keep theirs for the next one."""
 CLOSE_S = 5
 """Seconds in which connections must end after the last answer."""
 
@@ -160,6 +162,7 @@ def config(app: Any, settings: ServerSettings, **tls: Any) -> uvicorn.Config:
         log_level="critical",
         access_log=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         h11_max_incomplete_event_size=settings.limits.header_bytes,
         timeout_graceful_shutdown=CLOSE_S,
         **tls,

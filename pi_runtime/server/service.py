@@ -5,10 +5,11 @@ thread only tells that something has come.
 """
 
 import asyncio
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Literal, TypeVar
@@ -52,7 +53,9 @@ class _Asked:
             settings["expected"] = ask.guess
         if ask.score is not None:
             self.scores = engine.score(ask.prompt, first=ask.score[0], top=ask.score[1])
-        if ask.count:
+        if ask.session is not None:
+            self.streams = [ask.session.generate(ask.prompt, stop_tokens=ask.stop_tokens, **settings)]
+        elif ask.count:
             self.streams = engine.generate_many(ask.prompt, ask.count, **settings)
         self.has_scored = self.scores is None
         self.taken = [0] * ask.count
@@ -216,6 +219,7 @@ class Service:
         self._open_requests = 0
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="pi-prepare")
         self._tasks: list[asyncio.Task[None]] = []
+        self._threads: set[threading.Thread] = set()
 
     @property
     def engine(self) -> Engine:
@@ -253,7 +257,7 @@ class Service:
 
     async def _load(self) -> None:
         try:
-            self._engine = await asyncio.to_thread(self._open)
+            self._engine = await self._in_thread(self._open)
         except Exception as error:
             self._fail(error)
             return
@@ -336,10 +340,34 @@ class Service:
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:
-        """Close the engine, and its model."""
+        """Close the engine, and its model. Nobody waits long for an engine that does not end its step."""
         for task in self._tasks:
             task.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if (engine := self._engine) is not None:
-            await asyncio.to_thread(engine.close)
-            engine.model.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await self._in_thread(engine.close)
+                    engine.model.close()
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        """Let a thread of its own do something that may take very long; a process that ends does not wait for it."""
+        loop = asyncio.get_running_loop()
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(call())
+            except BaseException as error:
+                done.set_exception(error)
+            self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name="pi-serve", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+        return await asyncio.wrap_future(done, loop=loop)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether loading or closing still goes on: then Python's own end would wait for it, or break it amid."""
+        return bool(self._threads)

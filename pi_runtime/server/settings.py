@@ -49,6 +49,10 @@ class ServerSettings:
     """Answers that run at once."""
     queue: int = 64
     """Answers that may wait beyond these."""
+    sessions: int = 64
+    """Sessions that are held at once."""
+    session_idle_s: float = 600.0
+    """Time after which a session that nobody uses is dropped."""
     drain_s: float = 30.0
     """Time for which requests may go on after the first signal to stop."""
     stale_s: float = 60.0

@@ -60,6 +60,9 @@ class Served:
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=PATIENCE_S, **options)
 
+    def delete(self, path: str) -> httpx.Response:
+        return httpx.delete(self.url + path, timeout=PATIENCE_S)
+
     def complete(self, prompt: Any = "a", **settings: Any) -> httpx.Response:
         return self.post("/v1/completions", {"model": self.name, "prompt": prompt, **settings})
 

@@ -112,6 +112,7 @@ class CompletionJob:
             raise invalid("prompt", refused(error).message) from None
         if not all(self._ids):
             raise invalid("prompt", "the prompt is empty, and the model has no begin-of-text token to start from")
+        served.check_length(max(map(len, self._ids)), "prompt", answers=self._generates)
         self._scores: dict[int, Sequence[TokenLogprobs]] = {}
         self._wants_scores = bool(body.echo) and body.logprobs is not None
         self.asks = self._asks()

@@ -182,6 +182,8 @@ class Conversation:
     """Messages, and what the answer to them may be, in the words of chat templates."""
 
     messages: Sequence[Mapping[str, Any]]
+    messages_field: str = "messages"
+    """The field of the request that they come from."""
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, Any] = "auto"
     """`auto`, `required`, or the function that must be called."""
@@ -214,9 +216,11 @@ class Conversation:
             except (InputError, UsageError) as error:
                 raise invalid(self._grammar_field, refused(error).message) from None
         try:
-            return Prompt(text, tokenizer.encode(text), grammar, self.tools, served.output)
+            ids = tokenizer.encode(text)
         except InputError as error:
-            raise invalid("messages", refused(error).message) from None
+            raise invalid(self.messages_field, refused(error).message) from None
+        served.check_length(len(ids), self.messages_field)
+        return Prompt(text, ids, grammar, self.tools, served.output)
 
     @property
     def _grammar_field(self) -> str:
@@ -225,7 +229,7 @@ class Conversation:
     def text(self, served: Served) -> str:
         """The text that the template makes of it. Raises ApiError for what the template refuses."""
         if not served.template:
-            raise invalid("messages", "the model has no chat template; use /v1/completions")
+            raise invalid(self.messages_field, "the model has no chat template; use /v1/completions")
         try:
             text = served.model.chat_prompt(
                 self.messages,
@@ -234,7 +238,7 @@ class Conversation:
                 add_generation_prompt=self.add_generation_prompt and not self.continues,
             )
         except (InputError, UsageError) as error:
-            raise invalid("messages", refused(error).message) from None
+            raise invalid(self.messages_field, refused(error).message) from None
         return self._continued(text) if self.continues else text
 
     def _continued(self, text: str) -> str:

@@ -356,7 +356,7 @@ class OllamaGenerateJob(_OllamaJob):
                 return cls(body, _raw_prompt(body, served), served)
             system = [{"role": "system", "content": body.system}] if body.system else []
             messages = [*system, {"role": "user", "content": body.prompt}]
-            return cls(body, _conversation(body, messages).prompt(served), served)
+            return cls(body, _conversation(body, messages, messages_field="prompt").prompt(served), served)
 
     def _said(self, text: str, thinking: str, calls: Sequence[Call]) -> dict[str, Any]:
         assert not calls
@@ -372,19 +372,21 @@ def _in_ollamas_form() -> Iterator[None]:
         raise OllamaError(error.status, error.message, headers=error.headers) from None
 
 
-def _conversation(body: OllamaFields, messages: Sequence[Mapping[str, Any]], **tools: Any) -> Conversation:
+def _conversation(body: OllamaFields, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Conversation:
     variables: dict[str, Any] = {} if body.think is None else {"enable_thinking": bool(body.think)}
     if isinstance(body.think, str):
         variables["reasoning_effort"] = body.think
     schema = {"type": "object"} if body.format == "json" else body.format or None
-    return Conversation(messages=messages, schema=schema, schema_field="format", variables=variables, **tools)
+    return Conversation(messages=messages, schema=schema, schema_field="format", variables=variables, **fields)
 
 
 def _raw_prompt(body: OllamaGenerateRequest, served: Served) -> Prompt:
     """A prompt as it is: the model reads nothing else."""
     if body.format or body.system:
         raise invalid("format" if body.format else "system", "not with a raw prompt, nor for a model without template")
-    return Prompt(body.prompt, served.model.tokenizer.encode(body.prompt), None, (), OutputFormat(None, None, {}))
+    ids = served.model.tokenizer.encode(body.prompt)
+    served.check_length(len(ids), "prompt")
+    return Prompt(body.prompt, ids, None, (), OutputFormat(None, None, {}))
 
 
 def _template_message(message: OllamaMessage) -> dict[str, Any]:

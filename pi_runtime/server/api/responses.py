@@ -281,6 +281,7 @@ def _conversation(body: ResponseRequest, served: Served) -> Conversation:
     effort = None if body.reasoning is None else body.reasoning.effort
     return Conversation(
         messages=template_messages(body.instructions, body.input, served),
+        messages_field="input",
         tools=tools,
         tool_choice=choice,
         parallel=body.parallel_tool_calls is not False,

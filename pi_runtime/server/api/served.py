@@ -7,6 +7,7 @@ from functools import cached_property
 
 from pi_runtime.errors import TemplateError
 from pi_runtime.model import Model
+from pi_runtime.server.api.body import invalid
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.settings import ServerSettings
 from pi_runtime.server.tools.output import OutputFormat
@@ -53,6 +54,12 @@ class Served:
                 param="model",
                 code="model_not_found",
             )
+
+    def check_length(self, tokens: int, param: str, *, answers: bool = True) -> None:
+        """Raise ApiError where a prompt leaves no room for an answer, or has none itself."""
+        most = self.model.context - answers
+        if tokens > most:
+            raise invalid(param, f"{tokens} tokens; at most {most} fit the context", code="context_length_exceeded")
 
 
 def new_id(prefix: str) -> str:

@@ -168,3 +168,69 @@ def test_a_port_that_is_taken(endless: Path, talker: Served) -> None:
     code, err = ended(endless, "--port", talker.port)
     assert code == USAGE
     assert "--port" in err
+
+
+SCRIPT = """
+import sys, time
+import pi_runtime.model
+{change}
+from pi_runtime.server.cli import main
+main()
+"""
+HELD = """
+pi_runtime.model.Model.warm_up = lambda model: time.sleep(600)
+"""
+BREAKING = """
+from pi_runtime.execution.cpu import CpuExecutor
+step, left = CpuExecutor.step, 30
+def fail(self, sequences):
+    global left
+    left -= 1
+    if left < 0:
+        {fault}
+    return step(self, sequences)
+CpuExecutor.step = fail
+"""
+
+
+@contextmanager
+def changed(change: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A pi-serve of which something was changed, as soon as it listens."""
+    command = [sys.executable, "-c", SCRIPT.format(change=change), *map(str, arguments), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stderr
+            yield running, running.stderr.readline().split()[-1]
+        finally:
+            running.kill()
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_model_is_loaded(endless: Path) -> None:
+    with changed(HELD, endless) as (running, url):
+        assert httpx.get(f"{url}/health", timeout=30).json() == {"status": "loading"}
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_fault_of_the_engine_ends_the_process_with_an_error(endless: Path) -> None:
+    with changed(BREAKING.format(fault="raise RuntimeError('on fire')"), endless) as (running, url):
+        wait_until(lambda: httpx.get(f"{url}/health", timeout=30).status_code == 200)
+        with streamed(url, max_tokens=4000) as response:
+            assert list(events(response))[-1]["error"]
+        assert running.wait(60) == 1
+        assert running.stderr
+        assert "on fire" in running.stderr.read()
+
+
+@pytest.mark.slow
+def test_a_step_that_never_ends_does_not_keep_the_process(endless: Path) -> None:
+    with changed(BREAKING.format(fault="time.sleep(600)"), endless, "--drain-seconds", 0.1) as (running, url):
+        wait_until(lambda: httpx.get(f"{url}/health", timeout=30).status_code == 200)
+        with streamed(url, max_tokens=4000) as response:
+            coming = events(response)
+            next(coming)
+            running.send_signal(signal.SIGTERM)
+            assert list(coming)[-1]["error"]["code"] == "draining"
+        assert running.wait(60) == 0

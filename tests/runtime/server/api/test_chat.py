@@ -181,6 +181,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
     [
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": "hi"}, "messages", "list"),
+        ({"messages": [{"role": "user", "content": "a" * 200}]}, "messages", "at most 191 fit"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not Unicode"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", "bot"),

@@ -176,6 +176,8 @@ def test_timings_come_with_the_end_or_with_each_token(random_chat: Chat) -> None
         ({"prompt": [[]]}, "prompt[0]", "at least 1"),
         ({"prompt": ["a", 1]}, "prompt[0]", "integer"),
         ({"prompt": 5}, "prompt", "found 5"),
+        ({"prompt": "a" * 192}, "prompt", "at most 191 fit"),
+        ({"prompt": "a" * 193, "max_tokens": 0, "echo": True, "logprobs": 1}, "prompt", "at most 192 fit"),
         ({"prompt": "a", "temperature": 3}, "temperature", "less than or equal to 2"),
         ({"prompt": "a", "temperature": "hot"}, "temperature", "number"),
         ({"prompt": "a", "max_tokens": -1}, "max_tokens", "greater"),

@@ -187,6 +187,7 @@ def test_json_follows_a_schema(random_chat: Chat) -> None:
     [
         ({"input": None}, "input", "list"),
         ({"input": []}, "input", "at least 1"),
+        ({"input": "a" * 200}, "input", "at most 191 fit"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
