@@ -45,6 +45,8 @@ class EngineStats:
     """Requests that have ended, in whatever way."""
     pages_used: int
     """Pages of running requests, and pages kept for later ones."""
+    pages_kept: int
+    """Those of them that are kept because a later prompt may begin with them, whether they are in use or not."""
     pages_free: int
     page_bytes: int
     prompt_tokens: int
@@ -247,6 +249,7 @@ class Engine:
             waiting=len(waiting) + sum(len(request.siblings) for request in [*live, *waiting]),
             finished=self._finished,
             pages_used=pool.in_use,
+            pages_kept=self._memory.kept,
             pages_free=pool.free,
             page_bytes=pool.page_nbytes,
             prompt_tokens=self._prompt_tokens,

@@ -9,7 +9,6 @@ waits for the client to leave: then everything that was begun for it ends, where
 
 import json
 import time
-import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
@@ -24,7 +23,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from pi_runtime import console
 from pi_runtime.engine.engine import Engine
 from pi_runtime.server.admission import Ticket
 from pi_runtime.server.api.chat import ChatJob
@@ -94,8 +92,6 @@ class App:
             try:
                 await reply.write(run)
             except Exception as error:
-                if not isinstance(error, ApiError):
-                    log_fault(error)
                 await reply.fail(failed(error))
 
 
@@ -187,12 +183,6 @@ def encoded(event: Event, media: str) -> bytes:
         return data + b"\n"
     name = b"" if event.event is None else b"event: " + event.event.encode() + b"\n"
     return name + b"data: " + data + b"\n\n"
-
-
-def log_fault(error: BaseException) -> None:
-    """Say where a fault of this program is. Its message is left out: it may quote a request."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    console.say(f"error: internal error: {type(error).__name__} in {frame.name} ({frame.filename}:{frame.lineno})")
 
 
 class Figures:
@@ -358,5 +348,4 @@ async def _refuse_http(request: Request, error: Exception) -> Response:
 
 
 async def _refuse_fault(request: Request, error: Exception) -> Response:
-    log_fault(error)
     return await _refuse(request, failed(error))

@@ -51,6 +51,10 @@ def serve(
     speculate: Annotated[
         str, typer.Option(envvar="PI_SPECULATE", help="Tokens to guess and check together: auto, off or a number.")
     ] = "auto",
+    sessions: Annotated[int, typer.Option(help="Sessions that are held at once.", min=0)] = 64,
+    session_idle_seconds: Annotated[
+        float, typer.Option(help="Time after which a session that nobody uses is dropped.", min=0)
+    ] = 600.0,
     drain_seconds: Annotated[float, typer.Option(help="Time to finish answers after a signal.", min=0)] = 30.0,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="A name that requests may call the server by; may be given again.")
@@ -89,6 +93,8 @@ def serve(
         cors=cors,
         slots=slots,
         queue=queue,
+        sessions=sessions,
+        session_idle_s=session_idle_seconds,
         drain_s=drain_seconds,
         log_requests=log_requests,
     )

@@ -1,9 +1,11 @@
 """Errors of a request, as OpenAI's clients read them."""
 
 import re
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
+from pi_runtime import console
 from pi_runtime.errors import ArtifactError, InputError, MissingExtraError, PiError, UsageError
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -66,7 +68,15 @@ def refused(error: Exception) -> ApiError:
 
 
 def failed(error: BaseException) -> ApiError:
-    """The answer to a request that broke while it ran. What is no error of ours is not shown to a client."""
+    """The answer to a request that broke while it ran. Of a fault of this program it tells no more than its type.
+
+    Where the fault is stands on stderr. Its message is left out there too: it may quote a request.
+    """
     if isinstance(error, ApiError):
         return error
-    return ApiError(500, str(error) if isinstance(error, PiError) else f"internal error: {type(error).__name__}")
+    if isinstance(error, PiError):
+        return ApiError(500, str(error))
+    name, frames = type(error).__name__, traceback.extract_tb(error.__traceback__)
+    where = f" in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    console.say(f"error: internal error: {name}{where}")
+    return ApiError(500, f"internal error: {name}")

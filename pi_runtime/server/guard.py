@@ -7,9 +7,9 @@ or one that was allowed.
 
 import hashlib
 import hmac
-import ipaddress
 import time
 from collections.abc import Callable, Iterable
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -102,6 +102,12 @@ def _digest(key: bytes) -> bytes:
 
 def _same_address(name: str, address: str) -> bool:
     try:
-        return ipaddress.ip_address(name) == ipaddress.ip_address(address)
+        return _address(name) == _address(address)
     except ValueError:
         return False
+
+
+def _address(text: str) -> IPv4Address | IPv6Address:
+    """An address; one of IPv4 is the same where a socket of IPv6 has it."""
+    found = ip_address(text)
+    return getattr(found, "ipv4_mapped", None) or found

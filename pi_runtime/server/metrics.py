@@ -15,6 +15,7 @@ ENGINE = (
     ("running_answers", "gauge", "Answers in a slot.", "running"),
     ("waiting_answers", "gauge", "Answers that wait for a slot.", "waiting"),
     ("kv_pages_used", "gauge", "Pages of keys and values in use or kept.", "pages_used"),
+    ("kv_pages_kept", "gauge", "Pages of them that a later prompt may begin with.", "pages_kept"),
     ("kv_pages_free", "gauge", "Pages of keys and values that are free.", "pages_free"),
     ("kv_page_bytes", "gauge", "Bytes of one page.", "page_bytes"),
     ("paused_sessions", "gauge", "Sessions that wait for their next turn.", "paused_sessions"),

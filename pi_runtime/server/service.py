@@ -17,7 +17,6 @@ from typing import Literal, TypeVar
 from pi_runtime.engine.engine import Engine
 from pi_runtime.engine.stream import Scores, Stream
 from pi_runtime.errors import PiError
-from pi_runtime.sampling import TokenLogprobs
 from pi_runtime.server.admission import Admission, Ticket
 from pi_runtime.server.errors import ApiError, failed, refused
 from pi_runtime.server.jobs import Ask, End, Event, Job, Part
@@ -103,8 +102,8 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Whether everything has been read."""
-        return all(asked.ended for asked in self._asked)
+        """Whether everything has been read, and nothing went wrong."""
+        return self._error is None and all(asked.ended for asked in self._asked)
 
     def listen(self) -> None:
         """Begin to be told of news, on the running loop."""
@@ -138,31 +137,30 @@ class Run:
         return True
 
     def read(self) -> list[Event]:
-        """The events of all that has come. Raises ApiError for what ended the job."""
-        found: list[Event] = []
-        for number, asked in enumerate(self._asked):
-            if self._error is not None:
-                break
-            if not asked.has_scored:
-                assert asked.scores is not None
-                if not asked.scores.done:
-                    continue
-                asked.has_scored = True
-                found += self.job.scores(number, self._scored(asked.scores))
-            for k in sorted(asked.open):
-                found += self._read_answer(asked, k)
+        """The events of all that has come. Raises ApiError for what ended the job, when all before it has been read."""
         if self._error is not None:
             raise self._error
+        found: list[Event] = []
+        for number, asked in enumerate(self._asked):
+            found += self._read_scores(asked, number)
+            for k in sorted(asked.open) if asked.has_scored else ():
+                found += self._read_answer(asked, k)
         return found
 
-    def _scored(self, scores: Scores) -> Sequence[TokenLogprobs]:
+    def _read_scores(self, asked: _Asked, number: int) -> Sequence[Event]:
+        if self._error is not None or asked.has_scored or asked.scores is None or not asked.scores.done:
+            return ()
         try:
-            return scores.result()
+            scores = asked.scores.result()
         except BaseException as error:
             self.fail(failed(error))
             return ()
+        asked.has_scored = True
+        return self.job.scores(number, scores)
 
     def _read_answer(self, asked: _Asked, k: int) -> Iterator[Event]:
+        if self._error is not None:
+            return
         stream, index = asked.streams[k], asked.first + k
         news = stream.news()
         first, asked.taken[k] = asked.taken[k], max(news.tokens, asked.taken[k])

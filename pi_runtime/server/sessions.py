@@ -174,7 +174,7 @@ class SessionRoutes:
 
         entry = await self._host.service.prepare(begin)
         self.sessions.add(entry)
-        return JSONResponse(self._shown(entry), 201)
+        return JSONResponse(self._shown(entry))
 
     async def type(self, scope: Scope, body: bytes, _: Ticket, __: Send) -> Response:
         """Type into its draft."""

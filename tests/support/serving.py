@@ -3,10 +3,11 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -110,6 +111,7 @@ def serving(
     changed: Callable[[Model], object] = lambda _: None,
     gate: threading.Event | None = None,
     limits: Limits | None = None,
+    tls: Mapping[str, Path] = MappingProxyType({}),
     **settings: Any,
 ) -> Iterator[Served]:
     """A server. `changed` may change the model before it is used; with a gate loading waits until it is set."""
@@ -127,7 +129,7 @@ def serving(
     lines: list[str] = []
     built = build_app(chosen, opened, lines.append)
     urls: list[str] = []
-    server = Server(config(built, chosen), built.state.service, urls.append)
+    server = Server(config(built, chosen, **tls), built.state.service, urls.append)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     served: Served | None = None

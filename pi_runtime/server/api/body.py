@@ -58,10 +58,15 @@ class Unsupported:
         return handler(schema) | {"description": self._why[:1].upper() + self._why[1:]}
 
     def _validate(self, value: Any, validate: Any) -> Any:
+        refused = PydanticCustomError("unsupported_parameter", "{why}", {"why": self._why})
         try:
-            return validate(value)
+            found = validate(value)
         except ValidationError:
-            raise PydanticCustomError("unsupported_parameter", "{why}", {"why": self._why}) from None
+            raise refused from None
+        # Where false is allowed 0 is not, nor the other way round, though Python has them equal.
+        if isinstance(value, bool) != isinstance(found, bool):
+            raise refused
+        return found
 
 
 def invalid(param: str | None, message: str, *, code: str | None = "invalid_value") -> ApiError:

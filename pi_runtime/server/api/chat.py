@@ -131,6 +131,7 @@ class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    annotations: list[Any]
     reasoning_content: NotRequired[str]
     tool_calls: NotRequired[list[CallOfTool]]
 
@@ -379,7 +380,7 @@ def _chunk_delta(delta: Delta) -> dict[str, Any]:
 
 
 def _message(turn: Turn) -> ChatMessage:
-    found: ChatMessage = {"role": "assistant", "content": turn.text, "refusal": None}
+    found: ChatMessage = {"role": "assistant", "content": turn.text, "refusal": None, "annotations": []}
     if turn.reasoning:
         found["reasoning_content"] = turn.reasoning
     if turn.calls:

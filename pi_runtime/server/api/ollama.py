@@ -18,7 +18,7 @@ from pi_runtime.generation import AnswerSettings
 from pi_runtime.sampling import TokenLogprobs
 from pi_runtime.server.api.body import Body, Unsupported, invalid
 from pi_runtime.server.api.conversation import Conversation, Prompt, Tool, allowed_tools
-from pi_runtime.server.api.sampling import Penalty, Probability, SamplingFields, StopString
+from pi_runtime.server.api.sampling import Penalty, Probability, RepetitionPenalty, SamplingFields, StopString
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.turn import Call
 from pi_runtime.server.api.usage import FINISH_REASONS
@@ -41,7 +41,7 @@ class Options(Body):
     seed: int | None = None
     stop: StopString | list[StopString] | None = None
     num_predict: Annotated[int, Field(ge=-2)] | None = Field(default=None, description="Below 1: until the end.")
-    repeat_penalty: Annotated[float, Field(gt=0)] | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     num_ctx: Annotated[int, Field(ge=1)] | None = Field(default=None, description="Accepted; the context is fixed.")

@@ -32,6 +32,16 @@ from pi_runtime.server.api.plain import (
     Tokens,
 )
 from pi_runtime.server.api.responses import Response, ResponseEvent, ResponseRequest
+from pi_runtime.server.api.sessions import (
+    AnswerRequest,
+    SessionAnswer,
+    SessionChunk,
+    SessionDeleted,
+    SessionList,
+    SessionObject,
+    SessionRequest,
+    TypeRequest,
+)
 from pi_runtime.server.jobs import NDJSON, SSE
 
 JSON, TEXT, HTML = "application/json", "text/plain", "text/html"
@@ -41,8 +51,9 @@ ERRORS = {
     400: "The request is wrong; `param` names the field.",
     401: "The key is missing or wrong.",
     403: "The Host or Origin header is not allowed.",
-    404: "There is no such model.",
+    404: "There is no such model, or no such session.",
     408: "The client sent or read too slowly.",
+    409: "The session is still answering.",
     413: "The body is too large.",
     429: "The queue is full; `Retry-After` says when to ask again.",
     500: "A fault of the server.",
@@ -177,6 +188,40 @@ OPERATIONS = [
         chunk=OllamaGenerateAnswer,
         stream_media=NDJSON,
         errors=(404,),
+    ),
+    Operation(path="/v1/sessions", summary="All sessions.", answer=SessionList, errors=(503,)),
+    Operation(
+        method="post",
+        path="/v1/sessions",
+        summary="A new session: a text that is continued in turns.",
+        body=SessionRequest,
+        answer=SessionObject,
+        errors=(404,),
+    ),
+    Operation(path="/v1/sessions/{id}", summary="A session.", answer=SessionObject, errors=(404, 503)),
+    Operation(
+        method="delete",
+        path="/v1/sessions/{id}",
+        summary="The end of a session.",
+        answer=SessionDeleted,
+        errors=(404,),
+    ),
+    Operation(
+        method="post",
+        path="/v1/sessions/{id}/type",
+        summary="Text typed into a session's draft, which is read ahead.",
+        body=TypeRequest,
+        answer=SessionObject,
+        errors=(404, 409),
+    ),
+    Operation(
+        method="post",
+        path="/v1/sessions/{id}/answer",
+        summary="The model's turn in a session.",
+        body=AnswerRequest,
+        answer=SessionAnswer,
+        chunk=SessionChunk,
+        errors=(404, 409),
     ),
     Operation(path="/api/tags", summary="Ollama's list of models.", answer=OllamaTags, errors=(503,)),
 ]

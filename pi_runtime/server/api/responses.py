@@ -140,17 +140,22 @@ class Response(TypedDict):
     id: str
     object: Literal["response"]
     created_at: int
-    completed_at: NotRequired[int]
+    completed_at: int | None
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     error: Failure | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: None
     metadata: Metadata
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: None
+    presence_penalty: float
+    frequency_penalty: float
+    prompt_cache_key: str | None
+    safety_identifier: str | None
     reasoning: dict[str, Any]
     store: Literal[False]
     service_tier: Literal["default"]
@@ -326,16 +331,22 @@ def _response(body: ResponseRequest, served: Served) -> Response:
         "id": new_id("resp_"),
         "object": "response",
         "created_at": int(time.time()),
+        "completed_at": None,
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
         "metadata": body.metadata or {},
         "model": served.name,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "prompt_cache_key": body.prompt_cache_key,
+        "safety_identifier": body.safety_identifier,
         "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
         "store": False,
         "service_tier": "default",

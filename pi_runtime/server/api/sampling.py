@@ -12,6 +12,8 @@ from pi_runtime.server.api.served import Served
 from pi_runtime.text.grammar import Grammar
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+# Nearer to 0, or much larger, logits would leave the range of their arithmetic.
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 StopString = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -21,9 +23,7 @@ class StreamOptions(Body):
     """What a stream carries beside its text."""
 
     include_usage: bool | None = Field(default=None, description="A last chunk without choices has the usage.")
-    include_obfuscation: Literal[False] | None = Field(
-        default=None, description="This server pads no chunks, so only `false` is allowed."
-    )
+    include_obfuscation: Annotated[Literal[False] | None, Unsupported("this server pads no chunks")] = None
 
 
 class CacheOptions(Body):
@@ -42,7 +42,7 @@ class SamplingFields(Body):
     min_p: Probability | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         default=None,
         description="Token ids, each with what is added to its logit.",

@@ -9,7 +9,7 @@ DELETE /v1/sessions/{id}           the end of a session
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
@@ -20,7 +20,7 @@ from pi_runtime.server.api.body import Body, invalid
 from pi_runtime.server.api.chat import ConversationFields, conversation_of
 from pi_runtime.server.api.sampling import Count, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
-from pi_runtime.server.api.usage import FINISH_REASONS, Usage, timings, usage
+from pi_runtime.server.api.usage import FINISH_REASONS, Timings, Usage, timings, usage
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
 
@@ -115,6 +115,22 @@ class SessionAnswer(TypedDict):
     usage: Usage
 
 
+class SessionChunk(TypedDict):
+    """A piece of a turn; the last has all that is not required."""
+
+    id: str
+    object: Literal["session.answer.chunk"]
+    created: int
+    model: str
+    session: str
+    text: str
+    tokens: list[int]
+    finish_reason: Literal["stop", "length"] | None
+    stop_token: NotRequired[int | None]
+    usage: NotRequired[Usage]
+    timings: NotRequired[Timings]
+
+
 class Beginning:
     """A request for a session, checked."""
 
@@ -186,8 +202,7 @@ class AnswerJob:
     def end(self, index: int, end: End) -> Sequence[Event]:  # noqa: ARG002
         """Take the end of the answer."""
         self._end = end
-        more = {"finish_reason": self._finish_reason, "stop_token": self._stop_token, "usage": self._usage()}
-        return self._chunk("", (), end.stats, more)
+        return self._chunk("", (), end.stats)
 
     def scores(self, ask: int, logprobs: Sequence[Any]) -> Sequence[Event]:
         """No log-probabilities are asked for."""
@@ -217,20 +232,24 @@ class AnswerJob:
         """The event of an error after the stream began."""
         return [Event(None, error.body())]
 
-    def _chunk(
-        self, text: str, tokens: Sequence[int], stats: Stats | None, more: Mapping[str, Any] | None = None
-    ) -> Sequence[Event]:
+    def _chunk(self, text: str, tokens: Sequence[int], stats: Stats | None) -> Sequence[Event]:
         if not self.streams:
             return ()
-        chunk = {"id": self._id, "object": "session.answer.chunk", "created": self._created, "model": self._served.name}
-        chunk |= {
+        chunk: SessionChunk = {
+            "id": self._id,
+            "object": "session.answer.chunk",
+            "created": self._created,
+            "model": self._served.name,
             "session": self._session_id,
             "text": text,
             "tokens": list(tokens),
             "finish_reason": None,
-            **(more or {}),
         }
-        return [Event(None, chunk if stats is None else chunk | {"timings": timings([stats], [stats])})]
+        if stats is not None:
+            chunk["timings"] = timings([stats], [stats])
+        if self._end is not None:
+            chunk |= {"finish_reason": self._finish_reason, "stop_token": self._stop_token, "usage": self._usage()}
+        return [Event(None, dict(chunk))]
 
     @property
     def _finish_reason(self) -> Literal["stop", "length"]:

@@ -1,10 +1,10 @@
 """Finds calls of tools in an answer as it comes.
 
-An answer is read character by character, so the way it is cut into pieces cannot matter. A call begins once a known
-name and the beginning of its arguments are there; until then nothing of it is shown, and where it turns out to be none,
-all of it is text. Arguments are shown up to where a quote and brackets alone would close them. If they break off, or
-are no JSON, they are closed there, what was not shown of them is text, and `is_cut` says so: nobody should run such a
-call, which its finish reason tells.
+An answer is read as if character by character, so the way it is cut into pieces cannot matter. A call begins once a
+known name and the beginning of its arguments are there; until then nothing of it is shown, and where it turns out to be
+none, all of it is text. Arguments are shown up to where a quote and brackets alone would close them. If they break off,
+or are no JSON, they are closed there, what was not shown of them is text, and `is_cut` says so: nobody should run such
+a call, which its finish reason tells.
 """
 
 import json
@@ -21,6 +21,8 @@ ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 """Ids of calls are such that Mistral's templates take them."""
 HEAD = re.compile(r"\s*([\w.-]{1,64})(\[CALL_ID\]\w{1,64})?\[ARGS\]")
 HEAD_LENGTH = 256
+PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+"""Characters that stay within a text of JSON."""
 ARGS = "[ARGS]"
 
 
@@ -59,9 +61,15 @@ class CallParser:
         self._pending, self._closing = "", ""
         """Arguments that were not shown yet, and what closes those that were."""
 
-    def push(self, char: str) -> list[Delta]:
-        """Take the next character."""
-        self._read(char)
+    def push(self, text: str) -> list[Delta]:
+        """Take more of the answer."""
+        at = 0
+        while at < len(text):
+            end = self._read_plain(text, at)
+            if end == at:
+                self._read(text[at])
+                end += 1
+            at = end
         return self._taken()
 
     def finish(self) -> list[Delta]:
@@ -82,6 +90,21 @@ class CallParser:
         if text:
             self._follows_call = self._may_be_bare = False
             self._deltas.append(TextDelta(text))
+
+    def _read_plain(self, text: str, at: int) -> int:
+        """Read at once what changes no state, in text or in an argument that is a text; returns where it ends."""
+        if self._in_arguments and self._scanner.is_in_text:
+            match = PLAIN.match(text, at)
+            if match is not None:
+                self._raw += match[0]
+                self._pending += match[0]
+                self._show_arguments()
+                return match.end()
+        elif self._read == self._read_text and not self._may_be_bare:
+            shown, end = self._watch.push_plain(text, at)
+            self._show_text(shown)
+            return end
+        return at
 
     def _read_text(self, char: str) -> None:
         shown, found = self._watch.push(char)
@@ -227,6 +250,7 @@ class CallParser:
         if self._in_arguments and self._has_begun:
             self._deltas.append(CallArguments(self.count - 1, self._closing))
             self.is_cut = True
+        self._in_arguments = False
         raw, self._raw, self._read = self._raw, "", self._read_text
         self._show_text(raw)
         if char:

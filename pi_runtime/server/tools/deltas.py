@@ -71,6 +71,16 @@ class MarkerWatch:
         shown, self.held = self.held[:cut], self.held[cut:]
         return shown, self.held.lstrip() == self._marker
 
+    def push_plain(self, text: str, start: int) -> tuple[str, int]:
+        """Take what cannot begin the marker at once; returns what can be shown now, and where it ended."""
+        end = text.find(self._marker[0], start)
+        end = len(text) if end < 0 else end
+        if end == start or self.held.strip():
+            return "", start
+        shown = (self.held + text[start:end]).rstrip()
+        self.held = (self.held + text[start:end])[len(shown) :]
+        return shown, end
+
     def take(self) -> str:
         """Return what is held, and hold nothing."""
         held, self.held = self.held, ""

@@ -41,7 +41,12 @@ class JsonScanner:
     @property
     def is_closable(self) -> bool:
         """Whether a quote and closing brackets alone would make what was read valid JSON."""
-        return self.state in {FIRST_KEY, FIRST_VALUE, AFTER, DONE} or (self.state == STRING and not self._is_key)
+        return self.state in {FIRST_KEY, FIRST_VALUE, AFTER, DONE} or self.is_in_text
+
+    @property
+    def is_in_text(self) -> bool:
+        """Whether it is within a text that is a value."""
+        return self.state == STRING and not self._is_key
 
     def closing(self, depth: int = 0) -> str:
         """What closes it, down to so many open brackets, where `is_closable`."""

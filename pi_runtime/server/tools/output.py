@@ -43,7 +43,7 @@ class OutputParser:
     def push(self, text: str, tokens: int = 0) -> list[Delta]:
         """Take the next piece of the answer, which so many tokens made."""
         thinks = self._thinks
-        deltas = joined([delta for char in text for delta in self._push(char)])
+        deltas = joined(self._with_calls([TextDelta(text)] if self._reasoning is None else self._reasoning.push(text)))
         if thinks or self._thinks or any(isinstance(delta, ReasoningDelta) for delta in deltas):
             self.reasoning_tokens += tokens
         return deltas
@@ -51,20 +51,21 @@ class OutputParser:
     def finish(self) -> list[Delta]:
         """Return what was held, when the answer ends, for whatever reason."""
         held = None if self._reasoning is None else self._reasoning.finish()
-        return joined([*self._split(held), *([] if self._calls is None else self._calls.finish())])
+        deltas = self._with_calls([] if held is None else [held])
+        return joined(deltas + ([] if self._calls is None else self._calls.finish()))
 
     @property
     def _thinks(self) -> bool:
         return self._reasoning is not None and self._reasoning.thinks
 
-    def _push(self, char: str) -> list[Delta]:
-        return self._split(TextDelta(char) if self._reasoning is None else self._reasoning.push(char))
-
-    def _split(self, delta: Delta | None) -> list[Delta]:
+    def _with_calls(self, deltas: list[Delta]) -> list[Delta]:
         """Find calls in what is no thought."""
-        if not isinstance(delta, TextDelta) or self._calls is None:
-            return [] if delta is None else [delta]
-        return [found for char in delta.text for found in self._calls.push(char)]
+        if self._calls is None:
+            return [delta for delta in deltas if not isinstance(delta, TextDelta) or delta.text]
+        found: list[Delta] = []
+        for delta in deltas:
+            found += self._calls.push(delta.text) if isinstance(delta, TextDelta) else [delta]
+        return found
 
 
 @dataclass(frozen=True)

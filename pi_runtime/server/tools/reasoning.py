@@ -41,10 +41,20 @@ class ReasoningParser:
         self._is_blank = self.thinks
         """Whether nothing but white space has come of the present part, which is then dropped."""
 
-    def push(self, char: str) -> Delta | None:
-        """Take the next character of the answer."""
-        if not self.thinks and not self._may_begin:
-            return self._shown(char)
+    def push(self, text: str) -> list[Delta]:
+        """Take more of the answer."""
+        found: list[Delta | None] = []
+        at = 0
+        while at < len(text):
+            if not self.thinks and not self._may_begin:
+                found.append(self._shown(text[at:]))
+                break
+            shown, end = self._watch.push_plain(text, at) if self.thinks else ("", at)
+            found.append(self._shown(shown) if end > at else self._push(text[at]))
+            at = max(end, at + 1)
+        return [delta for delta in found if delta is not None]
+
+    def _push(self, char: str) -> Delta | None:
         shown, found = self._watch.push(char)
         if found:
             self.thinks, self._may_begin = self._may_begin, False

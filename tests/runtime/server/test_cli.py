@@ -28,6 +28,8 @@ FLAGS = {
     "--piece",
     "--port",
     "--queue",
+    "--session-idle-seconds",
+    "--sessions",
     "--slots",
     "--speculate",
     "--ssl-certfile",

@@ -68,7 +68,9 @@ def test_there_must_be_one_host() -> None:
 
 def test_the_address_that_was_connected_to_is_a_host() -> None:
     assert status(ServerSettings(), [("host", "10.0.0.7:8080")], server="10.0.0.7") == 200
+    assert status(ServerSettings(), [("host", "10.0.0.7:8080")], server="::ffff:10.0.0.7") == 200
     assert status(ServerSettings(), [("host", "10.0.0.8:8080")], server="10.0.0.7") == 403
+    assert status(ServerSettings(), [("host", "localhost:8080")], server="/run/socket") == 200
     assert status(ServerSettings(allowed_hosts=("*",)), [("host", "any.example")]) == 200
 
 

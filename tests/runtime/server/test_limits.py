@@ -1,6 +1,7 @@
 """Limits: of bodies, headers and nesting, of those who send slowly, and of those who read slowly."""
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -10,7 +11,7 @@ import httpx
 import pytest
 from support.serving import Served, serving, slowed, wait_until
 
-from pi_runtime import Grammar
+from pi_runtime import Grammar, Model
 from pi_runtime.errors import UsageError
 from pi_runtime.server.settings import Limits
 from pi_runtime.text.grammar_check import GrammarLimits, check_grammar
@@ -116,6 +117,20 @@ def test_a_second_request_that_stops_is_dropped(small: Served) -> None:
     with connected(small) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he")
         assert all_of(connection).count(b"HTTP/1.1 200") == 1
+
+
+def test_a_request_that_takes_too_long_to_prepare(endless: Path, serve: Serve) -> None:
+    gate = threading.Event()
+
+    def held(model: Model) -> None:
+        encode = model.tokenizer.encode
+        model.tokenizer.encode = lambda *args, **options: gate.wait(30) and encode(*args, **options)
+
+    served = serve(endless, limits=Limits(prepare_s=0.1), changed=held)
+    response = served.complete()
+    gate.set()
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "too_complex")
+    assert served.is_idle()
 
 
 def test_an_answer_may_take_longer_than_sending_may(endless: Path, serve: Serve) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import TypeAdapter
 from support.scripted import saying, scripted_artifact
 from support.serving import PATIENCE_S, Served, events, serving, slowed, wait_until
 
 from pi_runtime import load
+from pi_runtime.server.api.sessions import SessionAnswer, SessionChunk
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def no_session_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def create(served: Served, **body: Any) -> str:
     response = served.post("/v1/sessions", body)
-    assert response.status_code == 201, response.text
+    assert response.status_code == 200, response.text
     return f"/v1/sessions/{response.json()['id']}"
 
 
@@ -104,6 +106,9 @@ def test_an_answer_streams(served: Served) -> None:
     with httpx.stream("POST", served.url + f"{session}/answer", json=body, timeout=PATIENCE_S) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         chunks = list(events(response))
+    for chunk in chunks:
+        TypeAdapter(SessionChunk).validate_python(chunk, extra="forbid")
+    TypeAdapter(SessionAnswer).validate_python(whole, extra="forbid")
     assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
     assert [token for chunk in chunks for token in chunk["tokens"]] == whole["tokens"]
     assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]

@@ -44,7 +44,7 @@ def stream(chat: Chat, content: str, **fields: Any) -> list[dict[str, Any]]:
 def test_a_turn(alphabet_chat: Chat) -> None:
     found = ask(alphabet_chat, "abc", max_tokens=4)
     (choice,) = found["choices"]
-    message = {"role": "assistant", "content": "defg", "refusal": None}
+    message = {"role": "assistant", "content": "defg", "refusal": None, "annotations": []}
     assert choice == {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
     assert found["object"] == "chat.completion"
     assert found["id"].startswith("chatcmpl-")
@@ -232,6 +232,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ({"audio": {"voice": "x"}}, "audio", "not supported"),
         ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
         ({"store": True}, "store", "not supported"),
+        ({"store": 0}, "store", "not supported"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty", "0.01"),
         ({"service_tier": "flex"}, "service_tier", "not supported"),
         ({"verbosity": "high"}, "verbosity", "not supported"),
         ({"web_search_options": {}}, "web_search_options", "not supported"),

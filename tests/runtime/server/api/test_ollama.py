@@ -120,6 +120,7 @@ def test_the_model_is_listed(random_chat: Chat) -> None:
             "images: not supported",
         ),
         (OllamaChatJob, {"messages": [], "options": {"mirostat": 2}}, 400, "options.mirostat: not supported"),
+        (OllamaChatJob, {"messages": [], "options": {"mirostat": False}}, 400, "options.mirostat: not supported"),
         (OllamaChatJob, {"messages": [], "options": {"heat": 2}}, 400, "options.heat: unknown field"),
         (OllamaGenerateJob, {"prompt": "a", "suffix": "b"}, 400, "suffix: not supported"),
         (OllamaGenerateJob, {"prompt": "a", "context": [1]}, 400, "context: not supported"),

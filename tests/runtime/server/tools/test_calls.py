@@ -36,7 +36,7 @@ def written(tools: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
 def parse(tools: ToolFormat, pieces: list[str]) -> tuple[list[Delta], CallParser]:
     count = itertools.count()
     parser = CallParser(tools, ["look", "add"], lambda: f"id{next(count)}")
-    deltas = [delta for piece in pieces for char in piece for delta in parser.push(char)]
+    deltas = [delta for piece in pieces for delta in parser.push(piece)]
     return joined(deltas + parser.finish()), parser
 
 
@@ -52,7 +52,8 @@ def gathered(deltas: list[Delta]) -> tuple[str, list[tuple[str, Any]]]:
 
 @pytest.mark.parametrize("tools", FORMATS, ids=lambda tools: tools.name)
 def test_calls_of_each_format(tools: ToolFormat) -> None:
-    deltas, parser = parse(tools, [written(tools, CALLS)])
+    deltas, parser = parse(tools, list(written(tools, CALLS)))
+    assert deltas == parse(tools, [written(tools, CALLS)])[0]
     assert gathered(deltas) == ("", CALLS)
     assert [d for d in deltas if isinstance(d, CallBegan)] == [CallBegan(0, "id0", "look"), CallBegan(1, "id1", "add")]
     assert not parser.is_cut
@@ -217,7 +218,7 @@ def test_cuts_change_nothing_and_nothing_is_lost(tools: ToolFormat, text: str, d
     whole, _ = parse(tools, [text])
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
-    assert parse(tools, pieces)[0] == whole
+    assert parse(tools, pieces)[0] == parse(tools, list(text))[0] == whole
     shown, calls = gathered(whole)  # reads the arguments of all calls, which are JSON
     assert all(isinstance(found, dict) for _, found in calls)
     assert calls or shown == text

@@ -53,7 +53,7 @@ PIECES = st.sampled_from(
 def test_cuts_change_nothing(text: str, prompt: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
-    assert parse(pieces, prompt) == parse([text], prompt)
+    assert parse(pieces, prompt) == parse(list(text), prompt) == parse([text], prompt)
 
 
 def test_tokens_of_thoughts_are_counted() -> None:
