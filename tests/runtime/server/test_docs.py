@@ -68,6 +68,7 @@ def test_limits_are_those_of_the_settings() -> None:
     assert rows["headers, and then the body, must come within"] == f"{limits.receive_s:g} s each"
     assert rows["time to read a request, its template and its grammar included"] == f"{limits.prepare_s:g} s"
     assert rows["depth of JSON"] == str(limits.nesting)
+    assert rows["opening brackets in a body"] == f"{limits.brackets:,}"
     assert rows["answers of one request (`n` × prompts)"] == str(limits.answers)
     assert rows["stop strings"] == str(limits.stop_strings)
     assert rows["`top_logprobs`"] == str(limits.top_logprobs)
