@@ -225,7 +225,7 @@ class SessionRoutes:
         return self.sessions.find(scope["path_params"]["id"])
 
     def _parsed(self, call: Call) -> Any:
-        return parsed(call.body, self._host.settings.limits.nesting)
+        return parsed(call.body, self._host.settings.limits)
 
     def _shown(self, entry: Entry) -> SessionObject:
         return session_object(

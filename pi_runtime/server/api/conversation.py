@@ -9,6 +9,7 @@ from pydantic import Field
 
 from pi_runtime.errors import InputError, MissingExtraError, UsageError
 from pi_runtime.server.api.body import Body, Unsupported, invalid
+from pi_runtime.server.api.logprobs import ShownLogprobs
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.turn import Turn
 from pi_runtime.server.errors import refused
@@ -177,9 +178,10 @@ class Prompt:
         """Special tokens that the text of its answer shows, for those who read it."""
         return self.output.shown_tokens(self.tools)
 
-    def turn(self) -> Turn:
+    def turn(self, served: Served) -> Turn:
         """What gathers one answer."""
-        return Turn(self.output.parser(self.text, self.tools))
+        shown = ShownLogprobs(served.model.tokenizer, self.shown_tokens)
+        return Turn(self.output.parser(self.text, self.tools), shown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +244,9 @@ class Conversation:
                 variables=self.variables,
                 add_generation_prompt=self.add_generation_prompt and not self.continues,
             )
-        except (InputError, UsageError) as error:
+        except UsageError as error:  # a name of these arguments among the variables
+            raise invalid("chat_template_kwargs", refused(error).message) from None
+        except InputError as error:
             raise invalid(self.messages_field, refused(error).message) from None
         return self._continued(text) if self.continues else text
 

@@ -286,10 +286,7 @@ def _ids(tokens: Sequence[int | str] | None, field: str, served: Served) -> list
 
 
 def _checked(ids: list[int], field: str, served: Served) -> list[int]:
-    vocabulary = served.model.manifest.decoder.vocab_size
-    for n, token in enumerate(ids):
-        if token >= vocabulary:
-            raise invalid(f"{field}[{n}]", f"token ids are below {vocabulary}; found {token}")
+    served.check_tokens(ids, field)
     return ids
 
 

@@ -112,9 +112,9 @@ class OutputFormat:
 
         `choice` is OpenAI's `tool_choice`: `none`, `auto`, `required`, or the one of the tools that is called, once.
         Arguments follow the schemas of their functions. With `auto` those of functions that are `strict` do, others are
-        JSON objects, and without a strict one the answer is free. `schema`: JSON that the answer must be, where no tool
-        is called. Thoughts may come first, if the model thinks. Raises ApiError naming the field for what is
-        impossible.
+        JSON objects; the answer is free where none is strict and calls may be parallel. `schema`: JSON that the answer
+        must be, where no tool is called. Thoughts may come first, if the model thinks. Raises ApiError naming the field
+        for what is impossible.
         """
         tools = () if choice == "none" else tools
         if tools and self.tools is None:
@@ -141,7 +141,7 @@ class OutputFormat:
         """The rule of an answer that may call tools, and `otherwise` follows a rule; None where it is free."""
         assert self.tools is not None
         must_call, only = choice != "auto", None if isinstance(choice, str) else _name(choice)
-        if not must_call and otherwise is None and not any(map(_is_strict, tools)):
+        if not must_call and otherwise is None and parallel and not any(map(_is_strict, tools)):
             return None
         chosen = [(n, tool) for n, tool in enumerate(tools) if only in {None, _name(tool)}]
         functions = [_function(n, tool, strictly=must_call) for n, tool in chosen]

@@ -109,6 +109,10 @@ def test_no_parallel_calls(tools: ToolFormat, tokenizer: Tokenizer) -> None:
     grammar = form(tools, tokenizer).grammar("", tools=[LOOK, ADD], choice="required", parallel=False)
     assert takes(tokenizer, grammar, written(tools, SUM))
     assert not takes(tokenizer, grammar, written(tools, SUM, SUM))
+    free = form(tools, tokenizer).grammar("", tools=[ADD], parallel=False)
+    assert takes(tokenizer, free, "hi")
+    assert takes(tokenizer, free, written(tools, SUM))
+    assert not takes(tokenizer, free, written(tools, SUM, SUM))
 
 
 @pytest.mark.parametrize("tools", FORMATS, ids=lambda tools: tools.name)
