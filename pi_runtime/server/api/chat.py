@@ -27,7 +27,7 @@ from pi_runtime.server.api.turn import News, Turn
 from pi_runtime.server.api.usage import Timings, Usage, timings, usage
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
-from pi_runtime.server.tools.deltas import CallArguments, CallBegan, Delta, ReasoningDelta, TextDelta
+from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta
 
 
 class TextFormat(Body):
@@ -373,6 +373,8 @@ def _chunk_delta(delta: Delta) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, **call}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        case CallBroken():
+            return {}  # its arguments stay as they are; the finish reason says that it is not to be run
 
 
 def _message(turn: Turn) -> ChatMessage:

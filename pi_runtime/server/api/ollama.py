@@ -24,7 +24,7 @@ from pi_runtime.server.api.turn import Call
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import NDJSON, Ask, End, Event, Part
-from pi_runtime.server.tools.deltas import Delta, ReasoningDelta, TextDelta
+from pi_runtime.server.tools.deltas import CallBroken, Delta, ReasoningDelta, TextDelta
 from pi_runtime.server.tools.output import OutputFormat
 
 LATEST = ":latest"
@@ -292,7 +292,7 @@ class _OllamaJob:
         found = []
         for delta in deltas if self.streams else ():
             match delta:
-                case TextDelta(text):
+                case TextDelta(text) | CallBroken(_, text):
                     found.append(Event(None, self._object(text, "", ())))
                 case ReasoningDelta(text):
                     found.append(Event(None, self._object("", text, ())))

@@ -8,7 +8,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 from pi_runtime.server.api.logprobs import TokenLogprob
 from pi_runtime.server.api.served import new_id
 from pi_runtime.server.jobs import Event
-from pi_runtime.server.tools.deltas import CallArguments, CallBegan, Delta, ReasoningDelta, TextDelta
+from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -65,6 +65,8 @@ class ResponseOutput:
                 return [*self.close(), *self._open("function_call", call_id=call_id, name=name, arguments="")]
             case CallArguments(_, text):
                 return [self._delta("response.function_call_arguments.delta", text)]
+            case CallBroken():
+                return self.close("incomplete")
 
     def close(self, status: Status = "completed") -> list[Event]:
         """End the item that is open, if one is."""

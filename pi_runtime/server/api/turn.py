@@ -9,7 +9,7 @@ from pi_runtime.sampling import TokenLogprobs
 from pi_runtime.server.api.logprobs import ShownLogprobs
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.jobs import End, Part
-from pi_runtime.server.tools.deltas import CallArguments, CallBegan, Delta, ReasoningDelta, TextDelta
+from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta
 from pi_runtime.server.tools.output import OutputParser
 
 
@@ -36,7 +36,7 @@ class Turn:
         self._parser, self._shown = parser, shown
         self._texts: list[str] = []
         self._thoughts: list[str] = []
-        self.calls: list[Call] = []
+        self._calls: dict[int, Call] = {}
         self.logprobs: list[TokenLogprobs] = []
         self.began = False
         self.end: End | None = None
@@ -45,6 +45,11 @@ class Turn:
     def text(self) -> str:
         """What it says."""
         return "".join(self._texts)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that are whole; one that broke off is text."""
+        return list(self._calls.values())
 
     @property
     def reasoning(self) -> str:
@@ -92,8 +97,11 @@ class Turn:
                     self._texts.append(text)
                 case ReasoningDelta(text):
                     self._thoughts.append(text)
-                case CallBegan(_, call_id, name):
-                    self.calls.append(Call(call_id, name))
+                case CallBegan(index, call_id, name):
+                    self._calls[index] = Call(call_id, name)
                 case CallArguments(index, text):
-                    self.calls[index].arguments += text
+                    self._calls[index].arguments += text
+                case CallBroken(index, text):
+                    del self._calls[index]
+                    self._texts.append(text)
         return News(deltas, logprobs)

@@ -2,9 +2,9 @@
 
 An answer is read as if character by character, so the way it is cut into pieces cannot matter. A call begins once a
 known name and the beginning of its arguments are there; until then nothing of it is shown, and where it turns out to be
-none, all of it is text. Arguments are shown up to where a quote and brackets alone would close them. If they break off,
-or are no JSON, they are closed there, what was not shown of them is text, and `is_cut` says so: nobody should run such
-a call, which its finish reason tells.
+none, all of it is text. From then on arguments are shown as they come. If they break off or are no JSON, a `CallBroken`
+says so, and what follows is text. They are not closed: they would be a call that nobody made. Whole answers have such a
+call as text; streams, which cannot take it back, leave it to the finish reason to tell that it is not to be run.
 """
 
 import json
@@ -13,7 +13,7 @@ import secrets
 import string
 from collections.abc import Callable, Collection
 
-from pi_runtime.server.tools.deltas import CallArguments, CallBegan, Delta, MarkerWatch, TextDelta
+from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, Delta, MarkerWatch, TextDelta
 from pi_runtime.server.tools.formats import ToolFormat
 from pi_runtime.server.tools.json_scanner import AFTER, COLON, FIRST_KEY, KEY, SPACE, VALUE, JsonScanner
 
@@ -39,7 +39,7 @@ class CallParser:
         self.count = 0
         """Calls that have begun."""
         self.is_cut = False
-        """Whether the arguments of a call broke off, or were no JSON."""
+        """Whether a call broke off."""
         self._deltas: list[Delta] = []
         self._read = self._read_text
         """Takes the next character: a method for each part of an answer."""
@@ -52,14 +52,14 @@ class CallParser:
 
     def _begin_call(self, raw: str) -> None:
         self._raw = raw
-        """What becomes text if this is no call, or where the call breaks off."""
+        """The call as it was written up to here."""
         self._scanner = JsonScanner()
         self._key, self._member, self._name = "", "", ""
         self._in_arguments = self._has_begun = False
         self._base = 0
         """Brackets around the arguments."""
-        self._pending, self._closing = "", ""
-        """Arguments that were not shown yet, and what closes those that were."""
+        self._pending = ""
+        """Arguments that were not shown yet."""
 
     def push(self, text: str) -> list[Delta]:
         """Take more of the answer."""
@@ -214,8 +214,8 @@ class CallParser:
         self._show_arguments()
 
     def _show_arguments(self) -> None:
-        """Show the arguments up to here, if the name is known and they could be closed."""
-        if not self._name or not self._pending or not self._scanner.is_closable:
+        """Show the arguments up to here, if the name is known."""
+        if not self._name or not self._pending:
             return
         if not self._has_begun:
             self._has_begun = self._follows_call = True
@@ -223,8 +223,9 @@ class CallParser:
             self._deltas.append(CallBegan(self.count, self._make_id(), self._name))
             self.count += 1
         self._deltas.append(CallArguments(self.count - 1, self._pending))
-        self._pending = self._raw = ""
-        self._closing = self._scanner.closing(self._base)
+        self._pending = ""
+        if not self._in_arguments:
+            self._raw = ""  # the call is whole, whatever comes
 
     def _end_call(self) -> None:
         self._begin_call("")
@@ -246,12 +247,13 @@ class CallParser:
                 self._read(late)
 
     def _break_off(self, char: str) -> None:
-        """End what is no call, or no longer one, before this character; what was not shown is text."""
-        if self._in_arguments and self._has_begun:
-            self._deltas.append(CallArguments(self.count - 1, self._closing))
-            self.is_cut = True
-        self._in_arguments = False
+        """End what is no call, or no longer one, before this character."""
         raw, self._raw, self._read = self._raw, "", self._read_text
-        self._show_text(raw)
+        if self._in_arguments and self._has_begun:
+            self._deltas.append(CallBroken(self.count - 1, raw))
+            self.is_cut, self._follows_call = True, False
+        else:
+            self._show_text(raw)
+        self._in_arguments = False
         if char:
             self._read_text(char)

@@ -34,7 +34,18 @@ class CallArguments:
     text: str
 
 
-Delta = TextDelta | ReasoningDelta | CallBegan | CallArguments
+@dataclass(frozen=True)
+class CallBroken:
+    """The end of a call whose arguments broke off: they are no JSON, and nobody should run it.
+
+    `text` is the call as the model wrote it up to here, for those who have told nobody of it yet.
+    """
+
+    index: int
+    text: str
+
+
+Delta = TextDelta | ReasoningDelta | CallBegan | CallArguments | CallBroken
 
 
 def joined(deltas: list[Delta]) -> list[Delta]:

@@ -1,4 +1,4 @@
-"""Follows JSON that arrives character by character: whether it is valid so far, and whether it could be closed here."""
+"""Follows JSON that arrives character by character: whether it is valid so far, and where it is."""
 
 import re
 
@@ -22,8 +22,8 @@ class JsonScanner:
     """Reads one object or array.
 
     >>> scanner = JsonScanner()
-    >>> all(map(scanner.push, '{"a": ["b')), scanner.is_closable, scanner.closing()
-    (True, True, '"]}')
+    >>> all(map(scanner.push, '{"a": ["b')), scanner.depth, scanner.is_in_text
+    (True, 2, True)
     """
 
     def __init__(self) -> None:
@@ -39,18 +39,9 @@ class JsonScanner:
         return len(self._open)
 
     @property
-    def is_closable(self) -> bool:
-        """Whether a quote and closing brackets alone would make what was read valid JSON."""
-        return self.state in {FIRST_KEY, FIRST_VALUE, AFTER, DONE} or self.is_in_text
-
-    @property
     def is_in_text(self) -> bool:
         """Whether it is within a text that is a value."""
         return self.state == STRING and not self._is_key
-
-    def closing(self, depth: int = 0) -> str:
-        """What closes it, down to so many open brackets, where `is_closable`."""
-        return ('"' if self.state == STRING else "") + "".join(reversed(self._open[depth:]))
 
     def push(self, char: str) -> bool:
         """Take the next character; False if it cannot stand here."""

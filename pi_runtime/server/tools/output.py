@@ -21,8 +21,8 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 class OutputParser:
     """Splits one answer as it comes: thoughts, text, and calls of tools.
 
-    However the answer is cut into pieces, the deltas joined are the same. A call whose arguments break off is closed
-    to valid JSON, and `is_cut` then says that nobody should run it.
+    However the answer is cut into pieces, the deltas joined are the same. A call whose arguments break off ends with a
+    `CallBroken`.
     """
 
     def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
@@ -37,7 +37,7 @@ class OutputParser:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the arguments of a call broke off, or were no JSON."""
+        """Whether a call broke off: nobody should run it."""
         return self._calls is not None and self._calls.is_cut
 
     def push(self, text: str, tokens: int = 0) -> list[Delta]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pi_runtime.server.tools.calls import CallParser, new_id
-from pi_runtime.server.tools.deltas import CallArguments, CallBegan, Delta, TextDelta, joined
+from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, Delta, TextDelta, joined
 from pi_runtime.server.tools.formats import HERMES, LLAMA_3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_LIST, ToolFormat
 from pi_runtime.server.tools.json_scanner import JsonScanner
 
@@ -41,13 +41,15 @@ def parse(tools: ToolFormat, pieces: list[str]) -> tuple[list[Delta], CallParser
 
 
 def gathered(deltas: list[Delta]) -> tuple[str, list[tuple[str, Any]]]:
-    """All text, and the calls with their arguments read."""
-    names = [delta.name for delta in deltas if isinstance(delta, CallBegan)]
-    texts = [
-        "".join(d.text for d in deltas if isinstance(d, CallArguments) and d.index == n) for n in range(len(names))
-    ]
+    """All text, and the calls with their arguments read, but for those that broke off."""
     text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
-    return text, [(name, json.loads(found)) for name, found in zip(names, texts, strict=True)]
+    broken = {delta.index for delta in deltas if isinstance(delta, CallBroken)}
+    arguments: dict[int, str] = {}
+    for delta in deltas:
+        if isinstance(delta, CallArguments):
+            arguments[delta.index] = arguments.get(delta.index, "") + delta.text
+    whole = [delta for delta in deltas if isinstance(delta, CallBegan) and delta.index not in broken]
+    return text, [(call.name, json.loads(arguments[call.index])) for call in whole]
 
 
 @pytest.mark.parametrize("tools", FORMATS, ids=lambda tools: tools.name)
@@ -130,38 +132,57 @@ def test_a_call_within_what_is_none() -> None:
     assert gathered(deltas) == ("<tool_call>", [("add", {})])
 
 
-CUT = {
-    "in a text": ('{"a": "hel', {"a": "hel"}, ""),
-    "in an escape": ('{"a": "x\\u00', {"a": "x"}, "\\u00"),
-    "in a key": ('{"a": 1, "b', {}, '"a": 1, "b'),
-    "after a key": ('{"a": "1", "b":', {"a": "1"}, ', "b":'),
-    "in a number": ('{"a": {"b": 12', {"a": {}}, '"b": 12'),
-    "in a list": ('{"a": [true, "x"', {"a": [True, "x"]}, ""),
-    "no JSON": ('{"a": "x", "b": nil} done', {"a": "x"}, ', "b": nil} done'),
-    "a raw line end": ('{"a": "x\ny"}', {"a": "x"}, '\ny"}'),
+BROKEN = {
+    "in a text": ('{"a": "hel', ""),
+    "in an escape": ('{"a": "x\\u00', ""),
+    "in a key": ('{"a": 1, "b', ""),
+    "in a number": ('{"a": {"b": 12', ""),
+    "at once": ("{", ""),
+    "no JSON": ('{"a": "x", "b": null?', "} done"),
+    "no value": ('{"a": "x", "b": ', "} done"),
+    "a raw line end": ('{"a": "x', '\ny"}'),
 }
 
 
-@pytest.mark.parametrize("case", CUT)
-def test_arguments_that_break_off_are_closed(case: str) -> None:
-    """Text that was not shown as an argument is an answer's text: nothing is lost, and no JSON is broken."""
-    arguments, shown, rest = CUT[case]
-    deltas, parser = parse(HERMES, [f'<tool_call>{{"name": "add", "arguments": {arguments}'])
-    text, calls = gathered(deltas)
-    assert (calls, parser.is_cut) == ([("add", shown)], True)
-    assert text == rest.lstrip()
+@pytest.mark.parametrize("case", BROKEN)
+def test_arguments_that_break_off_are_left_as_they_are(case: str) -> None:
+    """They are not closed: nobody made that call. For a whole answer all of it is there as text."""
+    arguments, rest = BROKEN[case]
+    head = '<tool_call>{"name": "add", "arguments": '
+    deltas, parser = parse(HERMES, [f"x {head}{arguments}{rest}"])
+    assert deltas[:2] == [TextDelta("x"), CallBegan(0, "id0", "add")]
+    assert deltas[2:4] == [CallArguments(0, arguments), CallBroken(0, f" {head}{arguments}")]
+    assert deltas[4:] == ([TextDelta(rest)] if rest else [])
+    assert parser.is_cut
 
 
-def test_arguments_come_piece_by_piece() -> None:
-    """A text shows at once; a number once it ends; a member once its value begins."""
-    parser = CallParser(HERMES, ["add"], lambda: "id")
-    seen = []
-    for char in '<tool_call>{"name": "add", "arguments": {"a": "xy", "b": 12}}':
-        seen += [(char, delta.text) for delta in parser.push(char) if isinstance(delta, CallArguments)]
-    assert seen == [
-        *[("{", "{"), ('"', '"a": "'), ("x", "x"), ("y", "y"), ('"', '"')],
-        *[("}", ', "b": 12}')],
+def test_a_call_after_one_that_broke_off() -> None:
+    deltas, parser = parse(HERMES, ['<tool_call>{"name": "add", "arguments": {]' + written(HERMES, CALLS[:1])])
+    assert [type(delta) for delta in deltas] == [
+        CallBegan,
+        CallArguments,
+        CallBroken,
+        TextDelta,
+        CallBegan,
+        CallArguments,
     ]
+    assert gathered(deltas[4:]) == ("", CALLS[:1])
+    assert parser.count == 2
+
+
+def test_what_follows_arguments_breaks_no_call() -> None:
+    deltas, parser = parse(HERMES, ['<tool_call>{"name": "add", "arguments": {"a": 1}; and'])
+    assert gathered(deltas) == ("; and", [("add", {"a": 1})])
+    assert not parser.is_cut
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = CallParser(HERMES, ["add"], lambda: "id")
+    written = '{"a": "xy", "b": 12}'
+    seen = []
+    for char in f'<tool_call>{{"name": "add", "arguments": {written}}}':
+        seen += [delta.text for delta in parser.push(char) if isinstance(delta, CallArguments)]
+    assert seen == list(written)
 
 
 def test_ids_are_unique_and_fit_every_template() -> None:
@@ -221,7 +242,11 @@ def test_cuts_change_nothing_and_nothing_is_lost(tools: ToolFormat, text: str, d
     assert parse(tools, pieces)[0] == parse(tools, list(text))[0] == whole
     shown, calls = gathered(whole)  # reads the arguments of all calls, which are JSON
     assert all(isinstance(found, dict) for _, found in calls)
-    assert calls or shown == text
+    began = sum(isinstance(delta, CallBegan) for delta in whole)
+    broken = [delta for delta in whole if isinstance(delta, CallBroken)]
+    assert began == len(calls) + len(broken)
+    assert began or shown == text
+    assert all(delta.text in text for delta in broken)
 
 
 JSON_VALUES = st.recursive(
@@ -232,15 +257,10 @@ JSON_VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.text(), JSON_VALUES), st.booleans(), st.sampled_from([None, 1]))
-def test_the_scanner_takes_all_json_and_closes_it_where_it_says(
-    value: Any, ascii_only: bool, indent: int | None
-) -> None:
+def test_the_scanner_takes_all_json(value: Any, ascii_only: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     scanner = JsonScanner()
-    for n, char in enumerate(text):
-        assert scanner.push(char)
-        if scanner.is_closable:
-            json.loads(text[: n + 1] + scanner.closing())
+    assert all(map(scanner.push, text))
     assert scanner.state == "done"
 
 

@@ -12,7 +12,7 @@ from support.synthetic import END_ID, byte_tokenizer, random_artifact, small_dec
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact.schema import Text
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.tools.deltas import CallArguments, CallBegan, TextDelta, joined
+from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, TextDelta, joined
 from pi_runtime.server.tools.formats import HERMES, LLAMA_3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_LIST, ToolFormat
 from pi_runtime.server.tools.output import OutputFormat
 from pi_runtime.server.tools.reasoning import ReasoningFormat
@@ -208,6 +208,8 @@ def test_forced_calls_validate(tools: ToolFormat, talker: Model) -> None:
                 jsonschema.validate(json.loads(arguments.text), schema)
                 finished += 1
                 assert not rest
+            else:
+                assert [type(delta) for delta in rest] == [CallBroken]
             assert parser.is_cut == (stream.finish_reason != "end")
     assert finished >= 3
 
