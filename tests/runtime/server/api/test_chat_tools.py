@@ -11,6 +11,8 @@ from support import jobs
 from pi_runtime import Engine
 from pi_runtime.generation import Stats
 from pi_runtime.server.api.chat import ChatJob
+from pi_runtime.server.api.ollama import OllamaChatJob
+from pi_runtime.server.api.responses import ResponseJob
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import End, Part
@@ -45,6 +47,9 @@ STATS = Stats(
 
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [TOOL, OTHER], **fields}
+
+
+DROP = '<tool_call>{"name": "drop", "arguments": {}}</tool_call>'
 
 
 def told(served: Served, pieces: Sequence[str], reason: str = "end", **fields: Any) -> tuple[Any, list[Any]]:
@@ -98,8 +103,33 @@ def test_calls_are_streamed_with_stable_ids_and_indexes(hermes: tuple[Served, En
 
 def test_a_call_that_breaks_off_is_not_to_be_run(hermes: tuple[Served, Engine]) -> None:
     for reason, expected in (("length", "length"), ("end", "stop")):
-        found, _ = told(hermes[0], ['<tool_call>{"name": "add", "arguments": {"ok"'], reason)
-        assert found["choices"][0]["finish_reason"] == expected
+        broken = '<tool_call>{"name": "add", "arguments": {"ok"'
+        found, chunks = told(hermes[0], [DROP, broken], reason)
+        assert found["choices"][0]["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == expected
+        # Whole, it is text; a stream cannot take back what it told, and closes nothing.
+        message = found["choices"][0]["message"]
+        assert message["content"] == broken
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["drop"]
+        streamed = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", [])]
+        assert "".join(c["function"]["arguments"] for c in streamed if c["index"] == 1) == '{"ok"'
+
+
+def test_a_call_that_breaks_off_in_other_forms(hermes: tuple[Served, Engine]) -> None:
+    """An item of a response can be incomplete. Ollama's calls come whole or not at all."""
+    broken = '<tool_call>{"name": "add", "arguments": {"ok"'
+    tool = {"type": "function", **TOOL["function"]}
+    response = ResponseJob.of({"model": "m", "input": "x", "tools": [tool]}, hermes[0])
+    response.part(0, Part(broken, [1], (), STATS))
+    response.end(0, End("length", STATS))
+    (item,) = response.whole()["output"]
+    assert (item["type"], item["status"], item["arguments"]) == ("function_call", "incomplete", '{"ok"')
+    for stream in (False, True):
+        chat = OllamaChatJob.of({**body(), "stream": stream}, hermes[0])
+        lines = [*chat.part(0, Part(DROP + broken, [1], (), STATS)), *chat.end(0, End("length", STATS))]
+        found = [line.data["message"] for line in lines] if stream else [chat.whole()["message"]]
+        assert "".join(message["content"] for message in found) == broken
+        names = [call["function"]["name"] for message in found for call in message.get("tool_calls", [])]
+        assert names == ["drop"]
 
 
 def test_calls_alone_have_no_content(hermes: tuple[Served, Engine]) -> None:
