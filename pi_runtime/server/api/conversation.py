@@ -216,7 +216,8 @@ class Conversation:
             except MissingExtraError as error:
                 raise invalid(self._grammar_field, f"{error.what}: {error.remedy}", code="unsupported_value") from None
             except (InputError, UsageError) as error:
-                raise invalid(self._grammar_field, refused(error).message) from None
+                # It begins with the flag of one kind of grammar, which is not what the request has.
+                raise invalid(self._grammar_field, refused(error).message.partition(" ")[2]) from None
         try:
             ids = tokenizer.encode(text)
         except InputError as error:
