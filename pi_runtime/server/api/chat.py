@@ -209,7 +209,7 @@ class ChatJob:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             grammar=prompt.grammar,
         )
-        settings["shown_tokens"] = served.output.shown_tokens
+        settings["shown_tokens"] = prompt.shown_tokens
         guess = served.model.tokenizer.encode(text_of(body.prediction.content), prefix=False) if body.prediction else ()
         self.asks = [Ask(prompt.ids, count, settings, guess)]
         self._turns = [prompt.turn(served) for _ in range(count)]

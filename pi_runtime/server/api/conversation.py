@@ -173,9 +173,14 @@ class Prompt:
     tools: Sequence[Mapping[str, Any]]
     output: OutputFormat
 
+    @property
+    def shown_tokens(self) -> Sequence[int]:
+        """Special tokens that the text of its answer shows, for those who read it."""
+        return self.output.shown_tokens(self.tools)
+
     def turn(self, served: Served) -> Turn:
         """What gathers one answer."""
-        shown = ShownLogprobs(served.model.tokenizer, self.output.shown_tokens)
+        shown = ShownLogprobs(served.model.tokenizer, self.shown_tokens)
         return Turn(self.output.parser(self.text, self.tools), shown)
 
 

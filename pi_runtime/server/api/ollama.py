@@ -419,7 +419,7 @@ def _settings(body: OllamaFields, prompt: Prompt, served: Served) -> AnswerSetti
     settings = options.sampling_fields().answer_settings(
         served, max_tokens=None if most is None or most < 1 else most, logprobs=None, grammar=prompt.grammar
     )
-    settings["shown_tokens"] = prompt.output.shown_tokens
+    settings["shown_tokens"] = prompt.shown_tokens
     return settings
 
 
