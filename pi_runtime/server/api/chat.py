@@ -258,9 +258,10 @@ class ChatJob:
 
     def last(self) -> Sequence[Event]:
         """The events after all ends."""
-        has_usage = self._body.include_usage
-        events = [Event(None, self._envelope("chat.completion.chunk", []) | {"usage": self._usage()})] * has_usage
-        return [*events, Event(None, "[DONE]")]
+        done = Event(None, "[DONE]")
+        if not self._body.include_usage:
+            return [done]
+        return [Event(None, self._envelope("chat.completion.chunk", []) | {"usage": self._usage()}), done]
 
     def whole(self) -> dict[str, Any]:
         """The answer as one object."""

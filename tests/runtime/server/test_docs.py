@@ -140,8 +140,7 @@ def test_a_paused_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     following = saying("? 6*7=") | {ord("2"): ord(".")}
     with serving(scripted_artifact(tmp_path / "model.pi", following, context=512)) as served:
         example("paused_session").main(served.url)
-        wait_until(served.is_idle)
-        assert served.engine.stats.paused_sessions == 0
+        wait_until(lambda: served.is_idle() and served.engine.stats.paused_sessions == 0)
     assert "How many seats? 6*7= 42.\n" in capsys.readouterr().out
 
 
