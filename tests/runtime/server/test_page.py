@@ -591,11 +591,29 @@ def test_a_model_without_a_template_goes_on_with_a_text(script: Script, visit: O
     seen(page.get_by_role("button", name="Once", exact=True)).to_have_attribute("aria-current", "true")
 
 
+def test_the_same_answer_again_is_explained(script: Script, visit: Open) -> None:
+    page = visit()
+    ask(page, "Hello")
+    done(page)
+    page.get_by_role("button", name="Answer again").click()
+    seen(page.locator("#notice")).to_contain_text("The same again")
+    page.locator("#notice").get_by_role("button", name="Settings").click()
+    seen(page.get_by_label("Temperature")).to_be_visible()
+
+
 def test_a_text_shows_errors_too(script: Script, visit: Open) -> None:
     script.props["chat_template"] = None
-    script.turns = [refusal(429, "Busy."), [" more"]]
+    script.turns = [[" upon"], refusal(429, "Full."), refusal(429, "Busy."), [" more"]]
     page = visit()
-    page.get_by_label("Text", exact=True).fill("Once")
+    text = page.get_by_label("Text", exact=True)
+    text.fill("Once")
+    page.keyboard.press("Control+Enter")
+    seen(text).to_have_value("Once upon")
+    page.get_by_role("button", name="Try another").click()
+    seen(page.get_by_role("alert")).to_contain_text("Full.")
+    seen(text).to_have_value("Once upon")
+    page.get_by_role("button", name="Take back").click()
+    seen(text).to_have_value("Once")
     page.keyboard.press("Control+Enter")
     seen(page.get_by_role("alert")).to_contain_text("Busy.")
     page.get_by_role("button", name="Try again").click()
