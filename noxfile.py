@@ -111,6 +111,25 @@ def identity(session: nox.Session) -> None:
 
 
 @nox.session
+def conformance(session: nox.Session) -> None:
+    """Run what others wrote against the server: openai, llm-comply, schemathesis, lm-eval. Outside CI: minutes."""
+    install_all(session)
+    session.install("httpx==0.28.1", "openai==3.54.0")
+    session.install("llm-comply==0.5.0", "schemathesis==4.32.5", "lm_eval[api]==0.4.13")
+    files = ["tests/conformance", "tests/runtime/server/test_openai_client.py"]
+    session.run("pytest", "-s", *files, *session.posargs)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """64 clients on 4 slots for half an hour, half of whom leave: `-- --minutes 5` is shorter. Outside CI."""
+    install_all(session)
+    session.install("httpx==0.28.1", "openai==3.54.0")
+    posargs = session.posargs or ["--minutes", "30"]
+    session.run("pytest", "-s", "tests/runtime/server/test_soak.py", "--timeout", "0", *posargs)
+
+
+@nox.session
 def canary(session: nox.Session) -> None:
     """The suite on the newest numba, NumPy and torch, beyond what pyproject.toml allows. Outside CI: it may fail."""
     install_all(session)

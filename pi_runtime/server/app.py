@@ -107,7 +107,7 @@ class JobEndpoint:
 
     async def _answer(self, body: bytes, ticket: Ticket, arrived: float, send: Send) -> None:
         service, settings, served = self._app.service, self._app.settings, self._app.served
-        job = await service.prepare(lambda: self._make.of(parsed(body, settings.limits.nesting), served))
+        job = await service.prepare(lambda: self._make.of(parsed(body, settings.limits), served))
         await self._app.write(job, await service.begin(job, ticket, arrived), send)
 
 
@@ -121,8 +121,8 @@ class PlainEndpoint:
         await self._app.admitted(scope, receive, lambda body, _: self._answer(body, scope, receive, send))
 
     async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        nesting, served = self._app.settings.limits.nesting, self._app.served
-        found = await self._app.service.prepare(lambda: to_json(self._plain(parsed(body, nesting), served)))
+        limits, served = self._app.settings.limits, self._app.served
+        found = await self._app.service.prepare(lambda: to_json(self._plain(parsed(body, limits), served)))
         await Response(found, media_type=JSON)(scope, receive, send)
 
 

@@ -3,13 +3,14 @@
 import ipaddress
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pi_runtime import console
-from pi_runtime.errors import InputError, UsageError
+from pi_runtime.errors import InputError, TemplateError, UsageError
 from pi_runtime.exit_codes import missing_extra
 
 if TYPE_CHECKING:
@@ -170,6 +171,8 @@ def _opening(artifact: Path, model_options: dict[str, Any], engine_options: dict
             if model.notice is not None:
                 console.say(model.notice)
             model.warm_up()
+            with suppress(TemplateError):  # a model without template serves completions
+                model.chat_template.start()
             engine = Engine(model, **engine_options)
         except BaseException:
             model.close()

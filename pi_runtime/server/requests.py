@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from pi_runtime.server.errors import ApiError
+from pi_runtime.server.settings import Limits
 
 TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
 """A string, or a bracket outside strings."""
@@ -61,18 +62,21 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def parsed(body: bytes, nesting: int) -> Any:
-    """The JSON of a body. Raises ApiError for what is none, or is nested too deep for those who read it."""
-    _check_nesting(body, nesting)
+def parsed(body: bytes, limits: Limits) -> Any:
+    """The JSON of a body. Raises ApiError for what is none, or would take those who read it too long."""
+    _check_brackets(body, limits)
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
 
 
-def _check_nesting(body: bytes, most: int) -> None:
-    if body.count(b"[") + body.count(b"{") <= most:
+def _check_brackets(body: bytes, limits: Limits) -> None:
+    most, found = limits.nesting, body.count(b"[") + body.count(b"{")
+    if found <= most:
         return
+    if found > limits.brackets:
+        raise ApiError(400, f"the body has {found} opening brackets; at most {limits.brackets}", code="too_complex")
     depth = 0
     for token in TOKEN.finditer(body):
         first = body[token.start()]

@@ -8,12 +8,13 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from pi_runtime.engine.session import Session
 from pi_runtime.server.admission import Ticket
@@ -25,7 +26,6 @@ from pi_runtime.server.requests import parsed
 from pi_runtime.server.service import Run, Service
 from pi_runtime.server.settings import ServerSettings
 
-T = TypeVar("T")
 REMEMBERED = 1000
 """Sessions that are no more, of which it is still known why."""
 
@@ -153,6 +153,16 @@ class Host(Protocol):
         """Write what becomes of a job that has begun."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """A request that has been admitted, with its body."""
+
+    scope: Scope
+    body: bytes
+    ticket: Ticket
+    send: Send
+
+
 class SessionRoutes:
     """What each route does."""
 
@@ -160,13 +170,13 @@ class SessionRoutes:
         self._host = host
         self.sessions = Sessions(host.settings.sessions, host.settings.session_idle_s)
 
-    async def create(self, _: Scope, body: bytes, __: Ticket, ___: Send) -> Response:
+    async def create(self, call: Call) -> Response:
         """Make a session."""
         self.sessions.check_room()
         engine, served = self._host.service.engine, self._host.served
 
         def begin() -> Entry:
-            beginning = Beginning(self._parsed(body), served)
+            beginning = Beginning(self._parsed(call), served)
             session = engine.session(beginning.tokens)
             if beginning.draft:
                 session.type(beginning.draft)
@@ -176,23 +186,23 @@ class SessionRoutes:
         self.sessions.add(entry)
         return JSONResponse(self._shown(entry))
 
-    async def type(self, scope: Scope, body: bytes, _: Ticket, __: Send) -> Response:
+    async def type(self, call: Call) -> Response:
         """Type into its draft."""
-        entry = self._found(scope)
+        entry, most = self._found(call.scope), self._host.settings.limits.body_bytes
         async with self.sessions.changing(entry):
-            await self._host.service.prepare(lambda: typed(self._parsed(body), entry.session))
+            await self._host.service.prepare(lambda: typed(self._parsed(call), entry.session, most))
         return JSONResponse(self._shown(entry))
 
-    async def answer(self, scope: Scope, body: bytes, ticket: Ticket, send: Send) -> None:
+    async def answer(self, call: Call) -> None:
         """Let it answer, whole or as a stream. A client that leaves ends the turn."""
-        arrived, entry = time.monotonic(), self._found(scope)
+        arrived, entry = time.monotonic(), self._found(call.scope)
         service, served = self._host.service, self._host.served
         async with self.sessions.changing(entry):
             known: dict[str, Any] = {"session_id": entry.id, "session": entry.session, "defaults": entry.defaults}
-            job = await service.prepare(lambda: AnswerJob(self._parsed(body), served, **known))
-            entry.run = await service.begin(job, ticket, arrived)
+            job = await service.prepare(lambda: AnswerJob(self._parsed(call), served, **known))
+            entry.run = await service.begin(job, call.ticket, arrived)
         try:
-            await self._host.write(job, entry.run, send)
+            await self._host.write(job, entry.run, call.send)
         finally:
             entry.run, entry.is_paused = None, job.pauses
             self.sessions.touch(entry)
@@ -211,24 +221,11 @@ class SessionRoutes:
         self.sessions.remove(entry, "the session was deleted")
         return JSONResponse({"id": entry.id, "object": "session.deleted", "deleted": True})
 
-    def admitted(self, answer: Callable[[Scope, bytes, Ticket, Send], Coroutine[Any, Any, Response | None]]) -> ASGIApp:
-        """A route with a body."""
-
-        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-            async def admitted(body: bytes, ticket: Ticket) -> None:
-                response = await answer(scope, body, ticket, send)
-                if response is not None:
-                    await response(scope, receive, send)
-
-            await self._host.admitted(scope, receive, admitted)
-
-        return _Route(respond)
-
     def _found(self, scope: Scope) -> Entry:
         return self.sessions.find(scope["path_params"]["id"])
 
-    def _parsed(self, body: bytes) -> Any:
-        return parsed(body, self._host.settings.limits.nesting)
+    def _parsed(self, call: Call) -> Any:
+        return parsed(call.body, self._host.settings.limits)
 
     def _shown(self, entry: Entry) -> SessionObject:
         return session_object(
@@ -241,14 +238,19 @@ class SessionRoutes:
         )
 
 
-class _Route:
-    """Starlette takes a function for one that returns a response, and an object for an application."""
+class SessionEndpoint:
+    """Answers requests that have a body."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, host: Host, answer: Callable[[Call], Coroutine[Any, Any, Response | None]]) -> None:
+        self._host, self._answer = host, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
+        async def admitted(body: bytes, ticket: Ticket) -> None:
+            response = await self._answer(Call(scope, body, ticket, send))
+            if response is not None:
+                await response(scope, receive, send)
+
+        await self._host.admitted(scope, receive, admitted)
 
 
 def session_routes(host: Host) -> list[Route]:
@@ -256,9 +258,9 @@ def session_routes(host: Host) -> list[Route]:
     routes = SessionRoutes(host)
     return [
         Route("/v1/sessions", routes.show_all, methods=["GET"]),
-        Route("/v1/sessions", routes.admitted(routes.create), methods=["POST"]),
+        Route("/v1/sessions", SessionEndpoint(host, routes.create), methods=["POST"]),
         Route("/v1/sessions/{id}", routes.show, methods=["GET"]),
         Route("/v1/sessions/{id}", routes.delete, methods=["DELETE"]),
-        Route("/v1/sessions/{id}/type", routes.admitted(routes.type), methods=["POST"]),
-        Route("/v1/sessions/{id}/answer", routes.admitted(routes.answer), methods=["POST"]),
+        Route("/v1/sessions/{id}/type", SessionEndpoint(host, routes.type), methods=["POST"]),
+        Route("/v1/sessions/{id}/answer", SessionEndpoint(host, routes.answer), methods=["POST"]),
     ]

@@ -18,6 +18,8 @@ class Limits:
     """Time in which a request must have been read, checked and tokenised."""
     nesting: int = 64
     """Depth of JSON."""
+    brackets: int = 50_000
+    """Opening brackets in a body, those in its strings included: small objects take longest to read."""
     answers: int = 16
     """Most answers of one request, those of all its prompts together."""
     stop_strings: int = 16

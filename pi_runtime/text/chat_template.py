@@ -58,6 +58,8 @@ class ChatTemplate:
         self.source, self._limits = source, limits
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._is_told = False
+        """Whether the child has the template."""
 
     def render(
         self,
@@ -98,6 +100,11 @@ class ChatTemplate:
         text: str = reply["text"]
         return text
 
+    def start(self) -> None:
+        """Start the process now, so that the first rendering does not wait for it."""
+        with self._lock:
+            self._ready_child()
+
     def close(self) -> None:
         """End the process."""
         with self._lock:
@@ -111,11 +118,10 @@ class ChatTemplate:
 
     def _exchange(self, request: bytes) -> dict[str, Any]:
         """Hand the child a request and return its reply. Only a child that replied with text or an error stays."""
-        fresh = self._child is None
-        child = self._child = _start(self._limits) if self._child is None else self._child
-        if fresh:
+        child = self._ready_child()
+        if not self._is_told:
+            self._is_told = True
             request = json.dumps({"template": self.source}).encode() + b"\n" + request
-            self._finalizer = weakref.finalize(self, _end, child)
         assert child.stdin
         assert child.stdout
         longest = ESCAPE * self._limits.output_bytes + REPLY_BYTES
@@ -143,6 +149,14 @@ class ChatTemplate:
         if "limit" in reply:
             raise _exceeded(reply["limit"], self._limits)
         return reply
+
+    def _ready_child(self) -> "subprocess.Popen[bytes]":
+        if self._child is not None and self._child.poll() is not None:
+            self._end()  # somebody else has ended it
+        if self._child is None:
+            self._child, self._is_told = _start(self._limits), False
+            self._finalizer = weakref.finalize(self, _end, self._child)
+        return self._child
 
     def _end(self) -> None:
         if self._child is not None:

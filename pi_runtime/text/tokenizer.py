@@ -51,8 +51,9 @@ class Tokenizer:
             raise PromptError(
                 f"the prompt is not Unicode text at character {error.start}", found=error.reason
             ) from None
-        encoding = _call("cannot encode this text", self._library.encode, text, add_special_tokens=False)
-        ids: list[int] = encoding.ids
+        # Unlike `encode` it lets other threads run meanwhile, and looks for no offsets.
+        encoded = _call("cannot encode this text", self._library.encode_batch_fast, [text], add_special_tokens=False)
+        ids: list[int] = encoded[0].ids
         if max(ids, default=0) >= self._vocab_size:
             raise ArtifactError(
                 "tokenizer.json has tokens that the model has not",

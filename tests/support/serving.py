@@ -107,6 +107,7 @@ def serving(
     path: Path,
     *,
     slots: int = 4,
+    speculate: str | int = "off",
     context: int | None = None,
     changed: Callable[[Model], object] = lambda _: None,
     gate: threading.Event | None = None,
@@ -122,7 +123,7 @@ def serving(
         model = load(path, context=context)
         model.warm_up()
         changed(model)
-        return Engine(model, slots=slots, speculate="off")
+        return Engine(model, slots=slots, speculate=speculate)
 
     given: dict[str, Any] = {"port": 0, "model_name": path.stem, "drain_s": 0.2, "limits": limits or Limits()}
     chosen = ServerSettings(**{**given, "slots": slots, **settings})

@@ -23,7 +23,7 @@ from pi_runtime.server.api.conversation import (
 from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprobs
 from pi_runtime.server.api.sampling import Count, IgnoredFields, StreamingFields
 from pi_runtime.server.api.served import Served, new_id
-from pi_runtime.server.api.turn import Turn
+from pi_runtime.server.api.turn import News, Turn
 from pi_runtime.server.api.usage import Timings, Usage, timings, usage
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
@@ -209,10 +209,10 @@ class ChatJob:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             grammar=prompt.grammar,
         )
-        settings["shown_tokens"] = served.output.shown_tokens
+        settings["shown_tokens"] = prompt.shown_tokens
         guess = served.model.tokenizer.encode(text_of(body.prediction.content), prefix=False) if body.prediction else ()
         self.asks = [Ask(prompt.ids, count, settings, guess)]
-        self._turns = [prompt.turn() for _ in range(count)]
+        self._turns = [prompt.turn(served) for _ in range(count)]
         self._prompt_tokens = len(prompt.ids)
 
     @classmethod
@@ -227,31 +227,30 @@ class ChatJob:
 
     def part(self, index: int, part: Part) -> Sequence[Event]:
         """Take a part of an answer."""
-        turn = self._turns[index]
-        begins = not turn.began
-        deltas = turn.take(part)
-        if not self.streams:
-            return ()
-        logprobs = self._logprobs(part) if part.logprobs else None
-        events = [self._chunk(index, {"role": "assistant", "content": ""})] if begins else []
-        stats = part.stats if self._body.timings_per_token else None
-        written = [_chunk_delta(delta) for delta in deltas]
-        if not written and (logprobs or stats):
-            written = [{}]
-        for n, delta in enumerate(written):
-            events.append(self._chunk(index, delta, logprobs=None if n else logprobs, stats=stats))
-        return events
+        begins = not self._turns[index].began
+        return self._events(index, self._turns[index].take(part), begins, part.stats)
 
     def end(self, index: int, end: End) -> Sequence[Event]:
         """Take the end of an answer."""
         turn = self._turns[index]
         begins = not turn.began
-        deltas = turn.finish(end)
+        events = self._events(index, turn.finish(end), begins, None)
+        last = self._chunk(index, {}, finish_reason=turn.finish_reason, stats=end.stats)
+        return [*events, last] if self.streams else ()
+
+    def _events(self, index: int, news: News, begins: bool, stats: Stats | None) -> list[Event]:
+        """The chunks of what is new, if they are wanted."""
         if not self.streams:
-            return ()
-        first = [{"role": "assistant", "content": ""}] if begins else []
-        events = [self._chunk(index, delta) for delta in [*first, *map(_chunk_delta, deltas)]]
-        return [*events, self._chunk(index, {}, finish_reason=turn.finish_reason, stats=end.stats)]
+            return []
+        logprobs = chat_logprobs(self._served.model.tokenizer, news.logprobs) if news.logprobs else None
+        stats = stats if self._body.timings_per_token else None
+        deltas = [_chunk_delta(delta) for delta in news.deltas]
+        if not deltas and (logprobs or stats):
+            deltas = [{}]
+        events = [self._chunk(index, {"role": "assistant", "content": ""})] if begins else []
+        for n, delta in enumerate(deltas):
+            events.append(self._chunk(index, delta, logprobs=None if n else logprobs, stats=stats))
+        return events
 
     def scores(self, ask: int, logprobs: Sequence[Any]) -> Sequence[Event]:
         """No log-probabilities of a chat's prompt are asked for."""
@@ -259,9 +258,10 @@ class ChatJob:
 
     def last(self) -> Sequence[Event]:
         """The events after all ends."""
-        has_usage = self._body.include_usage
-        events = [Event(None, self._envelope("chat.completion.chunk", []) | {"usage": self._usage()})] * has_usage
-        return [*events, Event(None, "[DONE]")]
+        done = Event(None, "[DONE]")
+        if not self._body.include_usage:
+            return [done]
+        return [Event(None, self._envelope("chat.completion.chunk", []) | {"usage": self._usage()}), done]
 
     def whole(self) -> dict[str, Any]:
         """The answer as one object."""
@@ -306,9 +306,6 @@ class ChatJob:
             "system_fingerprint": self._served.fingerprint,
             "choices": choices,
         }
-
-    def _logprobs(self, part: Part) -> ChatLogprobs:
-        return chat_logprobs(self._served.model.tokenizer, part.logprobs)
 
     def _usage(self) -> Usage:
         answers = [turn.stats for turn in self._turns if turn.stats is not None]

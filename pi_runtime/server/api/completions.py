@@ -12,7 +12,7 @@ from pi_runtime.errors import PromptError
 from pi_runtime.generation import Stats
 from pi_runtime.sampling import TokenLogprobs
 from pi_runtime.server.api.body import Unsupported, invalid
-from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, joined
+from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, ShownLogprobs, joined
 from pi_runtime.server.api.sampling import StreamingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS, Timings, Usage, timings, usage
@@ -74,7 +74,7 @@ class CompletionChunk(TypedDict):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: NotRequired[Usage]
+    usage: NotRequired[Usage | None]
     timings: NotRequired[Timings]
 
 
@@ -82,6 +82,7 @@ class CompletionChunk(TypedDict):
 class _Choice:
     index: int
     ask: int
+    shown: ShownLogprobs
     writer: CompletionLogprobsWriter | None
     began: bool = False
     """Whether the prompt has been written, where it is wanted."""
@@ -102,17 +103,10 @@ class CompletionJob:
         self._body, self._served = body, served
         self._id, self._created = new_id("cmpl-"), int(time.time())
         self._n, self._generates = body.n or 1, body.max_tokens != 0
-        tokenizer = served.model.tokenizer
         prompts = _prompts(body.prompt)
         self._check_counts(len(prompts))
-        try:
-            self._ids = [tokenizer.encode(p) if isinstance(p, str) else p for p in prompts]
-            self._echo = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts] if body.echo else None
-        except PromptError as error:
-            raise invalid("prompt", refused(error).message) from None
-        if not all(self._ids):
-            raise invalid("prompt", "the prompt is empty, and the model has no begin-of-text token to start from")
-        served.check_length(max(map(len, self._ids)), "prompt", answers=self._generates)
+        self._ids = [self._tokens(place, prompt) for place, prompt in prompts.items()]
+        self._echo = [*map(self._text, prompts.values(), self._ids)] if body.echo else None
         self._scores: dict[int, Sequence[TokenLogprobs]] = {}
         self._wants_scores = bool(body.echo) and body.logprobs is not None
         self.asks = self._asks()
@@ -176,6 +170,21 @@ class CompletionJob:
         choices = [] if self._generates else self._choices
         return [event for choice in choices for event in self._write(choice, "", (), "length")]
 
+    def _tokens(self, place: str, prompt: str | list[int]) -> list[int]:
+        """A prompt's tokens. Raises ApiError for what is none, or too long."""
+        try:
+            ids = self._served.model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        except PromptError as error:
+            raise invalid(place, refused(error).message) from None
+        if not ids:
+            raise invalid(place, "the prompt is empty, and the model has no begin-of-text token to start from")
+        self._served.check_tokens(ids, place)
+        self._served.check_length(len(ids), place, answers=self._generates)
+        return ids
+
+    def _text(self, prompt: str | list[int], ids: list[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._served.model.tokenizer.decode(ids)
+
     def _check_counts(self, prompts: int) -> None:
         body, most = self._body, self._served.settings.limits.answers
         if self._n > most:
@@ -196,16 +205,18 @@ class CompletionJob:
         ask = index // self._n
         offset = len(self._echo[ask]) if self._echo else 0
         tokenizer = self._served.model.tokenizer
-        return _Choice(index, ask, None if self._body.logprobs is None else CompletionLogprobsWriter(tokenizer, offset))
+        writer = None if self._body.logprobs is None else CompletionLogprobsWriter(tokenizer, offset)
+        return _Choice(index, ask, ShownLogprobs(tokenizer), writer)
 
     def _take(self, choice: _Choice, item: Part | End) -> Sequence[Event]:
         if self._wants_scores and choice.ask not in self._scores:
             choice.held.append(item)
             return ()
         if isinstance(item, Part):
-            return list(self._write(choice, item.text, item.logprobs, stats=item.stats))
+            due = choice.shown.take(item.text, item.logprobs)
+            return list(self._write(choice, item.text, due, stats=item.stats))
         choice.end = item
-        ending = [] if item.ending is None else [item.ending]
+        ending = [*choice.shown.finish(item), *([] if item.ending is None else [item.ending])]
         return list(self._write(choice, "", ending, FINISH_REASONS[item.finish_reason], item.stats))
 
     def _write(
@@ -233,6 +244,8 @@ class CompletionJob:
             "finish_reason": finish_reason,
         }
         event = self._envelope([written])
+        if self._body.include_usage:
+            event["usage"] = None
         if stats is not None and (finish_reason or self._body.timings_per_token):
             event["timings"] = timings([stats], [stats])
         return [Event(None, event)]
@@ -259,9 +272,10 @@ class CompletionJob:
         return usage(sum(map(len, self._ids)), answers, firsts)
 
 
-def _prompts(prompt: str | list[int] | list[str] | list[list[int]] | None) -> list[str | list[int]]:
-    """The prompts of a request; none at all is the beginning of a text."""
+def _prompts(prompt: str | list[int] | list[str] | list[list[int]] | None) -> dict[str, str | list[int]]:
+    """The prompts of a request, by their fields; none at all is the beginning of a text."""
     if prompt is None or isinstance(prompt, str):
-        return [prompt or ""]
+        return {"prompt": prompt or ""}
     ids = [item for item in prompt if isinstance(item, int)]
-    return [ids] if ids else [item for item in prompt if not isinstance(item, int)]
+    several = [item for item in prompt if not isinstance(item, int)]
+    return {"prompt": ids} if ids else {f"prompt[{n}]": item for n, item in enumerate(several)}

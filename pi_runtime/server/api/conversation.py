@@ -9,6 +9,7 @@ from pydantic import Field
 
 from pi_runtime.errors import InputError, MissingExtraError, UsageError
 from pi_runtime.server.api.body import Body, Unsupported, invalid
+from pi_runtime.server.api.logprobs import ShownLogprobs
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.turn import Turn
 from pi_runtime.server.errors import refused
@@ -172,9 +173,15 @@ class Prompt:
     tools: Sequence[Mapping[str, Any]]
     output: OutputFormat
 
-    def turn(self) -> Turn:
+    @property
+    def shown_tokens(self) -> Sequence[int]:
+        """Special tokens that the text of its answer shows, for those who read it."""
+        return self.output.shown_tokens(self.tools)
+
+    def turn(self, served: Served) -> Turn:
         """What gathers one answer."""
-        return Turn(self.output.parser(self.text, self.tools))
+        shown = ShownLogprobs(served.model.tokenizer, self.shown_tokens)
+        return Turn(self.output.parser(self.text, self.tools), shown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,8 +220,11 @@ class Conversation:
                 tokenizer.grammars.start(grammar)
             except MissingExtraError as error:
                 raise invalid(self._grammar_field, f"{error.what}: {error.remedy}", code="unsupported_value") from None
-            except (InputError, UsageError) as error:
-                raise invalid(self._grammar_field, refused(error).message) from None
+            except UsageError as error:
+                # It begins with the flag of one kind of grammar, which is not what the request has.
+                raise invalid(self._grammar_field, refused(error).message.partition(" ")[2]) from None
+            except InputError as error:
+                raise invalid(self._grammar_field, error.what) from None
         try:
             ids = tokenizer.encode(text)
         except InputError as error:
@@ -237,7 +247,9 @@ class Conversation:
                 variables=self.variables,
                 add_generation_prompt=self.add_generation_prompt and not self.continues,
             )
-        except (InputError, UsageError) as error:
+        except UsageError as error:  # a name of these arguments among the variables
+            raise invalid("chat_template_kwargs", refused(error).message) from None
+        except InputError as error:
             raise invalid(self.messages_field, refused(error).message) from None
         return self._continued(text) if self.continues else text
 

@@ -1,10 +1,12 @@
 """Log-probabilities in the two forms of OpenAI: of chats, and of completions, which echo their prompts too."""
 
+from collections import deque
 from collections.abc import Sequence
 
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.sampling import TokenLogprobs
+from pi_runtime.server.jobs import End
 from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
 IMPOSSIBLE = -9999.0
@@ -59,6 +61,34 @@ def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> TopLogprob:
     data = tokenizer.token_bytes(token)
     text = data.decode(errors="backslashreplace")
     return {"token": text, "bytes": list(data), "logprob": max(logprob, IMPOSSIBLE)}
+
+
+class ShownLogprobs:
+    """Lets the log-probabilities of tokens through as their text is shown, and drops those of a stop string.
+
+    What comes in one piece depends on how fast it is read; what comes in all does not.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, shown_tokens: Sequence[int] = ()) -> None:
+        self._text = TextStream(tokenizer, shown_tokens)
+        self._held: deque[tuple[int, TokenLogprobs]] = deque()
+        """Tokens whose text has not been shown, each with where its text begins."""
+        self._chars = self._shown = 0
+
+    def take(self, text: str, found: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Take text that is shown, and tokens; returns those whose text has been shown now."""
+        self._shown += len(text)
+        for token in found:
+            self._held.append((self._chars, token))
+            self._chars += len(self._text.push(token.token))
+        due = []
+        while self._held and self._held[0][0] < self._shown:
+            due.append(self._held.popleft()[1])
+        return due
+
+    def finish(self, end: End) -> list[TokenLogprobs]:
+        """Return the rest, unless it belongs to a stop string."""
+        return [] if end.finish_reason == "stop" else [token for _, token in self._held]
 
 
 class CompletionLogprobsWriter:

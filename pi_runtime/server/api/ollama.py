@@ -20,7 +20,7 @@ from pi_runtime.server.api.body import Body, Unsupported, invalid
 from pi_runtime.server.api.conversation import Conversation, Prompt, Tool, allowed_tools
 from pi_runtime.server.api.sampling import Penalty, Probability, RepetitionPenalty, SamplingFields, StopString
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.api.turn import Call
+from pi_runtime.server.api.turn import Call, Turn
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import NDJSON, Ask, End, Event, Part
@@ -52,6 +52,9 @@ class Options(Body):
     typical_p: Annotated[Literal[1] | None, Unsupported("only 1, which changes nothing")] = None
     tfs_z: Annotated[Literal[1] | None, Unsupported("only 1, which changes nothing")] = None
     mirostat: Annotated[Literal[0] | None, Unsupported("only 0, which is off")] = None
+    mirostat_tau: float | None = Field(default=None, description="Accepted; mirostat is off.")
+    mirostat_eta: float | None = Field(default=None, description="Accepted; mirostat is off.")
+    penalize_newline: Annotated[Literal[True] | None, Unsupported("penalties look at all tokens")] = None
     numa: Machine = None
     num_batch: Machine = None
     num_gpu: Machine = None
@@ -59,6 +62,11 @@ class Options(Body):
     use_mmap: Machine = None
     use_mlock: Machine = None
     num_thread: Machine = None
+    low_vram: Machine = None
+    f16_kv: Machine = None
+    vocab_only: Machine = None
+    embedding_only: Machine = None
+    logits_all: Machine = None
 
     def sampling_fields(self) -> SamplingFields:
         """The same settings under OpenAI's names."""
@@ -116,6 +124,8 @@ class OllamaFields(Body):
         default=None, description="Whether the model is to think first, where its template knows that."
     )
     keep_alive: str | float | None = Field(default=None, description="Accepted; the model stays.")
+    logprobs: Annotated[Literal[False] | None, Unsupported("use /v1/chat/completions")] = None
+    top_logprobs: Annotated[Literal[0] | None, Unsupported("use /v1/chat/completions")] = None
 
 
 class OllamaChatRequest(OllamaFields):
@@ -240,7 +250,7 @@ class _OllamaJob:
 
     def __init__(self, body: OllamaFields, prompt: Prompt | None, served: Served) -> None:
         self._body, self._began = body, time.perf_counter()
-        self._turn = None if prompt is None else prompt.turn()
+        self._turn = None if prompt is None else prompt.turn(served)
         self.asks = [] if prompt is None else [Ask(prompt.ids, 1, _settings(body, prompt, served))]
 
     @property
@@ -251,14 +261,14 @@ class _OllamaJob:
     def part(self, index: int, part: Part) -> Sequence[Event]:
         """Take a part of the answer."""
         assert self._turn is not None, index
-        return self._lines(self._turn.take(part))
+        return self._lines(self._turn.take(part).deltas)
 
     def end(self, index: int, end: End) -> Sequence[Event]:
         """Take the end of the answer. Calls are whole only now."""
         assert self._turn is not None, index
-        lines = self._lines(self._turn.finish(end))
-        calls = [Event(None, self._object("", "", self._turn.calls))] if self._turn.calls and self.streams else []
-        return [*lines, *calls]
+        lines = self._lines(self._turn.finish(end).deltas)
+        calls = _whole_calls(self._turn) if self.streams else ()
+        return [*lines, *([Event(None, self._object("", "", calls))] if calls else [])]
 
     def scores(self, ask: int, logprobs: Sequence[TokenLogprobs]) -> Sequence[Event]:
         """No log-probabilities of a prompt are asked for."""
@@ -271,7 +281,9 @@ class _OllamaJob:
     def whole(self) -> dict[str, Any]:
         """The answer as one object."""
         turn = self._turn
-        found = self._object("", "", ()) if turn is None else self._object(turn.text, turn.reasoning, turn.calls)
+        found = (
+            self._object("", "", ()) if turn is None else self._object(turn.text, turn.reasoning, _whole_calls(turn))
+        )
         return found | self._figures()
 
     def failed(self, error: ApiError) -> Sequence[Event]:
@@ -407,8 +419,13 @@ def _settings(body: OllamaFields, prompt: Prompt, served: Served) -> AnswerSetti
     settings = options.sampling_fields().answer_settings(
         served, max_tokens=None if most is None or most < 1 else most, logprobs=None, grammar=prompt.grammar
     )
-    settings["shown_tokens"] = prompt.output.shown_tokens
+    settings["shown_tokens"] = prompt.shown_tokens
     return settings
+
+
+def _whole_calls(turn: Turn) -> Sequence[Call]:
+    """The calls that are to be run: none where one of them broke off, which Ollama's form cannot say."""
+    return () if turn.is_cut else turn.calls
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -22,10 +22,10 @@ from pi_runtime.server.api.response_items import (
 from pi_runtime.server.api.response_output import OutputItem, ResponseOutput
 from pi_runtime.server.api.sampling import Count, IgnoredFields, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
+from pi_runtime.server.api.turn import News
 from pi_runtime.server.api.usage import FINISH_REASONS, Timings, timings
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
-from pi_runtime.server.tools.deltas import TextDelta
 
 ONE_REQUEST = "requests do not know of each other; send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"
@@ -195,9 +195,9 @@ class ResponseJob:
         settings = body.answer_settings(
             served, max_tokens=body.max_output_tokens, logprobs=logprobs, grammar=prompt.grammar
         )
-        settings["shown_tokens"] = served.output.shown_tokens
+        settings["shown_tokens"] = prompt.shown_tokens
         self.asks = [Ask(prompt.ids, 1, settings)]
-        self._turn, self._output = prompt.turn(), ResponseOutput()
+        self._turn, self._output = prompt.turn(served), ResponseOutput()
         self._pending: list[TokenLogprob] = []
         self._response = _response(body, served)
 
@@ -215,19 +215,14 @@ class ResponseJob:
         """Take a part of the answer."""
         assert index == 0
         events = self._begin()
-        # Tokens without text of their own belong to the text that comes next.
-        self._pending += chat_logprobs(self._served.model.tokenizer, part.logprobs)["content"]
-        for delta in self._turn.take(part):
-            events += self._output.take(delta, self._pending)
-            self._pending = []
+        events += self._written(self._turn.take(part))
         return events if self.streams else ()
 
     def end(self, index: int, end: End) -> Sequence[Event]:
         """Take the end of the answer."""
         assert index == 0
         events = self._begin()
-        for delta in self._turn.finish(end):
-            events += self._output.take(delta, self._pending if isinstance(delta, TextDelta) else ())
+        events += self._written(self._turn.finish(end))
         is_whole = FINISH_REASONS[end.finish_reason] == "stop"
         events += self._output.finish("completed" if is_whole and not self._turn.is_cut else "incomplete")
         self._response |= {
@@ -257,6 +252,15 @@ class ResponseJob:
         self._response |= {"status": "failed", "error": failure, "output": self._output.items}
         told = self._output.event("error", code=error.code, message=error.message, param=error.param)
         return [told, self._output.event("response.failed", response=self._response)]
+
+    def _written(self, news: News) -> list[Event]:
+        """The events of what is new. Tokens without text belong to the text that comes next."""
+        self._pending += chat_logprobs(self._served.model.tokenizer, news.logprobs)["content"]
+        events = []
+        for delta in news.deltas:
+            events += self._output.take(delta, self._pending)
+            self._pending = []
+        return events
 
     def _begin(self) -> list[Event]:
         """The events before the first part."""

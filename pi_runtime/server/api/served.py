@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -60,6 +61,13 @@ class Served:
         most = self.model.context - answers
         if tokens > most:
             raise invalid(param, f"{tokens} tokens; at most {most} fit the context", code="context_length_exceeded")
+
+    def check_tokens(self, ids: Sequence[int], param: str) -> None:
+        """Raise ApiError where one of the ids is none of the model's."""
+        vocabulary = self.model.manifest.decoder.vocab_size
+        for n, token in enumerate(ids):
+            if not 0 <= token < vocabulary:
+                raise invalid(f"{param}[{n}]", f"token ids are below {vocabulary}; found {token}")
 
 
 def new_id(prefix: str) -> str:

@@ -148,12 +148,15 @@ class Beginning:
         self.defaults = body.model_dump(include=set(AnswerFields.model_fields), exclude_unset=True)
 
 
-def typed(value: object, session: Session) -> None:
-    """Type into the draft of a session."""
+def typed(value: object, session: Session, most: int) -> None:
+    """Type into the draft of a session, which has at most so many characters."""
     body = TypeRequest.of(value)
-    if body.at is not None and body.at > len(session.draft):
-        raise invalid("at", f"the draft has {len(session.draft)} characters; found {body.at}")
-    session.edit(body.text, len(session.draft) if body.at is None else body.at)
+    at = len(session.draft) if body.at is None else body.at
+    if at > len(session.draft):
+        raise invalid("at", f"the draft has {len(session.draft)} characters; found {at}")
+    if at + len(body.text) > most:
+        raise invalid("text", f"a draft has at most {most} characters")
+    session.edit(body.text, at)
 
 
 class AnswerJob:
@@ -283,10 +286,7 @@ def _ids(tokens: Sequence[int | str] | None, field: str, served: Served) -> list
 
 
 def _checked(ids: list[int], field: str, served: Served) -> list[int]:
-    vocabulary = served.model.manifest.decoder.vocab_size
-    for n, token in enumerate(ids):
-        if token >= vocabulary:
-            raise invalid(f"{field}[{n}]", f"token ids are below {vocabulary}; found {token}")
+    served.check_tokens(ids, field)
     return ids
 
 

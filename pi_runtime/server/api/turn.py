@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pi_runtime.generation import Stats
 from pi_runtime.sampling import TokenLogprobs
+from pi_runtime.server.api.logprobs import ShownLogprobs
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.jobs import End, Part
 from pi_runtime.server.tools.deltas import CallArguments, CallBegan, Delta, ReasoningDelta, TextDelta
@@ -21,11 +22,18 @@ class Call:
     arguments: str = ""
 
 
+class News(NamedTuple):
+    """What is new of a turn, and the log-probabilities of tokens whose text is shown now."""
+
+    deltas: Sequence[Delta]
+    logprobs: Sequence[TokenLogprobs]
+
+
 class Turn:
     """One answer, gathered."""
 
-    def __init__(self, parser: OutputParser) -> None:
-        self._parser = parser
+    def __init__(self, parser: OutputParser, shown: ShownLogprobs) -> None:
+        self._parser, self._shown = parser, shown
         self._texts: list[str] = []
         self._thoughts: list[str] = []
         self.calls: list[Call] = []
@@ -65,22 +73,19 @@ class Turn:
         found = FINISH_REASONS[self.end.finish_reason]
         return "tool_calls" if self.calls and found == "stop" and not self.is_cut else found
 
-    def take(self, part: Part) -> Sequence[Delta]:
+    def take(self, part: Part) -> News:
         """Take a part of it; returns what it is made of."""
         self.began = True
-        self.logprobs += part.logprobs
         deltas = self._parser.push(part.text, len(part.tokens))
-        self._gather(deltas)
-        return deltas
+        return self._gather(deltas, self._shown.take(part.text, part.logprobs))
 
-    def finish(self, end: End) -> Sequence[Delta]:
+    def finish(self, end: End) -> News:
         """Take its end; returns what was held until then."""
         self.began, self.end = True, end
-        deltas = self._parser.finish()
-        self._gather(deltas)
-        return deltas
+        return self._gather(self._parser.finish(), self._shown.finish(end))
 
-    def _gather(self, deltas: Sequence[Delta]) -> None:
+    def _gather(self, deltas: Sequence[Delta], logprobs: Sequence[TokenLogprobs]) -> News:
+        self.logprobs += logprobs
         for delta in deltas:
             match delta:
                 case TextDelta(text):
@@ -91,3 +96,4 @@ class Turn:
                     self.calls.append(Call(call_id, name))
                 case CallArguments(index, text):
                     self.calls[index].arguments += text
+        return News(deltas, logprobs)

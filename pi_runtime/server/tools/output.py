@@ -81,14 +81,15 @@ class OutputFormat:
     def of(cls, template: str, tokenizer: Tokenizer) -> Self:
         """Read them from a template. Neither tools nor thoughts where it has no conventions that are known here."""
         tools, reasoning = ToolFormat.of(template), ReasoningFormat.of(template)
-        markers = [*(tools.markers if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ())]
+        markers = [*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ())]
         tokens = {marker: token for marker in markers if (token := tokenizer.added_token(marker)) is not None}
         return cls(tools, reasoning, tokens)
 
-    @property
-    def shown_tokens(self) -> tuple[int, ...]:
-        """The tokens that an answer's text must show for the parser, though they may be special."""
-        return tuple(self.tokens.values())
+    def shown_tokens(self, tools: Sequence[Tool] = ()) -> list[int]:
+        """The tokens that an answer's text must show for the parser of these tools, though they may be special."""
+        markers = [*(self.tools.markers if self.tools and tools else ())]
+        markers += self.reasoning.markers if self.reasoning else ()
+        return [self.tokens[marker] for marker in markers if marker in self.tokens]
 
     def parser(self, prompt: str, tools: Sequence[Tool] = (), make_id: Callable[[], str] = new_id) -> OutputParser:
         """A parser for one answer to a rendered prompt. Calls are found of these tools only."""
@@ -111,22 +112,22 @@ class OutputFormat:
 
         `choice` is OpenAI's `tool_choice`: `none`, `auto`, `required`, or the one of the tools that is called, once.
         Arguments follow the schemas of their functions. With `auto` those of functions that are `strict` do, others are
-        JSON objects, and without a strict one the answer is free. `schema`: JSON that the answer must be, where no tool
-        is called. Thoughts may come first, if the model thinks. Raises ApiError naming the field for what is
-        impossible.
+        JSON objects; the answer is free where none is strict and calls may be parallel. `schema`: JSON that the answer
+        must be, where no tool is called. Thoughts may come first, if the model thinks. Raises ApiError naming the field
+        for what is impossible.
         """
         tools = () if choice == "none" else tools
         if tools and self.tools is None:
             raise ApiError(400, "the model's chat template has no form of tool calls that is known here", param="tools")
+        reasoning = None if self.reasoning is None or self.reasoning.is_closed(prompt) else self.reasoning
         writer = GrammarWriter(self.tokens)
+        answer = None if schema is None else writer.json(schema)
         if tools:
-            answer = self._with_calls(writer, tools, choice, parallel, schema)
-        else:
-            answer = None if schema is None else writer.json(schema)
+            answer = self._with_calls(writer, tools, choice, parallel, answer)
         if answer is None:
             return None
-        if self.reasoning is not None and not self.reasoning.is_closed(prompt):
-            answer = f"{writer.thoughts(self.reasoning, are_open=self.reasoning.is_open(prompt))} ({answer})"
+        if reasoning is not None:
+            answer = f"{writer.thoughts(reasoning, are_open=reasoning.is_open(prompt))} ({answer})"
         return Grammar.lark(writer.source(answer))
 
     def _with_calls(
@@ -135,24 +136,24 @@ class OutputFormat:
         tools: Sequence[Tool],
         choice: str | Tool,
         parallel: bool,
-        schema: Mapping[str, Any] | bool | None,
+        otherwise: str | None,
     ) -> str | None:
-        """The rule of an answer that may call tools; None where it is free."""
+        """The rule of an answer that may call tools, and `otherwise` follows a rule; None where it is free."""
         assert self.tools is not None
         must_call, only = choice != "auto", None if isinstance(choice, str) else _name(choice)
-        if not must_call and schema is None and not any(map(_is_strict, tools)):
+        if not must_call and otherwise is None and parallel and not any(map(_is_strict, tools)):
             return None
         chosen = [(n, tool) for n, tool in enumerate(tools) if only in {None, _name(tool)}]
         functions = [_function(n, tool, strictly=must_call) for n, tool in chosen]
         calls = writer.calls(self.tools, functions, parallel=parallel and only is None)
         if must_call:
             return calls
-        if schema is None:
+        if otherwise is None:
             return writer.text_or_calls(self.tools)
         if self.tools.is_bare:
             what = "with this model, calls and other JSON begin alike: tools do not go with a form of the answer"
             raise ApiError(400, what, param="response_format")
-        return f"{writer.json(schema)} | {calls}"
+        return f"{otherwise} | {calls}"
 
 
 def _name(tool: Tool) -> str:

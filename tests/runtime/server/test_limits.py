@@ -67,6 +67,12 @@ def test_json_that_is_nested_too_deep(small: Served, nested: bytes) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (400, "nested_too_deep")
 
 
+def test_json_of_too_many_parts(endless: Path, serve: Serve) -> None:
+    served = serve(endless, limits=Limits(brackets=100))
+    response = served.complete([[1]] * 100)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "too_complex")
+
+
 @pytest.mark.parametrize("body", [b'{"a": "[[[[[[[[[[[[[[[["}', b'["\\"[[[[[[[[[[[["]', b"[[],[],[],[],[],[],[],[]]"])
 def test_brackets_in_strings_and_side_by_side_are_not_nested(small: Served, body: bytes) -> None:
     response = httpx.post(f"{small.url}/v1/completions", content=body, timeout=30)

@@ -1,14 +1,17 @@
 """A server from its start to its answers: states, routes, errors, and that answers are the engine's own."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from support.serving import Served, events, wait_until
 
 from pi_runtime import Sampling, load
 
+Serve = Callable[..., Served]
 
-def test_while_the_model_is_loaded_only_health_and_metrics_answer(alphabet: Path, serve) -> None:
+
+def test_while_the_model_is_loaded_only_health_and_metrics_answer(alphabet: Path, serve: Serve) -> None:
     gate = threading.Event()
     served = serve(alphabet, gate=gate)
     health = served.get("/health")
@@ -22,7 +25,7 @@ def test_while_the_model_is_loaded_only_health_and_metrics_answer(alphabet: Path
     assert served.complete("u", max_tokens=3).json()["choices"][0]["text"] == "vwx"
 
 
-def test_an_answer_is_the_engines_whole_and_in_parts(random_path: Path, serve) -> None:
+def test_an_answer_is_the_engines_whole_and_in_parts(random_path: Path, serve: Serve) -> None:
     served = serve(random_path)
     settings = {"max_tokens": 30, "temperature": 1.5, "seed": 7}
     with load(random_path) as model:
@@ -36,7 +39,19 @@ def test_an_answer_is_the_engines_whole_and_in_parts(random_path: Path, serve) -
     assert whole["finish_reason"] == "length"
 
 
-def test_several_prompts_and_answers_keep_their_order(alphabet: Path, serve) -> None:
+def test_a_prediction_is_guessed(alphabet: Path, serve: Serve) -> None:
+    served = serve(alphabet, speculate=8)
+    body = {
+        "model": served.name,
+        "messages": [{"role": "user", "content": "a"}],
+        "prediction": {"type": "content", "content": "bcdefghijklmnopqrstuvwxyz"},
+    }
+    found = served.post("/v1/chat/completions", body).json()
+    assert found["choices"][0]["message"]["content"] == "bcdefghijklmnopqrstuvwxyz"
+    assert found["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] >= 20
+
+
+def test_several_prompts_and_answers_keep_their_order(alphabet: Path, serve: Serve) -> None:
     served = serve(alphabet, slots=2)
     found = served.complete(["a", "k", "x"], n=2, max_tokens=2).json()["choices"]
     assert [(choice["index"], choice["text"]) for choice in found] == list(

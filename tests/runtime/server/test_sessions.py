@@ -16,6 +16,7 @@ from support.serving import PATIENCE_S, Served, events, serving, slowed, wait_un
 
 from pi_runtime import load
 from pi_runtime.server.api.sessions import SessionAnswer, SessionChunk
+from pi_runtime.server.settings import Limits
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +232,15 @@ def test_a_refused_turn_leaves_the_session_as_it_was(served: Served) -> None:
     assert served.post(f"{session}/answer", {"append": "x" * 500}).status_code == 400
     assert served.get(session).json() == before
     assert answer(served, session, max_tokens=2)["usage"]["prompt_tokens"] == 3
+
+
+def test_a_draft_has_a_limit(random_path: Path) -> None:
+    with serving(random_path, limits=Limits(body_bytes=100)) as served:
+        session = create(served, prompt="a" * 50)
+        assert served.post(f"{session}/type", {"text": "b" * 50}).status_code == 200
+        refused = served.post(f"{session}/type", {"text": "b"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text")
+        assert served.post(f"{session}/type", {"text": "b", "at": 0}).json()["draft"] == "b"
 
 
 def test_no_such_session(served: Served) -> None:

@@ -222,6 +222,16 @@ def test_a_process_renders_many_times() -> None:
                 kept.render([{"role": "user", "content": "long"}], variables={})
 
 
+def test_a_process_that_was_ended_is_replaced() -> None:
+    with ChatTemplate("{{ messages[0].content }}", PATIENT) as kept:
+        kept.start()
+        for _ in range(2):
+            assert kept.render(USER, variables={}) == "hi"
+            assert kept._child is not None
+            kept._child.kill()
+            kept._child.wait()
+
+
 def test_one_rendering_leaves_nothing_for_the_next() -> None:
     form = "{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ y is defined }}{% set y = 1 %}{{ x }}"
     with ChatTemplate(form, PATIENT) as kept:

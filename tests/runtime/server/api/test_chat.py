@@ -250,6 +250,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ({"top_p": 1.1}, "top_p", "1"),
         ({"presence_penalty": 2.5}, "presence_penalty", "2"),
         ({"continue_final_message": True}, "continue_final_message", "assistant"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
     ],
 )
 def test_what_is_wrong_is_named(random_chat: Chat, fields: dict[str, Any], param: str, says: str) -> None:

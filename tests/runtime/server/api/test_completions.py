@@ -10,6 +10,7 @@ from pi_runtime import Engine
 from pi_runtime.server.api.completions import CompletionJob
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
+from pi_runtime.server.jobs import End, Part
 
 Chat = tuple[Served, Engine]
 
@@ -130,6 +131,25 @@ def test_the_end_of_a_text_has_an_entry_too(alphabet_chat: Chat) -> None:
     assert choice["logprobs"]["text_offset"] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_a_stop_string_are_not_shown(alphabet_chat: Chat, stream: bool) -> None:
+    """However the answer is cut into parts."""
+    served, engine = alphabet_chat
+    answer = engine.generate("abc", stop=["gh"], logprobs=0)
+    text = "".join(answer)
+    assert (text, answer.finish_reason, len(answer.token_ids)) == ("def", "stop", 5)
+    for cuts in ([5], [1, 5], [3, 5], [1, 2, 3, 4, 5]):
+        body = {"model": "m", "prompt": "abc", "stop": "gh", "logprobs": 0, "stream": stream}
+        job = CompletionJob.of(body, served)
+        events = []
+        for start, end in zip([0, *cuts], cuts, strict=False):
+            part = Part(text[start:end], answer.token_ids[start:end], answer.logprobs[start:end])
+            events += job.part(0, part)
+        events += job.end(0, End("stop", answer.stats))
+        choices = [event.data["choices"][0] for event in events] if stream else job.whole()["choices"]
+        assert [token for choice in choices for token in choice["logprobs"]["tokens"]] == ["d", "e", "f"], cuts
+
+
 def test_tokens_that_are_no_text_have_their_bytes(random_chat: Chat) -> None:
     (choice,) = ask(random_chat, prompt="aé€", max_tokens=0, echo=True, logprobs=0)["choices"]
     names = ["a", "bytes:\\xc3", "bytes:\\xa9", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
@@ -171,7 +191,8 @@ def test_timings_come_with_the_end_or_with_each_token(random_chat: Chat) -> None
         ({}, "prompt", "required"),
         ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": "\ud800"}, "prompt", "not Unicode"),
-        ({"prompt": [300], "echo": True}, "prompt", "token id 300"),
+        ({"prompt": [1, 300]}, "prompt[1]", "found 300"),
+        ({"prompt": [[1], [2, 10**30]]}, "prompt[1][1]", "below 257"),
         ({"prompt": []}, "prompt", "at least 1"),
         ({"prompt": [[]]}, "prompt[0]", "at least 1"),
         ({"prompt": ["a", 1]}, "prompt[0]", "integer"),
