@@ -8,6 +8,7 @@ The model needs a chat template with tools.
 import json
 import operator
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from typing import Any
@@ -37,8 +38,11 @@ def ask(url: str, key: str, path: str, body: dict[str, Any] | None = None) -> An
     """The JSON with which the server answers."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url + path, data, headers)) as response:  # noqa: S310
-        return json.load(response)
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + path, data, headers)) as response:  # noqa: S310
+            return json.load(response)
+    except urllib.error.HTTPError as refused:
+        raise SystemExit(json.load(refused)["error"]["message"]) from None
 
 
 def main(url: str, key: str = "none") -> None:

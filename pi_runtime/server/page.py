@@ -13,7 +13,6 @@ FIXED_HEADERS = {
     "cache-control": "no-cache",
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
 }
 
 

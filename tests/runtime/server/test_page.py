@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
 from starlette.responses import Response
+from starlette.routing import Mount
 from support.chat_server import GATE, LOST, PROPS, Script, event, refusal, scripted_app, served
 
 pytestmark = pytest.mark.slow
@@ -591,11 +593,29 @@ def test_a_model_without_a_template_goes_on_with_a_text(script: Script, visit: O
     seen(page.get_by_role("button", name="Once", exact=True)).to_have_attribute("aria-current", "true")
 
 
+def test_the_same_answer_again_is_explained(script: Script, visit: Open) -> None:
+    page = visit()
+    ask(page, "Hello")
+    done(page)
+    page.get_by_role("button", name="Answer again").click()
+    seen(page.locator("#notice")).to_contain_text("The same again")
+    page.locator("#notice").get_by_role("button", name="Settings").click()
+    seen(page.get_by_label("Temperature")).to_be_visible()
+
+
 def test_a_text_shows_errors_too(script: Script, visit: Open) -> None:
     script.props["chat_template"] = None
-    script.turns = [refusal(429, "Busy."), [" more"]]
+    script.turns = [[" upon"], refusal(429, "Full."), refusal(429, "Busy."), [" more"]]
     page = visit()
-    page.get_by_label("Text", exact=True).fill("Once")
+    text = page.get_by_label("Text", exact=True)
+    text.fill("Once")
+    page.keyboard.press("Control+Enter")
+    seen(text).to_have_value("Once upon")
+    page.get_by_role("button", name="Try another").click()
+    seen(page.get_by_role("alert")).to_contain_text("Full.")
+    seen(text).to_have_value("Once upon")
+    page.get_by_role("button", name="Take back").click()
+    seen(text).to_have_value("Once")
     page.keyboard.press("Control+Enter")
     seen(page.get_by_role("alert")).to_contain_text("Busy.")
     page.get_by_role("button", name="Try again").click()
@@ -692,8 +712,33 @@ def test_a_browser_that_keeps_nothing(script: Script, chromium: Any, address: st
     page.goto(address)
     ask(page, "Hello")
     seen(answers(page)).to_have_text("Good morning.")
-    seen(page.locator("#notice")).to_contain_text("does not keep the conversation")
+    seen(page.locator("#notice")).to_contain_text("allows no storage")
+    page.get_by_role("button", name="New conversation").click()
+    ask(page, "Hello again")
+    done(page)
+    seen(page.locator("#list .open")).to_have_text(["Hello again", "Hello"])
     context.close()
+
+
+def test_a_proxy_may_serve_it_under_a_path(script: Script, chromium: Any) -> None:
+    with served(Starlette(routes=[Mount("/chat", scripted_app(script))])) as address:
+        page = chromium.new_page()
+        page.goto(f"{address}chat/")
+        ask(page, "Hello")
+        seen(answers(page)).to_have_text("Good morning.")
+        page.close()
+
+
+def test_another_model_is_noticed(script: Script, visit: Open) -> None:
+    script.turns = [refusal(404, "There is no such model."), ["Here I am."]]
+    page = visit()
+    seen(page.get_by_role("heading", level=1)).to_have_text("demo")
+    script.props["model"] = "other"
+    ask(page, "Hello")
+    seen(page.get_by_role("heading", level=1)).to_have_text("other")
+    page.get_by_role("button", name="Try again").click()
+    seen(answers(page)).to_have_text("Here I am.")
+    assert script.asked[1]["model"] == "other"
 
 
 def test_two_tabs_share_conversations(script: Script, visit: Open, address: str) -> None:
