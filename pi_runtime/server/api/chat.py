@@ -209,7 +209,7 @@ class ChatJob:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             grammar=prompt.grammar,
         )
-        settings["shown_tokens"] = served.output.shown_tokens
+        settings["shown_tokens"] = prompt.shown_tokens
         guess = served.model.tokenizer.encode(text_of(body.prediction.content), prefix=False) if body.prediction else ()
         self.asks = [Ask(prompt.ids, count, settings, guess)]
         self._turns = [prompt.turn(served) for _ in range(count)]
@@ -258,9 +258,10 @@ class ChatJob:
 
     def last(self) -> Sequence[Event]:
         """The events after all ends."""
-        has_usage = self._body.include_usage
-        events = [Event(None, self._envelope("chat.completion.chunk", []) | {"usage": self._usage()})] * has_usage
-        return [*events, Event(None, "[DONE]")]
+        done = Event(None, "[DONE]")
+        if not self._body.include_usage:
+            return [done]
+        return [Event(None, self._envelope("chat.completion.chunk", []) | {"usage": self._usage()}), done]
 
     def whole(self) -> dict[str, Any]:
         """The answer as one object."""

@@ -173,9 +173,14 @@ class Prompt:
     tools: Sequence[Mapping[str, Any]]
     output: OutputFormat
 
+    @property
+    def shown_tokens(self) -> Sequence[int]:
+        """Special tokens that the text of its answer shows, for those who read it."""
+        return self.output.shown_tokens(self.tools)
+
     def turn(self, served: Served) -> Turn:
         """What gathers one answer."""
-        shown = ShownLogprobs(served.model.tokenizer, self.output.shown_tokens)
+        shown = ShownLogprobs(served.model.tokenizer, self.shown_tokens)
         return Turn(self.output.parser(self.text, self.tools), shown)
 
 
@@ -215,8 +220,11 @@ class Conversation:
                 tokenizer.grammars.start(grammar)
             except MissingExtraError as error:
                 raise invalid(self._grammar_field, f"{error.what}: {error.remedy}", code="unsupported_value") from None
-            except (InputError, UsageError) as error:
-                raise invalid(self._grammar_field, refused(error).message) from None
+            except UsageError as error:
+                # It begins with the flag of one kind of grammar, which is not what the request has.
+                raise invalid(self._grammar_field, refused(error).message.partition(" ")[2]) from None
+            except InputError as error:
+                raise invalid(self._grammar_field, error.what) from None
         try:
             ids = tokenizer.encode(text)
         except InputError as error:

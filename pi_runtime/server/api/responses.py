@@ -195,7 +195,7 @@ class ResponseJob:
         settings = body.answer_settings(
             served, max_tokens=body.max_output_tokens, logprobs=logprobs, grammar=prompt.grammar
         )
-        settings["shown_tokens"] = served.output.shown_tokens
+        settings["shown_tokens"] = prompt.shown_tokens
         self.asks = [Ask(prompt.ids, 1, settings)]
         self._turn, self._output = prompt.turn(served), ResponseOutput()
         self._pending: list[TokenLogprob] = []

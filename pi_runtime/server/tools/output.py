@@ -81,14 +81,15 @@ class OutputFormat:
     def of(cls, template: str, tokenizer: Tokenizer) -> Self:
         """Read them from a template. Neither tools nor thoughts where it has no conventions that are known here."""
         tools, reasoning = ToolFormat.of(template), ReasoningFormat.of(template)
-        markers = [*(tools.markers if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ())]
+        markers = [*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ())]
         tokens = {marker: token for marker in markers if (token := tokenizer.added_token(marker)) is not None}
         return cls(tools, reasoning, tokens)
 
-    @property
-    def shown_tokens(self) -> tuple[int, ...]:
-        """The tokens that an answer's text must show for the parser, though they may be special."""
-        return tuple(self.tokens.values())
+    def shown_tokens(self, tools: Sequence[Tool] = ()) -> list[int]:
+        """The tokens that an answer's text must show for the parser of these tools, though they may be special."""
+        markers = [*(self.tools.markers if self.tools and tools else ())]
+        markers += self.reasoning.markers if self.reasoning else ()
+        return [self.tokens[marker] for marker in markers if marker in self.tokens]
 
     def parser(self, prompt: str, tools: Sequence[Tool] = (), make_id: Callable[[], str] = new_id) -> OutputParser:
         """A parser for one answer to a rendered prompt. Calls are found of these tools only."""
@@ -119,8 +120,6 @@ class OutputFormat:
         if tools and self.tools is None:
             raise ApiError(400, "the model's chat template has no form of tool calls that is known here", param="tools")
         reasoning = None if self.reasoning is None or self.reasoning.is_closed(prompt) else self.reasoning
-        if schema is not None and not tools and reasoning is None:
-            return Grammar.json_schema(schema)
         writer = GrammarWriter(self.tokens)
         answer = None if schema is None else writer.json(schema)
         if tools:

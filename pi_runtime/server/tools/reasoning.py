@@ -20,6 +20,11 @@ class ReasoningFormat:
         """The format of a chat template; None where its model does not think."""
         return next((cls(*pair) for pair in MARKERS if pair[1] in template), None)
 
+    @property
+    def markers(self) -> tuple[str, str]:
+        """Texts that may be special tokens of the tokenizer."""
+        return self.begin, self.end
+
     def is_open(self, prompt: str) -> bool:
         """Whether the template has begun the thoughts itself, at the end of the prompt."""
         return prompt.rstrip().endswith(self.begin)

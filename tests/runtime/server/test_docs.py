@@ -68,6 +68,7 @@ def test_limits_are_those_of_the_settings() -> None:
     assert rows["headers, and then the body, must come within"] == f"{limits.receive_s:g} s each"
     assert rows["time to read a request, its template and its grammar included"] == f"{limits.prepare_s:g} s"
     assert rows["depth of JSON"] == str(limits.nesting)
+    assert rows["opening brackets in a body"] == f"{limits.brackets:,}"
     assert rows["answers of one request (`n` × prompts)"] == str(limits.answers)
     assert rows["stop strings"] == str(limits.stop_strings)
     assert rows["`top_logprobs`"] == str(limits.top_logprobs)
@@ -139,8 +140,7 @@ def test_a_paused_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     following = saying("? 6*7=") | {ord("2"): ord(".")}
     with serving(scripted_artifact(tmp_path / "model.pi", following, context=512)) as served:
         example("paused_session").main(served.url)
-        wait_until(served.is_idle)
-        assert served.engine.stats.paused_sessions == 0
+        wait_until(lambda: served.is_idle() and served.engine.stats.paused_sessions == 0)
     assert "How many seats? 6*7= 42.\n" in capsys.readouterr().out
 
 

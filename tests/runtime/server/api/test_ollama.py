@@ -9,7 +9,7 @@ from support import jobs
 from pi_runtime import Engine
 from pi_runtime.server.api.ollama import OllamaChatJob, OllamaError, OllamaGenerateJob, tags
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.jobs import NDJSON
+from pi_runtime.server.jobs import NDJSON, End, Part
 
 Chat = tuple[Served, Engine]
 Job = type[OllamaChatJob] | type[OllamaGenerateJob]
@@ -92,6 +92,20 @@ def test_a_form_of_the_answer(random_chat: Chat) -> None:
     for form in ("json", schema):
         found = whole(random_chat, OllamaChatJob, messages=says("a"), format=form, options={"num_predict": 3})
         assert found["message"]["content"].lstrip().startswith("{")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_come_whole_or_not_at_all(hermes: Chat, stream: bool) -> None:
+    served, engine = hermes
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    stats = engine.generate("a", max_tokens=1).stats
+    call = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
+    for text, expected in ((call, [{"index": 0, "name": "add", "arguments": {"x": 1}}]), (call + call[:-20], [])):
+        job = OllamaChatJob.of({"model": "m", "messages": says("a"), "tools": [tool], "stream": stream}, served)
+        events = [*job.part(0, Part(text)), *job.end(0, End("length", stats)), *job.last()]
+        answers: list[Any] = [event.data for event in events] if stream else [job.whole()]
+        calls = [call["function"] for answer in answers for call in answer["message"].get("tool_calls", [])]
+        assert calls == expected
 
 
 def test_without_a_prompt_the_model_is_loaded(random_chat: Chat) -> None:

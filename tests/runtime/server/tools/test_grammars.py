@@ -190,7 +190,7 @@ def test_forced_calls_validate(tools: ToolFormat, talker: Model) -> None:
     functions = [function(f"f_{n}", {**random_schema(rng), "type": "object"}) for n in range(8)]
     pairs = [functions[n : n + 2] for n in range(0, 8, 2)]
     grammars = [forms.grammar("", tools=pair, choice="required", parallel=False) for pair in pairs]
-    settings: Any = {"max_tokens": 250, "shown_tokens": forms.shown_tokens}
+    settings: Any = {"max_tokens": 250, "shown_tokens": forms.shown_tokens(functions)}
     with Engine(talker) as engine:
         streams = [
             engine.generate([1, n], sampling=Sampling(temperature=2.0, seed=n), grammar=grammar, **settings)
@@ -216,6 +216,9 @@ def test_special_tokens_show_only_where_asked(talker: Model) -> None:
     forms = form(MISTRAL_LIST, talker.tokenizer)
     now = function("now", closed())
     grammar = forms.grammar("", tools=[now], choice=now)
-    texts = ["".join(talker.generate([1], grammar=grammar, shown_tokens=shown)) for shown in ((), forms.shown_tokens)]
+    texts = [
+        "".join(talker.generate([1], grammar=grammar, shown_tokens=shown)) for shown in ((), forms.shown_tokens([now]))
+    ]
     assert texts == ['[{"name": "now", "arguments": {}}]', '[TOOL_CALLS][{"name": "now", "arguments": {}}]']
+    assert forms.shown_tokens() == []
     assert [type(d) for d in forms.parser("", [now]).push(texts[0])] == [TextDelta]
