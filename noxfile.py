@@ -147,10 +147,12 @@ def bench(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"name one of: {', '.join(names)}")
     install_all(session)
-    if session.posargs[0] in ("cpu", "batch"):
-        # The peer, built for this processor.
-        session.install("gguf==0.19.0")
-        session.run_install("python", "tests/benchmarks/side_by_side/llama_cpp_build.py", "llama-cpp-python==0.3.36")
+    if session.posargs[0] in ("cpu", "batch", "serve"):
+        # The peer, built for this processor: the library, or its server.
+        serves = session.posargs[0] == "serve"
+        session.install("gguf==0.19.0", *(["httpx==0.28.1", "cmake==4.4.4"] if serves else []))
+        build = ["tests/benchmarks/side_by_side/llama_cpp_build.py", "llama-cpp-python==0.3.36"]
+        session.run_install("python", *build, *(["--server"] if serves else []))
     session.run(
         "python", f"tests/benchmarks/{session.posargs[0]}.py", *session.posargs[1:], env={"PYTHONPATH": "tests"}
     )

@@ -1,8 +1,8 @@
 """lm-evaluation-harness through a server, beside this project's own scoring: every log-likelihood, every `is_greedy`.
 
-The harness sends tokens to `/v1/completions` with `echo` and `logprobs`. Its tasks and ours read the same files: made of
-this repository's documents for the bundled model, and public tasks for the model beside the repository, if it is there.
-Nothing is fetched. With `--long` the public tasks are taken whole.
+The harness sends tokens to `/v1/completions` with `echo` and `logprobs`. Its tasks and ours read the same files: made
+of this repository's documents for the bundled model, and public tasks for the model beside the repository, if it is
+there. Nothing is fetched. With `--long` the public tasks are taken whole.
 """
 
 import itertools
@@ -91,7 +91,7 @@ def of_public_tasks(shared: Path, items: int | None) -> Case:
 
 
 def continued(model: Model, rows: Rows) -> Rows:
-    """The same contexts with what the model itself goes on with: answers that are greedy, if their text is cut alike."""
+    """The same contexts, with what the model itself goes on with: greedy answers, where their text is cut alike."""
     greedy = Sampling(temperature=0)
     found = [{**row, "target": "".join(model.generate(row["ctx"], max_tokens=4, sampling=greedy))} for row in rows]
     return [row for row in found if row["target"].startswith(" ") and row["target"].strip()]
