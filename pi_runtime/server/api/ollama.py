@@ -20,7 +20,7 @@ from pi_runtime.server.api.body import Body, Unsupported, invalid
 from pi_runtime.server.api.conversation import Conversation, Prompt, Tool, allowed_tools
 from pi_runtime.server.api.sampling import Penalty, Probability, RepetitionPenalty, SamplingFields, StopString
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.api.turn import Call, Turn
+from pi_runtime.server.api.turn import Call
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import NDJSON, Ask, End, Event, Part
@@ -267,8 +267,8 @@ class _OllamaJob:
         """Take the end of the answer. Calls are whole only now."""
         assert self._turn is not None, index
         lines = self._lines(self._turn.finish(end).deltas)
-        calls = _whole_calls(self._turn) if self.streams else ()
-        return [*lines, *([Event(None, self._object("", "", calls))] if calls else [])]
+        calls = [Event(None, self._object("", "", self._turn.calls))] if self._turn.calls and self.streams else []
+        return [*lines, *calls]
 
     def scores(self, ask: int, logprobs: Sequence[TokenLogprobs]) -> Sequence[Event]:
         """No log-probabilities of a prompt are asked for."""
@@ -281,9 +281,7 @@ class _OllamaJob:
     def whole(self) -> dict[str, Any]:
         """The answer as one object."""
         turn = self._turn
-        found = (
-            self._object("", "", ()) if turn is None else self._object(turn.text, turn.reasoning, _whole_calls(turn))
-        )
+        found = self._object("", "", ()) if turn is None else self._object(turn.text, turn.reasoning, turn.calls)
         return found | self._figures()
 
     def failed(self, error: ApiError) -> Sequence[Event]:
@@ -421,11 +419,6 @@ def _settings(body: OllamaFields, prompt: Prompt, served: Served) -> AnswerSetti
     )
     settings["shown_tokens"] = prompt.shown_tokens
     return settings
-
-
-def _whole_calls(turn: Turn) -> Sequence[Call]:
-    """The calls that are to be run: none where one of them broke off, which Ollama's form cannot say."""
-    return () if turn.is_cut else turn.calls
 
 
 def _nanoseconds(seconds: float) -> int:
