@@ -114,8 +114,7 @@ def identity(session: nox.Session) -> None:
 def conformance(session: nox.Session) -> None:
     """Run what others wrote against the server: openai, llm-comply, schemathesis, lm-eval. Outside CI: minutes."""
     install_all(session)
-    session.install("httpx==0.28.1", "openai==3.54.0")
-    session.install("llm-comply==0.5.0", "schemathesis==4.32.5", "lm_eval[api]==0.4.13")
+    session.install("openai==3.54.0", "llm-comply==0.5.0", "schemathesis==4.32.5", "lm_eval[api]==0.4.13")
     files = ["tests/conformance", "tests/runtime/server/test_openai_client.py"]
     session.run("pytest", "-s", *files, *session.posargs)
 
@@ -124,7 +123,6 @@ def conformance(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """64 clients on 4 slots for half an hour, half of whom leave: `-- --minutes 5` is shorter. Outside CI."""
     install_all(session)
-    session.install("httpx==0.28.1", "openai==3.54.0")
     posargs = session.posargs or ["--minutes", "30"]
     session.run("pytest", "-s", "tests/runtime/server/test_soak.py", "--timeout", "0", *posargs)
 
@@ -150,7 +148,7 @@ def bench(session: nox.Session) -> None:
     if session.posargs[0] in ("cpu", "batch", "serve"):
         # The peer, built for this processor: the library, or its server.
         serves = session.posargs[0] == "serve"
-        session.install("gguf==0.19.0", *(["httpx==0.28.1", "cmake==4.4.4"] if serves else []))
+        session.install("gguf==0.19.0", *(["cmake==4.4.4"] if serves else []))
         build = ["tests/benchmarks/side_by_side/llama_cpp_build.py", "llama-cpp-python==0.3.36"]
         session.run_install("python", *build, *(["--server"] if serves else []))
     session.run(
