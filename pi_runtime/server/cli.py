@@ -151,10 +151,12 @@ def _checked(tls: dict[str, Path | None]) -> dict[str, Path | None]:
 
 
 def _opening(artifact: Path, model_options: dict[str, Any], engine_options: dict[str, Any]) -> "Callable[[], Engine]":
-    """What opens the engine. Options that are wrong in themselves are refused now."""
+    """What opens the engine. A file that is no artifact, and options that are wrong in themselves, are refused now."""
+    from pi_runtime.artifact.reader import Artifact
     from pi_runtime.execution.plan_choice import parse_size
     from pi_runtime.guesses import parse_setting
 
+    Artifact.open(artifact).close()
     for options, flag in ((model_options, "vram_budget"), (engine_options, "kv_budget")):
         if options[flag] is not None:
             options[flag] = parse_size(options[flag], f"--{flag.replace('_', '-')}")
@@ -164,12 +166,15 @@ def _opening(artifact: Path, model_options: dict[str, Any], engine_options: dict
 
     def opened() -> "Engine":
         from pi_runtime.engine.engine import Engine
+        from pi_runtime.kernels.codegen.jit import COMPILING, is_cold
         from pi_runtime.model import load
 
         model = load(artifact, **model_options)
         try:
             if model.notice is not None:
                 console.say(model.notice)
+            if is_cold():
+                console.say(COMPILING)
             model.warm_up()
             with suppress(TemplateError):  # a model without template serves completions
                 model.chat_template.start()

@@ -19,8 +19,8 @@ from pi_runtime.server.listening import Server, config
 from pi_runtime.server.service import Service
 from pi_runtime.server.settings import Limits, ServerSettings
 
-PATIENCE_S = 30.0
-"""Time for what is sure to come, however busy the machine is."""
+PATIENCE_S = 150.0
+"""Time for what is sure to come, however busy the machine is: kernels may have to be compiled first."""
 
 
 def wait_until(true: Callable[[], bool], seconds: float = PATIENCE_S) -> None:

@@ -71,6 +71,17 @@ def test_what_cannot_be_is_said_before_anything_is_opened(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["nowhere.pi", "text.pi"])
+def test_what_is_no_artifact_is_refused_before_it_listens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "text.pi").write_text("no artifact")
+    assert run(tmp_path / name) == INPUT
+    said = capsys.readouterr().err
+    assert name in said
+    assert "listening" not in said
+
+
 def test_a_file_without_a_key(alphabet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "keys").write_text("\n  \n")
     assert run(alphabet, "--host", "0.0.0.0", "--api-key-file", tmp_path / "keys") == USAGE  # noqa: S104

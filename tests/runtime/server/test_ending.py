@@ -52,10 +52,6 @@ def test_a_signal_lets_answers_end_with_an_error_after_a_while(endless: Path, nu
         coming = events(response)
         next(coming)
         running.send_signal(number)
-        wait_until(lambda: httpx.get(f"{url}/health", timeout=30).json() == {"status": "draining"})
-        refused = httpx.post(f"{url}/v1/completions", json={**BODY, "stream": False}, timeout=30)
-        assert refused.status_code == 503
-        assert "retry-after" in refused.headers
         assert list(coming)[-1]["error"]["code"] == "draining"
         assert running.wait(60) == 0
         assert running.stderr
@@ -80,6 +76,9 @@ def test_a_second_signal_ends_it_at_once(endless: Path) -> None:
         next(coming)
         running.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{url}/health", timeout=30).json() == {"status": "draining"})
+        refused = httpx.post(f"{url}/v1/completions", json={**BODY, "stream": False}, timeout=30)
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
         running.send_signal(signal.SIGTERM)
         assert running.wait(60) == INTERRUPTED
 
