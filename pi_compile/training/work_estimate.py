@@ -42,20 +42,22 @@ class TrainingWork:
         products = flops_per_s(min(batch, 512), d.d_model, min(d.neurons, 4096), device)
         values = values_per_s(device)
         seconds = sum(flops / products + n / values for flops, n in self.parts())
-        neuron_values = 10 * max(NEURON_VALUES, batch * d.neurons)
         return Estimate(
-            seconds=seconds,
-            disk_bytes=12 * (self.fit + self.tune) * d.d_model,
-            memory_bytes=4
-            * (
-                2 * layer_parameters(d, d.n_experts)
-                + 2 * d.vocab_size * d.d_model
-                + neuron_values
-                + 2 * CHUNK * d.d_model
-                + 16 * sum(self.ranks) * (d.d_model + d.neurons)
-                + 8 * d.d_model**2
-                + 3 * max(self.tune, self.report) * d.d_model
-            ),
+            seconds=seconds, disk_bytes=12 * (self.fit + self.tune) * d.d_model, memory_bytes=self.memory_bytes
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one worker in the largest part."""
+        d = self.d
+        return 4 * (
+            2 * layer_parameters(d, d.n_experts)
+            + 2 * d.vocab_size * d.d_model
+            + 10 * max(NEURON_VALUES, self.spec.batch * d.neurons)
+            + 2 * CHUNK * d.d_model
+            + 16 * sum(self.ranks) * (d.d_model + d.neurons)
+            + 8 * d.d_model**2
+            + 3 * max(self.tune, self.report) * d.d_model
         )
 
     def per_step(self) -> tuple[float, float]:
@@ -120,9 +122,9 @@ class ProgressMeter:
         self._total = self._layers * self._layer + (BISECTIONS * len(work.spec.predictor_formats) + 3) * self._pass
         self._done = 0
 
-    def layer_done(self, n: int) -> None:
-        """Report that layer n is done."""
-        self._report((n + 1) * self._layer)
+    def layers_done(self, count: int) -> None:
+        """Report how many layers are done, by all workers together."""
+        self._report(count * self._layer)
 
     def step_done(self) -> None:
         """Report that an optimiser step is done."""

@@ -80,7 +80,7 @@ def pipeline(project: Path) -> Pipeline:
 def build(project: Path) -> tuple[list[str], dict[str, object]]:
     """(stages that ran, report)."""
     p = pipeline(project)
-    with p.store.exclusive(lambda _line: None):
+    with p.worker:
         report = p.pack(project / "small.pi")
     return p.ran, report
 
@@ -251,7 +251,8 @@ def test_two_builds_at_once_do_not_disturb_each_other(project: Path) -> None:
     reports = [json.loads(process.communicate()[0]) for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert reports[0]["sha256"] == reports[1]["sha256"]
-    assert sorted(len(report["ran"]) for report in reports) == [0, 4]
+    # Whichever came first, the other took part from there.
+    assert max(len(report["ran"]) for report in reports) == 4
     verify(project / "small.pi")
 
 

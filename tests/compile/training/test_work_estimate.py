@@ -64,7 +64,7 @@ def test_progress_rises_to_its_end(rungs: tuple[str, ...]) -> None:
     for n in range(3):
         for _ in range(9):  # more than was thought
             meter.step_done()
-        meter.layer_done(n)
+        meter.layers_done(n + 1)
     for _ in range(BISECTIONS + 50):
         meter.pass_done()
     meter.end()
