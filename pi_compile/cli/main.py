@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pi_compile.cli import artifact, planning
-from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Json, Output, takes
+from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Json, Output, RecipePath, takes
 from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements
 from pi_runtime import console
 
@@ -181,6 +181,15 @@ def _build(options: BuildOptions, output: Path | None, as_json: bool) -> None:
         packed = pipeline.pack(path)
         if pipeline.rank.leads:
             show_artifact(packed, pipeline.ran, as_json)
+
+
+@app.command()
+def status(recipe: RecipePath, as_json: Json = False, debug: Debug = False) -> None:
+    """Say what the workers of a recipe are at: what is done, by whom what is done now, and what failed."""
+    from pi_compile.cli.rendering import status_text
+    from pi_compile.pipeline.status import build_status
+
+    emit(build_status(recipe), as_json, status_text)
 
 
 app.command("eval")(artifact.evaluate)

@@ -4,8 +4,8 @@ Workers know nothing of each other but files: no server, no lock, no clock is sh
 """
 
 from pi_compile.workers.rank import LONE, Rank, rank_of
-from pi_compile.workers.tasks import StageDoneError, WorkFolder, work_folder
-from pi_compile.workers.worker import HEARTBEAT, Worker, workers_in
+from pi_compile.workers.tasks import StageDoneError, WorkFolder, failures_in, work_folder
+from pi_compile.workers.worker import HEARTBEAT, Worker, silence, workers_in
 
 __all__ = [
     "HEARTBEAT",
@@ -14,7 +14,9 @@ __all__ = [
     "StageDoneError",
     "WorkFolder",
     "Worker",
+    "failures_in",
     "rank_of",
+    "silence",
     "work_folder",
     "workers_in",
 ]

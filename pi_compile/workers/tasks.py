@@ -213,6 +213,17 @@ class WorkFolder:
                 raise TaskFailedError(f"{task} failed {times}", record["message"], path, record["exit_code"])
 
 
+def failures_in(folder: Path) -> list[dict[str, Any]]:
+    """The failures of each task that is not done: how many, the last one's reason, and the file with its log."""
+    listing = _Listing.of(folder)
+    found = []
+    for task, numbers in sorted(listing.failed.items()):
+        if task not in listing.files:
+            log = folder / f"{task}.{_FAILED}-{max(numbers)}"
+            found.append({"task": task, "times": len(numbers), "reason": read_failure(log)["message"], "log": str(log)})
+    return found
+
+
 def read_failure(path: Path) -> dict[str, Any]:
     """The record of a failure."""
     try:

@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -168,6 +168,23 @@ def workers_in(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda shown: (shown.get("rank", 0), shown["name"]))
 
 
+def silence(folder: Path, shown: Mapping[str, Any]) -> float | None:
+    """Seconds since a worker of the folder gave a sign of life; None if it is a process of this machine that is gone.
+
+    Both times are taken by the clock of the file system.
+    """
+    if _ended_here(shown):
+        return None
+    now = folder / f"{secrets.token_hex(8)}.now"
+    try:
+        now.touch()
+        return max(0.0, now.stat().st_mtime - (folder / f"{shown['name']}.json").stat().st_mtime)
+    except OSError:
+        return None
+    finally:
+        now.unlink(missing_ok=True)
+
+
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         return {**json.loads(path.read_text()), "name": path.stem}
@@ -184,7 +201,7 @@ def _system() -> str:
         return ""  # not Linux: heartbeats tell, a little later
 
 
-def _ended_here(shown: dict[str, Any]) -> bool:
+def _ended_here(shown: Mapping[str, Any]) -> bool:
     """Whether a worker was a process of this machine that is gone."""
     system = _system()
     if not system or shown.get("system") != system:
