@@ -12,7 +12,6 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -167,6 +166,12 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         self.worker.at(stage=stage)
         self.worker.call_help()
-        with suppress(StageDoneError):
+        try:
             work(WorkFolder(folder, self.worker, finished))
+        except StageDoneError:
+            pass
+        except Exception:
+            # Others may have finished the stage, and removed what this worker was about to read.
+            if not finished():
+                raise
         shutil.rmtree(folder, ignore_errors=True)
