@@ -16,8 +16,8 @@ EXTRA_OF = {
     "safetensors": "compile",
     "torch": "compile",
     "transformers": "compile",
-    "zarr": "compile",
     "triton": "cuda",
+    "ray": "ray",
 }
 """Extra that installs each optional package."""
 INTERRUPTED = 130

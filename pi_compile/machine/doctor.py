@@ -15,8 +15,9 @@ EXTRAS = {
     "runtime": ("numpy", "numba", "tokenizers", "jinja2", "typer", "rich"),
     "place": ("highspy", "pydantic", "scipy"),
     "report": ("matplotlib",),
-    "compile": ("torch", "transformers", "datasets", "huggingface_hub", "safetensors", "zarr", "gguf"),
+    "compile": ("torch", "transformers", "datasets", "huggingface_hub", "safetensors", "gguf"),
     "cuda": ("torch", "triton"),
+    "ray": ("ray",),
 }
 """Packages of the installation itself (`runtime`) and of each extra."""
 _NOTABLE = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512vnni", "neon")

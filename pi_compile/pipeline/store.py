@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -90,9 +91,16 @@ def _files_of(module: str) -> list[Path]:
     return [Path(spec.origin)] if spec and spec.origin else []
 
 
+@cache
+def _nodes(source: bytes) -> tuple[ast.AST, ...]:
+    """The parts of a source that may name a module."""
+    kinds = (ast.Constant, ast.Import, ast.ImportFrom)
+    return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
+
+
 def _imports(path: Path) -> Iterator[str]:
     """Modules that a source file imports, anywhere in it, or names in a string."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in _nodes(path.read_bytes()):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
             yield node.value.partition(":")[0]
         elif isinstance(node, ast.Import):
@@ -106,7 +114,7 @@ def _home(module: str, name: str) -> str:
     """The module that defines a name: re-exports in an `__init__` are followed."""
     path = _source(module)
     if path is not None and path.name == "__init__.py":
-        for node in ast.walk(ast.parse(path.read_bytes())):
+        for node in _nodes(path.read_bytes()):
             if isinstance(node, ast.ImportFrom) and node.module and name in {alias.name for alias in node.names}:
                 return _home(node.module, name)
     submodule = f"{module}.{name}"

@@ -32,8 +32,8 @@ from pi_runtime.artifact.rungs import GATE
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 
-BATCH = 8
-"""Windows at once."""
+BATCH = 2
+"""Windows at once, which are a task: few, so that many workers find one, and that logits of all words are small."""
 
 
 @dataclass

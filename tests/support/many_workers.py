@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from pi_compile.pipeline.pipeline import STORE, Pipeline
+from pi_compile.pipeline.store import code_digest
 from pi_compile.workers import Rank, WorkFolder
 from pi_runtime.artifact.reader import Artifact
 
@@ -95,6 +96,7 @@ def results(recipe: Path) -> dict[str, str]:
 def main() -> None:
     project, rng = Path(sys.argv[1]), random.Random(int(sys.argv[3]))
     log, told = project / "log.txt", []
+    code_digest("pi_compile.pipeline.pipeline")  # reads all sources once, before the forks
     for names, workers, kills in json.loads(sys.argv[2]):
         recipes = [project / f"{name}.toml" for name in names]
         left, seen, lost, twice, leftover = kills, [], 0, 0, []

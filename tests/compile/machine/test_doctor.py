@@ -47,16 +47,16 @@ def test_the_packages_are_those_of_the_project() -> None:
 def test_every_topic_has_a_finding() -> None:
     findings = doctor.diagnose()
     topics = "python cores memory processor threading_layer kernels gpu runtime"
-    extras = [f"extra {name}" for name in ("place", "report", "compile", "cuda")]
+    extras = [f"extra {name}" for name in ("place", "report", "compile", "cuda", "ray")]
     assert [finding.topic.replace(" ", "_") for finding in findings[:8]] == topics.split()
     assert [finding.topic for finding in findings[8:]] == extras
     assert all(finding.found for finding in findings)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", without("torch", "zarr", "highspy"))
+    monkeypatch.setattr(doctor, "find_spec", without("torch", "gguf", "highspy"))
     finding = found("extra compile")
-    assert finding.found == "missing torch, zarr"
+    assert finding.found == "missing torch, gguf"
     assert finding.remedy == f"{sys.executable} -m pip install 'pi-toolchain[compile]'"
     assert found("extra place").found == "missing highspy"
 
