@@ -185,7 +185,7 @@ def _build(options: BuildOptions, output: Path | None, as_json: bool) -> None:
 
 @app.command()
 def status(recipe: RecipePath, as_json: Json = False, debug: Debug = False) -> None:
-    """Say what the workers of a recipe are at: what is done, by whom what is done now, and what failed."""
+    """Say what the workers of a recipe are at, and what failed."""
     from pi_compile.cli.rendering import status_text
     from pi_compile.pipeline.status import build_status
 

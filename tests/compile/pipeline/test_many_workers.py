@@ -19,7 +19,11 @@ from support.small_project import small_project, small_recipe
 
 from pi_runtime.artifact import verify
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="forks and signals")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(sys.platform != "linux", reason="forks and signals"),
+]
 
 
 @pytest.fixture(scope="module")
