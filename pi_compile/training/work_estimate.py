@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pi_compile.torch_model import Estimate, flops_per_s, layer_parameters, values_per_s
 from pi_compile.training.candidates import MORE_RANKS, initial_ranks, searches_for
-from pi_compile.training.rung_choice import BISECTIONS
+from pi_compile.training.rung_choice import PASSES
 from pi_compile.training.samples import CHUNK, NEURON_VALUES
 from pi_compile.training.spec import TrainSpec
 from pi_runtime.artifact.decoder import Decoder
@@ -94,7 +94,7 @@ class TrainingWork:
         """The work of the whole training: optimiser steps, the rest of each layer, and passes through the model."""
         step, beside, one_pass = self.per_step(), self.beside_steps(), self.per_pass()
         steps = self.spec.steps * self.training_rounds() * self.d.n_layers
-        passes = BISECTIONS * len(self.spec.predictor_formats) + 2 + 2 * self.report / self.tune
+        passes = PASSES * len(self.spec.predictor_formats) + 2 + 2 * self.report / self.tune
         return [_times(step, steps), _times(beside, self.d.n_layers), _times(one_pass, passes)]
 
     def _neurons(self) -> float:
@@ -119,7 +119,7 @@ class ProgressMeter:
         self._steps = round(work.spec.steps * work.training_rounds())
         self._layer = max(1, self._steps + in_steps(work.beside_steps()))
         self._pass = max(1, in_steps(work.per_pass()))
-        self._total = self._layers * self._layer + (BISECTIONS * len(work.spec.predictor_formats) + 3) * self._pass
+        self._total = self._layers * self._layer + (PASSES * len(work.spec.predictor_formats) + 3) * self._pass
         self._done = 0
 
     def layers_done(self, count: int) -> None:

@@ -2,8 +2,9 @@
 
 Assumed, beside the measured rate and spread of tasks: a worker's own speed is log-normal with a standard deviation of
 15 % (machines of one kind), one task in 200 takes three times as long (a straggler), a worker dies once in 24 hours and
-is back after 10 minutes; its claim is retaken after 1.75 heartbeats of 10 s. The choice of rungs is 12 passes of the
-tune text, one after the other. Packing is left out. Tasks are those of `profile` with one layer at once and of `train`.
+is back after 10 minutes; its claim is retaken after 1.75 heartbeats of 10 s. The choice of rungs is 6 passes of a text
+through the model, one after the other. Packing is left out. Tasks are those of `profile` with one layer at once and of
+`train`.
 """
 
 import heapq
@@ -20,7 +21,7 @@ from pi_runtime.artifact.decoder import Decoder
 HEARTBEAT, RETAKEN = 10.0, 1.75
 DEATHS_PER_S, BACK = 1 / 86_400, 600.0
 STRAGGLERS, SLOWER, OWN_SPEED = 1 / 200, 3.0, 0.15
-PROFILED, FIT, TUNE, REPORT, WINDOW, SHARD, PASSES = 1_000_000, 65_536, 16_384, 16_384, 512, 16, 12
+PROFILED, FIT, TUNE, REPORT, WINDOW, SHARD, PASSES = 1_000_000, 65_536, 16_384, 16_384, 512, 16, 6
 OPERATIONS = 14
 """File operations of a task: claim (make, write, close), result (make, write, sync, rename, sync), reads of what it
 needs, removals, a listing counted apart."""
