@@ -22,7 +22,14 @@ import torch
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.files import read_arrays, write_arrays, write_text
 from pi_compile.results import ActivationProfile, order_neurons
-from pi_compile.torch_model import Estimate, ResidentLayers, computing_with, flops_per_s, layer_parameters
+from pi_compile.torch_model import (
+    PROCESS_BYTES,
+    Estimate,
+    ResidentLayers,
+    computing_with,
+    flops_per_s,
+    layer_parameters,
+)
 from pi_compile.torch_model import decoder as td
 from pi_compile.workers import WorkFolder
 from pi_runtime.artifact.decoder import Decoder
@@ -56,7 +63,8 @@ def memory_bytes(d: Decoder, spec: ProfileSpec) -> int:
     """Memory of one worker: weights and activations."""
     resident = min(spec.layers_at_once or d.n_layers, d.n_layers)
     layer, rows = layer_parameters(d, d.n_experts), spec.batch * spec.window
-    return 4 * (resident * layer + d.vocab_size * d.d_model + rows * (2 * d.neurons + 6 * d.d_model))
+    weights = resident * layer + d.vocab_size * d.d_model
+    return PROCESS_BYTES + 4 * (weights + rows * (2 * d.neurons + 6 * d.d_model))
 
 
 def estimate(d: Decoder, tokens: int, spec: ProfileSpec) -> Estimate:

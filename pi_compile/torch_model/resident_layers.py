@@ -20,21 +20,21 @@ class ResidentLayers:
     def __init__(self, checkpoint: Checkpoint, device: str) -> None:
         self._checkpoint, self._device = checkpoint, device
         self._layers, self._weights = range(0), list[Weights]()
-        self._ends: Weights = {}
+        self._embedding: Weights = {}
 
     def weights(self, layers: range) -> list[Weights]:
         """The weights of each layer of a range."""
         if layers != self._layers:
-            self._weights, self._ends = [], {}
+            self._weights, self._embedding = [], {}
             self._weights = [td.layer_weights(self._checkpoint, n, self._device) for n in layers]
             self._layers = layers
         return self._weights
 
     def embed(self, ids_NT: torch.Tensor) -> torch.Tensor:
-        """Hidden states before the first layer; embedding and head stay until other layers are asked for."""
-        if not self._ends:
-            self._ends = td.global_weights(self._checkpoint, self._device)
-        return td.embed(self._checkpoint.decoder, self._ends, ids_NT.to(self._device))
+        """Hidden states before the first layer; the embedding stays until other layers are asked for."""
+        if not self._embedding:
+            self._embedding = td.embedding_weights(self._checkpoint, self._device)
+        return td.embed(self._checkpoint.decoder, self._embedding, ids_NT.to(self._device))
 
 
 @contextmanager

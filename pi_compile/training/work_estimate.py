@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pi_compile.torch_model import Estimate, flops_per_s, layer_parameters, values_per_s
+from pi_compile.torch_model import PROCESS_BYTES, Estimate, flops_per_s, layer_parameters, values_per_s
 from pi_compile.training.candidates import MORE_RANKS, initial_ranks, searches_for
+from pi_compile.training.quality import BATCH
 from pi_compile.training.rung_choice import PASSES
 from pi_compile.training.samples import CHUNK, NEURON_VALUES
 from pi_compile.training.spec import TrainSpec
@@ -48,17 +49,23 @@ class TrainingWork:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one worker in the largest part."""
-        d = self.d
-        return 4 * (
-            2 * layer_parameters(d, d.n_experts)
-            + 2 * d.vocab_size * d.d_model
-            + 10 * max(NEURON_VALUES, self.spec.batch * d.neurons)
+        """Memory of one worker in the larger part: the search for a layer, or a pass through the model."""
+        d, rows = self.d, BATCH * self.spec.window
+        search = (
+            10 * max(NEURON_VALUES, self.spec.batch * d.neurons)
             + 2 * CHUNK * d.d_model
             + 16 * sum(self.ranks) * (d.d_model + d.neurons)
+            + 6 * d.neurons * d.d_model
             + 8 * d.d_model**2
-            + 3 * max(self.tune, self.report) * d.d_model
         )
+        one_pass = (
+            2 * d.vocab_size * d.d_model
+            + 6 * rows * d.vocab_size
+            + 8 * rows * d.neurons
+            + max(self.tune, self.report) * d.d_model
+            + d.n_layers * max(self.ranks, default=0) * (d.d_model + d.neurons)
+        )
+        return PROCESS_BYTES + 4 * (2 * layer_parameters(d, d.n_experts) + max(search, one_pass))
 
     def per_step(self) -> tuple[float, float]:
         """The work of one optimiser step of all ranks."""
