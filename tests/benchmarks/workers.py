@@ -1,6 +1,6 @@
 """Many workers: speed-up on this machine, what coordination costs, and a simulation of up to 256 workers.
 
-    python tests/benchmarks/workers.py [--tokens 65536] [--layers 4] [--rounds 3] [--without-measuring]
+    python tests/benchmarks/workers.py [--tokens 65536] [--layers 4] [--rounds 3]
 
 Measured: `profile` and `train` of a synthetic ReLU Llama by 1 worker with 1 thread, by 1 worker with 2 and by 2 workers
 with 1 each, in turns; results of equal threads must be the same. Processes are started beforehand: what is measured is
@@ -149,10 +149,10 @@ def main() -> None:
     shards = [t for name, t in tasks if "-shard-" in name]
     print(f"coordination of a task   {1e3 * few:8.2f} ms, {1e3 * many:.2f} ms beside 10,000 finished ones")
     print(f"median shard             {1e3 * statistics.median(shards):8.0f} ms")
-    report(shards, arguments.tokens, many)
+    report(shards, many)
 
 
-def report(shards: Sequence[float], tokens: int, listing: float) -> None:
+def report(shards: Sequence[float], listing: float) -> None:
     """The simulation, from the rate and the spread of the measured shards."""
     per_layer = 4 * D_MODEL**2 + 3 * D_MODEL * D_FF
     rate = 2 * per_layer * 16 * WINDOW / statistics.median(shards)

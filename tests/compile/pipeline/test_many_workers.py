@@ -4,8 +4,11 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,23 +109,42 @@ def test_local_processes(copied: Path, alone: dict[str, str]) -> None:
     check(copied, alone)
 
 
-def test_torchrun(copied: Path, alone: dict[str, str]) -> None:
-    """Two processes, of which one prints the result."""
+def test_torchrun(copied: Path, alone: dict[str, str], long: bool) -> None:
+    """Two processes, of which one prints the result; in the long form each is killed once, and all are started again."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, *COMMAND], cwd=copied, capture_output=True, text=True, check=True, env=ENV)
-    assert json.loads(done.stdout)["sha256"] == alone["artifact"]
+    command = [*torchrun, "--max-restarts", "2", *COMMAND]
+    process = subprocess.Popen(command, cwd=copied, stdout=subprocess.PIPE, text=True, env=ENV)
+    for rank, made in ((0, "layers-0-shard-1.npz"), (1, "pushed-0-fit-0.npz")) if long else ():
+        kill(copied, process, rank, made)
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    assert json.loads(out)["sha256"] == alone["artifact"]
     check(copied, alone)
 
 
-def test_a_slurm_array(copied: Path, alone: dict[str, str]) -> None:
-    """Two jobs of three that were asked for; the second begins when the first has been killed."""
-    for number in (1, 2):
-        env = ENV | {"SLURM_ARRAY_TASK_ID": str(number), "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "3"}
+def kill(folder: Path, launcher: "subprocess.Popen[str]", rank: int, made: str) -> None:
+    """Kill the worker of a rank when a task is done, unless the build is quicker."""
+    while launcher.poll() is None and not list((folder / ".pi-build").rglob(made)):
+        time.sleep(0.005)
+    for path in (folder / ".pi-build" / "small" / "workers").glob("*.json"):
+        with suppress(OSError, ValueError):
+            shown = json.loads(path.read_text())
+            if shown["rank"] == rank:
+                os.kill(shown["pid"], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_slurm_array(copied: Path, alone: dict[str, str], kills: int, long: bool) -> None:
+    """Jobs that begin when those before have been killed."""
+    if kills > 1 and not long:
+        pytest.skip("the long form")
+    made = ["layers-0-shard-1.npz", "pushed-0-fit-0.npz"][:kills]
+    array = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": str(kills + 1)}
+    for number in range(1, kills + 2):
+        env = ENV | array | {"SLURM_ARRAY_TASK_ID": str(number)}
         process = subprocess.Popen([sys.executable, *COMMAND], cwd=copied, stdout=subprocess.PIPE, text=True, env=env)
-        if number == 1:
-            while not list((copied / ".pi-build").rglob("layers-0-shard-1.npz")):
-                assert process.poll() is None
-            process.kill()
+        if number <= kills:
+            kill(copied, process, number - 1, made[number - 1])
         out, _ = process.communicate()
     assert process.returncode == 0
     assert out == ""  # the first job would have said it
