@@ -110,7 +110,7 @@ def test_local_processes(copied: Path, alone: dict[str, str]) -> None:
 
 
 def test_torchrun(copied: Path, alone: dict[str, str], long: bool) -> None:
-    """Two processes, of which one prints the result; in the long form each is killed once, and all are started again."""
+    """Two processes, of which one prints the result; in the long form both are killed, and all are started again."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "--max-restarts", "2", *COMMAND]
     process = subprocess.Popen(command, cwd=copied, stdout=subprocess.PIPE, text=True, env=ENV)

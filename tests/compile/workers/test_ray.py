@@ -40,7 +40,7 @@ def alone(project: Path) -> str:
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """A head without processors, and a node with two."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     cluster.add_node(num_cpus=2)
     yield cluster
     ray.shutdown()
