@@ -8,7 +8,7 @@ experts, L layers.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from operator import add
@@ -161,14 +161,14 @@ class MeasuredText:
     work: WorkFolder
     device: str
 
-    def measure(self, ffns: Sequence[SparseFfn], choice: str = "") -> Quality:
-        """Push the text through a choice of rungs, which has a name of its own.
+    def measure(self, ffn_of: Callable[[int], SparseFfn], choice: str = "") -> Quality:
+        """Push the text through a choice of rungs, which has a name of its own; `ffn_of` gives that of a layer.
 
         The one without a name is measured first: the divergence of the others is from it, which is the dense model.
         """
         names = [f"{self.name}-{choice}-{n}.npz" for n in range(-(-len(self.ids_NT) // BATCH))]
         self.work.run_shares(
-            names, lambda some: self._measure({names.index(name): name for name in some}, ffns, bool(choice))
+            names, lambda some: self._measure({names.index(name): name for name in some}, ffn_of, bool(choice))
         )
         stored = [read_arrays(self.work.path / name) for name in names]
         layers = [reduce(add, sums) for sums in zip(*(LayerSums.unpack(s) for s in stored), strict=True)]
@@ -179,15 +179,16 @@ class MeasuredText:
             divergence=sum(float(s["divergence"]) for s in stored) / tokens,
         )
 
-    def _measure(self, batches: Mapping[int, str], ffns: Sequence[SparseFfn], diverges: bool) -> None:
+    def _measure(self, batches: Mapping[int, str], ffn_of: Callable[[int], SparseFfn], diverges: bool) -> None:
         """Push some batches through all layers, with one layer's weights in memory, and write the file of each."""
         d = self.checkpoint.decoder
         with torch.inference_mode():
             global_w = td.global_weights(self.checkpoint, self.device)
             ids = [self.ids_NT[n * BATCH : (n + 1) * BATCH].to(self.device) for n in batches]
             states = [td.embed(d, global_w, batch) for batch in ids]
-            sums = [[LayerSums() for _ in ffns] for _ in batches]
-            for layer, ffn in enumerate(ffns):
+            sums = [[LayerSums() for _ in range(d.n_layers)] for _ in batches]
+            for layer in range(d.n_layers):
+                ffn = ffn_of(layer)
                 w = td.layer_weights(self.checkpoint, layer, self.device)
                 states = [_layer_step(d, w, x, ffn, s[layer]) for x, s in zip(states, sums, strict=True)]
             for (n, name), x, batch_ids, batch_sums in zip(batches.items(), states, ids, sums, strict=True):

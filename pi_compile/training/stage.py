@@ -23,7 +23,7 @@ import torch
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.files import json_digest, read_arrays, write_arrays
 from pi_compile.results import ActivationProfile, Floats, PredictorSet
-from pi_compile.torch_model import DENSE, ResidentLayers, computing_with
+from pi_compile.torch_model import DENSE, ResidentLayers, SparseFfn, computing_with
 from pi_compile.torch_model import decoder as td
 from pi_compile.training.candidates import Candidate, Ladder, searches_for
 from pi_compile.training.quality import LayerSums, MeasuredText, Quality
@@ -208,11 +208,13 @@ class _Run:
         raise not_met(choice, cost, budget)
 
     def _measure(self, tokens: Tokens, chosen: Sequence[Candidate]) -> Quality:
-        ffns = [c.sparse_ffn(self._arrays(n, c), self.spec.device) for n, c in enumerate(chosen)]
-        return self._measured(tokens).measure(ffns, json_digest([asdict(c) for c in chosen])[:16])
+        def ffn_of(n: int) -> SparseFfn:
+            return chosen[n].sparse_ffn(self._arrays(n, chosen[n]), self.spec.device)
+
+        return self._measured(tokens).measure(ffn_of, json_digest([asdict(c) for c in chosen])[:16])
 
     def _measure_dense(self, tokens: Tokens) -> Quality:
-        return self._measured(tokens).measure([DENSE] * self.checkpoint.decoder.n_layers)
+        return self._measured(tokens).measure(lambda _n: DENSE)
 
     def _measured(self, tokens: Tokens) -> MeasuredText:
         name = f"text-{sha256(np.ascontiguousarray(tokens, '<i8').tobytes()).hexdigest()[:16]}"

@@ -49,7 +49,7 @@ class TrainingWork:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one worker in the larger part: the search for a layer, or a pass through the model."""
+        """Memory of one worker in the largest part: a layer's search, a pass through the model, or the result."""
         d, rows = self.d, BATCH * self.spec.window
         search = (
             10 * max(NEURON_VALUES, self.spec.batch * d.neurons)
@@ -63,9 +63,10 @@ class TrainingWork:
             + 6 * rows * d.vocab_size
             + 8 * rows * d.neurons
             + max(self.tune, self.report) * d.d_model
-            + d.n_layers * max(self.ranks, default=0) * (d.d_model + d.neurons)
+            + 3 * max(self.ranks, default=0) * (d.d_model + d.neurons)
         )
-        return PROCESS_BYTES + 4 * (2 * layer_parameters(d, d.n_experts) + max(search, one_pass))
+        result = d.n_layers * sum(self.ranks) // max(len(self.ranks), 1) * (d.d_model + d.neurons)
+        return PROCESS_BYTES + 4 * max(2 * layer_parameters(d, d.n_experts) + max(search, one_pass), result)
 
     def per_step(self) -> tuple[float, float]:
         """The work of one optimiser step of all ranks."""

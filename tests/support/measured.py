@@ -16,4 +16,4 @@ def measure_quality(
 ) -> Quality:
     """The quality of `ffns`; with a name its divergence is from the one without, which is measured first."""
     with work_folder(folder) as work:
-        return MeasuredText(checkpoint, ids_NT, "text", work, "cpu").measure(ffns, choice)
+        return MeasuredText(checkpoint, ids_NT, "text", work, "cpu").measure(ffns.__getitem__, choice)
