@@ -40,6 +40,7 @@ def alone(project: Path) -> str:
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     """A head without processors, and a node with two."""
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # on a busy machine the usual 30 s are too few
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     cluster.add_node(num_cpus=2)
     yield cluster
