@@ -106,8 +106,8 @@ def _extra(name: str, packages: tuple[str, ...]) -> Finding:
     missing = [p for p in packages if find_spec(p) is None]
     if not missing:
         return Finding(topic, ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages))
-    remedy = f"with a GPU: {_install(name)}" if name == "cuda" else _install(name)
-    return Finding(topic, f"missing {', '.join(missing)}", remedy)
+    needed = {"cuda": "with a GPU: ", "ray": "for a Ray cluster: "}.get(name, "")
+    return Finding(topic, f"missing {', '.join(missing)}", needed + _install(name))
 
 
 def _install(extra: str) -> str:

@@ -38,7 +38,7 @@ def test_the_packages_are_those_of_the_project() -> None:
     extras = PROJECT["optional-dependencies"]
     assert {name: set(packages) for name, packages in doctor.EXTRAS.items()} == {
         "runtime": required(PROJECT["dependencies"]),
-        **{name: required(extras[name]) for name in ("place", "report", "compile", "cuda")},
+        **{name: required(extras[name]) for name in ("place", "report", "compile", "cuda", "ray")},
     }
     assert set(EXTRA_OF) == {package for extra in extras.values() for package in required(extra)}
     assert all(package in required(extras[extra]) | required(extras["place"]) for package, extra in EXTRA_OF.items())
@@ -54,7 +54,7 @@ def test_every_topic_has_a_finding() -> None:
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", without("torch", "gguf", "highspy"))
+    monkeypatch.setattr(doctor, "find_spec", without("torch", "gguf", "highspy", "ray"))
     finding = found("extra compile")
     assert finding.found == "missing torch, gguf"
     assert finding.remedy == f"{sys.executable} -m pip install 'pi-toolchain[compile]'"
@@ -68,7 +68,7 @@ def test_what_is_installed_is_named_with_its_version() -> None:
 
 
 def test_without_torch_no_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", without("torch"))
+    monkeypatch.setattr(doctor, "find_spec", without("torch", "ray"))
     finding = found("gpu")
     assert "torch is not installed" in finding.found
     assert "pi-toolchain[cuda]" in finding.remedy
