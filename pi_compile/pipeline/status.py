@@ -43,7 +43,8 @@ def _progress(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     What a worker knows to be done is what all have done. It measures the rate by its own clock.
     """
-    known = max(workers, key=lambda worker: worker["done"] / max(worker["total"], 1), default=None)
+    alive = [worker for worker in workers if worker["silent_seconds"] is not None]
+    known = max(alive, key=lambda worker: worker["done"] / max(worker["total"], 1), default=None)
     if known is None or not known["total"]:
         return {"done": None, "eta_seconds": None}
     made = known["done"] - known["done_before"]

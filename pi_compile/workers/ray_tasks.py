@@ -15,6 +15,8 @@ from pi_compile.workers.rank import Rank
 from pi_compile.workers.worker import Worker
 from pi_runtime.errors import DoesNotFitError, UsageError
 
+LEAVING = 2.0
+"""Seconds that workers have to leave by themselves when all is done."""
 RETRIES = 3
 """Times that Ray starts a worker again whose process or machine was lost."""
 
@@ -59,6 +61,8 @@ class RayTasks:
     def end(self) -> None:
         """End the workers that have not left by themselves."""
         self._ended.set()
+        if self._running:
+            ray.wait(self._running, num_returns=len(self._running), timeout=LEAVING)
         for reference in self._running:
             ray.cancel(reference, force=True)
 
