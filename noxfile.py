@@ -128,6 +128,14 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def ray(session: nox.Session) -> None:
+    """Workers on a Ray cluster of two nodes on this machine. Outside CI: Ray is large."""
+    install_all(session)
+    session.install("-e", ".[ray]")
+    session.run("pytest", "-W", "ignore", "tests/compile/workers/test_ray.py", *session.posargs)
+
+
+@nox.session
 def canary(session: nox.Session) -> None:
     """The suite on the newest numba, NumPy and torch, beyond what pyproject.toml allows. Outside CI: it may fail."""
     install_all(session)

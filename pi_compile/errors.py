@@ -6,14 +6,17 @@ InputError                    exit code 3   something that was read is not usabl
 ├── CorpusError                             a corpus that is missing, unreadable or too short
 ├── TaskError                               a task file that is missing, unreadable or not understood
 └── ProfileError                            an activation profile that is missing, damaged or of another model
+PiError
+└── TaskFailedError                         a task of a build that failed; it has the exit code of its error
 """
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
-from pi_runtime.errors import InputError
+from pi_runtime.errors import InputError, PiError
 
-__all__ = ["CheckpointError", "CorpusError", "ProfileError", "RecipeError", "TaskError", "nearest"]
+__all__ = ["CheckpointError", "CorpusError", "ProfileError", "RecipeError", "TaskError", "TaskFailedError", "nearest"]
 
 
 class CheckpointError(InputError):
@@ -34,6 +37,16 @@ class ProfileError(InputError):
 
 class TaskError(InputError):
     pass
+
+
+class TaskFailedError(PiError):
+    """A task of a build that failed for good. `exit_code` is that of the error it failed with."""
+
+    def __init__(self, what: str, message: str, log: Path, exit_code: int) -> None:
+        super().__init__(
+            what, found=message, remedy=f"{log} has its log; what is done is kept, `build` goes on from it"
+        )
+        self.exit_code = exit_code
 
 
 def nearest(name: object, known: Iterable[str]) -> str | None:

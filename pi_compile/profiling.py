@@ -1,14 +1,17 @@
 """Profile: how often each neuron fires on a text, and the order of neurons that follows.
 
-The text is split into windows, and the windows into shards. A group of layers is loaded, all shards pass through it,
-and the hidden states are kept for the next group. With all layers in one group that is the ordinary forward pass; with
+The text is split into windows, and the windows into shards. A group of layers is loaded, shards pass through it, and
+their hidden states are kept for the next group. With all layers in one group that is the ordinary forward pass; with
 one layer a group, memory holds one layer whatever the model's size. Both are the same arithmetic, so the counts agree.
-Counts are integers summed in shard order. A finished shard is on disk: a killed run goes on from there. N windows of T
-tokens, D model width, F neurons of all experts, X experts.
+
+A shard's way through a group is a task, and any number of workers share the tasks. Counts are integers summed in shard
+order, so the result is the same whoever does what. N windows of T tokens, D model width, F neurons of all experts,
+X experts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,18 @@ import numpy.typing as npt
 import torch
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.files import read_arrays, write_arrays
-from pi_compile.results import ActivationProfile, Counts, order_neurons
-from pi_compile.torch_model import Estimate, HiddenStates, flops_per_s, layer_parameters
+from pi_compile.files import read_arrays, write_arrays, write_text
+from pi_compile.results import ActivationProfile, order_neurons
+from pi_compile.torch_model import (
+    PROCESS_BYTES,
+    Estimate,
+    ResidentLayers,
+    computing_with,
+    flops_per_s,
+    layer_parameters,
+)
 from pi_compile.torch_model import decoder as td
+from pi_compile.workers import WorkFolder
 from pi_runtime.artifact.decoder import Decoder
 
 Tokens = npt.NDArray[np.integer]
@@ -36,50 +47,55 @@ class ProfileSpec:
     """Tokens of one sequence; at most the model's context."""
     batch: int = 8
     """Sequences in one forward pass. It can change the result: a product's last bit may depend on its shape."""
-    shard: int = 64
-    """Sequences of one shard; a finished shard is not computed again after a kill."""
+    shard: int = 16
+    """Sequences of one shard, which is the task of one worker. Whole batches: then it changes no result."""
     layers_at_once: int | None = None
     """Layers held in memory together; None for all."""
     cofiring_tokens: int = 4096
     """Tokens, evenly over the text, that are sampled to see which neurons fire together."""
+    threads: int = 1
+    """Threads that a task computes with. They can change the result, as `batch` can."""
     device: str = "cpu"
     """cpu or cuda:N."""
 
 
+def memory_bytes(d: Decoder, spec: ProfileSpec) -> int:
+    """Memory of one worker: weights and activations."""
+    resident = min(spec.layers_at_once or d.n_layers, d.n_layers)
+    layer, rows = layer_parameters(d, d.n_experts), spec.batch * spec.window
+    weights = resident * layer + d.vocab_size * d.d_model
+    return PROCESS_BYTES + 4 * (weights + rows * (2 * d.neurons + 6 * d.d_model))
+
+
 def estimate(d: Decoder, tokens: int, spec: ProfileSpec) -> Estimate:
-    """Time from a short matrix product at this width, disk for hidden states, memory for weights and activations."""
+    """Time from a short matrix product at this width, disk for hidden states, memory of one worker."""
     rows = spec.batch * spec.window
     products = flops_per_s(min(rows, 512), d.d_model, min(d.d_ff, 4096), spec.device)
-    layer = layer_parameters(d, d.n_experts)
-    resident = min(spec.layers_at_once or d.n_layers, d.n_layers)
-    spilled = 2 if resident < d.n_layers else 0
+    # A shard's states are removed when those after the next layers are there.
+    spilled = tokens + spec.shard * spec.window if (spec.layers_at_once or d.n_layers) < d.n_layers else 0
     return Estimate(
         seconds=2 * layer_parameters(d, d.experts_per_token) * d.n_layers * tokens / products,
-        disk_bytes=spilled * tokens * d.d_model * 4,
-        memory_bytes=4 * (resident * layer + d.vocab_size * d.d_model + rows * (2 * d.neurons + 6 * d.d_model)),
+        disk_bytes=spilled * d.d_model * 4,
+        memory_bytes=memory_bytes(d, spec),
     )
 
 
 def profile(
-    checkpoint: Checkpoint, tokens: Tokens, spec: ProfileSpec, *, scratch: Path, inputs: str, progress: Progress
+    checkpoint: Checkpoint, tokens: Tokens, spec: ProfileSpec, *, work: WorkFolder, inputs: str, progress: Progress
 ) -> ActivationProfile:
-    """Count over a token stream.
+    """Count over a token stream, with all workers that have the same folder to work in.
 
-    `scratch` is a folder of this run alone; what an earlier, killed run with the same `inputs` left there is reused.
-    Raises CorpusError for a text shorter than one window.
+    What an earlier, killed run with the same `inputs` left there is reused. Raises CorpusError for a text shorter than
+    one window, CheckpointError for weights that are not finite.
     """
     d = checkpoint.decoder
-    window = min(spec.window, d.context_length)
-    ids_NT = td.windows(tokens, window)
-    run = _Run(checkpoint, ids_NT, spec, scratch, progress)
-    with torch.inference_mode():
-        # Layers are ordered one by one: all co-firing bits together would take more memory than a layer's weights.
-        counted = [
-            (counts, order_neurons(counts, bits, d.n_experts), routed)
-            for group in run.groups()
-            for counts, bits, routed in run.count(group)
-        ]
-    counts, order, routed = (np.stack(arrays) for arrays in zip(*counted, strict=True))
+    ids_NT = td.windows(tokens, min(spec.window, d.context_length))
+    run = _Run(checkpoint, ids_NT, spec, work.path, ResidentLayers(checkpoint, spec.device))
+    shards = {run.shard(group, n) for group in run.groups for n in run.shards}
+    with torch.inference_mode(), computing_with(spec.threads):
+        work.run(run.tasks(), run.needs(), lambda done: progress(len(shards & done), len(shards)))
+    counted = [read_arrays(work.path / run.counted(group)) for group in run.groups]
+    counts, order, routed = (np.concatenate([c[k] for c in counted]) for k in ("counts", "order", "routed"))
     return ActivationProfile(
         decoder=d,
         tokens=ids_NT.numel(),
@@ -92,65 +108,108 @@ def profile(
     )
 
 
+_CHECKED = "checked"
+"""The file that says that all weights are finite."""
+
+
 @dataclass(frozen=True)
 class _Run:
-    """One profiling run, with its hidden states and finished shards in `scratch`."""
+    """The tasks of one profiling; their files lie in `folder`."""
 
     checkpoint: Checkpoint
     ids_NT: torch.Tensor
     spec: ProfileSpec
-    scratch: Path
-    progress: Progress
+    folder: Path
+    resident: ResidentLayers
 
-    def groups(self) -> Iterator[range]:
+    @property
+    def groups(self) -> list[range]:
         """The layers that are in memory together."""
-        layers, step = self.checkpoint.decoder.n_layers, self.spec.layers_at_once or self.checkpoint.decoder.n_layers
-        return (range(start, min(layers, start + step)) for start in range(0, layers, step))
+        layers = self.checkpoint.decoder.n_layers
+        step = self.spec.layers_at_once or layers
+        return [range(start, min(layers, start + step)) for start in range(0, layers, step)]
 
-    def count(self, group: range) -> Iterator[tuple[Counts, Bits, Counts]]:
-        """Counts (F,), co-firing bits (samples, F) and tokens routed to each expert (X,), for each layer of a group."""
-        shards = [slice(s, s + self.spec.shard) for s in range(0, len(self.ids_NT), self.spec.shard)]
-        files = [self.scratch / f"layers-{group.start}-shard-{n}.npz" for n in range(len(shards))]
-        if not all(file.exists() for file in files):
-            self._count_missing(group, shards, files)
+    @property
+    def shards(self) -> range:
+        return range(-(-len(self.ids_NT) // self.spec.shard))
+
+    def tasks(self) -> dict[str, Callable[[], None]]:
+        """Every task by the file that it makes, first what is to be done first."""
+        check = {_CHECKED: self._check}
+        sums = {self.counted(group): partial(self._sum, group) for group in self.groups}
+        shards = {self.shard(g, n): partial(self._count, g, n) for g in self.groups for n in self.shards}
+        return check | sums | shards
+
+    def needs(self) -> dict[str, list[str]]:
+        """What a task begins after: a sum after its shards, a shard after its way through the layers before."""
+        sums = {self.counted(group): [self.shard(group, n) for n in self.shards] for group in self.groups}
+        after = zip(self.groups, self.groups[1:], strict=False)
+        return sums | {self.shard(g, n): [self.shard(before, n)] for before, g in after for n in self.shards}
+
+    def counted(self, group: range) -> str:
+        """File of a group's counts, order, and tokens routed to each expert."""
+        return f"layers-{group.start}.npz"
+
+    def shard(self, group: range, n: int) -> str:
+        """File of what one shard counted in a group."""
+        return f"layers-{group.start}-shard-{n}.npz"
+
+    def _states(self, layer: int, n: int) -> Path:
+        """File of a shard's hidden states before a layer."""
+        return self.folder / f"states-{layer}-shard-{n}.npz"
+
+    def _check(self) -> None:
+        self.checkpoint.check_values()
+        write_text(self.folder / _CHECKED, "")
+
+    def _sum(self, group: range) -> None:
+        """Sum the shards of a group, and order its neurons."""
         d, bits = self.checkpoint.decoder, []
         counts, routed = (np.zeros((len(group), size), np.uint64) for size in (d.neurons, d.n_experts))
-        for file in files:
-            stored = read_arrays(file)
+        for n in self.shards:
+            stored = read_arrays(self.folder / self.shard(group, n))
             counts += stored["counts"]
             routed += stored["routed"]
             bits.append(stored["bits"])
+        # Layers are ordered one by one: all co-firing bits unpacked would take more memory than a layer's weights.
         fired = (np.unpackbits(layer_bits, axis=1, count=d.neurons) for layer_bits in np.concatenate(bits, axis=1))
-        return zip(counts, fired, routed, strict=True)
+        order = [order_neurons(c, b, d.n_experts) for c, b in zip(counts, fired, strict=True)]
+        write_arrays(self.folder / self.counted(group), {"counts": counts, "order": np.stack(order), "routed": routed})
 
-    def _count_missing(self, group: range, shards: list[slice], files: list[Path]) -> None:
-        weights = [td.layer_weights(self.checkpoint, n, self.spec.device) for n in group]
-        global_w = td.global_weights(self.checkpoint, self.spec.device) if group.start == 0 else {}
-        for n, (shard, file) in enumerate(zip(shards, files, strict=True)):
-            if file.exists():
-                continue
-            stop = min(shard.stop, len(self.ids_NT))
-            batches = (slice(b, min(b + self.spec.batch, stop)) for b in range(shard.start, stop, self.spec.batch))
-            found = [self._run_batch(group, weights, global_w, rows) for rows in batches]
-            counts, routed, bits = zip(*found, strict=True)
-            sums = (np.stack(arrays).sum(0, dtype=np.uint64) for arrays in (counts, routed))
-            write_arrays(file, {**dict(zip(("counts", "routed"), sums, strict=True)), "bits": np.concatenate(bits, 1)})
-            self.progress(group.start * len(shards) + (n + 1) * len(group), self.layers * len(shards))
+    def _count(self, group: range, n: int) -> None:
+        """Push one shard through a group of layers, and count."""
+        weights, d, ids_NT = self.resident.weights(group), self.checkpoint.decoder, self.ids_NT
+        start, stop = n * self.spec.shard, min((n + 1) * self.spec.shard, len(ids_NT))
+        before = None if group.start == 0 else read_arrays(self._states(group.start, n))["states"]
+        found, after = [], []
+        for b in range(start, stop, self.spec.batch):
+            rows = slice(b, min(b + self.spec.batch, stop))
+            if before is None:
+                x = self.resident.embed(ids_NT[rows])
+            else:
+                x = torch.from_numpy(before[rows.start - start : rows.stop - start]).to(self.spec.device)
+            x, counted = self.run_batch(weights, x, rows.start * ids_NT.shape[1])
+            found.append(counted)
+            if group.stop < d.n_layers:
+                after.append(x.numpy(force=True))
+        if after:
+            write_arrays(self._states(group.stop, n), {"states": np.concatenate(after)})
+        counts, routed, bits = zip(*found, strict=True)
+        sums = (np.stack(arrays).sum(0, dtype=np.uint64) for arrays in (counts, routed))
+        write_arrays(
+            self.folder / self.shard(group, n),
+            {**dict(zip(("counts", "routed"), sums, strict=True)), "bits": np.concatenate(bits, 1)},
+        )
+        self._states(group.start, n).unlink(missing_ok=True)
 
-    @property
-    def layers(self) -> int:
-        return self.checkpoint.decoder.n_layers
+    def run_batch(
+        self, weights: list[dict[str, torch.Tensor]], x: torch.Tensor, start: int
+    ) -> tuple[torch.Tensor, list[npt.NDArray[Any]]]:
+        """Push hidden states (B, T, D) through layers; the first token is token `start` of the text.
 
-    def _run_batch(
-        self, group: range, weights: list[dict[str, torch.Tensor]], global_w: td.NamedTensors, rows: slice
-    ) -> list[npt.NDArray[Any]]:
-        """Push one batch through a group of layers: counts (layers, F), routed tokens (layers, X), and packed bits."""
-        d = self.checkpoint.decoder
-        if group.start == 0:
-            x = td.embed(d, global_w, self.ids_NT[rows].to(self.spec.device))
-        else:
-            x = torch.from_numpy(self._hidden(group.start)[rows]).to(self.spec.device)
-        found = []
+        Returns the states after them, and counts (layers, F), routed tokens (layers, X) and packed co-firing bits.
+        """
+        d, found = self.checkpoint.decoder, []
         for w in weights:
             x, inputs = td.before_ffn(d, w, x)
             h = td.neurons(d, w, inputs)
@@ -159,18 +218,11 @@ class _Run:
                 (
                     count_fired(fired).numpy(force=True),
                     count_fired(routed).numpy(force=True),
-                    self._sample(fired, rows.start * self.ids_NT.shape[1]),
+                    self._sample(fired, start),
                 )
             )
             x = td.after_ffn(d, w, x, td.ffn_output(w, h))
-        if group.stop < d.n_layers:
-            self._hidden(group.stop)[rows] = x.cpu().numpy()
-        return [np.stack(arrays) for arrays in zip(*found, strict=True)]
-
-    def _hidden(self, layer: int) -> npt.NDArray[np.float32]:
-        """Hidden states (N, T, D) before a group of layers."""
-        shape = (*self.ids_NT.shape, self.checkpoint.decoder.d_model)
-        return HiddenStates(self.scratch, "hidden", shape).before(layer // (self.spec.layers_at_once or self.layers))
+        return x, [np.stack(arrays) for arrays in zip(*found, strict=True)]
 
     def _sample(self, fired: torch.Tensor, start: int) -> Bits:
         """Packed bits of every n-th token of the text; `fired` begins with token `start`."""

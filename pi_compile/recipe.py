@@ -71,6 +71,8 @@ class ProfileSection(_Section):
     """Layers in memory together; 0 for all. 1 profiles a model larger than memory."""
     cofiring_tokens: Annotated[int, Field(ge=0)]
     """Tokens that are sampled to see which neurons fire together; 0 for none."""
+    threads: Annotated[int, Field(ge=1)]
+    """Threads that a task of `profile` and `train` computes with, whatever the number of workers."""
 
 
 class TrainSection(_Section):
@@ -152,7 +154,7 @@ def default_recipe(
         corpus=CorpusSection(
             text=list(corpus), report=[], field="text", fit_tokens=1_000_000, tune_tokens=16_384, report_tokens=16_384
         ),
-        profile=ProfileSection(window=512, batch=8, layers_at_once=0, cofiring_tokens=4096),
+        profile=ProfileSection(window=512, batch=8, layers_at_once=0, cofiring_tokens=4096, threads=1),
         train=TrainSection(tokens=65_536, steps=300, rungs=[DENSE, GATE, PREDICTED], seed=0),
         quality=QualitySection(perplexity_increase=0.001),
         place=PlaceSection(machine="pc-low", objective="time", activations="", context=2048, vram_gib=[], ram_gib=0.0),

@@ -16,11 +16,11 @@ EXTRA_OF = {
     "safetensors": "compile",
     "torch": "compile",
     "transformers": "compile",
-    "zarr": "compile",
     "triton": "cuda",
     "llguidance": "grammar",
     "starlette": "serve",
     "uvicorn": "serve",
+    "ray": "ray",
 }
 """Extra that installs each optional package."""
 INTERRUPTED = 130

@@ -17,6 +17,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Other processes test on the other cores. torch reads it when it is imported; numba keeps its threads.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A build takes as many workers as there is room for; here each would import torch for a second's work.
+os.environ.setdefault("PI_WORKERS", "1")
+
 # A shell's background jobs ignore it, and their children with them: then no test could interrupt a command.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

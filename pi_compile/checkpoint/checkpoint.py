@@ -92,7 +92,11 @@ class Checkpoint(ResolvedCheckpoint):
 
     def values(self, array: str, order: Order | None = None) -> Values:
         """The values of a whole artifact array, which must fit in memory; `blocks` has no such limit."""
-        return np.concatenate(list(self.blocks(array, order)))
+        values, row = np.empty(self.array_shapes[array], np.float32), 0
+        for block in self.blocks(array, order):
+            values[row : row + len(block)] = block
+            row += len(block)
+        return values
 
     def layer_values(self, layer: int, order: Order | None = None) -> dict[str, Values]:
         """All arrays of one layer, without the prefix `layers/N/`."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pi_compile.cli import artifact, planning
-from pi_compile.cli.options import Debug, Device, Export, IgnoreConfig, Json, Output, RecipePath
+from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Json, Output, RecipePath, takes
 from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements
 from pi_runtime import console
 
@@ -29,25 +29,27 @@ def main() -> None:
 
 
 @contextmanager
-def _pipeline(recipe: Path, device: str) -> Iterator["Pipeline"]:
+def _pipeline(options: BuildOptions, until: str, output: Path | None = None) -> Iterator["Pipeline"]:
+    """The pipeline of this process, with the other workers that `options` ask for."""
     from pi_compile.cli.options import torch_device
-    from pi_compile.pipeline.pipeline import Pipeline
+    from pi_compile.pipeline.launching import Build, launched
 
-    pipeline = Pipeline(recipe, torch_device(device), console.say, console.progress)
-    _ = pipeline.checkpoint  # must be usable before a folder is made for results
-    with pipeline.store.exclusive(console.say):
+    settings = {**vars(options), "device": torch_device(options.device)}
+    with launched(Build(**settings, until=until, output=output)) as pipeline:
         yield pipeline
 
 
-def _show_stage(recipe: Path, device: str, export: Path | None, as_json: bool, *, trained: bool) -> None:
+def _show_stage(options: BuildOptions, export: Path | None, as_json: bool, *, trained: bool) -> None:
     """Run `profile`, or `train` too; print its report, and write what placing needs of the model."""
     from pi_compile.files import check_output
     from pi_compile.pipeline import summary
 
     if export is not None:
         check_output(export)
-    with _pipeline(recipe, device) as pipeline:
+    with _pipeline(options, "train" if trained else "profile") as pipeline:
         found = summary.train_report(pipeline.trained) if trained else summary.profile_report(pipeline.profile)
+        if not pipeline.rank.leads:
+            return
         show(found, pipeline.ran, as_json)
         if export is not None:
             (pipeline.refined if trained else pipeline.profile).save(export)
@@ -89,31 +91,29 @@ def init(
 
 
 @app.command()
-def profile(
-    recipe: RecipePath, export: Export = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
-) -> None:
+@takes(BuildOptions)
+def profile(options: BuildOptions, export: Export = None, as_json: Json = False, debug: Debug = False) -> None:
     """Count how often each neuron fires on the recipe's corpus."""
-    _show_stage(recipe, device, export, as_json, trained=False)
+    _show_stage(options, export, as_json, trained=False)
 
 
 @app.command()
-def train(
-    recipe: RecipePath, export: Export = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
-) -> None:
+@takes(BuildOptions)
+def train(options: BuildOptions, export: Export = None, as_json: Json = False, debug: Debug = False) -> None:
     """Train predictors and choose each layer's rung."""
-    _show_stage(recipe, device, export, as_json, trained=True)
+    _show_stage(options, export, as_json, trained=True)
 
 
 @app.command()
+@takes(BuildOptions)
 def place(
-    recipe: RecipePath,
+    options: BuildOptions,
     lock: Annotated[bool, typer.Option("--lock", help="Write the placements to the recipe's .lock.")] = False,
     locked: Annotated[bool, typer.Option("--locked", help="Compare them with the recipe's .lock.")] = False,
     solver: Annotated[
         str, typer.Option(help="exact; or highs (an independent proof), or greedy (a heuristic).")
     ] = "exact",
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for one budget, with --solver highs.")] = 60.0,
-    device: Device = "cpu",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -122,10 +122,13 @@ def place(
     from pi_compile.pipeline.recipe_placement import check_solver, place_recipe
     from pi_compile.recipe import read_recipe
 
+    recipe = options.recipe
     check_solver(solver, locks=lock or locked)
     if not (lock or locked or read_recipe(recipe).place.activations):
-        with _pipeline(recipe, device) as pipeline:
-            show_placements(summary.place_report(pipeline.place(solver, time_limit)), pipeline.ran, as_json)
+        with _pipeline(options, "place") as pipeline:
+            found = summary.place_report(pipeline.place(solver, time_limit))
+            if pipeline.rank.leads:
+                show_placements(found, pipeline.ran, as_json)
         return
     from pi_compile.files import write_text
     from pi_compile.pipeline import lock_file
@@ -142,36 +145,51 @@ def place(
 
 
 @app.command()
+@takes(BuildOptions)
 def pack(
-    recipe: RecipePath,
+    options: BuildOptions,
     output: Output = None,
     plain: Annotated[bool, typer.Option("--plain", help="Without profile and predictors: exact, quick.")] = False,
-    device: Device = "cpu",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Write the artifact, with the results of all stages."""
     if not plain:
-        build(recipe, output, device, as_json, debug)
+        _build(options, output, as_json)
         return
     from pi_compile.files import artifact_path
     from pi_compile.pipeline.pipeline import pack_plain
 
+    path = artifact_path(options.recipe, output)
     with console.progress("packing") as progress:
-        packed = pack_plain(recipe, artifact_path(recipe, output), progress=progress, notice=console.say)
+        packed = pack_plain(options.recipe, path, progress=progress, notice=console.say)
     show_artifact(packed, ["pack"], as_json)
 
 
 @app.command()
-def build(
-    recipe: RecipePath, output: Output = None, device: Device = "cpu", as_json: Json = False, debug: Debug = False
-) -> None:
+@takes(BuildOptions)
+def build(options: BuildOptions, output: Output = None, as_json: Json = False, debug: Debug = False) -> None:
     """Run all stages that are not done yet, and write the artifact."""
+    _build(options, output, as_json)
+
+
+def _build(options: BuildOptions, output: Path | None, as_json: bool) -> None:
     from pi_compile.files import artifact_path
 
-    path = artifact_path(recipe, output)
-    with _pipeline(recipe, device) as pipeline:
-        show_artifact(pipeline.pack(path), pipeline.ran, as_json)
+    path = artifact_path(options.recipe, output)
+    with _pipeline(options, "pack", path) as pipeline:
+        packed = pipeline.pack(path)
+        if pipeline.rank.leads:
+            show_artifact(packed, pipeline.ran, as_json)
+
+
+@app.command()
+def status(recipe: RecipePath, as_json: Json = False, debug: Debug = False) -> None:
+    """Say what the workers of a recipe are at, and what failed."""
+    from pi_compile.cli.rendering import status_text
+    from pi_compile.pipeline.status import build_status
+
+    emit(build_status(recipe), as_json, status_text)
 
 
 app.command("eval")(artifact.evaluate)

@@ -26,7 +26,6 @@ IgnoreConfig = Annotated[
         help="A key of config.json that does not change the function; may be given again.", show_default=False
     ),
 ]
-Device = Annotated[str, typer.Option(envvar="PI_DEVICE", help="Where profile and train compute: cpu or cuda:N.")]
 # How an artifact is run, as `pi-run` has it.
 RunDevice = Annotated[
     str | None,
@@ -46,6 +45,29 @@ RunCacheFormat = Annotated[
 Threads = Annotated[int | None, typer.Option(envvar="PI_THREADS", help="CPU threads.")]
 Json = Annotated[bool, console.JSON]
 Debug = Annotated[bool, console.DEBUG]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """How the stages of a recipe are run: the options of `profile`, `train`, `place`, `pack` and `build`."""
+
+    recipe: RecipePath
+    device: Annotated[
+        str,
+        typer.Option(
+            envvar="PI_DEVICE", help="Where profile and train compute: cpu, cuda:N, or cuda:all, one a worker."
+        ),
+    ] = "cpu"
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            envvar="PI_WORKERS", min=1, help="Processes to share the work. Default: as many as there is room for."
+        ),
+    ] = None
+    ray: Annotated[str, typer.Option(help="Workers on a Ray cluster: its address, or auto.", show_default=False)] = ""
+    heartbeat: Annotated[
+        float, typer.Option(envvar="PI_HEARTBEAT", min=0.01, help="Seconds between a worker's signs of life.")
+    ] = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,16 +121,16 @@ def takes(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., N
 
 
 def torch_device(name: str) -> str:
-    """The device `cpu` or `cuda:N`, checked to be there. Raises DeviceError, UsageError."""
+    """The device `cpu`, `cuda:N` or `cuda:all`, checked to be there. Raises DeviceError, UsageError."""
     # PI_DEVICE may be set for pi-run, which knows two more.
     if name in ("cpu", "auto", "stand-in"):
         return "cpu"
     kind, _, index = name.partition(":")
-    if kind != "cuda" or not (index == "" or index.isdecimal()):
-        raise UsageError(f"--device {name}: unknown device", expected="cpu or cuda:N")
+    if kind != "cuda" or not (index in ("", "all") or index.isdecimal()):
+        raise UsageError(f"--device {name}: unknown device", expected="cpu, cuda:N or cuda:all")
     import torch
 
-    if int(index or 0) >= torch.cuda.device_count():
+    if int(index if index.isdecimal() else 0) >= torch.cuda.device_count():
         raise DeviceError(
             f"--device {name}: no such GPU", found=f"{torch.cuda.device_count()} CUDA devices", remedy="--device cpu"
         )

@@ -114,6 +114,30 @@ def _percent_interval(ends: Sequence[float] | None) -> str | None:
     return None if ends is None else f"{ends[0]:+.3%} to {ends[1]:+.3%}"
 
 
+def status_text(found: Mapping[str, Any]) -> str:
+    """The status of a build: stages and time left, then workers and failed tasks in a table each."""
+    lines = [("stages", ", ".join(f"{stage} {state}" for stage, state in found["stages"].items()))]
+    if found["done"] is not None:
+        left = "" if found["eta_seconds"] is None else f", about {found['eta_seconds']:,.0f} s left"
+        lines.append(("this stage", f"{found['done']:.0%} done{left}"))
+    return text_of(facts(lines), *(table(rows) for rows in (_worker_rows(found), found["failed"]) if rows))
+
+
+def _worker_rows(found: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [
+        {
+            "worker": worker["name"],
+            "rank": str(worker["rank"]),
+            "by": worker["launcher"] or "hand",
+            "stage": worker["stage"],
+            "task": worker["task"] or "none",
+            "since": f"{worker['task_seconds']:,.0f} s" if worker["task"] else "",
+            "last sign": "ended" if worker["silent_seconds"] is None else f"{worker['silent_seconds']:,.0f} s ago",
+        }
+        for worker in found["workers"]
+    ]
+
+
 def plan_text(found: Mapping[str, Any]) -> str:
     """A plan as text: the model, the placement at the budget, and a row for each budget around it."""
     main = next(budget for budget in found["budgets"] if budget["percent"] == 0)

@@ -15,9 +15,10 @@ EXTRAS = {
     "runtime": ("numpy", "numba", "tokenizers", "jinja2", "typer", "rich"),
     "place": ("highspy", "pydantic", "scipy"),
     "report": ("matplotlib",),
-    "compile": ("torch", "transformers", "datasets", "huggingface_hub", "safetensors", "zarr", "gguf"),
+    "compile": ("torch", "transformers", "datasets", "huggingface_hub", "safetensors", "gguf"),
     "cuda": ("torch", "triton"),
     "grammar": ("llguidance",),
+    "ray": ("ray",),
 }
 """Packages of the installation itself (`runtime`) and of each extra."""
 _NOTABLE = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512vnni", "neon")
@@ -106,8 +107,8 @@ def _extra(name: str, packages: tuple[str, ...]) -> Finding:
     missing = [p for p in packages if find_spec(p) is None]
     if not missing:
         return Finding(topic, ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages))
-    remedy = f"with a GPU: {_install(name)}" if name == "cuda" else _install(name)
-    return Finding(topic, f"missing {', '.join(missing)}", remedy)
+    needed = {"cuda": "with a GPU: ", "ray": "for a Ray cluster: "}.get(name, "")
+    return Finding(topic, f"missing {', '.join(missing)}", needed + _install(name))
 
 
 def _install(extra: str) -> str:

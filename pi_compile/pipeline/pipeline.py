@@ -2,6 +2,9 @@
 
 The one place where stages and store meet. The key of a stage is a digest of everything it reads: checkpoint and text,
 its section of the recipe, the results before it, and its own code. So a change runs exactly what depends on it again.
+
+Every worker of a build goes through all stages. Where a stage has tasks they share them, and what one has made the
+others read; a single worker takes the same way.
 """
 
 import hashlib
@@ -21,11 +24,14 @@ from pi_compile.errors import ProfileError, RecipeError
 from pi_compile.files import file_digest, write_text
 from pi_compile.machine import Machine, find_machine
 from pi_compile.pipeline import stages
-from pi_compile.pipeline.store import Store, code_digest, key_of, token_digest
+from pi_compile.pipeline.store import WORKERS, Store, code_digest, key_of, token_digest
 from pi_compile.pipeline.summary import pack_report
 from pi_compile.placement import SECONDS, Placement
+from pi_compile.profiling import ProfileSpec, memory_bytes
 from pi_compile.recipe import Recipe, read_recipe
 from pi_compile.results import ActivationProfile, PredictorSet
+from pi_compile.training import TrainingWork, TrainSpec
+from pi_compile.workers import HEARTBEAT, LONE, Rank, Worker, WorkFolder
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress
 
@@ -37,12 +43,14 @@ STORE = ".pi-build"
 
 @dataclass
 class Pipeline:
-    """The stages of one recipe. `ran` names those that had to run."""
+    """The stages of one recipe, to be used `with` its `worker`. `ran` names those that had to run."""
 
     recipe_path: Path
     device: str
     notice: Callable[[str], None]
     progress: Callable[..., AbstractContextManager[Progress]]
+    rank: Rank = LONE
+    heartbeat: float = HEARTBEAT
     ran: list[str] = field(default_factory=list)
 
     @cached_property
@@ -55,7 +63,24 @@ class Pipeline:
 
     @cached_property
     def store(self) -> Store:
-        return Store(self.folder / STORE / self.recipe_path.stem)
+        return Store(store_folder(self.recipe_path), self.worker)
+
+    @cached_property
+    def worker(self) -> Worker:
+        """This process among those that work on the recipe."""
+        build = key_of(
+            recipe=self.recipe.model_dump(),
+            device=self._kind,
+            python=sys.version_info[:3],
+            code=code_digest("pi_compile.pipeline.pipeline"),
+        )
+        folder = store_folder(self.recipe_path) / WORKERS
+        return Worker(folder, self.rank, build=build, heartbeat=self.heartbeat, notice=self.notice)
+
+    @property
+    def _kind(self) -> str:
+        """The kind of device. Which one of several computes changes no result."""
+        return self.device.partition(":")[0]
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -81,51 +106,73 @@ class Pipeline:
             code=code_digest("pi_compile.corpus.streams"),
         )
 
-        def make(_scratch: Path) -> Streams:
+        def make(_work: WorkFolder) -> Streams:
             return stages.read_corpus(self.checkpoint, folder=self.folder, **settings)
 
-        return self._stored("corpus", key, Streams, make)
+        return self._stored("corpus", key, Streams, make, alone=True)
 
     @cached_property
     def profile(self) -> ActivationProfile:
         """Counts and order of the neurons."""
-        settings = {**self.recipe.profile.model_dump(), "device": self.device}
+        settings = self.recipe.profile.model_dump()
         fit = self.streams.fit
         key = key_of(
             checkpoint=self.checkpoint.digest(),
             text=token_digest(fit),
-            settings=settings,
+            settings={**settings, "device": self._kind},
             code=code_digest("pi_compile.profiling"),
         )
 
-        counting = partial(stages.profile, self.checkpoint, fit, **settings)
+        counting = partial(stages.profile, self.checkpoint, fit, **settings, device=self.device)
         return self._stored("profile", key, ActivationProfile, self._shown("profiling", "shards", counting, key))
 
     @cached_property
     def trained(self) -> PredictorSet:
         """Predictors and the rung of each layer."""
-        section = self.recipe.train.model_dump()
-        tokens = section.pop("tokens")
-        settings = {
-            **section,
-            "perplexity_increase": self.recipe.quality.perplexity_increase,
-            "window": self.recipe.profile.window,
-            "formats": self.recipe.pack.model_dump(),
-            "device": self.device,
-        }
-        streams = self.streams
+        tokens, streams = self.recipe.train.tokens, self.streams
         key = key_of(
             profile=self.profile.digest(),
             checkpoint=self.checkpoint.digest(),
             texts=[token_digest(t) for t in (streams.fit[:tokens], streams.tune, streams.report)],
-            spec=asdict(stages.train_spec(self.checkpoint, self.machine, **settings)),
+            spec=asdict(self._train_spec),
             code=code_digest("pi_compile.training.stage"),
         )
 
         training = partial(
-            stages.train, self.checkpoint, self.profile, streams, self.machine, tokens=tokens, **settings
+            stages.train,
+            self.checkpoint,
+            self.profile,
+            streams,
+            self.machine,
+            **self._train_settings,
+            tokens=tokens,
+            device=self.device,
         )
         return self._stored("train", key, PredictorSet, self._shown("training", "steps", training, key))
+
+    @property
+    def _train_settings(self) -> dict[str, Any]:
+        return {
+            **self.recipe.train.model_dump(exclude={"tokens"}),
+            "perplexity_increase": self.recipe.quality.perplexity_increase,
+            "window": self.recipe.profile.window,
+            "threads": self.recipe.profile.threads,
+            "formats": self.recipe.pack.model_dump(),
+        }
+
+    @property
+    def _train_spec(self) -> TrainSpec:
+        return stages.train_spec(self.checkpoint, self.machine, **self._train_settings, device=self._kind)
+
+    @property
+    def memory_bytes(self) -> int:
+        """About the memory of one worker in the stage that takes most."""
+        d, profile, corpus = self.checkpoint.decoder, self.recipe.profile, self.recipe.corpus
+        counting = ProfileSpec(
+            window=profile.window, batch=profile.batch, layers_at_once=profile.layers_at_once or None
+        )
+        tokens = (self.recipe.train.tokens, corpus.tune_tokens, corpus.report_tokens)
+        return max(memory_bytes(d, counting), TrainingWork.of(d, self._train_spec, 0.3, *tokens).memory_bytes)
 
     @property
     def refined(self) -> ActivationProfile:
@@ -176,36 +223,50 @@ class Pipeline:
         )
         record = self.store.folder / "packed.json"
         known = _record(record)
-        if known.get("key") == key and output.exists() and file_digest(output) == known["report"]["sha256"]:
-            return dict(known["report"])
-        with self.progress("packing") as progress:
-            result = stages.pack(
-                self.checkpoint,
-                output,
-                profile=self.profile,
-                predictors=self.trained,
-                placements=self.placements,
-                formats=recipe["pack"],
-                recipe=recipe,
-                progress=progress,
-            )
-        for line in result.notices:
-            self.notice(line)
-        report = pack_report(result)
-        write_text(record, json.dumps({"key": key, "report": report}))
-        self.ran.append("pack")
-        return report
+        if known.get("key") == key:
+            if output.exists() and file_digest(output) == known["report"]["sha256"]:
+                return dict(known["report"])
+            record.unlink(missing_ok=True)
 
-    def _shown(self, title: str, unit: str, stage: Callable[..., Result], key: str) -> Callable[[Path], Result]:
+        def write() -> None:
+            with self.progress("packing") as progress:
+                result = stages.pack(
+                    self.checkpoint,
+                    output,
+                    profile=self.profile,
+                    predictors=self.trained,
+                    placements=self.placements,
+                    formats=recipe["pack"],
+                    recipe=recipe,
+                    progress=progress,
+                )
+            for line in result.notices:
+                self.notice(line)
+            write_text(record, json.dumps({"key": key, "report": pack_report(result)}))
+
+        self.store.share(
+            "pack", key, lambda work: work.run({"artifact": write}), lambda: _record(record).get("key") == key
+        )
+        self.ran.append("pack")
+        return dict(_record(record)["report"])
+
+    def _shown(self, title: str, unit: str, stage: Callable[..., Result], key: str) -> Callable[[WorkFolder], Result]:
         """A stage that shows its progress, and records the key of its inputs."""
 
-        def make(scratch: Path) -> Result:
-            with self.progress(title, unit) as progress:
-                return stage(scratch=scratch, inputs=key, notice=self.notice, progress=progress)
+        def make(work: WorkFolder) -> Result:
+            with self.progress(title, unit) as bar:
+
+                def progress(done: int, total: int) -> None:
+                    bar(done, total)
+                    self.worker.progress(done, total)
+
+                return stage(scratch=work, inputs=key, notice=self.notice, progress=progress)
 
         return make
 
-    def _stored(self, name: str, key: str, kind: type[Result], make: Callable[[Path], Result]) -> Result:
+    def _stored(
+        self, name: str, key: str, kind: type[Result], make: Callable[[WorkFolder], Result], *, alone: bool = False
+    ) -> Result:
         """The stored result of a stage; made and stored where there is none."""
         result, made = self.store.result(
             name,
@@ -213,10 +274,16 @@ class Pipeline:
             make=make,
             save=lambda result, path: result.save(path),
             load=lambda path: _fresh(kind.load(path), key, path),
+            alone=alone,
         )
         if made:
             self.ran.append(name)
         return result
+
+
+def store_folder(recipe: Path) -> Path:
+    """The folder of a recipe's intermediate results."""
+    return recipe.resolve().parent / STORE / recipe.stem
 
 
 def recipe_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:

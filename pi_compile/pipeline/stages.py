@@ -7,7 +7,6 @@ same settings give the same bytes either way. A stage reads nothing but its argu
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from pi_compile.recipe import check_settings
 from pi_compile.results import ActivationProfile, PredictorSet
 from pi_compile.torch_model import Estimate
 from pi_compile.training import Texts, TrainSpec
+from pi_compile.workers import WorkFolder, work_folder
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.console import Progress, size
 
@@ -80,8 +80,9 @@ def profile(
     batch: int = 8,
     layers_at_once: int = 0,
     cofiring_tokens: int = 4096,
+    threads: int = 1,
     device: str = "cpu",
-    scratch: Path | None = None,
+    scratch: WorkFolder | Path | None = None,
     inputs: str = "",
     notice: Callable[[str], None] = lambda _line: None,
     progress: Progress = lambda _done, _total: None,
@@ -90,11 +91,13 @@ def profile(
 
     `tokens` are ids (T,); they go through the model in sequences of `window`, `batch` at a time, and a rest shorter
     than a window is left out. `layers_at_once` layers are in memory together, 0 for all; 1 profiles a model larger
-    than memory. `cofiring_tokens` are sampled to see which neurons fire together. `device` is cpu or cuda:N.
+    than memory. `cofiring_tokens` are sampled to see which neurons fire together. `threads` is how many a task computes
+    with, whatever the number of workers: the same number gives the same bytes. `device` is cpu or cuda:N.
 
     `scratch` is a folder for unfinished work, from which a killed run with the same arguments goes on; by default a
-    temporary one. `inputs` is recorded in the result. `notice` gets a line with the expected time, memory and disk;
-    `progress` is called with (done, total).
+    temporary one. Processes that are given the same folder and the same arguments share the work. `inputs` is recorded
+    in the result. `notice` gets a line with the expected time, memory and disk; `progress` is called with (done,
+    total).
 
     Returns counts (layers, neurons) in the checkpoint's order, and the order (layers, neurons) in which an artifact
     stores the neurons. The counts repeat on the same processor; on another the sign of a near-zero may differ.
@@ -105,15 +108,13 @@ def profile(
     >>> counts.tokens, counts.counts.shape
     (2048, (4, 1024))
     """
-    settings = {"window": window, "batch": batch, "cofiring_tokens": cofiring_tokens}
+    settings = {"window": window, "batch": batch, "cofiring_tokens": cofiring_tokens, "threads": threads}
     check_settings(profile={**settings, "layers_at_once": layers_at_once})
-    spec = ProfileSpec(**settings, layers_at_once=layers_at_once or None, device=device)
-    checkpoint.check_values()
+    shard = batch * max(1, ProfileSpec.shard // batch)
+    spec = ProfileSpec(**settings, layers_at_once=layers_at_once or None, shard=shard, device=device)
     notice(_announced("profiling", len(tokens), profiling.estimate(checkpoint.decoder, len(tokens), spec)))
-    with TemporaryDirectory() as temporary:
-        folder = scratch or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        return profiling.profile(checkpoint, tokens, spec, scratch=folder, inputs=inputs, progress=progress)
+    with work_folder(scratch) as work:
+        return profiling.profile(checkpoint, tokens, spec, work=work, inputs=inputs, progress=progress)
 
 
 def train(
@@ -129,8 +130,9 @@ def train(
     perplexity_increase: float = 0.001,
     window: int = 512,
     formats: Mapping[str, str] = KEPT,
+    threads: int = 1,
     device: str = "cpu",
-    scratch: Path | None = None,
+    scratch: WorkFolder | Path | None = None,
     inputs: str = "",
     notice: Callable[[str], None] = lambda _line: None,
     progress: Progress = lambda _done, _total: None,
@@ -156,7 +158,7 @@ def train(
     check_settings(
         train={"tokens": tokens, "steps": steps, "rungs": list(rungs), "seed": seed},
         quality={"perplexity_increase": perplexity_increase},
-        profile={"window": window},
+        profile={"window": window, "threads": threads},
     )
     spec = train_spec(
         checkpoint,
@@ -167,16 +169,15 @@ def train(
         perplexity_increase=perplexity_increase,
         window=window,
         formats=formats,
+        threads=threads,
         device=device,
     )
     texts = Texts(fit=corpus.fit[:tokens], tune=corpus.tune, report=corpus.report)
     work = training.training_work(checkpoint, profile, texts, spec)
     notice(_announced("training", len(texts.fit), work.estimate(device)))
-    with TemporaryDirectory() as temporary:
-        folder = scratch or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    with work_folder(scratch) as folder:
         return training.train_predictors(
-            checkpoint, profile, texts, spec, scratch=folder, inputs=inputs, progress=progress
+            checkpoint, profile, texts, spec, work=folder, inputs=inputs, progress=progress
         )
 
 

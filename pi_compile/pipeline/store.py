@@ -1,18 +1,18 @@
 """Results of stages on disk: nothing is computed twice, nothing stale is used, a killed stage resumes.
 
-A result's name holds the digest of everything it depends on, so a result of that name is the right one. A stage
-that is running works in a scratch folder of the same name. One process at a time works in a store; another waits.
+A result's name holds the digest of everything it depends on, so a result of that name is the right one. A stage that
+is running has a folder of the same name, in which any number of workers share its tasks. What other builds left is
+removed while no worker of another build is there.
 """
 
 import ast
 import hashlib
 import importlib.util
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ import numpy as np
 import pi_compile
 import pi_runtime
 from pi_compile.checkpoint.families import registry
+from pi_compile.workers import StageDoneError, Worker, WorkFolder
 
 Result = TypeVar("Result")
 _ROOTS = {"pi_compile": pi_compile, "pi_runtime": pi_runtime}
@@ -90,9 +91,16 @@ def _files_of(module: str) -> list[Path]:
     return [Path(spec.origin)] if spec and spec.origin else []
 
 
+@cache
+def _nodes(source: bytes) -> tuple[ast.AST, ...]:
+    """The parts of a source that may name a module."""
+    kinds = (ast.Constant, ast.Import, ast.ImportFrom)
+    return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds))
+
+
 def _imports(path: Path) -> Iterator[str]:
     """Modules that a source file imports, anywhere in it, or names in a string."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in _nodes(path.read_bytes()):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and _MODULE.fullmatch(node.value):
             yield node.value.partition(":")[0]
         elif isinstance(node, ast.Import):
@@ -106,64 +114,72 @@ def _home(module: str, name: str) -> str:
     """The module that defines a name: re-exports in an `__init__` are followed."""
     path = _source(module)
     if path is not None and path.name == "__init__.py":
-        for node in ast.walk(ast.parse(path.read_bytes())):
+        for node in _nodes(path.read_bytes()):
             if isinstance(node, ast.ImportFrom) and node.module and name in {alias.name for alias in node.names}:
                 return _home(node.module, name)
     submodule = f"{module}.{name}"
     return module if _source(submodule) is None else submodule
 
 
+WORKERS = "workers"
+"""Folder in a store where workers show that they are alive."""
+
+
 class Store:
-    """One recipe's results in one folder. Use inside `with store.exclusive(…)`."""
+    """One recipe's results in one folder, as one worker sees them."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @contextmanager
-    def exclusive(self, waiting: Callable[[str], None]) -> Iterator[None]:
-        """Hold the store. `waiting` gets a message, once, if another process holds it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("w") as handle:
-            _lock(handle, lambda: waiting(f"another run works in {self.folder}; waiting for it"))
-            yield
+    def __init__(self, folder: Path, worker: Worker) -> None:
+        self.folder, self.worker = folder, worker
 
     def result(
         self,
         stage: str,
         key: str,
         *,
-        make: Callable[[Path], Result],
+        make: Callable[[WorkFolder], Result],
         save: Callable[[Result, Path], None],
         load: Callable[[Path], Result],
+        alone: bool = False,
         suffix: str = ".npz",
     ) -> tuple[Result, bool]:
-        """The result, and whether it was made now. `make` gets a scratch folder, which may hold a killed run's work."""
+        """The result, and whether it was made now.
+
+        All workers `make` it together, in a folder that may hold a killed run's work, and one of them saves it. A stage
+        that has no tasks is made by one worker `alone`.
+        """
         path = self.folder / f"{stage}-{key[:16]}{suffix}"
-        scratch = self.folder / f"{stage}-{key[:16]}.work"
         if path.exists():
-            shutil.rmtree(scratch, ignore_errors=True)  # a kill after saving left it
+            shutil.rmtree(path.with_suffix(".work"), ignore_errors=True)  # a kill after saving left it
             return load(path), False
-        # Scratch folders of other keys are no longer of use, and may be large.
-        for other in self.folder.glob(f"{stage}-*.work"):
-            if other != scratch:
-                shutil.rmtree(other)
-        scratch.mkdir(exist_ok=True)
-        result = make(scratch)
-        save(result, path)
-        shutil.rmtree(scratch)
-        for older in self.folder.glob(f"{stage}-*{suffix}"):
-            if older != path:
-                older.unlink()
-        return result, True
 
+        def work(folder: WorkFolder) -> None:
+            result = None if alone else make(folder)
+            folder.run({"result": lambda: save(make(folder) if result is None else result, path)})
 
-def _lock(handle: Any, waiting: Callable[[], None]) -> None:
-    if os.name == "nt":
-        return  # Windows has no such locks: results still appear whole, but two runs may do the same work
-    import fcntl  # noqa: PLC0415
+        self.share(stage, key, work, path.exists)
+        if not self.worker.strangers():
+            for older in self.folder.glob(f"{stage}-*{suffix}"):
+                if older != path:
+                    older.unlink(missing_ok=True)
+        return load(path), True
 
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        waiting()
-        fcntl.flock(handle, fcntl.LOCK_EX)
+    def share(self, stage: str, key: str, work: Callable[[WorkFolder], object], finished: Callable[[], bool]) -> None:
+        """Have a stage `finished` by all workers that `work` in its folder; then the folder is removed."""
+        folder = self.folder / f"{stage}-{key[:16]}.work"
+        # Folders of other keys are no longer of use, and may be large.
+        if not self.worker.strangers():
+            for other in self.folder.glob(f"{stage}-*.work"):
+                if other != folder:
+                    shutil.rmtree(other, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.worker.at(stage=stage)
+        self.worker.call_help()
+        try:
+            work(WorkFolder(folder, self.worker, finished))
+        except StageDoneError:
+            pass
+        except Exception:
+            # Others may have finished the stage, and removed what this worker was about to read.
+            if not finished():
+                raise
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,9 +1,8 @@
 """The model in torch, block by block, for profiling and training.
 
-It computes what `pi_runtime.kernels.reference` defines, on the CPU or a GPU, with hidden states on disk.
+It computes what `pi_runtime.kernels.reference` defines, on the CPU or a GPU.
 """
 
-from pi_compile.torch_model.hidden_states import HiddenStates
 from pi_compile.torch_model.predictor import (
     Predictor,
     WarmStarts,
@@ -13,16 +12,19 @@ from pi_compile.torch_model.predictor import (
     second_moment,
     train,
 )
+from pi_compile.torch_model.resident_layers import ResidentLayers, computing_with
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
-from pi_compile.torch_model.throughput import Estimate, flops_per_s, layer_parameters, values_per_s
+from pi_compile.torch_model.throughput import PROCESS_BYTES, Estimate, flops_per_s, layer_parameters, values_per_s
 
 __all__ = [
     "DENSE",
+    "PROCESS_BYTES",
     "Estimate",
-    "HiddenStates",
     "Predictor",
+    "ResidentLayers",
     "SparseFfn",
     "WarmStarts",
+    "computing_with",
     "energy",
     "flops_per_s",
     "initial_rank",

@@ -33,6 +33,12 @@ def global_weights(checkpoint: Checkpoint, device: str) -> dict[str, Tensor]:
     return {name: torch.from_numpy(checkpoint.values(name)).to(device) for name in names}
 
 
+def embedding_weights(checkpoint: Checkpoint, device: str) -> dict[str, Tensor]:
+    """Embedding and learned positions, which `embed` takes."""
+    names = [name for name in ("embedding", "embedding_in", "positions") if name in checkpoint.array_shapes]
+    return {name: torch.from_numpy(checkpoint.values(name)).to(device) for name in names}
+
+
 def embed(d: Decoder, global_w: NamedTensors, ids_BT: Tensor) -> Tensor:
     """(B, T) ids → (B, T, D) hidden states, with positions from 0."""
     x_BTD = global_w["embedding"][ids_BT]

@@ -8,6 +8,9 @@ import torch
 
 from pi_runtime.artifact.decoder import Decoder
 
+PROCESS_BYTES = 300 << 20
+"""Memory of a process that has imported torch and has done nothing yet."""
+
 
 @dataclass(frozen=True)
 class Estimate:

@@ -1,31 +1,35 @@
 """The choice of rungs: one candidate for each layer, the fastest together that keep the quality budget.
 
-By Lagrangian relaxation: Σ time_l + λ · Σ error_l is least where every layer takes its own least, so there is one
-number to search, the multiplier λ. It is raised until the model's divergence on the tune text keeps the budget. What is
-chosen is then measured on the report text. If it costs more than the budget there, it is chosen again with less to
-spend, down to nothing.
+By Lagrangian relaxation: Σ time_l + λ · Σ error_l is least where every layer takes its own least. As the multiplier λ
+falls, layers take quicker candidates one by one, which gives a path of choices with rising error. The divergence of the
+model is nearly in proportion to the sum of its layers' errors, so a few passes of the tune text find how far along the
+path the budget reaches. What is chosen is then measured on the report text. If it costs more than the budget there, it
+is chosen again with less to spend, down to nothing.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pi_compile.training.candidates import Candidate
 from pi_compile.training.quality import Quality
 from pi_runtime.errors import NotMetError
 
-LOWEST_EXPONENT, HIGHEST_EXPONENT, BISECTIONS = -1.0, 8.0, 8
-"""The multiplier is searched between these powers of ten of the mean time of a layer, by so many bisections."""
+PASSES = 3
+"""Most choices that are measured on the tune text, for each format of the predictors."""
 
 Time = Callable[[Candidate], float]
 LayerCandidates = Sequence[Sequence[Candidate]]
 """Candidates of each layer."""
+Choice = tuple[Candidate, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class RungChoice:
     """A candidate for each layer, and their quality on the tune text."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: Choice
     tune: Quality
     predictor_format: str
 
@@ -41,8 +45,8 @@ def choose_rungs(
 ) -> RungChoice:
     """The fastest choice whose divergence on the tune text is at most `most`, with all predictors in one format.
 
-    Where no choice keeps that, the one with the least divergence. `on_pass` is called `BISECTIONS` times for each
-    format.
+    Where no choice keeps that, the one with the least error. `on_pass` is called after each of at most `PASSES`
+    measurements of each format.
     """
     if not any(c.format for candidates in layers for c in candidates):
         formats = formats[:1]
@@ -61,27 +65,62 @@ def _choose_in_format(
     measure: Callable[[Sequence[Candidate]], Quality],
     on_pass: Callable[[], None],
 ) -> RungChoice:
-    layers = [[c for c in candidates if c.format in (None, fmt)] for candidates in layers]
-    mean_time = max(sum(min(map(time, candidates)) for candidates in layers) / len(layers), 1e-9)
-    # No multiplier gives a better choice for quality than the least error in every layer.
-    chosen = [min(candidates, key=lambda c: (c.error, time(c))) for candidates in layers]
-    quality = last = measure(chosen)
-    measured, low, high = chosen, LOWEST_EXPONENT, HIGHEST_EXPONENT
-    for _ in range(BISECTIONS if 0 < most >= quality.divergence else 0):
-        middle = (low + high) / 2
-        relaxed = [_least(candidates, time, mean_time, 10**middle) for candidates in layers]
-        if relaxed != measured:
-            measured, last = relaxed, measure(relaxed)
-        if last.divergence <= most:
-            chosen, quality, high = relaxed, last, middle
-        else:
-            low = middle
+    path = _path([[c for c in candidates if c.format in (None, fmt)] for candidates in layers], time)
+    found: list[RungChoice] = []
+    divergence_of_error = 1.0
+    for n in range(PASSES):
+        # Without a choice that keeps the budget the last pass is for the least error: no other keeps it better.
+        hopeful = most > 0 and (n < PASSES - 1 or any(c.tune.divergence <= most for c in found))
+        within = [c for c in path if divergence_of_error * _error(c) <= most] if hopeful else []
+        chosen = within[-1] if within else path[0]
+        if any(chosen == c.candidates for c in found):
+            break
+        found.append(RungChoice(chosen, measure(chosen), fmt))
         on_pass()
-    return RungChoice(tuple(chosen), quality, fmt)
+        if not hopeful:
+            break
+        if _error(chosen) > 0:
+            divergence_of_error = found[-1].tune.divergence / _error(chosen)
+    keeping = [c for c in found if c.tune.divergence <= most]
+    return min(keeping, key=lambda c: sum(map(time, c.candidates))) if keeping else found[-1]
 
 
-def _least(candidates: Sequence[Candidate], time: Time, mean_time: float, multiplier: float) -> Candidate:
-    return min(candidates, key=lambda c: time(c) / mean_time + multiplier * c.error)
+def _error(choice: Choice) -> float:
+    return math.fsum(c.error for c in choice)
+
+
+def _path(layers: LayerCandidates, time: Time) -> list[Choice]:
+    """The choices that are best for some multiplier, from the least error to the least time."""
+    hulls = [_hull(candidates, time) for candidates in layers]
+    steps = [
+        ((time(before) - time(after)) / (after.error - before.error), n, after)
+        for n, hull in enumerate(hulls)
+        for before, after in pairwise(hull)
+    ]
+    chosen = [hull[0] for hull in hulls]
+    path = [tuple(chosen)]
+    # Along a hull the time that an error saves falls, so a layer's steps stay in their order.
+    for _, n, after in sorted(steps, key=lambda step: -step[0]):
+        chosen[n] = after
+        path.append(tuple(chosen))
+    return path
+
+
+def _hull(candidates: Sequence[Candidate], time: Time) -> list[Candidate]:
+    """The lower convex hull of a layer's candidates over error and time, from the least error to the least time."""
+    hull: list[Candidate] = []
+    for c in sorted(candidates, key=lambda c: (c.error, time(c))):
+        if hull and time(c) >= time(hull[-1]):
+            continue
+        while len(hull) > 1 and _above(hull[-2], hull[-1], c, time):
+            hull.pop()
+        hull.append(c)
+    return hull
+
+
+def _above(a: Candidate, b: Candidate, c: Candidate, time: Time) -> bool:
+    """Whether b lies on or above the line from a to c."""
+    return (time(b) - time(a)) * (c.error - a.error) >= (time(c) - time(a)) * (b.error - a.error)
 
 
 def not_met(choice: RungChoice, cost: float, budget: float) -> NotMetError:

@@ -1,45 +1,52 @@
-"""Training samples: texts pushed through the layers one by one, with one layer's FFN inputs on disk.
+"""Training samples: texts pushed through the layers one by one, with a layer's FFN inputs on disk.
+
+A text goes through in batches of windows, each of which is a task of its own with files of its own: the hidden states
+before each layer, which are removed when those after it are there, and the FFN inputs, which stay until the layer has
+its candidates.
 
 Shape letters: N samples, which are the tokens of all windows, D model width; `ids_NT` has N windows of T tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-import zarr
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.torch_model import HiddenStates
+from pi_compile.files import read_arrays, write_arrays
+from pi_compile.torch_model import ResidentLayers
 from pi_compile.torch_model import decoder as td
 from pi_compile.training.quality import BATCH
 
 CHUNK = 4096
-"""Samples read at once, and in one chunk of the file."""
+"""Samples read at once."""
 NEURON_VALUES = 1 << 24
 """Neuron values that an array in memory may hold."""
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """FFN inputs (N, D) of one layer."""
+    """FFN inputs (N, D) of one layer, in files of `rows` samples, the last of fewer."""
 
-    array: "zarr.Array[Any]"
+    files: tuple[Path, ...]
+    rows: int
+    count: int
+    """The number of samples N."""
     state: float
     """Σ ‖x‖² of the states after the layer."""
     device: str
 
     def blocks(self, rows: int = CHUNK) -> Iterator[torch.Tensor]:
         """All samples in their order, in blocks of `rows`."""
-        for start in range(0, self.array.shape[0], CHUNK):
+        for start in range(0, self.count, CHUNK):
             yield from torch.split(self._chunk(start), rows)
 
     def batches(self, size: int, rng: np.random.Generator) -> Iterator[torch.Tensor]:
-        """Endless batches in random order; one chunk of the file is in memory at a time."""
-        starts = np.arange(0, self.array.shape[0], CHUNK)
+        """Endless batches in random order; one chunk of the samples is in memory at a time."""
+        starts = np.arange(0, self.count, CHUNK)
         while True:
             for start in rng.permutation(starts):
                 chunk = self._chunk(start)
@@ -47,39 +54,74 @@ class Samples:
                 yield from torch.split(chunk[order], size)
 
     def _chunk(self, start: int) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(self.array[start : start + CHUNK])).to(self.device)
+        """The samples of `CHUNK` that begin with sample `start`."""
+        first, skipped = divmod(int(start), self.rows)
+        files = self.files[first : -(-(int(start) + CHUNK) // self.rows)]
+        read = np.concatenate([read_arrays(file)["inputs"] for file in files])
+        return torch.from_numpy(read[skipped : skipped + CHUNK]).to(self.device)
 
 
-def push_through(
-    checkpoint: Checkpoint, n: int, w: td.NamedTensors, ids_NT: torch.Tensor, *, scratch: Path, name: str, device: str
-) -> Samples:
-    """Push a text's hidden states through layer n, which has the weights `w`, and keep the layer's FFN inputs.
+@dataclass(frozen=True)
+class PushedText:
+    """A text on its way through the layers; its files lie in `folder` and begin with `name`."""
 
-    Layers come in their order. `name` is the text's, for the files in `scratch`.
-    """
-    d = checkpoint.decoder
-    states = HiddenStates(scratch, name, (*ids_NT.shape, d.d_model))
-    samples = zarr.create_array(
-        scratch / f"{name}-inputs.zarr",
-        shape=(ids_NT.numel(), d.d_model),
-        chunks=(min(CHUNK, ids_NT.numel()), d.d_model),
-        dtype="float32",
-        compressors=None,
-        overwrite=True,
-    )
-    global_w = td.global_weights(checkpoint, device) if n == 0 else {}
-    before, after, state = states.before(n), states.before(n + 1), 0.0
-    with torch.inference_mode():
-        for start in range(0, len(ids_NT), BATCH):
-            rows = slice(start, start + BATCH)
-            if n == 0:
-                x = td.embed(d, global_w, ids_NT[rows].to(device))
+    checkpoint: Checkpoint
+    resident: ResidentLayers
+    ids_NT: torch.Tensor
+    name: str
+    folder: Path
+    device: str
+
+    def tasks(self, layer: int) -> dict[str, Callable[[], None]]:
+        """The batches of windows by the file that says that they are through a layer."""
+        return {self._through(layer, n): partial(self._push, layer, n) for n in self._batches}
+
+    def needs(self, layer: int) -> dict[str, list[str]]:
+        """What a batch's way through a layer begins after."""
+        return {self._through(layer, n): [self._through(layer - 1, n)] for n in self._batches if layer}
+
+    def samples(self, layer: int) -> Samples:
+        """The FFN inputs of a layer, when all batches are through it."""
+        states = (read_arrays(self.folder / self._through(layer, n))["state"] for n in self._batches)
+        return Samples(
+            files=tuple(self._inputs(layer, n) for n in self._batches),
+            rows=BATCH * self.ids_NT.shape[1],
+            count=self.ids_NT.numel(),
+            state=sum(map(float, states)),
+            device=self.device,
+        )
+
+    def forget(self, layer: int) -> None:
+        """Remove the FFN inputs of a layer."""
+        for n in self._batches:
+            self._inputs(layer, n).unlink(missing_ok=True)
+
+    @property
+    def _batches(self) -> range:
+        return range(-(-len(self.ids_NT) // BATCH))
+
+    def _through(self, layer: int, n: int) -> str:
+        return f"pushed-{layer}-{self.name}-{n}.npz"
+
+    def _inputs(self, layer: int, n: int) -> Path:
+        return self.folder / f"inputs-{layer}-{self.name}-{n}.npz"
+
+    def _states(self, layer: int, n: int) -> Path:
+        """File of the hidden states before a layer."""
+        return self.folder / f"states-{layer}-{self.name}-{n}.npz"
+
+    def _push(self, layer: int, n: int) -> None:
+        """Push one batch of windows through a layer, and keep the layer's FFN inputs."""
+        (w,), d = self.resident.weights(range(layer, layer + 1)), self.checkpoint.decoder
+        with torch.inference_mode():
+            if layer == 0:
+                x = self.resident.embed(self.ids_NT[n * BATCH : (n + 1) * BATCH])
             else:
-                x = torch.from_numpy(before[rows].copy()).to(device)
+                x = torch.from_numpy(read_arrays(self._states(layer, n))["states"]).to(self.device)
             x, inputs = td.before_ffn(d, w, x)
-            flat = inputs.flatten(0, 1).numpy(force=True)
-            samples[start * ids_NT.shape[1] : start * ids_NT.shape[1] + len(flat)] = flat
+            write_arrays(self._inputs(layer, n), {"inputs": inputs.flatten(0, 1).numpy(force=True)})
             x = td.after_ffn(d, w, x, td.ffn_output(w, td.neurons(d, w, inputs)))
-            after[rows] = x.numpy(force=True)
-            state += float(x.square().sum())
-    return Samples(samples, state, device)
+            if layer + 1 < d.n_layers:
+                write_arrays(self._states(layer + 1, n), {"states": x.numpy(force=True)})
+            write_arrays(self.folder / self._through(layer, n), {"state": np.array(float(x.square().sum()))})
+        self._states(layer, n).unlink(missing_ok=True)

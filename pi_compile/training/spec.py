@@ -32,6 +32,8 @@ class TrainSpec:
     processor: Processor = BYTES
     """The processor that times are predicted for."""
     seed: int = 0
+    threads: int = 1
+    """Threads that a task computes with. They can change the last bits of a result."""
     device: str = "cpu"
 
     def layer_error(self, n_layers: int) -> float:

@@ -3,12 +3,16 @@
 For each layer, its FFN inputs on the fit and tune texts are computed, and candidates are found (`candidates`). Then one
 candidate is chosen for each layer, by predicted time on the recipe's processor (`rung_choice`). The reported figures
 are measured on a third text, and the budget must hold there too.
+
+Any number of workers share the tasks: the candidates of a layer, a batch of windows on its way through a layer, and a
+batch on its way through a choice. All workers come to the same choice, each by itself, from what all have measured.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +21,17 @@ import numpy.typing as npt
 import torch
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.files import read_arrays, write_arrays
+from pi_compile.files import json_digest, read_arrays, write_arrays
 from pi_compile.results import ActivationProfile, Floats, PredictorSet
-from pi_compile.torch_model import DENSE
+from pi_compile.torch_model import DENSE, ResidentLayers, SparseFfn, computing_with
 from pi_compile.torch_model import decoder as td
 from pi_compile.training.candidates import Candidate, Ladder, searches_for
-from pi_compile.training.quality import LayerSums, Quality, measure_quality
+from pi_compile.training.quality import LayerSums, MeasuredText, Quality
 from pi_compile.training.rung_choice import RungChoice, choose_rungs, not_met
-from pi_compile.training.samples import push_through
+from pi_compile.training.samples import PushedText
 from pi_compile.training.spec import TUNE_FRACTIONS, TrainSpec
 from pi_compile.training.work_estimate import ProgressMeter, TrainingWork
+from pi_compile.workers import WorkFolder
 from pi_runtime.artifact.rungs import RUNGS, Rung
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
@@ -57,21 +62,20 @@ def train_predictors(
     texts: Texts,
     spec: TrainSpec,
     *,
-    scratch: Path,
+    work: WorkFolder,
     inputs: str,
     progress: Progress,
 ) -> PredictorSet:
-    """Train predictors, choose rungs and report their quality.
+    """Train predictors, choose rungs and report their quality, with all workers that have the same folder to work in.
 
-    `scratch` is this run's alone; finished layers of an earlier run with the same `inputs` are reused. Raises
-    NotMetError if the allowed rungs cannot keep the quality budget.
+    What an earlier run with the same `inputs` left there is reused. Raises NotMetError if the allowed rungs cannot keep
+    the quality budget.
     """
     meter = ProgressMeter(training_work(checkpoint, profile, texts, spec), progress)
-    run = _Run(checkpoint, profile, texts, spec, scratch, meter)
-    for n in range(checkpoint.decoder.n_layers):
-        run.find_candidates(n)
-        meter.layer_done(n)
-    choice, report = run.choose()
+    run = _Run(checkpoint, profile, texts, spec, work, meter, ResidentLayers(checkpoint, spec.device))
+    with computing_with(spec.threads):
+        run.find_candidates()
+        choice, report = run.choose()
     increase, error = report.increase_over(run.dense_report)
     perplexity = {
         "tune_dense": run.dense_tune.perplexity,
@@ -110,8 +114,9 @@ class _Run:
     profile: ActivationProfile
     texts: Texts
     spec: TrainSpec
-    scratch: Path
+    work: WorkFolder
     meter: ProgressMeter
+    resident: ResidentLayers
     found: dict[int, list[Candidate]] = field(default_factory=dict)
 
     def ffn_bytes(self, predictor_format: str) -> FfnBytes:
@@ -122,32 +127,44 @@ class _Run:
 
     # Layer by layer.
 
-    def find_candidates(self, n: int) -> None:
-        """Find the candidates of layer n, or read those of an earlier run."""
-        if not self._file(n).exists():
-            self._search(n)
-        stored = read_arrays(self._file(n), "candidates")
-        self.found[n] = [Candidate.from_json(c) for c in json.loads(str(stored["candidates"]))]
+    def find_candidates(self) -> None:
+        """Have the candidates of all layers found. A layer's search is preferred to pushing text on."""
+        layers, d = range(self.checkpoint.decoder.n_layers), self.checkpoint.decoder
+        self.found.update({n: [] for n in layers})
+        if not searches_for(self.spec.rungs, d):
+            return
+        texts = [self._pushed(name) for name in ("fit", "tune")]
+        tasks: dict[str, Callable[[], None]] = {self._name(n): partial(self._search, n, *texts) for n in layers}
+        needs = {self._name(n): [batch for text in texts for batch in text.tasks(n)] for n in layers}
+        for n in layers:
+            for text in texts:
+                tasks |= text.tasks(n)
+                needs |= text.needs(n)
+        names = set(map(self._name, layers))
+        self.work.run(tasks, needs, lambda done: self.meter.layers_done(len(names & done)))
+        self.resident.weights(range(0))  # frees those of the last layer
+        for n in layers:
+            stored = read_arrays(self._file(n), "candidates")
+            self.found[n] = [Candidate.from_json(c) for c in json.loads(str(stored["candidates"]))]
+
+    def _pushed(self, name: str) -> PushedText:
+        ids_NT = self.windows(getattr(self.texts, name))
+        return PushedText(self.checkpoint, self.resident, ids_NT, name, self.work.path, self.spec.device)
+
+    def _name(self, n: int) -> str:
+        return f"layer-{n}.npz"
 
     def _file(self, n: int) -> Path:
-        return self.scratch / f"layer-{n}.npz"
+        return self.work.path / self._name(n)
 
-    def _search(self, n: int) -> None:
-        d, device = self.checkpoint.decoder, self.spec.device
-        if not searches_for(self.spec.rungs, d):
-            write_arrays(self._file(n), {"candidates": np.array("[]")})
-            return
-        w = td.layer_weights(self.checkpoint, n, device)
-        texts = {"fit": self.texts.fit, "tune": self.texts.tune}
-        fit, tune = (
-            push_through(self.checkpoint, n, w, self.windows(tokens), scratch=self.scratch, name=name, device=device)
-            for name, tokens in texts.items()
-        )
+    def _search(self, n: int, fit: PushedText, tune: PushedText) -> None:
+        """Find the candidates of layer n."""
+        (w,) = self.resident.weights(range(n, n + 1))
         ladder = Ladder(
-            d=d,
+            d=self.checkpoint.decoder,
             w=w,
-            fit=fit,
-            tune=tune,
+            fit=fit.samples(n),
+            tune=tune.samples(n),
             spec=self.spec,
             rng=lambda training_round: np.random.default_rng([self.spec.seed, n, training_round]),
             on_step=self.meter.step_done,
@@ -157,6 +174,8 @@ class _Run:
         ladder.search()
         candidates = np.array(json.dumps([asdict(candidate) for candidate in ladder.found]))
         write_arrays(self._file(n), {"candidates": candidates, **ladder.arrays})
+        for text in (fit, tune):
+            text.forget(n)
 
     # The choice.
 
@@ -171,30 +190,35 @@ class _Run:
     def choose(self) -> tuple[RungChoice, Quality]:
         """The choice that keeps the budget on the report text, and its quality there. Raises NotMetError."""
         layers = [self._allowed(n, sums) for n, sums in enumerate(self.dense_tune.layers)]
-        budget = self.spec.perplexity_increase
+        dense, budget = self.dense_report, self.spec.perplexity_increase
         for fraction in TUNE_FRACTIONS:
             choice = choose_rungs(
                 layers,
                 fraction * budget,
                 formats=self.spec.predictor_formats,
                 time=self._time,
-                measure=lambda chosen: self._measure(self.texts.tune, chosen, self.dense_tune),
+                measure=lambda chosen: self._measure(self.texts.tune, chosen),
                 on_pass=self.meter.pass_done,
             )
-            report = self._measure(self.texts.report, choice.candidates, self.dense_report)
+            report = self._measure(self.texts.report, choice.candidates)
             # The divergence is what the increase would be without the luck of which words the text happens to hold.
-            cost = max(report.increase_over(self.dense_report)[0], report.divergence)
+            cost = max(report.increase_over(dense)[0], report.divergence)
             if cost <= budget:
                 return choice, report
         raise not_met(choice, cost, budget)
 
-    def _measure(self, tokens: Tokens, chosen: Sequence[Candidate], dense: Quality) -> Quality:
-        ffns = [c.sparse_ffn(self._arrays(n, c), self.spec.device) for n, c in enumerate(chosen)]
-        return measure_quality(self.checkpoint, self.windows(tokens), ffns, device=self.spec.device, dense=dense)
+    def _measure(self, tokens: Tokens, chosen: Sequence[Candidate]) -> Quality:
+        def ffn_of(n: int) -> SparseFfn:
+            return chosen[n].sparse_ffn(self._arrays(n, chosen[n]), self.spec.device)
+
+        return self._measured(tokens).measure(ffn_of, json_digest([asdict(c) for c in chosen])[:16])
 
     def _measure_dense(self, tokens: Tokens) -> Quality:
-        ffns = [DENSE] * self.checkpoint.decoder.n_layers
-        return measure_quality(self.checkpoint, self.windows(tokens), ffns, device=self.spec.device)
+        return self._measured(tokens).measure(lambda _n: DENSE)
+
+    def _measured(self, tokens: Tokens) -> MeasuredText:
+        name = f"text-{sha256(np.ascontiguousarray(tokens, '<i8').tobytes()).hexdigest()[:16]}"
+        return MeasuredText(self.checkpoint, self.windows(tokens), name, self.work, self.spec.device)
 
     def predictor(self, n: int, candidate: Candidate) -> tuple[Floats, Floats, Floats] | None:
         """Down, up and bias of a candidate of layer n, as trained."""

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pi_compile.torch_model import Estimate, flops_per_s, layer_parameters, values_per_s
+from pi_compile.torch_model import PROCESS_BYTES, Estimate, flops_per_s, layer_parameters, values_per_s
 from pi_compile.training.candidates import MORE_RANKS, initial_ranks, searches_for
-from pi_compile.training.rung_choice import BISECTIONS
+from pi_compile.training.quality import BATCH
+from pi_compile.training.rung_choice import PASSES
 from pi_compile.training.samples import CHUNK, NEURON_VALUES
 from pi_compile.training.spec import TrainSpec
 from pi_runtime.artifact.decoder import Decoder
@@ -42,21 +43,30 @@ class TrainingWork:
         products = flops_per_s(min(batch, 512), d.d_model, min(d.neurons, 4096), device)
         values = values_per_s(device)
         seconds = sum(flops / products + n / values for flops, n in self.parts())
-        neuron_values = 10 * max(NEURON_VALUES, batch * d.neurons)
         return Estimate(
-            seconds=seconds,
-            disk_bytes=12 * (self.fit + self.tune) * d.d_model,
-            memory_bytes=4
-            * (
-                2 * layer_parameters(d, d.n_experts)
-                + 2 * d.vocab_size * d.d_model
-                + neuron_values
-                + 2 * CHUNK * d.d_model
-                + 16 * sum(self.ranks) * (d.d_model + d.neurons)
-                + 8 * d.d_model**2
-                + 3 * max(self.tune, self.report) * d.d_model
-            ),
+            seconds=seconds, disk_bytes=12 * (self.fit + self.tune) * d.d_model, memory_bytes=self.memory_bytes
         )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one worker in the largest part: a layer's search, a pass through the model, or the result."""
+        d, rows = self.d, BATCH * self.spec.window
+        search = (
+            10 * max(NEURON_VALUES, self.spec.batch * d.neurons)
+            + 2 * CHUNK * d.d_model
+            + 16 * sum(self.ranks) * (d.d_model + d.neurons)
+            + 6 * d.neurons * d.d_model
+            + 8 * d.d_model**2
+        )
+        one_pass = (
+            2 * d.vocab_size * d.d_model
+            + 6 * rows * d.vocab_size
+            + 8 * rows * d.neurons
+            + max(self.tune, self.report) * d.d_model
+            + 3 * max(self.ranks, default=0) * (d.d_model + d.neurons)
+        )
+        result = d.n_layers * sum(self.ranks) // max(len(self.ranks), 1) * (d.d_model + d.neurons)
+        return PROCESS_BYTES + 4 * max(2 * layer_parameters(d, d.n_experts) + max(search, one_pass), result)
 
     def per_step(self) -> tuple[float, float]:
         """The work of one optimiser step of all ranks."""
@@ -92,7 +102,7 @@ class TrainingWork:
         """The work of the whole training: optimiser steps, the rest of each layer, and passes through the model."""
         step, beside, one_pass = self.per_step(), self.beside_steps(), self.per_pass()
         steps = self.spec.steps * self.training_rounds() * self.d.n_layers
-        passes = BISECTIONS * len(self.spec.predictor_formats) + 2 + 2 * self.report / self.tune
+        passes = PASSES * len(self.spec.predictor_formats) + 2 + 2 * self.report / self.tune
         return [_times(step, steps), _times(beside, self.d.n_layers), _times(one_pass, passes)]
 
     def _neurons(self) -> float:
@@ -117,12 +127,12 @@ class ProgressMeter:
         self._steps = round(work.spec.steps * work.training_rounds())
         self._layer = max(1, self._steps + in_steps(work.beside_steps()))
         self._pass = max(1, in_steps(work.per_pass()))
-        self._total = self._layers * self._layer + (BISECTIONS * len(work.spec.predictor_formats) + 3) * self._pass
+        self._total = self._layers * self._layer + (PASSES * len(work.spec.predictor_formats) + 3) * self._pass
         self._done = 0
 
-    def layer_done(self, n: int) -> None:
-        """Report that layer n is done."""
-        self._report((n + 1) * self._layer)
+    def layers_done(self, count: int) -> None:
+        """Report how many layers are done, by all workers together."""
+        self._report(count * self._layer)
 
     def step_done(self) -> None:
         """Report that an optimiser step is done."""

@@ -1,8 +1,9 @@
 """A file that appears whole or not at all: written beside its target under a hidden name, then moved over it.
 
-The hidden file is `.NAME.PID-N.tmp`. Its writer holds an exclusive flock on it for as long as it lives, so the next
-writer of the same target can tell what a killed one left behind (lock free: removed) from a live one's (lock held:
-left alone). Windows has no flock, but refuses to remove a file that someone has open, which comes to the same.
+The hidden file is `.NAME.PID-N.tmp`; N is random, because processes on two machines may have the same PID. Its writer
+holds an exclusive flock on it for as long as it lives, so the next writer of the same target can tell what a killed one
+left behind (lock free: removed) from a live one's (lock held: left alone). Windows has no flock, but refuses to remove
+a file that someone has open, which comes to the same.
 """
 
 import os
@@ -11,6 +12,7 @@ import sys
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from secrets import randbits
 from typing import Self
 
 if sys.platform != "win32":
@@ -64,7 +66,7 @@ class Replacement:
 
 
 def _create(target: Path) -> tuple[Path, int]:
-    for n in count():
+    for n in count(randbits(48)):
         path = target.with_name(f".{target.name}.{os.getpid()}-{n}.tmp")
         try:
             fd = os.open(path, _FLAGS, 0o666)

@@ -24,7 +24,7 @@ TOKENS = 8192
 def main() -> None:
     prompt = sys.argv[1] if len(sys.argv) > 1 else PROMPT
     pipeline = Pipeline(HERE.with_suffix(".toml"), "cpu", console.say, console.progress)
-    with pipeline.store.exclusive(console.say):
+    with pipeline.worker:
         artifact = pipeline.store.folder / "demo.pi"
         packed = pipeline.pack(artifact)
     console.say(f"{artifact}: {', '.join(pipeline.ran) or 'up to date'}")

@@ -20,6 +20,7 @@ from support.rss import synthetic_llama
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.profiling import ProfileSpec, _Run
+from pi_compile.torch_model import ResidentLayers
 from pi_compile.torch_model import decoder as td
 
 D_MODEL, D_FF, VOCAB, WINDOW, BATCH = 2048, 8192, 1000, 512, 2
@@ -46,14 +47,14 @@ def main() -> None:
         d, w, ends = checkpoint.decoder, td.layer_weights(checkpoint, 0, "cpu"), td.global_weights(checkpoint, "cpu")
         # A text of a million tokens is sampled this densely.
         spec = ProfileSpec(window=WINDOW, batch=BATCH, cofiring_tokens=max(1, ids.numel() * 4096 // 10**6))
-        run = _Run(checkpoint, ids, spec, Path(folder), lambda _done, _total: None)
+        run = _Run(checkpoint, ids, spec, Path(folder), ResidentLayers(checkpoint, "cpu"))
 
         def plain() -> torch.Tensor:
             x, inputs = td.before_ffn(d, w, td.embed(d, ends, ids))
             return td.after_ffn(d, w, x, td.ffn_output(w, td.neurons(d, w, inputs)))
 
         def counting() -> np.ndarray:
-            return run._run_batch(range(1), [w], ends, slice(0, BATCH))[0].counts
+            return run.run_batch([w], td.embed(d, ends, ids), 0)[1][0][0]
 
         _, inputs = td.before_ffn(d, w, td.embed(d, ends, ids))
         wanted = (td.neurons(d, w, inputs) != 0).sum((0, 1))

@@ -17,10 +17,12 @@ from transformers import PreTrainedModel
 
 from pi_compile import profiling
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
-from pi_compile.errors import CorpusError, ProfileError
+from pi_compile.errors import CorpusError, ProfileError, TaskFailedError
+from pi_compile.files import read_arrays
 from pi_compile.profiling import ProfileSpec, count_fired, estimate, profile
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.torch_model import decoder as td
+from pi_compile.workers import work_folder
 
 # 11 windows and a rest; shards of 4, 4 and 3 windows; batches of 3 and 1.
 SPEC = ProfileSpec(window=16, batch=3, shard=4, cofiring_tokens=36)
@@ -46,9 +48,8 @@ def run(
     progress: Callable[[int, int], None] = lambda _done, _total: None,
     **changes: Any,
 ) -> ActivationProfile:
-    scratch.mkdir(exist_ok=True)
-    spec = replace(SPEC, **changes)
-    return profile(checkpoint, tokens, spec, scratch=scratch, inputs="inputs", progress=progress)
+    with work_folder(scratch) as work:
+        return profile(checkpoint, tokens, replace(SPEC, **changes), work=work, inputs="inputs", progress=progress)
 
 
 def preactivations(model: PreTrainedModel, windows: torch.Tensor) -> list[torch.Tensor]:
@@ -100,16 +101,29 @@ def test_each_weight_is_read_once(llama: Any, tmp_path: Path, monkeypatch: pytes
     assert read == [0, 1, 2]
 
 
-def test_hidden_states_take_the_disk_that_was_estimated(llama: Any, tmp_path: Path) -> None:
+def test_hidden_states_take_the_disk_that_was_estimated(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = TOKENS[: 11 * 16]
     for step, name in ((1, "layers"), (None, "whole")):
+        taken, write = [0], profiling.write_arrays
+
+        def measured(path: Path, arrays: Any) -> None:
+            write(path, arrays)  # noqa: B023
+            files = path.parent.glob("states-*.npz")
+            taken.append(sum(read_arrays(file)["states"].nbytes for file in files))  # noqa: B023
+
+        monkeypatch.setattr(profiling, "write_arrays", measured)
         run(llama[1], tmp_path / name, tokens, layers_at_once=step)
-        taken = sum(f.stat().st_size - 128 for f in (tmp_path / name).glob("hidden-*.npy"))
-        assert taken == estimate(llama[1].decoder, len(tokens), replace(SPEC, layers_at_once=step)).disk_bytes
+        monkeypatch.undo()
+        estimated = estimate(llama[1].decoder, len(tokens), replace(SPEC, layers_at_once=step)).disk_bytes
+        assert max(taken) == estimated
+        assert not list((tmp_path / name).glob("states-*.npz"))
 
 
-@pytest.mark.parametrize("layers_at_once", [1, None])
-@pytest.mark.parametrize("finished", range(1, 10, 2))
+@pytest.mark.parametrize(
+    ("layers_at_once", "finished"), [*((1, finished) for finished in range(1, 10, 2)), (None, 1), (None, 2), (None, 3)]
+)
 def test_a_killed_run_goes_on(
     llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers_at_once: int | None, finished: int
 ) -> None:
@@ -128,10 +142,9 @@ def test_a_killed_run_goes_on(
     again = run(llama[1], tmp_path / "killed", progress=lambda *a: seen.append(a), layers_at_once=layers_at_once)
     assert again.digest() == whole.digest()
     # Three shards: two with two batches, one with one; of each layer only what was missing.
-    step = 1 if layers_at_once else 3
-    assert seen == [(done, 9) for done in range(step, 10, step)]
-    left = [[2, 2, 1][(n // step) % 3] for n in range(-(-finished // step) * step, 9, step)]
-    assert len(batches) == step * sum(left)
+    layers, total = (1, 9) if layers_at_once else (3, 3)
+    assert sorted(set(seen)) == [(done, total) for done in range(total + 1)]
+    assert len(batches) == layers * sum([2, 2, 1][n % 3] for n in range(finished, total))
 
 
 @pytest.mark.parametrize("batch", range(1, 15, 3))
@@ -155,12 +168,18 @@ def test_a_kill_in_the_middle_of_a_shard(
 
 def test_a_missing_shard_of_the_last_layers_is_made_again(llama: Any, tmp_path: Path) -> None:
     whole = run(llama[1], tmp_path, layers_at_once=2)
-    (tmp_path / "layers-2-shard-1.npz").unlink()
+    for name in ("layers-2.npz", "layers-2-shard-1.npz"):
+        (tmp_path / name).unlink()
+    with pytest.raises(TaskFailedError, match="states-2-shard-1"):  # they are kept only as long as they are needed
+        run(llama[1], tmp_path, layers_at_once=2)
+    for path in tmp_path.glob("layers-*.npz"):
+        path.unlink()
     assert run(llama[1], tmp_path, layers_at_once=2).digest() == whole.digest()
 
 
 def test_a_damaged_shard_is_refused(llama: Any, tmp_path: Path) -> None:
     run(llama[1], tmp_path)
+    (tmp_path / "layers-0.npz").unlink()
     file = tmp_path / "layers-0-shard-1.npz"
     file.write_bytes(file.read_bytes()[:-30])
     with pytest.raises(ProfileError, match="remove it and make it again"):
@@ -212,7 +231,7 @@ def test_an_estimate_grows_with_what_is_asked(llama: Any) -> None:
     weights = 4 * 8 * (3 * 512 * 2048 + (2 * d.n_heads + 2 * d.n_kv_heads) * d.head_dim * 512)
     assert weights < whole.memory_bytes < 4 * weights
     assert whole.memory_bytes - layers.memory_bytes == weights * 7 // 8
-    assert (whole.disk_bytes, layers.disk_bytes) == (0, 2 * 10**6 * 512 * 4)
+    assert (whole.disk_bytes, layers.disk_bytes) == (0, (10**6 + spec.shard * spec.window) * 512 * 4)
     assert estimate(replace(d, ffn="plain"), 10**6, spec).memory_bytes < whole.memory_bytes
 
 

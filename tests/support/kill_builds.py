@@ -25,7 +25,7 @@ def build(recipe: Path, output: Path) -> dict[str, object]:
     torch.set_num_threads(1)
     silent = nullcontext(lambda _done, _total: None)
     pipeline = Pipeline(recipe, "cpu", lambda _line: None, lambda *_: silent)
-    with pipeline.store.exclusive(lambda _line: None):
+    with pipeline.worker:
         return pipeline.pack(output)
 
 

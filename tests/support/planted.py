@@ -12,6 +12,7 @@ from pi_compile.profiling import ProfileSpec, profile
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.training import Texts, TrainSpec, train_predictors
+from pi_compile.workers import work_folder
 from support import hf
 
 D_MODEL, D_FF, LAYERS, RANK = 128, 192, 3, 32
@@ -60,12 +61,13 @@ def planted(folder: Path, scratch: Path) -> tuple[Checkpoint, ActivationProfile]
 
 def profiled(checkpoint: Checkpoint, scratch: Path) -> tuple[Checkpoint, ActivationProfile]:
     spec = ProfileSpec(window=32, batch=8)
-    return checkpoint, profile(checkpoint, TEXTS.fit, spec, scratch=scratch, inputs="", progress=lambda *_: None)
+    with work_folder(scratch) as work:
+        return checkpoint, profile(checkpoint, TEXTS.fit, spec, work=work, inputs="", progress=lambda *_: None)
 
 
 def trained_on(
     model: Any, scratch: Path, *, texts: Texts = TEXTS, progress: Any = None, **changes: Any
 ) -> PredictorSet:
-    scratch.mkdir(exist_ok=True)
     progress = progress or (lambda *_: None)
-    return train_predictors(*model, texts, replace(SPEC, **changes), scratch=scratch, inputs="key", progress=progress)
+    with work_folder(scratch) as work:
+        return train_predictors(*model, texts, replace(SPEC, **changes), work=work, inputs="key", progress=progress)

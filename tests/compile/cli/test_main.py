@@ -30,13 +30,15 @@ from pi_runtime.cli import app as pi_run
 from pi_runtime.kernels.codegen import jit
 
 EVERYWHERE = {"--json", "--debug"}
+BUILD = ("RECIPE", "--device", "--workers", "--ray", "--heartbeat")
 FLAGS = {
     "init": {"MODEL", "-o", "--output", "--corpus", "--revision", "--ignore-config", "--force"},
-    "profile": {"RECIPE", "--device", "--export"},
-    "train": {"RECIPE", "--device", "--export"},
-    "place": {"RECIPE", "--device", "--lock", "--locked", "--solver", "--time-limit"},
-    "pack": {"RECIPE", "-o", "--output", "--plain", "--device"},
-    "build": {"RECIPE", "-o", "--output", "--device"},
+    "profile": {*BUILD, "--export"},
+    "train": {*BUILD, "--export"},
+    "place": {*BUILD, "--lock", "--locked", "--solver", "--time-limit"},
+    "pack": {*BUILD, "-o", "--output", "--plain"},
+    "build": {*BUILD, "-o", "--output"},
+    "status": {"RECIPE"},
     "eval": {
         *("ARTIFACT", "--text", "--task", "--model", "--tokens", "--window", "--limit", "--device", "--vram-budget"),
         *("--ctx-size", "--cache-format", "--threads"),

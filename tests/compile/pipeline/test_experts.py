@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 import numpy as np
 import torch
 from support import families
+from support.measured import measure_quality
 from support.placeable import MUCH, machine
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -21,6 +22,7 @@ from pi_compile.cli.rendering import artifact_text
 from pi_compile.cost_model.workload import Workload, rows_read
 from pi_compile.errors import ProfileError
 from pi_compile.evaluation.fidelity import Score
+from pi_compile.files import read_arrays
 from pi_compile.packing import PackSpec, pack
 from pi_compile.pipeline.summary import profile_report
 from pi_compile.placement.formulation import Problem, Sizes
@@ -33,7 +35,7 @@ from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import SparseFfn
 from pi_compile.training import Texts, TrainSpec, train_predictors
-from pi_compile.training.quality import measure_quality
+from pi_compile.workers import work_folder
 from pi_runtime import load
 from pi_runtime.artifact.inspection import inspect
 from pi_runtime.artifact.reader import Artifact
@@ -60,8 +62,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 @pytest.fixture(scope="module")
 def profiled(made: Made, tmp_path_factory: pytest.TempPathFactory) -> ActivationProfile:
     spec = ProfileSpec(window=20, batch=3, shard=4, cofiring_tokens=36)
-    scratch = tmp_path_factory.mktemp("scratch")
-    return profile(made[1], TOKENS, spec, scratch=scratch, inputs="i", progress=lambda *_: None)
+    with work_folder(tmp_path_factory.mktemp("work")) as work:
+        return profile(made[1], TOKENS, spec, work=work, inputs="i", progress=lambda *_: None)
 
 
 def counted(model: Any, ids: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -225,7 +227,8 @@ def test_predictors_of_experts_are_trained_packed_and_run(
     checkpoint, d = made[1], made[1].decoder
     texts = Texts(fit=TOKENS, tune=TOKENS[:40], report=TOKENS[40:80])
     spec = TrainSpec(window=20, batch=64, steps=3, perplexity_increase=100.0, rungs=("predicted",))
-    found = train_predictors(checkpoint, profiled, texts, spec, scratch=tmp_path, inputs="i", progress=lambda *_: None)
+    with work_folder(tmp_path) as work:
+        found = train_predictors(checkpoint, profiled, texts, spec, work=work, inputs="i", progress=lambda *_: None)
     pack(checkpoint, PackSpec(formats=KEEP | {"predictor": "f16"}), tmp_path / "a.pi", recipe={},
          profile=profiled, predictor_set=found)  # fmt: skip
     ffns = []
@@ -236,8 +239,9 @@ def test_predictors_of_experts_are_trained_packed_and_run(
         assert 0 < row.density < 0.5
         assert row.precision == pytest.approx(row.recall / row.rows_read_over_active)
         ffns.append(SparseFfn(row.layer, Predictor(down, up, bias).stored_as("f16")))
-    quality = measure_quality(checkpoint, torch.from_numpy(TOKENS[:20])[None], ffns, device="cpu")
-    wanted = td.logits(d, td.global_weights(checkpoint, "cpu"), quality.states[0])[0].numpy()
+    measure_quality(checkpoint, torch.from_numpy(TOKENS[:20])[None], ffns, tmp_path)
+    states = torch.from_numpy(read_arrays(tmp_path / "text-states-0.npz")["states"])
+    wanted = td.logits(d, td.global_weights(checkpoint, "cpu"), states)[0].numpy()
     with Artifact.open(tmp_path / "a.pi") as artifact:
         np.testing.assert_allclose(reference.forward(artifact, TOKENS[:20], "predicted"), wanted, atol=2e-3)
     with load(tmp_path / "a.pi", mode="predicted") as running:

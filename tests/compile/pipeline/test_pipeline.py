@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 from support import hf
 from support.paths import SUPPORT
+from support.small_project import prose, small_project, small_recipe
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import ProfileError
@@ -25,41 +26,16 @@ from pi_compile.pipeline import pipeline as pipeline_module
 from pi_compile.pipeline import stages
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.pipeline.store import code_digest, sources_of
-from pi_compile.recipe import Recipe, default_recipe
 from pi_runtime import load
 from pi_runtime.artifact import verify
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.errors import DoesNotFitError
 
-WORDS = [*"abcdefghij", "the", "quick", "brown", "fox", "neurons", "fire"]
-
-
-def prose(seed: int, words: int) -> str:
-    return " ".join(WORDS[(seed * 7 + n * n + n // 3) % len(WORDS)] for n in range(words))
-
-
-def small_recipe(**changes: dict[str, object]) -> Recipe:
-    data = default_recipe("model", corpus=["text"]).model_dump()
-    data["corpus"] |= {"report": ["held-out.txt"], "fit_tokens": 3000, "tune_tokens": 200, "report_tokens": 200}
-    data["profile"] |= {"window": 32, "batch": 4, "cofiring_tokens": 256}
-    data["train"] |= {"tokens": 512, "steps": 4}
-    data["place"] |= {"machine": "stand-in"}
-    for section, values in changes.items():
-        data[section] |= values
-    return Recipe.model_validate(data)
-
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, text and `small.toml`, that no test changes."""
-    folder = tmp_path_factory.mktemp("source")
-    hf.random_llama(folder / "model", intermediate_size=192, num_hidden_layers=2)
-    (folder / "text").mkdir()
-    for n in range(3):
-        (folder / "text" / f"{n}.txt").write_text(prose(n, 1500))
-    (folder / "held-out.txt").write_text(prose(9, 1500))
-    (folder / "small.toml").write_text(small_recipe().to_toml())
-    return folder
+    return small_project(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture
@@ -80,7 +56,7 @@ def pipeline(project: Path) -> Pipeline:
 def build(project: Path) -> tuple[list[str], dict[str, object]]:
     """(stages that ran, report)."""
     p = pipeline(project)
-    with p.store.exclusive(lambda _line: None):
+    with p.worker:
         report = p.pack(project / "small.pi")
     return p.ran, report
 
@@ -251,7 +227,8 @@ def test_two_builds_at_once_do_not_disturb_each_other(project: Path) -> None:
     reports = [json.loads(process.communicate()[0]) for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert reports[0]["sha256"] == reports[1]["sha256"]
-    assert sorted(len(report["ran"]) for report in reports) == [0, 4]
+    # Whichever came first, the other took part from there.
+    assert max(len(report["ran"]) for report in reports) == 4
     verify(project / "small.pi")
 
 

@@ -1,10 +1,7 @@
-"""The store: nothing made twice, nothing stale used, a half-made stage found again, one process at a time."""
+"""The store: nothing made twice, nothing stale used, a half-made stage found again, other builds left alone."""
 
 import shutil
-import subprocess
-import sys
-import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +9,13 @@ import pytest
 import pi_compile
 from pi_compile.pipeline import store as store_module
 from pi_compile.pipeline.store import Store, code_digest, key_of, sources_of
+from pi_compile.workers import Worker
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    (tmp_path / "store").mkdir()
-    return Store(tmp_path / "store")
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Worker(tmp_path / "workers", build="one") as worker:
+        yield Store(tmp_path / "store", worker)
 
 
 def get(store: Store, key: str, make: Callable[[Path], str] | None = None, stage: str = "count") -> tuple[str, bool]:
@@ -29,7 +27,7 @@ def get(store: Store, key: str, make: Callable[[Path], str] | None = None, stage
     return store.result(
         stage,
         key,
-        make=make or unexpected,
+        make=lambda work: (make or unexpected)(work.path),
         save=lambda text, path: path.write_text(text) and None,
         load=Path.read_text,
         suffix=".txt",
@@ -95,7 +93,7 @@ def test_a_result_that_fails_keeps_the_old_one(store: Store) -> None:
 
 
 def test_scratch_that_a_kill_after_saving_left_is_removed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(_path: Path) -> None:
+    def killed(_path: Path, **_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
@@ -113,48 +111,19 @@ def test_keys_depend_on_every_input_and_on_no_order() -> None:
     assert len({key_of(**inputs) for inputs in different}) == len(different)
 
 
-OTHER = """
-    import sys, time
-    from pathlib import Path
-    from pi_compile.pipeline.store import Store
-    with Store(Path(sys.argv[1])).exclusive(lambda line: print("waiting", line, flush=True)):
-        print("inside", flush=True)
-        sys.stdin.readline()
-"""
-
-
-def other(store: Store) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", textwrap.dedent(OTHER), str(store.folder)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="no advisory locks there")
-@pytest.mark.parametrize("killed", [False, True], ids=["ends", "killed"])
-def test_a_second_process_waits_and_says_so(store: Store, killed: bool) -> None:
-    with other(store) as first, other(store) as second:
-        assert first.stdout
-        assert second.stdout
-        says = {first: first.stdout.readline(), second: second.stdout.readline()}
-        # Either may have been quicker.
-        holder, waiter = (first, second) if says[first] == "inside\n" else (second, first)
-        assert says[holder] == "inside\n"
-        assert says[waiter] == f"waiting another run works in {store.folder}; waiting for it\n"
-        if killed:
-            holder.kill()
-        else:
-            holder.communicate("\n")
-        assert waiter.stdout
-        assert waiter.stdout.readline() == "inside\n"
-        waiter.communicate("\n")
-
-
-def test_a_free_store_does_not_wait(tmp_path: Path) -> None:
-    said: list[str] = []
-    for _ in range(2):
-        with Store(tmp_path / "new" / "store").exclusive(said.append):
-            pass
-    assert said == []
+def test_what_another_build_works_on_is_left_alone(store: Store, tmp_path: Path) -> None:
+    with Worker(tmp_path / "workers", build="two") as worker:
+        other = Store(store.folder, worker)
+        get(other, key_of(n=2), lambda _: "two")
+        with pytest.raises(KeyboardInterrupt):
+            get(other, key_of(n=2), half, stage="order")
+        get(store, key_of(n=1), lambda _: "one")
+        get(store, key_of(n=1), lambda _: "one", stage="order")
+        assert get(other, key_of(n=2)) == ("two", False)
+        assert get(other, key_of(n=2), lambda folder: (folder / "shard-0").read_text(), "order") == ("half done", True)
+    get(store, key_of(n=3), lambda _: "three")
+    assert files(store)[0] == f"count-{key_of(n=3)[:16]}.txt"
+    assert len(list(store.folder.glob("count-*"))) == 1
 
 
 @pytest.fixture
@@ -175,7 +144,7 @@ def test_a_code_digest_changes_with_one_byte_of_what_the_module_imports(sources:
         "profiling.py",
         "checkpoint/families/llama.py",
         "checkpoint/__init__.py",
-        "torch_model/hidden_states.py",
+        "workers/tasks.py",
     ):
         original = (sources / name).read_bytes()
         (sources / name).write_bytes(original + b"\n")

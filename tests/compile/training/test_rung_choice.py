@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 
 from pi_compile.cost_model.ffn_time import Reads
 from pi_compile.training.candidates import Candidate
-from pi_compile.training.rung_choice import BISECTIONS, choose_rungs, not_met
+from pi_compile.training.rung_choice import PASSES, choose_rungs, not_met
 from pi_runtime.artifact.schema import Layer
 
 EXACT = Candidate(layer=Layer(rung="gate"), reads=Reads(first=100, rest=0), error=0.0)
@@ -72,8 +72,31 @@ def test_with_nothing_to_spend_it_errs_least() -> None:
 def test_a_choice_is_not_measured_twice_in_a_row() -> None:
     measured: list[Any] = []
     choice([[EXACT, predicted(10, 1e-5)]], 1e-3, measured=measured)
-    assert len(measured) <= 3 < BISECTIONS
+    assert len(measured) < PASSES
     assert all(a != b for a, b in itertools.pairwise(measured))
+
+
+@pytest.mark.parametrize("slope", [1e-3, 0.3, 1.0, 7.0, 1e4])
+@pytest.mark.parametrize("bend", [0.8, 1.0, 1.3])
+def test_few_passes_find_how_far_the_budget_reaches(slope: float, bend: float) -> None:
+    """Whatever a layer's error is to the divergence, and if it is not quite in proportion."""
+    rng = np.random.default_rng(3)
+    options = [
+        [EXACT, *(predicted(t, e) for t, e in zip(rng.uniform(20, 99, 9), 10 ** rng.uniform(-7, -2, 9), strict=True))]
+        for _ in range(12)
+    ]
+    measured: list[Any] = []
+
+    def measure(chosen: Sequence[Candidate]) -> Any:
+        measured.append(chosen)
+        return SimpleNamespace(divergence=slope * (divergence(chosen) / 1e-3) ** bend * 1e-3)
+
+    most = slope * 1e-3
+    found = choose_rungs(options, most, formats=["f16"], time=time, measure=measure, on_pass=lambda: None)
+    assert len(measured) <= PASSES
+    assert found.tune.divergence <= most
+    known = choice(options, 1e-3)
+    assert sum(map(time, found.candidates)) <= 1.1 * sum(map(time, known.candidates))
 
 
 def test_of_formats_the_quickest_that_keeps_the_budget() -> None:

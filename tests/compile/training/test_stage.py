@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
 from support import hf
+from support.measured import measure_quality
 from support.planted import (
     D_FF,
     D_MODEL,
@@ -43,7 +44,6 @@ from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
 from pi_compile.training import candidates, stage
-from pi_compile.training.quality import measure_quality
 from pi_compile.training.spec import BYTES, TUNE_FRACTIONS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
@@ -196,7 +196,7 @@ def test_a_killed_run_trains_only_the_rest(
     read, original = [], td.layer_weights
     searched, search = [], stage._Run._search
     monkeypatch.setattr(td, "layer_weights", lambda c, n, device: read.append(n) or original(c, n, device))
-    monkeypatch.setattr(stage._Run, "_search", lambda self, n: searched.append(n) or search(self, n))
+    monkeypatch.setattr(stage._Run, "_search", lambda self, n, *texts: searched.append(n) or search(self, n, *texts))
     assert run("killed").digest() == trained.digest()
     assert searched == list(range(finished, LAYERS))
     assert read[: len(searched)] == searched  # and no earlier layer is read for it
@@ -239,8 +239,8 @@ def test_what_the_report_text_refuses_is_chosen_again_with_less(
     """The choice gets down to no loss at all, where an exact rung is allowed."""
     reported, original = [], stage._Run._measure
 
-    def of_report(self: Any, tokens: Any, chosen: Any, dense: Any) -> Any:
-        quality = original(self, tokens, chosen, dense)
+    def of_report(self: Any, tokens: Any, chosen: Any) -> Any:
+        quality = original(self, tokens, chosen)
         if tokens is self.texts.report:
             reported.append(quality.divergence)
             if len(reported) <= refused:
@@ -398,23 +398,23 @@ def test_a_damaged_result_is_refused(trained: PredictorSet, tmp_path: Path) -> N
 # What a choice costs.
 
 
-def test_without_predictors_quality_is_that_of_transformers(sparse: Any) -> None:
+def test_without_predictors_quality_is_that_of_transformers(sparse: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     checkpoint = sparse[0]
     ids = td.windows(TEXTS.report, 32)
-    quality = measure_quality(checkpoint, ids, [DENSE] * LAYERS, device="cpu")
+    quality = measure_quality(checkpoint, ids, [DENSE] * LAYERS, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(checkpoint.folder)
     with torch.inference_mode():
         logits = model(ids).logits[:, :-1]
     wanted = float(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).exp())
     assert quality.perplexity == pytest.approx(wanted, rel=1e-4)
-    again = measure_quality(checkpoint, ids, [DENSE] * LAYERS, device="cpu", dense=quality)
+    again = measure_quality(checkpoint, ids, [DENSE] * LAYERS, tmp_path, "again")
     assert again.divergence == 0
     assert [t.fires for t in again.layers] == [t.fires for t in quality.layers]
 
 
-def test_the_quality_counts_and_loses_what_a_predictor_leaves_out(sparse: Any) -> None:
+def test_the_quality_counts_and_loses_what_a_predictor_leaves_out(sparse: Any, tmp_path: Path) -> None:
     checkpoint, d = sparse[0], sparse[0].decoder
     ids = td.windows(TEXTS.report, 32)
     w = td.layer_weights(checkpoint, 0, "cpu")
@@ -422,8 +422,8 @@ def test_the_quality_counts_and_loses_what_a_predictor_leaves_out(sparse: Any) -
         w["ffn/first"][:8], torch.randn(D_FF, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(D_FF)
     )
     ffn = SparseFfn(Layer(rung="predicted", rank=8), p)
-    dense = measure_quality(checkpoint, ids, [DENSE] * LAYERS, device="cpu")
-    quality = measure_quality(checkpoint, ids, [ffn, *[DENSE] * 2], device="cpu", dense=dense)
+    dense = measure_quality(checkpoint, ids, [DENSE] * LAYERS, tmp_path)
+    quality = measure_quality(checkpoint, ids, [ffn, *[DENSE] * 2], tmp_path, "sparse")
     with torch.inference_mode():
         x, inputs = td.before_ffn(d, w, td.embed(d, td.global_weights(checkpoint, "cpu"), ids))
         h, predicted = td.neurons(d, w, inputs), p.scores(inputs) > 0

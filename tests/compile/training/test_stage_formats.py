@@ -15,6 +15,7 @@ pytest.importorskip("zarr")
 import numpy as np
 import torch
 from support import hf
+from support.measured import measure_quality
 from support.planted import TEXTS, planted, trained_on
 from support.synthetic import small_decoder
 
@@ -29,7 +30,6 @@ from pi_compile.torch_model.predictor import Predictor, energy
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
 from pi_compile.training.candidates import LOST_ENERGY, initial_ranks
 from pi_compile.training.histogram import Histogram
-from pi_compile.training.quality import measure_quality
 from pi_compile.training.spec import BYTES
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
@@ -64,15 +64,13 @@ def test_everything_is_measured_on_predictors_as_stored(
     tune, report = (td.windows(t, 32) for t in (TEXTS.tune, TEXTS.report))
     raw = [p and as_predictor(p) for p in trained.predictors]
     stored = [sparse_ffn(p and p.stored_as(name)) for p in raw]
-    quality = measure_quality(sparse[0], report, stored, device="cpu")
+    quality = measure_quality(sparse[0], report, stored, tmp_path / "report")
     neuron = FfnBytes(sparse[0].decoder, "f16", name)
     assert trained.perplexity["report"] == quality.perplexity
     assert trained.rows[0] == quality.layers[0].row(neuron, BYTES, stored[0].layer)
-    assert trained.perplexity["tune"] == measure_quality(sparse[0], tune, stored, device="cpu").perplexity
-    assert (
-        trained.perplexity["tune"]
-        != measure_quality(sparse[0], tune, [sparse_ffn(p) for p in raw], device="cpu").perplexity
-    )
+    rounded = measure_quality(sparse[0], tune, stored, tmp_path / "rounded")
+    exact = measure_quality(sparse[0], tune, [sparse_ffn(p) for p in raw], tmp_path / "exact")
+    assert exact.perplexity != rounded.perplexity == trained.perplexity["tune"]
 
     fitted = read_arrays(tmp_path / "work" / "layer-0.npz")
     whole = as_predictor([fitted[f"trained-{rank}/{part}"] for part in ("down", "up", "bias")]).stored_as(name)

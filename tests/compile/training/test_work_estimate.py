@@ -11,7 +11,7 @@ from support.synthetic import small_decoder
 
 from pi_compile.training import work_estimate
 from pi_compile.training.candidates import initial_ranks
-from pi_compile.training.rung_choice import BISECTIONS
+from pi_compile.training.rung_choice import PASSES
 from pi_compile.training.spec import TrainSpec
 from pi_compile.training.work_estimate import ProgressMeter, TrainingWork
 
@@ -64,8 +64,8 @@ def test_progress_rises_to_its_end(rungs: tuple[str, ...]) -> None:
     for n in range(3):
         for _ in range(9):  # more than was thought
             meter.step_done()
-        meter.layer_done(n)
-    for _ in range(BISECTIONS + 50):
+        meter.layers_done(n + 1)
+    for _ in range(PASSES + 50):
         meter.pass_done()
     meter.end()
     done = [n for n, _ in told]

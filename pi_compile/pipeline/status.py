@@ -1,0 +1,52 @@
+"""What the workers of a recipe are at, as their files tell; nothing is computed, and no worker is asked."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pi_compile.pipeline.pipeline import store_folder
+from pi_compile.pipeline.store import WORKERS
+from pi_compile.recipe import read_recipe
+from pi_compile.workers import failures_in, silence, workers_in
+
+STAGES = ("corpus", "profile", "train", "pack")
+_SHOWN = ("name", "host", "pid", "rank", "launcher", "stage", "task", "task_seconds")
+
+
+def build_status(recipe: Path) -> dict[str, Any]:
+    """Stages, workers and failed tasks of a recipe's builds. `docs/pipeline.md` names the keys.
+
+    A stage is `begun` while it has unfinished work, also after a build was killed. Raises RecipeError.
+    """
+    read_recipe(recipe)
+    folder = store_folder(recipe)
+    begun = {path.name.partition("-")[0]: path for path in sorted(folder.glob("*.work"))}
+    shown = [worker | {"silent_seconds": silence(folder / WORKERS, worker)} for worker in workers_in(folder / WORKERS)]
+    return {
+        "recipe": str(recipe),
+        "stages": {stage: _state(folder, stage, begun) for stage in STAGES},
+        **_progress(shown),
+        "workers": [{key: worker[key] for key in (*_SHOWN, "silent_seconds")} for worker in shown],
+        "failed": [{"stage": stage, **failed} for stage, work in begun.items() for failed in failures_in(work)],
+    }
+
+
+def _state(folder: Path, stage: str, begun: Mapping[str, Path]) -> str:
+    if stage in begun:
+        return "begun"
+    made = [folder / "packed.json"] if stage == "pack" else folder.glob(f"{stage}-*.npz")
+    return "done" if any(path.exists() for path in made) else "waiting"
+
+
+def _progress(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The running stage's share that is done, and the seconds to its end at the rate of the worker that knows most.
+
+    What a worker knows to be done is what all have done. It measures the rate by its own clock.
+    """
+    alive = [worker for worker in workers if worker["silent_seconds"] is not None]
+    known = max(alive, key=lambda worker: worker["done"] / max(worker["total"], 1), default=None)
+    if known is None or not known["total"]:
+        return {"done": None, "eta_seconds": None}
+    made = known["done"] - known["done_before"]
+    left = (known["total"] - known["done"]) * known["stage_seconds"] / made if made > 0 else None
+    return {"done": known["done"] / known["total"], "eta_seconds": left}

@@ -1,0 +1,22 @@
+"""Many processes on one build: tasks in a folder that all share, claimed, kept alive and taken over.
+
+Workers know nothing of each other but files: no server, no lock, no clock is shared. `docs/workers.md` is for users.
+"""
+
+from pi_compile.workers.rank import LONE, Rank, rank_of
+from pi_compile.workers.tasks import StageDoneError, WorkFolder, failures_in, work_folder
+from pi_compile.workers.worker import HEARTBEAT, Worker, silence, workers_in
+
+__all__ = [
+    "HEARTBEAT",
+    "LONE",
+    "Rank",
+    "StageDoneError",
+    "WorkFolder",
+    "Worker",
+    "failures_in",
+    "rank_of",
+    "silence",
+    "work_folder",
+    "workers_in",
+]

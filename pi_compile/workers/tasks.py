@@ -1,0 +1,245 @@
+"""Tasks in a folder: whoever is free claims one, and everybody goes on when all are done.
+
+A task makes one file, which appears whole. Nothing else decides whether it is done. While somebody works on a task,
+
+    NAME.claim-G     names the worker; made so that it can be made only once (O_EXCL, which network file systems keep)
+    NAME.failed-G    says how claim G failed, with its log
+
+lie beside it. The claim of a worker that has ended is followed by claim G + 1, which again only one can make. Claims
+save work and protect nothing: a worker that was stopped, lost its claim and wakes up again makes the same file once
+more. So no lock is needed, and a mistake about who is alive costs time, not bytes.
+"""
+
+import json
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pi_compile.errors import TaskFailedError
+from pi_compile.files import write_text
+from pi_compile.workers.worker import PATIENCE, Worker
+from pi_runtime.errors import PiError
+from pi_runtime.exit_codes import code_and_message
+
+ATTEMPTS = 3
+"""Failures of a task that end the build."""
+SHORTEST, LONGEST = 0.002, 0.5
+"""Seconds between two looks of a worker that waits; they grow while nothing happens."""
+_CLAIM, _FAILED = "claim", "failed"
+NO_NEEDS: Mapping[str, Sequence[str]] = {}
+
+
+class StageDoneError(Exception):
+    """The stage's result is there: somebody else has finished it. Nothing is wrong."""
+
+
+@dataclass
+class _Listing:
+    """The files of a folder at one moment."""
+
+    files: set[str] = field(default_factory=set)
+    claims: dict[str, int] = field(default_factory=dict)
+    """The latest claim of each task."""
+    failed: dict[str, list[int]] = field(default_factory=dict)
+    """The claims of each task that failed."""
+
+    @classmethod
+    def of(cls, folder: Path) -> "_Listing":
+        found = cls()
+        for name in (path.name for path in folder.iterdir()):
+            task, _, rest = name.rpartition(".")
+            kind, _, number = rest.partition("-")
+            if kind == _CLAIM:
+                found.claims[task] = max(int(number), found.claims.get(task, 0))
+            elif kind == _FAILED:
+                found.failed.setdefault(task, []).append(int(number))
+            else:
+                found.files.add(name)
+        return found
+
+
+class WorkFolder:
+    """The folder of a stage that is under way, as one worker sees it."""
+
+    def __init__(self, path: Path, worker: Worker, finished: Callable[[], bool] = lambda: False) -> None:
+        """`finished` says whether the stage's result is there, so that nothing in the folder is needed any more."""
+        self.path, self.worker, self.finished = path, worker, finished
+        self._made: set[str] = set()
+        self._holders: dict[str, str] = {}
+        # Failures of earlier runs do not count: their cause may have been removed.
+        self._old = {f"{task}.{n}" for task, numbers in self._listing().failed.items() for n in numbers}
+        self._failures: dict[str, int] = {}
+
+    def run(
+        self,
+        tasks: Mapping[str, Callable[[], object]],
+        needs: Mapping[str, Sequence[str]] = NO_NEEDS,
+        on_done: Callable[[set[str]], None] = lambda _done: None,
+    ) -> None:
+        """Have all tasks done, by this worker and others; tasks that stand first are preferred.
+
+        A task is the name of the file that it makes. It begins when the files that it `needs` are there. `on_done` is
+        called with the names of all files, again and again. Raises what a task raises that cannot succeed, and
+        TaskFailedError where one has failed three times, or in another worker; StageDoneError if the stage is finished.
+        """
+        self._run(tuple(tasks), lambda names: tasks[names[0]](), 1, needs, on_done)
+
+    def run_shares(self, names: Sequence[str], make: Callable[[Sequence[str]], object]) -> None:
+        """The same for tasks that are quicker together: `make` gets as many as are one worker's share."""
+        self._run(names, make, math.ceil(len(names) / self.worker.rank.world), NO_NEEDS, lambda _done: None)
+
+    def _run(
+        self,
+        names: Sequence[str],
+        make: Callable[[Sequence[str]], object],
+        share: int,
+        needs: Mapping[str, Sequence[str]],
+        on_done: Callable[[set[str]], None],
+    ) -> None:
+        pause = SHORTEST
+        while True:
+            listing = self._listing()
+            done = listing.files | self._made
+            on_done(done)
+            missing = [name for name in names if name not in done]
+            if not missing:
+                return
+            if self.finished():
+                raise StageDoneError
+            self._check(listing)
+            self.worker.check()
+            ready = (name for name in missing if done.issuperset(needs.get(name, ())))
+            taken = self._claim_some(ready, listing, share)
+            if taken:
+                self._do(taken, make)
+                pause = SHORTEST
+            else:
+                time.sleep(pause)
+                pause = min(pause * 1.5, LONGEST, self.worker.heartbeat / 8)
+
+    def _listing(self) -> _Listing:
+        try:
+            return _Listing.of(self.path)
+        except FileNotFoundError:
+            return _Listing()  # the stage may be finished, and its folder removed
+
+    def _claim_some(self, ready: Iterator[str], listing: _Listing, share: int) -> dict[str, Path]:
+        """Up to a share of the tasks, each with the claim that this worker has made."""
+        taken: dict[str, Path] = {}
+        if self.worker.rank.watches:
+            return taken
+        for name in ready:
+            claim = self._claim(name, listing)
+            if claim is not None:
+                taken[name] = claim
+                if len(taken) == share:
+                    break
+        return taken
+
+    def _claim(self, name: str, listing: _Listing) -> Path | None:
+        latest, failed = listing.claims.get(name), listing.failed.get(name, [])
+        if latest is not None and latest not in failed and self._held(f"{name}.{_CLAIM}-{latest}"):
+            return None
+        numbers = failed if latest is None else [*failed, latest]
+        claim = self.path / f"{name}.{_CLAIM}-{max(numbers, default=-1) + 1}"
+        try:
+            with claim.open("x") as file:
+                file.write(self.worker.name)
+        except (FileExistsError, FileNotFoundError):  # another was quicker, or the stage is finished
+            return None
+        if (self.path / name).exists():  # done since the listing
+            claim.unlink(missing_ok=True)
+            return None
+        return claim
+
+    def _held(self, claim: str) -> bool:
+        holder = self._holders.get(claim, "")
+        if not holder:
+            try:
+                holder = (self.path / claim).read_text()
+            except FileNotFoundError:
+                return True  # given up since the listing: the next one tells more
+            self._holders[claim] = holder
+        if not holder:  # made just now, or by a worker that ended at that moment
+            return not self.worker.unchanged(claim, holder, PATIENCE * self.worker.heartbeat)
+        return self.worker.lives(holder)
+
+    def _do(self, taken: Mapping[str, Path], make: Callable[[Sequence[str]], object]) -> None:
+        self.worker.at(task=next(iter(taken)))
+        try:
+            make(tuple(taken))
+            self._made.update(taken)
+        except Exception as error:
+            # A worker that was stopped may find that others have done the task, and cleared away what it needs.
+            if not self.finished() and not all((self.path / name).exists() for name in taken):
+                self._failed(taken, error)
+        finally:
+            self.worker.at(task="")
+            for claim in taken.values():
+                with suppress(OSError):
+                    claim.unlink()
+
+    def _failed(self, taken: Mapping[str, Path], error: Exception) -> None:
+        """Record a failure. Raises the error where trying again is of no use."""
+        final = isinstance(error, PiError)
+        code, _ = code_and_message(error)
+        message = str(error) if final else f"{type(error).__name__}: {error}"
+        log = "".join(traceback.format_exception(error))
+        record = {"worker": self.worker.name, "final": final, "exit_code": code, "message": message, "log": log}
+        for name, claim in taken.items():
+            number = claim.name.rpartition("-")[2]
+            write_text(self.path / f"{name}.{_FAILED}-{number}", json.dumps(record, indent=1))
+        if final:
+            raise error
+        self.worker.notice(f"{next(iter(taken))} failed and is tried again: {message}")
+
+    def _check(self, listing: _Listing) -> None:
+        """Raise TaskFailedError if another worker met an error that is final, or a task has failed too often."""
+        for task, numbers in listing.failed.items():
+            new = [n for n in numbers if f"{task}.{n}" not in self._old]
+            if len(new) == self._failures.get(task, 0):
+                continue
+            self._failures[task] = len(new)
+            path = self.path / f"{task}.{_FAILED}-{max(new)}"
+            record = read_failure(path)
+            if record["final"] or len(new) >= ATTEMPTS:
+                times = "in another worker" if record["final"] else f"{len(new)} times"
+                raise TaskFailedError(f"{task} failed {times}", record["message"], path, record["exit_code"])
+
+
+def failures_in(folder: Path) -> list[dict[str, Any]]:
+    """The failures of each task that is not done: how many, the last one's reason, and the file with its log."""
+    listing = _Listing.of(folder)
+    found = []
+    for task, numbers in sorted(listing.failed.items()):
+        if task not in listing.files:
+            log = folder / f"{task}.{_FAILED}-{max(numbers)}"
+            found.append({"task": task, "times": len(numbers), "reason": read_failure(log)["message"], "log": str(log)})
+    return found
+
+
+def read_failure(path: Path) -> dict[str, Any]:
+    """The record of a failure."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {"worker": "", "final": False, "exit_code": 1, "message": "", "log": ""}
+
+
+@contextmanager
+def work_folder(scratch: "WorkFolder | Path | None") -> Iterator[WorkFolder]:
+    """The folder to work in: the one given, one of that path with a worker of its own, or a temporary one."""
+    if isinstance(scratch, WorkFolder):
+        yield scratch
+        return
+    with TemporaryDirectory() as temporary:
+        path = scratch or Path(temporary)
+        path.mkdir(parents=True, exist_ok=True)
+        with Worker(path / "workers") as worker:
+            yield WorkFolder(path, worker)

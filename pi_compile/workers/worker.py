@@ -1,0 +1,213 @@
+"""A worker: one process that takes part in a build and shows that it is alive.
+
+Each worker has a file in a folder that all share, and writes it anew every heartbeat, with a number that grows. Whoever
+depends on a worker reads its file: a number that stays the same for longer than a heartbeat, by the reader's own clock,
+means that the worker has ended. Clocks of two machines are never compared. On the machine of the reader a process that
+is gone is seen at once.
+"""
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from pi_compile.workers.rank import LONE, Rank
+
+HEARTBEAT = 10.0
+"""Seconds between two signs of life."""
+PATIENCE = 1.5
+"""Heartbeats without a sign of life after which a worker counts as ended."""
+
+
+class Worker:
+    """This process, as the other workers see it. Use it in a `with`: a worker that leaves in order removes its file."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: Rank = LONE,
+        *,
+        build: str = "",
+        heartbeat: float = HEARTBEAT,
+        notice: Callable[[str], None] = lambda _line: None,
+    ) -> None:
+        """`folder` is shared by all; `build` is alike in the workers of one build, and no others."""
+        self.folder, self.rank, self.build, self.heartbeat, self.notice = folder, rank, build, heartbeat, notice
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._beat = 0
+        self._stage = _Timed("", 0)
+        self._task = _Timed("", 0)
+        self._done, self._total = 0, 0
+        self._seen: dict[str, tuple[object, float]] = {}
+        self._stopped: Exception | None = None
+        self.call_help: Callable[[], None] = lambda: None
+        """Is called before a stage that has to be made: starts other workers that have not been needed until then."""
+        self._leaving = threading.Event()
+
+    def __enter__(self) -> Self:
+        for other in workers_in(self.folder):
+            if _ended_here(other):
+                self._path(other["name"]).unlink(missing_ok=True)
+        self._show()
+        self._thread = threading.Thread(target=self._keep_showing, name="heartbeat", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leaving.set()
+        self._thread.join()
+        with suppress(OSError):
+            self._path(self.name).unlink()
+
+    def at(self, *, stage: str | None = None, task: str | None = None) -> None:
+        """Say what this worker does now; others see it at the next heartbeat."""
+        if stage is not None and stage != self._stage.name:
+            self._stage, self._done, self._total = _Timed(stage, 0), 0, 0
+        if task is not None:
+            self._task = _Timed(task, 0)
+
+    def progress(self, done: int, total: int) -> None:
+        """Say how much of the stage is done, by all workers together."""
+        if not self._total:
+            self._stage = _Timed(self._stage.name, done)
+        self._done, self._total = done, total
+
+    def lives(self, name: str) -> bool:
+        """Whether a worker is alive, as far as this one can tell by now."""
+        if name == self.name:
+            return True
+        shown = _read(self._path(name))
+        if shown is None or _ended_here(shown):
+            return False
+        if self.unchanged(name, shown.get("beat"), PATIENCE * float(shown.get("heartbeat", self.heartbeat))):
+            self._path(name).unlink(missing_ok=True)  # it shows itself again if it only slept
+            return False
+        return True
+
+    def unchanged(self, key: str, value: object, seconds: float) -> bool:
+        """Whether this worker has seen the same value for that long, by its own clock."""
+        now = time.monotonic()
+        known, since = self._seen.get(key, (None, now))
+        if key not in self._seen or known != value:
+            self._seen[key] = value, now
+            return False
+        return now - since > seconds
+
+    def strangers(self) -> bool:
+        """Whether a worker of another build may be at work in the same folder."""
+        others = [w["name"] for w in workers_in(self.folder) if w.get("build") != self.build]
+        return bool(list(filter(self.lives, others)))  # each is looked at: a later look may see that it has ended
+
+    def stop(self, reason: Exception) -> None:
+        """End this worker's waiting: `check` raises the reason from now on."""
+        self._stopped = reason
+
+    def check(self) -> None:
+        """Raise what `stop` was called with."""
+        if self._stopped is not None:
+            raise self._stopped
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def _keep_showing(self) -> None:
+        while not self._leaving.wait(self.heartbeat):
+            self._show()
+
+    def _show(self) -> None:
+        self._beat += 1
+        shown = {
+            "name": self.name,
+            "beat": self._beat,
+            "heartbeat": self.heartbeat,
+            "build": self.build,
+            "host": socket.gethostname(),
+            "system": _system(),
+            "pid": os.getpid(),
+            "rank": self.rank.rank,
+            "launcher": self.rank.launcher,
+            "stage": self._stage.name,
+            "stage_seconds": self._stage.seconds,
+            "done_before": self._stage.done,
+            "done": self._done,
+            "total": self._total,
+            "task": self._task.name,
+            "task_seconds": self._task.seconds,
+        }
+        new = self._path(self.name).with_suffix(".new")
+        with suppress(OSError):  # the next one may succeed; until then others may do this worker's task too
+            self.folder.mkdir(parents=True, exist_ok=True)
+            new.write_text(json.dumps(shown))
+            new.replace(self._path(self.name))
+
+
+class _Timed:
+    """Something that a worker is at, and how much of all the work was done when it began."""
+
+    def __init__(self, name: str, done: int) -> None:
+        self.name, self.done, self._began = name, done, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return round(time.monotonic() - self._began, 3)
+
+
+def workers_in(folder: Path) -> list[dict[str, Any]]:
+    """What the workers of a folder last showed of themselves, by rank."""
+    try:
+        names = sorted(p for p in folder.iterdir() if p.suffix == ".json")
+    except OSError:
+        return []
+    found = [shown for shown in map(_read, names) if shown is not None]
+    return sorted(found, key=lambda shown: (shown.get("rank", 0), shown["name"]))
+
+
+def silence(folder: Path, shown: Mapping[str, Any]) -> float | None:
+    """Seconds since a worker of the folder gave a sign of life; None if it is a process of this machine that is gone.
+
+    Both times are taken by the clock of the file system.
+    """
+    if _ended_here(shown):
+        return None
+    now = folder / f"{secrets.token_hex(8)}.now"
+    try:
+        now.touch()
+        return max(0.0, now.stat().st_mtime - (folder / f"{shown['name']}.json").stat().st_mtime)
+    except OSError:
+        return None
+    finally:
+        now.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return {**json.loads(path.read_text()), "name": path.stem}
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _system() -> str:
+    """A name for the processes that this one can see: of its boot, and its container where it is in one."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""  # not Linux: heartbeats tell, a little later
+
+
+def _ended_here(shown: Mapping[str, Any]) -> bool:
+    """Whether a worker was a process of this machine that is gone."""
+    system = _system()
+    if not system or shown.get("system") != system:
+        return False
+    try:
+        state = Path(f"/proc/{shown.get('pid')}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return True
+    return state in "ZX"  # its parent has not asked after it yet

@@ -1,0 +1,151 @@
+"""The same bytes whoever builds: any number of workers, any launcher, killed or not."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from support.paths import SUPPORT
+from support.small_project import small_project, small_recipe
+
+from pi_runtime.artifact import verify
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(sys.platform != "linux", reason="forks and signals"),
+]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two recipes of one model; in many shards, with predictors to train."""
+    folder = small_project(tmp_path_factory.mktemp("project"))
+    for name, seed in (("small", 0), ("other", 1)):
+        changes: dict[str, Any] = {"profile": {"batch": 4, "layers_at_once": 1 - seed}}
+        recipe = small_recipe(**changes, train={"seed": seed, "tokens": 1024}, quality={"perplexity_increase": 0.5})
+        (folder / f"{name}.toml").write_text(recipe.to_toml())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def told(project: Path, long: bool) -> list[dict[str, Any]]:
+    """What builds came to, each as recipes, workers, kills."""
+    runs = [[["small"], 1, 0], [["small"], 2, 0], [["small"], 3, 0], [["small"], 8, 0]]
+    runs += [[["small"], 3, 20 if long else 4], [["other"], 1, 0], [["small", "other"], 2, 0]]
+    command = [sys.executable, str(SUPPORT / "many_workers.py"), project, json.dumps(runs), "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def alone(told: list[dict[str, Any]]) -> dict[str, str]:
+    """The results of one worker."""
+    return dict(told[0]["results"]["small"])
+
+
+def test_any_number_of_workers_makes_the_same_bytes(told: list[dict[str, Any]], alone: dict[str, str]) -> None:
+    assert set(alone) == {"corpus", "profile", "train", "placements", "artifact"}
+    assert len(alone["placements"].split()) > 1
+    for workers, run in zip((1, 2, 3, 8), told, strict=False):
+        assert run["results"]["small"] == alone, workers
+        assert run["lost"] == run["twice"] == 0
+
+
+def test_kills_lose_a_task_each_and_change_nothing(told: list[dict[str, Any]], alone: dict[str, str]) -> None:
+    killed = told[4]
+    assert killed["results"]["small"] == alone
+    assert killed["lost"] <= killed["kills"]
+    assert killed["twice"] == 0
+
+
+def test_builds_of_two_recipes_in_one_folder_do_not_meet(told: list[dict[str, Any]], alone: dict[str, str]) -> None:
+    assert told[6]["results"] == {"small": alone, "other": told[5]["results"]["other"]}
+    assert told[5]["results"]["other"]["artifact"] != alone["artifact"]
+
+
+def test_nothing_is_left_over(told: list[dict[str, Any]]) -> None:
+    assert [run["leftover"] for run in told] == [[]] * len(told)
+
+
+# Each launcher, as users start it.
+
+COMMAND = ["-m", "pi_compile", "build", "small.toml", "-o", "small.pi", "--json"]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def copied(project: Path, tmp_path: Path) -> Path:
+    """The project, without results."""
+    return Path(shutil.copytree(project, tmp_path / "copy", ignore=shutil.ignore_patterns(".pi-build", "*.pi")))
+
+
+def check(folder: Path, alone: dict[str, str]) -> None:
+    verify(folder / "small.pi")
+    assert hashlib.sha256((folder / "small.pi").read_bytes()).hexdigest() == alone["artifact"]
+    for stage in ("profile", "train"):
+        (path,) = (folder / ".pi-build" / "small").glob(f"{stage}-*.npz")
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == alone[stage]
+
+
+def test_local_processes(copied: Path, alone: dict[str, str]) -> None:
+    command = [sys.executable, *COMMAND, "--workers", "2"]
+    done = subprocess.run(command, cwd=copied, capture_output=True, text=True, check=True, env=ENV)
+    assert json.loads(done.stdout)["sha256"] == alone["artifact"]
+    assert not list((copied / ".pi-build" / "small" / "workers").glob("*.json"))
+    check(copied, alone)
+
+
+def test_torchrun(copied: Path, alone: dict[str, str], long: bool) -> None:
+    """Two processes, of which one prints the result; in the long form both are killed, and all are started again."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "--max-restarts", "2", *COMMAND]
+    process = subprocess.Popen(command, cwd=copied, stdout=subprocess.PIPE, text=True, env=ENV)
+    for rank, made in ((0, "layers-0-shard-1.npz"), (1, "pushed-0-fit-0.npz")) if long else ():
+        kill(copied, process, rank, made)
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    assert json.loads(out)["sha256"] == alone["artifact"]
+    check(copied, alone)
+
+
+def kill(folder: Path, launcher: "subprocess.Popen[str]", rank: int, made: str) -> None:
+    """Kill the worker of a rank when a task is done, unless the build is quicker."""
+    while launcher.poll() is None and not list((folder / ".pi-build").rglob(made)):
+        time.sleep(0.005)
+    for path in (folder / ".pi-build" / "small" / "workers").glob("*.json"):
+        with suppress(OSError, ValueError):
+            shown = json.loads(path.read_text())
+            if shown["rank"] == rank:
+                os.kill(shown["pid"], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+def test_a_slurm_array(copied: Path, alone: dict[str, str], kills: int, long: bool) -> None:
+    """Jobs that begin when those before have been killed."""
+    if kills > 1 and not long:
+        pytest.skip("the long form")
+    made = ["layers-0-shard-1.npz", "pushed-0-fit-0.npz"][:kills]
+    array = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": str(kills + 1)}
+    for number in range(1, kills + 2):
+        env = ENV | array | {"SLURM_ARRAY_TASK_ID": str(number)}
+        process = subprocess.Popen([sys.executable, *COMMAND], cwd=copied, stdout=subprocess.PIPE, text=True, env=env)
+        if number <= kills:
+            kill(copied, process, number - 1, made[number - 1])
+        out, _ = process.communicate()
+    assert process.returncode == 0
+    assert out == ""  # the first job would have said it
+    check(copied, alone)

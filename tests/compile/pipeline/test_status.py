@@ -1,0 +1,79 @@
+"""What `pi-compile status` says of a build, from the files of its workers alone."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pi_compile.cli.rendering import status_text
+from pi_compile.errors import TaskFailedError
+from pi_compile.pipeline.status import build_status
+from pi_compile.workers import Rank, Worker, WorkFolder
+
+Fails = Callable[..., str]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    from pi_compile.recipe import default_recipe
+
+    (tmp_path / "a.toml").write_text(default_recipe("model").to_toml())
+    folder = tmp_path / ".pi-build" / "a"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_before_a_build(store: Path, tmp_path: Path) -> None:
+    found = build_status(tmp_path / "a.toml")
+    assert set(found["stages"].values()) == {"waiting"}
+    assert (found["done"], found["eta_seconds"], found["workers"], found["failed"]) == (None, None, [], [])
+    assert status_text(found) == "stages  corpus waiting, profile waiting, train waiting, pack waiting"
+
+
+def test_a_worker_at_its_task(store: Path, tmp_path: Path) -> None:
+    (store / "corpus-1.npz").touch()
+    work = store / "profile-2.work"
+    work.mkdir()
+    with Worker(store / "workers", Rank(3, 8, launcher="slurm")) as worker:
+        worker.at(stage="profile", task="layers-0-shard-7.npz")
+        worker.progress(10, 40)
+        worker.progress(20, 40)
+        worker._show()
+        found = build_status(tmp_path / "a.toml")
+    assert found["stages"] == {"corpus": "done", "profile": "begun", "train": "waiting", "pack": "waiting"}
+    assert found["done"] == 0.5
+    assert found["eta_seconds"] >= 0
+    (row,) = found["workers"]
+    assert (row["rank"], row["launcher"], row["stage"], row["task"]) == (3, "slurm", "profile", "layers-0-shard-7.npz")
+    assert 0 <= row["silent_seconds"] < 60
+    text = status_text(found)
+    assert "this stage  50% done, about " in text
+    assert "layers-0-shard-7.npz" in text
+
+
+def test_a_worker_that_is_gone(store: Path, tmp_path: Path) -> None:
+    worker = Worker(store / "workers")
+    worker._show()
+    path = next((store / "workers").glob("*.json"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": 2**22 + 1}))
+    found = build_status(tmp_path / "a.toml")
+    assert found["workers"][0]["silent_seconds"] is None
+    assert "ended" in status_text(found)
+
+
+def test_a_failed_task_is_named_with_its_log(store: Path, tmp_path: Path) -> None:
+    work = store / "profile-2.work"
+    work.mkdir()
+    with Worker(store / "workers") as worker, pytest.raises(TaskFailedError):
+        WorkFolder(work, worker).run({"layers-0-shard-7.npz": lambda: 1 // 0})
+    found = build_status(tmp_path / "a.toml")
+    (failed,) = found["failed"]
+    assert (failed["stage"], failed["task"], failed["times"]) == ("profile", "layers-0-shard-7.npz", 3)
+    assert failed["reason"].startswith("ZeroDivisionError: ")
+    assert "1 // 0" in json.loads(Path(failed["log"]).read_text())["log"]
+    assert failed["log"] in status_text(found)
+
+
+def test_no_recipe(tmp_path: Path, fails: Fails) -> None:
+    assert "no such recipe" in fails(3, "status", tmp_path / "a.toml")
