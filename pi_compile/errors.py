@@ -5,7 +5,8 @@ InputError                    exit code 3   something that was read is not usabl
 ├── RecipeError                             a recipe with unknown, missing or contradicting keys
 ├── CorpusError                             a corpus that is missing, unreadable or too short
 ├── TaskError                               a task file that is missing, unreadable or not understood
-└── ProfileError                            an activation profile that is missing, damaged or of another model
+├── ProfileError                            an activation profile that is missing, damaged or of another model
+└── TrainingError                           a training that diverged, or whose saved state is of another
 """
 
 import difflib
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 
 from pi_runtime.errors import InputError
 
-__all__ = ["CheckpointError", "CorpusError", "ProfileError", "RecipeError", "TaskError", "nearest"]
+__all__ = ["CheckpointError", "CorpusError", "ProfileError", "RecipeError", "TaskError", "TrainingError", "nearest"]
 
 
 class CheckpointError(InputError):
@@ -33,6 +34,10 @@ class ProfileError(InputError):
 
 
 class TaskError(InputError):
+    pass
+
+
+class TrainingError(InputError):
     pass
 
 
