@@ -65,13 +65,14 @@ class LayerActivity:
 
     def clear(self, *, count_each: bool) -> None:
         """Begin anew. `count_each` counts every neuron, not only all together."""
-        self.values, self.fired, self.magnitude = 0, torch.zeros(()), torch.zeros(())
+        self.values = 0
+        self.fired = self.magnitude = torch.zeros((), dtype=torch.float64)
         self.fired_XF = torch.zeros(self.experts, self.neurons, dtype=torch.int64) if count_each else None
 
     def observe(self, h_NF: Tensor, expert: int) -> None:
         """Count the values of an expert's neurons that are not 0."""
         self.values += h_NF.numel()
-        self.magnitude = self.magnitude.to(h_NF.device) + h_NF.abs().sum(dtype=torch.float32)
+        self.magnitude = self.magnitude.to(h_NF.device) + h_NF.abs().sum(dtype=torch.float32).double()
         if self.fired_XF is None:
             self.fired = self.fired.to(h_NF.device) + h_NF.count_nonzero()
         else:
@@ -91,7 +92,7 @@ class FfnActivity:
         self._observing = False
 
     @contextmanager
-    def observed(self, *, count_each: bool = False) -> Iterator[list[LayerActivity]]:
+    def observed(self, *, count_each: bool) -> Iterator[list[LayerActivity]]:
         """Observe the forward passes inside; those that a backward pass repeats belong outside."""
         for layer in self.layers:
             layer.clear(count_each=count_each)
@@ -128,6 +129,16 @@ class FfnActivity:
             else:
                 continue
             self.layers.append(layer)
+
+
+@contextmanager
+def observed(activity: FfnActivity | None, *, count_each: bool) -> Iterator[list[LayerActivity]]:
+    """Observe the FFNs of a model, if it has another activation than its own."""
+    if activity is None:
+        yield []
+        return
+    with activity.observed(count_each=count_each) as layers:
+        yield layers
 
 
 @dataclass

@@ -24,6 +24,7 @@ def model_card(record: dict[str, Any], base: Path) -> str:
     against = "the base model" if control is None else "the control"
     low, high = record["interval"] or (None, None)
     spread = "" if low is None else f" (95 % interval over windows: {low:+.2%} to {high:+.2%})"
+    of_control = "–" if control is None else f"{control:.3f}"
     rows = "\n".join(
         f"| {n} | {sparsity:.1%} | {dead:.1%} |"
         for n, (sparsity, dead) in enumerate(zip(record["sparsity_by_layer"], record["dead_by_layer"], strict=True))
@@ -48,7 +49,7 @@ The FFNs of {recipe["model"]["path"]} with the activation {record["activation"]}
 | neurons that never fired in {record["held_out"]["tokens"]:,} held-out tokens | {record["dead"]:.1%} |
 | perplexity of the base model | {perplexity["base"]:.3f} |
 | perplexity of this model | {perplexity["model"]:.3f} |
-| perplexity of the control: the base model, trained on the same tokens | {"–" if control is None else f"{control:.3f}"} |
+| perplexity of the control: the base model, trained on the same tokens | {of_control} |
 | perplexity against {against} | {record["perplexity_increase"]:+.2%}{spread} |
 
 Perplexities are of {record["held_out"]["windows"]:,} windows of text that was not trained on.

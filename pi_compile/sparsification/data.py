@@ -81,7 +81,8 @@ class Source:
             self._read_block()
         assert self._block is not None
         self.position["sequence"] += 1
-        return self._block[self.position["sequence"] - 1]
+        sequence: Ids = self._block[self.position["sequence"] - 1]
+        return sequence
 
     def _read_block(self) -> None:
         """Read the block that begins at the position's document, or the first one of the next time through."""
@@ -185,14 +186,15 @@ def open_mixture(corpus: MixtureSection, folder: Path, packing: Packing, seed: i
     def reader(name: str) -> Callable[[], Iterator[str]]:
         return lambda: documents([name], folder, corpus.field, TRAIN)
 
-    sources = [
-        Source(name, [seed, 1 + n], reader(name), packing, sorted(kept)) for n, name in enumerate(corpus.text)
-    ]
+    sources = [Source(name, [seed, 1 + n], reader(name), packing, sorted(kept)) for n, name in enumerate(corpus.text)]
     return Mixture(sources, corpus.weights, seed)
 
 
 def read_held_out(corpus: MixtureSection, folder: Path, packing: Packing) -> HeldOut:
-    """The held-out text of a recipe, each source's share of it by its weight. Raises CorpusError where there is none."""
+    """The held-out text of a recipe, from each source as much as its weight says.
+
+    Raises CorpusError where there is too little.
+    """
 
     def read(sources: Sequence[str], weights: Sequence[float], kept: set[int], tokens: int, split: str) -> Ids:
         found = []

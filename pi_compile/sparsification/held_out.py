@@ -4,7 +4,6 @@ Shape letters: N windows, W tokens of a window, L layers, X experts, F neurons o
 """
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
 from accelerate import Accelerator
 
-from pi_compile.sparsification.activation import FfnActivity
+from pi_compile.sparsification.activation import FfnActivity, observed
 from pi_compile.sparsification.data import Ids
 
 Tensor = torch.Tensor
@@ -73,7 +72,7 @@ def evaluate(
     losses_N = torch.zeros(n, dtype=torch.float64)
     model.eval()
     starts = range(accelerator.process_index * at_once, n, accelerator.num_processes * at_once)
-    observing = nullcontext([]) if activity is None else activity.observed(count_each=True)
+    observing = observed(activity, count_each=True)
     with torch.no_grad(), torch.autocast(accelerator.device.type, torch.bfloat16, enabled=autocast):
         with observing as layers:
             for start in starts:

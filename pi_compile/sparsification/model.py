@@ -23,17 +23,23 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral")
 
 
 def open_base(section: ModelSection, folder: Path) -> Checkpoint:
-    """Open the checkpoint of a recipe and check that its FFNs can take another activation.
-
-    Raises CheckpointError for a family that is not among `FAMILIES`, for GGUF files and for adapters.
-    """
+    """Open the checkpoint of a recipe. Raises what `open_checkpoint` and `check_base` do."""
     path = folder / section.path
     model = path if path.exists() else section.path
     checkpoint = open_checkpoint(model, section.revision or None, section.ignore_config, in_recipe=True)
+    check_base(checkpoint)
+    return checkpoint
+
+
+def check_base(checkpoint: Checkpoint) -> None:
+    """Check that a checkpoint's FFNs can take another activation.
+
+    Raises CheckpointError for a family that is not among `FAMILIES`, for GGUF files and for adapters.
+    """
     if (checkpoint.folder / "adapter_config.json").exists():
         raise CheckpointError(
             f"{checkpoint.folder}: has an adapter (PEFT)",
-            expected="a whole model: another activation changes what all weights mean, and low-rank changes cannot follow",
+            expected="a whole model: with another activation all weights change, more than an adapter can",
             remedy="merge the adapter into its base model, and name that",
         )
     if not checkpoint.location.is_dir():
@@ -48,7 +54,6 @@ def open_base(section: ModelSection, folder: Path) -> Checkpoint:
             expected=f"one of {', '.join(FAMILIES)}",
             remedy="use a model of these families",
         )
-    return checkpoint
 
 
 def load_model(checkpoint: Checkpoint) -> Any:
@@ -97,6 +102,6 @@ def packing_of(checkpoint: Checkpoint, window: int) -> Packing:
             remedy="lower it",
         )
     files = read_text_files(checkpoint.location, d.vocab_size).files
-    end = read_json(checkpoint.folder / "config.json").get("eos_token_id")
-    end_id = end[0] if isinstance(end, list) and end else end
+    end: Any = read_json(checkpoint.folder / "config.json").get("eos_token_id")
+    end_id: int | None = end[0] if isinstance(end, list) and end else end
     return Packing(tokenizers.Tokenizer.from_str(files[TOKENIZER].decode()), end_id, window)

@@ -46,7 +46,7 @@ class TargetSection(Section):
     """What the FFNs become."""
 
     activation: Literal["relu", "drelu", "relu2", "fatrelu"]
-    """`relu`, `drelu` (gate and up both cut off at 0), `relu2`, or `fatrelu`: relu with a threshold chosen at the end."""
+    """`relu`, `drelu` (gate and up both cut off at 0), `relu2`, or `fatrelu`: relu, and at the end a threshold."""
     constant: bool
     """Train a constant vector for each layer beside its FFN, as the bias of its down projection (Llama only)."""
     thresholds: list[NotNegative]

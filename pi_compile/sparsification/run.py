@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def _read_arm(path: Path) -> _Arm:
     return _Arm(Trained(**trained), np.array(found["losses_N"]), found["facts"])
 
 
-def sparsify(recipe_path: Path, output: Path, device: str = "cpu", watch: Watch = Watch()) -> dict[str, Any]:  # noqa: B008
+def sparsify(recipe_path: Path, output: Path, device: str = "cpu", watch: Watch = Watch()) -> dict[str, Any]:
     """Make a model sparse, and write a Hugging Face folder. Returns what the folder's record says.
 
     Raises UsageError for an output that is there, DoesNotFitError where the disk is too small, and what reading the
@@ -126,7 +126,9 @@ class _Run:
         self.watch.notice(needed.words())
         base = self._evaluated_base()
         model = self._arm(MODEL, lambda path: self._train_model(base, path))
-        control = self._arm(CONTROL, lambda _: self._train_control(model.trained.steps)) if self.recipe.run.control else None
+        control = (
+            self._arm(CONTROL, lambda _: self._train_control(model.trained.steps)) if self.recipe.run.control else None
+        )
         record = self._record(base, model, control, sources)
         if self.accelerator.is_main_process:
             self._publish(record, model, control)
@@ -179,6 +181,7 @@ class _Run:
             self.held_out,
             checkpoints,
             watch=events.both(self.watch, writer),
+            name=name,
             **options,
         )
 
@@ -243,9 +246,7 @@ class _Run:
         found = training.evaluate(tune=False)
         return _Arm(trained, found.losses_N, found.facts())
 
-    def _record(
-        self, base: Evaluation, model: _Arm, control: _Arm | None, sources: dict[str, str]
-    ) -> dict[str, Any]:
+    def _record(self, base: Evaluation, model: _Arm, control: _Arm | None, sources: dict[str, str]) -> dict[str, Any]:
         """What the folder's record says."""
         against = base.losses_N if control is None else control.losses_N
         increase = float(np.expm1(model.losses_N.mean() - against.mean()))

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812  its usual name
 from accelerate import Accelerator
 
 from pi_compile.errors import TrainingError
-from pi_compile.sparsification.activation import FfnActivity
+from pi_compile.sparsification.activation import FfnActivity, observed
 from pi_compile.sparsification.checkpoints import Checkpoints
 from pi_compile.sparsification.data import HeldOut, Mixture
 from pi_compile.sparsification.held_out import Evaluation, evaluate, language_loss
@@ -34,8 +34,12 @@ SMOOTHING, DIVERGED = 0.9, 2.0
 class StepReport:
     """What one step did, of all processes together."""
 
+    arm: str
+    """The name of the training."""
     step: int
     """Steps done."""
+    steps: int
+    """Steps of the whole training."""
     loss: float
     """Language loss alone."""
     sparsity: float
@@ -112,8 +116,9 @@ class Training:
         checkpoints: Checkpoints,
         original: Any = None,
         base_perplexity: float = math.inf,
-        watch: Watch = Watch(),  # noqa: B008  frozen
+        watch: Watch = Watch(),
         until: int | None = None,
+        name: str = "model",
     ) -> None:
         self._recipe, self._accelerator, self._activity = recipe, accelerator, activity
         self._mixture, self._held_out, self._checkpoints, self._watch = mixture, held_out, checkpoints, watch
@@ -125,8 +130,9 @@ class Training:
         optimizer = torch.optim.AdamW(_groups(model, recipe.train.weight_decay), fused=True)
         self.model, self._optimizer = accelerator.prepare(model.train(), optimizer)
         self._steering = Steering(recipe.steer.sparsity, recipe.steps) if recipe.steer.sparsity and activity else None
-        self._state, self._until = _State(), recipe.steps if until is None else until
-        """`until` is the step to end at, where that is not the schedule's last one."""
+        self._name, self._state = name, _State()
+        # The step to end at, where that is not the schedule's last one.
+        self._until = recipe.steps if until is None else until
 
     def run(self) -> Trained:
         """Train from the newest checkpoint, if there is one, to the end.
@@ -147,9 +153,7 @@ class Training:
             self._restore(state.within)
             self._state = replace(self._state, ended=state.ended)
         final = self._state
-        return Trained(
-            final.step, self._tokens(), final.seconds, final.ended, final.points, self._mixture.position
-        )
+        return Trained(final.step, self._tokens(), final.seconds, final.ended, final.points, self._mixture.position)
 
     def _step(self) -> None:
         """One step of the optimiser, over all micro-batches of this process."""
@@ -181,7 +185,7 @@ class Training:
         took = time.perf_counter() - began
         state.seconds += took
         speed = train.batch * train.window / took
-        self._watch.step(StepReport(state.step, loss, sparsity, penalty, rate, speed))
+        self._watch.step(StepReport(self._name, state.step, self._until, loss, sparsity, penalty, rate, speed))
 
     def _micro_step(self, ids_BW: Tensor, penalty: float, parts: int, *, sync: bool) -> Tensor:
         """Add the gradients of some sequences; return (loss ÷ parts, neurons fired, Σ|h|, values)."""
@@ -190,7 +194,7 @@ class Training:
             activity.penalty = penalty / (ids_BW.numel() * activity.values_per_token() * parts)
         device = self._accelerator.device.type
         waiting = nullcontext() if sync else self._accelerator.no_sync(self.model)
-        observing = nullcontext([]) if activity is None else activity.observed()
+        observing = observed(activity, count_each=False)
         with waiting:
             with torch.autocast(device, torch.bfloat16, enabled=self._autocast), observing as layers:
                 logits_BWV = self.model(ids_BW).logits
@@ -199,8 +203,9 @@ class Training:
             if self._original is not None:
                 total = total + self._recipe.train.distillation * self._divergence(logits_BWV, ids_BW)
             self._accelerator.backward(total / parts)
-        of_layers = [torch.stack([y.fired.double(), y.magnitude.double(), y.fired.new_tensor(y.values)]) for y in layers]
-        return torch.cat([loss.detach().double()[None] / parts, sum(of_layers, start=loss.new_zeros(3))])
+        sums = [torch.stack([y.fired, y.magnitude, y.fired.new_tensor(y.values)]) for y in layers]
+        of_layers = torch.stack(sums).sum(0) if sums else loss.new_zeros(3, dtype=torch.float64)
+        return torch.cat([loss.detach().double()[None] / parts, of_layers])
 
     def _divergence(self, logits_BWV: Tensor, ids_BW: Tensor) -> Tensor:
         """KL(original ‖ model), mean over the tokens."""
