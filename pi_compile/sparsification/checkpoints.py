@@ -5,6 +5,7 @@ tensor). It is written under a hidden name and renamed when every process is don
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -46,6 +47,8 @@ class Checkpoints:
             for stale in self.folder.glob(".step-*.tmp"):
                 shutil.rmtree(stale)
         self._accelerator.wait_for_everyone()
+        # It warns of tied weights, which are stored once and are tied again when they are loaded.
+        logging.getLogger("accelerate").setLevel(logging.ERROR)
         self._accelerator.save_state(str(hidden))
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process:

@@ -125,7 +125,7 @@ class Training:
         self._original, self._base_perplexity = original, base_perplexity
         self._autocast = recipe.train.dtype == "bf16"
         if recipe.train.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(model)
         model.config.use_cache = False
         optimizer = torch.optim.AdamW(_groups(model, recipe.train.weight_decay), fused=True)
         self.model, self._optimizer = accelerator.prepare(model.train(), optimizer)
@@ -286,6 +286,13 @@ class Training:
         self._mixture.restore(saved["data"])
         if self._steering is not None:
             self._steering.restore(saved["steering"])
+
+
+def recompute_layers(model: Any) -> None:
+    """Let a backward pass compute each layer again, rather than hold its activations."""
+    # Before transformers 5.20 it had the second name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def _groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
