@@ -120,7 +120,9 @@ def save_model(model: Any, state: dict[str, Tensor], base: Checkpoint, activatio
     """Write config, weights in the base's number format, and the base's tokenizer files."""
     dtype = stored_dtype(base)
     model.config.dtype, model.config.use_cache = dtype, True
-    weights = {name: tensor.to(dtype) for name, tensor in state.items()}
+    # A tied head stays one tensor with the embedding.
+    converted = {tensor.data_ptr(): tensor.to(dtype) for tensor in state.values()}
+    weights = {name: converted[tensor.data_ptr()] for name, tensor in state.items()}
     model.save_pretrained(folder, state_dict=weights)
     for name in TOKENIZER_FILES:
         if (base.folder / name).is_file():

@@ -34,6 +34,13 @@ class MixtureSection(Section):
     report_tokens: Annotated[int, Field(ge=64)]
     """Held-out tokens of the figures at the end."""
 
+    @field_validator("text")
+    @classmethod
+    def _once(cls, text: list[str]) -> list[str]:
+        if len(set(text)) < len(text):
+            raise ValueError("should name each source once: weights say how often it is taken")
+        return text
+
     @field_validator("weights")
     @classmethod
     def _one_each(cls, weights: list[float], info: ValidationInfo) -> list[float]:

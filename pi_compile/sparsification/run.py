@@ -5,6 +5,7 @@ and of the control, and the folder to be. With several processes each calls `spa
 """
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -69,7 +70,7 @@ def sparsify(recipe_path: Path, output: Path, device: str = "cpu", watch: Watch 
     """
     recipe = read_sparsify_recipe(recipe_path)
     export.check_folder(output)
-    if device.startswith("cuda:"):
+    if device.startswith("cuda:") and "LOCAL_RANK" not in os.environ:  # a launcher gives each process its own
         torch.cuda.set_device(int(device.removeprefix("cuda:")))
     accelerator = Accelerator(cpu=device == "cpu")
     if not accelerator.is_main_process:
@@ -200,22 +201,18 @@ class _Run:
         thresholds = self._choose_threshold(training, activity)
         state = self.accelerator.get_state_dict(training.model)
         found = training.evaluate(tune=False)
-        probe = torch.from_numpy(self.held_out.report[0, :_CHECKED])
+        probe_W = torch.from_numpy(self.held_out.report[0, :_CHECKED])
+        with torch.no_grad():
+            wanted_WV = training.model.eval()(probe_W[None].to(self.accelerator.device)).logits[0].float().cpu()
         facts = {**found.facts(), "threshold": activity.activation.threshold, "thresholds": thresholds}
-        unwrapped = self.accelerator.unwrap_model(training.model)
         if self.accelerator.is_main_process:
+            unwrapped = self.accelerator.unwrap_model(training.model)
             shutil.rmtree(out, ignore_errors=True)  # of a run that was killed before it wrote the arm down
             with export.new_folder(out) as folder:
                 form = export.save_model(unwrapped, state, self.base, activity.activation, folder)
-                difference = self._check(unwrapped, folder, probe)
+                difference = export.check_model(folder, probe_W, wanted_WV)
             facts |= {"stock": form.stock, "form": form.words, "difference": difference}
         return _Arm(trained, found.losses_N, facts)
-
-    def _check(self, model: Any, folder: Path, probe_W: torch.Tensor) -> float:
-        """Compare the folder with the trained model."""
-        with torch.no_grad():
-            wanted = model.eval()(probe_W[None].to(self.accelerator.device)).logits[0].float().cpu()
-        return export.check_model(folder, probe_W, wanted)
 
     def _original(self) -> Any:
         original = load_model(self.base).requires_grad_(False).eval()

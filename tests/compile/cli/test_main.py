@@ -31,7 +31,8 @@ from pi_runtime.kernels.codegen import jit
 
 EVERYWHERE = {"--json", "--debug"}
 FLAGS = {
-    "init": {"MODEL", "-o", "--output", "--corpus", "--revision", "--ignore-config", "--force"},
+    "init": {"MODEL", "-o", "--output", "--corpus", "--revision", "--ignore-config", "--sparsify", "--force"},
+    "sparsify": {"RECIPE", "-o", "--output", "--device"},
     "profile": {"RECIPE", "--device", "--export"},
     "train": {"RECIPE", "--device", "--export"},
     "place": {"RECIPE", "--device", "--lock", "--locked", "--solver", "--time-limit"},
