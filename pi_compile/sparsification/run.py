@@ -35,6 +35,7 @@ from pi_compile.sparsification.model import add_constants, load_model, open_base
 from pi_compile.sparsification.page import curves_page
 from pi_compile.sparsification.recipe import SparsifyRecipe, read_sparsify_recipe
 from pi_compile.sparsification.training import Point, Trained, Training, Watch
+from pi_runtime.errors import UsageError
 
 IDENTITY, MODEL, CONTROL = "run.json", "model", "control"
 _CHECKED = 64
@@ -73,11 +74,23 @@ def sparsify(recipe_path: Path, output: Path, device: str = "cpu", watch: Watch 
     if device.startswith("cuda:") and "LOCAL_RANK" not in os.environ:  # a launcher gives each process its own
         torch.cuda.set_device(int(device.removeprefix("cuda:")))
     accelerator = Accelerator(cpu=device == "cpu")
+    _check_shares(recipe, accelerator.num_processes)
     if not accelerator.is_main_process:
         watch = Watch()
     run = _Run(recipe, recipe_path.resolve().parent, output, accelerator, watch)
     with run.held():
         return run.carry_out()
+
+
+def _check_shares(recipe: SparsifyRecipe, processes: int) -> None:
+    """Raise UsageError where a batch cannot be shared out evenly: its sequences would not count alike."""
+    train = recipe.train
+    if train.batch % (processes * train.micro_batch):
+        raise UsageError(
+            f"train.batch = {train.batch} cannot be shared by {processes} processes",
+            expected=f"a multiple of {processes} × train.micro_batch, {processes * train.micro_batch}",
+            remedy="change train.batch or train.micro_batch, or start fewer processes",
+        )
 
 
 @dataclass(frozen=True)

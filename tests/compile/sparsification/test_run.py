@@ -21,10 +21,12 @@ from support.sparsifying import small_recipe
 from pi_compile.cli.main import app
 from pi_compile.recipe import Recipe, default_recipe
 from pi_compile.sparsification import estimate, events
+from pi_compile.sparsification import run as run_room
 from pi_compile.sparsification.recipe import read_sparsify_recipe
 from pi_compile.sparsification.training import Point, StepReport, Watch
 from pi_runtime import console
 from pi_runtime.cli import app as pi_run
+from pi_runtime.errors import UsageError
 
 Fails = Callable[..., str]
 
@@ -98,6 +100,12 @@ def test_mistakes_are_named(
     recipe.write_text(small_recipe(**change).to_toml())
     assert re.search(said, fails(code, "sparsify", recipe, "-o", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_batch_that_cannot_be_shared_evenly() -> None:
+    with pytest.raises(UsageError, match=r"batch = 8 cannot be shared by 3 processes\n  expected: a multiple of .* 12"):
+        run_room._check_shares(small_recipe(), 3)
+    run_room._check_shares(small_recipe(), 2)
 
 
 def test_wrong_keys_are_all_named(bases: Path, tmp_path: Path, fails: Fails) -> None:
