@@ -26,6 +26,7 @@ def recipe(steps: int) -> SparsifyRecipe:
     data = default_sparsify_recipe("dense").model_dump()
     data["stages"] = [{"steps": steps, "penalty": 0.0, "curve": "constant"}]
     data["train"] |= {"window": 128, "micro_batch": 16, "learning_rate": 1e-3, "warmup_steps": steps // 10}
+    data["corpus"] |= {"tune_tokens": 8_192, "report_tokens": 16_384}
     data["steer"] |= {"sparsity": 0.85}
     data["run"] |= {"every": max(1, steps // 5)}
     return SparsifyRecipe.model_validate(data)

@@ -48,25 +48,39 @@ def rise(curve: str, done: float) -> float:
 class Steering:
     """Sets the penalty's weight so that the sparsity follows a goal, which rises to the wanted one.
 
-    A proportional and integral controller of the weight's logarithm. Its gains are for the length of the training: the
-    sooner it ends, the more it does in a step.
+    A controller of the weight's logarithm with three terms: the error, its sum, and the slope of the sparsity, because
+    neurons answer to a weight only after many steps. The weight changes by a bounded factor in a step. Times are shares
+    of the training: the sooner it ends, the more is done in a step.
     """
 
     wanted: float
     steps: int
     start: float = -1.0
-    """The sparsity of the first steps; negative before them."""
+    """The sparsity of the first step; negative before it."""
     measured: float = 0.0
     """Sparsity of the last steps: an exponential mean over some of them."""
-    log_weight: float = 0.0
+    slope: float = 0.0
+    """Its change in a step, likewise."""
+    integral: float = 0.0
+    """The logarithm of the weight but for the error of the moment."""
     weight: float = 0.0
     """The penalty's weight at the next step."""
+    loss: float = 0.0
+    """Language loss of the last steps, likewise."""
+    lowest: float = math.inf
+    """The lowest that it has been."""
 
-    RISE = 0.5
+    RISE = 0.6
     """Share of the steps through which the goal rises."""
-    PROPORTIONAL, INTEGRAL = 6.0, 150.0
-    FIRST_SHARE = 0.002
+    HORIZON = 0.04
+    """How far ahead the sparsity is extrapolated."""
+    PROPORTIONAL, INTEGRAL = 6.0, 80.0
+    FASTEST = 25.0
+    """Largest change of the logarithm, if it went on through the whole training."""
+    FIRST_SHARE = 0.01
     """The first weight makes the penalty this share of the language loss."""
+    MOST_SHARE, MOST_NATS = 0.5, 0.25
+    """The penalty is at most this share of the lowest loss, and so much more: beyond, the model would fall apart."""
 
     def goal(self, step: int) -> float:
         """The sparsity wanted after a step."""
@@ -76,13 +90,22 @@ class Steering:
     def observe(self, step: int, sparsity: float, loss: float, magnitude: float) -> None:
         """Take in a step's sparsity, language loss and mean magnitude of the neurons; set the next step's weight."""
         if self.start < 0:
-            self.start = self.measured = sparsity
-            self.log_weight = math.log(self.FIRST_SHARE * loss / max(magnitude, 1e-12))
-        keep = 1 - 1 / max(2.0, min(50.0, self.steps / 40))
-        self.measured = keep * self.measured + (1 - keep) * sparsity
-        error = self.goal(step) - self.measured
-        self.log_weight += self.INTEGRAL / self.steps * error
-        self.weight = math.exp(self.log_weight + self.PROPORTIONAL * error)
+            self.start, self.measured, self.loss = sparsity, sparsity, loss
+            self.weight = self.FIRST_SHARE * loss / max(magnitude, 1e-12)
+            self.integral = math.log(self.weight)
+            return
+        keep = 1 - 1 / max(2.0, min(50.0, self.steps / 60))
+        before, self.measured = self.measured, keep * self.measured + (1 - keep) * sparsity
+        self.slope = keep * self.slope + (1 - keep) * (self.measured - before)
+        error = self.goal(step) - self.measured - self.HORIZON * self.steps * self.slope
+        most = self.FASTEST / self.steps
+        self.integral += min(most, max(-most, self.INTEGRAL / self.steps * error))
+        self.loss = keep * self.loss + (1 - keep) * loss
+        self.lowest = min(self.lowest, self.loss)
+        highest = math.log((self.MOST_SHARE * self.lowest + self.MOST_NATS) / max(magnitude, 1e-12))
+        self.integral = min(highest, self.integral)
+        change = self.integral + self.PROPORTIONAL * error - math.log(self.weight)
+        self.weight = min(math.exp(highest), self.weight * math.exp(min(most, max(-most, change))))
 
     def state(self) -> dict[str, float]:
         """What `restore` takes."""

@@ -87,9 +87,9 @@ def test_what_is_printed_for_people(bases: Path, tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("change", "code", "said"),
     [
+        ({"model": "nowhere"}, 3, "nowhere: no such folder"),
         ({"train": {"warmup_steps": 8}}, 3, r"train.warmup_steps\n  expected: less than the 8 steps"),
         ({"train": {"window": 4096}}, 3, r"window = 4096\n  expected: at most 40"),
-        ({"model": {"path": "nowhere"}}, 3, "nowhere: no such folder"),
         ({"corpus": {"text": ["no.txt"]}}, 3, "no.txt: no text found"),
     ],
 )
@@ -154,6 +154,7 @@ def test_events_are_written_where_tensorboard_is(tmp_path: Path, monkeypatch: py
     assert events.writer(tmp_path) is None
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = spec_from_file_location("sparsify_example", ROOT / "docs" / "examples" / "sparsify.py")
     assert found is not None

@@ -37,7 +37,7 @@ def test_steering_comes_within_two_points(wanted: float, steps: int, scale: floa
     for step in range(steps):
         settled = 1 / (1 + math.exp(-0.6 * math.log(max(steering.weight * scale, 1e-9) / 0.01)))
         sparsity += (max(0.5, settled) - sparsity) * 20 / steps
-        steering.observe(step, sparsity, 3.0, 0.1)
+        steering.observe(step, sparsity, 3.0, 0.1 * (1 - sparsity))
     assert sparsity == pytest.approx(wanted, abs=0.02)
 
 
