@@ -18,7 +18,7 @@ import torch
 from sparsifying.arms import Setting, table
 from sparsifying.base import trained_base
 from sparsifying.own_text import write_own_text
-from sparsifying.road import built, measured
+from sparsifying.road import built, held_out_file, measured
 
 from pi_compile.cli.training_bar import training_bar
 
@@ -57,9 +57,10 @@ def main() -> None:
     print(table(results))
     if args.road:
         sparse = setting.output(args.road, int(args.seeds.split(",")[0]))
+        held_out, base = held_out_file(text, args.work), args.model or args.work / "base"
         rows = {
-            "base": measured(built(args.work / "base", text, args.work, ["dense"]), text[0]),
-            args.road: measured(built(sparse, text, args.work, ["dense", "gate", "predicted"]), text[0]),
+            "base": measured(built(base, text, args.work, ["dense"]), held_out),
+            args.road: measured(built(sparse, text, args.work, ["dense", "gate", "predicted"]), held_out),
         }
         print(json.dumps(rows, indent=1))
 

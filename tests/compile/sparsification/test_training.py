@@ -136,6 +136,19 @@ def test_another_recipe_does_not_go_on_with_a_training(sparsified: Any, monkeypa
         sparsified(stages=FEW)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("wanted", [0.7, 0.8, 0.9])
+def test_steering_comes_within_two_points(sparsified: Any, wanted: float) -> None:
+    record = sparsified(
+        steer={"sparsity": wanted},
+        stages=[{"steps": 600, "penalty": 0.0, "curve": "constant"}],
+        train={"learning_rate": 5e-3, "micro_batch": 8},
+        run={"every": 600},
+    )
+    assert record["sparsity"] == pytest.approx(wanted, abs=0.02)
+    assert record["dead"] <= 0.05
+
+
 def test_a_recipe_is_read_back_unchanged(tmp_path: Path) -> None:
     recipe = small_recipe(text=("a", "b"))
     (tmp_path / "s.toml").write_text(recipe.to_toml())
