@@ -111,7 +111,7 @@ def sparsify(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train a model on with another activation, until most of its neurons are 0."""
+    """Make a dense model sparse: change its activation and train it on."""
     from pi_compile.cli.options import torch_device
     from pi_compile.cli.training_bar import training_bar
     from pi_compile.sparsification.run import sparsify
