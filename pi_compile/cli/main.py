@@ -111,7 +111,7 @@ def sparsify(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Make a dense model sparse: change its activation and train it on."""
+    """Train a dense model until most of its neurons are silent."""
     from pi_compile.cli.options import torch_device
     from pi_compile.cli.training_bar import training_bar
     from pi_compile.sparsification.run import sparsify
