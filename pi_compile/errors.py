@@ -5,7 +5,8 @@ InputError                    exit code 3   something that was read is not usabl
 ├── RecipeError                             a recipe with unknown, missing or contradicting keys
 ├── CorpusError                             a corpus that is missing, unreadable or too short
 ├── TaskError                               a task file that is missing, unreadable or not understood
-└── ProfileError                            an activation profile that is missing, damaged or of another model
+├── ProfileError                            an activation profile that is missing, damaged or of another model
+└── TrainingError                           a training that diverged, or whose saved state is of another
 PiError
 └── TaskFailedError                         a task of a build that failed; it has the exit code of its error
 """
@@ -16,7 +17,16 @@ from pathlib import Path
 
 from pi_runtime.errors import InputError, PiError
 
-__all__ = ["CheckpointError", "CorpusError", "ProfileError", "RecipeError", "TaskError", "TaskFailedError", "nearest"]
+__all__ = [
+    "CheckpointError",
+    "CorpusError",
+    "ProfileError",
+    "RecipeError",
+    "TaskError",
+    "TaskFailedError",
+    "TrainingError",
+    "nearest",
+]
 
 
 class CheckpointError(InputError):
@@ -36,6 +46,10 @@ class ProfileError(InputError):
 
 
 class TaskError(InputError):
+    pass
+
+
+class TrainingError(InputError):
     pass
 
 

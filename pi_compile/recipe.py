@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -27,15 +27,35 @@ if TYPE_CHECKING:
 else:
     RungName, Objective = Literal[*RUNGS], Literal[*OBJECTIVES]
     WeightFormat, PredictorFormat = Literal["keep", *WEIGHT_FORMATS], Literal["keep", *WEIGHT_FORMATS, "auto"]
+AnyRecipe = TypeVar("AnyRecipe", bound="RecipeFile")
 PUBLISHED = "published"
 """Value of `activations` for a model whose config and published curve come with this project."""
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A table of a recipe: complete, strict and frozen."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class ModelSection(_Section):
+class RecipeFile(Section):
+    """A whole recipe: its fields are the tables of a TOML file."""
+
+    def to_toml(self) -> str:
+        """The recipe as a file that is read back unchanged."""
+        tables = []
+        for name, value in self.model_dump().items():
+            rows, head = (value, f"[[{name}]]") if isinstance(value, list) else ([value], f"[{name}]")
+            tables += [_table(head, row) for row in rows]
+        return "\n\n".join(tables) + "\n"
+
+
+def _table(head: str, values: Mapping[str, Any]) -> str:
+    # JSON's strings, integers, floats, booleans and arrays are TOML's.
+    return "\n".join([head, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())])
+
+
+class ModelSection(Section):
     """The checkpoint to compile."""
 
     path: Annotated[str, Field(min_length=1)]
@@ -46,7 +66,7 @@ class ModelSection(_Section):
     """Keys of config.json that this project does not know and that do not change the function."""
 
 
-class CorpusSection(_Section):
+class CorpusSection(Section):
     """Text to profile and train on, tune on, and report on."""
 
     text: Annotated[list[str], Field(min_length=1)]
@@ -60,7 +80,7 @@ class CorpusSection(_Section):
     report_tokens: Annotated[int, Field(ge=64)]
 
 
-class ProfileSection(_Section):
+class ProfileSection(Section):
     """How text goes through the model."""
 
     window: Annotated[int, Field(ge=8)]
@@ -75,7 +95,7 @@ class ProfileSection(_Section):
     """Threads that a task of `profile` and `train` computes with, whatever the number of workers."""
 
 
-class TrainSection(_Section):
+class TrainSection(Section):
     """How predictors are trained."""
 
     tokens: Annotated[int, Field(ge=64)]
@@ -88,14 +108,14 @@ class TrainSection(_Section):
     """Seed of everything random in training: the same seed gives the same predictors."""
 
 
-class QualitySection(_Section):
+class QualitySection(Section):
     """How much fidelity may be lost."""
 
     perplexity_increase: Annotated[float, Field(gt=0, le=1)]
     """Largest relative increase of perplexity that skipping neurons may cost."""
 
 
-class PlaceSection(_Section):
+class PlaceSection(Section):
     """What is placed on the GPU."""
 
     machine: str
@@ -112,7 +132,7 @@ class PlaceSection(_Section):
     """RAM budget; 0 for all that the machine has."""
 
 
-class PackSection(_Section):
+class PackSection(Section):
     """Number format of each part of the artifact; `keep` is the checkpoint's own."""
 
     embedding: WeightFormat
@@ -123,7 +143,7 @@ class PackSection(_Section):
     """`auto`: the one of f16 and the quantised formats with which the model is predicted to run fastest."""
 
 
-class Recipe(_Section):
+class Recipe(RecipeFile):
     """One model on one machine."""
 
     model: ModelSection
@@ -133,15 +153,6 @@ class Recipe(_Section):
     quality: QualitySection
     place: PlaceSection
     pack: PackSection
-
-    def to_toml(self) -> str:
-        """The recipe as a file that `read_recipe` takes back unchanged."""
-        blocks = []
-        for name, section in self.model_dump().items():
-            # JSON's strings, integers, floats, booleans and arrays are TOML's.
-            lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in section.items()]
-            blocks.append("\n".join([f"[{name}]", *lines]))
-        return "\n\n".join(blocks) + "\n"
 
 
 def default_recipe(
@@ -164,19 +175,28 @@ def default_recipe(
 
 def read_recipe(path: Path) -> Recipe:
     """Read and check a recipe file. Raises RecipeError naming every problem with its key."""
+    return read_toml(path, Recipe, "pi-compile init MODEL", "docs/recipes.md")
+
+
+def read_toml(path: Path, kind: type[AnyRecipe], init: str, docs: str) -> AnyRecipe:
+    """Read and check a recipe of any kind. `init` is the command that writes one, `docs` the page that explains it.
+
+    Raises RecipeError naming every problem with its key.
+    """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RecipeError(f"{path}: no such recipe", remedy=f"pi-compile init MODEL -o {path}") from None
+        raise RecipeError(f"{path}: no such recipe", remedy=f"{init} -o {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read", found=error) from None
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{path}: not TOML", found=error) from None
     try:
-        return Recipe.model_validate(data)
+        return kind.model_validate(data)
     except ValidationError as error:
-        remedy = "docs/recipes.md explains every key; `pi-compile init` writes a complete recipe to compare with"
-        raise RecipeError(f"{path}: not a valid recipe:{_problems(error)}", remedy=remedy) from None
+        command = init.removesuffix(" MODEL")
+        remedy = f"{docs} explains every key; `{command}` writes a complete recipe to compare with"
+        raise RecipeError(f"{path}: not a valid recipe:{_problems(error, kind)}", remedy=remedy) from None
 
 
 def check_settings(**sections: Mapping[str, Any]) -> None:
@@ -189,18 +209,18 @@ def check_settings(**sections: Mapping[str, Any]) -> None:
         Recipe.model_validate({**data, **{name: data[name] | values for name, values in sections.items()}})
     except ValidationError as error:
         remedy = "docs/recipes.md explains every key"
-        raise UsageError(f"wrong arguments:{_problems(error)}", remedy=remedy) from None
+        raise UsageError(f"wrong arguments:{_problems(error, Recipe)}", remedy=remedy) from None
 
 
-def _problems(error: ValidationError) -> str:
+def _problems(error: ValidationError, kind: type[RecipeFile]) -> str:
     """A line for each problem."""
-    return "".join(f"\n    {_problem(dict(e))}" for e in error.errors())
+    return "".join(f"\n    {_problem(dict(e), kind)}" for e in error.errors())
 
 
-def _problem(error: dict[str, Any]) -> str:
+def _problem(error: dict[str, Any], kind: type[RecipeFile]) -> str:
     location = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        known = _known_keys(error["loc"][:-1])
+        known = _known_keys(kind, error["loc"][:-1])
         near = nearest(error["loc"][-1], known)
         return f"{location}: unknown key; " + (f"did you mean {near}?" if near else f"known: {', '.join(known)}")
     if error["type"] == "missing":
@@ -217,8 +237,9 @@ def _quoted(values: str) -> list[str]:
     return re.findall(r"'([^']*)'", values)
 
 
-def _known_keys(section: tuple[Any, ...]) -> list[str]:
-    model: Any = Recipe
-    for name in section:
-        model = model.model_fields[name].annotation
+def _known_keys(kind: type[RecipeFile], location: tuple[Any, ...]) -> list[str]:
+    model: Any = kind
+    for name in location:
+        # A number counts the tables of an array.
+        model = get_args(model)[0] if isinstance(name, int) else model.model_fields[name].annotation
     return list(model.model_fields)

@@ -1,15 +1,16 @@
 """`pi-compile`: make and examine artifacts."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pi_compile.cli import artifact, planning
-from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Json, Output, RecipePath, takes
-from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements
+from pi_compile.cli.options import BuildOptions, Debug, Device, Export, IgnoreConfig, Json, Output, RecipePath, takes
+from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements, sparsify_text
 from pi_runtime import console
 
 if TYPE_CHECKING:
@@ -68,13 +69,23 @@ def init(
     ] = None,
     revision: Annotated[str, typer.Option(help="Commit of a hub name.")] = "",
     ignore_config: IgnoreConfig = None,
+    for_sparsify: Annotated[
+        bool, typer.Option("--sparsify", help="Write a recipe of sparsify, for a model that is not sparse.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing recipe.")] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Write a complete recipe for a checkpoint."""
     from pi_compile.pipeline.init_recipe import create_recipe
+    from pi_compile.recipe import default_recipe
 
+    kind: dict[str, Any] = {"make": default_recipe}
+    if for_sparsify:
+        from pi_compile.sparsification.model import check_base
+        from pi_compile.sparsification.recipe import default_sparsify_recipe
+
+        kind = {"make": default_sparsify_recipe, "check": check_base}
     recipe = create_recipe(
         model,
         output,
@@ -83,11 +94,34 @@ def init(
         ignore_config=ignore_config or [],
         force=force,
         notice=console.say,
+        **kind,
     )
     if as_json:
         console.print_json({"recipe": str(output), **recipe.model_dump()})
     else:
-        console.say(f"{output}: written; next: pi-compile build {output}")
+        then = f"sparsify {output} -o FOLDER" if for_sparsify else f"build {output}"
+        console.say(f"{output}: written; next: pi-compile {then}")
+
+
+@app.command()
+def sparsify(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="A recipe of sparsify (see init).", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
+    device: Device = "cpu",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train a dense model until most of its neurons are silent."""
+    from pi_compile.cli.options import torch_device
+    from pi_compile.cli.training_bar import training_bar
+    from pi_compile.sparsification.run import sparsify
+
+    with training_bar() as watch:
+        record = sparsify(recipe, output, torch_device(device), watch)
+    if int(os.environ.get("RANK", "0")) == 0:
+        emit(record, as_json, sparsify_text)
 
 
 @app.command()

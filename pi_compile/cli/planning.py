@@ -26,7 +26,7 @@ def report(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Explain a placement on one page, with figures and layer by layer."""
+    """Explain a placement on one page, with figures, layer by layer."""
     from pi_compile.cli.plan_request import plan_request
     from pi_compile.files import check_page, write_text
     from pi_compile.report import answer_of, explain, report_page

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pi_runtime import console
-from pi_runtime.console import facts, size, table, text_of
+from pi_runtime.console import facts, shown, size, table, text_of
 
 if TYPE_CHECKING:
     from pi_compile.machine.doctor import Finding
@@ -267,3 +267,23 @@ def findings_text(findings: Iterable["Finding"]) -> str:
     """The findings of `doctor` as text, each with its remedy below it."""
     rows = ([(f.topic, f.found), *([("", f"→ {f.remedy}")] if f.remedy else [])] for f in findings)
     return text_of(facts(row for lines in rows for row in lines))
+
+
+def sparsify_text(record: Mapping[str, Any]) -> str:
+    """What a sparsified model is, with a row for each layer."""
+    perplexity, interval = record["perplexity"], record["interval"]
+    against = "base" if perplexity["control"] is None else "control"
+    spread = f" ({interval[0]:+.2%} to {interval[1]:+.2%})" if interval else ""
+    rows = [
+        ("folder", record["folder"]),
+        ("activation", record["activation"] + (f", threshold {record['threshold']:g}" if record["threshold"] else "")),
+        ("sparsity", f"{record['sparsity']:.1%}"),
+        ("never fired", f"{record['dead']:.1%}"),
+        *((f"perplexity, {name}", shown(value)) for name, value in perplexity.items() if value is not None),
+        (f"against {against}", f"{record['perplexity_increase']:+.2%}{spread}"),
+        ("tokens", f"{record['tokens']:,}" + (f", {record['ended']}" if record["ended"] else "")),
+        *([] if record["stock"] else [("note", record["form"])]),
+    ]
+    pairs = zip(record["sparsity_by_layer"], record["dead_by_layer"], strict=True)
+    layers = [{"layer": n, "sparsity": f"{s:.1%}", "never_fired": f"{d:.1%}"} for n, (s, d) in enumerate(pairs)]
+    return text_of(facts(rows), table(layers))

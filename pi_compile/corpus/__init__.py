@@ -3,6 +3,29 @@
 Text comes from files, from data sets through `datasets`, or from the documentation of the Python that runs.
 """
 
-from pi_compile.corpus.streams import HUB, PYTHON, CorpusSpec, Streams, read_streams, source_files
+from pi_compile.corpus.python_docs import HELD_OUT, TRAIN
+from pi_compile.corpus.streams import (
+    HUB,
+    PASSAGE,
+    PYTHON,
+    CorpusSpec,
+    Streams,
+    check_disjoint,
+    documents,
+    read_streams,
+    source_files,
+)
 
-__all__ = ["HUB", "PYTHON", "CorpusSpec", "Streams", "read_streams", "source_files"]
+__all__ = [
+    "HELD_OUT",
+    "HUB",
+    "PASSAGE",
+    "PYTHON",
+    "TRAIN",
+    "CorpusSpec",
+    "Streams",
+    "check_disjoint",
+    "documents",
+    "read_streams",
+    "source_files",
+]

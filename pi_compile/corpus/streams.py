@@ -94,14 +94,19 @@ def _origins(sources: Sequence[str], folder: Path) -> set[str]:
     return hub | {str(file.resolve()) for file in source_files(sources, folder)}
 
 
+def check_disjoint(text: Sequence[str], report: Sequence[str], folder: Path) -> None:
+    """Raise CorpusError where a file or data set is in both corpora."""
+    shared = _origins(text, folder) & _origins(report, folder)
+    if shared:
+        raise CorpusError(f"{min(shared)}: is in [corpus] text and in report, which must be disjoint")
+
+
 def read_streams(spec: CorpusSpec, folder: Path, tokenizer: tokenizers.Tokenizer, window: int) -> Streams:
     """Tokenise the corpus. Relative paths start from `folder`; each stream must have at least `window` tokens.
 
     Raises CorpusError if there is no text, a file cannot be read, a text is in both corpora, or one is too short.
     """
-    shared = _origins(spec.text, folder) & _origins(spec.report, folder)
-    if shared:
-        raise CorpusError(f"{min(shared)}: is in [corpus] text and in report, which must be disjoint")
+    check_disjoint(spec.text, spec.report, folder)
     for name in ("fit_tokens", "tune_tokens", "report_tokens"):
         if getattr(spec, name) < window:
             found = getattr(spec, name)
@@ -131,7 +136,7 @@ def _tokens(
     """The first `wanted` tokens of the shuffled passages."""
     passages = [
         document[start : start + PASSAGE]
-        for document in _documents(sources, folder, spec.field, split, HUB_CHARACTERS * wanted)
+        for document in documents(sources, folder, spec.field, split, HUB_CHARACTERS * wanted)
         for start in range(0, len(document), PASSAGE)
     ]
     if not any(passages):
@@ -146,7 +151,14 @@ def _tokens(
     return np.concatenate(found)[:wanted]
 
 
-def _documents(sources: Sequence[str], folder: Path, field: str, split: str, hub_characters: int) -> Iterator[str]:
+def documents(
+    sources: Sequence[str], folder: Path, field: str, split: str = python_docs.TRAIN, hub_characters: int | None = None
+) -> Iterator[str]:
+    """The texts of the sources, one by one: always the same in the same order.
+
+    `split` is the part of Python's documentation that is wanted; `hub_characters` limits each hub data set. Raises
+    CorpusError for a source that cannot be read, and for a hub name without a revision.
+    """
     for source in dict.fromkeys(sources):
         if source == PYTHON:
             yield from python_docs.split_documents(split)
@@ -155,7 +167,8 @@ def _documents(sources: Sequence[str], folder: Path, field: str, split: str, hub
             if not revision:
                 raise CorpusError(f"{source}: no revision", expected=f"{HUB}OWNER/NAME@REVISION, which means one text")
             rows = _load(source, path=name, revision=revision, split="train")
-            yield from _head(_column(rows, field, source), hub_characters)
+            texts = _column(rows, field, source)
+            yield from texts if hub_characters is None else _head(texts, hub_characters)
     for file in source_files(sources, folder):
         if file.stat().st_size == 0:
             continue  # `datasets` fails on an empty JSON file with an internal error

@@ -18,6 +18,7 @@ EXTRAS = {
     "compile": ("torch", "transformers", "datasets", "huggingface_hub", "safetensors", "gguf"),
     "cuda": ("torch", "triton"),
     "grammar": ("llguidance",),
+    "serve": ("starlette", "uvicorn"),
     "ray": ("ray",),
 }
 """Packages of the installation itself (`runtime`) and of each extra."""

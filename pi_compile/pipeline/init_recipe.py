@@ -1,14 +1,14 @@
-"""The command `init`: a complete recipe for a checkpoint."""
+"""The command `init`: a complete recipe for a checkpoint, of `build` or of `sparsify`."""
 
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pi_compile.checkpoint import open_checkpoint
+from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import read_text_files
 from pi_compile.corpus import HUB, PYTHON
 from pi_compile.files import check_output, write_text
-from pi_compile.recipe import Recipe, default_recipe
+from pi_compile.recipe import AnyRecipe, default_recipe
 from pi_runtime.errors import UsageError
 
 
@@ -21,13 +21,16 @@ def create_recipe(
     ignore_config: Sequence[str] = (),
     force: bool = False,
     notice: Callable[[str], None] = lambda _line: None,
-) -> Recipe:
+    make: Callable[..., AnyRecipe] = default_recipe,  # type: ignore[assignment]
+    check: Callable[[Checkpoint], None] = lambda _checkpoint: None,
+) -> AnyRecipe:
     """Check that the checkpoint can be compiled, tokenizer included, then write its recipe.
 
     The path of a folder or file is written relative to the recipe, so that both can move together; a hub name is
     written with the commit that it means today. `ignore_config` names keys of its config.json that have no effect, as
-    the user declares; the recipe repeats them. `notice` gets what the user should know about the checkpoint. Raises
-    UsageError rather than replace a recipe, unless `force`, and what `open_checkpoint` and `read_text_files` raise.
+    the user declares; the recipe repeats them. `notice` gets what the user should know about the checkpoint. `make`
+    is the recipe's default, and `check` refuses checkpoints that it is not for. Raises UsageError rather than replace
+    a recipe, unless `force`, and what `open_checkpoint` and `read_text_files` raise.
     """
     check_output(output)
     if output.exists() and not force:
@@ -35,11 +38,12 @@ def create_recipe(
     folder = Path(os.path.realpath(output)).parent
     text = [_source(source, folder) for source in corpus] or [PYTHON]
     checkpoint = open_checkpoint(model, revision or None, ignore_config)
+    check(checkpoint)
     found = read_text_files(checkpoint.location, checkpoint.decoder.vocab_size)
     for line in (*checkpoint.notices, *found.notices):
         notice(line)
     name = _relative(checkpoint.location, folder) if checkpoint.revision is None else model
-    recipe = default_recipe(
+    recipe = make(
         name, revision=checkpoint.revision or "", corpus=text, ignore_config=list(dict.fromkeys(ignore_config))
     )
     write_text(output, recipe.to_toml())

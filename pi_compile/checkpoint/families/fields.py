@@ -25,6 +25,8 @@ ACTIVATIONS = {
 """transformers' name of an activation → ours."""
 FATRELU = "fatrelu"
 """The activation z where z is above a threshold, `hidden_act_param`, else 0 (ProSparse)."""
+DRELU = "drelu"
+"""dReLU under its own name, which `sparsify` writes where no published architecture has it."""
 
 
 def usual_decoder(
@@ -83,6 +85,8 @@ def biases(*, attention: bool, ffn: bool) -> dict[str, Any]:
 
 def activation(config: Config, default: str) -> dict[str, Any]:
     """The decoder's fields `activation` and `threshold`."""
+    if config.get("hidden_act") == DRELU:
+        return {"activation": "drelu"}
     if config.get("hidden_act", default) != FATRELU:
         return {"activation": config.choice("hidden_act", default, ACTIVATIONS)}
     value = config.get("hidden_act_param")

@@ -1,0 +1,172 @@
+"""The FFNs of a transformers model with another activation, a penalty on their neurons, and counts of those that fire.
+
+The model keeps its parameters under their names; only the forward pass of each FFN is replaced:
+
+    h = a(gate · x) (up · x)             y = down h                relu, relu2; fatrelu: a(z) = z where z > t, else 0
+    h = a(gate · x) max(up · x, 0)       y = down h                drelu (TurboSparse)
+
+Shape letters: N tokens, D model width, F neurons of one expert, X experts, L layers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  its usual name
+from torch import nn
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Activation:
+    """What an FFN does between its matrices."""
+
+    name: str
+    """`relu`, `drelu`, `relu2` or `fatrelu`."""
+    threshold: float = 0.0
+    """FATReLU's: values up to it become 0."""
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Products with gate and up → the neurons' values h."""
+        a = F.threshold(gate, self.threshold, 0.0) if self.threshold else F.relu(gate)
+        if self.name == "relu2":
+            a = a.square()
+        return a * (F.relu(up) if self.name == "drelu" else up)
+
+
+class _Penalised(torch.autograd.Function):
+    """Identity whose gradient is that of adding weight · Σ|h| to the loss.
+
+    A term beside the loss would be lost where a layer is computed twice (activation checkpointing) and would run
+    before its layer's weights are there (FSDP).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: float) -> Tensor:
+        ctx.save_for_backward(h)
+        ctx.weight = weight
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (h,), (gradient,) = ctx.saved_tensors, gradients
+        return gradient.add(h.sign(), alpha=ctx.weight), None
+
+
+class LayerActivity:
+    """What the neurons of one layer did while they were observed."""
+
+    def __init__(self, neurons: int, experts: int) -> None:
+        self.neurons, self.experts = neurons, experts
+        self.clear(count_each=False)
+
+    def clear(self, *, count_each: bool) -> None:
+        """Begin anew. `count_each` counts every neuron, not only all together."""
+        self.values = 0
+        self.fired = self.magnitude = torch.zeros((), dtype=torch.float64)
+        self.fired_XF = torch.zeros(self.experts, self.neurons, dtype=torch.int64) if count_each else None
+
+    def observe(self, h_NF: Tensor, expert: int) -> None:
+        """Count the values of an expert's neurons that are not 0."""
+        self.values += h_NF.numel()
+        self.magnitude = self.magnitude.to(h_NF.device) + h_NF.abs().sum(dtype=torch.float32).double()
+        if self.fired_XF is None:
+            self.fired = self.fired.to(h_NF.device) + h_NF.count_nonzero()
+        else:
+            self.fired_XF = self.fired_XF.to(h_NF.device)
+            self.fired_XF[expert] += h_NF.flatten(0, -2).count_nonzero(0)
+
+
+class FfnActivity:
+    """The FFNs of a model: their activation, the penalty's weight, and what their neurons did."""
+
+    def __init__(self, activation: Activation) -> None:
+        self.activation = activation
+        self.penalty = 0.0
+        """Weight of Σ|h| over all values of one forward pass, in the loss of that pass."""
+        self.layers: list[LayerActivity] = []
+        self.experts_per_token = 1
+        self._observing = False
+
+    @contextmanager
+    def observed(self, *, count_each: bool) -> Iterator[list[LayerActivity]]:
+        """Observe the forward passes inside; those that a backward pass repeats belong outside."""
+        for layer in self.layers:
+            layer.clear(count_each=count_each)
+        self._observing = True
+        try:
+            yield self.layers
+        finally:
+            self._observing = False
+
+    def neurons(self, gate: Tensor, up: Tensor, layer: LayerActivity, expert: int = 0) -> Tensor:
+        """The values h of the neurons, penalised and observed."""
+        h = self.activation(gate, up)
+        if self._observing:
+            with torch.no_grad():
+                layer.observe(h, expert)
+        penalised: Tensor = _Penalised.apply(h, self.penalty) if self.penalty else h  # type: ignore[no-untyped-call]
+        return penalised
+
+    def values_per_token(self) -> int:
+        """Values of h that one token has in all layers; of the experts, those that it is routed to."""
+        return sum(layer.neurons * self.experts_per_token for layer in self.layers)
+
+    def install(self, model: nn.Module) -> None:
+        """Replace the forward pass of every FFN of the model, in the order of its layers."""
+        self.experts_per_token = getattr(model.config, "num_experts_per_tok", None) or 1
+        for module in model.modules():
+            ffn: Any = module
+            if hasattr(ffn, "gate_up_proj"):
+                layer = LayerActivity(ffn.down_proj.shape[2], ffn.down_proj.shape[0])
+                ffn.forward = _ExpertForward(ffn, self, layer)
+            elif hasattr(ffn, "gate_proj"):
+                layer = LayerActivity(ffn.down_proj.in_features, 1)
+                ffn.forward = _Forward(ffn, self, layer)
+            else:
+                continue
+            self.layers.append(layer)
+
+
+@contextmanager
+def observed(activity: FfnActivity | None, *, count_each: bool) -> Iterator[list[LayerActivity]]:
+    """Observe the FFNs of a model, if it has another activation than its own."""
+    if activity is None:
+        yield []
+        return
+    with activity.observed(count_each=count_each) as layers:
+        yield layers
+
+
+@dataclass
+class _Forward:
+    """The forward pass of a gated FFN."""
+
+    ffn: Any
+    activity: FfnActivity
+    layer: LayerActivity
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self.ffn.down_proj(self.activity.neurons(self.ffn.gate_proj(x), self.ffn.up_proj(x), self.layer))
+        return y
+
+
+@dataclass
+class _ExpertForward:
+    """The forward pass of Mixtral's experts: those that the router takes, expert by expert."""
+
+    ffn: Any
+    activity: FfnActivity
+    layer: LayerActivity
+
+    def __call__(self, x_ND: Tensor, taken_NK: Tensor, route_weight_NK: Tensor) -> Tensor:
+        y_ND = torch.zeros_like(x_ND)
+        for e in range(self.layer.experts):
+            tokens, k = (taken_NK == e).nonzero(as_tuple=True)
+            gate, up = F.linear(x_ND[tokens], self.ffn.gate_up_proj[e]).chunk(2, dim=-1)
+            y = F.linear(self.activity.neurons(gate, up, self.layer, e), self.ffn.down_proj[e])
+            y_ND = y_ND.index_add(0, tokens, (y * route_weight_NK[tokens, k, None]).to(y_ND.dtype))
+        return y_ND

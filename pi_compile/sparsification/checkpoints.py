@@ -1,0 +1,88 @@
+"""Checkpoints of a training: whole folders, each with everything that the next step depends on.
+
+`step-N/` has what accelerate saves (weights, optimiser, generators of every process) and `state.json` (all that is no
+tensor). It is written under a hidden name and renamed when every process is done, so one that is there is whole.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from pi_compile.errors import TrainingError
+
+STATE = "state.json"
+_NAME = re.compile(r"step-(\d+)")
+KEPT = 2
+"""Newest checkpoints that are kept: should the last one turn out damaged, there is another."""
+
+
+class Checkpoints:
+    """The checkpoints in one folder."""
+
+    def __init__(self, folder: Path, accelerator: Accelerator) -> None:
+        self.folder, self._accelerator = folder, accelerator
+
+    def path(self, step: int) -> Path:
+        """The folder of the checkpoint after so many steps."""
+        return self.folder / f"step-{step:08}"
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, in order."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _NAME.fullmatch(path.name)))
+
+    def save(self, step: int, state: dict[str, Any], keep: Collection[int] = ()) -> None:
+        """Save the prepared model and optimiser with a state; then remove older ones but those to `keep`."""
+        hidden = self.folder / f".step-{step:08}.tmp"
+        if self._accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for stale in self.folder.glob(".step-*.tmp"):
+                shutil.rmtree(stale)
+        self._accelerator.wait_for_everyone()
+        # It warns of tied weights, which are stored once and are tied again when they are loaded.
+        logging.getLogger("accelerate").setLevel(logging.ERROR)
+        self._accelerator.save_state(str(hidden))
+        self._accelerator.wait_for_everyone()
+        if self._accelerator.is_main_process:
+            (hidden / STATE).write_text(json.dumps(state), encoding="utf-8")
+            for path in (*hidden.rglob("*"), hidden):
+                _sync(path)
+            if self.path(step).exists():
+                shutil.rmtree(self.path(step))
+            hidden.rename(self.path(step))
+            _sync(self.folder)
+            for older in self.steps()[:-KEPT]:
+                if older not in keep:
+                    shutil.rmtree(self.path(older))
+        self._accelerator.wait_for_everyone()
+
+    def load(self, step: int) -> dict[str, Any]:
+        """Load the prepared model and optimiser; return the state. Raises TrainingError for a damaged checkpoint."""
+        path = self.path(step)
+        try:
+            state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+            self._accelerator.load_state(str(path))
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise TrainingError(
+                f"{path}: not a whole checkpoint",
+                found=error,
+                remedy="remove it; the training goes on from the checkpoint before",
+            ) from None
+        return state
+
+
+def _sync(path: Path) -> None:
+    """Bring a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

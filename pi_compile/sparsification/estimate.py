@@ -1,0 +1,83 @@
+"""What a training takes, told before it starts: time, memory and disk.
+
+A token costs 6 operations for each weight that it meets: 2 forward, 4 backward. Recomputing layers costs 2 more, the
+original beside it 2, the control the whole again.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from pi_compile.sparsification.checkpoints import KEPT
+from pi_compile.sparsification.recipe import SparsifyRecipe
+from pi_compile.torch_model import flops_per_s, layer_parameters
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.console import size
+from pi_runtime.errors import DoesNotFitError
+
+WEIGHT, STATE = 4, 16
+"""Bytes of a weight; of a weight with its gradient and the optimiser's two moments."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Time, disk and memory of a whole run."""
+
+    seconds: float
+    disk_bytes: int
+    memory_bytes: int
+    """Of one process, without activations if they are recomputed."""
+    tokens: int
+
+    def words(self) -> str:
+        """A line for the user."""
+        hours = f"{self.seconds / 3600:.1f} h" if self.seconds > 5400 else f"{self.seconds / 60:.0f} min"
+        return (
+            f"{self.tokens:,} tokens: about {hours}, {size(self.memory_bytes)} of memory for each process, and "
+            f"{size(self.disk_bytes)} of disk while it runs"
+        )
+
+
+def weights_of(d: Decoder, experts: int) -> int:
+    """Weights of a model, with so many experts of each layer."""
+    return layer_parameters(d, experts) * d.n_layers + d.vocab_size * d.d_model * (1 if d.tied_head else 2)
+
+
+def operations_per_token(recipe: SparsifyRecipe, d: Decoder) -> float:
+    """Floating-point operations of a token in training, of all arms."""
+    # The embedding is looked up, the head is a product.
+    met = layer_parameters(d, d.experts_per_token) * d.n_layers + d.vocab_size * d.d_model
+    attended = recipe.train.window * d.n_heads * d.head_dim * d.n_layers
+    forward = 2 * met + 2 * attended
+    passes = 3 + recipe.train.activation_checkpointing
+    return forward * (passes * (2 if recipe.run.control else 1) + (recipe.train.distillation > 0))
+
+
+def estimate(recipe: SparsifyRecipe, d: Decoder, accelerator: Accelerator) -> Needs:
+    """Time by a short measurement here, memory and disk by counting."""
+    train = recipe.train
+    per_s = flops_per_s(train.micro_batch * train.window, d.d_model, d.d_ff, str(accelerator.device))
+    seconds = recipe.tokens * operations_per_token(recipe, d) / per_s / accelerator.num_processes
+    weights = weights_of(d, d.n_experts)
+    tokens = train.micro_batch * train.window
+    # Per layer what backward needs of a token: about 6 values of the model's width for each FFN value path.
+    layers = 1 if train.activation_checkpointing else d.n_layers
+    values = layers * (10 * d.d_model + 5 * d.d_ff * d.experts_per_token) + d.n_layers * d.d_model + 3 * d.vocab_size
+    original = WEIGHT * weights if train.distillation else 0
+    memory = STATE * weights + original + 4 * tokens * values
+    checkpoint = 3 * WEIGHT * weights
+    return Needs(seconds, (KEPT + 2) * checkpoint + 2 * WEIGHT * weights, memory, recipe.tokens)
+
+
+def check_room(needs: Needs, output: Path) -> None:
+    """Raise DoesNotFitError where the disk has less room than a run takes."""
+    free = shutil.disk_usage(output.resolve().parent).free
+    if free < needs.disk_bytes:
+        raise DoesNotFitError(
+            f"-o {output}: the disk is too small for checkpoints",
+            expected=size(needs.disk_bytes),
+            found=f"{size(free)} free",
+            remedy="name an output on another disk",
+        )

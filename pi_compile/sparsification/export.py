@@ -1,0 +1,158 @@
+"""The folder that comes out: the model as transformers saves it, in the form that says what it computes.
+
+A form is never one that stock transformers would load and compute otherwise. Where it has no such activation, it is the
+published form where that holds the architecture, else `hidden_act` has a name that transformers does not know.
+
+Shape letters: W tokens, V words.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pi_compile.checkpoint import Checkpoint, open_checkpoint
+from pi_compile.checkpoint.folder import TOKENIZER_FILES
+from pi_compile.checkpoint.json_file import read_json
+from pi_compile.errors import CheckpointError
+from pi_compile.sparsification.activation import Activation
+from pi_compile.torch_model import decoder as torch_decoder
+from pi_runtime.errors import UsageError
+
+Tensor = torch.Tensor
+RECORD = "sparsify.json"
+"""The file of the folder that says how it was made."""
+CLOSE = 1e-3
+"""Largest difference of a logit between the trained model and the folder, of the largest logit."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How config.json says what a model computes."""
+
+    fields: dict[str, Any]
+    stock: bool
+    """Whether transformers computes it without code of others."""
+    words: str
+    """What to say where it does not; empty where it does."""
+
+
+def form_of(config: dict[str, Any], activation: Activation) -> Form:
+    """The form of a model whose config was of a stock family."""
+    name, threshold = activation.name, activation.threshold
+    if name in ("relu", "relu2") or (name == "fatrelu" and not threshold):
+        return Form({"hidden_act": "relu2" if name == "relu2" else "relu"}, True, "")
+    published = _published(config, name)
+    parameter = {"hidden_act_param": threshold} if threshold else {}
+    if published is not None:
+        family, model_class, origin, act = published
+        fields = {"model_type": family, "architectures": [model_class], "hidden_act": act, **parameter}
+        return Form(fields, False, f"the folder has the form of {origin}, whose modelling code transformers needs")
+    fields = {"hidden_act": name, **parameter}
+    return Form(fields, False, f'config.json has hidden_act = "{name}", which only this project reads')
+
+
+def _published(config: dict[str, Any], name: str) -> tuple[str, str, str, str] | None:
+    """model_type, class, origin and hidden_act of a published architecture with the activation, if it has the model's.
+
+    Bamboo is Mistral with dReLU, which is Llama with a window; it knows neither biases nor scaled positions.
+    """
+    family = config["model_type"]
+    plain = not (config.get("attention_bias") or config.get("mlp_bias"))
+    unscaled = (config.get("rope_parameters") or {}).get("rope_type", "default") == "default"
+    if name == "fatrelu" and family == "llama" and plain and unscaled:
+        return "sparsellama", "SparseLlamaForCausalLM", "SparseLLM/prosparse-llama-2-7b", "fatrelu"
+    if name == "drelu" and family in ("mistral", "llama") and plain and unscaled:
+        return "bamboo", "BambooForCausalLM", "PowerInfer/Bamboo-base-v0_1", "relu"
+    if name == "drelu" and family == "mixtral" and unscaled:
+        return "turbosparsemixtral", "TurboSparseMixtralForCausalLM", "PowerInfer/TurboSparse-Mixtral", "relu"
+    return None
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """A hidden folder beside `output`, which takes its place at the end: it appears whole or not at all."""
+    hidden = output.with_name(f".{output.name}.tmp")
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir(parents=True)
+    try:
+        yield hidden
+        hidden.rename(output)
+    except OSError as error:
+        raise UsageError(f"-o {output}: cannot be written", found=error, remedy="name another output") from None
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def check_folder(output: Path) -> None:
+    """Check that a folder can be made. Raises UsageError where something is in its place, or it cannot be written."""
+    parent = Path(os.path.realpath(output)).parent
+    if output.exists():
+        raise UsageError(f"-o {output}: exists already", remedy="name another output, or remove it")
+    if not parent.is_dir():
+        raise UsageError(f"-o {output}: no folder {parent}", remedy="create it, or name another output")
+    if not os.access(parent, os.W_OK):
+        raise UsageError(f"-o {output}: no permission to write in {parent}", remedy="name an output elsewhere")
+
+
+def stored_dtype(base: Checkpoint) -> torch.dtype:
+    """The number format that the base's config names."""
+    config = read_json(base.folder / "config.json")
+    found = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def round_weights(model: Any, dtype: torch.dtype) -> None:
+    """Give every weight the value that it will have in a number format."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+
+
+def save_model(model: Any, state: dict[str, Tensor], base: Checkpoint, activation: Activation, folder: Path) -> Form:
+    """Write config, weights in the base's number format, and the base's tokenizer files."""
+    dtype = stored_dtype(base)
+    model.config.dtype, model.config.use_cache = dtype, True
+    # A tied head stays one tensor with the embedding.
+    converted = {tensor.data_ptr(): tensor.to(dtype) for tensor in state.values()}
+    weights = {name: converted[tensor.data_ptr()] for name, tensor in state.items()}
+    model.save_pretrained(folder, state_dict=weights)
+    for name in TOKENIZER_FILES:
+        if (base.folder / name).is_file():
+            shutil.copyfile(base.folder / name, folder / name)
+    config = read_json(folder / "config.json")
+    form = form_of(config, activation)
+    config |= form.fields
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return form
+
+
+def check_model(folder: Path, ids_W: Tensor, wanted_WV: Tensor) -> float:
+    """Read the folder as `build` does and compare logits; return the largest difference.
+
+    Raises CheckpointError where they are not close: a form that says something else than what was trained.
+    """
+    checkpoint = open_checkpoint(folder)
+    d, device = checkpoint.decoder, "cpu"
+    global_w = torch_decoder.global_weights(checkpoint, device)
+    x = torch_decoder.embed(d, global_w, ids_W[None])
+    for n in range(d.n_layers):
+        w = torch_decoder.layer_weights(checkpoint, n, device)
+        residual, normed = torch_decoder.before_ffn(d, w, x)
+        x = torch_decoder.after_ffn(d, w, residual, torch_decoder.ffn_output(w, torch_decoder.neurons(d, w, normed)))
+    found_WV = torch_decoder.logits(d, global_w, x)[0]
+    difference = float((found_WV - wanted_WV).abs().max())
+    if difference > CLOSE * float(wanted_WV.abs().max()):
+        raise CheckpointError(
+            f"{folder}: does not compute what was trained",
+            expected="logits that differ by rounding",
+            found=f"a difference of {difference:g}",
+        )
+    return difference

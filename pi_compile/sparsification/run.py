@@ -1,0 +1,304 @@
+"""`pi-compile sparsify`: the whole way from a recipe to a folder.
+
+What is done so far lies in `FOLDER.work`, so that a run that was killed goes on where it was: checkpoints of the model
+and of the control, and the folder to be. With several processes each calls `sparsify`, and the first one writes.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from pi_compile.checkpoint import Checkpoint
+from pi_compile.errors import TrainingError
+from pi_compile.evaluation.intervals import increase_interval
+from pi_compile.files import json_digest, write_text
+from pi_compile.pipeline.store import Store
+from pi_compile.sparsification import events, export
+from pi_compile.sparsification.activation import Activation, FfnActivity
+from pi_compile.sparsification.card import model_card
+from pi_compile.sparsification.checkpoints import Checkpoints
+from pi_compile.sparsification.data import HeldOut, Packing, open_mixture, read_held_out, source_digests
+from pi_compile.sparsification.estimate import check_room, estimate
+from pi_compile.sparsification.held_out import Evaluation, evaluate
+from pi_compile.sparsification.model import add_constants, load_model, open_base, packing_of
+from pi_compile.sparsification.page import curves_page
+from pi_compile.sparsification.recipe import SparsifyRecipe, read_sparsify_recipe
+from pi_compile.sparsification.training import Point, Trained, Training, Watch
+from pi_runtime.errors import UsageError
+
+IDENTITY, MODEL, CONTROL = "run.json", "model", "control"
+_CHECKED = 64
+"""Tokens on which the folder is compared with the trained model."""
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """A training and what came of it: the model, or the control."""
+
+    trained: Trained
+    losses_N: np.ndarray[Any, Any]
+    """Loss in each window of the report text."""
+    facts: dict[str, Any]
+
+    def to_json(self) -> str:
+        """As the text that `_read_arm` takes."""
+        return json.dumps({**asdict(self), "losses_N": self.losses_N.tolist()})
+
+
+def _read_arm(path: Path) -> _Arm:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    trained = found["trained"]
+    trained["points"] = [Point(**point) for point in trained["points"]]
+    return _Arm(Trained(**trained), np.array(found["losses_N"]), found["facts"])
+
+
+def sparsify(recipe_path: Path, output: Path, device: str = "cpu", watch: Watch = Watch()) -> dict[str, Any]:
+    """Make a model sparse, and write a Hugging Face folder. Returns what the folder's record says.
+
+    Raises UsageError for an output that is there, DoesNotFitError where the disk is too small, and what reading the
+    recipe, the checkpoint and the text, and training, raise.
+    """
+    recipe = read_sparsify_recipe(recipe_path)
+    export.check_folder(output)
+    if device.startswith("cuda:") and "LOCAL_RANK" not in os.environ:  # a launcher gives each process its own
+        torch.cuda.set_device(int(device.removeprefix("cuda:")))
+    accelerator = Accelerator(cpu=device == "cpu")
+    _check_shares(recipe, accelerator.num_processes)
+    if not accelerator.is_main_process:
+        watch = Watch()
+    run = _Run(recipe, recipe_path.resolve().parent, output, accelerator, watch)
+    with run.held():
+        return run.carry_out()
+
+
+def _check_shares(recipe: SparsifyRecipe, processes: int) -> None:
+    """Raise UsageError where a batch cannot be shared out evenly: its sequences would not count alike."""
+    train = recipe.train
+    if train.batch % (processes * train.micro_batch):
+        raise UsageError(
+            f"train.batch = {train.batch} cannot be shared by {processes} processes",
+            expected=f"a multiple of {processes} × train.micro_batch, {processes * train.micro_batch}",
+            remedy="change train.batch or train.micro_batch, or start fewer processes",
+        )
+
+
+@dataclass(frozen=True)
+class _Run:
+    recipe: SparsifyRecipe
+    folder: Path
+    output: Path
+    accelerator: Accelerator
+    watch: Watch
+
+    @property
+    def work(self) -> Path:
+        """Where everything lies that is not finished."""
+        return self.output.with_name(self.output.name + ".work")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let no other run work in the same folder."""
+        if not self.accelerator.is_main_process:
+            yield
+            return
+        with Store(self.work).exclusive(self.watch.notice):
+            yield
+
+    @cached_property
+    def base(self) -> Checkpoint:
+        """The checkpoint to be made sparse."""
+        return open_base(self.recipe.model, self.folder)
+
+    @cached_property
+    def packing(self) -> Packing:
+        """How text becomes sequences."""
+        return packing_of(self.base, self.recipe.train.window)
+
+    @cached_property
+    def held_out(self) -> HeldOut:
+        """Text that is not trained on."""
+        return read_held_out(self.recipe.corpus, self.folder, self.packing)
+
+    def carry_out(self) -> dict[str, Any]:
+        """All of it, or what is left."""
+        began = time.time()
+        sources = source_digests(self.recipe.corpus, self.folder)
+        needed = estimate(self.recipe, self.base.decoder, self.accelerator)
+        check_room(needed, self.output)
+        self._identify(sources)
+        self.watch.notice(needed.words())
+        base = self._evaluated_base()
+        model = self._arm(MODEL, lambda path: self._train_model(base, path))
+        control = (
+            self._arm(CONTROL, lambda _: self._train_control(model.trained.steps)) if self.recipe.run.control else None
+        )
+        record = self._record(base, model, control, sources)
+        if self.accelerator.is_main_process:
+            self._publish(record, model, control)
+        self.accelerator.wait_for_everyone()
+        self.watch.notice(f"{self.output}: written in {time.time() - began:,.0f} s")
+        return {"folder": str(self.output), **record}
+
+    def _identify(self, sources: dict[str, str]) -> None:
+        """Write down what this run is, or check that the one that was begun here is the same."""
+        path = self.work / IDENTITY
+        inputs = {"recipe": self.recipe.model_dump(), "model": self.base.digest(), "sources": sources}
+        if not path.exists():
+            if self.accelerator.is_main_process:
+                write_text(path, json.dumps({"digest": json_digest(inputs), **inputs}, indent=1))
+        elif json.loads(path.read_text(encoding="utf-8"))["digest"] != json_digest(inputs):
+            raise TrainingError(
+                f"{self.work}: holds a training with another recipe, model or text",
+                expected="the run that was begun there",
+                remedy="name another output, or remove the folder",
+            )
+        self.accelerator.wait_for_everyone()
+
+    def _evaluated_base(self) -> Evaluation:
+        model = self.accelerator.prepare_model(load_model(self.base), evaluation_mode=True)
+        found = evaluate(self.accelerator, model, None, self.held_out.report, self.recipe.train.dtype == "bf16")
+        self.accelerator.free_memory()
+        return found
+
+    def _arm(self, name: str, make: Callable[[Path], _Arm]) -> _Arm:
+        """A finished arm: made now, or read where it was made before."""
+        path = self.work / f"{name}.json"
+        if not path.exists():
+            arm = make(self.work / f"{name}.out")
+            if self.accelerator.is_main_process:
+                write_text(path, arm.to_json())
+                shutil.rmtree(self.work / name)  # its checkpoints
+            self.accelerator.free_memory()
+            self.accelerator.wait_for_everyone()
+        return _read_arm(path)
+
+    def _training(self, name: str, model: Any, activity: FfnActivity | None, **options: Any) -> Training:
+        checkpoints = Checkpoints(self.work / name, self.accelerator)
+        writer = events.writer(self.work / "events" / name) if self.accelerator.is_main_process else None
+        return Training(
+            self.recipe,
+            self.accelerator,
+            model,
+            activity,
+            open_mixture(self.recipe.corpus, self.folder, self.packing, self.recipe.train.seed),
+            self.held_out,
+            checkpoints,
+            watch=events.both(self.watch, writer),
+            name=name,
+            **options,
+        )
+
+    def _train_model(self, base: Evaluation, out: Path) -> _Arm:
+        """Train the model with its new activation, choose a threshold, and save it to `out`."""
+        target = self.recipe.target
+        model = load_model(self.base)
+        activity = FfnActivity(Activation(target.activation))
+        activity.install(model)
+        if target.constant:
+            add_constants(model)
+        original = self._original() if self.recipe.train.distillation else None
+        training = self._training(MODEL, model, activity, original=original, base_perplexity=base.perplexity)
+        trained = training.run()
+        export.round_weights(training.model, export.stored_dtype(self.base))
+        thresholds = self._choose_threshold(training, activity)
+        state = self.accelerator.get_state_dict(training.model)
+        found = training.evaluate(tune=False)
+        probe_W = torch.from_numpy(self.held_out.report[0, :_CHECKED])
+        with torch.no_grad():
+            wanted_WV = training.model.eval()(probe_W[None].to(self.accelerator.device)).logits[0].float().cpu()
+        facts = {**found.facts(), "threshold": activity.activation.threshold, "thresholds": thresholds}
+        if self.accelerator.is_main_process:
+            unwrapped = self.accelerator.unwrap_model(training.model)
+            shutil.rmtree(out, ignore_errors=True)  # of a run that was killed before it wrote the arm down
+            with export.new_folder(out) as folder:
+                form = export.save_model(unwrapped, state, self.base, activity.activation, folder)
+                difference = export.check_model(folder, probe_W, wanted_WV)
+            facts |= {"stock": form.stock, "form": form.words, "difference": difference}
+        return _Arm(trained, found.losses_N, facts)
+
+    def _original(self) -> Any:
+        original = load_model(self.base).requires_grad_(False).eval()
+        return original.to(self.accelerator.device)
+
+    def _choose_threshold(self, training: Training, activity: FfnActivity) -> list[dict[str, float]]:
+        """Take the best of FATReLU's thresholds on the tune text; return what each does.
+
+        It is the one whose sparsity is nearest to the wanted one, or the sparsest within the allowed loss.
+        """
+        target, wanted = self.recipe.target, self.recipe.steer.sparsity
+        rows = []
+        for threshold in sorted({0.0, *target.thresholds}) if target.thresholds else ():
+            activity.activation.threshold = threshold
+            found = training.evaluate(tune=True)
+            rows.append({"threshold": threshold, "perplexity": found.perplexity, "sparsity": found.sparsity})
+        if rows:
+            allowed = rows[0]["perplexity"] * (1 + target.threshold_loss)
+            within = [row for row in rows if row["perplexity"] <= allowed]
+            best = min(rows, key=lambda row: abs(row["sparsity"] - wanted)) if wanted else within[-1]
+            activity.activation.threshold = best["threshold"]
+        return rows
+
+    def _train_control(self, steps: int) -> _Arm:
+        """Train the model with its own activation on the same text."""
+        training = self._training(CONTROL, load_model(self.base), None, until=steps)
+        trained = training.run()
+        found = training.evaluate(tune=False)
+        return _Arm(trained, found.losses_N, found.facts())
+
+    def _record(self, base: Evaluation, model: _Arm, control: _Arm | None, sources: dict[str, str]) -> dict[str, Any]:
+        """What the folder's record says."""
+        against = base.losses_N if control is None else control.losses_N
+        increase = float(np.expm1(model.losses_N.mean() - against.mean()))
+        interval = increase_interval(model.losses_N, against)
+        return {
+            "activation": self.recipe.target.activation,
+            "threshold": model.facts["threshold"],
+            "sparsity": model.facts["sparsity"],
+            "dead": model.facts["dead"],
+            "perplexity": {
+                "base": base.perplexity,
+                "model": model.facts["perplexity"],
+                "control": None if control is None else control.facts["perplexity"],
+            },
+            "perplexity_increase": increase,
+            "interval": None if interval is None else list(interval),
+            "stock": model.facts["stock"],
+            "form": model.facts["form"],
+            "difference": model.facts["difference"],
+            "sparsity_by_layer": model.facts["sparsity_by_layer"],
+            "dead_by_layer": model.facts["dead_by_layer"],
+            "thresholds": model.facts["thresholds"],
+            "steps": model.trained.steps,
+            "ended": model.trained.ended,
+            "tokens": model.trained.tokens,
+            "seconds": model.trained.seconds,
+            "processes": self.accelerator.num_processes,
+            "base": {"model": self.recipe.model.path, "digest": self.base.digest()},
+            "text": {"sources": sources, "position": model.trained.data},
+            "held_out": {"windows": len(base.losses_N), "tokens": int(self.held_out.report.size)},
+            "recipe": self.recipe.model_dump(),
+        }
+
+    def _publish(self, record: dict[str, Any], model: _Arm, control: _Arm | None) -> None:
+        """Complete the folder, and bring it to its place."""
+        out = self.work / f"{MODEL}.out"
+        (out / export.RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        (out / "SPARSIFY.toml").write_text(self.recipe.to_toml(), encoding="utf-8")
+        (out / "README.md").write_text(model_card(record, self.base.folder), encoding="utf-8")
+        points = None if control is None else control.trained.points
+        (out / "training.html").write_text(curves_page(record, model.trained.points, points), encoding="utf-8")
+        if (self.work / "events").is_dir() and not (out / "events").exists():
+            shutil.copytree(self.work / "events", out / "events")
+        out.rename(self.output)
+        shutil.rmtree(self.work)

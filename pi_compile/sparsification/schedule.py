@@ -1,0 +1,117 @@
+"""What changes from step to step: the learning rate, and the weight of the penalty.
+
+Steps are counted from 0; everything is a function of the step, but for steering, whose state is saved with the model's.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from pi_compile.sparsification.recipe import StageSection, TrainSection
+
+
+def learning_rate(train: TrainSection, steps: int, step: int) -> float:
+    """Linear warm-up, then a cosine from `learning_rate` to `final_learning_rate` at the last step."""
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / train.warmup_steps
+    done = (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps)
+    low, high = train.final_learning_rate, train.learning_rate
+    return low + (high - low) * (1 + math.cos(math.pi * done)) / 2
+
+
+def penalty_weight(stages: Sequence[StageSection], step: int) -> float:
+    """The penalty's weight: each stage goes from the weight of the one before to its own (ProSparse, equation 5).
+
+    sine: w₀ + (w₁ − w₀) (1 + sin(π (t/T − ½))) / 2, with t of the stage's T steps done.
+    """
+    before = 0.0
+    for stage in stages:
+        if step < stage.steps:
+            return before + (stage.penalty - before) * rise(stage.curve, (step + 1) / stage.steps)
+        step -= stage.steps
+        before = stage.penalty
+    return before
+
+
+def rise(curve: str, done: float) -> float:
+    """How far a curve has risen from 0 to 1 when a share `done` of its steps is over."""
+    match curve:
+        case "constant":
+            return 1.0
+        case "linear":
+            return done
+        case _:
+            return (1 + math.sin(math.pi * (done - 0.5))) / 2
+
+
+@dataclass
+class Steering:
+    """Sets the penalty's weight so that the sparsity follows a goal, which rises to the wanted one.
+
+    A controller of the weight's logarithm with three terms: the error, its sum, and the slope of the sparsity, because
+    neurons answer to a weight only after many steps. The weight changes by a bounded factor in a step. Times are shares
+    of the training: the sooner it ends, the more is done in a step.
+    """
+
+    wanted: float
+    steps: int
+    start: float = -1.0
+    """The sparsity of the first step; negative before it."""
+    measured: float = 0.0
+    """Sparsity of the last steps: an exponential mean over some of them."""
+    slope: float = 0.0
+    """Its change in a step, likewise."""
+    integral: float = 0.0
+    """The logarithm of the weight but for the error of the moment."""
+    weight: float = 0.0
+    """The penalty's weight at the next step."""
+    loss: float = 0.0
+    """Language loss of the last steps, likewise."""
+    lowest: float = math.inf
+    """The lowest that it has been."""
+
+    RISE = 0.6
+    """Share of the steps through which the goal rises."""
+    HORIZON = 0.04
+    """How far ahead the sparsity is extrapolated."""
+    PROPORTIONAL, INTEGRAL = 6.0, 80.0
+    FASTEST = 25.0
+    """Largest change of the logarithm, if it went on through the whole training."""
+    FIRST_SHARE = 0.01
+    """The first weight makes the penalty this share of the language loss."""
+    MOST_SHARE, MOST_NATS = 0.5, 0.25
+    """The penalty is at most this share of the lowest loss, and so much more: beyond, the model would fall apart."""
+
+    def goal(self, step: int) -> float:
+        """The sparsity wanted after a step."""
+        done = min(1.0, (step + 1) / max(1, round(self.steps * self.RISE)))
+        return self.start + (self.wanted - self.start) * rise("sine", done)
+
+    def observe(self, step: int, sparsity: float, loss: float, magnitude: float) -> None:
+        """Take in a step's sparsity, language loss and mean magnitude of the neurons; set the next step's weight."""
+        if self.start < 0:
+            self.start, self.measured, self.loss = sparsity, sparsity, loss
+            self.weight = self.FIRST_SHARE * loss / max(magnitude, 1e-12)
+            self.integral = math.log(self.weight)
+            return
+        keep = 1 - 1 / max(2.0, min(50.0, self.steps / 60))
+        before, self.measured = self.measured, keep * self.measured + (1 - keep) * sparsity
+        self.slope = keep * self.slope + (1 - keep) * (self.measured - before)
+        error = self.goal(step) - self.measured - self.HORIZON * self.steps * self.slope
+        most = self.FASTEST / self.steps
+        self.integral += min(most, max(-most, self.INTEGRAL / self.steps * error))
+        self.loss = keep * self.loss + (1 - keep) * loss
+        self.lowest = min(self.lowest, self.loss)
+        highest = math.log((self.MOST_SHARE * self.lowest + self.MOST_NATS) / max(magnitude, 1e-12))
+        self.integral = min(highest, self.integral)
+        change = self.integral + self.PROPORTIONAL * error - math.log(self.weight)
+        self.weight = min(math.exp(highest), self.weight * math.exp(min(most, max(-most, change))))
+
+    def state(self) -> dict[str, float]:
+        """What `restore` takes."""
+        return asdict(self)
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Go on from a state."""
+        for name, value in state.items():
+            setattr(self, name, value)

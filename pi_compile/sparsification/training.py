@@ -1,0 +1,304 @@
+"""One training, from a model to its last step: the loop, its checkpoints, and when to end it.
+
+    loss = language loss + penalty's weight · mean |h| + distillation · KL(original ‖ model)
+
+The mean is over all tokens, neurons and layers; with experts, over the neurons of those that a token is routed to.
+Shape letters: B sequences, W tokens of each, V words.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  its usual name
+from accelerate import Accelerator
+
+from pi_compile.errors import TrainingError
+from pi_compile.sparsification.activation import FfnActivity, observed
+from pi_compile.sparsification.checkpoints import Checkpoints
+from pi_compile.sparsification.data import HeldOut, Mixture
+from pi_compile.sparsification.held_out import Evaluation, evaluate, language_loss
+from pi_compile.sparsification.recipe import SparsifyRecipe
+from pi_compile.sparsification.schedule import Steering, learning_rate, penalty_weight
+
+Tensor = torch.Tensor
+SMOOTHING, DIVERGED = 0.9, 2.0
+"""How much of the mean loss a step keeps; how far it may rise above its lowest, in nats."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did, of all processes together."""
+
+    arm: str
+    """The name of the training."""
+    step: int
+    """Steps done."""
+    steps: int
+    """Steps of the whole training."""
+    loss: float
+    """Language loss alone."""
+    sparsity: float
+    penalty: float
+    """Weight of the penalty."""
+    learning_rate: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """An evaluation during the training."""
+
+    step: int
+    tokens: int
+    loss: float
+    """Mean language loss of the steps since the point before."""
+    penalty: float
+    perplexity: float
+    sparsity_by_layer: list[float]
+    dead: float
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who is told what happens."""
+
+    step: Callable[[StepReport], None] = lambda _report: None
+    point: Callable[[Point], None] = lambda _point: None
+    notice: Callable[[str], None] = lambda _line: None
+
+
+@dataclass
+class _State:
+    """Everything of a training that is neither weights nor optimiser."""
+
+    step: int = 0
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    """Of the steps since the last point."""
+    smoothed: float = 0.0
+    lowest: float = math.inf
+    within: int = 0
+    """The last evaluated step whose perplexity was within the allowed ratio; 0 for none."""
+    ended: str = ""
+    """Why the training ended before its last step."""
+    points: list[Point] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training that is over."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    ended: str
+    points: list[Point]
+    data: dict[str, Any]
+    """The position in the text that it came to, with the digest of all sequences."""
+
+
+class Training:
+    """One model in training. `activity` is None for a model that keeps its own activation."""
+
+    def __init__(
+        self,
+        recipe: SparsifyRecipe,
+        accelerator: Accelerator,
+        model: Any,
+        activity: FfnActivity | None,
+        mixture: Mixture,
+        held_out: HeldOut,
+        checkpoints: Checkpoints,
+        original: Any = None,
+        base_perplexity: float = math.inf,
+        watch: Watch = Watch(),
+        until: int | None = None,
+        name: str = "model",
+    ) -> None:
+        self._recipe, self._accelerator, self._activity = recipe, accelerator, activity
+        self._mixture, self._held_out, self._checkpoints, self._watch = mixture, held_out, checkpoints, watch
+        self._original, self._base_perplexity = original, base_perplexity
+        self._autocast = recipe.train.dtype == "bf16"
+        if recipe.train.activation_checkpointing:
+            recompute_layers(model)
+        model.config.use_cache = False
+        optimizer = torch.optim.AdamW(_groups(model, recipe.train.weight_decay), fused=True)
+        self.model, self._optimizer = accelerator.prepare(model.train(), optimizer)
+        self._steering = Steering(recipe.steer.sparsity, recipe.steps) if recipe.steer.sparsity and activity else None
+        self._name, self._state = name, _State()
+        # The step to end at, where that is not the schedule's last one.
+        self._until = recipe.steps if until is None else until
+
+    def run(self) -> Trained:
+        """Train from the newest checkpoint, if there is one, to the end.
+
+        Raises TrainingError where the loss is no number or rises far above its lowest, with the last good checkpoint.
+        """
+        state, every = self._state, self._recipe.run.every
+        if steps := self._checkpoints.steps():
+            self._restore(steps[-1])
+            state = self._state
+            self._watch.notice(f"goes on after step {state.step} of {self._until}")
+        while state.step < self._until and not state.ended:
+            self._step()
+            if state.step % every == 0 or state.step == self._until:
+                self._evaluate()
+                self._checkpoints.save(state.step, self._saved(), keep={state.within})
+        if state.ended and state.within and state.within != state.step:
+            self._restore(state.within)
+            self._state = replace(self._state, ended=state.ended)
+        final = self._state
+        return Trained(final.step, self._tokens(), final.seconds, final.ended, final.points, self._mixture.position)
+
+    def _step(self) -> None:
+        """One step of the optimiser, over all micro-batches of this process."""
+        state, recipe, train = self._state, self._recipe, self._recipe.train
+        began = time.perf_counter()
+        penalty = self._penalty()
+        rate = learning_rate(train, recipe.steps, state.step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        batch = torch.from_numpy(self._mixture.take(train.batch))
+        mine = batch.tensor_split(self._accelerator.num_processes)[self._accelerator.process_index]
+        parts = mine.to(self._accelerator.device).split(train.micro_batch)
+        sums = torch.zeros(4, dtype=torch.float64, device=self._accelerator.device)
+        for n, ids_BW in enumerate(parts):
+            sync = n == len(parts) - 1
+            sums += self._micro_step(ids_BW, penalty, len(parts), sync=sync)
+        norm = self._accelerator.clip_grad_norm_(self.model.parameters(), train.clip)
+        loss, fired, magnitude, values = self._accelerator.reduce(sums, "mean").tolist()
+        if not math.isfinite(loss) or not torch.isfinite(norm):
+            raise self._diverged(f"the loss is {loss:g} and the gradient's norm {float(norm):g}")
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        sparsity = 1 - fired / values if values else 0.0
+        if self._steering is not None:
+            self._steering.observe(state.step, sparsity, loss, magnitude / values)
+        state.step += 1
+        state.losses.append(loss)
+        self._watch_loss(loss)
+        took = time.perf_counter() - began
+        state.seconds += took
+        speed = train.batch * train.window / took
+        self._watch.step(StepReport(self._name, state.step, self._until, loss, sparsity, penalty, rate, speed))
+
+    def _micro_step(self, ids_BW: Tensor, penalty: float, parts: int, *, sync: bool) -> Tensor:
+        """Add the gradients of some sequences; return (loss ÷ parts, neurons fired, Σ|h|, values)."""
+        activity = self._activity
+        if activity is not None:
+            activity.penalty = penalty / (ids_BW.numel() * activity.values_per_token() * parts)
+        device = self._accelerator.device.type
+        waiting = nullcontext() if sync else self._accelerator.no_sync(self.model)
+        observing = observed(activity, count_each=False)
+        with waiting:
+            with torch.autocast(device, torch.bfloat16, enabled=self._autocast), observing as layers:
+                logits_BWV = self.model(ids_BW).logits
+            loss = language_loss(logits_BWV, ids_BW)
+            total = loss
+            if self._original is not None:
+                total = total + self._recipe.train.distillation * self._divergence(logits_BWV, ids_BW)
+            self._accelerator.backward(total / parts)
+        sums = [torch.stack([y.fired, y.magnitude, y.fired.new_tensor(y.values)]) for y in layers]
+        of_layers = torch.stack(sums).sum(0) if sums else loss.new_zeros(3, dtype=torch.float64)
+        return torch.cat([loss.detach().double()[None] / parts, of_layers])
+
+    def _divergence(self, logits_BWV: Tensor, ids_BW: Tensor) -> Tensor:
+        """KL(original ‖ model), mean over the tokens."""
+        device = self._accelerator.device.type
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=self._autocast):
+            wanted_BWV = self._original(ids_BW).logits.float().log_softmax(-1)
+        found_BWV = logits_BWV.float().log_softmax(-1)
+        return F.kl_div(found_BWV, wanted_BWV, reduction="sum", log_target=True) / ids_BW.numel()
+
+    def _penalty(self) -> float:
+        if self._activity is None:
+            return 0.0
+        if self._steering is not None:
+            return self._steering.weight
+        return penalty_weight(self._recipe.stages, self._state.step)
+
+    def _watch_loss(self, loss: float) -> None:
+        """End a training whose mean loss rises far above its lowest."""
+        state = self._state
+        state.smoothed = loss if state.step == 1 else SMOOTHING * state.smoothed + (1 - SMOOTHING) * loss
+        state.lowest = min(state.lowest, state.smoothed)
+        if state.smoothed > state.lowest + DIVERGED:
+            raise self._diverged(f"the mean loss rose from {state.lowest:.3f} to {state.smoothed:.3f}")
+
+    def _diverged(self, what: str) -> TrainingError:
+        good = self._checkpoints.steps()
+        last = self._checkpoints.path(good[-1]) if good else "none yet: the model as it was"
+        return TrainingError(
+            f"the training diverged at step {self._state.step + 1}: {what}",
+            expected="a finite loss that does not rise by more than 2",
+            found=f"last good checkpoint: {last}",
+            remedy="lower train.learning_rate or the penalties, or raise train.warmup_steps",
+        )
+
+    def _evaluate(self) -> None:
+        """Look at the held-out text, and decide whether to end."""
+        state, stop = self._state, self._recipe.stop
+        found = self.evaluate(tune=True)
+        mean = sum(state.losses) / len(state.losses)
+        point = Point(
+            state.step,
+            self._tokens(),
+            mean,
+            self._penalty(),
+            found.perplexity,
+            list(found.sparsity_L),
+            found.dead,
+        )
+        state.points.append(point)
+        state.losses.clear()
+        self._watch.point(point)
+        if self._activity is None:
+            return
+        allowed = stop.perplexity_ratio * self._base_perplexity
+        if stop.perplexity_ratio and found.perplexity <= allowed:
+            state.within = state.step
+        elif stop.perplexity_ratio and state.within:
+            state.ended = f"perplexity exceeded {stop.perplexity_ratio:g} times the original's"
+        if stop.sparsity and found.sparsity >= stop.sparsity:
+            state.ended = f"sparsity reached {stop.sparsity:g}"
+
+    def evaluate(self, *, tune: bool) -> Evaluation:
+        """What the model does now on the held-out text to tune on, or on that to report on."""
+        ids_NW = self._held_out.tune if tune else self._held_out.report
+        return evaluate(self._accelerator, self.model, self._activity, ids_NW, self._autocast)
+
+    def _tokens(self) -> int:
+        return self._state.step * self._recipe.train.batch * self._recipe.train.window
+
+    def _saved(self) -> dict[str, Any]:
+        steering = None if self._steering is None else self._steering.state()
+        return {"loop": asdict(self._state), "data": self._mixture.position, "steering": steering}
+
+    def _restore(self, step: int) -> None:
+        saved = self._checkpoints.load(step)
+        loop = saved["loop"]
+        self._state = _State(**loop | {"points": [Point(**point) for point in loop["points"]]})
+        self._mixture.restore(saved["data"])
+        if self._steering is not None:
+            self._steering.restore(saved["steering"])
+
+
+def recompute_layers(model: Any) -> None:
+    """Let a backward pass compute each layer again, rather than hold its activations."""
+    # Before transformers 5.20 it had the second name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def _groups(model: Any, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters that decay, matrices, and those that do not, norms and biases."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,69 @@
+"""What sparsity costs: a dense model made sparse in several ways, each beside a control on the same tokens.
+
+nox -s bench -- sparsify --work FOLDER (--model FOLDER | --text PATH… --tokenizer FOLDER) [--arms ARM,…]
+                         [--seeds N,…] [--steps N] [--base-steps N] [--road ARM]
+
+With `--model` a model is trained on text that it samples from itself, which it cannot learn anything more from. With
+`--text` a SwiGLU Llama of 1.6 M parameters is trained on the text first. What is done lies in `--work`, and a run that
+was interrupted goes on from there; so a table can be completed arm by arm and seed by seed. Arms: `control`, `relu`,
+`drelu`, `progressive-WEIGHT`, `constant-WEIGHT`, `steered-PERCENT`, `steered-PERCENT-kl`, and the same with `drelu-`.
+`--road` then builds the artifacts of the base and of an arm's first seed, and evaluates both through the runtime.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from sparsifying.arms import Setting, table
+from sparsifying.base import trained_base
+from sparsifying.own_text import write_own_text
+from sparsifying.road import built, held_out_file, measured
+
+from pi_compile.cli.training_bar import training_bar
+
+ARMS = "control,relu,drelu,steered-87,steered-87-kl"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True, help="a folder for everything that is made")
+    parser.add_argument("--model", type=Path, help="a small model to train on its own text")
+    parser.add_argument("--text", nargs="+", type=Path, default=[], help="text to train a base on first")
+    parser.add_argument("--tokenizer", type=Path, help="a folder with the base's tokenizer")
+    parser.add_argument("--arms", default=ARMS)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=600, help="of 2,048 tokens, in each arm")
+    parser.add_argument("--base-steps", type=int, default=3000)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--road", help="an arm whose artifact is built and compared with the base's")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    args.work.mkdir(parents=True, exist_ok=True)
+    with training_bar() as watch:
+        if args.model is not None:
+            write_own_text(args.model, args.work / "own.jsonl", 900_000)
+            model, text = str(args.model.resolve()), ["own.jsonl"]
+        else:
+            text = [str(path.resolve()) for path in args.text]
+            trained_base(args.work, text, args.tokenizer, args.base_steps, watch)
+            model = "base"
+        setting = Setting(args.work, model, text, args.steps, watch)
+        results = [setting.run(arm, int(seed)) for seed in args.seeds.split(",") for arm in args.arms.split(",")]
+    print(table(results))
+    if args.road:
+        sparse = setting.output(args.road, int(args.seeds.split(",")[0]))
+        held_out, base = held_out_file(text, args.work), args.model or args.work / "base"
+        rows = {
+            "base": measured(built(base, text, args.work, ["dense"]), held_out),
+            args.road: measured(built(sparse, text, args.work, ["dense", "gate", "predicted"]), held_out),
+        }
+        print(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The dense model that the arms begin from: a small SwiGLU Llama trained on the benchmark's own text."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pi_compile.sparsification.checkpoints import Checkpoints
+from pi_compile.sparsification.data import open_mixture, read_held_out
+from pi_compile.sparsification.model import load_model, open_base, packing_of
+from pi_compile.sparsification.recipe import SparsifyRecipe, default_sparsify_recipe
+from pi_compile.sparsification.training import Training, Watch
+
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+WINDOW, BATCH = 128, 16
+
+
+def recipe_of(model: str, text: list[str], steps: int, **train: Any) -> SparsifyRecipe:
+    """A recipe of the benchmark: `steps` steps of 2,048 tokens."""
+    data = default_sparsify_recipe(model, corpus=text).model_dump()
+    data["stages"] = [{"steps": steps, "penalty": 0.0, "curve": "constant"}]
+    data["train"] |= {"window": WINDOW, "batch": BATCH, "micro_batch": BATCH, "warmup_steps": min(100, steps // 10)}
+    data["train"] |= train
+    data["corpus"] |= {"tune_tokens": 16_384, "report_tokens": 65_536}
+    data["run"] |= {"every": max(1, min(250, steps // 4))}
+    return SparsifyRecipe.model_validate(data)
+
+
+def trained_base(folder: Path, text: list[str], tokenizer: Path, steps: int, watch: Watch) -> Path:
+    """Train the base for `steps` steps, or go on with it; return its folder."""
+    base, work = folder / "base", folder / "base.work"
+    if base.exists():
+        return base
+    if not (work / "random").exists():
+        _random_model(work / "random.tmp", tokenizer)
+        (work / "random.tmp").rename(work / "random")
+    recipe = recipe_of("random", text, steps, learning_rate=3e-3, final_learning_rate=3e-5)
+    checkpoint = open_base(recipe.model, work)
+    packing = packing_of(checkpoint, WINDOW)
+    training = Training(
+        recipe,
+        accelerator := Accelerator(cpu=True),
+        load_model(checkpoint),
+        None,
+        open_mixture(recipe.corpus, folder, packing, seed=1000),
+        read_held_out(recipe.corpus, folder, packing),
+        Checkpoints(work / "checkpoints", accelerator),
+        watch=watch,
+    )
+    training.run()
+    model = accelerator.unwrap_model(training.model)
+    model.config.use_cache = True
+    shutil.copytree(work / "random", work / "out", dirs_exist_ok=True)
+    model.save_pretrained(work / "out")
+    accelerator.free_memory()
+    return (work / "out").rename(base)
+
+
+def _random_model(folder: Path, tokenizer: Path) -> None:
+    """Save a random model with the tokenizer of another folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for file in tokenizer.glob("tokenizer*.json"):
+        shutil.copyfile(file, folder / file.name)
+    from tokenizers import Tokenizer
+
+    words = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=words, bos_token_id=0, eos_token_id=1, **SHAPE)
+    LlamaForCausalLM(config).save_pretrained(folder)

@@ -1,0 +1,84 @@
+"""What comes out: folders that stock transformers computes alike, or that only this project reads, and says so."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from pi_compile.checkpoint import open_checkpoint
+from pi_compile.recipe import ModelSection
+from pi_compile.sparsification import export
+from pi_compile.sparsification.activation import Activation, FfnActivity
+from pi_compile.sparsification.model import load_model, open_base
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "model")
+FORMS = {
+    ("model", "drelu"): ("bamboo", "relu"),
+    ("mistral", "drelu"): ("bamboo", "relu"),
+    ("mixtral", "drelu"): ("turbosparsemixtral", "relu"),
+    ("llama", "drelu"): ("llama", "drelu"),  # its positions are scaled, which Bamboo's are not
+    ("qwen2", "drelu"): ("qwen2", "drelu"),
+    ("qwen3", "drelu"): ("qwen3", "drelu"),
+    ("model", "fatrelu"): ("sparsellama", "fatrelu"),
+}
+"""Model and activation → model_type and hidden_act of what comes out, where that is not the usual form."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("activation", ["relu", "relu2", "drelu", "fatrelu"])
+def test_the_folder_computes_what_was_trained(bases: Path, tmp_path: Path, name: str, activation: str) -> None:
+    base = open_base(ModelSection(path=name, revision="", ignore_config=[]), bases)
+    model = load_model(base)
+    activity = FfnActivity(Activation(activation, 0.1 if activation == "fatrelu" else 0.0))
+    activity.install(model)
+    form = export.save_model(model, model.state_dict(), base, activity.activation, tmp_path / "out")
+    ids = torch.arange(3, 20)
+    with torch.no_grad():
+        wanted = model.eval()(ids[None]).logits[0]
+    assert export.check_model(tmp_path / "out", ids, wanted) < 1e-4
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    usual = (base.family, activation)
+    assert (config["model_type"], config["hidden_act"]) == FORMS.get((name, activation), usual)
+    assert form.stock is (activation in ("relu", "relu2"))
+    assert bool(form.words) is not form.stock
+    assert open_checkpoint(tmp_path / "out").decoder.sparse
+    if form.stock:
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        # The quick implementation of experts asks for rows of a multiple of 16 bytes.
+        stock.config._experts_implementation = "eager"
+        found = stock(ids[None]).logits[0]
+        assert (found - wanted).abs().max() < 1e-5
+    else:
+        with pytest.raises((ValueError, KeyError)):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_folder_that_says_something_else_is_refused(bases: Path, tmp_path: Path) -> None:
+    from pi_compile.errors import CheckpointError
+
+    base = open_base(ModelSection(path="model", revision="", ignore_config=[]), bases)
+    model: Any = load_model(base)
+    export.save_model(model, model.state_dict(), base, Activation("relu"), tmp_path / "out")
+    ids = torch.arange(3, 20)
+    with torch.no_grad(), pytest.raises(CheckpointError, match="does not compute what was trained"):
+        export.check_model(tmp_path / "out", ids, model(ids[None]).logits[0])
+
+
+def test_the_number_format_of_the_base_is_kept(bases: Path, tmp_path: Path, sparsified: Any) -> None:
+    from support.families import random_checkpoint
+    from support.hf import edit_json
+
+    random_checkpoint(bases / "half", "mistral")
+    model = AutoModelForCausalLM.from_pretrained(bases / "half", dtype=torch.float16)
+    model.save_pretrained(bases / "half")
+    edit_json(bases / "half" / "config.json", dtype="float16")
+    record = sparsified("half")
+    assert open_checkpoint(tmp_path / "out").formats()["ffn"] == "f16"
+    assert record["difference"] < 1e-4

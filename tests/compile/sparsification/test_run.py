@@ -1,0 +1,166 @@
+"""The command as its user meets it: from `init --sparsify` to tokens, and what it refuses."""
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("accelerate")
+
+from support.paths import ROOT
+from support.sparsifying import small_recipe
+
+from pi_compile.cli.main import app
+from pi_compile.recipe import Recipe, default_recipe
+from pi_compile.sparsification import estimate, events
+from pi_compile.sparsification import run as run_room
+from pi_compile.sparsification.recipe import read_sparsify_recipe
+from pi_compile.sparsification.training import Point, StepReport, Watch
+from pi_runtime import console
+from pi_runtime.cli import app as pi_run
+from pi_runtime.errors import UsageError
+
+Fails = Callable[..., str]
+
+
+def run(*arguments: object) -> None:
+    assert console.run(app, [str(a) for a in arguments]) == 0
+
+
+def test_the_way_from_a_dense_model_to_tokens(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("init", bases / "model", "--sparsify", "--corpus", bases / "text.txt", "-o", tmp_path / "SPARSIFY.toml")
+    assert "next: pi-compile sparsify" in capsys.readouterr().err
+    written = read_sparsify_recipe(tmp_path / "SPARSIFY.toml")
+    small = small_recipe(written.model.path, tuple(written.corpus.text), run={"control": True})
+    (tmp_path / "SPARSIFY.toml").write_text(small.to_toml())
+    run("sparsify", tmp_path / "SPARSIFY.toml", "-o", tmp_path / "sparse", "--json")
+    record = json.loads(capsys.readouterr().out)
+    page = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `sparsify` \| (.*) \|$", page, re.M)
+    assert record.keys() == set(re.findall(r"`([\w ]+)`", re.sub(r"\([^)]*\)", "", row)))
+    stored = json.loads((tmp_path / "sparse" / "sparsify.json").read_text())
+    assert {"folder": str(tmp_path / "sparse"), **stored} == record
+    assert not (tmp_path / "sparse.work").exists()
+    card = (tmp_path / "sparse" / "README.md").read_text()
+    assert "license: unknown" in card
+    assert f"| sparsity, mean over layers | {record['sparsity']:.1%} |" in card
+    html = (tmp_path / "sparse" / "training.html").read_text()
+    assert html.count("<svg") == 2
+    assert "http" not in re.sub(r'"Content-Security-Policy"|http-equiv', "", html)
+
+
+def test_what_comes_out_is_built_and_run(
+    bases: Path, tmp_path: Path, sparsified: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sparsified(output="sparse", target={"activation": "drelu"})
+    recipe = default_recipe("sparse", corpus=[str(bases / "text.txt")]).model_dump()
+    recipe["corpus"] |= {"fit_tokens": 500, "tune_tokens": 64, "report_tokens": 64}
+    recipe["profile"] |= {"window": 16, "cofiring_tokens": 32}
+    recipe["train"] |= {"tokens": 128, "steps": 1}
+    (tmp_path / "build.toml").write_text(Recipe.model_validate(recipe).to_toml())
+    run("build", tmp_path / "build.toml", "-o", tmp_path / "sparse.pi")
+    capsys.readouterr()
+    assert console.run(pi_run, [str(tmp_path / "sparse.pi"), "--prompt", "Once", "--max-tokens", "4"]) == 0
+    assert capsys.readouterr().out
+
+
+def test_what_is_printed_for_people(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = bases / f"{tmp_path.name}.toml"
+    recipe.write_text(small_recipe("qwen3", target={"activation": "drelu"}).to_toml())
+    (bases / "qwen3" / "README.md").write_text("---\nlicense: mit\n---\n")
+    run("sparsify", recipe, "-o", tmp_path / "out")
+    captured = capsys.readouterr()
+    assert "2,048 tokens: about" in captured.err
+    assert re.search(r"step 8: loss .*, perplexity on held-out text .*% zero \(by layer, %: \d+ \d+\)", captured.err)
+    assert 'config.json has hidden_act = "drelu", which only this project reads' in captured.out
+    assert "license: mit" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "said"),
+    [
+        ({"model": "nowhere"}, 3, "nowhere: no such folder"),
+        ({"train": {"warmup_steps": 8}}, 3, r"train.warmup_steps\n  expected: less than the 8 steps"),
+        ({"train": {"window": 4096}}, 3, r"window = 4096\n  expected: at most 40"),
+        ({"corpus": {"text": ["no.txt"]}}, 3, "no.txt: no text found"),
+    ],
+)
+def test_mistakes_are_named(
+    bases: Path, tmp_path: Path, fails: Fails, change: dict[str, Any], code: int, said: str
+) -> None:
+    recipe = bases / f"{tmp_path.name}.toml"
+    recipe.write_text(small_recipe(**change).to_toml())
+    assert re.search(said, fails(code, "sparsify", recipe, "-o", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_batch_that_cannot_be_shared_evenly() -> None:
+    with pytest.raises(UsageError, match=r"batch = 8 cannot be shared by 3 processes\n  expected: a multiple of .* 12"):
+        run_room._check_shares(small_recipe(), 3)
+    run_room._check_shares(small_recipe(), 2)
+
+
+def test_wrong_keys_are_all_named(bases: Path, tmp_path: Path, fails: Fails) -> None:
+    text = small_recipe().to_toml().replace("penalty = 0.1", "penalty = -1.0").replace("clip =", "clipp =")
+    text = text.replace("weights = [1.0]", "weights = []").replace("micro_batch = 4", "micro_batch = 3")
+    recipe = bases / f"{tmp_path.name}.toml"
+    recipe.write_text(text)
+    message = fails(3, "sparsify", recipe, "-o", tmp_path / "out")
+    for words in ("stages.1.penalty", "train.clipp: unknown key; did you mean clip?", "corpus.weights", "divide batch"):
+        assert words in message
+
+
+def test_models_that_cannot_be_made_sparse(bases: Path, tmp_path: Path, fails: Fails, demo: Path) -> None:
+    from support.families import random_checkpoint
+
+    random_checkpoint(tmp_path / "opt", "opt")
+    message = fails(3, "init", tmp_path / "opt", "--sparsify", "-o", tmp_path / "s.toml")
+    assert "a opt model cannot be made sparse" in message
+    adapted = Path(shutil.copytree(bases / "model", tmp_path / "adapted"))
+    (adapted / "adapter_config.json").write_text("{}")
+    assert "has an adapter (PEFT)" in fails(3, "init", adapted, "--sparsify", "-o", tmp_path / "s.toml")
+
+
+def test_outputs_that_are_refused(bases: Path, tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = bases / f"{tmp_path.name}.toml"
+    recipe.write_text(small_recipe().to_toml())
+    assert "exists already" in fails(2, "sparsify", recipe, "-o", tmp_path)
+    assert "no folder" in fails(2, "sparsify", recipe, "-o", tmp_path / "a" / "b")
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert "the disk is too small" in fails(4, "sparsify", recipe, "-o", tmp_path / "out")
+
+
+def test_events_are_written_where_tensorboard_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: dict[str, float] = {}
+
+    def add_scalar(name: str, value: float, _step: int) -> None:
+        written[name] = value
+
+    writer = SimpleNamespace(add_scalar=add_scalar, flush=lambda: None)
+    watch = events.both(Watch(), writer)
+    watch.step(StepReport("model", 1, 2, 3.0, 0.5, 0.1, 1e-3, 100.0))
+    watch.point(Point(1, 10, 3.0, 0.1, 20.0, [0.5, 0.6], 0.0))
+    assert written["training/loss"] == 3.0
+    assert written["sparsity/layer 1"] == 0.6
+    monkeypatch.setattr(events.importlib.util, "find_spec", lambda _: None)
+    assert events.writer(tmp_path) is None
+
+
+@pytest.mark.slow
+def test_the_example_of_the_docs_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = spec_from_file_location("sparsify_example", ROOT / "docs" / "examples" / "sparsify.py")
+    assert found is not None
+    assert found.loader is not None
+    example = module_from_spec(found)
+    sys.modules[found.name] = example
+    found.loader.exec_module(example)
+    example.main(tmp_path, 2, 5)
+    assert "never fired" in capsys.readouterr().out

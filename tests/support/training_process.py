@@ -1,0 +1,75 @@
+"""Trainings in processes of their own, forked from one that has everything imported: killed, and in pairs.
+
+python tests/support/training_process.py RECIPE FOLDER SEED KILLS
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from pi_compile.sparsification.run import sparsify
+
+
+def started(recipe: Path, output: Path, rank: int, processes: int, port: int) -> int:
+    """Fork a process of a training; its id."""
+    child = os.fork()
+    if child:
+        return child
+    if processes > 1:
+        found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in found.items()}, MASTER_ADDR="127.0.0.1")
+    try:
+        sparsify(recipe, output)
+    except BaseException as error:
+        print(repr(error), file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def trained(recipe: Path, output: Path, processes: int, delays: list[float]) -> str:
+    """Train, kill every process after each of the delays, and go on; the digest of the weights."""
+    for delay in [*delays, None]:
+        if output.exists():
+            break
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = [started(recipe, output, rank, processes, port) for rank in range(processes)]
+        if delay is not None:
+            time.sleep(delay)
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+        codes = [os.waitpid(child, 0)[1] for child in children]
+        if delay is None:
+            assert not any(codes), codes
+    digest = hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest()
+    record = json.loads((output / "sparsify.json").read_text())
+    shutil.rmtree(output.with_name(output.name + ".work"), ignore_errors=True)
+    return f"{digest} {record['text']['position']['digest']} {record['processes']} {len(delays)}"
+
+
+def main() -> None:
+    recipe, folder, seed, kills = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    torch.set_num_threads(1)
+    began, random_delay = time.perf_counter(), random.Random(seed)
+    whole = trained(recipe, folder / "whole", 1, [])
+    took = time.perf_counter() - began
+    print("whole", whole)
+    for n in range(kills):
+        delays = [random_delay.uniform(0, took) for _ in range(2)]
+        print("killed", trained(recipe, folder / f"killed-{n}", 1, delays))
+    print("pair", trained(recipe, folder / "pair", 2, []))
+    print("killed-pair", trained(recipe, folder / "killed-pair", 2, [random_delay.uniform(0.2, 1.5) * took]))
+
+
+if __name__ == "__main__":
+    main()
