@@ -1,7 +1,7 @@
 """Servers under load: pi-serve beside llama-server, with as many slots, in the same rounds.
 
 nox -s bench -- serve [--parts load,alone,health,cancel,overload] [--clients 1,2,4,8,16,32,64] [--rounds 3] [--quick]
-                      [--format q8] [--slots 8] [--prompts 32,128,384] [--answer 64] [--json PATH] [--layers 16] …
+                      [--format q8] [--slots 8] [--prompts 32,128,256] [--answer 48] [--json PATH] [--layers 16] …
 
     load      closed loops of 1 to 64 clients, and open loops at shares of what llama-server (or ours) does with as many
               clients as slots: tokens/s, time to the first token, time between tokens
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PART_NAMES))
     parser.add_argument("--clients", default="1,2,4,8,16,32,64")
-    parser.add_argument("--prompts", default="32,128,384", help="lengths, drawn at random")
+    parser.add_argument("--prompts", default="32,128,256", help="lengths, drawn at random")
     parser.add_argument("--format", default="q8")
     parser.add_argument("--predictor-format", default="q4")
     parser.add_argument("--mode", default="predicted")
@@ -61,7 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="for the models, some GB; default: a temporary one")
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--quick", action="store_true", help="one round of few clients, and short parts")
-    for name, default in {"slots": 8, "rounds": 3, "answer": 64, "requests": 4, "cancels": 1000}.items():
+    for name, default in {"slots": 8, "rounds": 3, "answer": 48, "requests": 4, "cancels": 1000}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--overload-seconds", type=float, default=60.0)
     add_shape(parser)
@@ -99,7 +99,7 @@ class Bench:
         rows = list(self._compared({f"{n} clients": self._closed(n) for n in clients}))
         base = next((s for s in (self.peer, self.ours) if s.failure is None), self.ours)
         rate = closed(base, self.prompts, slots, 2 * slots, "rate").requests_per_s
-        rows += self._compared({f"{rate * s:.2f} requests/s": self._opened(rate * s, 4 * slots) for s in LOADS})
+        rows += self._compared({f"{rate * s:.2f} requests/s": self._opened(rate * s, 2 * slots) for s in LOADS})
         held = [row.ratios for row in rows if row.server == OURS and row.load == "8 clients"]
         return rows, [Target(what=f"8 clients ÷ {PEER}", wanted=1.5, found=found) for found in held]
 
