@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pi_compile.cli import artifact, planning
-from pi_compile.cli.options import BuildOptions, Debug, Device, Export, IgnoreConfig, Json, Output, RecipePath, takes
+from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Json, Output, RecipePath, takes
 from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements, sparsify_text
 from pi_runtime import console
 
@@ -109,7 +109,7 @@ def sparsify(
         Path, typer.Argument(metavar="RECIPE", help="A recipe of sparsify (see init).", show_default=False)
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
-    device: Device = "cpu",
+    device: Annotated[str, typer.Option(envvar="PI_DEVICE", help="Where to train: cpu or cuda:N.")] = "cpu",
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:

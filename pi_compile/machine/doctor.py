@@ -108,7 +108,12 @@ def _extra(name: str, packages: tuple[str, ...]) -> Finding:
     missing = [p for p in packages if find_spec(p) is None]
     if not missing:
         return Finding(topic, ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages))
-    needed = {"cuda": "with a GPU: ", "ray": "for a Ray cluster: "}.get(name, "")
+    needed = {
+        "cuda": "with a GPU: ",
+        "ray": "for a Ray cluster: ",
+        "serve": "for a server: ",
+        "grammar": "for answers within a grammar: ",
+    }.get(name, "")
     return Finding(topic, f"missing {', '.join(missing)}", needed + _install(name))
 
 

@@ -23,7 +23,6 @@ from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import TrainingError
 from pi_compile.evaluation.intervals import increase_interval
 from pi_compile.files import json_digest, write_text
-from pi_compile.pipeline.store import Store
 from pi_compile.sparsification import events, export
 from pi_compile.sparsification.activation import Activation, FfnActivity
 from pi_compile.sparsification.card import model_card
@@ -35,6 +34,7 @@ from pi_compile.sparsification.model import add_constants, load_model, open_base
 from pi_compile.sparsification.page import curves_page
 from pi_compile.sparsification.recipe import SparsifyRecipe, read_sparsify_recipe
 from pi_compile.sparsification.training import Point, Trained, Training, Watch
+from pi_compile.workers import StageDoneError, Worker, WorkFolder
 from pi_runtime.errors import UsageError
 
 IDENTITY, MODEL, CONTROL = "run.json", "model", "control"
@@ -108,12 +108,22 @@ class _Run:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let no other run work in the same folder."""
+        """Let no other run work in the same folder. Raises UsageError if another has finished it meanwhile."""
         if not self.accelerator.is_main_process:
             yield
             return
-        with Store(self.work).exclusive(self.watch.notice):
-            yield
+        self.work.mkdir(parents=True, exist_ok=True)
+        try:
+            with (
+                Worker(self.work / "workers", notice=self.watch.notice) as worker,
+                WorkFolder(self.work, worker, self.output.exists).held("run"),
+            ):
+                yield
+        except StageDoneError:
+            export.check_folder(self.output)
+        finally:
+            if self.output.exists():
+                shutil.rmtree(self.work, ignore_errors=True)
 
     @cached_property
     def base(self) -> Checkpoint:
@@ -301,4 +311,3 @@ class _Run:
         if (self.work / "events").is_dir() and not (out / "events").exists():
             shutil.copytree(self.work / "events", out / "events")
         out.rename(self.output)
-        shutil.rmtree(self.work)

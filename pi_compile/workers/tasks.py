@@ -94,6 +94,27 @@ class WorkFolder:
         """The same for tasks that are quicker together: `make` gets as many as are one worker's share."""
         self._run(names, make, math.ceil(len(names) / self.worker.rank.world), NO_NEEDS, lambda _done: None)
 
+    @contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """Let nobody else hold the same name while the block runs; waits for who does.
+
+        Raises StageDoneError if the stage is finished by then, and what the worker is stopped with.
+        """
+        pause, is_told = SHORTEST, False
+        while (claim := self._claim(name, self._listing())) is None:
+            if self.finished():
+                raise StageDoneError
+            self.worker.check()
+            if pause == LONGEST and not is_told:
+                self.worker.notice(f"{self.path}: another process is at work; waiting for it")
+                is_told = True
+            time.sleep(pause)
+            pause = min(pause * 1.5, LONGEST)
+        try:
+            yield
+        finally:
+            claim.unlink(missing_ok=True)
+
     def _run(
         self,
         names: Sequence[str],

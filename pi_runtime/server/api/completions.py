@@ -53,8 +53,8 @@ class CompletionChoice(TypedDict):
     finish_reason: Literal["stop", "length"] | None
 
 
-class Completion(TypedDict):
-    """All answers of a request."""
+class _CompletionHead(TypedDict):
+    """What a whole answer and a piece of a stream have in common."""
 
     id: str
     object: Literal["text_completion"]
@@ -62,18 +62,17 @@ class Completion(TypedDict):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
+
+
+class Completion(_CompletionHead):
+    """All answers of a request."""
+
     usage: Usage
 
 
-class CompletionChunk(TypedDict):
+class CompletionChunk(_CompletionHead):
     """A piece of a stream; the last one has the usage and no choice, where that is asked for."""
 
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChoice]
     usage: NotRequired[Usage | None]
     timings: NotRequired[Timings]
 

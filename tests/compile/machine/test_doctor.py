@@ -38,7 +38,7 @@ def test_the_packages_are_those_of_the_project() -> None:
     extras = PROJECT["optional-dependencies"]
     assert {name: set(packages) for name, packages in doctor.EXTRAS.items()} == {
         "runtime": required(PROJECT["dependencies"]),
-        **{name: required(extras[name]) for name in ("place", "report", "compile", "cuda", "grammar", "ray")},
+        **{name: required(extras[name]) for name in ("place", "report", "compile", "cuda", "grammar", "serve", "ray")},
     }
     assert set(EXTRA_OF) == {package for extra in extras.values() for package in required(extra)}
     assert all(package in required(extras[extra]) | required(extras["place"]) for package, extra in EXTRA_OF.items())
@@ -47,14 +47,14 @@ def test_the_packages_are_those_of_the_project() -> None:
 def test_every_topic_has_a_finding() -> None:
     findings = doctor.diagnose()
     topics = "python cores memory processor threading_layer kernels gpu runtime"
-    extras = [f"extra {name}" for name in ("place", "report", "compile", "cuda", "grammar", "ray")]
+    extras = [f"extra {name}" for name in ("place", "report", "compile", "cuda", "grammar", "serve", "ray")]
     assert [finding.topic.replace(" ", "_") for finding in findings[:8]] == topics.split()
     assert [finding.topic for finding in findings[8:]] == extras
     assert all(finding.found for finding in findings)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", without("torch", "gguf", "highspy", "ray"))
+    monkeypatch.setattr(doctor, "find_spec", without("torch", "zarr", "highspy", "llguidance", "starlette", "ray"))
     finding = found("extra compile")
     assert finding.found == "missing torch, gguf"
     assert finding.remedy == f"{sys.executable} -m pip install 'pi-toolchain[compile]'"
@@ -68,7 +68,7 @@ def test_what_is_installed_is_named_with_its_version() -> None:
 
 
 def test_without_torch_no_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", without("torch", "ray"))
+    monkeypatch.setattr(doctor, "find_spec", without("torch", "llguidance", "starlette", "ray"))
     finding = found("gpu")
     assert "torch is not installed" in finding.found
     assert "pi-toolchain[cuda]" in finding.remedy

@@ -9,7 +9,6 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from support import jobs
 
 from pi_runtime import Engine
-from pi_runtime.generation import Stats
 from pi_runtime.server.api.chat import ChatJob
 from pi_runtime.server.api.ollama import OllamaChatJob
 from pi_runtime.server.api.responses import ResponseJob
@@ -31,18 +30,6 @@ TOOL = {
     },
 }
 OTHER = {"type": "function", "function": {"name": "drop"}}
-STATS = Stats(
-    prompt_tokens=9,
-    cached_tokens=0,
-    generated_tokens=8,
-    prefill_s=0.1,
-    decode_s=0.2,
-    first_token_s=0.1,
-    rows_read_share=0.5,
-    active_share=0.25,
-    guessed_tokens=0,
-    accepted_tokens=0,
-)
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -57,11 +44,11 @@ def told(served: Served, pieces: Sequence[str], reason: str = "end", **fields: A
     job, streaming = (ChatJob.of(body(stream=stream, **fields), served) for stream in (False, True))
     events = []
     for piece in pieces:
-        part = Part(piece, [1], (), STATS)
+        part = Part(piece, [1], (), jobs.STATS)
         assert not job.part(0, part)
         events += streaming.part(0, part)
-    job.end(0, End(reason, STATS))
-    events += [*streaming.end(0, End(reason, STATS)), *streaming.last()]
+    job.end(0, End(reason, jobs.STATS))
+    events += [*streaming.end(0, End(reason, jobs.STATS)), *streaming.last()]
     found, chunks = job.whole(), [event.data for event in events[:-1]]
     ChatCompletion.model_validate(found, strict=True)
     for chunk in chunks:
@@ -119,13 +106,13 @@ def test_a_call_that_breaks_off_in_other_forms(hermes: tuple[Served, Engine]) ->
     broken = '<tool_call>{"name": "add", "arguments": {"ok"'
     tool = {"type": "function", **TOOL["function"]}
     response = ResponseJob.of({"model": "m", "input": "x", "tools": [tool]}, hermes[0])
-    response.part(0, Part(broken, [1], (), STATS))
-    response.end(0, End("length", STATS))
+    response.part(0, Part(broken, [1], (), jobs.STATS))
+    response.end(0, End("length", jobs.STATS))
     (item,) = response.whole()["output"]
     assert (item["type"], item["status"], item["arguments"]) == ("function_call", "incomplete", '{"ok"')
     for stream in (False, True):
         chat = OllamaChatJob.of({**body(), "stream": stream}, hermes[0])
-        lines = [*chat.part(0, Part(DROP + broken, [1], (), STATS)), *chat.end(0, End("length", STATS))]
+        lines = [*chat.part(0, Part(DROP + broken, [1], (), jobs.STATS)), *chat.end(0, End("length", jobs.STATS))]
         found = [line.data["message"] for line in lines] if stream else [chat.whole()["message"]]
         assert "".join(message["content"] for message in found) == broken
         names = [call["function"]["name"] for message in found for call in message.get("tool_calls", [])]

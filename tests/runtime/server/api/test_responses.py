@@ -10,7 +10,6 @@ from pydantic import TypeAdapter
 from support import jobs
 
 from pi_runtime import Engine
-from pi_runtime.generation import Stats
 from pi_runtime.server.api.responses import ResponseJob
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
@@ -18,18 +17,6 @@ from pi_runtime.server.jobs import End, Event, Part
 
 Chat = tuple[Served, Engine]
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-STATS = Stats(
-    prompt_tokens=9,
-    cached_tokens=4,
-    generated_tokens=8,
-    prefill_s=0.1,
-    decode_s=0.2,
-    first_token_s=0.1,
-    rows_read_share=0.5,
-    active_share=0.25,
-    guessed_tokens=0,
-    accepted_tokens=0,
-)
 
 
 def ask(chat: Chat, content: object, **fields: Any) -> Any:
@@ -115,8 +102,8 @@ def test_thoughts_and_calls_are_items_of_their_own(hermes: Chat) -> None:
     found = {}
     for streams in (False, True):
         job = ResponseJob.of({"model": "m", "input": "x", "tools": [tool], "stream": streams}, served)
-        events = [event for piece in pieces for event in job.part(0, Part(piece, [1], (), STATS))]
-        events += [*job.end(0, End("end", STATS)), *job.last()]
+        events = [event for piece in pieces for event in job.part(0, Part(piece, [1], (), jobs.STATS))]
+        events += [*job.end(0, End("end", jobs.STATS)), *job.last()]
         found[streams] = checked(events)[-1].response if streams else Response.model_validate(job.whole(), strict=True)
         if streams:
             arguments = [event for event in checked(events) if event.type == "response.function_call_arguments.delta"]
@@ -134,7 +121,7 @@ def test_thoughts_and_calls_are_items_of_their_own(hermes: Chat) -> None:
 
 def test_an_error_ends_a_stream(alphabet_chat: Chat) -> None:
     job = ResponseJob.of({"model": "m", "input": "abc", "stream": True}, alphabet_chat[0])
-    events = [*job.part(0, Part("d", [1], (), STATS)), *job.failed(ApiError(500, "broken"))]
+    events = [*job.part(0, Part("d", [1], (), jobs.STATS)), *job.failed(ApiError(500, "broken"))]
     *_, told, failed = checked(events)
     assert (told.type, told.message) == ("error", "broken")
     assert (failed.type, failed.response.status, failed.response.error.message) == (

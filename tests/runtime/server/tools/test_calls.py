@@ -7,30 +7,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tool_calls import FORMATS, written
 
 from pi_runtime.server.tools.calls import CallParser, new_id
 from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, Delta, TextDelta, joined
 from pi_runtime.server.tools.formats import HERMES, LLAMA_3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_LIST, ToolFormat
 from pi_runtime.server.tools.json_scanner import JsonScanner
 
-FORMATS = [HERMES, LLAMA_3, MISTRAL_LIST, MISTRAL, MISTRAL_CALL_ID]
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("look", {"city": "Zürich", "deep": {"a": [1, -2.5e3, True, None, 'x"y\\\n</tool_call>']}}),
     ("add", {}),
 ]
-
-
-def written(tools: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """Calls as a model writes them."""
-    bodies = [json.dumps({"name": name, tools.arguments: found}, ensure_ascii=False) for name, found in calls]
-    if tools is HERMES:
-        return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
-    if tools is LLAMA_3:
-        return "; ".join(bodies)
-    if tools is MISTRAL_LIST:
-        return f"[TOOL_CALLS][{', '.join(bodies)}]"
-    call_id = "[CALL_ID]a1b2c3d4e" if tools is MISTRAL_CALL_ID else ""
-    return "".join(f"[TOOL_CALLS]{name}{call_id}[ARGS]{json.dumps(found)}" for name, found in calls)
 
 
 def parse(tools: ToolFormat, pieces: list[str]) -> tuple[list[Delta], CallParser]:
@@ -54,8 +41,8 @@ def gathered(deltas: list[Delta]) -> tuple[str, list[tuple[str, Any]]]:
 
 @pytest.mark.parametrize("tools", FORMATS, ids=lambda tools: tools.name)
 def test_calls_of_each_format(tools: ToolFormat) -> None:
-    deltas, parser = parse(tools, list(written(tools, CALLS)))
-    assert deltas == parse(tools, [written(tools, CALLS)])[0]
+    deltas, parser = parse(tools, list(written(tools, *CALLS)))
+    assert deltas == parse(tools, [written(tools, *CALLS)])[0]
     assert gathered(deltas) == ("", CALLS)
     assert [d for d in deltas if isinstance(d, CallBegan)] == [CallBegan(0, "id0", "look"), CallBegan(1, "id1", "add")]
     assert not parser.is_cut
@@ -64,12 +51,12 @@ def test_calls_of_each_format(tools: ToolFormat) -> None:
 @pytest.mark.parametrize("tools", [HERMES, MISTRAL_LIST, MISTRAL, MISTRAL_CALL_ID], ids=lambda tools: tools.name)
 def test_text_stands_before_calls(tools: ToolFormat) -> None:
     """White space between text and call belongs to the call."""
-    assert gathered(parse(tools, ["I look.  \n" + written(tools, CALLS)])[0]) == ("I look.", CALLS)
+    assert gathered(parse(tools, ["I look.  \n" + written(tools, *CALLS)])[0]) == ("I look.", CALLS)
 
 
 @pytest.mark.parametrize("tools", [HERMES, MISTRAL_LIST, MISTRAL], ids=lambda tools: tools.name)
 def test_text_after_a_call_is_text(tools: ToolFormat) -> None:
-    assert gathered(parse(tools, [written(tools, CALLS[:1]) + "\n\nThere."])[0]) == ("There.", CALLS[:1])
+    assert gathered(parse(tools, [written(tools, *CALLS[:1]) + "\n\nThere."])[0]) == ("There.", CALLS[:1])
 
 
 OTHER_WAYS = {
@@ -157,7 +144,7 @@ def test_arguments_that_break_off_are_left_as_they_are(case: str) -> None:
 
 
 def test_a_call_after_one_that_broke_off() -> None:
-    deltas, parser = parse(HERMES, ['<tool_call>{"name": "add", "arguments": {]' + written(HERMES, CALLS[:1])])
+    deltas, parser = parse(HERMES, ['<tool_call>{"name": "add", "arguments": {]' + written(HERMES, *CALLS[:1])])
     assert [type(delta) for delta in deltas] == [
         CallBegan,
         CallArguments,

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 from support.schemas import random_schema
 from support.synthetic import END_ID, byte_tokenizer, random_artifact, small_decoder
+from support.tool_calls import FORMATS, written
 
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact.schema import Text
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, TextDelta, joined
-from pi_runtime.server.tools.formats import HERMES, LLAMA_3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_LIST, ToolFormat
+from pi_runtime.server.tools.formats import HERMES, LLAMA_3, MISTRAL_LIST, ToolFormat
 from pi_runtime.server.tools.output import OutputFormat
 from pi_runtime.server.tools.reasoning import ReasoningFormat
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
-FORMATS = [HERMES, LLAMA_3, MISTRAL_LIST, MISTRAL, MISTRAL_CALL_ID]
 THINK = ReasoningFormat("<think>", "</think>")
 MARKERS = {
     **dict.fromkeys(("<tool_call>", "</tool_call>", "<think>", "</think>"), False),
@@ -51,18 +51,6 @@ def closed(**properties: Any) -> dict[str, Any]:
 LOOK = function("look", closed(city={"type": "string"}), strict=True)
 ADD = function("add", closed(a={"type": "integer"}))
 CITY, SUM, WRONG = ("look", {"city": "x"}), ("add", {"a": 1}), ("look", {"city": 1})
-
-
-def written(tools: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
-    bodies = [json.dumps({"name": name, tools.arguments: found}) for name, found in calls]
-    if tools is HERMES:
-        return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
-    if tools is LLAMA_3:
-        return "; ".join(bodies)
-    if tools is MISTRAL_LIST:
-        return f"[TOOL_CALLS][{', '.join(bodies)}]"
-    call_id = "[CALL_ID]a1b2c3d4e" if tools is MISTRAL_CALL_ID else ""
-    return "".join(f"[TOOL_CALLS]{name}{call_id}[ARGS]{json.dumps(found)}" for name, found in calls)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["spelled markers", "marker tokens"])
