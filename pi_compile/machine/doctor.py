@@ -15,10 +15,10 @@ EXTRAS = {
     "runtime": ("numpy", "numba", "tokenizers", "jinja2", "typer", "rich"),
     "place": ("highspy", "pydantic", "scipy"),
     "report": ("matplotlib",),
-    "compile": ("torch", "transformers", "datasets", "huggingface_hub", "safetensors", "gguf"),
+    "compile": ("torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors", "gguf"),
     "cuda": ("torch", "triton"),
     "grammar": ("llguidance",),
-    "serve": ("starlette", "uvicorn"),
+    "serve": ("pydantic", "starlette", "uvicorn"),
     "ray": ("ray",),
 }
 """Packages of the installation itself (`runtime`) and of each extra."""
