@@ -165,14 +165,13 @@ class Run:
         news = stream.news()
         first, asked.taken[k] = asked.taken[k], max(news.tokens, asked.taken[k])
         asked.chars[k] += len(news.text)
-        if news.error is not None:
-            self.fail(failed(news.error))
-            return
         if news.text or asked.taken[k] > first:
             self._time(index, asked.taken[k] - first)
             tokens, logprobs = stream.token_ids[first : asked.taken[k]], stream.logprobs[first : asked.taken[k]]
             yield from self.job.part(index, Part(news.text, tokens, logprobs, stream.stats))
-        if news.ended:
+        if news.error is not None:
+            self.fail(failed(news.error))
+        elif news.ended:
             asked.open.discard(k)
             assert stream.finish_reason is not None
             self._metrics.count(stream.stats)

@@ -1,7 +1,7 @@
 """Servers under load: pi-serve beside llama-server, with as many slots, in the same rounds.
 
 nox -s bench -- serve [--parts load,alone,health,cancel,overload] [--clients 1,2,4,8,16,32,64] [--rounds 3] [--quick]
-                      [--format q8] [--slots 8] [--prompts 32,128,256] [--answer 48] [--json PATH] [--layers 16] …
+                      [--format q8] [--slots 8] [--prompts 32,128,256] [--answer 128] [--json PATH] [--layers 16] …
 
     load      closed loops of 1 to 64 clients, and open loops at shares of what llama-server (or ours) does with as many
               clients as slots: tokens/s, time to the first token, time between tokens
@@ -61,7 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="for the models, some GB; default: a temporary one")
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--quick", action="store_true", help="one round of few clients, and short parts")
-    for name, default in {"slots": 8, "rounds": 3, "answer": 48, "requests": 4, "cancels": 1000}.items():
+    for name, default in {"slots": 8, "rounds": 3, "answer": 128, "requests": 4, "cancels": 1000}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--overload-seconds", type=float, default=60.0)
     add_shape(parser)

@@ -80,7 +80,8 @@ def run(server: Server, loop: Callable[[httpx.AsyncClient], Coroutine[Any, Any, 
     server.check()
 
     async def bounded() -> Any:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # A connection for each request: llama-server closes one that has been used before, now and then.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         async with httpx.AsyncClient(timeout=LIMIT_S, limits=limits) as http, asyncio.timeout(LIMIT_S):
             return await loop(http)
 
