@@ -66,6 +66,9 @@ def init(
     ] = None,
     revision: Annotated[str, typer.Option(help="Commit of a hub name.")] = "",
     ignore_config: IgnoreConfig = None,
+    activation: Annotated[
+        str, typer.Option(help="A GGUF file's activation, such as relu. Default: what llama.cpp takes.")
+    ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing recipe.")] = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -79,6 +82,7 @@ def init(
         revision=revision,
         corpus=corpus or [],
         ignore_config=ignore_config or [],
+        activation=activation,
         force=force,
         notice=console.say,
     )
