@@ -118,7 +118,10 @@ def test_a_revision_of_a_file(file: Path) -> None:
 
 
 CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "architecture": ({"general.architecture": "gemma2"}, ("architecture 'gemma2'", "llama, falcon, gpt2, nemotron, phi2, qwen2, qwen3")),
+    "architecture": (
+        {"general.architecture": "gemma2"},
+        ("architecture 'gemma2'", "llama, falcon, gpt2, nemotron, phi2, qwen2, qwen3"),
+    ),
     "adapter": ({"general.type": "adapter"}, ("not a model",)),
     "part": ({"split.count": 3}, ("one of 3 parts", "llama-gguf-split --merge")),
     "unknown-key": ({"ARCH.new_trick": 1}, ("llama.new_trick", "not understood")),
@@ -141,7 +144,10 @@ CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "longrope": ({"ARCH.rope.scaling.type": "longrope"}, ("rope type", "longrope")),
     "odd-rope": ({"ARCH.rope.scaling.type": "spiral"}, ("rope type", "spiral")),
     "yarn-factor": ({"ARCH.rope.scaling.yarn_attn_factor": 0.5}, ("yarn_attn_factor would change",)),
-    "missing": ({"tensors": {"blk.1.ffn_up.weight": None}}, ("1 tensors that its metadata calls for", "blk.1.ffn_up.weight")),
+    "missing": (
+        {"tensors": {"blk.1.ffn_up.weight": None}},
+        ("1 tensors that its metadata calls for", "blk.1.ffn_up.weight"),
+    ),
     "further": ({"tensors": {"blk.0.attn_sinks": (np.ones(4, np.float32), Type.F32)}}, ("blk.0.attn_sinks",)),
     "divisors": (
         {"tensors": {"rope_freqs.weight": (np.ones(11, np.float32), Type.F32)}},
