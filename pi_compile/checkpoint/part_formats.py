@@ -16,7 +16,7 @@ _MOST_BITS_OF_Q4 = 5.25
 
 
 def nearest_format(bits: float) -> str:
-    """The smallest quantised format with no fewer bits than blocks that take so many bits a value, scales included."""
+    """The smallest quantised format with about the bits of blocks that take so many a value, scales included."""
     return "q4" if bits <= _MOST_BITS_OF_Q4 else "q8"
 
 
@@ -40,6 +40,6 @@ def _resolved(part: str, stored: str, wanted: str) -> str:
         raise CheckpointError(
             f"[pack] {part} = {KEEP!r}: the checkpoint has it in {stored}, which no number format keeps",
             expected='"q4" or "q8", with a loss that `pack` states; or "f32", without loss, in 32 bits a value',
-            remedy="write one of them; `pi-compile init` writes the smaller of q4 and q8 that has no fewer bits",
+            remedy="write one of them; `pi-compile init` writes the smaller of q4 and q8 that has about its bits",
         )
     return stored

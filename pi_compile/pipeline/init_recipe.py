@@ -30,7 +30,7 @@ def create_recipe(
     The path of a folder or file is written relative to the recipe, so that both can move together; a hub name is
     written with the commit that it means today. `ignore_config` names keys of its config.json that have no effect, as
     the user declares, `activation` that of a GGUF file; the recipe repeats them. A part in blocks that no number format
-    keeps is written as the smallest quantised format with no fewer bits. `notice` gets what the user should know about
+    keeps is written as the smallest quantised format with about its bits. `notice` gets what the user should know about
     the checkpoint. Raises UsageError rather than replace a recipe, unless `force`, and what `open_checkpoint` and
     `read_text_files` raise.
     """

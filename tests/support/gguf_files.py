@@ -109,9 +109,9 @@ def write_gguf(folder: Path, path: Path, kind: str, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     tensors: dict[str, Any] = {n: (a, _kind(n, a, kind)) for n, a in _tensors(folder, config).items()}
     tensors |= changes.pop("tensors", {})
-    arch = _ARCHITECTURES.get(config["model_type"], config["model_type"])
     metadata = _metadata(config) | _vocabulary(folder, config["vocab_size"]) | changes
-    writer = gguf.GGUFWriter(path, str(metadata.pop("general.architecture", arch)))
+    arch = metadata.pop("general.architecture", _ARCHITECTURES.get(config["model_type"], config["model_type"]))
+    writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         if value is not None:
             _add(writer, key.replace("ARCH", arch), value)
@@ -120,6 +120,25 @@ def write_gguf(folder: Path, path: Path, kind: str, **changes: Any) -> None:
             array, raw = stored
             writer.add_tensor(name, array if array.dtype == np.uint8 else gguf.quantize(array, raw), raw_dtype=raw)
     _close(writer)
+
+
+def write_powerinfer(whole: Path, path: Path) -> None:
+    """The same model as by PowerInfer's converter: down transposed, a predictor beside each FFN, a magic of its own."""
+    found = gguf.GGUFReader(whole)
+    writer = gguf.GGUFWriter(path, "")
+    _copy_metadata(found, writer)
+    writer.add_float32("powerinfer.sparse_threshold", 0.0)
+    for tensor in found.tensors:
+        name, values = tensor.name, gguf.dequantize(np.array(tensor.data), tensor.tensor_type)
+        if "ffn_down" in name:
+            neurons, width = values.shape[::-1]
+            writer.add_tensor(name.replace("ffn_down", "fc1"), np.ones((7, width), np.float16))
+            writer.add_tensor(name.replace("ffn_down", "fc2"), np.ones((neurons, 7), np.float16))
+            name, values = name.replace("ffn_down", "ffn_down_t"), np.ascontiguousarray(values.T)
+        writer.add_tensor(name, gguf.quantize(values, tensor.tensor_type), raw_dtype=tensor.tensor_type)
+    _close(writer)
+    with path.open("r+b") as file:
+        file.write(b"PWRI")
 
 
 def write_parts(path: Path, folder: Path, tensors_a_part: int) -> list[Path]:

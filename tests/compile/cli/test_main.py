@@ -31,7 +31,7 @@ from pi_runtime.kernels.codegen import jit
 
 EVERYWHERE = {"--json", "--debug"}
 FLAGS = {
-    "init": {"MODEL", "-o", "--output", "--corpus", "--revision", "--ignore-config", "--force"},
+    "init": {"MODEL", "-o", "--output", "--corpus", "--revision", "--ignore-config", "--activation", "--force"},
     "profile": {"RECIPE", "--device", "--export"},
     "train": {"RECIPE", "--device", "--export"},
     "place": {"RECIPE", "--device", "--lock", "--locked", "--solver", "--time-limit"},
