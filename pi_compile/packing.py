@@ -212,6 +212,8 @@ def _provenance(
     made_from: dict[str, Any] = {"digest": checkpoint.digest(), "files": checkpoint.file_digests}
     if checkpoint.ignored_config:
         made_from["ignored_config"] = list(checkpoint.ignored_config)
+    if checkpoint.declared_activation:
+        made_from["declared_activation"] = checkpoint.declared_activation
     results = {"profile": profile, "trained": predictor_set}
     digests = {name: result.digest() for name, result in results.items() if result is not None}
     return {"pi_toolchain": version("pi-toolchain"), "checkpoint": made_from, **digests}

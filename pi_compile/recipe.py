@@ -1,7 +1,7 @@
 """A recipe: one model on one machine, as a complete and strict TOML file.
 
-Every key must be there and none may be unknown: a recipe holds everything that decides its artifact. `docs/recipes.md`
-explains the keys. Paths are relative to the recipe.
+Every key but one must be there and none may be unknown: a recipe holds everything that decides its artifact.
+`docs/recipes.md` explains the keys. Paths are relative to the recipe.
 """
 
 import json
@@ -9,11 +9,13 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from pi_compile.errors import RecipeError, nearest
+from pi_runtime.artifact.decoder import ACTIVATIONS
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.rungs import DENSE, GATE, PREDICTED, RUNGS
 from pi_runtime.artifact.schema import OBJECTIVES
@@ -24,9 +26,11 @@ if TYPE_CHECKING:
     Objective = str
     WeightFormat = str
     PredictorFormat = str
+    DeclaredActivation = str
 else:
     RungName, Objective = Literal[*RUNGS], Literal[*OBJECTIVES]
     WeightFormat, PredictorFormat = Literal["keep", *WEIGHT_FORMATS], Literal["keep", *WEIGHT_FORMATS, "auto"]
+    DeclaredActivation = Literal["", *ACTIVATIONS]
 AnyRecipe = TypeVar("AnyRecipe", bound="RecipeFile")
 PUBLISHED = "published"
 """Value of `activations` for a model whose config and published curve come with this project."""
@@ -64,6 +68,13 @@ class ModelSection(Section):
     """Commit of a hub name, so that the recipe means one model; empty for a folder."""
     ignore_config: list[str]
     """Keys of config.json that this project does not know and that do not change the function."""
+    activation: DeclaredActivation = ""
+    """Activation of a GGUF file, which does not say it. The one key that may be missing, and is then not written."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, serialised: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialised(self)
+        return {key: value for key, value in fields.items() if value or key != "activation"}
 
 
 class CorpusSection(Section):
@@ -156,12 +167,18 @@ class Recipe(RecipeFile):
 
 
 def default_recipe(
-    model: str, *, revision: str = "", corpus: Sequence[str] = ("python",), ignore_config: Sequence[str] = ()
+    model: str,
+    *,
+    revision: str = "",
+    corpus: Sequence[str] = ("python",),
+    ignore_config: Sequence[str] = (),
+    activation: str = "",
+    formats: Mapping[str, str] = MappingProxyType({}),
 ) -> Recipe:
-    """The recipe that `init` writes: formats kept as the checkpoint has them, at most 0.1 % of perplexity lost."""
-    keep: dict[str, Any] = dict.fromkeys(PackSection.model_fields, "keep")
+    """The recipe that `init` writes: at most 0.1 % of perplexity lost; what is not in `formats` keeps its own."""
+    pack: dict[str, Any] = {**dict.fromkeys(PackSection.model_fields, "keep"), **formats}
     return Recipe(
-        model=ModelSection(path=model, revision=revision, ignore_config=list(ignore_config)),
+        model=ModelSection(path=model, revision=revision, ignore_config=list(ignore_config), activation=activation),
         corpus=CorpusSection(
             text=list(corpus), report=[], field="text", fit_tokens=1_000_000, tune_tokens=16_384, report_tokens=16_384
         ),
@@ -169,7 +186,7 @@ def default_recipe(
         train=TrainSection(tokens=65_536, steps=300, rungs=[DENSE, GATE, PREDICTED], seed=0),
         quality=QualitySection(perplexity_increase=0.001),
         place=PlaceSection(machine="pc-low", objective="time", activations="", context=2048, vram_gib=[], ram_gib=0.0),
-        pack=PackSection(**keep),
+        pack=PackSection(**pack),
     )
 
 

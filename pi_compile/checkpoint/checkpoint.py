@@ -4,6 +4,7 @@ Each block is read from the mapped file when it is needed and not kept, so that 
 Shape letters: D model width, F neurons. `ffn/rest` has one row for each neuron in a plain FFN, two in a gated one.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pi_compile.checkpoint.resolution import ResolvedCheckpoint, resolve_checkpo
 from pi_compile.checkpoint.tensors import RowReader
 from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
+from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.sizes import PARTS, array_specs
 
 Values = npt.NDArray[np.float32]
@@ -61,17 +63,29 @@ class Checkpoint(ResolvedCheckpoint):
     def format(self, part: str) -> str:
         """The number format that keeps the values of a part (embedding, attention, ffn, head).
 
-        It is f32 where formats are mixed. Routers do not count: they are f32 in every artifact.
+        It is f32 where floats of several formats are mixed. Where nothing smaller keeps the values, it is the names of
+        their block types, which no number format has. Routers do not count: they are f32 in every artifact.
         """
-        names = [n for n, shape in self.array_shapes.items() if len(shape) > 1 and part_of(n) == part]
-        matrices = [name for name in names if not name.endswith("/router")]
-        found = {self.source.dtype(tensor) for array in matrices for tensor in self.tensor_names(array)}
-        return found.pop() if len(found) == 1 else "f32"
+        found = sorted({self.source.dtype(tensor) for tensor in self._matrices(part)})
+        if len(found) == 1:
+            return found[0]
+        floats = all(name in FORMATS and not FORMATS[name].quantised for name in found)
+        return "f32" if floats else " and ".join(found)
 
     def formats(self) -> dict[str, str]:
-        """Number format of each part as it is stored; the head's where it is not the embedding."""
+        """Number format of each part as it is stored (see `format`); the head's where it is not the embedding."""
         parts = ("embedding", "attention", "ffn", *(() if self.decoder.tied_head else ("head",)))
         return {part: self.format(part) for part in parts}
+
+    def bits(self, part: str) -> float:
+        """Mean bits of a part's values as they are stored, scales included."""
+        sizes = {tensor: math.prod(self.source.shape(tensor)) for tensor in self._matrices(part)}
+        return sum(n * self.source.bits(tensor) for tensor, n in sizes.items()) / sum(sizes.values())
+
+    def _matrices(self, part: str) -> list[str]:
+        """Names of the tensors that the matrices of a part are made of."""
+        arrays = [n for n, shape in self.array_shapes.items() if len(shape) > 1 and part_of(n) == part]
+        return [tensor for n in arrays if not n.endswith("/router") for tensor in self.tensor_names(n)]
 
     def extremes(self, tensor: str) -> Values:
         """Smallest and largest value of a checkpoint tensor."""
@@ -87,8 +101,9 @@ class Checkpoint(ResolvedCheckpoint):
             return dict(zip(names, pool.map(file_digest, (self.folder / name for name in names)), strict=True))
 
     def digest(self) -> str:
-        """sha256 of the names and contents of every file that is read."""
-        return json_digest(self.file_digests)
+        """sha256 of the names and contents of every file that is read, and of a declared activation."""
+        declared = {"activation": self.declared_activation} if self.declared_activation else {}
+        return json_digest({**self.file_digests, **declared})
 
     def values(self, array: str, order: Order | None = None) -> Values:
         """The values of a whole artifact array, which must fit in memory; `blocks` has no such limit."""
@@ -185,12 +200,18 @@ class Checkpoint(ResolvedCheckpoint):
 
 
 def open_checkpoint(
-    model: str | Path, revision: str | None = None, ignore_config: Collection[str] = (), *, in_recipe: bool = False
+    model: str | Path,
+    revision: str | None = None,
+    ignore_config: Collection[str] = (),
+    *,
+    activation: str = "",
+    in_recipe: bool = False,
 ) -> Checkpoint:
     """Open a local folder, a GGUF file or a hub name, and check everything but the values.
 
-    `ignore_config` names config keys that, as the user says, have no effect: by flag, or `in_recipe`. Raises
-    CheckpointError for anything that is missing, damaged, contradictory or unknown, and what `check_keys` raises.
+    `ignore_config` names config keys that, as the user says, have no effect: by flag, or `in_recipe`. `activation` is
+    that of a GGUF file, which does not say it; empty for what llama.cpp takes. Raises CheckpointError for anything that
+    is missing, damaged, contradictory or unknown, and what `check_keys` raises.
 
     >>> checkpoint = open_checkpoint("recipes/demo")
     >>> checkpoint.decoder.family, checkpoint.decoder.n_layers, checkpoint.decoder.d_ff
@@ -198,7 +219,8 @@ def open_checkpoint(
     """
     location = find_checkpoint(model, revision)
     commit = None if Path(model).expanduser().exists() else location.name
-    return Checkpoint(revision=commit, **vars(resolve_checkpoint(location, ignore_config, in_recipe=in_recipe)))
+    resolved = resolve_checkpoint(location, ignore_config, activation, in_recipe=in_recipe)
+    return Checkpoint(revision=commit, **vars(resolved))
 
 
 def part_of(array: str) -> str | None:

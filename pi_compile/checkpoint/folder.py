@@ -24,6 +24,8 @@ TOKENIZER_FILES = (
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 GGUF = ".gguf"
+GGUF_PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""Name of a part of a split GGUF file."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -31,8 +33,9 @@ def find_checkpoint(model: str | Path, revision: str | None = None) -> Path:
     """The folder or GGUF file of a checkpoint.
 
     `model` is a GGUF file, a folder, or the name of a hub model, whose snapshot at `revision` is fetched. A folder with
-    one GGUF file and no other weights stands for that file. Only config, tokenizer and weights are fetched, pickled
-    weights only where there are no others. Raises CheckpointError where there is no checkpoint.
+    one GGUF file and no other weights stands for that file; with the parts of one, for its first part. Only config,
+    tokenizer and weights are fetched, pickled weights only where there are no others. Raises CheckpointError where
+    there is no checkpoint.
     """
     path = Path(model).expanduser()
     if path.exists() and revision is not None:
@@ -56,9 +59,11 @@ def find_checkpoint(model: str | Path, revision: str | None = None) -> Path:
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    found = [path for path in folder.iterdir() if path.suffix == GGUF]
+    found = sorted(path for path in folder.iterdir() if path.suffix == GGUF)
+    parts = [GGUF_PART.fullmatch(path.name) for path in found]
+    models = {(part["name"], part["count"]) if part else path.name for part, path in zip(parts, found, strict=True)}
     other = any((folder / name).is_file() for name in (*SAFETENSORS, *PICKLES))
-    return found[0] if len(found) == 1 and not other else None
+    return found[0] if len(models) == 1 and not other else None
 
 
 def _checked(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 
 KEEP = "keep"
@@ -10,16 +11,35 @@ AUTO = "auto"
 """The one of `PREDICTOR_FORMATS` that training finds best; before training it means `KEEP`. For predictors only."""
 PREDICTOR_FORMATS = ("f16", *(name for name in WEIGHT_FORMATS if FORMATS[name].quantised))
 """The formats that `AUTO` tries."""
+_MOST_BITS_OF_Q4 = 5.25
+"""Blocks of four bits a value and their scales take at most 5 bits, blocks of five at least 5.5."""
+
+
+def nearest_format(bits: float) -> str:
+    """The smallest quantised format with about the bits of blocks that take so many a value, scales included."""
+    return "q4" if bits <= _MOST_BITS_OF_Q4 else "q8"
 
 
 def resolve_formats(stored: Mapping[str, str], wanted: Mapping[str, str], *, tied_head: bool) -> dict[str, str]:
     """The format of every part, with `keep` replaced by the checkpoint's own.
 
-    `stored` has the checkpoint's formats of embedding, attention, ffn, and of the head unless it is tied. A tied head
-    has the format of the embedding. Predictors, which no checkpoint has, keep the format of the FFN.
+    `stored` has the checkpoint's formats of embedding, attention, ffn, and of the head unless it is tied; the names of
+    block types where no format keeps them. A tied head has the format of the embedding. Predictors, which no checkpoint
+    has, keep the format of the FFN. Raises CheckpointError for `keep` where nothing keeps what is stored.
     """
-    formats = {part: stored[part] if wanted[part] == KEEP else wanted[part] for part in stored if part != "head"}
-    kept = formats["embedding"] if tied_head else stored["head"]
-    formats["head"] = kept if wanted["head"] == KEEP or tied_head else wanted["head"]
+    formats = {part: _resolved(part, stored[part], wanted[part]) for part in stored if part != "head"}
+    formats["head"] = formats["embedding"] if tied_head else _resolved("head", stored["head"], wanted["head"])
     formats["predictor"] = formats["ffn"] if wanted["predictor"] in (KEEP, AUTO) else wanted["predictor"]
     return formats
+
+
+def _resolved(part: str, stored: str, wanted: str) -> str:
+    if wanted != KEEP:
+        return wanted
+    if stored not in WEIGHT_FORMATS:
+        raise CheckpointError(
+            f"[pack] {part} = {KEEP!r}: the checkpoint has it in {stored}, which no number format keeps",
+            expected='"q4" or "q8", with a loss that `pack` states; or "f32", without loss, in 32 bits a value',
+            remedy="write one of them; `pi-compile init` writes the smaller of q4 and q8 that has about its bits",
+        )
+    return stored

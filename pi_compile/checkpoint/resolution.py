@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 
 from pi_compile.checkpoint.config import Config, check_keys, ignored_notices
-from pi_compile.checkpoint.families.adapter import HEAD, Adapter, SourceTensor
+from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor
 from pi_compile.checkpoint.families.registry import find_adapter
 from pi_compile.checkpoint.folder import CONFIG_FILE
-from pi_compile.checkpoint.gguf.config import apply_rope_divisors, gguf_config
+from pi_compile.checkpoint.gguf.architectures import apply_rope_divisors, gguf_adapter
+from pi_compile.checkpoint.gguf.config import gguf_config
 from pi_compile.checkpoint.gguf.file import open_gguf
 from pi_compile.checkpoint.gguf.tensors import GgufTensors
 from pi_compile.checkpoint.json_file import read_json
@@ -40,19 +41,27 @@ class ResolvedCheckpoint:
     """Lines for the user about things that are no errors."""
     ignored_config: tuple[str, ...]
     """Unknown config keys that, as the user says, have no effect."""
+    declared_activation: str
+    """The activation of a GGUF file, as the user says; empty for what its architecture has."""
 
 
 def resolve_checkpoint(
-    location: Path, ignore_config: Collection[str], *, in_recipe: bool = False
+    location: Path, ignore_config: Collection[str], activation: str = "", *, in_recipe: bool = False
 ) -> ResolvedCheckpoint:
     """Read the config and the tensor names of a folder or a GGUF file, and check that they fit.
 
-    See `check_keys` for the keys to ignore. Raises CheckpointError for the first kind of fault, naming all faults of
-    that kind.
+    See `check_keys` for the keys to ignore, and `open_checkpoint` for `activation`. Raises CheckpointError for the
+    first kind of fault, naming all faults of that kind.
     """
     file = open_gguf(location) if location.is_file() else None
+    if activation and file is None:
+        raise CheckpointError(
+            f"{location}: activation {activation!r} is declared for it, but {CONFIG_FILE} says its own",
+            expected="a GGUF file, which does not say it",
+            remedy=f"take the activation out of {'[model]' if in_recipe else 'the command'}",
+        )
     config = gguf_config(file) if file else Config(location / CONFIG_FILE, read_json(location / CONFIG_FILE))
-    adapter = _adapter(config)
+    adapter = gguf_adapter(file, activation) if file else _adapter(config)
     ignored = check_keys(config, adapter.read_keys, adapter.neutral_keys, ignore_config, in_recipe=in_recipe)
     notices = ignored_notices(config, ignored)
     if config.get("auto_map"):
@@ -64,9 +73,9 @@ def resolve_checkpoint(
         source = FolderTensors(location)
     else:
         decoder = apply_rope_divisors(decoder, file)
-        source = GgufTensors(file, decoder, expected_tensors(decoder, adapter, adapter.prefixes[0]))
+        source = GgufTensors(file, decoder)
     prefix = _prefix(adapter, decoder, source)
-    if decoder.tied_head and HEAD["head"] in source.names:
+    if decoder.tied_head and _head(adapter) in source.names:
         decoder = _resolve_tied_head(decoder, adapter, prefix, source, notices)
     _check_tensors(decoder, adapter, prefix, source)
     for pattern, notice in adapter.unused_tensors.items():
@@ -79,6 +88,7 @@ def resolve_checkpoint(
         source=source,
         notices=tuple(notices),
         ignored_config=tuple(ignored),
+        declared_activation=activation,
     )
 
 
@@ -112,13 +122,17 @@ def _resolve_tied_head(
 
     This is the rule of transformers. If only the head is stored, it is the embedding too.
     """
-    embedding = prefix + adapter.global_tensors["embedding"][0].name
+    embedding, head = prefix + adapter.global_tensors["embedding"][0].name, _head(adapter)
     if embedding not in source.names:
-        source.alias(embedding, HEAD["head"])
-    if _equal(source.tensor(embedding), source.tensor(HEAD["head"])):
+        source.alias(embedding, head)
+    if _equal(source.tensor(embedding), source.tensor(head)):
         return decoder
-    notices.append(f"config.json ties the head to the embedding, but {HEAD['head']} differs from it and is used")
+    notices.append(f"config.json ties the head to the embedding, but {head} differs from it and is used")
     return replace(decoder, tied_head=False)
+
+
+def _head(adapter: Adapter) -> str:
+    return f"{adapter.head}.weight"
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -128,7 +142,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(torch.equal(a[n : n + _COMPARED_ROWS], b[n : n + _COMPARED_ROWS]) for n in starts)
 
 
-def expected_tensors(decoder: Decoder, adapter: Adapter, prefix: str) -> dict[str, tuple[int, ...]]:
+def _expected_tensors(decoder: Decoder, adapter: Adapter, prefix: str) -> dict[str, tuple[int, ...]]:
     """Tensor name → shape, for every tensor that the decoder needs."""
     specs = array_specs(decoder, dict.fromkeys(PARTS, "f32"), [None] * decoder.n_layers, profiled=False)
     expected: dict[str, tuple[int, ...]] = {}
@@ -158,7 +172,7 @@ def _stored_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource) -> None:
-    expected = expected_tensors(decoder, adapter, prefix)
+    expected = _expected_tensors(decoder, adapter, prefix)
     missing = [name for name in expected if name not in source.names]
     if missing:
         raise CheckpointError(
@@ -169,7 +183,7 @@ def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: Tens
         )
     ignorable = (*adapter.ignored_tensors, *adapter.unused_tensors)
     # With a tied head, a stored head is a copy of the embedding: `_resolve_tied_head` has compared them.
-    known = expected.keys() | ({HEAD["head"]} if decoder.tied_head else set())
+    known = expected.keys() | ({_head(adapter)} if decoder.tied_head else set())
     extra = sorted(n for n in source.names - known if not any(re.search(pattern, n) for pattern in ignorable))
     if extra:
         raise CheckpointError(
@@ -194,7 +208,7 @@ def _check_shapes(expected: dict[str, tuple[int, ...]], source: TensorSource) ->
 
 
 def _check_dtypes(expected: dict[str, tuple[int, ...]], source: TensorSource) -> None:
-    wrong = [name for name in expected if source.dtype(name) not in WEIGHT_FORMATS]
+    wrong = [name for name in expected if source.dtype(name) not in (*WEIGHT_FORMATS, *source.block_types)]
     if wrong:
         raise CheckpointError(
             f"{source.path(wrong[0])}: {len(wrong)} tensors are not in a float format that is read",

@@ -39,10 +39,19 @@ class TensorSource(Protocol):
     files: tuple[str, ...]
     """Names of the files that are read."""
     names: frozenset[str]
+    block_types: frozenset[str]
+    """Types of tensors that are dequantised, and that no number format but f32 keeps."""
 
     def alias(self, name: str, existing: str) -> None: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
-    def dtype(self, name: str) -> str: ...
+    def dtype(self, name: str) -> str:
+        """Number format that keeps the values of a tensor; else the name of its type."""
+        ...
+
+    def bits(self, name: str) -> float:
+        """Stored bits of one value, scales included."""
+        ...
+
     def tensor(self, name: str) -> torch.Tensor: ...
     def rows(self, name: str) -> RowReader: ...
     def path(self, name: str) -> Path: ...
@@ -52,6 +61,7 @@ class FolderTensors:
     """Tensors in the weight files of a folder; opening them copies nothing."""
 
     described_by = CONFIG_FILE
+    block_types: frozenset[str] = frozenset()
 
     def __init__(self, folder: Path) -> None:
         """Open every weight file of `folder`. Raises CheckpointError if one is missing, damaged or not as indexed."""
@@ -83,6 +93,9 @@ class FolderTensors:
         """Number format of a tensor; torch's name of a dtype that is not read."""
         dtype = self._tensors[name].dtype
         return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+    def bits(self, name: str) -> float:
+        return 8 * self._tensors[name].itemsize
 
     def tensor(self, name: str) -> torch.Tensor:
         """The mapped tensor: a view of the file's pages. Do not write to it."""

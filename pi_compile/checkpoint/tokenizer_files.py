@@ -103,7 +103,7 @@ def _stored_tokenizer(folder: Path) -> bytes | None:
 def _load_from_gguf(file: Path) -> Any:
     # In a folder of its own: transformers prefers a tokenizer.json that happens to lie beside the file.
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / file.name).symlink_to(file.resolve())
+        (Path(folder) / file.name).write_bytes(open_gguf(file).header())
         loaded = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name, local_files_only=True)
     # transformers adds special tokens that are not in the file, with ids beyond the model's vocabulary.
     state = json.loads(loaded.backend_tokenizer.to_str())

@@ -72,6 +72,9 @@ def init(
     for_sparsify: Annotated[
         bool, typer.Option("--sparsify", help="Write a recipe of sparsify, for a model that is not sparse.")
     ] = False,
+    activation: Annotated[
+        str, typer.Option(help="A GGUF file's activation, such as relu. Default: what llama.cpp takes.")
+    ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing recipe.")] = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -92,6 +95,7 @@ def init(
         revision=revision,
         corpus=corpus or [],
         ignore_config=ignore_config or [],
+        activation=activation,
         force=force,
         notice=console.say,
         **kind,

@@ -253,6 +253,8 @@ def _origin_lines(provenance: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     ignored = checkpoint.get("ignored_config") if isinstance(checkpoint, dict) else None
     if isinstance(ignored, list) and ignored:
         yield "ignored keys", f"{', '.join(map(str, ignored))}: declared to be without effect"
+    if isinstance(checkpoint, dict) and "declared_activation" in checkpoint:
+        yield "activation", f"{checkpoint['declared_activation']}: declared, the file does not say it"
 
 
 def _count(number: int) -> str:

@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import log_softmax
 
+from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import CorpusError
-from pi_compile.evaluation.hf_reference import check_origin, reference_logits
 from pi_compile.evaluation.intervals import Interval, increase_interval
 from pi_compile.evaluation.load_options import ON_CPU, LoadOptions, device_of
+from pi_compile.evaluation.reference import check_origin, reference_logits
 from pi_runtime import Model
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
@@ -69,8 +70,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Perplexity, top-1 agreement, bytes per token and tokens/s of each mode, and one row for each layer.
 
-    `model` is the checkpoint that the artifact was packed from, scored by transformers in float32. `dense` is compared
-    with it, the other modes with `dense`: their agreement, and the 95 % interval of the relative increase of
+    `model` is the checkpoint that the artifact was packed from, scored in float32: a folder by transformers. `dense` is
+    compared with it, the other modes with `dense`: their agreement, and the 95 % interval of the relative increase of
     perplexity. Where keys and values are held in a format that was asked for, `dense` is also compared with itself in
     the usual one. Raises CorpusError for a text shorter than one window, CheckpointError for a checkpoint that the
     artifact was not packed from.
@@ -85,8 +86,7 @@ def evaluate(
     artifact = Path(artifact)
     with options.open_on_cpu(artifact) as opened:
         manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
-    if model is not None:
-        check_origin(manifest, model)
+    origin = None if model is None else check_origin(manifest, model)
     modes = modes_of(manifest)
     scores: dict[str, Score] = {}
     speeds: dict[str, float] = {}
@@ -108,7 +108,7 @@ def evaluate(
             "increase_interval": _increase_interval(scores["dense"], usual),
             "agreement": _agreement(scores["dense"], usual),
         }
-    checkpoint = None if model is None else _score(_reference(model), windows, lambda: None)
+    checkpoint = None if origin is None else _score(_reference(origin), windows, lambda: None)
     ffn = {mode: score.ffn_bytes(manifest, mode) for mode, score in scores.items()}
     bases = {mode: checkpoint if mode == "dense" else scores["dense"] for mode in modes}
     return {
@@ -172,8 +172,8 @@ def _score(examine: Examine, windows: Windows, on_window: Callable[[], None]) ->
     return Score(perplexity, losses_N, np.concatenate(best), np.sum(counts, axis=0), windows.size)
 
 
-def _reference(model: Path) -> Examine:
-    logits = reference_logits(model)
+def _reference(checkpoint: Checkpoint) -> Examine:
+    logits = reference_logits(checkpoint)
     return lambda ids: (logits(ids, len(ids)), np.zeros((0, 3), np.int64))
 
 

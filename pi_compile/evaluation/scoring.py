@@ -16,7 +16,7 @@ import numpy.typing as npt
 from scipy.special import log_softmax
 
 from pi_compile.errors import TaskError
-from pi_compile.evaluation.hf_reference import Logits
+from pi_compile.evaluation.reference import Logits
 from pi_compile.evaluation.task_files import MULTIPLE_CHOICE, Item, Task
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pi_compile.evaluation.fidelity import Progress, counted, modes_of
-from pi_compile.evaluation.hf_reference import check_origin, reference_logits
 from pi_compile.evaluation.intervals import accuracy_interval
 from pi_compile.evaluation.load_options import ON_CPU, LoadOptions
+from pi_compile.evaluation.reference import check_origin, reference_logits
 from pi_compile.evaluation.scoring import Request, TaskScore, requests, score
 from pi_compile.evaluation.task_files import MULTIPLE_CHOICE, Task
 
@@ -25,7 +25,7 @@ def evaluate_tasks(
 ) -> list[dict[str, Any]]:
     """One row for each task: accuracy with its 95 % interval, and agreement of the answers, by mode.
 
-    `model`: the checkpoint the artifact was packed from, scored on the same tokens by transformers in float32.
+    `model`: the checkpoint the artifact was packed from, scored on the same tokens in float32.
     Agreement of `dense` is with the checkpoint, of the others with `dense`. Raises CheckpointError for a checkpoint
     that the artifact was not packed from, TaskError for an answer that this model's tokens or context cannot hold.
     """
@@ -33,8 +33,7 @@ def evaluate_tasks(
         manifest = opened.manifest
         context = manifest.decoder.context_length if options.context is None else options.context
         task_requests = [[requests(item, opened.tokenizer.encode, context) for item in task.items] for task in tasks]
-    if model is not None:
-        check_origin(manifest, model)
+    origin = None if model is None else check_origin(manifest, model)
     modes = modes_of(manifest)
     on_item = counted(progress, sum(map(len, task_requests)) * (len(modes) + (model is not None)))
     longest = max(len(one.ids_T) for one in itertools.chain(*itertools.chain(*task_requests)))
@@ -45,8 +44,8 @@ def evaluate_tasks(
             logits = partial(opened.logits, cache=opened.new_cache())
             for found, task, items in zip(scores, tasks, task_requests, strict=True):
                 found[mode] = score(task, items, logits, on_item)
-    if model is not None:
-        reference = reference_logits(model)
+    if origin is not None:
+        reference = reference_logits(origin)
         for found, task, items in zip(scores, tasks, task_requests, strict=True):
             found["checkpoint"] = score(task, items, reference, on_item)
     return [_row(*case) for case in zip(tasks, task_requests, scores, strict=True)]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
+from pi_compile.checkpoint.part_formats import resolve_formats
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
 from pi_compile.corpus import Streams, source_files
 from pi_compile.errors import ProfileError, RecipeError
@@ -298,7 +299,12 @@ def recipe_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
             found=f"no {model}",
             remedy="correct the path; for a hub name `pi-compile init` finds the revision",
         )
-    return open_checkpoint(model, section.revision or None, section.ignore_config, in_recipe=True)
+    checkpoint = open_checkpoint(
+        model, section.revision or None, section.ignore_config, activation=section.activation, in_recipe=True
+    )
+    # No long stage is to end in `pack` refusing a format.
+    resolve_formats(checkpoint.formats(), recipe.pack.model_dump(), tied_head=checkpoint.decoder.tied_head)
+    return checkpoint
 
 
 def pack_plain(recipe_path: Path, output: Path, *, progress: Progress, notice: Callable[[str], None]) -> dict[str, Any]:

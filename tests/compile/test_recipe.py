@@ -51,8 +51,8 @@ def test_every_key_is_documented_in_order() -> None:
 def test_a_documented_key_is_as_documented(section: str, key: str, field: FieldInfo) -> None:
     row = documented()[section][key]
     if (section, key) != ("model", "path"):
-        assert row["default"] == f"`{json.dumps(DEFAULT[section][key])}`"
-    assert re.findall(r'`"([\w-]+)"`', row["value"]) == literals(field.annotation)
+        assert row["default"] == f"`{json.dumps(DEFAULT[section].get(key, field.default))}`"
+    assert re.findall(r'`"([\w-]+)"`', row["value"]) == list(filter(None, literals(field.annotation)))
     bounds = [b for m in field.metadata for b in (getattr(m, "ge", None), getattr(m, "gt", None)) if b is not None]
     assert all(str(bound) in row["value"] for bound in bounds)
 
@@ -61,6 +61,14 @@ def test_a_recipe_is_read_back_unchanged(tmp_path: Path) -> None:
     recipe = default_recipe('od"d\\näme/modèle', revision="abc", corpus=["a b/*.txt", "python"])
     (tmp_path / "r.toml").write_text(recipe.to_toml(), encoding="utf-8")
     assert read_recipe(tmp_path / "r.toml") == recipe
+
+
+def test_an_activation_is_written_where_there_is_one(tmp_path: Path) -> None:
+    recipe = default_recipe("m.gguf", activation="relu")
+    (tmp_path / "r.toml").write_text(recipe.to_toml())
+    assert read_recipe(tmp_path / "r.toml") == recipe
+    assert recipe.model_dump()["model"]["activation"] == "relu"
+    assert "activation" not in default_recipe("m.gguf").model_dump()["model"]
 
 
 def test_a_recipe_is_frozen() -> None:
@@ -73,8 +81,14 @@ def test_the_bundled_recipes_are_valid(path: Path) -> None:
     assert read_recipe(path).model.path
 
 
-@pytest.mark.parametrize(("section", "key", "field"), fields(), ids=lambda value: value if type(value) is str else "")
-def test_every_key_must_be_there(tmp_path: Path, section: str, key: str, field: FieldInfo) -> None:
+def test_only_an_activation_may_be_missing() -> None:
+    assert [(section, key) for section, key, field in fields() if not field.is_required()] == [("model", "activation")]
+
+
+@pytest.mark.parametrize(
+    ("section", "key"), [(section, key) for section, key, field in fields() if field.is_required()]
+)
+def test_every_other_key_must_be_there(tmp_path: Path, section: str, key: str) -> None:
     path = tmp_path / "r.toml"
     toml = default_recipe("m").to_toml()
     head, _, body = toml.partition(f"[{section}]\n")

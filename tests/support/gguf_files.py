@@ -17,26 +17,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from support.hf import edit_tensors, randomised, save
 
 TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8": Type.Q8_0, "q4": Type.Q4_0}
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-    "block_sparse_moe.experts.w1": "ffn_gate_exps",
-    "block_sparse_moe.experts.w2": "ffn_down_exps",
-    "block_sparse_moe.experts.w3": "ffn_up_exps",
+_NAMES = {"lm_head": "output", "block_sparse_moe.gate": "ffn_gate_inp"} | {
+    f"block_sparse_moe.experts.{theirs}": f"ffn_{own}_exps"
+    for theirs, own in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
 }
+"""Names that llama.cpp's map of names does not have, relative to a layer."""
+_ARCHITECTURES = {"mixtral": "llama", "phi": "phi2"}
 # Rows of whole blocks of 32; heads that together are wider than the model.
 LLAMA = {
     "vocab_size": 307,
@@ -60,6 +46,25 @@ LLAMA3 = {
     "rope_theta": 500.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0}
+FALCON = {
+    **dict.fromkeys(("head_dim", "rms_norm_eps", "num_key_value_heads", "intermediate_size")),
+    "ffn_hidden_size": 96,
+    "activation": "gelu_pytorch_tanh",  # llama.cpp's only GELU
+    "alibi": False,
+    "bias": False,
+    "parallel_attn": True,
+}
+GPT2 = {
+    **dict.fromkeys(LLAMA),
+    "vocab_size": 307,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 40,
+    "n_inner": 96,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-biases-tied": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -68,6 +73,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2", {"hidden_size": 96, "head_dim": None, "rope_parameters": YARN}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "falcon-7b": ("Falcon", FALCON | {"new_decoder_architecture": False}),
+    "falcon-40b": ("Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gpt2": ("GPT2", GPT2),
+    "nemotron": ("Nemotron", {"head_dim": 16, "partial_rotary_factor": 0.5, "norm_eps": 1e-5, "rms_norm_eps": None}),
+    "phi": (
+        "Phi",
+        {"head_dim": None, "num_key_value_heads": 4, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5}
+        | {"rms_norm_eps": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    ),
 }
 
 
@@ -77,7 +91,7 @@ def rounded_checkpoint(folder: Path, case: str, kind: str, **overrides: Any) -> 
     config = getattr(tf, f"{name}Config")(
         **{k: v for k, v in {**LLAMA, **fields, **overrides}.items() if v is not None}
     )
-    model = randomised(getattr(tf, f"{name}ForCausalLM")(config))
+    model = randomised(getattr(tf, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config))
     model.config._experts_implementation = "eager"
     save(model, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -95,9 +109,9 @@ def write_gguf(folder: Path, path: Path, kind: str, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     tensors: dict[str, Any] = {n: (a, _kind(n, a, kind)) for n, a in _tensors(folder, config).items()}
     tensors |= changes.pop("tensors", {})
-    arch = "llama" if config["model_type"] == "mixtral" else config["model_type"]
     metadata = _metadata(config) | _vocabulary(folder, config["vocab_size"]) | changes
-    writer = gguf.GGUFWriter(path, str(metadata.pop("general.architecture", arch)))
+    arch = metadata.pop("general.architecture", _ARCHITECTURES.get(config["model_type"], config["model_type"]))
+    writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         if value is not None:
             _add(writer, key.replace("ARCH", arch), value)
@@ -105,10 +119,90 @@ def write_gguf(folder: Path, path: Path, kind: str, **changes: Any) -> None:
         if stored is not None:
             array, raw = stored
             writer.add_tensor(name, array if array.dtype == np.uint8 else gguf.quantize(array, raw), raw_dtype=raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _close(writer)
+
+
+def write_powerinfer(whole: Path, path: Path) -> None:
+    """The same model as by PowerInfer's converter: down transposed, a predictor beside each FFN, a magic of its own."""
+    found = gguf.GGUFReader(whole)
+    writer = gguf.GGUFWriter(path, "")
+    _copy_metadata(found, writer)
+    writer.add_float32("powerinfer.sparse_threshold", 0.0)
+    for tensor in found.tensors:
+        name, values = tensor.name, gguf.dequantize(np.array(tensor.data), tensor.tensor_type)
+        if "ffn_down" in name:
+            neurons, width = values.shape[::-1]
+            writer.add_tensor(name.replace("ffn_down", "fc1"), np.ones((7, width), np.float16))
+            writer.add_tensor(name.replace("ffn_down", "fc2"), np.ones((neurons, 7), np.float16))
+            name, values = name.replace("ffn_down", "ffn_down_t"), np.ascontiguousarray(values.T)
+        writer.add_tensor(name, gguf.quantize(values, tensor.tensor_type), raw_dtype=tensor.tensor_type)
+    _close(writer)
+    with path.open("r+b") as file:
+        file.write(b"PWRI")
+
+
+def write_parts(path: Path, folder: Path, tensors_a_part: int) -> list[Path]:
+    """Split a file as `llama-gguf-split` does: all metadata are in the first part, which has its own `split.*` keys."""
+    whole = gguf.GGUFReader(path)
+    groups = [whole.tensors[n : n + tensors_a_part] for n in range(0, len(whole.tensors), tensors_a_part)]
+    paths = [folder / f"{path.stem}-{n:05}-of-{len(groups):05}.gguf" for n in range(1, len(groups) + 1)]
+    for number, (part, group) in enumerate(zip(paths, groups, strict=True)):
+        writer = gguf.GGUFWriter(part, "")
+        writer.kv_data[0].clear()
+        if number == 0:
+            _copy_metadata(whole, writer)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", len(groups))
+        writer.add_int32("split.tensors.count", len(whole.tensors))
+        for tensor in group:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        _close(writer)
+    return paths
+
+
+_SCALES: dict[Type, dict[int, float]] = {
+    **{t: {0: 1.0} for t in (Type.Q5_0, Type.IQ4_NL, Type.IQ4_XS, Type.IQ1_S, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S)},
+    **{t: {0: 1.0} for t in (Type.IQ3_XXS, Type.IQ3_S)},
+    Type.Q4_1: {0: 1.0, 2: -7.5},
+    Type.Q5_1: {0: 1.0, 2: -15.5},
+    Type.Q2_K: {80: 1.0, 82: 1.5},
+    Type.Q3_K: {108: 1.0},
+    Type.Q4_K: {0: 1.0, 2: 7.5},
+    Type.Q5_K: {0: 1.0, 2: 15.5},
+    Type.Q6_K: {208: 1.0},
+}
+"""Place in a block of each binary16 scale → its size relative to the first, for values whose mean is about 0."""
+
+
+def random_blocks(kind: Type, rows: int, columns: int, seed: int) -> np.ndarray:
+    """Bytes of random blocks of a type, of values with the deviation of an initialised linear layer."""
+    rng = np.random.default_rng(seed)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = rng.integers(0, 256, (rows, columns // block, size), np.uint8)
+    _set_scales(data, kind, np.ones(data.shape[:2]))
+    deviation = gguf.dequantize(data.reshape(rows, -1), kind).std() * np.sqrt(columns)
+    _set_scales(data, kind, rng.uniform(0.5, 1.5, data.shape[:2]) / deviation)
+    return data.reshape(rows, -1)
+
+
+def _set_scales(data: np.ndarray, kind: Type, scale: np.ndarray) -> None:
+    if kind == Type.IQ1_M:  # four bits of it in each of the four last words
+        words = data[..., 48:].view("<u2")
+        bits = scale.astype("<f2").view("<u2")[..., None] >> np.arange(0, 16, 4)
+        words[:] = (words & 0x0FFF) | ((bits & 0xF) << 12)
+        return
+    for place, ratio in _SCALES[kind].items():
+        data[..., place : place + 2] = (scale * ratio).astype("<f2")[..., None].view(np.uint8)
+
+
+def write_dequantised(quantised: Path, path: Path) -> None:
+    """The same model with every tensor in F32."""
+    found = gguf.GGUFReader(quantised)
+    writer = gguf.GGUFWriter(path, "")
+    _copy_metadata(found, writer)
+    for tensor in found.tensors:
+        writer.add_tensor(tensor.name, gguf.dequantize(np.array(tensor.data), tensor.tensor_type), raw_dtype=Type.F32)
+    _close(writer)
 
 
 def write_byte_tokenizer(folder: Path) -> None:
@@ -128,6 +222,21 @@ def write_byte_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
 
 
+def _copy_metadata(file: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+    writer.kv_data[0].clear()
+    for key, field in file.fields.items():
+        if not key.startswith("GGUF."):
+            sub_type = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type)
+
+
+def _close(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def _held(name: str, values: np.ndarray, kind: str) -> np.ndarray:
     raw = _kind(name, values, kind)
     return np.ascontiguousarray(gguf.dequantize(gguf.quantize(values, raw), raw), np.float32)
@@ -140,24 +249,41 @@ def _kind(name: str, array: np.ndarray, kind: str) -> Type:
 
 def _tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     stacked: dict[str, list[np.ndarray]] = {}
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     loaded = {n: t.numpy() for n, t in load_file(folder / "model.safetensors").items()}
+    known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    arch = _ARCHITECTURES.get(config["model_type"], config["model_type"])
+    names = gguf.get_tensor_name_map(known[arch], len(loaded))
     for name in sorted(loaded, key=lambda n: [int(p) if p.isdigit() else 0 for p in n.split(".")]):
         module, part = re.sub(r"experts\.\d+", "experts", name).rsplit(".", 1)
         layer = re.match(r"model\.layers\.(\d+)\.", module)
-        own = _NAMES[module[layer.end() :] if layer else module]
-        values = loaded[name]
-        turned = heads.get(module.rsplit(".", 1)[-1])
-        if turned and config["model_type"] in ("llama", "mixtral"):
-            values = values.reshape(turned, 2, len(values) // turned // 2, -1).swapaxes(1, 2).reshape(values.shape)
-        stacked.setdefault(f"blk.{layer[1]}.{own}.{part}" if layer else f"{own}.{part}", []).append(values)
+        own = _NAMES.get(module[layer.end() :] if layer else module)
+        full = names.get_name(module) if own is None else f"blk.{layer[1]}.{own}" if layer else own
+        assert full is not None, name
+        stacked.setdefault(f"{full}.{part}", []).append(_as_llama_cpp_has_it(loaded[name], name, config))
     tensors = {n: np.stack(a) if n.endswith("_exps.weight") else a[0] for n, a in stacked.items()}
     return {**tensors, **_rope_divisors(config)}
 
 
+def _as_llama_cpp_has_it(values: np.ndarray, name: str, config: Mapping[str, Any]) -> np.ndarray:
+    """Permuted for the rotation (Llama), queries before keys (Falcon), transposed (GPT-2), plus 1 (Nemotron)."""
+    family, module = config["model_type"], name.split(".")[-2]
+    turned = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}.get(module)
+    if turned and family in ("llama", "mixtral"):
+        return values.reshape(turned, 2, len(values) // turned // 2, -1).swapaxes(1, 2).reshape(values.shape)
+    if module == "query_key_value":
+        groups = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
+        width = config["hidden_size"] // config["num_attention_heads"]
+        parts = values.reshape(groups, -1, width, values.shape[-1])
+        queries, keys, values_ = (p.reshape(-1, values.shape[-1]) for p in np.split(parts, [-2, -1], axis=1))
+        return np.concatenate([queries, keys, values_])
+    if family == "gpt2" and module in ("c_attn", "c_proj", "c_fc") and name.endswith(".weight"):
+        return np.ascontiguousarray(values.T)
+    return values + 1 if family == "nemotron" and name.endswith("norm.weight") else values
+
+
 def _rope_divisors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    rope = config["rope_parameters"]
-    if rope["rope_type"] != "llama3":
+    rope = config.get("rope_parameters", {})
+    if rope.get("rope_type") != "llama3":
         return {}
     width, length = config["head_dim"], rope["original_max_position_embeddings"]
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
@@ -167,28 +293,37 @@ def _rope_divisors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope, width = config["rope_parameters"], config.get("head_dim")
+    def first(*names: str) -> Any:
+        return next((config[name] for name in names if config.get(name) is not None), None)
+
+    rope, width = config.get("rope_parameters", {}), config.get("head_dim")
+    heads = first("num_attention_heads", "n_head")
+    rotated = int((width or first("hidden_size", "n_embd") // heads) * rope.get("partial_rotary_factor", 1))
+    epsilon, norm = first("rms_norm_eps"), "layer_norm_rms"
+    if epsilon is None:
+        epsilon, norm = first("layer_norm_epsilon", "layer_norm_eps", "norm_eps"), "layer_norm"
+    kv_heads = config.get("num_kv_heads") if config.get("new_decoder_architecture") else 1
     found = {
         "general.type": "model",
         "general.name": "random",
         "ARCH.vocab_size": config["vocab_size"],
-        "ARCH.context_length": config["max_position_embeddings"],
-        "ARCH.embedding_length": config["hidden_size"],
-        "ARCH.block_count": config["num_hidden_layers"],
-        "ARCH.feed_forward_length": config["intermediate_size"],
-        "ARCH.attention.head_count": config["num_attention_heads"],
-        "ARCH.attention.head_count_kv": config["num_key_value_heads"],
-        "ARCH.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "ARCH.context_length": first("max_position_embeddings", "n_positions"),
+        "ARCH.embedding_length": first("hidden_size", "n_embd"),
+        "ARCH.block_count": first("num_hidden_layers", "n_layer"),
+        "ARCH.feed_forward_length": first("intermediate_size", "ffn_hidden_size", "n_inner"),
+        "ARCH.attention.head_count": heads,
+        "ARCH.attention.head_count_kv": kv_heads if config["model_type"] == "falcon" else first("num_key_value_heads"),
+        f"ARCH.attention.{norm}_epsilon": float(epsilon),
         "ARCH.attention.key_length": width,
         "ARCH.attention.value_length": width,
-        "ARCH.rope.dimension_count": width if config["model_type"] in ("llama", "mixtral") else None,
-        "ARCH.rope.freq_base": float(rope["rope_theta"]),
+        "ARCH.rope.dimension_count": rotated if config["model_type"] not in ("gpt2", "qwen2", "qwen3") else None,
+        "ARCH.rope.freq_base": float(rope["rope_theta"]) if rope else None,
         "ARCH.expert_count": config.get("num_local_experts"),
         "ARCH.expert_used_count": config.get("num_experts_per_tok"),
     }
-    if rope["rope_type"] in ("linear", "yarn"):
+    if rope.get("rope_type") in ("linear", "yarn"):
         found |= {"ARCH.rope.scaling.type": rope["rope_type"], "ARCH.rope.scaling.factor": rope["factor"]}
-    if rope["rope_type"] == "yarn":
+    if rope.get("rope_type") == "yarn":
         found["ARCH.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     return found
 

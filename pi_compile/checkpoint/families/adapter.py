@@ -11,9 +11,6 @@ from typing import Any
 from pi_compile.checkpoint.config import Config
 from pi_runtime.artifact.decoder import Decoder
 
-HEAD = {"head": "lm_head.weight", "head_bias": "lm_head.bias"}
-"""Tensors of the output head; never prefixed."""
-
 
 @dataclass(frozen=True)
 class FusedRows:
@@ -62,6 +59,8 @@ class Adapter:
     """Tensors that belong to no layer, except the head's."""
     layer_tensors: Callable[[Decoder], Table]
     """Tensors of a layer, which may depend on the decoder."""
+    head: str = "lm_head"
+    """Name of the output head without `.weight` and `.bias`; it has no prefix."""
     read_keys: frozenset[str]
     """Config keys that `decoder` reads."""
     neutral_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -77,8 +76,8 @@ class Adapter:
 
     def source_tensors(self, array: str, prefix: str, decoder: Decoder) -> tuple[SourceTensor, ...]:
         """The tensors that an artifact array is made of, with their full names."""
-        if array in HEAD:
-            return stored(HEAD[array])
+        if array in ("head", "head_bias"):
+            return linear("head", self.head)[array]
         if not array.startswith("layers/"):
             return tuple(_with_full_name(tensor, prefix) for tensor in self.global_tensors[array])
         _, n, name = array.split("/", 2)

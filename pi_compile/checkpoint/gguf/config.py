@@ -1,47 +1,17 @@
-"""The metadata of a GGUF file as the fields of a config.json, so that the adapters read both.
+"""The metadata of a GGUF file as the fields of a Llama's config.json, whatever its architecture.
 
 A key that llama.cpp does not read has no effect. Of the others, every key is known or refused. Source: llama.cpp's
 `convert_hf_to_gguf.py`, which writes these keys from the config, and `llama-model.cpp`, which reads them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from gguf import GGMLQuantizationType as Type
-
 from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.gguf.architectures import ACTIVATION_KEY, EXPERTS, Architecture, architecture
 from pi_compile.checkpoint.gguf.file import GgufFile
 from pi_compile.errors import CheckpointError
-from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Hugging Face's names for a value of `general.architecture`."""
-
-    family: str
-    class_name: str
-    permuted: bool = False
-    """Whether rows of queries and keys are stored in the order that llama.cpp rotates them in."""
-    biases: Mapping[str, str] | None = None
-    """Config key → a tensor that is in the file where the key is true."""
-
-
-_ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
-_LLAMA = Architecture(
-    "llama", "LlamaForCausalLM", permuted=True, biases={**_ATTENTION_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"}
-)
-_MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", permuted=True)
-ARCHITECTURES = {
-    "llama": _LLAMA,
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", biases=_ATTENTION_BIAS),
-}
-ROPE_DIVISORS = "rope_freqs.weight"
-"""The tensor by which the angles of Llama 3.1 and later are divided."""
 
 _REQUIRED = {
     "context_length": "max_position_embeddings",
@@ -49,9 +19,7 @@ _REQUIRED = {
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _SCALING = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
@@ -82,7 +50,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (-1.0,),
     "rope.scaling.yarn_log_multiplier": (0.0,),
-    "use_parallel_residual": (False,),
 }
 """Keys that change the function unless they hold one of these values."""
 _HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
@@ -98,19 +65,6 @@ _SAMPLING = {
 }
 
 
-def architecture(file: GgufFile) -> Architecture:
-    """The architecture of a file. Raises CheckpointError for one that is not supported."""
-    name = file.architecture
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{file.path}: architecture {name!r} is not supported in GGUF",
-            expected=f"one of {', '.join(ARCHITECTURES)}",
-            remedy="more families are read from a Hugging Face checkpoint, in safetensors",
-        )
-    experts = name == "llama" and file.metadata.get("llama.expert_count")
-    return _MIXTRAL if experts else ARCHITECTURES[name]
-
-
 def gguf_config(file: GgufFile) -> Config:
     """The config that the file was written from, as far as its metadata show it.
 
@@ -119,17 +73,16 @@ def gguf_config(file: GgufFile) -> Config:
     found = architecture(file)
     prefix = f"{file.architecture}."
     keys = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
-    missing = [prefix + key for key in _REQUIRED if key not in keys]
+    required = {**_REQUIRED, found.norm_key: "rms_norm_eps"}
+    missing = [prefix + key for key in required if key not in keys]
     if missing:
         raise CheckpointError(f"{file.path}: no {', '.join(missing)}", remedy="convert the model again")
-    fields: dict[str, Any] = {"model_type": found.family, "architectures": [found.class_name], "hidden_act": "silu"}
-    fields |= {name: keys.pop(key) for key, name in _REQUIRED.items()}
+    fields: dict[str, Any] = {name: keys.pop(key) for key, name in required.items()}
     fields |= _heads(file, fields, keys) | _vocabulary(file, keys)
-    fields |= {name: keys.pop(key) for key, name in _EXPERTS.items() if keys.get(key)}
+    fields |= {name: keys.pop(key) for key, name in EXPERTS.items() if keys.get(key)}
     _check_counts(file, fields)
-    fields |= _rope(file, fields, keys)
-    fields |= {key: True for key, tensor in (found.biases or {}).items() if tensor in file.tensors}
-    _refuse_changes(file, fields, keys)
+    fields |= _rope(file, found, fields, keys)
+    _refuse_changes(file, found, fields, keys)
     # Other keys are unknown, and refused like unknown keys of a config.json.
     config = Config(file.path, fields | {prefix + key: value for key, value in keys.items()})
     config.notices += _notices(file)
@@ -137,31 +90,17 @@ def gguf_config(file: GgufFile) -> Config:
 
 
 def _notices(file: GgufFile) -> list[str]:
-    notices = ["a GGUF file does not say its activation: silu is taken, as llama.cpp takes it"]
+    notices = []
     split = file.metadata.get("tokenizer.ggml.pre")
     if file.metadata.get("tokenizer.ggml.model") == "gpt2" and split not in _SPLITS:
         notices.append(f"tokenizer.ggml.pre = {split!r}: text may be split into other tokens than by llama.cpp")
-    if any(FORMATS[file.format(name)].quantised for name in file.tensors if "ffn_down" in name):
+    down = [file.format(name) for name in file.tensors if "ffn_down" in name and "ffn_down_t" not in name]
+    if any(name in FORMATS and FORMATS[name].quantised for name in down):
         notices.append(
             "blocks of ffn_down are along the neurons, blocks in an artifact along the width: `keep` rounds it again, "
             '[pack] ffn = "f32" does not'
         )
     return notices
-
-
-def apply_rope_divisors(decoder: Decoder, file: GgufFile) -> Decoder:
-    """The decoder with its angles divided as the file says, if it does. Raises CheckpointError for bad divisors."""
-    if ROPE_DIVISORS not in file.tensors:
-        return decoder
-    tensor, frequencies_J = file.tensors[ROPE_DIVISORS], np.array(decoder.rotary_frequencies, np.float32)
-    data = tensor.data
-    if tensor.tensor_type != Type.F32 or data.shape != frequencies_J.shape or not np.all((data > 0) & (data < np.inf)):
-        raise CheckpointError(
-            f"{file.path}: {ROPE_DIVISORS}",
-            expected=f"{len(frequencies_J)} positive numbers, F32",
-            found=f"{tensor.tensor_type.name} {data.shape}",
-        )
-    return replace(decoder, rotary_frequencies=tuple((frequencies_J / np.asarray(data)).tolist()))
 
 
 def _rows(file: GgufFile, name: str) -> int | None:
@@ -214,14 +153,18 @@ def _vocabulary(file: GgufFile, keys: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rope(file: GgufFile, fields: Mapping[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
+def _rope(file: GgufFile, found: Architecture, fields: Mapping[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     scaling = {name: keys.pop(key) for key, name in _SCALING.items() if key in keys}
     rope_type = keys.pop("rope.scaling.type", "linear" if scaling.get("factor") else "none")
-    width, rotated = fields.get("head_dim"), keys.pop("rope.dimension_count", None)
-    if rotated not in (None, width):
+    width = fields.get("head_dim")
+    rotated = keys.pop("rope.dimension_count", width)
+    partly = found.partly_rotated and type(rotated) is type(width) is int and 2 <= rotated < width and rotated % 2 == 0
+    if rotated != width and not partly:
         raise CheckpointError(
             f"{file.path}: {file.architecture}.rope.dimension_count",
-            expected=f"{width}: whole heads are rotated",
+            expected=f"an even number of {width} columns"
+            if found.partly_rotated
+            else f"{width}: whole heads are rotated",
             found=rotated,
         )
     theta = keys.pop("rope.freq_base", 10000.0)
@@ -230,16 +173,17 @@ def _rope(file: GgufFile, fields: Mapping[str, Any], keys: dict[str, Any]) -> di
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": theta, **scaling}}
 
 
-def _refuse_changes(file: GgufFile, fields: Mapping[str, Any], keys: dict[str, Any]) -> None:
+def _refuse_changes(file: GgufFile, found: Architecture, fields: Mapping[str, Any], keys: dict[str, Any]) -> None:
     """Remove the keys without effect from `keys`; raise CheckpointError for a value that has an effect."""
     context, window = fields["max_position_embeddings"], "attention.sliding_window"
-    for key in [*_HARMLESS, *(k for k in _EXPERTS if keys.get(k) == 0)]:
+    neutral = {**_NEUTRAL, "use_parallel_residual": (found.differences.get("block") == "parallel",)}
+    for key in [*_HARMLESS, ACTIVATION_KEY, *(k for k in EXPERTS if keys.get(k) == 0)]:
         keys.pop(key, None)
     if keys.get(window) == 0 or (type(keys.get(window)) is type(context) is int and keys[window] >= context):
         del keys[window]
-    for key in [key for key in keys if key in (*_NEUTRAL, window)]:
+    for key in [key for key in keys if key in (*neutral, window)]:
         value = keys.pop(key)
-        allowed = _NEUTRAL.get(key, (0, f"{context} or more"))
+        allowed = neutral.get(key, (0, f"{context} or more"))
         if value not in allowed:
             raise CheckpointError(
                 f"{file.path}: {file.architecture}.{key} would change the function, and this is not supported",

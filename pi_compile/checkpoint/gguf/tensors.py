@@ -1,7 +1,7 @@
-"""Tensors of a GGUF file under Hugging Face's names; quantised values are dequantised when they are read."""
+"""Tensors of a GGUF file; quantised values are dequantised when they are read."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ import numpy.typing as npt
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from pi_compile.checkpoint.gguf.config import ROPE_DIVISORS, architecture
-from pi_compile.checkpoint.gguf.file import GgufFile
+from pi_compile.checkpoint.gguf.architectures import ROPE_DIVISORS, architecture
+from pi_compile.checkpoint.gguf.file import BLOCK_TYPES, GgufFile
 from pi_runtime.artifact.decoder import Decoder
 
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+\.weight)")
+_EXPERTS = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps(\.weight)")
+_FUSED = re.compile(r"(blk\.\d+\.attn_)qkv(\.(?:weight|bias))")
+_ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,11 @@ class _StoredTensor:
     """Where the values of a tensor are in the file."""
 
     name: str
-    expert: int | None
+    expert: int | None = None
     """Its index in a tensor of all experts; None for a tensor of its own."""
-    permuted_heads: int | None
-    """Number of heads whose rows are stored in the order in which llama.cpp rotates them; None for other tensors."""
+    start: int = 0
+    stop: int | None = None
+    """Its rows are `start` to `stop` of a tensor of queries, keys and values; None for the last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,33 +55,35 @@ class _GgufRows:
 
 
 class GgufTensors:
-    """Tensors of a GGUF file; those that the decoder does not use keep the file's names."""
+    """Tensors of a GGUF file by its own names; those of experts, and of queries, keys and values, are told apart.
+
+    An expert's tensor is named as llama.cpp did before it joined them: `blk.0.ffn_up.3.weight`.
+    """
 
     described_by = "its metadata"
+    block_types = frozenset(kind.name for kind in BLOCK_TYPES)
 
-    def __init__(self, file: GgufFile, decoder: Decoder, wanted: Iterable[str]) -> None:
-        """`wanted` has Hugging Face's names of the tensors that the decoder is made of."""
+    def __init__(self, file: GgufFile, decoder: Decoder) -> None:
         self._file, self._decoder = file, decoder
+        self._permuted = architecture(file).permuted
         self.location = file.path
-        self.files: tuple[str, ...] = (file.path.name,)
-        found = {name: stored for name, stored in self._translated(wanted) if stored.name in file.tensors}
-        used = {stored.name for stored in found.values()} | {ROPE_DIVISORS}
-        unused = {name: _StoredTensor(name, None, None) for name in file.tensors if name not in used}
-        self._stored = found | unused
+        self.files: tuple[str, ...] = tuple(path.name for path in file.paths)
+        self._stored = {name: stored for whole in file.tensors for name, stored in self._told_apart(whole)}
+        self._stored.pop(ROPE_DIVISORS, None)
         self.names = frozenset(self._stored)
 
-    def _translated(self, wanted: Iterable[str]) -> Iterable[tuple[str, _StoredTensor]]:
+    def _told_apart(self, name: str) -> Iterator[tuple[str, _StoredTensor]]:
         d = self._decoder
-        known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
-        names = gguf.get_tensor_name_map(known[str(self._file.architecture)], d.n_layers)
-        heads = {".q_proj": d.n_heads, ".k_proj": d.n_kv_heads} if architecture(self._file).permuted else {}
-        for name in wanted:
-            expert = _EXPERT.fullmatch(name)
-            module, part = (f"{expert[1]}.{expert[3]}" if expert else name).rsplit(".", 1)
-            stored = names.get_name(module)
-            permuted = next((n for end, n in heads.items() if module.endswith(end)), None)
-            if stored is not None:
-                yield name, _StoredTensor(f"{stored}.{part}", int(expert[2]) if expert else None, permuted)
+        experts, fused = _EXPERTS.fullmatch(name), _FUSED.fullmatch(name)
+        if experts and len(self._file.shape(name)) == 3 and self._file.shape(name)[0] == d.n_experts:
+            yield from ((f"{experts[1]}.{e}{experts[2]}", _StoredTensor(name, expert=e)) for e in range(d.n_experts))
+        elif fused:
+            keys = d.n_heads * d.head_dim
+            rows = ((0, keys), (keys, keys + d.n_kv_heads * d.head_dim), (keys + d.n_kv_heads * d.head_dim, None))
+            for part, (start, stop) in zip("qkv", rows, strict=True):
+                yield f"{fused[1]}{part}{fused[2]}", _StoredTensor(name, start=start, stop=stop)
+        else:
+            yield name, _StoredTensor(name)
 
     def alias(self, name: str, existing: str) -> None:
         """Give a tensor another name as well."""
@@ -87,12 +92,17 @@ class GgufTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored = self._stored[name]
-        shape = self._file.shape(stored.name)
-        return shape[1:] if stored.expert is not None and shape[:1] == (self._decoder.n_experts,) else shape
+        shape = self._file.shape(stored.name)[0 if stored.expert is None else 1 :]
+        return (len(range(shape[0])[stored.start : stored.stop]), *shape[1:]) if shape else shape
 
     def dtype(self, name: str) -> str:
-        """Number format that holds the values exactly."""
+        """Number format that holds the values exactly; the name of the tensor's type where none does."""
         return self._file.format(self._stored[name].name)
+
+    def bits(self, name: str) -> float:
+        """Stored bits of one value, scales included."""
+        tensor = self._file.tensors[self._stored[name].name]
+        return 8 * float(tensor.n_bytes) / float(tensor.n_elements)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A view of the file's pages where the values are stored in order and not quantised, else a copy."""
@@ -100,15 +110,17 @@ class GgufTensors:
 
     def rows(self, name: str) -> _GgufRows:
         """The rows of the tensor; only those that are read are dequantised."""
-        stored = self._stored[name]
+        stored, rotated = self._stored[name], _ROTATED.fullmatch(name) if self._permuted else None
         tensor = self._file.tensors[stored.name]
-        data = np.asarray(tensor.data if stored.expert is None else tensor.data[stored.expert])
-        order = None if stored.permuted_heads is None else _unpermuted_rows(len(data), stored.permuted_heads)
+        whole = np.asarray(tensor.data if stored.expert is None else tensor.data[stored.expert])
+        data = whole[stored.start : stored.stop]
+        heads = {"q": self._decoder.n_heads, "k": self._decoder.n_kv_heads}
+        order = None if rotated is None else _unpermuted_rows(len(data), heads[rotated[1]])
         return _GgufRows(data, tensor.tensor_type, order, self.shape(name))
 
-    def path(self, name: str) -> Path:  # noqa: ARG002 (there is one file)
+    def path(self, name: str) -> Path:
         """File that holds a tensor."""
-        return self._file.path
+        return self._file.path_of[self._stored[name].name]
 
 
 def _unpermuted_rows(rows: int, heads: int) -> npt.NDArray[np.int64]:

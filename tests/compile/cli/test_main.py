@@ -32,7 +32,10 @@ from pi_runtime.kernels.codegen import jit
 EVERYWHERE = {"--json", "--debug"}
 BUILD = ("RECIPE", "--device", "--workers", "--ray", "--heartbeat")
 FLAGS = {
-    "init": {"MODEL", "-o", "--output", "--corpus", "--revision", "--ignore-config", "--sparsify", "--force"},
+    "init": {
+        *("MODEL", "-o", "--output", "--corpus", "--revision", "--ignore-config", "--activation", "--sparsify"),
+        "--force",
+    },
     "sparsify": {"RECIPE", "-o", "--output", "--device"},
     "profile": {*BUILD, "--export"},
     "train": {*BUILD, "--export"},

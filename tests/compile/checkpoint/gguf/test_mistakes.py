@@ -118,7 +118,10 @@ def test_a_revision_of_a_file(file: Path) -> None:
 
 
 CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "architecture": ({"general.architecture": "gemma2"}, ("architecture 'gemma2'", "llama, qwen2, qwen3")),
+    "architecture": (
+        {"general.architecture": "gemma2"},
+        ("architecture 'gemma2'", "llama, falcon, gpt2, nemotron, phi2, qwen2, qwen3"),
+    ),
     "adapter": ({"general.type": "adapter"}, ("not a model",)),
     "part": ({"split.count": 3}, ("one of 3 parts", "llama-gguf-split --merge")),
     "unknown-key": ({"ARCH.new_trick": 1}, ("llama.new_trick", "not understood")),
@@ -126,7 +129,7 @@ CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "vocabulary": ({"ARCH.vocab_size": 300}, ("do not have the shape that its metadata calls for",)),
     "width": ({"ARCH.embedding_length": 32}, ("do not have the shape",)),
     "fewer-layers": ({"ARCH.block_count": 1}, ("its metadata does not account for", "blk.1.")),
-    "more-layers": ({"ARCH.block_count": 3}, ("tensors that its metadata calls for are missing", "layers.2.")),
+    "more-layers": ({"ARCH.block_count": 3}, ("tensors that its metadata calls for are missing", "blk.2.")),
     "far-more-layers": ({"ARCH.block_count": 2**31 - 1}, ("block_count does not fit its tensors",)),
     "kv-heads": ({"ARCH.attention.head_count_kv": 4}, ("do not have the shape",)),
     "heads-by-layer": ({"ARCH.attention.head_count_kv": [2, 1]}, ("num_key_value_heads", "positive integer")),
@@ -141,7 +144,10 @@ CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "longrope": ({"ARCH.rope.scaling.type": "longrope"}, ("rope type", "longrope")),
     "odd-rope": ({"ARCH.rope.scaling.type": "spiral"}, ("rope type", "spiral")),
     "yarn-factor": ({"ARCH.rope.scaling.yarn_attn_factor": 0.5}, ("yarn_attn_factor would change",)),
-    "missing": ({"tensors": {"blk.1.ffn_up.weight": None}}, ("1 tensors that its metadata calls for", "up_proj")),
+    "missing": (
+        {"tensors": {"blk.1.ffn_up.weight": None}},
+        ("1 tensors that its metadata calls for", "blk.1.ffn_up.weight"),
+    ),
     "further": ({"tensors": {"blk.0.attn_sinks": (np.ones(4, np.float32), Type.F32)}}, ("blk.0.attn_sinks",)),
     "divisors": (
         {"tensors": {"rope_freqs.weight": (np.ones(11, np.float32), Type.F32)}},
@@ -151,13 +157,13 @@ CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"tensors": {"rope_freqs.weight": (np.zeros(12, np.float32), Type.F32)}},
         ("rope_freqs.weight", "12 positive numbers"),
     ),
-    "k-quants": (
-        {"tensors": {"blk.0.ffn_up.weight": (np.zeros((96, 144), np.uint8), Type.Q4_K)}},
-        ("blk.0.ffn_up.weight Q4_K", "F32, F16, BF16, Q8_0, Q4_0", "llama-quantize --pure"),
+    "ternary": (
+        {"tensors": {"blk.0.ffn_up.weight": (np.zeros((96, 54), np.uint8), Type.TQ1_0)}},
+        ("blk.0.ffn_up.weight TQ1_0", "F32, F16, Q4_0", "IQ4_XS", "Q4_K_M"),
     ),
-    "six-bits-within": (
-        {"tensors": {"blk.0.ffn_up.weight": (np.zeros((96, 210), np.uint8), Type.Q6_K)}},
-        ("blk.0.ffn_up.weight Q6_K",),
+    "wider-blocks": (
+        {"tensors": {"blk.0.ffn_up.weight": (np.zeros((96, 144), np.uint8), Type.Q4_K)}},
+        ("do not have the shape", "blk.0.ffn_up.weight (96, 256)"),
     ),
 }
 
@@ -204,7 +210,7 @@ def test_a_key_that_the_user_knows_to_be_harmless(file: Path, folders: dict[str,
 def test_weights_that_are_no_numbers(file: Path, folders: dict[str, Path]) -> None:
     broken = np.full((96, 64), np.nan, np.float32)
     write_gguf(folders["llama"], file, "f16", tensors={"blk.0.ffn_up.weight": (broken, Type.F16)})
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight holds NaN"):
+    with pytest.raises(CheckpointError, match=r"ffn_up\.weight holds NaN"):
         open_checkpoint(file).values("layers/0/ffn/rest")
 
 

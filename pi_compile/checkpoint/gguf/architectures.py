@@ -1,0 +1,204 @@
+"""The architectures of GGUF files: what llama.cpp computes for each, as a decoder, and the tensors it is made of.
+
+Tensor names are the same in all architectures. Sources: the files of `src/models` in llama.cpp, which name the tensors
+and compute the function; its `convert_hf_to_gguf.py`, which fuses, permutes and transposes them; and `llama.cpp` in
+PowerInfer for its own files. Where a file has a tensor that may be missing, such as a bias, the decoder has it too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.families import llama, rope
+from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor, Table, linear, stored, weight_and_bias
+from pi_compile.checkpoint.families.fields import ACTIVATIONS as HF_ACTIVATIONS
+from pi_compile.checkpoint.families.fields import head_dim, usual_decoder
+from pi_compile.checkpoint.gguf.file import GgufFile
+from pi_compile.errors import CheckpointError
+from pi_runtime.artifact.decoder import ACTIVATIONS, Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A value of `general.architecture`."""
+
+    family: str
+    differences: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """The decoder's fields that differ from Llama's."""
+    permuted: bool = False
+    """Whether rows of queries and keys are stored in the order that llama.cpp rotates them in."""
+    rotary: bool = True
+    partly_rotated: bool = False
+    """Whether less than a whole head may be rotated."""
+
+    @property
+    def norm_key(self) -> str:
+        """The metadata key of the norms' epsilon."""
+        return f"attention.layer_norm{'' if self.differences.get('norm') == 'layer' else '_rms'}_epsilon"
+
+
+# llama.cpp has one GELU, the usual approximation, for Falcon too.
+_PLAIN = {"norm": "layer", "ffn": "plain", "activation": "gelu_tanh"}
+ARCHITECTURES = {
+    "llama": Architecture(family="llama", permuted=True),
+    "falcon": Architecture(family="falcon", differences={**_PLAIN, "block": "parallel"}),
+    "gpt2": Architecture(family="gpt2", differences=_PLAIN, rotary=False),
+    "nemotron": Architecture(family="nemotron", differences={**_PLAIN, "activation": "relu2"}, partly_rotated=True),
+    "phi2": Architecture(family="phi", differences={**_PLAIN, "block": "parallel"}, partly_rotated=True),
+    "qwen2": Architecture(family="qwen2"),
+    "qwen3": Architecture(family="qwen3", differences={"qk_norm": True}),
+}
+"""The architectures of llama.cpp that are read."""
+_POWERINFER = {
+    "llama": replace(ARCHITECTURES["llama"], differences={"activation": "relu"}),
+    "bamboo": Architecture(family="bamboo", permuted=True, differences={"activation": "drelu"}),
+    "falcon": replace(
+        ARCHITECTURES["falcon"], differences={**ARCHITECTURES["falcon"].differences, "activation": "relu"}
+    ),
+}
+"""Those of PowerInfer, which computes ReLU where llama.cpp computes SiLU or GELU."""
+EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+ACTIVATION_KEY = "hidden_activation"
+"""The metadata key that names an activation; llama.cpp reads it for other architectures only."""
+ROPE_DIVISORS = "rope_freqs.weight"
+"""The tensor by which the angles of Llama 3.1 and later are divided."""
+_PREDICTORS = {
+    r"\.fc[12]\.weight$": "the file's own predictors are left out: the dense model is packed, and new predictors are "
+    "trained"
+}
+
+
+def architecture(file: GgufFile) -> Architecture:
+    """The architecture of a file. Raises CheckpointError for one that is not supported."""
+    known = _POWERINFER if file.of_powerinfer else ARCHITECTURES
+    if not isinstance(file.architecture, str) or file.architecture not in known:
+        raise CheckpointError(
+            f"{file.path}: architecture {file.architecture!r} is not supported in GGUF"
+            + (" of PowerInfer" if file.of_powerinfer else ""),
+            expected=f"one of {', '.join(known)}",
+            remedy="more families are read from a Hugging Face checkpoint, in safetensors",
+        )
+    found = known[file.architecture]
+    experts = found.family == "llama" and file.metadata.get("llama.expert_count")
+    return replace(found, family="mixtral") if experts else found
+
+
+def gguf_adapter(file: GgufFile, activation: str) -> Adapter:
+    """The adapter of a file's tensors; `activation` replaces the architecture's where it is not empty.
+
+    Raises CheckpointError for an architecture that is not supported.
+    """
+    found = architecture(file)
+    return Adapter(
+        family=found.family,
+        architectures=(),
+        prefixes=("",),
+        global_tensors={
+            "embedding": stored("token_embd.weight"),
+            "positions": stored("position_embd.weight"),
+            **weight_and_bias("final_norm", "output_norm"),
+        },
+        layer_tensors=lambda decoder: _layer(decoder, file),
+        head="output",
+        read_keys=llama.KEYS | frozenset(EXPERTS.values()),
+        unused_tensors=_PREDICTORS if file.of_powerinfer else {},
+        decoder=lambda config: _decoder(config, found, file, activation),
+    )
+
+
+def apply_rope_divisors(decoder: Decoder, file: GgufFile) -> Decoder:
+    """The decoder with its angles divided as the file says, if it does. Raises CheckpointError for bad divisors."""
+    if ROPE_DIVISORS not in file.tensors:
+        return decoder
+    tensor, frequencies_J = file.tensors[ROPE_DIVISORS], np.array(decoder.rotary_frequencies, np.float32)
+    data = tensor.data
+    if tensor.tensor_type != Type.F32 or data.shape != frequencies_J.shape or not np.all((data > 0) & (data < np.inf)):
+        raise CheckpointError(
+            f"{file.path}: {ROPE_DIVISORS}",
+            expected=f"{len(frequencies_J)} positive numbers, F32",
+            found=f"{tensor.tensor_type.name} {data.shape}",
+        )
+    return replace(decoder, rotary_frequencies=tuple((frequencies_J / np.asarray(data)).tolist()))
+
+
+def _decoder(config: Config, found: Architecture, file: GgufFile, activation: str) -> Decoder:
+    def has(name: str) -> bool:
+        return f"blk.0.{name}" in file.tensors
+
+    differences: dict[str, Any] = {
+        "qkv_bias": has("attn_q.bias") or has("attn_qkv.bias"),
+        "out_bias": has("attn_output.bias"),
+        "ffn_bias": has("ffn_up.bias"),
+        "head_bias": "output.bias" in file.tensors,
+        "shared_norm": found.differences.get("block") == "parallel" and not has("attn_norm_2.weight"),
+        "n_experts": config.size("num_local_experts", 1),
+        "experts_per_token": config.size("num_experts_per_tok", 1),
+        **found.differences,
+    }
+    if found.rotary:
+        width = head_dim(config, config.size("hidden_size"), config.size("num_attention_heads"))
+        rotated = file.metadata.get(f"{file.architecture}.rope.dimension_count", width)
+        differences |= rope.rotary(config, rotated)
+    decoder = usual_decoder(config, found.family, theta=None, **differences)
+    decoder = _with_activation(decoder, config, file, activation)
+    if decoder.experts_per_token > decoder.n_experts:
+        expected = f"at most {decoder.n_experts} experts"
+        raise config.error("num_experts_per_tok", decoder.experts_per_token, expected=expected)
+    return decoder
+
+
+def _with_activation(decoder: Decoder, config: Config, file: GgufFile, declared: str) -> Decoder:
+    """The decoder with the activation that the user declares or the file names; it has the architecture's so far."""
+    key = f"{file.architecture}.{ACTIVATION_KEY}"
+    named = file.metadata.get(key)
+    usual, engine = decoder.activation, "PowerInfer" if file.of_powerinfer else "llama.cpp"
+    if not declared and named is None:
+        config.notices.append(
+            f"a GGUF file does not say its activation: {usual} is taken, as {engine} takes it; for a model that was "
+            "made with another: init --activation NAME, or [model] activation"
+        )
+        return decoder
+    activation = declared or HF_ACTIVATIONS.get(str(named), str(named))
+    allowed = [name for name in ACTIVATIONS if name != "drelu" or decoder.ffn == "gated"]
+    if activation not in allowed:
+        raise CheckpointError(
+            f"{file.path}: activation {activation!r}, {'as declared' if declared else f'by {key}'}",
+            expected=f"one of {', '.join(allowed)}",
+        )
+    source = "as declared" if declared else f"by its key {key}"
+    config.notices.append(f"activation {activation} is taken, {source}; {engine} takes {usual} for this file")
+    return replace(decoder, activation=activation)
+
+
+def _layer(d: Decoder, file: GgufFile) -> Table:
+    two_norms = d.block == "parallel" and not d.shared_norm  # Falcon 40B: attn_norm is the FFN's
+    first = "ffn_gate" if d.ffn == "gated" else "ffn_up"
+    experts = [f".{e}" for e in range(d.n_experts)] if d.n_experts > 1 else [""]
+    return {
+        **weight_and_bias("attention/norm", "blk.{n}.attn_norm_2" if two_norms else "blk.{n}.attn_norm"),
+        "attention/qkv": stored(*(f"blk.{{n}}.attn_{part}.weight" for part in "qkv")),
+        "attention/qkv_bias": stored(*(f"blk.{{n}}.attn_{part}.bias" for part in "qkv")),
+        **linear("attention/out", "blk.{n}.attn_output"),
+        "attention/q_norm": stored("blk.{n}.attn_q_norm.weight"),
+        "attention/k_norm": stored("blk.{n}.attn_k_norm.weight"),
+        **weight_and_bias("ffn/norm", "blk.{n}.attn_norm" if two_norms else "blk.{n}.ffn_norm"),
+        "ffn/router": stored("blk.{n}.ffn_gate_inp.weight"),
+        "ffn/first": stored(*(f"blk.{{n}}.{first}{e}.weight" for e in experts)),
+        "ffn/first_bias": stored(f"blk.{{n}}.{first}.bias"),
+        "ffn/rest": tuple(tensor for e in experts for tensor in _rest(d, file, e)),
+        "ffn/up_bias": stored("blk.{n}.ffn_up.bias"),
+        "ffn/down_bias": stored("blk.{n}.ffn_down.bias"),
+    }
+
+
+def _rest(d: Decoder, file: GgufFile, expert: str) -> tuple[SourceTensor, ...]:
+    """The tensors that `ffn/rest` is made of; PowerInfer stores down transposed, a row for each neuron."""
+    up = stored(f"blk.{{n}}.ffn_up{expert}.weight") if d.ffn == "gated" else ()
+    turned = "blk.0.ffn_down_t.weight" in file.tensors
+    down = "blk.{n}.ffn_down_t.weight" if turned else f"blk.{{n}}.ffn_down{expert}.weight"
+    return (*up, SourceTensor(down, transposed=not turned))

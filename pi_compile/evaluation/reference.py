@@ -1,0 +1,79 @@
+"""The checkpoint that an artifact was packed from, run in float32: the reference of an evaluation.
+
+Shape letter: T tokens.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_compile.checkpoint import Checkpoint, open_checkpoint
+from pi_compile.errors import CheckpointError
+from pi_runtime.artifact.schema import Manifest
+
+Logits = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.float32]]
+"""Token ids (T,) and the number of last positions wanted → logits (positions, vocabulary)."""
+
+
+def check_origin(m: Manifest, model: Path) -> Checkpoint:
+    """The checkpoint, opened as an artifact's was. Raises CheckpointError if the artifact was not packed from it."""
+    made_from = m.provenance.get("checkpoint", {})
+    ignored = [str(key) for key in made_from.get("ignored_config", ())]
+    activation = str(made_from.get("declared_activation", ""))
+    checkpoint = open_checkpoint(model, ignore_config=ignored, activation=activation, in_recipe=True)
+    origin, found = made_from.get("digest"), checkpoint.digest()
+    if origin != found:
+        raise CheckpointError(
+            f"--model {model}: the artifact was not packed from this checkpoint",
+            expected=f"digest {str(origin)[:16]}…",
+            found=f"{found[:16]}…",
+        )
+    return checkpoint
+
+
+def reference_logits(checkpoint: Checkpoint) -> Logits:
+    """The logits of a checkpoint in float32: a folder's by transformers, a GGUF file's by the decoder of profiling.
+
+    Raises CheckpointError if transformers cannot load the folder.
+    """
+    return _by_transformers(checkpoint.location) if checkpoint.location.is_dir() else _by_decoder(checkpoint)
+
+
+def _by_transformers(folder: Path) -> Logits:
+    import torch  # noqa: PLC0415  only where a checkpoint is compared
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers.utils import logging  # noqa: PLC0415
+
+    logging.disable_progress_bar()
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"--model {folder}: transformers cannot load it", found=error) from None
+
+    def logits(ids_T: npt.NDArray[np.int64], last: int) -> npt.NDArray[np.float32]:
+        with torch.inference_mode():
+            return np.asarray(loaded(torch.from_numpy(ids_T)[None]).logits[0, -last:])
+
+    return logits
+
+
+def _by_decoder(checkpoint: Checkpoint) -> Logits:
+    """Logits of a file's own values; transformers does not take over all that a GGUF file says, and loads fewer."""
+    import torch  # noqa: PLC0415  only where a checkpoint is compared
+
+    from pi_compile.torch_model import decoder as td  # noqa: PLC0415
+
+    d, global_w = checkpoint.decoder, td.global_weights(checkpoint, "cpu")
+    layers = [td.layer_weights(checkpoint, n, "cpu") for n in range(d.n_layers)]
+
+    def logits(ids_T: npt.NDArray[np.int64], last: int) -> npt.NDArray[np.float32]:
+        with torch.inference_mode():
+            x_BTD = td.embed(d, global_w, torch.from_numpy(ids_T)[None])
+            for w in layers:
+                residual, ffn_in = td.before_ffn(d, w, x_BTD)
+                x_BTD = td.after_ffn(d, w, residual, td.ffn_output(w, td.neurons(d, w, ffn_in)))
+            return np.asarray(td.logits(d, global_w, x_BTD[:, -last:])[0])
+
+    return logits

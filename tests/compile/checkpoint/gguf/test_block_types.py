@@ -1,0 +1,137 @@
+"""Files in blocks that no number format keeps: what is read, what `init` and `keep` do, and the loss that is stated."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+
+import gguf
+from gguf import GGMLQuantizationType as Type
+from support.gguf_files import random_blocks, rounded_checkpoint, write_byte_tokenizer, write_gguf
+
+from pi_compile.checkpoint import open_checkpoint
+from pi_compile.checkpoint.gguf.file import BLOCK_TYPES
+from pi_compile.checkpoint.part_formats import nearest_format
+from pi_compile.errors import CheckpointError
+from pi_compile.evaluation import evaluate
+from pi_compile.pipeline.init_recipe import create_recipe
+from pi_compile.pipeline.pipeline import pack_plain, recipe_checkpoint
+from pi_compile.recipe import default_recipe, read_recipe
+from pi_runtime.artifact.reader import Artifact
+
+KINDS = pytest.mark.parametrize("kind", sorted(BLOCK_TYPES), ids=lambda kind: kind.name)
+SHAPES = {
+    **dict.fromkeys(("attn_q", "attn_output"), (256, 256)),
+    **dict.fromkeys(("attn_k", "attn_v"), (128, 256)),
+    **dict.fromkeys(("ffn_gate", "ffn_up"), (512, 256)),
+    "ffn_down": (256, 512),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("blocks")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 1}
+    rounded_checkpoint(found, "llama", "f16", **sizes)
+    write_byte_tokenizer(found)
+    return found
+
+
+def written(folder: Path, path: Path, kinds: dict[str, Type]) -> Path:
+    """A file with some tensors of the layer in random blocks, and embedding and head in F16."""
+    blocks = {f"blk.0.{n}.weight": (random_blocks(kind, *SHAPES[n], 0), kind) for n, kind in kinds.items()}
+    write_gguf(folder, path, "f16", tensors=blocks)
+    return path
+
+
+@pytest.fixture
+def mixed(folder: Path, tmp_path: Path) -> Path:
+    """What llama-quantize makes as Q4_K_M: some tensors have more bits."""
+    more = {"attn_v", "ffn_down"}
+    kinds = {name: Type.Q6_K if name in more else Type.Q4_K for name in SHAPES}
+    return written(folder, tmp_path / "model.gguf", kinds)
+
+
+@KINDS
+def test_every_value_is_read(kind: Type, folder: Path, tmp_path: Path) -> None:
+    file = written(folder, tmp_path / "model.gguf", {"ffn_up": kind, "ffn_down": kind, "attn_v": kind})
+    checkpoint = open_checkpoint(file)
+    values = {name: gguf.dequantize(random_blocks(kind, *SHAPES[name], 0), kind) for name in SHAPES}
+    rest = np.stack([values["ffn_up"], values["ffn_down"].T], axis=1)
+    np.testing.assert_array_equal(checkpoint.values("layers/0/ffn/rest"), rest)
+    np.testing.assert_array_equal(checkpoint.values("layers/0/attention/qkv")[384:], values["attn_v"])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "fmt"),
+    [
+        *((f"{q} {q} {q}", "q4") for q in ("Q2_K", "Q3_K", "Q4_K", "Q4_1", "IQ4_NL", "IQ4_XS")),
+        *((f"{q} {q} {q}", "q8") for q in ("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")),
+        ("Q4_K Q4_K Q6_K", "q4"),
+        ("Q5_K Q5_K Q6_K", "q8"),
+        ("Q4_K Q4_K F16", "q8"),
+    ],
+)
+def test_bits_of_a_part(kinds: str, fmt: str) -> None:
+    sizes = [gguf.GGML_QUANT_SIZES[Type[name]] for name in kinds.split()]
+    assert nearest_format(sum(8 * size / block for block, size in sizes) / len(sizes)) == fmt
+
+
+def test_init_writes_a_format_and_says_so(mixed: Path, tmp_path: Path) -> None:
+    notices: list[str] = []
+    create_recipe(str(mixed), tmp_path / "r.toml", notice=notices.append)
+    assert read_recipe(tmp_path / "r.toml").pack.model_dump() == {
+        **dict.fromkeys(("embedding", "head", "predictor"), "keep"),
+        **dict.fromkeys(("attention", "ffn"), "q4"),
+    }
+    line = next(line for line in notices if line.startswith("ffn:"))
+    assert line.startswith("ffn: Q4_K and Q6_K, 5.2 bits a value, is quantised again, to q4; `pack` and `eval` state")
+
+
+def test_the_loss_is_stated(mixed: Path, tmp_path: Path) -> None:
+    create_recipe(str(mixed), tmp_path / "r.toml")
+    quiet: dict[str, Any] = {"progress": lambda _done, _total: None, "notice": lambda _line: None}
+    report = pack_plain(tmp_path / "r.toml", tmp_path / "a.pi", **quiet)
+    errors = {row["part"]: (row["format"], row["relative_rms_error"]) for row in report["quantisation"]}
+    assert {part: fmt for part, (fmt, _) in errors.items()} == {"attention": "q4", "ffn": "q4"}
+    assert all(0.03 < error < 0.2 for _, error in errors.values())
+    text = (tmp_path / "r.toml").read_text().replace('"q4"', '"f32"')
+    (tmp_path / "r.toml").write_text(text)
+    exact = pack_plain(tmp_path / "r.toml", tmp_path / "b.pi", **quiet)
+    assert "quantisation" not in exact
+    (tmp_path / "text.md").write_text("once upon a time there was a neuron, and it did not fire " * 4)
+    lossy, without = (
+        evaluate(tmp_path / name, [tmp_path / "text.md"], mixed, tokens=64, window=32) for name in ("a.pi", "b.pi")
+    )
+    assert without["perplexity"]["dense"] == pytest.approx(without["perplexity"]["checkpoint"], rel=1e-4)
+    assert without["agreement"]["dense"] == 1
+    assert lossy["perplexity"]["checkpoint"] == without["perplexity"]["checkpoint"]
+    assert abs(lossy["perplexity"]["dense"] / lossy["perplexity"]["checkpoint"] - 1) > 1e-3
+
+
+def test_keep_is_refused_before_any_stage(mixed: Path) -> None:
+    recipe = default_recipe(mixed.name, corpus=["any"])
+    with pytest.raises(CheckpointError, match=r"\[pack\] attention = .keep.: .* in Q4_K and Q6_K, which no") as caught:
+        recipe_checkpoint(recipe, mixed.parent)
+    assert '"q4" or "q8", with a loss that `pack` states' in str(caught.value)
+
+
+def test_only_the_rows_of_a_block_are_dequantised(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, seen, dequantize = open_checkpoint(mixed), [], gguf.dequantize
+    monkeypatch.setattr("pi_compile.checkpoint.checkpoint.BLOCK_BYTES", 4 * 256 * 10)
+    monkeypatch.setattr(gguf, "dequantize", lambda data, kind: seen.append(len(data)) or dequantize(data, kind))
+    for array in ("layers/0/attention/qkv", "layers/0/ffn/first"):
+        list(checkpoint.blocks(array))
+    assert max(seen) == 10
+
+
+def test_a_packed_file_runs(mixed: Path, tmp_path: Path) -> None:
+    create_recipe(str(mixed), tmp_path / "r.toml")
+    pack_plain(tmp_path / "r.toml", tmp_path / "a.pi", progress=lambda _d, _t: None, notice=lambda _line: None)
+    with Artifact.open(tmp_path / "a.pi") as artifact:
+        assert artifact.manifest.formats["ffn"] == "q4"
