@@ -128,10 +128,11 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
-def ray(session: nox.Session) -> None:
-    """Workers on a Ray cluster of two nodes on this machine. Outside CI: Ray is large."""
+def workers(session: nox.Session) -> None:
+    """Builds by many workers, killed at random, under every launcher. Outside CI: minutes, and Ray is large."""
     install_all(session)
     session.install("-e", ".[ray]")
+    session.run("pytest", "--long", "tests/compile/pipeline/test_many_workers.py", *session.posargs)
     session.run("pytest", "-W", "ignore", "tests/compile/workers/test_ray.py", *session.posargs)
 
 

@@ -64,13 +64,15 @@ def memory_bytes(d: Decoder, spec: ProfileSpec) -> int:
     resident = min(spec.layers_at_once or d.n_layers, d.n_layers)
     layer, rows = layer_parameters(d, d.n_experts), spec.batch * spec.window
     weights = resident * layer + d.vocab_size * d.d_model
-    return PROCESS_BYTES + 4 * (weights + rows * (2 * d.neurons + 6 * d.d_model))
+    states = spec.shard * spec.window * d.d_model if resident < d.n_layers else 0
+    return PROCESS_BYTES + 4 * (weights + states + rows * (2 * d.neurons + 6 * d.d_model))
 
 
 def estimate(d: Decoder, tokens: int, spec: ProfileSpec) -> Estimate:
     """Time from a short matrix product at this width, disk for hidden states, memory of one worker."""
     rows = spec.batch * spec.window
-    products = flops_per_s(min(rows, 512), d.d_model, min(d.d_ff, 4096), spec.device)
+    with computing_with(spec.threads):
+        products = flops_per_s(min(rows, 512), d.d_model, min(d.d_ff, 4096), spec.device)
     # A shard's states are removed when those after the next layers are there.
     spilled = tokens + spec.shard * spec.window if (spec.layers_at_once or d.n_layers) < d.n_layers else 0
     return Estimate(
@@ -180,20 +182,22 @@ class _Run:
         """Push one shard through a group of layers, and count."""
         weights, d, ids_NT = self.resident.weights(group), self.checkpoint.decoder, self.ids_NT
         start, stop = n * self.spec.shard, min((n + 1) * self.spec.shard, len(ids_NT))
-        before = None if group.start == 0 else read_arrays(self._states(group.start, n))["states"]
-        found, after = [], []
+        first, last = group.start == 0, group.stop == d.n_layers
+        if first:
+            states = np.empty((0 if last else stop - start, ids_NT.shape[1], d.d_model), np.float32)
+        else:
+            states = read_arrays(self._states(group.start, n))["states"]
+        found = []
         for b in range(start, stop, self.spec.batch):
             rows = slice(b, min(b + self.spec.batch, stop))
-            if before is None:
-                x = self.resident.embed(ids_NT[rows])
-            else:
-                x = torch.from_numpy(before[rows.start - start : rows.stop - start]).to(self.spec.device)
+            part = states[rows.start - start : rows.stop - start]
+            x = self.resident.embed(ids_NT[rows]) if first else torch.from_numpy(part).to(self.spec.device)
             x, counted = self.run_batch(weights, x, rows.start * ids_NT.shape[1])
             found.append(counted)
-            if group.stop < d.n_layers:
-                after.append(x.numpy(force=True))
-        if after:
-            write_arrays(self._states(group.stop, n), {"states": np.concatenate(after)})
+            if not last:
+                part[:] = x.numpy(force=True)  # in place of those before the layers
+        if not last:
+            write_arrays(self._states(group.stop, n), {"states": states})
         counts, routed, bits = zip(*found, strict=True)
         sums = (np.stack(arrays).sum(0, dtype=np.uint64) for arrays in (counts, routed))
         write_arrays(

@@ -65,6 +65,12 @@ class BuildOptions:
         ),
     ] = None
     ray: Annotated[str, typer.Option(help="Workers on a Ray cluster: its address, or auto.", show_default=False)] = ""
+    numa: Annotated[
+        str | None,
+        typer.Option(
+            envvar="PI_NUMA", help="NUMA node to run on: its number; or spread, for workers on all nodes in turns."
+        ),
+    ] = None
     heartbeat: Annotated[
         float, typer.Option(envvar="PI_HEARTBEAT", min=0.01, help="Seconds between a worker's signs of life.")
     ] = 10.0

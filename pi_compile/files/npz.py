@@ -2,7 +2,8 @@
 
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy.typing as npt
 from pi_compile.errors import ProfileError
 from pi_runtime.artifact.replacement import Replacement
 
-Arrays = Mapping[str, npt.NDArray[Any]]
+Array = npt.NDArray[Any]
+Arrays = Mapping[str, Array]
 
 
 def write_arrays(path: Path, arrays: Arrays, *, compressed: bool = False) -> None:
@@ -22,14 +24,39 @@ def write_arrays(path: Path, arrays: Arrays, *, compressed: bool = False) -> Non
         new.publish()
 
 
-def read_arrays(path: Path, prefix: str = "") -> dict[str, npt.NDArray[Any]]:
-    """Read all arrays whose names start with `prefix`.
+def write_array_stream(path: Path, arrays: Iterable[tuple[str, Array]]) -> None:
+    """Write the bytes that `write_arrays` writes, with one array in memory."""
+    with Replacement(path) as new:
+        with zipfile.ZipFile(new.file, "w") as file:
+            for name, array in arrays:
+                # An entry by its name alone has the first date that ZIP knows, as NumPy's have.
+                with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                    np.lib.format.write_array(entry, array, allow_pickle=False)
+        new.publish()
+
+
+def read_arrays(path: Path, prefix: str = "", names: Collection[str] | None = None) -> dict[str, Array]:
+    """Read all arrays whose names start with `prefix`, or those of `names`.
 
     Raises FileNotFoundError where there is no file, ProfileError where it is damaged or of another kind.
     """
+    with _whole(path), path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+        found = (n for n in stored.files if (n.startswith(prefix) if names is None else n in names))
+        return {name: stored[name] for name in found}
+
+
+def check_arrays(path: Path) -> None:
+    """Read a file to its end, keeping nothing. Raises what `read_arrays` raises."""
+    with _whole(path), zipfile.ZipFile(path) as file:
+        damaged = file.testzip()
+        if damaged is not None:
+            raise ValueError(f"{damaged} is damaged")
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files if name.startswith(prefix)}
+        yield
     except FileNotFoundError:
         raise
     # RuntimeError: a flipped bit may make a ZIP file encrypted, or one of a later version.

@@ -15,7 +15,7 @@ EXTRAS = {
     "runtime": ("numpy", "numba", "tokenizers", "jinja2", "typer", "rich"),
     "place": ("highspy", "pydantic", "scipy"),
     "report": ("matplotlib",),
-    "compile": ("torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors", "gguf"),
+    "compile": ("torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors", "zarr", "gguf"),
     "cuda": ("torch", "triton"),
     "grammar": ("llguidance",),
     "serve": ("pydantic", "starlette", "uvicorn"),

@@ -5,7 +5,7 @@ Every worker goes through the whole pipeline, so a launcher has nothing to do bu
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.workers import Rank, rank_of
 from pi_compile.workers.local_processes import LocalProcesses
 from pi_runtime import console
-from pi_runtime.errors import PiError
+from pi_runtime.errors import PiError, UsageError
 from pi_runtime.execution.devices import available_memory
+from pi_runtime.execution.numa import Nodes, pin, usable_nodes
 
 ALL_GPUS = "cuda:all"
 """The device of workers that take a GPU each."""
@@ -38,6 +39,10 @@ class Build:
     """Processes of this machine, or tasks on the cluster; None for as many as there is room for."""
     ray: str = ""
     """Address of a Ray cluster; empty for none."""
+    numa: str | None = None
+    """NUMA node of the workers, or `spread`; None for wherever the system puts them."""
+    nodes: Nodes = field(default_factory=usable_nodes)
+    """The nodes that workers may be on. A worker that is on one of them gives its processes this list."""
     heartbeat: float
 
     def pipeline(self, rank: Rank) -> Pipeline:
@@ -46,9 +51,15 @@ class Build:
         notice, progress = (console.say, console.progress) if rank.leads else (_ignore, _no_progress)
         return Pipeline(self.recipe, device, notice, progress, rank, self.heartbeat)
 
+    def pin(self, rank: Rank) -> None:
+        """Keep a worker on its NUMA node, if it is to have one."""
+        if self.numa is not None:
+            pin(self.numa, self.nodes, rank.local)
+
 
 def help_build(build: Build, rank: Rank) -> None:
     """Take part in a build to its end, and say nothing of it but why, if it ends early."""
+    build.pin(rank)
     pipeline = build.pipeline(rank)
     try:
         with pipeline.worker:
@@ -74,11 +85,14 @@ def launched(build: Build) -> Iterator[Pipeline]:
     _ = pipeline.checkpoint  # must be usable before a folder is made for results
     helpers: LocalProcesses | RayHelpers
     if build.ray:
+        if build.numa is not None:
+            raise UsageError("--numa has no effect with --ray, which finds processors itself", remedy="leave it out")
         helpers = RayHelpers(build, pipeline)
     else:
         count = build.workers or _room_here(build, pipeline)
         helpers = LocalProcesses(partial(help_build, build), pipeline.rank, count)
     pipeline.rank = helpers.rank
+    build.pin(helpers.rank)
     try:
         with pipeline.worker as worker:
             worker.call_help = helpers.start
@@ -116,9 +130,10 @@ def _room_here(build: Build, pipeline: Pipeline) -> int:
         return 1
     if build.device == ALL_GPUS:
         return _gpus()
-    memory = available_memory()
+    node, memory = build.numa or "", available_memory()
+    cores = len(build.nodes.get(int(node), ())) if node.isdecimal() else usable_cores()
     by_memory = 1 if memory is None else int(SHARE_OF_MEMORY * memory // pipeline.memory_bytes)
-    return max(1, min(usable_cores() // pipeline.recipe.profile.threads, by_memory))
+    return max(1, min(cores // pipeline.recipe.profile.threads, by_memory))
 
 
 def _gpus() -> int:

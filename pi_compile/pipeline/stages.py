@@ -112,7 +112,7 @@ def profile(
     check_settings(profile={**settings, "layers_at_once": layers_at_once})
     shard = batch * max(1, ProfileSpec.shard // batch)
     spec = ProfileSpec(**settings, layers_at_once=layers_at_once or None, shard=shard, device=device)
-    notice(_announced("profiling", len(tokens), profiling.estimate(checkpoint.decoder, len(tokens), spec)))
+    notice(_announced("profiling", len(tokens), profiling.estimate(checkpoint.decoder, len(tokens), spec), scratch))
     with work_folder(scratch) as work:
         return profiling.profile(checkpoint, tokens, spec, work=work, inputs=inputs, progress=progress)
 
@@ -174,11 +174,13 @@ def train(
     )
     texts = Texts(fit=corpus.fit[:tokens], tune=corpus.tune, report=corpus.report)
     work = training.training_work(checkpoint, profile, texts, spec)
-    notice(_announced("training", len(texts.fit), work.estimate(device)))
+    notice(_announced("training", len(texts.fit), work.estimate(device), scratch))
     with work_folder(scratch) as folder:
-        return training.train_predictors(
+        found = training.train_predictors(
             checkpoint, profile, texts, spec, work=folder, inputs=inputs, progress=progress
         )
+        # Who has a folder with workers saves the result there; else the folder may be gone.
+        return found if folder is scratch else found.in_memory()
 
 
 def train_spec(
@@ -294,6 +296,9 @@ def _machine(machine: Machine | str | Path) -> Machine:
     return machine if isinstance(machine, Machine) else find_machine(str(machine), Path())
 
 
-def _announced(what: str, tokens: int, e: Estimate) -> str:
+def _announced(what: str, tokens: int, e: Estimate, scratch: WorkFolder | Path | None) -> str:
+    """What a stage takes; its time is that of all workers who were started together."""
+    workers = scratch.worker.rank.world if isinstance(scratch, WorkFolder) else 1
     memory, disk = size(e.memory_bytes), size(e.disk_bytes)
-    return f"{what} on {tokens:,} tokens: about {e.seconds:,.0f} s, {memory} of memory, {disk} of disk"
+    each = "" if workers == 1 else f" for each of {workers} workers"
+    return f"{what} on {tokens:,} tokens: about {e.seconds / workers:,.0f} s, {memory} of memory{each}, {disk} of disk"

@@ -11,16 +11,17 @@ from pi_compile.results.activation_profile import (
     LayerWork,
 )
 from pi_compile.results.neuron_order import order_neurons
-from pi_compile.results.predictor_set import Floats, LayerRow, PredictorSet
+from pi_compile.results.predictor_set import LayerRow, Matrices, PredictorSet, PredictorsOnDisk
 
 __all__ = [
     "GROUP",
     "MILLION",
     "ActivationProfile",
     "Counts",
-    "Floats",
     "LayerRow",
     "LayerWork",
+    "Matrices",
     "PredictorSet",
+    "PredictorsOnDisk",
     "order_neurons",
 ]

@@ -2,21 +2,42 @@
 
 import hashlib
 import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from pi_compile.errors import ProfileError
-from pi_compile.files import read_arrays, write_arrays
+from pi_compile.files import check_arrays, read_arrays, write_array_stream
 from pi_compile.results.activation_profile import MILLION, ActivationProfile, Counts, LayerWork
 from pi_compile.results.neuron_order import order_neurons
 from pi_runtime.artifact.schema import Layer
 
 Floats = npt.NDArray[np.float32]
+Matrices = tuple[Floats, Floats, Floats]
+"""A predictor: down [R, D], up [F, R], bias [F]."""
+
+
+class PredictorsOnDisk(Sequence[Matrices | None]):
+    """The predictors of all layers, each read when it is asked for: together they may not fit in memory."""
+
+    def __init__(self, layers: int, read: Callable[[int], Matrices | None]) -> None:
+        self._layers, self._read = layers, read
+
+    def __len__(self) -> int:
+        return self._layers
+
+    @overload
+    def __getitem__(self, n: int) -> Matrices | None: ...
+    @overload
+    def __getitem__(self, n: slice) -> Sequence[Matrices | None]: ...
+    def __getitem__(self, n: int | slice) -> Matrices | Sequence[Matrices | None] | None:
+        found = range(self._layers)[n]
+        return self._read(found) if isinstance(found, int) else [self._read(layer) for layer in found]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +86,8 @@ class PredictorSet:
     """The result of the train stage; neurons are in the checkpoint's order."""
 
     rows: tuple[LayerRow, ...]
-    predictors: tuple[tuple[Floats, Floats, Floats] | None, ...]
-    """(down [R, D], up [F, R], bias [F]) of each layer on the rung `predicted`, not yet rounded to their format."""
+    predictors: Sequence[Matrices | None]
+    """Those of layers on the rung `predicted`, not yet rounded to their format; None for other layers."""
     predictor_format: str
     """Number format of the predictors."""
     counts: tuple[Counts | None, ...]
@@ -108,27 +129,41 @@ class PredictorSet:
     def digest(self) -> str:
         """sha256 of the content, without `inputs`."""
         h = hashlib.sha256(json.dumps({**self._meta(), "inputs": None}, sort_keys=True).encode())
-        for name, array in self._arrays().items():
+        for name, array in self._arrays():
             h.update(name.encode() + array.tobytes())
         return h.hexdigest()
 
+    def in_memory(self) -> Self:
+        """The same, with all predictors read: for one whose files will be gone."""
+        return replace(self, predictors=tuple(self.predictors))
+
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        write_arrays(path, {"meta": np.array(json.dumps(self._meta(), sort_keys=True)), **self._arrays()})
+
+        def arrays() -> Iterator[tuple[str, npt.NDArray[Any]]]:
+            yield "meta", np.array(json.dumps(self._meta(), sort_keys=True))
+            yield from self._arrays()
+
+        write_array_stream(path, arrays())
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a file that `save` wrote. Raises ProfileError."""
+        """Read a file that `save` wrote; predictors are read when they are needed. Raises ProfileError."""
+
+        def read(n: int) -> Matrices | None:
+            if rows[n].rank is None:
+                return None
+            names = _names(n)
+            stored = read_arrays(path, names=names)
+            return stored[names[0]], stored[names[1]], stored[names[2]]
+
         try:
-            stored = read_arrays(path)
-            meta = json.loads(str(stored["meta"]))
+            check_arrays(path)
+            meta = json.loads(str(read_arrays(path, "meta")["meta"]))
             rows = tuple(LayerRow(**row) for row in meta.pop("rows"))
-            predictors = tuple(
-                (stored[f"down-{n}"], stored[f"up-{n}"], stored[f"bias-{n}"]) if row.rank is not None else None
-                for n, row in enumerate(rows)
-            )
-            counts = tuple(stored.get(f"counts-{n}") for n in range(len(rows)))
-            return cls(rows=rows, predictors=predictors, counts=counts, **meta)
+            fired = read_arrays(path, "counts-")
+            counts = tuple(fired.get(f"counts-{n}") for n in range(len(rows)))
+            return cls(rows=rows, predictors=PredictorsOnDisk(len(rows), read), counts=counts, **meta)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ProfileError(f"{path}: not a file of trained predictors", found=error) from None
 
@@ -141,12 +176,15 @@ class PredictorSet:
             "inputs": self.inputs,
         }
 
-    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
-        arrays: dict[str, npt.NDArray[Any]] = {}
+    def _arrays(self) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+        """All arrays by their names, with one layer's in memory."""
         for n, (predictor, fired) in enumerate(zip(self.predictors, self.counts, strict=True)):
             if predictor is not None:
-                names = (f"down-{n}", f"up-{n}", f"bias-{n}")
-                arrays |= {k: np.ascontiguousarray(v, "<f4") for k, v in zip(names, predictor, strict=True)}
+                yield from ((k, np.ascontiguousarray(v, "<f4")) for k, v in zip(_names(n), predictor, strict=True))
             if fired is not None:
-                arrays[f"counts-{n}"] = np.ascontiguousarray(fired, "<u8")
-        return arrays
+                yield f"counts-{n}", np.ascontiguousarray(fired, "<u8")
+
+
+def _names(n: int) -> tuple[str, str, str]:
+    """Names of the arrays of layer n's predictor."""
+    return f"down-{n}", f"up-{n}", f"bias-{n}"

@@ -1,8 +1,8 @@
 """Training samples: texts pushed through the layers one by one, with a layer's FFN inputs on disk.
 
 A text goes through in batches of windows, each of which is a task of its own with files of its own: the hidden states
-before each layer, which are removed when those after it are there, and the FFN inputs, which stay until the layer has
-its candidates.
+before each layer, which are removed when those after it are there. The FFN inputs of a layer are one Zarr array, of
+which each task writes a chunk; it stays until the layer has its candidates.
 
 Shape letters: N samples, which are the tokens of all windows, D model width; `ids_NT` has N windows of T tokens.
 """
@@ -11,9 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
+from typing import Any
 
 import numpy as np
 import torch
+import zarr
+from zarr.codecs import Crc32cCodec
+from zarr.errors import ContainsArrayError
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.files import read_arrays, write_arrays
@@ -29,24 +34,21 @@ NEURON_VALUES = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """FFN inputs (N, D) of one layer, in files of `rows` samples, the last of fewer."""
+    """FFN inputs (N, D) of one layer."""
 
-    files: tuple[Path, ...]
-    rows: int
-    count: int
-    """The number of samples N."""
+    array: "zarr.Array[Any]"
     state: float
     """Σ ‖x‖² of the states after the layer."""
     device: str
 
     def blocks(self, rows: int = CHUNK) -> Iterator[torch.Tensor]:
         """All samples in their order, in blocks of `rows`."""
-        for start in range(0, self.count, CHUNK):
+        for start in range(0, self.array.shape[0], CHUNK):
             yield from torch.split(self._chunk(start), rows)
 
     def batches(self, size: int, rng: np.random.Generator) -> Iterator[torch.Tensor]:
         """Endless batches in random order; one chunk of the samples is in memory at a time."""
-        starts = np.arange(0, self.count, CHUNK)
+        starts = np.arange(0, self.array.shape[0], CHUNK)
         while True:
             for start in rng.permutation(starts):
                 chunk = self._chunk(start)
@@ -54,11 +56,12 @@ class Samples:
                 yield from torch.split(chunk[order], size)
 
     def _chunk(self, start: int) -> torch.Tensor:
-        """The samples of `CHUNK` that begin with sample `start`."""
-        first, skipped = divmod(int(start), self.rows)
-        files = self.files[first : -(-(int(start) + CHUNK) // self.rows)]
-        read = np.concatenate([read_arrays(file)["inputs"] for file in files])
-        return torch.from_numpy(read[skipped : skipped + CHUNK]).to(self.device)
+        """The samples of `CHUNK` that begin with sample `start`. Raises FileNotFoundError if some are not there."""
+        read = np.asarray(self.array[int(start) : int(start) + CHUNK])
+        if np.isnan(read[:, 0]).any():
+            # A worker that slept through its search, while another did it and cleared away.
+            raise FileNotFoundError(f"{self.array.store_path}: samples are missing, or not numbers")
+        return torch.from_numpy(read).to(self.device)
 
 
 @dataclass(frozen=True)
@@ -83,18 +86,12 @@ class PushedText:
     def samples(self, layer: int) -> Samples:
         """The FFN inputs of a layer, when all batches are through it."""
         states = (read_arrays(self.folder / self._through(layer, n))["state"] for n in self._batches)
-        return Samples(
-            files=tuple(self._inputs(layer, n) for n in self._batches),
-            rows=BATCH * self.ids_NT.shape[1],
-            count=self.ids_NT.numel(),
-            state=sum(map(float, states)),
-            device=self.device,
-        )
+        inputs = zarr.open_array(self._inputs_folder(layer), mode="r")
+        return Samples(inputs, sum(map(float, states)), self.device)
 
     def forget(self, layer: int) -> None:
         """Remove the FFN inputs of a layer."""
-        for n in self._batches:
-            self._inputs(layer, n).unlink(missing_ok=True)
+        rmtree(self._inputs_folder(layer), ignore_errors=True)
 
     @property
     def _batches(self) -> range:
@@ -103,8 +100,26 @@ class PushedText:
     def _through(self, layer: int, n: int) -> str:
         return f"pushed-{layer}-{self.name}-{n}.npz"
 
-    def _inputs(self, layer: int, n: int) -> Path:
-        return self.folder / f"inputs-{layer}-{self.name}-{n}.npz"
+    def _inputs_folder(self, layer: int) -> Path:
+        return self.folder / f"inputs-{layer}-{self.name}.zarr"
+
+    def _inputs(self, layer: int) -> "zarr.Array[Any]":
+        """The array of a layer's FFN inputs, made by who is first; a chunk is a batch, and NaN until it is written.
+
+        A chunk appears whole, and has a checksum that is verified when it is read.
+        """
+        folder, (windows, tokens) = self._inputs_folder(layer), self.ids_NT.shape
+        try:
+            return zarr.create_array(
+                folder,
+                shape=(windows * tokens, self.checkpoint.decoder.d_model),
+                chunks=(min(windows, BATCH) * tokens, self.checkpoint.decoder.d_model),
+                dtype="float32",
+                fill_value=np.nan,
+                compressors=[Crc32cCodec()],
+            )
+        except ContainsArrayError:
+            return zarr.open_array(folder, mode="r+")
 
     def _states(self, layer: int, n: int) -> Path:
         """File of the hidden states before a layer."""
@@ -119,7 +134,8 @@ class PushedText:
             else:
                 x = torch.from_numpy(read_arrays(self._states(layer, n))["states"]).to(self.device)
             x, inputs = td.before_ffn(d, w, x)
-            write_arrays(self._inputs(layer, n), {"inputs": inputs.flatten(0, 1).numpy(force=True)})
+            start = n * BATCH * self.ids_NT.shape[1]
+            self._inputs(layer)[start : start + inputs.shape[:-1].numel()] = inputs.flatten(0, 1).numpy(force=True)
             x = td.after_ffn(d, w, x, td.ffn_output(w, td.neurons(d, w, inputs)))
             if layer + 1 < d.n_layers:
                 write_arrays(self._states(layer + 1, n), {"states": x.numpy(force=True)})

@@ -22,7 +22,7 @@ import torch
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.files import json_digest, read_arrays, write_arrays
-from pi_compile.results import ActivationProfile, Floats, PredictorSet
+from pi_compile.results import ActivationProfile, Matrices, PredictorSet, PredictorsOnDisk
 from pi_compile.torch_model import DENSE, ResidentLayers, SparseFfn, computing_with
 from pi_compile.torch_model import decoder as td
 from pi_compile.training.candidates import Candidate, Ladder, searches_for
@@ -68,8 +68,8 @@ def train_predictors(
 ) -> PredictorSet:
     """Train predictors, choose rungs and report their quality, with all workers that have the same folder to work in.
 
-    What an earlier run with the same `inputs` left there is reused. Raises NotMetError if the allowed rungs cannot keep
-    the quality budget.
+    What an earlier run with the same `inputs` left there is reused. Predictors are read from the folder when they are
+    needed. Raises NotMetError if the allowed rungs cannot keep the quality budget.
     """
     meter = ProgressMeter(training_work(checkpoint, profile, texts, spec), progress)
     run = _Run(checkpoint, profile, texts, spec, work, meter, ResidentLayers(checkpoint, spec.device))
@@ -92,7 +92,7 @@ def train_predictors(
     meter.end()
     return PredictorSet(
         rows=tuple(s.row(neuron, spec.processor, layer) for s, layer in zip(report.layers, layers, strict=True)),
-        predictors=tuple(run.predictor(n, c) for n, c in enumerate(choice.candidates)),
+        predictors=PredictorsOnDisk(len(layers), lambda n: run.predictor(n, choice.candidates[n])),
         predictor_format=choice.predictor_format,
         counts=tuple(_counts(s, layer) for s, layer in zip(choice.tune.layers, layers, strict=True)),
         counted_tokens=choice.tune.layers[0].tokens,
@@ -220,7 +220,7 @@ class _Run:
         name = f"text-{sha256(np.ascontiguousarray(tokens, '<i8').tobytes()).hexdigest()[:16]}"
         return MeasuredText(self.checkpoint, self.windows(tokens), name, self.work, self.spec.device)
 
-    def predictor(self, n: int, candidate: Candidate) -> tuple[Floats, Floats, Floats] | None:
+    def predictor(self, n: int, candidate: Candidate) -> Matrices | None:
         """Down, up and bias of a candidate of layer n, as trained."""
         raw = candidate.raw_predictor(self._arrays(n, candidate))
         return None if raw is None else (raw.down.numpy(), raw.up.numpy(), raw.bias.numpy())

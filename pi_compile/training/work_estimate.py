@@ -3,7 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pi_compile.torch_model import PROCESS_BYTES, Estimate, flops_per_s, layer_parameters, values_per_s
+from pi_compile.torch_model import (
+    PROCESS_BYTES,
+    Estimate,
+    computing_with,
+    flops_per_s,
+    layer_parameters,
+    values_per_s,
+)
 from pi_compile.training.candidates import MORE_RANKS, initial_ranks, searches_for
 from pi_compile.training.quality import BATCH
 from pi_compile.training.rung_choice import PASSES
@@ -40,8 +47,9 @@ class TrainingWork:
     def estimate(self, device: str) -> Estimate:
         """Time by short measurements on the device, disk for hidden states and inputs, memory of the largest part."""
         d, batch = self.d, self.spec.batch
-        products = flops_per_s(min(batch, 512), d.d_model, min(d.neurons, 4096), device)
-        values = values_per_s(device)
+        with computing_with(self.spec.threads):
+            products = flops_per_s(min(batch, 512), d.d_model, min(d.neurons, 4096), device)
+            values = values_per_s(device)
         seconds = sum(flops / products + n / values for flops, n in self.parts())
         return Estimate(
             seconds=seconds, disk_bytes=12 * (self.fit + self.tune) * d.d_model, memory_bytes=self.memory_bytes
@@ -49,7 +57,7 @@ class TrainingWork:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one worker in the largest part: a layer's search, a pass through the model, or the result."""
+        """Memory of one worker in the largest part: a layer's search, or a pass through the model."""
         d, rows = self.d, BATCH * self.spec.window
         search = (
             10 * max(NEURON_VALUES, self.spec.batch * d.neurons)
@@ -65,8 +73,7 @@ class TrainingWork:
             + max(self.tune, self.report) * d.d_model
             + 3 * max(self.ranks, default=0) * (d.d_model + d.neurons)
         )
-        result = d.n_layers * sum(self.ranks) // max(len(self.ranks), 1) * (d.d_model + d.neurons)
-        return PROCESS_BYTES + 4 * max(2 * layer_parameters(d, d.n_experts) + max(search, one_pass), result)
+        return PROCESS_BYTES + 4 * (2 * layer_parameters(d, d.n_experts) + max(search, one_pass))
 
     def per_step(self) -> tuple[float, float]:
         """The work of one optimiser step of all ranks."""

@@ -49,6 +49,9 @@ def serve(
         str, typer.Option(envvar="PI_CACHE_FORMAT", help="How keys and values are held: auto, f16 or q8.")
     ] = "auto",
     threads: Annotated[int | None, typer.Option(envvar="PI_THREADS", help="CPU threads.")] = None,
+    numa: Annotated[
+        str | None, typer.Option(envvar="PI_NUMA", help="NUMA node to run on, with memory of its own: its number.")
+    ] = None,
     speculate: Annotated[
         str, typer.Option(envvar="PI_SPECULATE", help="Tokens to guess and check together: auto, off or a number.")
     ] = "auto",
@@ -70,6 +73,10 @@ def serve(
     debug: Annotated[bool, console.DEBUG] = False,
 ) -> None:
     """Serve a packed model over HTTP, to clients of OpenAI's and Ollama's interfaces and to browsers."""
+    if numa is not None:
+        from pi_runtime.execution.numa import pin, usable_nodes
+
+        pin(numa, usable_nodes())  # before any library starts threads
     try:
         from pi_runtime.server.app import build_app
         from pi_runtime.server.listening import Server, config

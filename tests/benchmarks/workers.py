@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a script, started outside 
 
 import numpy as np
 import torch
-from benchmarks.many_workers.simulation import MODELS, Store, simulate, tasks_of
+from benchmarks.many_workers.simulation import MODELS, Store, expected, tasks_of
 from support.hf import write_tokenizer
 from support.rss import synthetic_llama
 
@@ -167,7 +167,7 @@ def report(shards: Sequence[float], listing: float) -> None:
     for name, model in MODELS.items():
         one = 0.0
         for workers in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-            found = simulate(tasks_of(model, rate), workers, spread, store, seed=1)
+            found = expected(tasks_of(model, rate), workers, spread, store)
             one = one or found.seconds
             print(
                 f"{name:>6} {workers:8d} {found.seconds / 3600:11.2f} {one / found.seconds:9.1f}"

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -50,10 +51,14 @@ class ServeProcess:
 
 
 @contextmanager
-def serve_process(artifact: Path, *options: object, log: Path) -> Iterator[ServeProcess]:
-    """Start `pi-serve` on a free port and wait until it takes requests; at the end SIGTERM must end it with 0."""
+def serve_process(artifact: Path, *options: object, log: Path, before: str = "") -> Iterator[ServeProcess]:
+    """Start `pi-serve` on a free port and wait until it takes requests; at the end SIGTERM must end it with 0.
+
+    `before` is Python that runs first.
+    """
     name = artifact.stem
-    command = [sys.executable, "-c", "from pi_runtime.server.cli import main; main()", str(artifact), "--port", "0"]
+    program = f"{before}\nfrom pi_runtime.server.cli import main; main()"
+    command = [sys.executable, "-c", program, str(artifact), "--port", "0"]
     with log.open("w") as out:
         process = subprocess.Popen([*command, *map(str, options)], stdout=out, stderr=out, text=True)
     try:
@@ -82,3 +87,10 @@ def _wait_until_ready(served: ServeProcess) -> None:
         assert served.process.poll() is None, served.lines
         assert time.monotonic() < ends, served.lines
         time.sleep(0.05)
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -121,6 +121,15 @@ class Found:
     """What limits the makespan."""
 
 
+def expected(tasks: list[Task], workers: int, spread: Any, store: Store, runs: int = 5) -> Found:
+    """The mean of some simulations."""
+    found = [simulate(tasks, workers, spread, store, seed) for seed in range(runs)]
+    seconds, wasted, operations = (
+        float(np.mean([getattr(f, name) for f in found])) for name in ("seconds", "wasted", "operations_per_s")
+    )
+    return Found(seconds, wasted, operations, found[0].bound)
+
+
 def simulate(tasks: list[Task], workers: int, spread: Any, store: Store, seed: int) -> Found:
     """Work the tasks off; each takes a measured spread, its worker's speed and its luck."""
     run = _Run(tasks, workers, spread, store, np.random.default_rng(seed))
@@ -167,7 +176,7 @@ class _Run:
             # Operations wait for those of all others that are at work.
             queued = OPERATIONS * (self.workers - len(self.free)) / self.store.operations_per_s
             luck = float(self.rng.choice(self.spread))
-            if self.workers > 1 and self.rng.random() < STRAGGLERS:
+            if self.rng.random() < STRAGGLERS:
                 luck *= SLOWER
             took = self.tasks[n].seconds * luck / self.speed[worker] + self.store.seconds_per_listing + queued
             self.began[n] = self.now

@@ -30,7 +30,7 @@ from pi_runtime.cli import app as pi_run
 from pi_runtime.kernels.codegen import jit
 
 EVERYWHERE = {"--json", "--debug"}
-BUILD = ("RECIPE", "--device", "--workers", "--ray", "--heartbeat")
+BUILD = ("RECIPE", "--device", "--workers", "--ray", "--numa", "--heartbeat")
 FLAGS = {
     "init": {
         *("MODEL", "-o", "--output", "--corpus", "--revision", "--ignore-config", "--activation", "--sparsify"),

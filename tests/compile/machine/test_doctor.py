@@ -56,7 +56,7 @@ def test_every_topic_has_a_finding() -> None:
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", without("torch", "zarr", "highspy", "llguidance", "starlette", "ray"))
     finding = found("extra compile")
-    assert finding.found == "missing torch, gguf"
+    assert finding.found == "missing torch, zarr"
     assert finding.remedy == f"{sys.executable} -m pip install 'pi-toolchain[compile]'"
     assert found("extra place").found == "missing highspy"
 

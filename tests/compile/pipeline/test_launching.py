@@ -1,5 +1,9 @@
 """How many workers a build starts by itself, and what each of them is."""
 
+import os
+import sys
+import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from support.pinned import say_cores
 
 from pi_compile.pipeline import launching
 from pi_compile.pipeline.launching import ALL_GPUS, Build, _room_here
@@ -18,8 +23,8 @@ from pi_compile.workers.local_processes import LocalProcesses
 GIB = 1 << 30
 
 
-def build(device: str = "cpu") -> Build:
-    return Build(recipe=Path("a.toml"), until="pack", device=device, heartbeat=10.0)
+def build(device: str = "cpu", **settings: Any) -> Build:
+    return Build(recipe=Path("a.toml"), until="pack", device=device, heartbeat=10.0, **settings)
 
 
 def pipeline(threads: int = 1, need: int = GIB, rank: Rank = LONE) -> Any:
@@ -59,3 +64,29 @@ def test_a_worker_for_each_gpu() -> None:
 def test_local_workers_of_a_launchers_processes_have_ranks_of_their_own() -> None:
     ranks = [LocalProcesses(print, Rank(n, 2, n, "torchrun"), 3).rank for n in range(2)]
     assert ranks == [Rank(0, 6, 0, "torchrun"), Rank(3, 6, 3, "torchrun")]
+
+
+def test_workers_of_a_node_are_as_many_as_its_cores() -> None:
+    nodes = {0: {0, 1, 2}, 1: set(range(3, 16))}
+    assert _room_here(build(numa="0", nodes=nodes), pipeline()) == 3
+    assert _room_here(build(numa="spread", nodes=nodes), pipeline(need=GIB // 2)) == 16
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="two cores on Linux")
+def test_local_workers_take_the_nodes_in_turns(tmp_path: Path) -> None:
+    """Also those that a worker starts that is pinned already."""
+    first, second, *_ = cores = sorted(os.sched_getaffinity(0))
+    pinned = build(numa="spread", nodes={0: {first}, 1: {second}})
+    workers = LocalProcesses(partial(say_cores, pinned, tmp_path), LONE, 3)
+    try:
+        pinned.pin(workers.rank)
+        assert os.sched_getaffinity(0) == {first}
+        workers.start()
+        until = time.monotonic() + 120
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+    finally:
+        os.sched_setaffinity(0, cores)
+        workers.end()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"1": str(second), "2": str(first)}

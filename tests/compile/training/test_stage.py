@@ -110,7 +110,7 @@ def test_a_smooth_model_stays_dense(
     monkeypatch.setattr(candidates, "train", None)  # there is nothing to train
     trained = run(model=model)
     assert [row.rung for row in trained.rows] == ["dense"] * 3
-    assert trained.predictors == (None,) * 3
+    assert tuple(trained.predictors) == (None,) * 3
     assert trained.perplexity["report"] == trained.perplexity["report_dense"]
     with pytest.raises(NotMetError, match="allow dense") as caught:
         run(model=model, rungs=("gate", "predicted"))
@@ -269,7 +269,7 @@ def test_a_smooth_model_may_have_thresholds(run: Callable[..., PredictorSet], tm
     model = profiled(open_checkpoint(tmp_path / "model"), tmp_path / "counts")
     trained = run(model=model, rungs=("dense", "threshold"), perplexity_increase=0.05)
     assert "threshold" in [row.rung for row in trained.rows]
-    assert trained.predictors == (None,) * 3
+    assert tuple(trained.predictors) == (None,) * 3
     for row, counts in zip(trained.rows, trained.counts, strict=True):
         assert (counts is not None) == (row.rung == "threshold") == (row.threshold > 0)
         if counts is not None:

@@ -1,4 +1,4 @@
-"""Workers on a Ray cluster: two nodes on this machine, by Ray's own test cluster. `nox -s ray` runs it."""
+"""Workers on a Ray cluster: two nodes on this machine, by Ray's own test cluster. `nox -s workers` runs it."""
 
 import hashlib
 import json

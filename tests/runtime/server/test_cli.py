@@ -25,6 +25,7 @@ FLAGS = {
     "--log-requests",
     "--mode",
     "--name",
+    "--numa",
     "--piece",
     "--port",
     "--queue",
