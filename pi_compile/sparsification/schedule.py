@@ -69,6 +69,8 @@ class Steering:
     """Language loss of the last steps, likewise."""
     lowest: float = math.inf
     """The lowest that it has been."""
+    gap: float = 0.0
+    """How much sparser the text trained on is than held-out text, at the last evaluation."""
 
     RISE = 0.6
     """Share of the steps through which the goal rises."""
@@ -83,9 +85,9 @@ class Steering:
     """The penalty is at most this share of the lowest loss, and so much more: beyond, the model would fall apart."""
 
     def goal(self, step: int) -> float:
-        """The sparsity wanted after a step."""
+        """The sparsity wanted after a step, of the text trained on."""
         done = min(1.0, (step + 1) / max(1, round(self.steps * self.RISE)))
-        return self.start + (self.wanted - self.start) * rise("sine", done)
+        return self.start + (self.wanted - self.start) * rise("sine", done) + self.gap
 
     def observe(self, step: int, sparsity: float, loss: float, magnitude: float) -> None:
         """Take in a step's sparsity, language loss and mean magnitude of the neurons; set the next step's weight."""
@@ -106,6 +108,10 @@ class Steering:
         self.integral = min(highest, self.integral)
         change = self.integral + self.PROPORTIONAL * error - math.log(self.weight)
         self.weight = min(math.exp(highest), self.weight * math.exp(min(most, max(-most, change))))
+
+    def compare(self, held_out: float) -> None:
+        """Take in the sparsity of held-out text, which is what is wanted: a text trained on often may be sparser."""
+        self.gap = self.measured - held_out
 
     def state(self) -> dict[str, float]:
         """What `restore` takes."""

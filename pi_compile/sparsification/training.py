@@ -259,6 +259,8 @@ class Training:
         self._watch.point(point)
         if self._activity is None:
             return
+        if self._steering is not None:
+            self._steering.compare(found.sparsity)
         allowed = stop.perplexity_ratio * self._base_perplexity
         if stop.perplexity_ratio and found.perplexity <= allowed:
             state.within = state.step

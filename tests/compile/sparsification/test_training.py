@@ -143,7 +143,7 @@ def test_steering_comes_within_two_points(sparsified: Any, wanted: float) -> Non
         steer={"sparsity": wanted},
         stages=[{"steps": 600, "penalty": 0.0, "curve": "constant"}],
         train={"learning_rate": 5e-3, "micro_batch": 8},
-        run={"every": 600},
+        run={"every": 100},
     )
     assert record["sparsity"] == pytest.approx(wanted, abs=0.02)
     assert record["dead"] <= 0.05
