@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from pi_compile.sparsification.model import load_model, open_base
+from pi_compile.sparsification.recipe import read_sparsify_recipe
 from pi_compile.sparsification.run import sparsify
 
 
@@ -61,6 +63,7 @@ def main() -> None:
     recipe, folder = Path(sys.argv[1]), Path(sys.argv[2])
     processes, seed, killed = map(int, sys.argv[3:])
     torch.set_num_threads(1)
+    load_model(open_base(read_sparsify_recipe(recipe).model, recipe.parent))  # imports what each process would
     began, random_delay = time.perf_counter(), random.Random(seed)
     print("whole", trained(recipe, folder / "whole", processes, []))
     took = time.perf_counter() - began

@@ -31,12 +31,14 @@ def trained(bases: Path, folder: Path, processes: int, killed: int) -> list[list
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_killed_training_ends_in_the_same_bits(bases: Path, tmp_path: Path, long: bool) -> None:
     whole, *killed = trained(bases, tmp_path / "one", 1, 20 if long else 3)
     assert all(row == whole for row in killed)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_processes_train_on_the_same_text_as_one(bases: Path, tmp_path: Path, long: bool) -> None:
     ((_, text, _),) = trained(bases, tmp_path / "1", 1, 0)
     whole, *killed = trained(bases, tmp_path / "2", 2, 5 if long else 1)
