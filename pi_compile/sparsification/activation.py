@@ -8,9 +8,10 @@ The model keeps its parameters under their names; only the forward pass of each 
 Shape letters: N tokens, D model width, F neurons of one expert, X experts, L layers.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,20 +60,21 @@ class _Penalised(torch.autograd.Function):
 class LayerActivity:
     """What the neurons of one layer did while they were observed."""
 
-    def __init__(self, neurons: int, experts: int) -> None:
-        self.neurons, self.experts = neurons, experts
+    def __init__(self, neurons: int, experts: int, activation: Activation) -> None:
+        self.neurons, self.experts, self.activation = neurons, experts, activation
         self.clear(count_each=False)
 
     def clear(self, *, count_each: bool) -> None:
         """Begin anew. `count_each` counts every neuron, not only all together."""
         self.values = 0
-        self.fired = self.magnitude = torch.zeros((), dtype=torch.float64)
+        self.fired = self.magnitude = self.gates = torch.zeros((), dtype=torch.float64)
         self.fired_XF = torch.zeros(self.experts, self.neurons, dtype=torch.int64) if count_each else None
 
-    def observe(self, h_NF: Tensor, expert: int) -> None:
+    def observe(self, gate_NF: Tensor, h_NF: Tensor, expert: int) -> None:
         """Count the values of an expert's neurons that are not 0."""
         self.values += h_NF.numel()
         self.magnitude = self.magnitude.to(h_NF.device) + h_NF.abs().sum(dtype=torch.float32).double()
+        self.gates = self.gates.to(h_NF.device) + gate_NF.abs().sum(dtype=torch.float32).double()
         if self.fired_XF is None:
             self.fired = self.fired.to(h_NF.device) + h_NF.count_nonzero()
         else:
@@ -85,6 +87,7 @@ class FfnActivity:
 
     def __init__(self, activation: Activation) -> None:
         self.activation = activation
+        """What the layers begin with; their thresholds may become others."""
         self.penalty = 0.0
         """Weight of Σ|h| over all values of one forward pass, in the loss of that pass."""
         self.layers: list[LayerActivity] = []
@@ -104,12 +107,22 @@ class FfnActivity:
 
     def neurons(self, gate: Tensor, up: Tensor, layer: LayerActivity, expert: int = 0) -> Tensor:
         """The values h of the neurons, penalised and observed."""
-        h = self.activation(gate, up)
+        h = layer.activation(gate, up)
         if self._observing:
             with torch.no_grad():
-                layer.observe(h, expert)
+                layer.observe(gate, h, expert)
         penalised: Tensor = _Penalised.apply(h, self.penalty) if self.penalty else h  # type: ignore[no-untyped-call]
         return penalised
+
+    @property
+    def thresholds(self) -> list[float]:
+        """The threshold of each layer."""
+        return [layer.activation.threshold for layer in self.layers]
+
+    @thresholds.setter
+    def thresholds(self, thresholds: Sequence[float]) -> None:
+        for layer, threshold in zip(self.layers, thresholds, strict=True):
+            layer.activation.threshold = threshold
 
     def values_per_token(self) -> int:
         """Values of h that one token has in all layers; of the experts, those that it is routed to."""
@@ -118,17 +131,37 @@ class FfnActivity:
     def install(self, model: nn.Module) -> None:
         """Replace the forward pass of every FFN of the model, in the order of its layers."""
         self.experts_per_token = getattr(model.config, "num_experts_per_tok", None) or 1
-        for module in model.modules():
-            ffn: Any = module
+        for ffn in _ffns(model):
             if hasattr(ffn, "gate_up_proj"):
-                layer = LayerActivity(ffn.down_proj.shape[2], ffn.down_proj.shape[0])
+                layer = LayerActivity(ffn.down_proj.shape[2], ffn.down_proj.shape[0], replace(self.activation))
                 ffn.forward = _ExpertForward(ffn, self, layer)
-            elif hasattr(ffn, "gate_proj"):
-                layer = LayerActivity(ffn.down_proj.in_features, 1)
-                ffn.forward = _Forward(ffn, self, layer)
             else:
-                continue
+                layer = LayerActivity(ffn.down_proj.in_features, 1, replace(self.activation))
+                ffn.forward = _Forward(ffn, self, layer)
             self.layers.append(layer)
+
+    def share_threshold(self, model: nn.Module) -> None:
+        """Give all layers one threshold, by weights that compute the same: c times the gate, and up over c."""
+        shared = math.exp(sum(map(math.log, self.thresholds)) / len(self.layers))
+        with torch.no_grad():
+            for ffn, threshold in zip(_ffns(model), self.thresholds, strict=True):
+                for parameter, gates in _gates_and_ups(ffn):
+                    parameter.mul_(shared / threshold if gates else threshold / shared)
+        self.thresholds = [shared] * len(self.layers)
+
+
+def _ffns(model: nn.Module) -> list[Any]:
+    """The modules that compute gated FFNs, in the order of their layers."""
+    return [m for m in model.modules() if hasattr(m, "gate_up_proj") or hasattr(m, "gate_proj")]
+
+
+def _gates_and_ups(ffn: Any) -> list[tuple[Tensor, bool]]:
+    """The weights and biases whose products go through the activation, each with whether it is of the gate."""
+    if hasattr(ffn, "gate_up_proj"):
+        gate, up = ffn.gate_up_proj.chunk(2, dim=1)
+        return [(gate, True), (up, False)]
+    layers = ((ffn.gate_proj, True), (ffn.up_proj, False))
+    return [(parameter, gates) for layer, gates in layers for parameter in layer.parameters()]
 
 
 @contextmanager

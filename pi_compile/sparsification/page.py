@@ -30,6 +30,7 @@ def curves_page(record: dict[str, Any], model: Sequence[Point], control: Sequenc
         record=record,
         title=f"{Path(record['recipe']['model']['path']).name} made sparse",
         loss=_loss_figure(model, control),
+        penalised=_penalised(model),
         sparsity=_sparsity_figure(model),
         colours=COLOURS,
         version=version("pi-toolchain"),
@@ -37,20 +38,26 @@ def curves_page(record: dict[str, Any], model: Sequence[Point], control: Sequenc
 
 
 def _loss_figure(model: Sequence[Point], control: Sequence[Point] | None) -> Markup:
-    """Perplexity on held-out text over the tokens, of the model and of the control, and the penalty's weight."""
-    with figure(4.4, (2, 1), sharex=True) as (drawn, (above, below)):
+    """Perplexity on held-out text over the tokens, of the model and of the control, and the penalty, if any."""
+    penalised = _penalised(model)
+    with figure(4.4 if penalised else 3.3, (2, 1) if penalised else (1,), sharex=True) as (drawn, axes):
         arms = [(model, "accent"), *([(control, "cpu")] if control else [])]
         for points, name in arms:
-            above.plot([p.tokens for p in points], [p.perplexity for p in points], color=colour(name))
-        above.set_yscale("log")
-        above.set_title("perplexity on held-out text")
-        below.plot([p.tokens for p in model], [p.penalty for p in model], color=colour("ffn"))
-        below.set_title("weight of the penalty")
-        below.set_xlabel("tokens")
-        for axis in (above, below):
+            axes[0].plot([p.tokens for p in points], [p.perplexity for p in points], color=colour(name))
+        axes[0].set_yscale("log")
+        axes[0].set_title("perplexity on held-out text")
+        if penalised:
+            axes[1].plot([p.tokens for p in model], [p.penalty for p in model], color=colour("ffn"))
+            axes[1].set_title("weight of the penalty")
+        axes[-1].set_xlabel("tokens")
+        for axis in axes:
             axis.grid()
         about = "Perplexity on held-out text and the weight of the penalty, over the tokens trained on."
         return svg(drawn, "loss", "Perplexity", about)
+
+
+def _penalised(model: Sequence[Point]) -> bool:
+    return any(p.penalty for p in model)
 
 
 def _sparsity_figure(model: Sequence[Point]) -> Markup:

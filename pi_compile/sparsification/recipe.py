@@ -53,20 +53,19 @@ class TargetSection(Section):
     """What the FFNs become."""
 
     activation: Literal["relu", "drelu", "relu2", "fatrelu"]
-    """`relu`, `drelu` (gate and up both cut off at 0), `relu2`, or `fatrelu`: relu, and at the end a threshold."""
+    """`relu`, `drelu` (gate and up both cut off at 0), `relu2`, or `fatrelu`: relu with a threshold above 0."""
     constant: bool
     """Train a constant vector for each layer beside its FFN, as the bias of its down projection (Llama only)."""
     thresholds: list[NotNegative]
-    """FATReLU's thresholds to choose from; empty for the other activations."""
+    """FATReLU's thresholds to choose from at the end; empty for others, and where `steer.sparsity` finds one."""
     threshold_loss: NotNegative
     """Largest relative increase of perplexity that the threshold may cost."""
 
     @field_validator("thresholds")
     @classmethod
     def _of_fatrelu(cls, thresholds: list[float], info: ValidationInfo) -> list[float]:
-        activation = info.data.get("activation", "fatrelu")
-        if (activation == "fatrelu") != bool(thresholds):
-            raise ValueError("should be empty unless activation is fatrelu, which needs one at least")
+        if thresholds and info.data.get("activation", "fatrelu") != "fatrelu":
+            raise ValueError("should be empty unless activation is fatrelu")
         return thresholds
 
 
@@ -115,10 +114,10 @@ class TrainSection(Section):
 
 
 class SteerSection(Section):
-    """A wanted sparsity, for which the penalty's weight is set while training."""
+    """A wanted sparsity, for which the penalty's weight, or the threshold of `fatrelu`, is set while training."""
 
     sparsity: Share
-    """Share of neurons that are 0; 0 takes the weights of the stages instead."""
+    """Share of neurons that are 0; 0 leaves it to the stages and thresholds."""
 
 
 class StopSection(Section):
@@ -210,5 +209,11 @@ def read_sparsify_recipe(path: Path) -> SparsifyRecipe:
             f"{path}: train.warmup_steps",
             expected=f"less than the {recipe.steps} steps of all stages",
             found=recipe.train.warmup_steps,
+        )
+    if recipe.target.activation == "fatrelu" and bool(recipe.target.thresholds) == bool(recipe.steer.sparsity):
+        raise RecipeError(
+            f"{path}: target.activation = fatrelu",
+            expected="target.thresholds to choose from, or steer.sparsity, which finds a threshold, and not both",
+            found=f"thresholds = {recipe.target.thresholds}, sparsity = {recipe.steer.sparsity:g}",
         )
     return recipe

@@ -220,6 +220,8 @@ class _Run:
         original = self._original() if self.recipe.train.distillation else None
         training = self._training(MODEL, model, activity, original=original, base_perplexity=base.perplexity)
         trained = training.run()
+        if self.recipe.steer.sparsity and target.activation == "fatrelu":
+            activity.share_threshold(self.accelerator.unwrap_model(training.model))
         export.round_weights(training.model, export.stored_dtype(self.base))
         thresholds = self._choose_threshold(training, activity)
         state = self.accelerator.get_state_dict(training.model)
@@ -227,12 +229,13 @@ class _Run:
         probe_W = torch.from_numpy(self.held_out.report[0, :_CHECKED])
         with torch.no_grad():
             wanted_WV = training.model.eval()(probe_W[None].to(self.accelerator.device)).logits[0].float().cpu()
-        facts = {**found.facts(), "threshold": activity.activation.threshold, "thresholds": thresholds}
+        activation = Activation(target.activation, activity.thresholds[0])  # the same in all layers by now
+        facts = {**found.facts(), "threshold": activation.threshold, "thresholds": thresholds}
         if self.accelerator.is_main_process:
             unwrapped = self.accelerator.unwrap_model(training.model)
             shutil.rmtree(out, ignore_errors=True)  # of a run that was killed before it wrote the arm down
             with export.new_folder(out) as folder:
-                form = export.save_model(unwrapped, state, self.base, activity.activation, folder)
+                form = export.save_model(unwrapped, state, self.base, activation, folder)
                 difference = export.check_model(folder, probe_W, wanted_WV)
             facts |= {"stock": form.stock, "form": form.words, "difference": difference}
         return _Arm(trained, found.losses_N, facts)
@@ -242,21 +245,16 @@ class _Run:
         return original.to(self.accelerator.device)
 
     def _choose_threshold(self, training: Training, activity: FfnActivity) -> list[dict[str, float]]:
-        """Take the best of FATReLU's thresholds on the tune text; return what each does.
-
-        It is the one whose sparsity is nearest to the wanted one, or the sparsest within the allowed loss.
-        """
-        target, wanted = self.recipe.target, self.recipe.steer.sparsity
-        rows = []
+        """Take the sparsest of FATReLU's thresholds within the allowed loss on the tune text; return what each does."""
+        target, rows = self.recipe.target, []
         for threshold in sorted({0.0, *target.thresholds}) if target.thresholds else ():
-            activity.activation.threshold = threshold
+            activity.thresholds = [threshold] * len(activity.layers)
             found = training.evaluate(tune=True)
             rows.append({"threshold": threshold, "perplexity": found.perplexity, "sparsity": found.sparsity})
         if rows:
             allowed = rows[0]["perplexity"] * (1 + target.threshold_loss)
-            within = [row for row in rows if row["perplexity"] <= allowed]
-            best = min(rows, key=lambda row: abs(row["sparsity"] - wanted)) if wanted else within[-1]
-            activity.activation.threshold = best["threshold"]
+            best = [row["threshold"] for row in rows if row["perplexity"] <= allowed][-1]
+            activity.thresholds = [best] * len(activity.layers)
         return rows
 
     def _train_control(self, steps: int) -> _Arm:

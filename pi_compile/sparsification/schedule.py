@@ -1,11 +1,12 @@
-"""What changes from step to step: the learning rate, and the weight of the penalty.
+"""What changes from step to step: the learning rate, and the weight of the penalty or the thresholds.
 
-Steps are counted from 0; everything is a function of the step, but for steering, whose state is saved with the model's.
+Steps are counted from 0; everything is a function of the step, but for steering, whose fields are saved with the model.
+Shape letters: L layers.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 
 from pi_compile.sparsification.recipe import StageSection, TrainSection
 
@@ -69,6 +70,8 @@ class Steering:
     """Language loss of the last steps, likewise."""
     lowest: float = math.inf
     """The lowest that it has been."""
+    gap: float = 0.0
+    """How much sparser the text trained on is than held-out text, at the last evaluation."""
 
     RISE = 0.6
     """Share of the steps through which the goal rises."""
@@ -83,9 +86,9 @@ class Steering:
     """The penalty is at most this share of the lowest loss, and so much more: beyond, the model would fall apart."""
 
     def goal(self, step: int) -> float:
-        """The sparsity wanted after a step."""
+        """The sparsity wanted after a step, of the text trained on."""
         done = min(1.0, (step + 1) / max(1, round(self.steps * self.RISE)))
-        return self.start + (self.wanted - self.start) * rise("sine", done)
+        return self.start + (self.wanted - self.start) * rise("sine", done) + self.gap
 
     def observe(self, step: int, sparsity: float, loss: float, magnitude: float) -> None:
         """Take in a step's sparsity, language loss and mean magnitude of the neurons; set the next step's weight."""
@@ -107,11 +110,53 @@ class Steering:
         change = self.integral + self.PROPORTIONAL * error - math.log(self.weight)
         self.weight = min(math.exp(highest), self.weight * math.exp(min(most, max(-most, change))))
 
-    def state(self) -> dict[str, float]:
-        """What `restore` takes."""
-        return asdict(self)
+    def compare(self, held_out_L: Sequence[float]) -> None:
+        """Take in each layer's sparsity on held-out text, which is what is wanted; one trained on often is sparser."""
+        self.gap = self.measured - sum(held_out_L) / len(held_out_L)
 
-    def restore(self, state: dict[str, float]) -> None:
-        """Go on from a state."""
-        for name, value in state.items():
-            setattr(self, name, value)
+
+@dataclass
+class ThresholdSteering:
+    """Sets a threshold for each layer so that its sparsity follows a goal, which rises to the wanted one.
+
+    Neurons answer to a threshold at once, so an integral of the error is enough.
+    """
+
+    wanted: float
+    steps: int
+    start: float = -1.0
+    """The sparsity of the first step; negative before it."""
+    thresholds: list[float] = field(default_factory=list)
+    measured: list[float] = field(default_factory=list)
+    """Sparsity of each layer in the last steps: an exponential mean."""
+    gap: list[float] = field(default_factory=list)
+    """How much sparser each layer is on the text trained on than on held-out text, at the last evaluation."""
+
+    RISE = 0.4
+    """Share of the steps through which the goal rises."""
+    RATE = 1.0
+    """Mean magnitudes of a gate by which a threshold rises in a step, for each unit of the error."""
+    KEEP = 0.9
+    """How much of the mean sparsity a step keeps."""
+    LEAST = 1e-4
+    """The lowest threshold, in mean magnitudes of a gate: above 0, so that layers can be scaled to share one."""
+
+    def goal(self, step: int) -> float:
+        """The sparsity wanted after a step, of held-out text."""
+        done = min(1.0, (step + 1) / max(1, round(self.steps * self.RISE)))
+        return self.start + (self.wanted - self.start) * rise("sine", done)
+
+    def observe(self, step: int, sparsity_L: Sequence[float], gates_L: Sequence[float]) -> None:
+        """Take in each layer's sparsity in a step, and the mean magnitude of its gates; set the next thresholds."""
+        if self.start < 0:
+            self.start = sum(sparsity_L) / len(sparsity_L)
+            self.measured, self.gap = list(sparsity_L), [0.0] * len(sparsity_L)
+            self.thresholds = [0.0] * len(sparsity_L)
+        for n, (sparsity, gate) in enumerate(zip(sparsity_L, gates_L, strict=True)):
+            self.measured[n] = self.KEEP * self.measured[n] + (1 - self.KEEP) * sparsity
+            wanted = self.thresholds[n] + self.RATE * gate * (self.goal(step) + self.gap[n] - sparsity)
+            self.thresholds[n] = max(self.LEAST * gate, wanted)
+
+    def compare(self, held_out_L: Sequence[float]) -> None:
+        """Take in each layer's sparsity on held-out text."""
+        self.gap = [ours - theirs for ours, theirs in zip(self.measured, held_out_L, strict=True)]

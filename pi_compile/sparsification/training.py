@@ -23,7 +23,7 @@ from pi_compile.sparsification.checkpoints import Checkpoints
 from pi_compile.sparsification.data import HeldOut, Mixture
 from pi_compile.sparsification.held_out import Evaluation, evaluate, language_loss
 from pi_compile.sparsification.recipe import SparsifyRecipe
-from pi_compile.sparsification.schedule import Steering, learning_rate, penalty_weight
+from pi_compile.sparsification.schedule import Steering, ThresholdSteering, learning_rate, penalty_weight
 
 Tensor = torch.Tensor
 SMOOTHING, DIVERGED = 0.9, 2.0
@@ -129,7 +129,10 @@ class Training:
         model.config.use_cache = False
         optimizer = torch.optim.AdamW(_groups(model, recipe.train.weight_decay), fused=True)
         self.model, self._optimizer = accelerator.prepare(model.train(), optimizer)
-        self._steering = Steering(recipe.steer.sparsity, recipe.steps) if recipe.steer.sparsity and activity else None
+        self._steering: Steering | ThresholdSteering | None = None
+        if activity is not None and recipe.steer.sparsity:
+            kind = ThresholdSteering if activity.activation.name == "fatrelu" else Steering
+            self._steering = kind(recipe.steer.sparsity, recipe.steps)
         self._name, self._state = name, _State()
         # The step to end at, where that is not the schedule's last one.
         self._until = recipe.steps if until is None else until
@@ -166,19 +169,15 @@ class Training:
         batch = torch.from_numpy(self._mixture.take(train.batch))
         mine = batch.tensor_split(self._accelerator.num_processes)[self._accelerator.process_index]
         parts = mine.to(self._accelerator.device).split(train.micro_batch)
-        sums = torch.zeros(4, dtype=torch.float64, device=self._accelerator.device)
-        for n, ids_BW in enumerate(parts):
-            sync = n == len(parts) - 1
-            sums += self._micro_step(ids_BW, penalty, len(parts), sync=sync)
+        made = [self._micro_step(ids, penalty, len(parts), sync=n == len(parts) - 1) for n, ids in enumerate(parts)]
         norm = self._accelerator.clip_grad_norm_(self.model.parameters(), train.clip)
-        loss, fired, magnitude, values = self._accelerator.reduce(sums, "mean").tolist()
+        means = self._accelerator.reduce(torch.stack(made).sum(0), "mean").cpu()
+        loss, sums_L4 = float(means[0]), means[1:].view(-1, 4)
         if not math.isfinite(loss) or not torch.isfinite(norm):
             raise self._diverged(f"the loss is {loss:g} and the gradient's norm {float(norm):g}")
         self._optimizer.step()
         self._optimizer.zero_grad()
-        sparsity = 1 - fired / values if values else 0.0
-        if self._steering is not None:
-            self._steering.observe(state.step, sparsity, loss, magnitude / values)
+        sparsity = self._steer(loss, sums_L4) if self._activity is not None else 0.0
         state.step += 1
         state.losses.append(loss)
         self._watch_loss(loss)
@@ -188,7 +187,7 @@ class Training:
         self._watch.step(StepReport(self._name, state.step, self._until, loss, sparsity, penalty, rate, speed))
 
     def _micro_step(self, ids_BW: Tensor, penalty: float, parts: int, *, sync: bool) -> Tensor:
-        """Add the gradients of some sequences; return (loss ÷ parts, neurons fired, Σ|h|, values)."""
+        """Add some sequences' gradients; return loss ÷ parts, and of each layer fired, Σ|h|, Σ|gate| and values."""
         activity = self._activity
         if activity is not None:
             activity.penalty = penalty / (ids_BW.numel() * activity.values_per_token() * parts)
@@ -203,9 +202,19 @@ class Training:
             if self._original is not None:
                 total = total + self._recipe.train.distillation * self._divergence(logits_BWV, ids_BW)
             self._accelerator.backward(total / parts)
-        sums = [torch.stack([y.fired, y.magnitude, y.fired.new_tensor(y.values)]) for y in layers]
-        of_layers = torch.stack(sums).sum(0) if sums else loss.new_zeros(3, dtype=torch.float64)
-        return torch.cat([loss.detach().double()[None] / parts, of_layers])
+        sums = [part for y in layers for part in (y.fired, y.magnitude, y.gates, y.fired.new_tensor(y.values))]
+        return torch.stack([loss.detach().double() / parts, *sums])
+
+    def _steer(self, loss: float, sums_L4: Tensor) -> float:
+        """Set the next step's penalty or thresholds, where a sparsity is wanted; return the sparsity of this step."""
+        fired_L, magnitude_L, gates_L, values_L = sums_L4.unbind(1)
+        sparsity, step = 1 - float(fired_L.sum() / values_L.sum()), self._state.step
+        if isinstance(self._steering, Steering):
+            self._steering.observe(step, sparsity, loss, float(magnitude_L.sum() / values_L.sum()))
+        elif self._steering is not None and self._activity is not None:
+            self._steering.observe(step, (1 - fired_L / values_L).tolist(), (gates_L / values_L).tolist())
+            self._activity.thresholds = self._steering.thresholds
+        return sparsity
 
     def _divergence(self, logits_BWV: Tensor, ids_BW: Tensor) -> Tensor:
         """KL(original ‖ model), mean over the tokens."""
@@ -218,7 +227,7 @@ class Training:
     def _penalty(self) -> float:
         if self._activity is None:
             return 0.0
-        if self._steering is not None:
+        if isinstance(self._steering, Steering):
             return self._steering.weight
         return penalty_weight(self._recipe.stages, self._state.step)
 
@@ -259,6 +268,8 @@ class Training:
         self._watch.point(point)
         if self._activity is None:
             return
+        if self._steering is not None:
+            self._steering.compare(found.sparsity_L)
         allowed = stop.perplexity_ratio * self._base_perplexity
         if stop.perplexity_ratio and found.perplexity <= allowed:
             state.within = state.step
@@ -276,7 +287,7 @@ class Training:
         return self._state.step * self._recipe.train.batch * self._recipe.train.window
 
     def _saved(self) -> dict[str, Any]:
-        steering = None if self._steering is None else self._steering.state()
+        steering = None if self._steering is None else asdict(self._steering)
         return {"loop": asdict(self._state), "data": self._mixture.position, "steering": steering}
 
     def _restore(self, step: int) -> None:
@@ -285,7 +296,9 @@ class Training:
         self._state = _State(**loop | {"points": [Point(**point) for point in loop["points"]]})
         self._mixture.restore(saved["data"])
         if self._steering is not None:
-            self._steering.restore(saved["steering"])
+            self._steering = type(self._steering)(**saved["steering"])
+        if isinstance(self._steering, ThresholdSteering) and self._activity is not None:
+            self._activity.thresholds = self._steering.thresholds
 
 
 def recompute_layers(model: Any) -> None:

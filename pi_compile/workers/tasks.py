@@ -98,10 +98,11 @@ class WorkFolder:
     def held(self, name: str) -> Iterator[None]:
         """Let nobody else hold the same name while the block runs; waits for who does.
 
-        Raises StageDoneError if the stage is finished by then, and what the worker is stopped with.
+        A process of this machine that was stopped still holds it. Raises StageDoneError if the stage is finished by
+        then, and what the worker is stopped with.
         """
         pause, is_told = SHORTEST, False
-        while (claim := self._claim(name, self._listing())) is None:
+        while (claim := self._claim(name, self._listing(), or_sleeps=True)) is None:
             if self.finished():
                 raise StageDoneError
             self.worker.check()
@@ -113,7 +114,9 @@ class WorkFolder:
         try:
             yield
         finally:
-            claim.unlink(missing_ok=True)
+            # Those of holders that ended go first: while the latest is there, nobody makes another.
+            for number in range(_number(claim.name) + 1):
+                (self.path / f"{name}.{_CLAIM}-{number}").unlink(missing_ok=True)
 
     def _run(
         self,
@@ -163,9 +166,9 @@ class WorkFolder:
                     break
         return taken
 
-    def _claim(self, name: str, listing: _Listing) -> Path | None:
+    def _claim(self, name: str, listing: _Listing, *, or_sleeps: bool = False) -> Path | None:
         latest, failed = listing.claims.get(name), listing.failed.get(name, [])
-        if latest is not None and latest not in failed and self._held(f"{name}.{_CLAIM}-{latest}"):
+        if latest is not None and latest not in failed and self._held(f"{name}.{_CLAIM}-{latest}", or_sleeps):
             return None
         numbers = failed if latest is None else [*failed, latest]
         claim = self.path / f"{name}.{_CLAIM}-{max(numbers, default=-1) + 1}"
@@ -179,7 +182,7 @@ class WorkFolder:
             return None
         return claim
 
-    def _held(self, claim: str) -> bool:
+    def _held(self, claim: str, or_sleeps: bool) -> bool:
         holder = self._holders.get(claim, "")
         if not holder:
             try:
@@ -189,7 +192,7 @@ class WorkFolder:
             self._holders[claim] = holder
         if not holder:  # made just now, or by a worker that ended at that moment
             return not self.worker.unchanged(claim, holder, PATIENCE * self.worker.heartbeat)
-        return self.worker.lives(holder)
+        return self.worker.lives(holder, or_sleeps=or_sleeps)
 
     def _do(self, taken: Mapping[str, Path], make: Callable[[Sequence[str]], object]) -> None:
         self.worker.at(task=next(iter(taken)))
@@ -214,8 +217,7 @@ class WorkFolder:
         log = "".join(traceback.format_exception(error))
         record = {"worker": self.worker.name, "final": final, "exit_code": code, "message": message, "log": log}
         for name, claim in taken.items():
-            number = claim.name.rpartition("-")[2]
-            write_text(self.path / f"{name}.{_FAILED}-{number}", json.dumps(record, indent=1))
+            write_text(self.path / f"{name}.{_FAILED}-{_number(claim.name)}", json.dumps(record, indent=1))
         if final:
             raise error
         self.worker.notice(f"{next(iter(taken))} failed and is tried again: {message}")
@@ -232,6 +234,11 @@ class WorkFolder:
             if record["final"] or len(new) >= ATTEMPTS:
                 times = "in another worker" if record["final"] else f"{len(new)} times"
                 raise TaskFailedError(f"{task} failed {times}", record["message"], path, record["exit_code"])
+
+
+def _number(claim: str) -> int:
+    """G of the name of claim G."""
+    return int(claim.rpartition("-")[2])
 
 
 def failures_in(folder: Path) -> list[dict[str, Any]]:

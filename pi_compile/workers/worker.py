@@ -78,13 +78,18 @@ class Worker:
             self._stage = _Timed(self._stage.name, done)
         self._done, self._total = done, total
 
-    def lives(self, name: str) -> bool:
-        """Whether a worker is alive, as far as this one can tell by now."""
+    def lives(self, name: str, *, or_sleeps: bool = False) -> bool:
+        """Whether a worker is alive, as far as this one can tell by now.
+
+        `or_sleeps` counts a process of this machine that was stopped: it may go on at any time.
+        """
         if name == self.name:
             return True
         shown = _read(self._path(name))
         if shown is None or _ended_here(shown):
             return False
+        if or_sleeps and shown.get("system") == _system():
+            return True
         if self.unchanged(name, shown.get("beat"), PATIENCE * float(shown.get("heartbeat", self.heartbeat))):
             self._path(name).unlink(missing_ok=True)  # it shows itself again if it only slept
             return False

@@ -3,10 +3,11 @@
 nox -s bench -- sparsify --work FOLDER (--model FOLDER | --text PATH… --tokenizer FOLDER) [--arms ARM,…]
                          [--seeds N,…] [--steps N] [--base-steps N] [--road ARM]
 
-With `--model` a model is trained on text that it samples from itself, which it cannot learn anything more from. With
-`--text` a SwiGLU Llama of 1.6 M parameters is trained on the text first. What is done lies in `--work`, and a run that
-was interrupted goes on from there; so a table can be completed arm by arm and seed by seed. Arms: `control`, `relu`,
-`drelu`, `progressive-WEIGHT`, `constant-WEIGHT`, `steered-PERCENT`, `steered-PERCENT-kl`, and the same with `drelu-`.
+The base is the model of `--model`, on text that it samples from itself, or a SwiGLU Llama of 1.6 M parameters on
+`--text`; it is trained on the text first, so that the control has little more to learn. What is done lies in `--work`,
+and a run that was interrupted goes on from there; so a table can be completed arm by arm and seed by seed. Arms:
+`control`, `relu`, `drelu`, `progressive-WEIGHT`, `constant-WEIGHT`, `steered-PERCENT`, the same with `drelu-` before
+it, `fatrelu-PERCENT`, and each with `-kl` at its end.
 `--road` then builds the artifacts of the base and of an arm's first seed, and evaluates both through the runtime.
 """
 
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 from sparsifying.arms import Setting, table
-from sparsifying.base import trained_base
+from sparsifying.base import random_model, trained_base
 from sparsifying.own_text import write_own_text
 from sparsifying.road import built, held_out_file, measured
 
@@ -47,17 +48,17 @@ def main() -> None:
     with training_bar() as watch:
         if args.model is not None:
             write_own_text(args.model, args.work / "own.jsonl", 900_000)
-            model, text = str(args.model.resolve()), ["own.jsonl"]
+            text, start, rate = ["own.jsonl"], args.model, 2e-3
         else:
             text = [str(path.resolve()) for path in args.text]
-            trained_base(args.work, text, args.tokenizer, args.base_steps, watch)
-            model = "base"
-        setting = Setting(args.work, model, text, args.steps, watch)
+            start, rate = random_model(args.work / "base.work" / "random", args.tokenizer), 3e-3
+        base = trained_base(args.work, text, start, rate, args.base_steps, watch)
+        setting = Setting(args.work, text, args.steps, watch)
         results = [setting.run(arm, int(seed)) for seed in args.seeds.split(",") for arm in args.arms.split(",")]
     print(table(results))
     if args.road:
         sparse = setting.output(args.road, int(args.seeds.split(",")[0]))
-        held_out, base = held_out_file(text, args.work), args.model or args.work / "base"
+        held_out = held_out_file(text, args.work)
         rows = {
             "base": measured(built(base, text, args.work, ["dense"]), held_out),
             args.road: measured(built(sparse, text, args.work, ["dense", "gate", "predicted"]), held_out),

@@ -1,6 +1,6 @@
-"""Trainings in processes of their own, forked from one that has everything imported: killed, and in pairs.
+"""Trainings in processes of their own, forked from one that has everything imported: whole, and killed twice each.
 
-python tests/support/training_process.py RECIPE FOLDER SEED KILLS
+python -m support.training_process RECIPE FOLDER PROCESSES SEED KILLED
 """
 
 import hashlib
@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from pi_compile.sparsification.model import load_model, open_base
+from pi_compile.sparsification.recipe import read_sparsify_recipe
 from pi_compile.sparsification.run import sparsify
 
 
@@ -54,21 +56,20 @@ def trained(recipe: Path, output: Path, processes: int, delays: list[float]) -> 
     digest = hashlib.sha256((output / "model.safetensors").read_bytes()).hexdigest()
     record = json.loads((output / "sparsify.json").read_text())
     shutil.rmtree(output.with_name(output.name + ".work"), ignore_errors=True)
-    return f"{digest} {record['text']['position']['digest']} {record['processes']} {len(delays)}"
+    return f"{digest} {record['text']['position']['digest']} {record['processes']}"
 
 
 def main() -> None:
-    recipe, folder, seed, kills = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    recipe, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    processes, seed, killed = map(int, sys.argv[3:])
     torch.set_num_threads(1)
+    load_model(open_base(read_sparsify_recipe(recipe).model, recipe.parent))  # imports what each process would
     began, random_delay = time.perf_counter(), random.Random(seed)
-    whole = trained(recipe, folder / "whole", 1, [])
+    print("whole", trained(recipe, folder / "whole", processes, []))
     took = time.perf_counter() - began
-    print("whole", whole)
-    for n in range(kills):
+    for n in range(killed):
         delays = [random_delay.uniform(0, took) for _ in range(2)]
-        print("killed", trained(recipe, folder / f"killed-{n}", 1, delays))
-    print("pair", trained(recipe, folder / "pair", 2, []))
-    print("killed-pair", trained(recipe, folder / "killed-pair", 2, [random_delay.uniform(0.2, 1.5) * took]))
+        print("killed", trained(recipe, folder / f"killed-{n}", processes, delays))
 
 
 if __name__ == "__main__":

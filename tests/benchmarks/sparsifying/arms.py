@@ -20,7 +20,7 @@ from pi_compile.sparsification.training import Training, Watch
 from sparsifying.base import recipe_of
 
 CONTROL = "control"
-RATE = {"learning_rate": 5e-4, "final_learning_rate": 5e-5}
+RATE = {"learning_rate": 2e-3, "final_learning_rate": 2e-4}
 
 
 @dataclass(frozen=True)
@@ -43,27 +43,24 @@ class Setting:
     """What the arms share."""
 
     folder: Path
-    model: str
     text: list[str]
     steps: int
     watch: Watch
 
     def recipe(self, arm: str, seed: int) -> SparsifyRecipe:
-        """The recipe of an arm: `relu`, `drelu`, `progressive-λ`, `constant-λ`, `steered-S` or `steered-S-kl`.
+        """The recipe of an arm: `relu`, `drelu`, `progressive-λ`, `constant-λ`, `steered-S` or `fatrelu-S`.
 
         λ is the last weight of the penalty, S the wanted sparsity in percent. An arm begins with `drelu-` where it is
-        not of ReLU.
+        not of ReLU, and ends with `-kl` where the original's predictions are learned from too.
         """
-        data = recipe_of(self.model, self.text, self.steps, seed=seed, **RATE).model_dump()
-        name, drelu = arm.removeprefix("drelu-"), arm.startswith("drelu")
-        data["target"]["activation"] = "drelu" if drelu else "relu"
+        data = recipe_of("base", self.text, self.steps, seed=seed, **RATE).model_dump()
+        name = arm.removesuffix("-kl")
+        data["train"]["distillation"] = float(name != arm)
         data["run"]["control"] = False
-        kind, _, value = name.partition("-")
-        value, _, kl = value.partition("-")
-        if kl:
-            data["train"]["distillation"] = 1.0
+        data["target"]["activation"] = next((a for a in ("drelu", "fatrelu") if name.startswith(a)), "relu")
+        kind, _, value = name.removeprefix("drelu-").partition("-")
         match kind:
-            case "steered":
+            case "steered" | "fatrelu":
                 data["steer"]["sparsity"] = float(value) / 100
             case "constant":
                 data["stages"] = [{"steps": self.steps, "penalty": float(value), "curve": "constant"}]
@@ -99,7 +96,7 @@ class Setting:
         }
 
     def _control(self, seed: int) -> dict[str, Any]:
-        recipe = recipe_of(self.model, self.text, self.steps, seed=seed, **RATE)
+        recipe = recipe_of("base", self.text, self.steps, seed=seed, **RATE)
         checkpoint = open_base(recipe.model, self.folder)
         packing, accelerator = packing_of(checkpoint, recipe.train.window), Accelerator(cpu=True)
         held_out = read_held_out(recipe.corpus, self.folder, packing)

@@ -1,4 +1,4 @@
-"""The dense model that the arms begin from: a small SwiGLU Llama trained on the benchmark's own text."""
+"""The dense model that the arms begin from: trained on the benchmark's text until it has little more to learn."""
 
 import shutil
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pi_compile.sparsification.checkpoints import Checkpoints
@@ -39,16 +40,13 @@ def recipe_of(model: str, text: list[str], steps: int, **train: Any) -> Sparsify
     return SparsifyRecipe.model_validate(data)
 
 
-def trained_base(folder: Path, text: list[str], tokenizer: Path, steps: int, watch: Watch) -> Path:
-    """Train the base for `steps` steps, or go on with it; return its folder."""
+def trained_base(folder: Path, text: list[str], start: Path, rate: float, steps: int, watch: Watch) -> Path:
+    """Train the model in the folder `start` for `steps` steps, or go on with it; return the base's folder."""
     base, work = folder / "base", folder / "base.work"
     if base.exists():
         return base
-    if not (work / "random").exists():
-        _random_model(work / "random.tmp", tokenizer)
-        (work / "random.tmp").rename(work / "random")
-    recipe = recipe_of("random", text, steps, learning_rate=3e-3, final_learning_rate=3e-5)
-    checkpoint = open_base(recipe.model, work)
+    recipe = recipe_of(str(start.resolve()), text, steps, learning_rate=rate, final_learning_rate=rate / 100)
+    checkpoint = open_base(recipe.model, folder)
     packing = packing_of(checkpoint, WINDOW)
     training = Training(
         recipe,
@@ -63,21 +61,24 @@ def trained_base(folder: Path, text: list[str], tokenizer: Path, steps: int, wat
     training.run()
     model = accelerator.unwrap_model(training.model)
     model.config.use_cache = True
-    shutil.copytree(work / "random", work / "out", dirs_exist_ok=True)
     model.save_pretrained(work / "out")
+    for file in start.glob("tokenizer*.json"):
+        shutil.copyfile(file, work / "out" / file.name)
     accelerator.free_memory()
     return (work / "out").rename(base)
 
 
-def _random_model(folder: Path, tokenizer: Path) -> None:
-    """Save a random model with the tokenizer of another folder."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def random_model(folder: Path, tokenizer: Path) -> Path:
+    """A random model with the tokenizer of another folder, made unless it is there."""
+    hidden = folder.with_name(f".{folder.name}")
+    if folder.exists():
+        return folder
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir(parents=True)
     for file in tokenizer.glob("tokenizer*.json"):
-        shutil.copyfile(file, folder / file.name)
-    from tokenizers import Tokenizer
-
-    words = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+        shutil.copyfile(file, hidden / file.name)
+    words = Tokenizer.from_file(str(hidden / "tokenizer.json")).get_vocab_size()
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=words, bos_token_id=0, eos_token_id=1, **SHAPE)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(config).save_pretrained(hidden)
+    return hidden.rename(folder)

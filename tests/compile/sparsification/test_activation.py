@@ -1,5 +1,6 @@
 """The FFNs with another activation: their function, the penalty's gradient, and what is counted."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ pytest.importorskip("accelerate")
 import torch
 
 from pi_compile.recipe import ModelSection
-from pi_compile.sparsification.activation import Activation, FfnActivity
+from pi_compile.sparsification.activation import Activation, FfnActivity, LayerActivity
 from pi_compile.sparsification.model import load_model, open_base
 from pi_compile.sparsification.training import recompute_layers
 
@@ -41,10 +42,10 @@ def test_activations(name: str) -> None:
 def test_the_penalty_has_the_gradient_of_its_sum() -> None:
     torch.manual_seed(0)
     gate, up = (torch.randn(5, 7, requires_grad=True) for _ in range(2))
-    activity = FfnActivity(Activation("relu"))
+    activity, layer = FfnActivity(Activation("relu")), LayerActivity(7, 1, Activation("relu"))
     activity.penalty = 0.3
     weight = torch.randn(5, 7)
-    (activity.neurons(gate, up, None) * weight).sum().backward()  # type: ignore[arg-type]
+    (activity.neurons(gate, up, layer) * weight).sum().backward()
     found = gate.grad, up.grad
     gate.grad = up.grad = None
     h = gate.relu() * up
@@ -94,3 +95,15 @@ def test_experts_compute_what_stock_experts_do(bases: Path) -> None:
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 100, (2, 30)))
     with torch.no_grad():
         assert (model(ids).logits - stock(ids).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["model", "qwen3", "mixtral"])
+def test_layers_come_to_share_a_threshold(bases: Path, name: str) -> None:
+    model, activity = installed(bases, name, "fatrelu")
+    activity.thresholds = [0.001, 0.2][: len(activity.layers)]
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        wanted = model(ids).logits
+        activity.share_threshold(model)
+        assert (model(ids).logits - wanted).abs().max() < 1e-5
+    assert activity.thresholds == pytest.approx([math.sqrt(0.001 * 0.2)] * 2)

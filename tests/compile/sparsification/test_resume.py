@@ -16,24 +16,34 @@ from support.paths import ROOT
 from support.sparsifying import small_recipe
 
 
-@pytest.mark.slow
-def test_killed_trainings_and_pairs(bases: Path, tmp_path: Path, long: bool) -> None:
-    recipe = bases / f"{tmp_path.name}.toml"
+def trained(bases: Path, folder: Path, processes: int, killed: int) -> list[list[str]]:
+    """Digests of weights and text, and processes, of several trainings; the first, `whole`, was not killed."""
+    folder.mkdir()
+    recipe = bases / f"{folder.parent.name}-{processes}.toml"
     recipe.write_text(small_recipe(steer={"sparsity": 0.8}, run={"every": 2, "control": True}).to_toml())
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "support.training_process", recipe, tmp_path, "0", "20" if long else "3"]
+    command = [sys.executable, "-m", "support.training_process", recipe, folder, *map(str, (processes, 0, killed))]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
-    (whole,) = (row for row in rows if row[0] == "whole")
-    for row in rows:
-        # The same text for all, and the same weights for the same number of processes.
-        assert row[2] == whole[2]
-        if row[0] == "killed":
-            assert row[1] == whole[1]
-    (pair,), (killed,) = ([row for row in rows if row[0] == name] for name in ("pair", "killed-pair"))
-    assert pair[3] == killed[3] == "2"
-    assert pair[1] == killed[1]
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "pair"))
+    rows = [line.split()[1:] for line in done.stdout.splitlines()]
+    assert len(rows) == 1 + killed
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_training_ends_in_the_same_bits(bases: Path, tmp_path: Path, long: bool) -> None:
+    whole, *killed = trained(bases, tmp_path / "one", 1, 20 if long else 3)
+    assert all(row == whole for row in killed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_processes_train_on_the_same_text_as_one(bases: Path, tmp_path: Path, long: bool) -> None:
+    ((_, text, _),) = trained(bases, tmp_path / "1", 1, 0)
+    whole, *killed = trained(bases, tmp_path / "2", 2, 5 if long else 1)
+    assert all(row == whole for row in killed)
+    assert whole[1:] == [text, "2"]
+    one, two = (load_file(tmp_path / processes / "whole" / "model.safetensors") for processes in "12")
     for name, tensor in one.items():
         assert torch.allclose(tensor, two[name], atol=1e-4), name

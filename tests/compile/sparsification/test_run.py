@@ -4,7 +4,9 @@ import json
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from pi_compile.sparsification import estimate, events
 from pi_compile.sparsification import run as run_room
 from pi_compile.sparsification.recipe import read_sparsify_recipe
 from pi_compile.sparsification.training import Point, StepReport, Watch
+from pi_compile.workers import tasks
 from pi_runtime import console
 from pi_runtime.cli import app as pi_run
 from pi_runtime.errors import UsageError
@@ -136,6 +139,33 @@ def test_outputs_that_are_refused(bases: Path, tmp_path: Path, fails: Fails, mon
     assert "no folder" in fails(2, "sparsify", recipe, "-o", tmp_path / "a" / "b")
     monkeypatch.setattr(estimate.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert "the disk is too small" in fails(4, "sparsify", recipe, "-o", tmp_path / "out")
+
+
+def test_a_second_start_waits_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "LONGEST", 2 * tasks.SHORTEST)
+    told: list[str] = []
+    waiting, accelerator = threading.Event(), SimpleNamespace(is_main_process=True)
+
+    def notice(line: str) -> None:
+        told.append(line)
+        waiting.set()
+
+    def started(watch: Watch) -> run_room._Run:
+        return run_room._Run(small_recipe(), tmp_path, tmp_path / "out", accelerator, watch)  # type: ignore[arg-type]
+
+    def second() -> str:
+        with pytest.raises(UsageError) as found, started(Watch(notice=notice)).held():
+            pass
+        return str(found.value)
+
+    with ThreadPoolExecutor() as threads, started(Watch()).held():
+        late = threads.submit(second)
+        assert waiting.wait(60)
+        (tmp_path / "out").mkdir()
+        said = late.result(60)
+    assert told == [f"{tmp_path / 'out.work'}: another process is at work; waiting for it"]
+    assert "out: exists already" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_events_are_written_where_tensorboard_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Learning rate, the penalty's weight, and a controller that finds a weight for a wanted sparsity."""
 
 import math
+from dataclasses import asdict
 
 import pytest
 
@@ -8,7 +9,7 @@ pytest.importorskip("pydantic")
 
 from support.sparsifying import small_recipe
 
-from pi_compile.sparsification.schedule import Steering, learning_rate, penalty_weight
+from pi_compile.sparsification.schedule import Steering, ThresholdSteering, learning_rate, penalty_weight
 
 
 def test_the_learning_rate_warms_up_and_falls_on_a_cosine() -> None:
@@ -41,11 +42,34 @@ def test_steering_comes_within_two_points(wanted: float, steps: int, scale: floa
     assert sparsity == pytest.approx(wanted, abs=0.02)
 
 
+@pytest.mark.parametrize("wanted", [0.7, 0.9])
+@pytest.mark.parametrize("scale", [0.01, 100.0])
+def test_thresholds_come_within_two_points(wanted: float, scale: float) -> None:
+    """Layers whose gates spread differently, about means of their own."""
+    steering, spread_L, mean_L = ThresholdSteering(wanted, 100), (scale, 3 * scale), (0.0, -scale)
+    sparsity_L = [0.5, 0.6]
+    for step in range(100):
+        steering.observe(step, sparsity_L, [0.8 * spread for spread in spread_L])
+        above = [(t - m) / s for t, m, s in zip(steering.thresholds, mean_L, spread_L, strict=True)]
+        sparsity_L = [0.5 * (1 + math.erf(z / math.sqrt(2))) for z in above]
+    assert sparsity_L == pytest.approx([wanted, wanted], abs=0.02)
+
+
+def test_what_is_wanted_is_the_sparsity_of_held_out_text() -> None:
+    penalty, thresholds = Steering(0.8, 10), ThresholdSteering(0.8, 10)
+    penalty.observe(0, 0.6, 3.0, 0.1)
+    thresholds.observe(0, [0.5, 0.7], [1.0, 1.0])
+    for steering in (penalty, thresholds):
+        steering.compare([0.49, 0.67])
+    assert penalty.goal(9) == pytest.approx(0.82)
+    assert thresholds.gap == pytest.approx([0.01, 0.03])
+
+
 def test_steering_goes_on_from_a_state() -> None:
-    first, second = Steering(0.9, 100), Steering(0.9, 100)
+    first = Steering(0.9, 100)
     for step in range(30):
         first.observe(step, 0.5 + step / 100, 3.0, 0.1)
-    second.restore(first.state())
+    second = Steering(**asdict(first))
     first.observe(30, 0.8, 3.0, 0.1)
     second.observe(30, 0.8, 3.0, 0.1)
     assert first == second

@@ -137,13 +137,17 @@ def test_another_recipe_does_not_go_on_with_a_training(sparsified: Any, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wanted", [0.7, 0.8, 0.9])
-def test_steering_comes_within_two_points(sparsified: Any, wanted: float) -> None:
+@pytest.mark.parametrize(
+    ("activation", "wanted"), [("relu", 0.7), ("relu", 0.8), ("relu", 0.9), ("drelu", 0.9), ("fatrelu", 0.9)]
+)
+def test_steering_comes_within_two_points(sparsified: Any, activation: str, wanted: float) -> None:
     record = sparsified(
+        corpus={"tune_tokens": 2048, "report_tokens": 2048},
+        target={"activation": activation},
         steer={"sparsity": wanted},
         stages=[{"steps": 600, "penalty": 0.0, "curve": "constant"}],
         train={"learning_rate": 5e-3, "micro_batch": 8},
-        run={"every": 600},
+        run={"every": 100},
     )
     assert record["sparsity"] == pytest.approx(wanted, abs=0.02)
     assert record["dead"] <= 0.05

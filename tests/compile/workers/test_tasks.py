@@ -14,6 +14,7 @@ import pytest
 
 from pi_compile.errors import ProfileError, TaskFailedError
 from pi_compile.workers import Rank, StageDoneError, Worker, WorkFolder, failures_in, rank_of, workers_in
+from pi_compile.workers import tasks as tasks_module
 from pi_compile.workers import worker as worker_module
 from pi_runtime.errors import NotMetError
 
@@ -316,6 +317,79 @@ def test_a_worker_that_wakes_in_a_stage_that_is_over_does_not_fail(worker: Worke
     with pytest.raises(StageDoneError):
         WorkFolder(folder, worker, lambda: bool(over)).run({"a": sleep_through})
     assert not folder.exists()
+
+
+# One at a time.
+
+
+def test_who_comes_second_waits_and_is_told(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks_module, "LONGEST", 2 * tasks_module.SHORTEST)
+    told: list[str] = []
+    waiting = threading.Event()
+    order: list[str] = []
+
+    def second() -> None:
+        def notice(line: str) -> None:
+            told.append(line)
+            waiting.set()
+
+        with Worker(tmp_path / "workers", notice=notice) as other, WorkFolder(folder, other).held("run"):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    with Worker(tmp_path / "workers") as worker, WorkFolder(folder, worker).held("run"):
+        thread.start()
+        assert waiting.wait(60)
+        order.append("first")
+    thread.join(60)
+    assert order == ["first", "second"]
+    assert told == [f"{folder}: another process is at work; waiting for it"]
+    assert names(folder) == names(tmp_path / "workers") == []
+
+
+def test_who_waits_hears_that_it_is_finished(tmp_path: Path, worker: Worker, folder: Path) -> None:
+    with Worker(tmp_path / "workers") as other, WorkFolder(folder, other).held("run"):
+        finished = iter([False, False, True])
+        with pytest.raises(StageDoneError), WorkFolder(folder, worker, lambda: next(finished)).held("run"):
+            pass
+    assert names(folder) == []
+
+
+def test_what_was_held_is_free_after_an_error(worker: Worker, folder: Path) -> None:
+    with pytest.raises(ZeroDivisionError), WorkFolder(folder, worker).held("run"):
+        raise ZeroDivisionError
+    assert names(folder) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of processes")
+def test_a_killed_holder_is_taken_over(
+    worker: Worker, folder: Path, holder: Callable[[float], subprocess.Popen[str]]
+) -> None:
+    process = holder(10_000.0)
+    process.kill()
+    process.wait()
+    with WorkFolder(folder, worker).held("a"):
+        assert names(folder) == ["a.claim-0", "a.claim-1"]
+    assert names(folder) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="signals")
+def test_a_stopped_holder_still_holds(
+    worker: Worker, folder: Path, holder: Callable[[float], subprocess.Popen[str]]
+) -> None:
+    """Unlike a task, which would be done once more and do no harm."""
+    import signal
+
+    process = holder(SHORT)
+    os.kill(process.pid, signal.SIGSTOP)
+    threading.Timer(3 * SHORT, worker.stop, [NotMetError("waited long enough")]).start()
+    with pytest.raises(NotMetError, match="long enough"), WorkFolder(folder, worker).held("a"):
+        pass
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.communicate("\n") == ("left\n", None)
+    assert names(folder) == ["a"]
 
 
 # What launchers say.
