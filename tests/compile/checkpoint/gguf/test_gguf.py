@@ -77,6 +77,42 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.argmax(1), wanted.argmax(1))
 
 
+def stored_tensors(file: Path) -> dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]:
+    return {tensor.name: (np.array(tensor.data), tensor.tensor_type) for tensor in gguf.GGUFReader(file).tensors}
+
+
+def assert_same_values(found: Path, wanted: Path) -> None:
+    ours, theirs = open_checkpoint(found), open_checkpoint(wanted)
+    assert ours.decoder == theirs.decoder
+    for array in theirs.array_shapes:
+        np.testing.assert_array_equal(ours.values(array), theirs.values(array), err_msg=array)
+
+
+def test_experts_in_tensors_of_their_own(tmp_path: Path) -> None:
+    """As llama.cpp stored them until 2024."""
+    rounded_checkpoint(tmp_path / "hf", "mixtral", "f16")
+    write_gguf(tmp_path / "hf", tmp_path / "whole.gguf", "f16")
+    joined = {n: t for n, t in stored_tensors(tmp_path / "whole.gguf").items() if n.endswith("_exps.weight")}
+    apart = {n.replace("_exps", f".{e}"): (row, kind) for n, (a, kind) in joined.items() for e, row in enumerate(a)}
+    write_gguf(tmp_path / "hf", tmp_path / "old.gguf", "f16", tensors=dict.fromkeys(joined) | apart)
+    assert_same_values(tmp_path / "old.gguf", tmp_path / "whole.gguf")
+
+
+@pytest.mark.parametrize("case", ["llama-biases-tied", "qwen2"])
+def test_queries_keys_and_values_in_one_tensor(case: str, tmp_path: Path) -> None:
+    """What llama.cpp's converter writes with `--fuse-qkv`."""
+    rounded_checkpoint(tmp_path / "hf", case, "f16")
+    write_gguf(tmp_path / "hf", tmp_path / "whole.gguf", "f16")
+    stored = stored_tensors(tmp_path / "whole.gguf")
+    changes: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType] | None] = {}
+    for first in [name for name in stored if ".attn_q." in name]:
+        parts = [stored[first.replace("attn_q", f"attn_{part}")] for part in "qkv"]
+        changes |= {first.replace("attn_q", f"attn_{part}"): None for part in "qkv"}
+        changes[first.replace("attn_q", "attn_qkv")] = np.concatenate([a for a, _ in parts]), parts[0][1]
+    write_gguf(tmp_path / "hf", tmp_path / "fused.gguf", "f16", tensors=changes)
+    assert_same_values(tmp_path / "fused.gguf", tmp_path / "whole.gguf")
+
+
 @pytest.mark.parametrize("kind", ["f16", "q8", "q4"])
 def test_both_doors_pack_the_same_arrays(kind: str, tmp_path: Path) -> None:
     rounded_checkpoint(tmp_path / "hf", "mixtral", kind)
@@ -100,7 +136,7 @@ def test_blocks_of_gguf_are_kept_exactly(seed: int, exponent: int, kind: str) ->
     np.testing.assert_array_equal(as_stored(kind, held), held)
 
 
-def test_an_end_of_the_model_in_six_bits_is_read_exactly(tmp_path: Path) -> None:
+def test_an_end_of_the_model_in_six_bits(tmp_path: Path) -> None:
     """Files that were quantised to Q4_0 have an embedding in Q6_K."""
     rng, six_bits = np.random.default_rng(0), gguf.GGMLQuantizationType.Q6_K
     rounded_checkpoint(tmp_path / "hf", "llama", "q4", hidden_size=256, num_hidden_layers=1)
