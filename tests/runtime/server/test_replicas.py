@@ -34,7 +34,7 @@ OPTIONS = ("--kv-budget", "8MiB", "--slots", "2", "--drain-seconds", "60")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of which more is weights than a process takes for anything else."""
     decoder = small_decoder(
-        d_model=512, d_ff=2048, n_layers=12, n_heads=8, n_kv_heads=1, head_dim=64, context_length=512
+        d_model=512, d_ff=2048, n_layers=12, n_heads=8, n_kv_heads=1, head_dim=64, context_length=1024
     )
     path = tmp_path_factory.mktemp("replicas") / "talker.pi"
     return random_artifact(path, decoder, scale=3.0, text=Text(prefix_ids=(), end_ids=()))
