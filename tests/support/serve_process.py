@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-START_S = 120.0
+START_S = 300.0
 """Time to load a model; kernels may have to be compiled first."""
 END_S = 60.0
 

@@ -34,7 +34,7 @@ OPTIONS = ("--kv-budget", "8MiB", "--slots", "2", "--drain-seconds", "60")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of which more is weights than a process takes for anything else."""
     decoder = small_decoder(
-        d_model=512, d_ff=2048, n_layers=12, n_heads=8, n_kv_heads=1, head_dim=64, context_length=512
+        d_model=512, d_ff=2048, n_layers=12, n_heads=8, n_kv_heads=1, head_dim=64, context_length=1024
     )
     path = tmp_path_factory.mktemp("replicas") / "talker.pi"
     return random_artifact(path, decoder, scale=3.0, text=Text(prefix_ids=(), end_ids=()))
@@ -62,7 +62,7 @@ def replicas(start: Start) -> tuple[ServeProcess, ...]:
 
 def ask(url: str, prompt: str, **body: object) -> httpx.Response:
     body = {"model": "talker", "prompt": prompt, "max_tokens": 2, **body}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
 
 
 def mapped(pid: int, artifact: Path) -> dict[str, int]:
@@ -86,7 +86,7 @@ def private_bytes(pid: int) -> int:
 def test_replicas_share_the_pages_of_their_artifact(artifact: Path, replicas: tuple[ServeProcess, ...]) -> None:
     """Beside what any process takes, which does not grow with the model."""
     for replica in replicas:
-        ask(replica.url, "a" * 200).raise_for_status()
+        ask(replica.url, "a" * 200)
     size = artifact.stat().st_size
     for replica in replicas:
         found = mapped(replica.process.pid, artifact)
@@ -99,12 +99,12 @@ def test_a_second_replica_takes_less_than_a_tenth_of_the_model(
     artifact: Path, replicas: tuple[ServeProcess, ...], tmp_path: Path
 ) -> None:
     """Of its own, beyond what a replica of a model takes that has nearly no weights."""
-    decoder = small_decoder(context_length=512)
+    decoder = small_decoder(context_length=1024)
     small = random_artifact(tmp_path / "talker.pi", decoder, scale=3.0, text=Text(prefix_ids=(), end_ids=()))
     with serve_process(small, *OPTIONS, log=tmp_path / "log") as other:
         found = []
         for replica in (replicas[1], other):
-            ask(replica.url, "a" * 200).raise_for_status()
+            ask(replica.url, "a" * 200)
             found.append(private_bytes(replica.process.pid))
     assert found[0] - found[1] < 0.1 * artifact.stat().st_size
 
@@ -118,7 +118,7 @@ def test_a_replica_stays_on_its_node(start: Start, tmp_path: Path) -> None:
         (tmp_path / f"node{node}" / "cpulist").write_text(f"{core}\n")
     before = f"from pathlib import Path; from pi_runtime.execution import numa; numa.NODES = Path({str(tmp_path)!r})"
     replica = start("--numa", "1", before=before)
-    ask(replica.url, "a" * 200).raise_for_status()
+    ask(replica.url, "a" * 200)
     threads = [thread.id for thread in psutil.Process(replica.process.pid).threads()]
     assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {frozenset(cores[1:2])}
 
@@ -190,7 +190,6 @@ def test_a_replica_drains_while_the_other_answers(proxy: str, replicas: tuple[Se
         ending = NAMES.index(answer.headers["x-replica"])
         replicas[ending].process.send_signal(signal.SIGTERM)
         found = [ask(proxy, f"{n}: " + "y" * 520) for n in range(24)]
-        assert {answer.status_code for answer in found} == {200}
         assert {answer.headers["x-replica"] for answer in found} == {NAMES[1 - ending]}
         assert [line for line in lines if line.startswith("data: ")][-1] == "data: [DONE]"
     assert replicas[ending].process.wait(60) == 0
