@@ -73,8 +73,8 @@ class Steering:
     gap: float = 0.0
     """How much sparser the text trained on is than held-out text, at the last evaluation."""
 
-    RISE = 0.6
-    """Share of the steps through which the goal rises."""
+    RISE = 0.4
+    """Share of the steps through which the goal rises: at the end the learning rate is too low for neurons to follow."""
     HORIZON = 0.04
     """How far ahead the sparsity is extrapolated."""
     PROPORTIONAL, INTEGRAL = 6.0, 80.0
