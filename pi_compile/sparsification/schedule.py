@@ -73,11 +73,11 @@ class Steering:
     gap: float = 0.0
     """How much sparser the text trained on is than held-out text, at the last evaluation."""
 
-    RISE = 0.6
-    """Share of the steps through which the goal rises."""
+    RISE = 0.4
+    """Share of the steps through which the goal rises: later on the learning rate is too low to follow it."""
     HORIZON = 0.04
     """How far ahead the sparsity is extrapolated."""
-    PROPORTIONAL, INTEGRAL = 6.0, 80.0
+    PROPORTIONAL, INTEGRAL = 12.0, 160.0
     FASTEST = 25.0
     """Largest change of the logarithm, if it went on through the whole training."""
     FIRST_SHARE = 0.01
