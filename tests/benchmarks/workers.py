@@ -1,6 +1,6 @@
 """Many workers: speed-up on this machine, what coordination costs, and a simulation of up to 256 workers.
 
-    python tests/benchmarks/workers.py [--tokens 65536] [--layers 4] [--rounds 3]
+    python tests/benchmarks/workers.py [--tokens 16384] [--layers 8] [--rounds 3]
 
 Measured: `profile` and `train` of a synthetic ReLU Llama by 1 worker with 1 thread, by 1 worker with 2 and by 2 workers
 with 1 each, in turns; results of equal threads must be the same. Processes are started beforehand: what is measured is
@@ -118,8 +118,8 @@ def overhead() -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=65_536)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -92,7 +92,6 @@ def test_replicas_share_the_pages_of_their_artifact(artifact: Path, replicas: tu
         found = mapped(replica.process.pid, artifact)
         assert found["Rss"] > 0.9 * size
         assert found["Private_Clean"] + found["Private_Dirty"] < 0.01 * size
-        print(f"private {private_bytes(replica.process.pid) >> 20} MiB, artifact {size >> 20} MiB, mapped", found)
 
 
 def test_a_second_replica_takes_less_than_a_tenth_of_the_model(
