@@ -60,6 +60,8 @@ def test_the_way_from_a_dense_model_to_tokens(bases: Path, tmp_path: Path, capsy
     assert "http" not in re.sub(r'"Content-Security-Policy"|http-equiv', "", html)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_what_comes_out_is_built_and_run(
     bases: Path, tmp_path: Path, sparsified: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +187,7 @@ def test_events_are_written_where_tensorboard_is(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_example_of_the_docs_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = spec_from_file_location("sparsify_example", ROOT / "docs" / "examples" / "sparsify.py")
     assert found is not None
