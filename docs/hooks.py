@@ -1,4 +1,4 @@
-"""What mkdocs does beside building the pages: it makes pages of the command lines, and refuses what comes from elsewhere."""
+"""What mkdocs does beside building: pages are made of the command lines, and nothing may come from elsewhere."""
 
 import logging
 import re
@@ -31,7 +31,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_post_page(output: str, page: Any, config: MkDocsConfig) -> str:
+def on_post_page(output: str, page: Any, **_options: Any) -> str:
     """Warn of a page that would load anything from elsewhere; with --strict that ends the build."""
     for found in FOREIGN.findall(output):
         LOG.warning("%s loads %s", page.file.src_uri, found)
