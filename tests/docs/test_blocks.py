@@ -68,6 +68,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_gguf(folder / "checkpoint", folder / "model.gguf", "f32")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setenv("PI_THREADS", "1")
         for command in ("pi-compile init checkpoint --corpus texts/ -o model.toml", "pi-compile build model.toml"):
             run_command(command)
     return folder
@@ -105,6 +106,7 @@ def run_block(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     folder, names, address = tmp_path / "project", {}, [ADDRESS]
     shutil.copytree(project, folder, symlinks=True)
     monkeypatch.chdir(folder)
+    monkeypatch.setenv("PI_THREADS", "1")  # tests run side by side, and threads that wait for each other hinder them
     with ExitStack() as servers:
 
         def run(block: Block) -> None:
@@ -122,6 +124,7 @@ def run_block(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", [page for page in PAGES if unmarked(page)])
 def test_the_blocks_of_a_page_run(page: str, run_block: Callable[[Block], None]) -> None:
     for block in unmarked(page):
