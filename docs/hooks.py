@@ -61,7 +61,7 @@ def commands_page() -> str:
         for name, one in commands.items():
             lines += ["", f"### {program} {name}", "", one.help] if name else []
             context = typer.Context(one)
-            lines += ["", "| | |", "| --- | --- |", *(row(*p.get_help_record(context)) for p in one.params)]
+            lines += ["", "| argument or flag | meaning |", "| --- | --- |", *(row(*p.get_help_record(context)) for p in one.params)]
     return "\n".join(lines) + "\n"
 
 
