@@ -112,6 +112,7 @@ def run(
     from pi_runtime.model import load
     from pi_runtime.sampling import Sampling, parse_logit_bias
     from pi_runtime.text.grammar import Grammar
+    from pi_runtime.warm_up import warm_up
 
     budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
     to_gpu = resolve_device(device).startswith("cuda")
@@ -158,7 +159,7 @@ def run(
         guesses = parse_setting(speculate)
         generate = partial(model.generate, speculate=guesses, **alone)
         _announce(model)
-        model.warm_up()
+        warm_up(model)
         report = partial(_report, model, time.perf_counter() - began)
         if prompts is not None:
             from pi_runtime.prompt_file import PromptFile
@@ -201,8 +202,11 @@ def _check_flags(
 
 
 def _opened(opening: "Callable[..., Model]", mode: str) -> "Model":
+    from pi_runtime.warm_up import warm_up
+
     model = opening(mode=mode)
     _announce(model)
+    warm_up(model)
     return model
 
 
@@ -269,14 +273,10 @@ def _print_answer(
 
 def _announce(model: "Model") -> None:
     """Say what the user should know before the first token."""
-    from pi_runtime.kernels.codegen.jit import COMPILING, is_cold
-
     if model.notice is not None:
         console.say(model.notice)
     if model.allocation is not None:
         console.say(_placement_line(model.device, model.allocation))
-    if is_cold():
-        console.say(COMPILING)
 
 
 def _placement_line(device: str, taken: "Allocation") -> str:

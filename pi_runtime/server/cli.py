@@ -173,16 +173,14 @@ def _opening(artifact: Path, model_options: dict[str, Any], engine_options: dict
 
     def opened() -> "Engine":
         from pi_runtime.engine.engine import Engine
-        from pi_runtime.kernels.codegen.jit import COMPILING, is_cold
         from pi_runtime.model import load
+        from pi_runtime.warm_up import warm_up
 
         model = load(artifact, **model_options)
         try:
             if model.notice is not None:
                 console.say(model.notice)
-            if is_cold():
-                console.say(COMPILING)
-            model.warm_up()
+            warm_up(model)
             with suppress(TemplateError):  # a model without template serves completions
                 model.chat_template.start()
             engine = Engine(model, **engine_options)

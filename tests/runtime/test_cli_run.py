@@ -10,9 +10,9 @@ from support.paths import GOLDEN
 from support.scripted import saying, scripted_artifact
 from support.synthetic import END_ID, random_artifact, small_decoder
 
+from pi_runtime import warm_up
 from pi_runtime.cli import app
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.kernels.codegen import jit
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -76,7 +76,7 @@ def test_a_full_context_is_told(run: Run, endless: Path) -> None:
 
 
 def test_cold_kernels_are_told(run: Run, alphabet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "is_cold", lambda: True)
+    monkeypatch.setattr(warm_up, "is_cold", lambda: True)
     code, out, err = run(alphabet, "-p", "x")
     assert (code, out) == (0, "yz\n")
     assert err.startswith("compiling kernels for this processor, once")

@@ -135,6 +135,25 @@ def test_one_compilation_serves_all_models_and_later_processes(tmp_path: Path) -
     assert "data saved to" not in done.stdout
 
 
+@pytest.mark.slow
+def test_a_warm_start_prepares_nothing_for_compiling(tmp_path: Path) -> None:
+    path = random_artifact(tmp_path / "a.pi", small_decoder())
+    script = (
+        "import sys; from pi_runtime import load\n"
+        "with load(sys.argv[1]) as model: model.logits([1, 2, 3]), ''.join(model.generate([65], max_tokens=3))\n"
+        "print(*sys.modules)"
+    )
+
+    def loaded() -> set[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", script, path], capture_output=True, text=True, env=ENVIRONMENT, check=True
+        )
+        return set(done.stdout.split())
+
+    loaded()  # compiles what is not there
+    assert not {"numba.np.arraymath", "numba.cpython.listobj", "scipy"} & loaded()
+
+
 def test_what_kernels_alone_call_is_refused_to_python() -> None:
     """Compiled or not: numba has nothing there to jump to."""
     doubled = jit.device(_double)
