@@ -1,9 +1,10 @@
 """Getting a model's kernels ready: loaded, or on a machine's first run compiled by two processes, with a bar.
 
-The second process compiles what a step needs last, and this one what it needs first. Both save to the kernel cache and
-load what the other has saved, so that they meet in the middle.
+This process compiles what a step calls first, from the outermost function inwards, and the other from the innermost
+outwards. Both save to the kernel cache and load what the other has saved, so that they meet in the middle.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -16,20 +17,25 @@ from pi_runtime.kernels.codegen.jit import is_cold
 from pi_runtime.model import Model
 
 _SECOND = """
+import gc
+gc.disable()
 import pi_runtime.kernels.forward
-from pi_runtime.kernels.codegen.indirect_calls import compile_from_the_last
-compile_from_the_last()
+from pi_runtime.kernels.codegen.indirect_calls import compile_all
+compile_all()
 """
 
 
 def warm_up(model: Model) -> None:
     """Get ready what a generation of the model will run; says so where that takes long."""
-    if not is_cold():
+    if is_cold():
+        console.say("compiling kernels for this processor, once …")
+        with _second_compiler(), console.progress("compiling", "kernels") as bar, watched(bar):
+            model.warm_up()
+    else:
         model.warm_up()
-        return
-    console.say("compiling kernels for this processor, once …")
-    with _second_compiler(), console.progress("compiling", "kernels") as bar, watched(bar):
-        model.warm_up()
+    if not gc.isenabled():  # a command switches it off for its start; what is there by now stays
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager

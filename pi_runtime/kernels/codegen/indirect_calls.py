@@ -38,13 +38,13 @@ class _Kernel:
 
 
 _KERNELS: list[_Kernel] = []
-"""All, those that a step needs last at the end."""
+"""All, those that call others behind them."""
 _WATCHERS: list[Callable[[int, int], None]] = []
 
 
-def compile_from_the_last() -> None:
-    """Compile all functions that are called by address into the kernel cache, first what a step needs last."""
-    for kernel in reversed(_KERNELS):
+def compile_all() -> None:
+    """Compile all functions that are called by address into the kernel cache, callers last."""
+    for kernel in _KERNELS:
         kernel.compile()
 
 

@@ -10,7 +10,7 @@ import pytest
 from numba import prange
 
 from pi_runtime.kernels.codegen import indirect_calls
-from pi_runtime.kernels.codegen.indirect_calls import by_address, compile_from_the_last, watched
+from pi_runtime.kernels.codegen.indirect_calls import by_address, compile_all, watched
 
 Floats = npt.NDArray[np.float32]
 
@@ -77,15 +77,15 @@ def test_who_watches_is_told_of_each_that_is_ready(tmp_path: Path, monkeypatch: 
     assert told == [(1, 3), (2, 3)]
 
 
-def test_all_are_compiled_from_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_are_compiled_callers_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indirect_calls, "_KERNELS", [])
     kernels = [numba.njit(**options(tmp_path, monkeypatch))(f) for f in (scale, twice)]
     order = []
     for kernel in kernels:
         by_address(kernel)
         monkeypatch.setattr(kernel, "compile", lambda types, name=kernel.__name__: order.append((name, len(types))))
-    compile_from_the_last()
-    assert order == [("twice", 2), ("scale", 4)]
+    compile_all()
+    assert order == [("scale", 4), ("twice", 2)]
 
 
 def test_threads_find_it_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
