@@ -71,6 +71,13 @@ def types(session: nox.Session) -> None:
     session.run("mypy")
 
 
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/; a broken link, anchor or reference fails. `-- serve` shows it meanwhile."""
+    session.install("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "ruff==0.17.5", "-e", ".")
+    session.run("mkdocs", *(session.posargs or ["build", "--strict"]), env={"NO_MKDOCS_2_WARNING": "1"})
+
+
 @nox.session(python=PYTHONS)
 def runtime_only(session: nox.Session) -> None:
     """Without the compile extra: generate from the golden artifact; on the oldest and newest Python pass the tests."""

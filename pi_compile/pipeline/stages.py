@@ -1,8 +1,8 @@
 """The stages as functions with plain arguments: what `pi_compile` hands out, and what a recipe runs.
 
-Arguments are named like the keys of a recipe (`docs/recipes.md`) and have the defaults of `pi-compile init`, so the
-same settings give the same bytes either way. A stage reads nothing but its arguments. Examples go on from each other:
-`docs/examples/python_api.py` has them in one piece.
+Arguments are named like the keys of a recipe (`docs/reference/recipe.md`) and have the defaults of `pi-compile init`,
+so the same settings give the same bytes either way. A stage reads nothing but its arguments. Examples go on from each
+other: `docs/examples/python_api.py` has them in one piece.
 """
 
 from collections.abc import Callable, Mapping, Sequence

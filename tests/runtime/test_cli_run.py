@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from support.documents import assert_as_documented
 from support.paths import GOLDEN
 from support.scripted import saying, scripted_artifact
 from support.synthetic import END_ID, random_artifact, small_decoder
@@ -47,7 +48,7 @@ def test_json(run: Run, alphabet: Path) -> None:
     code, out, err = run(alphabet, "-p", "abc", "-n", 4, "--json")
     report = json.loads(out)
     assert (code, err) == (0, "")
-    assert report.keys() == {"text", "finish_reason", "mode", "seed", "stats"}
+    assert_as_documented("pi-run", report)
     assert (report["text"], report["finish_reason"], report["mode"]) == ("defg", "length", "auto")
     assert report["stats"].keys() == STATS
     assert (report["stats"]["prompt_tokens"], report["stats"]["generated_tokens"]) == (3, 4)
@@ -127,6 +128,7 @@ def test_answers_in_a_grammar(run: Run, alphabet: Path, tmp_path: Path) -> None:
 
 def test_logprobs(run: Run, alphabet: Path) -> None:
     found = json.loads(run(alphabet, "-p", "ab", "-n", 2, "--json", "--logprobs", 1, "--prompt-logprobs", 0)[1])
+    assert_as_documented("pi-run", found, {"logprobs", "prompt_logprobs"})
     assert [(x["id"], x["token"]) for x in found["logprobs"]] == [(99, "c"), (100, "d")]
     assert [x["top"] for x in found["logprobs"]] == [
         [{k: x[k] for k in ("id", "token", "logprob")}] for x in found["logprobs"]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.commands import FIT, INPUT, USAGE, assert_a_message
+from support.documents import assert_as_documented
 from support.paths import ROOT
 from support.planned import CONFIG, MACHINE
 from support.synthetic import small_decoder
@@ -110,10 +111,7 @@ def test_more_memory_is_never_slower(plan: Plan) -> None:
 
 
 def test_the_keys_are_documented(plan: Plan) -> None:
-    text = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
-    (row,) = re.findall(r"^\| `plan` \| (.*) \|$", text, re.M)
-    found = plan("config.json", "--machine", "m.toml", *FIRES)
-    assert found.keys() == set(re.findall(r"`([\w ]+)`", re.sub(r"\([^)]*\)", "", row)))
+    assert_as_documented("plan", plan("config.json", "--machine", "m.toml", *FIRES))
 
 
 def test_a_folder_is_its_config(plan: Plan, folder: Path) -> None:

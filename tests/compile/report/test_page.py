@@ -15,6 +15,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 from support.commands import FIT, USAGE, assert_a_message, child
+from support.documents import assert_as_documented
 from support.paths import ROOT
 from support.synthetic import small_decoder
 
@@ -370,11 +371,9 @@ def test_quantities(text: str, expected: str) -> None:
 
 
 def test_json_keys_are_documented(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
-    (row,) = re.findall(r"^\| `report` \| (.*) \|$", text, re.M)
     assert console.run(app, ["report", *HERE, "-o", "page.html", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", row)))
+    assert_as_documented("report", found)
     assert found["bytes"] == (folder / "page.html").stat().st_size
 
 

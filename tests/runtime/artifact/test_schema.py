@@ -210,6 +210,6 @@ def test_messages_carry_no_control_characters_and_end(manifest: Manifest) -> Non
 
 @pytest.mark.parametrize("kind", [Manifest, Decoder, Layer, Plan, Text, ArrayEntry, FileEntry])
 def test_the_page_on_the_format_names_every_field(kind: type[Any]) -> None:
-    page = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "format.md").read_text(encoding="utf-8")
     assert [f.name for f in fields(kind) if f"`{f.name}`" not in page] == []
     assert f"version {FORMAT_VERSION}\n" in page.splitlines(keepends=True)[0]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.documents import assert_as_documented
 
 from pi_runtime.bench.sequences import Sequences
 
@@ -19,9 +20,7 @@ def test_json(run: Run, random_path: Path) -> None:
     found = json.loads(out)
     assert code == 0
     assert err.endswith("".join(f"left out: {reason}\n" for reason in LEFT_OUT))
-    assert found.keys() == {
-        "artifact", "bytes", "digest", "processor", "isa", "device", "threads", "rows", "left_out",
-    }  # fmt: skip
+    assert_as_documented("pi-run --bench", found)
     assert (found["bytes"], found["device"], found["threads"]) == (random_path.stat().st_size, "cpu", 1)
     assert found["digest"].encode() in random_path.read_bytes()
     assert found["left_out"] == LEFT_OUT

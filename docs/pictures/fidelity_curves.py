@@ -1,6 +1,6 @@
 """Draw curves from the numbers that `tests/benchmarks/fidelity.py --figures` keeps.
 
-    python docs/fidelity_curves.py NAME=FIGURES.json… -o fidelity.svg
+    python docs/pictures/fidelity_curves.py NAME=FIGURES.json… -o fidelity.svg
 
 One row a model: divergence of the next token against bytes read, a line for each set of rungs; and, of the predictors
 that were tried, the bytes they read and the energy they lose, a line a rank. Needs matplotlib.

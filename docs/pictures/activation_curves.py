@@ -1,6 +1,6 @@
-"""Draw `docs/activation-curves.svg`: share of activations that the hottest neurons have, one panel a model.
+"""Draw `docs/pictures/activation-curves.svg`: share of activations that the hottest neurons have, one panel a model.
 
-    python docs/activation_curves.py NAME=PROFILE.npz… [NAME=CURVES.csv] -o docs/activation-curves.svg
+    python docs/pictures/activation_curves.py NAME=PROFILE.npz… [NAME=CURVES.csv] -o docs/pictures/activation-curves.svg
 
 The committed figure: "demo model"=profiles/activations/demo.npz, the counts of a small ReLU model by
 `pi-compile profile RECIPE --export`, and Bamboo-7B's curves as numbers read off the vector figure of its authors'
