@@ -1,4 +1,4 @@
-"""Data that comes with the project: `profiles` and `recipes`, beside the package in a clone, inside it when installed."""
+"""Data that comes with the project: `profiles` and `recipes`, in a clone beside the package, else inside it."""
 
 from importlib.resources import files
 from pathlib import Path

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 
-from pi_runtime import console
-
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 COMMANDS = {"pi-run": "pi_runtime.cli", "pi-serve": "pi_runtime.server.cli", "pi-compile": "pi_compile.cli.main"}
 
@@ -47,7 +45,7 @@ def test_the_version_is_that_of_the_project(command: str) -> None:
     ],
 )
 def test_a_shell_completes_commands_and_flags(words: str, wanted: list[str]) -> None:
-    command = words.split()[0]
+    command = words.split(maxsplit=1)[0]
     variables = {
         f"_{command.upper().replace('-', '_')}_COMPLETE": "complete_bash",
         "COMP_WORDS": words,
