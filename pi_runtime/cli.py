@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pi_runtime.prompt_file import PromptFile
     from pi_runtime.sampling import TokenLogprobs
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def main() -> None:
@@ -99,6 +99,7 @@ def run(
     stats: Annotated[bool, typer.Option("--stats", help="Say afterwards how long it took.")] = False,
     as_json: Annotated[bool, console.JSON] = False,
     debug: Annotated[bool, console.DEBUG] = False,
+    version: Annotated[bool, console.VERSION] = False,
 ) -> None:
     """Continue a prompt, answer a file of prompts, chat, or measure, with a packed model. Text goes to stdout as it
     comes."""

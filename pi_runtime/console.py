@@ -31,6 +31,19 @@ DEBUG = typer.Option("--debug", envvar="PI_DEBUG", help="Show a traceback with a
 JSON = typer.Option("--json", help="Print the result as JSON.")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version  # noqa: PLC0415
+
+        sys.stdout.write(f"pi-toolchain {version('pi-toolchain')}\n")
+        raise typer.Exit
+
+
+VERSION = typer.Option(
+    "--version", callback=_print_version, is_eager=True, show_default=False, help="Print the version and exit."
+)
+
+
 def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
     """Run a command line. Every result becomes an exit code, every error a message on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments

@@ -16,17 +16,16 @@ from pi_runtime import console
 if TYPE_CHECKING:
     from pi_compile.pipeline.pipeline import Pipeline
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    help="Compile a checkpoint into one artifact that pi-run runs.",
-)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def main() -> None:
     raise SystemExit(console.run(app))
+
+
+@app.callback()
+def _of_all_commands(version: Annotated[bool, console.VERSION] = False) -> None:
+    """Compile a checkpoint into one artifact that pi-run runs."""
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def _line(key: str, value: str | int | float) -> str:
 
 def bundled_machines() -> Path:
     """The folder of the bundled profiles."""
-    return bundled_folder("machines")
+    return bundled_folder("profiles/machines")
 
 
 def find_machine(name: str, folder: Path) -> Machine:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pi_runtime.engine.engine import Engine
     from pi_runtime.server.settings import ServerSettings
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def main() -> None:
@@ -71,6 +71,7 @@ def serve(
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate, for TLS.", show_default=False)] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)] = None,
     debug: Annotated[bool, console.DEBUG] = False,
+    version: Annotated[bool, console.VERSION] = False,
 ) -> None:
     """Serve a packed model over HTTP, to clients of OpenAI's and Ollama's interfaces and to browsers."""
     if numa is not None:

@@ -288,6 +288,9 @@ FLAGS = {
     "--stats": (None, None),
     "--json": (None, None),
     "--debug": (None, "PI_DEBUG"),
+    "--version": (None, None),
+    "--install-completion": (None, None),
+    "--show-completion": (None, None),
 }
 
 

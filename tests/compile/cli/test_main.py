@@ -112,6 +112,9 @@ def test_the_flags_are_frozen() -> None:
     commands: Any = typer.main.get_command(app)
     found = {name: {flag for p in command.params for flag in names(p)} for name, command in commands.commands.items()}
     assert found == {name: flags | EVERYWHERE for name, flags in FLAGS.items()}
+    assert {flag for p in commands.params for flag in names(p)} == {
+        *("--version", "--install-completion", "--show-completion")
+    }
 
 
 @pytest.mark.slow

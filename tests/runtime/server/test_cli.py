@@ -21,6 +21,7 @@ FLAGS = {
     "--drain-seconds",
     "--help",
     "--host",
+    "--install-completion",
     "--kv-budget",
     "--log-requests",
     "--mode",
@@ -31,11 +32,13 @@ FLAGS = {
     "--queue",
     "--session-idle-seconds",
     "--sessions",
+    "--show-completion",
     "--slots",
     "--speculate",
     "--ssl-certfile",
     "--ssl-keyfile",
     "--threads",
+    "--version",
     "--vram-budget",
 }
 
