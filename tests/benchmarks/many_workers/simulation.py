@@ -102,7 +102,7 @@ def tasks_of(model: Model, flops_per_s: float) -> list[Task]:
     return tasks
 
 
-def training_of(model: Model) -> TrainingWork:
+def training_of(model: Model, threads: int = 1) -> TrainingWork:
     """The training of a model, as `train` estimates it."""
     heads = model.d_model // 128
     d: Any = Decoder.__new__(Decoder)
@@ -111,7 +111,7 @@ def training_of(model: Model) -> TrainingWork:
     shape |= {"experts_per_token": 1, "activation": "relu", "threshold": 0.0}
     for key, value in shape.items():
         object.__setattr__(d, key, value)
-    spec = TrainSpec(steps=300, rungs=("dense", "gate", "predicted"))
+    spec = TrainSpec(steps=300, rungs=("dense", "gate", "predicted"), threads=threads)
     return TrainingWork.of(d, spec, 0.1, FIT, TUNE, REPORT)
 
 
