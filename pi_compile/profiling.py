@@ -47,7 +47,7 @@ class ProfileSpec:
     """Tokens of one sequence; at most the model's context."""
     batch: int = 8
     """Sequences in one forward pass. It can change the result: a product's last bit may depend on its shape."""
-    shard: int = 16
+    shard: int = 8
     """Sequences of one shard, which is the task of one worker. Whole batches: then it changes no result."""
     layers_at_once: int | None = None
     """Layers held in memory together; None for all."""
