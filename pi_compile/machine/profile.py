@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from pi_compile.errors import ProfileError, nearest
+from pi_compile.errors import ProfileError, nearest, shown
 from pi_compile.files import bundled_folder
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 
@@ -154,13 +154,13 @@ def read_machine(path: Path) -> Machine:
             expected=f"{known}, or a path",
             remedy=f"pi-compile machine -o {path.name}",
         ) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ProfileError(f"{path}: not a machine profile", found=error) from None
     if data.get("version") != VERSION:
         raise ProfileError(
             f"{path}: a machine profile of another version",
             expected=f"version = {VERSION}",
-            found=data.get("version", "none"),
+            found=shown(data["version"]) if "version" in data else "none",
             remedy=f"measured: pi-compile machine -o {path.name}; written by hand: gather_gb_per_s for every format or "
             f"for none, then version = {VERSION}",
         )
@@ -175,9 +175,9 @@ def _problem(error: dict[str, Any]) -> str:
     location = ".".join(str(part) for part in error["loc"] if part != "[key]")
     if error["type"] == "value_error":
         return f"{location}: {error['ctx']['error']}" if location else str(error["ctx"]["error"])
-    if error["type"] == "literal_error":
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
         near = nearest(error["input"], WEIGHT_FORMATS)
-        return f"{location}: {error['msg']} (found {error['input']!r})" + (f"; did you mean {near}?" if near else "")
+        return f"{location}: {error['msg']} (found {shown(error['input'])})" + (f"; did you mean {near}?" if near else "")
     if error["type"] != "extra_forbidden":
         return f"{location}: {error['msg']}"
     sections: dict[str, type[BaseModel]] = {"cpu": Cpu, "gpu": Gpu, "link": Link}

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pi_compile.errors import shown
 from pi_compile.pipeline.recipe_placement import Placed
 from pi_compile.placement import Placement
 from pi_runtime.errors import NotMetError, UsageError
@@ -79,7 +80,7 @@ def check_lock(path: Path, placed: Placed) -> None:
         return
     try:
         found = list(_differences(tomllib.loads(text), tomllib.loads(now)))
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         found = [f"not TOML: {error}"]
     found = found or ["spelled differently"]
     more = [f"… and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
@@ -106,9 +107,11 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str
         yield from _compare(label, before[budget], after[budget])
 
 
-def _plans(lock: Mapping[str, Any]) -> dict[Any, Any]:
+def _plans(lock: Mapping[str, Any]) -> dict[int, Any]:
+    """The plans of a lock by their budgets. Who edits a lock by hand may leave anything in it."""
     plans = lock.get("plan", [])
-    return {p.get("vram_bytes"): p for p in plans if isinstance(p, dict)} if isinstance(plans, list) else {}
+    tables = [p for p in plans if isinstance(p, dict)] if isinstance(plans, list) else []
+    return {p["vram_bytes"]: p for p in tables if type(p.get("vram_bytes")) is int}
 
 
 def _compare(label: str, old: Any, new: Any) -> Iterator[str]:
@@ -129,5 +132,5 @@ def _compare_layers(label: str, old: Sequence[Any], new: Sequence[Any]) -> Itera
 
 
 def _short(value: Any) -> str:
-    text = "none" if value is None else str(value)
+    text = "none" if value is None else value if isinstance(value, str) else shown(value)
     return text if len(text) <= 40 else f"{text[:16]}…"

@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from pi_compile.errors import ProfileError
 from pi_compile.files import read_arrays, write_arrays
+from pi_runtime.artifact.checks import decoder_problems
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.decoding import decode
+from pi_runtime.artifact.decoding import decode, parse_json
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
 
@@ -31,6 +32,8 @@ GROUP = 64
 MILLION = 10**6
 VERSION = 2
 """Version of the file."""
+_LARGEST_META, _LARGEST_HEADER = 16 << 20, 1 << 16
+"""Most bytes of `meta`, and of what NumPy says of an array."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,16 +131,19 @@ class ActivationProfile:
         """Read and check a file. Raises ProfileError."""
         problems: list[str] = []
         try:
-            stored = read_arrays(path)
-            meta = decode(_Meta, json.loads(str(stored["meta"])), "meta", problems)
+            text = read_arrays(path, names=["meta"], most=_LARGEST_META)["meta"]
+            meta = decode(_Meta, parse_json(str(text).encode()), "meta", problems)
             if not problems and meta.version != VERSION:
                 problems.append(f"meta.version: expected {VERSION}, found {meta.version}")
+            problems = problems or list(decoder_problems(meta.decoder))
             if problems:
                 raise ValueError("; ".join(problems))
             d = meta.decoder
             kinds = {"counts": ("u8", d.neurons), "order": ("u4", d.neurons)}
             if d.n_experts > 1:
                 kinds["routed"] = ("u8", d.n_experts)
+            most = 8 * d.n_layers * d.neurons + _LARGEST_HEADER
+            stored = read_arrays(path, names=kinds, most=most)
             arrays: dict[str, Any] = {
                 name: _all_rows(stored[name].astype(dtype, casting="safe"), (d.n_layers, columns))
                 for name, (dtype, columns) in kinds.items()

@@ -42,7 +42,11 @@ def contradictions(m: Manifest) -> Iterator[str]:
 
 
 def _decoder(m: Manifest) -> Iterator[str]:
-    d = m.decoder
+    yield from decoder_problems(m.decoder)
+
+
+def decoder_problems(d: Decoder) -> Iterator[str]:
+    """Yield the problems of a decoder: values that no model has, or that contradict each other."""
     for name, allowed in _CHOICES.items():
         if getattr(d, name) not in allowed:
             yield f"decoder.{name}: {getattr(d, name)!r} is none of {', '.join(allowed)}"

@@ -15,6 +15,8 @@ from functools import cache
 from typing import Any, NoReturn
 
 MAX_DEPTH = 32
+MOST_PROBLEMS = 1000
+"""Problems after which nothing more is converted: a hostile file may have one in every other byte."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -59,7 +61,9 @@ def _finite(text: str) -> float:
 
 
 def decode(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
-    """Convert a JSON value to the type `kind`; whatever does not match is added to `problems`."""
+    """Convert a JSON value to the type `kind`; whatever does not match is added to `problems`, up to a limit."""
+    if len(problems) >= MOST_PROBLEMS:
+        return None
     # bool is a subclass of int, and 1 stands for 1.0 in no canonical file: types must be the very same.
     if kind is Any or type(value) is kind:
         return value

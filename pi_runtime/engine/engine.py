@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Self, Unpack
+from typing import Self, Unpack
 
 import numpy as np
 
@@ -591,13 +591,13 @@ class Engine:
         pause = turns.pause or Pause(0.0)
         held = common_length(pause.tokens, turns.tokens)
 
-        def write(out: BinaryIO) -> None:
+        def write(out: session_file.Sink) -> None:
             if pause.cache is not None:
                 pause.cache.truncate(held)
                 session_file.write_pages(out, pause.cache)
             elif pause.file is not None:
                 with pause.file.open("rb") as file:
-                    out.write(file.read(pages_of(held) * self._memory.pool.page_nbytes))
+                    out.write(memoryview(file.read(pages_of(held) * self._memory.pool.page_nbytes)))
 
         session_file.save(path, self._run_settings(), (turns.tokens, turns.selected), held, write)
 
