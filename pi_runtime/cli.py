@@ -14,6 +14,7 @@ from pi_runtime.engine.scheduler import PIECE
 from pi_runtime.errors import InputError, PromptError, UsageError
 
 if TYPE_CHECKING:
+    from pi_runtime.execution.executor import DiskStats
     from pi_runtime.execution.plan_choice import Allocation
     from pi_runtime.generation import AnswerSettings, Generation
     from pi_runtime.model import Model
@@ -76,6 +77,9 @@ def run(
     vram_budget: Annotated[
         str | None, typer.Option(envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB: picks the placement.")
     ] = None,
+    ram_budget: Annotated[
+        str | None, typer.Option(envvar="PI_RAM_BUDGET", help="Memory to use, like 3GiB; the rest stays on disk.")
+    ] = None,
     cache_format: Annotated[
         str, typer.Option(envvar="PI_CACHE_FORMAT", help="How keys and values are held: auto, f16 or q8.")
     ] = "auto",
@@ -114,7 +118,8 @@ def run(
     from pi_runtime.text.grammar import Grammar
 
     budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
-    to_gpu = resolve_device(device).startswith("cuda")
+    ram = None if ram_budget is None else parse_size(ram_budget, "--ram-budget")
+    to_gpu = ram is None and resolve_device(device).startswith("cuda")
     if to_gpu and gpu_kernels_are_cold():
         console.say("kernels for the GPU are compiled once, after the weights are there (a minute or two)")
     opening = partial(
@@ -124,6 +129,7 @@ def run(
         threads=threads,
         device=device,
         vram_budget=budget,
+        ram_budget=ram,
         cache_format=cache_format,
     )
     if bench:
@@ -159,7 +165,7 @@ def run(
         generate = partial(model.generate, speculate=guesses, **alone)
         _announce(model)
         model.warm_up()
-        report = partial(_report, model, time.perf_counter() - began)
+        report = partial(_report, model, time.perf_counter() - began, model.executor.disk)
         if prompts is not None:
             from pi_runtime.prompt_file import PromptFile
 
@@ -341,7 +347,8 @@ def _read_file(path: Path | None) -> str | None:
         raise InputError(f"{path}: cannot be read as text", found=error) from None
 
 
-def _report(model: "Model", load_s: float, answer: "Generation") -> dict[str, Any]:
+def _report(model: "Model", load_s: float, disk: "DiskStats | None", answer: "Generation") -> dict[str, Any]:
+    """The figures of an answer; those of the disk since it had been asked for `disk`."""
     s = answer.stats
     figures = {
         "load_s": load_s,
@@ -355,6 +362,13 @@ def _report(model: "Model", load_s: float, answer: "Generation") -> dict[str, An
         "guessed_tokens": s.guessed_tokens,
         "accepted_tokens": s.accepted_tokens,
     }
+    if disk is not None and model.executor.disk is not None:
+        since = model.executor.disk - disk
+        figures |= {
+            "disk_hit_rate": since.hit_rate,
+            "disk_bytes_per_token": since.bytes_per_token,
+            "disk_wait_share": since.wait_share,
+        }
     return {"finish_reason": answer.finish_reason, "mode": model.mode, "seed": answer.seed, "stats": figures}
 
 

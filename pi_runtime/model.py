@@ -19,6 +19,7 @@ from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.errors import ArtifactError, DeviceError, DoesNotFitError, PromptError, TemplateError, UsageError
 from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.devices import resolve_device
+from pi_runtime.execution.disk import budget_of_machine, open_from_disk
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation, choose_plan
@@ -43,6 +44,7 @@ def load(
     threads: int | None = None,
     device: str = "auto",
     vram_budget: int | None = None,
+    ram_budget: int | None = None,
     cache_format: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> "Model":
@@ -55,6 +57,9 @@ def load(
     `stand-in` runs the same plan with the CPU in the GPU's place; `auto` is the first GPU where there is one and a plan
     fits it, else `stand-in` where a budget is given, else `cpu`. `progress` is called with (done, total) bytes while
     weights go to a GPU.
+    `ram_budget`: bytes of memory that the run may take, on the CPU: rows of FFNs that have no room are read from the
+    file when they are needed, which changes no text. None maps the whole file into memory where it fits, and else takes
+    what is free.
     `context`: positions to hold, prompt and answer together. `cache_format`: how keys and values are held, `f16` or
     `q8`, which takes about half as much and is no longer exact; `auto` is float32 beside attention weights in float32,
     else `f16`. A GPU has `auto` alone. `threads`: CPU threads; results do not depend on it.
@@ -67,11 +72,7 @@ def load(
     ('dense', 'cpu')
     """
     automatic = device == "auto"
-    device = resolve_device(device)
-    if automatic and device == "cpu" and vram_budget is not None:
-        device = "stand-in"
-    if device == "cpu" and vram_budget is not None:
-        raise UsageError("--vram-budget does not go with --device cpu", remedy="--device stand-in, or leave it out")
+    device = _device(device, vram_budget, ram_budget)
     available = int(numba.config.NUMBA_NUM_THREADS)
     if threads is not None and not 1 <= threads <= available:
         raise UsageError(f"--threads {threads}", expected=f"1 to {available}", remedy="NUMBA_NUM_THREADS sets the most")
@@ -84,11 +85,13 @@ def load(
         positions = _context(artifact.manifest, context)
         _check_mode(artifact, mode)
         notice = None
+        if device == "cpu" and ram_budget is None and (ram_budget := budget_of_machine(artifact)) is not None:
+            notice = "the model is larger than the free memory: neurons come from disk (--ram-budget sets how much)"
         try:
             on_cpu = artifact, mode, positions, threads or available, cache_format
-            executor = _executor(*on_cpu, device, vram_budget, progress)
+            executor = _executor(*on_cpu, device, vram_budget, ram_budget, progress)
         except (DoesNotFitError, DeviceError) as error:
-            if not automatic or vram_budget is not None:
+            if not automatic or vram_budget is not None or ram_budget is not None:
                 raise
             notice = f"the GPU is not used: {error.what}"
             if error.expected is not None:
@@ -100,6 +103,19 @@ def load(
         raise
 
 
+def _device(wanted: str, vram_budget: int | None, ram_budget: int | None) -> str:
+    """The device that a run takes. Raises UsageError for budgets that do not go with it."""
+    device = "cpu" if wanted == "auto" and ram_budget is not None else resolve_device(wanted)
+    if ram_budget is not None and (device != "cpu" or vram_budget is not None):
+        other = "--vram-budget" if device == "cpu" else f"--device {wanted}"
+        raise UsageError(f"--ram-budget does not go with {other}", remedy="--device cpu without --vram-budget")
+    if wanted == "auto" and device == "cpu" and vram_budget is not None:
+        return "stand-in"
+    if device == "cpu" and vram_budget is not None:
+        raise UsageError("--vram-budget does not go with --device cpu", remedy="--device stand-in, or leave it out")
+    return device
+
+
 def _executor(
     artifact: Artifact,
     mode: str,
@@ -108,8 +124,11 @@ def _executor(
     cache_format: str,
     device: str,
     vram_budget: int | None,
+    ram_budget: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> Executor:
+    if ram_budget is not None:
+        return open_from_disk(artifact, mode, context, threads, cache_format, ram_budget)
     if device == "cpu":
         return CpuExecutor(artifact, mode, context, threads, cache_format)
     if device == "stand-in":
