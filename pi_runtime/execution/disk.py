@@ -208,7 +208,7 @@ class DiskExecutor:
                     p.expert_TK[:] = ws.expert_TK[: len(p.x_TD)]
                     p.route_weight_TK[:] = ws.route_weight_TK[: len(p.x_TD)]
         for p in pieces:
-            token_N, slot_N = np.nonzero((p.expert_TK == expert) | (m.cfg.experts == 1))
+            token_N, slot_N = map(np.ascontiguousarray, np.nonzero((p.expert_TK == expert) | (m.cfg.experts == 1)))
             if len(token_N) == 0:
                 continue
             none_N, weight_N = np.zeros(len(token_N), np.int64), p.route_weight_TK[token_N, slot_N]
@@ -227,7 +227,7 @@ class DiskExecutor:
             if m.cfg.experts == 1:
                 token_N, select_N, weight_N = ws.token_T[:tokens], select_T, ws.one_T[:tokens]
             else:
-                token_N, slot_N = np.nonzero(ws.expert_TK[:tokens] == expert)
+                token_N, slot_N = map(np.ascontiguousarray, np.nonzero(ws.expert_TK[:tokens] == expert))
                 select_N, weight_N = select_T[token_N], ws.route_weight_TK[token_N, slot_N]
             if len(token_N):
                 self._expert(layer, expert, w, x_TD, token_N, select_N, weight_N, count_all, y_TD)

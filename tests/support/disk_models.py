@@ -23,7 +23,7 @@ def from_disk(
     found = Artifact.open(path)
     m = found.manifest
     row = sum(slot_nbytes(m, name) for name in ROW_ARRAYS)
-    least, whole = 4 * chunk_places(m.decoder.d_ff) * row, row * m.decoder.neurons * len(m.layers)
+    least, whole = 5 * chunk_places(m.decoder.d_ff) * row, row * m.decoder.neurons * len(m.layers)
     plan = replace(plan_for(found, mode, max(least, int(share * whole)), fixed=0), **plan_fields)
     context = m.decoder.context_length if context is None else context
     rows = Reader(path, batch_rows(plan.transit), **(reader or {}))
