@@ -30,13 +30,10 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose FFNs are most of it; its pages are not in the page cache."""
+    """A model whose FFNs are most of it."""
     decoder = small_decoder(d_model=128, d_ff=4096, n_layers=4, context_length=128)
     path = tmp_path_factory.mktemp("disk") / "model.pi"
     random_artifact(path, decoder, format="f16", ranks=[8] * 4, seed=5, scale=3.0, text=Text(prefix_ids=(), end_ids=()))
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return path
 
 
@@ -63,12 +60,25 @@ def cached_pages(path: Path) -> int:
         return sum(int((found[a.offset // 4096 + 1 : (a.offset + a.nbytes) // 4096] & 1).sum()) for a in rows)
 
 
+def evict(path: Path) -> None:
+    """Drop the file's pages from the page cache, which the system does at once or a little later."""
+    for _ in range(50):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if cached_pages(path) == 0:
+            return
+        time.sleep(0.1)
+    pytest.skip("the page cache keeps the file")
+
+
 def bytes_from_devices() -> int:
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"])
 
 
 def test_what_is_read_is_counted_and_not_left_in_the_page_cache(path: Path) -> None:
+    evict(path)
     with from_disk(path, 0.2) as model:
         reader = executor_of(model).reader
         if not reader.direct:
@@ -82,11 +92,9 @@ def test_what_is_read_is_counted_and_not_left_in_the_page_cache(path: Path) -> N
     assert cached_pages(path) == 0
 
 
-def test_buffered_reads_leave_little_in_the_page_cache(path: Path) -> None:
+def test_buffered_reads(path: Path) -> None:
     with load(path, device="cpu") as model:
         expected = decoded(model)
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with from_disk(path, 0.2, reader={"direct": False}) as model:
         np.testing.assert_array_equal(decoded(model), expected)
 
