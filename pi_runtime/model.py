@@ -5,6 +5,7 @@ Shape letters: T tokens, V vocabulary, L layers.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -85,8 +86,6 @@ def load(
         positions = _context(artifact.manifest, context)
         _check_mode(artifact, mode)
         notice = None
-        if device == "cpu" and ram_budget is None and (ram_budget := budget_of_machine(artifact)) is not None:
-            notice = "the model is larger than the free memory: neurons come from disk (--ram-budget sets how much)"
         try:
             on_cpu = artifact, mode, positions, threads or available, cache_format
             executor = _executor(*on_cpu, device, vram_budget, ram_budget, progress)
@@ -129,6 +128,11 @@ def _executor(
 ) -> Executor:
     if ram_budget is not None:
         return open_from_disk(artifact, mode, context, threads, cache_format, ram_budget)
+    if device == "cpu" and (budget := budget_of_machine(artifact)) is not None:
+        with suppress(DoesNotFitError):  # so little is free that mapping the file is no worse
+            found = open_from_disk(artifact, mode, context, threads, cache_format, budget)
+            found.notice = "the model is larger than the free memory: neurons come from disk (see --ram-budget)"
+            return found
     if device == "cpu":
         return CpuExecutor(artifact, mode, context, threads, cache_format)
     if device == "stand-in":

@@ -23,6 +23,7 @@ class ResidentArrays:
         self.manifest, self._artifact, self._reader = artifact.manifest, artifact, reader
         self._places, nbytes = resident_places(artifact.manifest)
         self._memory = page_aligned(nbytes)
+        reader.hold(self._memory)
         for name, place in self._places.items():
             entry = artifact.manifest.arrays[name]
             reader.read_range(entry.offset, entry.nbytes, int(self._memory.ctypes.data) + place)
@@ -73,6 +74,7 @@ def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> R
     m, slots = artifact.manifest, plan.slots(name)
     nbytes, d = row_nbytes(m, name), m.decoder
     memory = page_aligned(slots * nbytes)
+    reader.hold(memory)
     owner_S, credit_S, turn_S = np.full(slots, -1, np.int64), np.zeros(slots, np.int64), np.full(slots, -1, np.int64)
     rows_L: list[Rows] = []
     offset_L: list[int] = []

@@ -44,6 +44,10 @@ _C_FUNCTIONS = {
 }
 
 
+_ABANDONED: list[object] = []
+"""Memory that a read which never ended may still write to."""
+
+
 def page_aligned(nbytes: int) -> npt.NDArray[np.uint8]:
     """Memory that begins at a page and holds zeros, which take no room until they are written."""
     memory = mmap.mmap(-1, max(nbytes, 1))
@@ -97,9 +101,14 @@ class Reader:
             )
         self._filled = np.zeros((BATCHES, 2), np.int64)
         self._under_way: set[int] = set()
+        self._targets: list[object] = []
         buffers = page_aligned(workers * (PIECE_NBYTES + 2 * self.align))
         self._threads: list[Thread] = []
         self._start(workers, buffers)
+
+    def hold(self, memory: object) -> None:
+        """Name memory that rows go to: it must outlive reads that do not end."""
+        self._targets.append(memory)
 
     def _start(self, workers: int, buffers: npt.NDArray[np.uint8]) -> None:
         reading.stop(self.shared, 1)
@@ -144,7 +153,10 @@ class Reader:
             return
         began = moved = time.monotonic()
         before = self.bytes_read
-        while reading.wait(self.shared, batch, _SLICE_NANOSECONDS) != reading.DONE:
+        # The semaphore only wakes; the count decides, because Ctrl-C may come after the one was taken.
+        while self.shared.batch_N4[batch, reading.PENDING] > 0:
+            if reading.wait(self.shared, batch, _SLICE_NANOSECONDS) == reading.DONE:
+                continue
             now = time.monotonic()
             if self.bytes_read != before:
                 before, moved = self.bytes_read, now
@@ -218,7 +230,9 @@ class Reader:
         reading.stop(self.shared, len(self._threads))
         for thread in self._threads:
             thread.join(self._stall_seconds if not self._under_way else 0.1)
-        if not any(thread.is_alive() for thread in self._threads):
+        if any(thread.is_alive() for thread in self._threads):
+            _ABANDONED.append(self._targets)
+        else:
             os.close(self._fd)
         self._threads = []
 

@@ -31,6 +31,10 @@ class Request:
     expert: int
     needs: Sequence[tuple[str, Ints]]
 
+    def has(self, layer: int, name: str) -> bool:
+        """Whether rows of this array of a layer are needed."""
+        return self.layer == layer and any(name == array for array, _ in self.needs)
+
 
 class RowStore:
     """Slots for rows, and the reader that fills them."""
@@ -59,7 +63,7 @@ class RowStore:
         most_C = np.zeros(CHUNKS, np.int64)
         for name, neuron_I in request.needs:
             rows = self.arenas[name].rows_L[request.layer]
-            if self._ahead is not None and self._ahead.layer == request.layer:
+            if self._ahead is not None and self._ahead.has(request.layer, name):
                 rows.ring_5[neuron_cache.TURN] -= 1  # the turn that reading ahead began: its rows stay
             neuron_cache.begin_turn(rows, request.expert * self._d_ff, neuron_I, self._missing_C)
             np.maximum(most_C, self._missing_C, out=most_C)

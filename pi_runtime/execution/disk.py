@@ -41,6 +41,8 @@ from pi_runtime.kernels.ops.neuron_selection import inputs_of
 
 KERNEL_NBYTES = 96 << 20
 """Room for compiled kernels and libraries, which are loaded when they are first called."""
+TWO_PHASES_FROM = 0.15
+"""A predicted layer's `rest` is read after its `first` where that saves this share of the bytes."""
 MARGIN = 0.1
 """Share of the free memory that a budget of nobody's choice leaves to others."""
 AHEAD_FROM = (0.15, 0.02)
@@ -112,6 +114,8 @@ class DiskExecutor:
         self._ahead_ws = allocate_workspace(d, model.largest_rank, FEW_TOKENS)
         self._ahead_parts = chunks_of(model.cfg, self._ahead_ws), inputs_of(self._ahead_ws)
         self._ahead_F, self._reads_ahead = np.empty(d.d_ff + 1, np.int64), False
+        self._spared_L = np.zeros(d.n_layers)
+        self._rest_share = self.rows.arenas["rest"].nbytes / sum(a.nbytes for a in self.rows.arenas.values())
         self._running = False
         self.disk = DiskStats()
 
@@ -147,6 +151,8 @@ class DiskExecutor:
         tokens = sum(len(s.tokens) for s in sequences)
         if all(s.select for s in sequences) and tokens <= FEW_TOKENS:
             found = replace(self._counted() - before, tokens=tokens, seconds=time.perf_counter() - began)
+            read_L, kept_L = self._model.workspace.counts_LT3[:, :tokens, 1:].sum(1).T
+            self._spared_L += 0.1 * (1 - kept_L / np.maximum(read_L, 1) - self._spared_L)
             self._reads_ahead = found.seconds_waited > AHEAD_FROM[self._reads_ahead] * found.seconds
             self.disk += found
         return results
@@ -267,15 +273,17 @@ class DiskExecutor:
 
         if count_all or not few:
             self._work_off(self._works(Request(layer, expert, both), add), keep)
-        elif self.plan.two_phases_L[layer]:
-            self._work_off(self._works(first, list_firing), keep)
+        elif self._two_phases(layer):
+            listing = self._works(first, list_firing)
+            self.rows.wait_ahead(layer)
+            self._work_off(listing, keep)
             fire_I = self._fire_F[: ffn_parts.firing(cfg, parts[0], len(token_N), self._fire_F)]
             self._work_off(self._works(Request(layer, expert, [("rest", fire_I)]), sum_up), keep)
         else:
             works = [*self._works(first, list_firing), *self._works(rest, sum_up)]
             self.rows.wait_ahead(layer)
             self._work_off(works, keep)
-            self.rows.end_layer(layer)
+        self.rows.end_layer(layer)
         if few and not count_all:
             ffn_parts.merge(cfg, parts[0], token_N, y_TD)
 
@@ -301,7 +309,12 @@ class DiskExecutor:
         ffn_parts.prepare(m.cfg, w, normed_TD, ws)
         named = ffn_parts.name_neurons(m.cfg, w, normed_TD, token_N, select_N, *self._ahead_parts, self._ahead_F)
         named_I = self._ahead_F[:named]
-        self.rows.read_ahead(Request(layer, 0, [(name, named_I) for name in ROW_ARRAYS]))
+        arrays = ROW_ARRAYS[:1] if self._two_phases(layer) else ROW_ARRAYS
+        self.rows.read_ahead(Request(layer, 0, [(name, named_I) for name in arrays]))
+
+    def _two_phases(self, layer: int) -> bool:
+        """Whether a layer's `rest` is read only when it is known what fires: on the gate rung, or where that saves."""
+        return self.plan.two_phases_L[layer] or self._spared_L[layer] * self._rest_share >= TWO_PHASES_FROM
 
     def _works(self, request: Request, compute: Callable[[int, int], None]) -> list[_Work]:
         """Cut a computation into ranges of chunks whose missing rows have room."""

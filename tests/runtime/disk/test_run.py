@@ -23,6 +23,7 @@ from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import ArtifactError, UsageError
+from pi_runtime.execution import disk
 from pi_runtime.execution.disk import DiskExecutor
 
 Run = Callable[..., tuple[int, str, str]]
@@ -114,6 +115,19 @@ def test_figures(path: Path) -> None:
     assert 0 < disk.wait_share < 1
 
 
+def test_stats_of_the_command(run: Run, path: Path) -> None:
+    flags = "--max-tokens", "4", "--speculate", "off", "--json", "--temperature", "0"
+    code, out, err = run(path, "--prompt", "abc", "--ram-budget", "2GiB", *flags)
+    assert code == 0, err
+    answer = json.loads(out)
+    assert answer["stats"]["disk_hit_rate"] == 1
+    assert answer["stats"]["disk_bytes_per_token"] == 0
+    code, out, _ = run(path, "--prompt", "abc", *flags)
+    assert code == 0
+    assert json.loads(out)["text"] == answer["text"]
+    assert "disk_hit_rate" not in json.loads(out)["stats"]
+
+
 def test_a_fault_is_an_error_and_afterwards_the_text_is_the_same(path: Path) -> None:
     libc, state = ctypes.CDLL(None, use_errno=True), {"broken": False}
     kind = ctypes.CFUNCTYPE(
@@ -163,6 +177,21 @@ def test_ctrl_c_while_waiting_for_the_disk(path: Path) -> None:
         assert time.monotonic() - began < 5
         state["slow"] = False
         np.testing.assert_array_equal(decoded(model), expected)
+
+
+def test_a_model_larger_than_the_free_memory_runs_from_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = path.stat().st_size
+    # With less than nothing for kernels, what is free is enough for the small model; with much for them, it is not.
+    for free, kernels, from_disk_now in (
+        (nbytes, -64 << 20, False),
+        (nbytes - 1, -64 << 20, True),
+        (nbytes - 1, 64 << 20, False),
+    ):
+        monkeypatch.setattr(disk, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(disk, "KERNEL_NBYTES", kernels)
+        with load(path, device="cpu", context=32) as model:
+            assert isinstance(model.executor, DiskExecutor) == from_disk_now
+            assert (model.notice is not None) == from_disk_now
 
 
 def test_a_closed_model_refuses(path: Path) -> None:

@@ -11,6 +11,7 @@ from support.synthetic import random_artifact, small_decoder
 from pi_runtime import Model, load
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.schema import Text
+from pi_runtime.execution import disk
 from pi_runtime.execution.disk import DiskExecutor
 from pi_runtime.execution.executor import SequenceStep
 
@@ -79,6 +80,25 @@ def test_experts(tmp_path: Path) -> None:
         expected = outputs(model)
     with from_disk(path, 0.3) as model:
         same(outputs(model), expected)
+
+
+@pytest.mark.parametrize("ahead", [(0.0, -1.0), (9.0, 9.0)], ids=["ahead", "not_ahead"])
+@pytest.mark.parametrize("two_phases_from", [-1.0, 9.0])
+def test_reading_ahead_and_phases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: tuple[float, float], two_phases_from: float
+) -> None:
+    monkeypatch.setattr(disk, "AHEAD_FROM", ahead)
+    monkeypatch.setattr(disk, "TWO_PHASES_FROM", two_phases_from)
+    path = random_artifact(
+        tmp_path / "model.pi", small_decoder(d_model=64, d_ff=2500, n_layers=4, context_length=160), format="q4",
+        ranks=[4, 4, None, 6], seed=5, scale=3.0, text=Text(prefix_ids=(), end_ids=()),
+    )  # fmt: skip
+    with load(path, device="cpu") as model:
+        expected = outputs(model)
+    for share in (0.1, 0.4):
+        with from_disk(path, share) as model:
+            for _ in range(2):
+                same(outputs(model), expected)
 
 
 def test_long_prompts_go_through_a_layer_together(tmp_path: Path) -> None:
