@@ -41,6 +41,7 @@ _C_FUNCTIONS = {
     reading.ERRNO: "__errno_location",
     reading.ADVISE: "posix_fadvise",
     reading.CLOCK: "clock_gettime",
+    reading.COPY: "memcpy",
 }
 
 
@@ -77,7 +78,7 @@ class Reader:
         """`rows`: most rows of a batch."""
         self.path, self.rows, self._gap, self._stall_seconds = path, rows, gap, stall_seconds
         self.seconds_waited = 0.0
-        control = np.zeros(15, np.int64)
+        control = np.zeros(reading.READS + 1, np.int64)
         try:
             for place, name in _C_FUNCTIONS.items():
                 control[place] = c_address(name)

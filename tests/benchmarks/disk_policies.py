@@ -48,6 +48,18 @@ def recorded(path: Path, tokens: int) -> list[Trace]:
     return [found[layer] for layer in sorted(found)]
 
 
+def persistent(often_F: np.ndarray, keep: float, tokens: int) -> Trace:
+    """A made trace: an active neuron is active in the next token with probability `keep`, at these frequencies."""
+    rng = np.random.default_rng(0)
+    stay_F, active_F, found = np.maximum(keep, often_F), rng.random(len(often_F)) < often_F, []
+    begin_F = often_F * (1 - stay_F) / np.maximum(1 - often_F, 1e-6)
+    for _ in range(tokens):
+        drawn_F = rng.random(len(often_F))
+        active_F = np.where(active_F, drawn_F < stay_F, drawn_F < begin_F)
+        found.append(np.flatnonzero(active_F))
+    return found
+
+
 def lru(trace: Trace, room: int, held: Iterable[int]) -> int:
     cache, hits = OrderedDict.fromkeys(held), 0
     for step in trace:
@@ -142,9 +154,14 @@ def main() -> None:
     parser.add_argument("artifact", type=Path)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--shares", default="0.5,0.25,0.1")
+    parser.add_argument("--persistence", type=float, help="a made trace with the recorded frequencies instead")
     a = parser.parse_args()
     traces = recorded(a.artifact, a.tokens)
     neurons = 1 + max(int(step.max()) for trace in traces for step in trace)
+    if a.persistence is not None:
+        counts_F = np.bincount(np.concatenate([step for trace in traces for step in trace]), minlength=neurons)
+        often_F = np.convolve(counts_F / len(traces) / a.tokens, np.ones(101) / 101, "same")
+        traces = [persistent(np.maximum(often_F, 1e-3), a.persistence, a.tokens)]
     need = sum(len(step) for trace in traces for step in trace)
     for back in (1, 2, 4, 8):
         found = total = 0

@@ -22,8 +22,8 @@ BATCHES = 4
 SEMAPHORE_NBYTES = 64
 """More than any C library's semaphore takes, and a cache line, so that two do not share one."""
 # What `Shared.control` holds.
-PREAD, SEM_WAIT, SEM_POST, SEM_TIMEDWAIT, ERRNO, ADVISE, CLOCK, FD, DIRECT, ALIGN = range(10)
-STOP, HEAD, TAIL, BYTES, READS = range(10, 15)
+PREAD, SEM_WAIT, SEM_POST, SEM_TIMEDWAIT, ERRNO, ADVISE, CLOCK, COPY, FD, DIRECT, ALIGN = range(11)
+STOP, HEAD, TAIL, BYTES, READS = range(11, 16)
 # What a row of `Shared.batch_N4` holds: requests that are not done, the first error, and where in the file it was.
 PENDING, ERROR, ERROR_AT = range(3)
 # What a row of `Shared.request_NQ5` holds. The last `NEEDED` bytes may lie behind the end of the file.
@@ -109,17 +109,15 @@ def serve(s: Shared, buffer: int) -> None:
                 batch_4[ERROR_AT] = request_5[OFFSET]
                 batch_4[ERROR] = error
             else:
-                _copy_rows(s.copy_NK3[code >> 32], request_5[FIRST_COPY], request_5[COPIES], buffer)
+                _copy_rows(control[COPY], s.copy_NK3[code >> 32], request_5[FIRST_COPY], request_5[COPIES], buffer)
         if atomic_add(address_of(batch_4) + 8 * PENDING, -1) == 1:
             call_c(control[SEM_POST], _semaphore(s, 1 + (code >> 32)), 0, 0, 0)
 
 
 @device
-def _copy_rows(copy_K3: Ints, first: int, copies: int, buffer: int) -> None:
+def _copy_rows(memcpy: int, copy_K3: Ints, first: int, copies: int, buffer: int) -> None:
     for k in range(first, first + copies):
-        n = copy_K3[k, NBYTES]
-        source = carray(pointer_of(buffer + copy_K3[k, SOURCE]), (n,), np.uint8)
-        carray(pointer_of(copy_K3[k, TARGET]), (n,), np.uint8)[:] = source
+        call_c(memcpy, copy_K3[k, TARGET], buffer + copy_K3[k, SOURCE], copy_K3[k, NBYTES], 0)
 
 
 @public
