@@ -42,9 +42,10 @@ class ResidentArrays:
         )
 
     def close(self) -> None:
-        """Close the reader and the artifact."""
+        """Close the reader and the artifact, and free the memory."""
         self._reader.close()
         self._artifact.close()
+        self._memory = np.empty(0, np.uint8)
 
 
 MOST_CREDIT = 3

@@ -235,7 +235,7 @@ class Reader:
             _ABANDONED.append(self._targets)
         else:
             os.close(self._fd)
-        self._threads = []
+        self._threads, self._targets = [], []
 
 
 def _serve(shared: Shared, buffer: int, _kept: object) -> None:

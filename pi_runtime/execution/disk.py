@@ -340,9 +340,10 @@ class DiskExecutor:
         return self._model.new_cache(pool)
 
     def close(self) -> None:
-        """Close the artifact and the reader; `step` refuses from now on."""
+        """Close the artifact and the reader, and free the rows; `step` refuses from now on."""
         with ONE_AT_A_TIME:
             self._model.close()
+            self.rows.arenas.clear()
 
 
 def budget_of_machine(artifact: Artifact) -> int | None:
@@ -358,7 +359,7 @@ def open_from_disk(artifact: Artifact, mode: str, context: int, threads: int, ca
 
     Raises DoesNotFitError naming the smallest budget that fits.
     """
-    process = resident_bytes() + KERNEL_NBYTES
+    process = resident_bytes() + (0 if ffn_parts.merge.signatures else KERNEL_NBYTES)  # once for all models
     fixed = fixed_bytes(artifact.manifest, context, cache, BLOCK_TOKENS, process)
     plan = plan_for(artifact, mode, budget, fixed)
     reader = Reader(artifact.path, batch_rows(plan.transit))

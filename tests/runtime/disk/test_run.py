@@ -181,14 +181,9 @@ def test_ctrl_c_while_waiting_for_the_disk(path: Path) -> None:
 
 def test_a_model_larger_than_the_free_memory_runs_from_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = path.stat().st_size
-    # With less than nothing for kernels, what is free is enough for the small model; with much for them, it is not.
-    for free, kernels, from_disk_now in (
-        (nbytes, -64 << 20, False),
-        (nbytes - 1, -64 << 20, True),
-        (nbytes - 1, 64 << 20, False),
-    ):
+    for free, fixed, from_disk_now in ((nbytes, 0, False), (nbytes - 1, 0, True), (nbytes - 1, 1 << 40, False)):
         monkeypatch.setattr(disk, "free_memory", lambda free=free: free)
-        monkeypatch.setattr(disk, "KERNEL_NBYTES", kernels)
+        monkeypatch.setattr(disk, "fixed_bytes", lambda *_, fixed=fixed: fixed)
         with load(path, device="cpu", context=32) as model:
             assert isinstance(model.executor, DiskExecutor) == from_disk_now
             assert (model.notice is not None) == from_disk_now
