@@ -146,7 +146,7 @@ class Reader:
         requests, self._filled[batch] = int(self._filled[batch, 0]), 0
         if requests:
             self._under_way.add(batch)
-            reading.submit(self.shared, batch, requests)
+            reading.submit(self.shared, batch, requests, len(self._threads))
 
     def wait(self, batch: int) -> None:
         """Wait until a batch is read. Raises ArtifactError where it cannot be; a signal's handler runs meanwhile."""

@@ -45,13 +45,36 @@ TWO_PHASES_FROM = 0.15
 """A predicted layer's `rest` is read after its `first` where that saves this share of the bytes."""
 MARGIN = 0.1
 """Share of the free memory that a budget of nobody's choice leaves to others."""
-AHEAD_FROM = (0.15, 0.02)
-"""Rows are read ahead of their layer from the time on that decoding waits for the first share of its time, until it
-waits for less than the second: naming neurons of the next layer costs as much as its own predictor."""
 _COLUMNS = {
     "first": (weight_table.FIRST, weight_table.FIRST_SLOTS),
     "rest": (weight_table.REST, weight_table.REST_SLOTS),
 }
+
+
+class FasterWay:
+    """Which of two ways is faster, by the seconds they took; the other one is tried again now and then."""
+
+    TRIED, PERIOD = 4, 64
+    """So many tokens in a row of each so many try the way that was slower."""
+
+    def __init__(self) -> None:
+        self._seconds = [0.0, 0.0]
+        self._tokens = 0
+
+    @property
+    def second(self) -> bool:
+        """Whether the next token goes the second way."""
+        if self._tokens < 2 * self.TRIED:
+            return self._tokens >= self.TRIED
+        faster = self._seconds[1] < self._seconds[0]
+        return faster != (self._tokens % self.PERIOD < self.TRIED)
+
+    def count(self, seconds: float) -> None:
+        """Count a token that went as `second` says."""
+        way = int(self.second)
+        before = self._seconds[way] or seconds
+        self._seconds[way] = before + 0.25 * (seconds - before)
+        self._tokens += 1
 
 
 @dataclass(frozen=True)
@@ -113,7 +136,7 @@ class DiskExecutor:
         }
         self._ahead_ws = allocate_workspace(d, model.largest_rank, FEW_TOKENS)
         self._ahead_parts = chunks_of(model.cfg, self._ahead_ws), inputs_of(self._ahead_ws)
-        self._ahead_F, self._reads_ahead = np.empty(d.d_ff + 1, np.int64), False
+        self._ahead_F, self._reads_ahead = np.empty(d.d_ff + 1, np.int64), FasterWay()
         self._spared_L = np.zeros(d.n_layers)
         self._rest_share = self.rows.arenas["rest"].nbytes / sum(a.nbytes for a in self.rows.arenas.values())
         self._running = False
@@ -153,7 +176,7 @@ class DiskExecutor:
             found = replace(self._counted() - before, tokens=tokens, seconds=time.perf_counter() - began)
             read_L, kept_L = self._model.workspace.counts_LT3[:, :tokens, 1:].sum(1).T
             self._spared_L += 0.1 * (1 - kept_L / np.maximum(read_L, 1) - self._spared_L)
-            self._reads_ahead = found.seconds_waited > AHEAD_FROM[self._reads_ahead] * found.seconds
+            self._reads_ahead.count(found.seconds / tokens)
             self.disk += found
         return results
 
@@ -290,7 +313,7 @@ class DiskExecutor:
     def _ahead_of(self, layer: int) -> Callable[[Floats, Ints, Ints], None] | None:
         """What reads rows of the next layer ahead, where its predictor can be asked before its turn."""
         cfg, table = self._model.cfg, self._model.table_LXW
-        possible = self._reads_ahead and layer + 1 < len(table) and cfg.experts == 1
+        possible = self._reads_ahead.second and layer + 1 < len(table) and cfg.experts == 1
         if not possible or cfg.block == weight_table.POST_NORM or table[layer + 1, 0, weight_table.SELECTOR] == 0:
             return None
         return partial(self._read_ahead, layer + 1)

@@ -39,6 +39,18 @@ def atomic_add(typing_context: Any, address: Any, number: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
+@intrinsic
+def atomic_replace(typing_context: Any, address: Any, old: Any, new: Any) -> Any:
+    """Put a number at an address where an int64 is what was expected; returns whether it was."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], _WORD.as_pointer())
+        found = builder.cmpxchg(place, arguments[1], arguments[2], "seq_cst", "seq_cst")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
+
+
 def c_address(name: str) -> int:
     """The address of a function of the C library. Raises AttributeError where it has none of this name."""
     return int(ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0)

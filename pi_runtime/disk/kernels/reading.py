@@ -1,8 +1,8 @@
 """Compiled reading: worker loops, requests that are sorted and merged, and waiting for them.
 
 A *batch* is a list of requests that are waited for together. A request reads consecutive bytes of the file into its
-worker's own buffer, then copies the wanted rows to their places. Workers take requests from a ring, one for each post
-of a semaphore. Everything is numbers in memory (`Shared`), so the loops need neither Python nor its lock.
+worker's own buffer, then copies the wanted rows to their places. Workers that a semaphore wakes take requests from a
+ring until it is empty. Everything is numbers in memory (`Shared`), so the loops need neither Python nor its lock.
 
 Shape letters: N batches, Q requests, K copies, R places of the ring, I rows.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray
 
-from pi_runtime.disk.kernels.c_calls import atomic_add, call_c
+from pi_runtime.disk.kernels.c_calls import atomic_add, atomic_replace, call_c
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import Ints, address_of, pointer_of
 
@@ -101,17 +101,35 @@ def serve(s: Shared, buffer: int) -> None:
             pass  # a signal came
         if control[STOP] != 0:
             return
-        code = s.ring_R[atomic_add(address_of(control) + 8 * HEAD, 1) % s.ring_R.shape[0]]
-        batch_4, request_5 = s.batch_N4[code >> 32], s.request_NQ5[code >> 32, code & 0xFFFFFFFF]
-        if batch_4[ERROR] == 0:
-            error = _read_once(s, request_5[OFFSET], request_5[LENGTH], request_5[NEEDED], buffer)
-            if error != 0:
-                batch_4[ERROR_AT] = request_5[OFFSET]
-                batch_4[ERROR] = error
-            else:
-                _copy_rows(control[COPY], s.copy_NK3[code >> 32], request_5[FIRST_COPY], request_5[COPIES], buffer)
-        if atomic_add(address_of(batch_4) + 8 * PENDING, -1) == 1:
-            call_c(control[SEM_POST], _semaphore(s, 1 + (code >> 32)), 0, 0, 0)
+        ticket = _take(control)
+        while ticket >= 0:
+            _serve_one(s, s.ring_R[ticket % s.ring_R.shape[0]], buffer)
+            ticket = _take(control)
+
+
+@device
+def _take(control: Ints) -> int:
+    """The number of the next request in the ring, or −1 where there is none."""
+    head = control[HEAD]
+    while head < control[TAIL]:
+        if atomic_replace(address_of(control) + 8 * HEAD, head, head + 1):
+            return int(head)
+        head = control[HEAD]
+    return -1
+
+
+@device
+def _serve_one(s: Shared, code: int, buffer: int) -> None:
+    batch_4, request_5 = s.batch_N4[code >> 32], s.request_NQ5[code >> 32, code & 0xFFFFFFFF]
+    if batch_4[ERROR] == 0:
+        error = _read_once(s, request_5[OFFSET], request_5[LENGTH], request_5[NEEDED], buffer)
+        if error != 0:
+            batch_4[ERROR_AT] = request_5[OFFSET]
+            batch_4[ERROR] = error
+        else:
+            _copy_rows(s.control[COPY], s.copy_NK3[code >> 32], request_5[FIRST_COPY], request_5[COPIES], buffer)
+    if atomic_add(address_of(batch_4) + 8 * PENDING, -1) == 1:
+        call_c(s.control[SEM_POST], _semaphore(s, 1 + (code >> 32)), 0, 0, 0)
 
 
 @device
@@ -121,14 +139,14 @@ def _copy_rows(memcpy: int, copy_K3: Ints, first: int, copies: int, buffer: int)
 
 
 @public
-def submit(s: Shared, batch: int, requests: int) -> None:
-    """Hand a batch's first `requests` requests, at least one, to the workers."""
+def submit(s: Shared, batch: int, requests: int, workers: int) -> None:
+    """Hand a batch's first `requests` requests, at least one, to the workers, and wake as many as can have one."""
     control = s.control
     s.batch_N4[batch, PENDING], s.batch_N4[batch, ERROR] = requests, 0
     for n in range(requests):
         s.ring_R[(control[TAIL] + n) % s.ring_R.shape[0]] = batch << 32 | n
-    control[TAIL] += requests
-    for _ in range(requests):
+    atomic_add(address_of(control) + 8 * TAIL, requests)
+    for _ in range(min(requests, workers)):
         call_c(control[SEM_POST], _semaphore(s, 0), 0, 0, 0)
 
 

@@ -189,6 +189,19 @@ def test_a_model_larger_than_the_free_memory_runs_from_disk(path: Path, monkeypa
             assert (model.notice is not None) == from_disk_now
 
 
+def test_the_faster_way_is_taken_and_the_other_tried_again() -> None:
+    way, taken = disk.FasterWay(), []
+    for token in range(200):
+        taken.append(way.second)
+        fast = taken[-1] if token < 100 else not taken[-1]
+        way.count(0.1 if fast else 0.2)
+    assert taken[:8] == [False] * 4 + [True] * 4
+    assert all(taken[8:64])
+    assert not any(taken[64:68])
+    assert all(taken[68:100])
+    assert sum(taken[140:]) <= 8
+
+
 def test_a_closed_model_refuses(path: Path) -> None:
     model = from_disk(path, 0.2)
     model.close()

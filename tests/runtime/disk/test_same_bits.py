@@ -82,12 +82,12 @@ def test_experts(tmp_path: Path) -> None:
         same(outputs(model), expected)
 
 
-@pytest.mark.parametrize("ahead", [(0.0, -1.0), (9.0, 9.0)], ids=["ahead", "not_ahead"])
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("two_phases_from", [-1.0, 9.0])
 def test_reading_ahead_and_phases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: tuple[float, float], two_phases_from: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool, two_phases_from: float
 ) -> None:
-    monkeypatch.setattr(disk, "AHEAD_FROM", ahead)
+    monkeypatch.setattr(disk.FasterWay, "second", ahead)
     monkeypatch.setattr(disk, "TWO_PHASES_FROM", two_phases_from)
     path = random_artifact(
         tmp_path / "model.pi", small_decoder(d_model=64, d_ff=2500, n_layers=4, context_length=160), format="q4",
