@@ -47,6 +47,7 @@ def load(
     device: str = "auto",
     vram_budget: int | None = None,
     ram_budget: int | None = None,
+    kv_budget: int | None = None,
     cache_format: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> "Model":
@@ -61,7 +62,8 @@ def load(
     weights go to a GPU.
     `ram_budget`: bytes of memory that the run may take, on the CPU: rows of FFNs that have no room are read from the
     file when they are needed, which changes no text. None maps the whole file into memory where it fits, and else takes
-    what is free.
+    what is free. `kv_budget`: bytes of it for keys and values, of all caches and engines together; None: as many as
+    one sequence takes.
     `context`: positions to hold, prompt and answer together. `cache_format`: how keys and values are held, `f16` or
     `q8`, which takes about half as much and is no longer exact; `auto` is float32 beside attention weights in float32,
     else `f16`. A GPU has `auto` alone. `threads`: CPU threads; results do not depend on it.
@@ -89,7 +91,7 @@ def load(
         notice = None
         try:
             on_cpu = artifact, mode, positions, threads or available, cache_format
-            executor = _executor(*on_cpu, device, vram_budget, ram_budget, progress)
+            executor = _executor(*on_cpu, device, vram_budget, ram_budget, kv_budget, progress)
         except (DoesNotFitError, DeviceError) as error:
             if not automatic or vram_budget is not None or ram_budget is not None:
                 raise
@@ -125,13 +127,14 @@ def _executor(
     device: str,
     vram_budget: int | None,
     ram_budget: int | None,
+    kv_budget: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> Executor:
     if ram_budget is not None:
-        return open_from_disk(artifact, mode, context, threads, cache_format, ram_budget)
+        return open_from_disk(artifact, mode, context, threads, cache_format, ram_budget, kv_budget)
     if device == "cpu" and (budget := budget_of_machine(artifact)) is not None:
         with suppress(DoesNotFitError):  # so little is free that mapping the file is no worse
-            found = open_from_disk(artifact, mode, context, threads, cache_format, budget)
+            found = open_from_disk(artifact, mode, context, threads, cache_format, budget, kv_budget)
             found.notice = "the model is larger than the free memory: neurons come from disk (see --ram-budget)"
             return found
     if device == "cpu":

@@ -71,6 +71,7 @@ class CudaExecutor:
         self.device, self.device_name = device, device.name
         self.notice: str | None = None
         self.disk: DiskStats | None = None
+        self.kv_room: int | None = None
         layers = layers_in_mode(artifact.manifest, mode)
         manifest, d = artifact.manifest, artifact.manifest.decoder
         device.limit(max(allocation.budget, allocation.total))

@@ -64,10 +64,16 @@ class RowArena:
     """Where in the file each layer's rows begin."""
     transit_R: tuple[int, ...]
     """The first slot of each region of those in transit (see `row_store`)."""
+    whole_L: tuple[bool, ...]
+    """Whether all rows of a layer are pinned; they then lie in stored order."""
 
     @property
     def address(self) -> int:
         return int(self.memory.ctypes.data)
+
+    def address_of(self, layer: int, row: int) -> int:
+        """Where a row is that is in memory."""
+        return self.address + int(self.rows_L[layer].slot_N[row]) * self.nbytes
 
 
 def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> RowArena:
@@ -81,15 +87,21 @@ def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> R
     offset_L: list[int] = []
     begin = 1
     regions = slots - np.cumsum([plan.ahead, plan.ahead, plan.transit, plan.transit])[::-1]
-    arena = RowArena(nbytes, memory, rows_L, offset_L, tuple(regions.tolist()))
-    for n, own in enumerate(plan.first_L if name == "first" else plan.rest_L):
+    slots_L = plan.first_L if name == "first" else plan.rest_L
+    whole_L = tuple(own.pinned == d.neurons for own in slots_L)
+    arena = RowArena(nbytes, memory, rows_L, offset_L, tuple(regions.tolist()), whole_L)
+    for n, own in enumerate(slots_L):
         cached = begin + own.pinned
         rows = neuron_cache.rows_of(d.neurons, cached, cached + own.cached, MOST_CREDIT, owner_S, credit_S, turn_S)
         rows_L.append(rows)
         offset_L.append(m.arrays[f"layers/{n}/ffn/{name}"].offset)
-        held = _hottest(own.pinned + own.cached, d.n_experts, d.d_ff)
-        neuron_cache.place(rows, held, begin)
-        _read_rows(reader, np.sort(held), rows.slot_N, offset_L[-1], nbytes, arena.address)
+        if whole_L[n]:
+            neuron_cache.place(rows, np.arange(d.neurons), begin)
+            reader.read_range(offset_L[-1], d.neurons * nbytes, arena.address_of(n, 0))
+        else:
+            held = _hottest(own.pinned + own.cached, d.n_experts, d.d_ff)
+            neuron_cache.place(rows, held, begin)
+            _read_rows(reader, np.sort(held), rows.slot_N, offset_L[-1], nbytes, arena.address)
         begin = cached + own.cached
     return arena
 

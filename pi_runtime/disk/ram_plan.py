@@ -30,6 +30,8 @@ layer."""
 _PROMPT_SHARE = 1 / 16
 """Share of the rows' memory for the tokens of a long prompt, which save passes over the file."""
 PROMPT_TOKENS = (1024, 512, 256, 128)
+_EXPONENT = 0.83
+"""Of the power law that frequencies are taken to follow without counts: neurons are stored hottest first."""
 _ALIGN = 64
 
 
@@ -93,15 +95,22 @@ def batch_rows(transit: int) -> int:
     return 2 * transit + 64
 
 
-def fixed_bytes(manifest: Manifest, context: int, cache: str, tokens: int, process: int) -> int:
-    """Bytes of a run that no division changes, with calls of up to `tokens` tokens."""
+def kv_bytes(manifest: Manifest, context: int, cache: str) -> int:
+    """Bytes of one sequence's keys and values for the whole context."""
+    return kv_page(manifest.decoder, cache_format(manifest.formats["attention"], cache)).nbytes * kv_pages(context)
+
+
+def fixed_bytes(manifest: Manifest, context: int, cache: str, tokens: int, others: int) -> int:
+    """Bytes of a run that no division changes, with calls of up to `tokens` tokens.
+
+    `others`: bytes of the process itself, and for keys and values.
+    """
     d = manifest.decoder
     rank = max((layer.rank or 0 for layer in manifest.layers), default=0)
-    kv = kv_page(d, cache_format(manifest.formats["attention"], cache)).nbytes * kv_pages(context)
     ahead = cpu_workspace(d, rank, FEW_TOKENS, cache)
     buffers = cpu_workspace(d, rank, tokens, cache), ahead, rotary_tables(d, context)
     tables = 8 * (2 * d.n_layers * d.neurons + 6 * d.neurons) + 4 * tokens * padded_width(d.d_model)
-    return resident_places(manifest)[1] + kv + table_bytes(*buffers) + tables + WORKERS * PIECE_NBYTES + process
+    return resident_places(manifest)[1] + table_bytes(*buffers) + tables + WORKERS * PIECE_NBYTES + others
 
 
 def token_nbytes(d: Decoder) -> int:
@@ -114,6 +123,18 @@ def slot_nbytes(manifest: Manifest, name: str) -> int:
     return row_nbytes(manifest, name) + 3 * 8
 
 
+def transit_nbytes(manifest: Manifest) -> int:
+    """Bytes that a row of each array in transit takes: twice, and half as much for reading ahead."""
+    return 3 * sum(slot_nbytes(manifest, name) for name in ROW_ARRAYS) + BATCHES * 2 * 9 * 8
+
+
+def useful_budgets(manifest: Manifest, fixed: int) -> tuple[int, int]:
+    """The smallest budget with which a model runs, and the one from which on it holds all rows."""
+    d, both = manifest.decoder, sum(slot_nbytes(manifest, name) for name in ROW_ARRAYS)
+    least = fixed + chunk_places(d.d_ff) * transit_nbytes(manifest) + both
+    return least, least + d.n_layers * d.neurons * both
+
+
 def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
     """Divide a budget by a rule: rows that fire often are pinned, the others share caches by how often they fire.
 
@@ -122,9 +143,14 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
     m = artifact.manifest
     d, layers = m.decoder, len(m.layers)
     nbytes = {name: slot_nbytes(m, name) for name in ROW_ARRAYS}
-    both, places = sum(nbytes.values()), chunk_places(d.d_ff)
-    transit_nbytes = 3 * both + BATCHES * 2 * 9 * 8  # twice, and half as much for reading ahead
-    least = fixed + places * transit_nbytes + both
+    places = chunk_places(d.d_ff)
+    least, most = useful_budgets(m, fixed)
+    if budget >= most:
+        whole = (Slots(d.neurons, 0),) * layers
+        return RamPlan(
+            budget=budget, fixed=fixed, first_L=whole, rest_L=whole, transit=places, ahead=places // 2,
+            block_tokens=BLOCK_TOKENS, two_phases_L=(False,) * layers,
+        )  # fmt: skip
     if budget < least:
         raise DoesNotFitError(
             f"{artifact.path}: --ram-budget is too small to run it, however slowly",
@@ -132,11 +158,11 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
             found=f"{budget} bytes",
             remedy=f"--ram-budget {least}, or a smaller --ctx-size",
         )
-    room = budget - fixed - both
+    room = budget - fixed - sum(nbytes.values())
     tokens = next((t for t in PROMPT_TOKENS if t * token_nbytes(d) <= room * _PROMPT_SHARE), BLOCK_TOKENS)
     room -= tokens * token_nbytes(d) if tokens > BLOCK_TOKENS else 0
-    transit = max(places, min(d.d_ff, int(room * _TRANSIT_SHARE) // transit_nbytes))
-    room -= transit * transit_nbytes
+    transit = max(places, min(d.d_ff, int(room * _TRANSIT_SHARE) // transit_nbytes(m)))
+    room -= transit * transit_nbytes(m)
     gate_L = [_is_gate(m, n, mode) for n in range(layers)]
     slots: dict[str, list[Slots]] = {name: [Slots(0, 0)] * layers for name in ROW_ARRAYS}
     for n in np.flatnonzero(gate_L).tolist():  # asked for whole with every token: all of it, or none
@@ -171,14 +197,15 @@ def _row_cost(nbytes: dict[str, int], gate: bool) -> int:
 
 
 def _often(artifact: Artifact) -> list[np.ndarray]:
-    """How often each neuron fires in each layer, by the profile's counts; without one, as good as equally often."""
+    """How often each neuron fires in each layer, by the profile's counts; without one, by a law of stored order."""
     found = []
     for n in range(len(artifact.manifest.layers)):
         name = f"layers/{n}/ffn/counts"
         if name in artifact.manifest.arrays:
             found.append(artifact.values(name).astype(np.float64))
         else:
-            found.append(np.ones(artifact.manifest.decoder.neurons))
+            d = artifact.manifest.decoder
+            found.append(np.tile(np.arange(1.0, d.d_ff + 1) ** -_EXPONENT, d.n_experts))
     return found
 
 

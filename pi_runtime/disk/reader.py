@@ -22,12 +22,12 @@ from pi_runtime.disk.kernels.reading import BATCHES, SEMAPHORE_NBYTES, Shared
 from pi_runtime.errors import ArtifactError, UsageError
 from pi_runtime.kernels.data.matrix_view import Ints
 
-WORKERS = 16
+WORKERS = 32
 """Reads that are under way at once."""
 PIECE_NBYTES = 1 << 18
 """Most bytes of one read."""
-GAP_NBYTES = 4096
-"""Rows with at most so many bytes between them are read together: a further read costs more than these bytes."""
+GAP_NBYTES = 8192
+"""Rows with at most so many bytes between them are read together: a further read takes as long as about 11 KiB."""
 STALL_SECONDS = 60.0
 """After so long without an answer the disk counts as stalled."""
 _SLICE_NANOSECONDS = 200_000_000

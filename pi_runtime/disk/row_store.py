@@ -6,7 +6,7 @@ of transit slots; a range is fetched into one region while another one is used.
 Shape letters: I neurons, C chunks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,16 @@ class Request:
         return self.layer == layer and any(name == array for array, _ in self.needs)
 
 
+@dataclass(frozen=True)
+class Work:
+    """A range of the chunks of one expert's FFN: the rows it needs, and what is then computed."""
+
+    request: Request
+    begin: int
+    end: int
+    compute: Callable[[int, int], None]
+
+
 class RowStore:
     """Slots for rows, and the reader that fills them."""
 
@@ -44,29 +54,57 @@ class RowStore:
         self.plan, self.reader, self._d_ff = plan, reader, d.d_ff
         self.arenas = {name: row_arena(artifact, name, plan, reader) for name in ROW_ARRAYS}
         self._row_I, self._slot_I = np.empty(d.d_ff, np.int64), np.empty(d.d_ff, np.int64)
-        self._missing_C = np.zeros(CHUNKS, np.int64)
+        self._in_transit: dict[tuple[str, int], int] = {}
+        """Slots of each region that hold rows, by array and region."""
         self._ahead: Request | None = None
 
-    def ranges(self, request: Request) -> list[tuple[int, int]]:
-        """Begin a turn: cut the chunks into ranges whose missing rows fit into a region. Rows that are there stay."""
-        most_C = self._begin_turn(request)
+    def is_whole(self, layer: int) -> bool:
+        """Whether all rows of a layer stay in memory."""
+        return all(arena.whole_L[layer] for arena in self.arenas.values())
+
+    def works(self, request: Request, compute: Callable[[int, int], None]) -> list[Work]:
+        """Begin a turn: cut a computation into ranges of chunks whose missing rows fit into a region.
+
+        Rows that are there stay.
+        """
+        if self._begin_turn(request) <= self.plan.transit:
+            return [Work(request, 0, CHUNKS, compute)]
         cuts, total = [0], 0
-        for chunk, missing in enumerate(most_C.tolist()):
-            if total + missing > self.plan.transit:
+        for chunk, absent in enumerate(self._absent_of_chunks(request).tolist()):
+            if total + absent > self.plan.transit:
                 cuts.append(chunk)
                 total = 0
-            total += missing
-        return list(zip(cuts, [*cuts[1:], CHUNKS], strict=True))
+            total += absent
+        return [Work(request, begin, end, compute) for begin, end in zip(cuts, [*cuts[1:], CHUNKS], strict=True)]
 
-    def _begin_turn(self, request: Request) -> Ints:
-        """The missing rows of each chunk, of the array that misses most."""
-        most_C = np.zeros(CHUNKS, np.int64)
+    def work_off(self, works: Sequence[Work], keep: bool) -> None:
+        """Compute ranges in order, each while the rows of the next one are read. `keep`: rows may enter the cache."""
+        for n in range(-1, len(works)):
+            if n + 1 < len(works):
+                following = works[n + 1]
+                self.fetch(following.request, following.begin, following.end, (n + 1) % REGIONS, keep)
+            if n >= 0:
+                self.reader.wait(n % REGIONS)
+                works[n].compute(works[n].begin, works[n].end)
+                self.release(works[n].request, n % REGIONS)
+
+    def _begin_turn(self, request: Request) -> int:
+        """Begin a turn; returns the absent rows of the array that misses most."""
+        most = 0
         for name, neuron_I in request.needs:
             rows = self.arenas[name].rows_L[request.layer]
             if self._ahead is not None and self._ahead.has(request.layer, name):
                 rows.ring_5[neuron_cache.TURN] -= 1  # the turn that reading ahead began: its rows stay
-            neuron_cache.begin_turn(rows, request.expert * self._d_ff, neuron_I, self._missing_C)
-            np.maximum(most_C, self._missing_C, out=most_C)
+            most = max(most, neuron_cache.begin_turn(rows, request.expert * self._d_ff, neuron_I))
+        return most
+
+    def _absent_of_chunks(self, request: Request) -> Ints:
+        """The absent rows of each chunk, of the array that misses most there."""
+        most_C, absent_C = np.zeros((2, CHUNKS), np.int64)
+        for name, neuron_I in request.needs:
+            rows = self.arenas[name].rows_L[request.layer]
+            neuron_cache.absent_of_chunks(rows, request.expert * self._d_ff, neuron_I, absent_C)
+            np.maximum(most_C, absent_C, out=most_C)
         return most_C
 
     def fetch(self, request: Request, begin: int, end: int, region: int, keep: bool) -> None:
@@ -75,27 +113,31 @@ class RowStore:
             arena = self.arenas[name]
             rows, transit = arena.rows_L[request.layer], arena.transit_R[region]
             base = request.expert * self._d_ff
-            count, _ = neuron_cache.obtain(rows, base, neuron_I, begin, end, keep, transit, self._row_I, self._slot_I)
+            call = base, neuron_I, begin, end, keep, transit, self._row_I, self._slot_I
+            count, self._in_transit[name, region] = neuron_cache.obtain(rows, *call)
             if count:
                 place = arena.offset_L[request.layer], arena.nbytes, arena.address
                 self.reader.add_rows(region, self._row_I[:count], self._slot_I[:count], *place)
         self.reader.submit(region)
 
-    def wait(self, region: int) -> None:
-        """Wait for what was fetched into a region."""
-        self.reader.wait(region)
-
     def release(self, request: Request, region: int) -> None:
         """Let go of the rows of a region."""
-        room = self.plan.transit if region < REGIONS else self.plan.ahead
         for name, _ in request.needs:
+            self._clear(name, request.layer, region)
+
+    def _clear(self, name: str, layer: int, region: int) -> None:
+        """Forget the rows in a region of an array."""
+        if count := self._in_transit.pop((name, region), 0):
             arena = self.arenas[name]
-            neuron_cache.clear_transit(arena.rows_L[request.layer], arena.transit_R[region], room)
+            neuron_cache.clear_transit(arena.rows_L[layer], arena.transit_R[region], count)
 
     def read_ahead(self, request: Request) -> None:
-        """Begin to read a coming layer's rows, where all that are missing fit into their region."""
+        """Begin to read a coming layer's rows, where all that are missing fit into their region.
+
+        With experts the request is for expert 0, and its neurons are rows of the layer.
+        """
         before = {name: self.arenas[name].rows_L[request.layer].counts_2.copy() for name, _ in request.needs}
-        if 0 < self._begin_turn(request).sum() <= self.plan.ahead:
+        if 0 < self._begin_turn(request) <= self.plan.ahead:
             self.fetch(request, 0, CHUNKS, REGIONS + request.layer % 2, keep=True)
             self._ahead = request
         for name, counts_2 in before.items():  # they are counted when they are needed
@@ -104,19 +146,20 @@ class RowStore:
     def wait_ahead(self, layer: int) -> None:
         """Wait for the rows of a layer that were read ahead, if any were."""
         if self._ahead is not None and self._ahead.layer == layer:
-            self.wait(REGIONS + layer % 2)
+            self.reader.wait(REGIONS + layer % 2)
 
     def end_layer(self, layer: int) -> None:
         """Let go of a layer's rows that were read ahead."""
         if self._ahead is not None and self._ahead.layer == layer:
             self._ahead = None
-        for arena in self.arenas.values():
-            neuron_cache.clear_transit(arena.rows_L[layer], arena.transit_R[REGIONS + layer % 2], self.plan.ahead)
+        for name in self.arenas:
+            self._clear(name, layer, REGIONS + layer % 2)
 
     def recover(self) -> None:
         """Forget all rows that may have been on their way: all but the pinned ones."""
         self.reader.drain()
         self._ahead = None
+        self._in_transit.clear()
         for arena in self.arenas.values():
             for rows in arena.rows_L:
                 neuron_cache.forget(rows)

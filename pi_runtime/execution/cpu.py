@@ -12,7 +12,7 @@ from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import DiskStats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.execution.pages import PagePool
+from pi_runtime.execution.pages import Allowance, PagePool
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME, start_threads
 from pi_runtime.kernels.data import weight_table
@@ -26,16 +26,24 @@ class CpuModel:
     """An open artifact as kernels take it: tables of its weights, and the memory that kernels work in.
 
     `threads` limits numba's threads for the calls made here; results do not depend on it. `cache` is the format of keys
-    and values, of `buffers.CACHE_FORMATS`.
+    and values, of `buffers.CACHE_FORMATS`; `kv` limits what they take.
     """
 
-    def __init__(self, artifact: StoredArrays, mode: str, context: int, threads: int, cache: str = "auto") -> None:
+    def __init__(
+        self,
+        artifact: StoredArrays,
+        mode: str,
+        context: int,
+        threads: int,
+        cache: str = "auto",
+        kv: Allowance | None = None,
+    ) -> None:
         start_threads()
         # Kept because the table holds addresses into its mapping.
         self.artifact: StoredArrays | None = artifact
         self.manifest = artifact.manifest
         decoder, layers = artifact.manifest.decoder, artifact.manifest.layers
-        self.threads, self.context, self.cache = threads, context, cache
+        self.threads, self.context, self.cache, self._kv = threads, context, cache, kv
         self.cfg = weight_table.config_of(decoder, artifact.manifest.formats)
         self.ends = weight_table.ends_of(artifact)
         self.table_LXW = weight_table.table_of(artifact, mode)
@@ -89,7 +97,7 @@ class CpuModel:
     def new_pool(self, budget: int | None = None) -> PagePool:
         """Pages for caches of some sequences."""
         self.check_open()
-        return PagePool(self.manifest, budget, self.cache)
+        return PagePool(self.manifest, budget, self.cache, self._kv)
 
     def new_cache(self, pool: PagePool | None = None) -> KVCache:
         """An empty cache for one sequence."""
@@ -167,6 +175,7 @@ class CpuExecutor:
     device_name = "cpu"
     notice: str | None = None
     disk: DiskStats | None = None
+    kv_room: int | None = None
     block_tokens = BLOCK_TOKENS
 
     def __init__(self, artifact: StoredArrays, mode: str, context: int, threads: int, cache: str = "auto") -> None:

@@ -70,6 +70,14 @@ class DiskStats:
     def __add__(self, more: "DiskStats") -> "DiskStats":
         return DiskStats(*map(sum, zip(astuple(self), astuple(more), strict=True)))
 
+    def figures(self) -> dict[str, float | None]:
+        """The figures that users are told."""
+        return {
+            "disk_hit_rate": self.hit_rate,
+            "disk_bytes_per_token": self.bytes_per_token,
+            "disk_wait_share": self.wait_share,
+        }
+
     @property
     def hit_rate(self) -> float | None:
         """Share of the rows that were in memory; None where none was asked for."""
@@ -108,6 +116,10 @@ class Executor(Protocol):
     @property
     def disk(self) -> DiskStats | None:
         """What reading rows from disk took; None where all weights are in memory."""
+
+    @property
+    def kv_room(self) -> int | None:
+        """Bytes that further keys and values may take; None where nothing limits them."""
 
     @property
     def block_tokens(self) -> int:

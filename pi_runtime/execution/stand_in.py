@@ -65,6 +65,7 @@ class StandInExecutor:
     device_name = "stand-in"
     notice: str | None = None
     disk: DiskStats | None = None
+    kv_room: int | None = None
     block_tokens = BLOCK_TOKENS
 
     def __init__(

@@ -52,17 +52,26 @@ def place(rows: Rows, row_I: Ints, slot: int) -> None:
 
 
 @public
-def begin_turn(rows: Rows, base: int, neuron_I: Ints, missing_C: Ints) -> None:
-    """Begin a layer's turn, in which the rows base + neuron are needed: count the absent ones of each chunk.
+def begin_turn(rows: Rows, base: int, neuron_I: Ints) -> int:
+    """Begin a layer's turn, in which the rows base + neuron are needed: returns how many are absent.
 
     Those that are there stay until the next turn.
     """
     rows.ring_5[TURN] += 1
-    missing_C[:] = 0
+    turn, absent = rows.ring_5[TURN], 0
     for neuron in neuron_I:
         slot = rows.slot_N[base + neuron]
-        rows.turn_S[slot] = rows.ring_5[TURN]
-        missing_C[turned(neuron // GROUP % CHUNKS)] += slot == 0
+        rows.turn_S[slot] = turn
+        absent += slot == 0
+    return absent
+
+
+@public
+def absent_of_chunks(rows: Rows, base: int, neuron_I: Ints, absent_C: Ints) -> None:
+    """Count the absent rows of each chunk."""
+    absent_C[:] = 0
+    for neuron in neuron_I:
+        absent_C[turned(neuron // GROUP % CHUNKS)] += rows.slot_N[base + neuron] == 0
 
 
 @public
@@ -73,10 +82,10 @@ def obtain(
 
     Returns how many these are, and how many slots from `transit` on they took. `keep`: they may take cached slots.
     """
-    turn = rows.ring_5[TURN]
+    turn, every = rows.ring_5[TURN], begin == 0 and end == CHUNKS
     count = 0
     for neuron in neuron_I:
-        if not begin <= turned(neuron // GROUP % CHUNKS) < end:
+        if not (every or begin <= turned(neuron // GROUP % CHUNKS) < end):
             continue
         slot = rows.slot_N[base + neuron]
         if slot == 0:

@@ -1,7 +1,8 @@
 """Compiled reading: worker loops, requests that are sorted and merged, and waiting for them.
 
 A *batch* is a list of requests that are waited for together. A request reads consecutive bytes of the file into its
-worker's own buffer, then copies the wanted rows to their places. Workers that a semaphore wakes take requests from a
+worker's own buffer, then copies the wanted rows to their places; where all of it is for one aligned place, it reads
+straight to there. Workers that a semaphore wakes take requests from a
 ring until it is empty. Everything is numbers in memory (`Shared`), so the loops need neither Python nor its lock.
 
 Shape letters: N batches, Q requests, K copies, R places of the ring, I rows.
@@ -19,6 +20,8 @@ from pi_runtime.kernels.data.matrix_view import Ints, address_of, pointer_of
 
 BATCHES = 4
 """Batches that can be under way at once."""
+WOKEN = 4, 2
+"""Workers that a batch wakes, and that each of these wakes while there are requests: waking all takes long."""
 SEMAPHORE_NBYTES = 64
 """More than any C library's semaphore takes, and a cache line, so that two do not share one."""
 # What `Shared.control` holds.
@@ -101,6 +104,8 @@ def serve(s: Shared, buffer: int) -> None:
             pass  # a signal came
         if control[STOP] != 0:
             return
+        for _ in range(min(WOKEN[1], control[TAIL] - control[HEAD] - 1)):
+            call_c(control[SEM_POST], _semaphore(s, 0), 0, 0, 0)
         ticket = _take(control)
         while ticket >= 0:
             _serve_one(s, s.ring_R[ticket % s.ring_R.shape[0]], buffer)
@@ -122,11 +127,15 @@ def _take(control: Ints) -> int:
 def _serve_one(s: Shared, code: int, buffer: int) -> None:
     batch_4, request_5 = s.batch_N4[code >> 32], s.request_NQ5[code >> 32, code & 0xFFFFFFFF]
     if batch_4[ERROR] == 0:
-        error = _read_once(s, request_5[OFFSET], request_5[LENGTH], request_5[NEEDED], buffer)
+        only_3 = s.copy_NK3[code >> 32, request_5[FIRST_COPY]]
+        straight = request_5[COPIES] == 1 and only_3[NBYTES] == request_5[LENGTH]
+        straight &= s.control[DIRECT] != 0 and only_3[TARGET] % s.control[ALIGN] == 0
+        to = only_3[TARGET] if straight else buffer
+        error = _read_once(s, request_5[OFFSET], request_5[LENGTH], request_5[NEEDED], to)
         if error != 0:
             batch_4[ERROR_AT] = request_5[OFFSET]
             batch_4[ERROR] = error
-        else:
+        elif not straight:
             _copy_rows(s.control[COPY], s.copy_NK3[code >> 32], request_5[FIRST_COPY], request_5[COPIES], buffer)
     if atomic_add(address_of(batch_4) + 8 * PENDING, -1) == 1:
         call_c(s.control[SEM_POST], _semaphore(s, 1 + (code >> 32)), 0, 0, 0)
@@ -140,13 +149,13 @@ def _copy_rows(memcpy: int, copy_K3: Ints, first: int, copies: int, buffer: int)
 
 @public
 def submit(s: Shared, batch: int, requests: int, workers: int) -> None:
-    """Hand a batch's first `requests` requests, at least one, to the workers, and wake as many as can have one."""
+    """Hand a batch's first `requests` requests, at least one, to the workers, and wake some of them."""
     control = s.control
     s.batch_N4[batch, PENDING], s.batch_N4[batch, ERROR] = requests, 0
     for n in range(requests):
         s.ring_R[(control[TAIL] + n) % s.ring_R.shape[0]] = batch << 32 | n
     atomic_add(address_of(control) + 8 * TAIL, requests)
-    for _ in range(min(requests, workers)):
+    for _ in range(min(requests, workers, WOKEN[0])):
         call_c(control[SEM_POST], _semaphore(s, 0), 0, 0, 0)
 
 

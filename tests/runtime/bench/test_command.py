@@ -86,3 +86,40 @@ def test_ctrl_c_before_anything_is_measured(run: Run, random_path: Path, monkeyp
 
     monkeypatch.setattr(Sequences, "seconds_a_step", interrupted)
     assert run(random_path, *BRIEF)[:2] == (130, "")
+
+
+SWEEP = ("--bench", "--ram-budget", "2GiB", "--seconds", "2")
+
+
+def test_a_curve_over_budgets(run: Run, random_path: Path) -> None:
+    code, out, err = run(random_path, *SWEEP, "--json", "--threads", 1)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    rows = found["budgets"]
+    assert (found["device"], found["threads"]) == ("cpu", 1)
+    assert len(rows) >= 2
+    budgets = [row["ram_budget"] for row in rows]
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[0] < 2 << 30  # a budget from which on everything is in memory is enough
+    assert (rows[0]["disk_hit_rate"], rows[0]["disk_bytes_per_token"]) == (1, 0)
+    assert rows[-1]["disk_hit_rate"] < 1
+    assert rows[-1]["disk_bytes_per_token"] > 0
+    assert all(row["tokens_per_s"] == pytest.approx(len(row["seconds"]) / sum(row["seconds"])) for row in rows)
+
+
+def test_a_curve_is_drawn(run: Run, random_path: Path) -> None:
+    code, out, _ = run(random_path, *SWEEP)
+    assert code == 0
+    head = next(n for n, line in enumerate(out.splitlines()) if line.startswith("--ram-budget"))
+    rows = [line.split() for line in out.splitlines()[head + 1 :]]
+    rates, bars = [float(row[2]) for row in rows], [row[-1] for row in rows]
+    assert len(bars[rates.index(max(rates))]) == max(map(len, bars)) == 30
+    assert all(set(bar) == {"█"} for bar in bars)
+    _, out, _ = run(random_path, *SWEEP, "--md")
+    assert out.splitlines()[2].startswith("| --ram-budget | tokens/s |")
+
+
+def test_a_curve_needs_a_budget_that_fits(run: Run, random_path: Path) -> None:
+    code, _, err = run(random_path, "--bench", "--ram-budget", "1MiB")
+    assert code == 4
+    assert "expected: at least" in err

@@ -27,14 +27,15 @@ def rows_with(cached: int) -> Rows:
     turns=st.lists(st.tuples(st.sets(st.integers(0, NEURONS - 1), min_size=1), st.booleans()), max_size=12),
 )
 def test_turns(cached: int, turns: list[tuple[set[int], bool]]) -> None:
-    rows, transit, missing_C = rows_with(cached), 1 + PINNED + cached, np.zeros(CHUNKS, np.int64)
+    rows, transit, absent_C = rows_with(cached), 1 + PINNED + cached, np.zeros(CHUNKS, np.int64)
     row_I, slot_I = np.empty(NEURONS, np.int64), np.empty(NEURONS, np.int64)
     contents: dict[int, int] = {}
     for wanted, keep in turns:
         neuron_I, before = np.array(sorted(wanted), np.int64), rows.counts_2.copy()
         absent = int((rows.slot_N[neuron_I] == 0).sum())
-        neuron_cache.begin_turn(rows, 0, neuron_I, missing_C)
-        assert missing_C.sum() == absent
+        assert neuron_cache.begin_turn(rows, 0, neuron_I) == absent
+        neuron_cache.absent_of_chunks(rows, 0, neuron_I, absent_C)
+        assert absent_C.sum() == absent
         count, in_transit = neuron_cache.obtain(rows, 0, neuron_I, 0, CHUNKS, keep, transit, row_I, slot_I)
         assert count == absent
         assert in_transit == absent or keep
@@ -54,12 +55,12 @@ def test_turns(cached: int, turns: list[tuple[set[int], bool]]) -> None:
 
 
 def test_a_row_that_comes_again_and_again_outlives_those_that_come_once() -> None:
-    rows, missing_C = rows_with(4), np.zeros(CHUNKS, np.int64)
+    rows = rows_with(4)
     row_I, slot_I = np.empty(NEURONS, np.int64), np.empty(NEURONS, np.int64)
 
     def ask(*neurons: int) -> int:
         neuron_I = np.array(neurons, np.int64)
-        neuron_cache.begin_turn(rows, 0, neuron_I, missing_C)
+        neuron_cache.begin_turn(rows, 0, neuron_I)
         count, in_transit = neuron_cache.obtain(rows, 0, neuron_I, 0, CHUNKS, True, 1 + PINNED + 4, row_I, slot_I)
         neuron_cache.clear_transit(rows, 1 + PINNED + 4, in_transit)
         return count

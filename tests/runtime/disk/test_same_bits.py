@@ -11,7 +11,7 @@ from support.synthetic import random_artifact, small_decoder
 from pi_runtime import Model, load
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.schema import Text
-from pi_runtime.execution import disk
+from pi_runtime.execution import disk, disk_ahead
 from pi_runtime.execution.disk import DiskExecutor
 from pi_runtime.execution.executor import SequenceStep
 
@@ -87,7 +87,7 @@ def test_experts(tmp_path: Path) -> None:
 def test_reading_ahead_and_phases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool, two_phases_from: float
 ) -> None:
-    monkeypatch.setattr(disk.FasterWay, "second", ahead)
+    monkeypatch.setattr(disk_ahead.FasterWay, "second", ahead)
     monkeypatch.setattr(disk, "TWO_PHASES_FROM", two_phases_from)
     path = random_artifact(
         tmp_path / "model.pi", small_decoder(d_model=64, d_ff=2500, n_layers=4, context_length=160), format="q4",
