@@ -10,6 +10,9 @@ from pi_runtime.bench.measurement import Row
 from pi_runtime.execution.devices import processor_name
 from pi_runtime.kernels.codegen.isa import ISA
 
+CURVE = "curve"
+"""The column of bars."""
+
 
 def report(path: Path, **figures: Any) -> dict[str, Any]:
     """The artifact and the machine, then the figures."""
@@ -37,7 +40,7 @@ def values(row: Row) -> dict[str, Any]:
 def text(found: Mapping[str, Any], cells: Sequence[Mapping[str, str]]) -> str:
     """The result for a terminal."""
     facts = [(key, value) for key, value in _facts(found) if value]
-    return console.text_of(console.facts(facts), *([console.table(cells)] if cells else []))
+    return console.text_of(console.facts(facts), *([console.table(cells, left=[CURVE])] if cells else []))
 
 
 def markdown(found: Mapping[str, Any], cells: Sequence[Mapping[str, str]]) -> str:

@@ -12,12 +12,14 @@ expert, I neurons, C chunks, F neurons of one expert.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numba
 import numpy as np
 
 from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, padded_width
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Manifest
 from pi_runtime.disk.arena import ResidentArrays, RowArena
 from pi_runtime.disk.ram_plan import ROW_ARRAYS, RamPlan, batch_rows, fixed_bytes, kv_bytes, plan_for
 from pi_runtime.disk.reader import Reader
@@ -39,8 +41,8 @@ from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 from pi_runtime.kernels.moe import ffn_of_experts
 from pi_runtime.kernels.ops.neuron_selection import inputs_of
 
-KERNEL_NBYTES = 96 << 20
-"""Room for compiled kernels and libraries, which are loaded when they are first called."""
+KERNEL_NBYTES, PARTS_NBYTES = 96 << 20, 16 << 20
+"""Room for kernels and libraries that every run loads when it begins, and for kernels of the FFN in parts."""
 TWO_PHASES_FROM = 0.15
 """A predicted layer's `rest` is read after its `first` where that saves this share of the bytes."""
 MARGIN = 0.1
@@ -85,6 +87,7 @@ class DiskExecutor:
         self._rest_share = self.rows.arenas["rest"].nbytes / sum(a.nbytes for a in self.rows.arenas.values())
         self._running = False
         self.disk = DiskStats()
+        self._fixed_now = partial(fixed_bytes_of, artifact.manifest, context, cache, kv_nbytes)
 
     def _point_to(self, name: str, arena: RowArena) -> None:
         """Tell the kernels where the rows of an array are: in slots, or in order where all of them are in memory."""
@@ -230,6 +233,10 @@ class DiskExecutor:
         """Whether a layer's `rest` is read only when it is known what fires: on the gate rung, or where that saves."""
         return self.plan.two_phases_L[layer] or self._spared_L[layer] * self._rest_share >= TWO_PHASES_FROM
 
+    def fixed_now(self) -> int:
+        """What `plan.fixed` would be for this model in the process as it is now."""
+        return self._fixed_now()
+
     @property
     def kv_room(self) -> int:
         """Bytes that further keys and values may take."""
@@ -258,10 +265,11 @@ def budget_of_machine(artifact: Artifact) -> int | None:
     return int(free * (1 - MARGIN)) + resident_bytes()
 
 
-def fixed_bytes_of(artifact: Artifact, context: int, cache: str, kv_nbytes: int) -> int:
+def fixed_bytes_of(manifest: Manifest, context: int, cache: str, kv_nbytes: int) -> int:
     """Bytes of a run in this process that no division of its budget changes."""
-    process = resident_bytes() + (0 if ffn_parts.merge.signatures else KERNEL_NBYTES)  # once for all models
-    return fixed_bytes(artifact.manifest, context, cache, BLOCK_TOKENS, kv_nbytes + process)
+    # They are loaded once for all models.
+    kernels = KERNEL_NBYTES * (not embed.signatures) + PARTS_NBYTES * (not ffn_parts.merge.signatures)
+    return fixed_bytes(manifest, context, cache, BLOCK_TOKENS, resident_bytes() + kernels + kv_nbytes)
 
 
 def open_from_disk(
@@ -273,7 +281,7 @@ def open_from_disk(
     DoesNotFitError naming the smallest budget that fits.
     """
     kv_nbytes = kv_bytes(artifact.manifest, context, cache) if kv_budget is None else kv_budget
-    plan = plan_for(artifact, mode, budget, fixed_bytes_of(artifact, context, cache, kv_nbytes))
+    plan = plan_for(artifact, mode, budget, fixed_bytes_of(artifact.manifest, context, cache, kv_nbytes))
     reader = Reader(artifact.path, batch_rows(plan.transit))
     try:
         return DiskExecutor(artifact, mode, context, threads, cache, plan, reader, kv_nbytes)

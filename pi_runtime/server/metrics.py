@@ -92,8 +92,9 @@ class Metrics:
         yield from _sample("open_requests", "gauge", "Requests that are being answered, or wait.", open_requests)
         for name, kind, text, field in ENGINE if engine is not None else ():
             yield from _sample(name, kind, text, getattr(engine, field))
-        for name, kind, text, field in DISK if engine is not None and engine.disk is not None else ():
-            yield from _sample(name, kind, text, getattr(engine.disk, field))
+        disk = None if engine is None else engine.disk
+        for name, kind, text, field in DISK if disk is not None else ():
+            yield from _sample(name, kind, text, getattr(disk, field))
         yield from _sample("prefill_seconds_total", "counter", "Time in which answers read prompts.", self._prefill_s)
         yield from _sample("decode_seconds_total", "counter", "Time in which answers were written.", self._decode_s)
         yield from _sample("cancelled_requests_total", "counter", "Requests whose client left.", self.cancelled)

@@ -33,7 +33,7 @@ def budgets(path: str) -> dict[str, int]:
     """The smallest budget of this process, and the one from which on all rows are in memory."""
     with Artifact.open(Path(path)) as artifact:
         kv_nbytes = kv_bytes(artifact.manifest, CONTEXT, "auto")
-        fixed = disk.fixed_bytes_of(artifact, CONTEXT, "auto", kv_nbytes)
+        fixed = disk.fixed_bytes_of(artifact.manifest, CONTEXT, "auto", kv_nbytes)
         least, most = useful_budgets(artifact.manifest, fixed)
     return {"least": least, "most": most}
 
