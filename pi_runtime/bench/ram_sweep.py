@@ -53,24 +53,28 @@ def sweep(
 
     Raises UsageError where the context is too short, DoesNotFitError where not even `most` is enough.
     """
-    budget = most
-    for _ in range(2):  # both ways to run bring kernels into memory, which then count for all budgets
-        with open_model(budget) as model:
-            if model.context <= LEAD:
-                raise UsageError(
-                    f"--bench --ram-budget needs a context of {LEAD + 1} tokens", found=model.context,
-                    remedy="raise --ctx-size",
-                )  # fmt: skip
-            model.warm_up()
-        assert isinstance(model.executor, DiskExecutor)
-        least, whole = useful_budgets(model.manifest, model.executor.fixed_now())
-        budget = min(most, least + (whole - least) // 8 + SLACK)
+    least, whole = _useful(open_model, most)
+    with suppress(DoesNotFitError):  # both ways to run bring kernels into memory, which then count for all budgets
+        least, whole = _useful(open_model, min(most, least + (whole - least) // 8 + SLACK))
     budgets = np.linspace(min(most, whole + SLACK), least + SLACK, BUDGETS).astype(int).tolist()
     for n, budget in enumerate(budgets):
         progress(n, len(budgets))
         with suppress(DoesNotFitError):  # this process has grown by more than expected
             rows.append(_decoded(open_model, budget, limit_s / len(budgets)))
     progress(len(budgets), len(budgets))
+
+
+def _useful(open_model: Callable[[int], Model], budget: int) -> tuple[int, int]:
+    """The useful budgets of this process once it has run a model within this one."""
+    with open_model(budget) as model:
+        if model.context <= LEAD:
+            raise UsageError(
+                f"--bench --ram-budget needs a context of {LEAD + 1} tokens", found=model.context,
+                remedy="raise --ctx-size",
+            )  # fmt: skip
+        model.warm_up()
+    assert isinstance(model.executor, DiskExecutor)
+    return useful_budgets(model.manifest, model.executor.fixed_now())
 
 
 def _decoded(open_model: Callable[[int], Model], budget: int, limit_s: float) -> BudgetRow:
