@@ -51,7 +51,8 @@ _ABANDONED: list[object] = []
 
 def page_aligned(nbytes: int) -> npt.NDArray[np.uint8]:
     """Memory that begins at a page and holds zeros, which take no room until they are written."""
-    memory = mmap.mmap(-1, max(nbytes, 1))
+    # Memory that could be shared, which is mmap's default, gets no huge pages: kernels would be a third slower.
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pi_runtime.disk.reader import Reader
+from pi_runtime.disk.reader import Reader, page_aligned
 from pi_runtime.errors import ArtifactError
 
 ROWS, NBYTES, OFFSET = 300, 700, 1234
@@ -174,3 +174,17 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="cannot be read"):
         Reader(tmp_path / "none", 1)
+
+
+def test_memory_for_rows_may_have_huge_pages() -> None:
+    memory = page_aligned(8 << 20)
+    address, flags = memory.ctypes.data, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= address < end
+        elif first == "VmFlags:" and inside:
+            flags = rest
+    assert "hg" in flags.split()
+    assert "sh" not in flags.split()
