@@ -3,8 +3,12 @@
 The text is split into windows, and the windows into shards. A group of layers is loaded, all shards pass through it,
 and the hidden states are kept for the next group. With all layers in one group that is the ordinary forward pass; with
 one layer a group, memory holds one layer whatever the model's size. Both are the same arithmetic, so the counts agree.
-Counts are integers summed in shard order. A finished shard is on disk: a killed run goes on from there. N windows of T
-tokens, D model width, F neurons of all experts, X experts.
+Counts are integers summed in shard order. A finished shard is on disk: a killed run goes on from there.
+
+Beside the counts stands *persistence*: how many of a token's active neurons were active in the last 1, 2, 4, 8 tokens
+of its window. The cost of keeping neurons in memory is foretold from it (`cost_model.hit_rate`).
+
+N windows of T tokens, D model width, F neurons of all experts, X experts.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +22,7 @@ import torch
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.files import read_arrays, write_arrays
-from pi_compile.results import ActivationProfile, Counts, order_neurons
+from pi_compile.results import WINDOWS, ActivationProfile, Counts, order_neurons
 from pi_compile.torch_model import Estimate, HiddenStates, flops_per_s, layer_parameters
 from pi_compile.torch_model import decoder as td
 from pi_runtime.artifact.decoder import Decoder
@@ -75,17 +79,18 @@ def profile(
     with torch.inference_mode():
         # Layers are ordered one by one: all co-firing bits together would take more memory than a layer's weights.
         counted = [
-            (counts, order_neurons(counts, bits, d.n_experts), routed)
+            (counts, order_neurons(counts, bits, d.n_experts), routed, persistence)
             for group in run.groups()
-            for counts, bits, routed in run.count(group)
+            for counts, bits, routed, persistence in run.count(group)
         ]
-    counts, order, routed = (np.stack(arrays) for arrays in zip(*counted, strict=True))
+    counts, order, routed, persistence = (np.stack(arrays) for arrays in zip(*counted, strict=True))
     return ActivationProfile(
         decoder=d,
         tokens=ids_NT.numel(),
         counts=counts,
         order=order,
         routed=routed if d.n_experts > 1 else None,
+        persistence=persistence if window > WINDOWS[-1] else None,
         formats=checkpoint.formats(),
         inputs=inputs,
         source="counts of the profile stage",
@@ -107,21 +112,24 @@ class _Run:
         layers, step = self.checkpoint.decoder.n_layers, self.spec.layers_at_once or self.checkpoint.decoder.n_layers
         return (range(start, min(layers, start + step)) for start in range(0, layers, step))
 
-    def count(self, group: range) -> Iterator[tuple[Counts, Bits, Counts]]:
-        """Counts (F,), co-firing bits (samples, F) and tokens routed to each expert (X,), for each layer of a group."""
+    def count(self, group: range) -> Iterator[tuple[Counts, Bits, Counts, Counts]]:
+        """For each layer of a group: counts (F,), co-firing bits (samples, F), tokens routed to each expert (X,), and
+        persistence (5,)."""
         shards = [slice(s, s + self.spec.shard) for s in range(0, len(self.ids_NT), self.spec.shard)]
         files = [self.scratch / f"layers-{group.start}-shard-{n}.npz" for n in range(len(shards))]
         if not all(file.exists() for file in files):
             self._count_missing(group, shards, files)
         d, bits = self.checkpoint.decoder, []
-        counts, routed = (np.zeros((len(group), size), np.uint64) for size in (d.neurons, d.n_experts))
+        sizes = d.neurons, d.n_experts, 1 + len(WINDOWS)
+        counts, routed, persistence = (np.zeros((len(group), size), np.uint64) for size in sizes)
         for file in files:
             stored = read_arrays(file)
             counts += stored["counts"]
             routed += stored["routed"]
+            persistence += stored["persistence"]
             bits.append(stored["bits"])
         fired = (np.unpackbits(layer_bits, axis=1, count=d.neurons) for layer_bits in np.concatenate(bits, axis=1))
-        return zip(counts, fired, routed, strict=True)
+        return zip(counts, fired, routed, persistence, strict=True)
 
     def _count_missing(self, group: range, shards: list[slice], files: list[Path]) -> None:
         weights = [td.layer_weights(self.checkpoint, n, self.spec.device) for n in group]
@@ -132,9 +140,10 @@ class _Run:
             stop = min(shard.stop, len(self.ids_NT))
             batches = (slice(b, min(b + self.spec.batch, stop)) for b in range(shard.start, stop, self.spec.batch))
             found = [self._run_batch(group, weights, global_w, rows) for rows in batches]
-            counts, routed, bits = zip(*found, strict=True)
-            sums = (np.stack(arrays).sum(0, dtype=np.uint64) for arrays in (counts, routed))
-            write_arrays(file, {**dict(zip(("counts", "routed"), sums, strict=True)), "bits": np.concatenate(bits, 1)})
+            *counted, bits = zip(*found, strict=True)
+            names = ("counts", "routed", "persistence")
+            sums = {name: np.stack(a).sum(0, dtype=np.uint64) for name, a in zip(names, counted, strict=True)}
+            write_arrays(file, {**sums, "bits": np.concatenate(bits, 1)})
             self.progress(group.start * len(shards) + (n + 1) * len(group), self.layers * len(shards))
 
     @property
@@ -144,7 +153,10 @@ class _Run:
     def _run_batch(
         self, group: range, weights: list[dict[str, torch.Tensor]], global_w: td.NamedTensors, rows: slice
     ) -> list[npt.NDArray[Any]]:
-        """Push one batch through a group of layers: counts (layers, F), routed tokens (layers, X), and packed bits."""
+        """Push one batch through a group of layers.
+
+        Returns counts (layers, F), routed tokens (layers, X), persistence (layers, 5), and packed bits.
+        """
         d = self.checkpoint.decoder
         if group.start == 0:
             x = td.embed(d, global_w, self.ids_NT[rows].to(self.spec.device))
@@ -159,6 +171,7 @@ class _Run:
                 (
                     count_fired(fired).numpy(force=True),
                     count_fired(routed).numpy(force=True),
+                    count_persistent(h != 0).numpy(force=True),
                     self._sample(fired, rows.start * self.ids_NT.shape[1]),
                 )
             )
@@ -186,3 +199,17 @@ def count_fired(fired: torch.Tensor) -> torch.Tensor:
     At most 255 tokens are summed as bytes first: that takes a sixth of the time of a direct sum.
     """
     return torch.stack([chunk.sum(0, dtype=torch.uint8) for chunk in torch.split(fired, 255)]).sum(0)
+
+
+def count_persistent(fired: torch.Tensor) -> torch.Tensor:
+    """(sequences, T, F) bool → (5,) int64: activations, and those of neurons that fired in the last 1, 2, 4, 8 tokens.
+
+    Counted are tokens with eight tokens of their sequence before them.
+    """
+    most = WINDOWS[-1]
+    now, last = fired[:, most:], fired[:, :-1]
+    found = [now.count_nonzero()]
+    for window in WINDOWS:  # last[:, t] says what fired in the `window` tokens up to t
+        found.append((now & last[:, most - window :]).count_nonzero() if now.numel() else found[0])
+        last = last[:, window:] | last[:, :-window]
+    return torch.stack(found)

@@ -20,6 +20,7 @@ import numpy as np
 
 from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, padded_width
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.row_memory import TWO_PHASES_FROM
 from pi_runtime.disk.arena import ResidentArrays, RowArena
 from pi_runtime.disk.ram_plan import ROW_ARRAYS, RamPlan, batch_rows, fixed_bytes, plan_for
 from pi_runtime.disk.reader import Reader
@@ -41,8 +42,6 @@ from pi_runtime.kernels.ops.neuron_selection import inputs_of
 
 KERNEL_NBYTES = 96 << 20
 """Room for compiled kernels and libraries, which are loaded when they are first called."""
-TWO_PHASES_FROM = 0.15
-"""A predicted layer's `rest` is read after its `first` where that saves this share of the bytes."""
 MARGIN = 0.1
 """Share of the free memory that a budget of nobody's choice leaves to others."""
 _COLUMNS = {

@@ -17,8 +17,6 @@ from pi_runtime.disk.kernels.c_calls import atomic_add, atomic_replace, call_c
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import Ints, address_of, pointer_of
 
-BATCHES = 4
-"""Batches that can be under way at once."""
 SEMAPHORE_NBYTES = 64
 """More than any C library's semaphore takes, and a cache line, so that two do not share one."""
 # What `Shared.control` holds.
