@@ -19,7 +19,9 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 # One process a core, up to four: each imports torch. A file's tests share what they set up, so they stay together.
 # tests/conftest.py says which files come first.
 PYTEST = ["pytest", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "--no-loadscope-reorder"]
-TEST_TOOLS = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "test")
+TEST_TOOLS, BROWSER_TOOLS = (
+    nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), group) for group in ("test", "browser")
+)
 
 if shutil.which("pyenv"):
     # pyenv's `python3.12` answers only if that version is selected, and its shim has selected the one we run on: add
@@ -33,7 +35,7 @@ if shutil.which("pyenv"):
 def install_all(session: nox.Session) -> None:
     # torch first and pinned, or the other packages would pull another build of it.
     session.install(TORCH, TRITON)
-    session.install("-e", ".[compile,grammar]", *TEST_TOOLS)
+    session.install("-e", ".[compile,serve]", *TEST_TOOLS)
 
 
 @nox.session
@@ -46,8 +48,9 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The whole test suite."""
+    """The whole test suite. Tests of the chat page need a Chromium, and are skipped where there is none."""
     install_all(session)
+    session.install(*BROWSER_TOOLS)
     session.run(*PYTEST, *session.posargs)
 
 
@@ -108,6 +111,23 @@ def identity(session: nox.Session) -> None:
 
 
 @nox.session
+def conformance(session: nox.Session) -> None:
+    """Run what others wrote against the server: openai, llm-comply, schemathesis, lm-eval. Outside CI: minutes."""
+    install_all(session)
+    session.install("openai==3.54.0", "llm-comply==0.5.0", "schemathesis==4.32.5", "lm_eval[api]==0.4.13")
+    files = ["tests/conformance", "tests/runtime/server/test_openai_client.py"]
+    session.run("pytest", "-s", *files, *session.posargs)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """64 clients on 4 slots for half an hour, half of whom leave: `-- --minutes 5` is shorter. Outside CI."""
+    install_all(session)
+    posargs = session.posargs or ["--minutes", "30"]
+    session.run("pytest", "-s", "tests/runtime/server/test_soak.py", "--timeout", "0", *posargs)
+
+
+@nox.session
 def canary(session: nox.Session) -> None:
     """The suite on the newest numba, NumPy and torch, beyond what pyproject.toml allows. Outside CI: it may fail."""
     install_all(session)
@@ -125,10 +145,12 @@ def bench(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"name one of: {', '.join(names)}")
     install_all(session)
-    if session.posargs[0] in ("cpu", "batch"):
-        # The peer, built for this processor.
-        session.install("gguf==0.19.0")
-        session.run_install("python", "tests/benchmarks/side_by_side/llama_cpp_build.py", "llama-cpp-python==0.3.36")
+    if session.posargs[0] in ("cpu", "batch", "serve"):
+        # The peer, built for this processor: the library, or its server.
+        serves = session.posargs[0] == "serve"
+        session.install("gguf==0.19.0", *(["cmake==4.4.4"] if serves else []))
+        build = ["tests/benchmarks/side_by_side/llama_cpp_build.py", "llama-cpp-python==0.3.36"]
+        session.run_install("python", *build, *(["--server"] if serves else []))
     session.run(
         "python", f"tests/benchmarks/{session.posargs[0]}.py", *session.posargs[1:], env={"PYTHONPATH": "tests"}
     )

@@ -275,14 +275,14 @@ def _print_answer(
 
 def _announce(model: "Model") -> None:
     """Say what the user should know before the first token."""
-    from pi_runtime.kernels.codegen.jit import is_cold
+    from pi_runtime.kernels.codegen.jit import COMPILING, is_cold
 
     if model.notice is not None:
         console.say(model.notice)
     if model.allocation is not None:
         console.say(_placement_line(model.device, model.allocation))
     if is_cold():
-        console.say("compiling kernels for this processor, once (half a minute) …")
+        console.say(COMPILING)
 
 
 def _placement_line(device: str, taken: "Allocation") -> str:

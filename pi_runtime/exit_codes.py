@@ -19,6 +19,8 @@ EXTRA_OF = {
     "zarr": "compile",
     "triton": "cuda",
     "llguidance": "grammar",
+    "starlette": "serve",
+    "uvicorn": "serve",
 }
 """Extra that installs each optional package."""
 INTERRUPTED = 130

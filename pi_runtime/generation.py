@@ -77,6 +77,10 @@ class AnswerSettings(TypedDict, total=False):
     """Keep the log-probability of each token, and of so many likeliest ones; None keeps none."""
     grammar: Grammar | None
     """What the text must be, or begin as where something else ends it."""
+    shown_tokens: Sequence[int]
+    """Special tokens whose text is not left out: markers of tool calls, say."""
+    expected: Sequence[int]
+    """Tokens that are likely to come. They change no text, only how fast it comes where guesses run."""
 
 
 class Answer:
@@ -100,6 +104,8 @@ class Answer:
         stop: Sequence[str] = (),
         logprobs: int | None = None,
         grammar: Grammar | None = None,
+        expected: Sequence[int] = (),
+        shown_tokens: Sequence[int] = (),
         selected: Sequence[bool] = (),
         stop_tokens: Sequence[int] = (),
     ) -> None:
@@ -108,8 +114,8 @@ class Answer:
         if max_tokens is not None and max_tokens < 1:
             raise UsageError(f"--max-tokens {max_tokens}", expected="1 or more")
         if min_tokens < 0 or (max_tokens is not None and min_tokens > max_tokens):
-            expected = "0 or more" if max_tokens is None else f"0 to {max_tokens}, which --max-tokens says"
-            raise UsageError(f"--min-tokens {min_tokens}", expected=expected)
+            allowed = "0 or more" if max_tokens is None else f"0 to {max_tokens}, which --max-tokens says"
+            raise UsageError(f"--min-tokens {min_tokens}", expected=allowed)
         check_logprobs("--logprobs", logprobs)
         if not prompt:
             raise PromptError("the prompt is empty, and the model has no begin-of-text token to start from")
@@ -142,8 +148,8 @@ class Answer:
         self._first_token_s = self._prefill_s = self._decode_s = 0.0
         self._rows_2 = np.zeros(2, np.int64)
         self._steps = self.guessed_tokens = self.accepted_tokens = 0
-        self.lookup = PromptLookup(self.tokens, self._end_ids)
-        self._stop_tokens = frozenset(stop_tokens)
+        self.lookup = PromptLookup(self.tokens, self._end_ids, expected)
+        self._stop_tokens, self._shown_tokens = frozenset(stop_tokens), frozenset(shown_tokens)
         self.selected = [*selected, *[False] * (len(prompt) - len(selected))]
         """For each token whether it runs with selection."""
 
@@ -161,6 +167,12 @@ class Answer:
     def logprobs(self) -> list[TokenLogprobs]:
         """Log-probabilities of the generated tokens, if they are kept."""
         return self._logprobs[: len(self.tokens) - self.prompt_tokens]  # not the end's, which is no token of the text
+
+    @property
+    def ending(self) -> TokenLogprobs | None:
+        """The log-probability of the token that ended the text and is no part of it, if they are kept."""
+        count = len(self.tokens) - self.prompt_tokens
+        return self._logprobs[count] if len(self._logprobs) > count else None
 
     @property
     def sampling(self) -> Sampling:
@@ -227,7 +239,7 @@ class Answer:
     @cached_property
     def _text(self) -> TextStream:
         """What makes text of the tokens. Where nothing came after an earlier answer, its text goes on."""
-        text, prompt = TextStream(self._tokenizer), self.prompt_tokens
+        text, prompt = TextStream(self._tokenizer, self._shown_tokens), self.prompt_tokens
         written = next((n for n in range(prompt) if not self.selected[prompt - 1 - n]), prompt)
         for token in self.tokens[prompt - written : prompt]:
             text.push(token)

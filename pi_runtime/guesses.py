@@ -30,6 +30,8 @@ GAIN = 1.02
 """Least gain for which guesses run, because times vary."""
 LATEST = 0.25
 """Weight of the latest time of a step."""
+NO_TOKEN = -1
+"""Ends what may be copied."""
 STALE_STEPS = 128
 """Steps after which times that were not taken again are forgotten, so that other numbers of guesses are tried."""
 PLAIN_STEPS = 64
@@ -71,21 +73,26 @@ class Acceptance:
 class PromptLookup:
     """Finds where the last tokens of one sequence stood before. Each token is put into the index once."""
 
-    def __init__(self, tokens: Sequence[int], end_ids: frozenset[int] = frozenset()) -> None:
-        """`tokens` is the sequence itself, which grows."""
+    def __init__(
+        self, tokens: Sequence[int], end_ids: frozenset[int] = frozenset(), expected: Sequence[int] = ()
+    ) -> None:
+        """`tokens` is the sequence itself, which grows. `expected`: what may follow the tokens that it has now."""
         self.acceptance = Acceptance()
         self._tokens, self._end_ids = tokens, end_ids
+        self._known: list[int] = []
+        """What is copied from: the sequence, with what is expected inserted where it is."""
         self._followed_by: dict[tuple[int, ...], int] = {}
-        """Position after the latest occurrence of some tokens."""
-        self._indexed = 0
+        """Position in `known` after the latest occurrence of some tokens."""
+        self._indexed = self._inserted = 0
+        if expected:
+            self._index([*tokens, *expected], 0)
+            self._known.append(NO_TOKEN)
+            self._indexed, self._inserted = len(tokens), len(expected) + 1
 
     def guess(self, most: int) -> Guess:
         """The tokens that followed the last ones before, at most so many and none that ends the text."""
         tokens, end = self._tokens, len(self._tokens)
-        for at in range(self._indexed, end):
-            for size in GRAMS:
-                if size <= at:
-                    self._followed_by[tuple(tokens[at - size : at])] = at
+        self._index(tokens, self._indexed)
         self._indexed = end
         for size in GRAMS:
             source = self._followed_by.get(tuple(tokens[-size:])) if size <= end else None
@@ -100,13 +107,21 @@ class PromptLookup:
             if guessed != token:
                 return
 
+    def _index(self, tokens: Sequence[int], first: int) -> None:
+        """Put tokens from `first` on into the index."""
+        for at in range(first, len(tokens)):
+            for size in GRAMS:
+                if size <= at:
+                    self._followed_by[tuple(tokens[at - size : at])] = at + self._inserted
+        self._known.extend(tokens[first:])
+
     def _copied(self, source: int, most: int) -> list[int]:
         """What follows at `source`; where that reaches the end, it goes on with what was copied."""
-        period = len(self._tokens) - source
+        period = len(self._known) - source
         found: list[int] = []
         for n in range(most):
-            token = self._tokens[source + n] if n < period else found[n - period]
-            if token in self._end_ids:
+            token = self._known[source + n] if n < period else found[n - period]
+            if token in self._end_ids or token == NO_TOKEN:
                 break
             found.append(token)
         return found
@@ -114,8 +129,8 @@ class PromptLookup:
     def _match(self, source: int) -> int:
         """How many tokens before `source` equal the last ones."""
         tokens, end = self._tokens, len(self._tokens)
-        most = min(source, LONGEST_MATCH)
-        return next((n for n in range(most) if tokens[source - 1 - n] != tokens[end - 1 - n]), most)
+        most = min(source, end, LONGEST_MATCH)
+        return next((n for n in range(most) if self._known[source - 1 - n] != tokens[end - 1 - n]), most)
 
 
 class StepTimes:

@@ -6,6 +6,7 @@ Shape letters: T tokens, V vocabulary, L layers.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -29,7 +30,7 @@ from pi_runtime.generation import Answer, AnswerSettings, Generation, Scoring
 from pi_runtime.guesses import Speculation, StepTimes
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.sampling import Sampling, TokenLogprobs
-from pi_runtime.text.chat_template import render
+from pi_runtime.text.chat_template import ChatTemplate
 from pi_runtime.text.tokenizer import Tokenizer
 
 MODES = ("auto", "dense", "gate", "predicted")
@@ -210,6 +211,11 @@ class Model:
         return self._artifact.digest
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the artifact."""
+        return self._artifact.nbytes
+
+    @property
     def manifest(self) -> Manifest:
         """The artifact's manifest."""
         return self._artifact.manifest
@@ -227,9 +233,10 @@ class Model:
         `max_tokens`: None goes on until the model ends or the context is full. `min_tokens`: up to so many neither
         the model nor a stop string ends the text. `sampling`: None takes the checkpoint's generation defaults.
         `stop`: texts that end the answer. `logprobs`: keep the log-probability of each token, and of so many likeliest
-        ones. `grammar`: what the text must be. `cache`: one that earlier calls used; the part of the prompt that it
-        holds is not computed again. `speculate`: how many tokens are guessed at a time and checked together, which
-        changes no text: `auto` as many as pay, `off`, or a number.
+        ones. `grammar`: what the text must be. `expected`: tokens that are likely to come, as a help for guesses.
+        `cache`: one that earlier calls used; the part of the prompt that it holds is not computed again. `speculate`:
+        how many tokens are guessed at a time and checked together, which changes no text: `auto` as many as pay,
+        `off`, or a number.
 
         Raises PromptError where the prompt is empty, outside the vocabulary, or leaves no room, and UsageError for an
         impossible setting.
@@ -258,6 +265,8 @@ class Model:
         """
         if settings.get("sampling") is None:
             settings["sampling"] = Sampling.from_generation_config(self.manifest.generation)
+        if settings.get("expected"):
+            settings["expected"] = self._checked_ids(settings["expected"]).tolist()
         return Answer(
             self.tokenizer,
             self._prompt_ids(prompt),
@@ -349,23 +358,37 @@ class Model:
         assert found.rows_L2 is not None
         return found.logits_TV[0], found.rows_L2
 
-    @property
-    def chat_template(self) -> str:
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
         """The model's own template (Jinja). Raises TemplateError where it has none."""
         if "chat_template.jinja" not in self.manifest.files:
             raise TemplateError(
                 f"{self._artifact.path}: the model has no chat template", remedy="give the text with --prompt"
             )
         try:
-            return self._artifact.file("chat_template.jinja").decode()
+            return ChatTemplate(self._artifact.file("chat_template.jinja").decode())
         except UnicodeDecodeError as error:
             raise ArtifactError(f"{self._artifact.path}: the chat template is not UTF-8", found=error) from None
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation written by the model's own template, ready for the assistant's turn."""
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The conversation written by the model's own template, ready for the assistant's turn.
+
+        Messages, `tools` and the template's further `variables`, such as `enable_thinking`, are those of
+        `ChatTemplate.render`, which says what it raises. Without `add_generation_prompt` the assistant's turn does not
+        begin.
+        """
         text = self.manifest.text
-        variables = {"bos_token": text.bos_token, "eos_token": text.eos_token, **text.special_tokens}
-        return render(self.chat_template, messages, variables=variables)
+        names = {"bos_token": text.bos_token, "eos_token": text.eos_token, **text.special_tokens, **(variables or {})}
+        return self.chat_template.render(
+            messages, variables=names, tools=tools, add_generation_prompt=add_generation_prompt
+        )
 
     def new_cache(self) -> KVCache:
         """An empty key-value cache for one sequence."""
@@ -373,6 +396,8 @@ class Model:
 
     def close(self) -> None:
         """Unmap the file. Using the model afterwards, or a generation that has not ended, is a UsageError."""
+        if "chat_template" in vars(self):
+            self.chat_template.close()
         self.executor.close()
 
     def __enter__(self) -> Self:

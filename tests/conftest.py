@@ -23,6 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="proofs that have a short form take their long one")
+    parser.addoption("--minutes", type=float, help="time for a test that has a short form in the suite: the soak")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,6 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def long(pytestconfig: pytest.Config) -> bool:
     """Whether proofs that have a short form are to take their long one."""
     return bool(pytestconfig.getoption("--long"))
+
+
+@pytest.fixture(scope="session")
+def minutes(pytestconfig: pytest.Config) -> float | None:
+    """How long a test that has a short form is to go on; None: its short form."""
+    found: float | None = pytestconfig.getoption("--minutes")
+    return found
 
 
 SHARED = Path(os.environ.get("PI_TEST_DATA", Path(__file__).parents[2] / "shared"))

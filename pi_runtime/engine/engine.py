@@ -21,7 +21,7 @@ from pi_runtime.engine.memory import EngineMemory
 from pi_runtime.engine.paused import PausedSessions
 from pi_runtime.engine.scheduler import DECODE_SHARE, PIECE, DecodeShare, Scheduler, Work
 from pi_runtime.engine.session import Session
-from pi_runtime.engine.stream import Pause, Request, Scores, Stream, Turns
+from pi_runtime.engine.stream import Pause, Piece, Request, Scores, Stream, Turns
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache, common_length, pages_of
@@ -45,6 +45,8 @@ class EngineStats:
     """Requests that have ended, in whatever way."""
     pages_used: int
     """Pages of running requests, and pages kept for later ones."""
+    pages_kept: int
+    """Those of them that are kept because a later prompt may begin with them, whether they are in use or not."""
     pages_free: int
     page_bytes: int
     prompt_tokens: int
@@ -129,6 +131,7 @@ class Engine:
         self._finished = self._prompt_tokens = self._cached_tokens = self._generated = self._preemptions = 0
         self._guessed = self._accepted = 0
         self._busy_s = 0.0
+        self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="pi-engine", daemon=True)
         self._thread.start()
         # A thread that is killed amid a step when Python ends may take the process down.
@@ -172,14 +175,17 @@ class Engine:
         self._memory.check(scoring.most_positions)
         request = Request(scoring, self._executor.block_tokens)
         if scoring.complete:
-            request.pieces.put(None)
+            request.put(None)
         else:
             self._submit(request)
         return Scores(request, scoring)
 
-    def session(self) -> Session:
-        """A text that is continued in turns, and what has been computed of it."""
-        return Session(self)
+    def session(self, tokens: Sequence[int] = ()) -> Session:
+        """A text that is continued in turns, and what has been computed of it.
+
+        It may begin with tokens, which are checked, and read, with the first turn.
+        """
+        return Session(self, Turns(list(tokens), [False] * len(tokens)))
 
     def load_session(self, path: str | Path) -> Session:
         """A session that `Session.save` wrote, by the same artifact, mode and cache format, in any process.
@@ -243,6 +249,7 @@ class Engine:
             waiting=len(waiting) + sum(len(request.siblings) for request in [*live, *waiting]),
             finished=self._finished,
             pages_used=pool.in_use,
+            pages_kept=self._memory.kept,
             pages_free=pool.free,
             page_bytes=pool.page_nbytes,
             prompt_tokens=self._prompt_tokens,
@@ -256,6 +263,17 @@ class Engine:
             dropped_sessions=self._sessions.dropped,
             busy_s=self._busy_s,
         )
+
+    @property
+    def step_s(self) -> float:
+        """Seconds since the present step began; 0 between steps. It stays small while the engine is well."""
+        began = self._step_began
+        return 0.0 if began is None else time.perf_counter() - began
+
+    @property
+    def ended(self) -> UsageError | None:
+        """Why it answers nothing any more: it was closed, or has failed; None while it answers."""
+        return self._ended
 
     def close(self) -> None:
         """End the engine after the present step. What still runs or waits ends with an error."""
@@ -282,8 +300,9 @@ class Engine:
         reason = UsageError("the engine is closed", remedy="generate before closing it")
         try:
             while self._wait():
-                began = time.perf_counter()
+                self._step_began = began = time.perf_counter()
                 self._step()
+                self._step_began = None
                 self._busy_s += time.perf_counter() - began
         except BaseException as failure:  # whatever it is, those who read streams must hear of it
             error, reason = failure, UsageError("the engine has failed", found=f"{type(failure).__name__}: {failure}")
@@ -295,7 +314,7 @@ class Engine:
             calls, self._calls = self._calls, []
         for request in unfinished:
             request.left.set()
-            request.pieces.put(error)
+            request.put(error)
         for _, done in calls:
             done.set_exception(reason)
         for request in unfinished:
@@ -498,7 +517,7 @@ class Engine:
         try:
             for piece in answer.follow(result, guess, ran, began):
                 if piece:
-                    request.pieces.put(piece)
+                    request.put(Piece(piece, len(answer.tokens) - answer.prompt_tokens))
         except Exception as fault:  # a fault of this request ends no other
             error = fault
         accepted = answer.accepted_tokens - accepted
@@ -537,7 +556,7 @@ class Engine:
         elif turns is not None and not request.reads_only and answer.finish_reason is not None:
             self._run_newest(turns)
         request.left.set()
-        request.pieces.put(error)
+        request.put(error)
 
     def _run_newest(self, turns: Turns) -> None:
         """Run a paused session's newest token, which no step has run yet, so that nothing but new tokens is left."""

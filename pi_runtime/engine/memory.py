@@ -20,6 +20,11 @@ class EngineMemory:
         self.pool = executor.new_pool(budget)
         self._tree = PrefixTree(self.pool, selection_matters=selection_matters)
 
+    @property
+    def kept(self) -> int:
+        """How many pages are kept because they may be needed again."""
+        return self._tree.size
+
     def check(self, positions: int) -> None:
         """Raise UsageError if a sequence of so many positions does not fit the budget alone."""
         assert self.pool.capacity is not None

@@ -50,6 +50,11 @@ class PrefixTree:
         """The pages it holds, least recently used first."""
         return tuple(node.page for node in self._nodes)
 
+    @property
+    def size(self) -> int:
+        """How many pages it holds. Any thread may ask."""
+        return len(self._nodes)
+
     def longest(self, tokens: Sequence[int], selected: Sequence[bool]) -> Prefix:
         """The longest stored prefix of these tokens, computed as `selected` says; marks it as used now."""
         keys = self._keys(tokens, selected)

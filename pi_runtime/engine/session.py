@@ -3,6 +3,7 @@
 Between two turns the session is paused: a tool works, or somebody types. What is typed is read ahead.
 """
 
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,13 +40,14 @@ class Host(Protocol):
 class Session:
     """A text that is continued in turns by one engine. Make one with `Engine.session`.
 
-    Its tokens are those that were given and those that were generated, up to the one that completed a stop string. One
-    thread at a time may use it. A session that nobody refers to any more is closed.
+    Its tokens are those that were given and those that were generated, up to the one that completed a stop string.
+    Threads that use it take turns. A session that nobody refers to any more is closed.
     """
 
     def __init__(self, engine: Host, turns: Turns | None = None) -> None:
         self._engine, self._turns = engine, Turns() if turns is None else turns
         self._draft = ""
+        self._lock = threading.RLock()
         self._read: list[int] = []
         """What the engine was asked to read ahead."""
         self._close = weakref.finalize(self, engine.forget, self._turns)
@@ -73,43 +75,48 @@ class Session:
         Without a prompt the text goes on where it paused. A token of `stop_tokens` becomes part of the text; one that
         ends a text does not. Raises UsageError while an earlier turn is still being answered.
         """
-        ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
-        turns = self._idle()
-        answer = self._engine.model.new_answer(
-            [*turns.tokens, *ids], selected=turns.selected, stop_tokens=stop_tokens, **settings
-        )
-        stream = self._engine.begin(answer, turns)
-        stream.session, self._draft = self, ""
-        return stream
+        with self._lock:
+            turns = self._idle()
+            ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
+            answer = self._engine.model.new_answer(
+                [*turns.tokens, *ids], selected=turns.selected, stop_tokens=stop_tokens, **settings
+            )
+            stream = self._engine.begin(answer, turns)
+            stream.session, self._draft = self, ""
+            return stream
 
     def type(self, text: str) -> None:
         """Append to the draft, and let the engine read the tokens of it that no longer change."""
-        self.edit(self._draft + text)
+        with self._lock:
+            self.edit(self._draft + text)
 
     def edit(self, text: str, at: int | None = None) -> None:
         """Replace the draft, or what follows its first `at` characters. What begins as before is not read again."""
-        if at is not None and not 0 <= at <= len(self._draft):
-            raise UsageError(f"position {at} of the draft", expected=f"0 to {len(self._draft)}")
-        draft = text if at is None else self._draft[:at] + text
-        turns, stable = self._idle(), self._stable(draft)
-        # One position is left for the first token of the answer.
-        tokens = [*turns.tokens, *stable][: self._engine.model.context - 1]
-        self._draft = draft
-        if len(tokens) > len(turns.tokens) and tokens != self._read:
-            self._read = tokens
-            answer = self._engine.model.new_answer(tokens, max_tokens=1, selected=turns.selected)
-            self._engine.read_ahead(answer, turns)
+        with self._lock:
+            if at is not None and not 0 <= at <= len(self._draft):
+                raise UsageError(f"position {at} of the draft", expected=f"0 to {len(self._draft)}")
+            draft = text if at is None else self._draft[:at] + text
+            turns, stable = self._idle(), self._stable(draft)
+            # One position is left for the first token of the answer.
+            tokens = [*turns.tokens, *stable][: self._engine.model.context - 1]
+            self._draft = draft
+            if len(tokens) > len(turns.tokens) and tokens != self._read:
+                self._read = tokens
+                answer = self._engine.model.new_answer(tokens, max_tokens=1, selected=turns.selected)
+                self._engine.read_ahead(answer, turns)
 
     def answer(self, *, stop_tokens: Sequence[int] = (), **settings: Unpack[AnswerSettings]) -> Stream:
         """Append the draft and generate: what `generate` gives for the same text in one piece."""
-        return self.generate(self._draft, stop_tokens=stop_tokens, **settings)
+        with self._lock:
+            return self.generate(self._draft, stop_tokens=stop_tokens, **settings)
 
     def save(self, path: str | Path) -> None:
         """Write tokens, keys and values to a file, for `Engine.load_session`; the draft is not part of it.
 
         The file is written whole or not at all. Raises UsageError while a turn is being answered.
         """
-        self._engine.save_session(self._idle(), Path(path))
+        with self._lock:
+            self._engine.save_session(self._idle(), Path(path))
 
     def close(self) -> None:
         """Drop what is kept. Does nothing the second time."""

@@ -1,15 +1,34 @@
 """One request of an engine, alone or of a session: what its caller reads, and the state that the engine keeps of it."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Event
+from typing import NamedTuple
 
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.generation import Answer, Scoring, Stats
 from pi_runtime.sampling import TokenLogprobs
+
+
+class Piece(NamedTuple):
+    """Text of an answer, and how many tokens the answer has with it."""
+
+    text: str
+    tokens: int
+
+
+class News(NamedTuple):
+    """What has come of an answer since it was last read."""
+
+    text: str
+    tokens: int
+    """How many tokens the answer has with this text; at the end all of them."""
+    ended: bool
+    error: BaseException | None
+    """What ended it, if it was an error."""
 
 
 @dataclass(eq=False)
@@ -57,8 +76,12 @@ class Request:
         """Whether it has been live; it may wait again since."""
         self.cancelled = False
         """Set by the caller's thread; the engine looks before each step."""
-        self.pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
+        self.pieces: SimpleQueue[Piece | BaseException | None] = SimpleQueue()
         """Text; at the end None, or the error that ended it."""
+        self.chars = 0
+        """Characters of text up to now."""
+        self.notify: Callable[[], object] = lambda: None
+        """Called by the engine's thread when something has come."""
         self._block_tokens = block_tokens
 
     @property
@@ -75,6 +98,12 @@ class Request:
     def block(self) -> int:
         """How many of these may run in one step."""
         return len(self.answer.next_block(self.held, self._block_tokens)[0])
+
+    def put(self, piece: Piece | BaseException | None) -> None:
+        """Give text, or the end, to whoever reads it."""
+        self.pieces.put(piece)
+        self.chars += len(piece.text) if isinstance(piece, Piece) else 0
+        self.notify()
 
     def cancel(self) -> None:
         """Let the engine drop it before its next step."""
@@ -96,12 +125,42 @@ class Stream(Iterator[str]):
 
     def __next__(self) -> str:
         piece = self._request.pieces.get()
-        if isinstance(piece, str):
-            return piece
+        if isinstance(piece, Piece):
+            return piece.text
         self._request.pieces.put(piece)  # for whoever asks again
         if piece is None:
             raise StopIteration
         raise piece
+
+    def listen(self, notify: Callable[[], object]) -> None:
+        """Have a function called when something has come, by the engine's thread, which must not wait; and once now.
+
+        It must not refer to the stream, which would then never be dropped.
+        """
+        self._request.notify = notify
+        notify()
+
+    def news(self) -> News:
+        """What has come since the last call, without waiting. For those who `listen`, in place of iterating."""
+        texts, tokens = [], 0
+        try:
+            while isinstance(piece := self._request.pieces.get_nowait(), Piece):
+                texts.append(piece.text)
+                tokens = piece.tokens
+        except Empty:
+            return News("".join(texts), tokens, False, None)
+        self._request.pieces.put(piece)  # for whoever asks again
+        return News("".join(texts), len(self.token_ids), True, piece)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a slot, and neither waits for one nor has ended."""
+        return self._request.cache is not None
+
+    @property
+    def chars(self) -> int:
+        """Characters of text up to now, read or not."""
+        return self._request.chars
 
     @property
     def finish_reason(self) -> str | None:
@@ -117,6 +176,11 @@ class Stream(Iterator[str]):
     def logprobs(self) -> list[TokenLogprobs]:
         """Log-probabilities of the tokens generated up to now, if they were asked for."""
         return self._answer.logprobs
+
+    @property
+    def ending(self) -> TokenLogprobs | None:
+        """The log-probability of the token that ended the text and is no part of it, if they were asked for."""
+        return self._answer.ending
 
     @property
     def seed(self) -> int | None:
@@ -147,6 +211,16 @@ class Scores:
         if isinstance(end, BaseException):
             raise end
         return self._scoring.logprobs
+
+    def listen(self, notify: Callable[[], object]) -> None:
+        """Have a function called by the engine's thread when `result` no longer waits; and once now."""
+        self._request.notify = notify
+        notify()
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` no longer waits."""
+        return not self._request.pieces.empty()
 
     def cancel(self) -> None:
         """End it before the engine's next step. Does nothing once it has ended."""

@@ -1,13 +1,15 @@
-"""The child process of `pi_runtime.text.chat_template`: renders one chat template and ends.
+"""The child process of `pi_runtime.text.chat_template`: renders one chat template, as often as it is asked.
 
 Started as a file, isolated and without site packages:
 
     python -I -S -B _template_worker.py SECONDS MEMORY_BYTES OUTPUT_BYTES PATH…
 
 PATH are the folders of jinja2 and markupsafe. The child imports them, confines itself, writes a newline, and only then
-reads the request: {"template": str, "variables": {…}}. Its reply is one of
+reads: a line {"template": str}, then for each rendering a line {"variables": {…}}. Its reply to each is one line of
 
     {"text": str}   {"limit": "memory" | "output"}   {"error": str, "line": int | null}
+
+It ends with its input.
 
 The environment is the one of transformers' `apply_chat_template` (utils/chat_template_utils.py): the sandbox is the
 first wall, the confined process the second.
@@ -21,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 if __name__ == "__main__":  # isolated mode knows only the standard library
@@ -126,11 +129,10 @@ def confine(seconds: float, memory_bytes: int) -> None:
     """Let this process compute for a while in bounded memory, and do nothing else."""
     if sys.platform != "win32":
         time.tzset()  # reads the zone file that strftime_now needs
-        cpu = math.ceil(time.process_time() + seconds) + 1  # the parent's clock comes first
+        allow_time(seconds)
         for limit, value in (
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_AS, memory_bytes),
-            (resource.RLIMIT_CPU, cpu),
             (resource.RLIMIT_NPROC, 0),
             (resource.RLIMIT_FSIZE, 0),
             (resource.RLIMIT_NOFILE, 3),  # the standard streams, nothing more
@@ -140,10 +142,24 @@ def confine(seconds: float, memory_bytes: int) -> None:
                 resource.setrlimit(limit, (value, value))
 
 
+def allow_time(seconds: float) -> None:
+    """Let this process compute so long from now on. The parent's clock comes first; this one works without it."""
+    if sys.platform != "win32":
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        limit = math.ceil(time.process_time() + seconds) + 1
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
+
+
+@lru_cache(1)
+def compiled(template: str) -> jinja2.Template:
+    return environment().from_string(template)
+
+
 def render(template: str, variables: dict[str, Any], output_bytes: int) -> dict[str, Any]:
     """The reply to one request."""
     try:
-        return {"text": "".join(bounded(environment().from_string(template).generate(variables), output_bytes))}
+        return {"text": "".join(bounded(compiled(template).generate(variables), output_bytes))}
     except MemoryError:
         return {"limit": "memory"}
     except OutputLimitError:
@@ -176,9 +192,12 @@ def main() -> None:
     confine(seconds, memory_bytes)
     sys.stdout.buffer.write(b"\n")
     sys.stdout.buffer.flush()
-    request = json.loads(sys.stdin.buffer.read())
-    reply = render(request["template"], request["variables"], output_bytes)
-    sys.stdout.buffer.write(json.dumps(reply).encode())
+    template = json.loads(sys.stdin.buffer.readline())["template"]
+    for line in sys.stdin.buffer:
+        allow_time(seconds)
+        reply = render(template, json.loads(line)["variables"], output_bytes)
+        sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

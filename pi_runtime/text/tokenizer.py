@@ -1,7 +1,7 @@
 """Text to token ids and back, by the `tokenizers` library; the manifest says which ids frame a text."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import ParamSpec, TypeVar
 
@@ -15,6 +15,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 REPLACEMENT = "\ufffd"
+WORD_BEGIN = "\u2581"  # what SentencePiece writes for a space
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
@@ -29,6 +30,7 @@ class Tokenizer:
         self._library.no_padding()
         added = self._library.get_added_tokens_decoder().values()
         self._special = frozenset(token.content for token in added if token.special)
+        self._added = frozenset(token.content for token in added)
         self._prefix_ids, self._end_ids, self._vocab_size = list(text.prefix_ids), text.end_ids, vocab_size
 
     @cached_property
@@ -49,8 +51,9 @@ class Tokenizer:
             raise PromptError(
                 f"the prompt is not Unicode text at character {error.start}", found=error.reason
             ) from None
-        encoding = _call("cannot encode this text", self._library.encode, text, add_special_tokens=False)
-        ids: list[int] = encoding.ids
+        # Unlike `encode` it lets other threads run meanwhile, and looks for no offsets.
+        encoded = _call("cannot encode this text", self._library.encode_batch_fast, [text], add_special_tokens=False)
+        ids: list[int] = encoded[0].ids
         if max(ids, default=0) >= self._vocab_size:
             raise ArtifactError(
                 "tokenizer.json has tokens that the model has not",
@@ -63,6 +66,11 @@ class Tokenizer:
         while shared < min(len(ids), len(self._prefix_ids)) and ids[shared] == self._prefix_ids[shared]:
             shared += 1
         return self._prefix_ids + ids[shared:]
+
+    def added_token(self, text: str) -> int | None:
+        """The id of a text that is a token of its own, special or not; None where it is none."""
+        token: int | None = self._library.token_to_id(text) if text in self._added else None
+        return None if token is None or token >= self._vocab_size else token
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`. Special tokens have none, nor have ids of the model that the tokenizer does not name.
@@ -77,11 +85,46 @@ class Tokenizer:
         text: str = _call("cannot decode these tokens", self._library.decode, list(ids), skip_special_tokens=True)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, of part of a character too; those of its name for an added token.
+
+        Ids of the model that the tokenizer does not name have none. Raises PromptError for one outside the vocabulary.
+        """
+        self._check(token_id)
+        token = self._library.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token in self._added:
+            return token.encode()
+        if BYTE_TOKEN.fullmatch(token) and not self._byte_letters:
+            return bytes([int(token[3:5], 16)])
+        if self._byte_letters:
+            return bytes(self._byte_letters[letter] for letter in token)
+        return token.replace(WORD_BEGIN, " ").encode()
+
+    @cached_property
+    def _byte_letters(self) -> dict[str, int]:
+        """The byte of each letter in a byte-level vocabulary; empty for another kind.
+
+        Printable letters of Latin-1 stand for their own bytes, letters from 256 on for the others in order.
+        """
+        decoder = self._library.decoder
+        if decoder is None or b'"ByteLevel"' not in decoder.__getstate__():
+            return {}
+        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        own = {letter: ord(letter) for letter in letters if ord(letter) < 256}
+        others = [byte for byte in range(256) if byte not in own.values()]
+        return own | dict(zip(letters[len(own) :], others, strict=True))
+
     def _token(self, token_id: int) -> str | None:
         """The token as `decode` sees it; None for one that it skips."""
         self._check(token_id)
         token = self._library.id_to_token(token_id)
         return None if token in self._special else token
+
+    def special_text(self, token_id: int) -> str:
+        """The text that stands for a special token."""
+        return str(self._library.id_to_token(token_id))
 
     def _check(self, token_id: int) -> None:
         if not 0 <= token_id < self._vocab_size:
@@ -101,10 +144,13 @@ class TextStream:
       until it ends;
     - byte-level tokens: an unfinished character at the end decodes to exactly one replacement character, so all but
       that one is final.
+
+    `shown` are special tokens whose text is not left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._shown = frozenset(shown)
         self._context: list[int] = []
         self._held: list[int] = []
         self._context_chars = 0
@@ -118,7 +164,7 @@ class TextStream:
         """
         token = self._tokenizer._token(token_id)
         if token is None:
-            return ""
+            return self._special_text(token_id) if token_id in self._shown else ""
         self._held.append(token_id)
         if BYTE_TOKEN.fullmatch(token):
             return ""
@@ -137,6 +183,12 @@ class TextStream:
     def finish(self) -> str:
         """Return the rest when no id follows, with incomplete bytes as replacement characters."""
         return self._show(self._held_text()) if self._held else ""
+
+    def _special_text(self, token_id: int) -> str:
+        """What is held, which cannot go on beyond a special token, and the token's own text."""
+        rest = self.finish()
+        self._held, self._shown_chars = [], 0
+        return rest + self._tokenizer.special_text(token_id)
 
     def _held_text(self) -> str:
         return self._tokenizer._decode(self._context + self._held)[self._context_chars :]

@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rate", type=float, default=2.0, help="requests/s that arrive, × --speed")
     parser.add_argument("--speed", type=float, default=20.0, help="pauses are so many times shorter")
-    parser.add_argument("--typing", type=float, default=200.0, help="tokens/s that are typed")
+    parser.add_argument("--typing", type=float, default=50.0, help="tokens/s that are typed")
     add_arguments(parser)
     return parser.parse_args()
 

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.requests import found_by
+from support import requests
 from support.schemas import random_schema
 from support.scripted import saying, scripted_artifact
 from support.synthetic import END_ID, random_artifact, small_decoder
 
 from pi_runtime import Engine, Grammar, Model, Sampling, load
 from pi_runtime.artifact.schema import Text
+from pi_runtime.engine.stream import Stream
 from pi_runtime.errors import MissingExtraError, PiError, UsageError
+from pi_runtime.generation import Generation
 
 pytest.importorskip("llguidance")
 CONTEXT = 1024
@@ -32,6 +34,11 @@ def talker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = random_artifact(tmp_path_factory.mktemp("grammar") / "a.pi", decoder, text=text, scale=2.0)
     with load(path) as model:
         yield model
+
+
+def found_by(answer: Generation | Stream) -> tuple[str, list[int], str | None]:
+    """Text, tokens, and the reason of the end."""
+    return requests.found_by(answer)[:3]
 
 
 def answers(model: Model, grammars: list[Grammar], **settings: Any) -> list[tuple[str, list[int], str | None]]:

@@ -188,3 +188,22 @@ def test_a_guess_that_was_not_read_leaves_no_trace(random_path: Path, monkeypatc
                 held.append(cache.tokens)
         assert held[0] == held[1][: len(held[0])]
         assert len(held[1]) <= len(held[0]) + 1
+
+
+def test_what_is_expected_follows_the_prompt_at_first() -> None:
+    tokens = [1, 2, 3, 4]
+    lookup = PromptLookup(tokens, expected=[5, 6, 7, 8, 9, 10, 11])
+    assert lookup.guess(3).tokens == [5, 6, 7]
+    tokens += [5, 6]
+    assert lookup.guess(9).tokens == [7, 8, 9, 10, 11]
+    tokens += [20, 9, 10]
+    assert lookup.guess(9) == Guess([11], 2)
+    tokens += [11, 30, 31]
+    assert lookup.guess(9).tokens == []
+
+
+def test_an_answer_is_looked_up_in_itself_beside_what_was_expected() -> None:
+    tokens = [1, 2]
+    lookup = PromptLookup(tokens, expected=[7, 8])
+    tokens += [3, 4, 5, 6, 3, 4]
+    assert lookup.guess(4).tokens == [5, 6, 3, 4]

@@ -30,12 +30,16 @@ def scripted_artifact(
     end_ids: tuple[int, ...] = (END_ID,),
     prefix_ids: tuple[int, ...] = (),
     files: Mapping[str, bytes] | None = None,
+    preferred: str = "",
 ) -> Path:
     """Tokens are bytes. Embeddings are unit vectors, the layer adds nothing, the head permutes: logits of token i are
-    largest at `following[i]`, or at the end of text."""
+    largest at `following[i]`, or at the end of text. Where a grammar forbids that, `preferred` bytes come next, the
+    first of them first."""
     one = {"d_model": VOCABULARY, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 4, "d_ff": 3}
     decoder = small_decoder(**one, context_length=context)
     head = np.zeros((VOCABULARY, VOCABULARY), np.float32)
+    for n, byte in enumerate(preferred.encode()):
+        head[byte] = 0.9 / (n + 1)
     for token in range(VOCABULARY):
         head[following.get(token, END_ID), token] = 1
     values: dict[str, Any] = {"embedding": np.eye(VOCABULARY, dtype=np.float32), "head": head}
@@ -49,3 +53,14 @@ def scripted_artifact(
         text = Text(prefix_ids=prefix_ids, end_ids=end_ids, eos_token="<|end|>")  # noqa: S106
         writer.finish(replace(manifest, text=text))
     return path
+
+
+def tool_user(path: Path) -> Path:
+    """A model for chats with Qwen's form of calls. It says "abc", strings of JSON are "SF", and lists are short."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+        "{% if tools %}Use <tool_call> with name and arguments: {{ tools | tojson }}\n{% endif %}assistant:"
+    )
+    following = {**saying("abc"), **saying('"SF', then=ord('"')), ord(":"): ord("a")}
+    files = {"chat_template.jinja": template.encode()}
+    return scripted_artifact(path, following, context=2048, files=files, preferred='}]:",[t')

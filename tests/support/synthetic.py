@@ -185,7 +185,16 @@ def random_values(name: str, spec: ArraySpec, rng: np.random.Generator, scale: f
 
 def byte_tokenizer() -> bytes:
     """A `tokenizer.json` whose token i is the byte i, and token 256 the end of text."""
-    vocab = {letter: byte for byte, letter in enumerate(byte_letters())}
+    return _tokenizer({letter: byte for byte, letter in enumerate(byte_letters())})
+
+
+def number_tokenizer(size: int) -> bytes:
+    """A `tokenizer.json` for models that are only timed: the text of token i is i, in five digits."""
+    return _tokenizer({f"{token:05d}": token for token in range(size) if token != END_ID})
+
+
+def _tokenizer(vocab: Mapping[str, int]) -> bytes:
+    """A `tokenizer.json` without merges, with the end of text beside these tokens."""
     end = {"id": END_ID, "content": "<|end|>", "special": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

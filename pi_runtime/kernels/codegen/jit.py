@@ -77,6 +77,10 @@ _folder = cache(cache_folder)
 """The same for every kernel of a process: its sources are read once."""
 
 
+COMPILING = "compiling kernels for this processor, once (half a minute) …"
+"""What a user is told where the kernels are cold."""
+
+
 def is_cold() -> bool:
     """Whether the kernels are still to be compiled (half a minute, once)."""
     return not any(cache_folder().rglob("*.nbi"))

@@ -12,8 +12,8 @@ TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8": Type.Q8_0, "
 _TILE_ROWS = 1024
 
 
-def write_gguf(path: Path, d: Decoder, format_name: str) -> None:
-    """Write the file; without a tokenizer, since tokens come as numbers."""
+def write_gguf(path: Path, d: Decoder, format_name: str, *, has_tokenizer: bool = False) -> None:
+    """Write the file. Where tokens come and go as numbers it needs no tokenizer; else each token is its number."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_vocab_size(d.vocab_size)
     writer.add_context_length(d.context_length)
@@ -26,7 +26,10 @@ def write_gguf(path: Path, d: Decoder, format_name: str) -> None:
     # The second of J frequencies is base ** (-1 / J).
     writer.add_rope_freq_base(d.rotary_frequencies[1] ** -len(d.rotary_frequencies))
     writer.add_layer_norm_rms_eps(d.norm_eps)
-    writer.add_tokenizer_model("none")
+    if has_tokenizer:
+        _add_tokenizer(writer, d.vocab_size)
+    else:
+        writer.add_tokenizer_model("none")
     rng, made = np.random.default_rng(0), {}
     for name, shape in _shapes(d):
         if len(shape) == 1:
@@ -39,6 +42,18 @@ def write_gguf(path: Path, d: Decoder, format_name: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, size: int) -> None:
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"{token:05d}" for token in range(3, size))])
+    writer.add_token_scores([0.0] * size)
+    special = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
+    writer.add_token_types([*special, *[gguf.TokenType.NORMAL] * (size - 3)])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
 
 
 def dense_bytes(path: Path) -> int:

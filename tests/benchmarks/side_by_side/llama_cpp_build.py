@@ -1,12 +1,17 @@
-"""Compile and install llama.cpp for this processor: `python llama_cpp_build.py llama-cpp-python==VERSION`.
+"""Compile and install llama.cpp for this processor: `python llama_cpp_build.py llama-cpp-python==VERSION [--server]`.
+
+With `--server` it is the program llama-server of the sources that the package carries, else the package's library.
 
 `-DGGML_NATIVE=ON` also takes AMX where the processor lists it, and a virtual machine may list AMX and not allow it: the
 process then dies of SIGILL. So every other instruction set that ggml knows is switched by name, and AMX stays off.
 """
 
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from collections.abc import Set
 from pathlib import Path
 
@@ -25,6 +30,16 @@ _OPTIONS = {
     "GGML_AVX512_VNNI": _AVX512 | {"avx512_vnni"},
     "GGML_AVX512_BF16": _AVX512 | {"avx512_bf16"},
 }
+
+
+SERVER = Path(sys.prefix, "llama-server")
+"""Where this environment has llama-server."""
+# One file, and nothing that is fetched while it is built.
+_SERVER_OPTIONS = (
+    *("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF"),
+    *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_APP=OFF"),
+    *("-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"),
+)
 
 
 def cmake_arguments(flags: Set[str]) -> list[str]:
@@ -58,5 +73,29 @@ def install(package: str) -> None:
     built.write_text(wanted)
 
 
+def install_server(package: str) -> None:
+    """Build llama-server, unless this environment has one of the same package, built with the same arguments."""
+    arguments = [*cmake_arguments(processor_flags()), *_SERVER_OPTIONS]
+    built, wanted = SERVER.with_suffix(".txt"), f"{package} {' '.join(arguments)}"
+    if SERVER.is_file() and built.is_file() and built.read_text() == wanted:
+        return
+    print(f"building llama-server of {wanted}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        name = package.partition("=")[0]
+        fetch = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", name, "--dest", folder, package]
+        subprocess.run(fetch, check=True)
+        (archive,) = Path(folder).glob("*.tar.gz")
+        with tarfile.open(archive) as opened:
+            opened.extractall(folder, filter="data")
+        (sources,) = Path(folder).glob("*/vendor/llama.cpp")
+        build = Path(folder, "build")
+        subprocess.run(["cmake", "-S", sources, "-B", build, *arguments], check=True)
+        subprocess.run(
+            ["cmake", "--build", build, "--target", "llama-server", "--parallel", str(os.cpu_count())], check=True
+        )
+        shutil.copy2(build / "bin" / "llama-server", SERVER)
+    built.write_text(wanted)
+
+
 if __name__ == "__main__":
-    install(sys.argv[1])
+    (install_server if "--server" in sys.argv else install)(sys.argv[1])

@@ -134,6 +134,18 @@ def answer(name: str, engine: bool, tokens: int) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - began}
 
 
+def first_token(name: str, prompt: list[int], tokens: int) -> dict[str, float]:
+    """Seconds to the first token of a greedy answer, and to its last, in an engine with nothing else to do."""
+    if name not in _engines:
+        _engines[name] = Engine(_models[name], speculate="off")
+    began = time.perf_counter()
+    stream = _engines[name].generate(prompt, max_tokens=tokens, sampling=Sampling(temperature=0))
+    next(stream)
+    first_s = time.perf_counter() - began
+    "".join(stream)
+    return {"first_s": first_s, "seconds": time.perf_counter() - began}
+
+
 def dense_bytes(m: Manifest) -> float:
     """Bytes that one token must read where nothing is skipped."""
     return _bytes(m, 1, 1, with_predictor=False)
@@ -190,5 +202,5 @@ def _ids(model: Model, tokens: int) -> list[int]:
 
 HANDLERS = {
     f.__name__: f
-    for f in (open_model, prefill, decode, decode_batch, changed_by_company, shares, answer, check, memory)
+    for f in (open_model, prefill, decode, decode_batch, changed_by_company, shares, answer, first_token, check, memory)
 }

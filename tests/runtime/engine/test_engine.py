@@ -414,3 +414,71 @@ def test_scores_that_are_cancelled_or_wrong(talker: Model) -> None:
             engine.score("ab", first=0)
     with pytest.raises(UsageError, match="closed"):
         engine.score("ab")
+
+
+def test_news_are_all_of_an_answer_with_the_tokens_of_each_part(engine: Engine, model: Model) -> None:
+    told = threading.Event()
+    stream = engine.generate("Once", max_tokens=30, logprobs=1)
+    stream.listen(told.set)
+    text, seen = "", 0
+    while True:
+        assert told.wait(30)
+        told.clear()
+        news = stream.news()
+        text += news.text
+        assert news.tokens >= seen or not news.text
+        seen = max(seen, news.tokens)
+        if news.ended:
+            break
+    assert text == "".join(model.generate("Once", max_tokens=30))
+    assert seen == len(stream.token_ids) == len(stream.logprobs) == 30
+    assert stream.chars == len(text)
+    assert stream.news().ended
+    assert stream.news().text == ""
+    assert list(stream) == []
+
+
+def test_news_of_an_answer_that_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = ValueError("of this request")
+
+    def fail(*_: Any) -> Any:
+        raise fault
+
+    monkeypatch.setattr("pi_runtime.generation.Answer.follow", fail)
+    stream = engine.generate("Once", max_tokens=3)
+    wait_until(lambda: stream.news().ended)
+    assert stream.news().error is fault
+
+
+def test_scores_tell_when_they_are_there(engine: Engine) -> None:
+    told = threading.Event()
+    scores = engine.score("Once upon a time")
+    scores.listen(lambda: scores.done and told.set())
+    assert told.wait(30)
+    assert len(scores.result()) == len("Once upon a time") - 1
+
+
+def test_an_engine_says_how_long_its_step_takes_and_why_it_ended(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    spied(model, monkeypatch, before=lambda: gate.wait(30))
+    with Engine(model) as engine:
+        assert engine.step_s == 0
+        stream = engine.generate("Once", max_tokens=2)
+        wait_until(lambda: engine.step_s > 0.01)
+        gate.set()
+        list(stream)
+        wait_until(lambda: engine.step_s == 0)
+        assert engine.ended is None
+    assert engine.ended is not None
+
+
+def test_what_is_expected_is_guessed_and_changes_no_text(model: Model) -> None:
+    alone = model.generate("Once", max_tokens=40, speculate="off")
+    text = "".join(alone)
+    for expected, most in ((alone.token_ids, 40), ([1, 2, 3], 0)):
+        with Engine(model, speculate=8) as engine:
+            stream = engine.generate("Once", max_tokens=40, expected=expected)
+            assert "".join(stream) == text
+            assert (stream.stats.accepted_tokens >= 30) == (most > 0)
+    with Engine(model) as engine, pytest.raises(PromptError, match="token id"):
+        engine.generate("Once", expected=[10**9])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,21 @@ def test_a_stream_keeps_its_session_open(model: Model, engine: Engine) -> None:
     del stream
     gc.collect()
     until_none_is_paused(engine)
+
+
+def test_a_session_begins_with_tokens(model: Model, engine: Engine) -> None:
+    session = engine.session([5, 6, 7])
+    assert session.tokens == [5, 6, 7]
+    assert found_by(session.generate([8], max_tokens=9)) == found_by(model.generate([5, 6, 7, 8], max_tokens=9))
+    with pytest.raises(PromptError):
+        engine.session([9999]).generate("a")
+
+
+def test_threads_that_type_take_turns(engine: Engine) -> None:
+    session = engine.session()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(session.type, "abcdefgh" * 4))
+    assert sorted(session.draft) == sorted("abcdefgh" * 4)
 
 
 def test_a_full_context_ends_a_session(model: Model, engine: Engine) -> None:

@@ -1,15 +1,15 @@
 """Chat templates are rendered as transformers renders them; what fails says where."""
 
+import itertools
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pi_runtime.errors import PromptError, TemplateError
-from pi_runtime.text.chat_template import Limits, render
+from pi_runtime.errors import PromptError, TemplateError, UsageError
+from pi_runtime.text.chat_template import ChatTemplate, Limits, render
 
 USER = [{"role": "user", "content": "hi"}]
 TALK = [
@@ -65,8 +65,9 @@ def transformers_render() -> Callable[..., str]:
     pytest.importorskip("transformers")
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    def one(template: str, chat: list[dict[str, str]], prompt: bool) -> str:
-        texts, _ = render_jinja_template([chat], chat_template=template, add_generation_prompt=prompt, **VARIABLES)
+    def one(template: str, chat: list[dict[str, Any]], prompt: bool, tools: Any = None, **more: Any) -> str:
+        names = VARIABLES | more
+        texts, _ = render_jinja_template([chat], tools, chat_template=template, add_generation_prompt=prompt, **names)
         return texts[0]
 
     return one
@@ -78,14 +79,14 @@ def differences(template: str, theirs: Callable[..., str]) -> list[str]:
 
     cases = [(chat, prompt) for chat in CHATS for prompt in (False, True)]
 
-    def ours(case: tuple[list[dict[str, str]], bool]) -> str | None:
+    def ours(chat: list[dict[str, str]], prompt: bool) -> str | None:
         try:
-            return render(template, case[0], variables=VARIABLES, add_generation_prompt=case[1], limits=PATIENT)
+            return kept.render(chat, variables=VARIABLES, add_generation_prompt=prompt)
         except TemplateError:
             return None
 
-    with ThreadPoolExecutor(4) as pool:
-        rendered = list(pool.map(ours, cases))
+    with ChatTemplate(template, PATIENT) as kept:
+        rendered = [ours(*case) for case in cases]
     found = []
     for (chat, prompt), mine in zip(cases, rendered, strict=True):
         try:
@@ -100,6 +101,152 @@ def differences(template: str, theirs: Callable[..., str]) -> list[str]:
 @pytest.mark.parametrize("name", OWN)
 def test_own_template_renders_as_in_transformers(name: str, transformers_render: Callable[..., str]) -> None:
     assert not differences(OWN[name], transformers_render)
+
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks up a <city>.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "é"}}},
+    },
+}
+CALL = {
+    "id": "a1b2c3d4e",
+    "type": "function",
+    "function": {"name": "look", "arguments": {"city": "Köln", "n": [1, None]}},
+}
+TOOL_TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Where?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "hm\n"},
+    {"role": "tool", "content": "here", "tool_call_id": "a1b2c3d4e"},
+    {"role": "assistant", "content": "There."},
+    {"role": "user", "content": "Thanks"},
+]
+WITHOUT_TEXT = [TOOL_TALK[0], {**TOOL_TALK[1], "content": None}, *TOOL_TALK[2:]]
+HEAD = "{% for m in messages %}"
+# What each family's template does with tools, in short.
+FAMILIES = {
+    "qwen": "{% if tools %}<tools>{% for t in tools %}\n{{ t | tojson }}{% endfor %}</tools>{% endif %}"
+    + HEAD
+    + "<|im_start|>{{ m.role }}{% if m.content %}\n{{ m.content }}{% endif %}{% for c in m.tool_calls %}"
+    "{% if c.function is defined %}{% set c = c.function %}{% endif %}\n<tool_call>\n"
+    """{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>"""
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+    "thoughts": HEAD + "{{ m.role }}{% if m.reasoning_content is defined and m.reasoning_content is not none %}"
+    "<think>{{ m.reasoning_content.strip('\n') }}</think>{% endif %}{{ m.thinking }}{{ m.content }}{% endfor %}",
+    "llama": "{% if not tools is none %}{% for t in tools %}{{ t | tojson(indent=4) }}{% endfor %}{% endif %}"
+    "{{ strftime_now('%Y') }}" + HEAD + "{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call') }}{% endif %}{% set f = m.tool_calls[0].function %}"
+    """{{ '{"name": "' + f.name + '", "parameters": ' }}{{ f.arguments | tojson }}{{ '}' }}"""
+    "{% elif m.role == 'tool' %}{{ m.content | tojson if m.content is mapping or m.content is iterable }}"
+    "{% else %}{{ m['content'] | trim }}{% endif %}{% endfor %}{{ date_string }}",
+    "mistral": "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
+    + HEAD
+    + "{% if tools is not none and m == users[-1] %}[AVAILABLE_TOOLS][{% for t in tools %}"
+    "{% for k, v in t.function.items() "
+    """if k != 'return' %}"{{ k }}": {{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %}{% endfor %}]{% endif %}"""
+    "{% if m.tool_calls is defined and m.tool_calls is not none %}[TOOL_CALLS][{% for c in m.tool_calls %}"
+    "{% set out = c.function | tojson %}{{ out[:-1] }}{% if c.id | length != 9 %}{{ raise_exception('id') }}{% endif %}"
+    """, "id": "{{ c.id }}"}{% endfor %}]{{ eos_token }}{% else %}{{ m.content }}{{ m.tool_call_id }}"""
+    "{% endif %}{% endfor %}",
+    "hermes": "{% macro kind(s) %}{% if s.type == 'array' %}list[{{ kind(s['items']) }}]{% else %}{{ s.type }}"
+    "{% endif %}{% endmacro %}{% for t in tools %}"
+    "{% for k, v in t.function.parameters.properties | items %}{{ k }}: {{ kind(v) }}"
+    "{% endfor %}{% endfor %}"
+    + HEAD
+    + "{{ loop.previtem.role if loop.previtem }}{{ loop.nextitem.role if not loop.last }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tools_and_variables_render_as_in_transformers(name: str, transformers_render: Callable[..., str]) -> None:
+    tools: list[dict[str, Any]]
+    chats = (TOOL_TALK, WITHOUT_TEXT, TOOL_TALK[:1])
+    with ChatTemplate(FAMILIES[name], PATIENT) as kept:
+        for chat, tools, more in itertools.product(
+            chats, ([LOOK, LOOK], []), ({}, {"enable_thinking": False, "date_string": "x"})
+        ):
+            variables = VARIABLES | more
+            if name == "hermes" and not tools:
+                continue
+            mine = kept.render(chat, variables=variables, tools=tools)
+            assert mine == transformers_render(FAMILIES[name], chat, True, tools=tools or None, **more)
+
+
+def test_published_templates_with_tools_render_as_in_transformers(
+    shared: Path, transformers_render: Callable[..., str]
+) -> None:
+    import jinja2
+
+    seen = 0
+    for file in sorted((shared / "data" / "chat_templates").glob("*.jinja")):
+        template = file.read_bytes().decode()
+        if "tools" not in template:
+            continue
+        with ChatTemplate(template, PATIENT) as kept:
+            for chat in (TOOL_TALK, WITHOUT_TEXT, TOOL_TALK[:3]):
+                expected: str | None
+                mine: str | None
+                try:
+                    expected = transformers_render(template, chat, True, tools=[LOOK])
+                except (jinja2.TemplateError, TypeError):
+                    expected = None
+                try:
+                    mine = kept.render(chat, variables=VARIABLES, tools=[LOOK])
+                except TemplateError:
+                    mine = None
+                assert mine == expected, file.name
+                seen += expected is not None
+    assert seen >= 15
+
+
+def test_a_process_renders_many_times() -> None:
+    """It is started once, and again after a limit was exceeded."""
+    endless = (
+        "{% if messages[0].content == 'long' %}"
+        + "{% for a in range(99999) %}" * 3
+        + "{% endfor %}" * 3
+        + "{% endif %}"
+    )
+    with ChatTemplate(
+        endless + "{{ messages[0].content }}{{ raise_exception('no') if x }}", Limits(seconds=2.0)
+    ) as kept:
+        for _ in range(2):
+            for text in ("a", "b"):
+                assert kept.render([{"role": "user", "content": text}], variables={}) == text
+            with pytest.raises(TemplateError, match="no"):
+                kept.render(USER, variables={"x": 1})
+            with pytest.raises(TemplateError, match="time limit"):
+                kept.render([{"role": "user", "content": "long"}], variables={})
+
+
+def test_a_process_that_was_ended_is_replaced() -> None:
+    with ChatTemplate("{{ messages[0].content }}", PATIENT) as kept:
+        kept.start()
+        for _ in range(2):
+            assert kept.render(USER, variables={}) == "hi"
+            assert kept._child is not None
+            kept._child.kill()
+            kept._child.wait()
+
+
+def test_one_rendering_leaves_nothing_for_the_next() -> None:
+    form = "{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ y is defined }}{% set y = 1 %}{{ x }}"
+    with ChatTemplate(form, PATIENT) as kept:
+        assert [kept.render(USER, variables=v) for v in ({"x": 1}, {}, {"x": 2})] == ["1False1", "1False", "1False2"]
+
+
+def test_a_variable_that_is_given_otherwise() -> None:
+    with pytest.raises(UsageError, match="messages"):
+        render(CHATML, USER, variables={"messages": []})
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), b"x"])
+def test_what_is_no_json(value: Any) -> None:
+    with pytest.raises(PromptError, match="JSON"):
+        render(CHATML, USER, variables={"x": value})
 
 
 def test_published_templates_render_as_in_transformers(shared: Path, transformers_render: Callable[..., str]) -> None:
@@ -117,7 +264,7 @@ def test_chatml() -> None:
 
 
 def test_variables() -> None:
-    names = {"bos_token": "<s>", "eos_token": None, "messages": "mine", "deep": {"a": [1]}}
+    names = {"bos_token": "<s>", "eos_token": None, "deep": {"a": [1]}}
     form = "{{ bos_token }}{{ eos_token is defined }}{{ messages[0].content }}{{ deep.a[0] }}"
     assert render(form, USER, variables=names) == "<s>Falsehi1"
 
@@ -149,6 +296,7 @@ def test_failure_says_line_and_cause(template: str, words: str) -> None:
         [{"content": "hi"}],
         [{"role": "user", "content": None}],
         [{"role": 1, "content": "hi"}],
+        [{"role": "assistant", "content": None, "tool_calls": []}],
         [*USER, {"role": "user", "content": [{"type": "text", "text": "hi"}]}],
     ],
 )

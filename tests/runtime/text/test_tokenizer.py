@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import ArtifactError, PromptError
-from pi_runtime.text.tokenizer import TextStream, Tokenizer
+from pi_runtime.text.tokenizer import REPLACEMENT, TextStream, Tokenizer
 
 BARE = Text(prefix_ids=(), end_ids=())
 LETTERS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -233,3 +233,32 @@ def test_ids_are_those_of_transformers(shared: Path, name: str) -> None:
         ids = tokenizer.encode(text)
         assert ids == theirs(text)["input_ids"]
         assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback", "metaspace"])
+def test_shown_special_tokens(kind: str) -> None:
+    """They interrupt the text before them, and change nothing of the text after them."""
+    tokenizer = make(kind)
+    before, after = tokenizer.encode("aé b"), tokenizer.encode("ab")
+    text = tokenizer.decode([*before, *after])
+    stream = TextStream(tokenizer, shown=[2])
+    pieces = [stream.push(token_id) for token_id in [1, *before, 2, *after, 1, 2]] + [stream.finish()]
+    assert "".join(pieces).replace("</s>", "") == text
+    assert pieces.count("</s>") == 2
+    assert "".join(pieces).startswith(tokenizer.decode(before) + "</s>")
+
+
+def test_a_shown_token_ends_half_a_character() -> None:
+    tokenizer = make("byte-level")
+    half = tokenizer.encode("é")[:1]
+    stream = TextStream(tokenizer, shown=[2])
+    assert [stream.push(token_id) for token_id in [*half, 2]] in (["", REPLACEMENT + "</s>"], ["é", "</s>"])
+
+
+def test_tokens_of_their_own() -> None:
+    tokenizer = make("byte-level")
+    assert (tokenizer.added_token("</s>"), tokenizer.added_token("a"), tokenizer.added_token("<none>")) == (
+        2,
+        None,
+        None,
+    )

@@ -15,10 +15,10 @@ from support.sparse_model.matrices import Matrices, Spec, make
 from support.synthetic import bare_manifest, byte_tokenizer
 
 
-def build(spec: Spec, paths: Mapping[float, Path]) -> dict[float, Activity]:
+def build(spec: Spec, paths: Mapping[float, Path], *, tokenizer: bytes | None = None) -> dict[float, Activity]:
     """Write an artifact for each predictor, {rows it names ÷ rows that fire: path}; what was measured of it.
 
-    They differ in the predictors' biases only, and never end a text.
+    They differ in the predictors' biases only, and never end a text. Tokens are bytes unless `tokenizer` is given.
     """
     d = spec.decoder
     assert (d.norm, d.ffn, d.activation, d.ffn_bias, d.tied_head) == ("rms", "gated", "relu", False, False), d
@@ -27,12 +27,19 @@ def build(spec: Spec, paths: Mapping[float, Path]) -> dict[float, Activity]:
     activities = {}
     for over_read, path in paths.items():
         margin_L = margins(calibrated, over_read)
-        _write(path, spec, matrices, calibrated.threshold_L, margin_L)
+        _write(path, spec, matrices, calibrated.threshold_L, margin_L, tokenizer or byte_tokenizer())
         activities[over_read] = describe(calibrated, margin_L)
     return activities
 
 
-def _write(path: Path, spec: Spec, matrices: Matrices, threshold_L: Sequence[float], margin_L: Sequence[float]) -> None:
+def _write(
+    path: Path,
+    spec: Spec,
+    matrices: Matrices,
+    threshold_L: Sequence[float],
+    margin_L: Sequence[float],
+    tokenizer: bytes,
+) -> None:
     d, ranks = spec.decoder, [spec.rank] * spec.decoder.n_layers
     vectors: dict[str, Array] = {"final_norm/weight": np.ones(d.d_model, np.float32)}
     for n, (threshold, margin) in enumerate(zip(threshold_L, margin_L, strict=True)):
@@ -49,6 +56,6 @@ def _write(path: Path, spec: Spec, matrices: Matrices, threshold_L: Sequence[flo
                 if len(matrix.stored) < array.shape[0]:
                     matrix = matrix.rows(np.arange(array.shape[0]) % len(matrix.stored))
                 writer.add_stored(name, array, matrix.stored, matrix.scales)
-        writer.add_file("tokenizer.json", byte_tokenizer())
+        writer.add_file("tokenizer.json", tokenizer)
         text, provenance = Text(prefix_ids=(), end_ids=()), {"made_by": "tests/support/sparse_model"}
         writer.finish(replace(bare_manifest(d, spec.formats, ranks), text=text, provenance=provenance))

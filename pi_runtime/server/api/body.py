@@ -1,0 +1,125 @@
+"""Requests as pydantic types, and what is wrong with one as an error in OpenAI's form.
+
+The types are the one list of what the server understands: they check requests, and the OpenAPI document is made of
+them. A field that is known and not supported allows only the values that ask for nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    StringConstraints,
+    ValidationError,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+
+from pi_runtime.server.errors import ApiError
+
+SHOWN_CHARS = 80
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, StringConstraints(max_length=64)],
+        Annotated[str, StringConstraints(max_length=512)],
+    ],
+    Field(max_length=16),
+]
+
+
+class Body(BaseModel):
+    """A JSON object of a request. A field that it does not know, and a value of another type, is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def of(cls, value: object) -> Self:
+        """The request that a JSON value is. Raises ApiError 400 naming the field that is wrong."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise _api_error(error.errors(include_url=False), value) from None
+
+
+class Unsupported:
+    """Marks a field that is known and not supported; its type has the values that ask for nothing."""
+
+    def __init__(self, why: str) -> None:
+        self._why = f"not supported: {why}"
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._validate, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return handler(schema) | {"description": self._why[:1].upper() + self._why[1:]}
+
+    def _validate(self, value: Any, validate: Any) -> Any:
+        refused = PydanticCustomError("unsupported_parameter", "{why}", {"why": self._why})
+        try:
+            found = validate(value)
+        except ValidationError:
+            raise refused from None
+        # Where false is allowed 0 is not, nor the other way round, though Python has them equal.
+        if isinstance(value, bool) != isinstance(found, bool):
+            raise refused
+        return found
+
+
+def invalid(param: str | None, message: str, *, code: str | None = "invalid_value") -> ApiError:
+    """The error for a wrong value of a field."""
+    return ApiError(400, message if param is None else f"{param}: {message}", param=param, code=code)
+
+
+def _api_error(errors: Sequence[ErrorDetails], value: object) -> ApiError:
+    """One error for what validation found: that of the innermost field, as others come from branches of unions."""
+    found = [(_path(error, value), error) for error in errors]
+    path, error = max(found, key=lambda pair: len(pair[0]))  # the first of equals
+    if not path:
+        return ApiError(400, "the body is not a JSON object", code="invalid_type")
+    param = _spelled(path)
+    if error["type"] == "extra_forbidden":
+        return invalid(param, "unknown field", code="unknown_parameter")
+    if error["type"] == "unsupported_parameter":
+        return invalid(param, error["msg"], code="unsupported_parameter")
+    if error["type"] == "missing":
+        return invalid(param, "the field is required", code="missing_required_parameter")
+    messages = dict.fromkeys(_lowered(other["msg"]) for where, other in found if where == path)
+    shown = repr(error["input"])
+    shown = shown if len(shown) <= SHOWN_CHARS else shown[:SHOWN_CHARS] + "…"
+    code = "invalid_type" if error["type"].endswith("_type") else "invalid_value"
+    return invalid(param, f"{', or '.join(messages)}; found {shown}", code=code)
+
+
+def _path(error: ErrorDetails, value: Any) -> tuple[str | int, ...]:
+    """Where in the body an error lies: pydantic's location without the names of branches of unions."""
+    path: list[str | int] = []
+    location = error["loc"]
+    names_absent = error["type"] in {"missing", "extra_forbidden"}
+    for n, part in enumerate(location):
+        is_there = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+        if is_there:
+            value = value[part]
+        elif not (names_absent and n == len(location) - 1):
+            continue
+        path.append(part)
+    if error["type"].startswith("union_tag"):
+        path.append(str(error.get("ctx", {}).get("discriminator", "type")).strip("'"))
+    return tuple(path)
+
+
+def _spelled(path: Sequence[str | int]) -> str:
+    """A path as OpenAI spells it.
+
+    >>> _spelled(["messages", 0, "content"])
+    'messages[0].content'
+    """
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
+
+
+def _lowered(message: str) -> str:
+    return message[:1].lower() + message[1:]

@@ -1,0 +1,369 @@
+"""`/v1/responses`, without state: a request holds the whole conversation, and nothing is stored."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NotRequired, Self
+
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
+
+from pi_runtime.sampling import TokenLogprobs
+from pi_runtime.server.api.body import Body, Metadata, Unsupported, invalid
+from pi_runtime.server.api.chat import JsonObjectFormat, JsonSchema, TextFormat, reasoning_variables
+from pi_runtime.server.api.conversation import AllowedTools, AllowedToolsChoice, Conversation, ToolChoice, allowed_tools
+from pi_runtime.server.api.logprobs import TokenLogprob, chat_logprobs
+from pi_runtime.server.api.response_items import (
+    AllowedChoice,
+    FunctionChoice,
+    FunctionTool,
+    InputItem,
+    template_messages,
+)
+from pi_runtime.server.api.response_output import OutputItem, ResponseOutput
+from pi_runtime.server.api.sampling import Count, IgnoredFields, SamplingFields
+from pi_runtime.server.api.served import Served, new_id
+from pi_runtime.server.api.turn import News
+from pi_runtime.server.api.usage import FINISH_REASONS, Timings, timings
+from pi_runtime.server.errors import ApiError
+from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
+
+ONE_REQUEST = "requests do not know of each other; send the whole conversation as input"
+LOGPROBS = "message.output_text.logprobs"
+
+
+class JsonSchemaText(JsonSchema):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+
+
+class TextSettings(Body):
+    """What the text of the answer must be."""
+
+    format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaText, Field(discriminator="type")] | None = None
+    verbosity: Annotated[Literal["medium"] | None, Unsupported("say it in a message")] = None
+
+
+class ReasoningSettings(Body):
+    """How much the model is to think, where its template knows that."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Annotated[Literal["auto"] | None, Unsupported("thoughts come as they are, without a summary")] = None
+    generate_summary: Annotated[None, Unsupported("thoughts come as they are, without a summary")] = None
+    context: Annotated[Literal["auto"] | None, Unsupported("the template decides which thoughts it shows")] = None
+    mode: Annotated[Literal["standard"] | None, Unsupported("there is one mode")] = None
+
+
+class ResponseStreamOptions(Body):
+    """What a stream carries."""
+
+    include_obfuscation: Annotated[Literal[False] | None, Unsupported("this server pads no events")] = None
+
+
+class ResponseRequest(SamplingFields, IgnoredFields):
+    """A conversation, whose next turn is wanted."""
+
+    model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: str | None = Field(default=None, description="A system message before the input.")
+    max_output_tokens: Count | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
+        default=None, description="Log-probabilities. Thoughts always come as text, never encrypted."
+    )
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Further names for the model's template, such as `enable_thinking`."
+    )
+    tools: list[FunctionTool] | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[FunctionChoice | AllowedChoice, Field(discriminator="type")]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
+    truncation: Annotated[Literal["disabled"] | None, Unsupported("a conversation that is too long is a 400")] = None
+    background: Annotated[Literal[False] | None, Unsupported("an answer is written while its client waits")] = None
+    background_options: Annotated[None, Unsupported("an answer is written while its client waits")] = None
+    previous_response_id: Annotated[None, Unsupported(ONE_REQUEST)] = None
+    conversation: Annotated[None, Unsupported(ONE_REQUEST)] = None
+    context_management: Annotated[None, Unsupported(ONE_REQUEST)] = None
+    prompt: Annotated[None, Unsupported("there are no stored prompts")] = None
+    max_tool_calls: Annotated[None, Unsupported("there are no built-in tools")] = None
+    access_programs: Annotated[None, Unsupported("there are none")] = None
+    image: Annotated[None, Unsupported("this server reads and writes text")] = None
+
+
+class InputTokensDetails(TypedDict):
+    """Tokens of the input: those that did not run again, and those that ran and are kept while there is room."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(TypedDict):
+    """Tokens of the output that are thoughts."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+    timings: NotRequired[Timings]
+
+
+class IncompleteDetails(TypedDict):
+    """Why a response ended before its end."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class Failure(TypedDict):
+    """What broke a response."""
+
+    code: Literal["server_error"]
+    message: str
+
+
+class Response(TypedDict):
+    """A response: what was asked for, and the output."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: Failure | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: Metadata
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    presence_penalty: float
+    frequency_penalty: float
+    prompt_cache_key: str | None
+    safety_identifier: str | None
+    reasoning: dict[str, Any]
+    store: Literal[False]
+    service_tier: Literal["default"]
+    background: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: NotRequired[str]
+
+
+class ResponseEvent(TypedDict):
+    """An event of a stream. Its further fields depend on its type; the last event has the response."""
+
+    type: str
+    sequence_number: int
+    response: NotRequired[Response]
+
+
+class ResponseJob:
+    """A request for a response."""
+
+    media = SSE
+
+    def __init__(self, body: ResponseRequest, served: Served) -> None:
+        served.check_name(body.model)
+        self._body, self._served = body, served
+        if body.stream_options is not None and not body.stream:
+            raise invalid("stream_options", "allowed only with stream: true")
+        prompt = _conversation(body, served).prompt(served)
+        self._wants_logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
+        logprobs = (body.top_logprobs or 0) if self._wants_logprobs else None
+        settings = body.answer_settings(
+            served, max_tokens=body.max_output_tokens, logprobs=logprobs, grammar=prompt.grammar
+        )
+        settings["shown_tokens"] = prompt.shown_tokens
+        self.asks = [Ask(prompt.ids, 1, settings)]
+        self._turn, self._output = prompt.turn(served), ResponseOutput()
+        self._pending: list[TokenLogprob] = []
+        self._response = _response(body, served)
+
+    @classmethod
+    def of(cls, value: object, served: Served) -> Self:
+        """The job that a JSON value asks for. Raises ApiError."""
+        return cls(ResponseRequest.of(value), served)
+
+    @property
+    def streams(self) -> bool:
+        """Whether events are written as they come."""
+        return bool(self._body.stream)
+
+    def part(self, index: int, part: Part) -> Sequence[Event]:
+        """Take a part of the answer."""
+        assert index == 0
+        events = self._begin()
+        events += self._written(self._turn.take(part))
+        return events if self.streams else ()
+
+    def end(self, index: int, end: End) -> Sequence[Event]:
+        """Take the end of the answer."""
+        assert index == 0
+        events = self._begin()
+        events += self._written(self._turn.finish(end))
+        is_whole = FINISH_REASONS[end.finish_reason] == "stop"
+        events += self._output.finish("completed" if is_whole and not self._turn.is_cut else "incomplete")
+        self._response |= {
+            "status": "completed" if is_whole else "incomplete",
+            "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+            "completed_at": int(time.time()),
+            "output": self._output.items,
+            "usage": self._usage(end),
+        }
+        return events if self.streams else ()
+
+    def scores(self, ask: int, logprobs: Sequence[TokenLogprobs]) -> Sequence[Event]:
+        """No log-probabilities of the input are asked for."""
+        raise NotImplementedError(ask, logprobs)
+
+    def last(self) -> Sequence[Event]:
+        """The event with the whole response."""
+        return [self._output.event(f"response.{self._response['status']}", response=self._response)]
+
+    def whole(self) -> dict[str, Any]:
+        """The response as one object."""
+        return dict(self._response)
+
+    def failed(self, error: ApiError) -> Sequence[Event]:
+        """The events of an error after the stream began."""
+        failure: Failure = {"code": "server_error", "message": error.message}
+        self._response |= {"status": "failed", "error": failure, "output": self._output.items}
+        told = self._output.event("error", code=error.code, message=error.message, param=error.param)
+        return [told, self._output.event("response.failed", response=self._response)]
+
+    def _written(self, news: News) -> list[Event]:
+        """The events of what is new. Tokens without text belong to the text that comes next."""
+        self._pending += chat_logprobs(self._served.model.tokenizer, news.logprobs)["content"]
+        events = []
+        for delta in news.deltas:
+            events += self._output.take(delta, self._pending)
+            self._pending = []
+        return events
+
+    def _begin(self) -> list[Event]:
+        """The events before the first part."""
+        if self._turn.began:
+            return []
+        kinds = ("response.created", "response.in_progress")
+        return [self._output.event(kind, response=dict(self._response)) for kind in kinds]
+
+    def _usage(self, end: End) -> ResponseUsage:
+        stats = end.stats
+        return {
+            "input_tokens": stats.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": stats.cached_tokens,
+                "cache_write_tokens": stats.prompt_tokens - stats.cached_tokens,
+            },
+            "output_tokens": stats.generated_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._turn.reasoning_tokens},
+            "total_tokens": stats.prompt_tokens + stats.generated_tokens,
+            "timings": timings([stats], [stats]),
+        }
+
+
+def _conversation(body: ResponseRequest, served: Served) -> Conversation:
+    """What the template is to write."""
+    tools, choice = allowed_tools([tool.as_tool() for tool in body.tools or []], _choice(body))
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return Conversation(
+        messages=template_messages(body.instructions, body.input, served),
+        messages_field="input",
+        tools=tools,
+        tool_choice=choice,
+        parallel=body.parallel_tool_calls is not False,
+        schema=_schema(body.text),
+        schema_field="text.format",
+        variables={
+            **reasoning_variables("reasoning.effort", effort, served),
+            **(body.chat_template_kwargs or {}),
+        },
+    )
+
+
+def _choice(body: ResponseRequest) -> ToolChoice | None:
+    """The choice of tools as chats have it."""
+    choice = body.tool_choice
+    if choice not in (None, "none", "auto") and not body.tools:
+        raise invalid("tool_choice", "allowed only with tools")
+    match choice:
+        case FunctionChoice():
+            return choice.as_choice()
+        case AllowedChoice(mode=mode, tools=tools):
+            allowed = AllowedTools(mode=mode, tools=[tool.as_choice() for tool in tools])
+            return AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
+    return choice
+
+
+def _schema(text: TextSettings | None) -> Mapping[str, Any] | None:
+    match None if text is None else text.format:
+        case JsonObjectFormat():
+            return {"type": "object"}
+        case JsonSchemaText(schema_=schema):
+            return {} if schema is None else schema
+    return None
+
+
+def _response(body: ResponseRequest, served: Served) -> Response:
+    """The response before anything has come of it."""
+    sampling = body.sampling(served)
+    form = None if body.text is None else body.text.format
+    choice = body.tool_choice
+    found: Response = {
+        "id": new_id("resp_"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "model": served.name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "prompt_cache_key": body.prompt_cache_key,
+        "safety_identifier": body.safety_identifier,
+        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+        "store": False,
+        "service_tier": "default",
+        "background": False,
+        "temperature": sampling.temperature,
+        "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+        "tool_choice": choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump(),
+        "tools": [tool.model_dump() for tool in body.tools or []],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }
+    if body.user is not None:
+        found["user"] = body.user
+    return found

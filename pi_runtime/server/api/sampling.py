@@ -1,0 +1,147 @@
+"""The fields by which a request says how its answers are chosen, for chats and completions alike."""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from pi_runtime.generation import AnswerSettings
+from pi_runtime.sampling import Sampling
+from pi_runtime.server.api.body import Body, Metadata, Unsupported, invalid
+from pi_runtime.server.api.served import Served
+from pi_runtime.text.grammar import Grammar
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+# Nearer to 0, or much larger, logits would leave the range of their arithmetic.
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+StopString = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class StreamOptions(Body):
+    """What a stream carries beside its text."""
+
+    include_usage: bool | None = Field(default=None, description="A last chunk without choices has the usage.")
+    include_obfuscation: Annotated[Literal[False] | None, Unsupported("this server pads no chunks")] = None
+
+
+class CacheOptions(Body):
+    """How a prompt is cached: by itself."""
+
+    mode: Literal["implicit"] | None = None
+
+
+class SamplingFields(Body):
+    """Settings of answers. What is left out, or null, is as the checkpoint's generation defaults say, or has no
+    effect."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(default=None, description="0 is greedy.")
+    top_p: Probability | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(default=None, description="0 and −1 keep all tokens.")
+    min_p: Probability | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        default=None,
+        description="Token ids, each with what is added to its logit.",
+        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
+    )
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
+        default=None, description="With the same seed the same text comes again; a fresh one is taken without it."
+    )
+    stop: StopString | list[StopString] | None = Field(
+        default=None, description="Texts that end the answer and are not part of it."
+    )
+    min_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="Up to so many tokens neither the model nor a stop string ends the text."
+    )
+    user: str | None = Field(default=None, description="Accepted; nothing depends on it.")
+
+    def stop_strings(self, most: int) -> Sequence[str]:
+        """The stop strings as a list. Raises ApiError for more than `most`."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > most:
+            raise invalid("stop", f"at most {most} stop strings; found {len(stops)}")
+        return stops
+
+    def sampling(self, served: Served) -> Sampling:
+        """How tokens are chosen: the checkpoint's defaults, changed by what the request has."""
+        return Sampling.from_generation_config(
+            served.model.manifest.generation,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=None if self.top_k is None else max(self.top_k, 0),
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=logit_bias(self.logit_bias, served),
+            # OpenAI's seeds have a sign; every one has draws of its own.
+            seed=None if self.seed is None else self.seed % 2**64,
+        )
+
+    def answer_settings(
+        self, served: Served, *, max_tokens: int | None, logprobs: int | None, grammar: Grammar | None = None
+    ) -> AnswerSettings:
+        """All settings of an answer."""
+        if max_tokens is not None and (self.min_tokens or 0) > max_tokens:
+            raise invalid("min_tokens", f"at most the {max_tokens} tokens that the answer may have")
+        return AnswerSettings(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
+            sampling=self.sampling(served),
+            stop=self.stop_strings(served.settings.limits.stop_strings),
+            logprobs=logprobs,
+            grammar=grammar,
+        )
+
+
+class StreamingFields(SamplingFields):
+    """How many answers there are, and whether they are streamed."""
+
+    n: Count | None = Field(default=None, description="How many answers to each prompt; the server has a limit.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream: true`.")
+    timings_per_token: bool | None = Field(
+        default=None, description="Every chunk of a stream has `timings`, the figures up to now."
+    )
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "allowed only with stream: true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def logit_bias(bias: dict[str, float] | None, served: Served) -> dict[int, float] | None:
+    """Biases by token ids. Raises ApiError for keys that are none of the model's."""
+    vocabulary = served.model.manifest.decoder.vocab_size
+    for key in bias or {}:
+        # isdecimal alone allows digits of other scripts, and int() any number of them.
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocabulary):
+            raise invalid(f"logit_bias.{key[:20]}", f"keys are token ids from 0 to {vocabulary - 1}")
+    return {int(key): float(value) for key, value in bias.items()} if bias else None
+
+
+class IgnoredFields(Body):
+    """Fields that change nothing here, accepted with the values that ask for nothing this server has not."""
+
+    metadata: Metadata | None = Field(default=None, description="Accepted; nothing is stored.")
+    store: Annotated[Literal[False] | None, Unsupported("answers are not stored")] = None
+    service_tier: Annotated[Literal["auto", "default"] | None, Unsupported("there is one tier")] = None
+    safety_identifier: str | None = Field(default=None, description="Accepted; nothing depends on it.")
+    prompt_cache_key: str | None = Field(
+        default=None, description="Accepted; the longest stored beginning of a prompt is found without it."
+    )
+    prompt_cache_retention: Annotated[
+        Literal["in_memory"] | None, Unsupported("prompts are kept in memory, as long as there is room")
+    ] = None
+    prompt_cache_options: Annotated[CacheOptions | None, Unsupported("prompts are cached by themselves")] = None
+    moderation: Annotated[None, Unsupported("there is no model for it")] = None

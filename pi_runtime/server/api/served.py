@@ -1,0 +1,75 @@
+"""The model that a server serves, as its answers speak of it."""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from pi_runtime.errors import TemplateError
+from pi_runtime.model import Model
+from pi_runtime.server.api.body import invalid
+from pi_runtime.server.errors import ApiError
+from pi_runtime.server.settings import ServerSettings
+from pi_runtime.server.tools.output import OutputFormat
+
+
+@dataclass(frozen=True)
+class Served:
+    """One model under one name. A request must give the name: nobody is to take this model's answers for another's."""
+
+    model: Model
+    settings: ServerSettings
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def name(self) -> str:
+        """The name that requests give."""
+        return self.settings.model_name
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Says what texts depend on beside the request: the artifact and the mode."""
+        return f"fp_{self.model.digest[:12]}_{self.model.mode}"
+
+    @cached_property
+    def template(self) -> str:
+        """The source of the model's chat template; empty where it has none."""
+        try:
+            return self.model.chat_template.source
+        except TemplateError:
+            return ""
+
+    @cached_property
+    def output(self) -> OutputFormat:
+        """How the model writes calls and thoughts."""
+        return OutputFormat.of(self.template, self.model.tokenizer)
+
+    def check_name(self, name: str) -> None:
+        """Raise ApiError 404 where a request asks for another model."""
+        if name != self.name:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist: this server has one model, {self.name!r}",
+                type="invalid_request_error",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_length(self, tokens: int, param: str, *, answers: bool = True) -> None:
+        """Raise ApiError where a prompt leaves no room for an answer, or has none itself."""
+        most = self.model.context - answers
+        if tokens > most:
+            raise invalid(param, f"{tokens} tokens; at most {most} fit the context", code="context_length_exceeded")
+
+    def check_tokens(self, ids: Sequence[int], param: str) -> None:
+        """Raise ApiError where one of the ids is none of the model's."""
+        vocabulary = self.model.manifest.decoder.vocab_size
+        for n, token in enumerate(ids):
+            if not 0 <= token < vocabulary:
+                raise invalid(f"{param}[{n}]", f"token ids are below {vocabulary}; found {token}")
+
+
+def new_id(prefix: str) -> str:
+    """A fresh identifier."""
+    return f"{prefix}{secrets.token_hex(12)}"

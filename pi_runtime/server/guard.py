@@ -1,0 +1,113 @@
+"""Who may ask: Host, Origin and key are looked at before anything else of a request.
+
+A page on another site can make a browser send requests here, even under a name of its own that leads to this machine.
+So a Host must be a name that was allowed, or the address that was connected to, and an Origin must be the server's own
+or one that was allowed.
+"""
+
+import hashlib
+import hmac
+import time
+from collections.abc import Callable, Iterable
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pi_runtime.server.errors import ApiError
+from pi_runtime.server.settings import ServerSettings
+
+OPEN_PATHS = ("/", "/health")
+"""Paths that need no key: the page's own file, which asks for it, and whether the server is well."""
+CLIENT_LEFT = 499
+"""Counted in place of a status where nobody was left to be told one; nginx has it so."""
+SECURE_HEADERS = ((b"x-content-type-options", b"nosniff"),)
+
+
+class Guard:
+    """Refuses requests that may not be answered, and has all of them counted."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, count: Callable[[Scope, int, float], None]) -> None:
+        """`count` is called for every request at its end, with its status and the seconds that it took."""
+        self._app, self._count = app, count
+        self._hosts = {name.lower() for name in settings.allowed_hosts}
+        self._origins = set(settings.allowed_origins)
+        self._keys = [_digest(key.encode()) for key in settings.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), CLIENT_LEFT
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), *SECURE_HEADERS]
+            await send(message)
+
+        try:
+            self._check(scope, Headers(scope=scope))
+        except ApiError as error:
+            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, watched)
+        else:
+            await self._app(scope, receive, watched)
+        finally:
+            self._count(scope, status, time.perf_counter() - began)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not self._is_known(hosts[0], scope.get("server")):
+            raise ApiError(403, "this Host is not allowed; --allowed-host allows it", code="wrong_host")
+        for origin in headers.getlist("origin"):
+            if not self._may_call(origin, hosts[0]):
+                raise ApiError(403, "this Origin is not allowed; --allowed-origin allows it", code="wrong_origin")
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers.getlist("authorization")):
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
+
+    def _is_known(self, host: str, server: tuple[str, int | None] | None) -> bool:
+        """Whether a Host is one of ours: an allowed name, or the very address that was connected to."""
+        try:
+            parts = urlsplit(f"//{host}")
+            name, _ = parts.hostname, parts.port
+        except ValueError:
+            return False
+        if not name or parts.username is not None or parts.path:
+            return False
+        return "*" in self._hosts or name in self._hosts or (server is not None and _same_address(name, server[0]))
+
+    def _may_call(self, origin: str, host: str) -> bool:
+        scheme, _, place = origin.partition("://")
+        own = scheme in ("http", "https") and place.lower() == host.lower()
+        return own or origin in self._origins or "*" in self._origins
+
+    def _has_key(self, given: Iterable[str]) -> bool:
+        for value in given:
+            scheme, _, key = value.partition(" ")
+            # Every key is compared, and digests have one length: the time tells nothing.
+            digest = _digest(key.strip().encode("latin-1", "replace"))
+            found = [hmac.compare_digest(digest, ours) for ours in self._keys]
+            if scheme.lower() == "bearer" and any(found):
+                return True
+        return False
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _same_address(name: str, address: str) -> bool:
+    try:
+        return _address(name) == _address(address)
+    except ValueError:
+        return False
+
+
+def _address(text: str) -> IPv4Address | IPv6Address:
+    """An address; one of IPv4 is the same where a socket of IPv6 has it."""
+    found = ip_address(text)
+    return getattr(found, "ipv4_mapped", None) or found

@@ -1,0 +1,85 @@
+"""Requests as bytes: a body within its limits, and the watch for a client that leaves."""
+
+import asyncio
+import json
+import re
+from collections.abc import Coroutine
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import Receive
+
+from pi_runtime.server.errors import ApiError
+from pi_runtime.server.settings import Limits
+
+TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.DOTALL)
+"""A string, or a bracket outside strings."""
+
+
+async def read_body(receive: Receive, most: int, headers: Headers) -> bytes:
+    """The whole body. Raises ApiError 413 as soon as it is known to be too large, ClientGone where it ends early."""
+    too_large = ApiError(413, f"the body is too large; at most {most} bytes", code="body_too_large")
+    if int(headers.get("content-length", 0)) > most:  # h11 has checked that it is a number
+        raise too_large
+    found = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        found += message.get("body", b"")
+        if len(found) > most:
+            raise too_large
+        more = message.get("more_body", False)
+    return bytes(found)
+
+
+class ClientGone(Exception):  # noqa: N818  nothing is wrong
+    """Nobody waits for the answer any more."""
+
+
+async def while_connected(receive: Receive, answer: Coroutine[Any, Any, None]) -> None:
+    """Run what answers a request whose body has been read, and cancel it when the client leaves.
+
+    `receive` says nothing more before that. It is asked all the time, because a server tells nobody who writes: neither
+    starlette's streams nor uvicorn's `send` notice it before something is written.
+    """
+    task = asyncio.ensure_future(answer)
+    gone = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def parsed(body: bytes, limits: Limits) -> Any:
+    """The JSON of a body. Raises ApiError for what is none, or would take those who read it too long."""
+    _check_brackets(body, limits)
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
+
+
+def _check_brackets(body: bytes, limits: Limits) -> None:
+    most, found = limits.nesting, body.count(b"[") + body.count(b"{")
+    if found <= most:
+        return
+    if found > limits.brackets:
+        raise ApiError(400, f"the body has {found} opening brackets; at most {limits.brackets}", code="too_complex")
+    depth = 0
+    for token in TOKEN.finditer(body):
+        first = body[token.start()]
+        depth += (first in b"[{") - (first in b"]}")
+        if depth > most:
+            raise ApiError(400, f"the JSON is nested deeper than {most} levels", code="nested_too_deep")

@@ -1,0 +1,66 @@
+"""How a server is set up."""
+
+from dataclasses import dataclass, field
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of one request."""
+
+    body_bytes: int = 4 << 20
+    header_bytes: int = 32 << 10
+    """Request line and headers together."""
+    receive_s: float = 15.0
+    """Time in which headers, and then a body, must have come."""
+    prepare_s: float = 30.0
+    """Time in which a request must have been read, checked and tokenised."""
+    nesting: int = 64
+    """Depth of JSON."""
+    brackets: int = 50_000
+    """Opening brackets in a body, those in its strings included: small objects take longest to read."""
+    answers: int = 16
+    """Most answers of one request, those of all its prompts together."""
+    stop_strings: int = 16
+    top_logprobs: int = 20
+    pending_bytes: int = 64 << 10
+    """Text that may wait for a reader who is slow."""
+    stall_s: float = 60.0
+    """Time in which a reader must take something."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Where a server listens, who may use it, and how much it takes on."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    """0 takes a free one."""
+    model_name: str = "model"
+    """What `/v1/models` calls the model: the name of the artifact's file."""
+    api_keys: tuple[str, ...] = ()
+    """Any of these opens every route; without one no key is asked for."""
+    allowed_hosts: tuple[str, ...] = LOOPBACK
+    """Names that a Host header may have, without the port; `*` allows all."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of pages that may call, beside the server's own page."""
+    cors: bool = False
+    """Whether pages of these origins may read answers."""
+    slots: int = 8
+    """Answers that run at once."""
+    queue: int = 64
+    """Answers that may wait beyond these."""
+    sessions: int = 64
+    """Sessions that are held at once."""
+    session_idle_s: float = 600.0
+    """Time after which a session that nobody uses is dropped."""
+    drain_s: float = 30.0
+    """Time for which requests may go on after the first signal to stop."""
+    stale_s: float = 60.0
+    """Time of one step of the engine after which `/health` says that it is stuck."""
+    keep_alive_s: float = 10.0
+    """Time without events after which a comment is sent."""
+    log_requests: bool = False
+    """Whether a line is logged for each request: method, path, status, time. Nothing of its content ever is."""
+    limits: Limits = field(default_factory=Limits)

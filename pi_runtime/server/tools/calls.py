@@ -1,0 +1,259 @@
+"""Finds calls of tools in an answer as it comes.
+
+An answer is read as if character by character, so the way it is cut into pieces cannot matter. A call begins once a
+known name and the beginning of its arguments are there; until then nothing of it is shown, and where it turns out to be
+none, all of it is text. From then on arguments are shown as they come. If they break off or are no JSON, a `CallBroken`
+says so, and what follows is text. They are not closed: they would be a call that nobody made. Whole answers have such a
+call as text; streams, which cannot take it back, leave it to the finish reason to tell that it is not to be run.
+"""
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Collection
+
+from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, Delta, MarkerWatch, TextDelta
+from pi_runtime.server.tools.formats import ToolFormat
+from pi_runtime.server.tools.json_scanner import AFTER, COLON, FIRST_KEY, KEY, SPACE, VALUE, JsonScanner
+
+ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
+"""Ids of calls are such that Mistral's templates take them."""
+HEAD = re.compile(r"\s*([\w.-]{1,64})(\[CALL_ID\]\w{1,64})?\[ARGS\]")
+HEAD_LENGTH = 256
+PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+"""Characters that stay within a text of JSON."""
+ARGS = "[ARGS]"
+
+
+def new_id() -> str:
+    """A new id of a call."""
+    return "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
+
+
+class CallParser:
+    """Reads one answer in one format. `names` are those of the tools; a call of any other is text."""
+
+    def __init__(self, tools: ToolFormat, names: Collection[str], make_id: Callable[[], str] = new_id) -> None:
+        self._format, self._names, self._make_id = tools, frozenset(names), make_id
+        self.count = 0
+        """Calls that have begun."""
+        self.is_cut = False
+        """Whether a call broke off."""
+        self._deltas: list[Delta] = []
+        self._read = self._read_text
+        """Takes the next character: a method for each part of an answer."""
+        self._watch = MarkerWatch(tools.trigger)
+        self._may_be_bare = tools.is_bare
+        """Whether a call without trigger may begin, since nothing but white space has come."""
+        self._follows_call = False
+        """Whether nothing but white space has come since the last call, which is then dropped."""
+        self._begin_call("")
+
+    def _begin_call(self, raw: str) -> None:
+        self._raw = raw
+        """The call as it was written up to here."""
+        self._scanner = JsonScanner()
+        self._key, self._member, self._name = "", "", ""
+        self._in_arguments = self._has_begun = False
+        self._base = 0
+        """Brackets around the arguments."""
+        self._pending = ""
+        """Arguments that were not shown yet."""
+
+    def push(self, text: str) -> list[Delta]:
+        """Take more of the answer."""
+        at = 0
+        while at < len(text):
+            end = self._read_plain(text, at)
+            if end == at:
+                self._read(text[at])
+                end += 1
+            at = end
+        return self._taken()
+
+    def finish(self) -> list[Delta]:
+        """Return what was held, when the answer ends."""
+        if self._read == self._read_text:
+            self._show_text(self._watch.take())
+        elif self._read != self._read_end:
+            self._break_off("")
+        return self._taken()
+
+    def _taken(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _show_text(self, text: str) -> None:
+        if self._follows_call:
+            text = text.lstrip()
+        if text:
+            self._follows_call = self._may_be_bare = False
+            self._deltas.append(TextDelta(text))
+
+    def _read_plain(self, text: str, at: int) -> int:
+        """Read at once what changes no state, in text or in an argument that is a text; returns where it ends."""
+        if self._in_arguments and self._scanner.is_in_text:
+            match = PLAIN.match(text, at)
+            if match is not None:
+                self._raw += match[0]
+                self._pending += match[0]
+                self._show_arguments()
+                return match.end()
+        elif self._read == self._read_text and not self._may_be_bare:
+            shown, end = self._watch.push_plain(text, at)
+            self._show_text(shown)
+            return end
+        return at
+
+    def _read_text(self, char: str) -> None:
+        shown, found = self._watch.push(char)
+        if self._may_be_bare and shown.strip() == "{":
+            self._may_be_bare = False
+            self._begin_call(shown[:-1])
+            self._read_call(char)
+            return
+        self._show_text(shown)
+        if found:
+            self._begin_call(self._watch.take())
+            after = self._read_begin if self._format.begin else self._read_call
+            self._read = self._read_head if self._format.has_head else after
+
+    def _read_begin(self, char: str) -> None:
+        """Read what stands before the first call of a trigger."""
+        if char not in SPACE + self._format.begin:
+            self._break_off(char)
+            return
+        self._raw += char
+        if char == self._format.begin:
+            self._read = self._read_call
+
+    def _read_call(self, char: str) -> None:
+        """Read white space before a call, and its first character."""
+        if char in SPACE:
+            self._raw += char
+        elif char == "{":
+            self._read = self._read_object
+            self._read_object(char)
+        else:
+            self._break_off(char)
+
+    def _read_head(self, char: str) -> None:
+        """Read the name, an id that is not used, and `[ARGS]`."""
+        head = self._raw.lstrip().removeprefix(self._format.trigger) + char
+        if not head.endswith(ARGS):
+            if len(head) > HEAD_LENGTH or not (char.isalnum() or char in SPACE + "_.-[]"):
+                self._break_off(char)
+            else:
+                self._raw += char
+            return
+        match = HEAD.fullmatch(head)
+        if match is None or match[1] not in self._names:
+            self._break_off(char)
+        else:
+            self._raw += char
+            self._name, self._read = match[1], self._read_arguments
+
+    def _read_arguments(self, char: str) -> None:
+        """Read the arguments after a head."""
+        scanner = self._scanner
+        if not scanner.depth and char in SPACE:
+            self._raw += char
+        elif (not scanner.depth and char != "{") or not scanner.push(char):
+            self._break_off(char)
+        else:
+            self._in_arguments = True
+            self._raw += char
+            self._add_argument(char)
+            if not scanner.depth:
+                self._end_call()
+
+    def _read_object(self, char: str) -> None:
+        """Read a call that is JSON: its members in any order, others among them."""
+        scanner = self._scanner
+        if not scanner.push(char):
+            self._break_off(char)
+            return
+        self._raw += char
+        if self._in_arguments:
+            self._add_argument(char)
+        elif scanner.depth == 2 and scanner.state == FIRST_KEY and self._is_value_of_arguments:
+            self._in_arguments, self._base = True, 1
+            self._add_argument(char)
+        elif scanner.depth == 1:
+            self._add_member(char)
+        elif not scanner.depth and self._has_begun:
+            self._end_call()
+        elif not scanner.depth:
+            self._break_off("")
+
+    @property
+    def _is_value_of_arguments(self) -> bool:
+        """Whether the object that begins now is the call's arguments, the first that it has."""
+        return self._key == self._format.arguments and not self._has_begun and not self._pending
+
+    def _add_member(self, char: str) -> None:
+        """Take a character of a call outside its arguments."""
+        state = self._scanner.state
+        if state in {KEY, FIRST_KEY} or (state == VALUE and char == ":"):
+            self._member = ""
+            return
+        self._member += char
+        if char == '"' and state == COLON:
+            self._key = json.loads(self._member)
+        elif char == '"' and state == AFTER and self._key == "name" and not self._name:
+            self._name = json.loads(self._member)
+            if self._name in self._names:
+                self._show_arguments()
+            else:
+                self._break_off("")
+
+    def _add_argument(self, char: str) -> None:
+        self._pending += char
+        self._in_arguments = self._scanner.depth > self._base
+        self._show_arguments()
+
+    def _show_arguments(self) -> None:
+        """Show the arguments up to here, if the name is known."""
+        if not self._name or not self._pending:
+            return
+        if not self._has_begun:
+            self._has_begun = self._follows_call = True
+            self._may_be_bare = False
+            self._deltas.append(CallBegan(self.count, self._make_id(), self._name))
+            self.count += 1
+        self._deltas.append(CallArguments(self.count - 1, self._pending))
+        self._pending = ""
+        if not self._in_arguments:
+            self._raw = ""  # the call is whole, whatever comes
+
+    def _end_call(self) -> None:
+        self._begin_call("")
+        has_end = self._format.end or self._format.separator
+        self._read = self._read_end if has_end else self._read_text
+
+    def _read_end(self, char: str) -> None:
+        """Read what ends a call, or what separates it from the next."""
+        self._raw += char
+        tail = self._raw.strip()
+        if tail and tail == self._format.end:
+            self._read = self._read_text
+        elif tail and tail == self._format.separator:
+            self._begin_call(self._raw)
+            self._read = self._read_call
+        elif not self._format.end.startswith(self._raw.lstrip()):
+            text, self._raw, self._read = self._raw, "", self._read_text
+            for late in text:
+                self._read(late)
+
+    def _break_off(self, char: str) -> None:
+        """End what is no call, or no longer one, before this character."""
+        raw, self._raw, self._read = self._raw, "", self._read_text
+        if self._in_arguments and self._has_begun:
+            self._deltas.append(CallBroken(self.count - 1, raw))
+            self.is_cut, self._follows_call = True, False
+        else:
+            self._show_text(raw)
+        self._in_arguments = False
+        if char:
+            self._read_text(char)

@@ -1,0 +1,101 @@
+"""Grammars of answers with tool calls and thoughts, in llguidance's form of Lark.
+
+A marker that is a token of its own is asked for by its number, since free text never holds it. One that is not is
+ordinary text: then free text is read lazily, up to the first one.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pi_runtime.server.tools.formats import ToolFormat
+from pi_runtime.server.tools.reasoning import ReasoningFormat
+
+Schema = Mapping[str, Any] | bool
+AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""White space of arguments. A weak model that may put in any puts in a lot."""
+TERMINALS = r"""TEXT: /(.|\n)*/
+SPACE: /[ \n]{0,4}/
+PLAIN: /\s*[^{\s](.|\n)*/
+CALL_ID: /[a-zA-Z0-9]{9}/
+"""
+
+
+class GrammarWriter:
+    """Writes rules. `tokens`: markers that are tokens of their own."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self._tokens = tokens
+        self._rules: dict[str, str] = {}
+
+    def source(self, start: str) -> str:
+        """The whole grammar of what follows from `start`."""
+        rules = {"start": start, **self._rules}
+        return "".join(f"{name}: {body}\n" for name, body in rules.items()) + TERMINALS
+
+    def json(self, schema: Schema) -> str:
+        """JSON that a schema describes."""
+        return f"%json {json.dumps(schema)}"
+
+    def arguments(self, schema: Mapping[str, Any]) -> str:
+        """JSON that a schema describes, with the white space of templates."""
+        return self.json({**schema, "x-guidance": AS_TEMPLATES_WRITE})
+
+    def calls(self, tools: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool) -> str:
+        """Calls of these functions, each with the schema of its arguments; one of them unless `parallel`."""
+        names = []
+        for n, (name, schema) in enumerate(functions):
+            names.append(f"call_{n}")
+            self._rules[names[-1]] = self._call(tools, name, schema)
+        self._rules["call"] = " | ".join(names)
+        # Llama's templates take one call a turn.
+        parallel = parallel and not tools.is_bare
+        if tools.is_bare:
+            trigger = self._marker(tools.trigger)
+            body = f"{trigger}? call"
+        elif tools.separator:
+            more = f" ({_text(tools.separator + ' ')} call)*" if parallel else ""
+            body = f"{self._marker(tools.trigger)} {_text(tools.begin)} call{more} {_text(tools.end)}"
+        else:
+            gap = f" {_text(tools.gap)} " if tools.gap else " "
+            end = f"{gap}{self._marker(tools.end)}" if tools.end else ""
+            self._rules["rest_of_call"] = f"{gap.strip()} call{end}".strip()
+            one = f"{self._marker(tools.trigger)} rest_of_call"
+            self._rules["more_calls"] = f"({gap}{one})*" if parallel else '""'
+            body = f"{one} more_calls"
+        self._rules["calls"] = body
+        return "calls"
+
+    def text_or_calls(self, tools: ToolFormat) -> str:
+        """Free text, and after it the calls, if there are any. The rules of `calls` must have been written."""
+        if tools.is_bare:
+            return "PLAIN | calls"
+        if tools.trigger in self._tokens:
+            return "TEXT calls?"
+        self._rules["text_and_trigger[lazy]"] = f"TEXT {_text(tools.trigger)}"
+        after = self._rules["calls"].removeprefix(self._marker(tools.trigger))
+        return f"TEXT | text_and_trigger {after}"
+
+    def thoughts(self, reasoning: ReasoningFormat, *, are_open: bool) -> str:
+        """Thoughts, or the rest of those that the prompt began, up to the white space after them."""
+        begin = "" if are_open else f"{self._marker(reasoning.begin)} "
+        if reasoning.end in self._tokens:
+            found = f"{begin}TEXT {self._marker(reasoning.end)} SPACE"
+        else:
+            self._rules["rest_of_thoughts[lazy]"] = f"TEXT {_text(reasoning.end)}"
+            found = f"{begin}rest_of_thoughts SPACE"
+        return found if are_open else f"({found})?"
+
+    def _call(self, tools: ToolFormat, name: str, schema: Mapping[str, Any]) -> str:
+        if not tools.has_head:
+            head = f'{{"name": {json.dumps(name)}, "{tools.arguments}": '
+            return f"{_text(head)} {self.arguments(schema)} {_text('}')}"
+        call_id = f"{self._marker('[CALL_ID]')} CALL_ID " if tools.has_call_id else ""
+        return f"{_text(name)} {call_id}{self._marker('[ARGS]')} {self.arguments(schema)}"
+
+    def _marker(self, marker: str) -> str:
+        return f"<[{self._tokens[marker]}]>" if marker in self._tokens else _text(marker)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text)

@@ -1,0 +1,95 @@
+"""Follows JSON that arrives character by character: whether it is valid so far, and where it is."""
+
+import re
+
+SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
+SPACE, HEX = " \t\r\n", "0123456789abcdefABCDEF"
+CLOSERS = {"{": "}", "[": "]"}
+# States. The first four expect what their names say; `AFTER` a comma or a closing bracket.
+KEY, FIRST_KEY, VALUE, FIRST_VALUE = "key", "first key", "value", "first value"
+COLON, STRING, ESCAPE, UNICODE, SCALAR_TEXT, AFTER, DONE = (
+    "colon",
+    "string",
+    "escape",
+    "unicode",
+    "scalar",
+    "after",
+    "done",
+)
+
+
+class JsonScanner:
+    """Reads one object or array.
+
+    >>> scanner = JsonScanner()
+    >>> all(map(scanner.push, '{"a": ["b')), scanner.depth, scanner.is_in_text
+    (True, 2, True)
+    """
+
+    def __init__(self) -> None:
+        self.state = VALUE
+        self._open: list[str] = []
+        self._is_key = False
+        self._scalar = ""
+        self._digits = 0
+
+    @property
+    def depth(self) -> int:
+        """How many brackets are open."""
+        return len(self._open)
+
+    @property
+    def is_in_text(self) -> bool:
+        """Whether it is within a text that is a value."""
+        return self.state == STRING and not self._is_key
+
+    def push(self, char: str) -> bool:
+        """Take the next character; False if it cannot stand here."""
+        if self.state in {STRING, ESCAPE, UNICODE}:
+            return self._push_string(char)
+        if self.state == SCALAR_TEXT:
+            if char not in SPACE + ",]}":
+                self._scalar += char
+                return True
+            if not SCALAR.fullmatch(self._scalar):
+                return False
+            self.state = AFTER
+        return char in SPACE or self._push_structure(char)
+
+    def _push_string(self, char: str) -> bool:
+        if self.state == UNICODE:
+            self._digits -= 1
+            self.state = UNICODE if self._digits else STRING
+            return char in HEX
+        if self.state == ESCAPE:
+            self._digits = 4
+            self.state = UNICODE if char == "u" else STRING
+            return char in 'u"\\/bfnrt'
+        if char == '"':
+            self.state = COLON if self._is_key else AFTER
+            self._is_key = False
+        elif char == "\\":
+            self.state = ESCAPE
+        return char >= " "
+
+    def _push_structure(self, char: str) -> bool:
+        state = self.state
+        if self._open and char == self._open[-1] and state in {FIRST_KEY, FIRST_VALUE, AFTER}:
+            self._open.pop()
+            self.state = AFTER if self._open else DONE
+        elif state == AFTER and char == ",":
+            self.state = KEY if self._open[-1] == "}" else VALUE
+        elif state == COLON and char == ":":
+            self.state = VALUE
+        elif state in {KEY, FIRST_KEY} and char == '"':
+            self.state, self._is_key = STRING, True
+        elif state in {VALUE, FIRST_VALUE} and char in CLOSERS:
+            self._open.append(CLOSERS[char])
+            self.state = FIRST_KEY if char == "{" else FIRST_VALUE
+        elif state in {VALUE, FIRST_VALUE} and self._open and char == '"':
+            self.state = STRING
+        elif state in {VALUE, FIRST_VALUE} and self._open and char in "-0123456789tfn":
+            self.state, self._scalar = SCALAR_TEXT, char
+        else:
+            return False
+        return True

@@ -1,0 +1,174 @@
+"""All that a model's answers hold beside plain text: what grammars ask of it, and how it is split."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pi_runtime.server.errors import ApiError
+from pi_runtime.server.tools.calls import CallParser, new_id
+from pi_runtime.server.tools.deltas import Delta, ReasoningDelta, TextDelta, joined
+from pi_runtime.server.tools.formats import ToolFormat
+from pi_runtime.server.tools.grammars import GrammarWriter
+from pi_runtime.server.tools.reasoning import ReasoningFormat, ReasoningParser
+from pi_runtime.text.grammar import Grammar
+from pi_runtime.text.tokenizer import Tokenizer
+
+Tool = Mapping[str, Any]
+"""A function as OpenAI's chat API has it: {"type": "function", "function": {"name": …, "parameters": …}}."""
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class OutputParser:
+    """Splits one answer as it comes: thoughts, text, and calls of tools.
+
+    However the answer is cut into pieces, the deltas joined are the same. A call whose arguments break off ends with a
+    `CallBroken`.
+    """
+
+    def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
+        self._reasoning, self._calls = reasoning, calls
+        self.reasoning_tokens = 0
+        """Tokens of pieces that hold thoughts."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call has begun."""
+        return self._calls is not None and self._calls.count > 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a call broke off: nobody should run it."""
+        return self._calls is not None and self._calls.is_cut
+
+    def push(self, text: str, tokens: int = 0) -> list[Delta]:
+        """Take the next piece of the answer, which so many tokens made."""
+        thinks = self._thinks
+        deltas = joined(self._with_calls([TextDelta(text)] if self._reasoning is None else self._reasoning.push(text)))
+        if thinks or self._thinks or any(isinstance(delta, ReasoningDelta) for delta in deltas):
+            self.reasoning_tokens += tokens
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        """Return what was held, when the answer ends, for whatever reason."""
+        held = None if self._reasoning is None else self._reasoning.finish()
+        deltas = self._with_calls([] if held is None else [held])
+        return joined(deltas + ([] if self._calls is None else self._calls.finish()))
+
+    @property
+    def _thinks(self) -> bool:
+        return self._reasoning is not None and self._reasoning.thinks
+
+    def _with_calls(self, deltas: list[Delta]) -> list[Delta]:
+        """Find calls in what is no thought."""
+        if self._calls is None:
+            return [delta for delta in deltas if not isinstance(delta, TextDelta) or delta.text]
+        found: list[Delta] = []
+        for delta in deltas:
+            found += self._calls.push(delta.text) if isinstance(delta, TextDelta) else [delta]
+        return found
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """The conventions of one chat template, with the tokens by which this model's tokenizer writes them."""
+
+    tools: ToolFormat | None
+    reasoning: ReasoningFormat | None
+    tokens: Mapping[str, int]
+    """Markers that are tokens of their own."""
+
+    @classmethod
+    def of(cls, template: str, tokenizer: Tokenizer) -> Self:
+        """Read them from a template. Neither tools nor thoughts where it has no conventions that are known here."""
+        tools, reasoning = ToolFormat.of(template), ReasoningFormat.of(template)
+        markers = [*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ())]
+        tokens = {marker: token for marker in markers if (token := tokenizer.added_token(marker)) is not None}
+        return cls(tools, reasoning, tokens)
+
+    def shown_tokens(self, tools: Sequence[Tool] = ()) -> list[int]:
+        """The tokens that an answer's text must show for the parser of these tools, though they may be special."""
+        markers = [*(self.tools.markers if self.tools and tools else ())]
+        markers += self.reasoning.markers if self.reasoning else ()
+        return [self.tokens[marker] for marker in markers if marker in self.tokens]
+
+    def parser(self, prompt: str, tools: Sequence[Tool] = (), make_id: Callable[[], str] = new_id) -> OutputParser:
+        """A parser for one answer to a rendered prompt. Calls are found of these tools only."""
+        names = [tool["function"]["name"] for tool in tools]
+        return OutputParser(
+            ReasoningParser(self.reasoning, prompt) if self.reasoning else None,
+            CallParser(self.tools, names, make_id) if self.tools and names else None,
+        )
+
+    def grammar(
+        self,
+        prompt: str,
+        *,
+        tools: Sequence[Tool] = (),
+        choice: str | Tool = "auto",
+        parallel: bool = True,
+        schema: Mapping[str, Any] | bool | None = None,
+    ) -> Grammar | None:
+        """What an answer to a rendered prompt must be; None where it is free.
+
+        `choice` is OpenAI's `tool_choice`: `none`, `auto`, `required`, or the one of the tools that is called, once.
+        Arguments follow the schemas of their functions. With `auto` those of functions that are `strict` do, others are
+        JSON objects; the answer is free where none is strict and calls may be parallel. `schema`: JSON that the answer
+        must be, where no tool is called. Thoughts may come first, if the model thinks. Raises ApiError naming the field
+        for what is impossible.
+        """
+        tools = () if choice == "none" else tools
+        if tools and self.tools is None:
+            raise ApiError(400, "the model's chat template has no form of tool calls that is known here", param="tools")
+        reasoning = None if self.reasoning is None or self.reasoning.is_closed(prompt) else self.reasoning
+        writer = GrammarWriter(self.tokens)
+        answer = None if schema is None else writer.json(schema)
+        if tools:
+            answer = self._with_calls(writer, tools, choice, parallel, answer)
+        if answer is None:
+            return None
+        if reasoning is not None:
+            answer = f"{writer.thoughts(reasoning, are_open=reasoning.is_open(prompt))} ({answer})"
+        return Grammar.lark(writer.source(answer))
+
+    def _with_calls(
+        self,
+        writer: GrammarWriter,
+        tools: Sequence[Tool],
+        choice: str | Tool,
+        parallel: bool,
+        otherwise: str | None,
+    ) -> str | None:
+        """The rule of an answer that may call tools, and `otherwise` follows a rule; None where it is free."""
+        assert self.tools is not None
+        must_call, only = choice != "auto", None if isinstance(choice, str) else _name(choice)
+        if not must_call and otherwise is None and parallel and not any(map(_is_strict, tools)):
+            return None
+        chosen = [(n, tool) for n, tool in enumerate(tools) if only in {None, _name(tool)}]
+        functions = [_function(n, tool, strictly=must_call) for n, tool in chosen]
+        calls = writer.calls(self.tools, functions, parallel=parallel and only is None)
+        if must_call:
+            return calls
+        if otherwise is None:
+            return writer.text_or_calls(self.tools)
+        if self.tools.is_bare:
+            what = "with this model, calls and other JSON begin alike: tools do not go with a form of the answer"
+            raise ApiError(400, what, param="response_format")
+        return f"{otherwise} | {calls}"
+
+
+def _name(tool: Tool) -> str:
+    name: str = tool["function"]["name"]
+    return name
+
+
+def _is_strict(tool: Tool) -> bool:
+    return bool(tool["function"].get("strict"))
+
+
+def _function(n: int, tool: Tool, *, strictly: bool) -> tuple[str, Mapping[str, Any]]:
+    """A function's name, and the schema that its arguments must follow."""
+    parameters = tool["function"].get("parameters") or NO_PARAMETERS
+    if parameters.get("type", "object") != "object":
+        raise ApiError(400, "parameters must be an object's schema", param=f"tools[{n}].function.parameters")
+    is_followed = strictly or _is_strict(tool)
+    return _name(tool), {**parameters, "type": "object"} if is_followed else {"type": "object"}

@@ -1,0 +1,84 @@
+"""Models that think before they answer: their thoughts come apart from the answer."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from pi_runtime.server.tools.deltas import Delta, MarkerWatch, ReasoningDelta, TextDelta
+
+MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """The markers around thoughts."""
+
+    begin: str
+    end: str
+
+    @classmethod
+    def of(cls, template: str) -> Self | None:
+        """The format of a chat template; None where its model does not think."""
+        return next((cls(*pair) for pair in MARKERS if pair[1] in template), None)
+
+    @property
+    def markers(self) -> tuple[str, str]:
+        """Texts that may be special tokens of the tokenizer."""
+        return self.begin, self.end
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether the template has begun the thoughts itself, at the end of the prompt."""
+        return prompt.rstrip().endswith(self.begin)
+
+    def is_closed(self, prompt: str) -> bool:
+        """Whether the template has ended the thoughts itself, so that there will be none."""
+        return prompt.rstrip().endswith(self.end)
+
+
+class ReasoningParser:
+    """Splits thoughts from an answer that begins with them; white space around both is dropped."""
+
+    def __init__(self, reasoning: ReasoningFormat, prompt: str) -> None:
+        self._format = reasoning
+        self.thinks = reasoning.is_open(prompt)
+        """Whether it is amid thoughts."""
+        self._may_begin = not self.thinks and not reasoning.is_closed(prompt)
+        self._watch = MarkerWatch(reasoning.end if self.thinks else reasoning.begin)
+        self._is_blank = self.thinks
+        """Whether nothing but white space has come of the present part, which is then dropped."""
+
+    def push(self, text: str) -> list[Delta]:
+        """Take more of the answer."""
+        found: list[Delta | None] = []
+        at = 0
+        while at < len(text):
+            if not self.thinks and not self._may_begin:
+                found.append(self._shown(text[at:]))
+                break
+            shown, end = self._watch.push_plain(text, at) if self.thinks else ("", at)
+            found.append(self._shown(shown) if end > at else self._push(text[at]))
+            at = max(end, at + 1)
+        return [delta for delta in found if delta is not None]
+
+    def _push(self, char: str) -> Delta | None:
+        shown, found = self._watch.push(char)
+        if found:
+            self.thinks, self._may_begin = self._may_begin, False
+            self._watch, self._is_blank = MarkerWatch(self._format.end), True
+            return None
+        if self._may_begin and shown:
+            # It begins with something else: all of it is text, and stays as it is.
+            self._may_begin = False
+            return TextDelta(shown + self._watch.take())
+        return self._shown(shown)
+
+    def finish(self) -> Delta | None:
+        """Return what was held, when the answer ends."""
+        return self._shown(self._watch.take().rstrip() if self.thinks else self._watch.take())
+
+    def _shown(self, text: str) -> Delta | None:
+        if self._is_blank:
+            text = text.lstrip()
+        if not text:
+            return None
+        self._is_blank = False
+        return ReasoningDelta(text) if self.thinks else TextDelta(text)

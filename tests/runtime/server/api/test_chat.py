@@ -1,0 +1,267 @@
+"""`/v1/chat/completions` on an engine: turns, streams, formats, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from support import jobs
+
+from pi_runtime import Engine
+from pi_runtime.server.api.chat import ChatJob
+from pi_runtime.server.api.served import Served
+from pi_runtime.server.errors import ApiError
+
+Chat = tuple[Served, Engine]
+
+
+def says(content: object, role: str = "user", **fields: object) -> dict[str, object]:
+    return {"role": role, "content": content, **fields}
+
+
+def ask(chat: Chat, content: object, **fields: Any) -> dict[str, Any]:
+    """The whole answer, checked by OpenAI's own type."""
+    served, engine = chat
+    messages = content if isinstance(content, list) else [says(content)]
+    found = jobs.whole(ChatJob.of({"model": "m", "messages": messages, **fields}, served), engine)
+    ChatCompletion.model_validate(found, strict=True)
+    return found
+
+
+def stream(chat: Chat, content: str, **fields: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream, each checked by OpenAI's own type."""
+    served, engine = chat
+    body = {"model": "m", "messages": [says(content)], "stream": True, **fields}
+    *chunks, last = jobs.events(ChatJob.of(body, served), engine)
+    assert last == (None, "[DONE]")
+    found: list[Any] = [data for event, data in chunks if event is None]
+    assert len(found) == len(chunks)
+    for chunk in found:
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+    return found
+
+
+def test_a_turn(alphabet_chat: Chat) -> None:
+    found = ask(alphabet_chat, "abc", max_tokens=4)
+    (choice,) = found["choices"]
+    message = {"role": "assistant", "content": "defg", "refusal": None, "annotations": []}
+    assert choice == {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
+    assert found["object"] == "chat.completion"
+    assert found["id"].startswith("chatcmpl-")
+    assert found["system_fingerprint"].startswith("fp_")
+    usage = found["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 4, 7)
+    assert ask(alphabet_chat, "abc")["choices"][0]["finish_reason"] == "stop"
+    assert ask(alphabet_chat, "abc", max_completion_tokens=4)["id"] != found["id"]
+
+
+def test_a_prompt_read_before_is_cached(random_chat: Chat) -> None:
+    ask(random_chat, "a" * 100, max_tokens=1)
+    details = ask(random_chat, "a" * 100 + "b", max_tokens=1)["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] >= 64
+
+
+def test_messages_of_all_roles_reach_the_template(random_chat: Chat) -> None:
+    served, _ = random_chat
+    messages = [
+        says("be brief", "system"),
+        says([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "developer"),
+        says("hi", name="Ann"),
+        says(None, "assistant", tool_calls=[{"id": "1", "type": "function", "function": CALL}]),
+        says("42", "tool", tool_call_id="1"),
+        says([{"type": "refusal", "refusal": "no"}], "assistant", refusal=None),
+        says("why?"),
+    ]
+    job = ChatJob.of({"model": "m", "messages": messages}, served)
+    assert served.model.tokenizer.decode(job.asks[0].prompt) == "s:be brief;s:a\nb;u:hi;a:;t:42;a:no;u:why?;a:"
+
+
+CALL = {"name": "f", "arguments": '{"x": 1}'}
+
+
+def test_an_answer_goes_on_where_a_message_ends(random_chat: Chat) -> None:
+    served, _ = random_chat
+    messages = [says("hi"), says("well", "assistant")]
+    job = ChatJob.of({"model": "m", "messages": messages, "continue_final_message": True}, served)
+    assert served.model.tokenizer.decode(job.asks[0].prompt) == "u:hi;a:well"
+
+
+def test_a_stream_says_what_the_whole_says(random_chat: Chat) -> None:
+    fields = {"n": 2, "seed": 5, "temperature": 1.0, "logprobs": True, "top_logprobs": 2, "max_tokens": 9}
+    expected = ask(random_chat, "hello", **fields)
+    *chunks, last = stream(random_chat, "hello", **fields, stream_options={"include_usage": True})
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"] == 18
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    for choice in expected["choices"]:
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["delta"].get("content", "") for c in own) == choice["message"]["content"]
+        assert [c["finish_reason"] for c in own] == [None] * (len(own) - 1) + ["length"]
+        entries = [x for c in own if c["logprobs"] for x in c["logprobs"]["content"]]
+        assert entries == choice["logprobs"]["content"]
+        assert len(entries) == 9
+        assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+
+
+def test_log_probabilities_have_the_bytes_of_parts_of_characters(random_chat: Chat) -> None:
+    bias = {"logit_bias": {str("é".encode()[0]): 100}}
+    (choice,) = ask(random_chat, "a", logprobs=True, max_tokens=1, **bias)["choices"]
+    (entry,) = choice["logprobs"]["content"]
+    assert (entry["token"], entry["bytes"], entry["top_logprobs"]) == ("\\xc3", [0xC3], [])
+    assert choice["message"]["content"] == "\ufffd"
+
+
+def test_the_same_seed_gives_the_same_text(random_chat: Chat) -> None:
+    def text(**fields: Any) -> str:
+        return str(ask(random_chat, "a", temperature=1.9, max_tokens=12, **fields)["choices"][0]["message"]["content"])
+
+    assert text(seed=-1) == text(seed=-1) != text(seed=1)
+    assert text() != text()
+
+
+def test_json_follows_a_schema(random_chat: Chat) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    for response_format, keys in (
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}, {"ok"}),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}, {"ok"}),
+    ):
+        fields = {"response_format": response_format, "max_tokens": 100, "logit_bias": {"32": -100, "10": -100}}
+        (choice,) = ask(random_chat, "a", **fields)["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert json.loads(choice["message"]["content"]).keys() == keys
+    (choice,) = ask(random_chat, "a", response_format={"type": "json_object"}, max_tokens=5)["choices"]
+    assert choice["message"]["content"].lstrip().startswith("{")
+    (choice,) = ask(random_chat, "a", response_format={"type": "text"}, max_tokens=5)["choices"]
+
+
+def test_a_prediction_becomes_a_guess(alphabet_chat: Chat) -> None:
+    served, _ = alphabet_chat
+    prediction = {"type": "content", "content": [{"type": "text", "text": "defg"}]}
+    job = ChatJob.of({"model": "m", "messages": [says("abc")], "prediction": prediction}, served)
+    assert [*job.asks[0].guess] == [*b"defg"]
+
+
+def test_neutral_values_are_accepted(alphabet_chat: Chat) -> None:
+    neutral = {
+        "store": False,
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "user": "u",
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "in_memory",
+        "modalities": ["text"],
+        "verbosity": "medium",
+        "parallel_tool_calls": True,
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "logit_bias": {},
+        "stop": None,
+        "n": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "top_p": 1,
+        "logprobs": False,
+        "stream": False,
+        "chat_template_kwargs": {},
+        "audio": None,
+        "stream_options": None,
+    }
+    assert ask(alphabet_chat, "abc", max_tokens=2, **neutral)["choices"][0]["message"]["content"] == "de"
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": "hi"}, "messages", "list"),
+        ({"messages": [{"role": "user", "content": "a" * 200}]}, "messages", "at most 191 fit"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "not Unicode"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", "bot"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "found 5"),
+        ({"messages": [{"role": "user", "content": "x", "foo": 1}]}, "messages[0].foo", "unknown field"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+            "image_url",
+        ),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content", "required"),
+        ({"messages": [{"role": "assistant", "content": "x", "audio": {"id": "1"}}]}, "messages[0].audio", "supported"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}},
+                        ],
+                    }
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+            "JSON object",
+        ),
+        ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": float("nan")}, "temperature", "finite"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 1.5}, "max_tokens", "integer"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "give one"),
+        ({"n": 0}, "n", "greater"),
+        ({"n": 99}, "n", "at most 16"),
+        ({"top_logprobs": 1}, "top_logprobs", "logprobs: true"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "20"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type", "custom"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+        ({"tools": [TOOL, TOOL]}, "tools", "same name"),
+        ({"tool_choice": "required"}, "tool_choice", "only with tools"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+            "none of the tools",
+        ),
+        ({"audio": {"voice": "x"}}, "audio", "not supported"),
+        ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
+        ({"store": True}, "store", "not supported"),
+        ({"store": 0}, "store", "not supported"),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty", "0.01"),
+        ({"service_tier": "flex"}, "service_tier", "not supported"),
+        ({"verbosity": "high"}, "verbosity", "not supported"),
+        ({"web_search_options": {}}, "web_search_options", "not supported"),
+        ({"functions": []}, "functions", "use tools"),
+        ({"function_call": "auto"}, "function_call", "use tool_choice"),
+        ({"moderation": {"model": "x"}}, "moderation", "not supported"),
+        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention", "not supported"),
+        ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options", "not supported"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "template"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", "none"),
+        ({"metadata": {"a": 1}}, "metadata.a", "string"),
+        ({"prediction": {"type": "content"}}, "prediction.content", "required"),
+        ({"seed": 2**63}, "seed", "less"),
+        ({"top_p": 1.1}, "top_p", "1"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "2"),
+        ({"continue_final_message": True}, "continue_final_message", "assistant"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+    ],
+)
+def test_what_is_wrong_is_named(random_chat: Chat, fields: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(ApiError) as error:
+        ChatJob.of({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}, random_chat[0])
+    assert error.value.status == 400
+    assert error.value.param == param, error.value.message
+    assert says in error.value.message
+    assert error.value.message.startswith(param)
+
+
+def test_a_model_without_a_template_has_no_chats(endless_served: Served) -> None:
+    with pytest.raises(ApiError, match="no chat template"):
+        ChatJob.of({"model": "m", "messages": [says("x")]}, endless_served)

@@ -1,0 +1,64 @@
+"""Answers that take no engine."""
+
+from typing import Any
+
+import pytest
+from openai.types import Model
+
+from pi_runtime import Engine
+from pi_runtime.server.api import plain
+from pi_runtime.server.api.served import Served
+from pi_runtime.server.errors import ApiError
+
+
+@pytest.fixture
+def served(random_chat: tuple[Served, Engine]) -> Served:
+    return random_chat[0]
+
+
+def test_a_text_becomes_tokens_and_tokens_a_text(served: Served) -> None:
+    assert plain.tokenize({"content": "aé"}, served) == {"tokens": [97, 0xC3, 0xA9]}
+    assert plain.detokenize({"tokens": [97, 0xC3, 0xA9, 256]}, served) == {"content": "aé"}
+    assert plain.detokenize({"tokens": []}, served) == {"content": ""}
+    assert plain.tokenize({"content": "aé<|end|>", "with_pieces": True, "add_special": True}, served) == {
+        "tokens": [
+            {"id": 97, "piece": "a"},
+            {"id": 0xC3, "piece": [0xC3]},
+            {"id": 0xA9, "piece": [0xA9]},
+            {"id": 256, "piece": "<|end|>"},
+        ]
+    }
+
+
+def test_a_chat_becomes_a_prompt(served: Served) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    assert plain.apply_template({"messages": messages}, served) == {"prompt": "u:hi;a:"}
+    assert plain.apply_template({"messages": messages, "add_generation_prompt": False}, served) == {"prompt": "u:hi;"}
+
+
+def test_the_model_is_listed(served: Served) -> None:
+    (found,) = plain.list_models(served)["data"]
+    Model.model_validate(found, strict=True)
+    assert plain.retrieve_model("m", served) == found
+    assert found["context_length"] == 192
+    with pytest.raises(ApiError, match="this server has one model"):
+        plain.retrieve_model("gpt", served)
+
+
+@pytest.mark.parametrize(
+    ("answer", "body", "param"),
+    [
+        (plain.tokenize, {}, "content"),
+        (plain.tokenize, {"content": "\ud800"}, "content"),
+        (plain.tokenize, {"content": "a", "x": 1}, "x"),
+        (plain.detokenize, {"tokens": [999]}, "tokens"),
+        (plain.detokenize, {"tokens": ["a"]}, "tokens[0]"),
+        (plain.apply_template, {"messages": []}, "messages"),
+        (plain.apply_template, {"messages": [{"role": "user", "content": 1}], "model": "m"}, "messages[0].content"),
+        (plain.embeddings, {"input": "a"}, None),
+    ],
+)
+def test_what_is_wrong_is_named(served: Served, answer: Any, body: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(ApiError) as error:
+        answer(body, served)
+    assert (error.value.status, error.value.param) == (400, param)

@@ -1,0 +1,87 @@
+"""More requests than are taken on: refused at once with the time to come again, and nothing else suffers."""
+
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from support.serving import Served, wait_until
+
+from pi_runtime.server.admission import Admission
+from pi_runtime.server.errors import ApiError
+
+
+@contextmanager
+def full(served: Served) -> Iterator[None]:
+    """All slots and the whole queue are taken."""
+    with ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(_sent(served))
+        wait_until(lambda: served.engine.stats.running + served.engine.stats.waiting == 8)
+        yield
+    wait_until(served.is_idle)
+
+
+@contextmanager
+def _sent(served: Served) -> Iterator[None]:
+    body = b'{"model": "endless", "prompt": "a", "max_tokens": 4000}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
+        connection.sendall(head + body)
+        yield
+
+
+def test_one_too_many_is_told_when_to_come_again(talker: Served) -> None:
+    with full(talker):
+        response = talker.complete()
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+    assert talker.complete(max_tokens=1).status_code == 200
+
+
+def test_one_too_many_is_refused_before_its_body_has_come(talker: Served) -> None:
+    with full(talker), socket.create_connection(("127.0.0.1", talker.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n{")
+        connection.settimeout(30)
+        assert connection.recv(12) == b"HTTP/1.1 429"
+
+
+def test_ten_times_too_many_are_answered_or_refused(talker: Served) -> None:
+    statuses: Counter[int] = Counter()
+
+    def ask() -> None:
+        statuses[talker.complete(max_tokens=5).status_code] += 1
+
+    threads = [threading.Thread(target=ask) for _ in range(80)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(statuses) <= {200, 429}
+    assert statuses[200] >= 8
+    wait_until(talker.is_idle)
+
+
+def test_answers_are_counted_not_requests() -> None:
+    admission = Admission(slots=2, queue=2)
+    with admission.ticket() as first:
+        first.take(3)
+        with admission.ticket() as second:
+            with pytest.raises(ApiError) as refused:
+                second.take(2)
+            assert refused.value.status == 429
+        with pytest.raises(ApiError) as refused:
+            first.take(5)
+        assert refused.value.status == 400
+        assert admission.taken == 3
+    assert admission.taken == 0
+
+
+def test_the_time_to_come_again_follows_what_answers_take() -> None:
+    admission = Admission(slots=2, queue=2)
+    assert admission.retry_s == 1
+    for _ in range(100):
+        admission.count(30.0)
+    assert admission.retry_s == 15

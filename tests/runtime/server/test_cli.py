@@ -1,0 +1,98 @@
+"""`pi-serve` as a command: its flags, and what it says where they cannot be."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.commands import INPUT, USAGE, assert_a_message
+
+from pi_runtime import console
+from pi_runtime.server import cli
+
+FLAGS = {
+    "--allowed-host",
+    "--allowed-origin",
+    "--api-key-file",
+    "--cache-format",
+    "--cors",
+    "--ctx-size",
+    "--debug",
+    "--device",
+    "--drain-seconds",
+    "--help",
+    "--host",
+    "--kv-budget",
+    "--log-requests",
+    "--mode",
+    "--name",
+    "--piece",
+    "--port",
+    "--queue",
+    "--session-idle-seconds",
+    "--sessions",
+    "--slots",
+    "--speculate",
+    "--ssl-certfile",
+    "--ssl-keyfile",
+    "--threads",
+    "--vram-budget",
+}
+
+
+def run(*arguments: object) -> int:
+    return console.run(cli.app, [str(argument) for argument in arguments])
+
+
+def test_flags_are_frozen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    words = capsys.readouterr().out.replace(",", " ").split()
+    assert {word for word in words if word.startswith("--")} == FLAGS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--host", "192.0.2.1"], USAGE, "--api-key-file"),
+        (["--host", "::"], USAGE, "--api-key-file"),
+        (["--host", "example.org"], USAGE, "--api-key-file"),
+        (["--cors"], USAGE, "--allowed-origin"),
+        (["--api-key-file", "nowhere"], INPUT, "nowhere"),
+        (["--ssl-certfile", "nowhere"], USAGE, "--ssl-keyfile"),
+        (["--ssl-certfile", "nowhere", "--ssl-keyfile", "nowhere"], INPUT, "nowhere"),
+        (["--port", "65536"], USAGE, "65535"),
+        (["--slots", "0"], USAGE, "slots"),
+        (["--kv-budget", "much"], USAGE, "--kv-budget"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_opened(
+    alphabet: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+) -> None:
+    assert run(alphabet, *arguments) == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["nowhere.pi", "text.pi"])
+def test_what_is_no_artifact_is_refused_before_it_listens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "text.pi").write_text("no artifact")
+    assert run(tmp_path / name) == INPUT
+    said = capsys.readouterr().err
+    assert name in said
+    assert "listening" not in said
+
+
+def test_a_file_without_a_key(alphabet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "keys").write_text("\n  \n")
+    assert run(alphabet, "--host", "0.0.0.0", "--api-key-file", tmp_path / "keys") == USAGE  # noqa: S104
+    assert_a_message(capsys.readouterr().err)
+
+
+def test_without_the_extra_it_says_which(
+    alphabet: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("starlette", "pi_runtime.server."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    assert run(alphabet) == USAGE
+    assert "pip install 'pi-toolchain[serve]'" in capsys.readouterr().err

@@ -1,0 +1,222 @@
+"""What the docs say of the server: its endpoints, metrics, limits and files; and the examples run."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import venv
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+import typer.main
+from support.paths import GOLDEN, ROOT
+from support.scripted import saying, scripted_artifact
+from support.serving import Served, serving, wait_until
+from support.synthetic import random_artifact, small_decoder
+
+from pi_runtime.artifact.schema import Text
+from pi_runtime.server.cli import app
+from pi_runtime.server.metrics import ENGINE, Metrics
+from pi_runtime.server.settings import Limits, ServerSettings
+
+PAGE = (ROOT / "docs" / "server.md").read_text("utf-8")
+EXAMPLES = ROOT / "docs" / "examples"
+TEMPLATE = """{% if tools %}{{ tools | tojson }} <tool_call>{"name":, "arguments":}</tool_call>{% endif %}\
+{% for m in messages %}{{ m.role }}: {{ m.content }}\
+{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{% endfor %}assistant:"""
+
+
+def section(title: str) -> str:
+    """The text below a heading, up to the next one of the same level."""
+    return re.split(r"\n## ", PAGE.split(f"\n## {title}\n")[1])[0]
+
+
+def test_every_endpoint_is_in_the_table(talker: Served) -> None:
+    application: Any = talker.server.config.app
+    routes = {
+        (method.lower(), route.path.replace(":path}", "}"))
+        for route in application.routes
+        for method in (route.methods or {"POST"}) - {"HEAD"}
+    }
+    rows = re.findall(r"^\| (GET|POST|DELETE) \| (.*?) \|", section("Endpoints"), re.MULTILINE)
+    listed = {(method.lower(), path) for method, paths in rows for path in re.findall(r"`(.*?)`", paths)}
+    assert listed == routes
+
+
+def test_every_metric_is_in_the_table() -> None:
+    text = Metrics().text(None, slots=1, open_requests=0)
+    found = {name for name, *_ in ENGINE} | set(re.findall(r"# TYPE pi_(\w+)", text))
+    first_columns = re.findall(r"^\| (.*?) \|", section("Metrics"), re.MULTILINE)
+    listed = {name for column in first_columns for name in re.findall(r"`(\w+)`", column)}
+    assert listed == found
+
+
+def test_limits_are_those_of_the_settings() -> None:
+    limits, settings, text = Limits(), ServerSettings(), section("Under load")
+    rows = dict(re.findall(r"^\| (.*?) \| (.*?) \|$", text, re.MULTILINE))
+    assert rows["body of a request"] == f"{limits.body_bytes >> 20} MiB"
+    assert rows["request line and headers"] == f"{limits.header_bytes >> 10} KiB"
+    assert rows["headers, and then the body, must come within"] == f"{limits.receive_s:g} s each"
+    assert rows["time to read a request, its template and its grammar included"] == f"{limits.prepare_s:g} s"
+    assert rows["depth of JSON"] == str(limits.nesting)
+    assert rows["opening brackets in a body"] == f"{limits.brackets:,}"
+    assert rows["answers of one request (`n` × prompts)"] == str(limits.answers)
+    assert rows["stop strings"] == str(limits.stop_strings)
+    assert rows["`top_logprobs`"] == str(limits.top_logprobs)
+    assert rows["text that waits for a slow reader"].startswith(f"{limits.pending_bytes >> 10} KiB")
+    assert rows["a reader who takes nothing"] == f"is dropped after {limits.stall_s:g} s"
+    assert rows["sessions"] == str(settings.sessions)
+    assert f"every {settings.keep_alive_s:g} seconds" in text
+    assert f"({settings.drain_s:g})" in text
+    assert f"{settings.slots} by default, and `--queue` more may wait, {settings.queue} by default" in text
+    assert settings.session_idle_s == 600
+    assert settings.stale_s == 60
+
+
+def flags() -> set[str]:
+    command = typer.main.get_command(app)
+    return {flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")} | {"--help"}
+
+
+@pytest.mark.parametrize("name", ["server.md", "examples/Containerfile", "examples/pi-serve.service"])
+def test_flags_that_are_named_exist(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text("utf-8")
+    lines = [line for line in text.splitlines() if re.search(r'pi-serve"?,? ', line)]
+    commands = [line for line in lines if "docker" not in line and "install" not in line]
+    named = {flag for line in commands for flag in re.findall(r"--[a-z][a-z-]+", line)}
+    assert named
+    assert named <= flags()
+    if name == "server.md":
+        assert set(re.findall(r"`(--[a-z][a-z-]+)", text)) <= flags()
+
+
+def test_variables_that_are_named_exist() -> None:
+    command = typer.main.get_command(app)
+    variables = {parameter.envvar for parameter in command.params}
+    assert set(re.findall(r"PI_[A-Z_]+", section("All flags"))) <= variables
+
+
+def example(name: str) -> ModuleType:
+    found = spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert found is not None
+    assert found.loader is not None
+    module = module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model that says anything at all, with a template for tools; it asks for a key."""
+    path = tmp_path_factory.mktemp("docs") / "talker.pi"
+    decoder, text = small_decoder(context_length=4096), Text(prefix_ids=(), end_ids=())
+    files = {"chat_template.jinja": TEMPLATE.encode()}
+    with serving(random_artifact(path, decoder, scale=3.0, text=text, files=files), api_keys=("k",)) as served:
+        yield served
+
+
+def test_the_openai_client(talker: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    example("openai_client").main(talker.url, "k")
+    out = capsys.readouterr().out
+    assert re.search(r"60 tokens, \d+% of rows read", out)
+    assert "continent=" in out
+
+
+def test_tool_use(talker: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    example("tool_use").main(talker.url, "k")
+    assert re.search(r"^(add|multiply)\(-?\d+, -?\d+\) = -?\d+$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_paused_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    following = saying("? 6*7=") | {ord("2"): ord(".")}
+    with serving(scripted_artifact(tmp_path / "model.pi", following, context=512)) as served:
+        example("paused_session").main(served.url)
+        wait_until(lambda: served.is_idle() and served.engine.stats.paused_sessions == 0)
+    assert "How many seats? 6*7= 42.\n" in capsys.readouterr().out
+
+
+def test_the_commands_of_the_page_work(talker: Served) -> None:
+    """The `curl` line and the client's first lines, with this server's address, model and key."""
+    body = json.loads(re.search(r"-d '(.*?)'", PAGE)[1])  # type: ignore[index]
+    response = talker.post("/v1/completions", body | {"model": talker.name}, headers={"Authorization": "Bearer k"})
+    assert response.json()["usage"]["completion_tokens"] == 40
+    code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]  # type: ignore[index]
+    code = (
+        code.replace("http://127.0.0.1:8080", talker.url).replace('"none"', '"k"').replace("}])", "}], max_tokens=9)")
+    )
+    assert "max_tokens=9" in code
+    exec(compile(code, "server.md", "exec"), {})  # noqa: S102
+
+
+def container_lines(keyword: str) -> list[str]:
+    text = (EXAMPLES / "Containerfile").read_text("utf-8").replace("\\\n", " ")
+    return [line.removeprefix(f"{keyword} ") for line in text.splitlines() if line.startswith(f"{keyword} ")]
+
+
+@pytest.mark.slow
+def test_the_container_s_commands(tmp_path: Path) -> None:
+    """Those that need no container. The package is built and installed as there, beside this environment's packages;
+    the server is started, looked after and stopped as there."""
+    home = tmp_path / "image"
+    venv.create(home, with_pip=True)
+    site = next((home / "lib").glob("python*/site-packages"))
+    (site / "packages.pth").write_text("\n".join({path for path in sys.path if path.endswith("site-packages")}))
+    cache = os.environ.get("PI_CACHE_DIR", str(tmp_path / "cache"))
+    environment = {**os.environ, "PATH": f"{home / 'bin'}:{os.environ['PATH']}", "PI_CACHE_DIR": cache}
+    environment.pop("PYTHONPATH", None)
+
+    (install,) = [line for line in container_lines("RUN") if "pip install" in line]
+    command = [part.replace("/src", str(ROOT)) for part in shlex.split(install)]
+    # Its packages are here already. What it takes to build it is not: that comes from the network, if there is one.
+    command.append("--no-deps")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode and "hatchling" in done.stderr:
+        pytest.skip("what builds the package cannot be fetched")
+    assert done.returncode == 0, done.stderr
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    (tmp_path / "keys.txt").write_text("secret\n")
+    paths = {"/model.pi": str(GOLDEN), "/keys.txt": str(tmp_path / "keys.txt"), "8080": port}
+    (start,) = container_lines("CMD")
+    serve = [paths.get(part, part) for part in json.loads(start)]
+    with subprocess.Popen(serve, env=environment, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        try:
+            # It need not be ready: in a new folder, kernels are compiled anew.
+            assert process.stderr is not None
+            assert "listening" in process.stderr.readline()
+            assert "<title>" in httpx.get(f"http://127.0.0.1:{port}/").text
+            assert httpx.get(f"http://127.0.0.1:{port}/props").status_code == 401
+            health = httpx.get(f"http://127.0.0.1:{port}/health")
+            assert health.json()["status"] in ("loading", "ok")
+        finally:
+            process.send_signal(getattr(signal, container_lines("STOPSIGNAL")[0]))
+        assert process.wait(60) == 0
+
+
+def test_the_container_s_health_check(talker: Served) -> None:
+    (health,) = container_lines("HEALTHCHECK")
+    check = shlex.split(health.partition("CMD ")[2])
+    assert check[0] == "python"
+    command = [sys.executable, *(part.replace("8080", str(talker.port)) for part in check[1:])]
+    subprocess.run(command, check=True)
+
+
+def test_the_unit_s_folders_are_those_it_makes() -> None:
+    unit = (EXAMPLES / "pi-serve.service").read_text("utf-8")
+    values = dict(line.split("=", 1) for line in unit.splitlines() if re.match(r"\w+=", line))
+    assert values["Environment"] == f"PI_CACHE_DIR=/var/cache/{values['CacheDirectory']}"
+    assert f"%d/{values['LoadCredential'].partition(':')[0]}" in values["ExecStart"]
+    drain = re.search(r"--drain-seconds (\d+)", values["ExecStart"])
+    assert drain
+    assert int(values["TimeoutStopSec"]) > int(drain[1])

@@ -1,0 +1,250 @@
+"""The end of a server: signals, faults of the engine, and what those hear whose answers were being written."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.commands import INPUT, INTERRUPTED, USAGE
+from support.serving import Served, events, slowed, wait_until
+
+from pi_runtime import Model
+from pi_runtime.errors import PiError
+
+Serve = Callable[..., Served]
+PI_SERVE = [sys.executable, "-c", "from pi_runtime.server.cli import main; main()"]
+BODY = {"model": "endless", "prompt": "a", "max_tokens": 10**6, "stream": True}
+
+
+@contextmanager
+def process(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A pi-serve that listens, and its address."""
+    command = [*PI_SERVE, *map(str, arguments), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as running:
+        try:
+            assert running.stderr
+            line = running.stderr.readline()
+            found = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+)\n", line)
+            assert found, line
+            wait_until(lambda: httpx.get(f"{found[1]}/health", timeout=30).status_code == 200)
+            yield running, found[1]
+        finally:
+            running.kill()
+
+
+def streamed(url: str, **settings: Any) -> Any:
+    """A completion that streams."""
+    return httpx.stream("POST", f"{url}/v1/completions", json={**BODY, **settings}, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_answers_end_with_an_error_after_a_while(endless: Path, number: int) -> None:
+    arguments = (endless, "--ctx-size", 1 << 20, "--drain-seconds", 1)
+    with process(*arguments) as (running, url), streamed(url) as response:
+        coming = events(response)
+        next(coming)
+        running.send_signal(number)
+        assert list(coming)[-1]["error"]["code"] == "draining"
+        assert running.wait(60) == 0
+        assert running.stderr
+        assert "Traceback" not in running.stderr.read()
+
+
+@pytest.mark.slow
+def test_a_signal_waits_for_answers_that_end_in_time(endless: Path) -> None:
+    with process(endless, "--drain-seconds", 60) as (running, url), streamed(url, max_tokens=1000) as response:
+        coming = events(response)
+        next(coming)
+        running.send_signal(signal.SIGTERM)
+        assert list(coming)[-1]["choices"][0]["finish_reason"] == "length"
+        assert running.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once(endless: Path) -> None:
+    arguments = (endless, "--ctx-size", 1 << 20, "--drain-seconds", 600)
+    with process(*arguments) as (running, url), streamed(url) as response:
+        coming = events(response)
+        next(coming)
+        running.send_signal(signal.SIGTERM)
+        wait_until(lambda: httpx.get(f"{url}/health", timeout=30).json() == {"status": "draining"})
+        refused = httpx.post(f"{url}/v1/completions", json={**BODY, "stream": False}, timeout=30)
+        assert refused.status_code == 503
+        assert "retry-after" in refused.headers
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == INTERRUPTED
+
+
+def failing(after: int) -> Callable[[Model], None]:
+    """Makes a model fail after so many steps."""
+
+    def change(model: Model) -> None:
+        step, left = model.executor.step, after
+
+        def fail(sequences: Sequence[Any]) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise RuntimeError("the machine is on fire")
+            return step(sequences)
+
+        model.executor.step = fail  # type: ignore[method-assign]
+
+    return change
+
+
+def test_a_fault_of_the_engine_is_told_to_all_and_ends_the_server(endless: Path, serve: Serve) -> None:
+    served = serve(endless, changed=failing(30))
+    with served.streaming(max_tokens=4000) as response:
+        last = list(events(response))[-1]
+    assert last["error"]["message"]
+    wait_until(lambda: served.service.phase == "failed")
+    assert isinstance(served.service.failure, PiError)
+    wait_until(lambda: served.server.should_exit)
+
+
+def test_a_fault_of_one_request_ends_that_one_alone(endless: Path, serve: Serve, monkeypatch: Any) -> None:
+    from pi_runtime.generation import Answer
+
+    follow = Answer.follow
+
+    def fail(self: Answer, *args: Any) -> Any:
+        if self.tokens[0] == ord("x"):
+            raise ValueError("of this request alone, and a secret")
+        return follow(self, *args)
+
+    monkeypatch.setattr(Answer, "follow", fail)
+    served = serve(endless, changed=slowed(0.002))
+    with served.streaming(max_tokens=300) as response:
+        coming = events(response)
+        next(coming)
+        broken = served.complete("x")
+        assert broken.status_code == 500
+        assert "secret" not in broken.text
+        assert list(coming)[-1]["choices"][0]["finish_reason"] == "length"
+    assert served.get("/health").status_code == 200
+
+
+def test_an_engine_that_makes_no_progress_is_not_well(endless: Path, serve: Serve) -> None:
+    served = serve(endless, stale_s=0.1, changed=slowed(1.0))
+    with served.streaming(max_tokens=2):
+        wait_until(lambda: served.get("/health").json() == {"status": "stuck"})
+    wait_until(lambda: served.get("/health").status_code == 200)
+
+
+def ended(*arguments: object, **environment: str) -> tuple[int, str]:
+    """Exit code and stderr of a pi-serve that ends by itself."""
+    done = subprocess.run(
+        [*PI_SERVE, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.mark.slow
+def test_an_artifact_that_is_none_ends_the_server(tmp_path: Path) -> None:
+    (tmp_path / "a.pi").write_bytes(b"nothing")
+    code, err = ended(tmp_path / "a.pi", "--port", 0)
+    assert code == INPUT
+    assert "error: " in err
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken(endless: Path, talker: Served) -> None:
+    code, err = ended(endless, "--port", talker.port)
+    assert code == USAGE
+    assert "--port" in err
+
+
+SCRIPT = """
+import sys, time
+import pi_runtime.model
+{change}
+from pi_runtime.server.cli import main
+main()
+"""
+HELD = """
+pi_runtime.model.Model.warm_up = lambda model: time.sleep(600)
+"""
+BREAKING = """
+from pathlib import Path
+from pi_runtime.execution.cpu import CpuExecutor
+step, left = CpuExecutor.step, 30
+def fail(self, sequences):
+    global left
+    left -= 1
+    if left < 0:
+        while not Path({told!r}).exists():
+            time.sleep(0.01)
+        {fault}
+    return step(self, sequences)
+CpuExecutor.step = fail
+"""
+"""Breaks after some tokens, once the file `told` says that the client has read the first of them."""
+
+
+def breaking(fault: str, told: Path) -> str:
+    """The change that lets a step do `fault` as soon as there is a file `told`."""
+    return BREAKING.format(fault=fault, told=str(told))
+
+
+@contextmanager
+def changed(change: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A pi-serve of which something was changed, as soon as it listens."""
+    command = [sys.executable, "-c", SCRIPT.format(change=change), *map(str, arguments), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stderr
+            yield running, running.stderr.readline().split()[-1]
+        finally:
+            running.kill()
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_model_is_loaded(endless: Path) -> None:
+    with changed(HELD, endless) as (running, url):
+        assert httpx.get(f"{url}/health", timeout=30).json() == {"status": "loading"}
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_fault_of_the_engine_ends_the_process_with_an_error(endless: Path, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    with changed(breaking("raise RuntimeError('on fire')", told), endless) as (running, url):
+        wait_until(lambda: httpx.get(f"{url}/health", timeout=30).status_code == 200)
+        with streamed(url, max_tokens=4000) as response:
+            coming = events(response)
+            next(coming)
+            told.touch()
+            assert list(coming)[-1]["error"]
+        assert running.wait(60) == 1
+        assert running.stderr
+        assert "on fire" in running.stderr.read()
+
+
+@pytest.mark.slow
+def test_a_step_that_never_ends_does_not_keep_the_process(endless: Path, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    with changed(breaking("time.sleep(600)", told), endless, "--drain-seconds", 0.1) as (running, url):
+        wait_until(lambda: httpx.get(f"{url}/health", timeout=30).status_code == 200)
+        with streamed(url, max_tokens=4000) as response:
+            coming = events(response)
+            next(coming)
+            told.touch()
+            running.send_signal(signal.SIGTERM)
+            assert list(coming)[-1]["error"]["code"] == "draining"
+        assert running.wait(60) == 0

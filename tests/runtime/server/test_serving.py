@@ -1,0 +1,103 @@
+"""A server from its start to its answers: states, routes, errors, and that answers are the engine's own."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from support.serving import Served, events, wait_until
+
+from pi_runtime import Sampling, load
+
+Serve = Callable[..., Served]
+
+
+def test_while_the_model_is_loaded_only_health_and_metrics_answer(alphabet: Path, serve: Serve) -> None:
+    gate = threading.Event()
+    served = serve(alphabet, gate=gate)
+    health = served.get("/health")
+    assert (health.status_code, health.json()) == (503, {"status": "loading"})
+    refused = served.complete("u")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+    assert int(refused.headers["retry-after"]) > 0
+    assert served.get("/metrics").status_code == 200
+    gate.set()
+    wait_until(lambda: served.get("/health").status_code == 200)
+    assert served.complete("u", max_tokens=3).json()["choices"][0]["text"] == "vwx"
+
+
+def test_an_answer_is_the_engines_whole_and_in_parts(random_path: Path, serve: Serve) -> None:
+    served = serve(random_path)
+    settings = {"max_tokens": 30, "temperature": 1.5, "seed": 7}
+    with load(random_path) as model:
+        sampling = Sampling.from_generation_config(model.manifest.generation, temperature=1.5, seed=7)
+        alone = "".join(model.generate("Once", max_tokens=30, sampling=sampling))
+    whole = served.complete("Once", **settings).json()["choices"][0]
+    with served.streaming("Once", **settings) as response:
+        parts = list(events(response))
+    assert whole["text"] == alone
+    assert "".join(part["choices"][0]["text"] for part in parts if part["choices"]) == alone
+    assert whole["finish_reason"] == "length"
+
+
+def test_a_prediction_is_guessed(alphabet: Path, serve: Serve) -> None:
+    served = serve(alphabet, speculate=8)
+    body = {
+        "model": served.name,
+        "messages": [{"role": "user", "content": "a"}],
+        "prediction": {"type": "content", "content": "bcdefghijklmnopqrstuvwxyz"},
+    }
+    found = served.post("/v1/chat/completions", body).json()
+    assert found["choices"][0]["message"]["content"] == "bcdefghijklmnopqrstuvwxyz"
+    assert found["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] >= 20
+
+
+def test_several_prompts_and_answers_keep_their_order(alphabet: Path, serve: Serve) -> None:
+    served = serve(alphabet, slots=2)
+    found = served.complete(["a", "k", "x"], n=2, max_tokens=2).json()["choices"]
+    assert [(choice["index"], choice["text"]) for choice in found] == list(
+        enumerate(["bc", "bc", "lm", "lm", "yz", "yz"])
+    )
+
+
+def test_what_is_wrong_is_an_error_in_openais_form(talker: Served) -> None:
+    for response, status, param in (
+        (talker.get("/nowhere"), 404, None),
+        (talker.get("/v1/completions"), 405, None),
+        (talker.complete("a", temperature=-1), 400, "temperature"),
+        (talker.complete("a" * 5000), 400, "prompt"),
+        (talker.complete("a", n=17), 400, "n"),
+        (talker.complete("a", wrong=1), 400, "wrong"),
+    ):
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (status, param), error
+        assert error["message"]
+
+
+def test_slots_and_props_and_metrics_say_how_it_is(talker: Served) -> None:
+    with talker.streaming(max_tokens=4000) as response:
+        coming = events(response)
+        next(coming)
+        slots = talker.get("/slots").json()
+        assert [slot["is_processing"] for slot in slots] == [True, False, False, False]
+        assert slots[0]["generated_tokens"] >= 1
+        assert "pi_running_answers 1" in talker.get("/metrics").text
+    props = talker.get("/props").json()
+    assert (props["model"], props["total_slots"]) == ("endless", 4)
+    wait_until(talker.is_idle)
+
+
+def test_every_line_of_the_metrics_is_a_sample_with_a_type(talker: Served) -> None:
+    talker.complete(max_tokens=3)
+    response = talker.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    typed: set[str] = set()
+    for line in response.text.splitlines():
+        if line.startswith("# TYPE"):
+            typed.add(line.split()[2])
+        elif not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            base = name.partition("{")[0]
+            assert base in typed or base.rpartition("_")[0] in typed, line
+            float(value)
+    assert 'pi_http_requests_total{route="/v1/completions",status="200"}' in response.text
+    assert response.text.endswith("\n")

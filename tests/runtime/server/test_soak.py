@@ -1,0 +1,38 @@
+"""64 clients on 4 slots, half of them leaving, for a while: `--minutes` of it, and seconds in the suite."""
+
+import random
+from pathlib import Path
+
+import pytest
+from support.serve_process import serve_process
+from support.soak import check, questions, soak
+from support.synthetic import random_artifact, small_decoder
+
+from pi_runtime import load
+from pi_runtime.artifact.schema import Text
+
+CLIENTS, SLOTS = 64, 4
+SHORT_S = 6.0
+LARGEST_DRIFT = 0.02
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_and_nothing_grows(tmp_path: Path, minutes: float | None) -> None:
+    decoder = small_decoder(context_length=192, n_layers=3)
+    text = Text(prefix_ids=(), end_ids=(3, 77))
+    path = random_artifact(tmp_path / "random.pi", decoder, ranks=[4, None, 6], scale=3.0, text=text)
+    with load(path, device="cpu") as model:
+        asked = questions(model, 96, random.Random(1))
+    # Places for clients who have left too, until that is seen. Room for a third of what is asked, so that pages are
+    # kept, and dropped again, all the time.
+    options = ["--slots", SLOTS, "--queue", 2 * CLIENTS, "--device", "cpu", "--kv-budget", "512KiB"]
+    seconds = SHORT_S if minutes is None else 60 * minutes
+    with serve_process(path, *options, log=tmp_path / "log") as served:
+        found = soak(served, asked, clients=CLIENTS, seconds=seconds)
+        # Seconds are too short to tell growth from warming up.
+        figures = check(served, found, None if minutes is None else LARGEST_DRIFT)
+    print(
+        f"\n{found.answered} answers, {found.cancelled} cancelled, {figures['preemptions_total']:.0f} preempted; "
+        f"memory {found.resident[-1][1] / 2**20:.1f} MiB, {found.drift:+.2%} since the warm-up; "
+        f"pages used {figures['kv_pages_used']:.0f}, all of them kept for later prompts"
+    )

@@ -1,0 +1,263 @@
+"""Calls of tools in an answer: found in each format, whatever way the answer is cut into pieces, and never lost."""
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.tool_calls import FORMATS, written
+
+from pi_runtime.server.tools.calls import CallParser, new_id
+from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, Delta, TextDelta, joined
+from pi_runtime.server.tools.formats import HERMES, LLAMA_3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_LIST, ToolFormat
+from pi_runtime.server.tools.json_scanner import JsonScanner
+
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("look", {"city": "Zürich", "deep": {"a": [1, -2.5e3, True, None, 'x"y\\\n</tool_call>']}}),
+    ("add", {}),
+]
+
+
+def parse(tools: ToolFormat, pieces: list[str]) -> tuple[list[Delta], CallParser]:
+    count = itertools.count()
+    parser = CallParser(tools, ["look", "add"], lambda: f"id{next(count)}")
+    deltas = [delta for piece in pieces for delta in parser.push(piece)]
+    return joined(deltas + parser.finish()), parser
+
+
+def gathered(deltas: list[Delta]) -> tuple[str, list[tuple[str, Any]]]:
+    """All text, and the calls with their arguments read, but for those that broke off."""
+    text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+    broken = {delta.index for delta in deltas if isinstance(delta, CallBroken)}
+    arguments: dict[int, str] = {}
+    for delta in deltas:
+        if isinstance(delta, CallArguments):
+            arguments[delta.index] = arguments.get(delta.index, "") + delta.text
+    whole = [delta for delta in deltas if isinstance(delta, CallBegan) and delta.index not in broken]
+    return text, [(call.name, json.loads(arguments[call.index])) for call in whole]
+
+
+@pytest.mark.parametrize("tools", FORMATS, ids=lambda tools: tools.name)
+def test_calls_of_each_format(tools: ToolFormat) -> None:
+    deltas, parser = parse(tools, list(written(tools, *CALLS)))
+    assert deltas == parse(tools, [written(tools, *CALLS)])[0]
+    assert gathered(deltas) == ("", CALLS)
+    assert [d for d in deltas if isinstance(d, CallBegan)] == [CallBegan(0, "id0", "look"), CallBegan(1, "id1", "add")]
+    assert not parser.is_cut
+
+
+@pytest.mark.parametrize("tools", [HERMES, MISTRAL_LIST, MISTRAL, MISTRAL_CALL_ID], ids=lambda tools: tools.name)
+def test_text_stands_before_calls(tools: ToolFormat) -> None:
+    """White space between text and call belongs to the call."""
+    assert gathered(parse(tools, ["I look.  \n" + written(tools, *CALLS)])[0]) == ("I look.", CALLS)
+
+
+@pytest.mark.parametrize("tools", [HERMES, MISTRAL_LIST, MISTRAL], ids=lambda tools: tools.name)
+def test_text_after_a_call_is_text(tools: ToolFormat) -> None:
+    assert gathered(parse(tools, [written(tools, *CALLS[:1]) + "\n\nThere."])[0]) == ("There.", CALLS[:1])
+
+
+OTHER_WAYS = {
+    "arguments first": (
+        HERMES,
+        '<tool_call>{"arguments": {"a": [1]}, "name": "add"}</tool_call>',
+        [("add", {"a": [1]})],
+    ),
+    "more members": (
+        LLAMA_3,
+        '{"type": "function", "name": "add", "parameters": {"a": 1}, "x": {}}',
+        [("add", {"a": 1})],
+    ),
+    "an id": (MISTRAL_LIST, '[TOOL_CALLS] [{"name": "add", "arguments": {}, "id": "a1b2c3d4e"}]', [("add", {})]),
+    "a tag": (LLAMA_3, '<|python_tag|>{"name": "add", "parameters": {}}', [("add", {})]),
+    "no end": (HERMES, '<tool_call>{"name": "add", "arguments": {}}', [("add", {})]),
+    "half an end": (HERMES, '<tool_call>{"name": "add", "arguments": {}}\n</tool', [("add", {})]),
+    "no white space": (HERMES, '<tool_call>{"name":"add","arguments":{"a":"b"}}</tool_call>', [("add", {"a": "b"})]),
+    "spaces": (LLAMA_3, '\n { "name" : "add" , "parameters" : { "a" : [ ] } } \n', [("add", {"a": []})]),
+}
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_other_ways_to_write_a_call(way: str) -> None:
+    tools, text, calls = OTHER_WAYS[way]
+    deltas, parser = parse(tools, [text])
+    assert gathered(deltas) == ("", calls)
+    assert not parser.is_cut
+
+
+NO_CALLS = {
+    "plain": (HERMES, "a < b, <tool> and </tool_call>\n "),
+    "another name": (HERMES, 'x <tool_call>\n{"name": "hack", "arguments": {}}\n</tool_call>\n'),
+    "no arguments": (HERMES, '<tool_call>{"name": "add"}</tool_call>'),
+    "arguments as text": (HERMES, '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>'),
+    "a list": (HERMES, '<tool_call>["name", {"name": "add"}]</tool_call>'),
+    "words": (HERMES, "<tool_call>add(1)</tool_call>"),
+    "broken before": (HERMES, '<tool_call>{"name": "add", "arguments" {}}</tool_call>'),
+    "end of text": (HERMES, 'x <tool_call>{"name": "add", "argu'),
+    "end in a marker": (HERMES, "x <tool_c"),
+    "JSON": (LLAMA_3, '{"answer": [1, 2]}'),
+    "later": (LLAMA_3, 'Well: {"name": "add", "parameters": {}}'),
+    "code": (LLAMA_3, '<|python_tag|>brave_search.call(query="x")'),
+    "no list": (MISTRAL_LIST, '[TOOL_CALLS]{"name": "add", "arguments": {}}'),
+    "a bracket": (MISTRAL, "[TOOL_CALLS]x[0] = 1"),
+    "a long head": (MISTRAL, "[TOOL_CALLS]" + "a" * 300 + "[ARGS]{}"),
+    "no object": (MISTRAL, "[TOOL_CALLS]add[ARGS][1]"),
+}
+
+
+@pytest.mark.parametrize("case", NO_CALLS)
+def test_what_is_no_call_is_text(case: str) -> None:
+    tools, text = NO_CALLS[case]
+    assert parse(tools, [text])[0] == [TextDelta(text)]
+
+
+def test_a_call_within_what_is_none() -> None:
+    """The character that breaks a call off may begin the next one."""
+    deltas, _ = parse(HERMES, ['<tool_call><tool_call>{"name": "add", "arguments": {}}</tool_call>'])
+    assert gathered(deltas) == ("<tool_call>", [("add", {})])
+
+
+BROKEN = {
+    "in a text": ('{"a": "hel', ""),
+    "in an escape": ('{"a": "x\\u00', ""),
+    "in a key": ('{"a": 1, "b', ""),
+    "in a number": ('{"a": {"b": 12', ""),
+    "at once": ("{", ""),
+    "no JSON": ('{"a": "x", "b": null?', "} done"),
+    "no value": ('{"a": "x", "b": ', "} done"),
+    "a raw line end": ('{"a": "x', '\ny"}'),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_arguments_that_break_off_are_left_as_they_are(case: str) -> None:
+    """They are not closed: nobody made that call. For a whole answer all of it is there as text."""
+    arguments, rest = BROKEN[case]
+    head = '<tool_call>{"name": "add", "arguments": '
+    deltas, parser = parse(HERMES, [f"x {head}{arguments}{rest}"])
+    assert deltas[:2] == [TextDelta("x"), CallBegan(0, "id0", "add")]
+    assert deltas[2:4] == [CallArguments(0, arguments), CallBroken(0, f" {head}{arguments}")]
+    assert deltas[4:] == ([TextDelta(rest)] if rest else [])
+    assert parser.is_cut
+
+
+def test_a_call_after_one_that_broke_off() -> None:
+    deltas, parser = parse(HERMES, ['<tool_call>{"name": "add", "arguments": {]' + written(HERMES, *CALLS[:1])])
+    assert [type(delta) for delta in deltas] == [
+        CallBegan,
+        CallArguments,
+        CallBroken,
+        TextDelta,
+        CallBegan,
+        CallArguments,
+    ]
+    assert gathered(deltas[4:]) == ("", CALLS[:1])
+    assert parser.count == 2
+
+
+def test_what_follows_arguments_breaks_no_call() -> None:
+    deltas, parser = parse(HERMES, ['<tool_call>{"name": "add", "arguments": {"a": 1}; and'])
+    assert gathered(deltas) == ("; and", [("add", {"a": 1})])
+    assert not parser.is_cut
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = CallParser(HERMES, ["add"], lambda: "id")
+    written = '{"a": "xy", "b": 12}'
+    seen = []
+    for char in f'<tool_call>{{"name": "add", "arguments": {written}}}':
+        seen += [delta.text for delta in parser.push(char) if isinstance(delta, CallArguments)]
+    assert seen == list(written)
+
+
+def test_ids_are_unique_and_fit_every_template() -> None:
+    ids = {new_id() for _ in range(10_000)}
+    assert len(ids) == 10_000
+    assert all(len(found) == 9 and found.isalnum() and found.isascii() for found in ids)
+
+
+PIECES = st.sampled_from(
+    [
+        *(
+            "<tool_call>",
+            "</tool_call>",
+            "[TOOL_CALLS]",
+            "[ARGS]",
+            "[CALL_ID]",
+            "<|python_tag|>",
+            "{",
+            "}",
+            "[",
+            "]",
+            ",",
+        ),
+        *(
+            ";",
+            ":",
+            '"',
+            '"name"',
+            '"arguments"',
+            '"parameters"',
+            '"add"',
+            "add",
+            " ",
+            "\n",
+            "x",
+            "\\",
+            "1",
+            "true",
+            "é",
+        ),
+        *(
+            '{"name": "add", "arguments": {',
+            '{"name": "add", "parameters": {',
+            '"a": "b',
+            '"a": {}',
+            "[TOOL_CALLS]add[ARGS]{",
+        ),
+    ]
+)
+
+
+@given(st.sampled_from(FORMATS), st.lists(PIECES, max_size=30).map("".join), st.data())
+def test_cuts_change_nothing_and_nothing_is_lost(tools: ToolFormat, text: str, data: st.DataObject) -> None:
+    whole, _ = parse(tools, [text])
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    assert parse(tools, pieces)[0] == parse(tools, list(text))[0] == whole
+    shown, calls = gathered(whole)  # reads the arguments of all calls, which are JSON
+    assert all(isinstance(found, dict) for _, found in calls)
+    began = sum(isinstance(delta, CallBegan) for delta in whole)
+    broken = [delta for delta in whole if isinstance(delta, CallBroken)]
+    assert began == len(calls) + len(broken)
+    assert began or shown == text
+    assert all(delta.text in text for delta in broken)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text(), JSON_VALUES), st.booleans(), st.sampled_from([None, 1]))
+def test_the_scanner_takes_all_json(value: Any, ascii_only: bool, indent: int | None) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+    scanner = JsonScanner()
+    assert all(map(scanner.push, text))
+    assert scanner.state == "done"
+
+
+@given(st.text('{}[]",:\\ \n1-.eatruflsn', max_size=30))
+def test_the_scanner_takes_nothing_else(text: str) -> None:
+    scanner = JsonScanner()
+    taken = all(map(scanner.push, text)) and scanner.state == "done"
+    try:
+        is_json = isinstance(json.loads(text), dict | list)
+    except ValueError:
+        is_json = False
+    # White space may follow JSON, but not what the scanner read whole.
+    assert taken == (is_json and text == text.rstrip())

@@ -1,0 +1,21 @@
+"""Calls of tools as models write them."""
+
+import json
+from typing import Any
+
+from pi_runtime.server.tools.formats import HERMES, LLAMA_3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_LIST, ToolFormat
+
+FORMATS = [HERMES, LLAMA_3, MISTRAL_LIST, MISTRAL, MISTRAL_CALL_ID]
+
+
+def written(tools: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls as a model writes them."""
+    bodies = [json.dumps({"name": name, tools.arguments: found}, ensure_ascii=False) for name, found in calls]
+    if tools is HERMES:
+        return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+    if tools is LLAMA_3:
+        return "; ".join(bodies)
+    if tools is MISTRAL_LIST:
+        return f"[TOOL_CALLS][{', '.join(bodies)}]"
+    call_id = "[CALL_ID]a1b2c3d4e" if tools is MISTRAL_CALL_ID else ""
+    return "".join(f"[TOOL_CALLS]{name}{call_id}[ARGS]{json.dumps(found)}" for name, found in calls)
