@@ -15,6 +15,7 @@ The step of the choices is a 32nd of a layer's neurons, rounded up to whole grou
 equal cuts those that need more bytes than another and are no faster are left out.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.cost_model.disk_reads import DiskReads
-from pi_compile.cost_model.hit_rate import ROW, ROW_BITS, Ints, correlations, miss_curves, shares
+from pi_compile.cost_model.hit_rate import ROW, ROW_BITS, Ints, MissCurves, correlations, miss_curves, shares
 from pi_compile.cost_model.processors import CPU, processors_of
 from pi_compile.cost_model.token_time import ffn_ps
 from pi_compile.cost_model.workload import Workload, rows_read
@@ -163,76 +164,82 @@ class RowModel:
             [rank_N[e, g * GROUP : (g + 1) * GROUP] for e, g in zip(expert_G, group_G, strict=True)]
         )
 
-    def _options(self, layer: int, gpu: bool) -> RowOptions:
-        work, grid = self.work, self.grid
-        how, order_N = work.layers[layer], self._order(layer, gpu)
+    def divided(self, layer: int, pinned: int, cached: int, first: bool) -> RowChoice:
+        """Bytes and times of any division of a layer's rows, without a GPU."""
+        curves = self._curves(layer, self._order(layer, gpu=False), np.array([0, pinned]))
+        none = np.zeros(1, np.int64)
+        division = _Division(none, none + pinned, none + cached)
+        needed, missed = (
+            tuple(one.missed(n, none + rows) for one in curves) for n, rows in ((0, 0), (1, cached))
+        )
+        return self._timed(layer, division, first, needed, missed).choice(0)
+
+    def _curves(self, layer: int, order_N: Ints, prefixes: Ints) -> tuple[MissCurves, MissCurves]:
+        """Misses of rows of `first` and of `rest` behind each of these numbers of neurons."""
+        work, how = self.work, self.work.layers[layer]
         count_N, routed_N = work.counts[layer][order_N], work.routed_tokens(layer)[order_N]
-        fires_N = shares(count_N, work.tokens)
+        fires_N, every_N = shares(count_N, work.tokens), shares(routed_N, work.tokens)
         theta_4 = correlations(fires_N, None if work.persistence is None else work.persistence[layer].tolist())
-        every_N = shares(routed_N, work.tokens)
         picked_N = shares(np.minimum(routed_N, -(-count_N * how.read_ppm // MILLION)), work.tokens)
         named_N = picked_N if how.kind.picks else every_N
         rest_N = every_N if how.kind.dense else fires_N if self.two_phases(layer) else named_N
-        choice = _Choices.of(grid, gpu)
-        first_curves, rest_curves = (miss_curves(x_N, theta_4, grid) for x_N in (named_N, rest_N))
-        cached_C = grid
-        first_PC, rest_PC = (
-            np.stack([curves.missed(p, cached_C) for p in range(len(grid))]) for curves in (first_curves, rest_curves)
-        )
-        place = choice.cut + choice.pinned
-        missed_first, missed_rest = first_PC[place, choice.cached], rest_PC[place, choice.cached]
-        needed_first, needed_rest = first_PC[choice.cut, 0], rest_PC[choice.cut, 0]
-        whole = how.kind.picks or how.kind.dense
+        return miss_curves(named_N, theta_4, prefixes), miss_curves(rest_N, theta_4, prefixes)
+
+    def _options(self, layer: int, gpu: bool) -> RowOptions:
+        grid, kind = self.grid, self.work.layers[layer].kind
+        steps = len(grid)
+        cut, pinned, cached = np.indices((steps if gpu else 1, steps, steps)).reshape(3, -1)
+        possible = cut + pinned + cached < steps
+        cut, behind, end = cut[possible], (cut + pinned)[possible], (cut + pinned + cached)[possible]
+        division = _Division(grid[cut], grid[behind] - grid[cut], grid[end] - grid[behind])
+        tables = [
+            np.stack([curves.missed(n, grid) for n in range(steps)])
+            for curves in self._curves(layer, self._order(layer, gpu), grid)
+        ]
+        needed, missed = (tuple(table[n, k] for table in tables) for n, k in ((cut, 0), (behind, end - behind)))
         found = [
-            self._timed(layer, choice, resident, needed_first, needed_rest, missed_first, missed_rest)
-            for resident in ((False,) if whole else (True, False))
+            self._timed(layer, division, resident, needed, missed)
+            for resident in ((False,) if kind.picks or kind.dense else (True, False))
         ]
         together = RowOptions(**{k: np.concatenate([vars(one)[k] for one in found]) for k in vars(found[0])})
         return together.at(_non_dominated(together))
 
     def _timed(
-        self,
-        layer: int,
-        choice: "_Choices",
-        resident: bool,
-        needed_first: Ints,
-        needed_rest: Ints,
-        missed_first: Ints,
-        missed_rest: Ints,
+        self, layer: int, division: "_Division", resident: bool, needed: Sequence[Ints], missed: Sequence[Ints]
     ) -> RowOptions:
-        """Bytes and times of all choices, with `first` resident or not."""
-        work, grid, reads = self.work, self.grid, self.reads
-        kind, cut = work.layers[layer].kind, grid[choice.cut]
-        row_first, row_rest = self.row_nbytes
+        """Bytes and times of divisions, with `first` resident or not.
+
+        `needed` and `missed` are rows of `first` and of `rest`.
+        """
+        kind, reads, rows = self.work.layers[layer].kind, self.reads, self.row_nbytes
         slot_first, slot_rest = self.slot_nbytes
-        on_cpu = grid[-1] - cut
-        kept = grid[choice.pinned + choice.cut] - cut + choice.held_of(grid)
-        apart = kind.picks or kind.dense  # `first` has slots like `rest`
-        if resident:
-            missed_first = np.zeros_like(missed_first)
-        elif not apart:
-            missed_first = needed_first
-        nbytes = kept * slot_rest + (kept * slot_first if apart else on_cpu * slot_first if resident else 0)
-        compute_first, compute_rest = self._computing(layer, cut)
+        on_cpu, kept = self.work.decoder.neurons - division.cut, division.pinned + division.cached
+        nbytes, (missed_first, missed_rest) = kept * slot_rest, missed
+        if kind.picks or kind.dense:
+            nbytes = nbytes + kept * slot_first
+        elif resident:
+            nbytes, missed_first = nbytes + on_cpu * slot_first, np.zeros_like(missed_first)
+        else:
+            missed_first = needed[0]
+        compute_first, compute_rest = self._computing(layer, division.cut)
         disk_first, disk_rest = (
-            self._reading(missed, row, on_cpu * row)
-            for missed, row in ((missed_first, row_first), (missed_rest, row_rest))
+            self._reading(some, row, on_cpu * row) for some, row in zip((missed_first, missed_rest), rows, strict=True)
         )
         if self.two_phases(layer):
             total = disk_first + compute_first + disk_rest + compute_rest
         else:
             total = disk_first + np.maximum(compute_first, disk_rest) + compute_rest
-        read = missed_first * reads.spanned(row_first) + missed_rest * reads.spanned(row_rest)
+        read = missed_first * reads.spanned(rows[0]) + missed_rest * reads.spanned(rows[1])
         return RowOptions(
-            cuts=cut,
-            pinned=grid[choice.pinned + choice.cut] - cut,
-            cached=choice.held_of(grid),
-            first=np.full(len(cut), resident),
+            cuts=division.cut,
+            pinned=division.pinned,
+            cached=division.cached,
+            first=np.full(len(division.cut), resident),
             nbytes=nbytes,
             cpu_ps=compute_first + compute_rest,
             disk_ps=total - compute_first - compute_rest,
             read=-(-read >> ROW_BITS),
-            needed=needed_first + needed_rest,
+            needed=needed[0] + needed[1],
             missed=missed_first + missed_rest,
         )
 
@@ -242,33 +249,21 @@ class RowModel:
         first, rest = (rows[-1] - rows[at] for rows in rows_read(self.work, layer))
         return ffn_ps(self.work, layer, processors_of(self.machine)[CPU], self.work.parts, first, rest)
 
-    def _reading(self, missed: Ints, row: int, whole: int) -> Ints:
+    def _reading(self, missed: Ints, row: int, whole: Ints) -> Ints:
         """Picoseconds of reading rows, at most those of all of them in large reads."""
-        reads = self.reads
-        times = (missed * reads.row_ps(row) >> ROW_BITS) + (np.minimum(missed, ROW) * reads.latency_ps(row) >> ROW_BITS)
+        reads, missed = self.reads, missed.astype(object)  # the products do not fit into 64 bits
+        times = (missed * reads.row_ps(row) + np.minimum(missed, ROW) * reads.latency_ps(row)) >> ROW_BITS
         most = [reads.range_ps(int(n)) for n in np.broadcast_to(whole, missed.shape)]
-        return np.minimum(times, most)
+        return np.minimum(times, most).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class _Choices:
-    """All combinations of a cut, a number of pinned neurons behind it, and a number of cached ones, as grid steps."""
+class _Division:
+    """Neurons of a layer on the GPU, pinned, and cached, of each of some divisions."""
 
     cut: Ints
     pinned: Ints
     cached: Ints
-
-    @classmethod
-    def of(cls, grid: Ints, gpu: bool) -> "_Choices":
-        steps = len(grid)
-        cut, pinned, cached = np.indices((steps if gpu else 1, steps, steps)).reshape(3, -1)
-        possible = cut + pinned + cached < steps
-        return cls(cut[possible], pinned[possible], cached[possible])
-
-    def held_of(self, grid: Ints) -> Ints:
-        """Neurons that the cache holds; the last step of a layer may be short."""
-        pinned_end = self.cut + self.pinned
-        return grid[pinned_end + self.cached] - grid[pinned_end]
 
 
 def _non_dominated(options: RowOptions) -> Ints:

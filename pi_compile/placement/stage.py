@@ -137,6 +137,7 @@ def place(
     with the bytes needed and budgets that fit, NotMetError where `seconds` are too few for HiGHS.
     """
     vram = vram if problem.has_gpu else 0
+    exact = solver == "exact" and objective == "time"
     found: Solution | None
     if solver == "highs" and vram:
         found = _by_highs(problem, vram, ram, objective, seconds)
@@ -147,7 +148,7 @@ def place(
     else:
         found = _exact(problem, vram, ram)
     if found is None or (not found.rows and problem.used(found.assignment)[1] > ram):
-        raise _does_not_fit(problem, vram, ram)
+        raise _does_not_fit(problem, vram, ram, disk=exact)
     assignment, work, rows = found.assignment, problem.work, found.rows
     inputs = {**_inputs(problem), "vram": vram, "ram": ram, "objective": objective, "solver": solver}
     if rows:
@@ -157,7 +158,6 @@ def place(
         time, (ram_bytes, gpu_bytes) = problem.time(assignment), problem.sizes.used(assignment)
     assert sum(gpu_bytes.values()) <= vram
     assert sum(ram_bytes.values()) <= ram
-    exact = solver == "exact" and objective == "time"
     return Placement(
         objective=objective,
         solver=solver,
@@ -246,11 +246,14 @@ def _by_highs(problem: Problem, vram: int, ram: int, objective: str, seconds: fl
         ) from None
 
 
-def _does_not_fit(problem: Problem, vram: int, ram: int) -> DoesNotFitError:
-    """The error with what is needed, what there is, and the nearest budgets that fit: one raised, the other kept."""
+def _does_not_fit(problem: Problem, vram: int, ram: int, *, disk: bool) -> DoesNotFitError:
+    """The error with what is needed, what there is, and the nearest budgets that fit: one raised, the other kept.
+
+    `disk`: rows may be on disk, where the machine has one.
+    """
     sizes = problem.sizes
     _, enough_ram = problem.used(greedy(problem, vram, ram=0))
-    if problem.rows is not None:
+    if disk and problem.rows is not None:
         enough_ram = min(enough_ram, *(_tiers(problem, budget).least_ram() for budget in (0, vram)))
     enough_vram, _ = problem.used(greedy(problem, 1 << 62, ram=ram))
     fits = [f"{enough_ram} bytes of RAM ({enough_ram / 2**30:.2f} GiB) with this GPU budget"]

@@ -41,7 +41,7 @@ FLAGS = {
         *("ARTIFACT", "--text", "--task", "--model", "--tokens", "--window", "--limit", "--device", "--vram-budget"),
         *("--ctx-size", "--cache-format", "--threads"),
     },
-    "machine": {"-o", "--output"},
+    "machine": {"-o", "--output", "--disk"},
     "plan": {
         *("MODEL", "--machine", "--vram-budget", "--ram-budget", "--curve", "--density", "--counts", "--format"),
         *("--ctx-size", "--ignore-config"),
