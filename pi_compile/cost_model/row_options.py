@@ -164,6 +164,12 @@ class RowModel:
             [rank_N[e, g * GROUP : (g + 1) * GROUP] for e, g in zip(expert_G, group_G, strict=True)]
         )
 
+    def on_disk(self, layer: int, neurons: int, choice: RowChoice) -> int:
+        """Bytes of the rows of so many neurons of a layer that have no slot."""
+        kind, (first, rest) = self.work.layers[layer].kind, self.row_nbytes
+        away = neurons - choice.pinned - choice.cached
+        return away * rest + (away if kind.picks or kind.dense else 0 if choice.first else neurons) * first
+
     def divided(self, layer: int, pinned: int, cached: int, first: bool) -> RowChoice:
         """Bytes and times of any division of a layer's rows, without a GPU."""
         curves = self._curves(layer, self._order(layer, gpu=False), np.array([0, pinned]))

@@ -17,7 +17,7 @@ from pi_compile.placement.formulation import PREFILL_TOKENS, Assignment, Problem
 from pi_compile.placement.solvers.constrained_path import solve
 from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath
 from pi_runtime.artifact.buffers import cache_format
-from pi_runtime.artifact.row_memory import disk_workspace_bytes, least_row_buffers, most_left
+from pi_runtime.artifact.row_memory import disk_workspace_bytes, least_row_buffers, most_left, row_buffers
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,11 @@ class ThreeTiers:
         if room < self.least_buffers:
             return self._workspace + self.least_buffers
         return self._workspace + room - most_left(self.problem.work.decoder, self._both, room)
+
+    def block_tokens(self, ram: int) -> int:
+        """Tokens of a prompt that go through a layer together with this budget of RAM."""
+        room = max(ram - self.resident, self.least_buffers)
+        return row_buffers(self.problem.work.decoder, self._both, room).tokens or PREFILL_TOKENS
 
     def solve(self, ram: int) -> Solution | None:
         """The best placement within the budgets; None where nothing fits."""

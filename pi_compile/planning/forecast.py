@@ -178,7 +178,7 @@ def _placed(problem: Problem, placement: Placement) -> dict[str, Any]:
         "expert_cuts": list(placement.expert_cuts),
         "activations_on_gpu": round(placement.activations_on_gpu, 4),
         "decode_tokens_per_s": PICO / time.total,
-        "prefill_tokens_per_s": prefill_tokens_per_s(problem, assignment),
+        "prefill_tokens_per_s": prefill_tokens_per_s(problem, placement),
         "milliseconds": {part: ps / 1e9 for part, ps in time.parts.items()},
         **(_from_disk(problem, placement) if placement.rows else {}),
     }

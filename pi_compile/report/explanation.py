@@ -118,7 +118,7 @@ def _budget(
         except DoesNotFitError:
             placement = None
     if placement is not None:
-        prefill = prefill_tokens_per_s(problem, placement.assignment)
+        prefill = prefill_tokens_per_s(problem, placement)
     return Budget(
         vram=vram,
         ram=ram,
