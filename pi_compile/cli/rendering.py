@@ -150,7 +150,10 @@ def _placed_lines(found: Mapping[str, Any], main: Mapping[str, Any]) -> Iterator
             of_expert = [cut * found["experts"] / found["neurons"] for cut in main["expert_cuts"]]
             yield "", f"{min(of_expert):.0%} to {max(of_expert):.0%} of an expert's"
     if "hit_rate" in main:
-        yield "rows in RAM", f"{main['pinned_share']:.0%} pinned, a cache for {main['cached_share']:.0%}, the rest on disk"
+        yield (
+            "rows in RAM",
+            f"{main['pinned_share']:.0%} pinned, a cache for {main['cached_share']:.0%}, the rest on disk",
+        )
         yield "", f"{main['hit_rate']:.1%} of those that a token needs; it reads {size(main['read_bytes'])}"
     elif found["disk"] is None:
         yield "disk", "none in the machine profile: all is planned in memory (pi-compile machine measures a disk)"

@@ -160,9 +160,7 @@ class RowModel:
             return rank_N.T.ravel()
         groups = -(-d.d_ff // GROUP)
         expert_G, group_G = np.divmod(self.work.group_orders[layer], groups)
-        return np.concatenate(
-            [rank_N[e, g * GROUP : (g + 1) * GROUP] for e, g in zip(expert_G, group_G, strict=True)]
-        )
+        return np.concatenate([rank_N[e, g * GROUP : (g + 1) * GROUP] for e, g in zip(expert_G, group_G, strict=True)])
 
     def on_disk(self, layer: int, neurons: int, choice: RowChoice) -> int:
         """Bytes of the rows of so many neurons of a layer that have no slot."""
@@ -175,9 +173,7 @@ class RowModel:
         curves = self._curves(layer, self._order(layer, gpu=False), np.array([0, pinned]))
         none = np.zeros(1, np.int64)
         division = _Division(none, none + pinned, none + cached)
-        needed, missed = (
-            tuple(one.missed(n, none + rows) for one in curves) for n, rows in ((0, 0), (1, cached))
-        )
+        needed, missed = (tuple(one.missed(n, none + rows) for one in curves) for n, rows in ((0, 0), (1, cached)))
         return self._timed(layer, division, first, needed, missed).choice(0)
 
     def _curves(self, layer: int, order_N: Ints, prefixes: Ints) -> tuple[MissCurves, MissCurves]:

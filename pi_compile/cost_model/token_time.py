@@ -191,9 +191,7 @@ def _layer(work: Workload, processors: Sequence[Processor], layer: int, parts: P
     return LayerCost(attention=attention, predictor=predictor, gpu_ffn=gpu_ffn, cpu_ffn=cpu_ffn, total=tuple(total))
 
 
-def ffn_ps(
-    work: Workload, layer: int, p: Processor, parts: PartBytes, first: Ints, rest: Ints
-) -> tuple[Ints, Ints]:
+def ffn_ps(work: Workload, layer: int, p: Processor, parts: PartBytes, first: Ints, rest: Ints) -> tuple[Ints, Ints]:
     """The two halves of T_u for so many rows of `first` and of `rest` over all profiled tokens."""
     fmt, kind = work.formats["ffn"], work.layers[layer].kind
     # Python's integers: the products do not fit into 64 bits.

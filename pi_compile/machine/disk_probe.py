@@ -1,4 +1,4 @@
-"""Rates of a disk, measured as a run reads it: the runtime's reader, past the page cache, at random places of a file."""
+"""Rates of a disk, measured as a run reads it: by the runtime's reader, at random places, past the page cache."""
 
 import os
 import tempfile

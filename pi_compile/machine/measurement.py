@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
-from pi_compile.machine.doctor import installed_ram, usable_cores
 from pi_compile.machine.disk_probe import probe_disk
+from pi_compile.machine.doctor import installed_ram, usable_cores
 from pi_compile.machine.gpu_probe import probe
 from pi_compile.machine.profile import Cpu, Disk, Gpu, Link, Machine, Rates
 from pi_runtime.artifact.formats import WEIGHT_FORMATS

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def profile_report(p: ActivationProfile) -> dict[str, Any]:
     """Tokens, and for each layer its density and the share of activations that the hottest fifth of its neurons has.
 
-    With experts also the shares of the tokens that are routed to the busiest and to the idlest expert; and the shares of
-    activations of neurons that fired in the last 1, 2, 4, 8 tokens.
+    Also the shares of activations of neurons that fired in the last 1, 2, 4, 8 tokens; and with experts the shares of
+    the tokens that are routed to the busiest and to the idlest expert.
     """
     curve = p.cumulative_curve()
     layers = [
@@ -44,7 +44,9 @@ def _routing(p: ActivationProfile, layer: int) -> dict[str, float]:
 
 def _persistence(p: ActivationProfile, layer: int) -> dict[str, float]:
     shares = p.persistent_shares()
-    return {} if shares is None else {f"active_in_last_{w}": float(s) for w, s in zip(WINDOWS, shares[layer], strict=True)}
+    return (
+        {} if shares is None else {f"active_in_last_{w}": float(s) for w, s in zip(WINDOWS, shares[layer], strict=True)}
+    )
 
 
 def train_report(t: PredictorSet) -> dict[str, Any]:

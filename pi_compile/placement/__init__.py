@@ -5,7 +5,18 @@
 
 from pi_compile.placement.formulation import PREFILL_TOKENS, Assignment, Problem, Sizes, all_cpu
 from pi_compile.placement.hot_mass import hottest_cuts
-from pi_compile.placement.stage import LADDER, RAM_LADDER, SECONDS, SOLVERS, Placement, in_bytes, ladder, place, ram_ladder, ram_of
+from pi_compile.placement.stage import (
+    LADDER,
+    RAM_LADDER,
+    SECONDS,
+    SOLVERS,
+    Placement,
+    in_bytes,
+    ladder,
+    place,
+    ram_ladder,
+    ram_of,
+)
 
 __all__ = [
     "LADDER",

@@ -116,9 +116,7 @@ class ThreeTiers:
         return Node(
             costs=cost.attention[side] + cost.predictor[side] + ffn + np.where(split, costs.handover, 0),
             vram=cuts * sizes.parts.neuron + (attention if side == GPU else 0),
-            ram=(sizes.neurons - cuts) * self.model.beside_nbytes
-            + options.nbytes
-            + (attention if side == CPU else 0),
+            ram=(sizes.neurons - cuts) * self.model.beside_nbytes + options.nbytes + (attention if side == CPU else 0),
             preference=-side,
             stratum=int(side == GPU),
         )
@@ -144,7 +142,9 @@ class ThreeTiers:
         layers = zip(time.layers, rows, strict=True)
         return replace(time, layers=tuple(replace(t, cpu=row.cpu_ps, disk=row.disk_ps) for t, row in layers))
 
-    def used(self, assignment: Assignment, rows: tuple[RowChoice, ...], ram: int) -> tuple[dict[str, int], dict[str, int]]:
+    def used(
+        self, assignment: Assignment, rows: tuple[RowChoice, ...], ram: int
+    ) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by part: (in RAM, on the GPU)."""
         _, gpu = self.problem.sizes.used(assignment)
         return {**self._parts(assignment, sum(row.nbytes for row in rows)), "scratch": self.buffers(ram)}, gpu

@@ -6,8 +6,8 @@ For a block of T tokens a part takes the longer of reading its weights once and 
 
 and the two sides of an FFN overlap as in decoding. A processor without a rate of operations is taken to be bound by
 memory. Rows on disk are read once for a block, in large reads, while others are computed; such a run has larger blocks
-where its budget has room for them. Hand-overs carry T residuals. The head is left out, because it is computed for the last token only. Keys and
-values are left out, because they are few.
+where its budget has room for them. Hand-overs carry T residuals. The head is left out, because it is computed for the
+last token only. Keys and values are left out, because they are few.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
 It holds what placing needs of a model and no more, so that a placement can be reproduced without model, corpus or
 torch. The stage `profile` counts, training adds the rungs, and a published curve gives counts without either. On disk
-it is one `.npz` file (NumPy's own container): `meta` (JSON), `counts`, `order`, with experts `routed`, and `persistence`
-where it was measured. The first axis of an array is 1 where all layers are alike.
+it is one `.npz` file (NumPy's own container): `meta` (JSON), `counts`, `order`, with experts `routed`, and where it was
+measured `persistence`. The first axis of an array is 1 where all layers are alike.
 """
 
 import hashlib
@@ -176,8 +176,13 @@ class ActivationProfile:
             return "the order of a layer does not name every neuron once"
         if self.tokens < 1 or not counts_within_routed(self.counts, self.routed, self.tokens, d.n_experts):
             return f"counts above the {self.tokens} tokens profiled, or above those routed to an expert"
-        if self.persistence is not None and not _shares_rise(self.persistence):
+        if not _shares_rise(self.persistence):
             return "more activations that persisted than activations, or fewer in a longer window"
+        return self._problem_of_layers()
+
+    def _problem_of_layers(self) -> str:
+        """What contradicts what in the layers' rungs; empty where nothing does."""
+        d = self.decoder
         if self.layers and len(self.layers) != d.n_layers:
             return f"rungs of {len(self.layers)} layers for {d.n_layers}"
         if not all(layer.rung in RUNGS for layer in self.layers):
@@ -202,9 +207,9 @@ def counts_within_routed(counts: npt.NDArray[Any], routed: npt.NDArray[Any] | No
     return routed.shape == shape and bool((most <= routed).all() and routed.max(initial=0) <= tokens)
 
 
-def _shares_rise(persistence: Counts) -> bool:
+def _shares_rise(persistence: Counts | None) -> bool:
     """Whether a longer window holds no fewer activations, and none holds more than there are."""
-    return bool((np.diff(persistence[:, [1, 2, 3, 4, 0]].astype(np.int64), axis=1) >= 0).all())
+    return persistence is None or bool((np.diff(persistence[:, [1, 2, 3, 4, 0]].astype(np.int64), axis=1) >= 0).all())
 
 
 _REMEDY = "`pi-compile profile RECIPE --export FILE` makes one; `train` in place of `profile` adds the rungs"

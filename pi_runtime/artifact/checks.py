@@ -130,7 +130,7 @@ def _row_plan(plan: RowPlan, d: Decoder) -> Iterator[str]:
             yield f"{name}: {len(getattr(plan, name))} values for {d.n_layers} layers"
             return
     for pinned, cached in zip(plan.pinned, plan.cached, strict=True):
-        if not (0 <= pinned and 0 <= cached and pinned + cached <= d.neurons) or pinned % d.n_experts:
+        if not (pinned >= 0 and cached >= 0 and pinned + cached <= d.neurons) or pinned % d.n_experts:
             yield f"pinned, cached: {pinned} and {cached} rows of a layer with {d.neurons}"
     if not 1 <= plan.context <= d.context_length:
         yield f"context: {plan.context} is not in 1…{d.context_length}"

@@ -161,9 +161,7 @@ def _as_stored(
     return {"first": first, "rest": rest}
 
 
-def _by_rule(
-    artifact: Artifact, nbytes: dict[str, int], gate_L: Sequence[bool], room: int
-) -> dict[str, list[Slots]]:
+def _by_rule(artifact: Artifact, nbytes: dict[str, int], gate_L: Sequence[bool], room: int) -> dict[str, list[Slots]]:
     """The slots of a division by rule."""
     d, layers = artifact.manifest.decoder, len(gate_L)
     slots: dict[str, list[Slots]] = {name: [Slots(0, 0)] * layers for name in ROW_ARRAYS}

@@ -26,9 +26,9 @@ from support.sparse_model import Spec, build
 from support.synthetic import small_decoder
 
 from pi_runtime import Model, load
+from pi_runtime.artifact.row_memory import WORKERS
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.disk.ram_plan import row_nbytes
-from pi_runtime.artifact.row_memory import WORKERS
 from pi_runtime.execution.executor import DiskStats
 
 CONTEXT = 512

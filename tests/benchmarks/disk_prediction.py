@@ -98,7 +98,8 @@ def main() -> None:
             assert disk is not None
             assert disk.bytes_per_token is not None
             print(
-                f"{share:5.0%}  tokens/s {1 / walls.mean():6.2f}, predicted {rate:6.2f} ({rate * walls.mean() - 1:+.0%})  "
+                f"{share:5.0%}  tokens/s {1 / walls.mean():6.2f}, predicted {rate:6.2f}"
+                f" ({rate * walls.mean() - 1:+.0%})  "
                 f"found {disk.hit_rate:.3f}, predicted {found:.3f}  "
                 f"MB a token {disk.bytes_per_token / 1e6:6.2f}, predicted {nbytes / 1e6:6.2f}",
                 flush=True,

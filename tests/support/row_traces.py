@@ -51,7 +51,7 @@ def counts(trace: Trace, rows: int) -> np.ndarray:
 
 
 def persistence(trace: Trace, rows: int) -> list[int]:
-    """What a profile has of it: rows needed at tokens with eight before them, and those needed in the last 1, 2, 4, 8."""
+    """What a profile has: rows needed at tokens with eight before them, and those needed in the last 1, 2, 4, 8."""
     needed_TN = np.zeros((len(trace), rows), bool)
     for t, row_I in enumerate(trace):
         needed_TN[t, row_I] = True

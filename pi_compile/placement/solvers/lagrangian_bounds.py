@@ -117,9 +117,7 @@ def fine_relaxations(
             one, two = low + third, high - third
             low, high = (one, high) if bound(one) < bound(two) else (low, two)
         best = _changed(best, name, max(range(low, high + 1), key=bound))
-    near = (
-        _changed(best, name, min(int(getattr(best, name) * by), largest[name])) for name in names for by in factors
-    )
+    near = (_changed(best, name, min(int(getattr(best, name) * by), largest[name])) for name in names for by in factors)
     return [at(multipliers) for multipliers in dict.fromkeys(near)]
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.row_traces import Trace, chain, counts, misses_clock, misses_lru, persistence, power_law, topics
 
-from pi_compile.cost_model.hit_rate import ONE, ROW, correlations, miss_curves, shares
+from pi_compile.cost_model.hit_rate import ONE, ROW, TIMES, correlations, miss_curves, shares
 from pi_compile.results import WINDOWS
 
 ROWS, TOKENS = 2048, 600
@@ -17,7 +17,8 @@ TRACES = {
     "topics": topics(SHARES, TOKENS),
 }
 PINNED = np.array([0, ROWS // 8, ROWS // 4, ROWS // 2])
-CACHED = np.array([ROWS // 16, ROWS // 8, ROWS // 4, ROWS // 2])
+CACHED = np.array([ROWS // 8, ROWS // 4, ROWS // 2])
+"""All hold at least the rows of one token."""
 
 
 def hit_rates(trace: Trace, *, measured: bool = True) -> np.ndarray:
@@ -30,15 +31,29 @@ def hit_rates(trace: Trace, *, measured: bool = True) -> np.ndarray:
 
 @pytest.mark.parametrize("name", TRACES)
 def test_prediction_against_caches(name: str) -> None:
-    """Of the rows that a token needs: within 3 points of LRU, within 6 of the runtime's GCLOCK."""
+    """Of the rows that a token needs: within 2.5 points of LRU and of the runtime's GCLOCK; within 5 where hot rows
+    persist much more than others, because one correlation stands for all.
+    """
     trace = TRACES[name]
     needed = sum(map(len, trace)) / len(trace)
     predicted = hit_rates(trace)
     lru = np.array([[1 - misses_lru(trace, int(p), int(c)) / needed for c in CACHED] for p in PINNED])
     clock = np.array([[1 - misses_clock(trace, ROWS, int(p), int(c)) / needed for c in CACHED] for p in PINNED])
-    print(name, "LRU", np.abs(predicted - lru).max(), "GCLOCK", np.abs(predicted - clock).max())
-    assert np.abs(predicted - lru).max() < 0.03
-    assert np.abs(predicted - clock).max() < 0.06
+    most = 0.05 if name == "hot rows persist more" else 0.025
+    assert np.abs(predicted - lru).max() < most
+    assert np.abs(predicted - clock).max() < most
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_prediction_for_a_cache_smaller_than_one_token(name: str) -> None:
+    """Within 7 points of GCLOCK: which rows stay then depends on the order within a token, which nothing predicts."""
+    trace, small = TRACES[name], ROWS // 16
+    share_N = shares(counts(trace, ROWS), len(trace))
+    assert share_N.sum() > small * ONE
+    curves = miss_curves(share_N, correlations(share_N, persistence(trace, ROWS)), PINNED[:1])
+    needed = sum(map(len, trace)) / len(trace)
+    predicted = 1 - int(curves.missed(0, np.array([small]))[0]) / ROW / needed
+    assert abs(predicted - 1 + misses_clock(trace, ROWS, 0, small) / needed) < 0.07
 
 
 def test_without_a_measurement_tokens_count_as_independent() -> None:
@@ -55,7 +70,7 @@ def test_the_measured_shares_are_met() -> None:
     curves = miss_curves(share_N, correlations(share_N, measured), PINNED[:1])
     needed = int(share_N.sum()) * ROW // ONE
     for window, hits in zip(WINDOWS, measured[1:], strict=True):
-        at = 1 + (1, 2, 3, 4, 6, 8).index(window) - 0
+        at = 1 + TIMES.index(window)
         assert curves.missed_PT[0, at] / needed == pytest.approx(1 - hits / measured[0], abs=1e-3)
 
 

@@ -15,7 +15,6 @@ from pi_compile.machine.profile import Disk, read_machine
 from pi_runtime import console
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 
-
 DISK = Disk(name="d", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 200.0], [400.0, 1000.0]])
 
 

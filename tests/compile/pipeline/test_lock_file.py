@@ -171,7 +171,9 @@ def test_placements_with_rows_on_disk_are_locked(recipe: Path, capsys: pytest.Ca
     lock.write_text(head + mark + tail.replace(f"pinned = {pinned},", f"pinned = {pinned + 64},", 1))
     capsys.readouterr()
     assert run("place", recipe, "--locked") == 5
-    told = f"plan for 0 bytes and {plans[1]['ram_budget_bytes']} bytes of RAM, layer 0, pinned: {pinned + 64} → {pinned}"
+    told = (
+        f"plan for 0 bytes and {plans[1]['ram_budget_bytes']} bytes of RAM, layer 0, pinned: {pinned + 64} → {pinned}"
+    )
     assert told in capsys.readouterr().err
 
 

@@ -27,7 +27,9 @@ SLOW = DISK.model_copy(update={"read_mb_per_s": [[1.0, 9.0], [7.0, 80.0]]})
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers as for a run in memory: those of readers are larger than these models."""
     monkeypatch.setattr(
-        three_tiers, "disk_workspace_bytes", lambda d, rank, tokens, context, _cache: workspace_bytes(d, rank, tokens, context)
+        three_tiers,
+        "disk_workspace_bytes",
+        lambda d, rank, tokens, context, _cache: workspace_bytes(d, rank, tokens, context),
     )
 
 
@@ -217,7 +219,9 @@ def test_persistence_makes_caches_larger_and_tokens_faster() -> None:
     ram = t.resident + t.least_buffers + t.all_rows // 4
     active = work.counts.sum(1)[:, None]
     known = {
-        share: Problem.of(replace(work, persistence=np.concatenate([active, *[active * share // 100] * 4], axis=1)), alone())
+        share: Problem.of(
+            replace(work, persistence=np.concatenate([active, *[active * share // 100] * 4], axis=1)), alone()
+        )
         for share in (40, 90)
     }
     one, other = (place(known[share], 0, ram) for share in (40, 90))
@@ -270,9 +274,7 @@ def test_experts_have_equally_many_pinned_rows() -> None:
     rng = np.random.default_rng(2)
     counts = (300 * rng.random((2, 4 * 320)) ** 3).astype(np.int64)
     routed = np.full((2, 4), 500)
-    work = workload(
-        counts, (LayerWork(rung="predicted", rank=4),) * 2, routed=routed, n_experts=4, experts_per_token=2
-    )
+    work = workload(counts, (LayerWork(rung="predicted", rank=4),) * 2, routed=routed, n_experts=4, experts_per_token=2)
     problem = Problem.of(work, alone())
     for p in ram_ladder(problem, MUCH):
         assert all(row.pinned % 4 == 0 for row in p.rows)

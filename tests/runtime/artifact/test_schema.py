@@ -106,7 +106,14 @@ def test_one_spelling_only(manifest: Manifest, spelling: Callable[[bytes], bytes
 
 def row_plan(**changes: Any) -> dict[str, Any]:
     """A row plan as a manifest has it."""
-    usual = {"pinned": (0, 8), "cached": (3, 32), "first": (False, True), "ram_bytes": 1, "slot_bytes": 1, "context": 64}
+    usual = {
+        "pinned": (0, 8),
+        "cached": (3, 32),
+        "first": (False, True),
+        "ram_bytes": 1,
+        "slot_bytes": 1,
+        "context": 64,
+    }
     return {**usual, "read_bytes": 1, "predicted_ns": 1, "digest": "0" * 64, **changes}
 
 
