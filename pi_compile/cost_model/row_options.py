@@ -11,8 +11,8 @@ C are the times of computing that `token_time` has, D those of reading (`disk_re
 (`hit_rate`). A predicted layer takes two phases where they save `TWO_PHASES_FROM` of its bytes. Reading for the next
 layer ahead of its turn is left out: a run is at least as fast as this where it pays.
 
-The step of the choices is a 32nd of a layer's neurons, rounded up to whole groups of all experts. Of the choices with
-equal cuts those that need more bytes than another and are no faster are left out.
+The step of the choices is a 32nd of a layer's neurons, an eighth where there is a GPU too, rounded up to whole groups of
+all experts. Of the choices with equal cuts those that need more bytes than another and are no faster are left out.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ from pi_compile.results import GROUP, MILLION
 from pi_runtime.artifact.row_memory import SLOT_NBYTES, TWO_PHASES_FROM
 from pi_runtime.artifact.sizes import ArraySpec
 
-STEPS = 32
-"""Parts of a layer that are pinned, cached and cut."""
+STEPS, STEPS_WITH_GPU = 32, 8
+"""Parts of a layer that are pinned, cached and, with a GPU, cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,18 +109,12 @@ class RowModel:
         """What a neuron on the CPU has in RAM wherever its rows are: scales and biases."""
         return self.work.parts.neuron - sum(self.row_nbytes)
 
-    @cached_property
-    def step(self) -> int:
-        """The step of the choices, in neurons."""
+    def grid(self, *, gpu: bool) -> Ints:
+        """The numbers of neurons that are chosen among: 0, and so many steps as a layer has."""
         d = self.work.decoder
         group = GROUP * d.n_experts
-        return max(1, -(-d.neurons // (STEPS * group))) * group
-
-    @cached_property
-    def grid(self) -> Ints:
-        """The numbers of neurons that are chosen among."""
-        neurons = self.work.decoder.neurons
-        return np.minimum(np.arange(-(-neurons // self.step) + 1) * self.step, neurons)
+        step = -(-d.neurons // ((STEPS_WITH_GPU if gpu else STEPS) * group)) * group
+        return np.minimum(np.arange(-(-d.neurons // step) + 1) * step, d.neurons)
 
     @cached_property
     def reads(self) -> DiskReads:
@@ -188,7 +182,7 @@ class RowModel:
         return miss_curves(named_N, theta_4, prefixes), miss_curves(rest_N, theta_4, prefixes)
 
     def _options(self, layer: int, gpu: bool) -> RowOptions:
-        grid, kind = self.grid, self.work.layers[layer].kind
+        grid, kind = self.grid(gpu=gpu), self.work.layers[layer].kind
         steps = len(grid)
         cut, pinned, cached = np.indices((steps if gpu else 1, steps, steps)).reshape(3, -1)
         possible = cut + pinned + cached < steps

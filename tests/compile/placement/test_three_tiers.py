@@ -35,8 +35,9 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of a third of a layer, so that all divisions can be tried."""
+    """Steps of a third of a layer, with a GPU of a half, so that all divisions can be tried."""
     monkeypatch.setattr(row_options, "STEPS", 3)
+    monkeypatch.setattr(row_options, "STEPS_WITH_GPU", 2)
 
 
 def random_model(rng: np.random.Generator) -> Workload:
@@ -113,7 +114,7 @@ def test_equals_brute_force_without_a_gpu() -> None:
     """Rungs, formats, persistence, disk and budget vary; every division of both layers' rows is tried."""
     rng = np.random.default_rng(0)
     from_disk = 0
-    for case in range(25):
+    for case in range(20):
         work = persisting(random_model(rng), rng) if case % 3 else random_model(rng)
         problem = Problem.of(work, alone(DISK if case % 2 else SLOW))
         t = tiers(problem)
@@ -126,19 +127,19 @@ def test_equals_brute_force_without_a_gpu() -> None:
         found = place(problem, 0, ram)
         assert key(found) == expected, case
         from_disk += bool(found.rows)
-    assert from_disk > 15
+    assert from_disk > 12
 
 
 @pytest.mark.usefixtures("few_steps")
 def test_equals_brute_force_on_a_grid_of_ram_and_gpu_budgets() -> None:
     rng = np.random.default_rng(1)
     from_disk = both = 0
-    for case in range(6):
+    for case in range(3):
         work = persisting(random_model(rng), rng)
         problem = Problem.of(work, with_disk(random_machine(rng), DISK if case % 2 else SLOW))
         t = tiers(problem)
         least = t.resident + t.least_buffers
-        for share_v, share_r in itertools.product((20, 60, 90), (0, 30, 80)):
+        for share_v, share_r in itertools.product((25, 70), (0, 40)):
             vram = problem.sizes.all_on_gpu * share_v // 100
             ram = least - 4000 + t.all_rows * share_r // 100
             expected = min((b for b in (brute(problem, vram, ram), in_memory(problem, vram, ram)) if b), default=None)
@@ -150,8 +151,8 @@ def test_equals_brute_force_on_a_grid_of_ram_and_gpu_budgets() -> None:
             assert key(found) == expected, (case, share_v, share_r)
             from_disk += bool(found.rows)
             both += bool(found.rows) and found.assignment.uses_gpu
-    assert from_disk > 10
-    assert both > 5
+    assert from_disk > 5
+    assert both > 2
 
 
 @cache
@@ -194,9 +195,9 @@ def test_more_of_either_memory_is_never_slower() -> None:
         [
             [
                 place(problem, most * v // 100, least + t.all_rows * r // 100).time.total
-                for r in (0, 20, 40, 60, 80, 110)
+                for r in (0, 50, 110)
             ]
-            for v in (0, 15, 30, 50, 70, 100)
+            for v in (0, 40, 100)
         ]
     )
     assert (np.diff(times, axis=0) <= 0).all()

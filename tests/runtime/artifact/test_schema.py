@@ -179,7 +179,7 @@ LIES: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m["plans"].reverse(), "plans: budgets [65536, 32768] do not rise"),
     (lambda m: m.update(row_plans=[]), "the manifest is not in canonical JSON"),
     (lambda m: m.update(row_plans=[row_plan(cached=(3,))]), "row_plans[0].cached: 1 values for 2 layers"),
-    (lambda m: m.update(row_plans=[row_plan(cached=(3, 41))]), "row_plans[0].pinned, cached: 0 and 41 rows of a"),
+    (lambda m: m.update(row_plans=[row_plan(cached=(3, 41))]), "row_plans[0].pinned, cached: 8 and 41 rows of a"),
     (lambda m: m.update(row_plans=[row_plan(pinned=(-1, 0))]), "row_plans[0].pinned, cached: -1 and 3 rows of a"),
     (lambda m: m.update(row_plans=[row_plan(context=65)]), "row_plans[0].context: 65 is not in 1…64"),
     (lambda m: m.update(row_plans=[row_plan(slot_bytes=-1)]), "row_plans[0].slot_bytes: -1 is not a size"),

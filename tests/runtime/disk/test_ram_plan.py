@@ -120,7 +120,7 @@ def test_without_a_stored_division_that_fits_a_rule_divides(planned: Artifact) -
     m = planned.manifest
     middle = budget_for(m, m.row_plans[0].slot_bytes)
     everything = budget_for(m, 2 * LAYERS * NEURONS * sum(slot_nbytes(m, name) for name in ROW_ARRAYS))
-    found = [("auto", middle - (1 << 20)), ("auto", everything), ("gate", middle), ("dense", middle)]
+    found = [("auto", middle - (64 << 10)), ("auto", everything), ("gate", middle), ("dense", middle)]
     assert [plan_for(planned, mode, budget, FIXED).stored for mode, budget in found] == [None] * 4
     assert plan_for(planned, "predicted", middle, FIXED).stored == m.row_plans[0]
 
