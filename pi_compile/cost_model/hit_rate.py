@@ -59,7 +59,8 @@ class MissCurves:
         at_C = np.searchsorted(size_T, size_C, side="left").clip(1)
         run_C = np.maximum(size_T[at_C] - size_T[at_C - 1], 1)
         saved_C = (size_C - size_T[at_C - 1]) * (missed_T[at_C - 1] - missed_T[at_C]) // run_C
-        return np.where(size_C == size_T[-1], missed_T[-1], missed_T[at_C - 1] - saved_C)
+        missed_C: Ints = np.where(size_C == size_T[-1], missed_T[-1], missed_T[at_C - 1] - saved_C)
+        return missed_C
 
 
 def shares(rows_N: Ints, tokens: int) -> Ints:
@@ -92,7 +93,8 @@ def miss_curves(share_N: Ints, theta_4: Sequence[int], pinned_P: Ints) -> MissCu
     def behind(value_N: Ints) -> Ints:
         """Sums of values behind each prefix, as rows in 2⁻¹⁴."""
         before = np.concatenate([zero, np.cumsum(value_N)])
-        return (before[-1] - before[pinned_P]) >> (SHARE_BITS - ROW_BITS)
+        sum_P: Ints = (before[-1] - before[pinned_P]) >> (SHARE_BITS - ROW_BITS)
+        return sum_P
 
     needed_P = behind(share_N)
     missed_TP = [needed_P]

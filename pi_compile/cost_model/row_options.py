@@ -129,7 +129,7 @@ class RowModel:
             return not how.dense
         first, rest = (rows[-1] for rows in rows_read(self.work, layer))
         row_first, row_rest = self.row_nbytes
-        return (first - rest) * row_rest >= TWO_PHASES_FROM * first * (row_first + row_rest)
+        return bool((first - rest) * row_rest >= TWO_PHASES_FROM * first * (row_first + row_rest))
 
     @cached_property
     def _found(self) -> dict[tuple[Any, ...], RowOptions]:
@@ -250,7 +250,8 @@ class RowModel:
         reads, missed = self.reads, missed.astype(object)  # the products do not fit into 64 bits
         times = (missed * reads.row_ps(row) + np.minimum(missed, ROW) * reads.latency_ps(row)) >> ROW_BITS
         most = [reads.range_ps(int(n)) for n in np.broadcast_to(whole, missed.shape)]
-        return np.minimum(times, most).astype(np.int64)
+        found: Ints = np.minimum(times, most).astype(np.int64)
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -154,10 +154,8 @@ def _as_stored(
         Slots(pinned, min(neurons - pinned, cached + more))
         for pinned, cached in zip(plan.pinned, plan.cached, strict=True)
     ]
-    first = [
-        (Slots(neurons, 0) if resident else Slots(0, 0)) if gate else slots
-        for gate, resident, slots in zip(gate_L, plan.first, rest, strict=True)
-    ]
+    whole = [Slots(neurons if resident else 0, 0) for resident in plan.first]
+    first = [whole[n] if gate else rest[n] for n, gate in enumerate(gate_L)]
     return {"first": first, "rest": rest}
 
 
@@ -183,7 +181,7 @@ def _is_gate(m: Manifest, layer: int, mode: str) -> bool:
     return rung.selector is None and not rung.dense
 
 
-def _row_cost(nbytes: dict[str, int], gate: bool) -> int:
+def _row_cost(nbytes: Mapping[str, int], gate: bool) -> int:
     return nbytes["rest"] + (0 if gate else nbytes["first"])
 
 

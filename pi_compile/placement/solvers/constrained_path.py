@@ -127,7 +127,7 @@ def _solve(graphs: Sequence[LayeredGraph]) -> ShortestPath | None:
 def _coarse(graph: LayeredGraph) -> list[Relaxation]:
     resources: tuple[Resource, ...] = ("vram",) if graph.ram_budget is None else ("vram", "ram")
     found = [relaxation for name in resources for relaxation in coarse_relaxations(graph, name)]
-    return found if graph.ram_budget is None else found + joint_relaxations(graph, found)
+    return found if graph.ram_budget is None else found + joint_relaxations(graph)
 
 
 def _lower_bound(relaxations: Sequence[Relaxation], stratum: int) -> int:

@@ -76,22 +76,21 @@ def coarse_relaxations(graph: LayeredGraph, resource: Resource) -> list[Relaxati
     return found + [Relaxation(graph, _multipliers(resource, shift, v)) for v in sorted(closer)]
 
 
-def joint_relaxations(graph: LayeredGraph, coarse: Sequence[Relaxation]) -> list[Relaxation]:
-    """Relaxations with both multipliers, for budgets that bind together: fractions of the best single ones.
+def joint_relaxations(graph: LayeredGraph) -> list[Relaxation]:
+    """Relaxations with both multipliers, for budgets that bind together: pairs a factor of eight apart, then closer.
 
-    `coarse` has relaxations with either multiplier alone.
+    Neither multiplier alone leads there: with one of them 0, all is put into the other memory for nothing.
     """
-    shift, parts = coarse[0].multipliers.shift, (1, 1 / 2, 1 / 4, 1 / 16)
-    vram, ram = (
-        getattr(max((r for r in coarse if getattr(r.multipliers, name)), key=_bound).multipliers, name)
-        for name in _RESOURCES
-    )
-    pairs = {(int(vram * a), int(ram * b)) for a, b in product(parts, parts)}
-    return [Relaxation(graph, Multipliers(shift, v, r)) for v, r in sorted(pairs) if v and r]
-
-
-def _bound(relaxation: Relaxation) -> int:
-    return int(relaxation.bounds.min())
+    (shift, most_vram), (_, most_ram) = (_scale(graph, name) for name in _RESOURCES)
+    at = cache(lambda vram, ram: Relaxation(graph, Multipliers(shift, min(vram, most_vram), min(ram, most_ram))))
+    found = [at(max(most_vram >> n, 1), max(most_ram >> k, 1)) for n, k in product(range(2, 20, 3), repeat=2)]
+    for factor in (4, 2, 2):
+        best = max(found, key=lambda r: int(r.bounds.min())).multipliers
+        near = product(
+            (best.vram // factor, best.vram, best.vram * factor), (best.ram // factor, best.ram, best.ram * factor)
+        )
+        found += [at(vram, ram) for vram, ram in near]
+    return found
 
 
 def fine_relaxations(

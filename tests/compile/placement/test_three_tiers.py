@@ -193,10 +193,7 @@ def test_more_of_either_memory_is_never_slower() -> None:
     least, most = t.resident + t.least_buffers, problem.sizes.all_on_gpu
     times = np.array(
         [
-            [
-                place(problem, most * v // 100, least + t.all_rows * r // 100).time.total
-                for r in (0, 50, 110)
-            ]
+            [place(problem, most * v // 100, least + t.all_rows * r // 100).time.total for r in (0, 50, 110)]
             for v in (0, 40, 100)
         ]
     )
