@@ -11,8 +11,8 @@ C are the times of computing that `token_time` has, D those of reading (`disk_re
 (`hit_rate`). A predicted layer takes two phases where they save `TWO_PHASES_FROM` of its bytes. Reading for the next
 layer ahead of its turn is left out: a run is at least as fast as this where it pays.
 
-The step of the choices is a 32nd of a layer's neurons, an eighth where there is a GPU too, rounded up to whole groups of
-all experts. Of the choices with equal cuts those that need more bytes than another and are no faster are left out.
+The step of the choices is a 32nd of a layer's neurons, with a GPU an eighth, rounded up to whole groups of all experts.
+Of the choices with equal cuts those that need more bytes than another and are no faster are left out.
 """
 
 from collections.abc import Sequence
