@@ -171,4 +171,4 @@ def test_persistence_is_kept_and_checked(tmp_path: Path) -> None:
     assert loaded.placing_digest() == profile.placing_digest() != made().placing_digest()
     for wrong in ([[100, 50, 40, 60, 100]] * 2, [[100, 40, 50, 60, 101]] * 2):
         with pytest.raises(ProfileError, match="more activations that persisted"):
-            ActivationProfile.load(stored(tmp_path / "b.npz", persistence=np.array(wrong)))
+            ActivationProfile.load(stored(tmp_path / "b.npz", persistence=np.array(wrong, np.uint64)))
