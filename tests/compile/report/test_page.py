@@ -328,7 +328,13 @@ def test_many_layers_stay_readable(folder: Path) -> None:
     rates = {"prefill_tokens_per_s": 1.0, "layer_split_tokens_per_s": 1.0, "powerinfer_tokens_per_s": 1.0}
     asked = Budget(vram=spec.vram, ram=spec.ram, asked=True, placement=placement, **rates)
     e = Explanation(
-        spec=spec, activation=activation, work=work, placement=placement, budgets=(asked,), all_on_gpu=spec.vram
+        spec=spec,
+        activation=activation,
+        work=work,
+        placement=placement,
+        budgets=(asked,),
+        all_on_gpu=spec.vram,
+        ram_budgets=(),
     )
     page = report_page(e)
     assert Page(page).open == []
