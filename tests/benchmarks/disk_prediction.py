@@ -2,8 +2,9 @@
 
     python tests/benchmarks/disk_prediction.py --layers 6 --shares 0.5,0.25,0.1 [--machine mine.toml]
 
-The model is that of `disk.py`. Counts are the artifact's own; how many rows are named for one that fires, and how much
-of that persists, is recorded. Without --machine this one is measured, with the disk that the artifact is on.
+The model is that of `disk.py`. Which rows its predictors name is recorded: counts, and persistence between tokens. Rows
+that are named count as firing, so predicted bytes are too many where a run reads `rest` in a second phase. Without
+--machine this one is measured, with the disk that the artifact is on; speeds compare only then.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from benchmarks.disk import CONTEXT, decode
 from benchmarks.disk_policies import recorded
 from support.bench_model import SHAPE, VOCABULARY
 from support.disk_models import from_disk
-from support.row_traces import persistence
+from support.row_traces import counts, persistence
 from support.sparse_model import Spec, build
 from support.synthetic import small_decoder
 
@@ -28,30 +29,24 @@ from pi_compile.machine import Machine, find_machine
 from pi_compile.machine.measurement import measure_machine
 from pi_compile.placement import Problem, all_cpu
 from pi_compile.placement.three_tiers import ThreeTiers
-from pi_compile.results import MILLION, LayerWork
+from pi_compile.results import LayerWork
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.disk.ram_plan import RamPlan
 
 
 def workload(path: Path, tokens: int) -> Workload:
-    """The artifact as it is run: its counts, with what was recorded of its predictors."""
+    """The artifact as it is run, with what was recorded of its predictors: what they name counts as what fires."""
     with Artifact.open(path) as artifact:
         m = artifact.manifest
-        counts = np.stack([artifact.values(f"layers/{n}/ffn/counts") for n in range(len(m.layers))]).astype(np.int64)
     traces = recorded(path, tokens)
-    named = np.array([sum(map(len, trace)) / len(trace) for trace in traces])
-    read_ppm = named * m.profiled_tokens / counts.sum(1) * MILLION
     return Workload(
         decoder=m.decoder,
         formats=m.formats,
-        tokens=m.profiled_tokens,
-        counts=counts,
+        tokens=tokens,
+        counts=np.stack([counts(trace, m.decoder.neurons) for trace in traces]),
         persistence=np.array([persistence(trace, m.decoder.neurons) for trace in traces]),
-        layers=tuple(
-            LayerWork(rung=layer.rung, rank=layer.rank, read_ppm=max(MILLION, int(ppm)))
-            for layer, ppm in zip(m.layers, read_ppm, strict=True)
-        ),
+        layers=tuple(LayerWork(rung=layer.rung, rank=layer.rank) for layer in m.layers),
         context=CONTEXT,
     )
 
@@ -90,7 +85,7 @@ def main() -> None:
             formats = {**dict.fromkeys(PARTS, a.format), "predictor": "q4"}
             build(Spec(decoder=decoder, formats=formats, density=0.1, rank=a.d_model // 4), {1.5: path})
         machine: Machine = find_machine(a.machine, Path()) if a.machine else measure_machine(path.parent)
-        problem = Problem.of(workload(path, 48), without_gpu(machine))
+        problem = Problem.of(workload(path, 96), without_gpu(machine))
         for share in map(float, a.shares.split(",")):
             with from_disk(path, share, "predicted", context=CONTEXT, threads=a.threads) as model:
                 rate, found, nbytes = predicted(problem, model.executor.plan)
