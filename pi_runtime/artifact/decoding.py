@@ -15,6 +15,8 @@ from functools import cache
 from typing import Any, NoReturn
 
 MAX_DEPTH = 32
+UNLESS_EMPTY = {"unless_empty": True}
+"""Metadata of a dataclass's field that is left out of its JSON where it is empty, and must not be given then."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -23,8 +25,17 @@ def canonical_json(value: Any) -> bytes:
     Raises ValueError for NaN, infinity and lone surrogates.
     """
     return json.dumps(
-        value, default=vars, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        value, default=_attributes, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that its JSON has."""
+    found = dict(vars(value))
+    for f in fields(value):
+        if f.metadata == UNLESS_EMPTY and not found[f.name]:
+            del found[f.name]
+    return found
 
 
 def parse_json(data: bytes) -> Any:

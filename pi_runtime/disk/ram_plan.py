@@ -3,19 +3,16 @@
 Shape letters: L layers, N rows of a layer (all experts).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pi_runtime.artifact.buffers import cache_format, cpu_workspace, kv_page, kv_pages, rotary_tables, table_bytes
-from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import FEW_TOKENS, chunk_places, padded_width
+from pi_runtime.artifact.buffers import cache_format, kv_page, kv_pages
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.row_memory import SLOT_NBYTES, all_rows, disk_workspace_bytes, least_row_buffers, row_buffers
 from pi_runtime.artifact.rungs import RUNGS
-from pi_runtime.artifact.schema import Manifest
-from pi_runtime.disk.kernels.reading import BATCHES
-from pi_runtime.disk.reader import PIECE_NBYTES, WORKERS
+from pi_runtime.artifact.schema import Manifest, RowPlan
 from pi_runtime.errors import DoesNotFitError
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 
@@ -24,12 +21,6 @@ ROW_ARRAYS = ("first", "rest")
 _NOT_RUN = ("/ffn/order", "/ffn/counts")
 _PINNED_SHARE = 0.5
 """Share of the slots that keep the rows that fire most often; the others are a cache."""
-_TRANSIT_SHARE = 1 / 16
-"""Share of the rows' memory for rows that stay for one step only, where that is enough for a chunk and no more than a
-layer."""
-_PROMPT_SHARE = 1 / 16
-"""Share of the rows' memory for the tokens of a long prompt, which save passes over the file."""
-PROMPT_TOKENS = (1024, 512, 256, 128)
 _EXPONENT = 0.83
 """Of the power law that frequencies are taken to follow without counts: neurons are stored hottest first."""
 _ALIGN = 64
@@ -62,6 +53,8 @@ class RamPlan:
     """Most tokens of a prompt that go through a layer before the next one is read."""
     two_phases_L: tuple[bool, ...]
     """Whether a layer's `rest` is read only for neurons that turned out to fire."""
+    stored: RowPlan | None = None
+    """The stored division that this one follows; None where it goes by the rule."""
 
     def slots(self, name: str) -> int:
         """Slots of all layers for one of `ROW_ARRAYS`: an empty one, pinned and cached ones, and those in transit."""
@@ -95,7 +88,7 @@ def batch_rows(transit: int) -> int:
     return 2 * transit + 64
 
 
-def kv_bytes(manifest: Manifest, context: int, cache: str) -> int:
+def sequence_kv_bytes(manifest: Manifest, context: int, cache: str) -> int:
     """Bytes of one sequence's keys and values for the whole context."""
     return kv_page(manifest.decoder, cache_format(manifest.formats["attention"], cache)).nbytes * kv_pages(context)
 
@@ -105,52 +98,33 @@ def fixed_bytes(manifest: Manifest, context: int, cache: str, tokens: int, other
 
     `others`: bytes of the process itself, and for keys and values.
     """
-    d = manifest.decoder
     rank = max((layer.rank or 0 for layer in manifest.layers), default=0)
-    ahead = cpu_workspace(d, rank, FEW_TOKENS, cache)
-    buffers = cpu_workspace(d, rank, tokens, cache), ahead, rotary_tables(d, context)
-    tables = 8 * (2 * d.n_layers * d.neurons + 6 * d.neurons) + 4 * tokens * padded_width(d.d_model)
-    return resident_places(manifest)[1] + table_bytes(*buffers) + tables + WORKERS * PIECE_NBYTES + others
-
-
-def token_nbytes(d: Decoder) -> int:
-    """Bytes of one token of a long prompt: residual, FFN input, sums, and experts."""
-    return 8 * d.d_model + 4 * padded_width(d.d_model) + 12 * d.experts_per_token
+    workspace = disk_workspace_bytes(manifest.decoder, rank, tokens, context, cache)
+    return resident_places(manifest)[1] + workspace + others
 
 
 def slot_nbytes(manifest: Manifest, name: str) -> int:
     """Bytes that a further slot takes: the row and what is kept about it."""
-    return row_nbytes(manifest, name) + 3 * 8
-
-
-def transit_nbytes(manifest: Manifest) -> int:
-    """Bytes that a row of each array in transit takes: twice, and half as much for reading ahead."""
-    return 3 * sum(slot_nbytes(manifest, name) for name in ROW_ARRAYS) + BATCHES * 2 * 9 * 8
+    return row_nbytes(manifest, name) + SLOT_NBYTES
 
 
 def useful_budgets(manifest: Manifest, fixed: int) -> tuple[int, int]:
     """The smallest budget with which a model runs, and the one from which on it holds all rows."""
     d, both = manifest.decoder, sum(slot_nbytes(manifest, name) for name in ROW_ARRAYS)
-    least = fixed + chunk_places(d.d_ff) * transit_nbytes(manifest) + both
-    return least, least + d.n_layers * d.neurons * both
+    least = fixed + least_row_buffers(d, both)
+    return least, least + all_rows(d, both)
 
 
 def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
-    """Divide a budget by a rule: rows that fire often are pinned, the others share caches by how often they fire.
+    """Divide a budget: by the largest stored division that it holds, with what is left as further slots of caches.
 
-    Raises DoesNotFitError naming the smallest budget that fits.
+    Where none fits, or where the mode is not the one that they were solved for, a rule divides it: rows that fire often
+    are pinned, the others share caches by how often they fire. Raises DoesNotFitError naming the smallest budget that
+    fits.
     """
     m = artifact.manifest
-    d, layers = m.decoder, len(m.layers)
     nbytes = {name: slot_nbytes(m, name) for name in ROW_ARRAYS}
-    places = chunk_places(d.d_ff)
     least, most = useful_budgets(m, fixed)
-    if budget >= most:
-        whole = (Slots(d.neurons, 0),) * layers
-        return RamPlan(
-            budget=budget, fixed=fixed, first_L=whole, rest_L=whole, transit=places, ahead=places // 2,
-            block_tokens=BLOCK_TOKENS, two_phases_L=(False,) * layers,
-        )  # fmt: skip
     if budget < least:
         raise DoesNotFitError(
             f"{artifact.path}: --ram-budget is too small to run it, however slowly",
@@ -158,12 +132,47 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
             found=f"{budget} bytes",
             remedy=f"--ram-budget {least}, or a smaller --ctx-size",
         )
-    room = budget - fixed - sum(nbytes.values())
-    tokens = next((t for t in PROMPT_TOKENS if t * token_nbytes(d) <= room * _PROMPT_SHARE), BLOCK_TOKENS)
-    room -= tokens * token_nbytes(d) if tokens > BLOCK_TOKENS else 0
-    transit = max(places, min(d.d_ff, int(room * _TRANSIT_SHARE) // transit_nbytes(m)))
-    room -= transit * transit_nbytes(m)
-    gate_L = [_is_gate(m, n, mode) for n in range(layers)]
+    buffers = row_buffers(m.decoder, sum(nbytes.values()), budget - fixed)
+    room = buffers.left
+    gate_L, packed_L = ([_is_gate(layer.rung, how) for layer in m.layers] for how in (mode, "auto"))
+    stored = None if gate_L != packed_L or budget >= most else _largest(m, room)
+    slots = _by_rule(artifact, nbytes, gate_L, room) if stored is None else _as_stored(m, stored, nbytes, gate_L, room)
+    return RamPlan(
+        budget=budget,
+        fixed=fixed,
+        first_L=tuple(slots["first"]),
+        rest_L=tuple(slots["rest"]),
+        transit=buffers.transit,
+        ahead=buffers.transit // 2,
+        block_tokens=buffers.tokens or BLOCK_TOKENS,
+        two_phases_L=tuple(gate_L),
+        stored=stored,
+    )
+
+
+def _largest(m: Manifest, room: int) -> RowPlan | None:
+    """The stored division with most rows that `room` holds; None where none fits."""
+    return max((p for p in m.row_plans if p.slot_bytes <= room), key=lambda p: p.slot_bytes, default=None)
+
+
+def _as_stored(
+    m: Manifest, plan: RowPlan, nbytes: Mapping[str, int], gate_L: Sequence[bool], room: int
+) -> dict[str, list[Slots]]:
+    """The slots of a stored division; every layer's cache gets equally many of those that are left."""
+    neurons = m.decoder.neurons
+    more = (room - plan.slot_bytes) // sum(_row_cost(nbytes, gate) for gate in gate_L)
+    rest = [
+        Slots(pinned, min(neurons - pinned, cached + more))
+        for pinned, cached in zip(plan.pinned, plan.cached, strict=True)
+    ]
+    whole = [Slots(neurons if resident else 0, 0) for resident in plan.first]
+    first = [whole[n] if gate else rest[n] for n, gate in enumerate(gate_L)]
+    return {"first": first, "rest": rest}
+
+
+def _by_rule(artifact: Artifact, nbytes: dict[str, int], gate_L: Sequence[bool], room: int) -> dict[str, list[Slots]]:
+    """The slots of a division by rule."""
+    d, layers = artifact.manifest.decoder, len(gate_L)
     slots: dict[str, list[Slots]] = {name: [Slots(0, 0)] * layers for name in ROW_ARRAYS}
     for n in np.flatnonzero(gate_L).tolist():  # asked for whole with every token: all of it, or none
         if room >= d.neurons * nbytes["first"]:
@@ -175,24 +184,16 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
         slots["rest"][n] = found
         if not gate_L[n]:
             slots["first"][n] = found
-    return RamPlan(
-        budget=budget,
-        fixed=fixed,
-        first_L=tuple(slots["first"]),
-        rest_L=tuple(slots["rest"]),
-        transit=transit,
-        ahead=transit // 2,
-        block_tokens=tokens,
-        two_phases_L=tuple(gate_L),
-    )
+    return slots
 
 
-def _is_gate(m: Manifest, layer: int, mode: str) -> bool:
-    rung = RUNGS[mode if mode in RUNGS and RUNGS[mode].exact else m.layers[layer].rung]
+def _is_gate(packed: str, mode: str) -> bool:
+    """Whether a layer that was packed on a rung needs `first` of all its neurons in a mode."""
+    rung = RUNGS[mode if mode in RUNGS and RUNGS[mode].exact else packed]
     return rung.selector is None and not rung.dense
 
 
-def _row_cost(nbytes: dict[str, int], gate: bool) -> int:
+def _row_cost(nbytes: Mapping[str, int], gate: bool) -> int:
     return nbytes["rest"] + (0 if gate else nbytes["first"])
 
 

@@ -16,16 +16,13 @@ from threading import Thread
 import numpy as np
 import numpy.typing as npt
 
+from pi_runtime.artifact.row_memory import BATCHES, PIECE_NBYTES, WORKERS
 from pi_runtime.disk.kernels import reading
 from pi_runtime.disk.kernels.c_calls import c_address
-from pi_runtime.disk.kernels.reading import BATCHES, SEMAPHORE_NBYTES, Shared
+from pi_runtime.disk.kernels.reading import SEMAPHORE_NBYTES, Shared
 from pi_runtime.errors import ArtifactError, UsageError
 from pi_runtime.kernels.data.matrix_view import Ints
 
-WORKERS = 32
-"""Reads that are under way at once."""
-PIECE_NBYTES = 1 << 18
-"""Most bytes of one read."""
 GAP_NBYTES = 8192
 """Rows with at most so many bytes between them are read together: a further read takes as long as about 11 KiB."""
 STALL_SECONDS = 60.0

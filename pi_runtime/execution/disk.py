@@ -19,9 +19,10 @@ import numpy as np
 
 from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, padded_width
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.row_memory import TWO_PHASES_FROM
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.disk.arena import ResidentArrays, RowArena
-from pi_runtime.disk.ram_plan import ROW_ARRAYS, RamPlan, batch_rows, fixed_bytes, kv_bytes, plan_for
+from pi_runtime.disk.ram_plan import ROW_ARRAYS, RamPlan, batch_rows, fixed_bytes, plan_for, sequence_kv_bytes
 from pi_runtime.disk.reader import Reader
 from pi_runtime.disk.row_store import Request, RowStore
 from pi_runtime.execution.cpu import CpuModel, tokens_of
@@ -43,8 +44,6 @@ from pi_runtime.kernels.ops.neuron_selection import inputs_of
 
 KERNEL_NBYTES, PARTS_NBYTES = 96 << 20, 16 << 20
 """Room for kernels and libraries that every run loads when it begins, and for kernels of the FFN in parts."""
-TWO_PHASES_FROM = 0.15
-"""A predicted layer's `rest` is read after its `first` where that saves this share of the bytes."""
 MARGIN = 0.1
 """Share of the free memory that a budget of nobody's choice leaves to others."""
 _COLUMNS = {
@@ -280,7 +279,7 @@ def open_from_disk(
     `kv_budget`: bytes of it for keys and values of all sequences; None: as many as one sequence takes. Raises
     DoesNotFitError naming the smallest budget that fits.
     """
-    kv_nbytes = kv_bytes(artifact.manifest, context, cache) if kv_budget is None else kv_budget
+    kv_nbytes = sequence_kv_bytes(artifact.manifest, context, cache) if kv_budget is None else kv_budget
     plan = plan_for(artifact, mode, budget, fixed_bytes_of(artifact.manifest, context, cache, kv_nbytes))
     reader = Reader(artifact.path, batch_rows(plan.transit))
     try:

@@ -31,9 +31,9 @@ from support.sparse_model import Spec, build
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.row_memory import WORKERS
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.disk.ram_plan import row_nbytes
-from pi_runtime.disk.reader import WORKERS
 
 LIKENESS = 0.98
 """Of the embeddings of tokens whose ids follow each other."""

@@ -18,8 +18,6 @@ from pi_runtime.disk.kernels.c_calls import atomic_add, atomic_replace, call_c
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import Ints, address_of, pointer_of
 
-BATCHES = 4
-"""Batches that can be under way at once."""
 WOKEN = 4, 2
 """Workers that a batch wakes, and that each of these wakes while there are requests: waking all takes long."""
 SEMAPHORE_NBYTES = 64

@@ -11,7 +11,7 @@ from side_by_side.process import threads
 
 from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.disk.ram_plan import Slots, kv_bytes, useful_budgets
+from pi_runtime.disk.ram_plan import Slots, sequence_kv_bytes, useful_budgets
 from pi_runtime.disk.row_store import REGIONS, RowStore, Work
 from pi_runtime.execution import disk, disk_ahead
 from pi_runtime.execution.disk import DiskExecutor
@@ -32,7 +32,7 @@ def _one_after_the_other(rows: RowStore, works: list[Work], keep: bool) -> None:
 def budgets(path: str) -> dict[str, int]:
     """The smallest budget of this process, and the one from which on all rows are in memory."""
     with Artifact.open(Path(path)) as artifact:
-        kv_nbytes = kv_bytes(artifact.manifest, CONTEXT, "auto")
+        kv_nbytes = sequence_kv_bytes(artifact.manifest, CONTEXT, "auto")
         fixed = disk.fixed_bytes_of(artifact.manifest, CONTEXT, "auto", kv_nbytes)
         least, most = useful_budgets(artifact.manifest, fixed)
     return {"least": least, "most": most}
