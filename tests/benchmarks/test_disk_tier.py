@@ -5,6 +5,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from support.row_traces import persistence
 
 
 @pytest.fixture
@@ -44,7 +45,8 @@ def test_traces_come_back_as_they_were_written(policies: ModuleType, tmp_path: P
     np.savez(tmp_path / "t.npz", **{"0": np.concatenate(steps), "0_counts": [len(step) for step in steps]})
     (found,) = policies.load_traces(tmp_path / "t.npz")
     assert [step.tolist() for step in found] == [[1, 2], [], [3]]
-    assert policies.persistence([trace([1, 2], [2, 3], [2])], 1) == pytest.approx(2 / 3)
+    nine = trace([1], [2], [3], [3], [3], [4], [5, 6], [1, 5], [5, 6, 7])
+    assert persistence(nine, 8) == [3, 1, 2, 2, 2]
 
 
 def test_where_no_group_can_be_made_it_is_said(

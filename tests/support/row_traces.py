@@ -87,11 +87,11 @@ def misses_clock(trace: Trace, rows: int, pinned: int, room: int) -> float:
     begin = 1 + pinned
     held = neuron_cache.rows_of(rows, begin, begin + room, 3, owner_S, credit_S, turn_S)
     neuron_cache.place(held, np.arange(pinned), 1)
-    missing_C, row_I, slot_I = np.zeros(CHUNKS, np.int64), np.empty(rows, np.int64), np.empty(rows, np.int64)
+    row_I, slot_I = np.empty(rows, np.int64), np.empty(rows, np.int64)
     missed = counted = 0
     for t, needed_I in enumerate(trace):
         before = int(held.counts_2[neuron_cache.MISSES])
-        neuron_cache.begin_turn(held, 0, needed_I, missing_C)
+        neuron_cache.begin_turn(held, 0, needed_I)
         neuron_cache.obtain(held, 0, needed_I, 0, CHUNKS, True, begin + room, row_I, slot_I)
         neuron_cache.clear_transit(held, begin + room, rows)
         if 4 * t >= len(trace):

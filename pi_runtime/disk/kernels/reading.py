@@ -2,8 +2,8 @@
 
 A *batch* is a list of requests that are waited for together. A request reads consecutive bytes of the file into its
 worker's own buffer, then copies the wanted rows to their places; where all of it is for one aligned place, it reads
-straight to there. Workers that a semaphore wakes take requests from a
-ring until it is empty. Everything is numbers in memory (`Shared`), so the loops need neither Python nor its lock.
+straight to there. Workers that a semaphore wakes take requests from a ring until it is empty. Everything is numbers in
+memory (`Shared`), so the loops need neither Python nor its lock.
 
 Shape letters: N batches, Q requests, K copies, R places of the ring, I rows.
 """

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from side_by_side.process import threads
 
+from disk_tier import CONTEXT
 from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.disk.ram_plan import Slots, sequence_kv_bytes, useful_budgets
@@ -17,7 +18,6 @@ from pi_runtime.execution import disk, disk_ahead
 from pi_runtime.execution.disk import DiskExecutor
 
 _models: list[Model] = []
-CONTEXT = 512
 
 
 def _one_after_the_other(rows: RowStore, works: list[Work], keep: bool) -> None:
@@ -99,24 +99,33 @@ def _peak() -> int:
     return int(found[1]) << 10
 
 
-def trace(tokens: list[int], path: str) -> dict[str, Any]:
-    """Decode tokens, and write to a file what each layer's predictor names for each of them."""
-    rows, named, works = _models[0].executor.rows, dict[int, list[np.ndarray]](), RowStore.works
-    assert isinstance(rows, RowStore)
+def plan() -> dict[str, list[tuple[int, int]]]:
+    """How many rows of each layer are pinned, and how many its cache holds, by array."""
+    found = _models[0].executor.plan
+    return {
+        "first": [(slots.pinned, slots.cached) for slots in found.first_L],
+        "rest": [(slots.pinned, slots.cached) for slots in found.rest_L],
+    }
+
+
+def trace(tokens: list[int], named: str, fired: str) -> dict[str, Any]:
+    """Decode tokens in two phases; write to files what each layer's predictor names, and what fires, for each."""
+    needed: dict[str, dict[int, list[np.ndarray]]] = {"first": {}, "rest": {}}
+    works = RowStore.works
 
     def spy(self: RowStore, request: Any, compute: Any) -> list[Work]:
         for name, neuron_I in request.needs:
-            if name == "first":
-                named.setdefault(request.layer, []).append(neuron_I.copy())
+            needed[name].setdefault(request.layer, []).append(neuron_I.copy())
         return works(self, request, compute)
 
     RowStore.works = spy  # type: ignore[method-assign]
     decode(tokens, 1)
     RowStore.works = works  # type: ignore[method-assign]
-    traces = [named[layer] for layer in sorted(named)]
-    flat = {f"{n}": np.concatenate(trace) for n, trace in enumerate(traces)}
-    np.savez(path, **flat, **{f"{n}_counts": [len(step) for step in trace] for n, trace in enumerate(traces)})
-    return {"layers": len(traces)}
+    for path, by_layer in ((named, needed["first"]), (fired, needed["rest"])):
+        traces = [by_layer[layer] for layer in sorted(by_layer)]
+        flat = {f"{n}": np.concatenate(trace) for n, trace in enumerate(traces)}
+        np.savez(path, **flat, **{f"{n}_counts": [len(step) for step in trace] for n, trace in enumerate(traces)})
+    return {"tokens": len(tokens)}
 
 
-HANDLERS = {f.__name__: f for f in (budgets, open_model, decode, trace)}
+HANDLERS = {f.__name__: f for f in (budgets, open_model, decode, plan, trace)}

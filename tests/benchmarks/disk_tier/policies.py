@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from support.row_traces import Trace
 
-Trace = Sequence[np.ndarray]
-"""What one layer needs, token by token."""
 Policy = Callable[[Trace, int, Iterable[int]], int]
 """(trace, rows that the cache holds, rows that it begins with) → rows that were there when they were needed."""
 
@@ -21,16 +20,6 @@ def load_traces(path: Path) -> list[Trace]:
     with np.load(path) as file:
         counts = [file[f"{n}_counts"] for n in range(len(file.files) // 2)]
         return [np.split(file[f"{n}"], np.cumsum(count_T)[:-1]) for n, count_T in enumerate(counts)]
-
-
-def persistence(traces: Sequence[Trace], back: int) -> float:
-    """Share of a token's active neurons that were active in one of the last `back` tokens."""
-    found = total = 0
-    for trace in traces:
-        for n in range(back, len(trace)):
-            before = np.unique(np.concatenate(trace[n - back : n]))
-            found, total = found + len(np.intersect1d(trace[n], before)), total + len(trace[n])
-    return found / total
 
 
 def prefix(trace: Trace, room: int, _held: Iterable[int]) -> int:

@@ -8,7 +8,7 @@ from pi_compile.machine import Disk
 DISK = Disk(
     name="d",
     sizes_kib=[4, 16, 64],
-    depths=[1, 16, 64],
+    depths=[1, 32, 128],
     read_mb_per_s=[[40.96, 100.0, 200.0], [409.6, 819.2, 1024.0], [500.0, 900.0, 1100.0]],
 )
 
@@ -37,5 +37,5 @@ def test_a_row_lies_anywhere_among_sectors(row: int, spanned: int) -> None:
 
 
 def test_a_disk_that_was_measured_deeper_than_runs_read() -> None:
-    deep = DISK.model_copy(update={"depths": [32], "read_mb_per_s": [[500.0, 900.0, 1100.0]]})
+    deep = DISK.model_copy(update={"depths": [64], "read_mb_per_s": [[500.0, 900.0, 1100.0]]})
     assert DiskReads.of(deep).each_ps == DiskReads.of(deep).alone_ps
