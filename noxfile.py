@@ -230,7 +230,7 @@ def bench(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"name one of: {', '.join(names)}")
     install_all(session)
-    if session.posargs[0] in ("cpu", "batch", "serve"):
+    if session.posargs[0] in ("cpu", "batch", "serve", "disk"):
         # The peer, built for this processor: the library, or its server.
         serves = session.posargs[0] == "serve"
         session.install("gguf==0.19.0", *(["cmake==4.4.4"] if serves else []))

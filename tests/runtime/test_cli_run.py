@@ -280,6 +280,7 @@ FLAGS = {
     "--mode": (None, "PI_MODE"),
     "--device": (None, "PI_DEVICE"),
     "--vram-budget": (None, "PI_VRAM_BUDGET"),
+    "--ram-budget": (None, "PI_RAM_BUDGET"),
     "--threads": (None, "PI_THREADS"),
     "--slots": (None, None),
     "--kv-budget": (None, "PI_KV_BUDGET"),

@@ -41,7 +41,8 @@ def cache_folder() -> Path:
     digest.update(llvmlite.binding.get_host_cpu_features().flatten().encode())
     # Kernels hold codes, alignments and sizes of the contract as constants.
     contract = (Path(str(module.__file__)) for module in (decoder, footprint, formats, rungs, sizes))
-    for source in (*sorted(Path(__file__).parents[1].rglob("*.py")), *contract):
+    ours = Path(__file__).parents[2]
+    for source in (*sorted(ours.glob("kernels/**/*.py")), *sorted(ours.glob("disk/kernels/*.py")), *contract):
         digest.update(source.read_bytes())
     tried = []
     for base in _bases():

@@ -24,7 +24,7 @@ from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.schema import Text
 from pi_runtime.server.cli import app
-from pi_runtime.server.metrics import ENGINE, Metrics
+from pi_runtime.server.metrics import DISK, ENGINE, Metrics
 from pi_runtime.server.settings import Limits, ServerSettings
 
 PAGE = (ROOT / "docs" / "how-to" / "server.md").read_text("utf-8")
@@ -54,7 +54,7 @@ def test_every_endpoint_is_in_the_table(talker: Served) -> None:
 
 def test_every_metric_is_in_the_table() -> None:
     text = Metrics().text(None, slots=1, open_requests=0)
-    found = {name for name, *_ in ENGINE} | set(re.findall(r"# TYPE pi_(\w+)", text))
+    found = {name for name, *_ in (*ENGINE, *DISK)} | set(re.findall(r"# TYPE pi_(\w+)", text))
     first_columns = re.findall(r"^\| (.*?) \|", section("Metrics"), re.MULTILINE)
     listed = {name for column in first_columns for name in re.findall(r"`(\w+)`", column)}
     assert listed == found

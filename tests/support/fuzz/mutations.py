@@ -8,7 +8,22 @@ from typing import Any
 
 INTEGERS = (0, 1, -1, 2, 7, 63, 64, 255, 257, 4096, 2**16, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63, 2**64, 10**300)
 NUMBERS = (0.0, -0.0, 0.5, 1.0, 1.5, -1.0, 1e-45, 5e-324, 1e38, 3.5e38, 1e308)
-TEXTS = ("", "x", "0" * 64, "a" * 1000, "../../x", "/etc/passwd", "f16", "q4", "cpu", "{{", "\0", "\n\x1b[2J", "é€😀", "\ud800")
+TEXTS = (
+    "",
+    "x",
+    "0" * 64,
+    "a" * 1000,
+    "../../x",
+    "/etc/passwd",
+    "f16",
+    "q4",
+    "cpu",
+    "{{",
+    "\0",
+    "\n\x1b[2J",
+    "é€😀",
+    "\ud800",
+)
 MANY = 300_000
 """Elements of a list that a mutation blows up."""
 LITTLE = 3
@@ -50,7 +65,9 @@ def text(rng: Random, old: str) -> str:
     """A text with a piece changed, removed, doubled or put in."""
     at, size = rng.randrange(len(old) + 1), rng.choice((1, 1, 2, 5, 20, 200))
     head, piece, tail = old[:at], old[at : at + size], old[at + size :]
-    new = rng.choice(("", piece * 2, piece[::-1], rng.choice(TEXTS), chr(rng.randrange(0xD800)), str(rng.choice(INTEGERS))))
+    new = rng.choice(
+        ("", piece * 2, piece[::-1], rng.choice(TEXTS), chr(rng.randrange(0xD800)), str(rng.choice(INTEGERS)))
+    )
     return head + new + tail
 
 

@@ -17,6 +17,7 @@ from pi_runtime.kernels.codegen import jit
 from pi_runtime.kernels.forward import forward
 
 KERNELS = Path(jit.__file__).parents[1]
+DISK_KERNELS = KERNELS.parent / "disk" / "kernels"
 ENVIRONMENT = dict(os.environ)
 jit._folder()  # kept for the process, before a test changes a variable
 
@@ -30,16 +31,23 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
 
 
-@pytest.mark.parametrize("changed", [str(path.relative_to(KERNELS)) for path in sorted(KERNELS.rglob("*.py"))])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        str(path.relative_to(KERNELS.parent))
+        for folder in (KERNELS, DISK_KERNELS)
+        for path in sorted(folder.rglob("*.py"))
+    ],
+)
 def test_one_byte_of_any_kernel_source_means_another_folder(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = jit.cache_folder()
-    copy = tmp_path / "kernels"
-    shutil.copytree(KERNELS, copy)
-    monkeypatch.setattr(jit, "__file__", str(copy / "codegen" / "jit.py"))
+    for folder in (KERNELS, DISK_KERNELS):
+        shutil.copytree(folder, tmp_path / folder.relative_to(KERNELS.parent))
+    monkeypatch.setattr(jit, "__file__", str(tmp_path / "kernels" / "codegen" / "jit.py"))
     assert jit.cache_folder() == before
-    (copy / changed).write_bytes((copy / changed).read_bytes() + b"\n")
+    (tmp_path / changed).write_bytes((tmp_path / changed).read_bytes() + b"\n")
     assert jit.cache_folder() != before
 
 
