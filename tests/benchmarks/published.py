@@ -133,7 +133,7 @@ def predict(row: Published, fmt: str = "f16", solver: str = "exact") -> Predicte
 
 
 def _given(row: Published, fmt: str) -> tuple[Workload, Machine, int]:
-    machine = read_machine(bundled_folder("machines") / f"{row.machine}.toml")
+    machine = read_machine(bundled_folder("profiles/machines") / f"{row.machine}.toml")
     assert machine.gpu is not None
     return workload(row.model, row.prompt, fmt), machine, int(machine.gpu.vram_gib * 2**30) - DRIVER
 

@@ -11,9 +11,9 @@ from support.paths import GOLDEN
 from support.scripted import saying, scripted_artifact
 from support.synthetic import END_ID, random_artifact, small_decoder
 
+from pi_runtime import warm_up
 from pi_runtime.cli import app
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.kernels.codegen import jit
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -77,7 +77,7 @@ def test_a_full_context_is_told(run: Run, endless: Path) -> None:
 
 
 def test_cold_kernels_are_told(run: Run, alphabet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "is_cold", lambda: True)
+    monkeypatch.setattr(warm_up, "is_cold", lambda: True)
     code, out, err = run(alphabet, "-p", "x")
     assert (code, out) == (0, "yz\n")
     assert err.startswith("compiling kernels for this processor, once")
@@ -280,6 +280,7 @@ FLAGS = {
     "--mode": (None, "PI_MODE"),
     "--device": (None, "PI_DEVICE"),
     "--vram-budget": (None, "PI_VRAM_BUDGET"),
+    "--ram-budget": (None, "PI_RAM_BUDGET"),
     "--threads": (None, "PI_THREADS"),
     "--slots": (None, None),
     "--kv-budget": (None, "PI_KV_BUDGET"),
@@ -288,6 +289,9 @@ FLAGS = {
     "--stats": (None, None),
     "--json": (None, None),
     "--debug": (None, "PI_DEBUG"),
+    "--version": (None, None),
+    "--install-completion": (None, None),
+    "--show-completion": (None, None),
 }
 
 

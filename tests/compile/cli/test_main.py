@@ -48,7 +48,7 @@ FLAGS = {
         *("ARTIFACT", "--text", "--task", "--model", "--tokens", "--window", "--limit", "--device", "--vram-budget"),
         *("--ctx-size", "--cache-format", "--threads"),
     },
-    "machine": {"-o", "--output"},
+    "machine": {"-o", "--output", "--disk"},
     "plan": {
         *("MODEL", "--machine", "--vram-budget", "--ram-budget", "--curve", "--density", "--counts", "--format"),
         *("--ctx-size", "--ignore-config"),
@@ -112,6 +112,9 @@ def test_the_flags_are_frozen() -> None:
     commands: Any = typer.main.get_command(app)
     found = {name: {flag for p in command.params for flag in names(p)} for name, command in commands.commands.items()}
     assert found == {name: flags | EVERYWHERE for name, flags in FLAGS.items()}
+    assert {flag for p in commands.params for flag in names(p)} == {
+        *("--version", "--install-completion", "--show-completion")
+    }
 
 
 @pytest.mark.slow
@@ -321,6 +324,7 @@ def test_json_of_eval(run: Run, built: Path, tmp_path: Path) -> None:
 def test_json_of_machine(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pi_compile.machine.measurement.read_bandwidth", lambda *_: 12.5e9)
     monkeypatch.setattr("pi_compile.machine.measurement.BYTES", 1 << 20)
+    monkeypatch.setattr("pi_compile.machine.measurement.DISK_BYTES", 0)
     report = json.loads(run("machine", "-o", tmp_path / "m.toml", "--json"))
     assert_as_documented("machine", report)
     assert report["cpu"]["bandwidth_gb_per_s"] == 12.5

@@ -248,4 +248,5 @@ def test_no_long_work_ends_at_a_bad_weight(fails: Callable[..., str], model: Pat
     edit_tensors(model, lm_head__weight=head)
     message = fails(3, "profile", recipe)
     assert "tensor lm_head.weight holds NaN or infinity" in message
-    assert "profiling" not in message
+    assert list(recipe.parent.glob(".pi-build/**/states-*")) == []
+    assert list(recipe.parent.glob(".pi-build/**/*-shard-*")) == []

@@ -10,7 +10,7 @@ import numpy as np
 
 from pi_runtime.artifact.formats import Array
 from pi_runtime.kernels import reference
-from support.sparse_model.matrices import Matrices, Spec, constant_coordinates
+from sparse_model.matrices import Matrices, Spec, constant_coordinates
 
 TOKENS = 64
 _FACTORS = np.geomspace(0.25, 16, 417)

@@ -11,8 +11,9 @@ The gate matrix has rank R: gate = up · down, and these two are the predictor. 
 gate to its own format.
 """
 
-from support.sparse_model.activity import Activity
-from support.sparse_model.matrices import Spec
-from support.sparse_model.writing import build
+from sparse_model.activity import Activity
+from sparse_model.matrices import Spec
+from sparse_model.reading import Decoding, bytes_per_token, decode
+from sparse_model.writing import build
 
-__all__ = ["Activity", "Spec", "build"]
+__all__ = ["Activity", "Decoding", "Spec", "build", "bytes_per_token", "decode"]

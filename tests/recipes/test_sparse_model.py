@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sparse_model import Activity, Spec, build
+from sparse_model.activity import TOKENS
+from sparse_model.matrices import power_law
+from support.synthetic import byte_tokenizer, small_decoder
 
 from pi_runtime import Model, load
 from pi_runtime.artifact import Artifact, verify
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.kernels import reference
-from support.sparse_model import Activity, Spec, build
-from support.sparse_model.activity import TOKENS
-from support.sparse_model.matrices import power_law
-from support.synthetic import small_decoder
 
 DECODER = small_decoder(
     d_model=128, d_ff=512, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=500, context_length=128
@@ -29,7 +29,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[float, Path], 
     """f32 at 10 %: the exact predictor, and one that names half as many again."""
     folder = tmp_path_factory.mktemp("sparse")
     paths = {1.0: folder / "exact.pi", 1.5: folder / "more.pi"}
-    return paths, build(spec(), paths)
+    return paths, build(spec(), paths, byte_tokenizer())
 
 
 def decoded(path: Path, mode: str, tokens: int = TOKENS) -> np.ndarray:
@@ -64,7 +64,7 @@ def test_the_density_while_decoding_is_the_one_set_in_every_layer(built) -> None
 
 @pytest.mark.parametrize("density", [0.02, 0.5, 1.0])
 def test_other_densities(tmp_path: Path, density: float) -> None:
-    build(spec(density=density), {1.0: tmp_path / "a.pi"})
+    build(spec(density=density), {1.0: tmp_path / "a.pi"}, byte_tokenizer())
     density_L = decoded(tmp_path / "a.pi", "gate")[:, :, 1].mean(0) / DECODER.d_ff
     np.testing.assert_allclose(density_L, density, rtol=0.2)
 
@@ -110,7 +110,7 @@ def test_overlap_and_runs_are_those_of_the_sets(built) -> None:
 def test_an_artifact_of_every_format(tmp_path: Path, format_name: str) -> None:
     """Stored whole and well-formed; the reference's neurons fire at the density set also after rounding."""
     path = tmp_path / "a.pi"
-    build(spec(format_name), {1.0: path})
+    build(spec(format_name), {1.0: path}, byte_tokenizer())
     verify(path)
     np.testing.assert_allclose(active_sets(path).mean((1, 2)), 0.1, rtol=0.2)
 
@@ -144,12 +144,12 @@ def test_the_exponent_sets_what_tokens_share(tmp_path: Path) -> None:
     overlaps = []
     for exponent in (0.83, 1.5):
         path = tmp_path / f"{exponent}.pi"
-        overlaps.append(build(replace(spec(), exponent=exponent), {1.0: path})[1.0].overlap)
+        overlaps.append(build(replace(spec(), exponent=exponent), {1.0: path}, byte_tokenizer())[1.0].overlap)
     assert overlaps[0] + 0.1 < overlaps[1]
 
 
 def test_same_spec_same_bytes(tmp_path: Path) -> None:
     small = replace(DECODER, n_layers=1)
     for name in ("a", "b"):
-        build(replace(spec(), decoder=small), {1.0: tmp_path / name})
+        build(replace(spec(), decoder=small), {1.0: tmp_path / name}, byte_tokenizer())
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()

@@ -1,24 +1,22 @@
 """A synthetic sparse model as artifacts: its arrays encoded once, written for every layer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from pi_runtime.artifact.formats import Array
-from pi_runtime.artifact.schema import Text
+from pi_runtime.artifact.schema import Layer, Manifest, Text
 from pi_runtime.artifact.sizes import array_specs, is_scales
 from pi_runtime.artifact.writer import ArtifactWriter
-from support.sparse_model.activity import Activity, calibrate, describe, margins, norms
-from support.sparse_model.matrices import Matrices, Spec, make
-from support.synthetic import bare_manifest, byte_tokenizer
+from sparse_model.activity import Activity, calibrate, describe, margins, norms
+from sparse_model.matrices import Matrices, Spec, make
 
 
-def build(spec: Spec, paths: Mapping[float, Path], *, tokenizer: bytes | None = None) -> dict[float, Activity]:
+def build(spec: Spec, paths: Mapping[float, Path], tokenizer: bytes) -> dict[float, Activity]:
     """Write an artifact for each predictor, {rows it names ÷ rows that fire: path}; what was measured of it.
 
-    They differ in the predictors' biases only, and never end a text. Tokens are bytes unless `tokenizer` is given.
+    They differ in the predictors' biases only, and never end a text. `tokenizer` is a whole `tokenizer.json`.
     """
     d = spec.decoder
     assert (d.norm, d.ffn, d.activation, d.ffn_bias, d.tied_head) == ("rms", "gated", "relu", False, False), d
@@ -27,7 +25,7 @@ def build(spec: Spec, paths: Mapping[float, Path], *, tokenizer: bytes | None = 
     activities = {}
     for over_read, path in paths.items():
         margin_L = margins(calibrated, over_read)
-        _write(path, spec, matrices, calibrated.threshold_L, margin_L, tokenizer or byte_tokenizer())
+        _write(path, spec, matrices, calibrated.threshold_L, margin_L, tokenizer)
         activities[over_read] = describe(calibrated, margin_L)
     return activities
 
@@ -57,5 +55,17 @@ def _write(
                     matrix = matrix.rows(np.arange(array.shape[0]) % len(matrix.stored))
                 writer.add_stored(name, array, matrix.stored, matrix.scales)
         writer.add_file("tokenizer.json", tokenizer)
-        text, provenance = Text(prefix_ids=(), end_ids=()), {"made_by": "tests/support/sparse_model"}
-        writer.finish(replace(bare_manifest(d, spec.formats, ranks), text=text, provenance=provenance))
+        writer.finish(
+            Manifest(
+                decoder=d,
+                formats=spec.formats,
+                layers=(Layer(rung="predicted", rank=spec.rank),) * d.n_layers,
+                profiled_tokens=0,
+                text=Text(prefix_ids=(), end_ids=()),
+                generation={"temperature": 1.0, "do_sample": False},
+                recipe={},
+                provenance={"made_by": "recipes/demo/sparse_model"},
+                arrays={},
+                files={},
+            )
+        )
