@@ -60,8 +60,8 @@ def commands_page() -> str:
         lines += ["", f"## {program}", "", command.help or ""]
         for name, one in commands.items():
             lines += ["", f"### {program} {name}", "", one.help] if name else []
-            context = typer.Context(one)
-            lines += ["", "| argument or flag | meaning |", "| --- | --- |", *(row(*p.get_help_record(context)) for p in one.params)]
+            rows = [row(*parameter.get_help_record(typer.Context(one))) for parameter in one.params]
+            lines += ["", "| argument or flag | meaning |", "| --- | --- |", *rows]
     return "\n".join(lines) + "\n"
 
 
