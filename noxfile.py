@@ -196,6 +196,13 @@ def conformance(session: nox.Session) -> None:
 
 
 @nox.session
+def frameworks(session: nox.Session) -> None:
+    """The examples for LangChain and llama-index against the server. Outside CI: these packages are large."""
+    session.install("-e", ".[serve]", *TEST_TOOLS, "langchain-openai==1.7.3", "llama-index-llms-openai-like==0.8.1")
+    session.run("pytest", "-W", "default", "tests/conformance/test_frameworks.py", *session.posargs)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """64 clients on 4 slots for half an hour, half of whom leave: `-- --minutes 5` is shorter. Outside CI."""
     install_all(session)
