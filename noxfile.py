@@ -73,6 +73,13 @@ def types(session: nox.Session) -> None:
     session.run("mypy")
 
 
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/; a broken link, anchor or reference fails. `-- serve` shows it meanwhile."""
+    session.install("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "ruff==0.17.5", "-e", ".")
+    session.run("mkdocs", *(session.posargs or ["build", "--strict"]), env={"NO_MKDOCS_2_WARNING": "1"})
+
+
 @nox.session(python=PYTHONS)
 def runtime_only(session: nox.Session) -> None:
     """Without the compile extra: generate from the golden artifact; on the oldest and newest Python pass the tests."""
@@ -223,7 +230,7 @@ def bench(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"name one of: {', '.join(names)}")
     install_all(session)
-    if session.posargs[0] in ("cpu", "batch", "serve"):
+    if session.posargs[0] in ("cpu", "batch", "serve", "disk"):
         # The peer, built for this processor: the library, or its server.
         serves = session.posargs[0] == "serve"
         session.install("gguf==0.19.0", *(["cmake==4.4.4"] if serves else []))

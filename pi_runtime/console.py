@@ -129,13 +129,16 @@ def facts(rows: Iterable[tuple[str, str]]) -> "Table":
     return grid
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> "Table":
-    """A table of rows with the same keys, which are its heads. Words in the first column stand to the left."""
+def table(rows: Sequence[Mapping[str, Any]], left: Sequence[str] = ()) -> "Table":
+    """A table of rows with the same keys, which are its heads.
+
+    Words in the first column stand to the left, and so do the columns that `left` names.
+    """
     from rich.table import Table  # noqa: PLC0415
 
     found = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for column, value in rows[0].items():
-        words = isinstance(value, str) and not found.columns
+        words = (isinstance(value, str) and not found.columns) or column in left
         found.add_column(column.replace("_", " "), justify="left" if words else "right", no_wrap=True)
     for row in rows:
         found.add_row(*(_printable(shown(value)) for value in row.values()))

@@ -104,7 +104,7 @@ def _activation(path: Path) -> PublishedActivation | None:
         return PublishedActivation(
             curve=data.pop("curve"), density=data.pop("density"), source=data.pop("source"), **data
         )
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise ProfileError(
             f"{path}: not a published activation", expected="curve, density, source", found=error
         ) from None

@@ -37,6 +37,8 @@ class Spec:
     exponent: float = 0.83
     """Of the power law of the neurons' frequencies; the larger, the more of the neurons that fire do several tokens
     share."""
+    likeness: float = 0.0
+    """Correlation of the embeddings of tokens whose ids follow each other: texts that count up keep neurons active."""
     seed: int = 0
 
 
@@ -98,6 +100,9 @@ def make(spec: Spec) -> Matrices:
     d, rng = spec.decoder, np.random.default_rng(spec.seed)
     fixed = constant_coordinates(d.d_model)
     embedding = _normal(rng, (min(d.vocab_size, TILE_ROWS), d.d_model), 1.0)
+    for token in range(1, len(embedding) if spec.likeness else 0):
+        embedding[token] *= np.sqrt(1 - spec.likeness**2)
+        embedding[token] += np.float32(spec.likeness) * embedding[token - 1]
     embedding[:, fixed] = CONSTANT
     head = _normal(rng, (min(d.vocab_size, TILE_ROWS), d.d_model), d.d_model**-0.5)
     qkv_rows, heads = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim, d.n_heads * d.head_dim

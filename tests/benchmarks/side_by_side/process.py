@@ -80,6 +80,11 @@ class Worker:
             env={**os.environ, "PYTHONPATH": path, **environment},
         )
 
+    @property
+    def pid(self) -> int:
+        """The child's id."""
+        return self._process.pid
+
     def ask(self, do: str, **arguments: Any) -> Any:
         """The handler's result. Raises EngineError where there is none, and from then on at every request."""
         if self._failure is None:

@@ -30,6 +30,7 @@ FLAGS = {
     "--piece",
     "--port",
     "--queue",
+    "--ram-budget",
     "--session-idle-seconds",
     "--sessions",
     "--show-completion",
@@ -66,6 +67,7 @@ def test_flags_are_frozen(capsys: pytest.CaptureFixture[str]) -> None:
         (["--port", "65536"], USAGE, "65535"),
         (["--slots", "0"], USAGE, "slots"),
         (["--kv-budget", "much"], USAGE, "--kv-budget"),
+        (["--ram-budget", "much"], USAGE, "--ram-budget"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_opened(

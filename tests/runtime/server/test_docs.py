@@ -24,10 +24,10 @@ from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.schema import Text
 from pi_runtime.server.cli import app
-from pi_runtime.server.metrics import ENGINE, Metrics
+from pi_runtime.server.metrics import DISK, ENGINE, Metrics
 from pi_runtime.server.settings import Limits, ServerSettings
 
-PAGE = (ROOT / "docs" / "server.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "server.md").read_text("utf-8")
 EXAMPLES = ROOT / "docs" / "examples"
 TEMPLATE = """{% if tools %}{{ tools | tojson }} <tool_call>{"name":, "arguments":}</tool_call>{% endif %}\
 {% for m in messages %}{{ m.role }}: {{ m.content }}\
@@ -54,7 +54,7 @@ def test_every_endpoint_is_in_the_table(talker: Served) -> None:
 
 def test_every_metric_is_in_the_table() -> None:
     text = Metrics().text(None, slots=1, open_requests=0)
-    found = {name for name, *_ in ENGINE} | set(re.findall(r"# TYPE pi_(\w+)", text))
+    found = {name for name, *_ in (*ENGINE, *DISK)} | set(re.findall(r"# TYPE pi_(\w+)", text))
     first_columns = re.findall(r"^\| (.*?) \|", section("Metrics"), re.MULTILINE)
     listed = {name for column in first_columns for name in re.findall(r"`(\w+)`", column)}
     assert listed == found
@@ -87,7 +87,7 @@ def flags() -> set[str]:
     return {flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")} | {"--help"}
 
 
-@pytest.mark.parametrize("name", ["server.md", "examples/Containerfile", "examples/pi-serve.service"])
+@pytest.mark.parametrize("name", ["how-to/server.md", "examples/Containerfile", "examples/pi-serve.service"])
 def test_flags_that_are_named_exist(name: str) -> None:
     text = (ROOT / "docs" / name).read_text("utf-8")
     lines = [line for line in text.splitlines() if re.search(r'pi-serve"?,? ', line)]
@@ -95,7 +95,7 @@ def test_flags_that_are_named_exist(name: str) -> None:
     named = {flag for line in commands for flag in re.findall(r"--[a-z][a-z-]+", line)}
     assert named
     assert named <= flags()
-    if name == "server.md":
+    if name == "how-to/server.md":
         assert set(re.findall(r"`(--[a-z][a-z-]+)", text)) <= flags()
 
 
