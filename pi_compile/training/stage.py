@@ -169,9 +169,10 @@ class _Run:
     def find_candidates(self) -> None:
         """Push the texts through the dense model, and have the candidates of all layers found.
 
-        A layer's search is preferred to pushing text on.
+        A layer's search is preferred to pushing text on. The report text goes first: then a single worker needs the
+        layer no more when it has searched.
         """
-        texts = [self.fit, self.tune, self.report] if self.searches else [self.tune, self.report]
+        texts = [self.report, self.tune, self.fit] if self.searches else [self.report, self.tune]
         tasks: dict[str, Callable[[], None]] = {}
         needs: dict[str, list[str]] = {}
         for search in self.searches:
