@@ -24,7 +24,8 @@ from pi_compile.torch_model import ResidentLayers, SparseFfn, computing_with
 from pi_compile.torch_model import decoder as td
 from pi_compile.training.candidates import Candidate, searches_for
 from pi_compile.training.layer_search import LayerSearch
-from pi_compile.training.quality import LayerSums, MeasuredText, Quality
+from pi_compile.training.layer_sums import LayerSums
+from pi_compile.training.quality import MeasuredText, Quality
 from pi_compile.training.rung_choice import RungChoice, choose_rungs, not_met
 from pi_compile.training.samples import PushedText
 from pi_compile.training.spec import TUNE_FRACTIONS, TrainSpec
