@@ -183,8 +183,13 @@ class _Run:
             for text in texts:
                 tasks |= text.tasks(n)
                 needs |= text.needs(n)
-        names = {search.name for search in self.searches}
-        self.work.run(tasks, needs, lambda done: self.meter.layers_done(len(names & done)))
+        # A layer is done when its search is; without searches, when the text is through it.
+        layers = [set(search.tasks()) for search in self.searches] or [
+            set(self.tune.tasks(n)) for n in range(self.checkpoint.decoder.n_layers)
+        ]
+        self.work.run(
+            tasks, needs, lambda done: self.meter.layers_done(sum(len(layer & done) / len(layer) for layer in layers))
+        )
         self.resident.weights(range(0))  # frees those of the last layer
         self.found.update({search.n: search.candidates() for search in self.searches})
 

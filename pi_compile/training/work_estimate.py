@@ -73,10 +73,12 @@ class TrainingWork:
         with computing_with(self.spec.threads):
             products = flops_per_s(self.spec.batch, d.d_model, min(d.neurons, 4096), device)
             values = values_per_s(device)
-        disk = 12 * (self.fit + self.tune) + 8 * self.report
+        # Hidden states before and after, FFN inputs, and the warm starts of a split search.
+        rows = 3 * (self.fit + self.tune) + 2 * self.report
+        rows += d.neurons + d.n_experts * d.d_model if self.splits else 0
         return Estimate(
             seconds=total.products / products + total.values / values,
-            disk_bytes=disk * d.d_model,
+            disk_bytes=4 * rows * d.d_model,
             memory_bytes=self.memory_bytes,
         )
 
@@ -186,9 +188,9 @@ class ProgressMeter:
         self._total = self._layers * self._layer + (PASSES * len(work.spec.predictor_formats) + 1) * self._pass
         self._done = 0
 
-    def layers_done(self, count: int) -> None:
+    def layers_done(self, count: float) -> None:
         """Report how many layers are done, by all workers together."""
-        self._report(count * self._layer)
+        self._report(round(count * self._layer))
 
     def step_done(self) -> None:
         """Report that an optimiser step is done."""
