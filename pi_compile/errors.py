@@ -26,7 +26,11 @@ __all__ = [
     "TaskFailedError",
     "TrainingError",
     "nearest",
+    "shown",
 ]
+
+_LONGEST = 80
+"""Characters of a value that a message quotes."""
 
 
 class CheckpointError(InputError):
@@ -67,3 +71,12 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
     """The known name that a misspelt one is most like; None where none is."""
     found = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
     return found[0] if found else None
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it, in a line of moderate length."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python spells no number of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

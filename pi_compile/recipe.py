@@ -1,7 +1,7 @@
 """A recipe: one model on one machine, as a complete and strict TOML file.
 
 Every key but one must be there and none may be unknown: a recipe holds everything that decides its artifact.
-`docs/recipes.md` explains the keys. Paths are relative to the recipe.
+`docs/reference/recipe.md` explains the keys. Paths are relative to the recipe.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
-from pi_compile.errors import RecipeError, nearest
+from pi_compile.errors import RecipeError, nearest, shown
 from pi_runtime.artifact.decoder import ACTIVATIONS
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.rungs import DENSE, GATE, PREDICTED, RUNGS
@@ -192,7 +192,7 @@ def default_recipe(
 
 def read_recipe(path: Path) -> Recipe:
     """Read and check a recipe file. Raises RecipeError naming every problem with its key."""
-    return read_toml(path, Recipe, "pi-compile init MODEL", "docs/recipes.md")
+    return read_toml(path, Recipe, "pi-compile init MODEL", "docs/reference/recipe.md")
 
 
 def read_toml(path: Path, kind: type[AnyRecipe], init: str, docs: str) -> AnyRecipe:
@@ -209,7 +209,7 @@ def read_toml(path: Path, kind: type[AnyRecipe], init: str, docs: str) -> AnyRec
         raise RecipeError(f"{path}: a folder, not a recipe", remedy=remedy) from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read", found=error) from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RecipeError(f"{path}: not TOML", found=error) from None
     try:
         return kind.model_validate(data)
@@ -228,7 +228,7 @@ def check_settings(**sections: Mapping[str, Any]) -> None:
     try:
         Recipe.model_validate({**data, **{name: data[name] | values for name, values in sections.items()}})
     except ValidationError as error:
-        remedy = "docs/recipes.md explains every key"
+        remedy = "docs/reference/recipe.md explains every key"
         raise UsageError(f"wrong arguments:{_problems(error, Recipe)}", remedy=remedy) from None
 
 
@@ -246,9 +246,10 @@ def _problem(error: dict[str, Any], kind: type[RecipeFile]) -> str:
     if error["type"] == "missing":
         return f"{location}: missing"
     if error["type"] == "model_type":
-        return f"{location}: should be a table [{location}] (found {error['input']!r})"
-    found = f"{location}: {error['msg'].replace('Input should', 'should')} (found {error['input']!r})"
-    near = nearest(error["input"], _quoted(error["ctx"]["expected"])) if error["type"] == "literal_error" else None
+        return f"{location}: should be a table [{location}] (found {shown(error['input'])})"
+    found = f"{location}: {error['msg'].replace('Input should', 'should')} (found {shown(error['input'])})"
+    is_a_name = error["type"] == "literal_error" and isinstance(error["input"], str)
+    near = nearest(error["input"], _quoted(error["ctx"]["expected"])) if is_a_name else None
     return found + (f"; did you mean {near}?" if near else "")
 
 

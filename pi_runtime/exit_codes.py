@@ -32,6 +32,7 @@ _FULL = {
     errno.EFBIG: "the file system or a limit allows no larger file",
 }
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_FAILING = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE)
 
 
 def code_and_message(error: BaseException) -> tuple[int, str]:
@@ -59,6 +60,9 @@ def _as_user_error(error: BaseException) -> PiError | None:
         return DoesNotFitError(f"{_place(error)}: {_FULL[error.errno]}", remedy=remedy)
     if isinstance(error, OSError) and error.errno in _FORBIDDEN:
         return UsageError(f"{_place(error)}: {error.strerror}", remedy="change its permissions, or name another place")
+    if isinstance(error, OSError) and error.errno in _FAILING:
+        remedy = "see whether the disk is sound (dmesg), and run it again; what is done is kept"
+        return UsageError(f"{_place(error)}: {error.strerror}", remedy=remedy)
     return None
 
 

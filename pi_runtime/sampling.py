@@ -23,6 +23,7 @@ they say what the model holds of a token whatever the settings, and agree with t
 
 import math
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -219,7 +220,7 @@ def parse_logit_bias(pairs: Iterable[Sequence[Any]]) -> dict[int, float] | None:
         try:
             token, bias = pair
             found[int(token)] = float(bias)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             shown = "=".join(map(str, pair))
             raise UsageError(f"--logit-bias {shown}", expected="ID=BIAS, such as 12=-5") from None
     return found or None
@@ -372,7 +373,8 @@ def _is_integer(value: object) -> bool:
 def _is_number(value: object, low: float, high: float = math.inf) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return math.isfinite(value) and low <= value <= high
+    # Comparing makes no float of an integer that none can hold.
+    return low <= value <= min(high, sys.float_info.max)
 
 
 def _check(flag: str, value: object, expected: str, ok: bool) -> None:

@@ -26,7 +26,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="proofs that have a short form take their long one")
-    parser.addoption("--minutes", type=float, help="time for a test that has a short form in the suite: the soak")
+    parser.addoption("--minutes", type=float, help="time for a test that has a short form in the suite: soak, fuzz")
+    parser.addoption("--seed", type=int, help="the seed of the fuzzers' cases; their long form draws and prints one")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

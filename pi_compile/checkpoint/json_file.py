@@ -13,7 +13,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file. Raises CheckpointError if the file cannot be read or holds something else."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON", found=error, remedy=remedy_for(path)) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not a JSON object", found=type(value).__name__)

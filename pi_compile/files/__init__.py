@@ -3,7 +3,7 @@
 from pi_compile.files.bundled import bundled_folder
 from pi_compile.files.digests import file_digest, json_digest
 from pi_compile.files.npz import check_arrays, read_arrays, write_array_stream, write_arrays
-from pi_compile.files.output import PAGE_MARK, artifact_path, check_output, check_page, write_text
+from pi_compile.files.output import PAGE_MARK, artifact_path, check_output, check_page, library_writes, write_text
 
 __all__ = [
     "PAGE_MARK",
@@ -14,6 +14,7 @@ __all__ = [
     "check_page",
     "file_digest",
     "json_digest",
+    "library_writes",
     "read_arrays",
     "write_array_stream",
     "write_arrays",

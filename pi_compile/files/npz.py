@@ -1,5 +1,7 @@
 """Named arrays in one `.npz` file (NumPy's own container), written whole or not at all, checked when read."""
 
+import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -35,13 +37,19 @@ def write_array_stream(path: Path, arrays: Iterable[tuple[str, Array]]) -> None:
         new.publish()
 
 
-def read_arrays(path: Path, prefix: str = "", names: Collection[str] | None = None) -> dict[str, Array]:
-    """Read all arrays whose names start with `prefix`, or those of `names`.
+def read_arrays(
+    path: Path, prefix: str = "", names: Collection[str] | None = None, most: int | None = None
+) -> dict[str, Array]:
+    """Read all arrays whose names start with `prefix`, or those of `names`, of `most` bytes each.
 
     Raises FileNotFoundError where there is no file, ProfileError where it is damaged or of another kind.
     """
     with _whole(path), path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-        found = (n for n in stored.files if (n.startswith(prefix) if names is None else n in names))
+        found = [n for n in stored.files if (n.startswith(prefix) if names is None else n in names)]
+        # A small file may be unpacked to a large one.
+        wanted = [entry for entry in stored.zip.infolist() if entry.filename.removesuffix(".npy") in found]
+        if most is not None and any(entry.file_size > most for entry in wanted):
+            raise ValueError(f"an array of more than {most:,} bytes")
         return {name: stored[name] for name in found}
 
 
@@ -59,8 +67,12 @@ def _whole(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise
-    # RuntimeError: a flipped bit may make a ZIP file encrypted, or one of a later version.
-    except (OSError, ValueError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+    # A flipped bit may make a ZIP file encrypted (RuntimeError), an array larger than memory (MemoryError), or its
+    # header no Python (SyntaxError, TokenError).
+    except (
+        *(OSError, ValueError, TypeError, EOFError, RuntimeError, MemoryError, OverflowError, SyntaxError),
+        *(KeyError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
+    ) as error:
         raise ProfileError(
             f"{path}: not a whole .npz file", found=error, remedy="remove it and make it again"
         ) from None

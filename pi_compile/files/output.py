@@ -1,16 +1,20 @@
 """Output files of commands: checked before hours of work go into them, written whole or not at all."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pi_runtime.artifact.replacement import Replacement
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import DoesNotFitError, PiError, UsageError
 
 _FIRST_ENTRY = b"embedding/c/0/0"
 """The name of an artifact's first entry, which is among its first bytes."""
 PAGE_MARK = '<meta name="generator" content="pi-compile report">'
 """A line among the first bytes of a report page."""
 _FIRST_BYTES = 128
+_WRITING = ("I/O error", "inline_container", "os error", "iostream")
+"""In the messages of safetensors and torch about files that they cannot write."""
 
 
 def check_output(path: Path) -> None:
@@ -59,6 +63,25 @@ def write_text(path: Path, text: str) -> None:
             out.publish()
     except OSError as error:
         raise UsageError(f"-o {path}: cannot be written", found=error.strerror, remedy="name another output") from None
+
+
+@contextmanager
+def library_writes(path: Path) -> Iterator[None]:
+    """Turn what torch and safetensors raise where they cannot write into errors in the user's terms.
+
+    Both lose the number of the system's error: DoesNotFitError where their message names a full disk, else UsageError.
+    """
+    try:
+        yield
+    except Exception as error:  # safetensors' class is a bare Exception, torch's RuntimeError
+        message = str(error)
+        if isinstance(error, OSError | PiError) or not any(mark in message for mark in _WRITING):
+            raise
+        if "No space left" in message:
+            raise DoesNotFitError(f"{path}: the disk is full", remedy="make room there; what is done is kept") from None
+        raise UsageError(
+            f"{path}: cannot be written", found=message[:200], remedy="see whether the disk is full or failing"
+        ) from None
 
 
 def _holds(path: Path, mark: bytes) -> bool:

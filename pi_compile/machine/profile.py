@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from pi_compile.errors import ProfileError, nearest
+from pi_compile.errors import ProfileError, nearest, shown
 from pi_compile.files import bundled_folder
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 
@@ -93,8 +93,32 @@ class Link(_Section):
     """Microseconds to hand over a layer's partial result and wait for it (T_sync)."""
 
 
+class Disk(_Section):
+    """The disk that models are on: how fast it is read past the page cache."""
+
+    name: str
+    sizes_kib: Annotated[list[Annotated[int, Field(ge=1, le=1 << 20)]], Field(min_length=1)]
+    """Sizes of a read, rising."""
+    depths: Annotated[list[Annotated[int, Field(ge=1, le=4096)]], Field(min_length=1)]
+    """Numbers of reads that are under way at once, rising."""
+    read_mb_per_s: list[list[Positive]]
+    """10⁶ bytes a second at random places of a file: for each depth a rate for each size."""
+    align_bytes: Annotated[int, Field(ge=1, le=1 << 16)] = 512
+    """Reads begin and end at multiples of this."""
+
+    @model_validator(mode="after")
+    def _one_rate_each(self) -> Self:
+        for name in ("sizes_kib", "depths"):
+            values = getattr(self, name)
+            if values != sorted(set(values)):
+                raise ValueError(f"{name}: expected rising values, found {values}")
+        if [len(row) for row in self.read_mb_per_s] != [len(self.sizes_kib)] * len(self.depths):
+            raise ValueError("read_mb_per_s: expected a list for each of depths, with a rate for each of sizes_kib")
+        return self
+
+
 class Machine(_Section):
-    """One computer. Without `gpu` and `link` everything stays on the CPU."""
+    """One computer. Without `gpu` and `link` everything stays on the CPU; without `disk`, in memory."""
 
     version: Literal[2] = VERSION
     name: str
@@ -103,12 +127,17 @@ class Machine(_Section):
     cpu: Cpu
     gpu: Gpu | None = None
     link: Link | None = None
+    disk: Disk | None = None
 
     @model_validator(mode="after")
     def _together(self) -> Self:
         if (self.gpu is None) != (self.link is None):
             raise ValueError("gpu and link go together: both or neither")
         return self
+
+    def described(self) -> dict[str, Any]:
+        """The profile as plain values, as digests have it: a profile without a disk is what it was before disks."""
+        return self.model_dump(exclude={"disk"} if self.disk is None else None)
 
     def to_toml(self) -> str:
         """The profile as a file that `read_machine` takes back unchanged."""
@@ -133,7 +162,7 @@ def _line(key: str, value: str | int | float) -> str:
 
 def bundled_machines() -> Path:
     """The folder of the bundled profiles."""
-    return bundled_folder("machines")
+    return bundled_folder("profiles/machines")
 
 
 def find_machine(name: str, folder: Path) -> Machine:
@@ -154,13 +183,13 @@ def read_machine(path: Path) -> Machine:
             expected=f"{known}, or a path",
             remedy=f"pi-compile machine -o {path.name}",
         ) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ProfileError(f"{path}: not a machine profile", found=error) from None
     if data.get("version") != VERSION:
         raise ProfileError(
             f"{path}: a machine profile of another version",
             expected=f"version = {VERSION}",
-            found=data.get("version", "none"),
+            found=shown(data["version"]) if "version" in data else "none",
             remedy=f"measured: pi-compile machine -o {path.name}; written by hand: gather_gb_per_s for every format or "
             f"for none, then version = {VERSION}",
         )
@@ -175,12 +204,14 @@ def _problem(error: dict[str, Any]) -> str:
     location = ".".join(str(part) for part in error["loc"] if part != "[key]")
     if error["type"] == "value_error":
         return f"{location}: {error['ctx']['error']}" if location else str(error["ctx"]["error"])
-    if error["type"] == "literal_error":
+    if error["type"] == "literal_error" and isinstance(error["input"], str):
         near = nearest(error["input"], WEIGHT_FORMATS)
-        return f"{location}: {error['msg']} (found {error['input']!r})" + (f"; did you mean {near}?" if near else "")
+        return f"{location}: {error['msg']} (found {shown(error['input'])})" + (
+            f"; did you mean {near}?" if near else ""
+        )
     if error["type"] != "extra_forbidden":
         return f"{location}: {error['msg']}"
-    sections: dict[str, type[BaseModel]] = {"cpu": Cpu, "gpu": Gpu, "link": Link}
+    sections: dict[str, type[BaseModel]] = {"cpu": Cpu, "gpu": Gpu, "link": Link, "disk": Disk}
     known = sections.get(str(error["loc"][0]), Machine).model_fields
     near = nearest(error["loc"][-1], known)
     return f"{location}: unknown key" + (f"; did you mean {near}?" if near else "")

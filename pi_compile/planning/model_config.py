@@ -67,7 +67,7 @@ def find_planned(
     if path.is_dir():
         path = path / _CONFIG
     if not path.is_file():
-        path = bundled_folder("models") / name / _CONFIG
+        path = bundled_folder("profiles/models") / name / _CONFIG
     if path.suffix == ".gguf":
         raise CheckpointError(
             f"{name}: a GGUF file is not planned for",
@@ -92,7 +92,7 @@ def find_planned(
 
 def bundled_models() -> list[str]:
     """OWNER/NAME of every model whose config is bundled."""
-    root = bundled_folder("models")
+    root = bundled_folder("profiles/models")
     return sorted(path.parent.relative_to(root).as_posix() for path in root.glob(f"*/*/{_CONFIG}"))
 
 
@@ -104,7 +104,7 @@ def _activation(path: Path) -> PublishedActivation | None:
         return PublishedActivation(
             curve=data.pop("curve"), density=data.pop("density"), source=data.pop("source"), **data
         )
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise ProfileError(
             f"{path}: not a published activation", expected="curve, density, source", found=error
         ) from None

@@ -16,6 +16,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from pi_compile.errors import TrainingError
+from pi_compile.files import library_writes
 
 STATE = "state.json"
 _NAME = re.compile(r"step-(\d+)")
@@ -49,7 +50,8 @@ class Checkpoints:
         self._accelerator.wait_for_everyone()
         # It warns of tied weights, which are stored once and are tied again when they are loaded.
         logging.getLogger("accelerate").setLevel(logging.ERROR)
-        self._accelerator.save_state(str(hidden))
+        with library_writes(hidden):
+            self._accelerator.save_state(str(hidden))
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process:
             (hidden / STATE).write_text(json.dumps(state), encoding="utf-8")

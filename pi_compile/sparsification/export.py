@@ -21,6 +21,7 @@ from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.folder import TOKENIZER_FILES
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.errors import CheckpointError
+from pi_compile.files import library_writes
 from pi_compile.sparsification.activation import Activation
 from pi_compile.torch_model import decoder as torch_decoder
 from pi_runtime.errors import UsageError
@@ -123,7 +124,8 @@ def save_model(model: Any, state: dict[str, Tensor], base: Checkpoint, activatio
     # A tied head stays one tensor with the embedding.
     converted = {tensor.data_ptr(): tensor.to(dtype) for tensor in state.values()}
     weights = {name: converted[tensor.data_ptr()] for name, tensor in state.items()}
-    model.save_pretrained(folder, state_dict=weights)
+    with library_writes(folder):
+        model.save_pretrained(folder, state_dict=weights)
     for name in TOKENIZER_FILES:
         if (base.folder / name).is_file():
             shutil.copyfile(base.folder / name, folder / name)

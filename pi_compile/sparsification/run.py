@@ -306,6 +306,7 @@ class _Run:
         (out / "README.md").write_text(model_card(record, self.base.folder), encoding="utf-8")
         points = None if control is None else control.trained.points
         (out / "training.html").write_text(curves_page(record, model.trained.points, points), encoding="utf-8")
-        if (self.work / "events").is_dir() and not (out / "events").exists():
-            shutil.copytree(self.work / "events", out / "events")
+        if (self.work / "events").is_dir():
+            # A run that was killed here may have left a part of them.
+            shutil.copytree(self.work / "events", out / "events", dirs_exist_ok=True)
         out.rename(self.output)

@@ -1,15 +1,23 @@
 """The manifest as canonical JSON: written, read, and checked as it is read."""
 
 import reprlib
+from itertools import islice
 
 from pi_runtime.artifact.checks import contradictions
-from pi_runtime.artifact.decoding import canonical_json, decode, parse_json
+from pi_runtime.artifact.decoding import MOST_PROBLEMS, canonical_json, decode, parse_json
 from pi_runtime.artifact.schema import FORMAT_NAME, FORMAT_VERSION, REMEDY, Manifest
 from pi_runtime.errors import ArtifactError
+
+LARGEST = 4 << 20
+"""Most bytes of a manifest: as Python objects they may take fifty times as much memory."""
 
 
 def read_manifest(data: bytes, where: str) -> Manifest:
     """Parse and check a manifest. `where` names the file in messages. Raises ArtifactError listing every problem."""
+    if len(data) > LARGEST:
+        raise ArtifactError(
+            f"{where}: the manifest is too large", expected=f"{LARGEST:,} bytes", found=f"{len(data):,}"
+        )
     try:
         value = parse_json(data)
     except ValueError as error:
@@ -20,7 +28,7 @@ def read_manifest(data: bytes, where: str) -> Manifest:
         raise wrong_version(where, value.get("version"))
     problems: list[str] = []
     manifest: Manifest = decode(Manifest, value, "manifest", problems)
-    problems = problems or list(contradictions(manifest))
+    problems = problems or list(islice(contradictions(manifest), MOST_PROBLEMS))
     if problems:
         raise ArtifactError(f"{where}: invalid manifest", found=_shortened(problems), remedy=REMEDY)
     if not _is_canonical(manifest, data):

@@ -22,7 +22,7 @@ from pi_runtime.artifact.layout import (
     trailer,
 )
 from pi_runtime.artifact.magic import foreign
-from pi_runtime.artifact.manifest_file import read_manifest
+from pi_runtime.artifact.manifest_file import LARGEST, read_manifest
 from pi_runtime.artifact.records import (
     TAIL_NBYTES,
     End,
@@ -35,8 +35,8 @@ from pi_runtime.artifact.records import (
 from pi_runtime.artifact.schema import REMEDY, Manifest
 from pi_runtime.errors import ArtifactError
 
-_LARGEST = 16 << 20
-"""Most bytes of a central directory or a manifest, so that a hostile file cannot fill the memory."""
+_LARGEST_DIRECTORY = 16 << 20
+"""Most bytes of a central directory, so that a hostile file cannot fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def _check_end(path: Path, tail: bytes, nbytes: int) -> End:
         raise damaged(path, "the end record", f"a file of {size:,} bytes", f"{nbytes:,} bytes")
     if not tail.endswith(packed):
         raise damaged(path, "the end record", "the bytes that follow from its values", "others")
-    if end.size > _LARGEST:
-        raise damaged(path, "the end record", f"a directory of at most {_LARGEST:,} bytes", f"{end.size:,}")
+    if end.size > _LARGEST_DIRECTORY:
+        raise damaged(path, "the end record", f"a directory of at most {_LARGEST_DIRECTORY:,} bytes", f"{end.size:,}")
     return end
 
 
@@ -120,8 +120,8 @@ def _read_manifest(file: BinaryIO, path: Path, found: list[Entry], end: End) -> 
     name, size, *_ = found[-1]
     if name != MANIFEST:
         raise damaged(path, "the central directory", f"{MANIFEST} as the last entry", repr(name))
-    if size > min(_LARGEST, end.offset):
-        raise damaged(path, MANIFEST, f"at most {min(_LARGEST, end.offset):,} bytes", f"{size:,}")
+    if size > min(LARGEST, end.offset):
+        raise damaged(path, MANIFEST, f"at most {min(LARGEST, end.offset):,} bytes", f"{size:,}")
     text = _read(file, path, end.offset - size, size)
     if crc32(text) != found[-1].crc:
         raise damaged(path, MANIFEST, f"CRC-32 {found[-1].crc:08x}", f"{crc32(text):08x}")

@@ -6,24 +6,37 @@ pages, SHA-256 of all before. Keys and values belong to one model and one way to
 
 import errno
 import hashlib
-import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.decoding import canonical_json
+from pi_runtime.artifact.decoding import canonical_json, decode, parse_json
+from pi_runtime.artifact.replacement import Replacement
 from pi_runtime.errors import DoesNotFitError, InputError, UsageError
 from pi_runtime.execution.kv_cache import KVCache, pages_of
 
 MAGIC = b"pi-session-1\n"
 SIZE = 8
 DIGEST = 32
+
+
+class Sink(Protocol):
+    """Something that bytes are written to, all of them."""
+
+    def write(self, data: memoryview, /) -> object: ...
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a file says of itself."""
+
+    run: Mapping[str, str]
+    tokens: int
+    held: int
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,7 @@ class StoredSession:
     pages: npt.NDArray[np.uint8]
 
 
-def write_pages(file: BinaryIO, cache: KVCache) -> int:
+def write_pages(file: Sink, cache: KVCache) -> int:
     """Write the pages of a cache; returns the bytes."""
     arrays = [cache.pool.values(page) for page in cache.pages]
     for values in arrays:
@@ -57,31 +70,22 @@ def save(
     run: Mapping[str, Any],
     turns: tuple[list[int], list[bool]],
     held: int,
-    write: Callable[[BinaryIO], object],
+    write: Callable[[Sink], object],
 ) -> None:
     """Write a session whole, or not at all. `run` names the model and how it runs; `write` writes the pages."""
     tokens, selected = turns
     header = canonical_json({"run": run, "tokens": len(tokens), "held": held})
-    name = None
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(descriptor, "w+b") as file:
-            file.write(MAGIC + len(header).to_bytes(SIZE, "little") + header)
-            file.write(np.array(tokens, "<i8").tobytes() + np.array(selected, np.uint8).tobytes())
-            write(file)
-            file.seek(0)
-            digest = hashlib.file_digest(file, "sha256").digest()
-            file.seek(0, os.SEEK_END)
-            file.write(digest)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
+        with Replacement(path) as new:
+            new.write(MAGIC + len(header).to_bytes(SIZE, "little") + header)
+            new.write(np.array(tokens, "<i8").tobytes() + np.array(selected, np.uint8).tobytes())
+            write(new)
+            new.file.seek(0)
+            new.write(hashlib.file_digest(new.file, "sha256").digest())  # which reads to the end
+            new.publish()
     except OSError as error:
         kind = DoesNotFitError if error.errno == errno.ENOSPC else UsageError
         raise kind(f"{path}: cannot be written", found=error.strerror) from None
-    finally:
-        if name is not None:
-            Path(name).unlink(missing_ok=True)
 
 
 def load(path: Path, run: Mapping[str, Any], page_nbytes: int) -> StoredSession:
@@ -98,22 +102,40 @@ def load(path: Path, run: Mapping[str, Any], page_nbytes: int) -> StoredSession:
     if head[: len(MAGIC)] != MAGIC or len(head) < len(MAGIC) + SIZE:
         raise InputError(f"{path}: not a saved session", expected=MAGIC.decode().strip(), found=repr(head[:12]))
     if hashlib.sha256(data[:-DIGEST].data).digest() != data[-DIGEST:].tobytes():
-        raise InputError(f"{path}: the saved session is damaged", remedy="save it again, or begin a new one")
+        raise _damaged(path, "other bytes than those that were saved")
     at = len(head) + int.from_bytes(head[len(MAGIC) :], "little")
-    header = json.loads(data[len(head) : at].tobytes())
-    differing = [key for key in run if header["run"].get(key) != run[key]]
+    header = _header(path, data[len(head) : at].tobytes())
+    differing = [key for key in run if header.run.get(key) != run[key]]
     if differing:
         raise UsageError(
             f"{path}: the session was saved by another model or run: {', '.join(differing)} differ",
             expected=", ".join(f"{key} {run[key]}" for key in differing),
-            found=", ".join(f"{key} {header['run'].get(key)}" for key in differing),
+            found=", ".join(f"{key} {header.run.get(key)}" for key in differing),
             remedy="load it with the artifact, mode and cache format that saved it",
         )
-    count, held = header["tokens"], header["held"]
+    count, held = header.tokens, header.held
     kinds, pages = at + 8 * count, at + 9 * count
+    if not 0 <= held <= count or len(data) != pages + pages_of(held) * page_nbytes + DIGEST:
+        raise _damaged(path, "other numbers of tokens and pages than its header says")
     return StoredSession(
         tokens=np.frombuffer(data[at:kinds].tobytes(), "<i8").tolist(),
         selected=[bool(kind) for kind in data[kinds:pages]],
         held=held,
         pages=data[pages : pages + pages_of(held) * page_nbytes],
     )
+
+
+def _header(path: Path, text: bytes) -> _Header:
+    problems: list[str] = []
+    try:
+        header: _Header = decode(_Header, parse_json(text), "header", problems)
+    except ValueError as error:
+        raise _damaged(path, error) from None
+    if problems:
+        raise _damaged(path, problems[0])
+    return header
+
+
+def _damaged(path: Path, found: object) -> InputError:
+    remedy = "save it again, or begin a new one"
+    return InputError(f"{path}: the saved session is damaged", found=found, remedy=remedy)

@@ -169,7 +169,7 @@ def test_a_file_named_twice_is_read_once(read: Callable[..., Streams], tmp_path:
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a\r\nb", encoding="utf-8-sig")
-    assert list(module._documents(["a.txt"], tmp_path, "text", "", 0)) == ["a\nb"]
+    assert list(module.documents(["a.txt"], tmp_path, "text")) == ["a\nb"]
 
 
 def test_empty_files_among_others_do_not_matter(read: Callable[..., Streams], tmp_path: Path) -> None:

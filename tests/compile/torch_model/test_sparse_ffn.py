@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 import numpy as np
 import torch
 from support import hf
+from support.measured import measure_quality
 from support.synthetic import small_decoder
 
 from pi_compile.checkpoint import open_checkpoint
@@ -20,7 +21,7 @@ from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn, sign_agreement
-from pi_compile.training.quality import LayerSums, measure_quality
+from pi_compile.training.layer_sums import LayerSums
 from pi_compile.training.spec import BYTES
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
@@ -119,14 +120,14 @@ def test_a_threshold_is_counted_as_what_fires() -> None:
 
 @pytest.mark.parametrize("ffn_format", ["keep", "q4"])
 def test_thresholds_and_signs_are_packed(tmp_path: Path, ffn_format: str) -> None:
-    """The packed artifact, run by the reference, has the logits that were measured."""
+    """The packed artifact, run by the reference, has the losses that were measured."""
     hf.random_llama(tmp_path / "model", hidden_size=72)
     checkpoint = open_checkpoint(tmp_path / "model")
     d = checkpoint.decoder
     layers = [Layer(rung="sign", margin=1), Layer(rung="threshold", threshold=0.0625), Layer(rung="gate")]
     ids = torch.from_numpy(np.random.default_rng(3).integers(3, 130, (2, 16)))
-    dense = measure_quality(checkpoint, ids, [DENSE] * 3, device="cpu")
-    quality = measure_quality(checkpoint, ids, list(map(SparseFfn, layers)), device="cpu", dense=dense)
+    measure_quality(checkpoint, ids, [DENSE] * 3, tmp_path / "work")
+    quality = measure_quality(checkpoint, ids, list(map(SparseFfn, layers)), tmp_path / "work", "sparse")
     neuron = FfnBytes(d, "f32", "f32")
     counts = np.random.default_rng(1).integers(0, 100, (3, d.d_ff)).astype(np.uint64)
     order = np.argsort(-counts.astype(np.int64), axis=1, kind="stable").astype(np.uint32)
@@ -151,8 +152,6 @@ def test_thresholds_and_signs_are_packed(tmp_path: Path, ffn_format: str) -> Non
         assert np.array_equal(artifact.values("layers/0/predictor/signs"), signs(first))
         assert list(artifact.manifest.layers) == layers
         if ffn_format == "keep":
-            logits = reference.forward(artifact, ids[0].numpy(), "predicted")
-            with torch.inference_mode():
-                global_w = td.global_weights(checkpoint, "cpu")
-                wanted = td.logits(d, global_w, quality.states[0])[0]
-            np.testing.assert_allclose(logits, wanted.numpy(), rtol=1e-3, atol=1e-3)
+            logits = torch.from_numpy(np.stack([reference.forward(artifact, row, "predicted") for row in ids.numpy()]))
+            losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none").mean(1)
+            np.testing.assert_allclose(losses.numpy(), quality.losses.numpy(), rtol=1e-5)

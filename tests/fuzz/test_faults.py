@@ -1,0 +1,193 @@
+"""Every stage with a write, sync, rename or opening that fails, or ends the process, at each place in turn.
+
+Afterwards the older file is there, or the new one whole; the next run of the command makes the same bytes, and nothing
+hidden is left. `--long` takes every place; the short form a few.
+"""
+
+import hashlib
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from support import hf, sparsifying
+from support.fuzz.faults import Fault, Outcome, Server, has_compiler, server
+from support.small_project import small_project, small_recipe
+from support.synthetic import random_artifact, small_decoder
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(0),
+    pytest.mark.skipif(not has_compiler(), reason="faults need Linux and a C compiler"),
+]
+PROJECT = "project"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command, the stage whose state it begins from, and what it writes, as patterns."""
+
+    arguments: tuple[str, ...]
+    outputs: tuple[str, ...]
+    after: str = ""
+    app: str = "pi-compile"
+
+
+STAGES = {
+    "init": Stage(("init", "model", "-o", "new.toml", "--force"), ("new.toml",)),
+    "profile": Stage(("profile", "small.toml"), (".pi-build/small/*.npz",)),
+    "train": Stage(("train", "small.toml"), (".pi-build/small/*.npz",), "profile"),
+    "export": Stage(("train", "small.toml", "--export", "activations.npz"), ("activations.npz",), "train"),
+    "place": Stage(("place", "placed.toml", "--lock"), ("placed.lock",), "export"),
+    "pack": Stage(("pack", "small.toml", "-o", "small.pi"), ("small.pi",), "train"),
+    "build": Stage(("build", "small.toml", "-o", "small.pi"), ("small.pi", ".pi-build/small/*.npz")),
+    "sparsify": Stage(("sparsify", "sparse.toml", "-o", "sparse"), ("sparse/*.safetensors", "sparse/config.json")),
+    "prompts": Stage(
+        ("random.pi", "--prompts", "prompts.jsonl", "-o", "answers.jsonl", "--max-tokens", "3"),
+        ("answers.jsonl",),
+        app="pi-run",
+    ),
+}
+OLDER = ("new.toml", "placed.lock", "activations.npz")
+"""Outputs of which an older file is there, beside an older artifact."""
+
+
+@dataclass(frozen=True)
+class Rig:
+    """A project that is put back to a state before each command, and the server that runs them."""
+
+    folder: Path
+    states: Path
+    served: Server
+
+    def reset(self, state: str) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(self.states / (state or "begin"), self.folder)
+
+    def run(self, stage: Stage, fault: Fault | None = None, kill_after: float = 0) -> Outcome:
+        return self.served.run(stage.app, list(stage.arguments), fault, kill_after)
+
+    def keep(self, state: str) -> None:
+        """Keep the project's state under the name of the stage that made it."""
+        shutil.rmtree(self.states / state, ignore_errors=True)
+        shutil.copytree(self.folder, self.states / state)
+
+    def outputs(self, stage: Stage) -> dict[str, str]:
+        """Digests of what the stage wrote."""
+        found = sorted(path for pattern in stage.outputs for path in self.folder.glob(pattern))
+        return {str(p.relative_to(self.folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in found}
+
+    def hidden(self) -> list[str]:
+        """What is there only while something runs."""
+        patterns = (".*.tmp", "*.work", ".step-*", "*.claim-*", "tmp*")
+        return sorted(str(p.relative_to(self.folder)) for pattern in patterns for p in self.folder.rglob(pattern))
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    folder, states = tmp_path_factory.mktemp("faults") / PROJECT, tmp_path_factory.mktemp("states")
+    begin = small_project(states / "begin")
+    hf.random_llama(begin / "base", intermediate_size=64, num_hidden_layers=1)
+    sparsifying.write_text(begin / "text.txt")
+    recipe = sparsifying.small_recipe("base", corpus={"text": ["text.txt"]}, run={"every": 2})
+    (begin / "sparse.toml").write_text(recipe.to_toml())
+    (begin / "placed.toml").write_text(small_recipe(place={"activations": "activations.npz"}).to_toml())
+    random_artifact(begin / "random.pi", small_decoder())
+    random_artifact(begin / "small.pi", small_decoder())
+    (begin / "prompts.jsonl").write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(20)))
+    for name in OLDER:
+        (begin / name).write_text("older")
+    with server(folder) as served:
+        yield Rig(folder, states, served)
+
+
+@pytest.fixture(scope="module")
+def whole(rig: Rig) -> dict[str, dict[str, str]]:
+    """What each stage writes when nothing fails; the states that later stages begin from are kept."""
+    found = {}
+    for name, stage in STAGES.items():
+        rig.reset(stage.after)
+        outcome = rig.run(stage)
+        assert outcome.code == 0, (name, outcome)
+        found[name] = rig.outputs(stage)
+        assert found[name], name
+        rig.keep(name)
+    return found
+
+
+def check(rig: Rig, name: str, wanted: dict[str, str], fault: Fault | None, kill_after: float = 0) -> Outcome:
+    """One fault in one stage, and what must hold afterwards."""
+    stage, what = STAGES[name], f"{name}, {fault or f'killed after {kill_after:.3f} s'}"
+    rig.reset(stage.after)
+    before = rig.outputs(stage)
+    outcome = rig.run(stage, fault, kill_after)
+    killed = outcome.code == -9
+    assert killed or outcome.code in (0, 2, 3, 4), (what, outcome)
+    assert "Traceback" not in outcome.err, (what, outcome)
+    if name != "prompts":  # it goes on with the answers that it has
+        for path, digest in rig.outputs(stage).items():
+            assert digest in (wanted.get(path), before.get(path)), (what, path)
+    if outcome.code != 0 or rig.outputs(stage) != wanted:
+        assert outcome.code != 0, (what, "says that all went well")
+        again = rig.run(stage)
+        assert again.code == 0 or (name, wanted) == ("sparsify", rig.outputs(stage)), (what, "again", again)
+        assert rig.outputs(stage) == wanted, (what, "again")
+    assert not rig.hidden(), what
+    return outcome
+
+
+def places(rig: Rig, name: str, operation: str) -> int:
+    """How many calls of an operation a stage makes."""
+    rig.reset(STAGES[name].after)
+    return rig.run(STAGES[name], Fault(operation, 0)).calls
+
+
+KINDS = (
+    ("write", "ENOSPC", True),
+    ("write", "EIO", False),
+    ("write", "short", False),
+    ("write", "kill", False),
+    ("sync", "EIO", False),
+    ("sync", "kill", False),
+    ("rename", "EACCES", False),
+    ("rename", "EIO", False),
+    ("rename", "kill", False),
+    ("open", "EACCES", True),
+    ("open", "ENOSPC", False),
+    ("open", "kill", False),
+)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_with_a_fault_at_each_place(
+    rig: Rig, whole: dict[str, dict[str, str]], name: str, long: bool, minutes: float | None
+) -> None:
+    """With `--long` or `--minutes` all places; else one, another for each stage and kind."""
+    for operation, kind, lasts in KINDS if long or minutes else (Random(name).choice(KINDS),):
+        count = places(rig, name, operation)
+        numbers = range(1, count + 1) if long or minutes else [Random(name).randint(1, count)] if count else []
+        for number in numbers:
+            check(rig, name, whole[name], Fault(operation, number, kind, lasts))
+        print(f"{name}: {kind} at {len(numbers)} of {count} places of {operation}")
+
+
+@pytest.mark.parametrize("name", ["profile", "train", "pack", "build", "sparsify", "prompts"])
+def test_a_stage_killed_at_random(
+    rig: Rig, whole: dict[str, dict[str, str]], name: str, long: bool, minutes: float | None
+) -> None:
+    random, kills, total = Random(name), 0, 100 if long or minutes else 1
+    rig.reset(STAGES[name].after)
+    began = time.monotonic()
+    rig.run(STAGES[name])
+    took = time.monotonic() - began
+    for _ in range(total):
+        kills += check(rig, name, whole[name], None, random.uniform(0.01, took)).code == -9
+    print(f"{name}: killed {kills} times of {total}")

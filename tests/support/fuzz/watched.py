@@ -1,0 +1,31 @@
+"""A watch over what one case takes: seconds of processor time, and bytes beyond what the process had."""
+
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+SECONDS = 2.0
+NBYTES = 256 << 20
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+@contextmanager
+def watched(case: str, seconds: float = SECONDS, nbytes: int = NBYTES) -> Iterator[None]:
+    """Fail where what is done inside takes more than these. Memory is measured on Linux alone."""
+    measured = _CLEAR.exists()
+    if measured:
+        _CLEAR.write_text("5")  # the peak begins anew
+    before, began = _field("VmRSS") if measured else 0, time.process_time()
+    yield
+    took = time.process_time() - began
+    more = _field("VmHWM") - before if measured else 0
+    if took > seconds or more > nbytes:
+        gc.collect()
+        raise AssertionError(f"{case}: {took:.2f} s and {more >> 20} MiB more memory")
+
+
+def _field(name: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) << 10
