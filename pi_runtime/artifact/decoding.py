@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 MAX_DEPTH = 32
 MOST_PROBLEMS = 1000
-"""Problems after which nothing more is converted: a hostile file may have one in every other byte."""
+"""Problems that are kept: a hostile file may have one in every other byte."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -62,8 +62,6 @@ def _finite(text: str) -> float:
 
 def decode(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
     """Convert a JSON value to the type `kind`; whatever does not match is added to `problems`, up to a limit."""
-    if len(problems) >= MOST_PROBLEMS:
-        return None
     # bool is a subclass of int, and 1 stands for 1.0 in no canonical file: types must be the very same.
     if kind is Any or type(value) is kind:
         return value
@@ -76,22 +74,28 @@ def decode(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
         return {k: decode(arguments[1], v, f"{path}.{k}", problems) for k, v in value.items()}
     if origin in (typing.Union, types.UnionType):
         return None if value is None else decode(arguments[0], value, path, problems)
-    problems.append(f"{path}: expected {getattr(kind, '__name__', kind)}, found {reprlib.repr(value)}")
+    _add(problems, f"{path}: expected {getattr(kind, '__name__', kind)}, found {reprlib.repr(value)}")
     return None
+
+
+def _add(problems: list[str], problem: str) -> None:
+    if len(problems) < MOST_PROBLEMS:
+        problems.append(problem)
 
 
 def _decode_dataclass(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
     if not isinstance(value, dict):
-        problems.append(f"{path}: expected an object, found {reprlib.repr(value)}")
+        _add(problems, f"{path}: expected an object, found {reprlib.repr(value)}")
         return None
     known = _fields(kind)
-    problems += [f"{path}.{key}: unknown key" for key in sorted(value.keys() - known.keys())]
+    for key in sorted(value.keys() - known.keys()):
+        _add(problems, f"{path}.{key}: unknown key")
     decoded = {}
     for name, (hint, required) in known.items():
         if name in value:
             decoded[name] = decode(hint, value[name], f"{path}.{name}", problems)
         elif required:
-            problems.append(f"{path}.{name}: missing")
+            _add(problems, f"{path}.{name}: missing")
     return None if problems else kind(**decoded)
 
 

@@ -8,7 +8,22 @@ from typing import Any
 
 INTEGERS = (0, 1, -1, 2, 7, 63, 64, 255, 257, 4096, 2**16, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63, 2**64, 10**300)
 NUMBERS = (0.0, -0.0, 0.5, 1.0, 1.5, -1.0, 1e-45, 5e-324, 1e38, 3.5e38, 1e308)
-TEXTS = ("", "x", "0" * 64, "a" * 1000, "../../x", "/etc/passwd", "f16", "q4", "cpu", "{{", "\0", "\n\x1b[2J", "é€😀", "\ud800")
+TEXTS = (
+    "",
+    "x",
+    "0" * 64,
+    "a" * 1000,
+    "../../x",
+    "/etc/passwd",
+    "f16",
+    "q4",
+    "cpu",
+    "{{",
+    "\0",
+    "\n\x1b[2J",
+    "é€😀",
+    "\ud800",
+)
 MANY = 300_000
 """Elements of a list that a mutation blows up."""
 LITTLE = 3
@@ -17,20 +32,16 @@ LITTLE = 3
 
 def value(rng: Random) -> Any:
     """A value of any type."""
-    kind = rng.randrange(7)
-    if kind == 0:
-        return rng.choice(INTEGERS) * rng.choice((1, 1, 1, -1))
-    if kind == 1:
-        return rng.choice(NUMBERS)
-    if kind == 2:
-        return rng.choice(TEXTS)
-    if kind == 3:
-        return rng.choice((None, True, False))
-    if kind == 4:
-        return [value(rng) for _ in range(rng.randrange(4))]
-    if kind == 5:
-        return {rng.choice(TEXTS): value(rng) for _ in range(rng.randrange(3))}
-    return rng.randrange(1 << rng.randrange(1, 40))
+    kinds: list[Callable[[], Any]] = [
+        lambda: rng.choice(INTEGERS) * rng.choice((1, 1, 1, -1)),
+        lambda: rng.choice(NUMBERS),
+        lambda: rng.choice(TEXTS),
+        lambda: rng.choice((None, True, False)),
+        lambda: [value(rng) for _ in range(rng.randrange(4))],
+        lambda: {rng.choice(TEXTS): value(rng) for _ in range(rng.randrange(3))},
+        lambda: rng.randrange(1 << rng.randrange(1, 40)),
+    ]
+    return rng.choice(kinds)()
 
 
 def near(rng: Random, old: Any) -> Any:
@@ -50,7 +61,9 @@ def text(rng: Random, old: str) -> str:
     """A text with a piece changed, removed, doubled or put in."""
     at, size = rng.randrange(len(old) + 1), rng.choice((1, 1, 2, 5, 20, 200))
     head, piece, tail = old[:at], old[at : at + size], old[at + size :]
-    new = rng.choice(("", piece * 2, piece[::-1], rng.choice(TEXTS), chr(rng.randrange(0xD800)), str(rng.choice(INTEGERS))))
+    new = rng.choice(
+        ("", piece * 2, piece[::-1], rng.choice(TEXTS), chr(rng.randrange(0xD800)), str(rng.choice(INTEGERS)))
+    )
     return head + new + tail
 
 
