@@ -24,7 +24,7 @@ TEXTS = (
     "é€😀",
     "\ud800",
 )
-MANY = 300_000
+MANY = 50_000
 """Elements of a list that a mutation blows up."""
 LITTLE = 3
 """A mutation that blows something up is chosen once in so many dozens."""

@@ -16,7 +16,7 @@ from support.fuzz.watched import watched
 
 LONGEST = 100_000
 """Characters of a message that anybody reads."""
-SHORT = 60
+SHORT = 40
 """Cases of each kind."""
 Cases = Callable[[int, float], Iterator[tuple[str, Random]]]
 
