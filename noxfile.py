@@ -1,8 +1,10 @@
 """Everything a developer or CI runs. `python -m pip install nox && python -m nox -s demo` is where to begin."""
 
+import json
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import nox
@@ -71,6 +73,13 @@ def types(session: nox.Session) -> None:
     session.run("mypy")
 
 
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/; a broken link, anchor or reference fails. `-- serve` shows it meanwhile."""
+    session.install("mkdocs==1.6.1", "mkdocs-material==9.8.1", "mkdocstrings[python]==1.0.8", "ruff==0.17.5", "-e", ".")
+    session.run("mkdocs", *(session.posargs or ["build", "--strict"]), env={"NO_MKDOCS_2_WARNING": "1"})
+
+
 @nox.session(python=PYTHONS)
 def runtime_only(session: nox.Session) -> None:
     """Without the compile extra: generate from the golden artifact; on the oldest and newest Python pass the tests."""
@@ -101,6 +110,73 @@ def placements(session: nox.Session) -> None:
             session.run(
                 "pi-compile", "place", str(lock.with_suffix(".toml")), "--locked", "--json", env=env, silent=True
             )
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build sdist and wheel, and use the wheel as its users do: by pip, uv and pipx, outside the repository."""
+    session.install("build==1.6.1", "hatchling==1.33.0", "mypy==2.4.1", "uv==0.13.8", "pipx==1.18.4")
+    root = Path.cwd()
+    golden, typed = root / "tests/runtime/artifact/golden.pi", root / "tests/packages/typed.py"
+    with tempfile.TemporaryDirectory() as name, session.chdir(name):
+        folder = Path(name)
+        # Both build without isolation: what builds them is installed already.
+        session.run("python", "-m", "build", "--no-isolation", "-o", name, str(root), silent=True)
+        session.run("python", "-m", "build", "--no-isolation", "--wheel", "-o", "direct", str(root), silent=True)
+        (wheel,) = folder.glob("*.whl")
+        if wheel.read_bytes() != (folder / "direct" / wheel.name).read_bytes():
+            session.error("the sdist builds another wheel than the repository")
+
+        session.run("python", "-m", "venv", "pip")
+        session.run("pip/bin/python", "-m", "pip", "install", "--quiet", f"{wheel}[place]", external=True)
+        session.run("mypy", "--strict", "--python-executable", "pip/bin/python", str(typed))
+        session.run("pip/bin/pi-run", str(golden), "--prompt", "golden", "--max-tokens", "8", external=True)
+        _use(session, folder / "pip/bin")
+
+        wanted = f"pi-toolchain[place] @ {wheel.as_uri()}"
+        uv = {"UV_TOOL_DIR": f"{name}/uv", "UV_TOOL_BIN_DIR": f"{name}/uv-bin"}
+        session.run("uv", "tool", "install", "--quiet", wanted, env=uv)
+        _use(session, folder / "uv-bin")
+        session.run("uvx", "--quiet", "--from", wanted, "pi-run", "--version", env=uv)
+
+        pipx = {"PIPX_HOME": f"{name}/pipx", "PIPX_BIN_DIR": f"{name}/pipx-bin", "PIPX_DEFAULT_BACKEND": "uv"}
+        session.run("pipx", "install", "--quiet", wanted, env=pipx)
+        _use(session, folder / "pipx-bin")
+
+
+def _use(session: nox.Session, scripts: Path) -> None:
+    """Run what an installation can do without a checkpoint; place and plan name bundled profiles."""
+    run = lambda *command: session.run(*command, external=True, silent=True)  # noqa: E731
+    run(str(scripts / "pi-run"), "--version")
+    doctor = json.loads(run(str(scripts / "pi-compile"), "doctor", "--json"))
+    data = Path(doctor["bundled data"]["found"].partition(": ")[0])
+    run(str(scripts / "pi-compile"), "place", str(data / "recipes/demo.toml"), "--locked")
+    run(str(scripts / "pi-compile"), "plan", "facebook/opt-6.7b", "--machine", "pc-low")
+
+
+@nox.session
+def audit(session: nox.Session) -> None:
+    """List all packages that an installation brings, with their licences, as an SBOM, and look for known faults.
+
+    The SBOM is audit/sbom.json. Known faults come from PyPI's service over the network. Outside CI.
+    """
+    session.install(TORCH)
+    session.install(".[compile,serve]")
+    tools = session.create_tmp()
+    session.run("python", "-m", "venv", f"{tools}/tools")
+    session.run(f"{tools}/tools/bin/pip", "install", "-q", "cyclonedx-bom==7.5.0", "pip-audit==2.10.1", external=True)
+    python = str(Path(session.bin, "python"))
+    Path("audit").mkdir(exist_ok=True)
+    sbom = ["environment", python, "--pyproject", "pyproject.toml", "--output-reproducible", "-o", "audit/sbom.json"]
+    session.run(f"{tools}/tools/bin/cyclonedx-py", *sbom, external=True)
+    site = session.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", silent=True)
+    command = [f"{tools}/tools/bin/pip-audit", "--path", str(site).strip(), "--progress-spinner", "off"]
+    found = subprocess.run([*command, "--skip-editable"], capture_output=True, text=True, check=False)
+    print(found.stdout, found.stderr)
+    if "No known vulnerabilities found" not in found.stderr and not found.stdout.startswith("Name"):
+        session.warn("known faults were NOT looked for: the service cannot be reached. The SBOM is audit/sbom.json")
+    elif found.returncode:
+        session.error("packages have known faults, listed above")
 
 
 @nox.session
@@ -170,12 +246,11 @@ def bench(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"name one of: {', '.join(names)}")
     install_all(session)
-    if session.posargs[0] in ("cpu", "batch", "serve"):
+    if session.posargs[0] in ("cpu", "batch", "serve", "disk"):
         # The peer, built for this processor: the library, or its server.
         serves = session.posargs[0] == "serve"
         session.install("gguf==0.19.0", *(["cmake==4.4.4"] if serves else []))
         build = ["tests/benchmarks/side_by_side/llama_cpp_build.py", "llama-cpp-python==0.3.36"]
         session.run_install("python", *build, *(["--server"] if serves else []))
-    session.run(
-        "python", f"tests/benchmarks/{session.posargs[0]}.py", *session.posargs[1:], env={"PYTHONPATH": "tests"}
-    )
+    paths = {"PYTHONPATH": os.pathsep.join(["tests", "recipes/demo"])}
+    session.run("python", f"tests/benchmarks/{session.posargs[0]}.py", *session.posargs[1:], env=paths)

@@ -5,7 +5,7 @@
     pack(open_checkpoint("path/to/checkpoint"), "model.pi")
 
 The stages in their order are `open_checkpoint`, `read_corpus`, `profile`, `train`, `place`, `pack` and `evaluate`;
-`docs/api.md` goes through them.
+`docs/reference/python.md` goes through them.
 """
 
 from typing import TYPE_CHECKING, Any

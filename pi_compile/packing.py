@@ -21,7 +21,7 @@ from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.layout import place_arrays
 from pi_runtime.artifact.quantisation import RoundingError, as_stored
 from pi_runtime.artifact.rungs import exact_rung
-from pi_runtime.artifact.schema import Layer, Manifest, Plan
+from pi_runtime.artifact.schema import Layer, Manifest, Plan, RowPlan
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
 from pi_runtime.artifact.writer import ArtifactWriter
 
@@ -61,6 +61,7 @@ def pack(
     profile: ActivationProfile | None = None,
     predictor_set: PredictorSet | None = None,
     plans: Sequence[Plan] = (),
+    row_plans: Sequence[RowPlan] = (),
     progress: Progress | None = None,
 ) -> PackResult:
     """Write the artifact of a checkpoint to `output`; the same inputs give the same bytes.
@@ -84,6 +85,7 @@ def pack(
         layers=layers,
         profiled_tokens=0 if profile is None else profile.tokens,
         plans=tuple(plans),
+        row_plans=tuple(row_plans),
         text=text.text,
         generation=text.generation,
         recipe=recipe,

@@ -5,8 +5,12 @@ their hidden states are kept for the next group. With all layers in one group th
 one layer a group, memory holds one layer whatever the model's size. Both are the same arithmetic, so the counts agree.
 
 A shard's way through a group is a task, and any number of workers share the tasks. Counts are integers summed in shard
-order, so the result is the same whoever does what. N windows of T tokens, D model width, F neurons of all experts,
-X experts.
+order, so the result is the same whoever does what.
+
+Beside the counts stands *persistence*: how many of a token's active neurons were active in the last 1, 2, 4, 8 tokens
+of its window. The cost of keeping neurons in memory is foretold from it (`cost_model.hit_rate`).
+
+N windows of T tokens, D model width, F neurons of all experts, X experts.
 """
 
 from collections.abc import Callable
@@ -21,7 +25,7 @@ import torch
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.files import read_arrays, write_arrays, write_text
-from pi_compile.results import ActivationProfile, order_neurons
+from pi_compile.results import WINDOWS, ActivationProfile, order_neurons
 from pi_compile.torch_model import (
     PROCESS_BYTES,
     Estimate,
@@ -47,7 +51,7 @@ class ProfileSpec:
     """Tokens of one sequence; at most the model's context."""
     batch: int = 8
     """Sequences in one forward pass. It can change the result: a product's last bit may depend on its shape."""
-    shard: int = 16
+    shard: int = 8
     """Sequences of one shard, which is the task of one worker. Whole batches: then it changes no result."""
     layers_at_once: int | None = None
     """Layers held in memory together; None for all."""
@@ -91,19 +95,21 @@ def profile(
     one window, CheckpointError for weights that are not finite.
     """
     d = checkpoint.decoder
-    ids_NT = td.windows(tokens, min(spec.window, d.context_length))
+    window = min(spec.window, d.context_length)
+    ids_NT = td.windows(tokens, window)
     run = _Run(checkpoint, ids_NT, spec, work.path, ResidentLayers(checkpoint, spec.device))
     shards = {run.shard(group, n) for group in run.groups for n in run.shards}
     with torch.inference_mode(), computing_with(spec.threads):
         work.run(run.tasks(), run.needs(), lambda done: progress(len(shards & done), len(shards)))
     counted = [read_arrays(work.path / run.counted(group)) for group in run.groups]
-    counts, order, routed = (np.concatenate([c[k] for c in counted]) for k in ("counts", "order", "routed"))
+    arrays = {name: np.concatenate([one[name] for one in counted]) for name in (*_SUMMED, "order")}
     return ActivationProfile(
         decoder=d,
         tokens=ids_NT.numel(),
-        counts=counts,
-        order=order,
-        routed=routed if d.n_experts > 1 else None,
+        counts=arrays["counts"],
+        order=arrays["order"],
+        routed=arrays["routed"] if d.n_experts > 1 else None,
+        persistence=arrays["persistence"] if window > WINDOWS[-1] else None,
         formats=checkpoint.formats(),
         inputs=inputs,
         source="counts of the profile stage",
@@ -112,6 +118,8 @@ def profile(
 
 _CHECKED = "checked"
 """The file that says that all weights are finite."""
+_SUMMED = "counts", "routed", "persistence"
+"""What is counted of each layer, in integers, and summed over shards."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,7 @@ class _Run:
         return sums | {self.shard(g, n): [self.shard(before, n)] for before, g in after for n in self.shards}
 
     def counted(self, group: range) -> str:
-        """File of a group's counts, order, and tokens routed to each expert."""
+        """File of a group's counts, and its neurons in order."""
         return f"layers-{group.start}.npz"
 
     def shard(self, group: range, n: int) -> str:
@@ -167,16 +175,17 @@ class _Run:
     def _sum(self, group: range) -> None:
         """Sum the shards of a group, and order its neurons."""
         d, bits = self.checkpoint.decoder, []
-        counts, routed = (np.zeros((len(group), size), np.uint64) for size in (d.neurons, d.n_experts))
+        sizes = d.neurons, d.n_experts, 1 + len(WINDOWS)
+        sums = {name: np.zeros((len(group), size), np.uint64) for name, size in zip(_SUMMED, sizes, strict=True)}
         for n in self.shards:
             stored = read_arrays(self.folder / self.shard(group, n))
-            counts += stored["counts"]
-            routed += stored["routed"]
+            for name in _SUMMED:
+                sums[name] += stored[name]
             bits.append(stored["bits"])
         # Layers are ordered one by one: all co-firing bits unpacked would take more memory than a layer's weights.
         fired = (np.unpackbits(layer_bits, axis=1, count=d.neurons) for layer_bits in np.concatenate(bits, axis=1))
-        order = [order_neurons(c, b, d.n_experts) for c, b in zip(counts, fired, strict=True)]
-        write_arrays(self.folder / self.counted(group), {"counts": counts, "order": np.stack(order), "routed": routed})
+        order = [order_neurons(c, b, d.n_experts) for c, b in zip(sums["counts"], fired, strict=True)]
+        write_arrays(self.folder / self.counted(group), {**sums, "order": np.stack(order)})
 
     def _count(self, group: range, n: int) -> None:
         """Push one shard through a group of layers, and count."""
@@ -192,18 +201,15 @@ class _Run:
             rows = slice(b, min(b + self.spec.batch, stop))
             part = states[rows.start - start : rows.stop - start]
             x = self.resident.embed(ids_NT[rows]) if first else torch.from_numpy(part).to(self.spec.device)
-            x, counted = self.run_batch(weights, x, rows.start * ids_NT.shape[1])
-            found.append(counted)
+            x, of_batch = self.run_batch(weights, x, rows.start * ids_NT.shape[1])
+            found.append(of_batch)
             if not last:
                 part[:] = x.numpy(force=True)  # in place of those before the layers
         if not last:
             write_arrays(self._states(group.stop, n), {"states": states})
-        counts, routed, bits = zip(*found, strict=True)
-        sums = (np.stack(arrays).sum(0, dtype=np.uint64) for arrays in (counts, routed))
-        write_arrays(
-            self.folder / self.shard(group, n),
-            {**dict(zip(("counts", "routed"), sums, strict=True)), "bits": np.concatenate(bits, 1)},
-        )
+        *counted, bits = zip(*found, strict=True)
+        sums = {name: np.stack(a).sum(0, dtype=np.uint64) for name, a in zip(_SUMMED, counted, strict=True)}
+        write_arrays(self.folder / self.shard(group, n), {**sums, "bits": np.concatenate(bits, 1)})
         self._states(group.start, n).unlink(missing_ok=True)
 
     def run_batch(
@@ -211,17 +217,20 @@ class _Run:
     ) -> tuple[torch.Tensor, list[npt.NDArray[Any]]]:
         """Push hidden states (B, T, D) through layers; the first token is token `start` of the text.
 
-        Returns the states after them, and counts (layers, F), routed tokens (layers, X) and packed co-firing bits.
+        Returns the states after them, and counts (layers, F), routed tokens (layers, X), persistence (layers, 5) and
+        packed co-firing bits.
         """
         d, found = self.checkpoint.decoder, []
         for w in weights:
             x, inputs = td.before_ffn(d, w, x)
             h = td.neurons(d, w, inputs)
-            fired, routed = (h != 0).flatten(0, 1), (td.routing(d, w, inputs) > 0).flatten(0, 1)
+            active, routed = h != 0, (td.routing(d, w, inputs) > 0).flatten(0, 1)
+            fired = active.flatten(0, 1)
             found.append(
                 (
                     count_fired(fired).numpy(force=True),
                     count_fired(routed).numpy(force=True),
+                    count_persistent(active).numpy(force=True),
                     self._sample(fired, start),
                 )
             )
@@ -242,3 +251,17 @@ def count_fired(fired: torch.Tensor) -> torch.Tensor:
     At most 255 tokens are summed as bytes first: that takes a sixth of the time of a direct sum.
     """
     return torch.stack([chunk.sum(0, dtype=torch.uint8) for chunk in torch.split(fired, 255)]).sum(0)
+
+
+def count_persistent(fired: torch.Tensor) -> torch.Tensor:
+    """(sequences, T, F) bool → (5,) int64: activations, and those of neurons that fired in the last 1, 2, 4, 8 tokens.
+
+    Counted are tokens with eight tokens of their sequence before them.
+    """
+    most = WINDOWS[-1]
+    now, last = fired[:, most:], fired[:, :-1]
+    found = [now.count_nonzero()]
+    for window in WINDOWS:  # last[:, t] says what fired in the `window` tokens up to t
+        found.append((now & last[:, most - window :]).count_nonzero() if now.numel() else found[0])
+        last = last[:, window:] | last[:, :-window]
+    return torch.stack(found)

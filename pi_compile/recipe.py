@@ -1,7 +1,7 @@
 """A recipe: one model on one machine, as a complete and strict TOML file.
 
 Every key but one must be there and none may be unknown: a recipe holds everything that decides its artifact.
-`docs/recipes.md` explains the keys. Paths are relative to the recipe.
+`docs/reference/recipe.md` explains the keys. Paths are relative to the recipe.
 """
 
 import json
@@ -192,7 +192,7 @@ def default_recipe(
 
 def read_recipe(path: Path) -> Recipe:
     """Read and check a recipe file. Raises RecipeError naming every problem with its key."""
-    return read_toml(path, Recipe, "pi-compile init MODEL", "docs/recipes.md")
+    return read_toml(path, Recipe, "pi-compile init MODEL", "docs/reference/recipe.md")
 
 
 def read_toml(path: Path, kind: type[AnyRecipe], init: str, docs: str) -> AnyRecipe:
@@ -245,7 +245,7 @@ def check_settings(**sections: Mapping[str, Any]) -> None:
     try:
         Recipe.model_validate({**data, **{name: data[name] | values for name, values in sections.items()}})
     except ValidationError as error:
-        remedy = "docs/recipes.md explains every key"
+        remedy = "docs/reference/recipe.md explains every key"
         raise UsageError(f"wrong arguments:{_problems(error, Recipe)}", remedy=remedy) from None
 
 

@@ -1,5 +1,6 @@
 """`pi-run`: answer a prompt, or a file of prompts, from one artifact, or measure it."""
 
+import gc
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,16 +15,19 @@ from pi_runtime.engine.scheduler import PIECE
 from pi_runtime.errors import InputError, PromptError, UsageError
 
 if TYPE_CHECKING:
+    from pi_runtime.execution.executor import DiskStats
     from pi_runtime.execution.plan_choice import Allocation
     from pi_runtime.generation import AnswerSettings, Generation
     from pi_runtime.model import Model
     from pi_runtime.prompt_file import PromptFile
     from pi_runtime.sampling import TokenLogprobs
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def main() -> None:
+    # Nothing that is imported becomes garbage, and looking for some takes a third of a warm start.
+    gc.disable()
     raise SystemExit(console.run(app))
 
 
@@ -76,6 +80,9 @@ def run(
     vram_budget: Annotated[
         str | None, typer.Option(envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB: picks the placement.")
     ] = None,
+    ram_budget: Annotated[
+        str | None, typer.Option(envvar="PI_RAM_BUDGET", help="Memory to use, like 3GiB; the rest stays on disk.")
+    ] = None,
     cache_format: Annotated[
         str, typer.Option(envvar="PI_CACHE_FORMAT", help="How keys and values are held: auto, f16 or q8.")
     ] = "auto",
@@ -96,6 +103,7 @@ def run(
     stats: Annotated[bool, typer.Option("--stats", help="Say afterwards how long it took.")] = False,
     as_json: Annotated[bool, console.JSON] = False,
     debug: Annotated[bool, console.DEBUG] = False,
+    version: Annotated[bool, console.VERSION] = False,
 ) -> None:
     """Continue a prompt, answer a file of prompts, chat, or measure, with a packed model. Text goes to stdout as it
     comes."""
@@ -112,9 +120,11 @@ def run(
     from pi_runtime.model import load
     from pi_runtime.sampling import Sampling, parse_logit_bias
     from pi_runtime.text.grammar import Grammar
+    from pi_runtime.warm_up import warm_up
 
-    budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
-    to_gpu = resolve_device(device).startswith("cuda")
+    given = {"--vram-budget": vram_budget, "--ram-budget": ram_budget, "--kv-budget": kv_budget}
+    vram, ram, held = (None if size is None else parse_size(size, flag) for flag, size in given.items())
+    to_gpu = ram is None and resolve_device(device).startswith("cuda")
     if to_gpu and gpu_kernels_are_cold():
         console.say("kernels for the GPU are compiled once, after the weights are there (a minute or two)")
     opening = partial(
@@ -123,18 +133,16 @@ def run(
         context=ctx_size,
         threads=threads,
         device=device,
-        vram_budget=budget,
+        vram_budget=vram,
+        kv_budget=held,
         cache_format=cache_format,
     )
     if bench:
-        from pi_runtime.bench.command import run_bench
-        from pi_runtime.bench.measurement import BenchSpec
-
-        spec = BenchSpec.parse(batches, prompt_tokens, repetitions, seconds, threads)
-        run_bench(artifact, partial(_opened, opening), mode, spec, as_json=as_json, as_markdown=as_markdown)
+        what = batches, prompt_tokens, repetitions, seconds, threads
+        _measure(artifact, opening, mode, ram, what, as_json=as_json, as_markdown=as_markdown)
         return
     with console.progress("to the GPU") if to_gpu else nullcontext() as bar:
-        opened = opening(mode=mode, progress=bar)
+        opened = opening(mode=mode, ram_budget=ram, progress=bar)
     with opened as model:
         settings = {
             "temperature": temperature,
@@ -158,12 +166,11 @@ def run(
         guesses = parse_setting(speculate)
         generate = partial(model.generate, speculate=guesses, **alone)
         _announce(model)
-        model.warm_up()
-        report = partial(_report, model, time.perf_counter() - began)
+        warm_up(model)
+        report = partial(_report, model, time.perf_counter() - began, model.executor.disk)
         if prompts is not None:
             from pi_runtime.prompt_file import PromptFile
 
-            held = None if kv_budget is None else parse_size(kv_budget, "--kv-budget")
             shared = {**settings, **common, **grammar, "prompt_logprobs": prompt_logprobs, "answers": answers}
             _answer_file(model, PromptFile(prompts, model, shared), output, slots, held, piece, guesses, stats)
         elif text is None:
@@ -200,9 +207,34 @@ def _check_flags(
         raise UsageError(f"{output}: the answers would overwrite the prompts", remedy="name another output")
 
 
-def _opened(opening: "Callable[..., Model]", mode: str) -> "Model":
-    model = opening(mode=mode)
+def _measure(
+    artifact: Path,
+    opening: "Callable[..., Model]",
+    mode: str,
+    ram_budget: int | None,
+    what: tuple[str, str, int, float, int | None],
+    *,
+    as_json: bool,
+    as_markdown: bool,
+) -> None:
+    """Measure speed, or the curve of speed over budgets; `what` is what `BenchSpec.parse` takes."""
+    from pi_runtime.bench.command import run_bench, run_sweep
+    from pi_runtime.bench.measurement import BenchSpec
+
+    spec = BenchSpec.parse(*what)
+    if ram_budget is None:
+        run_bench(artifact, partial(_opened, opening), mode, spec, as_json=as_json, as_markdown=as_markdown)
+    else:
+        within = partial(_opened, opening, mode)
+        run_sweep(artifact, within, ram_budget, spec, as_json=as_json, as_markdown=as_markdown)
+
+
+def _opened(opening: "Callable[..., Model]", mode: str, ram_budget: int | None = None) -> "Model":
+    from pi_runtime.warm_up import warm_up
+
+    model = opening(mode=mode, ram_budget=ram_budget)
     _announce(model)
+    warm_up(model)
     return model
 
 
@@ -238,7 +270,10 @@ def _answer_file(
                 file.answer(engine, output, bar)
         finally:
             if stats:
-                _print_figures({**asdict(engine.stats), "tokens_per_s": engine.stats.tokens_per_s})
+                found = engine.stats
+                disk = found.disk.figures() if found.disk is not None else {}
+                own = {name: value for name, value in asdict(found).items() if name != "disk"}
+                _print_figures({**own, "tokens_per_s": found.tokens_per_s, **disk})
 
 
 def _print_text(model: "Model", answer: "Generation", report: "Callable[[Generation], dict[str, Any]] | None") -> None:
@@ -269,14 +304,10 @@ def _print_answer(
 
 def _announce(model: "Model") -> None:
     """Say what the user should know before the first token."""
-    from pi_runtime.kernels.codegen.jit import COMPILING, is_cold
-
     if model.notice is not None:
         console.say(model.notice)
     if model.allocation is not None:
         console.say(_placement_line(model.device, model.allocation))
-    if is_cold():
-        console.say(COMPILING)
 
 
 def _placement_line(device: str, taken: "Allocation") -> str:
@@ -341,7 +372,8 @@ def _read_file(path: Path | None) -> str | None:
         raise InputError(f"{path}: cannot be read as text", found=error) from None
 
 
-def _report(model: "Model", load_s: float, answer: "Generation") -> dict[str, Any]:
+def _report(model: "Model", load_s: float, disk: "DiskStats | None", answer: "Generation") -> dict[str, Any]:
+    """The figures of an answer; those of the disk since it had been asked for `disk`."""
     s = answer.stats
     figures = {
         "load_s": load_s,
@@ -355,6 +387,8 @@ def _report(model: "Model", load_s: float, answer: "Generation") -> dict[str, An
         "guessed_tokens": s.guessed_tokens,
         "accepted_tokens": s.accepted_tokens,
     }
+    if disk is not None and model.executor.disk is not None:
+        figures |= (model.executor.disk - disk).figures()
     return {"finish_reason": answer.finish_reason, "mode": model.mode, "seed": answer.seed, "stats": figures}
 
 

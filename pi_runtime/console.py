@@ -31,6 +31,19 @@ DEBUG = typer.Option("--debug", envvar="PI_DEBUG", help="Show a traceback with a
 JSON = typer.Option("--json", help="Print the result as JSON.")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version  # noqa: PLC0415
+
+        sys.stdout.write(f"pi-toolchain {version('pi-toolchain')}\n")
+        raise typer.Exit
+
+
+VERSION = typer.Option(
+    "--version", callback=_print_version, is_eager=True, show_default=False, help="Print the version and exit."
+)
+
+
 def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
     """Run a command line. Every result becomes an exit code, every error a message on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -116,13 +129,16 @@ def facts(rows: Iterable[tuple[str, str]]) -> "Table":
     return grid
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> "Table":
-    """A table of rows with the same keys, which are its heads. Words in the first column stand to the left."""
+def table(rows: Sequence[Mapping[str, Any]], left: Sequence[str] = ()) -> "Table":
+    """A table of rows with the same keys, which are its heads.
+
+    Words in the first column stand to the left, and so do the columns that `left` names.
+    """
     from rich.table import Table  # noqa: PLC0415
 
     found = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for column, value in rows[0].items():
-        words = isinstance(value, str) and not found.columns
+        words = (isinstance(value, str) and not found.columns) or column in left
         found.add_column(column.replace("_", " "), justify="left" if words else "right", no_wrap=True)
     for row in rows:
         found.add_row(*(_printable(shown(value)) for value in row.values()))

@@ -5,6 +5,7 @@ Shape letters: T tokens, V vocabulary, L layers.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -20,6 +21,7 @@ from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.errors import ArtifactError, DeviceError, DoesNotFitError, PromptError, TemplateError, UsageError
 from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.devices import resolve_device
+from pi_runtime.execution.disk import budget_of_machine, open_from_disk
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation, choose_plan
@@ -44,6 +46,8 @@ def load(
     threads: int | None = None,
     device: str = "auto",
     vram_budget: int | None = None,
+    ram_budget: int | None = None,
+    kv_budget: int | None = None,
     cache_format: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> "Model":
@@ -56,6 +60,10 @@ def load(
     `stand-in` runs the same plan with the CPU in the GPU's place; `auto` is the first GPU where there is one and a plan
     fits it, else `stand-in` where a budget is given, else `cpu`. `progress` is called with (done, total) bytes while
     weights go to a GPU.
+    `ram_budget`: bytes of memory that the run may take, on the CPU: rows of FFNs that have no room are read from the
+    file when they are needed, which changes no text. None maps the whole file into memory where it fits, and else takes
+    what is free. `kv_budget`: bytes of it for keys and values, of all caches and engines together; None: as many as
+    one sequence takes.
     `context`: positions to hold, prompt and answer together. `cache_format`: how keys and values are held, `f16` or
     `q8`, which takes about half as much and is no longer exact; `auto` is float32 beside attention weights in float32,
     else `f16`. A GPU has `auto` alone. `threads`: CPU threads; results do not depend on it.
@@ -68,11 +76,7 @@ def load(
     ('dense', 'cpu')
     """
     automatic = device == "auto"
-    device = resolve_device(device)
-    if automatic and device == "cpu" and vram_budget is not None:
-        device = "stand-in"
-    if device == "cpu" and vram_budget is not None:
-        raise UsageError("--vram-budget does not go with --device cpu", remedy="--device stand-in, or leave it out")
+    device = _device(device, vram_budget, ram_budget)
     available = int(numba.config.NUMBA_NUM_THREADS)
     if threads is not None and not 1 <= threads <= available:
         raise UsageError(f"--threads {threads}", expected=f"1 to {available}", remedy="NUMBA_NUM_THREADS sets the most")
@@ -87,9 +91,9 @@ def load(
         notice = None
         try:
             on_cpu = artifact, mode, positions, threads or available, cache_format
-            executor = _executor(*on_cpu, device, vram_budget, progress)
+            executor = _executor(*on_cpu, device, vram_budget, ram_budget, kv_budget, progress)
         except (DoesNotFitError, DeviceError) as error:
-            if not automatic or vram_budget is not None:
+            if not automatic or vram_budget is not None or ram_budget is not None:
                 raise
             notice = f"the GPU is not used: {error.what}"
             if error.expected is not None:
@@ -101,6 +105,19 @@ def load(
         raise
 
 
+def _device(wanted: str, vram_budget: int | None, ram_budget: int | None) -> str:
+    """The device that a run takes. Raises UsageError for budgets that do not go with it."""
+    device = "cpu" if wanted == "auto" and ram_budget is not None else resolve_device(wanted)
+    if ram_budget is not None and (device != "cpu" or vram_budget is not None):
+        other = "--vram-budget" if device == "cpu" else f"--device {wanted}"
+        raise UsageError(f"--ram-budget does not go with {other}", remedy="--device cpu without --vram-budget")
+    if wanted == "auto" and device == "cpu" and vram_budget is not None:
+        return "stand-in"
+    if device == "cpu" and vram_budget is not None:
+        raise UsageError("--vram-budget does not go with --device cpu", remedy="--device stand-in, or leave it out")
+    return device
+
+
 def _executor(
     artifact: Artifact,
     mode: str,
@@ -109,8 +126,17 @@ def _executor(
     cache_format: str,
     device: str,
     vram_budget: int | None,
+    ram_budget: int | None,
+    kv_budget: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> Executor:
+    if ram_budget is not None:
+        return open_from_disk(artifact, mode, context, threads, cache_format, ram_budget, kv_budget)
+    if device == "cpu" and (budget := budget_of_machine(artifact)) is not None:
+        with suppress(DoesNotFitError):  # so little is free that mapping the file is no worse
+            found = open_from_disk(artifact, mode, context, threads, cache_format, budget, kv_budget)
+            found.notice = "the model is larger than the free memory: neurons come from disk (see --ram-budget)"
+            return found
     if device == "cpu":
         return CpuExecutor(artifact, mode, context, threads, cache_format)
     if device == "stand-in":

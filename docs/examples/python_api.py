@@ -38,7 +38,7 @@ def main(model: Path, artifact: Path) -> None:
         sampling = Sampling(temperature=0.7, seed=1)
         print("".join(running.generate("The with statement", max_tokens=20, sampling=sampling)))
 
-    found = evaluate(artifact, [REPOSITORY / "docs" / "pipeline.md"], tokens=256, window=128)
+    found = evaluate(artifact, [REPOSITORY / "docs" / "explanation" / "pipeline.md"], tokens=256, window=128)
     print("perplexity:", ", ".join(f"{mode} {value:.3f}" for mode, value in found["perplexity"].items() if value))
 
 

@@ -33,7 +33,7 @@ def evaluate(
     task: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Questions with known answers, a JSON object a line (see docs/fidelity.md); may be given again."
+            help="Questions with known answers, JSON Lines (see docs/explanation/fidelity.md); may be given again."
         ),
     ] = None,
     model: Annotated[Path | None, typer.Option(help="The checkpoint, to compare with.", show_default=False)] = None,

@@ -16,17 +16,16 @@ from pi_runtime import console
 if TYPE_CHECKING:
     from pi_compile.pipeline.pipeline import Pipeline
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    help="Compile a checkpoint into one artifact that pi-run runs.",
-)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def main() -> None:
     raise SystemExit(console.run(app))
+
+
+@app.callback()
+def _of_all_commands(version: Annotated[bool, console.VERSION] = False) -> None:
+    """Compile a checkpoint into one artifact that pi-run runs."""
 
 
 @contextmanager
@@ -236,15 +235,19 @@ app.command("eval")(artifact.evaluate)
 @app.command()
 def machine(
     output: Annotated[Path, typer.Option("--output", "-o", help="The machine profile to write.")],
+    disk: Annotated[
+        Path | None,
+        typer.Option(help="A folder on the disk that models are on. Default: the profile's.", show_default=False),
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure this machine's memory bandwidth, and its GPU's."""
+    """Measure this machine: memory, disk, and GPU."""
     from pi_compile.files import check_output, write_text
     from pi_compile.machine.measurement import measure_machine
 
     check_output(output)
-    found = measure_machine()
+    found = measure_machine(disk or output.resolve().parent)
     write_text(output, found.to_toml())
     emit(found.model_dump(), as_json, lambda _: found.to_toml().rstrip())
 

@@ -144,8 +144,13 @@ def plan_text(found: Mapping[str, Any]) -> str:
     gpu, ram = main["gpu_bytes_by_part"], main["ram_bytes_by_part"]
     parts = [{"part": part, "GPU": size(gpu[part]), "RAM": size(ram[part])} for part in ram]
     parts += [{"part": "all", "GPU": size(sum(gpu.values())), "RAM": size(sum(ram.values()))}]
+    ladder = [table(_ram_rows(found["ram_budgets"]))] if found["ram_budgets"] else []
     return text_of(
-        facts(_planned_lines(found)), table(parts), facts(_placed_lines(found, main)), table(_budget_rows(found))
+        facts(_planned_lines(found)),
+        table(parts),
+        facts(_placed_lines(found, main)),
+        table(_budget_rows(found)),
+        *ladder,
     )
 
 
@@ -168,6 +173,14 @@ def _placed_lines(found: Mapping[str, Any], main: Mapping[str, Any]) -> Iterator
         if found["experts"] > 1:
             of_expert = [cut * found["experts"] / found["neurons"] for cut in main["expert_cuts"]]
             yield "", f"{min(of_expert):.0%} to {max(of_expert):.0%} of an expert's"
+    if "hit_rate" in main:
+        yield (
+            "rows in RAM",
+            f"{main['pinned_share']:.0%} pinned, a cache for {main['cached_share']:.0%}, the rest on disk",
+        )
+        yield "", f"{main['hit_rate']:.1%} of those that a token needs; it reads {size(main['read_bytes'])}"
+    elif found["disk"] is None:
+        yield "disk", "none in the machine profile: all is planned in memory (pi-compile machine measures a disk)"
     yield "a token takes", ", ".join(f"{part} {ms:.1f} ms" for part, ms in main["milliseconds"].items())
 
 
@@ -181,6 +194,21 @@ def _budget_rows(found: Mapping[str, Any]) -> list[dict[str, str]]:
             row[rule] = f"{budget[f'{rule}_tokens_per_s']:.1f}" if budget["fits"] else "–"
         rows.append({**row, "tokens/s": "" if budget["fits"] else budget["why"]})
     return rows
+
+
+def _ram_rows(budgets: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """A row for each budget of RAM on the CPU alone, with speeds in tokens/s."""
+    return [
+        {
+            "RAM, CPU alone": size(budget["ram_bytes"]),
+            "pinned": f"{budget['pinned_share']:.0%}",
+            "cached": f"{budget['cached_share']:.0%}",
+            "found in RAM": f"{budget['hit_rate']:.1%}",
+            "read a token": size(budget["read_bytes"]),
+            "decode": f"{budget['decode_tokens_per_s']:.2f}",
+        }
+        for budget in budgets
+    ]
 
 
 def artifact_text(report: Mapping[str, Any]) -> str:
@@ -205,6 +233,9 @@ def _artifact_lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "sampling", ", ".join(f"{key} {value}" for key, value in report["generation"].items())
     yield from _origin_lines(report["provenance"])
     yield "plans", f"for {len(report['plans'])} GPU budgets" if report["plans"] else "none: runs on the CPU alone"
+    if report["row_plans"]:
+        budgets = [size(plan["ram_bytes"]) for plan in report["row_plans"]]
+        yield "rows on disk", f"plans for RAM budgets of {', '.join(budgets)}, beside the process itself"
 
 
 def _model_lines(d: Mapping[str, Any], count: int) -> Iterator[tuple[str, str]]:

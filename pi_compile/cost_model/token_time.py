@@ -31,7 +31,6 @@ import numpy as np
 from pi_compile.cost_model.processors import (
     ATTENTION_LAUNCHES,
     CPU,
-    FFN_LAUNCHES,
     GPU,
     PICO,
     PREDICTOR_LAUNCHES,
@@ -84,10 +83,22 @@ class LayerTime:
     """0 where every neuron is on the side of the residual."""
     crossing: int
     """Moving the residual to this layer's side."""
+    disk: int = 0
+    """What the CPU waits for rows from the disk."""
 
     @property
     def total(self) -> int:
-        return self.attention + self.predictor + max(self.gpu, self.cpu) + self.handover + self.crossing
+        return self.attention + self.predictor + max(self.gpu, self.cpu + self.disk) + self.handover + self.crossing
+
+    @property
+    def ffn(self) -> int:
+        """The longer of both sides' computing."""
+        return max(self.gpu, self.cpu)
+
+    @property
+    def waiting(self) -> int:
+        """What the disk adds to that."""
+        return max(self.gpu, self.cpu + self.disk) - self.ffn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +116,16 @@ class TokenTime:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Time by part. The two sides of an FFN work at the same time, so the longer one counts."""
+        """Time by part. The two sides of an FFN work at the same time, so the longer one counts.
+
+        The disk is a part where rows are read from it.
+        """
+        disk = sum(layer.waiting for layer in self.layers)
         return {
             "attention": sum(layer.attention for layer in self.layers),
             "predictor": sum(layer.predictor for layer in self.layers),
-            "ffn": sum(max(layer.gpu, layer.cpu) for layer in self.layers),
+            "ffn": sum(layer.ffn for layer in self.layers),
+            **({"disk": disk} if disk else {}),
             "hand-over": sum(layer.handover + layer.crossing for layer in self.layers),
             "embedding and head": self.embedding + self.head,
         }
@@ -164,8 +180,10 @@ def _layer(work: Workload, processors: Sequence[Processor], layer: int, parts: P
         for p in processors
     )
     gpu = processors[GPU] if len(processors) > 1 else None
-    gpu_ffn = _ffn_ps(work, layer, gpu, parts, first, rest) if gpu else np.zeros(len(first), np.int64)
-    cpu_ffn = _ffn_ps(work, layer, processors[CPU], parts, first[-1] - first, rest[-1] - rest)
+    none = np.zeros(len(first), np.int64)
+    gpu_first, gpu_rest = ffn_ps(work, layer, gpu, parts, first, rest) if gpu else (none, none)
+    cpu_first, cpu_rest = ffn_ps(work, layer, processors[CPU], parts, first[-1] - first, rest[-1] - rest)
+    gpu_ffn, cpu_ffn = gpu_first + gpu_rest, cpu_first + cpu_rest
     total = []
     for dense, own in zip(map(sum, zip(attention, predictor, strict=True)), (0, len(first) - 1), strict=False):
         split = np.arange(len(first)) != own
@@ -173,15 +191,16 @@ def _layer(work: Workload, processors: Sequence[Processor], layer: int, parts: P
     return LayerCost(attention=attention, predictor=predictor, gpu_ffn=gpu_ffn, cpu_ffn=cpu_ffn, total=tuple(total))
 
 
-def _ffn_ps(work: Workload, layer: int, p: Processor, parts: PartBytes, first: Ints, rest: Ints) -> Ints:
-    """T_u for so many rows of `first` and `rest` over all profiled tokens."""
+def ffn_ps(work: Workload, layer: int, p: Processor, parts: PartBytes, first: Ints, rest: Ints) -> tuple[Ints, Ints]:
+    """The two halves of T_u for so many rows of `first` and of `rest` over all profiled tokens."""
     fmt, kind = work.formats["ffn"], work.layers[layer].kind
     # Python's integers: the products do not fit into 64 bits.
     first_bytes = first.astype(object) * parts.first
     rest_bytes = rest.astype(object) * (parts.neuron - parts.first)
     first_ps = -(-first_bytes * PICO // (work.tokens * p.rate(fmt, "gather" if kind.picks else "neurons")))
     rest_ps = -(-rest_bytes * PICO // (work.tokens * p.rate(fmt, "neurons" if kind.dense else "gather")))
-    return np.where(first > 0, FFN_LAUNCHES * p.launch_ps + (first_ps + rest_ps).astype(np.int64), 0)
+    times = [np.where(first > 0, p.launch_ps + ps.astype(np.int64), 0) for ps in (first_ps, rest_ps)]
+    return times[0], times[1]
 
 
 def token_time(costs: Costs, sides: Sequence[int], cuts: Sequence[int], embedding: int, head: int) -> TokenTime:

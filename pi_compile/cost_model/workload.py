@@ -33,6 +33,9 @@ class Workload:
     groups first."""
     routed: Ints | None = None
     """(layers, experts): tokens that the router sent to each expert; None where each had as many."""
+    persistence: Ints | None = None
+    """(layers, 5): activations, and those of neurons that fired in the last 1, 2, 4, 8 tokens; None where it was not
+    measured."""
     layers: tuple[LayerWork, ...]
     context: int
     """Positions the key-value cache holds."""
@@ -49,6 +52,7 @@ class Workload:
             tokens=profile.tokens,
             counts=profile.ordered_counts().astype(np.int64),
             routed=None if profile.routed is None else profile.routed.astype(np.int64),
+            persistence=None if profile.persistence is None else profile.persistence.astype(np.int64),
             layers=profile.layers or untrained_layers(profile.decoder),
             context=min(context, profile.decoder.context_length),
         )

@@ -1,10 +1,11 @@
-"""Data that comes with the project: in `profiles/` of a clone, inside the package of a wheel."""
+"""Data that comes with the project: `profiles` and `recipes`, in a clone beside the package, else inside it."""
 
+from importlib.resources import files
 from pathlib import Path
 
 
-def bundled_folder(kind: str) -> Path:
-    """The folder of one kind of data: `machines` (profiles), `models` (configs) or `published` (activation curves)."""
-    package = Path(__file__).resolve().parents[1]
-    in_clone = {"published": "activations/published"}.get(kind, kind)
-    return package / kind if (package / kind).is_dir() else package.parent / "profiles" / in_clone
+def bundled_folder(folder: str = "") -> Path:
+    """A folder of that data by its path in a clone, such as `profiles/machines` or `recipes/demo`."""
+    package = Path(str(files("pi_compile")))
+    installed = package / "bundled"
+    return (installed if installed.is_dir() else package.parent) / folder

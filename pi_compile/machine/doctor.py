@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from pi_compile.files import bundled_folder
 from pi_runtime.console import size
 from pi_runtime.execution.devices import available_memory, gpu_driver
 
@@ -35,13 +36,14 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    """Diagnose Python, processor, memory, threads, kernel cache, GPU and the packages of each extra."""
+    """Diagnose Python, processor, memory, threads, kernel cache, GPU, bundled data and the packages of each extra."""
     return [
         Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         Finding("cores", str(usable_cores())),
         _memory(),
         *_kernels(),
         _gpu(),
+        Finding("bundled data", f"{bundled_folder()}: profiles, recipes, and a model in recipes/demo"),
         *(_extra(name, packages) for name, packages in EXTRAS.items()),
     ]
 

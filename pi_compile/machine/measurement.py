@@ -1,13 +1,17 @@
 """Measure this machine: the rates of the runtime's kernels, and of a GPU's memory and link if there is one."""
 
 import datetime
+import os
 import platform
+import shutil
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 
+from pi_compile.machine.disk_probe import probe_disk
 from pi_compile.machine.doctor import installed_ram, usable_cores
 from pi_compile.machine.gpu_probe import probe
-from pi_compile.machine.profile import Cpu, Gpu, Link, Machine, Rates
+from pi_compile.machine.profile import Cpu, Disk, Gpu, Link, Machine, Rates
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.execution.devices import processor_name
 from pi_runtime.kernels.benchmarks import (
@@ -26,13 +30,16 @@ from pi_runtime.kernels.benchmarks import (
 
 BYTES = 1 << 30
 """Most bytes of the data that rates are measured on."""
+DISK_BYTES, LEAST_DISK_BYTES = 1 << 30, 1 << 27
+"""Most and fewest bytes of the file that a disk's rates are measured on."""
 
 
-def measure_machine() -> Machine:
-    """Measure a profile of this machine.
+def measure_machine(folder: Path) -> Machine:
+    """Measure a profile of this machine, with the disk that a folder is on.
 
     Read bandwidth is measured with 1, 2, 4, … threads, on 1 GiB or an eighth of RAM. With the best number of them
-    follow products of every kind in each weight format, and the launch of an operator. Last is a GPU, if there is one.
+    follow products of every kind in each weight format, and the launch of an operator. Last are the disk, on a file of
+    1 GiB or a quarter of what is free, and a GPU, if there is one.
     """
     cores, ram = usable_cores(), installed_ram() or 8 << 30
     size, most = min(BYTES, ram // 8), min(cores, most_threads())
@@ -40,6 +47,7 @@ def measure_machine() -> Machine:
     rates = {n: read_bandwidth(size, n) / 1e9 for n in counts}
     best = max(counts, key=lambda n: rates[n])
     gpu, link, gpu_how = _gpu()
+    disk, disk_how = _disk(folder)
     product_rates, launch = _products(size, best)
     by_threads = ", ".join(f"{n}: {rate:.1f}" for n, rate in rates.items())
     today = datetime.datetime.now(datetime.UTC).date()
@@ -48,7 +56,7 @@ def measure_machine() -> Machine:
         source=f"measured {today} by pi-compile machine. CPU: sums of {size / 2**30:.3g} GiB, GB/s by threads "
         f"{by_threads}; products on {best} threads, gathered where one neuron in ten is read; "
         f"a launch is what slices of a matrix take longer than the whole; attention on cached keys and values; "
-        f"operations of an f16 matrix times 64 vectors.{gpu_how}",
+        f"operations of an f16 matrix times 64 vectors.{disk_how}{gpu_how}",
         cpu=Cpu(
             name=processor_name(),
             cores=cores,
@@ -61,6 +69,7 @@ def measure_machine() -> Machine:
         ),
         gpu=gpu,
         link=link,
+        disk=disk,
     )
 
 
@@ -80,6 +89,14 @@ def _products(size: int, threads: int) -> tuple[dict[str, Rates], float]:
             by_format[fmt] = round(rate / 1e9, 1)
         launches.append(launch_seconds(w, threads))
     return {f"{kind}_gb_per_s": by_format for kind, by_format in rates.items()}, median(launches)
+
+
+def _disk(folder: Path) -> tuple[Disk | None, str]:
+    size = min(DISK_BYTES, shutil.disk_usage(folder).free // 4)
+    disk = probe_disk(folder, size) if hasattr(os, "O_DIRECT") and size >= LEAST_DISK_BYTES else None
+    if disk is None:
+        return None, ""
+    return disk, f" Disk: pread with O_DIRECT at random places of a file of {size / 2**30:.3g} GiB."
 
 
 def _gpu() -> tuple[Gpu | None, Link | None, str]:

@@ -93,8 +93,32 @@ class Link(_Section):
     """Microseconds to hand over a layer's partial result and wait for it (T_sync)."""
 
 
+class Disk(_Section):
+    """The disk that models are on: how fast it is read past the page cache."""
+
+    name: str
+    sizes_kib: Annotated[list[Annotated[int, Field(ge=1, le=1 << 20)]], Field(min_length=1)]
+    """Sizes of a read, rising."""
+    depths: Annotated[list[Annotated[int, Field(ge=1, le=4096)]], Field(min_length=1)]
+    """Numbers of reads that are under way at once, rising."""
+    read_mb_per_s: list[list[Positive]]
+    """10⁶ bytes a second at random places of a file: for each depth a rate for each size."""
+    align_bytes: Annotated[int, Field(ge=1, le=1 << 16)] = 512
+    """Reads begin and end at multiples of this."""
+
+    @model_validator(mode="after")
+    def _one_rate_each(self) -> Self:
+        for name in ("sizes_kib", "depths"):
+            values = getattr(self, name)
+            if values != sorted(set(values)):
+                raise ValueError(f"{name}: expected rising values, found {values}")
+        if [len(row) for row in self.read_mb_per_s] != [len(self.sizes_kib)] * len(self.depths):
+            raise ValueError("read_mb_per_s: expected a list for each of depths, with a rate for each of sizes_kib")
+        return self
+
+
 class Machine(_Section):
-    """One computer. Without `gpu` and `link` everything stays on the CPU."""
+    """One computer. Without `gpu` and `link` everything stays on the CPU; without `disk`, in memory."""
 
     version: Literal[2] = VERSION
     name: str
@@ -103,12 +127,17 @@ class Machine(_Section):
     cpu: Cpu
     gpu: Gpu | None = None
     link: Link | None = None
+    disk: Disk | None = None
 
     @model_validator(mode="after")
     def _together(self) -> Self:
         if (self.gpu is None) != (self.link is None):
             raise ValueError("gpu and link go together: both or neither")
         return self
+
+    def described(self) -> dict[str, Any]:
+        """The profile as plain values, as digests have it: a profile without a disk is what it was before disks."""
+        return self.model_dump(exclude={"disk"} if self.disk is None else None)
 
     def to_toml(self) -> str:
         """The profile as a file that `read_machine` takes back unchanged."""
@@ -133,7 +162,7 @@ def _line(key: str, value: str | int | float) -> str:
 
 def bundled_machines() -> Path:
     """The folder of the bundled profiles."""
-    return bundled_folder("machines")
+    return bundled_folder("profiles/machines")
 
 
 def find_machine(name: str, folder: Path) -> Machine:
@@ -181,7 +210,7 @@ def _problem(error: dict[str, Any]) -> str:
         return f"{location}: {error['msg']} (found {shown(error['input'])}){meant}"
     if error["type"] != "extra_forbidden":
         return f"{location}: {error['msg']}"
-    sections: dict[str, type[BaseModel]] = {"cpu": Cpu, "gpu": Gpu, "link": Link}
+    sections: dict[str, type[BaseModel]] = {"cpu": Cpu, "gpu": Gpu, "link": Link, "disk": Disk}
     known = sections.get(str(error["loc"][0]), Machine).model_fields
     near = nearest(error["loc"][-1], known)
     return f"{location}: unknown key" + (f"; did you mean {near}?" if near else "")

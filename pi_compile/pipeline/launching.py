@@ -93,12 +93,12 @@ def launched(build: Build) -> Iterator[Pipeline]:
         helpers = LocalProcesses(partial(help_build, build), pipeline.rank, count)
     pipeline.rank = helpers.rank
     build.pin(helpers.rank)
-    try:
-        with pipeline.worker as worker:
-            worker.call_help = helpers.start
+    with pipeline.worker as worker:
+        worker.call_help = helpers.start
+        try:
             yield pipeline
-    finally:
-        helpers.end()
+        finally:
+            helpers.end()
 
 
 class RayHelpers:

@@ -1,6 +1,7 @@
 """Locks: `NAME.lock` beside `NAME.toml` holds every placement of a recipe, so that anyone can recompute and compare.
 
-A lock is TOML in one spelling: digests of all inputs, then for each GPU budget the placement, a line a layer.
+A lock is TOML in one spelling: digests of all inputs, then for each budget the placement, a line a layer. Placements
+with rows on disk have their budget of RAM too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,9 @@ def _plan_lines(p: Placement) -> Iterator[str]:
     plan = p.plan
     yield f'objective = "{plan.objective}"'
     yield f"vram_bytes = {plan.vram_bytes}"
+    if p.rows:
+        yield f"ram_budget_bytes = {p.ram}"
+        yield f"read_bytes = {p.read_bytes}"
     yield f"used_bytes = {plan.used_bytes}"
     yield f"ram_bytes = {plan.ram_bytes}"
     yield f"context = {plan.context}"
@@ -55,9 +59,17 @@ def _plan_lines(p: Placement) -> Iterator[str]:
     for n, (side, time) in enumerate(zip(plan.attention, p.time.layers, strict=True)):
         cuts = plan.cuts[n * experts : (n + 1) * experts]
         cut = f"cuts = {list(cuts)}" if experts > 1 else f"cut = {cuts[0]}"
-        yield f'    {{ attention = "{side}", {cut}, ps = {time.total} }},'
+        yield f'    {{ attention = "{side}", {cut}{_rows_text(p, n)}, ps = {time.total} }},'
     yield "]"
     yield f'digest = "{plan.digest}"'
+
+
+def _rows_text(p: Placement, layer: int) -> str:
+    """How a layer's rows are divided, where some are on disk."""
+    if not p.rows:
+        return ""
+    row = p.rows[layer]
+    return f", pinned = {row.pinned}, cached = {row.cached}, first = {str(row.first).lower()}"
 
 
 def _inline(values: Mapping[str, int]) -> str:
@@ -99,18 +111,24 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str
         yield from _compare(name, old.get(name), new.get(name))
     before, after = _plans(old), _plans(new)
     for budget in sorted({*before, *after}):
-        label = f"plan for {budget} bytes"
+        vram, ram = budget
+        label = f"plan for {vram} bytes" + (f" and {ram} bytes of RAM" if ram else "")
         if budget not in before or budget not in after:
             yield f"{label}: {'new' if budget in after else 'gone'}"
             continue
         yield from _compare(label, before[budget], after[budget])
 
 
-def _plans(lock: Mapping[str, Any]) -> dict[int, Any]:
-    """The plans of a lock by their budgets. Who edits a lock by hand may leave anything in it."""
+def _plans(lock: Mapping[str, Any]) -> dict[tuple[int, int], Any]:
+    """The plans of a lock by their budgets of GPU memory and RAM. Who edits a lock by hand may leave anything in it."""
     plans = lock.get("plan", [])
     tables = [p for p in plans if isinstance(p, dict)] if isinstance(plans, list) else []
-    return {p["vram_bytes"]: p for p in tables if type(p.get("vram_bytes")) is int}
+    budgets = [(p.get("vram_bytes"), p.get("ram_budget_bytes", 0)) for p in tables]
+    return {
+        (vram, ram): plan
+        for (vram, ram), plan in zip(budgets, tables, strict=True)
+        if isinstance(vram, int) and isinstance(ram, int)
+    }
 
 
 def _compare(label: str, old: Any, new: Any) -> Iterator[str]:

@@ -47,7 +47,7 @@ def place_recipe(path: Path, solver: str = "exact", seconds: float = SECONDS) ->
         inputs={
             "recipe": json_digest(sections),
             "activations": source,
-            "machine": json_digest(machine.model_dump()),
+            "machine": json_digest(machine.described()),
         },
         placements=place_budgets(
             work,

@@ -1,8 +1,8 @@
 """The stages as functions with plain arguments: what `pi_compile` hands out, and what a recipe runs.
 
-Arguments are named like the keys of a recipe (`docs/recipes.md`) and have the defaults of `pi-compile init`, so the
-same settings give the same bytes either way. A stage reads nothing but its arguments. Examples go on from each other:
-`docs/examples/python_api.py` has them in one piece.
+Arguments are named like the keys of a recipe (`docs/reference/recipe.md`) and have the defaults of `pi-compile init`,
+so the same settings give the same bytes either way. A stage reads nothing but its arguments. Examples go on from each
+other: `docs/examples/python_api.py` has them in one piece.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -210,7 +210,7 @@ def place(
     solver: str = "exact",
     seconds: float = SECONDS,
 ) -> tuple[Placement, ...]:
-    """Decide which parts belong on the GPU of a machine, for a ladder of GPU budgets.
+    """Decide which parts belong on the GPU of a machine, in RAM and on disk, for a ladder of budgets.
 
     Without `predictors`, rungs and ranks are by rule. `objective` is `time` (least predicted time of a token) or
     `hot-mass` (most activations on the GPU, as PowerInfer has it). The cache holds `context` positions, at most the
@@ -218,8 +218,9 @@ def place(
     `vram_gib`; `ram_gib` is the budget of RAM, 0 for all that the machine has. `solver` is `exact`, `highs` (an
     independent proof, within `seconds` a budget) or `greedy` (a heuristic). `machine` and `formats` are as for `train`.
 
-    Returns a placement for each budget, by rising budget, with its predicted time and its bytes by part; () where the
-    machine has no GPU. The same arguments give the same placements on every machine.
+    Returns a placement for each GPU budget, by rising budget, with its predicted time and its bytes by part; none where
+    the machine has no GPU. Where it has a disk and the model does not fit in memory, placements on the CPU for a ladder
+    of RAM budgets come before them. The same arguments give the same placements on every machine.
 
     Raises DoesNotFitError where no placement keeps both budgets, NotMetError where `seconds` are too few.
 
@@ -278,7 +279,8 @@ def pack(
         recipe=recipe or {},
         profile=profile if profile is None or predictors is None else predictors.refine(profile),
         predictor_set=predictors,
-        plans=[placement.plan for placement in placements],
+        plans=[p.plan for p in placements if not p.rows],
+        row_plans=[p.row_plan for p in placements if p.rows and not p.assignment.uses_gpu],
         progress=progress,
     )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pi_compile.placement import Placement
-from pi_compile.results import ActivationProfile, PredictorSet
+from pi_compile.results import WINDOWS, ActivationProfile, PredictorSet
 from pi_runtime.artifact.sizes import PARTS
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def profile_report(p: ActivationProfile) -> dict[str, Any]:
     """Tokens, and for each layer its density and the share of activations that the hottest fifth of its neurons has.
 
-    With experts also the shares of the tokens that are routed to the busiest and to the idlest expert.
+    Also the shares of activations of neurons that fired in the last 1, 2, 4, 8 tokens; and with experts the shares of
+    the tokens that are routed to the busiest and to the idlest expert.
     """
     curve = p.cumulative_curve()
     layers = [
@@ -27,6 +28,7 @@ def profile_report(p: ActivationProfile) -> dict[str, Any]:
             "top_20_share": float(curve[n, 20]),
             "neurons_for_80_percent": float(np.argmax(curve[n] >= 0.8) / 100),
             **_routing(p, n),
+            **_persistence(p, n),
         }
         for n, density in enumerate(p.density())
     ]
@@ -38,6 +40,13 @@ def _routing(p: ActivationProfile, layer: int) -> dict[str, float]:
         return {}
     shares = p.routed[layer] / p.tokens
     return {"busiest_expert": float(shares.max()), "idlest_expert": float(shares.min())}
+
+
+def _persistence(p: ActivationProfile, layer: int) -> dict[str, float]:
+    shares = p.persistent_shares()
+    return (
+        {} if shares is None else {f"active_in_last_{w}": float(s) for w, s in zip(WINDOWS, shares[layer], strict=True)}
+    )
 
 
 def train_report(t: PredictorSet) -> dict[str, Any]:
@@ -61,8 +70,10 @@ def place_report(placements: Sequence[Placement]) -> dict[str, Any]:
 def _placement(p: Placement) -> dict[str, Any]:
     plan, heuristic = asdict(p.plan), p.heuristic
     digest, predicted = plan.pop("digest"), plan.pop("predicted_ns")
+    from_disk = {"ram_budget": p.ram, "hit_rate": p.hit_rate, "read_bytes": p.read_bytes} if p.rows else {}
     return {
         **plan,
+        **from_disk,
         "predicted_tokens_per_s": 1e9 / predicted,
         "gap": p.gap,
         "heuristic_tokens_per_s": None if heuristic is None else 1e9 / heuristic.ns,

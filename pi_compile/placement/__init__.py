@@ -1,24 +1,38 @@
-"""The place stage: which parts of a model belong on the GPU, solved exactly for a pair of budgets.
+"""The place stage: which parts of a model belong on the GPU, in RAM and on disk, solved exactly for a pair of budgets.
 
 `stage` is the way in; `formulation` states the problem, and the solvers know integers and no model.
 """
 
-from pi_compile.placement.formulation import PREFILL_TOKENS, Assignment, Problem, Sizes
+from pi_compile.placement.formulation import PREFILL_TOKENS, Assignment, Problem, Sizes, all_cpu
 from pi_compile.placement.hot_mass import hottest_cuts
-from pi_compile.placement.stage import LADDER, SECONDS, SOLVERS, Placement, in_bytes, ladder, place, ram_of
+from pi_compile.placement.stage import (
+    LADDER,
+    RAM_LADDER,
+    SECONDS,
+    SOLVERS,
+    Placement,
+    in_bytes,
+    ladder,
+    place,
+    ram_ladder,
+    ram_of,
+)
 
 __all__ = [
     "LADDER",
     "PREFILL_TOKENS",
+    "RAM_LADDER",
     "SECONDS",
     "SOLVERS",
     "Assignment",
     "Placement",
     "Problem",
     "Sizes",
+    "all_cpu",
     "hottest_cuts",
     "in_bytes",
     "ladder",
     "place",
+    "ram_ladder",
     "ram_of",
 ]

@@ -8,13 +8,14 @@ there is one graph for each pair of sides of embedding and head.
 VRAM is bytes of GPU memory. RAM is bytes of all that is not on the GPU alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 
 import numpy as np
 
-from pi_compile.cost_model import CPU, GPU, Costs, Ints, TokenTime, Workload, costs_of, token_time
+from pi_compile.cost_model import CPU, GPU, Costs, Ints, RowChoice, RowModel, TokenTime, Workload, costs_of, token_time
 from pi_compile.machine import Machine
 from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath
 from pi_runtime.artifact.buffers import (
@@ -63,6 +64,8 @@ class Solution:
     """Distance from the proven bound, relative to the objective; None where nothing is proven of the time."""
     bound_ns: int | None = None
     """Proven lower bound of the time."""
+    rows: tuple[RowChoice, ...] = ()
+    """The division of each layer's rows where some are on disk; () where all are in memory."""
 
 
 def all_cpu(layers: int) -> Assignment:
@@ -196,8 +199,13 @@ class Problem:
 
     @cached_property
     def formulation(self) -> "Formulation":
-        """The graphs of least time."""
+        """The graphs of least time, with all in memory."""
         return _formulate(self.costs, self.sizes)
+
+    @cached_property
+    def rows(self) -> RowModel | None:
+        """The choices of rows on disk; None where the machine has none."""
+        return None if self.machine.disk is None else RowModel(work=self.work, machine=self.machine)
 
     def time(self, a: Assignment) -> TokenTime:
         """The predicted time of a token with this assignment."""
@@ -241,6 +249,14 @@ def _formulate(costs: Costs, sizes: Sizes) -> Formulation:
     sides = tuple(range(len(costs.processors)))[::-1]
     indices = np.arange(len(costs.cuts))[::-1] if len(sides) > 1 else np.zeros(1, np.int64)
     layers = [[_layer_node(costs, sizes, n, side, indices) for side in sides] for n in range(len(costs.layers))]
+    graphs, ends = graphs_of(costs, sizes, sides, layers)
+    return Formulation(graphs, ends, sides, costs.cuts[indices])
+
+
+def graphs_of(
+    costs: Costs, sizes: Sizes, sides: Sequence[int], layers: Sequence[Sequence[Node]]
+) -> tuple[tuple[LayeredGraph, ...], tuple[tuple[int, int], ...]]:
+    """The graphs around the layers' nodes, and the sides of embedding and head in each of them."""
     between = [[costs.crossing if a != b else 0 for b in sides] for a in sides]
     ends = tuple(product(sides, sides))
     graphs = []
@@ -252,7 +268,7 @@ def _formulate(costs: Costs, sizes: Sizes) -> Formulation:
         into = [[costs.crossing if side != embedding else 0 for side in sides]]
         out = [[costs.crossing if side != head else 0] for side in sides]
         graphs.append(LayeredGraph([[first], *layers, [last]], [into, *[between] * (len(layers) - 1), out], 0))
-    return Formulation(tuple(graphs), ends, sides, costs.cuts[indices])
+    return tuple(graphs), ends
 
 
 def _layer_node(costs: Costs, sizes: Sizes, layer: int, side: int, indices: Ints) -> Node:

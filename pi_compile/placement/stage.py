@@ -1,24 +1,26 @@
-"""Place: which parts of a model belong on the GPU.
+"""Place: which parts of a model belong on the GPU, in RAM and on disk.
 
 The objective `time`, the default, minimises the predicted time of a token (`token_time`) over all parts at once, within
 the bytes of both memories (`formulation`), exactly (`constrained_path`). The objective `hot-mass` is PowerInfer's
 (`hot_mass`). Neurons are stored hottest group first, so that only *cuts* are considered: of each layer the neurons
-before its cut go to the GPU.
+before its cut go to the GPU. On a machine with a disk, rows of the others may be there (`three_tiers`): the objective
+`time` takes the better of the best placement in memory and the best one with rows on disk.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from pi_compile.cost_model import CPU, GPU, TokenTime
+from pi_compile.cost_model import CPU, GPU, RowChoice, TokenTime
 from pi_compile.files import json_digest
 from pi_compile.machine import Machine
 from pi_compile.placement.formulation import Assignment, Problem, Sizes, Solution, all_cpu
 from pi_compile.placement.greedy import greedy
 from pi_compile.placement.hot_mass import hot_mass
 from pi_compile.placement.solvers.constrained_path import solve
-from pi_runtime.artifact.schema import SIDES, Plan
+from pi_compile.placement.three_tiers import ThreeTiers
+from pi_runtime.artifact.schema import SIDES, Plan, RowPlan
 from pi_runtime.errors import DoesNotFitError, NotMetError
 
 SOLVERS = ("exact", "highs", "greedy")
@@ -26,6 +28,8 @@ SECONDS = 60.0
 """Seconds that HiGHS has for one placement."""
 LADDER = (10, 25, 50, 75, 100)
 """Budgets that every artifact has a plan for, in percent of the GPU memory that takes everything."""
+RAM_LADDER = (0, 5, 10, 25, 50, 75, 90)
+"""RAM budgets that an artifact has a plan for where the machine has a disk: room for so many percent of all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +63,38 @@ class Placement:
     """Share of all activations that the neurons on the GPU account for."""
     digest: str
     """Digest of everything that decides the placement, and of the assignment."""
+    rows: tuple[RowChoice, ...] = ()
+    """The division of each layer's rows where some are on disk; () where all are in memory."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the rows that a token needs of the CPU that is predicted to be in RAM."""
+        needed, missed = (sum(getattr(row, name) for row in self.rows) for name in ("needed", "missed"))
+        return 1 - missed / needed if needed else 1.0
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that a token is predicted to read from disk."""
+        return sum(row.read for row in self.rows)
+
+    @property
+    def row_plan(self) -> RowPlan:
+        """What an artifact stores of a placement with rows on disk."""
+        return RowPlan(
+            ram_bytes=self.ram,
+            context=self.context,
+            pinned=tuple(row.pinned for row in self.rows),
+            cached=tuple(row.cached for row in self.rows),
+            first=tuple(row.first for row in self.rows),
+            slot_bytes=sum(row.nbytes for row in self.rows),
+            read_bytes=self.read_bytes,
+            predicted_ns=self.time.ns,
+            digest=self.digest,
+        )
 
     @property
     def plan(self) -> Plan:
-        """What an artifact stores."""
+        """What an artifact stores of a placement in memory."""
         return Plan(
             objective=self.objective,
             vram_bytes=self.vram,
@@ -105,6 +137,7 @@ def place(
     with the bytes needed and budgets that fit, NotMetError where `seconds` are too few for HiGHS.
     """
     vram = vram if problem.has_gpu else 0
+    exact = solver == "exact" and objective == "time"
     found: Solution | None
     if solver == "highs" and vram:
         found = _by_highs(problem, vram, ram, objective, seconds)
@@ -114,13 +147,17 @@ def place(
         found = Solution(assignment=greedy(problem, vram, ram))
     else:
         found = _exact(problem, vram, ram)
-    if found is None or problem.used(found.assignment)[1] > ram:
-        raise _does_not_fit(problem, vram, ram)
-    assignment, work = found.assignment, problem.work
+    if found is None or (not found.rows and problem.used(found.assignment)[1] > ram):
+        raise _does_not_fit(problem, vram, ram, disk=exact)
+    assignment, work, rows = found.assignment, problem.work, found.rows
     inputs = {**_inputs(problem), "vram": vram, "ram": ram, "objective": objective, "solver": solver}
-    ram_bytes, gpu_bytes = problem.sizes.used(assignment)
+    if rows:
+        tiers = _tiers(problem, vram)
+        time, (ram_bytes, gpu_bytes) = tiers.time(assignment, rows), tiers.used(assignment, rows, ram)
+    else:
+        time, (ram_bytes, gpu_bytes) = problem.time(assignment), problem.sizes.used(assignment)
     assert sum(gpu_bytes.values()) <= vram
-    exact = solver == "exact" and objective == "time"
+    assert sum(ram_bytes.values()) <= ram
     return Placement(
         objective=objective,
         solver=solver,
@@ -129,24 +166,56 @@ def place(
         context=work.context,
         assignment=assignment,
         expert_cuts=tuple(cut for n, c in enumerate(assignment.cuts) for cut in work.expert_cuts(n, c)),
-        time=problem.time(assignment),
+        time=time,
         gpu_bytes=gpu_bytes,
         ram_bytes=ram_bytes,
         gap=found.gap,
         bound_ns=found.bound_ns,
-        heuristic=problem.time(greedy(problem, vram, ram)) if exact else None,
+        heuristic=problem.time(greedy(problem, vram, ram)) if exact and not rows else None,
         activations_on_gpu=work.activations_on_gpu(assignment.cuts),
-        digest=json_digest({"inputs": inputs, "answer": asdict(assignment)}),
+        digest=json_digest({"inputs": inputs, "answer": {**asdict(assignment), **_divided(rows)}}),
+        rows=rows,
     )
+
+
+def _divided(rows: Sequence[RowChoice]) -> dict[str, Any]:
+    """What a digest has of rows on disk; nothing where there are none."""
+    return {"rows": [[row.pinned, row.cached, row.first] for row in rows]} if rows else {}
+
+
+def _tiers(problem: Problem, vram: int) -> ThreeTiers:
+    """The problem with a disk."""
+    assert problem.rows is not None
+    return ThreeTiers(problem, problem.rows, vram)
 
 
 def _exact(problem: Problem, vram: int, ram: int) -> Solution | None:
     """The optimum, and the relaxation's lower bound; None where the model does not fit."""
+    found = _in_memory(problem, vram, ram)
+    if problem.rows is not None:
+        found += [one for budget in {0, vram} for one in _from_disk(_tiers(problem, budget), ram)]
+    if not found:
+        return None
+    bound = min(solution.bound_ns or 0 for *_, solution in found)
+    return replace(min(found, key=lambda one: one[:3])[3], bound_ns=bound)
+
+
+def _from_disk(tiers: ThreeTiers, ram: int) -> list[tuple[int, int, int, Solution]]:
+    """(picoseconds, GPU bytes, RAM, solution) of the optimum with rows on disk, if there is one."""
+    found = tiers.solve(ram)
+    if found is None:
+        return []
+    used_ram, used_vram = (sum(part.values()) for part in tiers.used(found.assignment, found.rows, ram))
+    return [(tiers.time(found.assignment, found.rows).total, used_vram, used_ram, found)]
+
+
+def _in_memory(problem: Problem, vram: int, ram: int) -> list[tuple[int, int, int, Solution]]:
+    """(picoseconds, GPU bytes, RAM, solution) of the optima in memory: without the GPU, and with it."""
     found, nothing = [], all_cpu(problem.work.decoder.n_layers)
     _, used_ram = problem.used(nothing)
     if used_ram <= ram:
         time = problem.time(nothing).total
-        found.append((time, 0, used_ram, nothing, time))
+        found.append((time, 0, used_ram, Solution(assignment=nothing, gap=0.0, bound_ns=-(-time // 1000))))
     # The GPU's buffers are needed with the first byte that is placed there.
     sizes = problem.sizes
     free = vram - sizes.workspace[GPU]
@@ -155,11 +224,9 @@ def _exact(problem: Problem, vram: int, ram: int) -> Solution | None:
         if path is not None:
             assignment = problem.formulation.assignment(path)
             assert problem.time(assignment).total == path.cost
-            found.append((path.cost, *problem.used(assignment), assignment, path.bound))
-    if not found:
-        return None
-    best = min(found, key=lambda one: one[:3])
-    return Solution(assignment=best[3], gap=0.0, bound_ns=-(-min(one[4] for one in found) // 1000))
+            solution = Solution(assignment=assignment, gap=0.0, bound_ns=-(-path.bound // 1000))
+            found.append((path.cost, *problem.used(assignment), solution))
+    return found
 
 
 def _by_highs(problem: Problem, vram: int, ram: int, objective: str, seconds: float) -> Solution | None:
@@ -179,10 +246,15 @@ def _by_highs(problem: Problem, vram: int, ram: int, objective: str, seconds: fl
         ) from None
 
 
-def _does_not_fit(problem: Problem, vram: int, ram: int) -> DoesNotFitError:
-    """The error with what is needed, what there is, and the nearest budgets that fit: one raised, the other kept."""
+def _does_not_fit(problem: Problem, vram: int, ram: int, *, disk: bool) -> DoesNotFitError:
+    """The error with what is needed, what there is, and the nearest budgets that fit: one raised, the other kept.
+
+    `disk`: rows may be on disk, where the machine has one.
+    """
     sizes = problem.sizes
     _, enough_ram = problem.used(greedy(problem, vram, ram=0))
+    if disk and problem.rows is not None:
+        enough_ram = min(enough_ram, *(_tiers(problem, budget).least_ram() for budget in (0, vram)))
     enough_vram, _ = problem.used(greedy(problem, 1 << 62, ram=ram))
     fits = [f"{enough_ram} bytes of RAM ({enough_ram / 2**30:.2f} GiB) with this GPU budget"]
     if sizes.workspace[CPU] <= ram and problem.has_gpu:
@@ -207,13 +279,15 @@ def ladder(
     """Placements for a ladder of GPU budgets and any further `budgets` (bytes), by rising budget.
 
     Budgets of the ladder are left out where nothing is placed or where the model does not fit into RAM beside them.
-    Without a GPU the result is (). Raises DoesNotFitError for a further budget that does not fit, or at which nothing
-    is placed.
+    Without a GPU there are none of these. On a machine with a disk, placements on the CPU for a ladder of RAM budgets
+    up to `ram` come before them, as far as they have rows on disk. Raises DoesNotFitError for a further budget that
+    does not fit, or at which nothing is placed.
     """
     ram = ram_of(problem.machine) if ram is None else ram
+    from_disk = ram_ladder(problem, ram) if objective == "time" and solver == "exact" else ()
     if not problem.has_gpu:
         place(problem, 0, ram)  # it must fit all the same
-        return ()
+        return from_disk
     most = problem.sizes.all_on_gpu
     found = []
     for budget in sorted({most * percent // 100 for percent in LADDER} | set(budgets)):
@@ -227,7 +301,21 @@ def ladder(
             found.append(placement)
         elif budget in budgets:
             raise _nothing_placed(problem.sizes, budget)
-    return tuple(found)
+    return (*from_disk, *found)
+
+
+def ram_ladder(problem: Problem, ram: int) -> tuple[Placement, ...]:
+    """Placements on the CPU with rows on disk, by rising budget of RAM: a ladder up to `ram`.
+
+    () for a machine without a disk.
+    """
+    if problem.rows is None:
+        return ()
+    tiers = _tiers(problem, 0)
+    least = tiers.resident + tiers.least_buffers
+    budgets = {least + tiers.all_rows * percent // 100 for percent in RAM_LADDER} | {ram}
+    found = [place(problem, 0, budget) for budget in sorted(budgets) if least <= budget <= ram]
+    return tuple(placement for placement in found if placement.rows)
 
 
 def _nothing_placed(sizes: Sizes, budget: int) -> DoesNotFitError:
@@ -244,12 +332,16 @@ def _nothing_placed(sizes: Sizes, budget: int) -> DoesNotFitError:
     )
 
 
+_NAMES: dict[str, Any] = {"version": True, "name": True, "source": True, "cpu": {"name"}, "gpu": {"name"}}
+"""What of a machine decides nothing."""
+
+
 def _inputs(problem: Problem) -> dict[str, Any]:
     """Everything beside budgets and solver that decides a placement, and nothing else: no name, source or version.
 
     The keys are part of every lock and every stored plan, so they stay whatever the fields are called.
     """
-    work = problem.work
+    work, has_disk = problem.work, problem.machine.disk is not None
     return {
         "shape": {**asdict(work.decoder), "family": None},
         "formats": dict(work.formats),
@@ -258,7 +350,6 @@ def _inputs(problem: Problem) -> dict[str, Any]:
         **({} if work.routed is None else {"routed": work.routed.tolist()}),
         "layers": [{key: getattr(layer, key) for key in ("rung", "rank", "read_ppm")} for layer in work.layers],
         "context": work.context,
-        "machine": problem.machine.model_dump(
-            exclude={"version": True, "name": True, "source": True, "cpu": {"name"}, "gpu": {"name"}}
-        ),
+        "machine": problem.machine.model_dump(exclude={**_NAMES, "disk": {"name"} if has_disk else True}),
+        **({"persistence": None if work.persistence is None else work.persistence.tolist()} if has_disk else {}),
     }

@@ -1,7 +1,7 @@
 """What a machine would do with a model that is known by its config alone: what fits, where it goes, and how fast."""
 
 from pi_compile.planning.baselines import Baselines
-from pi_compile.planning.forecast import AROUND, GIB, PlanSpec, activation_profile, plan, published_profile
+from pi_compile.planning.forecast import AROUND, GIB, PlanSpec, activation_profile, plan, published_profile, ram_budgets
 from pi_compile.planning.model_config import PlannedModel, find_planned
 from pi_compile.planning.prefill_time import prefill_tokens_per_s
 
@@ -16,4 +16,5 @@ __all__ = [
     "plan",
     "prefill_tokens_per_s",
     "published_profile",
+    "ram_budgets",
 ]

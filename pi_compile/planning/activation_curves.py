@@ -42,7 +42,7 @@ class Curve:
 
 def find_curve(name: str) -> Curve:
     """The bundled curve of this name. Raises UsageError that names all of them."""
-    known = sorted(path.stem for path in bundled_folder("published").glob("*.csv"))
+    known = sorted(path.stem for path in bundled_folder("profiles/activations/published").glob("*.csv"))
     if name not in known:
         near = nearest(name, known)
         raise UsageError(
@@ -50,7 +50,7 @@ def find_curve(name: str) -> Curve:
             expected=f"one of {', '.join(known)}",
             remedy=f"--curve {near}" if near else None,
         )
-    return read_curve(bundled_folder("published") / f"{name}.csv")
+    return read_curve(bundled_folder("profiles/activations/published") / f"{name}.csv")
 
 
 def read_curve(path: Path) -> Curve:

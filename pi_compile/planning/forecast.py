@@ -11,7 +11,7 @@ import numpy as np
 from pi_compile.cost_model import GPU, PICO, Workload
 from pi_compile.errors import ProfileError
 from pi_compile.machine import Machine
-from pi_compile.placement import Placement, Problem, place
+from pi_compile.placement import Placement, Problem, all_cpu, place, ram_ladder
 from pi_compile.planning.activation_curves import TOKENS, curve_counts, find_curve
 from pi_compile.planning.baselines import Baselines
 from pi_compile.planning.model_config import PlannedModel
@@ -71,6 +71,38 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
         "predictor_rank": max((layer.rank or 0 for layer in work.layers), default=0) or None,
         "trained": bool(activation.layers),
         "budgets": [_budget(spec, problem, baselines, percent) for percent in AROUND],
+        "disk": None if spec.machine.disk is None else spec.machine.disk.name,
+        "ram_budgets": [_ram_budget(problem, placement) for placement in ram_budgets(problem)],
+    }
+
+
+def ram_budgets(problem: Problem) -> tuple[Placement, ...]:
+    """Placements on the CPU for a ladder of RAM budgets, with all in memory as the last one.
+
+    () for a machine without a disk.
+    """
+    if problem.rows is None:
+        return ()
+    _, everything = problem.used(all_cpu(problem.work.decoder.n_layers))
+    return (*(p for p in ram_ladder(problem, everything) if p.ram < everything), place(problem, 0, everything))
+
+
+def _ram_budget(problem: Problem, placement: Placement) -> dict[str, Any]:
+    found = {"ram_bytes": placement.ram, "decode_tokens_per_s": PICO / placement.time.total}
+    return {**found, **_from_disk(problem, placement)}
+
+
+def _from_disk(problem: Problem, placement: Placement) -> dict[str, Any]:
+    """How the rows of the CPU's neurons are divided, and what is predicted of it."""
+    d, assignment = problem.work.decoder, placement.assignment
+    neurons = d.n_layers * d.neurons - sum(assignment.cuts)
+    pinned, cached = (sum(getattr(row, name) for row in placement.rows) for name in ("pinned", "cached"))
+    return {
+        "pinned_share": pinned / max(neurons, 1) if placement.rows else 1.0,
+        "cached_share": cached / max(neurons, 1),
+        "first_in_ram_layers": sum(row.first for row in placement.rows),
+        "hit_rate": placement.hit_rate,
+        "read_bytes": placement.read_bytes,
     }
 
 
@@ -146,6 +178,7 @@ def _placed(problem: Problem, placement: Placement) -> dict[str, Any]:
         "expert_cuts": list(placement.expert_cuts),
         "activations_on_gpu": round(placement.activations_on_gpu, 4),
         "decode_tokens_per_s": PICO / time.total,
-        "prefill_tokens_per_s": prefill_tokens_per_s(problem, assignment),
+        "prefill_tokens_per_s": prefill_tokens_per_s(problem, placement),
         "milliseconds": {part: ps / 1e9 for part, ps in time.parts.items()},
+        **(_from_disk(problem, placement) if placement.rows else {}),
     }

@@ -67,7 +67,7 @@ def find_planned(
     if path.is_dir():
         path = path / _CONFIG
     if not path.is_file():
-        path = bundled_folder("models") / name / _CONFIG
+        path = bundled_folder("profiles/models") / name / _CONFIG
     if path.suffix == ".gguf":
         raise CheckpointError(
             f"{name}: a GGUF file is not planned for",
@@ -92,7 +92,7 @@ def find_planned(
 
 def bundled_models() -> list[str]:
     """OWNER/NAME of every model whose config is bundled."""
-    root = bundled_folder("models")
+    root = bundled_folder("profiles/models")
     return sorted(path.parent.relative_to(root).as_posix() for path in root.glob(f"*/*/{_CONFIG}"))
 
 

@@ -5,24 +5,30 @@ For a block of T tokens a part takes the longer of reading its weights once and 
     max( bytes ÷ rate ,  2 T · weights ÷ operations a second )
 
 and the two sides of an FFN overlap as in decoding. A processor without a rate of operations is taken to be bound by
-memory. Hand-overs carry T residuals. The head is left out, because it is computed for the last token only. Keys and
-values are left out, because they are few.
+memory. Rows on disk are read once for a block, in large reads, while others are computed; such a run has larger blocks
+where its budget has room for them. Hand-overs carry T residuals. The head is left out, because it is computed for the
+last token only. Keys and values are left out, because they are few.
 """
 
+from collections.abc import Sequence
 from math import prod
 
-from pi_compile.cost_model import CPU, GPU, PICO, Workload, interconnect_of
+from pi_compile.cost_model import CPU, GPU, PICO, RowChoice, Workload, interconnect_of
 from pi_compile.machine import to_units
-from pi_compile.placement import PREFILL_TOKENS, Assignment, Problem
+from pi_compile.placement import PREFILL_TOKENS, Assignment, Placement, Problem
+from pi_compile.placement.three_tiers import ThreeTiers
 from pi_runtime.artifact.sizes import array_specs
 
 
-def prefill_tokens_per_s(problem: Problem, a: Assignment) -> float:
+def prefill_tokens_per_s(problem: Problem, p: Placement) -> float:
     """Tokens a second of a long prompt with this placement."""
-    return PREFILL_TOKENS / (block_ps(problem, a, PREFILL_TOKENS) / PICO)
+    tokens = PREFILL_TOKENS
+    if p.rows and problem.rows is not None:
+        tokens = ThreeTiers(problem, problem.rows, p.vram).block_tokens(p.ram)
+    return tokens / (block_ps(problem, p.assignment, tokens, p.rows) / PICO)
 
 
-def block_ps(problem: Problem, a: Assignment, tokens: int) -> int:
+def block_ps(problem: Problem, a: Assignment, tokens: int, rows: Sequence[RowChoice] = ()) -> int:
     """Picoseconds of one block of tokens through all layers."""
     work, machine, processors = problem.work, problem.machine, problem.costs.processors
     interconnect, parts = interconnect_of(machine), work.parts
@@ -37,13 +43,15 @@ def block_ps(problem: Problem, a: Assignment, tokens: int) -> int:
 
     handover = interconnect.ps(4 * work.decoder.d_model * tokens) if interconnect else 0
     total, before = 0, a.embedding
-    for side, cut in zip(a.sides, a.cuts, strict=True):
+    for n, (side, cut) in enumerate(zip(a.sides, a.cuts, strict=True)):
         cold = work.decoder.neurons - cut
         attention = part_ps(side, parts.attention, weights["attention"], "attention")
         hot_ps = part_ps(GPU, cut * parts.neuron, work.of_routed_experts(cut * weights["neuron"]), "ffn") if cut else 0
         cold_ps = (
             part_ps(CPU, cold * parts.neuron, work.of_routed_experts(cold * weights["neuron"]), "ffn") if cold else 0
         )
+        if rows and problem.rows is not None:
+            cold_ps = max(cold_ps, problem.rows.reads.range_ps(problem.rows.on_disk(n, cold, rows[n])))
         split = cut != (0 if side == CPU else work.decoder.neurons)
         total += attention + max(hot_ps, cold_ps) + (2 * handover if split else 0) + (handover if side != before else 0)
         before = side

@@ -13,6 +13,7 @@ COLOURS = {
     "cache": ("#7fb2e5", "#a9cdf3"),
     "predictor": ("#8a5fb8", "#b792e0"),
     "ffn": ("#d9822b", "#eea04e"),
+    "disk": ("#8a7a2e", "#cdb95a"),
     "handover": ("#c23b55", "#ee6f87"),
     "embedding": ("#9aa5b0", "#8b96a1"),
     "head": ("#5f6b76", "#bcc5ce"),

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from pi_compile.cost_model import CPU, GPU, PICO, Workload
 from pi_compile.placement import LADDER, Placement, Problem, place
-from pi_compile.planning import AROUND, Baselines, PlanSpec, activation_profile, prefill_tokens_per_s
+from pi_compile.planning import AROUND, Baselines, PlanSpec, activation_profile, prefill_tokens_per_s, ram_budgets
 from pi_compile.results import ActivationProfile
 from pi_runtime.errors import DoesNotFitError
 
@@ -45,6 +45,8 @@ class Explanation:
     """By rising GPU memory, or RAM on a machine without a GPU."""
     all_on_gpu: int
     """GPU memory that takes every part."""
+    ram_budgets: tuple[Placement, ...]
+    """On the CPU alone, by rising RAM, with all in memory at the end; () for a machine without a disk."""
 
     @property
     def asked(self) -> Budget:
@@ -91,6 +93,7 @@ def explain(spec: PlanSpec, progress: Callable[[int, int], None] | None = None) 
         placement=placement,
         budgets=tuple(budgets),
         all_on_gpu=all_on_gpu,
+        ram_budgets=ram_budgets(problem),
     )
 
 
@@ -115,7 +118,7 @@ def _budget(
         except DoesNotFitError:
             placement = None
     if placement is not None:
-        prefill = prefill_tokens_per_s(problem, placement.assignment)
+        prefill = prefill_tokens_per_s(problem, placement)
     return Budget(
         vram=vram,
         ram=ram,
@@ -135,7 +138,7 @@ def tokens_per_s(placement: Placement) -> float:
 def busy(placement: Placement) -> dict[str, dict[str, int]]:
     """Picoseconds that each processor and the link work for a token, by part. They overlap only within an FFN."""
     busy_ps: dict[str, dict[str, int]] = {
-        name: dict.fromkeys(placement.time.parts, 0) for name in ("GPU", "CPU", "link")
+        name: dict.fromkeys(placement.time.parts, 0) for name in ("GPU", "CPU", "link", "disk")
     }
     names, assignment, time = {CPU: "CPU", GPU: "GPU"}, placement.assignment, placement.time
     for side, layer in zip(assignment.sides, time.layers, strict=True):
@@ -143,6 +146,8 @@ def busy(placement: Placement) -> dict[str, dict[str, int]]:
         busy_ps[names[side]]["predictor"] += layer.predictor
         busy_ps["GPU"]["ffn"] += layer.gpu
         busy_ps["CPU"]["ffn"] += layer.cpu
+        if "disk" in placement.time.parts:
+            busy_ps["disk"]["disk"] += layer.disk
         busy_ps["link"]["hand-over"] += layer.handover + layer.crossing
     busy_ps[names[assignment.embedding]]["embedding and head"] += time.embedding
     busy_ps[names[assignment.head]]["embedding and head"] += time.head

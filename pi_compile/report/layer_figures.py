@@ -95,7 +95,8 @@ def layer_figure(e: Explanation) -> Chart:
     parts = {
         "attention": [layer.attention for layer in layers],
         "predictor": [layer.predictor for layer in layers],
-        "ffn": [max(layer.gpu, layer.cpu) for layer in layers],
+        "ffn": [layer.ffn for layer in layers],
+        "disk": [layer.waiting for layer in layers],
         "hand-over": [layer.handover + layer.crossing for layer in layers],
     }
     with figure(2.9) as (drawn, (axis,)):

@@ -17,7 +17,7 @@ from pi_compile.report.colours import COLOURS
 from pi_compile.report.explanation import Budget, Explanation, busy, tokens_per_s
 from pi_compile.report.layer_figures import balance_figure, curve_figure, cut_figure, layer_figure, rank_figure
 from pi_compile.report.quantities import NBSP, digits, duration, duration_unit, memory, percent, span
-from pi_compile.report.token_figures import PARTS_SHOWN, budget_figure, memory_figure, token_figure, word
+from pi_compile.report.token_figures import PARTS_SHOWN, budget_figure, memory_figure, ram_figure, token_figure, word
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import parameters
 
@@ -44,6 +44,7 @@ def report_page(e: Explanation) -> str:
         token=token_figure(e),
         memory_use=memory_figure(e),
         budgets=budget_figure(e),
+        ram_budgets=ram_figure(e),
         cuts=cut_figure(e),
         curves=curve_figure(e),
         layers=layer_figure(e),

@@ -1,4 +1,4 @@
-"""The report's figures of a whole token: time by part, bytes by part, and the time that other budgets would give."""
+"""The report's figures of a whole token: time by part, bytes by part, and what other budgets would give."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ _COLOURS = {"hand-over": "handover", "embedding and head": "head"}
 """Colours of parts that are not named like the part."""
 PARTS_SHOWN = ("embedding", "attention", "cache", "predictor", "ffn", "head", "scratch")
 """Parts of a memory in the order in which the page shows them."""
-_WORDS = {"ffn": "FFN", "cache": "key-value cache", "scratch": "buffers"}
+_WORDS = {"ffn": "FFN", "disk": "waiting for the disk", "cache": "key-value cache", "scratch": "buffers"}
 """Names of parts for readers, where they differ from the keys."""
 
 
@@ -117,6 +117,29 @@ def budget_figure(e: Explanation) -> Chart | None:
     legend += [("muted", "dash", "whole layers, dense")]
     legend += [("warn", "pale", "does not fit into memory")] if lost else []
     return Chart(title=title, svg=text, about=about, legend=tuple(legend))
+
+
+def ram_figure(e: Explanation) -> Chart | None:
+    """Predicted speed on the CPU alone by RAM budget; None for a machine without a disk."""
+    if not e.ram_budgets:
+        return None
+    scale, unit = bytes_unit(e.ram_budgets[-1].ram)
+    budgets = [p.ram / scale for p in e.ram_budgets]
+    rates = [tokens_per_s(p) for p in e.ram_budgets]
+    with figure(3.1) as (drawn, (axis,)):
+        axis.plot(budgets, rates, "-", color=colour("accent"))
+        axis.plot(budgets[:-1], rates[:-1], "o", color=colour("accent"), ms=3.6)
+        axis.plot(budgets[-1], rates[-1], "o", color=colour("accent"), ms=7, mfc="none", mew=1.6)
+        axis.set_xlim(0, budgets[-1] * 1.03)
+        axis.set_ylim(0, max(rates) * 1.08)
+        axis.set_xlabel(f"RAM that may be used, {unit}")
+        axis.set_title("tokens a second, on the CPU alone")
+        axis.grid(axis="y")
+        shown = (f"{digits(tokens_per_s(p))} tokens/s with {memory(p.ram)}" for p in e.ram_budgets)
+        title, about = "What less RAM would give", f"{'; '.join(shown)}."
+        text = svg(drawn, "ram", title, about)
+    legend = (("accent", "line", "with rows on disk"), ("accent", "dot", "ring: all in memory"))
+    return Chart(title=title, svg=text, about=about, legend=legend)
 
 
 def _speeds(e: Explanation) -> str:

@@ -6,6 +6,7 @@ The activation profile of `profile`, the order of the neurons that follows from 
 from pi_compile.results.activation_profile import (
     GROUP,
     MILLION,
+    WINDOWS,
     ActivationProfile,
     Counts,
     LayerWork,
@@ -16,6 +17,7 @@ from pi_compile.results.predictor_set import LayerRow, Matrices, PredictorSet, P
 __all__ = [
     "GROUP",
     "MILLION",
+    "WINDOWS",
     "ActivationProfile",
     "Counts",
     "LayerRow",

@@ -2,8 +2,8 @@
 
 It holds what placing needs of a model and no more, so that a placement can be reproduced without model, corpus or
 torch. The stage `profile` counts, training adds the rungs, and a published curve gives counts without either. On disk
-it is one `.npz` file (NumPy's own container): `meta` (JSON), `counts`, `order`, and with experts `routed`. The first
-axis of an array is 1 where all layers are alike.
+it is one `.npz` file (NumPy's own container): `meta` (JSON), `counts`, `order`, with experts `routed`, and where it was
+measured `persistence`. The first axis of an array is 1 where all layers are alike.
 """
 
 import hashlib
@@ -29,6 +29,8 @@ Order = npt.NDArray[np.uint32]
 
 GROUP = 64
 """Neurons that move together: cuts fall between groups."""
+WINDOWS = (1, 2, 4, 8)
+"""Persistence is measured over so many tokens before a token."""
 MILLION = 10**6
 VERSION = 2
 """Version of the file."""
@@ -64,6 +66,9 @@ class ActivationProfile:
     """(layers, F): index in the checkpoint of each stored neuron, each expert's hottest group first."""
     routed: Counts | None = None
     """(layers, X): tokens that the router sent to each expert; None where there is no router."""
+    persistence: Counts | None = None
+    """(layers, 1 + 4): activations at tokens with eight tokens of their text before them; and how many of these were of
+    neurons that had fired in the last 1, 2, 4, 8 tokens (`WINDOWS`). None where it was not measured."""
     formats: Mapping[str, str] = field(default_factory=dict)
     """Number format of each part as the checkpoint stores it; empty where there is no checkpoint."""
     layers: tuple[LayerWork, ...] = ()
@@ -83,6 +88,12 @@ class ActivationProfile:
         """(layers,) mean fraction of neurons that fire for a token, among those of the experts it is routed to."""
         return np.asarray(self.counts.sum(1) / (self.tokens * self.decoder.experts_per_token * self.decoder.d_ff))
 
+    def persistent_shares(self) -> npt.NDArray[np.float64] | None:
+        """(layers, 4) share of a token's active neurons that had fired in the last 1, 2, 4, 8 tokens."""
+        if self.persistence is None:
+            return None
+        return np.asarray(self.persistence[:, 1:] / np.maximum(self.persistence[:, :1], 1))
+
     def cumulative_curve(self, points: int = 100) -> npt.NDArray[np.float64]:
         """(layers, points + 1) fraction of all activations that the hottest 0, 1/points, … 1 of the neurons have."""
         falling = -np.sort(-self.counts.astype(np.int64), axis=1)
@@ -97,8 +108,9 @@ class ActivationProfile:
         return self._digest({"decoder": asdict(self.decoder), "tokens": self.tokens, "inputs": None})
 
     def placing_digest(self) -> str:
-        """sha256 of all that placing reads: the counts and their order, formats and rungs."""
+        """sha256 of all that placing reads: the counts and their order, persistence, formats and rungs."""
         keys = ("rung", "rank", "ffn_bytes", "read_ppm", "loss_ppb")
+        measured = {} if self.persistence is None else {"persistence": self.persistence.tolist()}
         return self._digest(
             {
                 "shape": asdict(self.decoder),
@@ -106,6 +118,7 @@ class ActivationProfile:
                 "tokens": self.tokens,
                 "table": [{key: getattr(layer, key) for key in keys} for layer in self.layers],
                 "predictor_format": self.predictor_format,
+                **measured,
             }
         )
 
@@ -122,7 +135,8 @@ class ActivationProfile:
         meta = {key: getattr(self, key) for key in ("tokens", "predictor_format", "inputs")}
         meta |= {"version": VERSION, "decoder": asdict(self.decoder), "formats": dict(self.formats)}
         meta["layers"] = [asdict(layer) for layer in self.layers]
-        arrays: dict[str, npt.NDArray[Any] | None] = {"counts": self.counts, "order": self.order, "routed": self.routed}
+        names = ("counts", "order", "routed", "persistence")
+        arrays: dict[str, npt.NDArray[Any] | None] = {name: getattr(self, name) for name in names}
         smallest = {name: _smallest(array) for name, array in arrays.items() if array is not None}
         write_arrays(path, {"meta": np.array(json.dumps(meta, sort_keys=True)), **smallest}, compressed=True)
 
@@ -143,7 +157,9 @@ class ActivationProfile:
             if d.n_experts > 1:
                 kinds["routed"] = ("u8", d.n_experts)
             most = 8 * d.n_layers * d.neurons + _LARGEST_HEADER
-            stored = read_arrays(path, names=kinds, most=most)
+            stored = read_arrays(path, names=[*kinds, "persistence"], most=most)
+            if "persistence" in stored:
+                kinds["persistence"] = ("u8", 1 + len(WINDOWS))
             arrays: dict[str, Any] = {
                 name: _all_rows(stored[name].astype(dtype, casting="safe"), (d.n_layers, columns))
                 for name, (dtype, columns) in kinds.items()
@@ -166,6 +182,13 @@ class ActivationProfile:
             return "the order of a layer does not name every neuron once"
         if self.tokens < 1 or not counts_within_routed(self.counts, self.routed, self.tokens, d.n_experts):
             return f"counts above the {self.tokens} tokens profiled, or above those routed to an expert"
+        if not _shares_rise(self.persistence):
+            return "more activations that persisted than activations, or fewer in a longer window"
+        return self._problem_of_layers()
+
+    def _problem_of_layers(self) -> str:
+        """What contradicts what in the layers' rungs; empty where nothing does."""
+        d = self.decoder
         if self.layers and len(self.layers) != d.n_layers:
             return f"rungs of {len(self.layers)} layers for {d.n_layers}"
         if not all(layer.rung in RUNGS for layer in self.layers):
@@ -188,6 +211,11 @@ def counts_within_routed(counts: npt.NDArray[Any], routed: npt.NDArray[Any] | No
     shape = (len(counts), experts)
     most = counts.reshape(*shape, counts.shape[1] // experts).max(axis=2, initial=0)
     return routed.shape == shape and bool((most <= routed).all() and routed.max(initial=0) <= tokens)
+
+
+def _shares_rise(persistence: Counts | None) -> bool:
+    """Whether a longer window holds no fewer activations, and none holds more than there are."""
+    return persistence is None or bool((np.diff(persistence[:, [1, 2, 3, 4, 0]].astype(np.int64), axis=1) >= 0).all())
 
 
 _REMEDY = "`pi-compile profile RECIPE --export FILE` makes one; `train` in place of `profile` adds the rungs"

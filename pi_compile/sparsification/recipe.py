@@ -1,6 +1,6 @@
 """SPARSIFY.toml: a model, an activation and a training, as a complete and strict file.
 
-`docs/sparsify.md` explains the keys. Paths are relative to the recipe.
+`docs/how-to/sparsify.md` explains the keys. Paths are relative to the recipe.
 """
 
 from collections.abc import Sequence
@@ -203,7 +203,7 @@ def default_sparsify_recipe(
 
 def read_sparsify_recipe(path: Path) -> SparsifyRecipe:
     """Read and check a SPARSIFY.toml. Raises RecipeError naming every problem with its key."""
-    recipe = read_toml(path, SparsifyRecipe, "pi-compile init MODEL --sparsify", "docs/sparsify.md")
+    recipe = read_toml(path, SparsifyRecipe, "pi-compile init MODEL --sparsify", "docs/how-to/sparsify.md")
     if recipe.train.warmup_steps >= recipe.steps:
         raise RecipeError(
             f"{path}: train.warmup_steps",

@@ -10,8 +10,10 @@ Shape letters: N samples, D model width, X experts, F neurons of all experts, R 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
 
@@ -71,21 +73,33 @@ def second_moment(blocks: Iterable[Tensor], width: int) -> Tensor:
     return total / count
 
 
+@dataclass(frozen=True, eq=False)
 class WarmStarts:
     """The truncated SVD of W C^½ at any rank; its scores approximate the pre-activations W x + b."""
 
-    def __init__(self, first_FD: Tensor, bias_F: Tensor | None, moment_DD: Tensor, n_experts: int = 1) -> None:
-        self._bias = first_FD.new_zeros(len(first_FD)) if bias_F is None else bias_F
+    down_XRD: Tensor
+    up_FR: Tensor
+    bias_F: Tensor
+
+    @classmethod
+    def of(cls, first_FD: Tensor, bias_F: Tensor | None, moment_DD: Tensor, n_experts: int = 1) -> "WarmStarts":
+        """The factors at full rank, from the layer's weights and its inputs' second moment."""
         values, vectors = torch.linalg.eigh(moment_DD.to(first_FD.device))
         values = values.clamp_min(float(values.max()) * 1e-9)
         root, inverse = ((vectors * values**p) @ vectors.T for p in (0.5, -0.5))
-        self._factors = [_svd(w.double() @ root, inverse) for w in first_FD.chunk(n_experts)]
+        factors = [_svd(w.double() @ root, inverse) for w in first_FD.chunk(n_experts)]
+        ups, downs = zip(*factors, strict=True)
+        bias = first_FD.new_zeros(len(first_FD)) if bias_F is None else bias_F
+        return cls(torch.stack(downs), torch.cat(ups), bias)
 
     def at(self, rank: int) -> Predictor:
         """The best predictor of this rank, in each expert."""
-        down = torch.cat([down[:rank] for _, down in self._factors])
-        up = torch.cat([up[:, :rank] for up, _ in self._factors])
-        return Predictor(down.float().contiguous(), up.float().contiguous(), self._bias.clone())
+        down_RD = self.down_XRD[:, :rank].flatten(0, 1)
+        return Predictor(down_RD.contiguous(), self.up_FR[:, :rank].contiguous(), self.bias_F.clone())
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """The factors by the names of the fields."""
+        return {f.name: getattr(self, f.name).numpy(force=True) for f in fields(self)}
 
 
 def _svd(m_FD: Tensor, inverse_DD: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +109,7 @@ def _svd(m_FD: Tensor, inverse_DD: Tensor) -> tuple[Tensor, Tensor]:
     """
     _, vectors = torch.linalg.eigh(m_FD.T @ m_FD)
     v_DD = vectors.flip(1)
-    return m_FD @ v_DD, v_DD.T @ inverse_DD
+    return (m_FD @ v_DD).float(), (v_DD.T @ inverse_DD).float()
 
 
 def energy(h_NF: Tensor, w: td.NamedTensors) -> Tensor:

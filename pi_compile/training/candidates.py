@@ -158,6 +158,8 @@ class Ladder:
     top_share: float
     """Fraction of all activations that the hottest fifth of the neurons have."""
     found: list[Candidate] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
+    """Ranks of predictors that were tried."""
     arrays: Arrays = field(default_factory=dict)
     """Predictors as trained."""
 
@@ -165,6 +167,12 @@ class Ladder:
         """Try everything that the recipe allows."""
         for search in searches_for(self.spec.rungs, self.d):
             search.find(self)
+
+    def search_untrained(self) -> None:
+        """Try what needs no predictor."""
+        for search in searches_for(self.spec.rungs, self.d):
+            if not search.trains:
+                search.find(self)
 
     def find_thresholds(self) -> None:
         """Candidates on the rung `threshold`: magnitudes that keep given fractions of the activations."""
@@ -184,16 +192,15 @@ class Ladder:
 
     def find_predictors(self) -> None:
         """Candidates on the rung `predicted`, at a few ranks and at those beyond them that the best one suggests."""
-        moment = second_moment(self.fit.blocks(), self.d.d_model)
-        starts = WarmStarts(self.w["ffn/first"], self.w.get("ffn/first_bias"), moment, self.d.n_experts)
-        ranks = initial_ranks(self.d, self.spec.predictor_formats, self.density, self.top_share)
-        self._train(starts, ranks, 0)
+        starts = self.warm_starts()
+        self.try_ranks(starts, initial_ranks(self.d, self.spec.predictor_formats, self.density, self.top_share), 0)
         for training_round in range(1, 1 + MORE_RANKS):
-            rank = self._next_rank(ranks)
-            if rank is None:
-                break
-            self._train(starts, [rank], training_round)
-            ranks = sorted([*ranks, rank])
+            self.try_further(starts, training_round)
+
+    def warm_starts(self) -> WarmStarts:
+        """The predictors of all ranks, before training."""
+        moment = second_moment(self.fit.blocks(), self.d.d_model)
+        return WarmStarts.of(self.w["ffn/first"], self.w.get("ffn/first_bias"), moment, self.d.n_experts)
 
     def _rows(self) -> int:
         return max(1, NEURON_VALUES // self.d.neurons)
@@ -220,7 +227,9 @@ class Ladder:
                 error = lost / max(self.tune.state, 1e-30)
                 yield replace(candidate.limited(limit), reads=reads, error=error)
 
-    def _train(self, starts: WarmStarts, ranks: Sequence[int], training_round: int) -> None:
+    def try_ranks(self, starts: WarmStarts, ranks: Sequence[int], training_round: int) -> None:
+        """Candidates at some ranks, each as if it were alone: as the warm start, and trained."""
+        self.tried.extend(ranks)
         warm = [starts.at(rank) for rank in ranks]
         batches = self.fit.batches(self.spec.batch, self.rng(training_round))
         with torch.enable_grad():
@@ -234,9 +243,12 @@ class Ladder:
                 on_step=self.on_step,
             )
         with torch.inference_mode():
-            made = [(p, rank, False) for p, rank in zip(warm, ranks, strict=True)]
-            if self.spec.steps:
-                made += [(p, rank, True) for p, rank in zip(trained, ranks, strict=True)]
+            made = [
+                (p, rank, is_trained)
+                for rank, *both in zip(ranks, warm, trained, strict=True)
+                for p, is_trained in zip(both, (False, True), strict=True)
+                if self.spec.steps or not is_trained
+            ]
             for p, rank, is_trained in made:
                 prefix = _array_prefix(rank, is_trained)
                 self.arrays.update({f"{prefix}/{k}": getattr(p, k).numpy(force=True) for k in ("down", "up", "bias")})
@@ -248,8 +260,14 @@ class Ladder:
             ]
             self.found.extend(self._measured(candidates))
 
-    def _next_rank(self, tried: Sequence[int]) -> int | None:
-        """The rank beside those tried, if the best predictor has the smallest or the largest of them."""
+    def try_further(self, starts: WarmStarts, training_round: int) -> None:
+        """Candidates at the rank beside those tried, if the best predictor has the smallest or the largest of them."""
+        rank = self._next_rank()
+        if rank is not None:
+            self.try_ranks(starts, [rank], training_round)
+
+    def _next_rank(self) -> int | None:
+        tried = sorted(self.tried)
         step, full = _rank_step(self.d, min(FORMATS[f].columns_per_line for f in self.spec.predictor_formats))
         most = self.spec.layer_error(self.d.n_layers)
         good = [c for c in self.found if c.layer.rank is not None and c.error <= most]

@@ -1,15 +1,17 @@
 """Training samples: texts pushed through the layers one by one, with a layer's FFN inputs on disk.
 
-A text goes through in batches of windows, each of which is a task of its own with files of its own: the hidden states
-before each layer, which are removed when those after it are there. The FFN inputs of a layer are one Zarr array, of
-which each task writes a chunk; it stays until the layer has its candidates.
+A text goes through the dense model in batches of windows, each of which is a task of its own with files of its own: the
+hidden states before each layer, which are removed when those after it are there. The FFN inputs of a layer are one Zarr
+array, of which each task writes a chunk; it stays until the layer has its candidates. On the same way the sums are
+counted by which a choice of rungs is compared with the dense model.
 
 Shape letters: N samples, which are the tokens of all windows, D model width; `ids_NT` has N windows of T tokens.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -24,8 +26,10 @@ from pi_compile.checkpoint import Checkpoint
 from pi_compile.files import read_arrays, write_arrays
 from pi_compile.torch_model import ResidentLayers
 from pi_compile.torch_model import decoder as td
-from pi_compile.training.quality import BATCH
+from pi_compile.training.layer_sums import LayerSums
 
+BATCH = 2
+"""Windows at once, which are a task: few, so that many workers find one, and that logits of all words are small."""
 CHUNK = 4096
 """Samples read at once."""
 NEURON_VALUES = 1 << 24
@@ -74,27 +78,45 @@ class PushedText:
     name: str
     folder: Path
     device: str
+    keeps_inputs: bool = False
+    """Whether FFN inputs are kept."""
+    counts: bool = False
+    """Whether the sums of each layer are counted, and the states after the last layer are kept."""
 
     def tasks(self, layer: int) -> dict[str, Callable[[], None]]:
         """The batches of windows by the file that says that they are through a layer."""
-        return {self._through(layer, n): partial(self._push, layer, n) for n in self._batches}
+        return {self._through(layer, n): partial(self._push, layer, n) for n in self.batches}
 
     def needs(self, layer: int) -> dict[str, list[str]]:
         """What a batch's way through a layer begins after."""
-        return {self._through(layer, n): [self._through(layer - 1, n)] for n in self._batches if layer}
+        return {self._through(layer, n): [self._through(layer - 1, n)] for n in self.batches if layer}
 
     def samples(self, layer: int) -> Samples:
         """The FFN inputs of a layer, when all batches are through it."""
-        states = (read_arrays(self.folder / self._through(layer, n))["state"] for n in self._batches)
         inputs = zarr.open_array(self._inputs_folder(layer), mode="r")
-        return Samples(inputs, sum(map(float, states)), self.device)
+        return Samples(inputs, self.sums(layer).state, self.device)
+
+    def sums(self, layer: int) -> LayerSums:
+        """The sums of a layer in the dense model; without `counts` those of the states alone."""
+        stored = (read_arrays(self.folder / self._through(layer, n)) for n in self.batches)
+        return reduce(add, (sums for arrays in stored for sums in LayerSums.unpack(arrays)))
+
+    def ids(self, n: int) -> torch.Tensor:
+        """The tokens of a batch, (B, T)."""
+        return self.ids_NT[n * BATCH : (n + 1) * BATCH]
+
+    def dense_states(self, n: int) -> torch.Tensor:
+        """The states of a batch after the last layer, (B, T, D)."""
+        stored = read_arrays(self._states(self.checkpoint.decoder.n_layers, n))["states"]
+        return torch.from_numpy(stored).to(self.device)
 
     def forget(self, layer: int) -> None:
         """Remove the FFN inputs of a layer."""
         rmtree(self._inputs_folder(layer), ignore_errors=True)
 
     @property
-    def _batches(self) -> range:
+    def batches(self) -> range:
+        """The numbers of the batches."""
         return range(-(-len(self.ids_NT) // BATCH))
 
     def _through(self, layer: int, n: int) -> str:
@@ -126,18 +148,23 @@ class PushedText:
         return self.folder / f"states-{layer}-{self.name}-{n}.npz"
 
     def _push(self, layer: int, n: int) -> None:
-        """Push one batch of windows through a layer, and keep the layer's FFN inputs."""
+        """Push one batch of windows through a layer."""
         (w,), d = self.resident.weights(range(layer, layer + 1)), self.checkpoint.decoder
         with torch.inference_mode():
             if layer == 0:
-                x = self.resident.embed(self.ids_NT[n * BATCH : (n + 1) * BATCH])
+                x = self.resident.embed(self.ids(n))
             else:
                 x = torch.from_numpy(read_arrays(self._states(layer, n))["states"]).to(self.device)
             x, inputs = td.before_ffn(d, w, x)
-            start = n * BATCH * self.ids_NT.shape[1]
-            self._inputs(layer)[start : start + inputs.shape[:-1].numel()] = inputs.flatten(0, 1).numpy(force=True)
-            x = td.after_ffn(d, w, x, td.ffn_output(w, td.neurons(d, w, inputs)))
-            if layer + 1 < d.n_layers:
+            if self.keeps_inputs:
+                start = n * BATCH * self.ids_NT.shape[1]
+                self._inputs(layer)[start : start + inputs.shape[:-1].numel()] = inputs.flatten(0, 1).numpy(force=True)
+            h, sums = td.neurons(d, w, inputs), LayerSums()
+            if self.counts:
+                sums.add(h, h, None, w["ffn/rest"][:, -1])
+            x = td.after_ffn(d, w, x, td.ffn_output(w, h))
+            sums.state += float(x.square().sum())
+            if self.counts or layer + 1 < d.n_layers:
                 write_arrays(self._states(layer + 1, n), {"states": x.numpy(force=True)})
-            write_arrays(self.folder / self._through(layer, n), {"state": np.array(float(x.square().sum()))})
+            write_arrays(self.folder / self._through(layer, n), LayerSums.pack([sums]))
         self._states(layer, n).unlink(missing_ok=True)

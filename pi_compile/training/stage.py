@@ -8,12 +8,9 @@ Any number of workers share the tasks: the candidates of a layer, a batch of win
 batch on its way through a choice. All workers come to the same choice, each by itself, from what all have measured.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
-from hashlib import sha256
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,12 +18,14 @@ import numpy.typing as npt
 import torch
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.files import json_digest, read_arrays, write_arrays
+from pi_compile.files import json_digest
 from pi_compile.results import ActivationProfile, Matrices, PredictorSet, PredictorsOnDisk
-from pi_compile.torch_model import DENSE, ResidentLayers, SparseFfn, computing_with
+from pi_compile.torch_model import ResidentLayers, SparseFfn, computing_with
 from pi_compile.torch_model import decoder as td
-from pi_compile.training.candidates import Candidate, Ladder, searches_for
-from pi_compile.training.quality import LayerSums, MeasuredText, Quality
+from pi_compile.training.candidates import Candidate, searches_for
+from pi_compile.training.layer_search import LayerSearch
+from pi_compile.training.layer_sums import LayerSums
+from pi_compile.training.quality import MeasuredText, Quality
 from pi_compile.training.rung_choice import RungChoice, choose_rungs, not_met
 from pi_compile.training.samples import PushedText
 from pi_compile.training.spec import TUNE_FRACTIONS, TrainSpec
@@ -127,65 +126,76 @@ class _Run:
 
     # Layer by layer.
 
+    @cached_property
+    def searches(self) -> list[LayerSearch]:
+        """The search of each layer; none where no rung needs one."""
+        if not searches_for(self.spec.rungs, self.checkpoint.decoder):
+            return []
+        density, top_share = self.profile.density(), self.profile.cumulative_curve(5)[:, 1]
+        return [
+            LayerSearch(
+                n=n,
+                d=self.checkpoint.decoder,
+                density=float(density[n]),
+                top_share=float(top_share[n]),
+                resident=self.resident,
+                fit=self.fit,
+                tune=self.tune,
+                spec=self.spec,
+                folder=self.work.path,
+                is_split=self.meter.work.splits,
+                on_step=self.meter.step_done,
+            )
+            for n in range(self.checkpoint.decoder.n_layers)
+        ]
+
+    @cached_property
+    def fit(self) -> PushedText:
+        return self._pushed("fit", keeps_inputs=True)
+
+    @cached_property
+    def tune(self) -> PushedText:
+        return self._pushed(
+            "tune", keeps_inputs=bool(searches_for(self.spec.rungs, self.checkpoint.decoder)), counts=True
+        )
+
+    @cached_property
+    def report(self) -> PushedText:
+        return self._pushed("report", counts=True)
+
+    def _pushed(self, name: str, **keeps: bool) -> PushedText:
+        ids_NT = self.windows(getattr(self.texts, name))
+        return PushedText(self.checkpoint, self.resident, ids_NT, name, self.work.path, self.spec.device, **keeps)
+
     def find_candidates(self) -> None:
-        """Have the candidates of all layers found. A layer's search is preferred to pushing text on."""
-        layers, d = range(self.checkpoint.decoder.n_layers), self.checkpoint.decoder
-        self.found.update({n: [] for n in layers})
-        if not searches_for(self.spec.rungs, d):
-            return
-        texts = [self._pushed(name) for name in ("fit", "tune")]
-        tasks: dict[str, Callable[[], None]] = {self._name(n): partial(self._search, n, *texts) for n in layers}
-        needs = {self._name(n): [batch for text in texts for batch in text.tasks(n)] for n in layers}
-        for n in layers:
+        """Push the texts through the dense model, and have the candidates of all layers found.
+
+        A layer's search is preferred to pushing text on.
+        """
+        texts = [self.fit, self.tune, self.report] if self.searches else [self.tune, self.report]
+        tasks: dict[str, Callable[[], None]] = {}
+        needs: dict[str, list[str]] = {}
+        for search in self.searches:
+            tasks |= search.tasks()
+            needs |= search.needs()
+        for n in range(self.checkpoint.decoder.n_layers):
             for text in texts:
                 tasks |= text.tasks(n)
                 needs |= text.needs(n)
-        names = set(map(self._name, layers))
+        names = {search.name for search in self.searches}
         self.work.run(tasks, needs, lambda done: self.meter.layers_done(len(names & done)))
         self.resident.weights(range(0))  # frees those of the last layer
-        for n in layers:
-            stored = read_arrays(self._file(n), "candidates")
-            self.found[n] = [Candidate.from_json(c) for c in json.loads(str(stored["candidates"]))]
-
-    def _pushed(self, name: str) -> PushedText:
-        ids_NT = self.windows(getattr(self.texts, name))
-        return PushedText(self.checkpoint, self.resident, ids_NT, name, self.work.path, self.spec.device)
-
-    def _name(self, n: int) -> str:
-        return f"layer-{n}.npz"
-
-    def _file(self, n: int) -> Path:
-        return self.work.path / self._name(n)
-
-    def _search(self, n: int, fit: PushedText, tune: PushedText) -> None:
-        """Find the candidates of layer n."""
-        (w,) = self.resident.weights(range(n, n + 1))
-        ladder = Ladder(
-            d=self.checkpoint.decoder,
-            w=w,
-            fit=fit.samples(n),
-            tune=tune.samples(n),
-            spec=self.spec,
-            rng=lambda training_round: np.random.default_rng([self.spec.seed, n, training_round]),
-            on_step=self.meter.step_done,
-            density=float(self.profile.density()[n]),
-            top_share=float(self.profile.cumulative_curve(5)[n, 1]),
-        )
-        ladder.search()
-        candidates = np.array(json.dumps([asdict(candidate) for candidate in ladder.found]))
-        write_arrays(self._file(n), {"candidates": candidates, **ladder.arrays})
-        for text in (fit, tune):
-            text.forget(n)
+        self.found.update({search.n: search.candidates() for search in self.searches})
 
     # The choice.
 
     @cached_property
     def dense_tune(self) -> Quality:
-        return self._measure_dense(self.texts.tune)
+        return self._measured(self.tune).measure_dense()
 
     @cached_property
     def dense_report(self) -> Quality:
-        return self._measure_dense(self.texts.report)
+        return self._measured(self.report).measure_dense()
 
     def choose(self) -> tuple[RungChoice, Quality]:
         """The choice that keeps the budget on the report text, and its quality there. Raises NotMetError."""
@@ -197,28 +207,24 @@ class _Run:
                 fraction * budget,
                 formats=self.spec.predictor_formats,
                 time=self._time,
-                measure=lambda chosen: self._measure(self.texts.tune, chosen),
+                measure=lambda chosen: self._measure(self.tune, chosen),
                 on_pass=self.meter.pass_done,
             )
-            report = self._measure(self.texts.report, choice.candidates)
+            report = self._measure(self.report, choice.candidates)
             # The divergence is what the increase would be without the luck of which words the text happens to hold.
             cost = max(report.increase_over(dense)[0], report.divergence)
             if cost <= budget:
                 return choice, report
         raise not_met(choice, cost, budget)
 
-    def _measure(self, tokens: Tokens, chosen: Sequence[Candidate]) -> Quality:
+    def _measure(self, text: PushedText, chosen: Sequence[Candidate]) -> Quality:
         def ffn_of(n: int) -> SparseFfn:
             return chosen[n].sparse_ffn(self._arrays(n, chosen[n]), self.spec.device)
 
-        return self._measured(tokens).measure(ffn_of, json_digest([asdict(c) for c in chosen])[:16])
+        return self._measured(text).measure(ffn_of, json_digest([asdict(c) for c in chosen])[:16])
 
-    def _measure_dense(self, tokens: Tokens) -> Quality:
-        return self._measured(tokens).measure(lambda _n: DENSE)
-
-    def _measured(self, tokens: Tokens) -> MeasuredText:
-        name = f"text-{sha256(np.ascontiguousarray(tokens, '<i8').tobytes()).hexdigest()[:16]}"
-        return MeasuredText(self.checkpoint, self.windows(tokens), name, self.work, self.spec.device)
+    def _measured(self, text: PushedText) -> MeasuredText:
+        return MeasuredText(text, self.work)
 
     def predictor(self, n: int, candidate: Candidate) -> Matrices | None:
         """Down, up and bias of a candidate of layer n, as trained."""
@@ -228,14 +234,14 @@ class _Run:
     def _arrays(self, n: int, candidate: Candidate) -> dict[str, Any]:
         if candidate.layer.rank is None:
             return {}
-        return read_arrays(self._file(n), f"{candidate.array_prefix}/")
+        return self.searches[n].arrays(candidate)
 
     def _time(self, c: Candidate) -> float:
         return c.ps(self.spec.processor, self.ffn_bytes(c.format or self.spec.predictor_formats[0]))
 
     def _allowed(self, n: int, sums: LayerSums) -> list[Candidate]:
         """The candidates of layer n: an exact rung if the recipe allows one, and those that are faster."""
-        found = [c for c in self.found[n] if c.layer.rung in self.spec.rungs]
+        found = [c for c in self.found.get(n, []) if c.layer.rung in self.spec.rungs]
         rung = self._exact_rung()
         if rung is not None:
             layer = Layer(rung=rung.name)

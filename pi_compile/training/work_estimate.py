@@ -1,6 +1,6 @@
 """The work of a training: an estimate of its time before it starts, and its progress, in optimiser steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pi_compile.torch_model import (
@@ -11,20 +11,43 @@ from pi_compile.torch_model import (
     layer_parameters,
     values_per_s,
 )
-from pi_compile.training.candidates import MORE_RANKS, initial_ranks, searches_for
-from pi_compile.training.quality import BATCH
+from pi_compile.training.candidates import MORE_RANKS, Search, initial_ranks, searches_for
 from pi_compile.training.rung_choice import PASSES
-from pi_compile.training.samples import CHUNK, NEURON_VALUES
+from pi_compile.training.samples import BATCH, CHUNK, NEURON_VALUES
 from pi_compile.training.spec import TrainSpec
 from pi_runtime.artifact.decoder import Decoder
 
-STEP_PASSES, SCORE_PASSES = 30, 20
-"""Element-wise passes over all neuron values: in an optimiser step, for each rank; and in a histogram by scores."""
+STEP_PASSES, SCORE_PASSES, MODEL_PASSES = 30, 20, 10
+"""Element-wise passes over all neuron values: in an optimiser step for each rank, in a histogram by scores, and in a
+pass through the model that measures."""
+VALUE = 50
+"""Operations of a product that take as long as a value in an element-wise pass, roughly."""
+LONGEST = 3e14
+"""Operations of a task on a CPU, about an hour of one core. A layer's search of more is split; on a GPU it is short."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations of products, and values in element-wise passes."""
+
+    products: float = 0.0
+    values: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.products + other.products, self.values + other.values)
+
+    def __mul__(self, n: float) -> "Work":
+        return Work(self.products * n, self.values * n)
+
+    @property
+    def operations(self) -> float:
+        """All of it, in operations of products."""
+        return self.products + VALUE * self.values
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingWork:
-    """The parts of a training, each as (operations of products, values in element-wise passes)."""
+    """The parts of a training."""
 
     d: Decoder
     spec: TrainSpec
@@ -46,23 +69,32 @@ class TrainingWork:
 
     def estimate(self, device: str) -> Estimate:
         """Time by short measurements on the device, disk for hidden states and inputs, memory of the largest part."""
-        d, batch = self.d, self.spec.batch
+        d, total = self.d, self.total()
         with computing_with(self.spec.threads):
-            products = flops_per_s(min(batch, 512), d.d_model, min(d.neurons, 4096), device)
+            products = flops_per_s(self.spec.batch, d.d_model, min(d.neurons, 4096), device)
             values = values_per_s(device)
-        seconds = sum(flops / products + n / values for flops, n in self.parts())
+        disk = 12 * (self.fit + self.tune) + 8 * self.report
         return Estimate(
-            seconds=seconds, disk_bytes=12 * (self.fit + self.tune) * d.d_model, memory_bytes=self.memory_bytes
+            seconds=total.products / products + total.values / values,
+            disk_bytes=disk * d.d_model,
+            memory_bytes=self.memory_bytes,
         )
+
+    @property
+    def splits(self) -> bool:
+        """Whether the search of a layer is split into tasks. It depends on the model and the recipe alone."""
+        return self.spec.device == "cpu" and bool(self.ranks) and self.search().operations > LONGEST
 
     @property
     def memory_bytes(self) -> int:
         """Memory of one worker in the largest part: a layer's search, or a pass through the model."""
         d, rows = self.d, BATCH * self.spec.window
+        # Alone, a rank may be the one further out.
+        ranks = 1.5 * max(self.ranks) if self.splits else sum(self.ranks)
         search = (
             10 * max(NEURON_VALUES, self.spec.batch * d.neurons)
             + 2 * CHUNK * d.d_model
-            + 16 * sum(self.ranks) * (d.d_model + d.neurons)
+            + 16 * int(ranks) * (d.d_model + d.neurons)
             + 6 * d.neurons * d.d_model
             + 8 * d.d_model**2
         )
@@ -75,66 +107,81 @@ class TrainingWork:
         )
         return PROCESS_BYTES + 4 * (2 * layer_parameters(d, d.n_experts) + max(search, one_pass))
 
-    def per_step(self) -> tuple[float, float]:
-        """The work of one optimiser step of all ranks."""
+    def total(self) -> Work:
+        """The whole training: each layer, and the passes of the choice."""
+        passes = PASSES * len(self.spec.predictor_formats) + self.report / self.tune
+        return self.per_layer() * self.d.n_layers + self.logits() + self.per_pass() * passes
+
+    def per_step(self, ranks: Sequence[int] | None = None) -> Work:
+        """One optimiser step of some ranks, of all by default."""
         d, n = self.d, self.spec.batch
-        ranks = sum(6 * n * r * (d.d_model + d.neurons) for r in self.ranks)
-        return n * self._neurons() + ranks, STEP_PASSES * n * d.neurons * max(len(self.ranks), 1)
+        ranks = self.ranks if ranks is None else ranks
+        scores = sum(6 * n * r * (d.d_model + d.neurons) for r in ranks)
+        return Work(n * self._neurons() + scores, STEP_PASSES * n * d.neurons * max(len(ranks), 1))
 
-    def beside_steps(self) -> tuple[float, float]:
-        """The work of one layer without its optimiser steps."""
-        d, spec = self.d, self.spec
-        tried = 2 * self.training_rounds() * len(self.ranks) * len(spec.predictor_formats)
-        scores = 2 * sum(self.ranks) / max(len(self.ranks), 1) * (d.d_model + d.neurons)
-        others = sum(not search.trains for search in searches_for(spec.rungs, d))
-        moment = 2 * self.fit * d.d_model**2 + 80 * d.d_model**3 + 2 * d.neurons * d.d_model**2
-        products = (
-            2 * layer_parameters(d, d.experts_per_token) * (self.fit + self.tune)
-            + (moment if self.ranks else 0)
-            + self.tune * ((1 + bool(tried) + others) * self._neurons() + tried * scores)
-        )
-        return products, self.tune * (tried + others) * SCORE_PASSES * d.neurons
+    def per_layer(self) -> Work:
+        """One layer: the texts pushed through it, and its search."""
+        d, counted = self.d, self.tune + self.report
+        pushed = (self.fit if self.searches else 0) + counted
+        through = Work(2 * layer_parameters(d, d.experts_per_token) * pushed, MODEL_PASSES * counted * d.neurons)
+        return through + self.search()
 
-    def training_rounds(self) -> float:
-        """Rounds that train all ranks; a later round trains one rank and counts as that part of a round."""
-        return 1 + MORE_RANKS / len(self.ranks) if self.ranks else 0
+    def search(self) -> Work:
+        """One layer's search as one task."""
+        more = Work()
+        for rank in self.further():
+            more += self.of_ranks([rank])
+        return self.begun() + (self.of_ranks(self.ranks) if self.ranks else Work()) + more
 
-    def per_pass(self) -> tuple[float, float]:
-        """The work of one pass of the tune text through the whole model."""
+    def begun(self) -> Work:
+        """What a search begins with: rungs without predictors, and the warm starts of all ranks."""
+        d = self.d
+        untrained = sum(not search.trains for search in self.searches)
+        scores = Work(self.tune * 2 * self._neurons(), SCORE_PASSES * self.tune * d.neurons) * untrained
+        moment = Work(2 * self.fit * d.d_model**2 + 80 * d.d_model**3 + 4 * d.neurons * d.d_model**2)
+        return scores + (moment if self.ranks else Work())
+
+    def of_ranks(self, ranks: Sequence[int]) -> Work:
+        """Some ranks tried together: trained, and the scores of all their candidates on the tune text."""
+        d, each = self.d, 2 * len(self.spec.predictor_formats)
+        scores = each * sum(2 * rank * (d.d_model + d.neurons) for rank in ranks)
+        measured = Work(self._neurons() + scores, SCORE_PASSES * each * len(ranks) * d.neurons) * self.tune
+        return self.per_step(ranks) * self.spec.steps + measured
+
+    def further(self) -> tuple[int, ...]:
+        """Ranks that may be tried after those, of mean size."""
+        return (sum(self.ranks) // len(self.ranks),) * MORE_RANKS if self.ranks else ()
+
+    @property
+    def searches(self) -> list[Search]:
+        """The searches that the recipe asks for."""
+        return searches_for(self.spec.rungs, self.d)
+
+    def logits(self) -> Work:
+        """The next-token distributions of the dense model."""
+        return Work(2 * self.d.vocab_size * self.d.d_model * (self.tune + self.report))
+
+    def per_pass(self) -> Work:
+        """One pass of the tune text through the whole model, and its divergence from the dense one."""
         d = self.d
         model = 2 * layer_parameters(d, d.experts_per_token) * d.n_layers + 4 * d.vocab_size * d.d_model
-        return self.tune * model, 10 * self.tune * d.n_layers * d.neurons
-
-    def parts(self) -> list[tuple[float, float]]:
-        """The work of the whole training: optimiser steps, the rest of each layer, and passes through the model."""
-        step, beside, one_pass = self.per_step(), self.beside_steps(), self.per_pass()
-        steps = self.spec.steps * self.training_rounds() * self.d.n_layers
-        passes = PASSES * len(self.spec.predictor_formats) + 2 + 2 * self.report / self.tune
-        return [_times(step, steps), _times(beside, self.d.n_layers), _times(one_pass, passes)]
+        return Work(self.tune * model, MODEL_PASSES * self.tune * d.n_layers * d.neurons)
 
     def _neurons(self) -> float:
         """Operations of one sample's neuron values: `first`, and `up` where there is one."""
         return 2 * self.d.d_model * self.d.experts_per_token * self.d.d_ff * (2 if self.d.ffn == "gated" else 1)
 
 
-def _times(part: tuple[float, float], n: float) -> tuple[float, float]:
-    return part[0] * n, part[1] * n
-
-
 class ProgressMeter:
     """Progress of a training in optimiser steps; it jumps ahead where less is to be done than was estimated."""
 
     def __init__(self, work: TrainingWork, progress: Callable[[int, int], None]) -> None:
-        def in_steps(part: tuple[float, float]) -> int:
-            products, values = part
-            # A value in an element-wise pass takes as long as about 50 operations of a product.
-            return round((products + 50 * values) / (work.per_step()[0] + 50 * work.per_step()[1]))
+        def in_steps(part: Work) -> int:
+            return max(1, round(part.operations / work.per_step().operations))
 
-        self._progress, self._layers = progress, work.d.n_layers
-        self._steps = round(work.spec.steps * work.training_rounds())
-        self._layer = max(1, self._steps + in_steps(work.beside_steps()))
-        self._pass = max(1, in_steps(work.per_pass()))
-        self._total = self._layers * self._layer + (PASSES * len(work.spec.predictor_formats) + 3) * self._pass
+        self.work, self._progress, self._layers = work, progress, work.d.n_layers
+        self._layer, self._pass = in_steps(work.per_layer()), in_steps(work.per_pass())
+        self._total = self._layers * self._layer + (PASSES * len(work.spec.predictor_formats) + 1) * self._pass
         self._done = 0
 
     def layers_done(self, count: int) -> None:

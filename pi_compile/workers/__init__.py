@@ -1,6 +1,7 @@
 """Many processes on one build: tasks in a folder that all share, claimed, kept alive and taken over.
 
-Workers know nothing of each other but files: no server, no lock, no clock is shared. `docs/workers.md` is for users.
+Workers know nothing of each other but files: no server, no lock, no clock is shared. `docs/how-to/workers.md` is for
+users.
 """
 
 from pi_compile.workers.rank import LONE, Rank, rank_of

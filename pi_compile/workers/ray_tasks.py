@@ -29,7 +29,7 @@ class RayTasks:
         try:
             ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError, RuntimeError) as error:
-            remedy = "start one with `ray start --head`; docs/workers.md tells more"
+            remedy = "start one with `ray start --head`; docs/how-to/workers.md tells more"
             raise UsageError(f"--ray {address}: no cluster answers", found=error, remedy=remedy) from None
         self._run, self._resources = run, {"num_cpus": threads, "num_gpus": int(gpus), "memory": memory}
         self._running: list[Any] = []

@@ -51,9 +51,7 @@ class Worker:
         self._leaving = threading.Event()
 
     def __enter__(self) -> Self:
-        for other in workers_in(self.folder):
-            if _ended_here(other):
-                self._path(other["name"]).unlink(missing_ok=True)
+        self._remove_ended()
         self._show()
         self._thread = threading.Thread(target=self._keep_showing, name="heartbeat", daemon=True)
         self._thread.start()
@@ -64,6 +62,13 @@ class Worker:
         self._thread.join()
         with suppress(OSError):
             self._path(self.name).unlink()
+            self._remove_ended()
+
+    def _remove_ended(self) -> None:
+        """Remove the files of processes of this machine that could not do it themselves."""
+        for other in workers_in(self.folder):
+            if _ended_here(other):
+                self._path(other["name"]).unlink(missing_ok=True)
 
     def at(self, *, stage: str | None = None, task: str | None = None) -> None:
         """Say what this worker does now; others see it at the next heartbeat."""

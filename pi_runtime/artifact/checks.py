@@ -9,7 +9,7 @@ from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, FFNS, NORMS, POSITI
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.layout import manifest_specs
 from pi_runtime.artifact.rungs import RUNGS, Rung
-from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Layer, Manifest, Plan
+from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Layer, Manifest, Plan, RowPlan
 from pi_runtime.artifact.sizes import PARTS
 
 _CHOICES = {"norm": NORMS, "positions": POSITIONS, "block": BLOCKS, "ffn": FFNS, "activation": ACTIVATIONS}
@@ -121,6 +121,28 @@ def _plans(m: Manifest) -> Iterator[str]:
     budgets = [plan.vram_bytes for plan in m.plans]
     if budgets != sorted(budgets):
         yield f"plans: budgets {budgets} do not rise"
+    for n, row_plan in enumerate(m.row_plans):
+        yield from (f"row_plans[{n}].{problem}" for problem in _row_plan(row_plan, d))
+    room = [plan.ram_bytes for plan in m.row_plans]
+    if room != sorted(room):
+        yield f"row_plans: budgets {room} do not rise"
+
+
+def _row_plan(plan: RowPlan, d: Decoder) -> Iterator[str]:
+    for name in ("pinned", "cached", "first"):
+        if len(getattr(plan, name)) != d.n_layers:
+            yield f"{name}: {len(getattr(plan, name))} values for {d.n_layers} layers"
+            return
+    for pinned, cached in zip(plan.pinned, plan.cached, strict=True):
+        if not (pinned >= 0 and cached >= 0 and pinned + cached <= d.neurons) or pinned % d.n_experts:
+            yield f"pinned, cached: {pinned} and {cached} rows of a layer with {d.neurons}"
+    if not 1 <= plan.context <= d.context_length:
+        yield f"context: {plan.context} is not in 1…{d.context_length}"
+    for name in ("ram_bytes", "slot_bytes", "read_bytes", "predicted_ns"):
+        if not 0 <= getattr(plan, name) < 2**63:
+            yield f"{name}: {getattr(plan, name)} is not a size"
+    if not _DIGEST.fullmatch(plan.digest):
+        yield "digest: not a digest"
 
 
 def _plan(plan: Plan, d: Decoder) -> Iterator[str]:

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 MAX_DEPTH = 32
 MOST_PROBLEMS = 1000
 """Problems that are kept: a hostile file may have one in every other byte."""
+UNLESS_EMPTY = {"unless_empty": True}
+"""Metadata of a dataclass's field that is left out of its JSON where it is empty, and must not be given then."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -25,8 +27,17 @@ def canonical_json(value: Any) -> bytes:
     Raises ValueError for NaN, infinity and lone surrogates.
     """
     return json.dumps(
-        value, default=vars, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        value, default=_attributes, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that its JSON has."""
+    found = dict(vars(value))
+    for f in fields(value):
+        if f.metadata == UNLESS_EMPTY and not found[f.name]:
+            del found[f.name]
+    return found
 
 
 def parse_json(data: bytes) -> Any:
@@ -63,7 +74,7 @@ def _finite(text: str) -> float:
 def decode(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
     """Convert a JSON value to the type `kind`; whatever does not match is added to `problems`, up to a limit."""
     # bool is a subclass of int, and 1 stands for 1.0 in no canonical file: types must be the very same.
-    if kind is Any or type(value) is kind:
+    if kind is Any or type(value) is kind or len(problems) >= MOST_PROBLEMS:
         return value
     if is_dataclass(kind):
         return _decode_dataclass(kind, value, path, problems)

@@ -21,7 +21,7 @@ belongs to block b, and the sums of eight blocks are converted at once. Up to se
 the order of their columns. q4 stores two indices in a byte: in a group, byte i holds index i in its lower and index
 128 + i in its upper four bits; in the blocks left over, indices i and 32 + i of every 64.
 
-docs/development.md lists the files that a further block format touches.
+docs/how-to/add-a-number-format.md lists the files that a further block format touches.
 """
 
 from collections.abc import Sequence

@@ -25,6 +25,7 @@ def inspect(path: Path) -> dict[str, Any]:
         "layers": [asdict(layer) for layer in m.layers],
         "profiled_tokens": m.profiled_tokens,
         "plans": [_plan(m, n) for n in range(len(m.plans))],
+        "row_plans": [asdict(plan) for plan in m.row_plans],
         "chat_template": "chat_template.jinja" in m.files,
         "generation": dict(m.generation),
         "recipe": dict(m.recipe),

@@ -9,7 +9,8 @@ scale s is rounded to binary16 before it is used:
 w* is the block's value of largest magnitude with its sign (of two equal ones, the negative). At m = 8 it becomes
 q − 8 = −8, the integer that has no counterpart above. m is the divisor in `_DIVISORS` with the least Σ (w − ŵ)². The
 refit is the least-squares scale Σ (q − 8) w / Σ (q − 8)² for the integers found; it is kept where its own error is
-smaller (in outline llama.cpp's make_qx_quants; docs/fidelity.md says what else was tried). Rounding is half to even.
+smaller (in outline llama.cpp's make_qx_quants; docs/explanation/fidelity.md says what else was tried). Rounding is
+half to even.
 All of this is elementwise float32 arithmetic in a fixed order, so the bytes are the same on every machine.
 
 Shape letters: D columns, N blocks side by side.

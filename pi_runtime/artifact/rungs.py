@@ -9,7 +9,7 @@ With h the activation of `first` (gate, or fc1) and `rest` the rows that are nee
     sign       `first` of the neurons whose agreement is above `margin`, then as gate (SparseInfer, arXiv 2411.12692);
                agreement: columns in which weight and input have equal signs, minus those in which they differ
 
-docs/development.md lists the files that a further rung touches.
+docs/how-to/add-a-rung.md lists the files that a further rung touches.
 """
 
 from dataclasses import dataclass

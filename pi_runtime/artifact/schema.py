@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.decoding import UNLESS_EMPTY
 from pi_runtime.artifact.rungs import RUNGS, Rung
 
 FORMAT_NAME = "pi-artifact"
@@ -86,6 +87,31 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowPlan:
+    """One division of FFN rows between RAM and disk, for a run on the CPU within a budget of RAM."""
+
+    ram_bytes: int
+    """Budget of RAM it was solved for, the process itself not counted."""
+    context: int
+    """Positions of the key-value cache that this budget is for."""
+    pinned: tuple[int, ...]
+    """Neurons of each layer whose rows stay in RAM, of each expert equally many of those that are stored first. On
+    rungs that need `first` of every neuron these are rows of `rest`, else of both arrays."""
+    cached: tuple[int, ...]
+    """Neurons of each layer for whose rows a cache has room, of the same arrays."""
+    first: tuple[bool, ...]
+    """Whether each layer's `first` is in RAM as a whole."""
+    slot_bytes: int
+    """Bytes of RAM that these rows take."""
+    read_bytes: int
+    """Bytes that a token is predicted to read."""
+    predicted_ns: int
+    """Time of a token by the compiler's model."""
+    digest: str
+    """sha256 of what it was solved from and of the solution, for comparing with a lock."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Text:
     """The tokens that begin and end a text, by id and by name."""
 
@@ -113,6 +139,8 @@ class Manifest:
     """Tokens behind the stored counts; 0 where the model was not profiled (then order and counts are absent)."""
     plans: tuple[Plan, ...] = ()
     """Placements by rising budget."""
+    row_plans: tuple[RowPlan, ...] = field(default=(), metadata=UNLESS_EMPTY)
+    """Divisions of rows between RAM and disk by rising budget; the key is left out where there are none."""
     text: Text
     generation: Mapping[str, Any]
     """The checkpoint's generation defaults: temperature, top_k, top_p, min_p, repetition_penalty, do_sample."""

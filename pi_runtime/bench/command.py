@@ -1,12 +1,14 @@
 """`pi-run --bench`: measure, show a bar meanwhile, and print what was found, also where it is interrupted."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pi_runtime import console
+from pi_runtime.bench import ram_sweep, rendering
 from pi_runtime.bench.measurement import Bench, BenchSpec
-from pi_runtime.bench.rendering import markdown, report, text
+from pi_runtime.bench.ram_sweep import BudgetRow
 from pi_runtime.model import Model
 
 
@@ -20,10 +22,29 @@ def run_bench(
             bench.run(mode, bar)
     finally:
         if bench.rows:
-            found = report(path, bench.rows, bench.left_out, device=bench.device, threads=spec.threads)
-            if as_json:
-                console.print_json(found)
-            else:
-                sys.stdout.write((markdown if as_markdown else text)(found, bench.rows) + "\n")
+            rows = [rendering.values(row) for row in bench.rows]
+            figures = {"device": bench.device, "threads": spec.threads, "rows": rows, "left_out": bench.left_out}
+            _print(rendering.report(path, **figures), rendering.cells(bench.rows), as_json, as_markdown)
         for reason in bench.left_out:
             console.say(f"left out: {reason}")
+
+
+def run_sweep(
+    path: Path, open_model: Callable[[int], Model], most: int, spec: BenchSpec, *, as_json: bool, as_markdown: bool
+) -> None:
+    """Measure decoding within budgets of memory up to `most`, and print the curve."""
+    rows: list[BudgetRow] = []
+    try:
+        with console.progress("measuring", "budgets") as bar:
+            ram_sweep.sweep(open_model, most, spec.limit_s or float("inf"), bar, rows)
+    finally:
+        if rows:
+            figures = {"device": "cpu", "threads": spec.threads, "budgets": [ram_sweep.values(row) for row in rows]}
+            _print(rendering.report(path, **figures), ram_sweep.cells(rows), as_json, as_markdown)
+
+
+def _print(found: Mapping[str, Any], cells: Sequence[Mapping[str, str]], as_json: bool, as_markdown: bool) -> None:
+    if as_json:
+        console.print_json(found)
+    else:
+        sys.stdout.write((rendering.markdown if as_markdown else rendering.text)(found, cells) + "\n")

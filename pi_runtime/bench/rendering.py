@@ -10,16 +10,19 @@ from pi_runtime.bench.measurement import Row
 from pi_runtime.execution.devices import processor_name
 from pi_runtime.kernels.codegen.isa import ISA
 
+CURVE = "curve"
+"""The column of bars."""
 
-def report(path: Path, rows: Sequence[Row], left_out: Sequence[str], **how: Any) -> dict[str, Any]:
-    """All figures; `how` says how the artifact was run."""
+
+def report(path: Path, **figures: Any) -> dict[str, Any]:
+    """The artifact and the machine, then the figures."""
     with Artifact.open(path) as artifact:
         described = {"artifact": str(path), "bytes": artifact.nbytes, "digest": artifact.digest}
-    machine = {"processor": processor_name(), "isa": ISA.name}
-    return {**described, **machine, **how, "rows": [_values(row) for row in rows], "left_out": list(left_out)}
+    return {**described, "processor": processor_name(), "isa": ISA.name, **figures}
 
 
-def _values(row: Row) -> dict[str, Any]:
+def values(row: Row) -> dict[str, Any]:
+    """A row as plain values."""
     return {
         "mode": row.mode,
         "phase": row.phase,
@@ -34,16 +37,15 @@ def _values(row: Row) -> dict[str, Any]:
     }
 
 
-def text(found: Mapping[str, Any], rows: Sequence[Row]) -> str:
+def text(found: Mapping[str, Any], cells: Sequence[Mapping[str, str]]) -> str:
     """The result for a terminal."""
     facts = [(key, value) for key, value in _facts(found) if value]
-    return console.text_of(console.facts(facts), *([console.table(_cells(rows))] if rows else []))
+    return console.text_of(console.facts(facts), *([console.table(cells, left=[CURVE])] if cells else []))
 
 
-def markdown(found: Mapping[str, Any], rows: Sequence[Row]) -> str:
+def markdown(found: Mapping[str, Any], cells: Sequence[Mapping[str, str]]) -> str:
     """The result as a line of facts and a table, to paste somewhere."""
     told = ", ".join(value for _, value in _facts(found) if value)
-    cells = _cells(rows)
     if not cells:
         return told
     lines = [list(cells[0]), ["---", "---", *("---:" for _ in list(cells[0])[2:])]]
@@ -59,7 +61,7 @@ def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _cells(rows: Sequence[Row]) -> list[dict[str, str]]:
+def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
     """The rows of a table, every value as it is shown."""
     alone = {row.mode: row.tokens_per_s for row in rows if row.phase == "decode" and row.batch == 1}
     found = []

@@ -28,7 +28,7 @@ from pi_runtime.cuda.memory.workspace import Workspace
 from pi_runtime.cuda.prefill.crossover import measured_crossover
 from pi_runtime.cuda.prefill.prefill import Prefill
 from pi_runtime.execution.cpu import CpuModel
-from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
+from pi_runtime.execution.executor import DiskStats, Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import Allocation
@@ -70,6 +70,8 @@ class CudaExecutor:
         self.block_tokens = allocation.block_tokens
         self.device, self.device_name = device, device.name
         self.notice: str | None = None
+        self.disk: DiskStats | None = None
+        self.kv_room: int | None = None
         layers = layers_in_mode(artifact.manifest, mode)
         manifest, d = artifact.manifest, artifact.manifest.decoder
         device.limit(max(allocation.budget, allocation.total))

@@ -23,7 +23,7 @@ from pi_runtime.engine.scheduler import DECODE_SHARE, PIECE, DecodeShare, Schedu
 from pi_runtime.engine.session import Session
 from pi_runtime.engine.stream import Pause, Piece, Request, Scores, Stream, Turns
 from pi_runtime.errors import UsageError
-from pi_runtime.execution.executor import SequenceResult, SequenceStep
+from pi_runtime.execution.executor import DiskStats, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache, common_length, pages_of
 from pi_runtime.generation import NO_GUESS, Answer, AnswerSettings, Scoring
 from pi_runtime.guesses import Guess, StepTimes
@@ -66,6 +66,8 @@ class EngineStats:
     dropped_sessions: int
     """How often one was dropped, to be computed again."""
     busy_s: float
+    disk: DiskStats | None
+    """What decoding took from disk since the model was loaded; None where all weights are in memory."""
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -79,10 +81,10 @@ class Engine:
     `slots`: most requests that run at once; the others wait in order. `kv_budget`: bytes for keys and values, of the
     running requests and of what is kept because a later prompt may begin with it. None: as many as `slots` requests
     with a full context take, but no more than a quarter of the machine's memory, and no less than one such request
-    takes. Memory is taken as it is needed. `piece`: most tokens of prompts in one step; fewer make shorter gaps between
-    the tokens of the others. `decode_share`: share of their speed that answers keep while prompts are read; 0 reads
-    prompts first. `speculate`: how many tokens are guessed at a time, as for `Model.generate`. No setting changes a
-    text.
+    takes; for a model within a budget of memory, what that leaves (see `load`). Memory is taken as it is needed.
+    `piece`: most tokens of prompts in one step; fewer make shorter gaps between the tokens of the others.
+    `decode_share`: share of their speed that answers keep while prompts are read; 0 reads prompts first. `speculate`:
+    how many tokens are guessed at a time, as for `Model.generate`. No setting changes a text.
 
     >>> with load("artifact.pi", device="cpu") as model, Engine(model, slots=2) as engine:
     ...     streams = [engine.generate(prompt, max_tokens=4) for prompt in ("Once", "Twice", "Never")]
@@ -262,6 +264,7 @@ class Engine:
             written_sessions=self._sessions.written,
             dropped_sessions=self._sessions.dropped,
             busy_s=self._busy_s,
+            disk=self._executor.disk,
         )
 
     @property
@@ -290,6 +293,8 @@ class Engine:
         self.close()
 
     def _default_budget(self, slots: int) -> int:
+        if self._executor.kv_room is not None:
+            return self._executor.kv_room
         nbytes = self._executor.new_pool(None).page_nbytes * pages_of(self.model.context)
         return max(nbytes, min(slots * nbytes, _machine_memory() // 4))
 

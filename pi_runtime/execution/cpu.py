@@ -9,14 +9,14 @@ import numba
 import numpy as np
 
 from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.artifact.reader import Artifact
 from pi_runtime.errors import UsageError
-from pi_runtime.execution.executor import SequenceResult, SequenceStep
+from pi_runtime.execution.executor import DiskStats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.execution.pages import PagePool
+from pi_runtime.execution.pages import Allowance, PagePool
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME, start_threads
 from pi_runtime.kernels.data import weight_table
+from pi_runtime.kernels.data.weight_table import StoredArrays
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS, allocate_workspace
 from pi_runtime.kernels.forward import Positions, forward
 from pi_runtime.kernels.reference import rotary_table
@@ -26,16 +26,24 @@ class CpuModel:
     """An open artifact as kernels take it: tables of its weights, and the memory that kernels work in.
 
     `threads` limits numba's threads for the calls made here; results do not depend on it. `cache` is the format of keys
-    and values, of `buffers.CACHE_FORMATS`.
+    and values, of `buffers.CACHE_FORMATS`; `kv` limits what they take.
     """
 
-    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int, cache: str = "auto") -> None:
+    def __init__(
+        self,
+        artifact: StoredArrays,
+        mode: str,
+        context: int,
+        threads: int,
+        cache: str = "auto",
+        kv: Allowance | None = None,
+    ) -> None:
         start_threads()
         # Kept because the table holds addresses into its mapping.
-        self.artifact: Artifact | None = artifact
+        self.artifact: StoredArrays | None = artifact
         self.manifest = artifact.manifest
         decoder, layers = artifact.manifest.decoder, artifact.manifest.layers
-        self.threads, self.context, self.cache = threads, context, cache
+        self.threads, self.context, self.cache, self._kv = threads, context, cache, kv
         self.cfg = weight_table.config_of(decoder, artifact.manifest.formats)
         self.ends = weight_table.ends_of(artifact)
         self.table_LXW = weight_table.table_of(artifact, mode)
@@ -51,10 +59,6 @@ class CpuModel:
 
     def run(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences together, at most `BLOCK_TOKENS` in all."""
-        counts = [len(s.tokens) for s in sequences]
-        ends = np.cumsum(counts)
-        rows = [len(s.tokens) if s.logits == "all" else 1 for s in sequences]
-        wanted = [np.arange(end - n, end) for n, end in zip(rows, ends, strict=True)]
         numba.set_num_threads(self.threads)
         forward(
             self.cfg,
@@ -63,13 +67,14 @@ class CpuModel:
             self.eps,
             self.cos_SJ,
             self.sin_SJ,
-            np.concatenate([s.tokens for s in sequences]),
-            positions_of([(len(s.tokens), s.cache.length, s.cache) for s in sequences]),
-            np.repeat([int(s.select) for s in sequences], counts),
-            np.concatenate(wanted),
+            *tokens_of(sequences),
             sequences[0].count,
             self.workspace,
         )
+        return self.finished(sequences)
+
+    def finished(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
+        """The results of sequences whose tokens have just run; their caches take the tokens."""
         for s in sequences:
             s.cache.append(s.tokens, s.select)
         return list(self._results(sequences))
@@ -92,7 +97,7 @@ class CpuModel:
     def new_pool(self, budget: int | None = None) -> PagePool:
         """Pages for caches of some sequences."""
         self.check_open()
-        return PagePool(self.manifest, budget, self.cache)
+        return PagePool(self.manifest, budget, self.cache, self._kv)
 
     def new_cache(self, pool: PagePool | None = None) -> KVCache:
         """An empty cache for one sequence."""
@@ -128,6 +133,19 @@ class CpuModel:
         self.artifact = None
 
 
+def tokens_of(sequences: Sequence[SequenceStep]) -> tuple[Ints, Positions, Ints, Ints]:
+    """What `forward` is told about the tokens of some sequences: ids, places, who selects, whose logits are wanted."""
+    counts = [len(s.tokens) for s in sequences]
+    rows = [len(s.tokens) if s.logits == "all" else 1 for s in sequences]
+    wanted = [np.arange(end - n, end) for n, end in zip(rows, np.cumsum(counts), strict=True)]
+    return (
+        np.concatenate([s.tokens for s in sequences]),
+        positions_of([(len(s.tokens), s.cache.length, s.cache) for s in sequences]),
+        np.repeat([int(s.select) for s in sequences], counts),
+        np.concatenate(wanted),
+    )
+
+
 def positions_of(runs: Sequence[tuple[int, int, KVCache]]) -> Positions:
     """Where the tokens of a step stand; a run is (tokens, position of the first, cache)."""
     first_R = np.cumsum([0, *(count for count, _, _ in runs)])
@@ -156,9 +174,11 @@ class CpuExecutor:
     allocation: Allocation | None = None
     device_name = "cpu"
     notice: str | None = None
+    disk: DiskStats | None = None
+    kv_room: int | None = None
     block_tokens = BLOCK_TOKENS
 
-    def __init__(self, artifact: Artifact, mode: str, context: int, threads: int, cache: str = "auto") -> None:
+    def __init__(self, artifact: StoredArrays, mode: str, context: int, threads: int, cache: str = "auto") -> None:
         self._model = CpuModel(artifact, mode, context, threads, cache)
         self.context, self.neurons = context, self._model.neurons
 

@@ -4,6 +4,8 @@ import ctypes
 import importlib.util
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from pi_runtime.errors import DeviceError, MissingExtraError, UsageError
@@ -73,6 +75,36 @@ def available_memory() -> int | None:
     """Bytes of memory that are available without swapping, by Linux's estimate; None on other systems."""
     found = _proc("meminfo", "MemAvailable")
     return None if found is None else int(found.split()[0]) << 10
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that a process can take: what is available, within the limits of its cgroups; None on other systems."""
+    available = available_memory()
+    if available is None:
+        return None
+    return min([available, *_cgroup_room(root)])
+
+
+def _cgroup_room(root: Path) -> Iterator[int]:
+    """What each memory cgroup of this process has left; pages of files that it could drop count as left."""
+    names = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+    listed = root / "proc/self/cgroup"
+    for line in listed.read_text(encoding="utf-8").splitlines() if listed.is_file() else []:
+        _, kind, path = line.split(":", 2)
+        if kind not in names:
+            continue
+        folder = root / "sys/fs/cgroup" / kind / path.lstrip("/")
+        with suppress(OSError, ValueError):  # not mounted here, or `max`
+            limit, usage = (int((folder / name).read_text(encoding="utf-8")) for name in names[kind])
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
+            files = sum(int(stat.get(name, 0)) for name in ("inactive_file", "active_file"))
+            yield limit - usage + files
+
+
+def resident_bytes() -> int:
+    """Bytes of memory that this process takes now; 0 on systems that do not say."""
+    found = _proc("self/status", "VmRSS")
+    return 0 if found is None else int(found.split()[0]) << 10
 
 
 def _proc(file: str, key: str) -> str | None:

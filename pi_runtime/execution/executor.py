@@ -6,7 +6,7 @@ Shape letters: T tokens of a sequence in this step, V vocabulary, L layers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -50,6 +50,51 @@ class SequenceResult:
     for."""
 
 
+@dataclass(frozen=True)
+class DiskStats:
+    """What decoding with rows from disk took, since the executor began; prompts are not counted."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    seconds_waited: float = 0.0
+    """Time in which nothing could be computed before more rows had come."""
+    hits: int = 0
+    """Rows that were in memory when they were asked for."""
+    misses: int = 0
+    bytes_read: int = 0
+
+    def __sub__(self, before: "DiskStats") -> "DiskStats":
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return DiskStats(*(now - then for now, then in pairs))
+
+    def __add__(self, more: "DiskStats") -> "DiskStats":
+        return DiskStats(*map(sum, zip(astuple(self), astuple(more), strict=True)))
+
+    def figures(self) -> dict[str, float | None]:
+        """The figures that users are told."""
+        return {
+            "disk_hit_rate": self.hit_rate,
+            "disk_bytes_per_token": self.bytes_per_token,
+            "disk_wait_share": self.wait_share,
+        }
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the rows that were in memory; None where none was asked for."""
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else None
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes that came from disk for one token."""
+        return self.bytes_read / self.tokens if self.tokens else None
+
+    @property
+    def wait_share(self) -> float | None:
+        """Share of the time that was spent waiting for the disk."""
+        return self.seconds_waited / self.seconds if self.seconds else None
+
+
 class Executor(Protocol):
     """Runs one artifact in one mode. Steps of several threads take turns."""
 
@@ -67,6 +112,14 @@ class Executor(Protocol):
     @property
     def notice(self) -> str | None:
         """A message for the user about where it runs, if there is one."""
+
+    @property
+    def disk(self) -> DiskStats | None:
+        """What reading rows from disk took; None where all weights are in memory."""
+
+    @property
+    def kv_room(self) -> int | None:
+        """Bytes that further keys and values may take; None where nothing limits them."""
 
     @property
     def block_tokens(self) -> int:

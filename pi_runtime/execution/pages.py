@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pi_runtime.artifact.buffers import cache_format, kv_page
 from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import DoesNotFitError, UsageError
 
 PAGE_POSITIONS = POSITIONS
 """Positions of a page: those that attention takes at once."""
@@ -23,14 +23,47 @@ class PagesExhausted(Exception):  # noqa: N818  a state of the pool, which a sch
     """No page is left in the pool."""
 
 
+class Allowance:
+    """Bytes that the keys and values of all sequences may take together, whatever pools they are in."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.left = nbytes
+        # Pools are also freed when they are garbage collected, which may happen in any thread.
+        self._lock = RLock()
+
+    def take(self, nbytes: int) -> None:
+        """Take so many bytes of what is left. Raises DoesNotFitError where there are fewer."""
+        with self._lock:
+            if nbytes > self.left:
+                raise DoesNotFitError(
+                    f"keys and values need {nbytes} bytes more",
+                    expected=f"at most {self.left} bytes, of those that --ram-budget leaves to them",
+                    remedy="close other caches, or load it with a larger --kv-budget",
+                )
+            self.left -= nbytes
+
+    def give_back(self, nbytes: int) -> None:
+        """Let others take so many bytes."""
+        with self._lock:
+            self.left += nbytes
+
+
 class PagePool:
     """Pages of keys and values under a budget: taken, shared by reference, released.
 
     A page is one array, `buffers.kv_page`. Its memory is allocated when it is first taken, and kept for the next one
-    when nobody refers to it any more. `budget` is in bytes; None sets no limit.
+    when nobody refers to it any more. `budget` is in bytes; None sets no limit. Of an `allowance` a pool with a budget
+    takes as much at once, and one without takes a page at a time.
     """
 
-    def __init__(self, manifest: Manifest, budget: int | None = None, wanted: str = "auto") -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        budget: int | None = None,
+        wanted: str = "auto",
+        allowance: Allowance | None = None,
+    ) -> None:
+        self._allowance, self._allowed = allowance, 0
         self.format = cache_format(manifest.formats["attention"], wanted)
         self.page = kv_page(manifest.decoder, self.format)
         self.capacity = None if budget is None else budget // self.page_nbytes
@@ -39,11 +72,22 @@ class PagePool:
                 f"--kv-budget {budget}: no page of {PAGE_POSITIONS} positions fits it",
                 expected=f"at least {self.page_nbytes} bytes",
             )
+        if self.capacity is not None:
+            self._allow(self.capacity * self.page_nbytes)
         self._arrays: list[npt.NDArray[Any]] = []
         self._references: list[int] = []
         self._unused: list[int] = []
         # Caches are also closed when they are garbage collected, which may happen in any thread.
         self._lock = RLock()
+
+    def _allow(self, nbytes: int) -> None:
+        if self._allowance is not None:
+            self._allowance.take(nbytes)
+            self._allowed += nbytes
+
+    def __del__(self) -> None:
+        if self._allowance is not None:
+            self._allowance.give_back(self._allowed)
 
     @property
     def page_nbytes(self) -> int:
@@ -68,11 +112,13 @@ class PagePool:
     def take(self, count: int = 1) -> list[int]:
         """So many pages, each with one reference and what it held before.
 
-        Raises PagesExhausted, and takes none, where there are fewer.
+        Raises PagesExhausted, and takes none, where there are fewer; DoesNotFitError where the allowance is used up.
         """
         with self._lock:
             if self.free < count:
                 raise PagesExhausted
+            if self.capacity is None:
+                self._allow(max(0, count - len(self._unused)) * self.page_nbytes)
             while len(self._unused) < count:
                 self._unused.append(len(self._arrays))
                 self._arrays.append(self.page.in_ram())

@@ -18,7 +18,7 @@ import numpy as np
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.execution.cpu import CpuModel, positions_of
-from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
+from pi_runtime.execution.executor import DiskStats, Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import Allocation
@@ -64,6 +64,8 @@ class StandInExecutor:
 
     device_name = "stand-in"
     notice: str | None = None
+    disk: DiskStats | None = None
+    kv_room: int | None = None
     block_tokens = BLOCK_TOKENS
 
     def __init__(

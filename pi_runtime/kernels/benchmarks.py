@@ -107,7 +107,7 @@ class _TimedFfn:
         decoder = _gated(w.columns, neurons)
         self._cfg = weight_table.config_of(decoder, dict.fromkeys(PARTS, w.fmt))
         self._workspace = allocate_workspace(decoder, rank, tokens=1)
-        self._x_1D, self._row = np.ones((1, w.columns), np.float32), np.zeros(weight_table.MARGIN + 1, np.int64)
+        self._x_1D, self._row = np.ones((1, w.columns), np.float32), np.zeros(weight_table.WIDTH, np.int64)
         for at, scales_at, m in (
             (weight_table.FIRST, weight_table.FIRST_SCALES, first),
             (weight_table.REST, weight_table.REST_SCALES, rest),

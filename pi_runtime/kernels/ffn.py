@@ -91,7 +91,7 @@ def _begin_chunk(m: Chunks, low: int, high: int, tokens: int, chunk: int) -> boo
 
 
 @loop_body
-def _list_chunk(
+def list_chunk(
     cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, low: int, high: int,
     chunk: int,
 ) -> None:  # fmt: skip
@@ -109,7 +109,7 @@ def _list_chunk(
 
 
 @loop_body
-def _sum_chunk(
+def sum_chunk(
     cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, route_weight_N: Floats, chunk: int
 ) -> None:
     """Compute the sums of one chunk for a few tokens, of what is listed."""
@@ -127,7 +127,7 @@ def _sum_chunk(
 
 
 @loop_body
-def _factor_chunk(
+def factor_chunk(
     cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
     high: int, chunk: int,
 ) -> None:  # fmt: skip
@@ -146,7 +146,7 @@ def _factor_chunk(
 
 
 @loop_body
-def _count_chunk(
+def count_chunk(
     cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
     high: int, chunk: int,
 ) -> None:  # fmt: skip
@@ -154,8 +154,9 @@ def _count_chunk(
 
     So those that fire are counted, read or not.
     """
-    tokens, list_K, gated = token_N.shape[0], list_of(m, chunk), cfg.rows_per_neuron == 2
+    tokens, gated = token_N.shape[0], cfg.rows_per_neuron == 2
     _begin_chunk(m, low, high, tokens, chunk)
+    list_K = list_of(m, chunk)[: counts_of(m)[chunk]]
     h_NK, up_NK, count = factors_of(m, chunk, tokens), ups_of(m, chunk, tokens), counts_of(m)[chunk]
     tally_N3, scored_N = tally_of(m, chunk, tokens), scored_of(m, tokens)
     products(cfg, first_rows(cfg, w), w[weight_table.FIRST_BIAS], x.inputs, token_N, list_K, 0, count, h_NK)
@@ -185,7 +186,7 @@ def _count_chunk(
 
 
 @loop_body
-def _merge_slice(cfg: KernelConfig, m: Chunks, token_N: Ints, part: int, y_TD: Floats) -> None:
+def merge_slice(cfg: KernelConfig, m: Chunks, token_N: Ints, part: int, y_TD: Floats) -> None:
     """y ← y + the sums of the chunks, for one slice of the columns.
 
     Each sum lies in the cache of the thread that made it: to fetch them all, one thread would need as long as a few
@@ -204,8 +205,14 @@ def _merge_slice(cfg: KernelConfig, m: Chunks, token_N: Ints, part: int, y_TD: F
 
 
 @loop_body
-def _sum_some_tiles(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, part: int, y_TD: Floats) -> None:
-    """y ← y + the sums of all chunks, for every `CHUNKS`-th tile of some columns of some tokens."""
+def sum_some_tiles(
+    cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, begin_chunk: int, end_chunk: int, part: int,
+    carried_ND: Floats, y_TD: Floats,
+) -> None:  # fmt: skip
+    """y ← y + the sums of all chunks, for every `CHUNKS`-th tile of some columns of some tokens.
+
+    Of the chunks [begin_chunk, end_chunk) in this call: `carried_ND` holds the sums of those before, and takes these.
+    """
     strips, blocks = (cfg.d_model + STRIP - 1) // STRIP, (token_N.shape[0] + STRIP_TOKENS - 1) // STRIP_TOKENS
     total_NP = np.empty((STRIP_TOKENS, STRIP), np.float32)
     sums_NP = np.empty((STRIP_TOKENS, STRIP), np.float32)
@@ -215,7 +222,9 @@ def _sum_some_tiles(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, part: 
         columns, tokens = min(STRIP, cfg.d_model - low), min(STRIP_TOKENS, token_N.shape[0] - first)
         down = columns_from(down_rows(cfg, w), low, columns)
         total_NP[:] = np.float32(0)
-        for chunk in range(CHUNKS):
+        if begin_chunk > 0:
+            total_NP[:tokens, :columns] = carried_ND[first : first + tokens, low : low + columns]
+        for chunk in range(begin_chunk, end_chunk):
             sums_NP[:] = np.float32(0)
             list_K, count = list_of(m, chunk), counts_of(m)[chunk]
             h_NK, begin = factors_of(m, chunk, first + tokens)[first:], 0
@@ -226,6 +235,9 @@ def _sum_some_tiles(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, part: 
             for n in range(tokens):
                 for j in range(columns):
                     total_NP[n, j] += sums_NP[n, j]
+        if end_chunk < CHUNKS:
+            carried_ND[first : first + tokens, low : low + columns] = total_NP[:tokens, :columns]
+            continue
         for n in range(tokens):
             y_D = y_TD[token_N[first + n], low : low + columns]
             for j in range(columns):
@@ -236,12 +248,12 @@ def _sums(
     cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
     high: int,
 ) -> None:  # fmt: skip
-    _list_chunk()
-    _sum_chunk()
+    list_chunk()
+    sum_chunk()
     for chunk in prange(CHUNKS):
-        _list_chunk(cfg, w, m, x, token_N, select_N, low, high, chunk)
+        list_chunk(cfg, w, m, x, token_N, select_N, low, high, chunk)
     for chunk in prange(CHUNKS):
-        _sum_chunk(cfg, w, m, x, token_N, route_weight_N, chunk)
+        sum_chunk(cfg, w, m, x, token_N, route_weight_N, chunk)
 
 
 @parallel
@@ -249,9 +261,9 @@ def _factor_chunks(
     cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
     high: int,
 ) -> None:  # fmt: skip
-    _factor_chunk()
+    factor_chunk()
     for chunk in prange(CHUNKS):
-        _factor_chunk(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, chunk)
+        factor_chunk(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, chunk)
 
 
 @parallel
@@ -259,22 +271,22 @@ def _count_chunks(
     cfg: KernelConfig, w: Ints, m: Chunks, x: Inputs, token_N: Ints, select_N: Ints, route_weight_N: Floats, low: int,
     high: int,
 ) -> None:  # fmt: skip
-    _count_chunk()
+    count_chunk()
     for chunk in prange(CHUNKS):
-        _count_chunk(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, chunk)
+        count_chunk(cfg, w, m, x, token_N, select_N, route_weight_N, low, high, chunk)
 
 
 def _merge(cfg: KernelConfig, m: Chunks, token_N: Ints, y_TD: Floats) -> None:
-    _merge_slice()
+    merge_slice()
     for part in prange(SLICES):
-        _merge_slice(cfg, m, token_N, part, y_TD)
+        merge_slice(cfg, m, token_N, part, y_TD)
 
 
 @parallel
 def _sum_tiles(cfg: KernelConfig, w: Ints, m: Chunks, token_N: Ints, y_TD: Floats) -> None:
-    _sum_some_tiles()
+    sum_some_tiles()
     for part in prange(CHUNKS):
-        _sum_some_tiles(cfg, w, m, token_N, part, y_TD)
+        sum_some_tiles(cfg, w, m, token_N, 0, CHUNKS, part, y_TD, y_TD)
 
 
 _parallel_sums, _parallel_merge = parallel(_sums), parallel(_merge)
@@ -282,7 +294,7 @@ _serial_sums, _serial_merge = device(_sums), device(_merge)
 
 
 @device
-def _scored(w: Ints, token_N: Ints, select_N: Ints, given: bool, m: Chunks) -> int:
+def number_scored(w: Ints, token_N: Ints, select_N: Ints, given: bool, m: Chunks) -> int:
     """Number the tokens whose neurons are scored, and list them; returns how many."""
     tokens, asked = token_N.shape[0], 0
     scored_N, asking_N = scored_of(m, tokens), asking_of(m, tokens)
@@ -306,7 +318,7 @@ def add_some(
     tokens. Without threads tokens are few, and `count_all` does not count.
     """
     tokens = token_N.shape[0]
-    scored = _scored(w, token_N, select_N, given, m)
+    scored = number_scored(w, token_N, select_N, given, m)
     if scored > 0 and not given:
         score(cfg, w, x_TD, asking_of(m, scored), low, high, threads, x)
     if threads is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pi_runtime.engine.engine import Engine
     from pi_runtime.server.settings import ServerSettings
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def main() -> None:
@@ -45,6 +45,9 @@ def serve(
     vram_budget: Annotated[
         str | None, typer.Option(envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB: picks the placement.")
     ] = None,
+    ram_budget: Annotated[
+        str | None, typer.Option(envvar="PI_RAM_BUDGET", help="Memory to use, like 3GiB; the rest stays on disk.")
+    ] = None,
     cache_format: Annotated[
         str, typer.Option(envvar="PI_CACHE_FORMAT", help="How keys and values are held: auto, f16 or q8.")
     ] = "auto",
@@ -71,6 +74,7 @@ def serve(
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate, for TLS.", show_default=False)] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)] = None,
     debug: Annotated[bool, console.DEBUG] = False,
+    version: Annotated[bool, console.VERSION] = False,
 ) -> None:
     """Serve a packed model over HTTP, to clients of OpenAI's and Ollama's interfaces and to browsers."""
     if numa is not None:
@@ -111,10 +115,12 @@ def serve(
         "mode": mode,
         "device": device,
         "vram_budget": vram_budget,
+        "ram_budget": ram_budget,
+        "kv_budget": kv_budget,
         "cache_format": cache_format,
         "threads": threads,
     }
-    engine_options = {"slots": slots, "kv_budget": kv_budget, "speculate": speculate, "piece": piece}
+    engine_options = {"slots": slots, "speculate": speculate, "piece": piece}
     opening = _opening(artifact, model_options, engine_options)
     built = build_app(settings, opening, console.say)
     service = built.state.service
@@ -164,25 +170,24 @@ def _opening(artifact: Path, model_options: dict[str, Any], engine_options: dict
     from pi_runtime.guesses import parse_setting
 
     Artifact.open(artifact).close()
-    for options, flag in ((model_options, "vram_budget"), (engine_options, "kv_budget")):
-        if options[flag] is not None:
-            options[flag] = parse_size(options[flag], f"--{flag.replace('_', '-')}")
+    for flag in ("vram_budget", "ram_budget", "kv_budget"):
+        if model_options[flag] is not None:
+            model_options[flag] = parse_size(model_options[flag], f"--{flag.replace('_', '-')}")
+    engine_options["kv_budget"] = model_options["kv_budget"]
     engine_options["speculate"] = parse_setting(engine_options["speculate"])
     if engine_options["piece"] is None:
         del engine_options["piece"]
 
     def opened() -> "Engine":
         from pi_runtime.engine.engine import Engine
-        from pi_runtime.kernels.codegen.jit import COMPILING, is_cold
         from pi_runtime.model import load
+        from pi_runtime.warm_up import warm_up
 
         model = load(artifact, **model_options)
         try:
             if model.notice is not None:
                 console.say(model.notice)
-            if is_cold():
-                console.say(COMPILING)
-            model.warm_up()
+            warm_up(model)
             with suppress(TemplateError):  # a model without template serves completions
                 model.chat_template.start()
             engine = Engine(model, **engine_options)

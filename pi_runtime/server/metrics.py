@@ -29,6 +29,15 @@ ENGINE = (
     ("busy_seconds_total", "counter", "Time in which the engine worked.", "busy_s"),
 )
 """Name, kind, help, and field of the engine's figures."""
+DISK = (
+    ("disk_tokens_total", "counter", "Tokens that were decoded with rows from disk.", "tokens"),
+    ("disk_seconds_total", "counter", "Time in which they were decoded.", "seconds"),
+    ("disk_wait_seconds_total", "counter", "Time of it in which nothing could be computed yet.", "seconds_waited"),
+    ("disk_row_hits_total", "counter", "Rows that were in memory when they were needed.", "hits"),
+    ("disk_row_misses_total", "counter", "Rows that came from disk.", "misses"),
+    ("disk_read_bytes_total", "counter", "Bytes that decoding read from disk.", "bytes_read"),
+)
+"""The same of a model within a budget of memory: their rates are hit rate, bytes a token, share of time waiting."""
 
 
 class Histogram:
@@ -83,6 +92,9 @@ class Metrics:
         yield from _sample("open_requests", "gauge", "Requests that are being answered, or wait.", open_requests)
         for name, kind, text, field in ENGINE if engine is not None else ():
             yield from _sample(name, kind, text, getattr(engine, field))
+        disk = None if engine is None else engine.disk
+        for name, kind, text, field in DISK if disk is not None else ():
+            yield from _sample(name, kind, text, getattr(disk, field))
         yield from _sample("prefill_seconds_total", "counter", "Time in which answers read prompts.", self._prefill_s)
         yield from _sample("decode_seconds_total", "counter", "Time in which answers were written.", self._decode_s)
         yield from _sample("cancelled_requests_total", "counter", "Requests whose client left.", self.cancelled)

@@ -3,7 +3,7 @@
 nox -s bench -- batch [--formats f16,q8,q4] [--batches 1,2,4,8,16,32] [--exponents 0.83,1.5] [--baseline PYTHON]
                       [--rounds N] [--quick] [--json PATH]
 
-A synthetic Llama whose neurons fire at a set density (tests/support/sparse_model) decodes batches through the
+A synthetic Llama whose neurons fire at a set density (recipes/demo/sparse_model) decodes batches through the
 executor's step, dense and predicted; llama.cpp decodes random weights of the same shape in its own batches. All
 sequences of a batch share a context and get pseudo-random tokens of their own. How many neurons the tokens of a batch
 share follows from the exponent of the power law of their frequencies: 0.83 as in the other benchmarks, and 1.5, whose
@@ -40,7 +40,8 @@ from side_by_side.process import Worker
 from side_by_side.rounds import LLAMA_CPP, Contender
 from side_by_side.shape import add_shape, decoder_of
 from side_by_side.table import print_activity
-from support.sparse_model import Spec, build
+from sparse_model import Spec, build
+from support.synthetic import byte_tokenizer
 
 from pi_runtime.artifact.sizes import PARTS
 
@@ -81,7 +82,7 @@ class Case:
         for exponent in map(float, a.exponents.split(",")):
             paths[exponent] = path = folder / f"{exponent}.pi"
             spec = Spec(decoder=decoder, formats=formats, density=a.density, rank=a.rank, exponent=exponent)
-            print_activity(f"{fmt}, exponent {exponent:g}", build(spec, {1.0: path})[1.0])
+            print_activity(f"{fmt}, exponent {exponent:g}", build(spec, {1.0: path}, byte_tokenizer())[1.0])
         worker = stack.enter_context(Worker(OURS, "side_by_side.ours"))
         modes = {"dense": ("dense", next(iter(paths.values())))}
         modes |= {f"predicted {exponent:g}": ("predicted", path) for exponent, path in paths.items()}

@@ -2,7 +2,7 @@
 
 nox -s bench -- cpu [--full] [--formats f16,q8,q4] [--json PATH] [--quick]
 
-A synthetic Llama whose neurons fire at a set density (tests/support/sparse_model), with a predictor by construction,
+A synthetic Llama whose neurons fire at a set density (recipes/demo/sparse_model), with a predictor by construction,
 runs dense, gate and predicted. llama.cpp and transformers run random weights of the same shape, dense. Our results are
 held against the reference first. `--full` adds cost against density, model size and context length. Where llama.cpp or
 transformers fails, its row says how.
@@ -18,7 +18,7 @@ from side_by_side.case import Case, check, run
 from side_by_side.rounds import Row
 from side_by_side.shape import add_shape, decoder_of
 from side_by_side.table import print_rows, write_json
-from support.sparse_model import Spec
+from sparse_model import Spec
 
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.kernels.codegen.isa import ISA

@@ -5,7 +5,7 @@ python tests/benchmarks/fidelity.py MODEL --text FOLDER --report FILE [--rungs R
 
 Every rung is tried once, in f16. For each set of rungs (beside dense and gate) the choice is then made for several
 budgets; the one for the first of them is packed in f16, q8 and q4 and evaluated through the runtime. `--figures`
-keeps the numbers, for docs/fidelity_curves.py to draw.
+keeps the numbers, for docs/pictures/fidelity_curves.py to draw.
 """
 
 import argparse

@@ -36,7 +36,7 @@ EDITED_WORDS, DROPPED = 0.03, 1 / 12
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("texts", nargs="*", type=Path, default=sorted((ROOT / "docs").glob("*.md")))
+    parser.add_argument("texts", nargs="*", type=Path, default=sorted((ROOT / "docs").rglob("*.md")))
     parser.add_argument("--pairs", type=int, default=4, help="prompts of each kind")
     parser.add_argument("--tokens", type=int, default=400, help="length of a passage")
     parser.add_argument("--speculate", default="auto")

@@ -1,6 +1,6 @@
 """Predicted against published tokens per second: this design, PowerInfer's, and a split by layers.
 
-    python tests/benchmarks/published.py [--format q4] [--solver greedy] [--svg docs/published.svg]
+    python tests/benchmarks/published.py [--format q4] [--solver greedy] [--svg docs/pictures/published.svg]
 
 The rows are the measurements of PowerInfer (SOSP'24): in FP16 its figures 10 and 11 (OPT-6.7B: its first version), in
 INT4 (q4) its figure 13. They are tokens per second of llama.cpp at 512 tokens of output, and PowerInfer's steady rate,
@@ -133,7 +133,7 @@ def predict(row: Published, fmt: str = "f16", solver: str = "exact") -> Predicte
 
 
 def _given(row: Published, fmt: str) -> tuple[Workload, Machine, int]:
-    machine = read_machine(bundled_folder("machines") / f"{row.machine}.toml")
+    machine = read_machine(bundled_folder("profiles/machines") / f"{row.machine}.toml")
     assert machine.gpu is not None
     return workload(row.model, row.prompt, fmt), machine, int(machine.gpu.vram_gib * 2**30) - DRIVER
 

@@ -2,7 +2,7 @@
 
     nox -s bench -- reality [--quick] [--json PATH]
 
-Synthetic sparse models (tests/support/sparse_model) of two sizes, three formats and two densities, each on all rungs.
+Synthetic sparse models (recipes/demo/sparse_model) of two sizes, three formats and two densities, each on all rungs.
 The rates that a prediction starts from are those of `pi-compile machine`, measured in turn with the tokens. How often a
 neuron fires is what the generator measured of the model, not what the timed tokens did. Nothing is fitted. Then, for
 one model, the order of placements on the stand-in.
@@ -21,9 +21,9 @@ import numpy as np
 from against_reality.decoding import Decoding
 from against_reality.order import on_one_bus, pairs_in_order
 from against_reality.rates import Rates
-from support.sparse_model import Activity, Spec, build
-from support.sparse_model.activity import TOKENS
-from support.synthetic import small_decoder, stored_plan
+from sparse_model import Activity, Spec, build
+from sparse_model.activity import TOKENS
+from support.synthetic import byte_tokenizer, small_decoder, stored_plan
 
 from pi_compile.cost_model.processors import CPU
 from pi_compile.cost_model.token_time import TokenTime, costs_of, token_time
@@ -118,7 +118,7 @@ def check(decoding: Decoding, activity: Activity) -> None:
 def rows(size: str, fmt: str, density: float, path: Path, rounds: int) -> Iterator[Row]:
     """Rates and tokens in turn; a prediction is the mean of those by the rates before and after its tokens."""
     s = spec(size, fmt, density)
-    activity = build(s, {1.0: path})[1.0]
+    activity = build(s, {1.0: path}, byte_tokenizer())[1.0]
     decoding = Decoding({mode: load(path, mode=mode, context=2 * POSITIONS) for mode in MODES}, POSITIONS)
     check(decoding, activity)
     rates, works = Rates(s), {mode: workload(s, activity, mode) for mode in MODES}
@@ -150,7 +150,7 @@ def order(path: Path, rounds: int) -> None:
     Both sides have one thread and share one memory.
     """
     s = spec("0.6 B", "q8", 0.3)
-    activity = build(s, {1.0: path})[1.0]
+    activity = build(s, {1.0: path}, byte_tokenizer())[1.0]
     d, work, rates = s.decoder, workload(s, activity, "gate"), Rates(s)
     cuts = {f"{share:.0%} of each layer": (round(d.d_ff * share),) * d.n_layers for share in SHARES}
     cuts["half of the layers"] = (d.d_ff,) * (d.n_layers // 2) + (0,) * (d.n_layers // 2)

@@ -10,7 +10,7 @@ nox -s bench -- serve [--parts load,alone,health,cancel,overload] [--clients 1,2
     cancel    1,000 clients who leave at random moments: pages that nobody holds any more
     overload  ten times as many requests as can be answered: statuses, and memory
 
-A synthetic Llama whose neurons fire at a set density (tests/support/sparse_model); llama-server has random weights of
+A synthetic Llama whose neurons fire at a set density (recipes/demo/sparse_model); llama-server has random weights of
 the same shape and bits. Prompts are token ids that no other prompt begins with. Answers are greedy and have a fixed
 length; nothing is guessed. Where llama-server is missing or fails, its rows say so.
 """
@@ -38,7 +38,7 @@ from side_by_side.llama_cpp_build import SERVER
 from side_by_side.process import EngineError, Worker, threads
 from side_by_side.shape import add_shape, decoder_of
 from side_by_side.table import print_activity
-from support.sparse_model import Spec, build
+from sparse_model import Spec, build
 from support.synthetic import number_tokenizer
 
 from pi_runtime.artifact.sizes import PARTS
@@ -79,7 +79,7 @@ class Bench:
         decoder = replace(decoder_of(a), context_length=CONTEXT)
         formats = {**dict.fromkeys(PARTS, a.format), "predictor": a.predictor_format}
         spec = Spec(decoder=decoder, formats=formats, density=a.density, rank=a.rank)
-        activity = build(spec, {1.0: self.artifact}, tokenizer=number_tokenizer(decoder.vocab_size))
+        activity = build(spec, {1.0: self.artifact}, number_tokenizer(decoder.vocab_size))
         print_activity(a.format, activity[1.0])
         write_gguf(folder / "peer.gguf", decoder, a.format, has_tokenizer=True)
         # As much as one long prompt takes, so that it is soon full: later growth is none of pages.

@@ -19,7 +19,7 @@ from pi_compile import profiling
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.errors import CorpusError, ProfileError, TaskFailedError
 from pi_compile.files import read_arrays
-from pi_compile.profiling import ProfileSpec, count_fired, estimate, profile
+from pi_compile.profiling import ProfileSpec, count_fired, count_persistent, estimate, profile
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.torch_model import PROCESS_BYTES
 from pi_compile.torch_model import decoder as td
@@ -222,6 +222,35 @@ def test_bytes_do_not_overflow(tokens: int) -> None:
     fired = torch.ones(tokens, 3, dtype=torch.bool)
     fired[:, 1] = False
     assert count_fired(fired).tolist() == [tokens, 0, tokens]
+
+
+@pytest.mark.parametrize("tokens", [0, 5, 8, 9, 40])
+def test_persistence_is_a_plain_count(tokens: int) -> None:
+    """At tokens with eight before them: what fires, and what of it fired in one of the last 1, 2, 4, 8 tokens."""
+    rng = np.random.default_rng(tokens)
+    fired = rng.random((3, tokens, 50)) < 0.2
+    expected = [0] * 5
+    for sequence in fired:
+        for t in range(8, tokens):
+            expected[0] += int(sequence[t].sum())
+            for n, window in enumerate((1, 2, 4, 8)):
+                expected[n + 1] += int((sequence[t] & sequence[t - window : t].any(0)).sum())
+    assert count_persistent(torch.from_numpy(fired)).tolist() == expected
+
+
+def test_persistence_is_the_same_in_any_groups_and_shards(llama: Any, tmp_path: Path) -> None:
+    _, checkpoint = llama
+    found = [
+        run(checkpoint, tmp_path / f"{n}", **changes).persistence
+        for n, changes in enumerate(({}, {"layers_at_once": 1}, {"shard": 1}, {"shard": 11, "batch": 3}))
+    ]
+    assert found[0] is not None
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0], other)
+    active, *persisted = found[0].T
+    assert (active > 0).all()
+    assert (np.diff([*persisted, active], axis=0) >= 0).all()
+    assert run(checkpoint, tmp_path / "short", window=8).persistence is None
 
 
 def test_an_estimate_grows_with_what_is_asked(llama: Any) -> None:

@@ -69,8 +69,8 @@ def test_the_example_of_the_docs_runs(original: Path, tmp_path: Path, capsys: py
 
 
 def test_the_page_shows_the_example() -> None:
-    """Every line of Python in docs/api.md stands in the example."""
-    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    """Every line of Python in docs/reference/python.md stands in the example."""
+    page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
     lines = [line.strip() for block in page.split("```python\n")[1:] for line in block.partition("```")[0].splitlines()]
     source = {line.strip() for line in EXAMPLE.read_text(encoding="utf-8").splitlines()}
     assert [line for line in lines if line not in source] == []

@@ -20,8 +20,8 @@ Row = dict[str, str]
 
 
 def documented() -> dict[str, dict[str, Row]]:
-    """Section → key → row of docs/recipes.md."""
-    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    """Section → key → row of docs/reference/recipe.md."""
+    text = (ROOT / "docs" / "reference" / "recipe.md").read_text(encoding="utf-8")
     sections: dict[str, dict[str, Row]] = {}
     for name, body in re.findall(r"^## \[(\w+)\]\n(.*?)(?=^## |\Z)", text, re.M | re.S):
         rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.+?) \|$", body, re.M)

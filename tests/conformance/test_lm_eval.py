@@ -68,7 +68,7 @@ class Case:
 def of_documents(demo: Path) -> Case:
     """Paragraphs cut in two, with the ends of others as wrong answers, and whole texts."""
     rng = random.Random(1)
-    texts = [path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md"))]
+    texts = [path.read_text("utf-8") for path in sorted((ROOT / "docs").rglob("*.md"))]
     parts = [part.split() for text in texts for part in text.split("\n\n") if 20 < len(part.split()) < 80]
     rng.shuffle(parts)
     rows: dict[str, Rows] = {"docs_choices": [], "docs_words": [], "docs_texts": [{"text": t} for t in texts[:TEXTS]]}

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import typer
+from support.documents import assert_as_documented
 from support.paths import GOLDEN
 from support.scripted import saying, scripted_artifact
 from support.synthetic import END_ID, random_artifact, small_decoder
 
+from pi_runtime import warm_up
 from pi_runtime.cli import app
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.kernels.codegen import jit
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -47,7 +48,7 @@ def test_json(run: Run, alphabet: Path) -> None:
     code, out, err = run(alphabet, "-p", "abc", "-n", 4, "--json")
     report = json.loads(out)
     assert (code, err) == (0, "")
-    assert report.keys() == {"text", "finish_reason", "mode", "seed", "stats"}
+    assert_as_documented("pi-run", report)
     assert (report["text"], report["finish_reason"], report["mode"]) == ("defg", "length", "auto")
     assert report["stats"].keys() == STATS
     assert (report["stats"]["prompt_tokens"], report["stats"]["generated_tokens"]) == (3, 4)
@@ -76,7 +77,7 @@ def test_a_full_context_is_told(run: Run, endless: Path) -> None:
 
 
 def test_cold_kernels_are_told(run: Run, alphabet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "is_cold", lambda: True)
+    monkeypatch.setattr(warm_up, "is_cold", lambda: True)
     code, out, err = run(alphabet, "-p", "x")
     assert (code, out) == (0, "yz\n")
     assert err.startswith("compiling kernels for this processor, once")
@@ -127,6 +128,7 @@ def test_answers_in_a_grammar(run: Run, alphabet: Path, tmp_path: Path) -> None:
 
 def test_logprobs(run: Run, alphabet: Path) -> None:
     found = json.loads(run(alphabet, "-p", "ab", "-n", 2, "--json", "--logprobs", 1, "--prompt-logprobs", 0)[1])
+    assert_as_documented("pi-run", found, {"logprobs", "prompt_logprobs"})
     assert [(x["id"], x["token"]) for x in found["logprobs"]] == [(99, "c"), (100, "d")]
     assert [x["top"] for x in found["logprobs"]] == [
         [{k: x[k] for k in ("id", "token", "logprob")}] for x in found["logprobs"]
@@ -278,6 +280,7 @@ FLAGS = {
     "--mode": (None, "PI_MODE"),
     "--device": (None, "PI_DEVICE"),
     "--vram-budget": (None, "PI_VRAM_BUDGET"),
+    "--ram-budget": (None, "PI_RAM_BUDGET"),
     "--threads": (None, "PI_THREADS"),
     "--slots": (None, None),
     "--kv-budget": (None, "PI_KV_BUDGET"),
@@ -286,6 +289,9 @@ FLAGS = {
     "--stats": (None, None),
     "--json": (None, None),
     "--debug": (None, "PI_DEBUG"),
+    "--version": (None, None),
+    "--install-completion": (None, None),
+    "--show-completion": (None, None),
 }
 
 

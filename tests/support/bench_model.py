@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sparse_model import Spec, build
+
 from pi_runtime import Model, load
 from pi_runtime.artifact.sizes import PARTS
-from support.sparse_model import Spec, build
-from support.synthetic import small_decoder
+from support.synthetic import byte_tokenizer, small_decoder
 
 CONTEXT, VOCABULARY = 8192, 32000
 SHAPE = {"layers": 4, "d-model": 2048, "d-ff": 8192, "heads": 32}
@@ -36,7 +37,7 @@ def opened(a: argparse.Namespace) -> Iterator[Model]:
     spec = Spec(decoder=decoder, formats=formats, density=a.density, rank=a.d_model // 4)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.pi"
-        build(spec, {1.5: path})
+        build(spec, {1.5: path}, byte_tokenizer())
         with load(path, mode=a.mode, context=CONTEXT, threads=a.threads, device="cpu") as model:
             model.warm_up()
             yield model

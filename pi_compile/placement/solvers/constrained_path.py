@@ -24,6 +24,7 @@ The relaxation is loose where a few large nodes compete with many small options.
 the number of large nodes they enter. Each stratum is bounded and enumerated by itself: there the relaxation is tight.
 
 The RAM budget rarely binds. So it is left out at first. If the optimum found without it keeps it, that is the optimum.
+If not, both budgets have a multiplier.
 
 Ties: least cost, then least VRAM, then least RAM, then at the first stage where two paths differ the preferred node,
 then the earlier option.
@@ -39,6 +40,7 @@ from pi_compile.placement.solvers.lagrangian_bounds import (
     Resource,
     coarse_relaxations,
     fine_relaxations,
+    joint_relaxations,
 )
 from pi_compile.placement.solvers.layered_graph import LayeredGraph, ShortestPath, scaled
 
@@ -124,7 +126,8 @@ def _solve(graphs: Sequence[LayeredGraph]) -> ShortestPath | None:
 
 def _coarse(graph: LayeredGraph) -> list[Relaxation]:
     resources: tuple[Resource, ...] = ("vram",) if graph.ram_budget is None else ("vram", "ram")
-    return [relaxation for name in resources for relaxation in coarse_relaxations(graph, name)]
+    found = [relaxation for name in resources for relaxation in coarse_relaxations(graph, name)]
+    return found if graph.ram_budget is None else found + joint_relaxations(graph)
 
 
 def _lower_bound(relaxations: Sequence[Relaxation], stratum: int) -> int:

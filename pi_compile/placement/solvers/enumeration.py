@@ -157,7 +157,7 @@ class Enumeration:
 def non_dominated(labels: LabelSet, ram_counts: bool) -> LabelSet:
     """The labels that no other of their stratum dominates; of equal labels the first stays.
 
-    Where RAM counts, a label is only compared with those of equal RAM: RAM may rise while VRAM falls.
+    Where RAM counts, labels are compared with those of equal RAM first, then with those of less.
     """
     if not len(labels):
         return labels
@@ -175,7 +175,31 @@ def non_dominated(labels: LabelSet, ram_counts: bool) -> LabelSet:
         costs = np.unique(costs, return_inverse=True)[1]
     rank = costs - group * (len(order) + 1 if ram_counts else 2 * COSTS)
     before = np.minimum.accumulate(rank)
-    return labels.at(order[np.concatenate([[True], rank[1:] < before[:-1]])])
+    kept = labels.at(order[np.concatenate([[True], rank[1:] < before[:-1]])])
+    return _without_less_ram(kept) if ram_counts else kept
+
+
+def _without_less_ram(labels: LabelSet) -> LabelSet:
+    """The labels that none with less RAM dominates; no two of equal RAM dominate each other."""
+    order = np.lexsort((labels.vram, labels.ram, labels.strata))
+    strata, ram = labels.strata[order], labels.ram[order]
+    starts = np.nonzero(np.concatenate([[True], (np.diff(strata) != 0) | (np.diff(ram) != 0)]))[0]
+    kept = np.zeros(len(order), bool)
+    front_vram, front_costs = _NONE, _NONE  # least cost within each VRAM, of labels with less RAM
+    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(order)], strict=True):
+        group = order[start:stop]
+        if start and strata[start] != strata[start - 1]:
+            front_vram, front_costs = _NONE, _NONE
+        vram, costs = labels.vram[group], labels.costs[group]
+        within = np.searchsorted(front_vram, vram, side="right")
+        new = costs < np.concatenate([[NEVER], front_costs])[within]
+        kept[group[new]] = True
+        vram, costs = np.concatenate([front_vram, vram[new]]), np.concatenate([front_costs, costs[new]])
+        by_vram = np.lexsort((costs, vram))
+        vram, costs = vram[by_vram], np.minimum.accumulate(costs[by_vram])
+        front = np.concatenate([[True], costs[1:] < costs[:-1]])
+        front_vram, front_costs = vram[front], costs[front]
+    return labels.at(np.nonzero(kept)[0])
 
 
 def tabulated(base: LabelSet, node: Node, options: Ints) -> LabelSet | None:

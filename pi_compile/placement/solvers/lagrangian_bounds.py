@@ -1,8 +1,9 @@
 """Lagrangian relaxations of a constrained shortest path: lower bounds from shortest paths without budgets."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from pi_compile.placement.solvers.layered_graph import NEVER, Ints, LayeredGraph
 
 Resource = Literal["vram", "ram"]
+_RESOURCES: tuple[Resource, ...] = ("vram", "ram")
 
 COSTS, _PENALTIES = 1 << 50, 1 << 58
 """Ranges of scaled costs, and of multiplier · use: multipliers reach 256 times the mean cost of a unit of resource."""
@@ -74,22 +76,52 @@ def coarse_relaxations(graph: LayeredGraph, resource: Resource) -> list[Relaxati
     return found + [Relaxation(graph, _multipliers(resource, shift, v)) for v in sorted(closer)]
 
 
+def joint_relaxations(graph: LayeredGraph) -> list[Relaxation]:
+    """Relaxations with both multipliers, for budgets that bind together: pairs a factor of eight apart, then closer.
+
+    Neither multiplier alone leads there: with one of them 0, all is put into the other memory for nothing.
+    """
+    (shift, most_vram), (_, most_ram) = (_scale(graph, name) for name in _RESOURCES)
+    at = cache(lambda vram, ram: Relaxation(graph, Multipliers(shift, min(vram, most_vram), min(ram, most_ram))))
+    found = [at(max(most_vram >> n, 1), max(most_ram >> k, 1)) for n, k in product(range(2, 20, 3), repeat=2)]
+    for factor in (4, 2, 2):
+        best = max(found, key=lambda r: int(r.bounds.min())).multipliers
+        near = product(
+            (best.vram // factor, best.vram, best.vram * factor), (best.ram // factor, best.ram, best.ram * factor)
+        )
+        found += [at(vram, ram) for vram, ram in near]
+    return found
+
+
 def fine_relaxations(
     graph: LayeredGraph, coarse: Sequence[Relaxation], stratum: int, factors: Sequence[float]
 ) -> list[Relaxation]:
-    """Relaxations for paths of one stratum: at the best multiplier, by ternary search, and at multiples of it."""
+    """Relaxations for paths of one stratum: at the best multipliers, by ternary search, and at multiples of them.
+
+    Two multipliers are searched for by turns.
+    """
     best = max(coarse, key=lambda r: int(r.bounds[stratum])).multipliers
-    resource: Resource = "ram" if best.ram else "vram"
-    shift, largest = _scale(graph, resource)
-    value = best.ram or best.vram
-    at = cache(lambda v: Relaxation(graph, _multipliers(resource, shift, v)))
-    low, high = value // 4, min(4 * value + 4, largest)
-    while high - low > 2:
-        third = (high - low) // 3
-        one, two = low + third, high - third
-        low, high = (one, high) if at(one).bounds[stratum] < at(two).bounds[stratum] else (low, two)
-    value = max(range(low, high + 1), key=lambda v: int(at(v).bounds[stratum]))
-    return [at(v) for v in dict.fromkeys(min(int(value * by), largest) for by in factors)]
+    names = _RESOURCES[:1] if graph.ram_budget is None else _RESOURCES
+    largest = {name: _scale(graph, name)[1] for name in names}
+    at = cache(lambda m: Relaxation(graph, m))
+    for name in names if len(names) == 1 else names * 2:
+
+        def bound(value: int, name: Resource = name, best: Multipliers = best) -> int:
+            return int(at(_changed(best, name, value)).bounds[stratum])
+
+        value = getattr(best, name)
+        low, high = value // 4, min(4 * value + 4, largest[name])
+        while high - low > 2:
+            third = (high - low) // 3
+            one, two = low + third, high - third
+            low, high = (one, high) if bound(one) < bound(two) else (low, two)
+        best = _changed(best, name, max(range(low, high + 1), key=bound))
+    near = (_changed(best, name, min(int(getattr(best, name) * by), largest[name])) for name in names for by in factors)
+    return [at(multipliers) for multipliers in dict.fromkeys(near)]
+
+
+def _changed(multipliers: Multipliers, name: Resource, value: int) -> Multipliers:
+    return replace(multipliers, **{name: value})
 
 
 def _multipliers(resource: Resource, shift: int, value: int) -> Multipliers:

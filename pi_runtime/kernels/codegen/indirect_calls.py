@@ -10,7 +10,9 @@ needed, and kernels in the cache hold no address.
 
 import ctypes
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_origin
 
@@ -24,8 +26,36 @@ from numba.extending import intrinsic
 
 _WORD = ir.IntType(64)
 _SCALARS = {int: types.intp, float: types.float64, bool: types.boolean, np.float32: types.float32}
-_KEEP_ALIVE: list[Any] = []
-"""Slots and their `bind`: machine code refers to them as long as the process lives."""
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A function that is called by address. Machine code refers to slot and `bind` as long as the process lives."""
+
+    slot: ctypes.c_int64
+    bind: Any
+    compile: Callable[[], None]
+
+
+_KERNELS: list[_Kernel] = []
+"""All, those that call others behind them."""
+_WATCHERS: list[Callable[[int, int], None]] = []
+
+
+def compile_all() -> None:
+    """Compile all functions that are called by address into the kernel cache, callers last."""
+    for kernel in _KERNELS:
+        kernel.compile()
+
+
+@contextmanager
+def watched(progress: Callable[[int, int], None]) -> Iterator[None]:
+    """Call `progress` with (ready, all) whenever another function is ready. No model needs all of them."""
+    _WATCHERS.append(progress)
+    try:
+        yield
+    finally:
+        _WATCHERS.remove(progress)
 
 
 def by_address(dispatcher: Any) -> Any:
@@ -40,18 +70,23 @@ def by_address(dispatcher: Any) -> Any:
     name = f"{function.__module__}.{function.__qualname__}"
     wanted_types = cache(lambda: tuple(_numba_type(p.annotation, p.name) for p in _parameters(function)))
 
+    def compile_it() -> None:
+        dispatcher.compile(wanted_types())
+
     def bind() -> int:
         try:
-            dispatcher.compile(wanted_types())
+            compile_it()
             compiled = dispatcher.overloads[wanted_types()]
             slot.value = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
         except BaseException as error:  # Ctrl-C, a full disk: the caller raises it again
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
             return -id(error)
+        for progress in _WATCHERS:
+            progress(sum(kernel.slot.value != 0 for kernel in _KERNELS), len(_KERNELS))
         return slot.value
 
     slot, callback = ctypes.c_int64(0), ctypes.CFUNCTYPE(ctypes.c_int64)(bind)
-    _KEEP_ALIVE.append((slot, callback))
+    _KERNELS.append(_Kernel(slot, callback, compile_it))
     llvmlite.binding.add_symbol(f"{name} address", ctypes.addressof(slot))
     llvmlite.binding.add_symbol(f"{name} bind", ctypes.cast(callback, ctypes.c_void_p).value)
 

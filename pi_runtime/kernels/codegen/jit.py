@@ -17,6 +17,7 @@ from typing import Any
 import llvmlite.binding
 import numba
 from numba.core.caching import FunctionCache
+from numba.core.runtime import rtsys
 
 from pi_runtime.artifact import decoder, footprint, formats, rungs, sizes
 from pi_runtime.errors import UsageError
@@ -40,7 +41,8 @@ def cache_folder() -> Path:
     digest.update(llvmlite.binding.get_host_cpu_features().flatten().encode())
     # Kernels hold codes, alignments and sizes of the contract as constants.
     contract = (Path(str(module.__file__)) for module in (decoder, footprint, formats, rungs, sizes))
-    for source in (*sorted(Path(__file__).parents[1].rglob("*.py")), *contract):
+    ours = Path(__file__).parents[2]
+    for source in (*sorted(ours.glob("kernels/**/*.py")), *sorted(ours.glob("disk/kernels/*.py")), *contract):
         digest.update(source.read_bytes())
     tried = []
     for base in _bases():
@@ -76,12 +78,8 @@ _folder = cache(cache_folder)
 """The same for every kernel of a process: its sources are read once."""
 
 
-COMPILING = "compiling kernels for this processor, once (half a minute) …"
-"""What a user is told where the kernels are cold."""
-
-
 def is_cold() -> bool:
-    """Whether the kernels are still to be compiled (half a minute, once)."""
+    """Whether the kernels are still to be compiled."""
     return not any(cache_folder().rglob("*.nbi"))
 
 
@@ -156,6 +154,15 @@ class _KernelCache:
             return FunctionCache(self._function)
         finally:
             numba.config.CACHE_DIR = before
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        """The compiled function, or None where it is to be compiled.
+
+        numba's own first gets everything ready for compiling, which is half of a warm start. Code that is there needs
+        numba's functions for memory alone.
+        """
+        rtsys.initialize(target)
+        return self._found._load_overload(signature, target)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._found, name)

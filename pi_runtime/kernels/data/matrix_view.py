@@ -107,6 +107,9 @@ class MatrixView(NamedTuple):
     scales_stride: int
     """From one row's scales to the next row's."""
     columns: int
+    slots: int
+    """The address of an int64 for each row, which says where its values are: at that many strides. 0: rows lie in
+    order. Scales always do."""
 
 
 @device
@@ -130,28 +133,40 @@ def scales_stride(columns: int) -> int:
 @public
 def matrix(fmt: int, values: int, scales: int, columns: int) -> MatrixView:
     """The view of a whole stored matrix."""
-    return MatrixView(fmt, values, scales, row_stride(fmt, columns), scales_stride(columns), columns)
+    return MatrixView(fmt, values, scales, row_stride(fmt, columns), scales_stride(columns), columns, 0)
+
+
+@public
+def in_slots(m: MatrixView, slots: int) -> MatrixView:
+    """The matrix with its rows in slots, or in order where `slots` is 0."""
+    return MatrixView(m.fmt, m.values, m.scales, m.stride, m.scales_stride, m.columns, slots)
+
+
+@device
+def values_of_row(m: MatrixView, row: int) -> int:
+    """The address of a row's values."""
+    return m.values + (integers(m.slots, row + 1)[row] if m.slots != 0 else row) * m.stride
 
 
 @public
 def strided_rows(m: MatrixView, step: int, first: int) -> MatrixView:
-    """The rows first, first + step, first + 2 · step, …"""
+    """The rows first, first + step, first + 2 · step, …; of rows in slots, each slot has `step` rows."""
     values, scales = m.values + first * m.stride, m.scales + first * m.scales_stride
-    return MatrixView(m.fmt, values, scales, step * m.stride, step * m.scales_stride, m.columns)
+    return MatrixView(m.fmt, values, scales, step * m.stride, step * m.scales_stride, m.columns, m.slots)
 
 
 @public
 def rows_from(m: MatrixView, first: int) -> MatrixView:
-    """The rows from `first` on."""
+    """The rows from `first` on, which lie in order."""
     values, scales = m.values + first * m.stride, m.scales + first * m.scales_stride
-    return MatrixView(m.fmt, values, scales, m.stride, m.scales_stride, m.columns)
+    return MatrixView(m.fmt, values, scales, m.stride, m.scales_stride, m.columns, 0)
 
 
 @public
 def columns_from(m: MatrixView, first: int, columns: int) -> MatrixView:
     """So many columns from `first` on, which is a multiple of 256."""
     values, scales = m.values + first * _BITS_F[m.fmt] // 8, m.scales + first // BLOCK * 2
-    return MatrixView(m.fmt, values, scales, m.stride, m.scales_stride, columns)
+    return MatrixView(m.fmt, values, scales, m.stride, m.scales_stride, columns, m.slots)
 
 
 @public

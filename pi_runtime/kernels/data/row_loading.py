@@ -27,6 +27,7 @@ from pi_runtime.kernels.data.matrix_view import (
     bfloat_to_float,
     half_to_float,
     pointer_of,
+    values_of_row,
 )
 
 GROUP_COLUMNS = 256
@@ -59,7 +60,7 @@ def integer_weight(fmt: int, row: int, index: int, blocks: int) -> np.int32:
 @public
 def load_row(m: MatrixView, row: int, first: int, out_D: Floats) -> None:
     """out ← the columns of one row from `first` on, as float32; `first` is a multiple of 256."""
-    n, address = out_D.shape[0], m.values + row * m.stride
+    n, address = out_D.shape[0], values_of_row(m, row)
     if m.fmt == F32:
         full = carray(pointer_of(address + 4 * first), (n,), np.float32)
         for j in range(n):

@@ -5,16 +5,15 @@ W columns of the table.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, Decoder
-from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.rungs import RUNGS, SELECTORS
-from pi_runtime.artifact.schema import Layer
+from pi_runtime.artifact.schema import Layer, Manifest
 from pi_runtime.artifact.sizes import PREDICTOR_ARRAYS, scales_name
 
 # Columns of the weight table: the address of each array, 0 where the model has none.
@@ -66,8 +65,10 @@ _PREDICTOR = tuple(f"predictor/{name}" for name in PREDICTOR_ARRAYS)
 _COLUMNS = (*_NAMED, *_PREDICTOR, *map(scales_name, _PREDICTOR))
 COLUMN = {name: n for n, name in enumerate(_COLUMNS)}
 """Column of each array."""
-DENSE, SELECTOR, RANK, LIMIT, MARGIN = range(len(_COLUMNS), len(_COLUMNS) + 5)
-"""Further columns, which say how the layer is run (see `settings_of`)."""
+WIDTH = len(_COLUMNS) + 7
+DENSE, SELECTOR, RANK, LIMIT, MARGIN, FIRST_SLOTS, REST_SLOTS = range(len(_COLUMNS), WIDTH)
+"""Further columns, which say how the layer is run (see `settings_of`), and which slots its neurons' rows are in (see
+`MatrixView.slots`)."""
 EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up_bias", "predictor/")
 """Arrays of which each expert has its own rows."""
 SELECTOR_CODES: dict[str | None, int] = {name: n for n, name in enumerate((None, *SELECTORS))}
@@ -150,7 +151,21 @@ def config_of(decoder: Decoder, formats: Mapping[str, str]) -> KernelConfig:
     )
 
 
-def ends_of(artifact: Artifact) -> Ends:
+class StoredArrays(Protocol):
+    """Where a model's arrays are: an open artifact, or a copy in memory."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the artifact holds."""
+
+    def array(self, name: str) -> Array:
+        """The stored array, rows padded."""
+
+    def close(self) -> None:
+        """Free the memory; addresses are no longer valid."""
+
+
+def ends_of(artifact: StoredArrays) -> Ends:
     """The addresses are valid as long as the artifact is open."""
     head = "embedding" if artifact.manifest.decoder.tied_head else "head"
 
@@ -174,7 +189,7 @@ def ends_of(artifact: Artifact) -> Ends:
     )
 
 
-def table_of(artifact: Artifact, mode: str) -> npt.NDArray[np.int64]:
+def table_of(artifact: StoredArrays, mode: str) -> npt.NDArray[np.int64]:
     """The table (L, X, W): addresses, then how the layer is run.
 
     The addresses are valid as long as the artifact is open.
@@ -194,7 +209,7 @@ def table_of(artifact: Artifact, mode: str) -> npt.NDArray[np.int64]:
 
 
 def settings_of(d: Decoder, layer: Layer, mode: str) -> list[int]:
-    """The last columns of a layer: whether its rung is dense, the code of its selector, rank, limit and margin.
+    """The last columns of a layer: whether its rung is dense, the code of its selector, rank, limit, margin, no slots.
 
     The limit is the bits of a float32: magnitudes of the activation up to it count as 0. A mode that is an exact rung
     (dense, gate) overrides the stored rung.
@@ -202,10 +217,11 @@ def settings_of(d: Decoder, layer: Layer, mode: str) -> list[int]:
     exact = mode in RUNGS and RUNGS[mode].exact
     rung = RUNGS[mode if exact else layer.rung]
     limit = np.float32(d.threshold if exact else max(d.threshold, layer.threshold))
-    return [int(rung.dense), SELECTOR_CODES[rung.selector], layer.rank or 0, int(limit.view(np.int32)), layer.margin]
+    selector = [SELECTOR_CODES[rung.selector], layer.rank or 0, int(limit.view(np.int32)), layer.margin]
+    return [int(rung.dense), *selector, 0, 0]
 
 
-def _address(artifact: Artifact, name: str, expert: int = 0) -> int:
+def _address(artifact: StoredArrays, name: str, expert: int = 0) -> int:
     """Address of an array, or of one expert's rows of it; 0 where there is none."""
     if name not in artifact.manifest.arrays:
         return 0

@@ -42,6 +42,7 @@ from pi_runtime.kernels.data.matrix_view import (
     half_to_float,
     integers,
     pointer_of,
+    values_of_row,
     vector,
 )
 from pi_runtime.kernels.data.row_loading import GROUP_COLUMNS, load_row, load_single_block
@@ -104,7 +105,7 @@ def _parts_of(scratch: int) -> _Scratch:
 def _add_strip(m: MatrixView, index: int, count: int, known: int, h: int, y_P: Floats, scratch: int) -> None:
     a, index_K, h_K = _parts_of(scratch), integers(index, count), vector(h, count)
     blocks = (m.columns + 4 * BLOCK - 1) // (4 * BLOCK) * 4
-    _quantise_factors((m.values, m.stride, m.scales, m.scales_stride, index, h, count, known, scratch, blocks))
+    _quantise_factors((m.values, m.stride, m.scales, m.scales_stride, m.slots, index, h, count, known, scratch, blocks))
     if count % 2:  # a last row without a partner is paired with itself, times zero
         for rows in (a.rows_K, a.later_K):
             integers(rows, count + 1)[count] = integers(rows, count)[count - 1]
@@ -116,7 +117,7 @@ def _add_strip(m: MatrixView, index: int, count: int, known: int, h: int, y_P: F
         y_J = y_P[block * BLOCK : (block + 1) * BLOCK]
         for k in range(count):
             scale = carray(pointer_of(m.scales + index_K[k] * m.scales_stride + 2 * block), (1,), np.uint16)[0]
-            load_single_block(m.fmt, m.values + index_K[k] * m.stride, block, half_to_float(scale), out_J)
+            load_single_block(m.fmt, values_of_row(m, index_K[k]), block, half_to_float(scale), out_J)
             for j in range(BLOCK):
                 y_J[j] += h_K[k] * out_J[j]
 
@@ -135,7 +136,7 @@ class _Factors:
 
     def emit(self) -> None:
         b, lanes = self.b, self.lanes
-        values, stride, scales, scales_stride, index, h, count, known, scratch, _ = self.arguments
+        values, stride, scales, scales_stride, slots, index, h, count, known, scratch, _ = self.arguments
         floats, ints = v.vec(v.F32, lanes), v.vec(v.I32, lanes)
         at = b.mul(self.first, v.offset(4))
         c, n, g, sums, rows, later = (v.pointer(b, place) for place in _parts_of_values(b, scratch))
@@ -145,12 +146,13 @@ class _Factors:
             b.store(v.const(v.F32, lanes, 0.0), place)
         with cgutils.for_range(b, count) as loop:
             row = v.load(b, listed, b.mul(loop.index, v.offset(8)), v.I64)
-            address = b.add(values, b.mul(row, stride))
+            address = b.add(values, b.mul(v.listed(b, slots, row, row), stride))
             v.store(b, address, rows, b.mul(loop.index, v.offset(8)))
             following = b.add(loop.index, count)
             following = b.select(b.icmp_signed("<", following, known), following, loop.index)
             following = v.load(b, listed, b.mul(following, v.offset(8)), v.I64)
-            v.store(b, b.add(values, b.mul(following, stride)), later, b.mul(loop.index, v.offset(8)))
+            place = v.listed(b, slots, following, following)
+            v.store(b, b.add(values, b.mul(place, stride)), later, b.mul(loop.index, v.offset(8)))
             v.prefetch(b, v.pointer(b, b.add(scales, b.mul(following, scales_stride))), b.mul(self.first, v.offset(2)))
             s_at = b.add(b.add(scales, b.mul(row, scales_stride)), b.mul(self.first, v.offset(2)))
             s = b.fpext(v.load(b, v.pointer(b, s_at), v.offset(0), v.vec(v.HALF, lanes)), floats)
@@ -193,13 +195,13 @@ def _parts_of_values(b: Any, scratch: Any) -> list[Any]:
 def _quantise_factors(typing_context: Any, arguments: Any) -> Any:
     """Write c, g, n, −8 Σ n of a strip, and the addresses of its rows and of those to prefetch.
 
-    The tuple: values, stride, scales, scales' stride, list, factors, count, known, scratch, blocks of the strip (padded
-    to fours).
+    The tuple: values, stride, scales, scales' stride, slots, list, factors, count, known, scratch, blocks of the strip
+    (padded to fours).
     """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         values = cgutils.unpack_tuple(b, arguments[0])
-        blocks = values[9]
+        blocks = values[10]
 
         with b.if_else(b.icmp_signed("==", blocks, v.offset(_BLOCKS))) as (strip, part):
             with strip:
@@ -208,7 +210,7 @@ def _quantise_factors(typing_context: Any, arguments: Any) -> Any:
                 _Factors(b, 4, values, first).emit()
         return context.get_dummy_value()
 
-    return types.void(types.UniTuple(types.intp, 10)), generate
+    return types.void(types.UniTuple(types.intp, 11)), generate
 
 
 def _columns(b: Any, bits: int, pairs: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from pi_runtime.kernels.data.matrix_view import (
     Ints,
     MatrixView,
     address_of,
+    in_slots,
     is_quantised,
     matrix,
     strided_rows,
@@ -58,21 +59,26 @@ def limit_of(cfg: KernelConfig, w: Ints, select: int) -> np.float32:
 @device
 def first_rows(cfg: KernelConfig, w: Ints) -> MatrixView:
     """The neurons' rows of `first`."""
-    return matrix(cfg.ffn_format, w[weight_table.FIRST], w[weight_table.FIRST_SCALES], cfg.d_model)
+    rows = matrix(cfg.ffn_format, w[weight_table.FIRST], w[weight_table.FIRST_SCALES], cfg.d_model)
+    return in_slots(rows, w[weight_table.FIRST_SLOTS])
 
 
 @device
 def up_rows(cfg: KernelConfig, w: Ints) -> MatrixView:
     """The neurons' rows of `up`; only a gated FFN has them."""
-    rest = matrix(cfg.ffn_format, w[weight_table.REST], w[weight_table.REST_SCALES], cfg.d_model)
-    return strided_rows(rest, cfg.rows_per_neuron, 0)
+    return strided_rows(_rest_rows(cfg, w), cfg.rows_per_neuron, 0)
 
 
 @device
 def down_rows(cfg: KernelConfig, w: Ints) -> MatrixView:
     """The neurons' rows of `down`."""
+    return strided_rows(_rest_rows(cfg, w), cfg.rows_per_neuron, cfg.rows_per_neuron - 1)
+
+
+@device
+def _rest_rows(cfg: KernelConfig, w: Ints) -> MatrixView:
     rest = matrix(cfg.ffn_format, w[weight_table.REST], w[weight_table.REST_SCALES], cfg.d_model)
-    return strided_rows(rest, cfg.rows_per_neuron, cfg.rows_per_neuron - 1)
+    return in_slots(rest, w[weight_table.REST_SLOTS])
 
 
 @device
@@ -80,7 +86,7 @@ def products(
     cfg: KernelConfig, rows: MatrixView, bias: int, inputs: int, token_N: Ints, list_K: Ints, begin: int, end: int,
     y_NK: Floats,
 ) -> None:  # fmt: skip
-    """y ← rows · x + bias for the places [begin, end) of a list, for N tokens."""
+    """y ← rows · x + bias for the places [begin, end) of a list, for N tokens; those that follow are prefetched."""
     tokens, width = y_NK.shape
     listed, to, count = address_of(list_K) + 8 * begin, address_of(y_NK) + 4 * begin, end - begin
     vectors = inputs, input_stride(cfg.d_model), address_of(token_N), tokens

@@ -41,6 +41,7 @@ from pi_runtime.kernels.data.matrix_view import (
     half_to_float,
     is_quantised,
     pointer_of,
+    values_of_row,
 )
 from pi_runtime.kernels.data.quantised_input import padded_columns, row_order_at, scales_at
 from pi_runtime.kernels.data.row_loading import GROUP_COLUMNS, integer_weight, stored_index
@@ -234,6 +235,7 @@ class _Call:
     stride: Any
     scales_stride: Any
     columns: Any
+    slots: Any
     first: Any
     index: Any
     count: Any
@@ -264,10 +266,13 @@ class _Call:
         def pointers(numbers: list[Any], base: Any, stride: Any) -> list[Any]:
             return [v.pointer(b, b.add(base, b.mul(row, stride))) for row in numbers]
 
+        def values(numbers: list[Any]) -> list[Any]:
+            return pointers([v.listed(b, self.slots, row, row) for row in numbers], self.values, self.stride)
+
         return _Rows(
-            pointers(now, self.values, self.stride),
+            values(now),
             pointers(now, self.scales, self.scales_stride),
-            pointers(later, self.values, self.stride),
+            values(later),
             pointers(later, self.scales, self.scales_stride),
         )
 
@@ -337,7 +342,7 @@ def _emit_row_products(typing_context: Any, fmt: Any, call: Any) -> Any:
         v.switch(b, arguments[0], cases)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.UniTuple(types.intp, 15)), generate
+    return types.void(types.intp, types.UniTuple(types.intp, 16)), generate
 
 
 @public
@@ -346,7 +351,7 @@ def vector_row_products(
     token_count: int, out: int, out_stride: int,
 ) -> None:  # fmt: skip
     """`row_products` by vector instructions."""
-    matrix = m.values, m.scales, m.stride, m.scales_stride, m.columns
+    matrix = m.values, m.scales, m.stride, m.scales_stride, m.columns, m.slots
     _emit_row_products(
         m.fmt, (*matrix, first, index, count, known, inputs, input_stride, tokens, token_count, out, out_stride)
     )
@@ -391,7 +396,7 @@ def portable_row_products(
     """The definition of `row_products` in plain loops."""
     for n in range(count):
         row = carray(pointer_of(index), (count,), np.int64)[n] if index != 0 else first + n
-        values, scales = m.values + row * m.stride, m.scales + row * m.scales_stride
+        values, scales = values_of_row(m, row), m.scales + row * m.scales_stride
         for t in range(token_count):
             token = carray(pointer_of(tokens), (token_count,), np.int64)[t] if tokens != 0 else t
             x = inputs + token * input_stride

@@ -42,6 +42,7 @@ class _Call:
     values: Any
     stride: Any
     columns: Any
+    slots: Any
     first: Any
     index: Any
     count: Any
@@ -68,6 +69,7 @@ class _Call:
             n, last = b.add(first, v.offset(k)), b.sub(count, v.offset(1))
             n = b.select(b.icmp_signed("<", n, last), n, last)
             row = v.listed(b, self.index, n, b.add(self.first, n))
+            row = v.listed(b, self.slots, row, row)
             found.append(v.pointer(b, b.add(self.values, b.mul(row, self.stride))))
         return found
 
@@ -131,7 +133,7 @@ def _emit_row_sums(typing_context: Any, fmt: Any, call: Any) -> Any:
         v.switch(b, arguments[0], {code: partial(call.emit, name) for code, name in _FLOATS.items()})
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.UniTuple(types.intp, 12)), generate
+    return types.void(types.intp, types.UniTuple(types.intp, 13)), generate
 
 
 @public
@@ -148,7 +150,7 @@ def vector_row_sums(
     y_stride: int,
 ) -> None:
     """`row_sums` by vector instructions."""
-    matrix = m.values, m.stride, m.columns
+    matrix = m.values, m.stride, m.columns, m.slots
     _emit_row_sums(m.fmt, (*matrix, first, index, count, known, h, h_stride, tokens, y, y_stride))
 
 

@@ -4,7 +4,7 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from support.sparse_model import Spec
+from sparse_model import Spec
 
 from pi_compile.machine.profile import Cpu, Gpu, Link, Machine
 from pi_runtime.artifact.formats import WEIGHT_FORMATS

@@ -2,9 +2,9 @@
 
 Assumed, beside the measured rate and spread of tasks: a worker's own speed is log-normal with a standard deviation of
 15 % (machines of one kind), one task in 200 takes three times as long (a straggler), a worker dies once in 24 hours and
-is back after 10 minutes; its claim is retaken after 1.75 heartbeats of 10 s. The choice of rungs is 6 passes of a text
-through the model, one after the other. Packing is left out. Tasks are those of `profile` with one layer at once and of
-`train`.
+is back after 10 minutes; its claim is retaken after 1.75 heartbeats of 10 s. One neuron in ten fires. The choice of
+rungs is 4 passes of a text through the model, one after the other: 3 to choose, and one over the report text. Packing
+is left out. Tasks are those of `profile` with one layer at once and of `train`, as large as their estimates say.
 """
 
 import heapq
@@ -14,14 +14,16 @@ from typing import Any
 
 import numpy as np
 
+from pi_compile.profiling import ProfileSpec
 from pi_compile.training import TrainingWork, TrainSpec
-from pi_compile.training.quality import BATCH
+from pi_compile.training.rung_choice import PASSES
+from pi_compile.training.samples import BATCH
 from pi_runtime.artifact.decoder import Decoder
 
 HEARTBEAT, RETAKEN = 10.0, 1.75
 DEATHS_PER_S, BACK = 1 / 86_400, 600.0
 STRAGGLERS, SLOWER, OWN_SPEED = 1 / 200, 3.0, 0.15
-PROFILED, FIT, TUNE, REPORT, WINDOW, SHARD, PASSES = 1_000_000, 65_536, 16_384, 16_384, 512, 16, 6
+PROFILED, FIT, TUNE, REPORT, WINDOW, SHARD = 1_000_000, 65_536, 16_384, 16_384, 512, ProfileSpec.shard
 OPERATIONS = 14
 """File operations of a task: claim (make, write, close), result (make, write, sync, rename, sync), reads of what it
 needs, removals, a listing counted apart."""
@@ -79,14 +81,20 @@ def tasks_of(model: Model, flops_per_s: float) -> list[Task]:
         shard = [add(2 * model.layer * tokens, before if first else [before[n]], 1 + layer) for n in range(shards)]
         before = shard
     counted = add(0.0, before, 0)
-    batches, ends = -(-(FIT + TUNE) // (BATCH * WINDOW)), list[int]()
+    batches, ends, work = (FIT + TUNE + REPORT) // (BATCH * WINDOW), list[int](), training_of(model)
     pushed: list[int] = [counted] * batches
-    search = _search_flops(model)
     for layer in range(model.layers):
         pushed = [add(2 * model.layer * BATCH * WINDOW, [pushed[n]], 1000 + layer) for n in range(batches)]
-        ends.append(add(search, pushed, 500 + layer))
-    barrier = add(0.0, ends, 0)
-    for _ in range(PASSES):
+        if not work.splits:
+            ends.append(add(work.search().operations, pushed, 500 + layer))
+            continue
+        begun = add(work.begun().operations, pushed, 500 + layer)
+        before = [add(work.of_ranks([rank]).operations, [begun], 500 + layer) for rank in work.ranks]
+        for rank in work.further():
+            before.append(add(work.of_ranks([rank]).operations, before, 500 + layer))
+        ends.append(before[-1])
+    barrier = add(0.0, [*ends, *pushed], 0)
+    for _ in range(PASSES + 1):
         parts = [
             add(2 * model.layer * model.layers * BATCH * WINDOW, [barrier], 0) for _ in range(TUNE // (BATCH * WINDOW))
         ]
@@ -94,8 +102,8 @@ def tasks_of(model: Model, flops_per_s: float) -> list[Task]:
     return tasks
 
 
-def _search_flops(model: Model) -> float:
-    """Operations of the search for one layer's predictors, as `train` estimates them."""
+def training_of(model: Model, threads: int = 1) -> TrainingWork:
+    """The training of a model, as `train` estimates it."""
     heads = model.d_model // 128
     d: Any = Decoder.__new__(Decoder)
     shape = {"d_model": model.d_model, "d_ff": model.d_ff, "n_layers": model.layers, "n_experts": 1, "ffn": "gated"}
@@ -103,11 +111,8 @@ def _search_flops(model: Model) -> float:
     shape |= {"experts_per_token": 1, "activation": "relu", "threshold": 0.0}
     for key, value in shape.items():
         object.__setattr__(d, key, value)
-    spec = TrainSpec(steps=300, rungs=("dense", "gate", "predicted"))
-    work = TrainingWork.of(d, spec, 0.1, FIT, TUNE, REPORT)
-    steps, beside, _ = work.parts()
-    # A value in an element-wise pass takes as long as about 50 operations of a product.
-    return float(sum(part[0] + 50 * part[1] for part in (steps, beside)) / model.layers)
+    spec = TrainSpec(steps=300, rungs=("dense", "gate", "predicted"), threads=threads)
+    return TrainingWork.of(d, spec, 0.1, FIT, TUNE, REPORT)
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ def _bound(run: "_Run", operations_per_s: float) -> str:
     if run.busy > 0.8 * run.workers * run.now:
         return "computing"
     longest = max(task.seconds for task in run.tasks)
-    return "one layer's predictors" if longest > 0.1 * run.now else "waiting for each other"
+    return "the longest task" if longest > 0.1 * run.now else "waiting for each other"
 
 
 _DONE, _DIED, _BACK, _RETAKE = range(4)

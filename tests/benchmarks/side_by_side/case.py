@@ -9,7 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from support.sparse_model import Spec, build
+from sparse_model import Spec, build
+from support.synthetic import byte_tokenizer
 
 from side_by_side.gguf_file import write_gguf
 from side_by_side.peers import TRANSFORMERS, open_peer
@@ -52,7 +53,7 @@ def run(case: Case, folder: Path) -> list[Row]:
     rows: list[Row] = []
     with ExitStack() as files, ExitStack() as stack:
         paths = {over_read: files.enter_context(_deleted(folder / f"{over_read}.pi")) for over_read in case.over_reads}
-        for over_read, activity in build(case.spec, paths).items():
+        for over_read, activity in build(case.spec, paths, byte_tokenizer()).items():
             print_activity(f"{case.format}, predictor × {over_read}", activity)
         ours = _ours(case, paths, stack)
         peers = _peers(case, files.enter_context(_deleted(folder / "peer.gguf")), stack)
@@ -123,7 +124,7 @@ def check(case: Case, folder: Path) -> None:
     """Hold ours against the NumPy reference on two layers. Raises RuntimeError where it computes something else."""
     decoder = replace(case.spec.decoder, n_layers=2, vocab_size=min(case.spec.decoder.vocab_size, 2048))
     with _deleted(folder / "check.pi") as path:
-        build(replace(case.spec, decoder=decoder), {1.0: path})
+        build(replace(case.spec, decoder=decoder), {1.0: path}, byte_tokenizer())
         for isa in case.isas:
             with _our_worker(PI_ISA=isa) as worker:
                 errors = worker.ask("check", path=str(path), tokens=8)

@@ -2,17 +2,16 @@
 
 import re
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sparse_model
 
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact import Artifact
-from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.bench.kept_neurons import KeptNeurons
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
@@ -45,7 +44,10 @@ def prefill(name: str, tokens: int) -> dict[str, Any]:
     generation = model.generate(_ids(model, tokens), max_tokens=1, sampling=Sampling(temperature=0), cache=cache)
     for _ in generation:
         pass
-    return {"seconds": generation.stats.prefill_s, "bytes_per_token": dense_bytes(model.manifest) / tokens}
+    return {
+        "seconds": generation.stats.prefill_s,
+        "bytes_per_token": sparse_model.bytes_per_token(model.manifest) / tokens,
+    }
 
 
 def decode(name: str, context: int, tokens: int) -> dict[str, Any]:
@@ -54,21 +56,10 @@ def decode(name: str, context: int, tokens: int) -> dict[str, Any]:
     if cache.length < context:
         prefill(name, context)
     cache.truncate(context)
-    seconds, rows_2 = [], np.zeros(2)
-    for n, token in enumerate(_ids(model, tokens + 1)):
-        began = time.perf_counter()
-        _, rows_L2 = model.decode(token, cache)
-        if n:
-            seconds.append(time.perf_counter() - began)
-            rows_2 += rows_L2.sum(0) / tokens
+    found = sparse_model.decode(model, cache, _ids(model, tokens + 1))
     cache.truncate(context)
-    m = model.manifest
-    read, kept = (rows_2 / (m.decoder.n_layers * m.decoder.d_ff)).tolist()
-    dense = model.mode == "dense"
-    nbytes = dense_bytes(m) if dense else _bytes(m, read, kept, with_predictor=model.mode == "predicted")
     held = cache.pool.page_nbytes * (context + tokens / 2) / PAGE_POSITIONS
-    density = 1.0 if dense else kept
-    return {"seconds": seconds, "read": read, "density": density, "bytes_per_token": nbytes, "cache_bytes": held}
+    return asdict(found) | {"cache_bytes": held}
 
 
 def decode_batch(name: str, batch: int, context: int, tokens: int) -> dict[str, Any]:
@@ -144,26 +135,6 @@ def first_token(name: str, prompt: list[int], tokens: int) -> dict[str, float]:
     first_s = time.perf_counter() - began
     "".join(stream)
     return {"first_s": first_s, "seconds": time.perf_counter() - began}
-
-
-def dense_bytes(m: Manifest) -> float:
-    """Bytes that one token must read where nothing is skipped."""
-    return _bytes(m, 1, 1, with_predictor=False)
-
-
-def _bytes(m: Manifest, read: float, kept: float, *, with_predictor: bool) -> float:
-    """Attention, norms, head; the shares of `first` and `rest` that are read; the predictors. The cache is left out."""
-    d, neuron = m.decoder, FfnBytes.of(m.decoder, m.formats)
-    total = 0.0
-    for name, entry in m.arrays.items():
-        if "/predictor/" not in name and not name.startswith(("embedding", "positions")) and not _of_neurons(name):
-            total += entry.nbytes
-    total += d.n_layers * d.d_ff * (read * neuron.first + kept * neuron.rest)
-    return total + sum(neuron.predictor(layer.rank or 0) for layer in m.layers) * with_predictor
-
-
-def _of_neurons(name: str) -> bool:
-    return re.search(r"/ffn/(first|rest|order|counts)(_scales)?$", name) is not None
 
 
 def check(path: str, tokens: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from threading import Timer
 from types import TracebackType
 from typing import Any, Self
 
-_FOLDERS = [str(p) for p in (Path(__file__).parents[1], Path(__file__).parents[2])]
+_FOLDERS = ["tests/benchmarks", "tests", "recipes/demo"]
 _STAGES = {"describe": "start", "open_model": "load"}
 _CLOSING_S = 30.0
 
@@ -67,7 +67,7 @@ class Worker:
         `python`: the interpreter of another checkout, whose engines and whose project then run.
         """
         home = None if python is None else _checkout(python)
-        folders = _FOLDERS if home is None else [str(home / "tests" / "benchmarks"), str(home / "tests")]
+        folders = [str((home or Path(__file__).parents[3]) / folder) for folder in _FOLDERS]
         path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._name, self._limit_s = name, limit_s
         self._failure: str | None = None
@@ -79,6 +79,11 @@ class Worker:
             text=True,
             env={**os.environ, "PYTHONPATH": path, **environment},
         )
+
+    @property
+    def pid(self) -> int:
+        """The child's id."""
+        return self._process.pid
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """The handler's result. Raises EngineError where there is none, and from then on at every request."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from support.sparse_model import Activity
+from sparse_model import Activity
 
 from side_by_side.rounds import FailedRow, MeasuredRow, Row
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from support.paths import ROOT
+from support.documents import page
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families.registry import decoder_of, find_adapter
@@ -55,9 +55,7 @@ def test_the_documented_table_counts_them() -> None:
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for name, row in ROWS.items():
         counts[find_adapter(config_of(name)).family][row["expected"] not in ("read", "planned")] += 1
-    text = (
-        (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").split("### Configurations tried")[1].split("###")[0]
-    )
+    text = page("reference/models.md").split("## Configurations tried")[1]
     rows = re.findall(r"^\| `(\w+)` \| (?:only planned: )?(\d+) \| (\d*)", text, re.M)
     assert {family: [int(read), int(refused or 0)] for family, read, refused in rows} == counts
     assert f"{len(ROWS)} configs" in text

@@ -290,7 +290,8 @@ MISTAKES = {
         (
             "{recipe}: not a valid recipe:",
             "    model: should be a table [model] (found 3)",
-            "  try: docs/recipes.md explains every key; `pi-compile init` writes a complete recipe to compare with",
+            "  try: docs/reference/recipe.md explains every key; "
+            "`pi-compile init` writes a complete recipe to compare with",
         ),
         lambda folder: (folder / "tiny.toml").write_text(
             "model = 3\n" + (folder / "tiny.toml").read_text().split("\n\n", 1)[1]

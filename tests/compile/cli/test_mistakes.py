@@ -82,7 +82,7 @@ def test_a_recipe_with_a_wrong_key(fails: Fails, recipe: Path, old: str, new: st
     message = fails(INPUT, "pack", "--plain", recipe)
     assert str(recipe) in message
     assert problem in message
-    assert "docs/recipes.md" in message
+    assert "docs/reference/recipe.md" in message
 
 
 def test_all_problems_of_a_recipe_are_named_at_once(fails: Fails, recipe: Path) -> None:

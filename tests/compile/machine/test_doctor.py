@@ -46,10 +46,10 @@ def test_the_packages_are_those_of_the_project() -> None:
 
 def test_every_topic_has_a_finding() -> None:
     findings = doctor.diagnose()
-    topics = "python cores memory processor threading_layer kernels gpu runtime"
+    topics = "python cores memory processor threading_layer kernels gpu bundled_data runtime"
     extras = [f"extra {name}" for name in ("place", "report", "compile", "cuda", "grammar", "serve", "ray")]
-    assert [finding.topic.replace(" ", "_") for finding in findings[:8]] == topics.split()
-    assert [finding.topic for finding in findings[8:]] == extras
+    assert [finding.topic.replace(" ", "_") for finding in findings[:9]] == topics.split()
+    assert [finding.topic for finding in findings[9:]] == extras
     assert all(finding.found for finding in findings)
 
 

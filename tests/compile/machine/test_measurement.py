@@ -10,9 +10,12 @@ import pytest
 
 from pi_compile.cli.main import app
 from pi_compile.machine import measurement
-from pi_compile.machine.profile import read_machine
+from pi_compile.machine.disk_probe import DEPTHS, SIZES_KIB, probe_disk
+from pi_compile.machine.profile import Disk, read_machine
 from pi_runtime import console
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
+
+DISK = Disk(name="d", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 200.0], [400.0, 1000.0]])
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +33,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "attention_bandwidth", lambda threads: threads * 6e9)
     monkeypatch.setattr(measurement, "launch_seconds", lambda fmt, threads: threads * (1e-6 if fmt != "f32" else 1))
     monkeypatch.setattr(measurement, "_gpu", lambda: (None, None, ""))
+    monkeypatch.setattr(measurement, "probe_disk", lambda _folder, _nbytes: DISK)
 
 
 def test_everything_is_measured_at_the_best_number_of_threads() -> None:
     """The best number of threads is not the largest: memory is often read fastest by fewer threads than there are."""
-    found = measurement.measure_machine()
+    found = measurement.measure_machine(Path())
     assert (found.cpu.cores, found.cpu.bandwidth_gb_per_s, found.cpu.launch_us) == (12, 20.0, 4.0)
     assert found.cpu.products_gflop_per_s == 40.0
     assert found.cpu.format_gb_per_s == {"f32": 32.0, "f16": 28.0, "bf16": 24.2, "q8": 20.0, "q4": 16.0}
@@ -47,7 +51,7 @@ def test_everything_is_measured_at_the_best_number_of_threads() -> None:
 
 
 def test_the_method_and_the_day_stand_in_the_file() -> None:
-    assert re.match(r"measured 20\d\d-\d\d-\d\d by pi-compile machine", measurement.measure_machine().source)
+    assert re.match(r"measured 20\d\d-\d\d-\d\d by pi-compile machine", measurement.measure_machine(Path()).source)
 
 
 def test_the_command_writes_and_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,5 +61,24 @@ def test_the_command_writes_and_prints_it(tmp_path: Path, capsys: pytest.Capture
     assert console.run(app, ["machine", "-o", str(path), "--json"]) == 0
     written = read_machine(path)
     assert json.loads(capsys.readouterr().out) == written.model_dump()
-    assert written == measurement.measure_machine()
+    assert written == measurement.measure_machine(Path())
     assert (written.version, [*written.cpu.gather_gb_per_s]) == (2, [*WEIGHT_FORMATS])
+
+
+def test_the_disk_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the one that the profile is written to."""
+    asked: list[Path] = []
+    monkeypatch.setattr(measurement, "probe_disk", lambda folder, _nbytes: asked.append(folder))
+    assert console.run(app, ["machine", "-o", str(tmp_path / "mine.toml")]) == 0
+    assert console.run(app, ["machine", "-o", str(tmp_path / "mine.toml"), "--disk", "/"]) == 0
+    assert asked == [tmp_path, Path("/")]
+    assert read_machine(tmp_path / "mine.toml").disk is None
+
+
+def test_a_disk_is_measured_by_the_reader_of_a_run(tmp_path: Path) -> None:
+    found = probe_disk(tmp_path, 1 << 24, 0.01)
+    if found is None:
+        pytest.skip("the file system refuses reads past the page cache")
+    assert (found.sizes_kib, found.depths) == ([*SIZES_KIB], [*DEPTHS])
+    assert all(rate > 0 for rates in found.read_mb_per_s for rate in rates)
+    assert list(tmp_path.iterdir()) == []

@@ -1,11 +1,13 @@
 """Machine profiles: read strictly, written back unchanged."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pi_compile.errors import ProfileError
-from pi_compile.machine.profile import Cpu, Gpu, Link, Machine, bundled_machines, read_machine, to_units
+from pi_compile.machine.profile import Cpu, Disk, Gpu, Link, Machine, bundled_machines, read_machine, to_units
 
 WHOLE = Machine(
     name='a "quoted" \\ name\n\x7f\u2028é🙂',
@@ -45,7 +47,9 @@ def test_integers_are_the_written_decimals() -> None:
 
 def test_what_is_written_is_read_back_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "m.toml"
-    for found in (WHOLE, WHOLE.model_copy(update={"gpu": None, "link": None})):
+    disk = Disk(name="d", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.5, 200.0], [400.0, 1000.0]])
+    changes: list[dict[str, Any]] = [{}, {"gpu": None, "link": None}, {"disk": disk}]
+    for found in (WHOLE.model_copy(update=update) for update in changes):
         path.write_text(found.to_toml(), encoding="utf-8")
         assert read_machine(path) == found
 
@@ -109,3 +113,23 @@ def test_whole_numbers_will_do_for_decimals(tmp_path: Path) -> None:
     path = tmp_path / "m.toml"
     path.write_text(GOOD.replace("= 1000.0", "= 1000"), encoding="utf-8")
     assert read_machine(path).gpu == WHOLE.gpu
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ("sizes_kib = [64, 4]\ndepths = [1]\nread_mb_per_s = [[1.0, 2.0]]", "sizes_kib: expected rising values"),
+        ("sizes_kib = [4, 64]\ndepths = [1]\nread_mb_per_s = [[1.0]]", "read_mb_per_s: expected a list for each"),
+        ("sizes_kib = [4]\ndepths = [1]\nread_mb_per_s = [[0.0]]", "disk.read_mb_per_s.0.0"),
+        ("sizes_kib = [4]\ndepth = [1]\nread_mb_per_s = [[1.0]]", "disk.depth: unknown key; did you mean depths?"),
+    ],
+)
+def test_a_disk_has_a_rate_for_each_depth_and_size(values: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text(GOOD + f'[disk]\nname = "d"\n{values}\n')
+    with pytest.raises(ProfileError, match=re.escape(problem)):
+        read_machine(path)
+
+
+def test_without_a_disk_a_profile_is_described_as_before_there_were_disks() -> None:
+    assert WHOLE.described() == {k: v for k, v in WHOLE.model_dump().items() if k != "disk"}

@@ -12,7 +12,6 @@ pytest.importorskip("transformers")
 import numpy as np
 import torch
 from support import families
-from support.measured import measure_quality
 from support.placeable import MUCH, machine
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -22,7 +21,6 @@ from pi_compile.cli.rendering import artifact_text
 from pi_compile.cost_model.workload import Workload, rows_read
 from pi_compile.errors import ProfileError
 from pi_compile.evaluation.fidelity import Score
-from pi_compile.files import read_arrays
 from pi_compile.packing import PackSpec, pack
 from pi_compile.pipeline.summary import profile_report
 from pi_compile.placement.formulation import Problem, Sizes
@@ -35,6 +33,8 @@ from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import SparseFfn
 from pi_compile.training import Texts, TrainSpec, train_predictors
+from pi_compile.training.layer_sums import LayerSums
+from pi_compile.training.quality import _layer_step
 from pi_compile.workers import work_folder
 from pi_runtime import load
 from pi_runtime.artifact.inspection import inspect
@@ -239,9 +239,12 @@ def test_predictors_of_experts_are_trained_packed_and_run(
         assert 0 < row.density < 0.5
         assert row.precision == pytest.approx(row.recall / row.rows_read_over_active)
         ffns.append(SparseFfn(row.layer, Predictor(down, up, bias).stored_as("f16")))
-    measure_quality(checkpoint, torch.from_numpy(TOKENS[:20])[None], ffns, tmp_path)
-    states = torch.from_numpy(read_arrays(tmp_path / "text-states-0.npz")["states"])
-    wanted = td.logits(d, td.global_weights(checkpoint, "cpu"), states)[0].numpy()
+    with torch.inference_mode():
+        global_w = td.global_weights(checkpoint, "cpu")
+        x = td.embed(d, global_w, torch.from_numpy(TOKENS[:20])[None])
+        for n, ffn in enumerate(ffns):
+            x = _layer_step(d, td.layer_weights(checkpoint, n, "cpu"), x, ffn, LayerSums())
+        wanted = td.logits(d, global_w, x)[0].numpy()
     with Artifact.open(tmp_path / "a.pi") as artifact:
         np.testing.assert_allclose(reference.forward(artifact, TOKENS[:20], "predicted"), wanted, atol=2e-3)
     with load(tmp_path / "a.pi", mode="predicted") as running:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from support.synthetic import small_decoder
 
 from pi_compile.cli.main import app
 from pi_compile.errors import ProfileError, RecipeError
-from pi_compile.machine.profile import Cpu, Gpu, Link, Machine
+from pi_compile.machine.profile import Cpu, Disk, Gpu, Link, Machine
 from pi_compile.pipeline import lock_file
 from pi_compile.pipeline.recipe_placement import place_recipe
 from pi_compile.recipe import default_recipe
@@ -65,6 +66,14 @@ MACHINE = Machine(
     gpu=Gpu(name="g", vram_gib=1.0, bandwidth_gb_per_s=40.0),
     link=Link(pcie_gb_per_s=16.0, sync_us=0.5),
 )
+
+
+def wide_activations() -> ActivationProfile:
+    """A model whose FFNs take more than the buffers of a run from disk."""
+    decoder, rng = small_decoder(n_layers=3, d_ff=4096, d_model=256), np.random.default_rng(4)
+    counts = (1000 * rng.random((3, 4096)) ** 6).astype(np.uint64)
+    order = np.argsort(-counts.astype(np.int64), axis=1, kind="stable").astype(np.uint32)
+    return replace(activations(), decoder=decoder, counts=counts, order=order)
 
 
 @pytest.fixture
@@ -127,6 +136,45 @@ def test_the_difference_is_told_by_layer(recipe: Path) -> None:
         lock_file.check_lock(lock, place_recipe(recipe))
     told = str(caught.value.found).strip().splitlines()
     assert told == [f"plan for {plan['vram_bytes']} bytes, layer 2, cut: {cut + 64} → {cut}"]
+
+
+def test_placements_with_rows_on_disk_are_locked(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The disk's rates, persistence and RAM break the lock; a wrong division is told by layer."""
+    a, disk = wide_activations(), Disk(name="d", sizes_kib=[4], depths=[1, 16], read_mb_per_s=[[40.0], [400.0]])
+    active = a.counts.sum(1, dtype=np.uint64)
+    persistence = np.stack([active, *(active * np.uint64(n) // np.uint64(10) for n in (5, 6, 7, 8))], axis=1)
+    ActivationProfile(**{**vars(a), "persistence": persistence}).save(recipe.with_name("a.npz"))
+    machine = MACHINE.model_copy(update={"disk": disk, "gpu": None, "link": None})
+    recipe.with_name("m.toml").write_text(machine.to_toml())
+    assert run("place", recipe, "--lock") == 0
+    lock = recipe.with_suffix(".lock")
+    text = lock.read_text()
+    plans = tomllib.loads(text)["plan"]
+    assert [p["vram_bytes"] for p in plans] == [0] * len(plans)
+    assert len({p["ram_budget_bytes"] for p in plans}) == len(plans) >= 4
+    assert all({"pinned", "cached", "first"} <= layer.keys() for p in plans for layer in p["layers"])
+    assert run("place", recipe, "--locked") == 0
+    capsys.readouterr()
+    for path, old, new in (
+        (recipe.with_name("m.toml"), "[40.0]", "[41.0]"),
+        (recipe, "ram_gib = 0.0", f"ram_gib = {(plans[2]['ram_budget_bytes'] + 4096) / 2**30!r}"),
+    ):
+        before = path.read_text()
+        path.write_text(before.replace(old, new))
+        assert run("place", recipe, "--locked") == 5
+        path.write_text(before)
+    ActivationProfile(**{**vars(a), "persistence": persistence - np.uint64(1)}).save(recipe.with_name("a.npz"))
+    assert run("place", recipe, "--locked") == 5
+    ActivationProfile(**{**vars(a), "persistence": persistence}).save(recipe.with_name("a.npz"))
+    pinned = plans[1]["layers"][0]["pinned"]
+    head, mark, tail = text.partition(f"ram_budget_bytes = {plans[1]['ram_budget_bytes']}")
+    lock.write_text(head + mark + tail.replace(f"pinned = {pinned},", f"pinned = {pinned + 64},", 1))
+    capsys.readouterr()
+    assert run("place", recipe, "--locked") == 5
+    told = (
+        f"plan for 0 bytes and {plans[1]['ram_budget_bytes']} bytes of RAM, layer 0, pinned: {pinned + 64} → {pinned}"
+    )
+    assert told in capsys.readouterr().err
 
 
 def test_which_release_wrote_it_does_not_count(recipe: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.documents import assert_as_documented
 
 from pi_compile.cli.rendering import status_text
 from pi_compile.errors import TaskFailedError
@@ -41,6 +42,7 @@ def test_a_worker_at_its_task(store: Path, tmp_path: Path) -> None:
         worker.progress(20, 40)
         worker._show()
         found = build_status(tmp_path / "a.toml")
+    assert_as_documented("status", found)
     assert found["stages"] == {"corpus": "done", "profile": "begun", "train": "waiting", "pack": "waiting"}
     assert found["done"] == 0.5
     assert found["eta_seconds"] >= 0

@@ -18,7 +18,7 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.errors import UsageError
 
 SHAPE = small_decoder("llama")
-NAMES = sorted(path.stem for path in bundled_folder("published").glob("*.csv"))
+NAMES = sorted(path.stem for path in bundled_folder("profiles/activations/published").glob("*.csv"))
 
 
 def shape(neurons: int, layers: int = 1) -> Decoder:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.commands import FIT, INPUT, USAGE, assert_a_message
+from support.documents import assert_as_documented
 from support.paths import ROOT
 from support.planned import CONFIG, MACHINE
 from support.synthetic import small_decoder
@@ -23,7 +24,7 @@ from pi_compile.cli.main import app
 from pi_compile.cli.rendering import plan_text
 from pi_compile.cost_model.default_rungs import PREDICTOR_SHARE, untrained_layers
 from pi_compile.cost_model.workload import Workload
-from pi_compile.machine.profile import Machine, find_machine
+from pi_compile.machine.profile import Disk, Machine, find_machine
 from pi_compile.pipeline.lock_file import lock_path
 from pi_compile.placement.formulation import Assignment, Problem
 from pi_compile.planning.forecast import PlanSpec
@@ -110,10 +111,7 @@ def test_more_memory_is_never_slower(plan: Plan) -> None:
 
 
 def test_the_keys_are_documented(plan: Plan) -> None:
-    text = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
-    (row,) = re.findall(r"^\| `plan` \| (.*) \|$", text, re.M)
-    found = plan("config.json", "--machine", "m.toml", *FIRES)
-    assert found.keys() == set(re.findall(r"`([\w ]+)`", re.sub(r"\([^)]*\)", "", row)))
+    assert_as_documented("plan", plan("config.json", "--machine", "m.toml", *FIRES))
 
 
 def test_a_folder_is_its_config(plan: Plan, folder: Path) -> None:
@@ -151,6 +149,54 @@ def test_without_a_gpu_the_memory_varies(plan: Plan) -> None:
     found = plan("config.json", "--machine", "alone.toml", "--ram-budget", needed, *FIRES)
     assert [b["fits"] for b in found["budgets"]] == [False, True, True]
     assert [b["ram_bytes"] for b in found["budgets"]] == [needed * 75 // 100, needed, needed * 125 // 100]
+
+
+@pytest.fixture
+def with_disk(folder: Path) -> Path:
+    """A machine with a disk and no GPU, and a model whose FFNs are worth reading from it."""
+    disk = Disk(name="nvme", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 200.0], [400.0, 1000.0]])
+    machine = MACHINE.model_copy(update={"gpu": None, "link": None, "disk": disk})
+    (folder / "disk.toml").write_text(machine.to_toml())
+    wide = {**CONFIG, "hidden_size": 256, "intermediate_size": 4096}
+    (folder / "wide.json").write_text(json.dumps(wide))
+    return folder
+
+
+@pytest.mark.usefixtures("with_disk")
+def test_rows_that_do_not_fit_are_planned_on_disk(plan: Plan) -> None:
+    found = plan("wide.json", "--machine", "disk.toml", "--ram-budget", "28MiB", *FIRES)
+    main, ladder = found["budgets"][1], found["ram_budgets"]
+    assert found["disk"] == "nvme"
+    assert 0 < main["pinned_share"] + main["cached_share"] < 1
+    assert 0 < main["hit_rate"] < 1
+    assert main["read_bytes"] > 0
+    assert main["milliseconds"]["disk"] > 0
+    assert sum(main["milliseconds"].values()) == pytest.approx(1000 / main["decode_tokens_per_s"])
+    assert sum(main["ram_bytes_by_part"].values()) <= 28 << 20
+    for key, rising in (("ram_bytes", 1), ("decode_tokens_per_s", 1), ("hit_rate", 1), ("read_bytes", -1)):
+        values = [rising * budget[key] for budget in ladder]
+        assert values == sorted(values), key
+    assert (ladder[-1]["hit_rate"], ladder[-1]["read_bytes"], ladder[-1]["pinned_share"]) == (1.0, 0, 1.0)
+
+
+@pytest.mark.usefixtures("with_disk")
+def test_too_little_ram_names_the_smallest_that_does(plan: Plan, refused: Callable[..., str]) -> None:
+    message = refused(4, "wide.json", "--machine", "disk.toml", "--ram-budget", "1MiB", *FIRES)
+    least = int(re.findall(r"(\d+) bytes of RAM \(", message)[-1])
+    assert plan("wide.json", "--machine", "disk.toml", "--ram-budget", least, *FIRES)["budgets"][1]["fits"]
+    refused(4, "wide.json", "--machine", "disk.toml", "--ram-budget", least - 1, *FIRES)
+
+
+@pytest.mark.usefixtures("with_disk")
+def test_the_text_says_what_is_on_disk(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    arguments = ("plan", str(folder / "wide.json"), "--machine", str(folder / "disk.toml"), *FIRES)
+    assert console.run(app, [*arguments, "--ram-budget", "28MiB"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"rows in RAM +\d+% pinned, a cache for \d+%, the rest on disk", text)
+    assert re.search(r"RAM, CPU alone +pinned +cached +found in RAM +read a token +decode", text)
+    none = ("plan", str(folder / "wide.json"), "--machine", str(folder / "alone.toml"), *FIRES)
+    assert console.run(app, list(none)) == 0
+    assert "none in the machine profile: all is planned in memory" in capsys.readouterr().out
 
 
 def test_the_text_says_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

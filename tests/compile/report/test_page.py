@@ -15,6 +15,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 from support.commands import FIT, USAGE, assert_a_message, child
+from support.documents import assert_as_documented
 from support.paths import ROOT
 from support.synthetic import small_decoder
 
@@ -25,7 +26,9 @@ from support.planned import CONFIG, MACHINE
 from pi_compile.cli.main import app
 from pi_compile.cli.options import PlanOptions
 from pi_compile.cli.plan_request import plan_request
+from pi_compile.cost_model.processors import PICO
 from pi_compile.cost_model.workload import Workload
+from pi_compile.machine.profile import Disk
 from pi_compile.pipeline.lock_file import lock_path
 from pi_compile.placement.formulation import Problem
 from pi_compile.placement.stage import place
@@ -326,7 +329,13 @@ def test_many_layers_stay_readable(folder: Path) -> None:
     rates = {"prefill_tokens_per_s": 1.0, "layer_split_tokens_per_s": 1.0, "powerinfer_tokens_per_s": 1.0}
     asked = Budget(vram=spec.vram, ram=spec.ram, asked=True, placement=placement, **rates)
     e = Explanation(
-        spec=spec, activation=activation, work=work, placement=placement, budgets=(asked,), all_on_gpu=spec.vram
+        spec=spec,
+        activation=activation,
+        work=work,
+        placement=placement,
+        budgets=(asked,),
+        all_on_gpu=spec.vram,
+        ram_budgets=(),
     )
     page = report_page(e)
     assert Page(page).open == []
@@ -370,11 +379,9 @@ def test_quantities(text: str, expected: str) -> None:
 
 
 def test_json_keys_are_documented(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
-    (row,) = re.findall(r"^\| `report` \| (.*) \|$", text, re.M)
     assert console.run(app, ["report", *HERE, "-o", "page.html", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", row)))
+    assert_as_documented("report", found)
     assert found["bytes"] == (folder / "page.html").stat().st_size
 
 
@@ -407,3 +414,21 @@ def test_a_missing_extra_is_named(folder: Path) -> None:
     assert_a_message(err)
     assert "pip install 'pi-toolchain[report]'" in err
     assert not (folder / "page.html").exists()
+
+
+def test_a_disk_has_a_figure_a_table_and_a_part_of_the_time(folder: Path, report: Run) -> None:
+    disk = Disk(name="nvme", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 200.0], [400.0, 1000.0]])
+    alone = MACHINE.model_copy(update={"gpu": None, "link": None, "disk": disk})
+    (folder / "disk.toml").write_text(alone.to_toml())
+    (folder / "wide.json").write_text(json.dumps({**CONFIG, "hidden_size": 256, "intermediate_size": 4096}))
+    model = ("wide.json", "--machine", "disk.toml", "--curve", "reglu-70b", "--density", "0.2")
+    text = report(*model, "--ram-budget", "28MiB")
+    page = Page(text)
+    assert page.open == []
+    assert "What less RAM would give" in page.text
+    assert "waiting for the disk" in page.text
+    assert "nvme; 400 MB/s in reads of" in page.text
+    e = explained("wide.json", machine="disk.toml", curve="reglu-70b", density="0.2", ram_budget="28MiB")
+    for placement in e.ram_budgets:
+        assert f"{digits(PICO / placement.time.total)} tokens/s" in page.text
+    assert "What less RAM would give" not in report("wide.json", "--machine", "alone.toml", *model[3:])

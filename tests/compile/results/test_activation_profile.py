@@ -156,3 +156,19 @@ def test_a_file_that_contradicts_itself(tmp_path: Path, changes: dict[str, Any],
         ActivationProfile.load(stored(tmp_path / "a.npz", **changes))
     assert message in str(caught.value)
     assert "a.npz: " in str(caught.value)
+
+
+def test_persistence_is_kept_and_checked(tmp_path: Path) -> None:
+    """It enters what placing goes by, and nothing that training and packing go by."""
+    persistence = np.array([[100, 40, 50, 60, 100], [90, 0, 0, 3, 3]], np.uint64)
+    profile = made(persistence=persistence)
+    profile.save(tmp_path / "a.npz")
+    loaded = ActivationProfile.load(tmp_path / "a.npz")
+    assert loaded.persistence is not None
+    np.testing.assert_array_equal(loaded.persistence, persistence)
+    np.testing.assert_allclose(loaded.persistent_shares()[0], [0.4, 0.5, 0.6, 1.0])  # type: ignore[index]
+    assert loaded.digest() == made().digest()
+    assert loaded.placing_digest() == profile.placing_digest() != made().placing_digest()
+    for wrong in ([[100, 50, 40, 60, 100]] * 2, [[100, 40, 50, 60, 101]] * 2):
+        with pytest.raises(ProfileError, match="more activations that persisted"):
+            ActivationProfile.load(stored(tmp_path / "b.npz", persistence=np.array(wrong, np.uint64)))

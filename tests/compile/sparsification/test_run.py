@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
+from support.documents import assert_as_documented
 from support.paths import ROOT
 from support.sparsifying import small_recipe
 
@@ -46,9 +47,7 @@ def test_the_way_from_a_dense_model_to_tokens(bases: Path, tmp_path: Path, capsy
     (tmp_path / "SPARSIFY.toml").write_text(small.to_toml())
     run("sparsify", tmp_path / "SPARSIFY.toml", "-o", tmp_path / "sparse", "--json")
     record = json.loads(capsys.readouterr().out)
-    page = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
-    (row,) = re.findall(r"^\| `sparsify` \| (.*) \|$", page, re.M)
-    assert record.keys() == set(re.findall(r"`([\w ]+)`", re.sub(r"\([^)]*\)", "", row)))
+    assert_as_documented("sparsify", record)
     stored = json.loads((tmp_path / "sparse" / "sparsify.json").read_text())
     assert {"folder": str(tmp_path / "sparse"), **stored} == record
     assert not (tmp_path / "sparse.work").exists()

@@ -47,7 +47,7 @@ MOMENT = second_moment([X], D_MODEL)
 
 
 def warm_start(first: torch.Tensor, bias: torch.Tensor | None, moment: torch.Tensor, rank: int) -> Predictor:
-    return WarmStarts(first, bias, moment).at(rank)
+    return WarmStarts.of(first, bias, moment).at(rank)
 
 
 def test_the_second_moment_is_that_of_all_blocks() -> None:
@@ -200,7 +200,7 @@ def experts(n: int = 3) -> tuple[Decoder, dict[str, torch.Tensor]]:
 
 def test_experts_have_predictors_of_their_own_in_one() -> None:
     _, w = experts()
-    whole = WarmStarts(w["ffn/first"], w["ffn/first_bias"], MOMENT, 3).at(5)
+    whole = WarmStarts.of(w["ffn/first"], w["ffn/first_bias"], MOMENT, 3).at(5)
     assert (whole.down.shape, whole.up.shape) == ((15, D_MODEL), (D_FF, 5))
     parts = zip(w["ffn/first"].chunk(3), w["ffn/first_bias"].chunk(3), strict=True)
     scores = torch.cat([warm_start(first, bias, MOMENT, 5).scores(X) for first, bias in parts], -1)
@@ -209,7 +209,7 @@ def test_experts_have_predictors_of_their_own_in_one() -> None:
 
 def test_what_an_expert_would_say_to_tokens_of_others_does_not_count() -> None:
     d, w = experts()
-    start = WarmStarts(w["ffn/first"], w["ffn/first_bias"], MOMENT, 3).at(5)
+    start = WarmStarts.of(w["ffn/first"], w["ffn/first_bias"], MOMENT, 3).at(5)
     x = X[:64]
     idle = ~routed_neurons(d, w, x)
     e = energy(td.neurons(d, w, x), w)

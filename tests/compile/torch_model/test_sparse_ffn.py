@@ -21,7 +21,7 @@ from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn, sign_agreement
-from pi_compile.training.quality import LayerSums
+from pi_compile.training.layer_sums import LayerSums
 from pi_compile.training.spec import BYTES
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer

@@ -44,6 +44,7 @@ from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
 from pi_compile.training import candidates, stage
+from pi_compile.training.layer_search import LayerSearch
 from pi_compile.training.spec import BYTES, TUNE_FRACTIONS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
@@ -194,9 +195,9 @@ def test_a_killed_run_trains_only_the_rest(
     with pytest.raises(KeyboardInterrupt):
         run("killed", progress=stop_early)
     read, original = [], td.layer_weights
-    searched, search = [], stage._Run._search
+    searched, search = [], LayerSearch._search
     monkeypatch.setattr(td, "layer_weights", lambda c, n, device: read.append(n) or original(c, n, device))
-    monkeypatch.setattr(stage._Run, "_search", lambda self, n, *texts: searched.append(n) or search(self, n, *texts))
+    monkeypatch.setattr(LayerSearch, "_search", lambda self: searched.append(self.n) or search(self))
     assert run("killed").digest() == trained.digest()
     assert searched == list(range(finished, LAYERS))
     assert read[: len(searched)] == searched  # and no earlier layer is read for it
@@ -239,9 +240,9 @@ def test_what_the_report_text_refuses_is_chosen_again_with_less(
     """The choice gets down to no loss at all, where an exact rung is allowed."""
     reported, original = [], stage._Run._measure
 
-    def of_report(self: Any, tokens: Any, chosen: Any) -> Any:
-        quality = original(self, tokens, chosen)
-        if tokens is self.texts.report:
+    def of_report(self: Any, text: Any, chosen: Any) -> Any:
+        quality = original(self, text, chosen)
+        if text is self.report:
             reported.append(quality.divergence)
             if len(reported) <= refused:
                 return replace(quality, divergence=0.02)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import MAX_DEPTH, canonical_json, parse_json
 from pi_runtime.artifact.manifest_file import read_manifest
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.schema import FORMAT_VERSION, ArrayEntry, FileEntry, Layer, Manifest, Plan, Text
+from pi_runtime.artifact.schema import FORMAT_VERSION, ArrayEntry, FileEntry, Layer, Manifest, Plan, RowPlan, Text
 from pi_runtime.errors import ArtifactError
 
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False))
@@ -104,6 +104,25 @@ def test_one_spelling_only(manifest: Manifest, spelling: Callable[[bytes], bytes
         read_manifest(text, "a.pi")
 
 
+def row_plan(**changes: Any) -> dict[str, Any]:
+    """A row plan as a manifest has it."""
+    usual = {
+        "pinned": (0, 8),
+        "cached": (3, 32),
+        "first": (False, True),
+        "ram_bytes": 1,
+        "slot_bytes": 1,
+        "context": 64,
+    }
+    return {**usual, "read_bytes": 1, "predicted_ns": 1, "digest": "0" * 64, **changes}
+
+
+def test_row_plans_are_left_out_where_there_are_none(manifest: Manifest) -> None:
+    assert b"row_plans" not in canonical_json(manifest)
+    held = replace(manifest, row_plans=(RowPlan(**row_plan()),))
+    assert read_manifest(canonical_json(held), "a.pi") == held
+
+
 LIES: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m.pop("decoder"), "manifest.decoder: missing"),
     (lambda m: m.update(extra=1), "manifest.extra: unknown key"),
@@ -158,6 +177,14 @@ LIES: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m["plans"][0].update(predicted_ns=-1), "plans[0].predicted_ns: -1 is not a size"),
     (lambda m: m["plans"][0].update(digest="x"), "plans[0].digest: not a digest"),
     (lambda m: m["plans"].reverse(), "plans: budgets [65536, 32768] do not rise"),
+    (lambda m: m.update(row_plans=[]), "the manifest is not in canonical JSON"),
+    (lambda m: m.update(row_plans=[row_plan(cached=(3,))]), "row_plans[0].cached: 1 values for 2 layers"),
+    (lambda m: m.update(row_plans=[row_plan(cached=(3, 41))]), "row_plans[0].pinned, cached: 8 and 41 rows of a"),
+    (lambda m: m.update(row_plans=[row_plan(pinned=(-1, 0))]), "row_plans[0].pinned, cached: -1 and 3 rows of a"),
+    (lambda m: m.update(row_plans=[row_plan(context=65)]), "row_plans[0].context: 65 is not in 1…64"),
+    (lambda m: m.update(row_plans=[row_plan(slot_bytes=-1)]), "row_plans[0].slot_bytes: -1 is not a size"),
+    (lambda m: m.update(row_plans=[row_plan(digest="x")]), "row_plans[0].digest: not a digest"),
+    (lambda m: m.update(row_plans=[row_plan(ram_bytes=9), row_plan()]), "row_plans: budgets [9, 1] do not rise"),
     (lambda m: m.update(profiled_tokens=-1), "profiled_tokens: -1 is not a count"),
     (lambda m: m.update(profiled_tokens=0), "arrays.layers/0/ffn/counts: not an array of this decoder"),
     (lambda m: m["arrays"].pop("head"), "arrays.head: missing"),
@@ -208,8 +235,8 @@ def test_messages_carry_no_control_characters_and_end(manifest: Manifest) -> Non
     assert "… and 950 more" in message
 
 
-@pytest.mark.parametrize("kind", [Manifest, Decoder, Layer, Plan, Text, ArrayEntry, FileEntry])
+@pytest.mark.parametrize("kind", [Manifest, Decoder, Layer, Plan, RowPlan, Text, ArrayEntry, FileEntry])
 def test_the_page_on_the_format_names_every_field(kind: type[Any]) -> None:
-    page = (ROOT / "docs" / "format.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "format.md").read_text(encoding="utf-8")
     assert [f.name for f in fields(kind) if f"`{f.name}`" not in page] == []
     assert f"version {FORMAT_VERSION}\n" in page.splitlines(keepends=True)[0]

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.documents import assert_as_documented
+from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.bench.sequences import Sequences
 
@@ -19,9 +21,7 @@ def test_json(run: Run, random_path: Path) -> None:
     found = json.loads(out)
     assert code == 0
     assert err.endswith("".join(f"left out: {reason}\n" for reason in LEFT_OUT))
-    assert found.keys() == {
-        "artifact", "bytes", "digest", "processor", "isa", "device", "threads", "rows", "left_out",
-    }  # fmt: skip
+    assert_as_documented("pi-run --bench", found)
     assert (found["bytes"], found["device"], found["threads"]) == (random_path.stat().st_size, "cpu", 1)
     assert found["digest"].encode() in random_path.read_bytes()
     assert found["left_out"] == LEFT_OUT
@@ -86,3 +86,48 @@ def test_ctrl_c_before_anything_is_measured(run: Run, random_path: Path, monkeyp
 
     monkeypatch.setattr(Sequences, "seconds_a_step", interrupted)
     assert run(random_path, *BRIEF)[:2] == (130, "")
+
+
+SWEEP = ("--bench", "--ram-budget", "8GiB", "--seconds", "2", "--mode", "predicted")
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose FFNs are larger than what a process grows by."""
+    decoder = small_decoder(d_model=128, d_ff=8192, n_layers=6, context_length=96)
+    path = tmp_path_factory.mktemp("wide") / "wide.pi"
+    return random_artifact(path, decoder, format="f16", ranks=[8] * 6, scale=3.0)
+
+
+def test_a_curve_over_budgets(run: Run, wide: Path) -> None:
+    code, out, err = run(wide, *SWEEP, "--json", "--threads", 1)
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    rows = found["budgets"]
+    assert (found["device"], found["threads"]) == ("cpu", 1)
+    assert len(rows) >= 4  # the smallest do not fit where this process has grown meanwhile
+    budgets = [row["ram_budget"] for row in rows]
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[0] < 8 << 30  # no more than holds everything
+    assert (rows[0]["disk_hit_rate"], rows[0]["disk_bytes_per_token"]) == (1, 0)
+    assert rows[-1]["disk_hit_rate"] < 1
+    assert rows[-1]["disk_bytes_per_token"] > 0
+    assert all(row["tokens_per_s"] == pytest.approx(len(row["seconds"]) / sum(row["seconds"])) for row in rows)
+
+
+def test_a_curve_is_drawn(run: Run, wide: Path) -> None:
+    code, out, _ = run(wide, *SWEEP)
+    assert code == 0
+    head = next(n for n, line in enumerate(out.splitlines()) if line.startswith("--ram-budget"))
+    rows = [line.split() for line in out.splitlines()[head + 1 :]]
+    rates, bars = [float(row[2]) for row in rows], [row[-1] for row in rows]
+    assert len(bars[rates.index(max(rates))]) == max(map(len, bars)) == 30
+    assert all(set(bar) == {"█"} for bar in bars)
+    _, out, _ = run(wide, *SWEEP, "--md")
+    assert out.splitlines()[2].startswith("| --ram-budget | tokens/s |")
+
+
+def test_a_curve_needs_a_budget_that_fits(run: Run, wide: Path) -> None:
+    code, _, err = run(wide, "--bench", "--ram-budget", "1MiB")
+    assert code == 4
+    assert "expected: at least" in err

@@ -84,3 +84,25 @@ def test_what_the_system_says_of_itself(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (tmp_path / "cpuinfo").unlink()
     assert available_memory() is None
     assert processor_name()
+
+
+def test_free_memory_is_what_cgroups_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "available_memory", lambda: 10_000)
+    assert devices.free_memory(tmp_path) == 10_000
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/one\n3:cpuset:/\n0::/two\n")
+    for folder, limit, usage in (("memory/one", "memory.limit_in_bytes", "memory.usage_in_bytes"),):
+        place = tmp_path / "sys/fs/cgroup" / folder
+        place.mkdir(parents=True)
+        (place / limit).write_text("9000\n")
+        (place / usage).write_text("5000\n")
+        (place / "memory.stat").write_text("inactive_file 300\nactive_file 200\nrss 4500\n")
+    assert devices.free_memory(tmp_path) == 4500
+    place = tmp_path / "sys/fs/cgroup/two"
+    place.mkdir()
+    (place / "memory.current").write_text("100\n")
+    (place / "memory.max").write_text("max\n")
+    assert devices.free_memory(tmp_path) == 4500
+    (place / "memory.max").write_text("3100\n")
+    (place / "memory.stat").write_text("inactive_file 0\n")
+    assert devices.free_memory(tmp_path) == 3000

@@ -26,7 +26,7 @@ def routed(router_XD: np.ndarray, taken: int, x_TD: np.ndarray) -> np.ndarray:
     decoder = small_decoder(d_model=width, n_experts=n_experts, experts_per_token=taken)
     cfg = weight_table.config_of(decoder, dict.fromkeys(PARTS, "f32"))
     ws, stored = allocate_workspace(decoder, 0), FORMATS["f32"].encode(router_XD)
-    row = np.zeros(weight_table.MARGIN + 1, np.int64)
+    row = np.zeros(weight_table.WIDTH, np.int64)
     row[weight_table.ROUTER] = stored.ctypes.data
     moe.route(cfg, row, x_TD, ws)
     route_weight_TX = np.zeros((len(x_TD), n_experts), np.float32)

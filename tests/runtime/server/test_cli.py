@@ -21,6 +21,7 @@ FLAGS = {
     "--drain-seconds",
     "--help",
     "--host",
+    "--install-completion",
     "--kv-budget",
     "--log-requests",
     "--mode",
@@ -29,13 +30,16 @@ FLAGS = {
     "--piece",
     "--port",
     "--queue",
+    "--ram-budget",
     "--session-idle-seconds",
     "--sessions",
+    "--show-completion",
     "--slots",
     "--speculate",
     "--ssl-certfile",
     "--ssl-keyfile",
     "--threads",
+    "--version",
     "--vram-budget",
 }
 
@@ -63,6 +67,7 @@ def test_flags_are_frozen(capsys: pytest.CaptureFixture[str]) -> None:
         (["--port", "65536"], USAGE, "65535"),
         (["--slots", "0"], USAGE, "slots"),
         (["--kv-budget", "much"], USAGE, "--kv-budget"),
+        (["--ram-budget", "much"], USAGE, "--ram-budget"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_opened(

@@ -1,5 +1,9 @@
 """Figures for Prometheus."""
 
+from dataclasses import fields
+
+from pi_runtime.engine.engine import EngineStats
+from pi_runtime.execution.executor import DiskStats
 from pi_runtime.server.metrics import Histogram, Metrics
 
 
@@ -23,3 +27,19 @@ def test_before_the_engine_is_there_its_figures_are_left_out() -> None:
     assert "pi_slots 8\n" in text
     assert 'pi_http_requests_total{route="/health",status="503"} 1\n' in text
     assert "pi_running_answers" not in text
+
+
+def test_what_came_from_disk_is_shown_where_something_can() -> None:
+    none = {field.name: 0 for field in fields(EngineStats)} | {"busy_s": 0.0}
+    disk = DiskStats(tokens=4, seconds=2.0, seconds_waited=0.5, hits=90, misses=10, bytes_read=4096)
+    text = Metrics().text(EngineStats(**{**none, "disk": disk}), slots=1, open_requests=0)
+    for line in (
+        "pi_disk_tokens_total 4",
+        "pi_disk_seconds_total 2.0",
+        "pi_disk_wait_seconds_total 0.5",
+        "pi_disk_row_hits_total 90",
+        "pi_disk_row_misses_total 10",
+        "pi_disk_read_bytes_total 4096",
+    ):
+        assert f"{line}\n" in text
+    assert "pi_disk" not in Metrics().text(EngineStats(**{**none, "disk": None}), slots=1, open_requests=0)

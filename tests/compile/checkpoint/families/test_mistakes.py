@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.paths import ROOT
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
 from safetensors.torch import load_file
+from support.documents import page
 from support.families import CASES, random_checkpoint
 from support.hf import edit_json, edit_tensors
 
@@ -69,10 +69,10 @@ def config_of(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "config.json").read_text()))
 
 
-def test_every_family_is_here_and_in_the_readme() -> None:
+def test_every_family_is_here_and_in_the_docs() -> None:
     assert tuple(FAMILIES) == family_names()
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[1] for line in readme.split("### Families")[1].splitlines() if line.startswith("| `")]
+    table = page("reference/models.md").partition("## Families")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", "".join(rows[1:]))) == sorted(FAMILIES)
 
 

@@ -129,7 +129,7 @@ def test_text(tmp_path: Path) -> None:
     llama_cpp("quantise", tmp_path / "model.gguf", tmp_path / "quantised.gguf", "Q4_K_M")
     write_dequantised(tmp_path / "quantised.gguf", tmp_path / "values.gguf")
     tokens = tokenizers.Tokenizer.from_file(str(demo / "tokenizer.json"))
-    ids = np.array(tokens.encode(Path("docs/pipeline.md").read_text(encoding="utf-8")).ids[:200])
+    ids = np.array(tokens.encode(Path("docs/explanation/pipeline.md").read_text(encoding="utf-8")).ids[:200])
     found = ours(tmp_path / "quantised.gguf", ids)
     exact, rounded = (of_llama_cpp(tmp_path / f"{name}.gguf", ids) for name in ("values", "quantised"))
     assert_close(found, exact)

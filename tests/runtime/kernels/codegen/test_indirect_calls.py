@@ -9,7 +9,8 @@ import numpy.typing as npt
 import pytest
 from numba import prange
 
-from pi_runtime.kernels.codegen.indirect_calls import by_address
+from pi_runtime.kernels.codegen import indirect_calls
+from pi_runtime.kernels.codegen.indirect_calls import by_address, compile_all, watched
 
 Floats = npt.NDArray[np.float32]
 
@@ -58,6 +59,33 @@ def test_one_compilation_when_first_called_for_all_callers(tmp_path: Path, monke
 
 def twice(n: int, x_D: Floats) -> None:
     x_D[n] *= 2
+
+
+def test_who_watches_is_told_of_each_that_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indirect_calls, "_KERNELS", [])
+    far = [by_address(numba.njit(**options(tmp_path, monkeypatch))(twice)) for _ in range(3)]
+
+    @numba.njit(nogil=True)
+    def call(x_D: Floats) -> None:
+        far[0](0, x_D)
+        far[2](1, x_D)
+
+    told: list[tuple[int, int]] = []
+    with watched(lambda ready, total: told.append((ready, total))):
+        call(np.ones(2, np.float32))
+        call(np.ones(2, np.float32))
+    assert told == [(1, 3), (2, 3)]
+
+
+def test_all_are_compiled_callers_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indirect_calls, "_KERNELS", [])
+    kernels = [numba.njit(**options(tmp_path, monkeypatch))(f) for f in (scale, twice)]
+    order = []
+    for kernel in kernels:
+        by_address(kernel)
+        monkeypatch.setattr(kernel, "compile", lambda types, name=kernel.__name__: order.append((name, len(types))))
+    compile_all()
+    assert order == [("scale", 4), ("twice", 2)]
 
 
 def test_threads_find_it_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from pi_runtime.kernels.codegen import jit
 from pi_runtime.kernels.forward import forward
 
 KERNELS = Path(jit.__file__).parents[1]
+DISK_KERNELS = KERNELS.parent / "disk" / "kernels"
 ENVIRONMENT = dict(os.environ)
 jit._folder()  # kept for the process, before a test changes a variable
 
@@ -30,16 +31,23 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
 
 
-@pytest.mark.parametrize("changed", [str(path.relative_to(KERNELS)) for path in sorted(KERNELS.rglob("*.py"))])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        str(path.relative_to(KERNELS.parent))
+        for folder in (KERNELS, DISK_KERNELS)
+        for path in sorted(folder.rglob("*.py"))
+    ],
+)
 def test_one_byte_of_any_kernel_source_means_another_folder(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = jit.cache_folder()
-    copy = tmp_path / "kernels"
-    shutil.copytree(KERNELS, copy)
-    monkeypatch.setattr(jit, "__file__", str(copy / "codegen" / "jit.py"))
+    for folder in (KERNELS, DISK_KERNELS):
+        shutil.copytree(folder, tmp_path / folder.relative_to(KERNELS.parent))
+    monkeypatch.setattr(jit, "__file__", str(tmp_path / "kernels" / "codegen" / "jit.py"))
     assert jit.cache_folder() == before
-    (copy / changed).write_bytes((copy / changed).read_bytes() + b"\n")
+    (tmp_path / changed).write_bytes((tmp_path / changed).read_bytes() + b"\n")
     assert jit.cache_folder() != before
 
 
@@ -133,6 +141,25 @@ def test_one_compilation_serves_all_models_and_later_processes(tmp_path: Path) -
     )
     assert "data loaded from" in done.stdout
     assert "data saved to" not in done.stdout
+
+
+@pytest.mark.slow
+def test_a_warm_start_prepares_nothing_for_compiling(tmp_path: Path) -> None:
+    path = random_artifact(tmp_path / "a.pi", small_decoder())
+    script = (
+        "import sys; from pi_runtime import load\n"
+        "with load(sys.argv[1]) as model: model.logits([1, 2, 3]), ''.join(model.generate([65], max_tokens=3))\n"
+        "print(*sys.modules)"
+    )
+
+    def loaded() -> set[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", script, path], capture_output=True, text=True, env=ENVIRONMENT, check=True
+        )
+        return set(done.stdout.split())
+
+    loaded()  # compiles what is not there
+    assert "numba.np.arraymath" not in loaded()
 
 
 def test_what_kernels_alone_call_is_refused_to_python() -> None:

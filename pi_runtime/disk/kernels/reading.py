@@ -1,0 +1,214 @@
+"""Compiled reading: worker loops, requests that are sorted and merged, and waiting for them.
+
+A *batch* is a list of requests that are waited for together. A request reads consecutive bytes of the file into its
+worker's own buffer, then copies the wanted rows to their places; where all of it is for one aligned place, it reads
+straight to there. Workers that a semaphore wakes take requests from a ring until it is empty. Everything is numbers in
+memory (`Shared`), so the loops need neither Python nor its lock.
+
+Shape letters: N batches, Q requests, K copies, R places of the ring, I rows.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import carray
+
+from pi_runtime.disk.kernels.c_calls import atomic_add, atomic_replace, call_c
+from pi_runtime.kernels.codegen.jit import device, public
+from pi_runtime.kernels.data.matrix_view import Ints, address_of, pointer_of
+
+WOKEN = 4, 2
+"""Workers that a batch wakes, and that each of these wakes while there are requests: waking all takes long."""
+SEMAPHORE_NBYTES = 64
+"""More than any C library's semaphore takes, and a cache line, so that two do not share one."""
+# What `Shared.control` holds.
+PREAD, SEM_WAIT, SEM_POST, SEM_TIMEDWAIT, ERRNO, ADVISE, CLOCK, COPY, FD, DIRECT, ALIGN = range(11)
+STOP, HEAD, TAIL, BYTES, READS = range(11, 16)
+# What a row of `Shared.batch_N4` holds: requests that are not done, the first error, and where in the file it was.
+PENDING, ERROR, ERROR_AT = range(3)
+# What a row of `Shared.request_NQ5` holds. The last `NEEDED` bytes may lie behind the end of the file.
+OFFSET, LENGTH, NEEDED, FIRST_COPY, COPIES = range(5)
+# What a row of `Shared.copy_NK3` holds.
+SOURCE, TARGET, NBYTES = range(3)
+END_OF_FILE = -1
+"""Stands for an errno: the file ended before the rows did."""
+DONE, LATER, INTERRUPTED = range(3)
+"""How waiting ended."""
+_EINTR = 4
+_DONT_NEED = 4
+
+
+class Shared(NamedTuple):
+    """What the workers and those who ask them share."""
+
+    control: Ints
+    ring_R: Ints
+    batch_N4: Ints
+    request_NQ5: Ints
+    copy_NK3: Ints
+    semaphores: npt.NDArray[np.uint8]
+    """One for work, then one for each batch."""
+
+
+@device
+def _errno(s: Shared) -> int:
+    place = call_c(s.control[ERRNO], 0, 0, 0, 0)
+    return int(carray(pointer_of(place), (1,), np.int32)[0])
+
+
+@device
+def _semaphore(s: Shared, number: int) -> int:
+    return int(address_of(s.semaphores) + number * SEMAPHORE_NBYTES)
+
+
+@device
+def _low(result: int) -> int:
+    """The `int` in the lower half of a result."""
+    return int(np.int32(result & 0xFFFFFFFF))
+
+
+@device
+def _read_once(s: Shared, offset: int, length: int, needed: int, buffer: int) -> int:
+    """Read a range of the file into a buffer; returns 0, an errno, or `END_OF_FILE`."""
+    control, done = s.control, 0
+    while done < needed:
+        found = call_c(control[PREAD], control[FD], buffer + done, length - done, offset + done)
+        if found < 0:
+            error = _errno(s)
+            if error != _EINTR:
+                return error
+        elif found == 0:
+            return END_OF_FILE
+        else:
+            done += found
+            if done < needed and control[DIRECT] != 0:  # goes on where a direct read may begin
+                done = done // control[ALIGN] * control[ALIGN]
+                if found < control[ALIGN]:
+                    return END_OF_FILE
+    atomic_add(address_of(control) + 8 * BYTES, done)
+    atomic_add(address_of(control) + 8 * READS, 1)
+    if control[DIRECT] == 0:
+        call_c(control[ADVISE], control[FD], offset, length, _DONT_NEED)
+    return 0
+
+
+@public
+def serve(s: Shared, buffer: int) -> None:
+    """Work off requests with a buffer of one's own, until `STOP` is set."""
+    control = s.control
+    while True:
+        while _low(call_c(control[SEM_WAIT], _semaphore(s, 0), 0, 0, 0)) != 0:
+            pass  # a signal came
+        if control[STOP] != 0:
+            return
+        for _ in range(min(WOKEN[1], control[TAIL] - control[HEAD] - 1)):
+            call_c(control[SEM_POST], _semaphore(s, 0), 0, 0, 0)
+        ticket = _take(control)
+        while ticket >= 0:
+            _serve_one(s, s.ring_R[ticket % s.ring_R.shape[0]], buffer)
+            ticket = _take(control)
+
+
+@device
+def _take(control: Ints) -> int:
+    """The number of the next request in the ring, or −1 where there is none."""
+    head = control[HEAD]
+    while head < control[TAIL]:
+        if atomic_replace(address_of(control) + 8 * HEAD, head, head + 1):
+            return int(head)
+        head = control[HEAD]
+    return -1
+
+
+@device
+def _serve_one(s: Shared, code: int, buffer: int) -> None:
+    batch_4, request_5 = s.batch_N4[code >> 32], s.request_NQ5[code >> 32, code & 0xFFFFFFFF]
+    if batch_4[ERROR] == 0:
+        only_3 = s.copy_NK3[code >> 32, request_5[FIRST_COPY]]
+        straight = request_5[COPIES] == 1 and only_3[NBYTES] == request_5[LENGTH]
+        straight &= s.control[DIRECT] != 0 and only_3[TARGET] % s.control[ALIGN] == 0
+        to = only_3[TARGET] if straight else buffer
+        error = _read_once(s, request_5[OFFSET], request_5[LENGTH], request_5[NEEDED], to)
+        if error != 0:
+            batch_4[ERROR_AT] = request_5[OFFSET]
+            batch_4[ERROR] = error
+        elif not straight:
+            _copy_rows(s.control[COPY], s.copy_NK3[code >> 32], request_5[FIRST_COPY], request_5[COPIES], buffer)
+    if atomic_add(address_of(batch_4) + 8 * PENDING, -1) == 1:
+        call_c(s.control[SEM_POST], _semaphore(s, 1 + (code >> 32)), 0, 0, 0)
+
+
+@device
+def _copy_rows(memcpy: int, copy_K3: Ints, first: int, copies: int, buffer: int) -> None:
+    for k in range(first, first + copies):
+        call_c(memcpy, copy_K3[k, TARGET], buffer + copy_K3[k, SOURCE], copy_K3[k, NBYTES], 0)
+
+
+@public
+def submit(s: Shared, batch: int, requests: int, workers: int) -> None:
+    """Hand a batch's first `requests` requests, at least one, to the workers, and wake some of them."""
+    control = s.control
+    s.batch_N4[batch, PENDING], s.batch_N4[batch, ERROR] = requests, 0
+    for n in range(requests):
+        s.ring_R[(control[TAIL] + n) % s.ring_R.shape[0]] = batch << 32 | n
+    atomic_add(address_of(control) + 8 * TAIL, requests)
+    for _ in range(min(requests, workers, WOKEN[0])):
+        call_c(control[SEM_POST], _semaphore(s, 0), 0, 0, 0)
+
+
+@public
+def wait(s: Shared, batch: int, nanoseconds: int) -> int:
+    """Wait for a batch that was submitted; returns `DONE`, `LATER` after so long, or `INTERRUPTED` by a signal."""
+    control, time_2 = s.control, np.empty(2, np.int64)
+    call_c(control[CLOCK], 0, address_of(time_2), 0, 0)
+    time_2[1] += nanoseconds
+    time_2[0] += time_2[1] // 1_000_000_000
+    time_2[1] %= 1_000_000_000
+    if _low(call_c(control[SEM_TIMEDWAIT], _semaphore(s, 1 + batch), address_of(time_2), 0, 0)) == 0:
+        return DONE
+    return INTERRUPTED if _errno(s) == _EINTR else LATER
+
+
+@public
+def stop(s: Shared, workers: int) -> None:
+    """Let the workers return."""
+    s.control[STOP] = 1
+    for _ in range(workers):
+        call_c(s.control[SEM_POST], _semaphore(s, 0), 0, 0, 0)
+
+
+@public
+def add_rows(
+    s: Shared, batch: int, requests: int, copies: int, row_I: Ints, slot_I: Ints, offset: int, nbytes: int, target: int,
+    gap: int, most: int,
+) -> tuple[int, int]:  # fmt: skip
+    """Append reads of ascending rows to a batch; returns how many requests and copies it has then.
+
+    Row i lies at `offset` + i · `nbytes` of the file, and goes to `target` + slot · `nbytes`. Rows with at most `gap`
+    bytes between them are read together, up to `most` bytes at once.
+    """
+    request_Q5, copy_K3, align = s.request_NQ5[batch], s.copy_NK3[batch], s.control[ALIGN]
+    n, behind = 0, 0
+    while n < row_I.shape[0]:
+        at = offset + row_I[n] * nbytes
+        begin = at // align * align
+        if n == 0 or at > behind + gap or at + nbytes - request_Q5[requests - 1, OFFSET] > most:
+            request_Q5[requests, OFFSET], request_Q5[requests, FIRST_COPY] = begin, copies
+            request_Q5[requests, COPIES] = 0
+            requests += 1
+        request_5 = request_Q5[requests - 1]
+        behind = at + nbytes
+        request_5[NEEDED] = behind - request_5[OFFSET]
+        request_5[LENGTH] = (request_5[NEEDED] + align - 1) // align * align
+        source, to = at - request_5[OFFSET], target + slot_I[n] * nbytes
+        last = copies - 1
+        joined = request_5[COPIES] > 0 and copy_K3[last, SOURCE] + copy_K3[last, NBYTES] == source
+        if joined and copy_K3[last, TARGET] + copy_K3[last, NBYTES] == to:
+            copy_K3[last, NBYTES] += nbytes
+        else:
+            copy_K3[copies, SOURCE], copy_K3[copies, TARGET], copy_K3[copies, NBYTES] = source, to, nbytes
+            copies += 1
+            request_5[COPIES] += 1
+        n += 1
+    return requests, copies

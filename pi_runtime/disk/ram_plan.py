@@ -1,0 +1,231 @@
+"""How the memory of a run is divided: what is resident, which rows are pinned, and how many slots caches have.
+
+Shape letters: L layers, N rows of a layer (all experts).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pi_runtime.artifact.buffers import cache_format, kv_page, kv_pages
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.row_memory import SLOT_NBYTES, all_rows, disk_workspace_bytes, least_row_buffers, row_buffers
+from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.schema import Manifest, RowPlan
+from pi_runtime.errors import DoesNotFitError
+from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
+
+ROW_ARRAYS = ("first", "rest")
+"""The arrays of an FFN whose rows are read when they are needed."""
+_NOT_RUN = ("/ffn/order", "/ffn/counts")
+_PINNED_SHARE = 0.5
+"""Share of the slots that keep the rows that fire most often; the others are a cache."""
+_EXPONENT = 0.83
+"""Of the power law that frequencies are taken to follow without counts: neurons are stored hottest first."""
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The slots of one layer's rows of one array."""
+
+    pinned: int
+    """Rows that stay: of each expert, equally many of those that are stored first."""
+    cached: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RamPlan:
+    """The division of a budget."""
+
+    budget: int
+    fixed: int
+    """Bytes of all that is resident whatever the division: weights other than rows, buffers, keys and values, and the
+    process itself."""
+    first_L: tuple[Slots, ...]
+    rest_L: tuple[Slots, ...]
+    transit: int
+    """Rows of each array, twice, that stay for one step only."""
+    ahead: int
+    """The same for rows that are read before their layer's turn."""
+    block_tokens: int
+    """Most tokens of a prompt that go through a layer before the next one is read."""
+    two_phases_L: tuple[bool, ...]
+    """Whether a layer's `rest` is read only for neurons that turned out to fire."""
+    stored: RowPlan | None = None
+    """The stored division that this one follows; None where it goes by the rule."""
+
+    def slots(self, name: str) -> int:
+        """Slots of all layers for one of `ROW_ARRAYS`: an empty one, pinned and cached ones, and those in transit."""
+        layers = self.first_L if name == "first" else self.rest_L
+        return 1 + sum(one.pinned + one.cached for one in layers) + 2 * (self.transit + self.ahead)
+
+
+def row_nbytes(manifest: Manifest, name: str) -> int:
+    """Bytes of one neuron's stored values in one of `ROW_ARRAYS`, scales not counted."""
+    entry = manifest.arrays[f"layers/0/ffn/{name}"]
+    return entry.nbytes // entry.shape[0]
+
+
+def is_resident(name: str) -> bool:
+    """Whether an array is in memory as a whole: all that a run reads but the rows."""
+    return not name.endswith(tuple(f"/ffn/{array}" for array in ROW_ARRAYS) + _NOT_RUN)
+
+
+def resident_places(manifest: Manifest) -> tuple[dict[str, int], int]:
+    """Where each resident array begins in their common memory, and the bytes of that."""
+    places, at = {}, 0
+    for name, entry in manifest.arrays.items():
+        if is_resident(name):
+            places[name] = at
+            at += -(-entry.nbytes // _ALIGN) * _ALIGN
+    return places, at
+
+
+def batch_rows(transit: int) -> int:
+    """Most rows that one batch of reads has: of each array as many as go into half of the transit slots."""
+    return 2 * transit + 64
+
+
+def sequence_kv_bytes(manifest: Manifest, context: int, cache: str) -> int:
+    """Bytes of one sequence's keys and values for the whole context."""
+    return kv_page(manifest.decoder, cache_format(manifest.formats["attention"], cache)).nbytes * kv_pages(context)
+
+
+def fixed_bytes(manifest: Manifest, context: int, cache: str, tokens: int, others: int) -> int:
+    """Bytes of a run that no division changes, with calls of up to `tokens` tokens.
+
+    `others`: bytes of the process itself, and for keys and values.
+    """
+    rank = max((layer.rank or 0 for layer in manifest.layers), default=0)
+    workspace = disk_workspace_bytes(manifest.decoder, rank, tokens, context, cache)
+    return resident_places(manifest)[1] + workspace + others
+
+
+def slot_nbytes(manifest: Manifest, name: str) -> int:
+    """Bytes that a further slot takes: the row and what is kept about it."""
+    return row_nbytes(manifest, name) + SLOT_NBYTES
+
+
+def useful_budgets(manifest: Manifest, fixed: int) -> tuple[int, int]:
+    """The smallest budget with which a model runs, and the one from which on it holds all rows."""
+    d, both = manifest.decoder, sum(slot_nbytes(manifest, name) for name in ROW_ARRAYS)
+    least = fixed + least_row_buffers(d, both)
+    return least, least + all_rows(d, both)
+
+
+def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
+    """Divide a budget: by the largest stored division that it holds, with what is left as further slots of caches.
+
+    Where none fits, or where the mode is not the one that they were solved for, a rule divides it: rows that fire often
+    are pinned, the others share caches by how often they fire. Raises DoesNotFitError naming the smallest budget that
+    fits.
+    """
+    m = artifact.manifest
+    nbytes = {name: slot_nbytes(m, name) for name in ROW_ARRAYS}
+    least, most = useful_budgets(m, fixed)
+    if budget < least:
+        raise DoesNotFitError(
+            f"{artifact.path}: --ram-budget is too small to run it, however slowly",
+            expected=f"at least {least} bytes",
+            found=f"{budget} bytes",
+            remedy=f"--ram-budget {least}, or a smaller --ctx-size",
+        )
+    buffers = row_buffers(m.decoder, sum(nbytes.values()), budget - fixed)
+    room = buffers.left
+    gate_L, packed_L = ([_is_gate(layer.rung, how) for layer in m.layers] for how in (mode, "auto"))
+    stored = None if gate_L != packed_L or budget >= most else _largest(m, room)
+    slots = _by_rule(artifact, nbytes, gate_L, room) if stored is None else _as_stored(m, stored, nbytes, gate_L, room)
+    return RamPlan(
+        budget=budget,
+        fixed=fixed,
+        first_L=tuple(slots["first"]),
+        rest_L=tuple(slots["rest"]),
+        transit=buffers.transit,
+        ahead=buffers.transit // 2,
+        block_tokens=buffers.tokens or BLOCK_TOKENS,
+        two_phases_L=tuple(gate_L),
+        stored=stored,
+    )
+
+
+def _largest(m: Manifest, room: int) -> RowPlan | None:
+    """The stored division with most rows that `room` holds; None where none fits."""
+    return max((p for p in m.row_plans if p.slot_bytes <= room), key=lambda p: p.slot_bytes, default=None)
+
+
+def _as_stored(
+    m: Manifest, plan: RowPlan, nbytes: Mapping[str, int], gate_L: Sequence[bool], room: int
+) -> dict[str, list[Slots]]:
+    """The slots of a stored division; every layer's cache gets equally many of those that are left."""
+    neurons = m.decoder.neurons
+    more = (room - plan.slot_bytes) // sum(_row_cost(nbytes, gate) for gate in gate_L)
+    rest = [
+        Slots(pinned, min(neurons - pinned, cached + more))
+        for pinned, cached in zip(plan.pinned, plan.cached, strict=True)
+    ]
+    whole = [Slots(neurons if resident else 0, 0) for resident in plan.first]
+    first = [whole[n] if gate else rest[n] for n, gate in enumerate(gate_L)]
+    return {"first": first, "rest": rest}
+
+
+def _by_rule(artifact: Artifact, nbytes: dict[str, int], gate_L: Sequence[bool], room: int) -> dict[str, list[Slots]]:
+    """The slots of a division by rule."""
+    d, layers = artifact.manifest.decoder, len(gate_L)
+    slots: dict[str, list[Slots]] = {name: [Slots(0, 0)] * layers for name in ROW_ARRAYS}
+    for n in np.flatnonzero(gate_L).tolist():  # asked for whole with every token: all of it, or none
+        if room >= d.neurons * nbytes["first"]:
+            slots["first"][n] = Slots(d.neurons, 0)
+            room -= d.neurons * nbytes["first"]
+    often_LN = _often(artifact)
+    divided = _divided(often_LN, [_row_cost(nbytes, gate) for gate in gate_L], room, d.n_experts)
+    for n, found in enumerate(divided):
+        slots["rest"][n] = found
+        if not gate_L[n]:
+            slots["first"][n] = found
+    return slots
+
+
+def _is_gate(packed: str, mode: str) -> bool:
+    """Whether a layer that was packed on a rung needs `first` of all its neurons in a mode."""
+    rung = RUNGS[mode if mode in RUNGS and RUNGS[mode].exact else packed]
+    return rung.selector is None and not rung.dense
+
+
+def _row_cost(nbytes: Mapping[str, int], gate: bool) -> int:
+    return nbytes["rest"] + (0 if gate else nbytes["first"])
+
+
+def _often(artifact: Artifact) -> list[np.ndarray]:
+    """How often each neuron fires in each layer, by the profile's counts; without one, by a law of stored order."""
+    found = []
+    for n in range(len(artifact.manifest.layers)):
+        name = f"layers/{n}/ffn/counts"
+        if name in artifact.manifest.arrays:
+            found.append(artifact.values(name).astype(np.float64))
+        else:
+            d = artifact.manifest.decoder
+            found.append(np.tile(np.arange(1.0, d.d_ff + 1) ** -_EXPONENT, d.n_experts))
+    return found
+
+
+def _divided(often_LN: Sequence[np.ndarray], cost_L: Sequence[int], room: int, experts: int) -> list[Slots]:
+    """Slots of each layer: a share of the room pins the rows that fire most often, the rest goes by what is left."""
+    neurons = len(often_LN[0])
+    if room >= sum(cost * neurons for cost in cost_L):
+        return [Slots(neurons, 0)] * len(often_LN)
+    hottest_LN = [np.sort(often_N.reshape(experts, -1).sum(0))[::-1] for often_N in often_LN]
+    step = experts * np.array(cost_L)
+    worth = np.concatenate([hot_N / cost for hot_N, cost in zip(hottest_LN, step, strict=True)])
+    layer = np.repeat(np.arange(len(often_LN)), neurons // experts)
+    order = np.argsort(-worth, kind="stable")
+    taken = np.cumsum(step[layer[order]]) <= room * _PINNED_SHARE
+    pinned_L = np.bincount(layer[order[taken]], minlength=len(often_LN))
+    room -= int((pinned_L * step).sum())
+    left_L = np.array([hot_N[p:].sum() for hot_N, p in zip(hottest_LN, pinned_L, strict=True)])
+    share_L = left_L / left_L.sum() if left_L.sum() else np.full(len(left_L), 1 / len(left_L))
+    found = []
+    for p, share, cost in zip(pinned_L.tolist(), share_L, cost_L, strict=True):
+        found.append(Slots(p * experts, min(neurons - p * experts, int(room * share) // cost)))
+    return found

@@ -1,0 +1,96 @@
+"""Reading rows of the next layer ahead: its predictor is asked before its turn, where that makes tokens faster.
+
+Shape letters: T tokens, D model width, N tokens that take one expert, F neurons of one expert.
+"""
+
+import numpy as np
+
+from pi_runtime.artifact.footprint import FEW_TOKENS
+from pi_runtime.disk.row_store import Request, RowStore
+from pi_runtime.execution.cpu import CpuModel
+from pi_runtime.execution.executor import Floats, Ints
+from pi_runtime.kernels import ffn_parts, moe
+from pi_runtime.kernels.data import weight_table
+from pi_runtime.kernels.data.neuron_chunks import chunks_of
+from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
+from pi_runtime.kernels.ops.linear import norm
+from pi_runtime.kernels.ops.neuron_selection import inputs_of
+
+
+class FasterWay:
+    """Which of two ways is faster, by the seconds they took; the other one is tried again now and then."""
+
+    TRIED, PERIOD = 4, 64
+    """So many tokens in a row of each so many try the way that was slower."""
+
+    def __init__(self) -> None:
+        self._seconds = [0.0, 0.0]
+        self._tokens = 0
+
+    @property
+    def second(self) -> bool:
+        """Whether the next token goes the second way."""
+        if self._tokens < 2 * self.TRIED:
+            return self._tokens >= self.TRIED
+        faster = self._seconds[1] < self._seconds[0]
+        return faster != (self._tokens % self.PERIOD < self.TRIED)
+
+    def count(self, seconds: float) -> None:
+        """Count a token that went as `second` says."""
+        way = int(self.second)
+        before = self._seconds[way] or seconds
+        self._seconds[way] = before + 0.25 * (seconds - before)
+        self._tokens += 1
+
+
+class ReadAhead:
+    """Names neurons of a coming layer by the residual as it is, which the steps before that layer change little."""
+
+    def __init__(self, model: CpuModel, rows: RowStore) -> None:
+        d = model.manifest.decoder
+        self._model, self._rows = model, rows
+        self._ws = allocate_workspace(d, model.largest_rank, FEW_TOKENS)
+        self._parts = chunks_of(model.cfg, self._ws), inputs_of(self._ws)
+        self._named_F = np.empty(d.d_ff + 1, np.int64)
+        self.way = FasterWay()
+
+    def pays(self, layer: int) -> bool:
+        """Whether to read rows of this layer ahead."""
+        cfg, table_LXW = self._model.cfg, self._model.table_LXW
+        if not self.way.second or layer >= len(table_LXW) or self._rows.is_whole(layer):
+            return False
+        return cfg.block != weight_table.POST_NORM and bool(table_LXW[layer, 0, weight_table.SELECTOR] != 0)
+
+    def read(self, layer: int, arrays: tuple[str, ...], x_TD: Floats, select_T: Ints) -> None:
+        """Begin to read what a layer will probably need of these arrays, for a few tokens with this residual."""
+        m, ws, w_XW = self._model, self._ws, self._model.table_LXW[layer]
+        normed_TD = ws.normed_TD[: len(x_TD)]
+        own = w_XW[0, weight_table.FFN_NORM] != 0
+        weight = (
+            (weight_table.FFN_NORM, weight_table.FFN_NORM_BIAS)
+            if own
+            else (weight_table.ATTENTION_NORM, weight_table.ATTENTION_NORM_BIAS)
+        )
+        norm(m.cfg.centred, m.eps, *w_XW[0, list(weight)].tolist(), x_TD, normed_TD)
+        if m.cfg.experts > 1:
+            moe.route(m.cfg, w_XW[0], normed_TD, ws)
+        ffn_parts.prepare(m.cfg, w_XW[0], normed_TD, ws)
+        named: list[Ints] = []
+        for expert, token_N, _ in tokens_by_expert(ws, len(x_TD), m.cfg.experts):
+            call = token_N, select_T[token_N], *self._parts, self._named_F
+            count = ffn_parts.name_neurons(m.cfg, w_XW[expert], normed_TD, *call)
+            named.append(expert * m.cfg.d_ff + self._named_F[:count])
+        row_I = np.concatenate(named)
+        self._rows.read_ahead(Request(layer, 0, [(name, row_I) for name in arrays]))
+
+
+def tokens_by_expert(ws: Workspace, tokens: int, experts: int) -> list[tuple[int, Ints, Floats]]:
+    """The tokens that take each expert, with their route weights; experts that none takes are left out."""
+    if experts == 1:
+        return [(0, ws.token_T[:tokens], ws.one_T[:tokens])]
+    found = []
+    for expert in range(experts):
+        token_N, slot_N = map(np.ascontiguousarray, np.nonzero(ws.expert_TK[:tokens] == expert))
+        if len(token_N):
+            found.append((expert, token_N, ws.route_weight_TK[token_N, slot_N]))
+    return found

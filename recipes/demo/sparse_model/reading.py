@@ -1,0 +1,53 @@
+"""What decoding a token takes: its time, and the bytes that must be read for it."""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pi_runtime import Model
+from pi_runtime.artifact.schema import Manifest
+from pi_runtime.artifact.sizes import FfnBytes
+from pi_runtime.execution.kv_cache import KVCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """Single tokens, one after the other."""
+
+    seconds: tuple[float, ...]
+    read: float
+    """Share of the rows of `first` that were read."""
+    density: float
+    """Share of the neurons whose `rest` was read."""
+    bytes_per_token: float
+    """Without keys and values."""
+
+
+def decode(model: Model, cache: KVCache, tokens: Sequence[int]) -> Decoding:
+    """Decode tokens into a cache. The first one wakes the threads, and is not counted."""
+    seconds, rows_2 = [], np.zeros(2)
+    for n, token in enumerate(tokens):
+        began = time.perf_counter()
+        _, rows_L2 = model.decode(token, cache)
+        if n:
+            seconds.append(time.perf_counter() - began)
+            rows_2 += rows_L2.sum(0)
+    d = model.manifest.decoder
+    read, kept = (rows_2 / (len(seconds) * d.n_layers * d.d_ff)).tolist()
+    if model.mode == "dense":
+        read = kept = 1.0
+    nbytes = bytes_per_token(model.manifest, read, kept, with_predictor=model.mode == "predicted")
+    return Decoding(seconds=tuple(seconds), read=read, density=kept, bytes_per_token=nbytes)
+
+
+def bytes_per_token(m: Manifest, read: float = 1.0, kept: float = 1.0, *, with_predictor: bool = False) -> float:
+    """Attention, norms, head; the shares of `first` and `rest` that are read; the predictors."""
+    d, neuron = m.decoder, FfnBytes.of(m.decoder, m.formats)
+    total = d.n_layers * d.d_ff * (read * neuron.first + kept * neuron.rest)
+    for name, entry in m.arrays.items():
+        if not re.search(r"^embedding|^positions|/predictor/|/ffn/(first|rest|order|counts)(_scales)?$", name):
+            total += entry.nbytes
+    return total + sum(neuron.predictor(layer.rank or 0) for layer in m.layers) * with_predictor

@@ -1,0 +1,131 @@
+"""Ours as an engine in a child process: mapped, or within a budget of memory, with parts of the disk tier left out."""
+
+import re
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from side_by_side.process import threads
+
+from disk_tier import CONTEXT
+from pi_runtime import Model, load
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.disk.ram_plan import Slots, sequence_kv_bytes, useful_budgets
+from pi_runtime.disk.row_store import REGIONS, RowStore, Work
+from pi_runtime.execution import disk, disk_ahead
+from pi_runtime.execution.disk import DiskExecutor
+
+_models: list[Model] = []
+
+
+def _one_after_the_other(rows: RowStore, works: list[Work], keep: bool) -> None:
+    """`RowStore.work_off` without overlap: each range is read, and then computed."""
+    for n, work in enumerate(works):
+        rows.fetch(work.request, work.begin, work.end, n % REGIONS, keep)
+        rows.reader.wait(n % REGIONS)
+        work.compute(work.begin, work.end)
+        rows.release(work.request, n % REGIONS)
+
+
+def budgets(path: str) -> dict[str, int]:
+    """The smallest budget of this process, and the one from which on all rows are in memory."""
+    with Artifact.open(Path(path)) as artifact:
+        kv_nbytes = sequence_kv_bytes(artifact.manifest, CONTEXT, "auto")
+        fixed = disk.fixed_bytes_of(artifact.manifest, CONTEXT, "auto", kv_nbytes)
+        least, most = useful_budgets(artifact.manifest, fixed)
+    return {"least": least, "most": most}
+
+
+def open_model(
+    path: str, mode: str, ram_budget: int | None = None, only: str | None = None, two_phases: bool | None = None
+) -> None:
+    """Open an artifact, mapped where there is no budget.
+
+    `only`: `bundles` reads every row when it is needed, `cache` keeps rows but does not overlap reading and computing.
+    `two_phases`: whether `rest` is always, or never, read after it is known what fires.
+    """
+    if two_phases is not None:
+        disk.TWO_PHASES_FROM = -1.0 if two_phases else 9.0
+    if only is not None:
+        RowStore.work_off = _one_after_the_other  # type: ignore[method-assign, assignment]
+        disk_ahead.FasterWay.second = False  # type: ignore[method-assign, assignment]
+    if only == "bundles":
+        plan_for = disk.plan_for
+
+        def without_cache(artifact: Artifact, mode: str, budget: int, fixed: int) -> Any:
+            plan = plan_for(artifact, mode, budget, fixed)
+            none_L = (Slots(0, 0),) * len(plan.first_L)
+            return replace(plan, first_L=none_L, rest_L=none_L)
+
+        disk.plan_for = without_cache
+    _models.append(load(path, mode=mode, context=CONTEXT, threads=threads(), device="cpu", ram_budget=ram_budget))
+    _models[0].warm_up()
+
+
+def decode(tokens: list[int], warm: int) -> dict[str, Any]:
+    """Decode tokens one by one: what those after the first `warm` took."""
+    model, seconds = _models[0], []
+    cache, executor = model.new_cache(), model.executor
+    for token in tokens[:warm]:
+        model.decode(token, cache)
+    cpu, device, disk_before, reads = time.process_time(), _bytes_from_devices(), executor.disk, _reads(model)
+    for token in tokens[warm:]:
+        began = time.perf_counter()
+        model.decode(token, cache)
+        seconds.append(time.perf_counter() - began)
+    found = {"seconds": seconds, "cpu_s": (time.process_time() - cpu) / len(seconds), "peak": _peak()}
+    found["device_bytes"] = _bytes_from_devices() - device
+    if executor.disk is not None:
+        since = asdict(executor.disk - disk_before)
+        found |= {"disk_s": since.pop("seconds"), "reads": _reads(model) - reads, **since}
+    return found
+
+
+def _reads(model: Model) -> int:
+    return model.executor.reader.reads if isinstance(model.executor, DiskExecutor) else 0
+
+
+def _bytes_from_devices() -> int:
+    found = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1])
+
+
+def _peak() -> int:
+    found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1]) << 10
+
+
+def plan() -> dict[str, list[tuple[int, int]]]:
+    """How many rows of each layer are pinned, and how many its cache holds, by array."""
+    found = _models[0].executor.plan
+    return {
+        "first": [(slots.pinned, slots.cached) for slots in found.first_L],
+        "rest": [(slots.pinned, slots.cached) for slots in found.rest_L],
+    }
+
+
+def trace(tokens: list[int], named: str, fired: str) -> dict[str, Any]:
+    """Decode tokens in two phases; write to files what each layer's predictor names, and what fires, for each."""
+    needed: dict[str, dict[int, list[np.ndarray]]] = {"first": {}, "rest": {}}
+    works = RowStore.works
+
+    def spy(self: RowStore, request: Any, compute: Any) -> list[Work]:
+        for name, neuron_I in request.needs:
+            needed[name].setdefault(request.layer, []).append(neuron_I.copy())
+        return works(self, request, compute)
+
+    RowStore.works = spy  # type: ignore[method-assign]
+    decode(tokens, 1)
+    RowStore.works = works  # type: ignore[method-assign]
+    for path, by_layer in ((named, needed["first"]), (fired, needed["rest"])):
+        traces = [by_layer[layer] for layer in sorted(by_layer)]
+        flat = {f"{n}": np.concatenate(trace) for n, trace in enumerate(traces)}
+        np.savez(path, **flat, **{f"{n}_counts": [len(step) for step in trace] for n, trace in enumerate(traces)})
+    return {"tokens": len(tokens)}
+
+
+HANDLERS = {f.__name__: f for f in (budgets, open_model, decode, plan, trace)}

@@ -1,0 +1,65 @@
+"""What the pages claim of tests, messages, keys and pictures is so."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from support.documents import DOCS, page
+from support.paths import ROOT
+
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def test_every_question_names_its_tests() -> None:
+    parts = re.split(r"^## \d+\. ", page("questions.md"), flags=re.M)[1:]
+    assert len(parts) == 15
+    for part in parts:
+        assert TEST.search(part) or "Tests: none." in part, part.splitlines()[0]
+
+
+@pytest.mark.parametrize(("path", "name"), sorted(set(TEST.findall(page("questions.md")))))
+def test_a_named_test_exists(path: str, name: str) -> None:
+    assert f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8")
+
+
+def test_the_messages_that_are_explained_exist() -> None:
+    sources = "".join(
+        p.read_text(encoding="utf-8") for room in ("pi_compile", "pi_runtime") for p in ROOT.glob(f"{room}/**/*.py")
+    )
+    messages = re.findall(r"^\| `([^`]+)`", page("how-to/troubleshoot.md"), re.M)
+    assert len(messages) > 20
+    assert [message for message in messages if message not in sources] == []
+
+
+def test_the_keys_of_a_machine_profile_are_documented() -> None:
+    pytest.importorskip("pydantic")
+    from pi_compile.machine.profile import Cpu, Gpu, Link, Machine
+
+    rows = dict(re.findall(r"^\| (`.+?) \| ([\w, ]+) \| ", page("how-to/write-a-machine-profile.md"), re.M))
+    found = {
+        (key, part)
+        for keys, parts in rows.items()
+        for key in re.findall(r"`(\w+)`", keys)
+        for part in parts.split(", ")
+    }
+    sections = {"cpu": Cpu, "gpu": Gpu, "link": Link}
+    own = {(key, "the file") for key in Machine.model_fields if key not in sections}
+    assert found == own | {(key, part) for part, section in sections.items() for key in section.model_fields}
+
+
+def test_exit_codes_are_those_of_the_errors() -> None:
+    from pi_runtime import errors, exit_codes
+
+    codes = {one.exit_code for one in vars(errors).values() if isinstance(one, type) and hasattr(one, "exit_code")}
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", page("reference/exit-codes.md"), re.M)}
+    assert listed == codes | {0, 1, 5, exit_codes.INTERRUPTED}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_the_picture_of_the_gain_is_drawn_from_the_pages() -> None:
+    drawn = subprocess.run([sys.executable, DOCS / "pictures" / "gain.py"], capture_output=True, text=True, check=True)
+    assert drawn.stdout == (DOCS / "pictures" / "gain.svg").read_text(encoding="utf-8")

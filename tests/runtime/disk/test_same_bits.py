@@ -1,0 +1,133 @@
+"""A run that reads rows from disk gives the bits of a run in memory: any mode, format, budget, and company."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.disk_models import from_disk
+from support.synthetic import random_artifact, small_decoder
+
+from pi_runtime import Model, load
+from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.schema import Text
+from pi_runtime.execution import disk, disk_ahead
+from pi_runtime.execution.disk import DiskExecutor
+from pi_runtime.execution.executor import SequenceStep
+
+PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 257, 70)]
+
+
+def artifact(folder: Path, fmt: str = "f16", **shape: Any) -> Path:
+    """Three layers, of which the first and the last have predictors that name about half of the neurons."""
+    decoder = small_decoder(**{"d_model": 64, "d_ff": 2500, "n_layers": 3, "context_length": 160, **shape})
+    text = Text(prefix_ids=(), end_ids=())
+    path = folder / f"{fmt}.pi"
+    return random_artifact(path, decoder, format=fmt, ranks=[4, None, 6], seed=5, scale=3.0, text=text)
+
+
+def outputs(model: Model) -> list[np.ndarray]:
+    """Logits of a long prompt, of its tokens one by one, and of two sequences together; and what selection counted."""
+    found = [model.logits(PROMPT), *model.examine(PROMPT[:40])]
+    cache = model.new_cache()
+    for token in PROMPT[:4]:
+        found += model.decode(token, cache)
+    caches = [model.new_cache() for _ in range(2)]
+    for _ in range(2):
+        steps = [
+            SequenceStep(cache=cache, tokens=np.array(PROMPT[:n], np.int64), select=select)
+            for cache, n, select in zip(caches, (3, 30), (True, False), strict=True)
+        ]
+        found += [result.logits_TV for result in model.executor.step(steps)]
+    return found
+
+
+def bytes_read(model: Model) -> int:
+    assert isinstance(model.executor, DiskExecutor)
+    return model.executor.reader.bytes_read
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> None:
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+def test_every_format(tmp_path: Path, fmt: str) -> None:
+    path = artifact(tmp_path, fmt)
+    with load(path, device="cpu") as model:
+        expected = outputs(model)
+    with from_disk(path, 0.3) as model:
+        same(outputs(model), expected)
+
+
+@pytest.mark.parametrize("mode", ["dense", "gate", "predicted"])
+def test_every_mode_and_budget(tmp_path: Path, mode: str) -> None:
+    path = artifact(tmp_path)
+    with load(path, mode=mode, device="cpu") as model:
+        expected = outputs(model)
+    for share in (0, 0.1, 0.5, 2):
+        with from_disk(path, share, mode) as model:
+            same(outputs(model), expected)
+            read = bytes_read(model)
+            same(outputs(model), expected)
+            assert (bytes_read(model) == read) == (share == 2)
+
+
+def test_experts(tmp_path: Path) -> None:
+    path = artifact(tmp_path, "q8", n_experts=4, experts_per_token=2, d_ff=1100)
+    with load(path, device="cpu") as model:
+        expected = outputs(model)
+    with from_disk(path, 0.3) as model:
+        same(outputs(model), expected)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("two_phases_from", [-1.0, 9.0])
+def test_reading_ahead_and_phases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool, two_phases_from: float
+) -> None:
+    monkeypatch.setattr(disk_ahead.FasterWay, "second", ahead)
+    monkeypatch.setattr(disk, "TWO_PHASES_FROM", two_phases_from)
+    path = random_artifact(
+        tmp_path / "model.pi", small_decoder(d_model=64, d_ff=2500, n_layers=4, context_length=160), format="q4",
+        ranks=[4, 4, None, 6], seed=5, scale=3.0, text=Text(prefix_ids=(), end_ids=()),
+    )  # fmt: skip
+    with load(path, device="cpu") as model:
+        expected = outputs(model)
+    for share in (0.1, 0.4):
+        with from_disk(path, share) as model:
+            for _ in range(2):
+                same(outputs(model), expected)
+
+
+def test_long_prompts_go_through_a_layer_together(tmp_path: Path) -> None:
+    path = artifact(tmp_path, "q8", context_length=400)
+    prompt = np.random.default_rng(4).integers(0, 257, 300)
+
+    def last(model: Model) -> list[np.ndarray]:
+        cache, found = model.new_cache(), []
+        for first in range(0, 300, model.executor.block_tokens):
+            tokens = prompt[first : first + model.executor.block_tokens]
+            step = SequenceStep(cache=cache, tokens=tokens, select=False)
+            found = [model.executor.step([step])[0].logits_TV]
+        return [*found, *model.decode(5, cache)]
+
+    with load(path, device="cpu") as model:
+        expected = last(model)
+    for share in (0.2, 0.5):
+        read = []
+        for tokens in (64, 256):
+            with from_disk(path, share, block_tokens=tokens) as model:
+                before = bytes_read(model)
+                same(last(model), expected)
+                read.append(bytes_read(model) - before)
+        assert read[1] < 0.6 * read[0]  # two passes, not five
+
+
+def test_threads(tmp_path: Path) -> None:
+    path, found = artifact(tmp_path), []
+    for threads in (1, 2):
+        with from_disk(path, 0.2, threads=threads) as model:
+            found.append(outputs(model))
+    same(*found)

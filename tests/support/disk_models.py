@@ -1,0 +1,56 @@
+"""Models that keep a chosen share of their FFNs' rows in memory, and read the others from disk."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pi_runtime import Model
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.disk.ram_plan import batch_rows, plan_for, sequence_kv_bytes, useful_budgets
+from pi_runtime.disk.reader import Reader
+from pi_runtime.execution.disk import DiskExecutor
+
+
+def from_disk(
+    path: Path, share: float, mode: str = "auto", *, threads: int = 2, context: int | None = None,
+    reader: dict[str, Any] | None = None, **plan_fields: Any,
+) -> Model:  # fmt: skip
+    """The model with memory for this share of what all rows take; of it a sixteenth is for rows in transit.
+
+    `reader` has settings of the reader; `plan_fields` replace what the rule would choose.
+    """
+    found = Artifact.open(path)
+    m = found.manifest
+    least, whole = useful_budgets(m, fixed=0)
+    plan = replace(plan_for(found, mode, max(least, int(share * whole)), fixed=0), **plan_fields)
+    context = m.decoder.context_length if context is None else context
+    rows = Reader(path, batch_rows(plan.transit), **(reader or {}))
+    kv = 64 * sequence_kv_bytes(m, context, "auto")
+    return Model(found, mode, DiskExecutor(found, mode, context, threads, "auto", plan, rows, kv))
+
+
+class FaultyPread:
+    """A `pread` that does what `fault` says instead of reading.
+
+    `fault` gets a function that reads at most so many bytes, and the number of the call; None lets the call read.
+    """
+
+    def __init__(self) -> None:
+        self.fault: Callable[[Callable[[int], int], int], int | None] = lambda _read, _call: None
+        self.calls = 0
+        libc = ctypes.CDLL(None, use_errno=True)
+        kind = ctypes.CFUNCTYPE(
+            ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64, use_errno=True
+        )
+        libc.pread.restype = ctypes.c_ssize_t
+        libc.pread.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
+
+        def pread(fd: int, buffer: int, count: int, offset: int) -> int:
+            self.calls += 1
+            answer = self.fault(lambda most: int(libc.pread(fd, buffer, min(most, count), offset)), self.calls)
+            return int(libc.pread(fd, buffer, count, offset)) if answer is None else answer
+
+        self._callback = kind(pread)
+        self.address = int(ctypes.cast(self._callback, ctypes.c_void_p).value or 0)
