@@ -211,6 +211,22 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Damaged artifacts, files and disks for some minutes: `nox -s fuzz -- MINUTES`, 30 unless told. Outside CI."""
+    install_all(session)
+    minutes, *rest = session.posargs or ["30"]
+    session.run("pytest", "-s", "tests/fuzz", "--minutes", minutes, "--timeout", "0", *rest)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """The suite with the lines that it runs: fails below 92 %, and lists those that no test runs. Outside CI."""
+    install_all(session)
+    session.install("pytest-cov==7.0.0", *BROWSER_TOOLS)
+    session.run(*PYTEST, "--cov", "--cov-report=term-missing:skip-covered", "--cov-fail-under=92", *session.posargs)
+
+
+@nox.session
 def workers(session: nox.Session) -> None:
     """Builds by many workers, killed at random, under every launcher. Outside CI: minutes, and Ray is large."""
     install_all(session)
