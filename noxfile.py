@@ -196,11 +196,34 @@ def conformance(session: nox.Session) -> None:
 
 
 @nox.session
+def frameworks(session: nox.Session) -> None:
+    """The examples for LangChain and llama-index against the server. Outside CI: these packages are large."""
+    session.install("-e", ".[serve]", *TEST_TOOLS, "langchain-openai==1.7.3", "llama-index-llms-openai-like==0.8.1")
+    session.run("pytest", "-W", "default", "tests/conformance/test_frameworks.py", *session.posargs)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """64 clients on 4 slots for half an hour, half of whom leave: `-- --minutes 5` is shorter. Outside CI."""
     install_all(session)
     posargs = session.posargs or ["--minutes", "30"]
     session.run("pytest", "-s", "tests/runtime/server/test_soak.py", "--timeout", "0", *posargs)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Damaged artifacts, files and disks for some minutes: `nox -s fuzz -- MINUTES`, 30 unless told. Outside CI."""
+    install_all(session)
+    minutes, *rest = session.posargs or ["30"]
+    session.run("pytest", "-s", "tests/fuzz", "--minutes", minutes, "--timeout", "0", *rest)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """The suite with the lines that it runs: fails below 92 %, and lists those that no test runs. Outside CI."""
+    install_all(session)
+    session.install("pytest-cov==7.0.0", *BROWSER_TOOLS)
+    session.run(*PYTEST, "--cov", "--cov-report=term-missing:skip-covered", "--cov-fail-under=92", *session.posargs)
 
 
 @nox.session

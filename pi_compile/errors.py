@@ -75,8 +75,5 @@ def nearest(name: object, known: Iterable[str]) -> str | None:
 
 def shown(value: object) -> str:
     """A value as a message quotes it, in a line of moderate length."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python spells no number of thousands of digits
-        return "a number of thousands of digits"
+    text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

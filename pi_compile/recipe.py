@@ -7,7 +7,7 @@ Every key but one must be there and none may be unknown: a recipe holds everythi
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
@@ -201,12 +201,15 @@ def read_toml(path: Path, kind: type[AnyRecipe], init: str, docs: str) -> AnyRec
     Raises RecipeError naming every problem with its key.
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such recipe", remedy=f"{init} -o {path}") from None
+    except IsADirectoryError:
+        remedy = f"{init.replace('MODEL', str(path))} -o RECIPE.toml"
+        raise RecipeError(f"{path}: a folder, not a recipe", remedy=remedy) from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read", found=error) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RecipeError(f"{path}: not TOML", found=error) from None
     try:
         return kind.model_validate(data)
@@ -214,6 +217,26 @@ def read_toml(path: Path, kind: type[AnyRecipe], init: str, docs: str) -> AnyRec
         command = init.removesuffix(" MODEL")
         remedy = f"{docs} explains every key; `{command}` writes a complete recipe to compare with"
         raise RecipeError(f"{path}: not a valid recipe:{_problems(error, kind)}", remedy=remedy) from None
+
+
+def parse_toml(text: str, **options: Any) -> dict[str, Any]:
+    """The tables of a TOML file, whose integers have 64 bits. Raises ValueError for anything else."""
+    try:
+        data = tomllib.loads(text, **options)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    level: list[Any] = [data]
+    while level:
+        if any(isinstance(node, int) and not -(2**63) <= node < 2**63 for node in level):
+            raise ValueError("an integer of more than 64 bits")
+        level = [child for node in level for child in _children(node)]
+    return data
+
+
+def _children(node: Any) -> Iterable[Any]:
+    if isinstance(node, dict):
+        return node.values()
+    return node if isinstance(node, list) else ()
 
 
 def check_settings(**sections: Mapping[str, Any]) -> None:

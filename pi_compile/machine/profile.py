@@ -4,7 +4,6 @@ A profile is a TOML file, measured by `pi-compile machine` or written from a nam
 """
 
 import json
-import tomllib
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from pi_compile.errors import ProfileError, nearest, shown
 from pi_compile.files import bundled_folder
+from pi_compile.recipe import parse_toml
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 
 VERSION: Final = 2
@@ -175,7 +175,7 @@ def find_machine(name: str, folder: Path) -> Machine:
 def read_machine(path: Path) -> Machine:
     """Read and check a profile. Raises ProfileError naming every problem."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         known = ", ".join(sorted(p.stem for p in bundled_machines().glob("*.toml")))
         raise ProfileError(
@@ -183,7 +183,7 @@ def read_machine(path: Path) -> Machine:
             expected=f"{known}, or a path",
             remedy=f"pi-compile machine -o {path.name}",
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ProfileError(f"{path}: not a machine profile", found=error) from None
     if data.get("version") != VERSION:
         raise ProfileError(
@@ -206,9 +206,8 @@ def _problem(error: dict[str, Any]) -> str:
         return f"{location}: {error['ctx']['error']}" if location else str(error["ctx"]["error"])
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         near = nearest(error["input"], WEIGHT_FORMATS)
-        return f"{location}: {error['msg']} (found {shown(error['input'])})" + (
-            f"; did you mean {near}?" if near else ""
-        )
+        meant = f"; did you mean {near}?" if near else ""
+        return f"{location}: {error['msg']} (found {shown(error['input'])}){meant}"
     if error["type"] != "extra_forbidden":
         return f"{location}: {error['msg']}"
     sections: dict[str, type[BaseModel]] = {"cpu": Cpu, "gpu": Gpu, "link": Link, "disk": Disk}

@@ -4,15 +4,14 @@ A lock is TOML in one spelling: digests of all inputs, then for each budget the 
 with rows on disk have their budget of RAM too.
 """
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pi_compile.errors import shown
 from pi_compile.pipeline.recipe_placement import Placed
 from pi_compile.placement import Placement
+from pi_compile.recipe import parse_toml
 from pi_runtime.errors import NotMetError, UsageError
 
 LOCK_VERSION = 1
@@ -91,8 +90,8 @@ def check_lock(path: Path, placed: Placed) -> None:
     if _without_solver(text) == _without_solver(now):
         return
     try:
-        found = list(_differences(tomllib.loads(text), tomllib.loads(now)))
-    except (ValueError, RecursionError) as error:
+        found = list(_differences(parse_toml(text), parse_toml(now)))
+    except ValueError as error:
         found = [f"not TOML: {error}"]
     found = found or ["spelled differently"]
     more = [f"… and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
@@ -150,5 +149,5 @@ def _compare_layers(label: str, old: Sequence[Any], new: Sequence[Any]) -> Itera
 
 
 def _short(value: Any) -> str:
-    text = "none" if value is None else value if isinstance(value, str) else shown(value)
+    text = "none" if value is None else str(value)
     return text if len(text) <= 40 else f"{text[:16]}…"

@@ -320,9 +320,10 @@ def pack_plain(recipe_path: Path, output: Path, *, progress: Progress, notice: C
 def _record(path: Path) -> dict[str, Any]:
     """The record of what was packed last; empty where it cannot be read, so that it is packed again."""
     try:
-        return dict(json.loads(path.read_text()))
+        record = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
+    return record if isinstance(record, dict) else {}
 
 
 def _fresh(result: Result, key: str, path: Path) -> Result:

@@ -1,6 +1,5 @@
 """The model that a plan is for: a config.json, a folder with one, or a published model whose config is bundled."""
 
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -12,6 +11,7 @@ from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.part_formats import AUTO, KEEP
 from pi_compile.errors import CheckpointError, ProfileError
 from pi_compile.files import bundled_folder
+from pi_compile.recipe import parse_toml
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.errors import UsageError
@@ -100,11 +100,11 @@ def _activation(path: Path) -> PublishedActivation | None:
     if not path.is_file():
         return None
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
+        data = parse_toml(path.read_text(encoding="utf-8"), parse_float=Decimal)
         return PublishedActivation(
             curve=data.pop("curve"), density=data.pop("density"), source=data.pop("source"), **data
         )
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise ProfileError(
             f"{path}: not a published activation", expected="curve, density, source", found=error
         ) from None

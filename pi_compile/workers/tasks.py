@@ -55,9 +55,9 @@ class _Listing:
         for name in (path.name for path in folder.iterdir()):
             task, _, rest = name.rpartition(".")
             kind, _, number = rest.partition("-")
-            if kind == _CLAIM:
+            if kind == _CLAIM and number.isdecimal():
                 found.claims[task] = max(int(number), found.claims.get(task, 0))
-            elif kind == _FAILED:
+            elif kind == _FAILED and number.isdecimal():
                 found.failed.setdefault(task, []).append(int(number))
             else:
                 found.files.add(name)
@@ -254,10 +254,11 @@ def failures_in(folder: Path) -> list[dict[str, Any]]:
 
 def read_failure(path: Path) -> dict[str, Any]:
     """The record of a failure."""
+    record = {"worker": "", "final": False, "exit_code": 1, "message": "", "log": ""}
     try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        return {"worker": "", "final": False, "exit_code": 1, "message": "", "log": ""}
+        return {**record, **json.loads(path.read_text())}
+    except (OSError, ValueError, TypeError):
+        return record
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 MAX_DEPTH = 32
 MOST_PROBLEMS = 1000
-"""Problems after which nothing more is converted: a hostile file may have one in every other byte."""
+"""Problems that are kept: a hostile file may have one in every other byte."""
 UNLESS_EMPTY = {"unless_empty": True}
 """Metadata of a dataclass's field that is left out of its JSON where it is empty, and must not be given then."""
 
@@ -85,22 +85,28 @@ def decode(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
         return {k: decode(arguments[1], v, f"{path}.{k}", problems) for k, v in value.items()}
     if origin in (typing.Union, types.UnionType):
         return None if value is None else decode(arguments[0], value, path, problems)
-    problems.append(f"{path}: expected {getattr(kind, '__name__', kind)}, found {reprlib.repr(value)}")
+    _add(problems, f"{path}: expected {getattr(kind, '__name__', kind)}, found {reprlib.repr(value)}")
     return None
+
+
+def _add(problems: list[str], problem: str) -> None:
+    if len(problems) < MOST_PROBLEMS:
+        problems.append(problem)
 
 
 def _decode_dataclass(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
     if not isinstance(value, dict):
-        problems.append(f"{path}: expected an object, found {reprlib.repr(value)}")
+        _add(problems, f"{path}: expected an object, found {reprlib.repr(value)}")
         return None
     known = _fields(kind)
-    problems += [f"{path}.{key}: unknown key" for key in sorted(value.keys() - known.keys())]
+    for key in sorted(value.keys() - known.keys()):
+        _add(problems, f"{path}.{key}: unknown key")
     decoded = {}
     for name, (hint, required) in known.items():
         if name in value:
             decoded[name] = decode(hint, value[name], f"{path}.{name}", problems)
         elif required:
-            problems.append(f"{path}.{name}: missing")
+            _add(problems, f"{path}.{name}: missing")
     return None if problems else kind(**decoded)
 
 

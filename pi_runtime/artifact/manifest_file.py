@@ -15,9 +15,7 @@ LARGEST = 4 << 20
 def read_manifest(data: bytes, where: str) -> Manifest:
     """Parse and check a manifest. `where` names the file in messages. Raises ArtifactError listing every problem."""
     if len(data) > LARGEST:
-        raise ArtifactError(
-            f"{where}: the manifest is too large", expected=f"{LARGEST:,} bytes", found=f"{len(data):,}"
-        )
+        raise ArtifactError(f"{where}: the manifest has {len(data):,} bytes", expected=f"at most {LARGEST:,}")
     try:
         value = parse_json(data)
     except ValueError as error:

@@ -1,9 +1,10 @@
 """Artifacts with lies that their checksums do not betray: refused as such, in little time and memory, or sound."""
 
+from contextlib import suppress
 from pathlib import Path
-from random import Random
 
 import pytest
+from fuzz.conftest import Cases
 from support.fuzz.artifacts import Forger, Lie
 from support.fuzz.watched import watched
 from support.paths import GOLDEN
@@ -13,7 +14,6 @@ from pi_runtime.artifact import Artifact, verify
 from pi_runtime.errors import ArtifactError, DoesNotFitError, PromptError
 from pi_runtime.execution.plan_choice import choose_plan
 from pi_runtime.text.tokenizer import Tokenizer
-from fuzz.conftest import Cases
 
 SHORT = 400
 
@@ -34,8 +34,7 @@ def opens(path: Path) -> bool:
     """Whether the structure is sound; then all that reads it without running it must cope with it."""
     try:
         artifact = Artifact.open(path)
-    except ArtifactError as error:
-        assert error.exit_code == 3
+    except ArtifactError:
         return False
     with artifact:
         look_at(artifact)
@@ -44,16 +43,12 @@ def opens(path: Path) -> bool:
 
 def look_at(artifact: Artifact) -> None:
     manifest = artifact.manifest
-    try:
+    with suppress(ArtifactError, PromptError):
         tokenizer = Tokenizer(artifact.file("tokenizer.json"), manifest.text, vocab_size=manifest.decoder.vocab_size)
         tokenizer.decode(tokenizer.encode("Once upon a time, é → 😀\0")[:20])
-    except (ArtifactError, PromptError):
-        pass
     for budget in (0, 1 << 16, 1 << 40):
-        try:
+        with suppress(DoesNotFitError):
             choose_plan(artifact, min(64, manifest.decoder.context_length), budget)
-        except DoesNotFitError:
-            pass
 
 
 def passes(path: Path) -> bool:

@@ -9,10 +9,9 @@ from pathlib import Path
 from random import SystemRandom
 
 import pytest
+from fuzz.conftest import SHARES
 from support.paths import GOLDEN, ROOT
 from support.synthetic import random_artifact, small_decoder
-
-from fuzz.conftest import SHARES
 
 SHORT, AT_ONCE = 60, 200
 SECONDS = 10

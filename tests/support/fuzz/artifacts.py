@@ -178,33 +178,29 @@ def change_container(rng: Random, entries: list[Forged], n: int, field: str, opt
     """One lie of the container, about entry n or about the whole."""
     entry = entries[n]
     number = rng.choice((*OFFSETS, rng.randrange(1 << rng.randrange(1, 33)))) & 0xFFFFFFFF
-    if field in ("name", "local_name"):
-        old = entry.name.decode(errors="replace")
-        setattr(entry, field, mutations.text(rng, old).encode("utf-8", "replace")[:65000])
-    elif field in ("method", "flags"):
-        setattr(entry, field, number & 0xFFFF)
-    elif field in ("crc", "size", "offset", "directory_size", "directory_offset"):
-        target: Any = entry if hasattr(entry, field) else options
-        options.update({field: number}) if target is options else setattr(entry, field, number)
-    elif field == "count":
-        options[field] = number & 0xFFFF
-    elif field == "align":
-        entry.align = rng.choice((1, 2, 64, 128, 4096))
-    elif field in ("fill", "comment"):
-        setattr(entry, field, rng.randbytes(1))
-    elif field in ("before", "between", "prefix"):
-        options[field] = rng.randbytes(rng.choice((1, 64, 4096)))
-    elif field == "data":
-        entry.data = mutations.data(rng, entry.data)
-    elif field == "many":
+    old = entry.name.decode(errors="replace")
+    other = rng.randrange(len(entries))
+    values: dict[str, Any] = {
+        **dict.fromkeys(("name", "local_name"), mutations.text(rng, old).encode("utf-8", "replace")[:65000]),
+        **dict.fromkeys(("method", "flags", "count"), number & 0xFFFF),
+        **dict.fromkeys(("crc", "size", "offset", "directory_size", "directory_offset"), number),
+        **dict.fromkeys(("fill", "comment"), rng.randbytes(1)),
+        **dict.fromkeys(("before", "between", "prefix"), rng.randbytes(rng.choice((1, 64, 4096)))),
+        "align": rng.choice((1, 2, 64, 128, 4096)),
+        "data": mutations.data(rng, entry.data),
+    }
+    if field == "many":
         entries[n:n] = [Forged(b"%x" % k, b"") for k in range(rng.choice((100, 50_000)))]
     elif field == "twice":
         entries.insert(n, replace(entry))
     elif field == "gone":
         del entries[n]
     elif field == "swapped":
-        other = rng.randrange(len(entries))
         entries[n], entries[other] = entries[other], entries[n]
+    elif hasattr(entry, field):
+        setattr(entry, field, values[field])
+    else:
+        options[field] = values[field]
 
 
 def specs_of(manifest: dict[str, Any]) -> dict[str, ArraySpec]:

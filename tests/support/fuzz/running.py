@@ -1,6 +1,6 @@
 """Runs damaged artifacts in a process that may die of it: `python -m support.fuzz.running FOLDER SEED FIRST COUNT`.
 
-Before each case its number goes to stdout, afterwards `ok`, or what was wrong: whoever reads on knows which one crashed.
+Before each case its number goes to stdout, afterwards `ok`, or what was wrong: so whoever reads it knows which crashed.
 """
 
 import faulthandler
@@ -37,8 +37,8 @@ def run(path: Path, rng: Random) -> None:
             else:
                 texts = ["".join(model.generate(prompt, max_tokens=TOKENS, sampling=sampling, logprobs=2))]
             assert all(len(text) < 100 * TOKENS for text in texts), texts
-    except PiError as error:
-        assert str(error)
+    except PiError:
+        return
 
 
 def main() -> None:

@@ -1,0 +1,85 @@
+"""Checkpoints and GGUF files damaged by structure: read, or refused by an error with exit code and remedy."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+
+from support import hf
+from support.families import random_checkpoint
+from support.fuzz import mutations
+from support.fuzz.texts import SHORT, Cases, check, damaged_json
+from support.gguf_files import rounded_checkpoint, write_gguf
+
+from pi_compile.checkpoint import open_checkpoint
+from pi_compile.checkpoint.tokenizer_files import read_text_files
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
+
+
+def test_checkpoints(cases: Cases, tmp_path: Path) -> None:
+    """Config, header of the weights, and index."""
+    folder = tmp_path / "model"
+    random_checkpoint(folder, "qwen2")
+    whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    def damaged(rng: Random) -> str:
+        for name, data in whole.items():
+            (folder / name).write_bytes(data)
+        if rng.random() < 0.5:
+            return damaged_json(rng, folder / "config.json", json.loads(whole["config.json"]))
+        data = whole["model.safetensors"]
+        size = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + size])
+        what = mutations.tree(rng, header)
+        text = mutations.spelled(header)
+        size = len(text) if rng.random() < 0.9 else rng.choice(mutations.INTEGERS[:-1]) % (1 << 64)
+        (folder / "model.safetensors").write_bytes(size.to_bytes(8, "little") + text + data[8 + len(text) :])
+        return f"header {what}"
+
+    check(cases, SHORT, 0.5, damaged, lambda: open_checkpoint(folder).digest())
+
+
+def test_tokenizer_files(cases: Cases, tmp_path: Path) -> None:
+    """Transformers reads them, whose errors are many."""
+    folder = tmp_path / "model"
+    hf.random_llama(folder)
+    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    whole = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+    def damaged(rng: Random) -> str:
+        for name, data in whole.items():
+            (folder / name).write_bytes(data)
+        name = rng.choice(sorted(whole))
+        return f"{name} {damaged_json(rng, folder / name, json.loads(whole[name]))}"
+
+    check(cases, SHORT, 1, damaged, lambda: read_text_files(folder, 1000))
+
+
+def test_gguf_files(cases: Cases, tmp_path: Path) -> None:
+    """Header and metadata are mostly where damage is done: there are the numbers that others are computed from."""
+    rounded_checkpoint(tmp_path / "model", "llama", "f16")
+    path = tmp_path / "whole" / "m.gguf"
+    path.parent.mkdir()
+    write_gguf(tmp_path / "model", path, "f16")
+    original, found = path.read_bytes(), tmp_path / "m.gguf"
+    header = min(len(original), 12_000)
+
+    def damaged(rng: Random) -> str:
+        data = original
+        for _ in range(rng.choice((1, 1, 3))):
+            head = mutations.data(rng, data[:header]) if rng.random() < 0.9 else data[:header]
+            data = head + data[header:] if rng.random() < 0.9 else mutations.data(rng, head)
+        found.write_bytes(data)
+        return f"{len(data)} bytes"
+
+    def read() -> None:
+        checkpoint = open_checkpoint(found)
+        read_text_files(checkpoint.location, checkpoint.decoder.vocab_size)
+
+    check(cases, SHORT, 1, damaged, read)
