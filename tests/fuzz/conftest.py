@@ -30,3 +30,10 @@ def cases(minutes: float | None, request: pytest.FixtureRequest) -> Cases:
         print(f"{n:,} cases")
 
     return cases
+
+
+@pytest.fixture
+def long_form(long: bool, minutes: float | None) -> None:
+    """For tests that have no short form yet: skipped without `--long` or `--minutes`."""
+    if not (long or minutes):
+        pytest.skip("nox -s fuzz")

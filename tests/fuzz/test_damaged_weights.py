@@ -20,6 +20,7 @@ SECONDS = 10
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
+@pytest.mark.usefixtures("long_form")
 def test_runs_on_damaged_weights_do_not_crash(
     tmp_path: Path, minutes: float | None, pytestconfig: pytest.Config
 ) -> None:
