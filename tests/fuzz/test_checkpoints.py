@@ -13,7 +13,8 @@ pytest.importorskip("gguf")
 from support import hf
 from support.families import random_checkpoint
 from support.fuzz import mutations
-from support.fuzz.texts import SHORT, Cases, check, damaged_json
+from support.fuzz.cases import Cases
+from support.fuzz.texts import SHORT, check, damaged_json
 from support.gguf_files import rounded_checkpoint, write_gguf
 
 from pi_compile.checkpoint import open_checkpoint

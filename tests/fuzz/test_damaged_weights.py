@@ -9,7 +9,7 @@ from pathlib import Path
 from random import SystemRandom
 
 import pytest
-from fuzz.conftest import SHARES
+from support.fuzz.cases import SHARES
 from support.paths import GOLDEN, ROOT
 from support.synthetic import random_artifact, small_decoder
 

@@ -1,7 +1,7 @@
 """Every stage with a write, sync, rename or opening that fails, or ends the process, at each place in turn.
 
 Afterwards the older file is there, or the new one whole; the next run of the command makes the same bytes, and nothing
-hidden is left. `--long` takes every place; the short form a few.
+hidden is left. `--minutes` takes places at random, `--long` every one, the short form two.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from support import hf, sparsifying
+from support.fuzz.cases import Cases
 from support.fuzz.faults import Fault, Outcome, Server, has_compiler, server
 from support.small_project import small_project, small_recipe
 from support.synthetic import random_artifact, small_decoder
@@ -169,27 +170,45 @@ QUICK = ("init", "pack")
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_stage_with_a_fault_at_each_place(rig: Rig, name: str, long: bool, minutes: float | None) -> None:
-    """With `--long` or `--minutes` all places; else one, another for each stage."""
-    every = bool(long or minutes)
-    if name not in QUICK and not every:
-        pytest.skip("nox -s fuzz")
-    for operation, kind, lasts in KINDS if every else (Random(name).choice(KINDS),):
+def test_a_stage_with_a_fault_at_each_place(rig: Rig, name: str, long: bool) -> None:
+    """Each place with `--long`, which takes hours; else one, another for each stage."""
+    if name not in QUICK and not long:
+        pytest.skip("--long")
+    for operation, kind, lasts in KINDS if long else (Random(name).choice(KINDS),):
         count = places(rig, name, operation)
-        numbers = range(1, count + 1) if every else [Random(name).randint(1, count)]
+        numbers = range(1, count + 1) if long else [Random(name).randint(1, count)]
         for number in numbers:
             check(rig, name, Fault(operation, number, kind, lasts))
         print(f"{name}: {kind} at {len(numbers)} of {count} places of {operation}")
 
 
 @pytest.mark.usefixtures("long_form")
-@pytest.mark.parametrize("name", ["profile", "train", "pack", "build", "sparsify", "prompts"])
-def test_a_stage_killed_at_random(rig: Rig, name: str) -> None:
+def test_stages_with_faults_at_random(rig: Rig, cases: Cases) -> None:
+    counts: dict[tuple[str, str], int] = {}
+    for _, rng in cases(100, 2):
+        name, (operation, kind, lasts) = rng.choice(list(STAGES)), rng.choice(KINDS)
+        if (name, operation) not in counts:
+            counts[name, operation] = places(rig, name, operation)
+        if counts[name, operation]:
+            number = rng.randint(1, counts[name, operation])
+            print(name, outcome_of(check(rig, name, fault := Fault(operation, number, kind, lasts))), fault)
+
+
+@pytest.mark.usefixtures("long_form")
+def test_stages_killed_at_random(rig: Rig, cases: Cases) -> None:
     """Beside test_pipeline and test_resume, which kill builds and trainings in the short form too."""
-    rig.whole(name)
-    rig.reset(STAGES[name].after)
-    began = time.monotonic()
-    rig.run(STAGES[name])
-    took, random = time.monotonic() - began, Random(name)
-    killed = [check(rig, name, None, random.uniform(0.01, took)).code == -signal.SIGKILL for _ in range(100)]
-    print(f"{name}: killed {sum(killed)} times of {len(killed)}")
+    took: dict[str, float] = {}
+    for _, rng in cases(100 * len(STAGES), 1):
+        name = rng.choice(list(STAGES))
+        if name not in took:
+            rig.whole(name)
+            rig.reset(STAGES[name].after)
+            began = time.monotonic()
+            rig.run(STAGES[name])
+            took[name] = time.monotonic() - began
+        after = rng.uniform(0.01, took[name])
+        print(name, outcome_of(check(rig, name, None, after)), f"after {after:.2f} s of {took[name]:.2f}")
+
+
+def outcome_of(outcome: Outcome) -> str:
+    return "killed" if outcome.code == -signal.SIGKILL else f"exit {outcome.code}"

@@ -8,7 +8,8 @@ from random import Random
 
 import pytest
 from support.fuzz import mutations
-from support.fuzz.texts import SHORT, Cases, check, damaged_lines
+from support.fuzz.cases import Cases
+from support.fuzz.texts import SHORT, check, damaged_lines
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import load

@@ -18,7 +18,8 @@ pytest.importorskip("pydantic")
 
 from support import sparsifying
 from support.fuzz import mutations
-from support.fuzz.texts import SHORT, Cases, check, damaged_json, damaged_lines, damaged_toml
+from support.fuzz.cases import Cases
+from support.fuzz.texts import SHORT, check, damaged_json, damaged_lines, damaged_toml
 from support.paths import ROOT
 
 from pi_compile.evaluation.task_files import read_task
