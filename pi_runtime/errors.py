@@ -29,6 +29,14 @@ __all__ = [
 ]
 
 
+_LONGEST = 20_000
+"""Characters of a field of a message, which may quote a file with anything in it."""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
+
+
 class PiError(Exception):
     """Base of every error that a user can cause. `str(error)` is the whole message, one field a line."""
 
@@ -37,7 +45,7 @@ class PiError(Exception):
     def __init__(self, what: str, *, expected: object = None, found: object = None, remedy: str | None = None) -> None:
         self.what, self.expected, self.found, self.remedy = what, expected, found, remedy
         fields = (("expected", expected), ("found", found), ("try", remedy))
-        super().__init__("\n".join([what, *(f"  {k}: {v}" for k, v in fields if v is not None)]))
+        super().__init__("\n".join([_cut(what), *(f"  {k}: {_cut(str(v))}" for k, v in fields if v is not None)]))
 
 
 class UsageError(PiError):

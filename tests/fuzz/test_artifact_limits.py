@@ -65,7 +65,7 @@ def test_a_directory_full_of_entries(tmp_path: Path, kind: str) -> None:
     """As many records as 16 MiB hold, where the manifest has a few."""
     entries: list[Any] = take_apart(GOLDEN)
     size = 46 + len(DIRECTORIES[kind](1 << 16))
-    entries[-1:-1] = [Forged(DIRECTORIES[kind](n), b"") for n in range((16 << 20) // size - len(entries))]
+    entries[-1:-1] = [Forged(DIRECTORIES[kind](n), b"") for n in range((16 << 20) // size - 3 * len(entries))]
     data = put_together(entries, count=0xFFFF)
     with watched(kind):
         refused(tmp_path / "a.pi", data)

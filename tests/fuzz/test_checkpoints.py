@@ -13,13 +13,14 @@ pytest.importorskip("gguf")
 from support import hf
 from support.families import random_checkpoint
 from support.fuzz import mutations
-from support.fuzz.texts import SHORT, Cases, check, damaged_json
+from support.fuzz.cases import Cases
+from support.fuzz.texts import SHORT, check, damaged_json
 from support.gguf_files import rounded_checkpoint, write_gguf
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import read_text_files
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.usefixtures("long_form")]
 
 
 def test_checkpoints(cases: Cases, tmp_path: Path) -> None:

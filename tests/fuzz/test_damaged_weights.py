@@ -9,7 +9,7 @@ from pathlib import Path
 from random import SystemRandom
 
 import pytest
-from fuzz.conftest import SHARES
+from support.fuzz.cases import SHARES
 from support.paths import GOLDEN, ROOT
 from support.synthetic import random_artifact, small_decoder
 
@@ -20,6 +20,7 @@ SECONDS = 10
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
+@pytest.mark.usefixtures("long_form")
 def test_runs_on_damaged_weights_do_not_crash(
     tmp_path: Path, minutes: float | None, pytestconfig: pytest.Config
 ) -> None:

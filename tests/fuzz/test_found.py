@@ -169,3 +169,9 @@ def test_what_libraries_say_of_disks(tmp_path: Path) -> None:
     for message, kind in ((full, DoesNotFitError), (failing, UsageError), ("CUDA error", RuntimeError)):
         with pytest.raises(kind), library_writes(tmp_path):
             raise RuntimeError(message)
+
+
+def test_a_message_that_quotes_a_file_has_an_end() -> None:
+    error = InputError("x" * 10**6, expected="y" * 10**6, found=[0] * 10**6, remedy="z")
+    assert len(str(error)) < 65_000
+    assert str(error).endswith("try: z")

@@ -8,7 +8,8 @@ from random import Random
 
 import pytest
 from support.fuzz import mutations
-from support.fuzz.texts import SHORT, Cases, check, damaged_lines
+from support.fuzz.cases import Cases
+from support.fuzz.texts import SHORT, check, damaged_lines
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import load
@@ -16,7 +17,7 @@ from pi_runtime.engine.engine import Engine
 from pi_runtime.prompt_file import PromptFile
 from pi_runtime.text.chat_template import Limits, render
 
-pytestmark = pytest.mark.timeout(0)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.usefixtures("long_form")]
 
 
 PROMPTS = (

@@ -18,7 +18,8 @@ pytest.importorskip("pydantic")
 
 from support import sparsifying
 from support.fuzz import mutations
-from support.fuzz.texts import SHORT, Cases, check, damaged_json, damaged_lines, damaged_toml
+from support.fuzz.cases import Cases
+from support.fuzz.texts import SHORT, check, damaged_json, damaged_lines, damaged_toml
 from support.paths import ROOT
 
 from pi_compile.evaluation.task_files import read_task
@@ -87,7 +88,9 @@ def test_activation_profiles(cases: Cases, tmp_path: Path) -> None:
 def test_predictors(cases: Cases, tmp_path: Path) -> None:
     from pi_compile.results.predictor_set import LayerRow
 
-    rows = tuple(LayerRow(rung="predicted", rank=2) if n else LayerRow(rung="gate") for n in range(2))
+    names = ("density", "ffn_bytes", "gate_bytes", "ffn_us", "recall", "precision", "rows_read_over_active", "error")
+    figures: Any = dict.fromkeys(names, 1)
+    rows = LayerRow(rung="gate", **figures), LayerRow(rung="predicted", rank=2, **figures)
     predictor = tuple(np.zeros(shape, np.float32) for shape in ((2, 8), (16, 2), (16,)))
     whole = tmp_path / "whole.npz"
     PredictorSet(
@@ -125,7 +128,7 @@ def check_archives(cases: Cases, whole: Path, path: Path, read: Callable[[Path],
 
 def other_array(rng: Random, old: np.ndarray) -> np.ndarray:
     changes: list[Callable[[], Any]] = [
-        lambda: old[:0],
+        lambda: old.reshape(-1)[:0],
         lambda: old[..., None],
         lambda: np.concatenate([old.reshape(-1)] * 2),
         lambda: old.astype("S4") if old.dtype.kind != "U" else old,

@@ -64,7 +64,7 @@ def put_together(
     prefix: bytes = PREFIX,
 ) -> bytes:
     """A ZIP file with the digest of whatever it has become."""
-    out, records = bytearray(before), b""
+    out, records = bytearray(before), bytearray()
     for e in entries:
         offset = len(out)
         crc = zlib.crc32(e.data) if e.crc is None else e.crc

@@ -176,7 +176,7 @@ def _signed_dot_bytes(b: Any, sums: Any, weights: Any, x: Any) -> Any:
         lanes, bytes_ = range(k, k + 4), range(4 * k, 4 * k + 16)
         parts = [shuffle(b, sums, sums, lanes), shuffle(b, weights, weights, bytes_), shuffle(b, x, x, bytes_)]
         found.append(call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", four, parts))
-    return shuffle(b, *found, range(8))
+    return shuffle(b, found[0], found[1], range(8))
 
 
 def dot_words(b: Any, sums: Any, weights: Any, x: Any) -> Any:

@@ -190,7 +190,7 @@ def change_container(rng: Random, entries: list[Forged], n: int, field: str, opt
         "data": mutations.data(rng, entry.data),
     }
     if field == "many":
-        entries[n:n] = [Forged(b"%x" % k, b"") for k in range(rng.choice((100, 50_000)))]
+        entries[n:n] = [Forged(b"%x" % k, b"") for k in range(rng.choice((100, 15_000)))]
     elif field == "twice":
         entries.insert(n, replace(entry))
     elif field == "gone":

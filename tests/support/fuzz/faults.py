@@ -25,8 +25,8 @@ from support.paths import ROOT
 OPERATIONS = {"write": 1, "sync": 2, "rename": 3, "open": 4}
 SHORT, KILL = -1, -2
 FAULTS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EACCES": errno.EACCES, "short": SHORT, "kill": KILL}
-SECONDS = 300.0
-"""A command that takes longer hangs."""
+SECONDS = 900.0
+"""A command that takes longer hangs; the first one may have kernels to compile."""
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import Any
 
 from pi_runtime.errors import PiError
 from support.fuzz import mutations
+from support.fuzz.cases import Cases
 from support.fuzz.watched import watched
 
 LONGEST = 100_000
 """Characters of a message that anybody reads."""
 SHORT = 40
 """Cases of each kind."""
-Cases = Callable[[int, float], Iterator[tuple[str, Random]]]
 
 
 def check(cases: Cases, short: int, share: float, damaged: Callable[[Random], str], read: Callable[[], object]) -> None:
