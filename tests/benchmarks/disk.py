@@ -47,7 +47,7 @@ LIKENESS = 0.98
 """Of the embeddings of tokens whose ids follow each other."""
 WARM = 12
 SLACK = 1.05
-"""The cgroup's limit ÷ the budget."""
+"""The cgroup's limit ÷ the budget, both without what a process takes before it enters the group."""
 SLACK_NBYTES = 8 << 20
 """What a process may have grown by since its smallest budget was computed."""
 OURS = "ours"
@@ -102,7 +102,7 @@ class Case:
         _build(a, self.decoder, fmt, self.path, a.over_read)
         with self.ours() as worker:
             found = worker.ask("budgets", path=str(self.path))
-        self.least, self.most = found["least"], found["most"]
+        self.least, self.most, self._process = found["least"], found["most"], found["process"]
         self.levels = [float(level) for level in a.persistence.split(",")]
         self.predictions: dict[float, prediction.Prediction] = {}
 
@@ -131,15 +131,18 @@ class Case:
     def ours(self, limit: int | None = None, **opening: Any) -> Iterator[Worker]:
         """Our engine, with its model opened, in the group if there is a limit."""
         with Worker("pi", "disk_tier.engine", limit_s=300) as worker:
-            self._enter(worker, limit)
+            if limit is not None:
+                worker.ask("budgets", path=str(self.path))  # all is imported then
+                self._enter(worker, self.path, limit)
             if opening:
                 worker.ask("open_model", path=str(self.path), **opening)
             yield worker
 
-    def _enter(self, worker: Worker, limit: int | None) -> None:
-        evict(self.path)
-        if limit is not None and self._group is not None:
-            self._group.limit(int(SLACK * limit))
+    def _enter(self, worker: Worker, path: Path, limit: int) -> None:
+        """Put an engine into the group before it opens its file, of which nothing is in the page cache."""
+        evict(path)
+        if self._group is not None:
+            self._group.limit(int(SLACK * (limit - self._process)))
             self._group.add(worker.pid)
 
     def measure(
@@ -168,10 +171,10 @@ class Case:
 
     def llama(self, limit: int, tokens: int) -> float | None:
         """Decode with llama.cpp, mapped, in the group; None where it fails."""
-        evict(self.gguf)
         try:
             with Worker(LLAMA_CPP, PEERS[LLAMA_CPP][0], limit_s=300) as worker:
-                self._enter(worker, limit)
+                worker.ask("describe")
+                self._enter(worker, self.gguf, limit)
                 worker.ask("open_model", path=str(self.gguf), context=512)
                 return self._row("llama.cpp mapped", None, worker.ask("decode", context=1, tokens=tokens))
         except EngineError as failure:

@@ -11,10 +11,12 @@ from side_by_side.process import threads
 
 from disk_tier import CONTEXT
 from pi_runtime import Model, load
+from pi_runtime import model as model_module
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.disk.ram_plan import Slots, sequence_kv_bytes, useful_budgets
 from pi_runtime.disk.row_store import REGIONS, RowStore, Work
 from pi_runtime.execution import disk, disk_ahead
+from pi_runtime.execution.devices import resident_bytes
 from pi_runtime.execution.disk import DiskExecutor
 
 _models: list[Model] = []
@@ -30,22 +32,23 @@ def _one_after_the_other(rows: RowStore, works: list[Work], keep: bool, _meanwhi
 
 
 def budgets(path: str) -> dict[str, int]:
-    """The smallest budget of this process, and the one from which on all rows are in memory."""
+    """The smallest budget of this process, the one from which on all rows are in memory, and what it takes already."""
     with Artifact.open(Path(path)) as artifact:
         kv_nbytes = sequence_kv_bytes(artifact.manifest, CONTEXT, "auto")
         fixed = disk.fixed_bytes_of(artifact.manifest, CONTEXT, "auto", kv_nbytes)
         least, most = useful_budgets(artifact.manifest, fixed)
-    return {"least": least, "most": most}
+    return {"least": least, "most": most, "process": resident_bytes()}
 
 
 def open_model(
     path: str, mode: str, ram_budget: int | None = None, only: str | None = None, two_phases: bool | None = None
 ) -> None:
-    """Open an artifact, mapped where there is no budget.
+    """Open an artifact; where there is no budget it is mapped, however little memory is free.
 
     `only`: `bundles` reads every row when it is needed, `cache` keeps rows but does not overlap reading and computing.
     `two_phases`: whether `rest` is always, or never, read after it is known what fires.
     """
+    model_module.budget_of_machine = lambda _artifact: None
     if two_phases is not None:
         disk.TWO_PHASES_FROM = -1.0 if two_phases else 9.0
     if only is not None:
