@@ -170,13 +170,14 @@ def dot_bytes(b: Any, sums: Any, weights: Any, x: Any, *, signed: bool) -> Any:
 
 
 def _signed_dot_bytes(b: Any, sums: Any, weights: Any, x: Any) -> Any:
-    """The same by NEON's sdot, on vectors of four sums: all bytes count as signed."""
-    found, four = [], vec(I32, 4)
-    for k in range(0, sums.type.count, 4):
-        lanes, bytes_ = range(k, k + 4), range(4 * k, 4 * k + 16)
+    """The same by NEON's sdot, on two vectors of four sums: all bytes count as signed."""
+
+    def half(start: int) -> Any:
+        lanes, bytes_ = range(start, start + 4), range(4 * start, 4 * start + 16)
         parts = [shuffle(b, sums, sums, lanes), shuffle(b, weights, weights, bytes_), shuffle(b, x, x, bytes_)]
-        found.append(call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", four, parts))
-    return shuffle(b, found[0], found[1], range(8))
+        return call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", vec(I32, 4), parts)
+
+    return shuffle(b, half(0), half(4), range(8))
 
 
 def dot_words(b: Any, sums: Any, weights: Any, x: Any) -> Any:
