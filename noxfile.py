@@ -196,6 +196,13 @@ def conformance(session: nox.Session) -> None:
 
 
 @nox.session
+def frameworks(session: nox.Session) -> None:
+    """The examples for LangChain and llama-index against the server. Outside CI: these packages are large."""
+    session.install("-e", ".[serve]", *TEST_TOOLS, "langchain-openai==1.7.3", "llama-index-llms-openai-like==0.8.1")
+    session.run("pytest", "-W", "default", "tests/conformance/test_frameworks.py", *session.posargs)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """64 clients on 4 slots for half an hour, half of whom leave: `-- --minutes 5` is shorter. Outside CI."""
     install_all(session)
@@ -224,7 +231,7 @@ def workers(session: nox.Session) -> None:
     """Builds by many workers, killed at random, under every launcher. Outside CI: minutes, and Ray is large."""
     install_all(session)
     session.install("-e", ".[ray]")
-    session.run("pytest", "--long", "tests/compile/pipeline/test_many_workers.py", *session.posargs)
+    session.run("pytest", "-rP", "--long", "tests/compile/pipeline/test_many_workers.py", *session.posargs)
     session.run("pytest", "-W", "ignore", "tests/compile/workers/test_ray.py", *session.posargs)
 
 

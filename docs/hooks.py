@@ -17,6 +17,18 @@ import pi_runtime.server.cli
 LOG = logging.getLogger("mkdocs.hooks.docs")
 ROOT = Path(__file__).parents[1]
 APPS = {"pi-compile": pi_compile.cli.main.app, "pi-run": pi_runtime.cli.app, "pi-serve": pi_runtime.server.cli.app}
+API = {
+    "Compiling": (
+        "pi_compile.checkpoint.open_checkpoint",
+        *(f"pi_compile.pipeline.stages.{name}" for name in ("read_corpus", "profile", "train", "place", "pack")),
+        "pi_compile.evaluation.fidelity.evaluate",
+    ),
+    "Running": (
+        *("pi_runtime.model.load", "pi_runtime.model.Model", "pi_runtime.sampling.Sampling"),
+        *("pi_runtime.engine.engine.Engine", "pi_runtime.text.grammar.Grammar"),
+    ),
+}
+"""The public names, where they are defined."""
 OUTSIDE = {"how-to/contributing.md": "CONTRIBUTING.md", "reference/changelog.md": "CHANGELOG.md"}
 """Pages that lie in the repository's root."""
 FOREIGN = re.compile(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="?(?:https?:)?//[^">]+')
@@ -25,6 +37,7 @@ FOREIGN = re.compile(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="?(?:https?:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here."""
     files.append(File.generated(config, "reference/commands.md", content=commands_page()))
+    files.append(File.generated(config, "reference/api.md", content=api_page()))
     for page, name in OUTSIDE.items():
         text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](../")
         files.append(File.generated(config, page, content=text))
@@ -47,8 +60,16 @@ def commands_page() -> str:
         lines += ["", f"## {program}", "", command.help or ""]
         for name, one in commands.items():
             lines += ["", f"### {program} {name}", "", one.help] if name else []
-            context = typer.Context(one)
-            lines += ["", "| | |", "| --- | --- |", *(row(*p.get_help_record(context)) for p in one.params)]
+            rows = [row(*parameter.get_help_record(typer.Context(one))) for parameter in one.params]
+            lines += ["", "| argument or flag | meaning |", "| --- | --- |", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def api_page() -> str:
+    """The public functions and classes, which mkdocstrings fills in from their docstrings."""
+    lines = ["# Python API", "", "Made of the docstrings. How they are used together: [from Python](python.md)."]
+    for title, names in API.items():
+        lines += ["", f"## {title}", *(f"\n::: {name}" for name in names)]
     return "\n".join(lines) + "\n"
 
 

@@ -33,6 +33,7 @@ from pi_compile.torch_model import (
     computing_with,
     flops_per_s,
     layer_parameters,
+    values_per_s,
 )
 from pi_compile.torch_model import decoder as td
 from pi_compile.workers import WorkFolder
@@ -63,24 +64,35 @@ class ProfileSpec:
     """cpu or cuda:N."""
 
 
+FFN_PASSES, STATE_PASSES = 6, 20
+"""Element-wise passes over a layer's neuron values, and over its states."""
+
+
 def memory_bytes(d: Decoder, spec: ProfileSpec) -> int:
     """Memory of one worker: weights and activations."""
     resident = min(spec.layers_at_once or d.n_layers, d.n_layers)
     layer, rows = layer_parameters(d, d.n_experts), spec.batch * spec.window
     weights = resident * layer + d.vocab_size * d.d_model
     states = spec.shard * spec.window * d.d_model if resident < d.n_layers else 0
-    return PROCESS_BYTES + 4 * (weights + states + rows * (2 * d.neurons + 6 * d.d_model))
+    # The larger of the FFN's values beside the states, and of what attention holds.
+    activations = rows * max(2 * d.neurons + 4 * d.d_model, 12 * d.d_model)
+    return PROCESS_BYTES + 4 * (weights + states + activations)
 
 
 def estimate(d: Decoder, tokens: int, spec: ProfileSpec) -> Estimate:
-    """Time from a short matrix product at this width, disk for hidden states, memory of one worker."""
+    """Time by short measurements on the device, disk for hidden states, memory of one worker."""
     rows = spec.batch * spec.window
     with computing_with(spec.threads):
-        products = flops_per_s(min(rows, 512), d.d_model, min(d.d_ff, 4096), spec.device)
+        # Fewer rows are slower than those of a batch.
+        products = flops_per_s(min(rows, 1024), d.d_model, min(d.d_ff, 4096), spec.device)
+        values = values_per_s(spec.device)
+    attention = 2 * spec.window * d.n_heads * d.head_dim  # half of the positions, on the average, for scores and sums
+    layer = 2 * (layer_parameters(d, d.experts_per_token) + attention)
+    passes = FFN_PASSES * d.neurons + STATE_PASSES * d.d_model
     # A shard's states are removed when those after the next layers are there.
     spilled = tokens + spec.shard * spec.window if (spec.layers_at_once or d.n_layers) < d.n_layers else 0
     return Estimate(
-        seconds=2 * layer_parameters(d, d.experts_per_token) * d.n_layers * tokens / products,
+        seconds=d.n_layers * tokens * (layer / products + passes / values),
         disk_bytes=spilled * d.d_model * 4,
         memory_bytes=memory_bytes(d, spec),
     )

@@ -204,6 +204,9 @@ def read_toml(path: Path, kind: type[AnyRecipe], init: str, docs: str) -> AnyRec
         data = parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such recipe", remedy=f"{init} -o {path}") from None
+    except IsADirectoryError:
+        remedy = f"{init.replace('MODEL', str(path))} -o RECIPE.toml"
+        raise RecipeError(f"{path}: a folder, not a recipe", remedy=remedy) from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read", found=error) from None
     except ValueError as error:

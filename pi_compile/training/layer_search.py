@@ -69,7 +69,7 @@ class LayerSearch:
         if not self.is_split:
             return {self.name: texts}
         ranks = {name: [self._begun] for name in self._ranks().values()}
-        rounds = {name: self._before(k) for k, name in enumerate(self._rounds(), 1)}
+        rounds = {name: [self._begun, *self._before(k)] for k, name in enumerate(self._rounds(), 1)}
         return {self._begun: texts} | ranks | rounds
 
     def candidates(self) -> list[Candidate]:

@@ -170,9 +170,10 @@ class _Run:
     def find_candidates(self) -> None:
         """Push the texts through the dense model, and have the candidates of all layers found.
 
-        A layer's search is preferred to pushing text on.
+        A layer's search is preferred to pushing text on. The report text goes first: then a single worker needs the
+        layer no more when it has searched.
         """
-        texts = [self.fit, self.tune, self.report] if self.searches else [self.tune, self.report]
+        texts = [self.report, self.tune, self.fit] if self.searches else [self.report, self.tune]
         tasks: dict[str, Callable[[], None]] = {}
         needs: dict[str, list[str]] = {}
         for search in self.searches:
@@ -182,8 +183,13 @@ class _Run:
             for text in texts:
                 tasks |= text.tasks(n)
                 needs |= text.needs(n)
-        names = {search.name for search in self.searches}
-        self.work.run(tasks, needs, lambda done: self.meter.layers_done(len(names & done)))
+        # A layer is done when its search is; without searches, when the text is through it.
+        layers = [set(search.tasks()) for search in self.searches] or [
+            set(self.tune.tasks(n)) for n in range(self.checkpoint.decoder.n_layers)
+        ]
+        self.work.run(
+            tasks, needs, lambda done: self.meter.layers_done(sum(len(layer & done) / len(layer) for layer in layers))
+        )
         self.resident.weights(range(0))  # frees those of the last layer
         self.found.update({search.n: search.candidates() for search in self.searches})
 

@@ -73,10 +73,12 @@ class TrainingWork:
         with computing_with(self.spec.threads):
             products = flops_per_s(self.spec.batch, d.d_model, min(d.neurons, 4096), device)
             values = values_per_s(device)
-        disk = 12 * (self.fit + self.tune) + 8 * self.report
+        # Hidden states before and after, FFN inputs, and the warm starts of a split search.
+        rows = 3 * (self.fit + self.tune) + 2 * self.report
+        rows += d.neurons + d.n_experts * d.d_model if self.splits else 0
         return Estimate(
             seconds=total.products / products + total.values / values,
-            disk_bytes=disk * d.d_model,
+            disk_bytes=4 * rows * d.d_model,
             memory_bytes=self.memory_bytes,
         )
 
@@ -89,12 +91,11 @@ class TrainingWork:
     def memory_bytes(self) -> int:
         """Memory of one worker in the largest part: a layer's search, or a pass through the model."""
         d, rows = self.d, BATCH * self.spec.window
-        # Alone, a rank may be the one further out.
-        ranks = 1.5 * max(self.ranks) if self.splits else sum(self.ranks)
+        ranks = max(*self.ranks, *self.further()) if self.splits else sum(self.ranks)
         search = (
             10 * max(NEURON_VALUES, self.spec.batch * d.neurons)
             + 2 * CHUNK * d.d_model
-            + 16 * int(ranks) * (d.d_model + d.neurons)
+            + 16 * ranks * (d.d_model + d.neurons)
             + 6 * d.neurons * d.d_model
             + 8 * d.d_model**2
         )
@@ -148,9 +149,12 @@ class TrainingWork:
         measured = Work(self._neurons() + scores, SCORE_PASSES * each * len(ranks) * d.neurons) * self.tune
         return self.per_step(ranks) * self.spec.steps + measured
 
-    def further(self) -> tuple[int, ...]:
-        """Ranks that may be tried after those, of mean size."""
-        return (sum(self.ranks) // len(self.ranks),) * MORE_RANKS if self.ranks else ()
+    def further(self) -> list[int]:
+        """Ranks further out that may be tried one after the other: the higher ones, which take longer."""
+        found = list(self.ranks)
+        for _ in range(MORE_RANKS):
+            found.append(found[-1] * 3 // 2 if found else 0)
+        return [rank for rank in found[len(self.ranks) :] if 0 < rank <= min(self.d.d_model, self.d.d_ff)]
 
     @property
     def searches(self) -> list[Search]:
@@ -184,9 +188,9 @@ class ProgressMeter:
         self._total = self._layers * self._layer + (PASSES * len(work.spec.predictor_formats) + 1) * self._pass
         self._done = 0
 
-    def layers_done(self, count: int) -> None:
+    def layers_done(self, count: float) -> None:
         """Report how many layers are done, by all workers together."""
-        self._report(count * self._layer)
+        self._report(round(count * self._layer))
 
     def step_done(self) -> None:
         """Report that an optimiser step is done."""

@@ -4,6 +4,7 @@ Shape letters: L layers, S slots, N rows of a layer.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -66,9 +67,12 @@ class RowArena:
     """The first slot of each region of those in transit (see `row_store`)."""
     whole_L: tuple[bool, ...]
     """Whether all rows of a layer are pinned; they then lie in stored order."""
+    counts_L2: Ints
+    """Rows that were found, and that were not, of each layer."""
 
-    @property
+    @cached_property
     def address(self) -> int:
+        """Where the first slot is."""
         return int(self.memory.ctypes.data)
 
     def address_of(self, layer: int, row: int) -> int:
@@ -89,10 +93,12 @@ def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> R
     regions = slots - np.cumsum([plan.ahead, plan.ahead, plan.transit, plan.transit])[::-1]
     slots_L = plan.first_L if name == "first" else plan.rest_L
     whole_L = tuple(own.pinned == d.neurons for own in slots_L)
-    arena = RowArena(nbytes, memory, rows_L, offset_L, tuple(regions.tolist()), whole_L)
+    counts_L2 = np.zeros((len(slots_L), 2), np.int64)
+    arena = RowArena(nbytes, memory, rows_L, offset_L, tuple(regions.tolist()), whole_L, counts_L2)
     for n, own in enumerate(slots_L):
         cached = begin + own.pinned
         rows = neuron_cache.rows_of(d.neurons, cached, cached + own.cached, MOST_CREDIT, owner_S, credit_S, turn_S)
+        rows = rows._replace(counts_2=counts_L2[n])
         rows_L.append(rows)
         offset_L.append(m.arrays[f"layers/{n}/ffn/{name}"].offset)
         if whole_L[n]:

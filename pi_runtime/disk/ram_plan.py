@@ -130,7 +130,7 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
             f"{artifact.path}: --ram-budget is too small to run it, however slowly",
             expected=f"at least {least} bytes",
             found=f"{budget} bytes",
-            remedy=f"--ram-budget {least}, or a smaller --ctx-size",
+            remedy=f"--ram-budget {-(-least // 2**20)}MiB, or a smaller --ctx-size",
         )
     buffers = row_buffers(m.decoder, sum(nbytes.values()), budget - fixed)
     room = buffers.left

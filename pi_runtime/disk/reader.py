@@ -74,7 +74,7 @@ class Reader:
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         """`rows`: most rows of a batch."""
-        self.path, self.rows, self._gap, self._stall_seconds = path, rows, gap, stall_seconds
+        self.path, self.rows, self._stall_seconds = path, rows, stall_seconds
         self.seconds_waited = 0.0
         control = np.zeros(reading.READS + 1, np.int64)
         try:
@@ -85,6 +85,7 @@ class Reader:
             raise UsageError("--ram-budget needs Linux", remedy="run it without --ram-budget") from None
         control[reading.PREAD] = pread or control[reading.PREAD]
         control[reading.FD], control[reading.DIRECT], control[reading.ALIGN] = self._fd, self.direct, self.align
+        control[reading.GAP], control[reading.MOST] = gap, PIECE_NBYTES
         self._identity = self._identified()
         self.shared = Shared(
             control,
@@ -92,14 +93,14 @@ class Reader:
             np.zeros((BATCHES, 4), np.int64),
             np.zeros((BATCHES, rows, 5), np.int64),
             np.zeros((BATCHES, rows, 3), np.int64),
+            np.zeros((BATCHES, 2), np.int64),
             np.zeros((1 + BATCHES) * SEMAPHORE_NBYTES, np.uint8),
         )
         for n in range(1 + BATCHES):
             ctypes.CDLL(None).sem_init(
                 ctypes.c_void_p(self.shared.semaphores[n * SEMAPHORE_NBYTES :].ctypes.data), 0, 0
             )
-        self._filled = np.zeros((BATCHES, 2), np.int64)
-        self._under_way: set[int] = set()
+        self._pending_N = self.shared.batch_N4[:, reading.PENDING]
         self._targets: list[object] = []
         buffers = page_aligned(workers * (PIECE_NBYTES + 2 * self.align))
         self._threads: list[Thread] = []
@@ -133,27 +134,27 @@ class Reader:
 
     def add_rows(self, batch: int, row_I: Ints, slot_I: Ints, offset: int, nbytes: int, target: int) -> None:
         """Append ascending rows of `nbytes` to a batch: row i is at `offset` + i · `nbytes` and goes to its slot."""
-        requests, copies = self._filled[batch]
-        rows = row_I, slot_I, offset, nbytes, target
-        self._filled[batch] = reading.add_rows(
-            self.shared, batch, requests, copies, *rows, self._gap, max(PIECE_NBYTES, nbytes)
-        )
+        reading.add_rows(self.shared, batch, row_I, slot_I, offset, nbytes, target)
 
     def submit(self, batch: int) -> None:
         """Begin to read what was appended to a batch."""
-        requests, self._filled[batch] = int(self._filled[batch, 0]), 0
-        if requests:
-            self._under_way.add(batch)
-            reading.submit(self.shared, batch, requests, len(self._threads))
+        reading.submit(self.shared, batch, len(self._threads))
 
     def wait(self, batch: int) -> None:
         """Wait until a batch is read. Raises ArtifactError where it cannot be; a signal's handler runs meanwhile."""
-        if batch not in self._under_way:
-            return
+        if self._pending_N[batch] > 0:
+            self._wait_for_reads(batch)
+        batch_4 = self.shared.batch_N4[batch]
+        if batch_4[reading.ERROR]:
+            error = self._error(*batch_4[reading.ERROR : reading.ERROR_AT + 1].tolist())
+            batch_4[reading.ERROR] = 0
+            raise error
+
+    def _wait_for_reads(self, batch: int) -> None:
         began = moved = time.monotonic()
         before = self.bytes_read
         # The semaphore only wakes; the count decides, because Ctrl-C may come after the one was taken.
-        while self.shared.batch_N4[batch, reading.PENDING] > 0:
+        while self._pending_N[batch] > 0:
             if reading.wait(self.shared, batch, _SLICE_NANOSECONDS) == reading.DONE:
                 continue
             now = time.monotonic()
@@ -165,10 +166,7 @@ class Reader:
                     expected=f"data within {self._stall_seconds:g} s",
                     remedy="look at the system's log (dmesg) for faults of the device",
                 )
-        self._under_way.discard(batch)
         self.seconds_waited += time.monotonic() - began
-        if self.shared.batch_N4[batch, reading.ERROR]:
-            raise self._error(*self.shared.batch_N4[batch, reading.ERROR : reading.ERROR_AT + 1].tolist())
 
     def _error(self, code: int, offset: int) -> ArtifactError:
         if code == reading.END_OF_FILE:
@@ -188,13 +186,13 @@ class Reader:
 
         Raises ArtifactError where the disk does not answer.
         """
-        for batch in tuple(self._under_way):
+        for batch in range(BATCHES):
             try:
                 self.wait(batch)
             except ArtifactError:
-                if batch in self._under_way:
+                if self._pending_N[batch] > 0:
                     raise
-        self._filled[:] = 0
+        self.shared.filled_N2[:] = 0
 
     def read_range(self, offset: int, nbytes: int, target: int) -> None:
         """Read consecutive bytes to an address, in large pieces."""
@@ -228,7 +226,7 @@ class Reader:
             return
         reading.stop(self.shared, len(self._threads))
         for thread in self._threads:
-            thread.join(self._stall_seconds if not self._under_way else 0.1)
+            thread.join(0.1 if self._pending_N.any() else self._stall_seconds)
         if any(thread.is_alive() for thread in self._threads):
             _ABANDONED.append(self._targets)
         else:

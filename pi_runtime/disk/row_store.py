@@ -7,14 +7,14 @@ Shape letters: I neurons, C chunks.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pi_runtime.artifact.footprint import CHUNKS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.disk.arena import row_arena
-from pi_runtime.disk.kernels import neuron_cache
+from pi_runtime.disk.kernels import fetching, neuron_cache
 from pi_runtime.disk.ram_plan import ROW_ARRAYS, RamPlan
 from pi_runtime.disk.reader import Reader
 from pi_runtime.kernels.data.matrix_view import Ints
@@ -31,9 +31,9 @@ class Request:
     expert: int
     needs: Sequence[tuple[str, Ints]]
 
-    def has(self, layer: int, name: str) -> bool:
-        """Whether rows of this array of a layer are needed."""
-        return self.layer == layer and any(name == array for array, _ in self.needs)
+    def has(self, name: str) -> bool:
+        """Whether rows of this array are needed."""
+        return any(name == array for array, _ in self.needs)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class RowStore:
         self._row_I, self._slot_I = np.empty(d.d_ff, np.int64), np.empty(d.d_ff, np.int64)
         self._in_transit: dict[tuple[str, int], int] = {}
         """Slots of each region that hold rows, by array and region."""
-        self._ahead: Request | None = None
+        self._ahead: dict[int, Request] = {}
+        """What was read ahead for a layer whose turn is not over, by layer."""
 
     def is_whole(self, layer: int) -> bool:
         """Whether all rows of a layer stay in memory."""
@@ -77,13 +78,19 @@ class RowStore:
             total += absent
         return [Work(request, begin, end, compute) for begin, end in zip(cuts, [*cuts[1:], CHUNKS], strict=True)]
 
-    def work_off(self, works: Sequence[Work], keep: bool) -> None:
-        """Compute ranges in order, each while the rows of the next one are read. `keep`: rows may enter the cache."""
+    def work_off(self, works: Sequence[Work], keep: bool, meanwhile: Callable[[], None] | None = None) -> None:
+        """Compute ranges in order, each while the rows of the next one are read. `keep`: rows may enter the cache.
+
+        `meanwhile` is called when the last range has been asked for, before anything is waited for.
+        """
         for n in range(-1, len(works)):
             if n + 1 < len(works):
                 following = works[n + 1]
                 self.fetch(following.request, following.begin, following.end, (n + 1) % REGIONS, keep)
+            if n + 2 == len(works) and meanwhile is not None:
+                meanwhile()
             if n >= 0:
+                self._wait_ahead(works[n].request.layer)
                 self.reader.wait(n % REGIONS)
                 works[n].compute(works[n].begin, works[n].end)
                 self.release(works[n].request, n % REGIONS)
@@ -93,7 +100,7 @@ class RowStore:
         most = 0
         for name, neuron_I in request.needs:
             rows = self.arenas[name].rows_L[request.layer]
-            if self._ahead is not None and self._ahead.has(request.layer, name):
+            if request.layer in self._ahead and self._ahead[request.layer].has(name):
                 rows.ring_5[neuron_cache.TURN] -= 1  # the turn that reading ahead began: its rows stay
             most = max(most, neuron_cache.begin_turn(rows, request.expert * self._d_ff, neuron_I))
         return most
@@ -111,13 +118,11 @@ class RowStore:
         """Begin to read what is missing for the chunks [begin, end). `keep`: it may take slots of the cache."""
         for name, neuron_I in request.needs:
             arena = self.arenas[name]
-            rows, transit = arena.rows_L[request.layer], arena.transit_R[region]
-            base = request.expert * self._d_ff
-            call = base, neuron_I, begin, end, keep, transit, self._row_I, self._slot_I
-            count, self._in_transit[name, region] = neuron_cache.obtain(rows, *call)
-            if count:
-                place = arena.offset_L[request.layer], arena.nbytes, arena.address
-                self.reader.add_rows(region, self._row_I[:count], self._slot_I[:count], *place)
+            wanted = request.expert * self._d_ff, neuron_I, begin, end, keep, arena.transit_R[region]
+            place = arena.offset_L[request.layer], arena.nbytes, arena.address
+            self._in_transit[name, region] = fetching.fetch(
+                arena.rows_L[request.layer], self.reader.shared, region, *wanted, self._row_I, self._slot_I, *place
+            )
         self.reader.submit(region)
 
     def release(self, request: Request, region: int) -> None:
@@ -132,33 +137,39 @@ class RowStore:
             neuron_cache.clear_transit(arena.rows_L[layer], arena.transit_R[region], count)
 
     def read_ahead(self, request: Request) -> None:
-        """Begin to read a coming layer's rows, where all that are missing fit into their region.
+        """Begin to read a coming layer's rows: as many of those that are missing as fit into their region.
 
         With experts the request is for expert 0, and its neurons are rows of the layer.
         """
-        before = {name: self.arenas[name].rows_L[request.layer].counts_2.copy() for name, _ in request.needs}
-        if 0 < self._begin_turn(request) <= self.plan.ahead:
-            self.fetch(request, 0, CHUNKS, REGIONS + request.layer % 2, keep=True)
-            self._ahead = request
+        layer = request.layer
+        before = {name: self.arenas[name].counts_L2[layer].copy() for name, _ in request.needs}
+        if self._begin_turn(request) > self.plan.ahead:
+            request = replace(request, needs=[(name, self._fitting(layer, name, i)) for name, i in request.needs])
+        self.fetch(request, 0, CHUNKS, REGIONS + layer % 2, keep=True)
+        self._ahead[layer] = request
         for name, counts_2 in before.items():  # they are counted when they are needed
-            self.arenas[name].rows_L[request.layer].counts_2[:] = counts_2
+            self.arenas[name].counts_L2[layer] = counts_2
 
-    def wait_ahead(self, layer: int) -> None:
+    def _fitting(self, layer: int, name: str, row_I: Ints) -> Ints:
+        """The first of some rows, so many that those of them that are missing fit into the region."""
+        missing_I = np.cumsum(self.arenas[name].rows_L[layer].slot_N[row_I] == 0)
+        return row_I[: int(np.searchsorted(missing_I, self.plan.ahead, side="right"))]
+
+    def _wait_ahead(self, layer: int) -> None:
         """Wait for the rows of a layer that were read ahead, if any were."""
-        if self._ahead is not None and self._ahead.layer == layer:
+        if layer in self._ahead:
             self.reader.wait(REGIONS + layer % 2)
 
     def end_layer(self, layer: int) -> None:
         """Let go of a layer's rows that were read ahead."""
-        if self._ahead is not None and self._ahead.layer == layer:
-            self._ahead = None
+        self._ahead.pop(layer, None)
         for name in self.arenas:
             self._clear(name, layer, REGIONS + layer % 2)
 
     def recover(self) -> None:
         """Forget all rows that may have been on their way: all but the pinned ones."""
         self.reader.drain()
-        self._ahead = None
+        self._ahead.clear()
         self._in_transit.clear()
         for arena in self.arenas.values():
             for rows in arena.rows_L:
@@ -168,6 +179,5 @@ class RowStore:
 
     def hits_and_misses(self) -> tuple[int, int]:
         """Rows that were in memory when they were asked for, and that were not, since the beginning."""
-        counts: list[Ints] = [rows.counts_2 for arena in self.arenas.values() for rows in arena.rows_L]
-        hits, misses = np.sum(counts, axis=0).tolist()
+        hits, misses = sum(arena.counts_L2.sum(0) for arena in self.arenas.values()).tolist()
         return hits, misses

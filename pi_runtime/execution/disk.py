@@ -17,7 +17,7 @@ from functools import partial
 import numba
 import numpy as np
 
-from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, padded_width
+from pi_runtime.artifact.footprint import FEW_TOKENS, padded_width
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.row_memory import TWO_PHASES_FROM
 from pi_runtime.artifact.schema import Manifest
@@ -197,7 +197,6 @@ class DiskExecutor:
             ffn_parts.add_chunks(cfg, w, *parts, *call)
 
         works = self.rows.works(Request(layer, expert, [(name, named_I) for name in ROW_ARRAYS]), add)
-        self.rows.wait_ahead(layer)
         self.rows.work_off(works, keep=bool(select_N.any()))
 
     def _expert_of_few(
@@ -211,21 +210,24 @@ class DiskExecutor:
 
         def list_firing(begin: int, end: int) -> None:
             ffn_parts.list_chunks(cfg, w, *parts, token_N, select_N, begin, end)
-            if end == CHUNKS and reads_ahead:
-                arrays = ROW_ARRAYS[:1] if self._two_phases(layer + 1) else ROW_ARRAYS
-                self._ahead.read(layer + 1, arrays, y_TD, select_T)
 
         def sum_up(begin: int, end: int) -> None:
             ffn_parts.sum_chunks(cfg, w, *parts, token_N, weight_N, begin, end)
 
+        def read_ahead() -> None:
+            arrays = ROW_ARRAYS[:1] if self._two_phases(layer + 1) else ROW_ARRAYS
+            self._ahead.read(layer + 1, arrays, y_TD, select_T)
+
+        # The next layer's rows are asked for behind this one's, so that the disk has work while these are waited for.
+        meanwhile = read_ahead if reads_ahead else None
         works = self.rows.works(Request(layer, expert, [("first", named_I)]), list_firing)
-        if not self._two_phases(layer):
-            works += self.rows.works(Request(layer, expert, [("rest", named_I)]), sum_up)
-        self.rows.wait_ahead(layer)
-        self.rows.work_off(works, keep)
         if self._two_phases(layer):
+            self.rows.work_off(works, keep)
             fire_I = self._fire_F[: ffn_parts.firing(cfg, parts[0], len(token_N), self._fire_F)]
-            self.rows.work_off(self.rows.works(Request(layer, expert, [("rest", fire_I)]), sum_up), keep)
+            works = self.rows.works(Request(layer, expert, [("rest", fire_I)]), sum_up)
+        else:
+            works += self.rows.works(Request(layer, expert, [("rest", named_I)]), sum_up)
+        self.rows.work_off(works, keep, meanwhile)
         ffn_parts.merge(cfg, parts[0], token_N, y_TD)
 
     def _two_phases(self, layer: int) -> bool:

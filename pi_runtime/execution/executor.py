@@ -6,7 +6,7 @@ Shape letters: T tokens of a sequence in this step, V vocabulary, L layers.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -64,11 +64,11 @@ class DiskStats:
     bytes_read: int = 0
 
     def __sub__(self, before: "DiskStats") -> "DiskStats":
-        pairs = zip(astuple(self), astuple(before), strict=True)
+        pairs = zip(vars(self).values(), vars(before).values(), strict=True)
         return DiskStats(*(now - then for now, then in pairs))
 
     def __add__(self, more: "DiskStats") -> "DiskStats":
-        return DiskStats(*map(sum, zip(astuple(self), astuple(more), strict=True)))
+        return DiskStats(*map(sum, zip(vars(self).values(), vars(more).values(), strict=True)))
 
     def figures(self) -> dict[str, float | None]:
         """The figures that users are told."""

@@ -3,7 +3,7 @@
 nox -s bench -- disk [--formats f16,q4] [--budgets 100,75,50,25,10,5] [--persistence 0.36,0.8] [--tokens N]
                      [--parts budgets,ablation,policies,phases] [--layers N] [--no-llama] [--machine FILE] [--json PATH]
 
-A synthetic Llama (tests/support/sparse_model) decodes within `--ram-budget`s that leave room for so many percent of the
+A synthetic Llama (recipes/demo/sparse_model) decodes within `--ram-budget`s that leave room for so many percent of the
 FFNs' rows. Every engine runs in the same memory cgroup, which counts the page cache too, with 5 % more than a budget;
 where none can be made, this is said, and mapped engines are left out. Embeddings of tokens that follow each other by id
 are alike, so the step between the ids of a text sets how many neurons stay active: the persistence that this brings is
@@ -30,8 +30,9 @@ from side_by_side.peers import PEERS
 from side_by_side.process import EngineError, Worker
 from side_by_side.rounds import LLAMA_CPP
 from side_by_side.shape import add_shape, decoder_of
+from sparse_model import Spec, build
 from support.row_traces import Trace, persistence
-from support.sparse_model import Spec, build
+from support.synthetic import byte_tokenizer
 
 from pi_compile.machine import Machine, find_machine
 from pi_compile.machine.measurement import measure_machine
@@ -212,7 +213,7 @@ class Case:
 def _build(a: argparse.Namespace, decoder: Decoder, fmt: str, path: Path, over_read: float) -> None:
     formats = {**dict.fromkeys(PARTS, fmt), "predictor": "q4"}
     spec = Spec(decoder=decoder, formats=formats, density=a.density, rank=a.rank, likeness=LIKENESS)
-    build(spec, {over_read: path})
+    build(spec, {over_read: path}, byte_tokenizer())
 
 
 def measure_budgets(case: Case, group: MemoryGroup | None) -> None:

@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a script, started outside 
 
 import torch
 from benchmarks.many_workers.simulation import MODELS, PROFILED, training_of
-from support.hf import write_tokenizer
 from support.rss import rss_anon, synthetic_llama
 
 from pi_compile import profiling
@@ -61,6 +60,8 @@ def arguments() -> argparse.Namespace:
 
 def prepare(folder: Path, args: argparse.Namespace) -> None:
     """The model, some text, and the recipe."""
+    from support.hf import write_tokenizer
+
     if not (folder / "model" / "config.json").exists():
         shape = {"d_model": args.d_model, "d_ff": args.d_ff, "n_layers": args.layers, "vocab_size": args.vocab}
         nbytes = synthetic_llama(folder / "model", **shape, dtype=torch.float16, per_shard=1)

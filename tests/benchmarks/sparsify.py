@@ -1,9 +1,9 @@
 """What sparsity costs: a dense model made sparse in several ways, each beside a control on the same tokens.
 
-nox -s bench -- sparsify --work FOLDER (--model FOLDER | --text PATH… --tokenizer FOLDER) [--arms ARM,…]
-                         [--seeds N,…] [--steps N] [--base-steps N] [--road ARM]
+nox -s bench -- sparsify --work FOLDER (--model FOLDER | --text PATH…) [--arms ARM,…] [--seeds N,…]
+                         [--steps N] [--base-steps N] [--road ARM]
 
-The base is the model of `--model`, on text that it samples from itself, or a SwiGLU Llama of 1.6 M parameters on
+The base is the model of `--model`, on text that it samples from itself, or a SwiGLU Llama of 1.5 M parameters on
 `--text`; it is trained on the text first, so that the control has little more to learn. What is done lies in `--work`,
 and a run that was interrupted goes on from there; so a table can be completed arm by arm and seed by seed. Arms:
 `control`, `relu`, `drelu`, `progressive-WEIGHT`, `constant-WEIGHT`, `steered-PERCENT`, the same with `drelu-` before
@@ -31,11 +31,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="a folder for everything that is made")
     parser.add_argument("--model", type=Path, help="a small model to train on its own text")
     parser.add_argument("--text", nargs="+", type=Path, default=[], help="text to train a base on first")
-    parser.add_argument("--tokenizer", type=Path, help="a folder with the base's tokenizer")
     parser.add_argument("--arms", default=ARMS)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--steps", type=int, default=600, help="of 2,048 tokens, in each arm")
-    parser.add_argument("--base-steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=400, help="of 2,048 tokens, in each arm")
+    parser.add_argument("--base-steps", type=int, default=5000)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--road", help="an arm whose artifact is built and compared with the base's")
     return parser.parse_args()
@@ -51,7 +50,7 @@ def main() -> None:
             text, start, rate = ["own.jsonl"], args.model, 2e-3
         else:
             text = [str(path.resolve()) for path in args.text]
-            start, rate = random_model(args.work / "base.work" / "random", args.tokenizer), 3e-3
+            start, rate = random_model(args.work / "base.work" / "random", text), 3e-3
         base = trained_base(args.work, text, start, rate, args.base_steps, watch)
         setting = Setting(args.work, text, args.steps, watch)
         results = [setting.run(arm, int(seed)) for seed in args.seeds.split(",") for arm in args.arms.split(",")]

@@ -29,6 +29,7 @@ from support.rss import synthetic_llama
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.pipeline import stages
+from pi_compile.profiling import ProfileSpec
 from pi_compile.workers import Rank, Worker, WorkFolder
 
 D_MODEL, D_FF, VOCAB, WINDOW = 768, 3072, 8192, 256
@@ -149,30 +150,31 @@ def main() -> None:
     shards = [t for name, t in tasks if "-shard-" in name]
     print(f"coordination of a task   {1e3 * few:8.2f} ms, {1e3 * many:.2f} ms beside 10,000 finished ones")
     print(f"median shard             {1e3 * statistics.median(shards):8.0f} ms")
-    report(shards, many)
+    report(shards, many, median["1 × 1"] / median["1 × 2"])
 
 
-def report(shards: Sequence[float], listing: float) -> None:
-    """The simulation, from the rate and the spread of the measured shards."""
+def report(shards: Sequence[float], listing: float, faster: float) -> None:
+    """The simulation, from the rate and the spread of the measured shards; two threads are `faster` than one."""
     per_layer = 4 * D_MODEL**2 + 3 * D_MODEL * D_FF
-    rate = 2 * per_layer * 16 * WINDOW / statistics.median(shards)
+    rate = 2 * per_layer * ProfileSpec.shard * WINDOW / statistics.median(shards)
     spread = np.array(shards) / statistics.median(shards)
     store = Store(seconds_per_listing=listing)
     print(
-        f"\nsimulated: {rate / 1e9:.0f} GFLOP/s a worker, {store.operations_per_s:,} file operations a second at most"
+        f"\nsimulated: {rate / 1e9:.0f} GFLOP/s a worker with one thread, {faster:.2f} times that with two, "
+        f"{store.operations_per_s:,} file operations a second at most"
     )
-    print(
-        f"{'model':>6} {'workers':>8} {'makespan h':>11} {'speed-up':>9} {'wasted':>7} {'file ops/s':>11} {'bound by'}"
-    )
+    head = ("model", "threads", "workers", "makespan h", "speed-up", "wasted", "file ops/s")
+    print("".join(f"{title:>11}" for title in head), " bound by")
     for name, model in MODELS.items():
-        one = 0.0
-        for workers in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-            found = expected(tasks_of(model, rate), workers, spread, store)
-            one = one or found.seconds
-            print(
-                f"{name:>6} {workers:8d} {found.seconds / 3600:11.2f} {one / found.seconds:9.1f}"
-                f" {found.wasted:7.1%} {found.operations_per_s:11.1f}  {found.bound}"
-            )
+        for threads, speed in ((1, rate), (2, rate * faster)):
+            tasks, one = tasks_of(model, speed), 0.0
+            for workers in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+                found = expected(tasks, workers, spread, store)
+                one = one or found.seconds
+                print(
+                    f"{name:>11}{threads:11d}{workers:11d}{found.seconds / 3600:11.2f}{one / found.seconds:11.1f}"
+                    f"{found.wasted:11.1%}{found.operations_per_s:11.1f}  {found.bound}"
+                )
 
 
 if __name__ == "__main__":

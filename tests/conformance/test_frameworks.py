@@ -48,4 +48,4 @@ def test_langchain(talker: Served, capsys: pytest.CaptureFixture[str]) -> None:
 def test_llama_index(talker: Served, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("llama_index")
     example("llama_index_client").main(talker.url, "k")
-    assert len(capsys.readouterr().out) > 3 * 60
+    assert len(capsys.readouterr().out) > 100

@@ -80,16 +80,20 @@ def make_small(path: Path) -> None:
     data["corpus"] |= {"fit_tokens": 1024, "tune_tokens": 128, "report_tokens": 128}
     data["profile"] |= {"window": 64, "cofiring_tokens": 64}
     data["train"] |= {"tokens": 256, "steps": 2}
+    data["place"] |= {"machine": "stand-in"}  # on which a placement pays for so small a model
     path.write_text(Recipe.model_validate(data).to_toml(), encoding="utf-8")
 
 
 def run_command(command: str) -> None:
     """One line of a block, in this process."""
     program, *arguments = shlex.split(command)
-    if program in ("pi-compile", "pi-run"):
+    if arguments[0] == "init":
+        recipe = Path(arguments[arguments.index("-o") + 1])
+        recipe.unlink(missing_ok=True)  # a reader begins without one
+        assert console.run(pi_compile, arguments) == 0, command
+        make_small(recipe)
+    elif program in ("pi-compile", "pi-run"):
         assert console.run({"pi-compile": pi_compile, "pi-run": pi_run}[program], arguments) == 0, command
-        if arguments[0] == "init":
-            make_small(Path(arguments[arguments.index("-o") + 1]))
     elif program == "python":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", arguments)

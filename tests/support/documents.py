@@ -62,6 +62,8 @@ PROGRAMS = (
 FENCE = re.compile(r"^( *)```(\S*)")
 MARK = re.compile(r"^ *<!-- (not run|run by): (.+) -->$")
 INDENT = "    "
+BEFORE = re.compile(r"\s*$|#|<!--")
+"""What stands before an indented block: an empty line, a heading or a comment."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def blocks(text: str) -> list[Block]:
             indent, language = fence[1], fence[2]
             at = next(n for n in range(at + 1, len(lines)) if lines[n] == f"{indent}```")
             inside = [line.removeprefix(indent) for line in lines[begins + 1 : at]]
-        elif lines[at].startswith(INDENT) and not lines[at - 1].strip() and not _in_list(lines, at):
+        elif lines[at].startswith(INDENT) and BEFORE.match(lines[at - 1]) and not _in_list(lines, at):
             while at + 1 < len(lines) and (lines[at + 1].startswith(INDENT) or not lines[at + 1].strip()):
                 at += 1
             inside = [line.removeprefix(INDENT) for line in lines[begins : at + 1]]

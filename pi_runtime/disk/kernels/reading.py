@@ -23,8 +23,8 @@ WOKEN = 4, 2
 SEMAPHORE_NBYTES = 64
 """More than any C library's semaphore takes, and a cache line, so that two do not share one."""
 # What `Shared.control` holds.
-PREAD, SEM_WAIT, SEM_POST, SEM_TIMEDWAIT, ERRNO, ADVISE, CLOCK, COPY, FD, DIRECT, ALIGN = range(11)
-STOP, HEAD, TAIL, BYTES, READS = range(11, 16)
+PREAD, SEM_WAIT, SEM_POST, SEM_TIMEDWAIT, ERRNO, ADVISE, CLOCK, COPY, FD, DIRECT, ALIGN, GAP, MOST = range(13)
+STOP, HEAD, TAIL, BYTES, READS = range(13, 18)
 # What a row of `Shared.batch_N4` holds: requests that are not done, the first error, and where in the file it was.
 PENDING, ERROR, ERROR_AT = range(3)
 # What a row of `Shared.request_NQ5` holds. The last `NEEDED` bytes may lie behind the end of the file.
@@ -47,6 +47,8 @@ class Shared(NamedTuple):
     batch_N4: Ints
     request_NQ5: Ints
     copy_NK3: Ints
+    filled_N2: Ints
+    """Requests and copies of a batch that is not submitted yet."""
     semaphores: npt.NDArray[np.uint8]
     """One for work, then one for each batch."""
 
@@ -146,9 +148,12 @@ def _copy_rows(memcpy: int, copy_K3: Ints, first: int, copies: int, buffer: int)
 
 
 @public
-def submit(s: Shared, batch: int, requests: int, workers: int) -> None:
-    """Hand a batch's first `requests` requests, at least one, to the workers, and wake some of them."""
-    control = s.control
+def submit(s: Shared, batch: int, workers: int) -> None:
+    """Hand what was appended to a batch to the workers, if anything was, and wake some of them."""
+    control, requests = s.control, s.filled_N2[batch, 0]
+    if requests == 0:
+        return
+    s.filled_N2[batch] = 0
     s.batch_N4[batch, PENDING], s.batch_N4[batch, ERROR] = requests, 0
     for n in range(requests):
         s.ring_R[(control[TAIL] + n) % s.ring_R.shape[0]] = batch << 32 | n
@@ -179,16 +184,15 @@ def stop(s: Shared, workers: int) -> None:
 
 
 @public
-def add_rows(
-    s: Shared, batch: int, requests: int, copies: int, row_I: Ints, slot_I: Ints, offset: int, nbytes: int, target: int,
-    gap: int, most: int,
-) -> tuple[int, int]:  # fmt: skip
-    """Append reads of ascending rows to a batch; returns how many requests and copies it has then.
+def add_rows(s: Shared, batch: int, row_I: Ints, slot_I: Ints, offset: int, nbytes: int, target: int) -> None:
+    """Append reads of ascending rows to a batch.
 
-    Row i lies at `offset` + i · `nbytes` of the file, and goes to `target` + slot · `nbytes`. Rows with at most `gap`
-    bytes between them are read together, up to `most` bytes at once.
+    Row i lies at `offset` + i · `nbytes` of the file, and goes to `target` + slot · `nbytes`. Rows with at most
+    `control[GAP]` bytes between them are read together, up to `control[MOST]` bytes, or one row, at once.
     """
     request_Q5, copy_K3, align = s.request_NQ5[batch], s.copy_NK3[batch], s.control[ALIGN]
+    gap, most = s.control[GAP], max(s.control[MOST], nbytes)
+    requests, copies = s.filled_N2[batch, 0], s.filled_N2[batch, 1]
     n, behind = 0, 0
     while n < row_I.shape[0]:
         at = offset + row_I[n] * nbytes
@@ -211,4 +215,4 @@ def add_rows(
             copies += 1
             request_5[COPIES] += 1
         n += 1
-    return requests, copies
+    s.filled_N2[batch, 0], s.filled_N2[batch, 1] = requests, copies

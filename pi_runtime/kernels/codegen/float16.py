@@ -12,8 +12,8 @@ from llvmlite import ir
 from pi_runtime.kernels.codegen.isa import host_features
 
 I16, I32, F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
-NATIVE = not host_features() or "f16c" in host_features()
-"""Whether the processor converts: x86 with F16C, and every other kind (which has no feature names here)."""
+NATIVE = "sse2" not in host_features() or "f16c" in host_features()
+"""Whether the processor converts: x86 with F16C, and every other kind."""
 
 
 def widen(b: Any, bits: Any) -> Any:

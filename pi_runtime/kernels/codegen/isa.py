@@ -3,13 +3,16 @@
     avx512    512-bit vectors and the integer dot product vpdpbusd (AVX-512 F, BW, DQ, VL, VNNI)
     avxvnni   256-bit vectors and vpdpbusd, in its VEX form or, on processors without that, in AVX-512's
     avx2      256-bit vectors, integer dot products from vpmaddubsw and vpmaddwd (AVX2, FMA, F16C)
+    neon      pairs of 128-bit vectors and the integer dot product sdot (arm64 with dotprod, on Linux)
     portable  whatever LLVM makes of plain loops
 
 `PI_ISA` forces one. An instruction the processor lacks would end the process inside LLVM, so it is refused here.
 """
 
+import ctypes
 import os
 import platform
+import sys
 from dataclasses import dataclass
 
 import llvmlite.binding
@@ -18,6 +21,8 @@ import numba
 from pi_runtime.errors import UsageError
 
 _AVX2 = {"avx2", "fma", "f16c"}
+_NEON = {"neon", "dotprod"}
+_AT_HWCAP, _HWCAP_ASIMDDP = 16, 1 << 20
 _VNNI_512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
 
 
@@ -35,6 +40,7 @@ _ISAS = (
     Isa("avx512", 16, True),
     Isa("avxvnni", 8, True),
     Isa("avx2", 8, False),
+    Isa("neon", 8, False),
     Isa("portable", 0, False),
 )
 NAMES = tuple(isa.name for isa in _ISAS)
@@ -46,6 +52,7 @@ def available(features: set[str]) -> tuple[str, ...]:
         "avx512": features >= _AVX2 | _VNNI_512,
         "avxvnni": features >= _AVX2 and ("avxvnni" in features or features >= _VNNI_512),
         "avx2": features >= _AVX2,
+        "neon": features >= _NEON,
         "portable": True,
     }
     return tuple(name for name in NAMES if there[name])
@@ -64,6 +71,8 @@ def target_features(isa: Isa, features: set[str]) -> str:
     """LLVM's feature string for code that keeps to `isa` on a processor with `features`; '' leaves all as it is."""
     if isa.name in ("avx512", "portable"):
         return ""
+    if isa.name == "neon":
+        return _flags(features)
     if isa.name == "avxvnni" and "avxvnni" not in features:
         return _flags(features) + ",+prefer-256-bit"
     kept = {f for f in features if not f.startswith("avx512") and (isa.dot or not f.startswith("avxvnni"))}
@@ -75,10 +84,14 @@ def _flags(features: set[str]) -> str:
 
 
 def host_features() -> set[str]:
-    """LLVM's names of what this processor has; empty where it is no x86-64."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return set()
-    return {name for name, present in llvmlite.binding.get_host_cpu_features().items() if present}
+    """LLVM's names of what this processor has; empty where it is neither x86-64 nor an arm64 on Linux."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        return {name for name, present in llvmlite.binding.get_host_cpu_features().items() if present}
+    if platform.machine() == "aarch64" and sys.platform == "linux":
+        # LLVM does not list the dot product; the kernel does. Every arm64 has NEON.
+        hwcap = ctypes.CDLL(None).getauxval(_AT_HWCAP)
+        return {"neon", "dotprod"} if hwcap & _HWCAP_ASIMDDP else {"neon"}
+    return set()
 
 
 def _activate() -> Isa:

@@ -151,13 +151,16 @@ def floats_of(b: Any, fmt: str, base: Any, column: Any, n: int, count: Any = Non
 def dot_bytes(b: Any, sums: Any, weights: Any, x: Any, *, signed: bool) -> Any:
     """sums_i + Σ_{j<4} w_{4i+j} x_{4i+j} in 32 bits; x has signed bytes.
 
-    With vpdpbusd the weights are unsigned bytes. Without it they are what the artifact holds: signed bytes of q8, whose
-    signs move to x so that the sum of a pair (2 · 127²) stays within 16 bits, or unsigned ones of q4 (2 · 15 · 127).
+    With vpdpbusd the weights are unsigned bytes. Without it they are what the artifact holds: signed bytes of q8 or
+    unsigned ones of q4, at most 15. On AVX2 the signs of q8 move to x so that the sum of a pair (2 · 127²) stays
+    within 16 bits.
     """
     lanes, kind = sums.type.count, sums.type
     if ISA.dot:
         name = f"llvm.x86.avx512.vpdpbusd.{lanes * 32}"
         return call(b, name, kind, [sums, b.bitcast(weights, kind), b.bitcast(x, kind)])
+    if ISA.name == "neon":
+        return _signed_dot_bytes(b, sums, weights, x)
     if signed:
         size = vec(I8, 4 * lanes)
         x = call(b, "llvm.x86.avx2.psign.b", size, [x, weights])
@@ -166,12 +169,28 @@ def dot_bytes(b: Any, sums: Any, weights: Any, x: Any, *, signed: bool) -> Any:
     return b.add(sums, call(b, "llvm.x86.avx2.pmadd.wd", kind, [pairs, const(I16, 2 * lanes, 1)]))
 
 
+def _signed_dot_bytes(b: Any, sums: Any, weights: Any, x: Any) -> Any:
+    """The same by NEON's sdot, on vectors of four sums: all bytes count as signed."""
+    found, four = [], vec(I32, 4)
+    for k in range(0, sums.type.count, 4):
+        lanes, bytes_ = range(k, k + 4), range(4 * k, 4 * k + 16)
+        parts = [shuffle(b, sums, sums, lanes), shuffle(b, weights, weights, bytes_), shuffle(b, x, x, bytes_)]
+        found.append(call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", four, parts))
+    return shuffle(b, found[0], found[1], range(8))
+
+
 def dot_words(b: Any, sums: Any, weights: Any, x: Any) -> Any:
     """sums_i + w_{2i} x_{2i} + w_{2i+1} x_{2i+1} in 32 bits, for signed 16-bit numbers in 256-bit vectors."""
     if ISA.dot:
         parts = [sums, b.bitcast(weights, sums.type), b.bitcast(x, sums.type)]
         return call(b, "llvm.x86.avx512.vpdpwssd.256", sums.type, parts)
     words = vec(I16, 16)
+    if ISA.name == "neon":
+        pairs = [b.bitcast(weights, words), b.bitcast(x, words)]
+        for start in (0, 1):
+            w_8, x_8 = (b.sext(shuffle(b, one, one, range(start, 16, 2)), sums.type) for one in pairs)
+            sums = b.add(sums, b.mul(w_8, x_8))
+        return sums
     return b.add(sums, call(b, "llvm.x86.avx2.pmadd.wd", sums.type, [b.bitcast(weights, words), b.bitcast(x, words)]))
 
 

@@ -20,7 +20,7 @@ from pi_runtime.execution.disk import DiskExecutor
 _models: list[Model] = []
 
 
-def _one_after_the_other(rows: RowStore, works: list[Work], keep: bool) -> None:
+def _one_after_the_other(rows: RowStore, works: list[Work], keep: bool, _meanwhile: Any = None) -> None:
     """`RowStore.work_off` without overlap: each range is read, and then computed."""
     for n, work in enumerate(works):
         rows.fetch(work.request, work.begin, work.end, n % REGIONS, keep)

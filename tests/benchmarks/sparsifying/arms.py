@@ -20,7 +20,7 @@ from pi_compile.sparsification.training import Training, Watch
 from sparsifying.base import recipe_of
 
 CONTROL = "control"
-RATE = {"learning_rate": 2e-3, "final_learning_rate": 2e-4}
+RATE = {"learning_rate": 5e-4, "final_learning_rate": 5e-6}
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,24 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pi_compile.corpus import documents
 from pi_compile.sparsification.checkpoints import Checkpoints
 from pi_compile.sparsification.data import open_mixture, read_held_out
 from pi_compile.sparsification.model import load_model, open_base, packing_of
 from pi_compile.sparsification.recipe import SparsifyRecipe, default_sparsify_recipe
 from pi_compile.sparsification.training import Training, Watch
 
+END, WORDS = "<|end|>", 1024
 SHAPE = {
+    "vocab_size": WORDS,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
     "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -34,7 +39,7 @@ def recipe_of(model: str, text: list[str], steps: int, **train: Any) -> Sparsify
     data = default_sparsify_recipe(model, corpus=text).model_dump()
     data["stages"] = [{"steps": steps, "penalty": 0.0, "curve": "constant"}]
     data["train"] |= {"window": WINDOW, "batch": BATCH, "micro_batch": BATCH, "warmup_steps": min(100, steps // 10)}
-    data["train"] |= train
+    data["train"] |= {"dtype": "bf16", **train}
     data["corpus"] |= {"tune_tokens": 16_384, "report_tokens": 65_536}
     data["run"] |= {"every": max(1, min(250, steps // 4))}
     return SparsifyRecipe.model_validate(data)
@@ -68,17 +73,20 @@ def trained_base(folder: Path, text: list[str], start: Path, rate: float, steps:
     return (work / "out").rename(base)
 
 
-def random_model(folder: Path, tokenizer: Path) -> Path:
-    """A random model with the tokenizer of another folder, made unless it is there."""
+def random_model(folder: Path, text: list[str]) -> Path:
+    """A random model with a tokenizer learned from the text, made unless it is there."""
     hidden = folder.with_name(f".{folder.name}")
     if folder.exists():
         return folder
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
-    for file in tokenizer.glob("tokenizer*.json"):
-        shutil.copyfile(file, hidden / file.name)
-    words = Tokenizer.from_file(str(hidden / "tokenizer.json")).get_vocab_size()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=WORDS, special_tokens=[END], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(documents(text, folder, "text"), trainer)
+    tokenizer.save(str(hidden / "tokenizer.json"))
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=words, bos_token_id=0, eos_token_id=1, **SHAPE)
-    LlamaForCausalLM(config).save_pretrained(hidden)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(hidden)
     return hidden.rename(folder)

@@ -39,7 +39,7 @@ def built(model: Path, text: list[str], folder: Path, rungs: list[str]) -> Path:
     recipe = folder / f"{model.name}.build.toml"
     recipe.write_text(Recipe.model_validate(data).to_toml())
     pipeline = Pipeline(recipe, "cpu", console.say, console.progress)
-    with pipeline.store.exclusive(console.say):
+    with pipeline.worker:
         pipeline.pack(artifact)
     return artifact
 

@@ -283,7 +283,7 @@ MISTAKES = {
     ),
     "folder instead of a recipe": Mistake(
         ["build", "{model}"],
-        ("{model}: cannot be read", "  found: [Errno 21] Is a directory: '{model}'"),
+        ("{model}: a folder, not a recipe", "  try: pi-compile init {model} -o RECIPE.toml"),
     ),
     "value instead of a section": Mistake(
         PACK,

@@ -151,7 +151,7 @@ def test_placements_with_rows_on_disk_are_locked(recipe: Path, capsys: pytest.Ca
     text = lock.read_text()
     plans = tomllib.loads(text)["plan"]
     assert [p["vram_bytes"] for p in plans] == [0] * len(plans)
-    assert len({p["ram_budget_bytes"] for p in plans}) == len(plans) >= 4
+    assert len({p["ram_budget_bytes"] for p in plans}) == len(plans) >= 3
     assert all({"pinned", "cached", "first"} <= layer.keys() for p in plans for layer in p["layers"])
     assert run("place", recipe, "--locked") == 0
     capsys.readouterr()

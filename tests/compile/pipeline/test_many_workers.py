@@ -67,6 +67,7 @@ def test_any_number_of_workers_makes_the_same_bytes(told: list[dict[str, Any]], 
 
 def test_kills_lose_a_task_each_and_change_nothing(told: list[dict[str, Any]], alone: dict[str, str]) -> None:
     killed = told[4]
+    print(f"{killed['kills']} kills: {killed['lost']} tasks lost, {killed['twice']} done twice")
     assert killed["results"]["small"] == alone
     assert killed["lost"] <= killed["kills"]
     assert killed["twice"] == 0

@@ -133,6 +133,12 @@ def test_models_that_cannot_be_made_sparse(bases: Path, tmp_path: Path, fails: F
     assert "has an adapter (PEFT)" in fails(3, "init", adapted, "--sparsify", "-o", tmp_path / "s.toml")
 
 
+def test_a_model_in_place_of_a_recipe(bases: Path, tmp_path: Path, fails: Fails) -> None:
+    model = bases / "model"
+    message = fails(3, "sparsify", model, "-o", tmp_path / "out")
+    assert f"{model}: a folder, not a recipe\n  try: pi-compile init {model} --sparsify -o RECIPE.toml" in message
+
+
 def test_outputs_that_are_refused(bases: Path, tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = bases / f"{tmp_path.name}.toml"
     recipe.write_text(small_recipe().to_toml())

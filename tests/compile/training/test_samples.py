@@ -12,8 +12,7 @@ pytest.importorskip("zarr")
 import numpy as np
 import torch
 
-from pi_compile.training.quality import BATCH
-from pi_compile.training.samples import CHUNK, PushedText, Samples
+from pi_compile.training.samples import BATCH, CHUNK, PushedText, Samples
 
 WIDTH, TOKENS, WINDOWS = 8, 1000, 2 * BATCH + 1
 """Tokens of a window that fill no chunk of a reader; the last batch has one window."""

@@ -1,6 +1,7 @@
 """Training end to end on a model with planted sparsity: who gets a predictor, what it costs, and what a kill leaves."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,8 @@ from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
 from pi_compile.training import candidates, stage
 from pi_compile.training.layer_search import LayerSearch
+from pi_compile.training.quality import MeasuredText
+from pi_compile.training.rung_choice import PASSES
 from pi_compile.training.spec import BYTES, TUNE_FRACTIONS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
@@ -201,6 +204,26 @@ def test_a_killed_run_trains_only_the_rest(
     assert run("killed").digest() == trained.digest()
     assert searched == list(range(finished, LAYERS))
     assert read[: len(searched)] == searched  # and no earlier layer is read for it
+
+
+@pytest.mark.parametrize("budget", [1e-4, 1e-2, 0.5])
+def test_the_choice_takes_at_most_three_passes_and_one_of_the_report_text(
+    run: Callable[..., PredictorSet], monkeypatch: pytest.MonkeyPatch, budget: float
+) -> None:
+    """A worker alone reads each weight once to push text and to search, and once in each pass of the choice."""
+    passes, measure = Counter[str](), MeasuredText._measure
+    read, layer_weights = [], td.layer_weights
+
+    def counted(self: MeasuredText, ffn_of: Any, batches: Any) -> None:
+        passes[self.text.name] += 1
+        measure(self, ffn_of, batches)
+
+    monkeypatch.setattr(MeasuredText, "_measure", counted)
+    monkeypatch.setattr(td, "layer_weights", lambda c, n, device: read.append(n) or layer_weights(c, n, device))
+    run(perplexity_increase=budget)
+    assert 1 <= passes["tune"] <= PASSES
+    assert passes["report"] == 1
+    assert len(read) == LAYERS * (1 + passes.total())
 
 
 @pytest.mark.parametrize("call", [1, 9, 14, 20])

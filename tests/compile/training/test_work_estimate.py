@@ -36,7 +36,7 @@ def test_a_step_is_its_products() -> None:
     assert found.ranks == tuple(initial_ranks(LLAMA_7B, ["f16"], 0.1, 0.5))
     labels = 2 * 512 * 4096 * 11008 * 2
     scores = [2 * 512 * r * (4096 + 11008) for r in found.ranks]
-    assert found.per_step()[0] == labels + 3 * sum(scores)  # forward, and twice that backward
+    assert found.per_step().products == labels + 3 * sum(scores)  # forward, and twice that backward
 
 
 def test_a_7b_is_estimated() -> None:
@@ -44,9 +44,21 @@ def test_a_7b_is_estimated() -> None:
     # Text through 7 · 10⁹ weights, two operations each, is the least there is; the rest is not many times that.
     through = 2 * 202e6 * 32 * 416_384 / 1e12
     assert through < e.seconds < 6 * through
-    assert e.disk_bytes == 3 * 4 * 4096 * 416_384  # inputs, and the states before and after
+    # Inputs, and the states before and after; no inputs of the report text.
+    assert e.disk_bytes == 4 * 4096 * (3 * 416_384 + 2 * 16_384)
     assert 2e9 < e.memory_bytes < 12e9  # one layer of the model, whatever the text
     assert work(fit=800_000).estimate("cpu").memory_bytes == e.memory_bytes
+
+
+def test_a_long_search_is_split_and_its_tasks_are_all_of_it() -> None:
+    assert not work().splits
+    assert not work(spec=replace(SPEC, steps=1000, device="cuda")).splits
+    long = work(spec=replace(SPEC, steps=1000))
+    assert long.splits
+    labels = (len(long.ranks) - 1) * (1000 * 512 + long.tune) * 2 * 4096 * 11008 * 2  # made anew for each rank
+    tasks = [long.begun(), *(long.of_ranks([rank]) for rank in (*long.ranks, *long.further()))]
+    assert sum(task.products for task in tasks) == pytest.approx(long.search().products + labels)
+    assert long.memory_bytes < work(spec=replace(SPEC, steps=1000, device="cuda")).memory_bytes
 
 
 def test_more_to_try_takes_longer() -> None:

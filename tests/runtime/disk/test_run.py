@@ -228,6 +228,7 @@ def test_budgets_that_do_not_go_together(run: Run, path: Path, flags: tuple[str,
 _PEAK = r"""
 import json, re, sys
 from pathlib import Path
+from numba.core.event import install_recorder
 from pi_runtime import Engine, load
 from pi_runtime.errors import DoesNotFitError
 path, more, kv = sys.argv[1], int(sys.argv[2]), 16 << 20
@@ -235,7 +236,7 @@ try:
     load(path, ram_budget=1, kv_budget=kv)
 except DoesNotFitError as error:
     budget = int(re.search("[0-9]+", str(error.expected))[0]) + more
-with load(path, ram_budget=budget, kv_budget=kv) as model:
+with install_recorder("numba:compile") as compiled, load(path, ram_budget=budget, kv_budget=kv) as model:
     model.warm_up()
     if len(sys.argv) > 3:
         with Engine(model, slots=16) as engine:
@@ -246,15 +247,19 @@ with load(path, ram_budget=budget, kv_budget=kv) as model:
         text = "".join(model.generate([1] * 90, max_tokens=20))
     plan, disk = model.executor.plan, model.executor.disk
 peak = int(re.search(r"VmHWM:\s+([0-9]+)", Path("/proc/self/status").read_text())[1]) << 10
-print(json.dumps({"budget": budget, "peak": peak, "fixed": plan.fixed, "read": disk.bytes_read}))
+found = {"budget": budget, "peak": peak, "fixed": plan.fixed, "read": disk.bytes_read}
+print(json.dumps({**found, "compiled": len(compiled.buffer)}))
 """
 
 
 @pytest.mark.parametrize("serves", [False, True])
 def test_the_peak_stays_within_the_budget(path: Path, serves: bool) -> None:
     command = [sys.executable, "-c", _PEAK, str(path), str(8 << 20), *(["engine"] if serves else [])]
-    for _ in range(2):  # the first one may compile kernels
+    for _ in range(5):  # compiling takes memory, and which kernels an engine needs depends on who comes when
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found = json.loads(done.stdout)
+        found = json.loads(done.stdout)
+        if not found["compiled"]:
+            break
+    assert found["compiled"] == 0
     assert found["read"] > 0
     assert found["peak"] <= 1.05 * found["budget"], found

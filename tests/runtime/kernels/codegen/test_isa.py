@@ -1,8 +1,11 @@
 """Which instructions are chosen, that each set computes the same, and what the 256-bit dot product becomes."""
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import llvmlite.binding
 import pytest
@@ -16,7 +19,9 @@ CHILD = SUPPORT / "isa_checks.py"
 AVX2 = {"sse2", "avx", "avx2", "fma", "f16c"}
 VNNI_512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
 PROCESSORS = {
-    "no x86": (set(), ("portable",)),
+    "neither x86 nor arm64": (set(), ("portable",)),
+    "Cortex-A72": ({"neon"}, ("portable",)),
+    "Neoverse N1": ({"neon", "dotprod"}, ("neon", "portable")),
     "Nehalem": ({"sse2", "sse4.2"}, ("portable",)),
     "Sandy Bridge": ({"sse2", "avx"}, ("portable",)),
     "AVX2 without F16C": (AVX2 - {"f16c"}, ("portable",)),
@@ -52,9 +57,9 @@ def test_what_is_not_there_is_refused(processor: str, wanted: str) -> None:
 
 
 def test_what_a_set_has() -> None:
-    found = {name: isa.choose(AVX2 | VNNI_512, name) for name in isa.NAMES}
+    found = {name: isa.choose(AVX2 | VNNI_512 | {"neon", "dotprod"}, name) for name in isa.NAMES}
     assert {name: (i.lanes, i.dot) for name, i in found.items()} == {
-        "avx512": (16, True), "avxvnni": (8, True), "avx2": (8, False), "portable": (0, False)
+        "avx512": (16, True), "avxvnni": (8, True), "avx2": (8, False), "neon": (8, False), "portable": (0, False)
     }  # fmt: skip
 
 
@@ -67,7 +72,8 @@ def flags(processor: str, name: str) -> set[str]:
 def test_the_best_set_leaves_the_processor_as_it_is() -> None:
     assert not flags("Ice Lake", "avx512")
     assert not flags("Haswell", "portable")
-    assert not flags("no x86", "portable")
+    assert not flags("Cortex-A72", "portable")
+    assert not flags("neither x86 nor arm64", "portable")
     assert not {f for f in flags("Haswell", "avx2") | flags("Alder Lake", "avxvnni") if f.startswith("-")}
 
 
@@ -107,50 +113,72 @@ def test_each_set_computes_the_same(name: str) -> None:
         assert f"PI_ISA={name}: not on this processor" in done.stderr
 
 
-def assembly(features: str, monkeypatch: pytest.MonkeyPatch, name: str, *, signed: bool) -> str:
-    """What `dot_bytes` of an instruction set becomes on an x86-64 with these features. It is not run."""
-    everything = AVX2 | VNNI_512 | {"avxvnni"}
-    chosen = isa.choose(everything, name)
+def dot_bytes(*arguments: Any) -> Any:
+    return simd.dot_bytes(*arguments, signed=False)
+
+
+def signed_dot_bytes(*arguments: Any) -> Any:
+    return simd.dot_bytes(*arguments, signed=True)
+
+
+def assembly(features: str, monkeypatch: pytest.MonkeyPatch, name: str, emit: Callable[..., Any], bits: int = 8) -> str:
+    """What a product of integers of so many bits becomes in an instruction set, on a processor with these features.
+
+    It is not run.
+    """
+    chosen = isa.choose(AVX2 | VNNI_512 | {"avxvnni", "neon", "dotprod"}, name)
     monkeypatch.setattr(simd, "ISA", chosen)
-    lanes = chosen.lanes
-    ints, bytes_ = simd.vec(simd.I32, lanes), simd.vec(simd.I8, 4 * lanes)
+    ints, small = simd.vec(simd.I32, chosen.lanes), simd.vec(ir.IntType(bits), 32 // bits * chosen.lanes)
     module = ir.Module()
-    function = ir.Function(module, ir.FunctionType(ints, [ints, bytes_, bytes_]), "dot")
+    function = ir.Function(module, ir.FunctionType(ints, [ints, small, small]), "dot")
     builder = ir.IRBuilder(function.append_basic_block())
-    builder.ret(simd.dot_bytes(builder, *function.args, signed=signed))
+    builder.ret(emit(builder, *function.args))
     llvmlite.binding.initialize_all_targets()
     llvmlite.binding.initialize_all_asmprinters()
+    cpu, triple = ("generic", "aarch64-linux-gnu") if name == "neon" else ("x86-64", "x86_64-unknown-linux-gnu")
     try:
-        target = llvmlite.binding.Target.from_triple("x86_64-unknown-linux-gnu")
+        target = llvmlite.binding.Target.from_triple(triple)
     except RuntimeError:
-        pytest.skip("this LLVM has no x86-64")
-    machine = target.create_target_machine(cpu="x86-64", features=features, opt=2)
+        pytest.skip(f"this LLVM has no {triple}")
+    machine = target.create_target_machine(cpu=cpu, features=features, opt=2)
     return str(machine.emit_assembly(llvmlite.binding.parse_assembly(str(module))))
 
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_the_256_bit_dot_product_has_its_vex_form_on_avxvnni(signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = assembly("+avx2,+avxvnni", monkeypatch, "avxvnni", signed=signed)
+    found = assembly("+avx2,+avxvnni", monkeypatch, "avxvnni", signed_dot_bytes if signed else dot_bytes)
     assert "{vex}" in found
     assert "vpdpbusd\t%ymm" in found
 
 
 def test_the_256_bit_dot_product_through_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = assembly("+avx2,+avx512vl,+avx512vnni", monkeypatch, "avxvnni", signed=False)
+    found = assembly("+avx2,+avx512vl,+avx512vnni", monkeypatch, "avxvnni", dot_bytes)
     assert "{vex}" not in found
     assert "vpdpbusd\t%ymm" in found
 
 
 def test_the_512_bit_dot_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = assembly("+avx512f,+avx512bw,+avx512vnni", monkeypatch, "avx512", signed=False)
+    found = assembly("+avx512f,+avx512bw,+avx512vnni", monkeypatch, "avx512", dot_bytes)
     assert "vpdpbusd\t%zmm" in found
 
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_the_dot_product_of_avx2_needs_nothing_newer(signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = assembly("+avx2", monkeypatch, "avx2", signed=signed)
+    found = assembly("+avx2", monkeypatch, "avx2", signed_dot_bytes if signed else dot_bytes)
     assert "vpmaddubsw" in found
     assert "vpmaddwd" in found
     assert ("vpsignb" in found) == signed
     assert "vpdp" not in found
     assert "zmm" not in found
+
+
+@pytest.mark.parametrize("emit", [dot_bytes, signed_dot_bytes])
+def test_the_dot_product_of_neon(emit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = assembly("+neon,+dotprod", monkeypatch, "neon", emit)
+    assert len(re.findall(r"\tsdot\tv\d+\.4s, v\d+\.16b, v\d+\.16b", found)) == 2
+
+
+def test_neon_multiplies_words_four_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = assembly("+neon,+dotprod", monkeypatch, "neon", simd.dot_words, bits=16)
+    assert re.search(r"\tsm(ull|lal)2?\tv\d+\.4s", found)
+    assert "\tmul\tw" not in found
