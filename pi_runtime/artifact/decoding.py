@@ -12,7 +12,6 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from itertools import takewhile
 from typing import Any, NoReturn
 
 MAX_DEPTH = 32
@@ -81,11 +80,9 @@ def decode(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
         return _decode_dataclass(kind, value, path, problems)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is tuple and isinstance(value, list):
-        every = (decode(arguments[0], v, f"{path}[{n}]", problems) for n, v in enumerate(value))
-        return tuple(takewhile(lambda _: len(problems) < MOST_PROBLEMS, every))
+        return tuple(decode(arguments[0], v, f"{path}[{n}]", problems) for n, v in enumerate(value))
     if origin is Mapping and isinstance(value, dict):
-        pairs = ((k, decode(arguments[1], v, f"{path}.{k}", problems)) for k, v in value.items())
-        return dict(takewhile(lambda _: len(problems) < MOST_PROBLEMS, pairs))
+        return {k: decode(arguments[1], v, f"{path}.{k}", problems) for k, v in value.items()}
     if origin in (typing.Union, types.UnionType):
         return None if value is None else decode(arguments[0], value, path, problems)
     _add(problems, f"{path}: expected {getattr(kind, '__name__', kind)}, found {reprlib.repr(value)}")
