@@ -225,7 +225,7 @@ def fuzz(session: nox.Session) -> None:
 def coverage(session: nox.Session) -> None:
     """The suite with the lines that it runs: fails below 92 %, and lists those that no test runs. Outside CI."""
     install_all(session)
-    session.install("pytest-cov==7.0.0", *BROWSER_TOOLS)
+    session.install("pytest-cov==7.1.0", *BROWSER_TOOLS)
     session.run(*PYTEST, "--cov", "--cov-report=term-missing:skip-covered", "--cov-fail-under=92", *session.posargs)
 
 
