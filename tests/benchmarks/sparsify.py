@@ -23,7 +23,7 @@ from sparsifying.road import built, held_out_file, measured
 
 from pi_compile.cli.training_bar import training_bar
 
-ARMS = "control,relu,drelu,steered-87,steered-87-kl"
+ARMS = "control,fatrelu-87-kl,relu,drelu,progressive-1,constant-1"
 
 
 def arguments() -> argparse.Namespace:
