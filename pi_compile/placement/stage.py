@@ -197,7 +197,8 @@ def _exact(problem: Problem, vram: int, ram: int) -> Solution | None:
     if not found:
         return None
     bound = min(solution.bound_ns or 0 for *_, solution in found)
-    return replace(min(found, key=lambda one: one[:3])[3], bound_ns=bound)
+    # Of equals the first: one in memory, where there is one.
+    return replace(min(found, key=lambda one: one[:2])[3], bound_ns=bound)
 
 
 def _from_disk(tiers: ThreeTiers, ram: int) -> list[tuple[int, int, int, Solution]]:
