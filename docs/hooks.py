@@ -40,6 +40,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/api.md", content=api_page()))
     for page, name in OUTSIDE.items():
         text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](../")
+        for other, linked in OUTSIDE.items():
+            text = text.replace(f"]({linked}", f"](../{other}")
         files.append(File.generated(config, page, content=text))
     return files
 
