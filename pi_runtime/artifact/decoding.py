@@ -47,7 +47,7 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     level, depth = [value], 0
-    while level := [child for node in level for child in _children(node)]:
+    while level := [child for node in level for child in _children(node) if type(child) in (dict, list)]:
         depth += 1
         if depth > MAX_DEPTH:
             raise ValueError("nested too deeply")
