@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from support.documents import assert_as_documented
 
+pytest.importorskip("torch")
+
 from pi_compile.cli.rendering import status_text
 from pi_compile.errors import TaskFailedError
 from pi_compile.pipeline.status import build_status
