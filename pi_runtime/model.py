@@ -5,7 +5,7 @@ Shape letters: T tokens, V vocabulary, L layers.
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -20,8 +20,7 @@ from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.errors import ArtifactError, DeviceError, DoesNotFitError, PromptError, TemplateError, UsageError
 from pi_runtime.execution.cpu import CpuExecutor
-from pi_runtime.execution.devices import resolve_device
-from pi_runtime.execution.disk import budget_of_machine, open_from_disk
+from pi_runtime.execution.devices import ram_budget_for, resolve_device
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation, choose_plan
@@ -130,12 +129,17 @@ def _executor(
     kv_budget: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> Executor:
-    if ram_budget is not None:
-        return open_from_disk(artifact, mode, context, threads, cache_format, ram_budget, kv_budget)
-    if device == "cpu" and (budget := budget_of_machine(artifact)) is not None:
-        with suppress(DoesNotFitError):  # so little is free that mapping the file is no worse
+    budget = ram_budget
+    if budget is None and device == "cpu":
+        budget = ram_budget_for(artifact.nbytes)
+    if budget is not None:
+        from pi_runtime.execution.disk import open_from_disk  # noqa: PLC0415  few runs need it
+
+        # So little may be free that mapping the file is no worse.
+        with nullcontext() if ram_budget is not None else suppress(DoesNotFitError):
             found = open_from_disk(artifact, mode, context, threads, cache_format, budget, kv_budget)
-            found.notice = "the model is larger than the free memory: neurons come from disk (see --ram-budget)"
+            if ram_budget is None:
+                found.notice = "the model is larger than the free memory: neurons come from disk (see --ram-budget)"
             return found
     if device == "cpu":
         return CpuExecutor(artifact, mode, context, threads, cache_format)

@@ -45,7 +45,7 @@ def probe_disk(folder: Path, nbytes: int, seconds: float = SECONDS) -> Disk | No
         name=str(folder.resolve()),
         sizes_kib=list(SIZES_KIB),
         depths=list(DEPTHS),
-        read_mb_per_s=[[round(rate / 1e6, 1) for rate in row] for row in rates],
+        read_mb_per_s=[[float(f"{rate / 1e6:.4g}") for rate in row] for row in rates],
         align_bytes=align,
     )
 
@@ -72,7 +72,8 @@ def _rate(reader: Reader, file_nbytes: int, size: int, count: int, seconds: floa
         reader.wait(0)
 
     read()  # compiles, or loads, what it calls
-    before, began = reader.bytes_read, time.perf_counter()
-    while time.perf_counter() - began < seconds:
+    before, began, passed = reader.bytes_read, time.perf_counter(), 0.0
+    while not passed or passed < seconds:
         read()
-    return (reader.bytes_read - before) / (time.perf_counter() - began)
+        passed = time.perf_counter() - began
+    return (reader.bytes_read - before) / passed

@@ -48,7 +48,7 @@ class Evaluation:
         return float(np.mean(self.dead_L)) if self.dead_L else 0.0
 
     def facts(self) -> dict[str, Any]:
-        """As plain values."""
+        """The figures as plain values."""
         return {
             "perplexity": self.perplexity,
             "sparsity": self.sparsity,

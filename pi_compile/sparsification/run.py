@@ -52,7 +52,7 @@ class _Arm:
     facts: dict[str, Any]
 
     def to_json(self) -> str:
-        """As the text that `_read_arm` takes."""
+        """The text that `_read_arm` takes."""
         return json.dumps({**asdict(self), "losses_N": self.losses_N.tolist()})
 
 

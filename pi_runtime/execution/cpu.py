@@ -168,23 +168,19 @@ def batches(sequences: Sequence[SequenceStep]) -> Iterator[list[SequenceStep]]:
         yield batch
 
 
-class CpuExecutor:
-    """Runs one artifact in one mode, all of it on the CPU."""
+class HostExecutor:
+    """What executors share whose keys and values lie in the machine's memory: a `CpuModel` and its caches."""
 
     allocation: Allocation | None = None
-    device_name = "cpu"
     notice: str | None = None
     disk: DiskStats | None = None
-    kv_room: int | None = None
     block_tokens = BLOCK_TOKENS
+    _model: CpuModel
 
-    def __init__(self, artifact: StoredArrays, mode: str, context: int, threads: int, cache: str = "auto") -> None:
-        self._model = CpuModel(artifact, mode, context, threads, cache)
-        self.context, self.neurons = context, self._model.neurons
-
-    def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
-        """Run the next tokens of some sequences: weights are read once for as many as a call takes."""
-        return self._model.step(sequences, self._model.run)
+    @property
+    def kv_room(self) -> int | None:
+        """Bytes that further keys and values may take; None where nothing limits them."""
+        return None
 
     def new_pool(self, budget: int | None = None) -> PagePool:
         """Pages for caches of some sequences, together at most `budget` bytes."""
@@ -198,3 +194,21 @@ class CpuExecutor:
         """Close the artifact; `step` refuses from now on."""
         with ONE_AT_A_TIME:
             self._model.close()
+            self._release()
+
+    def _release(self) -> None:
+        """Give back what the executor holds beside its model, which is closed."""
+
+
+class CpuExecutor(HostExecutor):
+    """Runs one artifact in one mode, all of it on the CPU."""
+
+    device_name = "cpu"
+
+    def __init__(self, artifact: StoredArrays, mode: str, context: int, threads: int, cache: str = "auto") -> None:
+        self._model = CpuModel(artifact, mode, context, threads, cache)
+        self.context, self.neurons = context, self._model.neurons
+
+    def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
+        """Run the next tokens of some sequences: weights are read once for as many as a call takes."""
+        return self._model.step(sequences, self._model.run)

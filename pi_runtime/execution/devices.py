@@ -10,6 +10,9 @@ from pathlib import Path
 
 from pi_runtime.errors import DeviceError, MissingExtraError, UsageError
 
+MARGIN = 0.1
+"""Share of the free memory that a budget of nobody's choice leaves to others."""
+
 
 def resolve_device(name: str) -> str:
     """The device to use, `cpu`, `stand-in` or `cuda:N`, for a name that may also be `auto` or `cuda`.
@@ -83,6 +86,14 @@ def free_memory(root: Path = Path("/")) -> int | None:
     if available is None:
         return None
     return min([available, *_cgroup_room(root)])
+
+
+def ram_budget_for(nbytes: int) -> int | None:
+    """The budget that keeps a run of so large an artifact within free memory; None where it fits."""
+    free = free_memory()
+    if free is None or nbytes <= free:
+        return None
+    return int(free * (1 - MARGIN)) + resident_bytes()
 
 
 def _cgroup_room(root: Path) -> Iterator[int]:

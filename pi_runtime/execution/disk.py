@@ -25,16 +25,13 @@ from pi_runtime.disk.arena import ResidentArrays, RowArena
 from pi_runtime.disk.ram_plan import ROW_ARRAYS, RamPlan, batch_rows, fixed_bytes, plan_for, sequence_kv_bytes
 from pi_runtime.disk.reader import Reader
 from pi_runtime.disk.row_store import Request, RowStore
-from pi_runtime.execution.cpu import CpuModel, tokens_of
-from pi_runtime.execution.devices import free_memory, resident_bytes
+from pi_runtime.execution.cpu import CpuModel, HostExecutor, tokens_of
+from pi_runtime.execution.devices import resident_bytes
 from pi_runtime.execution.disk_ahead import ReadAhead, tokens_by_expert
 from pi_runtime.execution.disk_prompt import PromptReader
 from pi_runtime.execution.executor import DiskStats, Floats, Ints, SequenceResult, SequenceStep
-from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.execution.pages import Allowance, PagePool
-from pi_runtime.execution.plan_choice import Allocation
+from pi_runtime.execution.pages import Allowance
 from pi_runtime.kernels import ffn_parts
-from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.neuron_chunks import chunks_of
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
@@ -44,20 +41,17 @@ from pi_runtime.kernels.ops.neuron_selection import inputs_of
 
 KERNEL_NBYTES, PARTS_NBYTES = 96 << 20, 16 << 20
 """Room for kernels and libraries that every run loads when it begins, and for kernels of the FFN in parts."""
-MARGIN = 0.1
-"""Share of the free memory that a budget of nobody's choice leaves to others."""
 _COLUMNS = {
     "first": (weight_table.FIRST, weight_table.FIRST_SLOTS),
     "rest": (weight_table.REST, weight_table.REST_SLOTS),
 }
 
 
-class DiskExecutor:
+class DiskExecutor(HostExecutor):
     """Runs one artifact on the CPU within a budget of memory; see `ram_plan`. Close it, or its threads stay."""
 
-    allocation: Allocation | None = None
     device_name = "cpu"
-    notice: str | None = None
+    disk: DiskStats
 
     def __init__(
         self, artifact: Artifact, mode: str, context: int, threads: int, cache: str, plan: RamPlan, reader: Reader,
@@ -86,7 +80,8 @@ class DiskExecutor:
         self._rest_share = self.rows.arenas["rest"].nbytes / sum(a.nbytes for a in self.rows.arenas.values())
         self._running = False
         self.disk = DiskStats()
-        self._fixed_now = partial(fixed_bytes_of, artifact.manifest, context, cache, kv_nbytes)
+        self.fixed_now = partial(fixed_bytes_of, artifact.manifest, context, cache, kv_nbytes)
+        """What `plan.fixed` would be for this model in the process as it is now."""
 
     def _point_to(self, name: str, arena: RowArena) -> None:
         """Tell the kernels where the rows of an array are: in slots, or in order where all of them are in memory."""
@@ -234,36 +229,13 @@ class DiskExecutor:
         """Whether a layer's `rest` is read only when it is known what fires: on the gate rung, or where that saves."""
         return self.plan.two_phases_L[layer] or self._spared_L[layer] * self._rest_share >= TWO_PHASES_FROM
 
-    def fixed_now(self) -> int:
-        """What `plan.fixed` would be for this model in the process as it is now."""
-        return self._fixed_now()
-
     @property
     def kv_room(self) -> int:
         """Bytes that further keys and values may take."""
         return self.kv.left
 
-    def new_pool(self, budget: int | None = None) -> PagePool:
-        """Pages for caches of some sequences, together at most `budget` bytes."""
-        return self._model.new_pool(budget)
-
-    def new_cache(self, pool: PagePool | None = None) -> KVCache:
-        """An empty cache for one sequence, in pages of a pool, or with a pool of its own."""
-        return self._model.new_cache(pool)
-
-    def close(self) -> None:
-        """Close the artifact and the reader, and free the rows; `step` refuses from now on."""
-        with ONE_AT_A_TIME:
-            self._model.close()
-            self.rows.arenas.clear()
-
-
-def budget_of_machine(artifact: Artifact) -> int | None:
-    """The budget that keeps a run within free memory, where its file is larger than that; else None."""
-    free = free_memory()
-    if free is None or artifact.nbytes <= free:
-        return None
-    return int(free * (1 - MARGIN)) + resident_bytes()
+    def _release(self) -> None:
+        self.rows.arenas.clear()
 
 
 def fixed_bytes_of(manifest: Manifest, context: int, cache: str, kv_nbytes: int) -> int:

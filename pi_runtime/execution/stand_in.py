@@ -17,15 +17,12 @@ import numba
 import numpy as np
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.execution.cpu import CpuModel, positions_of
-from pi_runtime.execution.executor import DiskStats, Floats, Ints, SequenceResult, SequenceStep
-from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.execution.pages import PagePool
+from pi_runtime.execution.cpu import CpuModel, HostExecutor, positions_of
+from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.kernels import ffn
-from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME
 from pi_runtime.kernels.data.weight_table import KernelConfig
-from pi_runtime.kernels.data.workspace import BLOCK_TOKENS, Workspace, allocate_workspace
+from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 
 ExpertRange = tuple[int, np.float32, int, int]
@@ -54,7 +51,7 @@ class NeuronWorker:
         return rows_2
 
 
-class StandInExecutor:
+class StandInExecutor(HostExecutor):
     """Decodes by a plan without a GPU: in each layer one worker has the neurons below the cut, the other the rest.
 
     Each expert has a cut of its own. Attention, embedding and head run on the CPU whatever side the plan names, because
@@ -63,10 +60,7 @@ class StandInExecutor:
     """
 
     device_name = "stand-in"
-    notice: str | None = None
-    disk: DiskStats | None = None
-    kv_room: int | None = None
-    block_tokens = BLOCK_TOKENS
+    allocation: Allocation
 
     def __init__(
         self, artifact: Artifact, mode: str, threads: int, allocation: Allocation, cache: str = "auto"
@@ -128,16 +122,5 @@ class StandInExecutor:
             y_1D += self.cold.sum_1D
         return rows_2
 
-    def new_pool(self, budget: int | None = None) -> PagePool:
-        """Pages for caches of some sequences, together at most `budget` bytes."""
-        return self._model.new_pool(budget)
-
-    def new_cache(self, pool: PagePool | None = None) -> KVCache:
-        """An empty cache for one sequence, in pages of a pool, or with a pool of its own."""
-        return self._model.new_cache(pool)
-
-    def close(self) -> None:
-        """End the thread and close the artifact."""
-        with ONE_AT_A_TIME:
-            self._gpu_thread.shutdown()
-            self._model.close()
+    def _release(self) -> None:
+        self._gpu_thread.shutdown()

@@ -19,6 +19,7 @@ from pi_compile.corpus.python_docs import HELD_OUT, split_documents
 from pi_compile.evaluation.fidelity import evaluate
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_runtime import Sampling, console, load
+from pi_runtime.warm_up import warm_up
 
 HERE = Path(__file__).parent
 PROMPT = "The with statement is used to"
@@ -35,6 +36,7 @@ def main() -> None:
 
     console.say(f"\npi-run {artifact} --prompt {prompt!r}\n")
     with load(artifact) as model:
+        warm_up(model)
         answer = model.generate(prompt, max_tokens=80, sampling=Sampling(temperature=0.7, top_k=40, seed=1))
         print(prompt, *answer, sep="", flush=True)
 

@@ -48,7 +48,7 @@ def open_model(
     `only`: `bundles` reads every row when it is needed, `cache` keeps rows but does not overlap reading and computing.
     `two_phases`: whether `rest` is always, or never, read after it is known what fires.
     """
-    model_module.budget_of_machine = lambda _artifact: None
+    model_module.ram_budget_for = lambda _nbytes: None
     if two_phases is not None:
         disk.TWO_PHASES_FROM = -1.0 if two_phases else 9.0
     if only is not None:

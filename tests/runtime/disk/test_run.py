@@ -23,7 +23,7 @@ from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import ArtifactError, UsageError
-from pi_runtime.execution import disk, disk_ahead
+from pi_runtime.execution import devices, disk, disk_ahead
 from pi_runtime.execution.disk import DiskExecutor
 
 Run = Callable[..., tuple[int, str, str]]
@@ -182,7 +182,7 @@ def test_ctrl_c_while_waiting_for_the_disk(path: Path) -> None:
 def test_a_model_larger_than_the_free_memory_runs_from_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = path.stat().st_size
     for free, fixed, from_disk_now in ((nbytes, 0, False), (nbytes - 1, 0, True), (nbytes - 1, 1 << 40, False)):
-        monkeypatch.setattr(disk, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(devices, "free_memory", lambda free=free: free)
         monkeypatch.setattr(disk, "fixed_bytes", lambda *_, fixed=fixed: fixed)
         with load(path, device="cpu", context=32) as model:
             assert isinstance(model.executor, DiskExecutor) == from_disk_now
