@@ -113,7 +113,8 @@ class RayHelpers:
         )
         run = partial(help_build, here)
         self._tasks = RayTasks(build.ray, run, threads=threads, memory=pipeline.memory_bytes, gpus=gpus)
-        self._count = build.workers or self._tasks.room
+        room = self._tasks.room  # refused here, or the tasks would wait for ever
+        self._count = build.workers or room
         self._pipeline = pipeline
         self.rank = Rank(world=self._count, launcher="ray", watches=True)
 

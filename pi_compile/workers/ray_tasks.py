@@ -5,6 +5,7 @@ that they share, as everywhere; Ray moves no data. The process that asks for the
 progress and the result.
 """
 
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from pi_compile.workers.rank import Rank
 from pi_compile.workers.worker import Worker
 from pi_runtime.errors import DoesNotFitError, UsageError
 
+KNOCK = 10.0
+"""Seconds within which a cluster must take a connection."""
 LEAVING = 2.0
 """Seconds that workers have to leave by themselves when all is done."""
 RETRIES = 3
@@ -27,8 +30,9 @@ class RayTasks:
     def __init__(self, address: str, run: Callable[[Rank], None], *, threads: int, memory: int, gpus: bool) -> None:
         """Join the cluster at `address`: `auto` or HOST:PORT. Raises UsageError where there is none."""
         try:
+            _knock(address)
             ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             remedy = "start one with `ray start --head`; docs/how-to/workers.md tells more"
             raise UsageError(f"--ray {address}: no cluster answers", found=error, remedy=remedy) from None
         self._run, self._resources = run, {"num_cpus": threads, "num_gpus": int(gpus), "memory": memory}
@@ -79,6 +83,13 @@ class RayTasks:
                         return
                 else:
                     return  # it went through to the end, so all is done
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nothing listens at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK).close()
 
 
 def _run(run: Callable[[Rank], None], rank: Rank) -> None:

@@ -73,13 +73,13 @@ def test_two_nodes_make_the_same_bytes(project: Path, cluster: Cluster, alone: s
 def test_two_kills_change_nothing(project: Path, cluster: Cluster, alone: str) -> None:
     """A worker's process first, which Ray starts again, then one of the machines."""
     node = cluster.add_node(num_cpus=1)
-    process = start(project, cluster, "--workers", "2")
+    process = start(project, cluster, "--workers", "2", "--heartbeat", "0.2")
     workers = project / ".pi-build" / "small" / "workers"
     killed = 0
     while process.poll() is None and not killed:
         for path in workers.glob("*.json"):
             shown = json.loads(path.read_text())
-            if shown["launcher"] == "ray" and shown["rank"] and shown["stage"] == "profile":
+            if shown["launcher"] == "ray" and shown["rank"] and shown["stage"]:
                 os.kill(shown["pid"], 9)
                 killed += 1
                 break
@@ -91,16 +91,12 @@ def test_two_kills_change_nothing(project: Path, cluster: Cluster, alone: str) -
 
 @pytest.mark.timeout(300)
 def test_a_cluster_without_room_is_said(project: Path, cluster: Cluster) -> None:
-    process = start(project, cluster, "--device", "cpu")
-    recipe = (project / "small.toml").read_text()
-    try:
-        (project / "wide.toml").write_text(recipe.replace("threads = 1", "threads = 64"))
-        command = [*COMMAND[:4], "wide.toml", "--ray", cluster.address]
+    (project / "wide.toml").write_text((project / "small.toml").read_text().replace("threads = 1", "threads = 64"))
+    for workers in ([], ["--workers", "2"]):
+        command = [*COMMAND[:4], "wide.toml", "--ray", cluster.address, *workers]
         done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
         assert done.returncode == 4
         assert "the Ray cluster has no room for a worker" in done.stderr
-    finally:
-        process.communicate()
 
 
 def test_no_cluster_is_said(project: Path) -> None:
