@@ -30,7 +30,7 @@ def _of_all_commands(version: Annotated[bool, console.VERSION] = False) -> None:
 
 @contextmanager
 def _pipeline(options: BuildOptions, until: str, output: Path | None = None) -> Iterator["Pipeline"]:
-    """The pipeline of this process, with the other workers that `options` ask for."""
+    """The pipeline of this process, with the other workers that `options` ask for. Print results when it has ended."""
     from pi_compile.cli.options import torch_device
     from pi_compile.pipeline.launching import Build, launched
 
@@ -48,11 +48,11 @@ def _show_stage(options: BuildOptions, export: Path | None, as_json: bool, *, tr
         check_output(export)
     with _pipeline(options, "train" if trained else "profile") as pipeline:
         found = summary.train_report(pipeline.trained) if trained else summary.profile_report(pipeline.profile)
-        if not pipeline.rank.leads:
-            return
+        if export is not None and pipeline.rank.leads:
+            (pipeline.refined if trained else pipeline.profile).save(export)
+    if pipeline.rank.leads:
         show(found, pipeline.ran, as_json)
         if export is not None:
-            (pipeline.refined if trained else pipeline.profile).save(export)
             console.say(f"{export}: written; name it in [place] activations, relative to the recipe")
 
 
@@ -164,8 +164,8 @@ def place(
     if not (lock or locked or read_recipe(recipe).place.activations):
         with _pipeline(options, "place") as pipeline:
             found = summary.place_report(pipeline.place(solver, time_limit))
-            if pipeline.rank.leads:
-                show_placements(found, pipeline.ran, as_json)
+        if pipeline.rank.leads:
+            show_placements(found, pipeline.ran, as_json)
         return
     from pi_compile.files import write_text
     from pi_compile.pipeline import lock_file
@@ -216,8 +216,8 @@ def _build(options: BuildOptions, output: Path | None, as_json: bool) -> None:
     path = artifact_path(options.recipe, output)
     with _pipeline(options, "pack", path) as pipeline:
         packed = pipeline.pack(path)
-        if pipeline.rank.leads:
-            show_artifact(packed, pipeline.ran, as_json)
+    if pipeline.rank.leads:
+        show_artifact(packed, pipeline.ran, as_json)
 
 
 @app.command()

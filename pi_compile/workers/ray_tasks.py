@@ -6,8 +6,10 @@ progress and the result.
 """
 
 import socket
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
 from typing import Any
 
 import ray
@@ -29,6 +31,10 @@ class RayTasks:
 
     def __init__(self, address: str, run: Callable[[Rank], None], *, threads: int, memory: int, gpus: bool) -> None:
         """Join the cluster at `address`: `auto` or HOST:PORT. Raises UsageError where there is none."""
+        # Ray tells what happens to its workers on stdout, which is for results.
+        self._connection = ExitStack()
+        self._connection.enter_context(redirect_stdout(sys.stderr))
+        self._connection.callback(ray.shutdown)
         try:
             _knock(address)
             ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
@@ -60,15 +66,18 @@ class RayTasks:
             # Ray shows a process only the GPU that it has: the first one.
             ranks = (Rank(rank=n, world=count, launcher="ray") for n in range(1, count + 1))
             self._running = [task.remote(self._run, rank) for rank in ranks]
-            threading.Thread(target=self._watch, args=(worker,), daemon=True).start()
+            watch = threading.Thread(target=self._watch, args=(worker,), daemon=True)
+            watch.start()
+            self._connection.callback(watch.join)
 
     def end(self) -> None:
-        """End the workers that have not left by themselves."""
+        """End the workers that have not left by themselves, and leave the cluster."""
         self._ended.set()
         if self._running:
             ray.wait(self._running, num_returns=len(self._running), timeout=LEAVING)
         for reference in self._running:
             ray.cancel(reference, force=True)
+        self._connection.close()
 
     def _watch(self, worker: Worker) -> None:
         waiting = list(self._running)
