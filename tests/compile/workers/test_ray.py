@@ -84,7 +84,7 @@ def test_two_kills_change_nothing(project: Path, cluster: Cluster, alone: str) -
                 killed += 1
                 break
         time.sleep(0.01)
-    assert killed
+    assert killed, process.communicate()
     cluster.remove_node(node)
     check(project, process, alone)
 
