@@ -15,6 +15,9 @@
 what was expected, what was found, and what to do.
 """
 
+import errno
+import os
+
 __all__ = [
     "ArtifactError",
     "DeviceError",
@@ -27,6 +30,13 @@ __all__ = [
     "TemplateError",
     "UsageError",
 ]
+
+NO_ROOM = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file system or a limit allows no larger file",
+}
+"""What the system's errors say when there is no room for a file."""
 
 
 _LONGEST = 20_000
@@ -82,3 +92,10 @@ class DoesNotFitError(PiError):
 
 class NotMetError(PiError):
     exit_code = 5
+
+
+def write_error(path: str | os.PathLike[str], error: OSError, remedy: str = "name another output") -> PiError:
+    """The error of a file that cannot be written: DoesNotFitError where there is no room for it, else UsageError."""
+    if error.errno in NO_ROOM:
+        return DoesNotFitError(f"{path}: {NO_ROOM[error.errno]}", remedy=f"make room there, or {remedy}")
+    return UsageError(f"{path}: cannot be written", found=error.strerror, remedy=remedy)

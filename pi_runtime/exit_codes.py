@@ -3,7 +3,7 @@
 import errno
 from typing import Any
 
-from pi_runtime.errors import DoesNotFitError, MissingExtraError, PiError, UsageError
+from pi_runtime.errors import NO_ROOM, DoesNotFitError, MissingExtraError, PiError, UsageError, write_error
 
 EXTRA_OF = {
     "highspy": "place",
@@ -26,11 +26,6 @@ EXTRA_OF = {
 }
 """Extra that installs each optional package."""
 INTERRUPTED = 130
-_FULL = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "the file system or a limit allows no larger file",
-}
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FAILING = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE)
 
@@ -55,9 +50,8 @@ def _as_user_error(error: BaseException) -> PiError | None:
         return missing_extra(error.name or "")
     if isinstance(error, MemoryError):
         return DoesNotFitError("not enough memory", found=str(error) or None)
-    if isinstance(error, OSError) and error.errno in _FULL:
-        remedy = "make room there, or name an output on another disk"
-        return DoesNotFitError(f"{_place(error)}: {_FULL[error.errno]}", remedy=remedy)
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return write_error(_place(error), error, "name an output on another disk")
     if isinstance(error, OSError) and error.errno in _FORBIDDEN:
         return UsageError(f"{_place(error)}: {error.strerror}", remedy="change its permissions, or name another place")
     if isinstance(error, OSError) and error.errno in _FAILING:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from pi_runtime.artifact.decoding import canonical_json
 from pi_runtime.engine.engine import Engine
 from pi_runtime.engine.stream import Scores, Stream
-from pi_runtime.errors import InputError, PiError, PromptError, UsageError
+from pi_runtime.errors import InputError, PiError, PromptError, UsageError, write_error
 from pi_runtime.model import Model
 from pi_runtime.sampling import Sampling, TokenLogprobs, parse_logit_bias
 from pi_runtime.text.grammar import Grammar
@@ -253,6 +253,6 @@ def _opened(output: Path | None) -> Iterator[BinaryIO]:
     try:
         file = output.open("r+b" if output.exists() else "w+b")
     except OSError as error:
-        raise UsageError(f"{output}: cannot be written", found=error.strerror) from None
+        raise write_error(output, error) from None
     with file:
         yield file

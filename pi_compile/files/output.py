@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pi_runtime.artifact.replacement import Replacement
-from pi_runtime.errors import DoesNotFitError, PiError, UsageError
+from pi_runtime.errors import DoesNotFitError, PiError, UsageError, write_error
 
 _FIRST_ENTRY = b"embedding/c/0/0"
 """The name of an artifact's first entry, which is among its first bytes."""
@@ -56,13 +56,13 @@ def check_page(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file. Raises UsageError where the system refuses."""
+    """Write a text file. Raises DoesNotFitError where there is no room for it, UsageError where the system refuses."""
     try:
         with Replacement(path) as out:
             out.write(text.encode())
             out.publish()
     except OSError as error:
-        raise UsageError(f"-o {path}: cannot be written", found=error.strerror, remedy="name another output") from None
+        raise write_error(path, error) from None
 
 
 @contextmanager

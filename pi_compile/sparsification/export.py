@@ -24,7 +24,7 @@ from pi_compile.errors import CheckpointError
 from pi_compile.files import library_writes
 from pi_compile.sparsification.activation import Activation
 from pi_compile.torch_model import decoder as torch_decoder
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import UsageError, write_error
 
 Tensor = torch.Tensor
 RECORD = "sparsify.json"
@@ -86,7 +86,7 @@ def new_folder(output: Path) -> Iterator[Path]:
         yield hidden
         hidden.rename(output)
     except OSError as error:
-        raise UsageError(f"-o {output}: cannot be written", found=error, remedy="name another output") from None
+        raise write_error(output, error) from None
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
 

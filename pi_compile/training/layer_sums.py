@@ -4,7 +4,7 @@ Shape letters: D model width, F neurons of all experts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from pi_runtime.artifact.sizes import FfnBytes
 class LayerSums:
     """Sums over the tokens of a text for one layer."""
 
+    fired: torch.Tensor
+    """(F,): tokens for which each neuron fired."""
     tokens: int = 0
     nonzero: int = 0
     """Neuron values that are not 0 before the layer's threshold."""
@@ -34,8 +36,12 @@ class LayerSums:
     """Σ ‖Δy‖², Δy what the layer's output lacks."""
     state: float = 0.0
     """Σ ‖x‖² of the states after the layer."""
-    fired: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
-    """(F,): tokens for which each neuron fired."""
+
+    @classmethod
+    def over(cls, neurons: int) -> "LayerSums":
+        """The sums over no token yet, of a layer with so many neurons (F)."""
+        # `add` makes nothing that stays: small tensors that stay between large ones that go break memory up.
+        return cls(fired=torch.zeros(neurons, dtype=torch.int64))
 
     def add(self, h: torch.Tensor, kept: torch.Tensor, read: torch.Tensor | None, down: torch.Tensor) -> None:
         """Add tokens: neuron values h, what is `kept` of them, the neurons whose `first` is `read`, all (…, F).
@@ -52,7 +58,7 @@ class LayerSums:
         self.fires_and_read += int(fires.sum() if read is None else (fires & read).sum())
         if kept is not h:
             self.lost += float(((h - kept) @ down).square().sum())
-        self.fired = self.fired + fires.flatten(0, -2).sum(0).cpu()
+        self.fired += fires.flatten(0, -2).sum(0).cpu()
 
     def __add__(self, other: "LayerSums") -> "LayerSums":
         """The sums over two texts."""
@@ -72,9 +78,10 @@ class LayerSums:
     @classmethod
     def unpack(cls, arrays: Mapping[str, npt.NDArray[Any]]) -> list["LayerSums"]:
         """The sums that `pack` made arrays of."""
-        *numbers, fired = (arrays[f.name] for f in fields(cls))
-        rows = zip(*(column.tolist() for column in numbers), torch.from_numpy(fired), strict=True)
-        return [replace(cls(*row), read=None if row[3] < 0 else row[3]) for row in rows]
+        columns = {f.name: arrays[f.name].tolist() for f in fields(cls) if f.name != "fired"}
+        columns["read"] = [None if read < 0 else read for read in columns["read"]]
+        rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+        return [cls(fired, **row) for fired, row in zip(torch.from_numpy(arrays["fired"]), rows, strict=True)]
 
     @property
     def error(self) -> float:

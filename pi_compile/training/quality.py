@@ -102,7 +102,7 @@ class MeasuredText:
         with torch.inference_mode():
             global_w = td.global_weights(checkpoint, device)
             states = [td.embed(d, global_w, self.text.ids(n).to(device)) for n in batches]
-            sums = [[LayerSums() for _ in range(d.n_layers)] for _ in batches]
+            sums = [[LayerSums.over(d.neurons) for _ in range(d.n_layers)] for _ in batches]
             for layer in range(d.n_layers):
                 ffn = ffn_of(layer)
                 w = td.layer_weights(checkpoint, layer, device)

@@ -159,7 +159,7 @@ class PushedText:
             if self.keeps_inputs:
                 start = n * BATCH * self.ids_NT.shape[1]
                 self._inputs(layer)[start : start + inputs.shape[:-1].numel()] = inputs.flatten(0, 1).numpy(force=True)
-            h, sums = td.neurons(d, w, inputs), LayerSums()
+            h, sums = td.neurons(d, w, inputs), LayerSums.over(d.neurons)
             if self.counts:
                 sums.add(h, h, None, w["ffn/rest"][:, -1])
             x = td.after_ffn(d, w, x, td.ffn_output(w, h))

@@ -39,13 +39,9 @@ from pi_runtime.artifact.records import LOCAL_CRC_OFFSET, End, Entry, central_re
 from pi_runtime.artifact.replacement import Replacement
 from pi_runtime.artifact.schema import ArrayEntry, FileEntry, Manifest
 from pi_runtime.artifact.sizes import ArraySpec, scales_name
-from pi_runtime.errors import DoesNotFitError, InputError, UsageError
+from pi_runtime.errors import NO_ROOM, DoesNotFitError, InputError, UsageError, write_error
 
 _PIECE = 4 << 20  # bytes encoded, hashed and written at a time
-_FULL = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-}
 _ELSEWHERE = "name an output on another disk"
 
 
@@ -182,12 +178,13 @@ class ArtifactWriter:
                 f"{self._path}: no folder {self._folder()}", remedy="create it, or name another output"
             ) from None
         except OSError as error:
-            if error.errno in _FULL:
-                raise self._does_not_fit(_FULL[error.errno], max(self._expected or 0, self._offset + 1)) from None
             if error.errno == errno.EFBIG:
-                what = f"{self._path}: the file system or a limit allows no larger file"
+                what = f"{self._path}: {NO_ROOM[error.errno]}"
                 raise DoesNotFitError(what, found=f"stopped at {self._offset:,} bytes", remedy=_ELSEWHERE) from None
-            raise UsageError(f"{self._path}: cannot be written", found=error.strerror, remedy=_ELSEWHERE) from None
+            if error.errno in NO_ROOM:
+                needed = max(self._expected or 0, self._offset + 1)
+                raise self._does_not_fit(NO_ROOM[error.errno], needed) from None
+            raise write_error(self._path, error, _ELSEWHERE) from None
 
     def _check_space(self, needed: int) -> None:
         if needed > shutil.disk_usage(self._folder()).free:

@@ -1,6 +1,7 @@
 """Reading rows of a file past the page cache, by threads that keep the device busy.
 
-The file is opened with O_DIRECT. Where the file system refuses it, reads are buffered, and the pages are dropped after
+Two threads keep many reads under way by io_uring; where the system refuses that, many threads have one each. The file
+is opened with O_DIRECT. Where the file system refuses it, reads are buffered, and the pages are dropped after
 each read. Every fault becomes an error that names the file: a device's error, a file that ends too early, that was
 changed, or that does not answer.
 """
@@ -10,6 +11,8 @@ import errno
 import mmap
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -17,14 +20,17 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.row_memory import BATCHES, PIECE_NBYTES, WORKERS
-from pi_runtime.disk.kernels import reading
+from pi_runtime.disk.kernels import reading, ring_reading
 from pi_runtime.disk.kernels.c_calls import c_address
 from pi_runtime.disk.kernels.reading import SEMAPHORE_NBYTES, Shared
+from pi_runtime.disk.ring import OpenRing
 from pi_runtime.errors import ArtifactError, UsageError
 from pi_runtime.kernels.data.matrix_view import Ints
 
 GAP_NBYTES = 8192
 """Rows with at most so many bytes between them are read together: a further read takes as long as about 11 KiB."""
+RING_THREADS = 2
+"""One of them copies rows while the other one asks for more."""
 STALL_SECONDS = 60.0
 """After so long without an answer the disk counts as stalled."""
 _SLICE_NANOSECONDS = 200_000_000
@@ -57,8 +63,8 @@ def page_aligned(nbytes: int) -> npt.NDArray[np.uint8]:
 class Reader:
     """Reads rows of one file into memory, in batches that are waited for; see `reading`.
 
-    `pread` is the address of the function that reads, `direct` whether to try O_DIRECT, `stall_seconds` how long to
-    wait for an answer.
+    `workers` is how many reads are under way at once, `direct` whether to try O_DIRECT, `ring` whether to try io_uring,
+    `pread` the address of the function that reads without it, `stall_seconds` how long to wait for an answer.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class Reader:
         *,
         workers: int = WORKERS,
         direct: bool = True,
+        ring: bool = True,
         align: int | None = None,
         gap: int = GAP_NBYTES,
         pread: int | None = None,
@@ -104,6 +111,8 @@ class Reader:
         self._targets: list[object] = []
         buffers = page_aligned(workers * (PIECE_NBYTES + 2 * self.align))
         self._threads: list[Thread] = []
+        threads = min(workers, RING_THREADS)
+        self._rings = OpenRing.several(threads, workers // threads) if ring and self.direct and pread is None else []
         self._start(workers, buffers)
 
     def hold(self, memory: object) -> None:
@@ -111,14 +120,21 @@ class Reader:
         self._targets.append(memory)
 
     def _start(self, workers: int, buffers: npt.NDArray[np.uint8]) -> None:
+        nbytes, address = len(buffers) // workers, int(buffers.ctypes.data)
+        if self._rings:
+            depth = workers // len(self._rings)
+            works: list[Callable[[], None]] = [
+                partial(ring_reading.serve_ring, self.shared, ring.shared, address + n * depth * nbytes, nbytes)
+                for n, ring in enumerate(self._rings)
+            ]
+        else:
+            works = [partial(reading.serve, self.shared, address + n * nbytes) for n in range(workers)]
         reading.stop(self.shared, 1)
-        reading.serve(self.shared, int(buffers.ctypes.data))  # compiles it, or loads it, and returns
+        works[0]()  # compiles it, or loads it, and returns
         self.shared.control[reading.STOP] = 0
-        nbytes = len(buffers) // workers
-        for n in range(workers):
+        for n, work in enumerate(works):
             # They hold what they write to, as long as they live; a stalled one must not keep the process from ending.
-            call = self.shared, int(buffers.ctypes.data) + n * nbytes
-            thread = Thread(target=_serve, args=(*call, buffers), name=f"pi-disk-{n}", daemon=True)
+            thread = Thread(target=_serve, args=(work, buffers, self._rings), name=f"pi-disk-{n}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -231,11 +247,13 @@ class Reader:
             _ABANDONED.append(self._targets)
         else:
             os.close(self._fd)
-        self._threads, self._targets = [], []
+            for ring in self._rings:
+                ring.close()
+        self._threads, self._targets, self._rings = [], [], []
 
 
-def _serve(shared: Shared, buffer: int, _kept: object) -> None:
-    reading.serve(shared, buffer)
+def _serve(work: Callable[[], None], *_kept: object) -> None:
+    work()
 
 
 def _opened(path: Path, direct: bool, align: int | None) -> tuple[int, bool, int]:

@@ -4,7 +4,6 @@ magic, bytes of the header (8, little-endian), header (canonical JSON), tokens (
 pages, SHA-256 of all before. Keys and values belong to one model and one way to run it: the header names them.
 """
 
-import errno
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy.typing as npt
 
 from pi_runtime.artifact.decoding import canonical_json, decode, parse_json
 from pi_runtime.artifact.replacement import Replacement
-from pi_runtime.errors import DoesNotFitError, InputError, UsageError
+from pi_runtime.errors import InputError, UsageError, write_error
 from pi_runtime.execution.kv_cache import KVCache, pages_of
 
 MAGIC = b"pi-session-1\n"
@@ -84,8 +83,7 @@ def save(
             new.write(hashlib.file_digest(new.file, "sha256").digest())  # which reads to the end
             new.publish()
     except OSError as error:
-        kind = DoesNotFitError if error.errno == errno.ENOSPC else UsageError
-        raise kind(f"{path}: cannot be written", found=error.strerror) from None
+        raise write_error(path, error) from None
 
 
 def load(path: Path, run: Mapping[str, Any], page_nbytes: int) -> StoredSession:

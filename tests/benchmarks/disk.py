@@ -7,7 +7,9 @@ A synthetic Llama (recipes/demo/sparse_model) decodes within `--ram-budget`s tha
 FFNs' rows. Every engine runs in the same memory cgroup, which counts the page cache too, with 5 % more than a budget;
 where none can be made, this is said, and mapped engines are left out. Embeddings of tokens that follow each other by id
 are alike, so the step between the ids of a text sets how many neurons stay active: the persistence that this brings is
-measured and printed. The device's rate is taken at the mean size of a run's own reads, and its depth. What placing
+measured and printed. The device's rate is taken at the mean size of a run's own reads, and its depth. *Waiting* is the
+share of a token's time in which nothing can be computed before rows come, *bookkeeping* what is left beside that and
+compiled steps of the model: looking rows up, asking for them, and Python. What placing
 predicts of each run stands below it: from the neurons that a recorded text names and fires, and from this machine's
 profile, which is measured first. The model has the width of 1.2 B parameters; `--layers 16` is all of it.
 """
@@ -198,7 +200,8 @@ class Case:
             line += f"  hits {found['hits'] / (found['hits'] + found['misses']):.3f}"
             line += f"  {found['bytes_read'] / len(seconds) / 1e6:6.2f} MB/token in reads of {size / 1024:.1f} KiB"
             line += f", {1e3 * reading_s:.1f} ms at the device's {row['ceiling'] / 1e6:.0f} MB/s"
-            line += f"  waiting {found['seconds_waited'] / found['disk_s']:.2f}"
+            waiting, computing = found["seconds_waited"] / found["disk_s"], found["computing_s"] / found["disk_s"]
+            line += f"  waiting {waiting:.2f}, bookkeeping {1 - waiting - computing:.2f}"
         elif "device_bytes" in found:
             line += f"  {found['device_bytes'] / len(seconds) / 1e6:6.1f} MB/token"
         self.rows.append(row)

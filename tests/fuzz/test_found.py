@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import os
 import zipfile
 from pathlib import Path
 
@@ -158,6 +159,23 @@ def test_a_failing_disk_is_no_internal_error() -> None:
     assert code == 2
     assert "x.npz: Input/output error" in message
     assert "internal" not in message
+
+
+def test_a_full_disk_is_one_error_wherever_it_is_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pydantic")
+    from pi_compile.files import write_text
+
+    (tmp_path / "a.lock").write_text("old")
+    for code, kind in ((errno.ENOSPC, DoesNotFitError), (errno.EDQUOT, DoesNotFitError), (errno.EIO, UsageError)):
+
+        def fsync(_fd: int, code: int = code) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        with pytest.raises(kind, match=r"a\.lock: "):
+            write_text(tmp_path / "a.lock", "new")
+        assert [p.name for p in tmp_path.iterdir()] == ["a.lock"]
+        assert (tmp_path / "a.lock").read_text() == "old"
 
 
 def test_what_libraries_say_of_disks(tmp_path: Path) -> None:

@@ -29,6 +29,28 @@ def call_c(typing_context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) ->
 
 
 @intrinsic
+def call_syscall(typing_context: Any, address: Any, number: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Call C's `syscall`, which is at an address, with four arguments and two zeros; returns −1 where it fails."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind, zero = ir.FunctionType(_WORD, [_WORD] * 7), ir.Constant(_WORD, 0)
+        return builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [*arguments[1:], zero, zero])
+
+    return types.int64(*[types.int64] * 6), generate
+
+
+@intrinsic
+def load_acquire(typing_context: Any, address: Any) -> Any:
+    """The uint32 at an address; what its writer wrote before it is seen from then on."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], ir.IntType(32).as_pointer())
+        return builder.zext(builder.load_atomic(place, "acquire", 4), _WORD)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
 def atomic_add(typing_context: Any, address: Any, number: Any) -> Any:
     """Add to the int64 at an address; returns what it held before. Threads see such sums in one order."""
 

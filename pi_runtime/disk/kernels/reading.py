@@ -35,7 +35,7 @@ END_OF_FILE = -1
 """Stands for an errno: the file ended before the rows did."""
 DONE, LATER, INTERRUPTED = range(3)
 """How waiting ended."""
-_EINTR = 4
+EINTR = 4
 _DONT_NEED = 4
 
 
@@ -54,7 +54,8 @@ class Shared(NamedTuple):
 
 
 @device
-def _errno(s: Shared) -> int:
+def last_error(s: Shared) -> int:
+    """The `errno` of this thread."""
     place = call_c(s.control[ERRNO], 0, 0, 0, 0)
     return int(carray(pointer_of(place), (1,), np.int32)[0])
 
@@ -71,74 +72,119 @@ def _low(result: int) -> int:
 
 
 @device
+def advance(control: Ints, done: int, found: int, needed: int) -> tuple[int, int]:
+    """How much of a range there is after a read that found so many bytes; and 0, or `END_OF_FILE`."""
+    done += found
+    if done < needed and control[DIRECT] != 0:  # goes on where a direct read may begin
+        done = done // control[ALIGN] * control[ALIGN]
+        if found < control[ALIGN]:
+            return done, END_OF_FILE
+    return done, END_OF_FILE if found == 0 else 0
+
+
+@device
+def count_read(control: Ints, nbytes: int) -> None:
+    """Count one read."""
+    atomic_add(address_of(control) + 8 * BYTES, nbytes)
+    atomic_add(address_of(control) + 8 * READS, 1)
+
+
+@device
 def _read_once(s: Shared, offset: int, length: int, needed: int, buffer: int) -> int:
     """Read a range of the file into a buffer; returns 0, an errno, or `END_OF_FILE`."""
     control, done = s.control, 0
     while done < needed:
         found = call_c(control[PREAD], control[FD], buffer + done, length - done, offset + done)
         if found < 0:
-            error = _errno(s)
-            if error != _EINTR:
+            error = last_error(s)
+            if error != EINTR:
                 return error
-        elif found == 0:
-            return END_OF_FILE
         else:
-            done += found
-            if done < needed and control[DIRECT] != 0:  # goes on where a direct read may begin
-                done = done // control[ALIGN] * control[ALIGN]
-                if found < control[ALIGN]:
-                    return END_OF_FILE
-    atomic_add(address_of(control) + 8 * BYTES, done)
-    atomic_add(address_of(control) + 8 * READS, 1)
+            done, error = advance(control, done, found, needed)
+            if error != 0:
+                return error
+    count_read(control, done)
     if control[DIRECT] == 0:
         call_c(control[ADVISE], control[FD], offset, length, _DONT_NEED)
     return 0
+
+
+@device
+def wait_for_work(s: Shared) -> bool:
+    """Sleep until a batch is submitted; False where the thread has to return instead."""
+    while _low(call_c(s.control[SEM_WAIT], _semaphore(s, 0), 0, 0, 0)) != 0:
+        pass  # a signal came
+    return bool(s.control[STOP] == 0)
 
 
 @public
 def serve(s: Shared, buffer: int) -> None:
     """Work off requests with a buffer of one's own, until `STOP` is set."""
     control = s.control
-    while True:
-        while _low(call_c(control[SEM_WAIT], _semaphore(s, 0), 0, 0, 0)) != 0:
-            pass  # a signal came
-        if control[STOP] != 0:
-            return
+    while wait_for_work(s):
         for _ in range(min(WOKEN[1], control[TAIL] - control[HEAD] - 1)):
             call_c(control[SEM_POST], _semaphore(s, 0), 0, 0, 0)
-        ticket = _take(control)
-        while ticket >= 0:
-            _serve_one(s, s.ring_R[ticket % s.ring_R.shape[0]], buffer)
-            ticket = _take(control)
+        code = take(s)
+        while code >= 0:
+            _serve_one(s, code, buffer)
+            code = take(s)
 
 
 @device
-def _take(control: Ints) -> int:
-    """The number of the next request in the ring, or −1 where there is none."""
+def take(s: Shared) -> int:
+    """The next request, as batch · 2³² + number, or −1 where there is none."""
+    control = s.control
     head = control[HEAD]
     while head < control[TAIL]:
+        code = s.ring_R[head % s.ring_R.shape[0]]
         if atomic_replace(address_of(control) + 8 * HEAD, head, head + 1):
-            return int(head)
+            return int(code)
         head = control[HEAD]
     return -1
 
 
 @device
-def _serve_one(s: Shared, code: int, buffer: int) -> None:
-    batch_4, request_5 = s.batch_N4[code >> 32], s.request_NQ5[code >> 32, code & 0xFFFFFFFF]
-    if batch_4[ERROR] == 0:
-        only_3 = s.copy_NK3[code >> 32, request_5[FIRST_COPY]]
-        straight = request_5[COPIES] == 1 and only_3[NBYTES] == request_5[LENGTH]
-        straight &= s.control[DIRECT] != 0 and only_3[TARGET] % s.control[ALIGN] == 0
-        to = only_3[TARGET] if straight else buffer
-        error = _read_once(s, request_5[OFFSET], request_5[LENGTH], request_5[NEEDED], to)
-        if error != 0:
-            batch_4[ERROR_AT] = request_5[OFFSET]
-            batch_4[ERROR] = error
-        elif not straight:
-            _copy_rows(s.control[COPY], s.copy_NK3[code >> 32], request_5[FIRST_COPY], request_5[COPIES], buffer)
+def request_of(s: Shared, code: int) -> Ints:
+    """What a request asks for."""
+    return s.request_NQ5[code >> 32, code & 0xFFFFFFFF]
+
+
+@device
+def target_of(s: Shared, code: int, buffer: int) -> int:
+    """Where a request reads to: the place of its only row where that may be read to straight, else the buffer."""
+    request_5 = request_of(s, code)
+    only_3 = s.copy_NK3[code >> 32, request_5[FIRST_COPY]]
+    straight = request_5[COPIES] == 1 and only_3[NBYTES] == request_5[LENGTH]
+    straight &= s.control[DIRECT] != 0 and only_3[TARGET] % s.control[ALIGN] == 0
+    return int(only_3[TARGET] if straight else buffer)
+
+
+@device
+def has_failed(s: Shared, code: int) -> bool:
+    """Whether another request of the same batch has failed."""
+    return bool(s.batch_N4[code >> 32, ERROR] != 0)
+
+
+@device
+def finish(s: Shared, code: int, error: int, buffer: int) -> None:
+    """Bring what a request has read to its places, or note its error; the last one of a batch wakes who waits."""
+    batch_4, request_5 = s.batch_N4[code >> 32], request_of(s, code)
+    if error != 0:
+        batch_4[ERROR_AT] = request_5[OFFSET]
+        batch_4[ERROR] = error
+    elif batch_4[ERROR] == 0 and target_of(s, code, buffer) == buffer:
+        _copy_rows(s.control[COPY], s.copy_NK3[code >> 32], request_5[FIRST_COPY], request_5[COPIES], buffer)
     if atomic_add(address_of(batch_4) + 8 * PENDING, -1) == 1:
         call_c(s.control[SEM_POST], _semaphore(s, 1 + (code >> 32)), 0, 0, 0)
+
+
+@device
+def _serve_one(s: Shared, code: int, buffer: int) -> None:
+    request_5, error = request_of(s, code), 0
+    if not has_failed(s, code):
+        to = target_of(s, code, buffer)
+        error = _read_once(s, request_5[OFFSET], request_5[LENGTH], request_5[NEEDED], to)
+    finish(s, code, error, buffer)
 
 
 @device
@@ -172,7 +218,7 @@ def wait(s: Shared, batch: int, nanoseconds: int) -> int:
     time_2[1] %= 1_000_000_000
     if _low(call_c(control[SEM_TIMEDWAIT], _semaphore(s, 1 + batch), address_of(time_2), 0, 0)) == 0:
         return DONE
-    return INTERRUPTED if _errno(s) == _EINTR else LATER
+    return INTERRUPTED if last_error(s) == EINTR else LATER
 
 
 @public

@@ -243,7 +243,7 @@ def test_predictors_of_experts_are_trained_packed_and_run(
         global_w = td.global_weights(checkpoint, "cpu")
         x = td.embed(d, global_w, torch.from_numpy(TOKENS[:20])[None])
         for n, ffn in enumerate(ffns):
-            x = _layer_step(d, td.layer_weights(checkpoint, n, "cpu"), x, ffn, LayerSums())
+            x = _layer_step(d, td.layer_weights(checkpoint, n, "cpu"), x, ffn, LayerSums.over(d.neurons))
         wanted = td.logits(d, global_w, x)[0].numpy()
     with Artifact.open(tmp_path / "a.pi") as artifact:
         np.testing.assert_allclose(reference.forward(artifact, TOKENS[:20], "predicted"), wanted, atol=2e-3)

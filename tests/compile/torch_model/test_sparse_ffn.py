@@ -102,7 +102,8 @@ def test_agreement_is_the_definition_of_the_format() -> None:
 def test_a_threshold_is_counted_as_what_fires() -> None:
     d = small_decoder(d_model=D_MODEL, d_ff=D_FF, activation="silu")
     w = {name: torch.from_numpy(WEIGHTS[name]) for name in ("ffn/first", "ffn/rest")}
-    x, layer, sums = torch.from_numpy(X), Layer(rung="threshold", threshold=0.2), LayerSums(state=1.0)
+    x, layer, sums = torch.from_numpy(X), Layer(rung="threshold", threshold=0.2), LayerSums.over(D_FF)
+    sums.state, place = 1.0, sums.fired.data_ptr()
     h = td.neurons(d, w, x)
     read, kept = SparseFfn(layer).apply(d, w, x, h)
     assert read is None
@@ -116,6 +117,7 @@ def test_a_threshold_is_counted_as_what_fires() -> None:
     assert row.gate_bytes == D_FF * (neuron.first + neuron.rest)  # nothing is 0 without the threshold
     assert row.error == pytest.approx(float((td.ffn_output(w, h) - td.ffn_output(w, kept)).square().sum()), rel=1e-4)
     assert np.array_equal(sums.fired.numpy(), (kept != 0).sum(0).numpy())
+    assert sums.fired.data_ptr() == place
 
 
 @pytest.mark.parametrize("ffn_format", ["keep", "q4"])

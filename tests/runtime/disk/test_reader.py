@@ -42,9 +42,15 @@ def read(reader: Reader, rows: list[int], memory: np.ndarray, batch: int = 0) ->
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(rows=st.sets(st.integers(0, ROWS - 1), min_size=1), direct=st.booleans(), gap=st.sampled_from([0, 700, 8192]))
-def test_rows_come_whole(path: Path, rows: set[int], direct: bool, gap: int) -> None:
-    reader, memory = Reader(path, ROWS, workers=3, direct=direct, gap=gap), np.zeros((len(rows), NBYTES), np.uint8)
+@given(
+    rows=st.sets(st.integers(0, ROWS - 1), min_size=1),
+    direct=st.booleans(),
+    ring=st.booleans(),
+    gap=st.sampled_from([0, 700, 8192]),
+)
+def test_rows_come_whole(path: Path, rows: set[int], direct: bool, ring: bool, gap: int) -> None:
+    reader = Reader(path, ROWS, workers=3, direct=direct, ring=ring, gap=gap)
+    memory = np.zeros((len(rows), NBYTES), np.uint8)
     try:
         read(reader, sorted(rows), memory)
     finally:
