@@ -47,11 +47,17 @@ class BudgetRow:
 
 
 def sweep(
-    open_model: Callable[[int], Model], most: int, limit_s: float, progress: Progress, rows: list[BudgetRow]
+    open_model: Callable[[int], Model],
+    most: int,
+    limit_s: float,
+    progress: Progress,
+    rows: list[BudgetRow],
+    left_out: list[str],
 ) -> None:
-    """Decode within `BUDGETS` budgets up to `most`, the largest first, for `limit_s` seconds in all; appends to rows.
+    """Decode within `BUDGETS` budgets up to `most`, the largest first, for `limit_s` seconds in all.
 
-    Raises UsageError where the context is too short, DoesNotFitError where not even `most` is enough.
+    Appends to rows, and to what was left out and why. Raises UsageError where the context is too short,
+    DoesNotFitError where not even `most` is enough.
     """
     least, whole = _useful(open_model, most)
     with suppress(DoesNotFitError):  # both ways to run bring kernels into memory, which then count for all budgets
@@ -59,8 +65,10 @@ def sweep(
     budgets = np.linspace(min(most, whole + SLACK), least + SLACK, BUDGETS).astype(int).tolist()
     for n, budget in enumerate(budgets):
         progress(n, len(budgets))
-        with suppress(DoesNotFitError):  # this process has grown by more than expected
+        try:
             rows.append(_decoded(open_model, budget, limit_s / len(budgets)))
+        except DoesNotFitError as error:  # this process has grown by more than expected
+            left_out.append(f"--ram-budget {budget >> 20}MiB: {error.expected}, now that larger ones have run")
     progress(len(budgets), len(budgets))
 
 
