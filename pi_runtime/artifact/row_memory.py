@@ -11,9 +11,9 @@ from pi_runtime.artifact.buffers import cpu_workspace, rotary_tables, table_byte
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import FEW_TOKENS, chunk_places, padded_width
 
-WORKERS = 32
-"""Reads that are under way at once."""
-PIECE_NBYTES = 1 << 18
+WORKERS = 64
+"""Most reads that are under way at once."""
+PIECE_NBYTES = 1 << 17
 """Most bytes of one read, and what each reader has to read into."""
 BATCHES = 4
 """Batches of reads that can be under way at once, each waited for by itself."""
@@ -57,9 +57,8 @@ def row_buffers(d: Decoder, both: int, room: int) -> RowBuffers:
     least = least_row_buffers(d, both)
     if room - least >= all_rows(d, both):
         return RowBuffers(0, chunk_places(d.d_ff), room - least)
-    room -= both
-    tokens = next((t for t in PROMPT_TOKENS if t * token_nbytes(d) <= room * _PROMPT_SHARE), 0)
-    room -= tokens * token_nbytes(d)
+    tokens = next((t for t in PROMPT_TOKENS if room >= _room_for(d, both, t)), 0)
+    room -= both + tokens * token_nbytes(d)
     transit_nbytes = _transit_nbytes(both)
     transit = max(chunk_places(d.d_ff), min(d.d_ff, int(room * _TRANSIT_SHARE) // transit_nbytes))
     return RowBuffers(tokens, transit, room - transit * transit_nbytes)
@@ -70,8 +69,14 @@ def most_left(d: Decoder, both: int, room: int) -> int:
 
     A little above a threshold of `PROMPT_TOKENS` less is left than a little below it.
     """
-    edges = (both + int(tokens * token_nbytes(d) / _PROMPT_SHARE) - 1 for tokens in PROMPT_TOKENS)
+    edges = (_room_for(d, both, tokens) - 1 for tokens in PROMPT_TOKENS)
     return max(row_buffers(d, both, size).left for size in (room, *(edge for edge in edges if edge < room)))
+
+
+def _room_for(d: Decoder, both: int, tokens: int) -> int:
+    """Bytes from which on so many tokens of a long prompt have room."""
+    nbytes = tokens * token_nbytes(d)
+    return max(both + int(nbytes / _PROMPT_SHARE), least_row_buffers(d, both) + nbytes)
 
 
 def _transit_nbytes(both: int) -> int:

@@ -31,6 +31,8 @@ GAP_NBYTES = 8192
 """Rows with at most so many bytes between them are read together: a further read takes as long as about 11 KiB."""
 RING_THREADS = 2
 """One of them copies rows while the other one asks for more."""
+PREAD_THREADS = 32
+"""Without io_uring; more of them take processor time from the model."""
 STALL_SECONDS = 60.0
 """After so long without an answer the disk counts as stalled."""
 _SLICE_NANOSECONDS = 200_000_000
@@ -63,8 +65,9 @@ def page_aligned(nbytes: int) -> npt.NDArray[np.uint8]:
 class Reader:
     """Reads rows of one file into memory, in batches that are waited for; see `reading`.
 
-    `workers` is how many reads are under way at once, `direct` whether to try O_DIRECT, `ring` whether to try io_uring,
-    `pread` the address of the function that reads without it, `stall_seconds` how long to wait for an answer.
+    `workers` is how many reads are under way at once (None: as many as suit the way of reading), `direct` whether to
+    try O_DIRECT, `ring` whether to try io_uring, `pread` the address of the function that reads without it,
+    `stall_seconds` how long to wait for an answer.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Reader:
         path: Path,
         rows: int,
         *,
-        workers: int = WORKERS,
+        workers: int | None = None,
         direct: bool = True,
         ring: bool = True,
         align: int | None = None,
@@ -109,11 +112,13 @@ class Reader:
             )
         self._pending_N = self.shared.batch_N4[:, reading.PENDING]
         self._targets: list[object] = []
-        buffers = page_aligned(workers * (PIECE_NBYTES + 2 * self.align))
         self._threads: list[Thread] = []
-        threads = min(workers, RING_THREADS)
-        self._rings = OpenRing.several(threads, workers // threads) if ring and self.direct and pread is None else []
-        self._start(workers, buffers)
+        depth = WORKERS if workers is None else workers
+        threads = min(depth, RING_THREADS)
+        self._rings = OpenRing.several(threads, depth // threads) if ring and self.direct and pread is None else []
+        if workers is None and not self._rings:
+            depth = PREAD_THREADS
+        self._start(depth, page_aligned(depth * (PIECE_NBYTES + 2 * self.align)))
 
     def hold(self, memory: object) -> None:
         """Name memory that rows go to: it must outlive reads that do not end."""

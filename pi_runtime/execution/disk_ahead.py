@@ -3,6 +3,8 @@
 Shape letters: T tokens, D model width, N tokens that take one expert, F neurons of one expert.
 """
 
+from collections import deque
+
 import numpy as np
 
 from pi_runtime.artifact.footprint import FEW_TOKENS
@@ -24,22 +26,20 @@ class FasterWay:
     """So many tokens in a row of each so many try the way that was slower."""
 
     def __init__(self) -> None:
-        self._seconds = [0.0, 0.0]
+        self._seconds = [deque[float](maxlen=self.TRIED) for _ in range(2)]
         self._tokens = 0
 
     @property
     def second(self) -> bool:
         """Whether the next token goes the second way."""
-        if self._tokens < 2 * self.TRIED:
-            return self._tokens >= self.TRIED
-        faster = self._seconds[1] < self._seconds[0]
+        if self._tokens < 3 * self.TRIED:
+            return self._tokens >= 2 * self.TRIED
+        faster = sum(self._seconds[1]) < sum(self._seconds[0])
         return faster != (self._tokens % self.PERIOD < self.TRIED)
 
     def count(self, seconds: float) -> None:
-        """Count a token that went as `second` says."""
-        way = int(self.second)
-        before = self._seconds[way] or seconds
-        self._seconds[way] = before + 0.25 * (seconds - before)
+        """Count a token that went as `second` says; the first ones of all, which fill the caches, are pushed out."""
+        self._seconds[self.second].append(seconds)
         self._tokens += 1
 
 

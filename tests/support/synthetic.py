@@ -100,7 +100,7 @@ def random_artifact(
 def golden_artifact(path: Path) -> Path:
     """The artifact whose bytes are pinned: every kind of array and entry, weights from integer arithmetic alone.
 
-    A change of format replaces the pinned file: `python tests/support/synthetic.py`.
+    A change of format replaces the pinned file: `PYTHONPATH=tests python tests/support/synthetic.py`.
     """
     decoder = small_decoder(d_model=72, n_heads=3, n_kv_heads=1)
     formats = {"embedding": "bf16", "attention": "q8", "ffn": "q4", "head": "f16", "predictor": "f32"}

@@ -5,7 +5,7 @@ import pytest
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.row_memory import most_left, row_buffers
+from pi_runtime.artifact.row_memory import least_row_buffers, most_left, row_buffers
 from pi_runtime.artifact.schema import Manifest, RowPlan
 from pi_runtime.disk.ram_plan import ROW_ARRAYS, RamPlan, plan_for, row_nbytes, slot_nbytes
 from pi_runtime.errors import DoesNotFitError
@@ -123,6 +123,15 @@ def test_without_a_stored_division_that_fits_a_rule_divides(planned: Artifact) -
     found = [("auto", middle - (64 << 10)), ("auto", everything), ("gate", middle), ("dense", middle)]
     assert [plan_for(planned, mode, budget, FIXED).stored for mode, budget in found] == [None] * 4
     assert plan_for(planned, "predicted", middle, FIXED).stored == m.row_plans[0]
+
+
+@pytest.mark.parametrize(("d_model", "d_ff"), [(64, 640), (8192, 28672), (9216, 36864), (1024, 1 << 20)])
+def test_the_smallest_buffers_leave_no_less_than_nothing(d_model: int, d_ff: int) -> None:
+    decoder, both = small_decoder(d_model=d_model, d_ff=d_ff, n_layers=64), 12 * d_model
+    least = least_row_buffers(decoder, both)
+    found = row_buffers(decoder, both, least)
+    assert found.left >= 0
+    assert most_left(decoder, both, least) >= 0
 
 
 def test_more_room_never_leaves_less_for_rows() -> None:

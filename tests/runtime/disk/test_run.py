@@ -194,9 +194,9 @@ def test_the_faster_way_is_taken_and_the_other_tried_again() -> None:
     for token in range(200):
         taken.append(way.second)
         fast = taken[-1] if token < 100 else not taken[-1]
-        way.count(0.1 if fast else 0.2)
-    assert taken[:8] == [False] * 4 + [True] * 4
-    assert all(taken[8:64])
+        way.count(9.0 if token < 4 else 0.1 if fast else 0.2)
+    assert taken[:12] == [False] * 8 + [True] * 4
+    assert all(taken[12:64])
     assert not any(taken[64:68])
     assert all(taken[68:100])
     assert sum(taken[140:]) <= 8
