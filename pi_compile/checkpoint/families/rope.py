@@ -6,6 +6,7 @@ columns of a head.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,7 +34,10 @@ def rotary(config: Config, head_dim: int, *, theta: float = THETA, partial: floa
         raise config.error(
             "head_dim" if rope.rotated_fraction == 1 else "partial_rotary_factor", width, expected=expected
         )
-    frequencies_J, scale = TYPES[rope.rope_type](rope, width)
+    with np.errstate(all="ignore"):  # numbers out of range are found in the angles
+        frequencies_J, scale = TYPES[rope.rope_type](rope, width)
+    if not (np.isfinite(frequencies_J).all() and frequencies_J.min() > 0 and 0 < scale < math.inf):
+        raise rope.error("angles", f"rope_theta {rope.theta:g}", "angles that float32 can hold", None)
     return {"positions": "rope", "rotary_frequencies": tuple(frequencies_J.tolist()), "rotary_scale": scale}
 
 
@@ -82,7 +86,7 @@ class _Rope:
         """The value of a parameter that must be a positive number."""
         value: Any = self.fields.get(key)
         value = default if value is None else value
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self.config.error(name or f"{self.key}: {key}", value, expected="a positive number")
         return float(value)
 

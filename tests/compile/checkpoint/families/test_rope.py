@@ -94,6 +94,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"rope_scaling": YARN | {"beta_fast": "32"}}, "rope_scaling: beta_fast"),
     "truncate": ({"rope_scaling": YARN | {"truncate": 1}}, "expected: true or false"),
     "theta": ({"rope_theta": -1.0}, "config.json: rope_theta"),
+    "theta-small": ({"rope_theta": 1e-44}, "angles that float32 can hold"),
+    "theta-large": ({"rope_theta": 1e300}, "angles that float32 can hold"),
+    "theta-huge": ({"rope_theta": 10**400}, "a positive number"),
+    "factor-large": ({"rope_scaling": {"type": "linear", "factor": 1e300}}, "angles that float32 can hold"),
     "theta-1": ({"rope_scaling": YARN, "rope_theta": 1.0}, "another number than 1"),
     "partial": ({"partial_rotary_factor": 0.5}, "this family rotates whole heads"),
 }
