@@ -74,6 +74,13 @@ def resolve_checkpoint(
     else:
         decoder = apply_rope_divisors(decoder, file)
         source = GgufTensors(file, decoder)
+    if decoder.n_layers > len(source.names):
+        raise CheckpointError(
+            f"{location}: too few tensors for its layers",
+            expected=f"more tensors than {decoder.n_layers} layers",
+            found=len(source.names),
+            remedy="some of its files are missing, or the number of layers is wrong",
+        )
     prefix = _prefix(adapter, decoder, source)
     if decoder.tied_head and _head(adapter) in source.names:
         decoder = _resolve_tied_head(decoder, adapter, prefix, source, notices)

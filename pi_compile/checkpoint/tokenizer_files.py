@@ -6,7 +6,8 @@ The reference is what transformers does with the checkpoint. The checkpoint's ow
 import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pi_compile.checkpoint.gguf.file import open_gguf
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.schema import Text
+from pi_runtime.errors import PiError
 
 GENERATION_KEYS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
@@ -51,6 +53,32 @@ def read_text_files(location: Path, vocab_size: int) -> TextFiles:
     `location` is the checkpoint's folder, or a GGUF file; nothing beside that file is read. `vocab_size` is the
     model's. Raises CheckpointError if there is no tokenizer, or if transformers or the runtime cannot read it.
     """
+    with _faults_of_libraries(location):
+        return _read(location, vocab_size)
+
+
+@contextmanager
+def _faults_of_libraries(location: Path) -> Iterator[None]:
+    """Turn what transformers and tokenizers do on damaged files, which they do not check, into one error."""
+    try:
+        yield
+    except PiError:
+        raise
+    except BaseException as error:
+        # A panic of the Rust side arrives as pyo3's PanicException, which cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(
+            f"{location}: transformers cannot read the tokenizer",
+            found=f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
+            remedy=f"put a {TOKENIZER} there (saved where it does load), or install what is named: "
+            "tokenizer.model needs `pip install sentencepiece protobuf`"
+            if location.is_dir()
+            else "use a GGUF file with a tokenizer of the kind llama or gpt2, or the Hugging Face checkpoint",
+        ) from None
+
+
+def _read(location: Path, vocab_size: int) -> TextFiles:
     notices: list[str] = []
     config, generation_config = _configs(location)
     end_ids = _configured_end_ids(config, generation_config or {}, location)
@@ -129,15 +157,6 @@ def _load(location: Path) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False, local_files_only=True)
         else:
             tokenizer = _load_from_gguf(location)
-    except Exception as error:  # on damaged files transformers fails in many ways, tokenizers with bare Exceptions
-        raise CheckpointError(
-            f"{location}: transformers cannot read the tokenizer",
-            found=f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
-            remedy=f"put a {TOKENIZER} there (saved where it does load), or install what is named: "
-            "tokenizer.model needs `pip install sentencepiece protobuf`"
-            if location.is_dir()
-            else "use a GGUF file with a tokenizer of the kind llama or gpt2, or the Hugging Face checkpoint",
-        ) from None
     finally:
         logging.set_verbosity(verbosity)
     if not getattr(tokenizer, "is_fast", False):

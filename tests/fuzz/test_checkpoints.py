@@ -20,7 +20,7 @@ from support.gguf_files import rounded_checkpoint, write_gguf
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import read_text_files
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.usefixtures("long_form")]
+pytestmark = pytest.mark.slow
 
 
 def test_checkpoints(cases: Cases, tmp_path: Path) -> None:

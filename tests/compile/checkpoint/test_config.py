@@ -122,6 +122,11 @@ def test_a_field_with_a_value_that_cannot_be(folder: Path, key: str) -> None:
     assert expected in message
 
 
+def test_more_layers_than_tensors_are_refused_at_once(folder: Path) -> None:
+    edit_json(folder / "config.json", num_hidden_layers=10**7)
+    assert "too few tensors for its layers" in refusal(folder)
+
+
 def test_a_missing_field(folder: Path) -> None:
     edit_json(folder / "config.json", "hidden_size")
     assert "no such key" in refusal(folder)

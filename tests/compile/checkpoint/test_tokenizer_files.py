@@ -13,8 +13,14 @@ import tokenizers
 from support.hf import edit_json, write_opt_tokenizer, write_tokenizer
 from transformers import AutoTokenizer
 
+from pi_compile.checkpoint import tokenizer_files
 from pi_compile.checkpoint.tokenizer_files import TextFiles, read_text_files
 from pi_compile.errors import CheckpointError
+
+
+class PanicException(BaseException):
+    """Stands for pyo3's."""
+
 
 PROMPTS = ["Once upon a time", " two  spaces\n", "café “quotes” 🙂", "it did</s>!", ""]
 
@@ -98,6 +104,28 @@ def test_a_broken_tokenizer(folder: Path, content: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         read(folder)
     assert "token" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [Exception("untagged enum"), RecursionError("deep"), PanicException("slice index")])
+def test_whatever_a_library_does_on_a_damaged_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(tokenizer_files.AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises(CheckpointError, match="transformers cannot read the tokenizer") as caught:
+        read(folder)
+    assert str(error) in str(caught.value)
+
+
+def test_an_interrupt_is_no_fault_of_a_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenizer_files.AutoTokenizer, "from_pretrained", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        read(folder)
 
 
 def test_a_broken_sentencepiece_model(folder: Path) -> None:
