@@ -49,7 +49,7 @@ class Build:
         """The pipeline of one worker. The one that leads shows progress, and says what is to be said."""
         device = self.device if self.device != ALL_GPUS else f"cuda:{rank.local % _gpus()}"
         notice, progress = (console.say, console.progress) if rank.leads else (_ignore, _no_progress)
-        return Pipeline(self.recipe, device, notice, progress, rank, self.heartbeat)
+        return Pipeline(self.recipe, device, notice, progress, rank, self.heartbeat, output=self.output)
 
     def pin(self, rank: Rank) -> None:
         """Keep a worker on its NUMA node, if it is to have one."""
@@ -82,7 +82,7 @@ def help_build(build: Build, rank: Rank) -> None:
 def launched(build: Build) -> Iterator[Pipeline]:
     """The pipeline of this process, while other workers go through theirs."""
     pipeline = build.pipeline(rank_of())
-    _ = pipeline.checkpoint  # must be usable before a folder is made for results
+    _ = pipeline.build  # checkpoint and text must be usable before a folder is made for results
     helpers: LocalProcesses | RayHelpers
     if build.ray:
         if build.numa is not None:

@@ -52,6 +52,8 @@ class Pipeline:
     progress: Callable[..., AbstractContextManager[Progress]]
     rank: Rank = LONE
     heartbeat: float = HEARTBEAT
+    output: Path | None = None
+    """Where the artifact goes, if one is to be made."""
     ran: list[str] = field(default_factory=list)
 
     @cached_property
@@ -69,14 +71,29 @@ class Pipeline:
     @cached_property
     def worker(self) -> Worker:
         """This process among those that work on the recipe."""
-        build = key_of(
+        folder = store_folder(self.recipe_path) / WORKERS
+        return Worker(folder, self.rank, build=self.build, heartbeat=self.heartbeat, notice=self.notice)
+
+    @cached_property
+    def build(self) -> str:
+        """Digest of everything that the key of a stage depends on: workers of one build have the same keys."""
+        machine = self.folder / self.recipe.place.machine
+        return key_of(
             recipe=self.recipe.model_dump(),
+            checkpoint=self.checkpoint.digest(),
+            text=self._text_digests,
+            machine=file_digest(machine) if machine.is_file() else "",
+            output=str(self.output.resolve()) if self.output else "",
             device=self._kind,
             python=sys.version_info[:3],
             code=code_digest("pi_compile.pipeline.pipeline"),
         )
-        folder = store_folder(self.recipe_path) / WORKERS
-        return Worker(folder, self.rank, build=build, heartbeat=self.heartbeat, notice=self.notice)
+
+    @cached_property
+    def _text_digests(self) -> list[tuple[str, str]]:
+        """Names and digests of the text files of the corpus."""
+        files = source_files([*self.recipe.corpus.text, *self.recipe.corpus.report], self.folder)
+        return [(f.name, file_digest(f)) for f in files]
 
     @property
     def _kind(self) -> str:
@@ -94,12 +111,11 @@ class Pipeline:
     def streams(self) -> Streams:
         """Token streams of the corpus."""
         section, decoder = self.recipe.corpus, self.checkpoint.decoder
-        files = source_files([*section.text, *section.report], self.folder)
         text = read_text_files(self.checkpoint.location, decoder.vocab_size)
         settings = {**section.model_dump(), "window": self.recipe.profile.window}
         key = key_of(
             settings=settings,
-            files=[(f.name, file_digest(f)) for f in files],
+            files=self._text_digests,
             # `python` is the documentation of the Python that runs.
             python=sys.version_info[:3],
             context=decoder.context_length,
@@ -222,12 +238,13 @@ class Pipeline:
             output=str(output.resolve()),
             code=code_digest("pi_compile.packing"),
         )
-        record = self.store.folder / "packed.json"
+        record = self.store.folder / f"packed-{key[:16]}.json"
         known = _record(record)
         if known.get("key") == key:
             if output.exists() and file_digest(output) == known["report"]["sha256"]:
                 return dict(known["report"])
             record.unlink(missing_ok=True)
+        made: dict[str, Any] = {}
 
         def write() -> None:
             with self.progress("packing") as progress:
@@ -243,13 +260,18 @@ class Pipeline:
                 )
             for line in result.notices:
                 self.notice(line)
-            write_text(record, json.dumps({"key": key, "report": pack_report(result)}))
+            made.update(pack_report(result))
+            write_text(record, json.dumps({"key": key, "report": made}))
 
         self.store.share(
             "pack", key, lambda work: work.run({"artifact": write}), lambda: _record(record).get("key") == key
         )
+        if not self.worker.strangers():
+            for older in self.store.folder.glob("packed*.json"):
+                if older != record:
+                    older.unlink(missing_ok=True)
         self.ran.append("pack")
-        return dict(_record(record)["report"])
+        return made or dict(_record(record)["report"])
 
     def _shown(self, title: str, unit: str, stage: Callable[..., Result], key: str) -> Callable[[WorkFolder], Result]:
         """A stage that shows its progress, and records the key of its inputs."""

@@ -7,9 +7,11 @@ from typing import Any
 from pi_compile.pipeline.pipeline import store_folder
 from pi_compile.pipeline.store import WORKERS
 from pi_compile.recipe import read_recipe
-from pi_compile.workers import failures_in, silence, workers_in
+from pi_compile.workers import HEARTBEAT, PATIENCE, failures_in, silence, workers_in
 
 STAGES = ("corpus", "profile", "train", "pack")
+SLACK = 5.0
+"""Seconds by which a file's time may be late on a network."""
 _SHOWN = ("name", "host", "pid", "rank", "launcher", "stage", "task", "task_seconds")
 
 
@@ -34,19 +36,33 @@ def build_status(recipe: Path) -> dict[str, Any]:
 def _state(folder: Path, stage: str, begun: Mapping[str, Path]) -> str:
     if stage in begun:
         return "begun"
-    made = [folder / "packed.json"] if stage == "pack" else folder.glob(f"{stage}-*.npz")
-    return "done" if any(path.exists() for path in made) else "waiting"
+    made = folder.glob("packed-*.json" if stage == "pack" else f"{stage}-*.npz")
+    return "done" if any(made) else "waiting"
 
 
 def _progress(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The running stage's share that is done, and the seconds to its end at the rate of the worker that knows most.
 
-    What a worker knows to be done is what all have done. It measures the rate by its own clock.
+    What a worker knows to be done is what all have done. It measures the rate by its own clock. The running stage is
+    the latest one that a living worker is at.
     """
-    alive = [worker for worker in workers if worker["silent_seconds"] is not None]
-    known = max(alive, key=lambda worker: worker["done"] / max(worker["total"], 1), default=None)
+    alive = [worker for worker in workers if _lives(worker)]
+    latest = max((_order(worker) for worker in alive), default=0)
+    there = [worker for worker in alive if _order(worker) == latest]
+    known = max(there, key=lambda worker: worker["done"] / max(worker["total"], 1), default=None)
     if known is None or not known["total"]:
         return {"done": None, "eta_seconds": None}
     made = known["done"] - known["done_before"]
     left = (known["total"] - known["done"]) * known["stage_seconds"] / made if made > 0 else None
     return {"done": known["done"] / known["total"], "eta_seconds": left}
+
+
+def _lives(worker: Mapping[str, Any]) -> bool:
+    """Whether a worker's last sign of life is recent enough for it to be at work."""
+    silent = worker["silent_seconds"]
+    return silent is not None and silent <= PATIENCE * worker.get("heartbeat", HEARTBEAT) + SLACK
+
+
+def _order(worker: Mapping[str, Any]) -> int:
+    """Position of the worker's stage among all; -1 before the first."""
+    return STAGES.index(worker["stage"]) if worker["stage"] in STAGES else -1

@@ -24,7 +24,7 @@ from typing import Any
 from pi_compile.errors import TaskFailedError
 from pi_compile.files import write_text
 from pi_compile.workers.worker import PATIENCE, Worker
-from pi_runtime.errors import PiError
+from pi_runtime.errors import PiError, UsageError
 from pi_runtime.exit_codes import code_and_message
 
 ATTEMPTS = 3
@@ -71,7 +71,6 @@ class WorkFolder:
         """`finished` says whether the stage's result is there, so that nothing in the folder is needed any more."""
         self.path, self.worker, self.finished = path, worker, finished
         self._made: set[str] = set()
-        self._holders: dict[str, str] = {}
         # Failures of earlier runs do not count: their cause may have been removed.
         self._old = {f"{task}.{n}" for task, numbers in self._listing().failed.items() for n in numbers}
         self._failures: dict[str, int] = {}
@@ -86,7 +85,8 @@ class WorkFolder:
 
         A task is the name of the file that it makes. It begins when the files that it `needs` are there. `on_done` is
         called with the names of all files, again and again. Raises what a task raises that cannot succeed, and
-        TaskFailedError where one has failed three times, or in another worker; StageDoneError if the stage is finished.
+        TaskFailedError where one has failed three times, or in another worker; StageDoneError if the stage is finished,
+        UsageError if the folder was removed.
         """
         self._run(tuple(tasks), lambda names: tasks[names[0]](), 1, needs, on_done)
 
@@ -99,12 +99,11 @@ class WorkFolder:
         """Let nobody else hold the same name while the block runs; waits for who does.
 
         A process of this machine that was stopped still holds it. Raises StageDoneError if the stage is finished by
-        then, and what the worker is stopped with.
+        then, UsageError if the folder was removed, and what the worker is stopped with.
         """
         pause, is_told = SHORTEST, False
         while (claim := self._claim(name, self._listing(), or_sleeps=True)) is None:
-            if self.finished():
-                raise StageDoneError
+            self._check_finished()
             self.worker.check()
             if pause == LONGEST and not is_told:
                 self.worker.notice(f"{self.path}: another process is at work; waiting for it")
@@ -134,8 +133,7 @@ class WorkFolder:
             missing = [name for name in names if name not in done]
             if not missing:
                 return
-            if self.finished():
-                raise StageDoneError
+            self._check_finished()
             self._check(listing)
             self.worker.check()
             ready = (name for name in missing if done.issuperset(needs.get(name, ())))
@@ -152,6 +150,17 @@ class WorkFolder:
             return _Listing.of(self.path)
         except FileNotFoundError:
             return _Listing()  # the stage may be finished, and its folder removed
+
+    def _check_finished(self) -> None:
+        """Raise StageDoneError if the stage is finished, UsageError if its folder was removed before that."""
+        gone = not self.path.is_dir()  # looked at first: who finishes the stage removes the folder afterwards
+        if self.finished():
+            raise StageDoneError
+        if gone:
+            raise UsageError(
+                f"{self.path}: was removed while workers were at it",
+                remedy="run the command again; stages that are finished are kept",
+            )
 
     def _claim_some(self, ready: Iterator[str], listing: _Listing, share: int) -> dict[str, Path]:
         """Up to a share of the tasks, each with the claim that this worker has made."""
@@ -183,13 +192,10 @@ class WorkFolder:
         return claim
 
     def _held(self, claim: str, or_sleeps: bool) -> bool:
-        holder = self._holders.get(claim, "")
-        if not holder:
-            try:
-                holder = (self.path / claim).read_text()
-            except FileNotFoundError:
-                return True  # given up since the listing: the next one tells more
-            self._holders[claim] = holder
+        try:  # anew each time: a claim that was given up may be made again under the same name
+            holder = (self.path / claim).read_text()
+        except FileNotFoundError:
+            return True  # given up since the listing: the next one tells more
         if not holder:  # made just now, or by a worker that ended at that moment
             return not self.worker.unchanged(claim, holder, PATIENCE * self.worker.heartbeat)
         return self.worker.lives(holder, or_sleeps=or_sleeps)

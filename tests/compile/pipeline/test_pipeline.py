@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from support.small_project import prose, small_project, small_recipe
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import ProfileError
+from pi_compile.machine.profile import bundled_machines
 from pi_compile.packing import PackSpec, pack
 from pi_compile.pipeline import pipeline as pipeline_module
 from pi_compile.pipeline import stages
@@ -49,8 +51,9 @@ def silent(*_: object) -> Iterator[object]:
     yield lambda _done, _total: None
 
 
-def pipeline(project: Path) -> Pipeline:
-    return Pipeline(project / "small.toml", "cpu", lambda _line: None, silent)
+def pipeline(project: Path, output: str = "") -> Pipeline:
+    path = project / output if output else None
+    return Pipeline(project / "small.toml", "cpu", lambda _line: None, silent, output=path)
 
 
 def build(project: Path) -> tuple[list[str], dict[str, object]]:
@@ -232,6 +235,40 @@ def test_two_builds_at_once_do_not_disturb_each_other(project: Path) -> None:
     verify(project / "small.pi")
 
 
+def test_builds_with_other_inputs_are_strangers(project: Path) -> None:
+    """Else one would remove what the other works on."""
+    found = [pipeline(project).build, pipeline(project, "a.pi").build, pipeline(project, "b.pi").build]
+    assert pipeline(project, "a.pi").build == found[1]
+    (project / "text" / "0.txt").write_text(prose(5, 1500))
+    found.append(pipeline(project).build)
+    change_model(project)
+    found.append(pipeline(project).build)
+    machine = (bundled_machines() / "stand-in.toml").read_text()
+    (project / "small.toml").write_text(small_recipe(place={"machine": "mine.toml"}).to_toml())
+    for name in ("one", "two"):
+        (project / "mine.toml").write_text(machine + f"# {name}\n")
+        found.append(pipeline(project).build)
+    assert len(set(found)) == len(found)
+
+
+def test_two_outputs_at_once_have_a_report_each(built: Path, report: dict[str, object]) -> None:
+    """The other packs after this one has, and before it reports."""
+    first, second = pipeline(built, "first.pi"), pipeline(built, "second.pi")
+    share = first.store.share
+
+    def then_the_other(*arguments: Any) -> None:
+        share(*arguments)
+        assert second.pack(built / "second.pi")["artifact"] == str(built / "second.pi")
+
+    first.store.share = then_the_other  # type: ignore[method-assign]
+    with first.worker, second.worker:
+        found = first.pack(built / "first.pi")
+    assert found == report | {"artifact": str(built / "first.pi")}
+    with first.worker, second.worker:
+        assert first.pack(built / "first.pi") == found
+    assert first.ran == ["pack"]
+
+
 def test_a_quality_budget_out_of_reach_ends_the_build(project: Path, fails: Callable[..., str]) -> None:
     """Where no exact rung is allowed: exit code 5, the layers, and no artifact."""
     recipe = small_recipe(train={"rungs": ["predicted"]}, quality={"perplexity_increase": 1e-9})
@@ -292,5 +329,6 @@ def test_a_profile_of_another_model_is_refused(built: Path, tmp_path_factory: py
 
 
 def test_a_damaged_record_of_what_was_packed_only_packs_again(built: Path, report: dict[str, object]) -> None:
-    (built / ".pi-build" / "small" / "packed.json").write_text('{"key": "a')
+    (record,) = (built / ".pi-build" / "small").glob("packed-*.json")
+    record.write_text('{"key": "a')
     assert build(built) == (["pack"], report)

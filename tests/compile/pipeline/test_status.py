@@ -1,6 +1,7 @@
 """What `pi-compile status` says of a build, from the files of its workers alone."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +65,33 @@ def test_a_worker_that_is_gone(store: Path, tmp_path: Path) -> None:
     found = build_status(tmp_path / "a.toml")
     assert found["workers"][0]["silent_seconds"] is None
     assert "ended" in status_text(found)
+
+
+def show(store: Path, name: str, silent: float = 0, **changes: object) -> None:
+    """Write what a worker of another machine showed some seconds ago."""
+    worker = Worker(store / "workers", heartbeat=10.0)
+    worker.name = name
+    worker._show()
+    path = store / "workers" / f"{name}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"system": "another"} | changes))
+    then = path.stat().st_mtime - silent
+    os.utime(path, (then, then))
+
+
+def test_what_a_worker_of_another_machine_knew_when_it_ended_does_not_count(store: Path, tmp_path: Path) -> None:
+    show(store, "ended", silent=60, stage="profile", total=10, done=9, stage_seconds=1.0)
+    assert build_status(tmp_path / "a.toml")["done"] is None
+    show(store, "alive", silent=10, stage="profile", total=10, done=2, stage_seconds=1.0)
+    found = build_status(tmp_path / "a.toml")
+    assert (found["done"], found["eta_seconds"]) == (0.2, 4.0)
+    assert len(found["workers"]) == 2
+
+
+def test_workers_of_two_stages_are_not_mixed(store: Path, tmp_path: Path) -> None:
+    show(store, "first", stage="profile", total=10, done=9, stage_seconds=1.0)
+    show(store, "second", stage="train", total=10, done=5, stage_seconds=5.0)
+    found = build_status(tmp_path / "a.toml")
+    assert (found["done"], found["eta_seconds"]) == (0.5, 5.0)
 
 
 def test_a_failed_task_is_named_with_its_log(store: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pi_compile.errors import ProfileError, TaskFailedError
 from pi_compile.workers import Rank, StageDoneError, Worker, WorkFolder, failures_in, rank_of, workers_in
 from pi_compile.workers import tasks as tasks_module
 from pi_compile.workers import worker as worker_module
-from pi_runtime.errors import NotMetError
+from pi_runtime.errors import NotMetError, UsageError
 
 SHORT = 0.2
 """A heartbeat that a test can wait for."""
@@ -353,6 +353,41 @@ def test_who_waits_hears_that_it_is_finished(tmp_path: Path, worker: Worker, fol
         with pytest.raises(StageDoneError), WorkFolder(folder, worker, lambda: next(finished)).held("run"):
             pass
     assert names(folder) == []
+
+
+def test_who_waits_sees_who_holds_it_now(worker: Worker, tmp_path: Path, folder: Path) -> None:
+    """The next holder's claim may have the name of the one before, who has ended."""
+    waiting = WorkFolder(folder, worker)
+    left = claim(folder, "run", "gone-1-0")
+    assert not waiting._held(left.name, or_sleeps=True)
+    left.unlink()
+    with Worker(tmp_path / "workers") as other, WorkFolder(folder, other).held("run"):
+        assert names(folder) == ["run.claim-0"]
+        threading.Timer(0.05, worker.stop, [NotMetError("waited long enough")]).start()
+        with pytest.raises(NotMetError, match="long enough"), waiting.held("run"):
+            pass
+
+
+def test_a_folder_that_somebody_removed_is_an_error(worker: Worker, folder: Path) -> None:
+    work = WorkFolder(folder, worker)
+    folder.rmdir()
+    with pytest.raises(UsageError, match="was removed while workers were at it"):
+        work.run({"a": writes(folder, "a")})
+    with pytest.raises(UsageError, match="was removed while workers were at it"), work.held("run"):
+        pass
+
+
+def test_a_folder_that_goes_while_a_worker_looks_is_of_a_finished_stage(worker: Worker, folder: Path) -> None:
+    """Others may finish the stage and remove the folder between this worker's two questions."""
+
+    def finished() -> bool:
+        if not folder.exists():
+            return True
+        folder.rmdir()
+        return False
+
+    with pytest.raises(StageDoneError):
+        WorkFolder(folder, worker, finished).run({"a": writes(folder, "a")}, {"a": ["what nobody makes"]})
 
 
 def test_what_was_held_is_free_after_an_error(worker: Worker, folder: Path) -> None:
