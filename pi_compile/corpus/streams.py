@@ -98,7 +98,10 @@ def check_disjoint(text: Sequence[str], report: Sequence[str], folder: Path) -> 
     """Raise CorpusError where a file or data set is in both corpora."""
     shared = _origins(text, folder) & _origins(report, folder)
     if shared:
-        raise CorpusError(f"{min(shared)}: is in [corpus] text and in report, which must be disjoint")
+        raise CorpusError(
+            f"{min(shared)}: is in [corpus] text and in report, which must be disjoint",
+            remedy="take it out of one of them",
+        )
 
 
 def read_streams(spec: CorpusSpec, folder: Path, tokenizer: tokenizers.Tokenizer, window: int) -> Streams:

@@ -9,11 +9,14 @@ import logging
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils.constants import RNG_STATE_NAME
 
 from pi_compile.errors import TrainingError
 from pi_compile.files import library_writes
@@ -71,14 +74,28 @@ class Checkpoints:
         path = self.path(step)
         try:
             state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
+            _check_generators(path)
             self._accelerator.load_state(str(path))
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (MemoryError, torch.cuda.OutOfMemoryError):
+            raise
+        except Exception as error:  # the classes of safetensors, pickle and zipfile are bare Exceptions
             raise TrainingError(
                 f"{path}: not a whole checkpoint",
-                found=error,
+                found=str(error) or type(error).__name__,
                 remedy="remove it; the training goes on from the checkpoint before",
             ) from None
         return state
+
+
+def _check_generators(folder: Path) -> None:
+    """Raise ValueError or BadZipFile where a file of generators is not whole: accelerate would go on without it."""
+    paths = list(folder.glob(f"{RNG_STATE_NAME}_*.pkl"))
+    if not paths:
+        raise ValueError("no state of the generators")
+    for path in paths:
+        with zipfile.ZipFile(path) as stored:
+            if (damaged := stored.testzip()) is not None:
+                raise ValueError(f"{path.name}: {damaged} is damaged")
 
 
 def _sync(path: Path) -> None:

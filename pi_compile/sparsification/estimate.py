@@ -5,6 +5,7 @@ original beside it 2, the control the whole again.
 """
 
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,13 +72,23 @@ def estimate(recipe: SparsifyRecipe, d: Decoder, accelerator: Accelerator) -> Ne
     return Needs(seconds, (KEPT + 2) * checkpoint + 2 * WEIGHT * weights, memory, recipe.tokens)
 
 
-def check_room(needs: Needs, output: Path) -> None:
-    """Raise DoesNotFitError where the disk has less room than a run takes."""
-    free = shutil.disk_usage(output.resolve().parent).free
-    if free < needs.disk_bytes:
+def check_room(needs: Needs, output: Path, work: Path) -> None:
+    """Raise DoesNotFitError where the disk has less room than a run takes; what it has in `work` counts as room."""
+    free, taken = shutil.disk_usage(output.resolve().parent).free, _bytes_in(work)
+    if free + taken < needs.disk_bytes:
+        own = f", and {size(taken)} of this run in {work}" if taken else ""
         raise DoesNotFitError(
             f"-o {output}: the disk is too small for checkpoints",
             expected=size(needs.disk_bytes),
-            found=f"{size(free)} free",
+            found=f"{size(free)} free{own}",
             remedy="name an output on another disk",
         )
+
+
+def _bytes_in(folder: Path) -> int:
+    """Bytes of the files of a folder."""
+    nbytes = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # a sign of life comes and goes
+            nbytes += path.stat().st_size if path.is_file() else 0
+    return nbytes

@@ -156,5 +156,6 @@ def check_model(folder: Path, ids_W: Tensor, wanted_WV: Tensor) -> float:
             f"{folder}: does not compute what was trained",
             expected="logits that differ by rounding",
             found=f"a difference of {difference:g}",
+            remedy="report it with the recipe and the model's config.json; the checkpoints are kept",
         )
     return difference

@@ -83,7 +83,9 @@ def evaluate(
             model(torch.from_numpy(ids_NW[:1]).to(accelerator.device))
     model.train()
     losses_N = accelerator.reduce(losses_N.to(accelerator.device)).cpu()
-    fired_LXF = [accelerator.reduce(layer.fired_XF).cpu() for layer in layers]
+    # A process without windows has counted nothing, so nothing has moved its counts to the device.
+    counted = [layer.fired_XF.to(accelerator.device) for layer in layers if layer.fired_XF is not None]
+    fired_LXF = [accelerator.reduce(fired_XF).cpu() for fired_XF in counted]
     values = n * window * (activity.experts_per_token if activity else 1)
     return Evaluation(
         losses_N.numpy(),

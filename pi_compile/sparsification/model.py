@@ -64,7 +64,11 @@ def load_model(checkpoint: Checkpoint) -> Any:
             checkpoint.folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True
         )
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.folder}: transformers cannot load it", found=error) from None
+        raise CheckpointError(
+            f"{checkpoint.folder}: transformers cannot load it",
+            found=error,
+            remedy="see that its files are whole, and that transformers is new enough for the model",
+        ) from None
     # The stock forward pass of experts, whatever is quicker: the same sums everywhere.
     model.config._experts_implementation = "eager"
     return model

@@ -209,11 +209,13 @@ def read_sparsify_recipe(path: Path) -> SparsifyRecipe:
             f"{path}: train.warmup_steps",
             expected=f"less than the {recipe.steps} steps of all stages",
             found=recipe.train.warmup_steps,
+            remedy="lower it, or raise the steps of a stage",
         )
     if recipe.target.activation == "fatrelu" and bool(recipe.target.thresholds) == bool(recipe.steer.sparsity):
         raise RecipeError(
             f"{path}: target.activation = fatrelu",
             expected="target.thresholds to choose from, or steer.sparsity, which finds a threshold, and not both",
             found=f"thresholds = {recipe.target.thresholds}, sparsity = {recipe.steer.sparsity:g}",
+            remedy="set one of them, and the other to [] or 0.0",
         )
     return recipe

@@ -66,12 +66,18 @@ def _read_arm(path: Path) -> _Arm:
 def sparsify(recipe_path: Path, output: Path, device: str = "cpu", watch: Watch = Watch()) -> dict[str, Any]:
     """Make a model sparse, and write a Hugging Face folder. Returns what the folder's record says.
 
-    Raises UsageError for an output that is there, DoesNotFitError where the disk is too small, and what reading the
-    recipe, the checkpoint and the text, and training, raise.
+    Raises UsageError for an output that is there or `cuda:all` in one process, DoesNotFitError where the disk is too
+    small, and what reading the recipe, the checkpoint and the text, and training, raise.
     """
     recipe = read_sparsify_recipe(recipe_path)
     export.check_folder(output)
     if device.startswith("cuda:") and "LOCAL_RANK" not in os.environ:  # a launcher gives each process its own
+        if device == "cuda:all":
+            raise UsageError(
+                f"--device {device}: one process trains on one GPU",
+                expected="cpu or cuda:N",
+                remedy="accelerate launch -m pi_compile sparsify … starts a process for each GPU",
+            )
         torch.cuda.set_device(int(device.removeprefix("cuda:")))
     accelerator = Accelerator(cpu=device == "cpu")
     _check_shares(recipe, accelerator.num_processes)
@@ -145,7 +151,7 @@ class _Run:
         began = time.time()
         sources = source_digests(self.recipe.corpus, self.folder)
         needed = estimate(self.recipe, self.base.decoder, self.accelerator)
-        check_room(needed, self.output)
+        check_room(needed, self.output, self.work)
         self._identify(sources)
         self.watch.notice(needed.words())
         base = self._evaluated_base()

@@ -244,9 +244,10 @@ class Training:
         last = self._checkpoints.path(good[-1]) if good else "none yet: the model as it was"
         return TrainingError(
             f"the training diverged at step {self._state.step + 1}: {what}",
-            expected="a finite loss that does not rise by more than 2",
+            expected=f"a finite loss that does not rise by more than {DIVERGED:g}",
             found=f"last good checkpoint: {last}",
-            remedy="lower train.learning_rate or the penalties, or raise train.warmup_steps",
+            remedy="lower train.learning_rate or the penalties, or raise train.warmup_steps, and name another output: "
+            "the training begins anew",
         )
 
     def _evaluate(self) -> None:
@@ -275,7 +276,7 @@ class Training:
             state.within = state.step
         elif stop.perplexity_ratio and state.within:
             state.ended = f"perplexity exceeded {stop.perplexity_ratio:g} times the original's"
-        if stop.sparsity and found.sparsity >= stop.sparsity:
+        if stop.sparsity and found.sparsity >= stop.sparsity and not state.ended:
             state.ended = f"sparsity reached {stop.sparsity:g}"
 
     def evaluate(self, *, tune: bool) -> Evaluation:

@@ -257,7 +257,10 @@ def test_the_same_file_in_text_and_report(refused: Callable[..., str], tmp_path:
     (tmp_path / "link.txt").symlink_to(tmp_path / "text.txt")
     for report in (("text.txt",), (".",), ("link.txt",)):
         message = refused(report=report)
-        assert f"{tmp_path / 'text.txt'}: is in [corpus] text and in report, which must be disjoint" in message
+        assert (
+            f"{tmp_path / 'text.txt'}: is in [corpus] text and in report, which must be disjoint\n  try: take it"
+            in message
+        )
 
 
 # The hub.

@@ -1,7 +1,9 @@
 """The FFNs with another activation: their function, the penalty's gradient, and what is counted."""
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 
 from pi_compile.recipe import ModelSection
 from pi_compile.sparsification.activation import Activation, FfnActivity, LayerActivity
+from pi_compile.sparsification.held_out import evaluate
 from pi_compile.sparsification.model import load_model, open_base
 from pi_compile.sparsification.training import recompute_layers
 
@@ -107,3 +110,20 @@ def test_layers_come_to_share_a_threshold(bases: Path, name: str) -> None:
         activity.share_threshold(model)
         assert (model(ids).logits - wanted).abs().max() < 1e-5
     assert activity.thresholds == pytest.approx([math.sqrt(0.001 * 0.2)] * 2)
+
+
+def test_a_process_without_windows_hands_over_counts_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a GPU cannot add up what lies elsewhere."""
+    reduced: list[torch.device] = []
+
+    def reduce(tensor: torch.Tensor) -> torch.Tensor:
+        reduced.append(tensor.device)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    device = torch.device("meta")
+    accelerator = SimpleNamespace(device=device, process_index=1, num_processes=2, reduce=reduce)
+    activity = FfnActivity(Activation("relu"))
+    activity.layers = [LayerActivity(7, 1, Activation("relu"))]
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
+    evaluate(accelerator, torch.nn.Identity(), activity, np.zeros((1, 8), np.int64))  # type: ignore[arg-type]
+    assert reduced == [device, device]

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pi_compile.checkpoint import open_checkpoint
+from pi_compile.errors import CheckpointError
 from pi_compile.recipe import ModelSection
 from pi_compile.sparsification import export
 from pi_compile.sparsification.activation import Activation, FfnActivity
@@ -61,13 +62,14 @@ def test_the_folder_computes_what_was_trained(bases: Path, tmp_path: Path, name:
 
 
 def test_a_folder_that_says_something_else_is_refused(bases: Path, tmp_path: Path) -> None:
-    from pi_compile.errors import CheckpointError
-
     base = open_base(ModelSection(path="model", revision="", ignore_config=[]), bases)
     model: Any = load_model(base)
     export.save_model(model, model.state_dict(), base, Activation("relu"), tmp_path / "out")
     ids = torch.arange(3, 20)
-    with torch.no_grad(), pytest.raises(CheckpointError, match="does not compute what was trained"):
+    with (
+        torch.no_grad(),
+        pytest.raises(CheckpointError, match=r"does not compute what was trained\n(.*\n)+  try: report it"),
+    ):
         export.check_model(tmp_path / "out", ids, model(ids[None]).logits[0])
 
 
@@ -82,3 +84,14 @@ def test_the_number_format_of_the_base_is_kept(bases: Path, tmp_path: Path, spar
     record = sparsified("half")
     assert open_checkpoint(tmp_path / "out").formats()["ffn"] == "f16"
     assert record["difference"] < 1e-4
+
+
+def test_a_model_that_transformers_cannot_load_is_named_with_what_to_do(
+    bases: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("no such class")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(CheckpointError, match=r"transformers cannot load it\n  found: no such class\n  try: see"):
+        load_model(open_base(ModelSection(path="model", revision="", ignore_config=[]), bases))

@@ -1,8 +1,10 @@
 """A training that is killed anywhere ends in the same bits, and two processes train on the same text as one."""
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,13 @@ pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from support.paths import ROOT
 from support.sparsifying import small_recipe
+
+from pi_compile.errors import TrainingError
+from pi_compile.sparsification.checkpoints import Checkpoints
 
 
 def trained(bases: Path, folder: Path, processes: int, killed: int) -> list[list[str]]:
@@ -28,6 +34,56 @@ def trained(bases: Path, folder: Path, processes: int, killed: int) -> list[list
     rows = [line.split()[1:] for line in done.stdout.splitlines()]
     assert len(rows) == 1 + killed
     return rows
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after one step, which no test changes."""
+    folder = tmp_path_factory.mktemp("saved")
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(8, 8)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    model(torch.ones(8)).sum().backward()
+    optimizer.step()
+    Checkpoints(folder, accelerator).save(1, {"n": 1})
+    accelerator.free_memory()
+    return folder
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b""), cut, Path.unlink], ids=["empty", "cut", "gone"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "state.json"])
+def test_a_damaged_checkpoint_is_named_with_its_remedy(
+    saved: Path, tmp_path: Path, name: str, damage: Callable[[Path], object]
+) -> None:
+    shutil.copytree(saved, tmp_path / "checkpoints")
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(8, 8)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", accelerator)
+    assert checkpoints.load(1) == {"n": 1}
+    damage(checkpoints.path(1) / name)
+    with pytest.raises(TrainingError, match=r"not a whole checkpoint\n  found: .+\n  try: remove it"):
+        checkpoints.load(1)
+    accelerator.free_memory()
+
+
+def test_a_flipped_bit_among_the_generators_is_seen(saved: Path, tmp_path: Path) -> None:
+    """Where accelerate would go on with others."""
+    shutil.copytree(saved, tmp_path / "checkpoints")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", Accelerator(cpu=True))
+    flip(checkpoints.path(1) / "random_states_0.pkl")
+    with pytest.raises(TrainingError, match="not a whole checkpoint"):
+        checkpoints.load(1)
 
 
 @pytest.mark.slow

@@ -25,12 +25,13 @@ from pi_compile.cli.main import app
 from pi_compile.recipe import Recipe, default_recipe
 from pi_compile.sparsification import estimate, events
 from pi_compile.sparsification import run as run_room
+from pi_compile.sparsification.checkpoints import Checkpoints
 from pi_compile.sparsification.recipe import read_sparsify_recipe
 from pi_compile.sparsification.training import Point, StepReport, Watch
 from pi_compile.workers import tasks
 from pi_runtime import console
 from pi_runtime.cli import app as pi_run
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import DoesNotFitError, UsageError
 
 Fails = Callable[..., str]
 
@@ -92,7 +93,12 @@ def test_what_is_printed_for_people(bases: Path, tmp_path: Path, capsys: pytest.
     ("change", "code", "said"),
     [
         ({"model": "nowhere"}, 3, "nowhere: no such folder"),
-        ({"train": {"warmup_steps": 8}}, 3, r"train.warmup_steps\n  expected: less than the 8 steps"),
+        (
+            {"train": {"warmup_steps": 8}},
+            3,
+            r"train.warmup_steps\n  expected: less than the 8 steps.*\n.*\n  try: lower",
+        ),
+        ({"target": {"activation": "fatrelu"}}, 3, r"activation = fatrelu\n.*\n  found: .*\n  try: set one of them"),
         ({"train": {"window": 4096}}, 3, r"window = 4096\n  expected: at most 40"),
         ({"corpus": {"text": ["no.txt"]}}, 3, "no.txt: no text found"),
     ],
@@ -146,6 +152,57 @@ def test_outputs_that_are_refused(bases: Path, tmp_path: Path, fails: Fails, mon
     assert "no folder" in fails(2, "sparsify", recipe, "-o", tmp_path / "a" / "b")
     monkeypatch.setattr(estimate.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     assert "the disk is too small" in fails(4, "sparsify", recipe, "-o", tmp_path / "out")
+
+
+def test_what_a_killed_run_has_written_counts_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate.shutil, "disk_usage", lambda _: SimpleNamespace(free=600))
+    needs, work = estimate.Needs(1.0, 1000, 1, 1), tmp_path / "out.work"
+    with pytest.raises(DoesNotFitError, match="found: 600 B free\n"):
+        estimate.check_room(needs, tmp_path / "out", work)
+    (work / "model" / "step-00000004").mkdir(parents=True)
+    (work / "model" / "step-00000004" / "model.safetensors").write_bytes(bytes(399))
+    with pytest.raises(DoesNotFitError, match=r"found: 600 B free, and 399 B of this run in .*out\.work"):
+        estimate.check_room(needs, tmp_path / "out", work)
+    (work / "run.json").write_text("{")
+    estimate.check_room(needs, tmp_path / "out", work)
+
+
+def test_a_killed_run_is_not_refused_for_its_own_checkpoints(
+    sparsified: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that has just the room of a whole run."""
+    found: list[estimate.Needs] = []
+    disk = SimpleNamespace(total=0, work=tmp_path / "out.work")
+    count, save = estimate.estimate, Checkpoints.save
+
+    def counted(*arguments: Any) -> estimate.Needs:
+        found.append(count(*arguments))
+        disk.total = found[0].disk_bytes
+        return found[-1]
+
+    def free(_folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=disk.total - sum(p.stat().st_size for p in disk.work.rglob("*") if p.is_file()))
+
+    def killed(*arguments: Any, **options: Any) -> None:
+        save(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_room, "estimate", counted)
+    monkeypatch.setattr(estimate.shutil, "disk_usage", free)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            sparsified()
+    assert free(tmp_path).free < found[0].disk_bytes - 1000
+    assert sparsified()["steps"] == 8
+
+
+def test_all_gpus_need_a_launcher(bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = bases / f"{tmp_path.name}.toml"
+    recipe.write_text(small_recipe().to_toml())
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(UsageError, match="accelerate launch -m pi_compile sparsify"):
+        run_room.sparsify(recipe, tmp_path / "out", "cuda:all")
 
 
 def test_a_second_start_waits_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The training itself: the same sums however they are cut, and an end where one is due."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,24 @@ def test_a_training_ends_before_the_perplexity_is_too_high(sparsified: Any, monk
     assert (record["steps"], record["ended"]) == (6, "perplexity exceeded 0.8 times the original's")
 
 
+def test_a_training_that_ends_for_two_reasons_names_the_one_that_counts(
+    sparsified: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the weights before the perplexity rose that are kept, whatever the sparsity after."""
+    evaluate, evaluations = training.evaluate, iter([(1.0, 0.1), (0.5, 0.2), (3.0, 0.9)])
+
+    def scripted(*arguments: Any) -> Any:
+        factor, sparsity = next(evaluations, (0.7, 0.2))
+        found = evaluate(*arguments)
+        found.losses_N[:] = math.log(factor) + base
+        return replace(found, sparsity_L=(sparsity,) * len(found.sparsity_L))
+
+    base = math.log(sparsified(stages=FEW, output="first")["perplexity"]["base"])
+    monkeypatch.setattr(training, "evaluate", scripted)
+    record = sparsified(stop={"perplexity_ratio": 0.8, "sparsity": 0.6}, run={"every": 2})
+    assert (record["steps"], record["ended"]) == (4, "perplexity exceeded 0.8 times the original's")
+
+
 def test_a_loss_that_is_no_number_ends_it(sparsified: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loss = training.language_loss
     calls: list[int] = []
@@ -117,6 +136,8 @@ def test_a_loss_that_is_no_number_ends_it(sparsified: Any, tmp_path: Path, monke
     with pytest.raises(TrainingError, match=r"diverged at step 6: the loss is nan") as found:
         sparsified()
     assert str(tmp_path / "out.work" / "model" / "step-00000004") in str(found.value)
+    assert f"does not rise by more than {training.DIVERGED:g}\n" in str(found.value)
+    assert "and name another output: the training begins anew" in str(found.value)
     monkeypatch.undo()
     assert sparsified()["steps"] == 8
 
