@@ -244,10 +244,12 @@ def machine(
 ) -> None:
     """Measure this machine: memory, disk, and GPU."""
     from pi_compile.files import check_output, write_text
-    from pi_compile.machine.measurement import measure_machine
+    from pi_compile.machine.measurement import check_disk, measure_machine
 
     check_output(output)
-    found = measure_machine(disk or output.resolve().parent)
+    if disk is not None:
+        check_disk(disk)
+    found = measure_machine(disk or output.resolve().parent, console.say, needs_disk=disk is not None)
     write_text(output, found.to_toml())
     emit(found.model_dump(), as_json, lambda _: found.to_toml().rstrip())
 

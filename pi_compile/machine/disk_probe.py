@@ -22,8 +22,9 @@ _WRITTEN = 1 << 22
 def probe_disk(folder: Path, nbytes: int, seconds: float = SECONDS) -> Disk | None:
     """Rates of the disk that a folder is on; None where its file system refuses reads past the page cache.
 
-    A file of `nbytes` is written there and removed again.
+    A file of `nbytes`, in whole blocks of 4 MiB, is written there and removed again.
     """
+    nbytes -= nbytes % _WRITTEN
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".pi-disk-") as file:
         block = np.random.default_rng(0).bytes(_WRITTEN)  # a device may compress what is alike
         for _ in range(nbytes // _WRITTEN):

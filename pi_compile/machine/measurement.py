@@ -4,6 +4,7 @@ import datetime
 import os
 import platform
 import shutil
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -12,7 +13,9 @@ from pi_compile.machine.disk_probe import probe_disk
 from pi_compile.machine.doctor import installed_ram, usable_cores
 from pi_compile.machine.gpu_probe import probe
 from pi_compile.machine.profile import Cpu, Disk, Gpu, Link, Machine, Rates
+from pi_runtime import console
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.errors import DoesNotFitError, UsageError
 from pi_runtime.execution.devices import processor_name
 from pi_runtime.kernels.benchmarks import (
     RANK,
@@ -34,20 +37,45 @@ DISK_BYTES, LEAST_DISK_BYTES = 1 << 30, 1 << 27
 """Most and fewest bytes of the file that a disk's rates are measured on."""
 
 
-def measure_machine(folder: Path) -> Machine:
+def check_disk(folder: Path) -> None:
+    """Check that a file can be written in a folder. Raises UsageError."""
+    if not folder.is_dir():
+        raise UsageError(f"--disk {folder}: no such folder", remedy="name a folder on the disk that models are on")
+    if not os.access(folder, os.W_OK):
+        raise UsageError(
+            f"--disk {folder}: no permission to write there",
+            expected="a folder where a file can be written, read and removed again",
+            remedy="name another folder on that disk",
+        )
+
+
+def measure_machine(
+    folder: Path, notice: Callable[[str], None] = lambda _line: None, *, needs_disk: bool = False
+) -> Machine:
     """Measure a profile of this machine, with the disk that a folder is on.
 
-    Read bandwidth is measured with 1, 2, 4, … threads, on 1 GiB or an eighth of RAM. With the best number of them
-    follow products of every kind in each weight format, and the launch of an operator. Last are the disk, on a file of
-    1 GiB or a quarter of what is free, and a GPU, if there is one.
+    The disk is first, on a file of 1 GiB or a quarter of what is free. Read bandwidth is measured with 1, 2, 4, …
+    threads, on 1 GiB or an eighth of RAM. Then follow a GPU, if there is one, and with the best number of threads
+    products of every kind in each weight format, and the launch of an operator.
+
+    A disk that cannot be measured is left out with a notice; raises UsageError where the profile `needs_disk`, and
+    DoesNotFitError where a GPU has too little room.
     """
+    disk, disk_how = _disk(folder)
+    if disk is None:
+        if needs_disk:
+            raise UsageError(
+                f"--disk {folder}: cannot be measured",
+                found=disk_how,
+                remedy="name a folder on another disk, or leave --disk out",
+            )
+        notice(f"{folder}: the profile has no disk: {disk_how}")
     cores, ram = usable_cores(), installed_ram() or 8 << 30
     size, most = min(BYTES, ram // 8), min(cores, most_threads())
     counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < most} | {most})
     rates = {n: read_bandwidth(size, n) / 1e9 for n in counts}
     best = max(counts, key=lambda n: rates[n])
     gpu, link, gpu_how = _gpu()
-    disk, disk_how = _disk(folder)
     product_rates, launch = _products(size, best)
     by_threads = ", ".join(f"{n}: {rate:.1f}" for n, rate in rates.items())
     today = datetime.datetime.now(datetime.UTC).date()
@@ -56,7 +84,7 @@ def measure_machine(folder: Path) -> Machine:
         source=f"measured {today} by pi-compile machine. CPU: sums of {size / 2**30:.3g} GiB, GB/s by threads "
         f"{by_threads}; products on {best} threads, gathered where one neuron in ten is read; "
         f"a launch is what slices of a matrix take longer than the whole; attention on cached keys and values; "
-        f"operations of an f16 matrix times 64 vectors.{disk_how}{gpu_how}",
+        f"operations of an f16 matrix times 64 vectors.{disk_how if disk else ''}{gpu_how}",
         cpu=Cpu(
             name=processor_name(),
             cores=cores,
@@ -92,10 +120,16 @@ def _products(size: int, threads: int) -> tuple[dict[str, Rates], float]:
 
 
 def _disk(folder: Path) -> tuple[Disk | None, str]:
-    size = min(DISK_BYTES, shutil.disk_usage(folder).free // 4)
-    disk = probe_disk(folder, size) if hasattr(os, "O_DIRECT") and size >= LEAST_DISK_BYTES else None
+    """Rates of a disk, and how they were measured; or None, and why they were not."""
+    free = shutil.disk_usage(folder).free
+    size = min(DISK_BYTES, free // 4)
+    if not hasattr(os, "O_DIRECT"):
+        return None, "this system has no reads past the page cache (O_DIRECT)"
+    if size < LEAST_DISK_BYTES:
+        return None, f"{console.size(free)} free; {console.size(4 * LEAST_DISK_BYTES)} are needed"
+    disk = probe_disk(folder, size)
     if disk is None:
-        return None, ""
+        return None, "its file system refuses reads past the page cache (O_DIRECT)"
     return disk, f" Disk: pread with O_DIRECT at random places of a file of {size / 2**30:.3g} GiB."
 
 
@@ -106,5 +140,15 @@ def _gpu() -> tuple[Gpu | None, Link | None, str]:
 
     if not torch.cuda.is_available():
         return None, None, ""
-    gpu, link, how = probe(torch)
+    try:
+        gpu, link, how = probe(torch)
+    except RuntimeError as error:
+        if "out of memory" not in str(error):  # of the GPU, and of memory that can be pinned: both say so
+            raise
+        raise DoesNotFitError(
+            "the GPU has no room to be measured",
+            expected="2 GiB free there, and 1 GiB of memory that can be pinned",
+            found=str(error).partition("\n")[0],
+            remedy="free the GPU: end what else uses it",
+        ) from None
     return gpu, link, f" {how}"

@@ -8,6 +8,7 @@ import pytest
 
 from pi_compile.machine import gpu_probe, measurement
 from pi_compile.machine.gpu_probe import LAUNCHES, RESIDUAL, WIDTH, probe
+from pi_runtime.errors import DoesNotFitError
 
 
 class Card:
@@ -87,3 +88,21 @@ def test_a_card_goes_into_the_profile(card: Card, monkeypatch: pytest.MonkeyPatc
     missing: Any = SimpleNamespace(is_available=lambda: False)
     monkeypatch.setattr(card, "cuda", missing)
     assert measurement._gpu() == (None, None, "")
+
+
+def test_a_card_that_others_use_has_no_room(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 1024.00 MiB.\nSee documentation")
+
+    monkeypatch.setitem(__import__("sys").modules, "torch", card)
+    monkeypatch.setattr(measurement, "find_spec", lambda _name: True)
+    monkeypatch.setattr(card, "ones", full)
+    with pytest.raises(DoesNotFitError, match=r"found: CUDA out of memory.*MiB\.\n  try: free the GPU"):
+        measurement._gpu()
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(card, "ones", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        measurement._gpu()

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +17,7 @@ from pi_compile.machine.profile import Disk, read_machine
 from pi_runtime import console
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 
+Fails = Callable[..., str]
 DISK = Disk(name="d", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 200.0], [400.0, 1000.0]])
 
 
@@ -68,15 +71,58 @@ def test_the_command_writes_and_prints_it(tmp_path: Path, capsys: pytest.Capture
 def test_the_disk_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default the one that the profile is written to."""
     asked: list[Path] = []
-    monkeypatch.setattr(measurement, "probe_disk", lambda folder, _nbytes: asked.append(folder))
+    monkeypatch.setattr(measurement, "probe_disk", lambda folder, _nbytes: asked.append(folder) or DISK)
+    (tmp_path / "models").mkdir()
     assert console.run(app, ["machine", "-o", str(tmp_path / "mine.toml")]) == 0
-    assert console.run(app, ["machine", "-o", str(tmp_path / "mine.toml"), "--disk", "/"]) == 0
-    assert asked == [tmp_path, Path("/")]
-    assert read_machine(tmp_path / "mine.toml").disk is None
+    assert console.run(app, ["machine", "-o", str(tmp_path / "mine.toml"), "--disk", str(tmp_path / "models")]) == 0
+    assert asked == [tmp_path, tmp_path / "models"]
 
 
-def test_a_disk_is_measured_by_the_reader_of_a_run(tmp_path: Path) -> None:
-    found = probe_disk(tmp_path, 1 << 24, 0.01)
+def test_a_disk_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, fails: Fails, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurement, "read_bandwidth", None)
+    command = ("machine", "-o", tmp_path / "mine.toml", "--disk")
+    (tmp_path / "file").touch()
+    for name in ("missing", "file"):
+        assert f"--disk {tmp_path / name}: no such folder" in fails(2, *command, tmp_path / name)
+    (tmp_path / "closed").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK or path == tmp_path)
+    assert "no permission to write there" in fails(2, *command, tmp_path / "closed")
+
+
+@pytest.mark.parametrize(
+    ("free", "probed", "reason"),
+    [(1 << 28, DISK, "256.0 MiB free; 512.0 MiB are needed"), (1 << 40, None, "its file system refuses reads past")],
+    ids=["small", "refused"],
+)
+def test_a_disk_that_cannot_be_measured_is_said(
+    tmp_path: Path,
+    fails: Fails,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    probed: Disk | None,
+    reason: str,
+) -> None:
+    """And where it was asked for, it is an error."""
+    monkeypatch.setattr(measurement.shutil, "disk_usage", lambda _folder: SimpleNamespace(free=free))
+    monkeypatch.setattr(measurement, "probe_disk", lambda _folder, _nbytes: probed)
+    path = tmp_path / "mine.toml"
+    assert console.run(app, ["machine", "-o", str(path)]) == 0
+    assert f"{tmp_path}: the profile has no disk: {reason}" in capsys.readouterr().err
+    found = read_machine(path)
+    assert found.disk is None
+    assert "Disk" not in found.source
+    assert reason not in found.source
+    monkeypatch.setattr(measurement, "read_bandwidth", None)
+    message = fails(2, "machine", "-o", path, "--disk", tmp_path)
+    assert f"--disk {tmp_path}: cannot be measured\n  found: {reason}" in message
+
+
+@pytest.mark.parametrize("nbytes", [1 << 24, (1 << 24) + (1 << 22) - 1], ids=["whole", "odd"])
+def test_a_disk_is_measured_by_the_reader_of_a_run(tmp_path: Path, nbytes: int) -> None:
+    found = probe_disk(tmp_path, nbytes, 0.01)
     if found is None:
         pytest.skip("the file system refuses reads past the page cache")
     assert (found.sizes_kib, found.depths) == ([*SIZES_KIB], [*DEPTHS])
