@@ -31,7 +31,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.errors import ArtifactError, PiError, UsageError
+from pi_runtime.errors import ArtifactError, UsageError
 
 Float64s = npt.NDArray[np.float64]
 Float32s = npt.NDArray[np.float32]
@@ -151,7 +151,7 @@ class Sampler:
     def __call__(self, logits: Float32s, seen_ids: Ids) -> int:
         """Choose the next id from float32 logits (vocabulary,) and every id so far, prompt included.
 
-        Raises PiError for logits without meaning: a NaN, +inf, or −inf everywhere. `logits` is not changed.
+        Raises ArtifactError for logits without meaning: a NaN, +inf, or −inf everywhere. `logits` is not changed.
         """
         assert logits.shape == (self._vocab_size,), logits.shape
         s = self.sampling
@@ -177,7 +177,7 @@ class Sampler:
         return scores
 
     def _constrained(self, scores: Float32s, answer_ids: Ids) -> Float32s:
-        """The scores, −∞ for tokens that may not follow. Raises PiError where none is left."""
+        """The scores, −∞ for tokens that may not follow. Raises UsageError where none is left."""
         if self._allowed is not None:
             scores = np.where(self._allowed(answer_ids), scores, np.float32(-np.inf))
         if len(answer_ids) < self._min_tokens and self._end_ids.size:
@@ -186,7 +186,7 @@ class Sampler:
             if self._allowed is None or others.max() > -np.inf:
                 scores = others
         if scores.max() == -np.inf:
-            raise PiError(
+            raise UsageError(
                 "no token may follow",
                 found="the grammar rules out every token that the model's logits do not",
                 remedy="a grammar whose texts can be spelled with the model's tokens",
@@ -199,10 +199,10 @@ class Sampler:
 
 
 def check_finite(logits: Float32s) -> None:
-    """Raise PiError for logits without meaning: a NaN, +inf, or −inf everywhere."""
+    """Raise ArtifactError for logits without meaning: a NaN, +inf, or −inf everywhere."""
     # max() is NaN if any logit is.
     if not math.isfinite(top := float(logits.max())):
-        raise PiError(
+        raise ArtifactError(
             f"the model's logits have the maximum {top}",
             expected="finite logits",
             remedy="`pi-compile verify` on the artifact; if it is whole, its weights overflow the arithmetic",

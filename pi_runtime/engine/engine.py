@@ -31,6 +31,8 @@ from pi_runtime.model import Model
 
 MEASURED_TOKENS = 8
 """Least tokens of a step that says what a token of a prompt takes."""
+MOST_ANSWERS = 1024
+"""To one prompt at once: each takes memory before it runs."""
 Call = Callable[[], object]
 """Something that the engine's thread does between two steps."""
 
@@ -150,12 +152,12 @@ class Engine:
     def generate_many(
         self, prompt: str | Sequence[int], count: int, **settings: Unpack[AnswerSettings]
     ) -> list[Stream]:
-        """Several answers to one prompt, which is read once. Each has draws of its own.
+        """Up to `MOST_ANSWERS` answers to one prompt, which is read once. Each has draws of its own.
 
         Answer k is the one that `generate` gives with the same seed and `Sampling.number` k more.
         """
-        if count < 1:
-            raise UsageError(f"{count} answers", expected="1 or more")
+        if not 1 <= count <= MOST_ANSWERS:
+            raise UsageError(f"{count} answers", expected=f"1 to {MOST_ANSWERS}")
         first = self.model.new_answer(prompt, **settings)
         self._memory.check(first.most_positions)
         answers = [first]

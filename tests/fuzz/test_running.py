@@ -17,7 +17,7 @@ from pi_runtime.engine.engine import Engine
 from pi_runtime.prompt_file import PromptFile
 from pi_runtime.text.chat_template import Limits, render
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(0), pytest.mark.usefixtures("long_form")]
+pytestmark = pytest.mark.slow
 
 
 PROMPTS = (
