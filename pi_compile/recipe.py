@@ -207,10 +207,13 @@ def read_toml(path: Path, kind: type[AnyRecipe], init: str, docs: str) -> AnyRec
     except IsADirectoryError:
         remedy = f"{init.replace('MODEL', str(path))} -o RECIPE.toml"
         raise RecipeError(f"{path}: a folder, not a recipe", remedy=remedy) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        remedy = "`pi-run` runs an artifact" if path.suffix == ".pi" else f"{init} -o RECIPE.toml"
+        raise RecipeError(f"{path}: cannot be read as text, so it is no recipe", remedy=remedy) from None
+    except OSError as error:
         raise RecipeError(f"{path}: cannot be read", found=error) from None
     except ValueError as error:
-        raise RecipeError(f"{path}: not TOML", found=error) from None
+        raise RecipeError(f"{path}: not TOML", found=error, remedy=f"{init} -o RECIPE.toml") from None
     try:
         return kind.model_validate(data)
     except ValidationError as error:

@@ -33,6 +33,7 @@ def main() -> None:
 
 @app.command()
 def run(
+    context: typer.Context,
     artifact: Annotated[Path, typer.Argument(help="An artifact made by pi-compile.", show_default=False)],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue; - reads stdin.")] = None,
     prompts: Annotated[
@@ -112,6 +113,11 @@ def run(
     began = time.perf_counter()
     _check_flags(prompt, prompts, output, chat, bench, as_json, as_markdown)
     _check_output_flags(prompts, as_json, answers, logprobs, prompt_logprobs)
+    for way, chosen in (("--chat", chat), ("--prompts", prompts is not None), ("--bench", bench)):
+        for name in _FLAGS_OF[way]:
+            source = context.get_parameter_source(name)
+            if not chosen and source is not None and source.name == "COMMANDLINE":
+                raise UsageError(f"--{name.replace('_', '-')} goes with {way} alone")
     text = _read(sys.stdin.read) if prompt == "-" else prompt
     grammar = {"json_schema": _read_file(json_schema), "regex": regex, "lark": _read_file(lark)}
     from pi_runtime.execution.devices import gpu_kernels_are_cold, resolve_device
@@ -180,6 +186,14 @@ def run(
             _print_answer(model, generate(text), report, scores)
         else:
             _print_text(model, generate(text), report if stats else None)
+
+
+_FLAGS_OF = {
+    "--chat": ("system",),
+    "--prompts": ("slots", "piece"),
+    "--bench": ("batches", "prompt_tokens", "repetitions", "seconds"),
+}
+"""Flags that nothing else takes."""
 
 
 def _check_flags(

@@ -12,6 +12,7 @@ from pi_compile.cli import artifact, planning
 from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Json, Output, RecipePath, takes
 from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements, sparsify_text
 from pi_runtime import console
+from pi_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from pi_compile.pipeline.pipeline import Pipeline
@@ -160,6 +161,10 @@ def place(
     from pi_compile.recipe import read_recipe
 
     recipe = options.recipe
+    if lock and locked:
+        raise UsageError(
+            "--lock does not go with --locked", remedy="--lock writes the file, --locked compares with the one there"
+        )
     check_solver(solver, locks=lock or locked)
     if not (lock or locked or read_recipe(recipe).place.activations):
         with _pipeline(options, "place") as pipeline:

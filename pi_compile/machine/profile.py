@@ -180,8 +180,8 @@ def read_machine(path: Path) -> Machine:
         known = ", ".join(sorted(p.stem for p in bundled_machines().glob("*.toml")))
         raise ProfileError(
             f"{path}: no such machine profile",
-            expected=f"{known}, or a path",
-            remedy=f"pi-compile machine -o {path.name}",
+            expected=f"{known}, or a path that ends in .toml",
+            remedy=f"pi-compile machine -o {path.name}, then name {path.name}",
         ) from None
     except (OSError, ValueError) as error:
         raise ProfileError(f"{path}: not a machine profile", found=error) from None

@@ -155,6 +155,12 @@ class PredictorSet:
                 return None
             names = _names(n)
             stored = read_arrays(path, names=names)
+            if missing := [name for name in names if name not in stored]:
+                raise ProfileError(
+                    f"{path}: not a file of trained predictors",
+                    found=f"no {missing[0]}",
+                    remedy="remove it and make it again",
+                )
             return stored[names[0]], stored[names[1]], stored[names[2]]
 
         try:

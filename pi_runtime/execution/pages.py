@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pi_runtime.artifact.buffers import cache_format, kv_page
 from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.errors import DoesNotFitError, UsageError
+from pi_runtime.errors import DoesNotFitError
 
 PAGE_POSITIONS = POSITIONS
 """Positions of a page: those that attention takes at once."""
@@ -68,9 +68,10 @@ class PagePool:
         self.page = kv_page(manifest.decoder, self.format)
         self.capacity = None if budget is None else budget // self.page_nbytes
         if self.capacity == 0:
-            raise UsageError(
+            raise DoesNotFitError(
                 f"--kv-budget {budget}: no page of {PAGE_POSITIONS} positions fits it",
                 expected=f"at least {self.page_nbytes} bytes",
+                remedy=f"--kv-budget {self.page_nbytes}B or more",
             )
         if self.capacity is not None:
             self._allow(self.capacity * self.page_nbytes)

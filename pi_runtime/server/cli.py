@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -159,7 +160,16 @@ def _checked(tls: dict[str, Path | None]) -> dict[str, Path | None]:
         raise UsageError("--ssl-certfile and --ssl-keyfile go together")
     for path in given:
         if not path.is_file():
-            raise InputError(f"{path}: there is no such file")
+            raise InputError(f"{path}: there is no such file", remedy="name a PEM file")
+    if given:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(given[0], given[-1], password="")
+        except (OSError, ValueError) as error:  # SSLError is an OSError
+            raise InputError(
+                f"--ssl-certfile {given[0]}, --ssl-keyfile {given[1]}: not a certificate with its key",
+                found=error,
+                remedy="two PEM files; the key without a password",
+            ) from None
     return tls
 
 

@@ -24,6 +24,10 @@ Run = Callable[..., tuple[int, str, str]]
         (["-p", "a", "--promt", "b"], "No such option"),
         (["-p"], "requires an argument"),
         (["-p", "a", "b.pi"], "unexpected extra argument"),
+        (["-p", "a", "--system", "Be brief."], "--system goes with --chat alone"),
+        (["-p", "a", "--slots", "8"], "--slots goes with --prompts alone"),
+        (["--chat", "--piece", "64"], "--piece goes with --prompts alone"),
+        (["-p", "a", "--prompt-tokens", "8"], "--prompt-tokens goes with --bench alone"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

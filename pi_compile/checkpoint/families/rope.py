@@ -19,6 +19,8 @@ F32 = npt.NDArray[np.float32]
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 """Config keys that are read; `partial_rotary_factor` too, where the family has it."""
 THETA = 10000.0
+MOST_COLUMNS = 1 << 16
+"""Rotated columns of a head: far more than any model has, and few enough to compute with."""
 
 
 def rotary(config: Config, head_dim: int, *, theta: float = THETA, partial: float | None = None) -> dict[str, Any]:
@@ -29,8 +31,8 @@ def rotary(config: Config, head_dim: int, *, theta: float = THETA, partial: floa
     """
     rope = _Rope(config, theta, partial)
     width = int(head_dim * rope.rotated_fraction)
-    if width % 2 or not 2 <= width <= head_dim:
-        expected = "an even number of rotated columns of a head: its two halves are rotated"
+    if width % 2 or not 2 <= width <= min(head_dim, MOST_COLUMNS):
+        expected = f"an even number of rotated columns of a head, {MOST_COLUMNS} at most: its two halves are rotated"
         raise config.error(
             "head_dim" if rope.rotated_fraction == 1 else "partial_rotary_factor", width, expected=expected
         )

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.commands import INPUT
+from support.commands import INPUT, USAGE
 from support.hf import edit_json
 
 from pi_compile.cli.main import app as pi_compile
@@ -54,7 +54,13 @@ def test_not_toml(fails: Fails, recipe: Path, text: str) -> None:
 
 
 def test_an_artifact_instead_of_a_recipe(fails: Fails, artifact: Path) -> None:
-    assert f"{artifact}: cannot be read" in fails(INPUT, "build", artifact)
+    message = fails(INPUT, "build", artifact)
+    assert f"{artifact}: cannot be read as text" in message
+    assert "`pi-run` runs an artifact" in message
+
+
+def test_writing_a_lock_and_comparing_with_it(fails: Fails, recipe: Path) -> None:
+    assert "--lock does not go with --locked" in fails(USAGE, "place", recipe, "--lock", "--locked")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Profile files: what is saved is loaded unchanged, and damaged files are refused."""
 
 import json
+import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,13 @@ def test_no_such_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"PK\x03\x04", b"counts", bytes(range(256)) * 9], ids=["empty", "zip", "text", "noise"]
+    ("data", "message"),
+    [(b"", "a whole"), (b"PK\x03\x04", "a whole"), (b"counts", "an"), (bytes(range(256)) * 9, "an")],
+    ids=["empty", "zip", "text", "noise"],
 )
-def test_another_file(tmp_path: Path, data: bytes) -> None:
+def test_another_file(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "a.npz").write_bytes(data)
-    with pytest.raises(ProfileError, match=r"a\.npz: not a whole \.npz file") as caught:
+    with pytest.raises(ProfileError, match=rf"a\.npz: not {message} \.npz file") as caught:
         ActivationProfile.load(tmp_path / "a.npz")
     assert caught.value.exit_code == 3
 
@@ -156,6 +159,15 @@ def test_a_file_that_contradicts_itself(tmp_path: Path, changes: dict[str, Any],
         ActivationProfile.load(stored(tmp_path / "a.npz", **changes))
     assert message in str(caught.value)
     assert "a.npz: " in str(caught.value)
+
+
+def test_an_entry_that_is_no_array(tmp_path: Path) -> None:
+    made().save(tmp_path / "a.npz")
+    with zipfile.ZipFile(tmp_path / "a.npz") as old, zipfile.ZipFile(tmp_path / "b.npz", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, b"counts" if name == "order.npy" else old.read(name))
+    with pytest.raises(ProfileError, match="order is no array"):
+        ActivationProfile.load(tmp_path / "b.npz")
 
 
 def test_persistence_is_kept_and_checked(tmp_path: Path) -> None:

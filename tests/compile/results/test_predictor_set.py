@@ -91,3 +91,12 @@ def test_predictors_are_read_a_layer_at_a_time(tmp_path: Path) -> None:
         loaded.predictors[0]
     assert loaded.predictors[1] is None
     assert len(kept.predictors[2:4]) == 2
+
+
+def test_a_predictor_that_is_not_there(tmp_path: Path) -> None:
+    stored(tuple(predictor(n, rank) for n, rank in enumerate(RANKS))).save(tmp_path / "a.npz")
+    arrays = read_arrays(tmp_path / "a.npz")
+    del arrays["down-0"]
+    write_arrays(tmp_path / "a.npz", arrays)
+    with pytest.raises(ProfileError, match="no down-0"):
+        PredictorSet.load(tmp_path / "a.npz").in_memory()

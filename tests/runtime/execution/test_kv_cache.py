@@ -10,7 +10,7 @@ import pytest
 from support.steps import step
 
 from pi_runtime import Model, load
-from pi_runtime.errors import PromptError, UsageError
+from pi_runtime.errors import DoesNotFitError, PromptError, UsageError
 from pi_runtime.execution.pages import PagesExhausted
 
 
@@ -82,7 +82,7 @@ def test_a_cache_in_q8_is_near_the_usual_one(random_path: Path) -> None:
 
 
 def test_a_budget_below_a_page_is_refused(model: Model) -> None:
-    with pytest.raises(UsageError, match="--kv-budget 9: no page of 32 positions fits"):
+    with pytest.raises(DoesNotFitError, match="--kv-budget 9: no page of 32 positions fits"):
         model.executor.new_pool(9)
 
 

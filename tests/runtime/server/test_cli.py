@@ -64,6 +64,7 @@ def test_flags_are_frozen(capsys: pytest.CaptureFixture[str]) -> None:
         (["--api-key-file", "nowhere"], INPUT, "nowhere"),
         (["--ssl-certfile", "nowhere"], USAGE, "--ssl-keyfile"),
         (["--ssl-certfile", "nowhere", "--ssl-keyfile", "nowhere"], INPUT, "nowhere"),
+        (["--ssl-certfile", __file__, "--ssl-keyfile", __file__], INPUT, "not a certificate with its key"),
         (["--port", "65536"], USAGE, "65535"),
         (["--slots", "0"], USAGE, "slots"),
         (["--kv-budget", "much"], USAGE, "--kv-budget"),

@@ -116,3 +116,8 @@ def test_what_is_not_understood_is_refused(case: str) -> None:
 def test_an_odd_width_cannot_be_rotated(head_dim: int, partial: float | None) -> None:
     with pytest.raises(CheckpointError, match="an even number of rotated columns"):
         ours({} if partial is None else {"partial_rotary_factor": partial}, head_dim, partial)
+
+
+def test_heads_that_no_model_has_are_refused_before_they_are_computed_with() -> None:
+    with pytest.raises(CheckpointError, match="65536 at most"):
+        ours({}, head_dim=1 << 40)
