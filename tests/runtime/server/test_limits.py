@@ -22,9 +22,16 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
 @pytest.fixture(scope="module")
 def small(endless: Path) -> Iterator[Served]:
-    """A server with small limits."""
-    limits = Limits(body_bytes=1000, header_bytes=2000, receive_s=0.3, nesting=8)
+    """A server that takes little, and waits for it."""
+    limits = Limits(body_bytes=1000, header_bytes=2000, receive_s=30, nesting=8)
     with serving(endless, limits=limits) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def hasty(endless: Path) -> Iterator[Served]:
+    """A server that waits for no slow sender."""
+    with serving(endless, limits=Limits(receive_s=0.3)) as served:
         yield served
 
 
@@ -95,15 +102,15 @@ def test_what_is_no_json_object(small: Served, body: bytes) -> None:
     ],
     ids=["nothing", "line", "headers", "body", "chunks"],
 )
-def test_those_who_stop_sending_are_dropped(small: Served, sent: bytes) -> None:
-    with connected(small) as connection:
+def test_those_who_stop_sending_are_dropped(hasty: Served, sent: bytes) -> None:
+    with connected(hasty) as connection:
         connection.sendall(sent)
         assert all_of(connection) == b""
-    wait_until(small.is_idle)
+    wait_until(hasty.is_idle)
 
 
-def test_those_who_send_a_little_now_and_then_are_dropped(small: Served) -> None:
-    with connected(small) as connection:
+def test_those_who_send_a_little_now_and_then_are_dropped(hasty: Served) -> None:
+    with connected(hasty) as connection:
         began = time.monotonic()
         with suppress(OSError):  # reset, or broken pipe
             while time.monotonic() - began < 20:
@@ -112,15 +119,16 @@ def test_those_who_send_a_little_now_and_then_are_dropped(small: Served) -> None
         assert time.monotonic() - began < 20
 
 
-def test_a_second_request_on_a_connection_has_its_own_time(small: Served) -> None:
-    with httpx.Client(base_url=small.url) as client:
+def test_a_second_request_on_a_connection_has_its_own_time(endless: Path, serve: Serve) -> None:
+    served = serve(endless, limits=Limits(receive_s=2.0))
+    with httpx.Client(base_url=served.url) as client:
         for _ in range(5):
             assert client.get("/health").status_code == 200
-            time.sleep(0.15)
+            time.sleep(0.5)
 
 
-def test_a_second_request_that_stops_is_dropped(small: Served) -> None:
-    with connected(small) as connection:
+def test_a_second_request_that_stops_is_dropped(hasty: Served) -> None:
+    with connected(hasty) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he")
         assert all_of(connection).count(b"HTTP/1.1 200") == 1
 

@@ -497,7 +497,7 @@ def test_no_text_takes_the_page_long(renderer: Any, text: str) -> None:
     }""",
         text,
     )
-    assert took < 2000
+    assert took < 20_000
 
 
 def test_hostile_text_stays_text(script: Script, visit: Open) -> None:
