@@ -92,6 +92,14 @@ def places(node: Any) -> Iterator[tuple[Any, Any]]:
             yield from places(child)
 
 
+def _copied(node: Any) -> Any:
+    """A copy; the node itself where another mutation has made it too deep."""
+    try:
+        return copy.deepcopy(node)
+    except RecursionError:
+        return node
+
+
 def tree(rng: Random, root: Any) -> str:
     """Change one place of a tree, in place; returns what was done."""
     # One key is as likely as any other of its level, however many elements its neighbours have.
@@ -131,9 +139,9 @@ def _swap(rng: Random, parent: Any, key: Any) -> None:
 def _copy(rng: Random, parent: Any, key: Any) -> None:
     """Repeat an element, or give a key's value a second name."""
     if isinstance(parent, list):
-        parent[key:key] = [copy.deepcopy(parent[key])] * rng.choice((1, 2, 100))
+        parent[key:key] = [_copied(parent[key])] * rng.choice((1, 2, 100))
     else:
-        parent[rng.choice((*TEXTS[:-1], f"{key}2", f"{key}_scales"))] = copy.deepcopy(parent[key])
+        parent[rng.choice((*TEXTS[:-1], f"{key}2", f"{key}_scales"))] = _copied(parent[key])
 
 
 def _blow_up(rng: Random, parent: Any, key: Any) -> None:
