@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pi_runtime import console
-from pi_runtime.errors import InputError, TemplateError, UsageError
+from pi_runtime.errors import InputError, TemplateError, UsageError, read_error
 from pi_runtime.exit_codes import missing_extra
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _keys(path: Path | None) -> tuple[str, ...]:
     try:
         found = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as text", found=error) from None
+        raise read_error(f"--api-key-file {path}", error, "name a text file with a key on each line") from None
     if not found:
         raise UsageError(f"{path}: there is no key in it", expected="a key on each line")
     return found
@@ -160,7 +160,7 @@ def _checked(tls: dict[str, Path | None]) -> dict[str, Path | None]:
         raise UsageError("--ssl-certfile and --ssl-keyfile go together")
     for path in given:
         if not path.is_file():
-            raise InputError(f"{path}: there is no such file", remedy="name a PEM file")
+            raise InputError(f"{path}: no such file", remedy="name a PEM file")
     if given:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(given[0], given[-1], password="")
