@@ -100,6 +100,8 @@ class PromptFile:
             raise read_error(f"--prompts {path}", error, f"name a file of lines like {EXAMPLE}") from None
         lines = data.splitlines()
         self._lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        if not self._lines:
+            raise InputError(f"--prompts {path}: no prompts in it", remedy=f"name a file of lines like {EXAMPLE}")
         # What an answer depends on, beside its line: an output is continued only if all of it is the same.
         manifest = hashlib.sha256(canonical_json(model.manifest)).hexdigest()
         run = [manifest, model.mode, model.context, model.executor.new_pool().format]

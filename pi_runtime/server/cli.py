@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
@@ -90,6 +91,20 @@ def serve(
         raise (missing_extra(error.name or "") or error) from None
     if cors and not allowed_origin:
         raise UsageError("--cors without an origin", remedy="--allowed-origin https://chat.example, or *")
+    for host_name in allowed_host or ():
+        if not _can_be_a_host(host_name):
+            raise UsageError(
+                f"--allowed-host {host_name!r}: no request can have it",
+                expected="a name or an address without scheme, port and path; or *",
+                remedy="--allowed-host chat.example",
+            )
+    for origin in allowed_origin or ():
+        if _ORIGIN.fullmatch(origin) is None:
+            raise UsageError(
+                f"--allowed-origin {origin!r}: no page can have it",
+                expected="a scheme, a name in small letters and a port if it is not the usual one, no path; null; or *",
+                remedy="--allowed-origin https://chat.example",
+            )
     keys = _keys(api_key_file)
     if not keys and not _is_loopback(host):
         raise UsageError(
@@ -132,6 +147,17 @@ def serve(
         os._exit(0 if service.failure is None else 1)
     if service.failure is not None:
         raise service.failure
+
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*]+")
+"""What browsers send as an origin, or `*`."""
+
+
+def _can_be_a_host(name: str) -> bool:
+    """Whether the Host of a request can have this name, which is compared without its port."""
+    with suppress(ValueError):
+        return name == "*" or ipaddress.ip_address(name) is not None
+    return re.fullmatch(r"[^\s/?#@:*\[\]]+", name) is not None
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:

@@ -44,6 +44,15 @@ def test_prompts_that_are_not_there(run: Run, alphabet: Path, tmp_path: Path) ->
     assert f"--prompts {tmp_path / 'none.jsonl'}: no such file\n  try: " in err
 
 
+@pytest.mark.parametrize("text", ["", "\n  \n"])
+def test_a_file_without_prompts(run: Run, alphabet: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "empty.jsonl").write_text(text)
+    code, out, err = run(alphabet, "--prompts", tmp_path / "empty.jsonl", "-o", tmp_path / "out.jsonl")
+    assert (code, out) == (3, "")
+    assert f"{tmp_path / 'empty.jsonl'}: no prompts in it" in err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_no_artifact_named(run: Run) -> None:
     code, _, err = run("-p", "a")
     assert code == 2
