@@ -225,4 +225,6 @@ def test_files_that_cannot_be_used(run: Run, artifact: Path, tmp_path: Path) -> 
     assert code == 2
     assert "would overwrite the prompts" in err
     source.write_text("")
-    assert run(artifact, "--prompts", source) == (0, "", "")
+    code, out, err = run(artifact, "--prompts", source)
+    assert (code, out) == (3, "")
+    assert "no prompts in it" in err
