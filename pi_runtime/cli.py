@@ -12,7 +12,7 @@ import typer
 
 from pi_runtime import console
 from pi_runtime.engine.scheduler import PIECE
-from pi_runtime.errors import InputError, PromptError, UsageError
+from pi_runtime.errors import InputError, PromptError, UsageError, read_error
 
 if TYPE_CHECKING:
     from pi_runtime.execution.executor import DiskStats
@@ -119,7 +119,7 @@ def run(
             if not chosen and source is not None and source.name == "COMMANDLINE":
                 raise UsageError(f"--{name.replace('_', '-')} goes with {way} alone")
     text = _read(sys.stdin.read) if prompt == "-" else prompt
-    grammar = {"json_schema": _read_file(json_schema), "regex": regex, "lark": _read_file(lark)}
+    grammar = {"json_schema": _read_schema(json_schema), "regex": regex, "lark": _read_file("--lark", lark)}
     from pi_runtime.execution.devices import gpu_kernels_are_cold, resolve_device
     from pi_runtime.execution.plan_choice import parse_size
     from pi_runtime.guesses import parse_setting
@@ -378,12 +378,26 @@ def _read(read: Callable[[], str]) -> str:
         raise PromptError("the text on stdin cannot be decoded", expected=error.encoding, found=error) from None
 
 
-def _read_file(path: Path | None) -> str | None:
-    """The text of a file, if one is named."""
+def _read_file(flag: str, path: Path | None) -> str | None:
+    """The text of the file that a flag names, if it does."""
     try:
         return None if path is None else path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as text", found=error) from None
+        kind = "a Lark grammar" if flag == "--lark" else "a JSON schema"
+        raise read_error(f"{flag} {path}", error, f"name a text file with {kind}") from None
+
+
+def _read_schema(path: Path | None) -> str | None:
+    text = _read_file("--json-schema", path)
+    if text is None:
+        return None
+    import json
+
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"--json-schema {path}: not JSON", found=error, remedy="correct the file") from None
+    return text
 
 
 def _report(model: "Model", load_s: float, disk: "DiskStats | None", answer: "Generation") -> dict[str, Any]:

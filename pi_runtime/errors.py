@@ -99,3 +99,17 @@ def write_error(path: str | os.PathLike[str], error: OSError, remedy: str = "nam
     if error.errno in NO_ROOM:
         return DoesNotFitError(f"{path}: {NO_ROOM[error.errno]}", remedy=f"make room there, or {remedy}")
     return UsageError(f"{path}: cannot be written", found=error.strerror, remedy=remedy)
+
+
+def read_error(
+    name: str | os.PathLike[str],
+    error: OSError | UnicodeDecodeError,
+    remedy: str,
+    kind: type[InputError] = InputError,
+) -> InputError:
+    """The error of an input file that is not there, or cannot be read; `name` is its path, or its flag and path."""
+    if isinstance(error, UnicodeDecodeError):
+        return kind(f"{name}: cannot be read as text", found=error, remedy=remedy)
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return kind(f"{name}: no such file", remedy=remedy)
+    return kind(f"{name}: cannot be read", found=error.strerror, remedy=remedy)

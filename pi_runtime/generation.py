@@ -118,7 +118,10 @@ class Answer:
             raise UsageError(f"--min-tokens {min_tokens}", expected=allowed)
         check_logprobs("--logprobs", logprobs)
         if not prompt:
-            raise PromptError("the prompt is empty, and the model has no begin-of-text token to start from")
+            raise PromptError(
+                "the prompt is empty, and the model has no begin-of-text token to start from",
+                remedy="give a prompt of at least one character",
+            )
         if len(prompt) >= context:
             raise PromptError(
                 f"the prompt has {len(prompt)} tokens",

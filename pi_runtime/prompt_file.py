@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from pi_runtime.artifact.decoding import canonical_json
 from pi_runtime.engine.engine import Engine
 from pi_runtime.engine.stream import Scores, Stream
-from pi_runtime.errors import InputError, PiError, PromptError, UsageError, write_error
+from pi_runtime.errors import InputError, PiError, PromptError, UsageError, read_error, write_error
 from pi_runtime.model import Model
 from pi_runtime.sampling import Sampling, TokenLogprobs, parse_logit_bias
 from pi_runtime.text.grammar import Grammar
@@ -31,6 +31,7 @@ ANSWER_KEYS = frozenset({"max_tokens", "min_tokens", "stop", "logprobs"})
 GRAMMAR_KEYS = frozenset({"json_schema", "regex", "lark"})
 KEYS = SAMPLING_KEYS | ANSWER_KEYS | GRAMMAR_KEYS | {"id", "prompt", "messages", "prompt_logprobs", "answers"}
 INTEGERS = ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "answers")
+EXAMPLE = '{"prompt": "Once upon a time"}'
 AHEAD = 256
 """Prompts handed to the engine before the oldest of them is answered."""
 
@@ -96,7 +97,7 @@ class PromptFile:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise InputError(f"{path}: cannot be read", found=error.strerror) from None
+            raise read_error(f"--prompts {path}", error, f"name a file of lines like {EXAMPLE}") from None
         lines = data.splitlines()
         self._lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
         # What an answer depends on, beside its line: an output is continued only if all of it is the same.

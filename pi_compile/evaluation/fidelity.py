@@ -26,6 +26,7 @@ from pi_runtime import Model
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import FfnBytes, without_scales
+from pi_runtime.errors import read_error
 
 Progress = Callable[[int, int], None]
 Windows = npt.NDArray[np.int64]
@@ -151,7 +152,7 @@ def _windows(model: Model, texts: Sequence[Path | str], tokens: int, window: int
             try:
                 ids += model.tokenizer.encode(file.read_text(encoding="utf-8"), prefix=False)
             except (OSError, UnicodeDecodeError) as error:
-                raise CorpusError(f"--text {file}: cannot be read as text", found=error) from None
+                raise read_error(f"--text {file}", error, "name a text file or a folder of them", CorpusError) from None
     count = min(len(ids), tokens) // window
     if count == 0:
         raise CorpusError(f"the text has {len(ids)} tokens", expected=f"at least one window of {window}")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pi_compile.errors import TaskError
+from pi_runtime.errors import read_error
 
 MULTIPLE_CHOICE, LAST_WORD = "multiple choice", "last word"
 Form = tuple[str, ...]
@@ -95,7 +96,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     location = f"--task {path}: line {number}"
                     yield location, _object(line, location)
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"--task {path}: cannot be read", expected="a file of JSON lines", found=error) from None
+        raise read_error(f"--task {path}", error, "name a file with a JSON object on each line", TaskError) from None
 
 
 def _object(line: str, location: str) -> dict[str, Any]:

@@ -17,15 +17,15 @@ _WRITING = ("I/O error", "inline_container", "os error", "iostream")
 """In the messages of safetensors and torch about files that they cannot write."""
 
 
-def check_output(path: Path) -> None:
-    """Check that a file can be written. Raises UsageError for a folder, and if its folder is missing or read-only."""
+def check_output(path: Path, flag: str = "-o") -> None:
+    """Check that the file of a flag can be written. Raises UsageError for a folder, or in one missing or read-only."""
     folder = Path(os.path.realpath(path)).parent
     if path.is_dir():
-        raise UsageError(f"-o {path}: is a folder", expected="a file to write", remedy=f"-o {path / 'NAME'}")
+        raise UsageError(f"{flag} {path}: is a folder", expected="a file to write", remedy=f"{flag} {path / 'NAME'}")
     if not folder.is_dir():
-        raise UsageError(f"-o {path}: no folder {folder}", remedy="create it, or name another output")
+        raise UsageError(f"{flag} {path}: no folder {folder}", remedy="create it, or name another output")
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"-o {path}: no permission to write in {folder}", remedy="name an output elsewhere")
+        raise UsageError(f"{flag} {path}: no permission to write in {folder}", remedy="name an output elsewhere")
 
 
 def artifact_path(recipe: Path, output: Path | None) -> Path:

@@ -167,9 +167,12 @@ def bundled_machines() -> Path:
 
 def find_machine(name: str, folder: Path) -> Machine:
     """Read a profile by its name in `profiles/machines`, or by its path relative to `folder`. Raises ProfileError."""
-    if not name.endswith(".toml"):
-        return read_machine(bundled_machines() / f"{name}.toml")
-    return read_machine(folder / name)
+    if name.endswith(".toml"):
+        return read_machine(folder / name)
+    path = bundled_machines() / f"{name}.toml"
+    if not path.is_file():
+        raise _missing(name, f"{Path(name).stem or 'mine'}.toml")
+    return read_machine(path)
 
 
 def read_machine(path: Path) -> Machine:
@@ -177,12 +180,7 @@ def read_machine(path: Path) -> Machine:
     try:
         data = parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        known = ", ".join(sorted(p.stem for p in bundled_machines().glob("*.toml")))
-        raise ProfileError(
-            f"{path}: no such machine profile",
-            expected=f"{known}, or a path that ends in .toml",
-            remedy=f"pi-compile machine -o {path.name}, then name {path.name}",
-        ) from None
+        raise _missing(path, path) from None
     except (OSError, ValueError) as error:
         raise ProfileError(f"{path}: not a machine profile", found=error) from None
     if data.get("version") != VERSION:
@@ -198,6 +196,16 @@ def read_machine(path: Path) -> Machine:
     except ValidationError as error:
         problems = "\n    ".join(_problem(dict(e)) for e in error.errors())
         raise ProfileError(f"{path}: invalid machine profile", found=f"\n    {problems}") from None
+
+
+def _missing(name: str | Path, path: str | Path) -> ProfileError:
+    """The error of a profile that is not there; one that is measured can be at `path`."""
+    known = ", ".join(sorted(p.stem for p in bundled_machines().glob("*.toml")))
+    return ProfileError(
+        f"{name}: no such machine profile",
+        expected=f"{known}, or a path that ends in .toml",
+        remedy=f"pi-compile machine -o {path}, then --machine {path} (or [place] machine in the recipe)",
+    )
 
 
 def _problem(error: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pi_runtime import console
-from pi_runtime.errors import InputError, TemplateError, UsageError
+from pi_runtime.errors import InputError, TemplateError, UsageError, read_error
 from pi_runtime.exit_codes import missing_extra
 
 if TYPE_CHECKING:
@@ -90,6 +91,20 @@ def serve(
         raise (missing_extra(error.name or "") or error) from None
     if cors and not allowed_origin:
         raise UsageError("--cors without an origin", remedy="--allowed-origin https://chat.example, or *")
+    for host_name in allowed_host or ():
+        if not _can_be_a_host(host_name):
+            raise UsageError(
+                f"--allowed-host {host_name!r}: no request can have it",
+                expected="a name or an address without scheme, port and path; or *",
+                remedy="--allowed-host chat.example",
+            )
+    for origin in allowed_origin or ():
+        if _ORIGIN.fullmatch(origin) is None:
+            raise UsageError(
+                f"--allowed-origin {origin!r}: no page can have it",
+                expected="a scheme, a name in small letters and a port if it is not the usual one, no path; null; or *",
+                remedy="--allowed-origin https://chat.example",
+            )
     keys = _keys(api_key_file)
     if not keys and not _is_loopback(host):
         raise UsageError(
@@ -134,13 +149,24 @@ def serve(
         raise service.failure
 
 
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*]+")
+"""What browsers send as an origin, or `*`."""
+
+
+def _can_be_a_host(name: str) -> bool:
+    """Whether the Host of a request can have this name, which is compared without its port."""
+    with suppress(ValueError):
+        return name == "*" or ipaddress.ip_address(name) is not None
+    return re.fullmatch(r"[^\s/?#@:*\[\]]+", name) is not None
+
+
 def _keys(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
         found = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as text", found=error) from None
+        raise read_error(f"--api-key-file {path}", error, "name a text file with a key on each line") from None
     if not found:
         raise UsageError(f"{path}: there is no key in it", expected="a key on each line")
     return found
@@ -160,7 +186,7 @@ def _checked(tls: dict[str, Path | None]) -> dict[str, Path | None]:
         raise UsageError("--ssl-certfile and --ssl-keyfile go together")
     for path in given:
         if not path.is_file():
-            raise InputError(f"{path}: there is no such file", remedy="name a PEM file")
+            raise InputError(f"{path}: no such file", remedy="name a PEM file")
     if given:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(given[0], given[-1], password="")

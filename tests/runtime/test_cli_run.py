@@ -117,8 +117,10 @@ def test_answers_in_a_grammar(run: Run, alphabet: Path, tmp_path: Path) -> None:
     schema.write_text("{")
     for flags, code, message in (
         (("--regex", "a(b"), 2, "--regex cannot be used"),
-        (("--json-schema", schema), 2, "--json-schema is not JSON"),
-        (("--lark", tmp_path / "none"), 3, "cannot be read"),
+        (("--json-schema", schema), 3, f"--json-schema {schema}: not JSON"),
+        (("--json-schema", tmp_path / "none"), 3, f"--json-schema {tmp_path / 'none'}: no such file\n  try: "),
+        (("--lark", tmp_path / "none"), 3, f"--lark {tmp_path / 'none'}: no such file\n  try: "),
+        (("--lark", tmp_path), 3, f"--lark {tmp_path}: cannot be read\n  found: Is a directory\n  try: "),
         (("--lark", lark, "--regex", "a"), 2, "give one of --json-schema, --regex and --lark"),
     ):
         found = run(alphabet, "-p", "a", *flags)

@@ -38,6 +38,12 @@ def test_messages_of_libraries_and_machines(run: Run, alphabet: Path, arguments:
     assert err.startswith("error: ")
 
 
+def test_prompts_that_are_not_there(run: Run, alphabet: Path, tmp_path: Path) -> None:
+    code, out, err = run(alphabet, "--prompts", tmp_path / "none.jsonl")
+    assert (code, out) == (3, "")
+    assert f"--prompts {tmp_path / 'none.jsonl'}: no such file\n  try: " in err
+
+
 def test_no_artifact_named(run: Run) -> None:
     code, _, err = run("-p", "a")
     assert code == 2

@@ -120,7 +120,11 @@ ARGUMENTS: dict[str, tuple[int, list[str], tuple[str, ...]]] = {
         ("the prompt has 3 tokens", "  expected: fewer than the context of 3", SHORTEN),
     ),
     "empty prompt": (
-        3, ["-p", ""], ("the prompt is empty, and the model has no begin-of-text token to start from",)
+        3, ["-p", ""],
+        (
+            "the prompt is empty, and the model has no begin-of-text token to start from",
+            "  try: give a prompt of at least one character",
+        ),
     ),
     "prompt that is not Unicode": (
         3, ["-p", "\udcff"],

@@ -44,6 +44,13 @@ def test_an_output_that_is_a_folder(fails: Fails, model: Path, recipe: Path, tmp
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize("command", ["profile", "train"])
+def test_an_export_that_is_a_folder(fails: Fails, recipe: Path, tmp_path: Path, command: str) -> None:
+    message = fails(USAGE, command, recipe, "--export", tmp_path)
+    assert f"--export {tmp_path}: is a folder" in message
+    assert f"try: --export {tmp_path / 'NAME'}" in message
+
+
 @pytest.mark.parametrize("command", WRITES)
 def test_an_output_where_writing_is_not_allowed(
     fails: Fails, model: Path, recipe: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch

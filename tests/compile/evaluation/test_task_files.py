@@ -108,7 +108,7 @@ def test_mistakes_on_the_command_line(fails: Fails, artifact: Path, tmp_path: Pa
     assert "expected: --text FILE or --task FILE, or both" in fails(USAGE, "eval", artifact)
     assert "--tokens limits" in fails(USAGE, "eval", artifact, "--text", tmp_path / "a.txt", "--limit", 3)
     none = tmp_path / "none.jsonl"
-    assert f"--task {none}: cannot be read" in fails(INPUT, "eval", artifact, "--task", none)
+    assert f"--task {none}: no such file\n  try: " in fails(INPUT, "eval", artifact, "--task", none)
     assert f"--task {tmp_path}: cannot be read" in fails(INPUT, "eval", artifact, "--task", tmp_path)
     none.write_bytes(b"\n")
     assert "no items" in fails(INPUT, "eval", artifact, "--task", none)

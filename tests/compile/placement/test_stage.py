@@ -206,5 +206,15 @@ def test_a_wrong_machine_profile_names_the_key(text: str, message: str, tmp_path
 
 
 def test_an_unknown_machine_names_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ProfileError, match="pc-high, pc-low"):
+    with pytest.raises(ProfileError, match="pc-high, pc-low") as caught:
         find_machine("pc-medium", tmp_path)
+    assert caught.value.what == "pc-medium: no such machine profile"
+    assert "then --machine pc-medium.toml" in str(caught.value.remedy)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "folder/a", "folder"])
+def test_the_remedy_for_an_unknown_machine_ends_in_toml_once(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ProfileError) as caught:
+        find_machine(name, tmp_path)
+    assert caught.value.what == f"{name}: no such machine profile"
+    assert f"pi-compile machine -o {Path(name).stem}.toml, " in str(caught.value.remedy)

@@ -226,7 +226,7 @@ def test_mistakes(refused: Callable[..., str], folder: Path) -> None:
     model = ("config.json", "--machine", "m.toml")
     assert "no config to plan from" in refused(INPUT, "nothing/here", "--machine", "m.toml")
     assert "facebook/opt-6.7b" in refused(INPUT, "facebook/opt-6.6b", "--machine", "m.toml")
-    assert "no such machine profile" in refused(INPUT, "config.json", "--machine", "pc-medium")
+    assert "error: pc-medium: no such machine profile" in refused(INPUT, "config.json", "--machine", "pc-medium")
     assert "no such recipe" in refused(INPUT, "r.toml")
     assert "pi-compile train RECIPE --export" in refused(USAGE, "model.pi", "--machine", "m.toml")
     assert "of another model" in refused(INPUT, *model, "--counts", ROOT / "profiles" / "activations" / "demo.npz")

@@ -19,7 +19,7 @@ from support.scripted import saying, scripted_artifact
 
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.engine.stream import Stream
-from pi_runtime.errors import ArtifactError, PiError, PromptError, UsageError
+from pi_runtime.errors import ArtifactError, DoesNotFitError, PiError, PromptError, UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.pages import PAGE_POSITIONS
 
@@ -87,7 +87,7 @@ def test_requests_are_checked_at_once(engine: Engine) -> None:
 
 @pytest.mark.parametrize("settings", [{"slots": 0}, {"piece": 0}, {"kv_budget": 1}], ids=str)
 def test_impossible_settings(model: Model, settings: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match=f"--{next(iter(settings)).replace('_', '-')}"):
+    with pytest.raises((UsageError, DoesNotFitError), match=f"--{next(iter(settings)).replace('_', '-')}"):
         Engine(model, **settings)
 
 

@@ -61,10 +61,18 @@ def test_flags_are_frozen(capsys: pytest.CaptureFixture[str]) -> None:
         (["--host", "::"], USAGE, "--api-key-file"),
         (["--host", "example.org"], USAGE, "--api-key-file"),
         (["--cors"], USAGE, "--allowed-origin"),
-        (["--api-key-file", "nowhere"], INPUT, "nowhere"),
+        (["--api-key-file", "nowhere"], INPUT, "--api-key-file nowhere: no such file\n  try: "),
         (["--ssl-certfile", "nowhere"], USAGE, "--ssl-keyfile"),
-        (["--ssl-certfile", "nowhere", "--ssl-keyfile", "nowhere"], INPUT, "nowhere"),
+        (["--ssl-certfile", "nowhere", "--ssl-keyfile", "nowhere"], INPUT, "nowhere: no such file\n  try: "),
         (["--ssl-certfile", __file__, "--ssl-keyfile", __file__], INPUT, "not a certificate with its key"),
+        (["--allowed-host", ""], USAGE, "--allowed-host ''"),
+        (["--allowed-host", "https://chat.example"], USAGE, "--allowed-host 'https"),
+        (["--allowed-host", "chat.example:8080"], USAGE, "--allowed-host 'chat.example:8080'"),
+        (["--allowed-host", "*.example"], USAGE, "--allowed-host '*.example'"),
+        (["--allowed-origin", "foo"], USAGE, "--allowed-origin 'foo'"),
+        (["--allowed-origin", ""], USAGE, "--allowed-origin ''"),
+        (["--allowed-origin", "https://chat.example/"], USAGE, "--allowed-origin 'https://chat.example/'"),
+        (["--allowed-origin", "https://Chat.example"], USAGE, "--allowed-origin 'https://Chat.example'"),
         (["--port", "65536"], USAGE, "65535"),
         (["--slots", "0"], USAGE, "slots"),
         (["--kv-budget", "much"], USAGE, "--kv-budget"),
@@ -76,6 +84,25 @@ def test_what_cannot_be_is_said_before_anything_is_opened(
 ) -> None:
     assert run(alphabet, *arguments) == code
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(
+            ["--allowed-host", name]
+            for name in ("*", "chat.example", "Chat.example", "192.0.2.1", "2001:db8::1", "a_b")
+        ),
+        *(["--allowed-origin", origin] for origin in ("*", "null", "https://chat.example", "http://[::1]:8080")),
+        ["--allowed-origin", "chrome-extension://abcdefghijklmnop"],
+    ],
+    ids=lambda flags: flags[1],
+)
+def test_names_that_requests_can_have_are_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    assert run(tmp_path / "nowhere.pi", *flags) == INPUT
+    assert "nowhere.pi: no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["nowhere.pi", "text.pi"])
