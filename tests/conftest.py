@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from pi_runtime.execution.devices import gpu_driver
@@ -19,6 +20,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # A build takes as many workers as there is room for; here each would import torch for a second's work.
 os.environ.setdefault("PI_WORKERS", "1")
+
+# The same examples every time: new ones are for the sessions that fuzz, not for those that merge.
+hypothesis.settings.register_profile("suite", derandomize=True)
+hypothesis.settings.load_profile("suite")
 
 # A shell's background jobs ignore it, and their children with them: then no test could interrupt a command.
 signal.signal(signal.SIGINT, signal.default_int_handler)
