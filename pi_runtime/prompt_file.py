@@ -31,7 +31,6 @@ ANSWER_KEYS = frozenset({"max_tokens", "min_tokens", "stop", "logprobs"})
 GRAMMAR_KEYS = frozenset({"json_schema", "regex", "lark"})
 KEYS = SAMPLING_KEYS | ANSWER_KEYS | GRAMMAR_KEYS | {"id", "prompt", "messages", "prompt_logprobs", "answers"}
 INTEGERS = ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "answers")
-EXAMPLE = '{"prompt": "Once upon a time"}'
 AHEAD = 256
 """Prompts handed to the engine before the oldest of them is answered."""
 
@@ -97,7 +96,9 @@ class PromptFile:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise read_error(f"--prompts {path}", error, f"name a file of lines like {EXAMPLE}") from None
+            raise read_error(
+                f"--prompts {path}", error, 'name a file of lines like {"prompt": "Once upon a time"}'
+            ) from None
         lines = data.splitlines()
         self._lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
         # What an answer depends on, beside its line: an output is continued only if all of it is the same.

@@ -19,6 +19,7 @@ Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 _MAGIC = b"PK"
 """With which a ZIP file begins."""
+_REMEDY = "remove it and make it again"
 
 
 def write_arrays(path: Path, arrays: Arrays, *, compressed: bool = False) -> None:
@@ -46,18 +47,21 @@ def read_arrays(
 
     Raises FileNotFoundError where there is no file, ProfileError where it is damaged or of another kind.
     """
-    if path.is_file() and path.stat().st_size and not _begins_as_zip(path):
-        raise ProfileError(f"{path}: not an .npz file", remedy="name a file that pi-compile wrote")
-    with _whole(path), path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
-        found = [n for n in stored.files if (n.startswith(prefix) if names is None else n in names)]
-        # A small file may be unpacked to a large one.
-        wanted = [entry for entry in stored.zip.infolist() if entry.filename.removesuffix(".npy") in found]
-        if most is not None and any(entry.file_size > most for entry in wanted):
-            raise ValueError(f"an array of more than {most:,} bytes")
-        arrays = {name: stored[name] for name in found}
-        if wrong := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
-            raise ValueError(f"{wrong[0]} is no array")  # NumPy gives the bytes of what is none
-        return arrays
+    with _whole(path), path.open("rb") as file:
+        if file.read(len(_MAGIC)) not in (_MAGIC, b""):
+            raise ProfileError(f"{path}: not an .npz file", remedy="name a file that pi-compile wrote")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as stored:
+            found = [n for n in stored.files if (n.startswith(prefix) if names is None else n in names)]
+            # A small file may be unpacked to a large one.
+            wanted = [entry for entry in stored.zip.infolist() if entry.filename.removesuffix(".npy") in found]
+            if most is not None and any(entry.file_size > most for entry in wanted):
+                raise ValueError(f"an array of more than {most:,} bytes")
+            arrays = {name: stored[name] for name in found}
+    if wrong := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+        # NumPy gives the bytes of what is none.
+        raise ProfileError(f"{path}: not a whole .npz file", found=f"{wrong[0]} is no array", remedy=_REMEDY)
+    return arrays
 
 
 def check_arrays(path: Path) -> None:
@@ -66,11 +70,6 @@ def check_arrays(path: Path) -> None:
         damaged = file.testzip()
         if damaged is not None:
             raise ValueError(f"{damaged} is damaged")
-
-
-def _begins_as_zip(path: Path) -> bool:
-    with _whole(path), path.open("rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
 
 
 @contextmanager
@@ -85,6 +84,4 @@ def _whole(path: Path) -> Iterator[None]:
         *(OSError, ValueError, TypeError, EOFError, RuntimeError, MemoryError, OverflowError, SyntaxError),
         *(KeyError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
     ) as error:
-        raise ProfileError(
-            f"{path}: not a whole .npz file", found=error, remedy="remove it and make it again"
-        ) from None
+        raise ProfileError(f"{path}: not a whole .npz file", found=error, remedy=_REMEDY) from None

@@ -32,7 +32,7 @@ GAP_NBYTES = 8192
 RING_THREADS = 2
 """One of them copies rows while the other one asks for more."""
 PREAD_THREADS = 32
-"""Without io_uring; more of them take processor time from the model."""
+"""Without io_uring each read under way takes a thread."""
 STALL_SECONDS = 60.0
 """After so long without an answer the disk counts as stalled."""
 _SLICE_NANOSECONDS = 200_000_000
