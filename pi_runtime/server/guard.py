@@ -21,13 +21,17 @@ from pi_runtime.server.settings import ServerSettings
 
 OPEN_PATHS = ("/", "/health")
 """Paths that need no key: the page's own file, which asks for it, and whether the server is well."""
+OWNER_CHARS = 16
 CLIENT_LEFT = 499
 """Counted in place of a status where nobody was left to be told one; nginx has it so."""
 SECURE_HEADERS = ((b"x-content-type-options", b"nosniff"),)
 
 
 class Guard:
-    """Refuses requests that may not be answered, and has all of them counted."""
+    """Refuses requests that may not be answered, and has all of them counted.
+
+    `scope["owner"]` says whose a request is: a digest of the key that opened it, "" where it needed none.
+    """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, count: Callable[[Scope, int, float], None]) -> None:
         """`count` is called for every request at its end, with its status and the seconds that it took."""
@@ -50,7 +54,7 @@ class Guard:
             await send(message)
 
         try:
-            self._check(scope, Headers(scope=scope))
+            scope["owner"] = self._check(scope, Headers(scope=scope))
         except ApiError as error:
             await JSONResponse(error.body(), error.status, error.headers)(scope, receive, watched)
         else:
@@ -58,16 +62,21 @@ class Guard:
         finally:
             self._count(scope, status, time.perf_counter() - began)
 
-    def _check(self, scope: Scope, headers: Headers) -> None:
+    def _check(self, scope: Scope, headers: Headers) -> str:
+        """The owner of a request. Raises ApiError for one that may not be answered."""
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_known(hosts[0], scope.get("server")):
             raise ApiError(403, "this Host is not allowed; --allowed-host allows it", code="wrong_host")
         for origin in headers.getlist("origin"):
             if not self._may_call(origin, hosts[0]):
                 raise ApiError(403, "this Origin is not allowed; --allowed-origin allows it", code="wrong_origin")
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers.getlist("authorization")):
-            challenge = {"WWW-Authenticate": "Bearer"}
-            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
+        owner = self._owner(headers.getlist("authorization")) if self._keys else ""
+        if owner is not None:
+            return owner
+        if scope["path"] in OPEN_PATHS:
+            return ""
+        challenge = {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
 
     def _is_known(self, host: str, server: tuple[str, int | None] | None) -> bool:
         """Whether a Host is one of ours: an allowed name, or the very address that was connected to."""
@@ -85,15 +94,16 @@ class Guard:
         own = scheme in ("http", "https") and place.lower() == host.lower()
         return own or origin in self._origins or "*" in self._origins
 
-    def _has_key(self, given: Iterable[str]) -> bool:
+    def _owner(self, given: Iterable[str]) -> str | None:
+        """Whose key is given; None where none of ours is."""
         for value in given:
             scheme, _, key = value.partition(" ")
             # Every key is compared, and digests have one length: the time tells nothing.
             digest = _digest(key.strip().encode("latin-1", "replace"))
             found = [hmac.compare_digest(digest, ours) for ours in self._keys]
             if scheme.lower() == "bearer" and any(found):
-                return True
-        return False
+                return digest.hex()[:OWNER_CHARS]
+        return None
 
 
 def _digest(key: bytes) -> bytes:

@@ -14,9 +14,18 @@ Headers = list[tuple[str, str]]
 
 def status(settings: ServerSettings, headers: Headers, path: str = "/v1/models", server: str = "127.0.0.1") -> int:
     """The status of a request with these headers, to a guard before an application that says 200 to all."""
+    return asked(settings, headers, path, server)[0]
+
+
+def asked(
+    settings: ServerSettings, headers: Headers, path: str = "/v1/models", server: str = "127.0.0.1"
+) -> tuple[int, str | None]:
+    """The status of such a request, and whose it is for the application; None where that never saw it."""
     found: list[int] = []
+    owners: list[str | None] = [None]
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        owners.append(scope["owner"])
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -31,7 +40,7 @@ def status(settings: ServerSettings, headers: Headers, path: str = "/v1/models",
     pairs = [(name.encode(), value.encode()) for name, value in headers]
     scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "server": (server, 8080), "headers": pairs}
     asyncio.run(Guard(application, settings, lambda *_: None)(scope, receive, send))
-    return found[0]
+    return found[0], owners[-1]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +125,22 @@ def test_keys(given: str | None, expected: int) -> None:
         assert status(settings, headers, path) == expected
     for path in ("/", "/health"):
         assert status(settings, headers, path) == 200
+
+
+def test_a_request_has_an_owner_that_does_not_show_the_key() -> None:
+    def owner(*keys: str, given: str = "", path: str = "/v1/models") -> str | None:
+        headers = [("host", "localhost"), *([("authorization", f"Bearer {given}")] if given else [])]
+        return asked(ServerSettings(api_keys=keys), headers, path)[1]
+
+    one, two = owner("one", "two", given="one"), owner("one", "two", given="two")
+    assert one
+    assert two
+    assert one != two
+    assert "one" not in one
+    assert owner("two", "one", given="one") == one
+    assert owner("one", given="other") is None
+    assert owner("one", given="other", path="/health") == ""
+    assert owner() == owner(given="one") == ""
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
