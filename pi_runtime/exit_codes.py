@@ -27,7 +27,11 @@ EXTRA_OF = {
 """Extra that installs each optional package."""
 INTERRUPTED = 130
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
-_FAILING = (errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE)
+_FAILING = {
+    **dict.fromkeys((errno.EIO, errno.ENXIO, errno.ENODEV), "the disk is sound (dmesg)"),
+    errno.ESTALE: "the file server answers and its folder is mounted",
+}
+"""What to look at, for each error of storage that fails."""
 
 
 def code_and_message(error: BaseException) -> tuple[int, str]:
@@ -55,7 +59,7 @@ def _as_user_error(error: BaseException) -> PiError | None:
     if isinstance(error, OSError) and error.errno in _FORBIDDEN:
         return UsageError(f"{_place(error)}: {error.strerror}", remedy="change its permissions, or name another place")
     if isinstance(error, OSError) and error.errno in _FAILING:
-        remedy = "see whether the disk is sound (dmesg), and run it again; what is done is kept"
+        remedy = f"see whether {_FAILING[error.errno]}, and run it again; what is done is kept"
         return UsageError(f"{_place(error)}: {error.strerror}", remedy=remedy)
     return None
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.errors import ProfileError
+from pi_compile.files.shared import is_stale, tried_again
 from pi_runtime.artifact.replacement import Replacement
 
 Array = npt.NDArray[Any]
@@ -22,6 +23,7 @@ _MAGIC = b"PK"
 _REMEDY = "remove it and make it again"
 
 
+@tried_again
 def write_arrays(path: Path, arrays: Arrays, *, compressed: bool = False) -> None:
     """Write a file; the same arrays give the same bytes, because NumPy gives every entry the same date."""
     with Replacement(path) as new:
@@ -40,6 +42,7 @@ def write_array_stream(path: Path, arrays: Iterable[tuple[str, Array]]) -> None:
         new.publish()
 
 
+@tried_again
 def read_arrays(
     path: Path, prefix: str = "", names: Collection[str] | None = None, most: int | None = None
 ) -> dict[str, Array]:
@@ -64,6 +67,7 @@ def read_arrays(
     return arrays
 
 
+@tried_again
 def check_arrays(path: Path) -> None:
     """Read a file to its end, keeping nothing. Raises what `read_arrays` raises."""
     with _whole(path), zipfile.ZipFile(path) as file:
@@ -84,4 +88,6 @@ def _whole(path: Path) -> Iterator[None]:
         *(OSError, ValueError, TypeError, EOFError, RuntimeError, MemoryError, OverflowError, SyntaxError),
         *(KeyError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
     ) as error:
+        if is_stale(error):  # not of this file
+            raise
         raise ProfileError(f"{path}: not a whole .npz file", found=error, remedy=_REMEDY) from None

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pi_compile.files.shared import tried_again
 from pi_runtime.artifact.replacement import Replacement
 from pi_runtime.errors import DoesNotFitError, PiError, UsageError, write_error
 
@@ -58,11 +59,16 @@ def check_page(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a text file. Raises DoesNotFitError where there is no room for it, UsageError where the system refuses."""
     try:
-        with Replacement(path) as out:
-            out.write(text.encode())
-            out.publish()
+        _replace(path, text.encode())
     except OSError as error:
         raise write_error(path, error) from None
+
+
+@tried_again
+def _replace(path: Path, data: bytes) -> None:
+    with Replacement(path) as out:
+        out.write(data)
+        out.publish()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import numpy as np
 import pi_compile
 import pi_runtime
 from pi_compile.checkpoint.families import registry
+from pi_compile.files import shared
 from pi_compile.workers import StageDoneError, Worker, WorkFolder
 
 Result = TypeVar("Result")
@@ -148,7 +149,7 @@ class Store:
         that has no tasks is made by one worker `alone`.
         """
         path = self.folder / f"{stage}-{key[:16]}{suffix}"
-        if path.exists():
+        if shared.exists(path):
             shutil.rmtree(path.with_suffix(".work"), ignore_errors=True)  # a kill after saving left it
             return load(path), False
 
@@ -157,21 +158,16 @@ class Store:
             folder.run({"result": lambda: save(make(folder) if result is None else result, path)})
 
         self.share(stage, key, work, path.exists)
-        if not self.worker.strangers():
-            for older in self.folder.glob(f"{stage}-*{suffix}"):
-                if older != path:
-                    older.unlink(missing_ok=True)
+        for older in self._of_other_keys(path):
+            shared.remove(older)
         return load(path), True
 
     def share(self, stage: str, key: str, work: Callable[[WorkFolder], object], finished: Callable[[], bool]) -> None:
         """Have a stage `finished` by all workers that `work` in its folder; then the folder is removed."""
         folder = self.folder / f"{stage}-{key[:16]}.work"
-        # Folders of other keys are no longer of use, and may be large.
-        if not self.worker.strangers():
-            for other in self.folder.glob(f"{stage}-*.work"):
-                if other != folder:
-                    shutil.rmtree(other, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
+        for other in self._of_other_keys(folder):  # no longer of use, and may be large
+            shutil.rmtree(other, ignore_errors=True)
+        shared.tried_again(folder.mkdir)(parents=True, exist_ok=True)
         self.worker.at(stage=stage)
         self.worker.call_help()
         try:
@@ -183,3 +179,11 @@ class Store:
             if not finished():
                 raise
         shutil.rmtree(folder, ignore_errors=True)
+
+    def _of_other_keys(self, path: Path) -> list[Path]:
+        """What other builds left of the same kind, if no worker of theirs is there."""
+        if self.worker.strangers():
+            return []
+        begins = path.name.partition("-")[0] + "-"
+        names = (name for name in shared.names_in(self.folder) if name.startswith(begins))
+        return [self.folder / name for name in names if name.endswith(path.suffix) and name != path.name]

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from pi_compile.errors import TaskFailedError
-from pi_compile.files import write_text
+from pi_compile.files import shared, write_text
 from pi_compile.workers.worker import PATIENCE, Worker
 from pi_runtime.errors import PiError, UsageError
 from pi_runtime.exit_codes import code_and_message
@@ -44,19 +44,19 @@ class _Listing:
     """The files of a folder at one moment."""
 
     files: set[str] = field(default_factory=set)
-    claims: dict[str, int] = field(default_factory=dict)
-    """The latest claim of each task."""
+    claims: dict[str, list[int]] = field(default_factory=dict)
+    """The claims of each task."""
     failed: dict[str, list[int]] = field(default_factory=dict)
-    """The claims of each task that failed."""
+    """Those that failed."""
 
     @classmethod
     def of(cls, folder: Path) -> "_Listing":
         found = cls()
-        for name in (path.name for path in folder.iterdir()):
+        for name in shared.names_in(folder):  # none if the stage is finished, and its folder removed
             task, _, rest = name.rpartition(".")
             kind, _, number = rest.partition("-")
             if kind == _CLAIM and number.isdecimal():
-                found.claims[task] = max(int(number), found.claims.get(task, 0))
+                found.claims.setdefault(task, []).append(int(number))
             elif kind == _FAILED and number.isdecimal():
                 found.failed.setdefault(task, []).append(int(number))
             else:
@@ -72,7 +72,7 @@ class WorkFolder:
         self.path, self.worker, self.finished = path, worker, finished
         self._made: set[str] = set()
         # Failures of earlier runs do not count: their cause may have been removed.
-        self._old = {f"{task}.{n}" for task, numbers in self._listing().failed.items() for n in numbers}
+        self._old = {f"{task}.{n}" for task, numbers in _Listing.of(path).failed.items() for n in numbers}
         self._failures: dict[str, int] = {}
 
     def run(
@@ -102,7 +102,7 @@ class WorkFolder:
         then, UsageError if the folder was removed, and what the worker is stopped with.
         """
         pause, is_told = SHORTEST, False
-        while (claim := self._claim(name, self._listing(), or_sleeps=True)) is None:
+        while (claim := self._claim_alone(name)) is None:
             self._check_finished()
             self.worker.check()
             if pause == LONGEST and not is_told:
@@ -111,11 +111,32 @@ class WorkFolder:
             time.sleep(pause)
             pause = min(pause * 1.5, LONGEST)
         try:
+            self._check_finished()  # by who held it before
             yield
         finally:
             # Those of holders that ended go first: while the latest is there, nobody makes another.
-            for number in range(_number(claim.name) + 1):
-                (self.path / f"{name}.{_CLAIM}-{number}").unlink(missing_ok=True)
+            self._give_up(*(self._path(name, number) for number in range(_number(claim.name))), claim)
+
+    def _claim_alone(self, name: str) -> Path | None:
+        """A claim beside which no other is held.
+
+        Two that claim on old listings may take different numbers. Each looks again after it claimed, so at least one
+        sees the other, and gives its claim up.
+        """
+        claim = self._claim(name, _Listing.of(self.path), or_sleeps=True)
+        if claim is None:
+            return None
+        claims = [self._path(name, number) for number in _Listing.of(self.path).claims.get(name, [])]
+        if claim in claims and not any(self._held(other, or_sleeps=True) for other in claims if other != claim):
+            return claim
+        self._give_up(claim)
+        return None
+
+    def _give_up(self, *claims: Path) -> None:
+        """Remove claims, the last of which is this worker's, unless others took it for ended and claimed anew."""
+        if shared.read(claims[-1]) == self.worker.name:
+            for claim in claims:
+                shared.remove(claim)
 
     def _run(
         self,
@@ -127,7 +148,7 @@ class WorkFolder:
     ) -> None:
         pause = SHORTEST
         while True:
-            listing = self._listing()
+            listing = _Listing.of(self.path)
             done = listing.files | self._made
             on_done(done)
             missing = [name for name in names if name not in done]
@@ -145,16 +166,10 @@ class WorkFolder:
                 time.sleep(pause)
                 pause = min(pause * 1.5, LONGEST, self.worker.heartbeat / 8)
 
-    def _listing(self) -> _Listing:
-        try:
-            return _Listing.of(self.path)
-        except FileNotFoundError:
-            return _Listing()  # the stage may be finished, and its folder removed
-
     def _check_finished(self) -> None:
         """Raise StageDoneError if the stage is finished, UsageError if its folder was removed before that."""
-        gone = not self.path.is_dir()  # looked at first: who finishes the stage removes the folder afterwards
-        if self.finished():
+        gone = not shared.exists(self.path)  # looked at first: who finishes the stage removes the folder afterwards
+        if shared.tried_again(self.finished)():
             raise StageDoneError
         if gone:
             raise UsageError(
@@ -176,28 +191,28 @@ class WorkFolder:
         return taken
 
     def _claim(self, name: str, listing: _Listing, *, or_sleeps: bool = False) -> Path | None:
-        latest, failed = listing.claims.get(name), listing.failed.get(name, [])
-        if latest is not None and latest not in failed and self._held(f"{name}.{_CLAIM}-{latest}", or_sleeps):
+        claims, failed = listing.claims.get(name, []), listing.failed.get(name, [])
+        latest = max(claims, default=None)
+        if latest is not None and latest not in failed and self._held(self._path(name, latest), or_sleeps):
             return None
-        numbers = failed if latest is None else [*failed, latest]
-        claim = self.path / f"{name}.{_CLAIM}-{max(numbers, default=-1) + 1}"
-        try:
-            with claim.open("x") as file:
-                file.write(self.worker.name)
-        except (FileExistsError, FileNotFoundError):  # another was quicker, or the stage is finished
+        claim = self._path(name, max((*claims, *failed), default=-1) + 1)
+        if not shared.make(claim, self.worker.name):  # another was quicker, or the stage is finished
             return None
-        if (self.path / name).exists():  # done since the listing
-            claim.unlink(missing_ok=True)
+        if shared.exists(self.path / name):  # done since the listing
+            shared.remove(claim)
             return None
         return claim
 
-    def _held(self, claim: str, or_sleeps: bool) -> bool:
-        try:  # anew each time: a claim that was given up may be made again under the same name
-            holder = (self.path / claim).read_text()
-        except FileNotFoundError:
+    def _path(self, name: str, number: int) -> Path:
+        return self.path / f"{name}.{_CLAIM}-{number}"
+
+    def _held(self, claim: Path, or_sleeps: bool) -> bool:
+        # Read anew each time: a claim that was given up may be made again under the same name.
+        holder = shared.read(claim)
+        if holder is None:
             return True  # given up since the listing: the next one tells more
         if not holder:  # made just now, or by a worker that ended at that moment
-            return not self.worker.unchanged(claim, holder, PATIENCE * self.worker.heartbeat)
+            return not self.worker.unchanged(str(claim), holder, PATIENCE * self.worker.heartbeat)
         return self.worker.lives(holder, or_sleeps=or_sleeps)
 
     def _do(self, taken: Mapping[str, Path], make: Callable[[Sequence[str]], object]) -> None:
@@ -207,13 +222,14 @@ class WorkFolder:
             self._made.update(taken)
         except Exception as error:
             # A worker that was stopped may find that others have done the task, and cleared away what it needs.
-            if not self.finished() and not all((self.path / name).exists() for name in taken):
+            others_did = all(shared.exists(self.path / name) for name in taken)
+            if not others_did and not shared.tried_again(self.finished)():
                 self._failed(taken, error)
         finally:
             self.worker.at(task="")
             for claim in taken.values():
                 with suppress(OSError):
-                    claim.unlink()
+                    shared.remove(claim)
 
     def _failed(self, taken: Mapping[str, Path], error: Exception) -> None:
         """Record a failure. Raises the error where trying again is of no use."""
@@ -262,8 +278,8 @@ def read_failure(path: Path) -> dict[str, Any]:
     """The record of a failure."""
     record = {"worker": "", "final": False, "exit_code": 1, "message": "", "log": ""}
     try:
-        return {**record, **json.loads(path.read_text())}
-    except (OSError, ValueError, TypeError):
+        return {**record, **json.loads(shared.read(path) or "")}
+    except (ValueError, TypeError):
         return record
 
 

@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from pi_compile.files import shared
+from pi_compile.workers.process import lives_here, this_process
 from pi_compile.workers.rank import LONE, Rank
 
 HEARTBEAT = 10.0
@@ -61,14 +63,14 @@ class Worker:
         self._leaving.set()
         self._thread.join()
         with suppress(OSError):
-            self._path(self.name).unlink()
+            shared.remove(self._path(self.name))
             self._remove_ended()
 
     def _remove_ended(self) -> None:
         """Remove the files of processes of this machine that could not do it themselves."""
         for other in workers_in(self.folder):
-            if _ended_here(other):
-                self._path(other["name"]).unlink(missing_ok=True)
+            if lives_here(other) is False:
+                shared.remove(self._path(other["name"]))
 
     def at(self, *, stage: str | None = None, task: str | None = None) -> None:
         """Say what this worker does now; others see it at the next heartbeat."""
@@ -91,12 +93,11 @@ class Worker:
         if name == self.name:
             return True
         shown = _read(self._path(name))
-        if shown is None or _ended_here(shown):
-            return False
-        if or_sleeps and shown.get("system") == _system():
-            return True
+        here = False if shown is None else lives_here(shown)
+        if shown is None or here is False or (here and or_sleeps):
+            return bool(here)
         if self.unchanged(name, shown.get("beat"), PATIENCE * float(shown.get("heartbeat", self.heartbeat))):
-            self._path(name).unlink(missing_ok=True)  # it shows itself again if it only slept
+            shared.remove(self._path(name))  # it shows itself again if it only slept
             return False
         return True
 
@@ -138,8 +139,7 @@ class Worker:
             "heartbeat": self.heartbeat,
             "build": self.build,
             "host": socket.gethostname(),
-            "system": _system(),
-            "pid": os.getpid(),
+            **this_process(),
             "rank": self.rank.rank,
             "launcher": self.rank.launcher,
             "stage": self._stage.name,
@@ -150,11 +150,8 @@ class Worker:
             "task": self._task.name,
             "task_seconds": self._task.seconds,
         }
-        new = self._path(self.name).with_suffix(".new")
         with suppress(OSError):  # the next one may succeed; until then others may do this worker's task too
-            self.folder.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps(shown))
-            new.replace(self._path(self.name))
+            shared.replace(self._path(self.name), json.dumps(shown))
 
 
 class _Timed:
@@ -170,11 +167,8 @@ class _Timed:
 
 def workers_in(folder: Path) -> list[dict[str, Any]]:
     """What the workers of a folder last showed of themselves, by rank."""
-    try:
-        names = sorted(p for p in folder.iterdir() if p.suffix == ".json")
-    except OSError:
-        return []
-    found = [shown for shown in map(_read, names) if shown is not None]
+    paths = [folder / name for name in shared.names_in(folder) if name.endswith(".json")]
+    found = [shown for shown in map(_read, paths) if shown is not None]
     return sorted(found, key=lambda shown: (shown.get("rank", 0), shown["name"]))
 
 
@@ -183,7 +177,7 @@ def silence(folder: Path, shown: Mapping[str, Any]) -> float | None:
 
     Both times are taken by the clock of the file system.
     """
-    if _ended_here(shown):
+    if lives_here(shown) is False:
         return None
     now = folder / f"{secrets.token_hex(8)}.now"
     try:
@@ -192,32 +186,11 @@ def silence(folder: Path, shown: Mapping[str, Any]) -> float | None:
     except OSError:
         return None
     finally:
-        now.unlink(missing_ok=True)
+        shared.remove(now)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return {**json.loads(path.read_text()), "name": path.stem}
-    except (OSError, ValueError, TypeError):
+        return {**json.loads(shared.read(path) or ""), "name": path.stem}
+    except (ValueError, TypeError):
         return None
-
-
-def _system() -> str:
-    """A name for the processes that this one can see: of its boot, and its container where it is in one."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:
-        return ""  # not Linux: heartbeats tell, a little later
-
-
-def _ended_here(shown: Mapping[str, Any]) -> bool:
-    """Whether a worker was a process of this machine that is gone."""
-    system = _system()
-    if not system or shown.get("system") != system:
-        return False
-    try:
-        state = Path(f"/proc/{shown.get('pid')}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return True
-    return state in "ZX"  # its parent has not asked after it yet

@@ -15,6 +15,7 @@ from pi_compile.errors import ProfileError, TaskFailedError
 from pi_compile.workers import Rank, StageDoneError, Worker, WorkFolder, failures_in, rank_of, workers_in
 from pi_compile.workers import tasks as tasks_module
 from pi_compile.workers import worker as worker_module
+from pi_compile.workers.process import this_process
 from pi_runtime.errors import NotMetError, UsageError
 
 SHORT = 0.2
@@ -365,7 +366,7 @@ def test_who_waits_sees_who_holds_it_now(worker: Worker, tmp_path: Path, folder:
     """The next holder's claim may have the name of the one before, who has ended."""
     waiting = WorkFolder(folder, worker)
     left = claim(folder, "run", "gone-1-0")
-    assert not waiting._held(left.name, or_sleeps=True)
+    assert not waiting._held(left, or_sleeps=True)
     left.unlink()
     with Worker(tmp_path / "workers") as other, WorkFolder(folder, other).held("run"):
         assert names(folder) == ["run.claim-0"]
@@ -400,6 +401,70 @@ def test_what_was_held_is_free_after_an_error(worker: Worker, folder: Path) -> N
     with pytest.raises(ZeroDivisionError), WorkFolder(folder, worker).held("run"):
         raise ZeroDivisionError
     assert names(folder) == []
+
+
+def test_what_is_finished_is_not_held_again(worker: Worker, folder: Path) -> None:
+    """Who held it may have finished it since the last look."""
+    claim(folder, "run", "gone-1-0")
+    with pytest.raises(StageDoneError), WorkFolder(folder, worker, lambda: True).held("run"):
+        pytest.fail("begins again")
+    assert names(folder) == []
+
+
+def test_who_claims_beside_a_new_holder_gives_up(
+    worker: Worker, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another may take over between this worker's look at the old holder and its claim."""
+    left = claim(folder, "run", "gone-1-0")
+    worker.stop(NotMetError("waits"))
+    with Worker(tmp_path / "workers") as other:
+        holding = WorkFolder(folder, other).held("run")
+
+        def lives(name: str, **options: bool) -> bool:
+            if left.exists() and name == "gone-1-0":
+                left.unlink()
+                holding.__enter__()
+                return False
+            return Worker.lives(worker, name, **options)
+
+        monkeypatch.setattr(worker, "lives", lives)
+        with pytest.raises(NotMetError, match="waits"), WorkFolder(folder, worker).held("run"):
+            pytest.fail("two hold it")
+        assert left.read_text() == other.name
+        assert names(folder) == ["run.claim-0"]
+        holding.__exit__(None, None, None)
+
+
+def test_who_lost_its_claim_leaves_that_of_the_next_holder(worker: Worker, folder: Path) -> None:
+    with WorkFolder(folder, worker).held("run"):
+        (folder / "run.claim-0").write_text("another-1-0")
+    assert (folder / "run.claim-0").read_text() == "another-1-0"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of processes")
+def test_a_holder_whose_number_is_another_process_now_is_taken_over(
+    worker: Worker, tmp_path: Path, folder: Path
+) -> None:
+    """In a container that is started again numbers, boot and namespace may be the same: a wait for itself."""
+    here = this_process()
+    elsewhere(tmp_path, "killed-1-0", heartbeat=10_000.0, **here | {"started": here["started"] - 1})
+    claim(folder, "run", "killed-1-0")
+    worker.stop(NotMetError("waits"))
+    with WorkFolder(folder, worker).held("run"):
+        assert names(folder) == ["run.claim-0", "run.claim-1"]
+
+
+@pytest.mark.parametrize("unknown", ["system", "started"])
+def test_heartbeats_decide_where_a_process_is_not_known(tmp_path: Path, folder: Path, unknown: str) -> None:
+    """The same number may be another process. Counted in looks, not in seconds of a busy machine."""
+    elsewhere(tmp_path, "killed-1-0", heartbeat=1000.0, **this_process() | {unknown: ""})
+    claim(folder, "run", "killed-1-0")
+    now = [0.0]
+    with pytest.MonkeyPatch.context() as patch, Worker(tmp_path / "workers", heartbeat=1000.0) as worker:
+        patch.setattr(worker_module.time, "monotonic", lambda: now[0])
+        patch.setattr("pi_compile.workers.tasks.time.sleep", lambda _s: now.__setitem__(0, now[0] + 1000 / 8))
+        with WorkFolder(folder, worker).held("run"):
+            assert 1000 < now[0] <= 2000
 
 
 @pytest.mark.slow
