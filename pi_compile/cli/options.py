@@ -86,7 +86,10 @@ class PlanOptions:
             metavar="MODEL", help="A recipe, a config.json or its folder, or a bundled OWNER/NAME.", show_default=False
         ),
     ]
-    machine: Annotated[str | None, typer.Option(help="A machine profile; default: the recipe's.")] = None
+    machine: Annotated[
+        list[str] | None,
+        typer.Option(help="A machine profile; `plan` compares several. Default: the recipe's.", show_default=False),
+    ] = None
     vram_budget: Annotated[
         str | None, typer.Option(envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB. Default: all but 1 GiB.")
     ] = None

@@ -21,8 +21,24 @@ RESERVE = GIB
 """GPU memory that the default budget leaves to the driver and the screen."""
 
 
+def plan_requests(options: PlanOptions) -> list[PlanSpec]:
+    """The spec of a plan for each machine. Raises UsageError, RecipeError, CheckpointError or ProfileError."""
+    names: list[str | None] = [*dict.fromkeys(options.machine or ())]
+    return [_request(options, name) for name in names or [None]]
+
+
 def plan_request(options: PlanOptions) -> PlanSpec:
-    """The spec of a plan. Raises UsageError, RecipeError, CheckpointError or ProfileError."""
+    """The spec of a plan for one machine. Raises what `plan_requests` does, and UsageError for several machines."""
+    first, *others = plan_requests(options)
+    if others:
+        raise UsageError(
+            f"--machine {others[0].machine.name}: a report is of one machine",
+            remedy="`pi-compile plan` compares several machines",
+        )
+    return first
+
+
+def _request(options: PlanOptions, machine_name: str | None) -> PlanSpec:
     target, fmt = options.model, options.number_format
     if target.endswith(".pi"):
         raise UsageError(
@@ -33,7 +49,7 @@ def plan_request(options: PlanOptions) -> PlanSpec:
     recipe = read_recipe(Path(target)) if target.endswith(".toml") else None
     folder = Path(target).resolve().parent if recipe else Path()
     model = _planned(target, recipe, folder, options.ignore_config or [])
-    machine = _machine(options.machine, recipe, folder)
+    machine = _machine(machine_name, recipe, folder)
     if fmt is not None and fmt not in WEIGHT_FORMATS:
         raise UsageError(f"--format {fmt}: unknown", expected=f"one of {', '.join(WEIGHT_FORMATS)}")
     wanted = recipe.pack.model_dump() if recipe and not fmt else dict.fromkeys(PARTS, fmt or KEEP)

@@ -6,17 +6,23 @@ from typing import Annotated
 import typer
 
 from pi_compile.cli.options import Debug, Json, PlanOptions, takes
-from pi_compile.cli.rendering import emit, plan_text
+from pi_compile.cli.plan_text import comparison_text, plan_text
+from pi_compile.cli.rendering import emit
 from pi_runtime import console
 
 
 @takes(PlanOptions)
 def plan(options: PlanOptions, as_json: Json = False, debug: Debug = False) -> None:
-    """Forecast how a machine would run a model, from its config alone."""
-    from pi_compile.cli.plan_request import plan_request
+    """Forecast how a machine would run a model, from its config alone; several machines in one table."""
+    from pi_compile.cli.plan_request import plan_requests
+    from pi_compile.planning import compare
     from pi_compile.planning import plan as forecast
 
-    emit(forecast(plan_request(options)), as_json, plan_text)
+    specs = plan_requests(options)
+    if len(specs) == 1:
+        emit(forecast(specs[0]), as_json, plan_text)
+    else:
+        emit(compare(specs), as_json, comparison_text)
 
 
 @takes(PlanOptions)

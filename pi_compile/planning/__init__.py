@@ -1,6 +1,7 @@
 """What a machine would do with a model that is known by its config alone: what fits, where it goes, and how fast."""
 
 from pi_compile.planning.baselines import Baselines
+from pi_compile.planning.comparison import compare
 from pi_compile.planning.forecast import AROUND, GIB, PlanSpec, activation_profile, plan, published_profile, ram_budgets
 from pi_compile.planning.model_config import PlannedModel, find_planned
 from pi_compile.planning.prefill_time import prefill_tokens_per_s
@@ -12,6 +13,7 @@ __all__ = [
     "PlanSpec",
     "PlannedModel",
     "activation_profile",
+    "compare",
     "find_planned",
     "plan",
     "prefill_tokens_per_s",

@@ -9,6 +9,7 @@ import re
 import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from pi_runtime.artifact.buffers import (
     decoded_together,
@@ -28,14 +29,25 @@ from pi_runtime.errors import DoesNotFitError, UsageError
 from pi_runtime.execution.plan_layout import GPU, placed_arrays
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_MOST_GIB = 256
+"""A number without a unit is most likely meant as GiB below this, and as MiB from this on."""
 
 
 def parse_size(text: str, flag: str) -> int:
-    """Parse a size in bytes: `8GiB`, `512 MiB`, `1.5GB`, `4096`. Raises UsageError naming the flag."""
+    """Parse a size: `8GiB`, `512 MiB`, `1.5GB`, `4096B`; a number without a unit counts bytes, 1 MiB of them or more.
+
+    Raises UsageError naming the flag.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    expected = "a number with B, KiB, MiB, GiB or TiB, like 8GiB"
     if match is None or match[2].upper() not in _UNITS:
-        raise UsageError(f"{flag} {text}: not a size", expected="a number with B, KiB, MiB, GiB or TiB, like 8GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+        raise UsageError(f"{flag} {text}: not a size", expected=expected)
+    number, unit = match.groups()
+    if not unit and 0 < float(number) < _UNITS["MIB"]:
+        likely = f"{number}{'GiB' if float(number) < _MOST_GIB else 'MiB'}"
+        what = f"{flag} {number}: a number without a unit counts bytes, and so few hold nothing"
+        raise UsageError(what, expected=expected, remedy=f"did you mean {likely}?")
+    return int(float(number) * _UNITS[unit.upper()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +126,7 @@ def choose_plan(artifact: Artifact, context: int, budget: int, free: int = sys.m
     """
     manifest, plans, where = artifact.manifest, artifact.manifest.plans, artifact.path
     if not plans:
-        raise DoesNotFitError(
-            f"{where}: holds no placement: it was packed without one, or for a machine on which no hand-over pays",
-            remedy="run it on the CPU (--device cpu, no --vram-budget), or set [place] machine and build it again",
-        )
+        raise _no_placement(manifest, where)
     budget = min(budget, free)
     needed = [needed_bytes(manifest, plan, context) for plan in plans]
     fitting = [n for n, nbytes in enumerate(needed) if nbytes <= budget]
@@ -128,9 +137,28 @@ def choose_plan(artifact: Artifact, context: int, budget: int, free: int = sys.m
             f"{where}: no stored placement fits the GPU budget with a context of {context} tokens",
             expected=f"at least {least} bytes",
             found=f"{budget} bytes" + (", all that the GPU has free" if budget == free else ""),
-            remedy=(f"--vram-budget {least}, " if least <= free else "")
+            remedy=(f"--vram-budget {least}B, " if least <= free else "")
             + (f"--ctx-size {shorter}, " if fits else "")
             + "--device cpu (without --vram-budget), or add the budget to [place] vram_gib and build again",
         )
     best = max(fitting, key=lambda n: (needed[n], plans[n].vram_bytes))
     return allocation(manifest, plans[best], context, budget)
+
+
+def _no_placement(manifest: Manifest, where: Path) -> DoesNotFitError:
+    """The error for an artifact without plans; the recipe that it holds says for which machine it was built."""
+    on_cpu = "run it on the CPU (--device cpu, no --vram-budget)"
+    if not manifest.profiled_tokens:
+        return DoesNotFitError(
+            f"{where}: holds no placement: it was packed without profile and placements (pack --plain)",
+            remedy=f"{on_cpu}, or build it: pi-compile build RECIPE",
+        )
+    section = manifest.recipe.get("place")
+    machine = section.get("machine") if isinstance(section, dict) else None
+    built_for = "a machine" if machine is None else f"{str(machine)!r}"
+    return DoesNotFitError(
+        f"{where}: holds no placement: it was built for {built_for}, which has no GPU, or whose GPU would not make "
+        "this model faster",
+        remedy=f"{on_cpu}; or write another machine into the recipe and build it again: one that has a GPU "
+        '(pi-compile machine measures yours), or [place] machine = "stand-in", whose GPU always pays',
+    )

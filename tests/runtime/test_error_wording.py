@@ -11,8 +11,8 @@ import pytest
 
 MOST = numba.config.NUMBA_NUM_THREADS
 NO_PLACEMENT = (
-    "{artifact}: holds no placement: it was packed without one, or for a machine on which no hand-over pays",
-    "  try: run it on the CPU (--device cpu, no --vram-budget), or set [place] machine and build it again",
+    "{artifact}: holds no placement: it was packed without profile and placements (pack --plain)",
+    "  try: run it on the CPU (--device cpu, no --vram-budget), or build it: pi-compile build RECIPE",
 )
 CONTEXT = "  expected: 2 to 64, the context this model was made for"
 THREADS = f"  expected: 1 to {MOST}", "  try: NUMBA_NUM_THREADS sets the most"
@@ -80,6 +80,22 @@ ARGUMENTS: dict[str, tuple[int, list[str], tuple[str, ...]]] = {
     "size": (
         2, ["-p", "a", "--vram-budget", "much"],
         ("--vram-budget much: not a size", "  expected: a number with B, KiB, MiB, GiB or TiB, like 8GiB"),
+    ),
+    "GPU budget without a unit": (
+        2, ["-p", "a", "--vram-budget", "8"],
+        (
+            "--vram-budget 8: a number without a unit counts bytes, and so few hold nothing",
+            "  expected: a number with B, KiB, MiB, GiB or TiB, like 8GiB",
+            "  try: did you mean 8GiB?",
+        ),
+    ),
+    "RAM budget without a unit": (
+        2, ["-p", "a", "--ram-budget", "1.5"],
+        (
+            "--ram-budget 1.5: a number without a unit counts bytes, and so few hold nothing",
+            "  expected: a number with B, KiB, MiB, GiB or TiB, like 8GiB",
+            "  try: did you mean 1.5GiB?",
+        ),
     ),
     "GPU budget of a CPU": (
         2, ["-p", "a", "--vram-budget", "1GiB", "--device", "cpu"],

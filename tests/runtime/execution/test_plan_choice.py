@@ -23,7 +23,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
 from pi_runtime.cli import app
 from pi_runtime.errors import DoesNotFitError, UsageError
-from pi_runtime.execution.plan_choice import Allocation, allocation, choose_plan, needed_bytes
+from pi_runtime.execution.plan_choice import Allocation, allocation, choose_plan, needed_bytes, parse_size
 from pi_runtime.execution.plan_layout import placed_arrays
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -104,7 +104,7 @@ def test_printed_planned_and_allocated_bytes_are_equal(
             planned = choose_plan(artifact, context, budget)
         assert planned.total == allocated_for(manifest, planned) <= budget
         arguments = [str(path), "-p", "a", "-n", "1", "--device", "stand-in", "--ctx-size", str(context), "--stats"]
-        assert console.run(app, [*arguments, "--vram-budget", str(budget)]) == 0
+        assert console.run(app, [*arguments, "--vram-budget", f"{budget}B"]) == 0
         said = capsys.readouterr().err
         assert re.search(r"gpu_bytes +(\d+)", said)[1] == str(planned.total)  # type: ignore[index]
         assert f" {console.size(planned.total)} used" in said
@@ -155,13 +155,37 @@ def test_the_rest_of_the_budget_goes_to_prompts(manifest: Manifest) -> None:
 def test_an_error_names_the_smallest_budget_and_what_helps(path: Path, manifest: Manifest) -> None:
     least, shorter = (min(needed_bytes(manifest, plan, context) for plan in manifest.plans) for context in (512, 64))
     with Artifact.open(path) as artifact:
-        with pytest.raises(DoesNotFitError, match=rf"at least {least} bytes(?s:.)*--vram-budget {least}, --device cpu"):
+        helps = rf"at least {least} bytes(?s:.)*--vram-budget {least}B, --device cpu"
+        with pytest.raises(DoesNotFitError, match=helps):
             choose_plan(artifact, 512, shorter - 1)
-        with pytest.raises(DoesNotFitError, match=rf"--vram-budget {least}, --ctx-size 64, --device cpu"):
+        with pytest.raises(DoesNotFitError, match=rf"--vram-budget {least}B, --ctx-size 64, --device cpu"):
             choose_plan(artifact, 512, shorter)
         with pytest.raises(DoesNotFitError, match=r"5 bytes, all that the GPU has free\n.*try: --device cpu") as e:
             choose_plan(artifact, 512, 1 << 40, free=5)
     assert e.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("8GiB", 8 << 30), ("1.5 GB", 1_500_000_000), ("4096B", 4096), ("0", 0), (str(1 << 20), 1 << 20)],
+)
+def test_a_size_is_a_number_with_a_unit_or_of_bytes(text: str, nbytes: int) -> None:
+    assert parse_size(text, "--vram-budget") == nbytes
+
+
+@pytest.mark.parametrize(("text", "meant"), [("8", "8GiB"), ("3 ", "3GiB"), ("0.5", "0.5GiB"), ("2048", "2048MiB")])
+def test_a_small_number_without_a_unit_is_no_size(text: str, meant: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"did you mean {meant}?")):
+        parse_size(text, "--ram-budget")
+
+
+def test_a_built_artifact_without_a_placement_names_its_machine(tmp_path: Path) -> None:
+    path = random_artifact(tmp_path / "a.pi", small_decoder(), profiled=True, recipe={"place": {"machine": "laptop"}})
+    with pytest.raises(DoesNotFitError) as refused:
+        load(path, device="stand-in")
+    assert "'laptop'" in refused.value.what
+    assert "set [place] machine" not in str(refused.value)
+    assert 'machine = "stand-in"' in str(refused.value.remedy)
 
 
 def test_without_a_placement_a_budget_is_refused(tmp_path: Path) -> None:
