@@ -20,6 +20,8 @@ class Limits:
     """Depth of JSON."""
     brackets: int = 50_000
     """Opening brackets in a body, those in its strings included: small objects take longest to read."""
+    commas: int = 1 << 20
+    """Commas in a body, those in its strings included: about as many values has its JSON."""
     answers: int = 16
     """Most answers of one request, those of all its prompts together."""
     stop_strings: int = 16

@@ -5,29 +5,59 @@ them. A field that is known and not supported allows only the values that ask fo
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from itertools import islice
+from typing import Annotated, Any, Self, cast
 
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     StringConstraints,
     ValidationError,
+    model_validator,
 )
-from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, PydanticKnownError, core_schema
 
 from pi_runtime.server.errors import ApiError
 
 SHOWN_CHARS = 80
+
+
+class AtMost:
+    """Bounds a list or an object: a longer one is refused before its items are looked at, and a list at its first
+    wrong item. So the errors of a request, which pydantic keeps one by one, are few."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        found: dict[str, Any] = {**handler(source)}
+        assert found["type"] in ("list", "dict"), found["type"]
+        found["max_length"] = self.most
+        if found["type"] == "list":
+            found["fail_fast"] = True
+        return core_schema.no_info_before_validator_function(self._check, cast("CoreSchema", found))
+
+    def _check(self, value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > self.most:
+            kind = "List" if isinstance(value, list) else "Dictionary"
+            known = {"field_type": kind, "max_length": self.most, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", known)
+        return value
+
+
+TOKENS = AtMost(1 << 20)
+"""Items that are tokens. The model's context, which is known later, is a narrower bound."""
+MANY = AtMost(1 << 14)
+"""Items of any other kind."""
 
 Metadata = Annotated[
     dict[
         Annotated[str, StringConstraints(max_length=64)],
         Annotated[str, StringConstraints(max_length=512)],
     ],
-    Field(max_length=16),
+    AtMost(16),
 ]
 
 
@@ -35,6 +65,16 @@ class Body(BaseModel):
     """A JSON object of a request. A field that it does not know, and a value of another type, is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, value: Any) -> Any:
+        """The value with at most one field that is not known: one is enough to refuse it, and each is an error."""
+        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+            names = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next(name for name in value if name not in names)
+            return {name: item for name, item in value.items() if name in names or name == unknown}
+        return value
 
     @classmethod
     def of(cls, value: object) -> Self:
@@ -88,7 +128,7 @@ def _api_error(errors: Sequence[ErrorDetails], value: object) -> ApiError:
     if error["type"] == "missing":
         return invalid(param, "the field is required", code="missing_required_parameter")
     messages = dict.fromkeys(_lowered(other["msg"]) for where, other in found if where == path)
-    shown = repr(error["input"])
+    shown = _beginning(error["input"])
     shown = shown if len(shown) <= SHOWN_CHARS else shown[:SHOWN_CHARS] + "…"
     code = "invalid_type" if error["type"].endswith("_type") else "invalid_value"
     return invalid(param, f"{', or '.join(messages)}; found {shown}", code=code)
@@ -119,6 +159,22 @@ def _spelled(path: Sequence[str | int]) -> str:
     """
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")
+
+
+def _beginning(value: Any) -> str:
+    """What Python shows of a JSON value, or the beginning of that where it is long.
+
+    >>> _beginning([1, {"a": None}])
+    "[1, {'a': None}]"
+    """
+    if isinstance(value, str):
+        return repr(value[: SHOWN_CHARS + 1])
+    if isinstance(value, list):
+        return f"[{', '.join(map(_beginning, value[:SHOWN_CHARS]))}]"
+    if isinstance(value, dict):
+        items = islice(value.items(), SHOWN_CHARS)
+        return "{" + ", ".join(f"{_beginning(key)}: {_beginning(item)}" for key, item in items) + "}"
+    return repr(value)
 
 
 def _lowered(message: str) -> str:

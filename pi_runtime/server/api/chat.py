@@ -8,7 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.generation import Stats
-from pi_runtime.server.api.body import Body, Unsupported, invalid
+from pi_runtime.server.api.body import MANY, Body, Unsupported, invalid
 from pi_runtime.server.api.conversation import (
     Conversation,
     Message,
@@ -47,7 +47,7 @@ class JsonSchema(Body):
 
     name: Name
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: Annotated[dict[str, Any], MANY] | None = Field(default=None, alias="schema")
     strict: bool | None = Field(default=None, description="Accepted; every answer follows its schema.")
 
 
@@ -71,15 +71,15 @@ class Prediction(Body):
 class ConversationFields(Body):
     """A chat, and what may follow."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), MANY]
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], MANY] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         default=None, description="Where the model's template knows it; `none` turns `enable_thinking` off."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: Annotated[dict[str, Any], MANY] | None = Field(
         default=None, description="Further names for the model's template, such as `enable_thinking`."
     )
     add_generation_prompt: bool | None = Field(
@@ -101,7 +101,9 @@ class ChatRequest(StreamingFields, ConversationFields, IgnoredFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(default=None, description="Only with `logprobs`.")
     prediction: Prediction | None = None
-    modalities: Annotated[list[Literal["text"]] | None, Unsupported("this server reads and writes text")] = None
+    modalities: Annotated[
+        Annotated[list[Literal["text"]], MANY] | None, Unsupported("this server reads and writes text")
+    ] = None
     audio: Annotated[None, Unsupported("this server reads and writes text")] = None
     verbosity: Annotated[Literal["medium"] | None, Unsupported("say it in a message")] = None
     web_search_options: Annotated[None, Unsupported("this server searches nothing")] = None

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 from pi_runtime.errors import PromptError
 from pi_runtime.generation import Stats
 from pi_runtime.sampling import TokenLogprobs
-from pi_runtime.server.api.body import Unsupported, invalid
+from pi_runtime.server.api.body import TOKENS, Unsupported, invalid
 from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, ShownLogprobs, joined
 from pi_runtime.server.api.sampling import StreamingFields
 from pi_runtime.server.api.served import Served, new_id
@@ -21,15 +21,18 @@ from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
 
 DEFAULT_TOKENS = 16
 """Most tokens of an answer where the request does not say: OpenAI's default."""
-Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), TOKENS]
+# The kinds have one bound, so that a list beyond it is too long whatever its items are.
+Texts = Annotated[list[str], Field(min_length=1), TOKENS]
+Lists = Annotated[list[Ids], Field(min_length=1), TOKENS]
 
 
 class CompletionRequest(StreamingFields):
     """A text, a list of token ids, or a list of either, to be continued."""
 
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
-    prompt: str | Ids | Annotated[list[str], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)] | None = (
-        Field(description="Token ids are taken as they are; a text is framed as the model was trained.")
+    prompt: str | Ids | Texts | Lists | None = Field(
+        description="Token ids are taken as they are; a text is framed as the model was trained."
     )
     max_tokens: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description=f"0 with `echo` answers with the prompt alone; {DEFAULT_TOKENS} if left out."

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pi_runtime.errors import InputError, MissingExtraError, UsageError
-from pi_runtime.server.api.body import Body, Unsupported, invalid
+from pi_runtime.server.api.body import MANY, TOKENS, Body, Unsupported, invalid
 from pi_runtime.server.api.logprobs import ShownLogprobs
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.turn import Turn
@@ -44,7 +44,7 @@ class RefusalPart(Body):
     refusal: str
 
 
-Text = str | Annotated[list[TextPart], Field(min_length=1)]
+Text = str | Annotated[list[TextPart], Field(min_length=1), MANY]
 AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
@@ -91,12 +91,14 @@ class AssistantMessage(Body):
     """What the model said."""
 
     role: Literal["assistant"]
-    content: str | list[AssistantPart] | None = None
+    content: str | Annotated[list[AssistantPart], MANY] | None = None
     refusal: str | None = None
     reasoning_content: str | None = Field(default=None, description="Its thoughts; the template uses or drops them.")
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], MANY] | None = None
     name: str | None = None
-    annotations: list[Any] | None = Field(default=None, description="Accepted, as answers have it; not used.")
+    annotations: Annotated[list[Any], TOKENS] | None = Field(
+        default=None, description="Accepted, as answers have it; not used."
+    )
     audio: Annotated[None, Unsupported("this server reads and writes text")] = None
     function_call: Annotated[None, Unsupported("use tool_calls")] = None
 
@@ -120,7 +122,9 @@ class Function(Body):
 
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(default=None, description="JSON Schema of its arguments.")
+    parameters: Annotated[dict[str, Any], MANY] | None = Field(
+        default=None, description="JSON Schema of its arguments."
+    )
     strict: bool | None = None
 
 
@@ -148,7 +152,7 @@ class AllowedTools(Body):
     """Those of the tools that may, or must, be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1)]
+    tools: Annotated[list[NamedTool], Field(min_length=1), MANY]
 
 
 class AllowedToolsChoice(Body):

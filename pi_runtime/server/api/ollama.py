@@ -16,7 +16,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from pi_runtime.generation import AnswerSettings
 from pi_runtime.sampling import TokenLogprobs
-from pi_runtime.server.api.body import Body, Unsupported, invalid
+from pi_runtime.server.api.body import MANY, AtMost, Body, Unsupported, invalid
 from pi_runtime.server.api.conversation import Conversation, Prompt, Tool, allowed_tools
 from pi_runtime.server.api.sampling import Penalty, Probability, RepetitionPenalty, SamplingFields, StopString
 from pi_runtime.server.api.served import Served
@@ -39,7 +39,7 @@ class Options(Body):
     top_p: Probability | None = None
     min_p: Probability | None = None
     seed: int | None = None
-    stop: StopString | list[StopString] | None = None
+    stop: StopString | Annotated[list[StopString], MANY] | None = None
     num_predict: Annotated[int, Field(ge=-2)] | None = Field(default=None, description="Below 1: until the end.")
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
@@ -87,7 +87,7 @@ class OllamaFunction(Body):
     """A function that was called, with its arguments."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: Annotated[dict[str, Any], MANY]
     index: int | None = None
 
 
@@ -105,10 +105,10 @@ class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    tool_calls: list[OllamaCall] | None = None
+    tool_calls: Annotated[list[OllamaCall], MANY] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    images: Annotated[list[str] | None, Field(max_length=0), Unsupported("this server reads text")] = None
+    images: Annotated[Annotated[list[str], AtMost(0)] | None, Unsupported("this server reads text")] = None
 
 
 class OllamaFields(Body):
@@ -117,7 +117,7 @@ class OllamaFields(Body):
     model: str = Field(description="The name that `/api/tags` gives, with or without `:latest`.")
     stream: bool | None = Field(default=None, description="Lines of JSON, unless it is `false`.")
     options: Options | None = None
-    format: Literal["json", ""] | dict[str, Any] | None = Field(
+    format: Literal["json", ""] | Annotated[dict[str, Any], MANY] | None = Field(
         default=None, description="`json`, or a schema that the answer must follow."
     )
     think: bool | Literal["low", "medium", "high"] | None = Field(
@@ -131,8 +131,8 @@ class OllamaFields(Body):
 class OllamaChatRequest(OllamaFields):
     """A chat."""
 
-    messages: list[OllamaMessage]
-    tools: list[Tool] | None = None
+    messages: Annotated[list[OllamaMessage], MANY]
+    tools: Annotated[list[Tool], MANY] | None = None
 
 
 class OllamaGenerateRequest(OllamaFields):
@@ -143,8 +143,8 @@ class OllamaGenerateRequest(OllamaFields):
     raw: bool | None = Field(default=None, description="The prompt is continued as it is, without the template.")
     suffix: Annotated[Literal[""] | None, Unsupported("a text is continued at its end alone")] = None
     template: Annotated[Literal[""] | None, Unsupported("the model's own template is used")] = None
-    context: Annotated[list[int] | None, Field(max_length=0), Unsupported("use /api/chat, or raw prompts")] = None
-    images: Annotated[list[str] | None, Field(max_length=0), Unsupported("this server reads text")] = None
+    context: Annotated[Annotated[list[int], AtMost(0)] | None, Unsupported("use /api/chat, or raw prompts")] = None
+    images: Annotated[Annotated[list[str], AtMost(0)] | None, Unsupported("this server reads text")] = None
 
 
 class OllamaError(ApiError):

@@ -6,7 +6,7 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.errors import PromptError
-from pi_runtime.server.api.body import Body, invalid
+from pi_runtime.server.api.body import TOKENS, Body, invalid
 from pi_runtime.server.api.chat import ConversationFields, conversation_of
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError, refused
@@ -36,7 +36,7 @@ class Tokens(TypedDict):
 class DetokenizeRequest(Body):
     """Tokens, whose text is wanted."""
 
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], TOKENS]
 
 
 class Content(TypedDict):

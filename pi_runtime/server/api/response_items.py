@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from pi_runtime.server.api.body import Body, Unsupported, invalid
+from pi_runtime.server.api.body import MANY, TOKENS, Body, Unsupported, invalid
 from pi_runtime.server.api.conversation import (
     CacheBreakpoint,
     CalledFunction,
@@ -17,6 +17,7 @@ from pi_runtime.server.api.conversation import (
 from pi_runtime.server.api.served import Served
 
 Status = Literal["in_progress", "completed", "incomplete"]
+UNUSED = "Accepted, as answers have it; not used."
 
 
 class InputText(Body):
@@ -25,8 +26,8 @@ class InputText(Body):
     type: Literal["input_text", "output_text", "text"]
     text: str
     prompt_cache_breakpoint: CacheBreakpoint | None = None
-    annotations: list[Any] | None = Field(default=None, description="Accepted, as answers have it; not used.")
-    logprobs: list[Any] | None = Field(default=None, description="Accepted, as answers have it; not used.")
+    annotations: Annotated[list[Any], TOKENS] | None = Field(default=None, description=UNUSED)
+    logprobs: Annotated[list[Any], TOKENS] | None = Field(default=None, description=UNUSED)
 
 
 class InputRefusal(Body):
@@ -44,7 +45,7 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[InputPart], Field(min_length=1)]
+    content: str | Annotated[list[InputPart], Field(min_length=1), MANY]
     id: str | None = None
     status: Status | None = None
     phase: Literal["commentary", "final_answer"] | None = Field(default=None, description="Accepted; not used.")
@@ -66,7 +67,7 @@ class InputCallOutput(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Annotated[list[InputText], Field(min_length=1)]
+    output: str | Annotated[list[InputText], Field(min_length=1), MANY]
     id: str | None = None
     name: str | None = None
     status: Status | None = None
@@ -84,8 +85,8 @@ class InputReasoning(Body):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[ReasoningText] | None = None
-    content: list[ReasoningText] | None = None
+    summary: Annotated[list[ReasoningText], MANY] | None = None
+    content: Annotated[list[ReasoningText], MANY] | None = None
     encrypted_content: Annotated[None, Unsupported("thoughts are text here")] = None
     status: Status | None = None
 
@@ -113,7 +114,9 @@ class FunctionTool(Body):
     type: Literal["function"]
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(default=None, description="JSON Schema of its arguments.")
+    parameters: Annotated[dict[str, Any], MANY] | None = Field(
+        default=None, description="JSON Schema of its arguments."
+    )
     strict: bool | None = None
 
     def as_tool(self) -> Tool:
@@ -137,7 +140,7 @@ class AllowedChoice(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], Field(min_length=1)]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1), MANY]
 
 
 def template_messages(

@@ -8,7 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.sampling import TokenLogprobs
-from pi_runtime.server.api.body import Body, Metadata, Unsupported, invalid
+from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported, invalid
 from pi_runtime.server.api.chat import JsonObjectFormat, JsonSchema, TextFormat, reasoning_variables
 from pi_runtime.server.api.conversation import AllowedTools, AllowedToolsChoice, Conversation, ToolChoice, allowed_tools
 from pi_runtime.server.api.logprobs import TokenLogprob, chat_logprobs
@@ -28,6 +28,7 @@ from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
 
 ONE_REQUEST = "requests do not know of each other; send the whole conversation as input"
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -64,21 +65,21 @@ class ResponseRequest(SamplingFields, IgnoredFields):
     """A conversation, whose next turn is wanted."""
 
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1), MANY]
     instructions: str | None = Field(default=None, description="A system message before the input.")
     max_output_tokens: Count | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
+    include: Annotated[list[Included], MANY] | None = Field(
         default=None, description="Log-probabilities. Thoughts always come as text, never encrypted."
     )
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: Annotated[dict[str, Any], MANY] | None = Field(
         default=None, description="Further names for the model's template, such as `enable_thinking`."
     )
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], MANY] | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
         | Annotated[FunctionChoice | AllowedChoice, Field(discriminator="type")]

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from pi_runtime.generation import AnswerSettings
 from pi_runtime.sampling import Sampling
-from pi_runtime.server.api.body import Body, Metadata, Unsupported, invalid
+from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported, invalid
 from pi_runtime.server.api.served import Served
 from pi_runtime.text.grammar import Grammar
 
@@ -43,7 +43,7 @@ class SamplingFields(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], MANY] | None = Field(
         default=None,
         description="Token ids, each with what is added to its logit.",
         json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
@@ -51,7 +51,7 @@ class SamplingFields(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
         default=None, description="With the same seed the same text comes again; a fresh one is taken without it."
     )
-    stop: StopString | list[StopString] | None = Field(
+    stop: StopString | Annotated[list[StopString], MANY] | None = Field(
         default=None, description="Texts that end the answer and are not part of it."
     )
     min_tokens: Annotated[int, Field(ge=0)] | None = Field(

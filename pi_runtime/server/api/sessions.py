@@ -16,7 +16,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from pi_runtime.engine.session import Session
 from pi_runtime.generation import AnswerSettings, Stats
-from pi_runtime.server.api.body import Body, invalid
+from pi_runtime.server.api.body import MANY, TOKENS, Body, invalid
 from pi_runtime.server.api.chat import ConversationFields, conversation_of
 from pi_runtime.server.api.sampling import Count, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
@@ -32,11 +32,11 @@ class AnswerFields(SamplingFields):
     """How a session's answers are made."""
 
     max_tokens: Count | None = Field(default=None, description="Without it the context is the limit.")
-    stop_tokens: list[TokenId | str] | None = Field(
+    stop_tokens: Annotated[list[TokenId | str], MANY] | None = Field(
         default=None,
         description="Tokens, by id or text, that pause the session: they end the answer and are part of the text.",
     )
-    shown_tokens: list[TokenId | str] | None = Field(
+    shown_tokens: Annotated[list[TokenId | str], MANY] | None = Field(
         default=None, description="Special tokens, by id or text, whose text is not left out."
     )
 
@@ -45,7 +45,7 @@ class SessionRequest(AnswerFields):
     """A session that is wanted. Settings of answers hold for each that does not say otherwise."""
 
     model: str | None = Field(default=None, description="The name that `/v1/models` gives, if any.")
-    prompt: str | list[TokenId] | None = Field(
+    prompt: str | Annotated[list[TokenId], TOKENS] | None = Field(
         default=None, description="What the session begins with: text, which becomes the draft, or tokens."
     )
     chat: ConversationFields | None = Field(
@@ -67,7 +67,7 @@ class AnswerRequest(AnswerFields):
 
     stream: bool | None = None
     timings_per_token: bool | None = Field(default=None, description="Every chunk of a stream has `timings`.")
-    append: str | list[TokenId] | None = Field(
+    append: str | Annotated[list[TokenId], TOKENS] | None = Field(
         default=None, description="What comes after the draft, such as a tool's result: text, or tokens without draft."
     )
 

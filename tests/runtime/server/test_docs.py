@@ -23,6 +23,7 @@ from support.serving import Served, serving, wait_until
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.schema import Text
+from pi_runtime.server.api.body import MANY
 from pi_runtime.server.cli import app
 from pi_runtime.server.metrics import DISK, ENGINE, Metrics
 from pi_runtime.server.settings import Limits, ServerSettings
@@ -69,6 +70,8 @@ def test_limits_are_those_of_the_settings() -> None:
     assert rows["time to read a request, its template and its grammar included"] == f"{limits.prepare_s:g} s"
     assert rows["depth of JSON"] == str(limits.nesting)
     assert rows["opening brackets in a body"] == f"{limits.brackets:,}"
+    assert rows["commas in a body"] == f"{limits.commas:,}"
+    assert rows["messages, tools, texts or fields of one list or object"] == f"{MANY.most:,}"
     assert rows["answers of one request (`n` × prompts)"] == str(limits.answers)
     assert rows["stop strings"] == str(limits.stop_strings)
     assert rows["`top_logprobs`"] == str(limits.top_logprobs)

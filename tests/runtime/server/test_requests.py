@@ -1,0 +1,82 @@
+"""What a body may cost before it is read as JSON."""
+
+import json
+import random
+import tracemalloc
+from typing import Any
+
+import pytest
+
+from pi_runtime.server.errors import ApiError
+from pi_runtime.server.requests import parsed
+from pi_runtime.server.settings import Limits
+
+BODY_BYTES = Limits().body_bytes
+LIMITS = Limits(nesting=4, brackets=1000, commas=1000)
+
+
+def refusal(body: bytes, limits: Limits = LIMITS) -> str | None:
+    """The code with which a body is refused before it is read as JSON; None where it is read."""
+    try:
+        parsed(body, limits)
+    except ApiError as error:
+        return error.code
+    return None
+
+
+def depth(value: Any) -> int:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if items is None else 1 + max(map(depth, items), default=0)
+
+
+def random_json(draws: random.Random, most: int) -> Any:
+    kind = draws.choice(["list", "object", "text", "number"] if most else ["text", "number"])
+    if kind == "list":
+        return [random_json(draws, most - 1) for _ in range(draws.randrange(4))]
+    if kind == "object":
+        return {random_text(draws): random_json(draws, most - 1) for _ in range(draws.randrange(4))}
+    return random_text(draws) if kind == "text" else draws.randrange(10)
+
+
+def random_text(draws: random.Random) -> str:
+    return "".join(draws.choices('[]{}"\\,a\n\u00e9', k=draws.randrange(8)))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_depth_is_that_of_the_json(seed: int) -> None:
+    draws = random.Random(seed)
+    value = [random_json(draws, 7) for _ in range(6)]
+    body = json.dumps(value, ensure_ascii=draws.random() < 0.5).encode()
+    limits = Limits(nesting=4, brackets=1 << 20)
+    assert refusal(body, limits) == ("nested_too_deep" if depth(value) > 4 else None)
+
+
+@pytest.mark.parametrize(
+    "filling",
+    [b"a" * BODY_BYTES, b'\\"' * (BODY_BYTES // 2), b"\\\\" * (BODY_BYTES // 2), b'","' * (BODY_BYTES // 3)],
+    ids=["text", "quotes", "backslashes", "strings"],
+)
+def test_brackets_are_counted_in_the_memory_of_a_few_bodies(filling: bytes) -> None:
+    body = b"[" * 5 + b'"' + filling + b'"'
+    limits = Limits(nesting=4, commas=BODY_BYTES)
+    tracemalloc.start()
+    try:
+        assert refusal(body, limits) == "nested_too_deep"
+        assert tracemalloc.get_traced_memory()[1] < 4 * BODY_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_body_of_too_many_values_is_refused_before_they_are_made() -> None:
+    body = b"[" + b",".join([b"-1"] * 1_390_000) + b"]"
+    tracemalloc.start()
+    try:
+        assert refusal(body, Limits()) == "too_complex"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 16
+    finally:
+        tracemalloc.stop()
+
+
+def test_as_many_commas_as_are_allowed_are_read() -> None:
+    assert refusal(b"[" + b",".join([b"1"] * 1001) + b"]") is None
+    assert refusal(b"[" + b",".join([b"1"] * 1002) + b"]") == "too_complex"
