@@ -88,6 +88,9 @@ class Engine:
     `decode_share`: share of their speed that answers keep while prompts are read; 0 reads prompts first. `speculate`:
     how many tokens are guessed at a time, as for `Model.generate`. No setting changes a text.
 
+    A request begins with what is kept of earlier prompts that begin alike, and its figures and its speed tell so. Where
+    callers do not trust each other give each a `cache_salt`: only requests with the same salt share what is kept.
+
     >>> with load("artifact.pi", device="cpu") as model, Engine(model, slots=2) as engine:
     ...     streams = [engine.generate(prompt, max_tokens=4) for prompt in ("Once", "Twice", "Never")]
     ...     texts = ["".join(stream) for stream in streams]
@@ -141,16 +144,18 @@ class Engine:
         # A thread that is killed amid a step when Python ends may take the process down.
         atexit.register(self.close)
 
-    def generate(self, prompt: str | Sequence[int], **settings: Unpack[AnswerSettings]) -> Stream:
+    def generate(
+        self, prompt: str | Sequence[int], *, cache_salt: str = "", **settings: Unpack[AnswerSettings]
+    ) -> Stream:
         """Continue a prompt as `Model.generate` does, beside all other requests. Any thread may call it.
 
         Raises PromptError or UsageError at once for what cannot be run, and UsageError for what does not fit
         `kv_budget` even alone.
         """
-        return self.generate_many(prompt, 1, **settings)[0]
+        return self.generate_many(prompt, 1, cache_salt=cache_salt, **settings)[0]
 
     def generate_many(
-        self, prompt: str | Sequence[int], count: int, **settings: Unpack[AnswerSettings]
+        self, prompt: str | Sequence[int], count: int, *, cache_salt: str = "", **settings: Unpack[AnswerSettings]
     ) -> list[Stream]:
         """Up to `MOST_ANSWERS` answers to one prompt, which is read once. Each has draws of its own.
 
@@ -164,40 +169,40 @@ class Engine:
         for k in range(1, count):
             settings["sampling"] = replace(first.sampling, number=first.sampling.number + k)
             answers.append(self.model.new_answer(first.tokens, **settings))
-        requests = [Request(answer, self._executor.block_tokens) for answer in answers]
+        requests = [Request(answer, self._executor.block_tokens, salt=cache_salt) for answer in answers]
         requests[0].siblings = requests[1:]
         self._submit(requests[0])
         neurons = self._executor.neurons
         return [Stream(request, answer, neurons) for request, answer in zip(requests, answers, strict=True)]
 
-    def score(self, prompt: str | Sequence[int], *, first: int = 1, top: int = 0) -> Scores:
+    def score(self, prompt: str | Sequence[int], *, first: int = 1, top: int = 0, cache_salt: str = "") -> Scores:
         """Log-probabilities of a prompt as `Model.score` gives them, computed beside all other requests.
 
         Pages that earlier scorings stored are used up to token `first`. Raises errors as `generate` does.
         """
         scoring = self.model.new_scoring(prompt, first=first, top=top)
         self._memory.check(scoring.most_positions)
-        request = Request(scoring, self._executor.block_tokens)
+        request = Request(scoring, self._executor.block_tokens, salt=cache_salt)
         if scoring.complete:
             request.put(None)
         else:
             self._submit(request)
         return Scores(request, scoring)
 
-    def session(self, tokens: Sequence[int] = ()) -> Session:
+    def session(self, tokens: Sequence[int] = (), *, cache_salt: str = "") -> Session:
         """A text that is continued in turns, and what has been computed of it.
 
         It may begin with tokens, which are checked, and read, with the first turn.
         """
-        return Session(self, Turns(list(tokens), [False] * len(tokens)))
+        return Session(self, Turns(list(tokens), [False] * len(tokens), cache_salt))
 
-    def load_session(self, path: str | Path) -> Session:
+    def load_session(self, path: str | Path, *, cache_salt: str = "") -> Session:
         """A session that `Session.save` wrote, by the same artifact, mode and cache format, in any process.
 
         Raises InputError for a file that is damaged or no session, UsageError where it does not belong to this model.
         """
         stored = session_file.load(Path(path), self._run_settings(), self._memory.pool.page_nbytes)
-        turns = Turns(stored.tokens, stored.selected)
+        turns = Turns(stored.tokens, stored.selected, cache_salt)
         self._on_thread(lambda: self._restore(turns, stored))
         return Session(self, turns)
 
@@ -441,7 +446,7 @@ class Engine:
                     return None
             live = [*running, *self._sessions.caches]
             if turns is None:
-                cache = self._memory.open(tokens, selected, answer.reusable, live)
+                cache = self._memory.open(tokens, selected, answer.reusable, live, request.salt)
             else:
                 cache = self._sessions.resume(turns, tokens, selected, live, whole=ahead)
             if cache is not None or not self._sessions.give_up(running, turns, must=not running and not ahead):

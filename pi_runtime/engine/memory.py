@@ -37,13 +37,13 @@ class EngineMemory:
             )
 
     def open(
-        self, tokens: Sequence[int], selected: Sequence[bool], reusable: int, live: Iterable[KVCache]
+        self, tokens: Sequence[int], selected: Sequence[bool], reusable: int, live: Iterable[KVCache], salt: str
     ) -> KVCache | None:
         """A cache with pages for these tokens, which begins with the longest stored prefix of the first `reusable`.
 
         None where the live caches leave too few pages.
         """
-        stored = self._tree.longest(tokens[:reusable], selected[:reusable])
+        stored = self._tree.longest(tokens[:reusable], selected[:reusable], salt)
         whole = stored.length // PAGE_POSITIONS
         taken = {page for cache in live for page in cache.held_pages}
         needed = pages_of(len(tokens)) - whole
@@ -52,16 +52,18 @@ class EngineMemory:
             shared = stored.pages[: pages_of(length)]
             assert self.pool.capacity is not None
             if needed <= self.pool.capacity - len(taken.union(shared)):
-                cache = self.new_cache()
+                cache = self.new_cache(salt)
                 cache.adopt(shared, tokens[:length], selected[:length])
                 fits = self.grow(cache, len(tokens) - length)
                 assert fits
                 return cache
         return None
 
-    def new_cache(self) -> KVCache:
+    def new_cache(self, salt: str) -> KVCache:
         """An empty cache in the pages of this engine."""
-        return self._executor.new_cache(self.pool)
+        cache = self._executor.new_cache(self.pool)
+        cache.salt = salt
+        return cache
 
     def grow(self, cache: KVCache, count: int) -> bool:
         """Give a cache pages for so many further positions; False where the live caches leave too few."""
@@ -84,7 +86,7 @@ class EngineMemory:
 
         Returns how many positions it gains.
         """
-        stored = self._tree.longest(tokens[:reusable], selected[:reusable])
+        stored = self._tree.longest(tokens[:reusable], selected[:reusable], cache.salt)
         length = stored.length // PAGE_POSITIONS * PAGE_POSITIONS
         gained = length - cache.length
         if gained <= 0:

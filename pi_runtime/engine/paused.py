@@ -92,9 +92,9 @@ class PausedSessions:
         pause = turns.pause
         wanted = tokens if whole else tokens[:-1]
         if pause is None or (pause.cache is None and pause.file is None):
-            cache = self._memory.open(tokens, selected, len(wanted), live)
+            cache = self._memory.open(tokens, selected, len(wanted), live, turns.salt)
         else:
-            cache = pause.cache if pause.cache is not None else self._read(pause, len(tokens))
+            cache = pause.cache if pause.cache is not None else self._read(pause, len(tokens), turns.salt)
             if cache is None:
                 return None
             cache.truncate(common_length(pause.tokens, wanted))
@@ -180,13 +180,13 @@ class PausedSessions:
         pause.cache.close()
         pause.cache = None
 
-    def _read(self, pause: Pause, positions: int) -> KVCache | None:
+    def _read(self, pause: Pause, positions: int, salt: str) -> KVCache | None:
         """A cache for so many positions with what a file holds; None where there are too few pages.
 
         Where the file cannot be read, the cache holds nothing.
         """
         assert pause.file is not None
-        cache = self._memory.new_cache()
+        cache = self._memory.new_cache(salt)
         if not self._memory.grow(cache, max(positions, len(pause.tokens))):
             return None
         try:

@@ -2,7 +2,7 @@
 
 A node is a page. The path to it spells the positions so far, each a token with whether it was computed with selection:
 keys and values depend on all of these. Only a full page has children. A page that is used in part is dropped once
-another holds the same positions and more.
+another holds the same positions and more. Each salt has a root of its own: nothing tells what another's pages hold.
 """
 
 from collections import OrderedDict
@@ -31,6 +31,8 @@ class _Node:
     page: int
     parent: Optional["_Node"]
     children: dict[Key, "_Node"] = field(default_factory=dict)
+    salt: str = ""
+    """Of a root."""
 
 
 class PrefixTree:
@@ -41,7 +43,8 @@ class PrefixTree:
 
     def __init__(self, pool: PagePool, *, selection_matters: bool = True) -> None:
         self._pool, self._selection_matters = pool, selection_matters
-        self._root = _Node((), -1, None)
+        self._roots: dict[str, _Node] = {}
+        """By their salts; each has children."""
         # Least recently used first, and a page always before the one that it follows.
         self._nodes: OrderedDict[_Node, None] = OrderedDict()
 
@@ -55,12 +58,14 @@ class PrefixTree:
         """How many pages it holds. Any thread may ask."""
         return len(self._nodes)
 
-    def longest(self, tokens: Sequence[int], selected: Sequence[bool]) -> Prefix:
-        """The longest stored prefix of these tokens, computed as `selected` says; marks it as used now."""
-        keys = self._keys(tokens, selected)
-        path, rest = self._walk(keys)
+    def longest(self, tokens: Sequence[int], selected: Sequence[bool], salt: str = "") -> Prefix:
+        """The longest prefix of these tokens that is stored, computed as `selected` says; marks it as used now."""
+        root = self._roots.get(salt)
+        if root is None:
+            return Prefix((), 0)
+        path, rest = _walk(root, self._keys(tokens, selected))
         length = PAGE_POSITIONS * len(path)
-        closest, common = _closest(path[-1] if path else self._root, rest)
+        closest, common = _closest(path[-1] if path else root, rest)
         if closest is not None:
             path.append(closest)
         self._touch(path)
@@ -70,9 +75,12 @@ class PrefixTree:
         """Share the pages of a cache, as far as their positions are not held yet; marks all of them as used now."""
         assert cache.pool is self._pool
         pages, keys = cache.pages, self._keys(cache.tokens, cache.selected)
-        path, _ = self._walk(keys)
+        if not pages:
+            return
+        root = self._roots.setdefault(cache.salt, _Node((), -1, None, salt=cache.salt))
+        path, _ = _walk(root, keys)
         for n in range(len(path), len(pages)):
-            path.append(self._add(path[-1] if path else self._root, keys[n], pages[n]))
+            path.append(self._add(path[-1] if path else root, keys[n], pages[n]))
         self._touch(path)
 
     def evict(self, pages: int) -> int:
@@ -99,48 +107,52 @@ class PrefixTree:
         both = [2 * token + (select and self._selection_matters) for token, select in pairs]
         return [tuple(both[first : first + PAGE_POSITIONS]) for first in range(0, len(both), PAGE_POSITIONS)]
 
-    def _walk(self, keys: Sequence[Key]) -> tuple[list[_Node], Key]:
-        """The nodes of the first full pages, as far as they are held, and the positions of the page that follows."""
-        path: list[_Node] = []
-        node = self._root
-        for key in keys:
-            found = node.children.get(key)
-            if found is None or len(key) < PAGE_POSITIONS:
-                return path, key
-            path.append(node := found)
-        return path, ()
-
     def _add(self, parent: _Node, key: Key, page: int) -> _Node:
         """The child that holds these positions: one that is there, or this page in place of those that hold less."""
         closest, common = _closest(parent, key)
         if closest is not None and common == len(key):
             return closest
-        for size in range(1, len(key)):
-            if (shorter := parent.children.get(key[:size])) is not None:
-                self._drop(shorter)
         self._pool.share(page)
         found = parent.children[key] = _Node(key, page, parent)
         self._nodes[found] = None
+        for size in range(1, len(key)):
+            if (shorter := parent.children.get(key[:size])) is not None:
+                self._drop(shorter)
         return found
 
     def _keeps_a_page(self, leaf: _Node) -> bool:
         """Whether nobody but the tree holds the leaf's page, or one before it, which is dropped after it."""
-        node: _Node | None = leaf
-        while node is not None and node is not self._root:
+        node = leaf
+        while node.parent is not None:
             if self._pool.references(node.page) == 1:
                 return True
             node = node.parent
         return False
 
     def _drop(self, node: _Node) -> None:
-        assert node.parent is not None
-        del node.parent.children[node.key], self._nodes[node]
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.key], self._nodes[node]
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.salt]
         self._pool.release(node.page)
 
     def _touch(self, path: Iterable[_Node]) -> None:
         """Mark a path as used now."""
         for node in reversed(list(path)):
             self._nodes.move_to_end(node)
+
+
+def _walk(root: _Node, keys: Sequence[Key]) -> tuple[list[_Node], Key]:
+    """The nodes of the first full pages, as far as they are held, and the positions of the page that follows."""
+    path: list[_Node] = []
+    node = root
+    for key in keys:
+        found = node.children.get(key)
+        if found is None or len(key) < PAGE_POSITIONS:
+            return path, key
+        path.append(node := found)
+    return path, ()
 
 
 def _closest(node: _Node, key: Key) -> tuple[_Node | None, int]:

@@ -50,6 +50,8 @@ class Turns:
     tokens: list[int] = field(default_factory=list)
     selected: list[bool] = field(default_factory=list)
     """For each token whether it runs with selection, as those of answers do."""
+    salt: str = ""
+    """What is kept of it is shared only with requests that have the same."""
     request: "Request | None" = None
     """The one that its caller made last, if there is one."""
     pause: Pause | None = None
@@ -61,10 +63,18 @@ class Request:
     """A request as the engine's thread sees it: an answer, or the scoring of a prompt."""
 
     def __init__(
-        self, answer: Answer | Scoring, block_tokens: int, turns: Turns | None = None, *, reads_only: bool = False
+        self,
+        answer: Answer | Scoring,
+        block_tokens: int,
+        turns: Turns | None = None,
+        *,
+        salt: str = "",
+        reads_only: bool = False,
     ) -> None:
         self.turns, self.reads_only = turns, reads_only
         """The session it is part of, if any; and whether it ends when all its tokens have run, with none drawn."""
+        self.salt = salt if turns is None else turns.salt
+        """It shares stored pages only with requests that have the same."""
         self.left = Event()
         """Set when the engine has done with it."""
         self.answer = answer

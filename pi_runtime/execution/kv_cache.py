@@ -19,6 +19,8 @@ class KVCache:
 
     def __init__(self, pool: PagePool, context: int) -> None:
         self.pool, self.context = pool, context
+        self.salt = ""
+        """Its pages are shared only with caches that have the same."""
         self._tokens: list[int] = []
         self._selected: list[bool] = []
         self._pages: list[int] = []
@@ -121,6 +123,7 @@ class KVCache:
     def fork(self) -> "KVCache":
         """A cache of the same positions, which shares every page."""
         found = KVCache(self.pool, self.context)
+        found.salt = self.salt
         found.adopt(self.pages, self._tokens, self._selected)
         return found
 

@@ -103,12 +103,13 @@ class JobEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.monotonic()
-        await self._app.admitted(scope, receive, lambda body, ticket: self._answer(body, ticket, arrived, send))
+        owner = scope["owner"]
+        await self._app.admitted(scope, receive, lambda body, ticket: self._answer(body, ticket, arrived, owner, send))
 
-    async def _answer(self, body: bytes, ticket: Ticket, arrived: float, send: Send) -> None:
+    async def _answer(self, body: bytes, ticket: Ticket, arrived: float, owner: str, send: Send) -> None:
         service, settings, served = self._app.service, self._app.settings, self._app.served
         job = await service.prepare(lambda: self._make.of(parsed(body, settings.limits), served))
-        await self._app.write(job, await service.begin(job, ticket, arrived), send)
+        await self._app.write(job, await service.begin(job, ticket, arrived, owner), send)
 
 
 class PlainEndpoint:

@@ -64,6 +64,9 @@ def serve(
     session_idle_seconds: Annotated[
         float, typer.Option(help="Time after which a session that nobody uses is dropped.", min=0)
     ] = 600.0,
+    share_prefixes: Annotated[
+        bool, typer.Option("--share-prefixes", help="Clients with different keys share stored beginnings of prompts.")
+    ] = False,
     drain_seconds: Annotated[float, typer.Option(help="Time to finish answers after a signal.", min=0)] = 30.0,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="A name that requests may call the server by; may be given again.")
@@ -123,6 +126,7 @@ def serve(
         queue=queue,
         sessions=sessions,
         session_idle_s=session_idle_seconds,
+        share_prefixes=share_prefixes,
         drain_s=drain_seconds,
         log_requests=log_requests,
     )

@@ -65,6 +65,8 @@ class Ask:
     """The session whose text the prompt continues; it has one answer."""
     stop_tokens: Sequence[int] = ()
     """Tokens that end a session's turn, and become part of its text."""
+    cache_salt: str | None = None
+    """Given by the request, where only those with the same are to share what is kept of its prompt."""
 
 
 class Job(Protocol):

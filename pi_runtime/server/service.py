@@ -21,7 +21,7 @@ from pi_runtime.server.admission import Admission, Ticket
 from pi_runtime.server.errors import ApiError, failed, refused
 from pi_runtime.server.jobs import Ask, End, Event, Job, Part
 from pi_runtime.server.metrics import Metrics
-from pi_runtime.server.settings import Limits, ServerSettings
+from pi_runtime.server.settings import ServerSettings
 
 T = TypeVar("T")
 Phase = Literal["loading", "ready", "draining", "failed"]
@@ -42,7 +42,7 @@ def unavailable(said: str, code: str) -> ApiError:
 class _Asked:
     """One prompt that the engine works on."""
 
-    def __init__(self, engine: Engine, ask: Ask, first: int) -> None:
+    def __init__(self, engine: Engine, ask: Ask, first: int, salt: str) -> None:
         self.first = first
         """The number of its first answer."""
         self.scores: Scores | None = None
@@ -51,11 +51,11 @@ class _Asked:
         if ask.guess:
             settings["expected"] = ask.guess
         if ask.score is not None:
-            self.scores = engine.score(ask.prompt, first=ask.score[0], top=ask.score[1])
+            self.scores = engine.score(ask.prompt, first=ask.score[0], top=ask.score[1], cache_salt=salt)
         if ask.session is not None:
             self.streams = [ask.session.generate(ask.prompt, stop_tokens=ask.stop_tokens, **settings)]
         elif ask.count:
-            self.streams = engine.generate_many(ask.prompt, ask.count, **settings)
+            self.streams = engine.generate_many(ask.prompt, ask.count, cache_salt=salt, **settings)
         self.has_scored = self.scores is None
         self.taken = [0] * ask.count
         """Tokens of each answer that the job has."""
@@ -82,13 +82,16 @@ class _Asked:
 class Run:
     """A job while the engine works on it. Made in any thread, read in the event loop's."""
 
-    def __init__(self, job: Job, engine: Engine, metrics: Metrics, limits: Limits, arrived: float) -> None:
+    def __init__(
+        self, job: Job, engine: Engine, metrics: Metrics, settings: ServerSettings, arrived: float, owner: str
+    ) -> None:
         """Hand the job's prompts to the engine. Raises what the engine says of those that cannot be run."""
-        self.job, self._metrics, self._limits, self._arrived = job, metrics, limits, arrived
+        self.job, self._metrics, self._limits, self._arrived = job, metrics, settings.limits, arrived
         self._asked: list[_Asked] = []
         for ask in job.asks:
             # What was begun before one of them is refused has no reference left, so it ends.
-            self._asked.append(_Asked(engine, ask, sum(len(asked.streams) for asked in self._asked)))
+            first, salt = sum(len(asked.streams) for asked in self._asked), settings.cache_salt(owner, ask.cache_salt)
+            self._asked.append(_Asked(engine, ask, first, salt))
         self._latest = [0.0] * sum(len(asked.streams) for asked in self._asked)
         """When each answer's latest part came."""
         self._error: ApiError | None = None
@@ -311,15 +314,15 @@ class Service:
             del self._runs[number]
             self.admission.count(time.monotonic() - began)
 
-    async def begin(self, job: Job, ticket: Ticket, arrived: float) -> Run:
-        """Hand a job to the engine. Raises ApiError for what cannot be run."""
+    async def begin(self, job: Job, ticket: Ticket, arrived: float, owner: str) -> Run:
+        """Hand an owner's job to the engine. Raises ApiError for what cannot be run."""
         answers = sum(ask.count for ask in job.asks)
         most = self.settings.limits.answers
         if answers > most:
             raise ApiError(400, f"{answers} answers; at most {most} in a request", param="n")
         ticket.take(answers)
         engine = self.engine
-        return await self.prepare(lambda: Run(job, engine, self.metrics, self.settings.limits, arrived))
+        return await self.prepare(lambda: Run(job, engine, self.metrics, self.settings, arrived, owner))
 
     async def drain(self) -> None:
         """Take on nothing more; let what runs go on for a while, then end it with an error."""

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from pi_runtime.engine.session import Session
 from pi_runtime.server.admission import Ticket
 from pi_runtime.server.api.served import Served, new_id
-from pi_runtime.server.api.sessions import AnswerJob, Beginning, SessionObject, State, session_object, typed
+from pi_runtime.server.api.sessions import AnswerJob, Beginning, SessionObject, SessionProgress, State, typed
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import Job
 from pi_runtime.server.requests import parsed
@@ -33,8 +33,10 @@ REMEMBERED = 1000
 class Entry:
     """One session, as the server keeps it."""
 
-    def __init__(self, session: Session, defaults: Mapping[str, Any]) -> None:
+    def __init__(self, owner: str, session: Session, defaults: Mapping[str, Any]) -> None:
         self.id, self.created = new_id("session_"), int(time.time())
+        self.owner = owner
+        """Whose it is: for all others it is not there."""
         self.session, self.defaults = session, defaults
         self.run: Run | None = None
         """The turn that is being answered."""
@@ -60,41 +62,39 @@ class Entry:
 
 
 class Sessions:
-    """All sessions of a server, by their ids. At most `most`; one that is idle so long is dropped."""
+    """All sessions of a server, by their ids. At most `most`, and `most_each` of one owner; one that is idle so long
+    is dropped."""
 
-    def __init__(self, most: int, idle_s: float) -> None:
-        self._most, self.idle_s = most, idle_s
+    def __init__(self, most: int, most_each: int, idle_s: float) -> None:
+        self._most, self._most_each, self.idle_s = most, most_each, idle_s
         self._entries: dict[str, Entry] = {}
-        self._gone: OrderedDict[str, str] = OrderedDict()
-        """Why sessions are no more."""
+        self._gone: OrderedDict[tuple[str, str], str] = OrderedDict()
+        """Why sessions are no more, by owner and id."""
 
-    @property
-    def all(self) -> list[Entry]:
-        """All there are, the oldest first."""
-        return list(self._entries.values())
+    def of(self, owner: str) -> list[Entry]:
+        """All of an owner, the oldest first."""
+        return [entry for entry in self._entries.values() if entry.owner == owner]
 
-    def check_room(self) -> None:
-        """Raise ApiError (429) where there are as many as there may be."""
+    def check_room(self, owner: str) -> None:
+        """Raise ApiError (429) where there are as many as there may be, of all or of this owner."""
+        if len(self.of(owner)) >= self._most_each:
+            raise _too_many(f"you hold {self._most_each} sessions, which is the most; delete one")
         if len(self._entries) >= self._most:
-            raise ApiError(
-                429,
-                f"the server holds {self._most} sessions, which is the most; delete one",
-                code="too_many_sessions",
-                headers={"Retry-After": "5"},
-            )
+            raise _too_many(f"the server holds {self._most} sessions, which is the most")
 
     def add(self, entry: Entry) -> None:
         """Keep a session. Raises ApiError (429) where there is no room."""
-        self.check_room()
+        self.check_room(entry.owner)
         self._entries[entry.id] = entry
         self.touch(entry)
 
-    def find(self, session_id: str) -> Entry:
-        """The session with an id. Raises ApiError (404), which says what became of it where that is known."""
-        if session_id not in self._entries:
-            shown = repr(session_id[:80])
-            raise ApiError(404, self._gone.get(session_id, f"there is no session {shown}"), code="session_not_found")
-        return self._entries[session_id]
+    def find(self, session_id: str, owner: str) -> Entry:
+        """An owner's session. Raises ApiError (404), which tells the owner what became of it where that is known."""
+        entry = self._entries.get(session_id)
+        if entry is None or entry.owner != owner:
+            why = self._gone.get((owner, session_id), f"there is no session {session_id[:80]!r}")
+            raise ApiError(404, why, code="session_not_found")
+        return entry
 
     def touch(self, entry: Entry) -> None:
         """Count its idle time from now on."""
@@ -106,7 +106,7 @@ class Sessions:
     def remove(self, entry: Entry, why: str) -> None:
         """End a session and the turn that is being answered, and remember why."""
         del self._entries[entry.id]
-        self._gone[entry.id] = why
+        self._gone[entry.owner, entry.id] = why
         while len(self._gone) > REMEMBERED:
             self._gone.popitem(last=False)
         if entry.timer is not None:
@@ -126,12 +126,16 @@ class Sessions:
         """A time in which nothing else changes the session. Raises ApiError (409) while a turn is being answered."""
         entry.check_idle()
         async with entry.lock:
-            self.find(entry.id)
+            self.find(entry.id, entry.owner)
             entry.check_idle()
             try:
                 yield
             finally:
                 self.touch(entry)
+
+
+def _too_many(said: str) -> ApiError:
+    return ApiError(429, said, code="too_many_sessions", headers={"Retry-After": "5"})
 
 
 class Host(Protocol):
@@ -168,30 +172,32 @@ class SessionRoutes:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self.sessions = Sessions(host.settings.sessions, host.settings.session_idle_s)
+        settings = host.settings
+        self.sessions = Sessions(settings.sessions, settings.sessions_each, settings.session_idle_s)
 
     async def create(self, call: Call) -> Response:
         """Make a session."""
-        self.sessions.check_room()
+        owner, settings = call.scope["owner"], self._host.settings
+        self.sessions.check_room(owner)
         engine, served = self._host.service.engine, self._host.served
 
         def begin() -> Entry:
             beginning = Beginning(self._parsed(call), served)
-            session = engine.session(beginning.tokens)
+            session = engine.session(beginning.tokens, cache_salt=settings.cache_salt(owner, beginning.cache_salt))
             if beginning.draft:
                 session.type(beginning.draft)
-            return Entry(session, beginning.defaults)
+            return Entry(owner, session, beginning.defaults)
 
         entry = await self._host.service.prepare(begin)
         self.sessions.add(entry)
-        return JSONResponse(self._shown(entry))
+        return self._shown(entry)
 
     async def type(self, call: Call) -> Response:
         """Type into its draft."""
         entry, most = self._found(call.scope), self._host.settings.limits.body_bytes
         async with self.sessions.changing(entry):
             await self._host.service.prepare(lambda: typed(self._parsed(call), entry.session, most))
-        return JSONResponse(self._shown(entry))
+        return self._shown(entry)
 
     async def answer(self, call: Call) -> None:
         """Let it answer, whole or as a stream. A client that leaves ends the turn."""
@@ -200,7 +206,7 @@ class SessionRoutes:
         async with self.sessions.changing(entry):
             known: dict[str, Any] = {"session_id": entry.id, "session": entry.session, "defaults": entry.defaults}
             job = await service.prepare(lambda: AnswerJob(self._parsed(call), served, **known))
-            entry.run = await service.begin(job, call.ticket, arrived)
+            entry.run = await service.begin(job, call.ticket, arrived, entry.owner)
         try:
             await self._host.write(job, entry.run, call.send)
         finally:
@@ -209,11 +215,12 @@ class SessionRoutes:
 
     async def show(self, request: Request) -> Response:
         """How far it has come."""
-        return JSONResponse(self._shown(self._found(request.scope)))
+        return self._shown(self._found(request.scope))
 
-    async def show_all(self, _: Request) -> Response:
-        """All there are."""
-        return JSONResponse({"object": "list", "data": [self._shown(entry) for entry in self.sessions.all]})
+    async def show_all(self, request: Request) -> Response:
+        """All of the client's, without what they say."""
+        found = [self._progress(entry) for entry in self.sessions.of(request.scope["owner"])]
+        return JSONResponse({"object": "list", "data": found})
 
     async def delete(self, request: Request) -> Response:
         """End it, and its turn."""
@@ -222,20 +229,25 @@ class SessionRoutes:
         return JSONResponse({"id": entry.id, "object": "session.deleted", "deleted": True})
 
     def _found(self, scope: Scope) -> Entry:
-        return self.sessions.find(scope["path_params"]["id"])
+        return self.sessions.find(scope["path_params"]["id"], scope["owner"])
 
     def _parsed(self, call: Call) -> Any:
         return parsed(call.body, self._host.settings.limits)
 
-    def _shown(self, entry: Entry) -> SessionObject:
-        return session_object(
-            entry.session,
-            self._host.served,
-            session_id=entry.id,
-            created=entry.created,
-            state=entry.state,
-            idle_limit_s=self.sessions.idle_s,
-        )
+    def _progress(self, entry: Entry) -> SessionProgress:
+        return {
+            "id": entry.id,
+            "object": "session",
+            "created": entry.created,
+            "model": self._host.served.name,
+            "state": entry.state,
+            "tokens": len(entry.session.tokens),
+            "idle_limit_s": self.sessions.idle_s,
+        }
+
+    def _shown(self, entry: Entry) -> Response:
+        shown: SessionObject = {**self._progress(entry), "draft": entry.session.draft}
+        return JSONResponse(shown)
 
 
 class SessionEndpoint:

@@ -65,4 +65,15 @@ class ServerSettings:
     """Time without events after which a comment is sent."""
     log_requests: bool = False
     """Whether a line is logged for each request: method, path, status, time. Nothing of its content ever is."""
+    share_prefixes: bool = False
+    """Whether requests with different keys share what is kept of prompts."""
     limits: Limits = field(default_factory=Limits)
+
+    @property
+    def sessions_each(self) -> int:
+        """Sessions that one key may hold: half of them, rounded up, where there are several keys."""
+        return self.sessions if len(self.api_keys) < 2 else -(-self.sessions // 2)
+
+    def cache_salt(self, owner: str, given: str | None) -> str:
+        """What divides stored prompts: only requests of one key, and with the same `cache_salt`, share them."""
+        return f"{'' if self.share_prefixes else owner}:{given or ''}"

@@ -201,7 +201,8 @@ class CompletionJob:
         most = DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
         settings = body.answer_settings(served, max_tokens=most, logprobs=body.logprobs)
         score = (1, body.logprobs) if self._wants_scores and body.logprobs is not None else None
-        return [Ask(ids, self._n * self._generates, settings, score=score) for ids in self._ids]
+        known: dict[str, Any] = {"score": score, "cache_salt": body.cache_salt}
+        return [Ask(ids, self._n * self._generates, settings, **known) for ids in self._ids]
 
     def _new_choice(self, index: int) -> _Choice:
         ask = index // self._n

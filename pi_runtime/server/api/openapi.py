@@ -189,7 +189,7 @@ OPERATIONS = [
         stream_media=NDJSON,
         errors=(404,),
     ),
-    Operation(path="/v1/sessions", summary="All sessions.", answer=SessionList, errors=(503,)),
+    Operation(path="/v1/sessions", summary="The sessions of the key.", answer=SessionList, errors=(503,)),
     Operation(
         method="post",
         path="/v1/sessions",

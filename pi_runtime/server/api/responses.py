@@ -20,7 +20,7 @@ from pi_runtime.server.api.response_items import (
     template_messages,
 )
 from pi_runtime.server.api.response_output import OutputItem, ResponseOutput
-from pi_runtime.server.api.sampling import Count, IgnoredFields, SamplingFields
+from pi_runtime.server.api.sampling import CacheFields, Count, IgnoredFields, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.turn import News
 from pi_runtime.server.api.usage import FINISH_REASONS, Timings, timings
@@ -61,7 +61,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Annotated[Literal[False] | None, Unsupported("this server pads no events")] = None
 
 
-class ResponseRequest(SamplingFields, IgnoredFields):
+class ResponseRequest(SamplingFields, CacheFields, IgnoredFields):
     """A conversation, whose next turn is wanted."""
 
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
@@ -197,7 +197,7 @@ class ResponseJob:
             served, max_tokens=body.max_output_tokens, logprobs=logprobs, grammar=prompt.grammar
         )
         settings["shown_tokens"] = prompt.shown_tokens
-        self.asks = [Ask(prompt.ids, 1, settings)]
+        self.asks = [Ask(prompt.ids, 1, settings, cache_salt=body.cache_salt)]
         self._turn, self._output = prompt.turn(served), ResponseOutput()
         self._pending: list[TokenLogprob] = []
         self._response = _response(body, served)

@@ -98,7 +98,15 @@ class SamplingFields(Body):
         )
 
 
-class StreamingFields(SamplingFields):
+class CacheFields(Body):
+    """Who may share what is kept of a prompt."""
+
+    cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="Only requests with the same key and the same salt share what is kept of prompts."
+    )
+
+
+class StreamingFields(SamplingFields, CacheFields):
     """How many answers there are, and whether they are streamed."""
 
     n: Count | None = Field(default=None, description="How many answers to each prompt; the server has a limit.")

@@ -1,7 +1,7 @@
 """Sessions: texts that are continued in turns. What is typed is read ahead, and a turn may pause for a tool.
 
 POST   /v1/sessions                a session, with a prompt, a chat or tokens to begin with
-GET    /v1/sessions, …/{id}        what there is, and how far each has come
+GET    /v1/sessions, …/{id}        the client's own, and how far each has come
 POST   /v1/sessions/{id}/type      more of the draft, or an edit of it
 POST   /v1/sessions/{id}/answer    the model's turn, after the draft and what is appended
 DELETE /v1/sessions/{id}           the end of a session
@@ -18,7 +18,7 @@ from pi_runtime.engine.session import Session
 from pi_runtime.generation import AnswerSettings, Stats
 from pi_runtime.server.api.body import MANY, TOKENS, Body, invalid
 from pi_runtime.server.api.chat import ConversationFields, conversation_of
-from pi_runtime.server.api.sampling import Count, SamplingFields
+from pi_runtime.server.api.sampling import CacheFields, Count, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS, Timings, Usage, timings, usage
 from pi_runtime.server.errors import ApiError
@@ -41,7 +41,7 @@ class AnswerFields(SamplingFields):
     )
 
 
-class SessionRequest(AnswerFields):
+class SessionRequest(AnswerFields, CacheFields):
     """A session that is wanted. Settings of answers hold for each that does not say otherwise."""
 
     model: str | None = Field(default=None, description="The name that `/v1/models` gives, if any.")
@@ -72,7 +72,7 @@ class AnswerRequest(AnswerFields):
     )
 
 
-class SessionObject(TypedDict):
+class SessionProgress(TypedDict):
     """How far a session has come."""
 
     id: str
@@ -81,15 +81,20 @@ class SessionObject(TypedDict):
     model: str
     state: State
     tokens: int
-    draft: str
     idle_limit_s: float
 
 
+class SessionObject(SessionProgress):
+    """A session, and what has been typed since its last turn."""
+
+    draft: str
+
+
 class SessionList(TypedDict):
-    """All sessions of the server."""
+    """All sessions that were made with the same key."""
 
     object: Literal["list"]
-    data: list[SessionObject]
+    data: list[SessionProgress]
 
 
 class SessionDeleted(TypedDict):
@@ -145,6 +150,7 @@ class Beginning:
         prompt = conversation_of(body.chat, served).text(served) if body.chat is not None else body.prompt or ""
         self.draft = prompt if isinstance(prompt, str) else ""
         self.tokens = [] if isinstance(prompt, str) else _checked(prompt, "prompt", served)
+        self.cache_salt = body.cache_salt
         self.defaults = body.model_dump(include=set(AnswerFields.model_fields), exclude_unset=True)
 
 
@@ -288,19 +294,3 @@ def _ids(tokens: Sequence[int | str] | None, field: str, served: Served) -> list
 def _checked(ids: list[int], field: str, served: Served) -> list[int]:
     served.check_tokens(ids, field)
     return ids
-
-
-def session_object(
-    session: Session, served: Served, *, session_id: str, created: int, state: State, idle_limit_s: float
-) -> SessionObject:
-    """A session as answers show it."""
-    return {
-        "id": session_id,
-        "object": "session",
-        "created": created,
-        "model": served.name,
-        "state": state,
-        "tokens": len(session.tokens),
-        "draft": session.draft,
-        "idle_limit_s": idle_limit_s,
-    }

@@ -124,6 +124,53 @@ def test_a_prompt_is_shared_while_its_answer_is_still_written(talker: Model) -> 
         first.cancel()
 
 
+PROMPT = [n % 200 for n in range(70)]
+
+
+def drafted(engine: Engine, salt: str) -> None:
+    """Read a draft ahead, without a turn."""
+    session = engine.session(PROMPT[:40], cache_salt=salt)
+    text = engine.model.tokenizer.decode(PROMPT[40:])
+    session.type(text)
+    wait_until(lambda: engine.stats.paused_sessions > 0 and not engine.stats.running)
+    session.close()
+
+
+WAYS: dict[str, Callable[[Engine, str], object]] = {
+    "answers": lambda engine, salt: [
+        "".join(s) for s in engine.generate_many(PROMPT, 2, max_tokens=1, cache_salt=salt)
+    ],
+    "scores": lambda engine, salt: engine.score(PROMPT, first=60, cache_salt=salt).result(),
+    "session": lambda engine, salt: "".join(
+        engine.session(PROMPT[:9], cache_salt=salt).generate(PROMPT[9:], max_tokens=1)
+    ),
+    "draft": drafted,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_only_requests_with_the_same_salt_share_what_is_kept(
+    model: Model, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    with Engine(model, slots=2, kv_budget=1 << 24, speculate="off") as engine:
+        steps = spied(model, monkeypatch)
+
+        def ran(way: str, salt: str) -> int:
+            """Tokens that one request had to run."""
+            steps.clear()
+            WAYS[way](engine, salt)
+            wait_until(lambda: not engine.stats.running and not engine.stats.paused_sessions)
+            return sum(len(sequence.tokens) for step in steps for sequence in step)
+
+        alone = ran(way, "one")
+        assert alone > 60
+        assert ran(way, "two") == alone, "it began with what another's request left"
+        assert ran(way, "two") < 20
+        assert ran("answers", "three") >= 70
+        assert ran("answers", "") >= 70
+        assert ran("answers", "one") < 20
+
+
 def test_equal_prompts_at_once_are_computed_once(random_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All go on from the two full pages, which are read once but for a few tokens that fill up a piece."""
     prompt, all_are_there = [n % 200 for n in range(93)], threading.Event()

@@ -71,7 +71,7 @@ def common(one: Positions, other: Positions) -> int:
 
 def paths(tree: PrefixTree) -> Iterator[Positions]:
     """What the tree holds, by its leaves."""
-    nodes = [(tree._root, [])]
+    nodes = [(root, []) for root in tree._roots.values()]
     for node, before in nodes:  # type: ignore[var-annotated]
         here = [*before, *((key // 2, bool(key % 2)) for key in node.key)]
         nodes += [(child, here) for child in node.children.values()]
@@ -103,11 +103,12 @@ def test_the_longest_prefix_is_found_to_the_token(stored: list[Positions], asked
         markers.check(pool, prefix.pages, positions[: prefix.length])
     assert pool.in_use == len(tree.pages) == len(set(tree.pages))
     tree.clear()
-    assert (pool.in_use, tree.pages, list(paths(tree))) == (0, (), [[]])
+    assert (pool.in_use, tree.pages, list(paths(tree))) == (0, (), [])
 
 
-def stored(tree: PrefixTree, pool: PagePool, positions: Positions) -> None:
+def stored(tree: PrefixTree, pool: PagePool, positions: Positions, salt: str = "") -> None:
     cache = KVCache(pool, CONTEXT)
+    cache.salt = salt
     Markers().run(cache, positions)
     tree.insert(cache)
 
@@ -143,6 +144,28 @@ def test_a_page_that_holds_less_than_another_is_not_kept() -> None:
         assert len(tree.pages) == 1
     assert tree.longest([7] * 40, [True] * 40).length == 32
     assert tree.longest([7] * 40, [False] * 40).length == 0
+
+
+def test_a_salt_finds_only_its_own_and_memory_is_one() -> None:
+    """Not a page, nor a part of one, is found with another salt; the least recently used goes first whosever it is."""
+    pool = new_pool(4)
+    tree = PrefixTree(pool)
+    text = [(7, False)] * 40
+    for salt in ("a", "b"):
+        stored(tree, pool, text, salt)
+        assert tree.longest(*split(text), salt).length == 40
+    assert len(set(tree.pages)) == 4
+    assert tree.longest(*split(text)).length == tree.longest(*split(text), "c").length == 0
+    assert tree.longest(*split(text), "a").length == 40
+    assert tree.evict(2) == 2
+    assert [tree.longest(*split(text), salt).length for salt in ("a", "b")] == [40, 0]
+    stored(tree, pool, [(7, False)] * 5, "b")
+    stored(tree, pool, [(7, False)] * 9, "b")
+    stored(tree, pool, [], "c")
+    assert tree.longest(*split(text), "b").length == 9
+    assert set(tree._roots) == {"a", "b"}
+    tree.clear()
+    assert (pool.in_use, tree._roots) == (0, {})
 
 
 def test_an_exhausted_pool_leaves_a_cache_as_it_was() -> None:

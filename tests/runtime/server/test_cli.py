@@ -33,6 +33,7 @@ FLAGS = {
     "--ram-budget",
     "--session-idle-seconds",
     "--sessions",
+    "--share-prefixes",
     "--show-completion",
     "--slots",
     "--speculate",
