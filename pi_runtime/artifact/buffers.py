@@ -113,7 +113,8 @@ def kv_page(d: Decoder, fmt: str) -> Buffer:
     """
     if fmt == "q8":
         row = -(-d.head_dim // BLOCK) * (BLOCK + FORMATS["scale"].itemsize)
-        return Buffer((d.n_layers, 2, d.n_kv_heads, POSITIONS, row), "uint8")
+        # Bytes behind the last column are never written.
+        return Buffer((d.n_layers, 2, d.n_kv_heads, POSITIONS, row), "uint8", fill=0)
     dtype = FORMATS[fmt].stored.name
     return Buffer((d.n_layers, 2, d.n_kv_heads, POSITIONS, d.head_dim), dtype)
 

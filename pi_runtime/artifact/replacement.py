@@ -22,13 +22,16 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getat
 
 
 class Replacement:
-    """A new file on its way to `target`. Everything may raise OSError; whatever happens, `target` is old or new."""
+    """A new file on its way to `target`. Everything may raise OSError; whatever happens, `target` is old or new.
 
-    def __init__(self, target: Path) -> None:
+    `mode`: who may do what with it, less what the process's umask takes away.
+    """
+
+    def __init__(self, target: Path, mode: int = 0o666) -> None:
         self.target = Path(os.path.realpath(target))  # a link keeps pointing to what it points to
         with suppress(OSError):  # a folder that cannot be listed may still be written to
             _remove_stale(self.target)
-        self.path, fd = _create(self.target)
+        self.path, fd = _create(self.target, mode)
         self.file = os.fdopen(fd, "r+b", buffering=0)
         self._pending = True
 
@@ -65,11 +68,11 @@ class Replacement:
         self.discard()
 
 
-def _create(target: Path) -> tuple[Path, int]:
+def _create(target: Path, mode: int) -> tuple[Path, int]:
     for n in count(randbits(48)):
         path = target.with_name(f".{target.name}.{os.getpid()}-{n}.tmp")
         try:
-            fd = os.open(path, _FLAGS, 0o666)
+            fd = os.open(path, _FLAGS, mode)
         except FileExistsError:
             continue
         with suppress(OSError):  # a file system without locks: others will leave the file alone

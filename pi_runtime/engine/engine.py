@@ -21,10 +21,10 @@ from pi_runtime.engine.memory import EngineMemory
 from pi_runtime.engine.paused import PausedSessions
 from pi_runtime.engine.scheduler import DECODE_SHARE, PIECE, DecodeShare, Scheduler, Work
 from pi_runtime.engine.session import Session
-from pi_runtime.engine.stream import Pause, Piece, Request, Scores, Stream, Turns
+from pi_runtime.engine.stream import Piece, Request, Scores, Stream, Turns
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import DiskStats, SequenceResult, SequenceStep
-from pi_runtime.execution.kv_cache import KVCache, common_length, pages_of
+from pi_runtime.execution.kv_cache import KVCache, pages_of
 from pi_runtime.generation import NO_GUESS, Answer, AnswerSettings, Scoring
 from pi_runtime.guesses import Guess, StepTimes
 from pi_runtime.model import Model
@@ -600,18 +600,7 @@ class Engine:
         for request in [*self._scheduler.live, *self._scheduler.waiting]:
             if request.turns is turns:
                 self._leave(request)
-        pause = turns.pause or Pause(0.0)
-        held = common_length(pause.tokens, turns.tokens)
-
-        def write(out: session_file.Sink) -> None:
-            if pause.cache is not None:
-                pause.cache.truncate(held)
-                session_file.write_pages(out, pause.cache)
-            elif pause.file is not None:
-                with pause.file.open("rb") as file:
-                    out.write(memoryview(file.read(pages_of(held) * self._memory.pool.page_nbytes)))
-
-        session_file.save(path, self._run_settings(), (turns.tokens, turns.selected), held, write)
+        self._sessions.save(turns, path, self._run_settings())
 
     def _restore(self, turns: Turns, stored: session_file.StoredSession) -> None:
         if stored.held:

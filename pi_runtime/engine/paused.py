@@ -7,15 +7,19 @@ While memory suffices all pages are kept. When a request needs some, the waste o
     on disk    (b + B) × the time to write and read it
     dropped    (b + B) × the time to compute it again
 
-All times are measured: pauses, the disk, and what a token of a prompt and one of an answer take.
+All times are measured: pauses, the disk, and what a token of a prompt and one of an answer take. A pause is expected to
+go on for as long as it has lasted, or as others last. So the decision turns while time goes by; `turns_at` says when.
 """
 
 import contextlib
 import tempfile
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from pi_runtime.engine import session_file
 from pi_runtime.engine.memory import EngineMemory
 from pi_runtime.engine.session_file import read_pages, write_pages
 from pi_runtime.engine.stream import Pause, Turns
@@ -37,11 +41,21 @@ class Measured:
         self._is_assumed = False
 
 
+class _Way(NamedTuple):
+    """What it takes to give up the pages of a session."""
+
+    turns: Turns
+    pause: Pause
+    worth_s: float
+    """Keeping them for so long wastes as much."""
+    to_disk: bool
+
+
 class PausedSessions:
     """Keeps the pages of paused sessions, and gives them up for others. Belongs to the engine's thread."""
 
     def __init__(self, memory: EngineMemory) -> None:
-        self._memory = memory
+        self._memory, self.clock = memory, time.perf_counter
         self._turns: dict[Turns, None] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._files = 0
@@ -64,7 +78,7 @@ class PausedSessions:
 
     def pause(self, turns: Turns, cache: KVCache | None) -> None:
         """Keep the cache of a session; None where there is none."""
-        turns.pause = Pause(time.perf_counter(), cache=cache)
+        turns.pause = Pause(self.clock(), cache=cache)
         if cache is not None:
             cache.truncate(cache.length)  # releases what was reserved behind
             turns.pause.tokens, turns.pause.selected = cache.tokens, cache.selected
@@ -72,8 +86,23 @@ class PausedSessions:
 
     def restore(self, turns: Turns, file: Path, tokens: Sequence[int], selected: Sequence[bool]) -> None:
         """Begin with a session whose first positions a file holds, which is deleted when it is no longer needed."""
-        turns.pause = Pause(time.perf_counter(), tuple(tokens), tuple(selected), file=file)
+        turns.pause = Pause(self.clock(), tuple(tokens), tuple(selected), file=file)
         self._turns[turns] = None
+
+    def save(self, turns: Turns, path: Path, run: Mapping[str, str]) -> None:
+        """Write a session to a file: its tokens, and what is kept of their pages. `run` is as `session_file.save` says.
+
+        What is kept stays as it is, of a draft that was read ahead too.
+        """
+        text, pause, pool = (turns.tokens, turns.selected), turns.pause, self._memory.pool
+        held = 0 if pause is None else common_length(pause.tokens, turns.tokens)
+        if pause is not None and pause.cache is not None:
+            session_file.save(path, run, text, held, map(pool.values, pause.cache.pages))
+        elif pause is not None and pause.file is not None and pause.file.exists():
+            with pause.file.open("rb") as file:
+                session_file.save(path, run, text, held, session_file.stored_pages(file, pool))
+        else:
+            session_file.save(path, run, text, 0, ())
 
     def new_file(self) -> Path:
         """A path in a folder of this engine's own."""
@@ -104,7 +133,7 @@ class PausedSessions:
                 return None
         if cache is not None:
             if pause is not None and not whole:
-                self.pause_s.count(time.perf_counter() - pause.began)
+                self.pause_s.count(self.clock() - pause.began)
             self._forget(turns)
         return cache
 
@@ -113,27 +142,37 @@ class PausedSessions:
 
         With `must`, one is given up if there is any; `besides` only if there is no other.
         """
-        now, page = time.perf_counter(), self._memory.pool.page_nbytes
+        ways = [way for way in self._ways(running) if must or way.turns is not besides]
+        wastes = [way.worth_s - max(self.pause_s.value, self.clock() - way.pause.began) for way in ways]
+        # Of a session that is to go on only if there is no other.
+        best = min(range(len(ways)), key=lambda n: (ways[n].turns is besides, wastes[n]), default=None)
+        if best is None or not (must or wastes[best] < 0):
+            return False
+        self._release(ways[best].pause, to_disk=ways[best].to_disk)
+        return True
+
+    def turns_at(self, running: Sequence[KVCache], besides: Turns | None = None) -> float:
+        """The time of `clock` from which keeping a session wastes more than giving it up; infinite if none does."""
+        ways = (way for way in self._ways(running) if way.turns is not besides)
+        return min((way.pause.began + way.worth_s for way in ways), default=float("inf"))
+
+    def _ways(self, running: Sequence[KVCache]) -> Iterator[_Way]:
+        """What it takes to give up each session that holds pages."""
+        page = self._memory.pool.page_nbytes
         others = page * len({p for cache in running for p in cache.held_pages})
-        ways: list[tuple[bool, float, bool, Turns]] = []
+        holders = Counter(p for cache in [*running, *self.caches] for p in cache.held_pages)
         for turns in self._turns:
             pause = turns.pause
-            if pause is None or pause.cache is None or (turns is besides and not must):
+            if pause is None or pause.cache is None or not pause.cache.held_pages:
                 continue
-            # Pages that others hold too are not won.
-            own = page * sum(self._memory.pool.references(p) == 1 for p in pause.cache.held_pages)
+            held = pause.cache.held_pages
+            # Pages that others hold too are not won; those that only the prefix tree holds too are.
+            own = page * sum(holders[p] == 1 for p in held)
             answered = sum(pause.selected)
             again_s = answered * self.selected_s.value + (len(pause.selected) - answered) * self.dense_s.value
-            disk_s = max(own, page) * self.disk_s.value
-            keep = own * max(self.pause_s.value, now - pause.began)
-            # What the release of one byte wastes, compared with keeping it.
-            waste = ((own + others) * min(disk_s, again_s) - keep) / own if own else float("inf")
-            ways.append((turns is besides, waste, disk_s < again_s, turns))
-        best = min(ways, key=lambda way: way[:2], default=None)
-        if best is None or not (must or best[1] < 0):
-            return False
-        self._release(best[3], to_disk=best[2])
-        return True
+            disk_s = page * len(held) * self.disk_s.value
+            worth_s = (own + others) * min(disk_s, again_s) / own if own else float("inf")
+            yield _Way(turns, pause, worth_s, to_disk=disk_s < again_s)
 
     def forget(self, turns: Turns) -> None:
         """Drop what is kept of a session; the prefix tree keeps its pages until memory is short."""
@@ -152,32 +191,29 @@ class PausedSessions:
 
     def _forget(self, turns: Turns) -> None:
         self._turns.pop(turns, None)
-        if turns.pause is not None and turns.pause.file is not None:
-            with contextlib.suppress(OSError):
-                turns.pause.file.unlink()
+        if turns.pause is not None:
+            self._remove(turns.pause)
         turns.pause = None
 
-    def _release(self, turns: Turns, *, to_disk: bool) -> None:
+    def _release(self, pause: Pause, *, to_disk: bool) -> None:
         """Give up the pages of a session."""
-        pause = turns.pause
-        assert pause is not None
-        assert pause.cache is not None
+        cache = pause.cache
+        assert cache is not None
         if to_disk:
-            file, began = self.new_file(), time.perf_counter()
             try:
-                with file.open("wb") as out:
-                    nbytes = write_pages(out, pause.cache)
-            except OSError:  # a full disk: the tokens are computed again instead
-                file.unlink(missing_ok=True)
+                pause.file, began = self.new_file(), time.perf_counter()
+                with pause.file.open("wb") as out:
+                    nbytes = write_pages(out, map(cache.pool.values, cache.pages), cache.length)
+            except OSError:  # a full disk, or no folder for files: the tokens are computed again instead
+                self._remove(pause)
             else:
-                pause.file = file
                 # Reading takes about as long again.
                 self.disk_s.count(2 * (time.perf_counter() - began) / nbytes)
         self.written += pause.file is not None
         self.dropped += pause.file is None
         if pause.file is None:
-            self._memory.keep(pause.cache)
-        pause.cache.close()
+            self._memory.keep(cache)
+        cache.close()
         pause.cache = None
 
     def _read(self, pause: Pause, positions: int, salt: str) -> KVCache | None:
@@ -193,8 +229,14 @@ class PausedSessions:
             with pause.file.open("rb") as file:
                 read_pages(file, cache, pages_of(len(pause.tokens)))
         except OSError:
-            return cache
-        cache.count_held(pause.tokens, pause.selected)
-        pause.file.unlink(missing_ok=True)
-        pause.file = None
+            pass
+        else:
+            cache.count_held(pause.tokens, pause.selected)
+        self._remove(pause)
         return cache
+
+    def _remove(self, pause: Pause) -> None:
+        if pause.file is not None:
+            with contextlib.suppress(OSError):
+                pause.file.unlink()
+        pause.file = None

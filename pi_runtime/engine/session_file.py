@@ -2,10 +2,13 @@
 
 magic, bytes of the header (8, little-endian), header (canonical JSON), tokens (int64), kinds (uint8, 1 with selection),
 pages, SHA-256 of all before. Keys and values belong to one model and one way to run it: the header names them.
+
+A page may hold more than a session's positions: what other requests or rolled-back tokens left there. Zeros are written
+in its place. So a file holds nothing of others, and the same session has the same bytes.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -17,16 +20,21 @@ from pi_runtime.artifact.decoding import canonical_json, decode, parse_json
 from pi_runtime.artifact.replacement import Replacement
 from pi_runtime.errors import InputError, UsageError, write_error
 from pi_runtime.execution.kv_cache import KVCache, pages_of
+from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool, first_positions
 
 MAGIC = b"pi-session-1\n"
 SIZE = 8
 DIGEST = 32
+MODE = 0o600
+"""A session is what somebody wrote, so it is its owner's alone."""
+Page = npt.NDArray[Any]
 
 
 class Sink(Protocol):
     """Something that bytes are written to, all of them."""
 
-    def write(self, data: memoryview, /) -> object: ...
+    def write(self, data: memoryview, /) -> object:
+        """Write them."""
 
 
 @dataclass(frozen=True)
@@ -48,37 +56,46 @@ class StoredSession:
     pages: npt.NDArray[np.uint8]
 
 
-def write_pages(file: Sink, cache: KVCache) -> int:
-    """Write the pages of a cache; returns the bytes."""
-    arrays = [cache.pool.values(page) for page in cache.pages]
-    for values in arrays:
-        file.write(values.reshape(-1).view(np.uint8).data)
-    return sum(values.nbytes for values in arrays)
+def write_pages(file: Sink, pages: Iterable[Page], positions: int) -> int:
+    """Write so many positions, which these pages begin with; returns the bytes."""
+    nbytes = 0
+    for first, page in zip(range(0, positions, PAGE_POSITIONS), pages, strict=False):
+        held = page if positions - first >= PAGE_POSITIONS else first_positions(page, positions - first)
+        file.write(held.reshape(-1).view(np.uint8).data)
+        nbytes += held.nbytes
+    return nbytes
 
 
 def read_pages(file: BinaryIO, cache: KVCache, count: int) -> None:
     """Fill the first pages that were reserved for a cache. Raises OSError for a file that is too short."""
     for page in cache.held_pages[:count]:
-        view = cache.pool.values(page).reshape(-1).view(np.uint8)
-        if file.readinto(view.data) != view.nbytes:  # type: ignore[attr-defined]
-            raise OSError("the file ends too early")
+        _fill(cache.pool.values(page), file)
+
+
+def stored_pages(file: BinaryIO, pool: PagePool) -> Iterator[Page]:
+    """The pages of a pool that a file holds, one after the other. Raises OSError for a file that is too short."""
+    while True:
+        yield _fill(pool.page.in_ram(), file)
+
+
+def _fill(page: Page, file: BinaryIO) -> Page:
+    view = page.reshape(-1).view(np.uint8)
+    if file.readinto(view.data) != view.nbytes:  # type: ignore[attr-defined]
+        raise OSError("the file ends too early")
+    return page
 
 
 def save(
-    path: Path,
-    run: Mapping[str, Any],
-    turns: tuple[list[int], list[bool]],
-    held: int,
-    write: Callable[[Sink], object],
+    path: Path, run: Mapping[str, Any], turns: tuple[list[int], list[bool]], held: int, pages: Iterable[Page]
 ) -> None:
-    """Write a session whole, or not at all. `run` names the model and how it runs; `write` writes the pages."""
+    """Write a session whole, or not at all. `run` names the model and how it runs; `pages` hold `held` positions."""
     tokens, selected = turns
     header = canonical_json({"run": run, "tokens": len(tokens), "held": held})
     try:
-        with Replacement(path) as new:
+        with Replacement(path, MODE) as new:
             new.write(MAGIC + len(header).to_bytes(SIZE, "little") + header)
             new.write(np.array(tokens, "<i8").tobytes() + np.array(selected, np.uint8).tobytes())
-            write(new)
+            write_pages(new, pages, held)
             new.file.seek(0)
             new.write(hashlib.file_digest(new.file, "sha256").digest())  # which reads to the end
             new.publish()

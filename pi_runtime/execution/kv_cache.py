@@ -133,7 +133,8 @@ class KVCache:
         self.truncate(0)
 
     def __del__(self) -> None:
-        self.close()
+        while self._pages:
+            self.pool.drop(self._pages.pop())
 
     def _set(self, n: int, page: int) -> None:
         """Let the n-th page, or a further one, be this one."""

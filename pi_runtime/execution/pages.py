@@ -1,22 +1,30 @@
 """Pages of the key-value cache: taken from a pool under a budget, shared by reference, released.
 
-Shape letters: G key-value heads, S positions of a page, E head width.
+Caches and pools are also freed when they are garbage collected: in any thread, amid anything that this thread does.
+A lock that such a finalizer waited for might be held by a thread that waits for one of this thread. So finalizers take
+no lock: they append to a queue (`drop`), and whoever asks next works it off.
+
+Shape letters: L layers, G key-value heads, S positions of a page, E head width, X numbers of a head.
 """
 
 import sys
+from collections import deque
 from math import prod
-from threading import RLock
+from threading import Lock
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.buffers import cache_format, kv_page
 from pi_runtime.artifact.footprint import POSITIONS
+from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.errors import DoesNotFitError
 
 PAGE_POSITIONS = POSITIONS
 """Positions of a page: those that attention takes at once."""
+_Q8_BLOCK = BLOCK + FORMATS["scale"].itemsize
 
 
 class PagesExhausted(Exception):  # noqa: N818  a state of the pool, which a scheduler answers by making room
@@ -27,25 +35,35 @@ class Allowance:
     """Bytes that the keys and values of all sequences may take together, whatever pools they are in."""
 
     def __init__(self, nbytes: int) -> None:
-        self.left = nbytes
-        # Pools are also freed when they are garbage collected, which may happen in any thread.
-        self._lock = RLock()
+        self._left = nbytes
+        self._dropped: deque[int] = deque()
+        self._lock = Lock()
+
+    @property
+    def left(self) -> int:
+        """Bytes that nobody has taken."""
+        with self._lock:
+            return self._collected()
 
     def take(self, nbytes: int) -> None:
         """Take so many bytes of what is left. Raises DoesNotFitError where there are fewer."""
         with self._lock:
-            if nbytes > self.left:
+            if nbytes > (left := self._collected()):
                 raise DoesNotFitError(
                     f"keys and values need {nbytes} bytes more",
-                    expected=f"at most {self.left} bytes, of those that --ram-budget leaves to them",
+                    expected=f"at most {left} bytes, of those that --ram-budget leaves to them",
                     remedy="close other caches, or load it with a larger --kv-budget",
                 )
-            self.left -= nbytes
+            self._left -= nbytes
 
-    def give_back(self, nbytes: int) -> None:
-        """Let others take so many bytes."""
-        with self._lock:
-            self.left += nbytes
+    def drop(self, nbytes: int) -> None:
+        """Let others take so many bytes. A finalizer may call it."""
+        self._dropped.append(nbytes)
+
+    def _collected(self) -> int:
+        while self._dropped:
+            self._left += self._dropped.popleft()
+        return self._left
 
 
 class PagePool:
@@ -78,8 +96,8 @@ class PagePool:
         self._arrays: list[npt.NDArray[Any]] = []
         self._references: list[int] = []
         self._unused: list[int] = []
-        # Caches are also closed when they are garbage collected, which may happen in any thread.
-        self._lock = RLock()
+        self._dropped: deque[int] = deque()
+        self._lock = Lock()
 
     def _allow(self, nbytes: int) -> None:
         if self._allowance is not None:
@@ -88,7 +106,7 @@ class PagePool:
 
     def __del__(self) -> None:
         if self._allowance is not None:
-            self._allowance.give_back(self._allowed)
+            self._allowance.drop(self._allowed)
 
     @property
     def page_nbytes(self) -> int:
@@ -103,12 +121,17 @@ class PagePool:
     @property
     def in_use(self) -> int:
         """Pages that anybody refers to."""
-        return len(self._arrays) - len(self._unused)
+        with self._lock:
+            return self._collected()
 
     @property
     def free(self) -> int:
         """Pages that can still be taken."""
-        return (sys.maxsize if self.capacity is None else self.capacity) - self.in_use
+        return self._most - self.in_use
+
+    @property
+    def _most(self) -> int:
+        return sys.maxsize if self.capacity is None else self.capacity
 
     def take(self, count: int = 1) -> list[int]:
         """So many pages, each with one reference and what it held before.
@@ -116,18 +139,28 @@ class PagePool:
         Raises PagesExhausted, and takes none, where there are fewer; DoesNotFitError where the allowance is used up.
         """
         with self._lock:
-            if self.free < count:
+            if self._most - self._collected() < count:
                 raise PagesExhausted
-            if self.capacity is None:
-                self._allow(max(0, count - len(self._unused)) * self.page_nbytes)
-            while len(self._unused) < count:
-                self._unused.append(len(self._arrays))
-                self._arrays.append(self.page.in_ram())
-                self._references.append(0)
+            self._allocate(count - len(self._unused))
             taken = [self._unused.pop() for _ in range(count)]
             for page in taken:
                 self._references[page] = 1
             return taken
+
+    def _allocate(self, count: int) -> None:
+        """Allocate so many pages, or none."""
+        if count <= 0:
+            return
+        nbytes = count * self.page_nbytes if self.capacity is None else 0
+        self._allow(nbytes)
+        try:
+            arrays = [self.page.in_ram() for _ in range(count)]
+        except MemoryError:
+            self._allow(-nbytes)
+            raise
+        self._unused += range(len(self._arrays), len(self._arrays) + count)
+        self._references += [0] * count
+        self._arrays += arrays
 
     def share(self, page: int) -> None:
         """Count one reference more."""
@@ -138,14 +171,29 @@ class PagePool:
     def release(self, page: int) -> None:
         """Count one reference less; a page without any can be taken again."""
         with self._lock:
-            assert self._references[page] > 0, page
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                self._unused.append(page)
+            self._release(page)
+
+    def drop(self, page: int) -> None:
+        """Count one reference less, soon. A finalizer may call it."""
+        self._dropped.append(page)
 
     def references(self, page: int) -> int:
         """How many refer to a page."""
-        return self._references[page]
+        with self._lock:
+            self._collected()
+            return self._references[page]
+
+    def _release(self, page: int) -> None:
+        assert self._references[page] > 0, page
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            self._unused.append(page)
+
+    def _collected(self) -> int:
+        """Count what finalizers dropped; returns the pages that anybody refers to."""
+        while self._dropped:
+            self._release(self._dropped.popleft())
+        return len(self._arrays) - len(self._unused)
 
     def values(self, page: int) -> npt.NDArray[Any]:
         """What a page holds (see `buffers.kv_page`)."""
@@ -161,3 +209,15 @@ def by_position(layer_2GSE: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDA
     keys, values = layer_2GSE
     groups, positions, width = values.shape
     return keys.reshape(groups, width, positions).swapaxes(1, 2), values
+
+
+def first_positions(page: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+    """A copy of what a page holds, with zeros in place of all but its first `count` positions."""
+    found = page.copy()
+    values_LGSE, keys_LGX = found[:, 1], found[:, 0].reshape(*found[:, 0].shape[:2], -1)
+    values_LGSE[:, :, count:] = 0
+    # Keys lie column by column; those in q8 are followed by their scales.
+    whole = PAGE_POSITIONS * (found.shape[-1] // _Q8_BLOCK * BLOCK) if found.dtype == np.uint8 else 0
+    for columns in (keys_LGX[..., :whole], keys_LGX[..., whole:].view(np.uint16 if whole else found.dtype)):
+        columns.reshape(*columns.shape[:2], -1, PAGE_POSITIONS)[..., count:] = 0
+    return found

@@ -110,7 +110,7 @@ def test_an_allowance_is_shared() -> None:
     allowance.take(7)
     with pytest.raises(DoesNotFitError):
         allowance.take(4)
-    allowance.give_back(2)
+    allowance.drop(2)
     allowance.take(5)
     assert allowance.left == 0
 

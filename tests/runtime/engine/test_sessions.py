@@ -3,8 +3,10 @@
 import errno
 import gc
 import random
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.engine import paused
 from pi_runtime.engine.session import Session
-from pi_runtime.engine.stream import Stream
+from pi_runtime.engine.stream import Stream, Turns
 from pi_runtime.errors import InputError, PromptError, UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.generation import Generation
@@ -435,3 +437,92 @@ def test_a_draft_under_little_memory(model: Model) -> None:
         session.type("def")
         "".join(stream)
         assert found_by(session.answer(max_tokens=3)) == found_by(model.generate("abc" * 20 + "def", max_tokens=3))
+
+
+def test_a_draft_that_is_saved_stays_read_and_harms_nobody(model: Model, tmp_path: Path) -> None:
+    """Before the first turn none of what was read ahead is part of the session."""
+    page = model.executor.new_pool(None).page_nbytes
+    with Engine(model, slots=4, kv_budget=3 * page) as engine:
+        session = engine.session()
+        session.type("abc" * 20)
+        settle(engine)
+        session.save(tmp_path / "saved")
+        assert len(session._turns.pause.cache.tokens) > 50  # type: ignore[union-attr]
+        streams = [engine.generate([97 + n] * 60, max_tokens=30) for n in range(2)]
+        for n, stream in enumerate(streams):
+            assert found_by(stream) == found_by(model.generate([97 + n] * 60, max_tokens=30))
+        assert engine.ended is None
+        again = engine.load_session(tmp_path / "saved")
+        assert again.tokens == []
+        assert found_by(again.generate([4], max_tokens=3)) == found_by(model.generate([4], max_tokens=3))
+
+
+def test_a_session_that_holds_nothing_has_nothing_to_give_up(model: Model, engine: Engine) -> None:
+    engine._on_thread(lambda: engine._sessions.pause(Turns(), model.executor.new_cache(engine._memory.pool)))
+    assert engine.stats.paused_sessions == 1
+    assert not engine._sessions.give_up([], must=True)
+
+
+def test_a_dropped_session_can_be_saved(model: Model, engine: Engine, tmp_path: Path) -> None:
+    session = engine.session()
+    "".join(session.generate(range(40), max_tokens=7))
+    settle(engine)
+    engine._sessions.disk_s.value = 1e9
+    engine._on_thread(lambda: engine._sessions.give_up([], must=True))
+    assert engine.stats.dropped_sessions == 1
+    session.save(tmp_path / "saved")
+    again = engine.load_session(tmp_path / "saved")
+    assert again.tokens == session.tokens
+    assert found_by(again.generate([4], max_tokens=3)) == found_by(session.generate([4], max_tokens=3))
+
+
+@pytest.mark.parametrize("cache_format", ["auto", "q8"])
+def test_what_is_written_holds_nothing_of_others(random_path: Path, tmp_path: Path, cache_format: str) -> None:
+    """The pages held other texts before; what is behind a session's positions is written as zeros."""
+    found: list[bytes] = []
+    with load(random_path, mode="predicted", device="cpu", cache_format=cache_format) as model:
+        page = model.executor.new_pool(None).page_nbytes
+        for stranger in (None, [3] * 60, [7] * 60):
+            with Engine(model, kv_budget=3 * page, speculate="off") as engine:
+                if stranger is not None:
+                    "".join(engine.generate(stranger, max_tokens=30))
+                session = engine.session()
+                "".join(session.generate([97, 98], max_tokens=3))
+                settle(engine)
+                session.save(tmp_path / "kept")
+                engine._sessions.disk_s.value = 0
+                engine._on_thread(lambda engine=engine: engine._sessions.give_up([], must=True))
+                assert engine.stats.written_sessions == 1
+                pause = session._turns.pause
+                assert pause is not None
+                assert pause.file is not None
+                session.save(tmp_path / "written")
+                kept = (tmp_path / "kept").read_bytes()
+                assert (tmp_path / "written").read_bytes() == kept
+                assert pause.file.read_bytes() == kept[-32 - page : -32]
+                found.append(kept)
+    assert len(set(found)) == 1
+    assert sum(byte == 0 for byte in found[0]) > page // 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such modes")
+def test_a_saved_session_is_its_owners_alone(engine: Engine, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    saved.touch(0o644)
+    session = engine.session([1, 2])
+    session.save(saved)
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o600
+
+
+def test_a_machine_without_a_folder_for_files_changes_no_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(**_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", none)
+    with Engine(model, kv_budget=3 * model.executor.new_pool(None).page_nbytes) as engine:
+        engine._sessions.disk_s.value = 0
+        session = engine.session()
+        "".join(session.generate(range(40), max_tokens=7))
+        settle(engine)
+        assert found_by(engine.generate([3] * 80, max_tokens=2)) == found_by(model.generate([3] * 80, max_tokens=2))
+        assert (engine.stats.dropped_sessions, engine.ended) == (1, None)
