@@ -101,9 +101,13 @@ class Checkpoint(ResolvedCheckpoint):
             return dict(zip(names, pool.map(file_digest, (self.folder / name for name in names)), strict=True))
 
     def digest(self) -> str:
-        """sha256 of the names and contents of every file that is read, and of a declared activation."""
+        """sha256 of the contents of every file that is read, and of a declared activation.
+
+        In a folder names say which file is which, and count too; a GGUF file may have any name.
+        """
         declared = {"activation": self.declared_activation} if self.declared_activation else {}
-        return json_digest({**self.file_digests, **declared})
+        files = self.file_digests if self.location.is_dir() else {"gguf": list(self.file_digests.values())}
+        return json_digest({**files, **declared})
 
     def values(self, array: str, order: Order | None = None) -> Values:
         """The values of a whole artifact array, which must fit in memory; `blocks` has no such limit."""

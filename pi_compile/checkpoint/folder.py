@@ -6,6 +6,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
+from pi_compile.checkpoint.gguf.magic import is_gguf
 from pi_compile.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -23,7 +24,6 @@ TOKENIZER_FILES = (
 )
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-GGUF = ".gguf"
 GGUF_PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """Name of a part of a split GGUF file."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -46,7 +46,7 @@ def find_checkpoint(model: str | Path, revision: str | None = None) -> Path:
         )
     if path.is_dir():
         return _only_gguf(path) or _checked(path)
-    if path.suffix == GGUF and path.is_file():
+    if is_gguf(path):
         return path
     if path.exists():
         raise CheckpointError(f"{model}: is a file", expected="a checkpoint folder", remedy=_advice_for_file(path))
@@ -59,7 +59,7 @@ def find_checkpoint(model: str | Path, revision: str | None = None) -> Path:
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    found = sorted(path for path in folder.iterdir() if path.suffix == GGUF)
+    found = sorted(filter(is_gguf, folder.iterdir()))
     parts = [GGUF_PART.fullmatch(path.name) for path in found]
     models = {(part["name"], part["count"]) if part else path.name for part, path in zip(parts, found, strict=True)}
     other = any((folder / name).is_file() for name in (*SAFETENSORS, *PICKLES))
@@ -69,9 +69,9 @@ def _only_gguf(folder: Path) -> Path | None:
 def _checked(folder: Path) -> Path:
     if (folder / CONFIG_FILE).is_file():
         return folder
-    names = sorted(p.name for p in folder.iterdir())
-    remedy = None
-    if any(name.endswith(GGUF) for name in names):
+    entries = sorted(folder.iterdir())
+    names, remedy = [path.name for path in entries], None
+    if any(map(is_gguf, entries)):
         remedy = "name one of its GGUF files"
     elif "adapter_config.json" in names:
         remedy = "this is an adapter (LoRA), not a model: merge it into its base model and save that"
@@ -82,10 +82,6 @@ def _checked(folder: Path) -> Path:
 
 
 def _advice_for_file(path: Path) -> str:
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic == b"GGUF":
-        return f"this is a GGUF file: let its name end in {GGUF}"
     if path.suffix == ".pi":
         return "this is already an artifact: run it with `pi-run`"
     return f"name the folder: {path.parent}"

@@ -11,13 +11,8 @@ AUTO = "auto"
 """The one of `PREDICTOR_FORMATS` that training finds best; before training it means `KEEP`. For predictors only."""
 PREDICTOR_FORMATS = ("f16", *(name for name in WEIGHT_FORMATS if FORMATS[name].quantised))
 """The formats that `AUTO` tries."""
-_MOST_BITS_OF_Q4 = 5.25
-"""Blocks of four bits a value and their scales take at most 5 bits, blocks of five at least 5.5."""
-
-
-def nearest_format(bits: float) -> str:
-    """The smallest quantised format with about the bits of blocks that take so many a value, scales included."""
-    return "q4" if bits <= _MOST_BITS_OF_Q4 else "q8"
+AGAIN = "q8"
+"""The format in which blocks that no format keeps are quantised again: q4 would round their values by 5 % and more."""
 
 
 def resolve_formats(stored: Mapping[str, str], wanted: Mapping[str, str], *, tied_head: bool) -> dict[str, str]:
@@ -39,7 +34,7 @@ def _resolved(part: str, stored: str, wanted: str) -> str:
     if stored not in WEIGHT_FORMATS:
         raise CheckpointError(
             f"[pack] {part} = {KEEP!r}: the checkpoint has it in {stored}, which no number format keeps",
-            expected='"q4" or "q8", with a loss that `pack` states; or "f32", without loss, in 32 bits a value',
-            remedy="write one of them; `pi-compile init` writes the smaller of q4 and q8 that has about its bits",
+            expected='"q8" or "q4", with a loss that `pack` states; or "f32", without loss, in 32 bits a value',
+            remedy="write one of them; `pi-compile init` writes q8, and says what each would take",
         )
     return stored

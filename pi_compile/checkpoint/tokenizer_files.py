@@ -19,6 +19,7 @@ from transformers.utils import logging
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE
 from pi_compile.checkpoint.gguf.config import gguf_config
 from pi_compile.checkpoint.gguf.file import open_gguf
+from pi_compile.checkpoint.gguf.magic import SUFFIX
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.schema import Text
@@ -130,8 +131,9 @@ def _stored_tokenizer(folder: Path) -> bytes | None:
 def _load_from_gguf(file: Path) -> Any:
     # In a folder of its own: transformers prefers a tokenizer.json that happens to lie beside the file.
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / file.name).write_bytes(open_gguf(file).header())
-        loaded = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=file.name, local_files_only=True)
+        name = f"model{SUFFIX}"
+        (Path(folder) / name).write_bytes(open_gguf(file).header())
+        loaded = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name, local_files_only=True)
     # transformers adds special tokens that are not in the file, with ids beyond the model's vocabulary.
     state = json.loads(loaded.backend_tokenizer.to_str())
     vocabulary, special = state["model"]["vocab"], loaded.special_tokens_map

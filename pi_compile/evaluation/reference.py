@@ -3,8 +3,9 @@
 Shape letter: T tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,14 +24,25 @@ def check_origin(m: Manifest, model: Path) -> Checkpoint:
     ignored = [str(key) for key in made_from.get("ignored_config", ())]
     activation = str(made_from.get("declared_activation", ""))
     checkpoint = open_checkpoint(model, ignore_config=ignored, activation=activation, in_recipe=True)
-    origin, found = made_from.get("digest"), checkpoint.digest()
-    if origin != found:
+    if not _is_origin(made_from, checkpoint):
         raise CheckpointError(
             f"--model {model}: the artifact was not packed from this checkpoint",
-            expected=f"digest {str(origin)[:16]}…",
-            found=f"{found[:16]}…",
+            expected=f"digest {str(made_from.get('digest'))[:16]}…",
+            found=f"{checkpoint.digest()[:16]}…",
         )
     return checkpoint
+
+
+def _is_origin(made_from: Mapping[str, Any], checkpoint: Checkpoint) -> bool:
+    """Whether an artifact's provenance names this checkpoint.
+
+    Of a GGUF file the contents decide: in older artifacts its name was part of the digest.
+    """
+    if made_from.get("digest") == checkpoint.digest():
+        return True
+    files = made_from.get("files")
+    contents = list(files.values()) if isinstance(files, dict) else []
+    return checkpoint.location.is_file() and contents == list(checkpoint.file_digests.values())
 
 
 def reference_logits(checkpoint: Checkpoint) -> Logits:

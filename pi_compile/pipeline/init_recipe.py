@@ -1,16 +1,19 @@
 """The command `init`: a complete recipe for a checkpoint, of `build` or of `sparsify`."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
-from pi_compile.checkpoint.part_formats import nearest_format
-from pi_compile.checkpoint.tokenizer_files import read_text_files
+from pi_compile.checkpoint.part_formats import AGAIN, KEEP, resolve_formats
+from pi_compile.checkpoint.tokenizer_files import TextFiles, read_text_files
 from pi_compile.corpus import HUB, PYTHON
 from pi_compile.files import check_output, write_text
 from pi_compile.recipe import AnyRecipe, default_recipe
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.layout import place_arrays
+from pi_runtime.artifact.sizes import PARTS, array_specs
+from pi_runtime.console import size
 from pi_runtime.errors import UsageError
 
 
@@ -29,26 +32,25 @@ def create_recipe(
 ) -> AnyRecipe:
     """Check that the checkpoint can be compiled, tokenizer included, then write its recipe.
 
-    The path of a folder or file is written relative to the recipe, so that both can move together; a hub name is
-    written with the commit that it means today. `ignore_config` names keys of its config.json that have no effect, as
-    the user declares, `activation` that of a GGUF file; the recipe repeats them. A part in blocks that no number format
-    keeps is written as the smallest quantised format with about its bits. `notice` gets what the user should know about
-    the checkpoint. `make` is the recipe's default, and `check` refuses checkpoints that it is not for. Raises
-    UsageError rather than replace a recipe, unless `force`, and what `open_checkpoint` and `read_text_files` raise.
+    The path of a folder or file is written relative to the recipe, so that both can move together, and keeps the names
+    of links; a hub name is written with the commit that it means today. `ignore_config` names keys of its config.json
+    that have no effect, as the user declares, `activation` that of a GGUF file; the recipe repeats them. A part in
+    blocks that no number format keeps is written as `AGAIN`. `notice` gets what the user should know about the
+    checkpoint. `make` is the recipe's default, and `check` refuses checkpoints that it is not for. Raises UsageError
+    rather than replace a recipe, unless `force`, and what `open_checkpoint` and `read_text_files` raise.
     """
     check_output(output)
     if output.exists() and not force:
         raise UsageError(f"-o {output}: exists already", remedy="--force replaces it; or name another file")
-    folder = Path(os.path.realpath(output)).parent
-    text = [_source(source, folder) for source in corpus] or [PYTHON]
+    text = [_source(source, output) for source in corpus] or [PYTHON]
     checkpoint = open_checkpoint(model, revision or None, ignore_config, activation=activation)
     check(checkpoint)
     found = read_text_files(checkpoint.location, checkpoint.decoder.vocab_size)
     for line in (*checkpoint.notices, *found.notices):
         notice(line)
-    name = _relative(checkpoint.location, folder) if checkpoint.revision is None else model
+    name = _relative(checkpoint.location, output) if checkpoint.revision is None else model
     of_gguf = checkpoint.location.is_file()
-    declared = {"activation": activation, "formats": _quantised_again(checkpoint, notice)} if of_gguf else {}
+    declared = {"activation": activation, "formats": _quantised_again(checkpoint, found, notice)} if of_gguf else {}
     recipe = make(
         name,
         revision=checkpoint.revision or "",
@@ -60,19 +62,29 @@ def create_recipe(
     return recipe
 
 
-def _quantised_again(checkpoint: Checkpoint, notice: Callable[[str], None]) -> dict[str, str]:
-    """The format of each part whose blocks no number format keeps; a notice for each."""
+def _quantised_again(checkpoint: Checkpoint, text: TextFiles, notice: Callable[[str], None]) -> dict[str, str]:
+    """The format of each part whose blocks no number format keeps; a notice for each, and one of the sizes."""
     stored = {part: name for part, name in checkpoint.formats().items() if name not in WEIGHT_FORMATS}
-    formats = {part: nearest_format(checkpoint.bits(part)) for part in stored}
-    for part, name in formats.items():
-        notice(
-            f"{part}: {stored[part]}, {checkpoint.bits(part):.1f} bits a value, is quantised again, to {name}; `pack` "
-            f'and `eval` state the loss; [pack] {part} = "f32" has none, in 32 bits a value'
-        )
-    return formats
+    for part, name in stored.items():
+        again = f"{name}, {checkpoint.bits(part):.1f} bits a value, is quantised again, to {AGAIN}"
+        notice(f"{part}: {again}; `pack` and `eval` state the loss")
+    if stored:
+        q8, q4, f32 = (size(_artifact_bytes(checkpoint, text, dict.fromkeys(stored, to))) for to in ("q8", "q4", "f32"))
+        parts = ", ".join(f'{part} = "q4"' for part in stored)
+        much = f"{q4} in q4, which loses much more ([pack] {parts}); {f32} in f32, which loses nothing"
+        notice(f"the artifact takes about {q8} in q8; {much}")
+    return dict.fromkeys(stored, AGAIN)
 
 
-def _source(source: str, folder: Path) -> str:
+def _artifact_bytes(checkpoint: Checkpoint, text: TextFiles, formats: Mapping[str, str]) -> int:
+    """Bytes of an artifact with some parts in these formats, without predictors and manifest."""
+    d, wanted = checkpoint.decoder, {**dict.fromkeys(PARTS, KEEP), **formats}
+    resolved = resolve_formats(checkpoint.formats(), wanted, tied_head=d.tied_head)
+    specs = array_specs(d, resolved, [None] * d.n_layers, profiled=False)
+    return place_arrays(specs)[1] + sum(map(len, text.files.values()))
+
+
+def _source(source: str, recipe: Path) -> str:
     """A corpus as the recipe writes it: a path relative to the recipe, `python`, or a pinned hub name as it is."""
     if source == PYTHON or source.startswith(HUB):
         return source
@@ -80,8 +92,15 @@ def _source(source: str, folder: Path) -> str:
         raise UsageError(
             f"--corpus {source}: no such file or folder", expected=f"a path, {PYTHON}, or {HUB}OWNER/NAME@REVISION"
         )
-    return _relative(Path(source), folder)
+    return _relative(Path(source), recipe)
 
 
-def _relative(path: Path, folder: Path) -> str:
-    return Path(os.path.relpath(path.resolve(), folder)).as_posix()
+def _relative(path: Path, recipe: Path) -> str:
+    """The way from a recipe to a path. The names of links are kept: a hub's cache gives files no other."""
+    folder = Path(os.path.realpath(recipe)).parent
+    beside = Path(os.path.relpath(path, recipe.parent))
+    if os.pardir not in beside.parts and (folder / beside).exists() and (folder / beside).samefile(path):
+        return beside.as_posix()
+    # The system follows links before it goes up, so that only real folders have a way up that can be written down.
+    named = path.resolve() if path.name in ("", os.pardir) else path.parent.resolve() / path.name
+    return Path(os.path.relpath(named, folder)).as_posix()

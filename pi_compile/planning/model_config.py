@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families.registry import decoder_of
+from pi_compile.checkpoint.gguf.magic import is_gguf
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.part_formats import AUTO, KEEP
 from pi_compile.errors import CheckpointError, ProfileError
@@ -68,7 +69,7 @@ def find_planned(
         path = path / _CONFIG
     if not path.is_file():
         path = bundled_folder("profiles/models") / name / _CONFIG
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         raise CheckpointError(
             f"{name}: a GGUF file is not planned for",
             expected=f"a {_CONFIG}",

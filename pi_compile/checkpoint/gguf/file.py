@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType, ReaderField, ReaderTensor
 
 from pi_compile.checkpoint.folder import GGUF_PART
+from pi_compile.checkpoint.gguf.magic import MAGIC, MAGICS
 from pi_compile.checkpoint.json_file import remedy_for
 from pi_compile.errors import CheckpointError
 
@@ -27,7 +28,7 @@ _BLOCK_NAMES = """
 """
 BLOCK_TYPES = frozenset(Type[name] for name in _BLOCK_NAMES.split())
 """Tensor types that are dequantised, and that no number format but f32 holds: offsets, tables, scales of scales."""
-_MAGIC, _POWERINFER_MAGIC = (int.from_bytes(text, "little") for text in (b"GGUF", b"PWRI"))
+_MAGIC, _POWERINFER_MAGIC = (int.from_bytes(magic, "little") for magic in MAGICS)
 _OWN_KEYS = ("GGUF.", "split.")
 """Keys that differ between the parts of one model."""
 
@@ -69,7 +70,7 @@ class GgufFile:
     def header(self) -> bytes:
         """The first file up to its tensors, as llama.cpp has it."""
         with self.path.open("rb") as file:
-            return b"GGUF" + file.read(self.header_bytes)[4:]
+            return MAGIC + file.read(self.header_bytes)[len(MAGIC) :]
 
 
 def open_gguf(path: Path) -> GgufFile:
