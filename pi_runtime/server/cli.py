@@ -32,7 +32,8 @@ def serve(
     host: Annotated[str, typer.Option(envvar="PI_HOST", help="Address; any but loopback needs a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(envvar="PI_PORT", help="0 takes a free one.", min=0, max=65535)] = 8080,
     api_key_file: Annotated[
-        Path | None, typer.Option(envvar="PI_API_KEY_FILE", help="Keys, one a line.", show_default=False)
+        Path | None,
+        typer.Option(envvar="PI_API_KEY_FILE", help="Keys, one a line; # begins a comment.", show_default=False),
     ] = None,
     name: Annotated[str | None, typer.Option(help="What the model is called; else the file's name.")] = None,
     slots: Annotated[int, typer.Option(help="Answers that run at once.", min=1)] = 8,
@@ -153,6 +154,9 @@ def serve(
         raise service.failure
 
 
+KEY_CHARS = 16
+"""Least length of a key. Nothing slows down those who guess, and a shorter one is seldom a random one."""
+NEW_KEY = "openssl rand -hex 32 makes a good one"
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*]+")
 """What browsers send as an origin, or `*`."""
 
@@ -168,12 +172,23 @@ def _keys(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
     try:
-        found = tuple(line.strip() for line in path.read_text("utf-8").splitlines() if line.strip())
+        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise read_error(f"--api-key-file {path}", error, "name a text file with a key on each line") from None
-    if not found:
-        raise UsageError(f"{path}: there is no key in it", expected="a key on each line")
-    return found
+    keys = {key: n for n, key in enumerate(lines, 1) if key and not key.startswith("#")}
+    if not keys:
+        raise UsageError(f"{path}: there is no key in it", expected="a key on each line", remedy=NEW_KEY)
+    for key, n in keys.items():
+        if len(key.split()) > 1:
+            raise UsageError(f"{path}, line {n}: a key has no spaces", remedy="put a comment on a line of its own")
+        if len(key) < KEY_CHARS:
+            raise UsageError(
+                f"{path}, line {n}: the key can be guessed",
+                expected=f"{KEY_CHARS} characters or more",
+                found=len(key),
+                remedy=NEW_KEY,
+            )
+    return tuple(keys)
 
 
 def _is_loopback(host: str) -> bool:

@@ -19,6 +19,10 @@ FIELDS = {
 """Fields of a request whose setting of the engine has another name."""
 
 
+OLLAMA = "/api/"
+"""Paths whose errors have Ollama's form."""
+
+
 class ApiError(Exception):
     """An answer that is an error: its status, and what OpenAI's form says of it.
 
@@ -46,6 +50,10 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The JSON of the answer."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def body_at(self, path: str) -> dict[str, Any]:
+        """The JSON of the answer to a request of this path."""
+        return {"error": self.message} if path.startswith(OLLAMA) else self.body()
 
 
 def refused(error: Exception) -> ApiError:

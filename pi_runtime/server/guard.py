@@ -12,25 +12,27 @@ from collections.abc import Callable, Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pi_runtime.server.errors import ApiError
+from pi_runtime.server.request_log import request_id
 from pi_runtime.server.settings import ServerSettings
 
 OPEN_PATHS = ("/", "/health")
 """Paths that need no key: the page's own file, which asks for it, and whether the server is well."""
 OWNER_CHARS = 16
+SHOWN_CHARS = 80
 CLIENT_LEFT = 499
 """Counted in place of a status where nobody was left to be told one; nginx has it so."""
-SECURE_HEADERS = ((b"x-content-type-options", b"nosniff"),)
 
 
 class Guard:
     """Refuses requests that may not be answered, and has all of them counted.
 
-    `scope["owner"]` says whose a request is: a digest of the key that opened it, "" where it needed none.
+    A scope gets `owner`, which says whose a request is (a digest of the key that opened it, "" where it needed none),
+    `request_id`, and `error` for one that is refused.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, count: Callable[[Scope, int, float], None]) -> None:
@@ -44,19 +46,23 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.perf_counter(), CLIENT_LEFT
+        began, status, headers = time.perf_counter(), CLIENT_LEFT, Headers(scope=scope)
+        scope["request_id"] = request_id(headers)
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *SECURE_HEADERS]
+                answer = MutableHeaders(scope=message)
+                answer["x-content-type-options"] = "nosniff"
+                answer["x-request-id"] = scope["request_id"]
             await send(message)
 
         try:
-            scope["owner"] = self._check(scope, Headers(scope=scope))
+            scope["owner"] = self._check(scope, headers)
         except ApiError as error:
-            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, watched)
+            scope["error"] = error
+            await JSONResponse(error.body_at(scope["path"]), error.status, error.headers)(scope, receive, watched)
         else:
             await self._app(scope, receive, watched)
         finally:
@@ -66,17 +72,24 @@ class Guard:
         """The owner of a request. Raises ApiError for one that may not be answered."""
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_known(hosts[0], scope.get("server")):
-            raise ApiError(403, "this Host is not allowed; --allowed-host allows it", code="wrong_host")
+            named = (
+                f"the Host {hosts[0][:SHOWN_CHARS]!r} is not allowed" if len(hosts) == 1 else "there must be one Host"
+            )
+            raise ApiError(403, f"{named}; start the server with --allowed-host NAME to allow it", code="wrong_host")
         for origin in headers.getlist("origin"):
             if not self._may_call(origin, hosts[0]):
-                raise ApiError(403, "this Origin is not allowed; --allowed-origin allows it", code="wrong_origin")
-        owner = self._owner(headers.getlist("authorization")) if self._keys else ""
+                named = f"the Origin {origin[:SHOWN_CHARS]!r} is not allowed"
+                said = f"{named}; start the server with --allowed-origin to allow it"
+                raise ApiError(403, said, code="wrong_origin")
+        given = headers.getlist("authorization")
+        owner = self._owner(given) if self._keys else ""
         if owner is not None:
             return owner
         if scope["path"] in OPEN_PATHS:
             return ""
-        challenge = {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
+        found = "the API key is wrong" if given else "there is no API key"
+        said = f"{found}; send one of the server's as Authorization: Bearer KEY"
+        raise ApiError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def _is_known(self, host: str, server: tuple[str, int | None] | None) -> bool:
         """Whether a Host is one of ours: an allowed name, or the very address that was connected to."""

@@ -213,6 +213,8 @@ class Service:
         self.failure: BaseException | None = None
         """Why it serves no more, where that is a fault."""
         self.on_failure: Callable[[], object] = lambda: None
+        self.on_event: Callable[[str], object] = lambda _: None
+        """Called with what an operator should know."""
         self._engine: Engine | None = None
         self._runs: dict[int, Run] = {}
         self._numbers = count()
@@ -328,6 +330,7 @@ class Service:
         """Take on nothing more; let what runs go on for a while, then end it with an error."""
         if self.phase != "failed":
             self.phase = "draining"
+            self.on_event(f"stopping within {self.settings.drain_s:g} s; open requests: {self._open_requests}")
         await self._until_idle(self.settings.drain_s if self.phase == "draining" else 0.0)
         said = "the server is stopping" if self.phase == "draining" else "the engine has failed"
         for run in self.runs:

@@ -153,7 +153,7 @@ class Host(Protocol):
     ) -> Coroutine[Any, Any, None]:
         """Admit a request, read its body, and let it be answered for as long as its client waits."""
 
-    def write(self, job: Job, run: Run, send: Send) -> Coroutine[Any, Any, None]:
+    def write(self, job: Job, run: Run, scope: Scope, send: Send) -> Coroutine[Any, Any, None]:
         """Write what becomes of a job that has begun."""
 
 
@@ -208,7 +208,7 @@ class SessionRoutes:
             job = await service.prepare(lambda: AnswerJob(self._parsed(call), served, **known))
             entry.run = await service.begin(job, call.ticket, arrived, entry.owner)
         try:
-            await self._host.write(job, entry.run, call.send)
+            await self._host.write(job, entry.run, call.scope, call.send)
         finally:
             entry.run, entry.is_paused = None, job.pauses
             self.sessions.touch(entry)

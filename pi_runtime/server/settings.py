@@ -64,7 +64,7 @@ class ServerSettings:
     keep_alive_s: float = 10.0
     """Time without events after which a comment is sent."""
     log_requests: bool = False
-    """Whether a line is logged for each request: method, path, status, time. Nothing of its content ever is."""
+    """Whether a line is logged for each request. Nothing of its content ever is."""
     share_prefixes: bool = False
     """Whether requests with different keys share what is kept of prompts."""
     limits: Limits = field(default_factory=Limits)

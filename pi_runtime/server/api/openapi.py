@@ -42,11 +42,11 @@ from pi_runtime.server.api.sessions import (
     SessionRequest,
     TypeRequest,
 )
+from pi_runtime.server.errors import OLLAMA
 from pi_runtime.server.jobs import NDJSON, SSE
 
 JSON, TEXT, HTML = "application/json", "text/plain", "text/html"
 REFERENCE = "#/components/schemas/{model}"
-OLLAMA = "/api/"
 ERRORS = {
     400: "The request is wrong; `param` names the field.",
     401: "The key is missing or wrong.",

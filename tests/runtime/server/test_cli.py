@@ -44,6 +44,8 @@ FLAGS = {
     "--vram-budget",
 }
 
+GOOD_KEY = "0123456789abcdef"
+
 
 def run(*arguments: object) -> int:
     return console.run(cli.app, [str(argument) for argument in arguments])
@@ -121,6 +123,38 @@ def test_a_file_without_a_key(alphabet: Path, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "keys").write_text("\n  \n")
     assert run(alphabet, "--host", "0.0.0.0", "--api-key-file", tmp_path / "keys") == USAGE  # noqa: S104
     assert_a_message(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("key", ["secret", "fifteen-letters"])
+def test_a_key_that_can_be_guessed_is_refused(
+    alphabet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    (tmp_path / "keys").write_text(f"# comment\n{GOOD_KEY}\n{key}\n")
+    assert run(alphabet, "--api-key-file", tmp_path / "keys") == USAGE
+    said = capsys.readouterr().err
+    assert_a_message(said)
+    assert "keys, line 3: the key can be guessed" in said
+    assert "16 characters or more" in said
+    assert key not in said
+
+
+def test_a_comment_behind_a_key_is_no_part_of_it_in_silence(
+    alphabet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keys").write_text(f"{GOOD_KEY}  # a laptop\n")
+    assert run(alphabet, "--api-key-file", tmp_path / "keys") == USAGE
+    assert "keys, line 1: a key has no spaces" in capsys.readouterr().err
+
+
+def test_comments_and_blank_lines_are_no_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"# keys of our team\n\n{GOOD_KEY}\n  # another\n  {GOOD_KEY[::-1]}  \n{GOOD_KEY}\n")
+    assert cli._keys(tmp_path / "keys") == (GOOD_KEY, GOOD_KEY[::-1])
+
+
+def test_a_file_of_comments_has_no_key(alphabet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "keys").write_text("# a comment that is as long as a key\n")
+    assert run(alphabet, "--api-key-file", tmp_path / "keys") == USAGE
+    assert "there is no key in it" in capsys.readouterr().err
 
 
 def test_without_the_extra_it_says_which(

@@ -178,7 +178,7 @@ def test_the_container_s_commands(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    (tmp_path / "keys.txt").write_text("secret\n")
+    (tmp_path / "keys.txt").write_text("0123456789abcdef\n")
     paths = {"/model.pi": str(GOLDEN), "/keys.txt": str(tmp_path / "keys.txt"), "8080": port}
     (start,) = container_lines("CMD")
     serve = [paths.get(part, part) for part in json.loads(start)]

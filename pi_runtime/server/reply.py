@@ -1,0 +1,74 @@
+"""How the answer of a job is written: its events as they come, or all of it at once."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.types import Send
+
+from pi_runtime.server.errors import ApiError
+from pi_runtime.server.jobs import NDJSON, SSE, Event, Job
+from pi_runtime.server.service import Run
+
+KEEP_ALIVE = b": keep-alive\n\n"
+JSON = "application/json"
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
+
+class Reply:
+    """Writes what becomes of a job: its events as they come, or its whole answer."""
+
+    def __init__(self, send: Send, job: Job, keep_alive_s: float) -> None:
+        self._send, self._job, self._keep_alive_s = send, job, keep_alive_s
+        self._has_begun = False
+
+    async def write(self, run: Run) -> None:
+        """Write until everything has been said. Raises ApiError for what ends it before."""
+        job = self._job
+        while not run.ended:
+            if await run.wait(self._keep_alive_s):
+                await self._events(run.read())
+            elif job.streams and job.media == SSE:
+                await self._say(KEEP_ALIVE)
+        if job.streams:
+            await self._events(job.last())
+            await self._say(b"", more=False)
+        else:
+            await self._begin(JSON)
+            await self._say(to_json(job.whole()), more=False)
+
+    async def fail(self, error: ApiError) -> None:
+        """Write an error as the last events, if anything was written; else raise it, for it has a status."""
+        if not self._has_begun:
+            raise error
+        await self._events(self._job.failed(error))
+        await self._say(b"", more=False)
+
+    async def _events(self, events: Sequence[Event]) -> None:
+        if events and self._job.streams:
+            await self._say(b"".join(encoded(event, self._job.media) for event in events))
+
+    async def _say(self, data: bytes, *, more: bool = True) -> None:
+        # The status comes with the first of it: what fails before has a status of its own.
+        if not self._has_begun:
+            await self._begin(f"{self._job.media}; charset=utf-8")
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _begin(self, media: str) -> None:
+        self._has_begun = True
+        headers = [(b"content-type", media.encode()), *(STREAM_HEADERS if self._job.streams else ())]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+def to_json(value: Any) -> bytes:
+    """JSON as it goes over the wire."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def encoded(event: Event, media: str) -> bytes:
+    """An event as it goes over the wire."""
+    data = event.data.encode() if isinstance(event.data, str) else to_json(event.data)
+    if media == NDJSON:
+        return data + b"\n"
+    name = b"" if event.event is None else b"event: " + event.event.encode() + b"\n"
+    return name + b"data: " + data + b"\n\n"

@@ -1,0 +1,85 @@
+"""The log: a line for each request where it is asked for, and lines of what an operator must know.
+
+Nothing that a request says is logged, and no key: a path is its route's, and of an error there are its code and the
+names of fields.
+"""
+
+import re
+import secrets
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from pi_runtime.server.errors import ApiError
+
+Write = Callable[[str], object]
+ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""A request's id that a client may choose."""
+FULL_EVERY_S = 10.0
+"""Least time between two lines that say that the queue is full."""
+FIELD_CHARS = 80
+
+
+def request_id(headers: Headers) -> str:
+    """The id that the client gives its request, if it is short and plain; else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if ID.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+
+def plain(name: str) -> str:
+    """The name of a field as headers and lines can have it: short, and without anything that could end them.
+
+    >>> plain("messages[0].a b")
+    'messages[0].a?b'
+    """
+    shown = re.sub(r"[^A-Za-z0-9_.$\[\]-]", "?", name[: FIELD_CHARS + 1])
+    return shown if len(name) <= FIELD_CHARS else shown[:FIELD_CHARS] + "..."
+
+
+class RequestLog:
+    """Writes what becomes of requests. Belongs to the event loop's thread."""
+
+    def __init__(self, write: Write, *, every_request: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._write, self._every_request, self._clock = write, every_request, clock
+        self._full_since: float | None = None
+        """When it was last said that the queue is full."""
+        self._refused = 0
+        """Requests that were refused since."""
+
+    def count(self, scope: Scope, path: str, status: int, seconds: float) -> None:
+        """Log a request that has ended: `path` is its route's."""
+        error = scope.get("error")
+        if self._every_request:
+            self._write(_line(scope, path, status, seconds, error))
+        if error is not None and error.code == "queue_full":
+            self._count_full()
+
+    def _count_full(self) -> None:
+        now = self._clock()
+        if self._full_since is not None and now - self._full_since < FULL_EVERY_S:
+            self._refused += 1
+            return
+        more = f", and {self._refused} more since this was last said" if self._refused else ""
+        self._write(f"{_now()} the queue is full: a request was refused{more}")
+        self._full_since, self._refused = now, 0
+
+    def event(self, said: str) -> None:
+        """Log something that the server does."""
+        self._write(f"{_now()} {said}")
+
+
+def _line(scope: Scope, path: str, status: int, seconds: float, error: ApiError | None) -> str:
+    client = scope.get("client")
+    words = [_now(), client[0] if client else "-", scope["request_id"], scope["method"], path, str(status)]
+    if error is not None:
+        words += [f"{name}={plain(value)}" for name, value in (("code", error.code), ("param", error.param)) if value]
+    if unknown := scope.get("unknown_fields"):
+        words.append(f"unknown={unknown}")
+    return " ".join([*words, f"{seconds:.3f} s"])
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

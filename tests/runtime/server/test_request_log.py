@@ -1,0 +1,113 @@
+"""The log: what a line says, what it never says, and how often."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.datastructures import Headers
+from support.serving import Served, serving, wait_until
+
+from pi_runtime.server.errors import ApiError
+from pi_runtime.server.request_log import FULL_EVERY_S, RequestLog, plain, request_id
+
+Serve = Callable[..., Served]
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+FULL = ApiError(429, "busy", code="queue_full")
+
+
+def scope(**fields: Any) -> dict[str, Any]:
+    return {"client": ("192.0.2.1", 5), "request_id": "abc", "method": "POST", **fields}
+
+
+@pytest.mark.parametrize("given", ["a", "A-1_b.c", "x" * 64])
+def test_a_client_may_choose_an_id(given: str) -> None:
+    assert request_id(Headers({"x-request-id": given})) == given
+
+
+@pytest.mark.parametrize("given", ["", "x" * 65, "a b", "a\n", "é", "<a>", "a;b"])
+def test_an_id_that_is_not_short_and_plain_is_replaced(given: str) -> None:
+    first, second = (request_id(Headers({"x-request-id": given})) for _ in range(2))
+    assert re.fullmatch(r"req_[0-9a-f]{24}", first)
+    assert first != second
+    assert re.fullmatch(r"req_[0-9a-f]{24}", request_id(Headers({})))
+
+
+def test_names_are_short_and_cannot_end_a_line() -> None:
+    assert plain("a\r\nb c\x00é") == "a??b?c??"
+    assert plain("x" * 80) == "x" * 80
+    assert plain("x" * 10**6) == "x" * 80 + "..."
+
+
+def test_a_line_says_who_what_and_what_was_wrong() -> None:
+    lines: list[str] = []
+    log = RequestLog(lines.append, every_request=True)
+    log.count(scope(), "/v1/models", 200, 0.01)
+    wrong = ApiError(400, "private", param="messages[0].a b", code="unknown_parameter")
+    log.count(scope(error=wrong, client=None), "/v1/completions", 400, 0.0)
+    assert re.fullmatch(TIME + r" 192\.0\.2\.1 abc POST /v1/models 200 0\.010 s", lines[0])
+    expected = r" - abc POST /v1/completions 400 code=unknown_parameter param=messages\[0\]\.a\?b 0\.000 s"
+    assert re.fullmatch(TIME + expected, lines[1])
+
+
+def test_a_full_queue_is_said_now_and_then() -> None:
+    lines: list[str] = []
+    now = [5.0]
+    log = RequestLog(lines.append, every_request=False, clock=lambda: now[0])
+    for _ in range(100):
+        log.count(scope(error=FULL), "/v1/completions", 429, 0.0)
+    now[0] += FULL_EVERY_S
+    for _ in range(100):
+        log.count(scope(error=FULL), "/v1/completions", 429, 0.0)
+    log.count(scope(error=ApiError(429, "", code="too_many_sessions")), "/v1/sessions", 429, 0.0)
+    assert [line.split(" ", 1)[1] for line in lines] == [
+        "the queue is full: a request was refused",
+        "the queue is full: a request was refused, and 99 more since this was last said",
+    ]
+
+
+def test_each_answer_has_the_id_of_its_line(alphabet: Path, serve: Serve) -> None:
+    served = serve(alphabet, api_keys=("secret",), log_requests=True)
+    key = {"Authorization": "Bearer secret"}
+    body = {"model": served.name, "prompt": "a", "max_tokens": 1}
+    responses = [
+        served.get("/health", headers={"X-Request-Id": "mine"}),
+        served.get("/v1/models"),
+        served.post("/v1/completions", body, headers=key),
+        served.post("/v1/completions", body | {"n": -5}, headers=key),
+        served.post("/v1/completions", body | {"stream": True}, headers=key),
+        served.get("/none", headers=key | {"Host": "evil.example"}),
+    ]
+    wait_until(lambda: len(served.lines) == 6)
+    ids = [response.headers["x-request-id"] for response in responses]
+    assert ids[0] == "mine"
+    assert len(set(ids)) == 6
+    assert [line.split()[2] for line in served.lines] == ids
+    assert {line.split()[1] for line in served.lines} == {"127.0.0.1"}
+    said = [" ".join(line.split()[3:-2]) for line in served.lines]
+    assert said == [
+        "GET /health 200",
+        "GET other 401 code=invalid_api_key",
+        "POST /v1/completions 200",
+        "POST /v1/completions 400 code=invalid_value param=n",
+        "POST /v1/completions 200",
+        "GET other 403 code=wrong_host",
+    ]
+    assert "secret" not in "".join(served.lines)
+
+
+def test_the_server_says_that_it_stops_and_which_streams_that_ended(endless: Path) -> None:
+    with serving(endless, log_requests=True) as served, served.streaming("a", max_tokens=10**5) as response:
+        chunks = response.iter_bytes()
+        assert next(chunks)
+        assert served.server._loop is not None
+        served.server._loop.call_soon_threadsafe(served.server.drain)
+        for _ in chunks:
+            pass
+    said = [re.sub(r" req_\w+| [\d.]+ s$", "", line.split(" ", 1)[1]) for line in served.lines]
+    assert said == [
+        "stopping within 0.2 s; open requests: 1",
+        "127.0.0.1 POST /v1/completions 200 code=draining",
+        "the server has stopped",
+    ]
