@@ -19,7 +19,7 @@ from transformers.utils import logging
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE
 from pi_compile.checkpoint.gguf.config import gguf_config
 from pi_compile.checkpoint.gguf.file import open_gguf
-from pi_compile.checkpoint.gguf.magic import SUFFIX
+from pi_compile.checkpoint.gguf_magic import SUFFIX
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.schema import Text

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType, ReaderField, ReaderTensor
 
 from pi_compile.checkpoint.folder import GGUF_PART
-from pi_compile.checkpoint.gguf.magic import MAGIC, MAGICS
+from pi_compile.checkpoint.gguf_magic import MAGIC, MAGICS
 from pi_compile.checkpoint.json_file import remedy_for
 from pi_compile.errors import CheckpointError
 
