@@ -5,25 +5,27 @@ as if it were alone. Callers read their streams in threads of their own; a slow 
 """
 
 import atexit
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack
 
 import numpy as np
 
 from pi_runtime.engine import session_file
+from pi_runtime.engine.inbox import Inbox
 from pi_runtime.engine.memory import EngineMemory
 from pi_runtime.engine.paused import PausedSessions
 from pi_runtime.engine.scheduler import DECODE_SHARE, PIECE, DecodeShare, Scheduler, Work
 from pi_runtime.engine.session import Session
+from pi_runtime.engine.stats import EngineStats
 from pi_runtime.engine.stream import Piece, Request, Scores, Stream, Turns
 from pi_runtime.errors import UsageError
-from pi_runtime.execution.executor import DiskStats, SequenceResult, SequenceStep
+from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache, pages_of
 from pi_runtime.generation import NO_GUESS, Answer, AnswerSettings, Scoring
 from pi_runtime.guesses import Guess, StepTimes
@@ -33,48 +35,6 @@ MEASURED_TOKENS = 8
 """Least tokens of a step that says what a token of a prompt takes."""
 MOST_ANSWERS = 1024
 """To one prompt at once: each takes memory before it runs."""
-Call = Callable[[], object]
-"""Something that the engine's thread does between two steps."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """What an engine does at present, and what it has done."""
-
-    running: int
-    waiting: int
-    finished: int
-    """Requests that have ended, in whatever way."""
-    pages_used: int
-    """Pages of running requests, and pages kept for later ones."""
-    pages_kept: int
-    """Those of them that are kept because a later prompt may begin with them, whether they are in use or not."""
-    pages_free: int
-    page_bytes: int
-    prompt_tokens: int
-    """Tokens of prompts of the requests that have begun."""
-    cached_tokens: int
-    """Those of them that were stored already and did not run."""
-    generated_tokens: int
-    guessed_tokens: int
-    """Guessed tokens that ran."""
-    accepted_tokens: int
-    """Those of them that were right."""
-    preemptions: int
-    """How often a request had to wait again because others needed its pages."""
-    paused_sessions: int
-    written_sessions: int
-    """How often a paused session was written to disk because others needed its pages."""
-    dropped_sessions: int
-    """How often one was dropped, to be computed again."""
-    busy_s: float
-    disk: DiskStats | None
-    """What decoding took from disk since the model was loaded; None where all weights are in memory."""
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Generated tokens per second of work, of all requests together."""
-        return self.generated_tokens / self.busy_s if self.busy_s else None
 
 
 class Engine:
@@ -124,17 +84,11 @@ class Engine:
             selection_matters=model.mode != "dense" or model.plan is not None,
         )
         self._sessions = PausedSessions(self._memory)
-        self._arrived: list[Request] = []
-        self._calls: list[tuple[Call, Future[None]]] = []
-        self._ended: UsageError | None = None
-        """Set once it is closed, or has failed: what `generate` then says."""
-        self._closing = False
-        self._full = False
-        """Whether the first of those that wait found too few pages, and none has left since."""
+        self._inbox = Inbox()
+        self._full_until = -math.inf
+        """The time of the sessions' clock until which the first of those that wait finds too few pages."""
         self._shares_pieces = False
         """Whether several prompts are being read, which may begin alike."""
-        # Guards what arrives and whether it is open; everything else belongs to the engine's thread.
-        self._changed = threading.Condition()
         self._finished = self._prompt_tokens = self._cached_tokens = self._generated = self._preemptions = 0
         self._guessed = self._accepted = 0
         self._busy_s = 0.0
@@ -171,7 +125,7 @@ class Engine:
             answers.append(self.model.new_answer(first.tokens, **settings))
         requests = [Request(answer, self._executor.block_tokens, salt=cache_salt) for answer in answers]
         requests[0].siblings = requests[1:]
-        self._submit(requests[0])
+        self._inbox.submit(requests[0])
         neurons = self._executor.neurons
         return [Stream(request, answer, neurons) for request, answer in zip(requests, answers, strict=True)]
 
@@ -186,7 +140,7 @@ class Engine:
         if scoring.complete:
             request.put(None)
         else:
-            self._submit(request)
+            self._inbox.submit(request)
         return Scores(request, scoring)
 
     def session(self, tokens: Sequence[int] = (), *, cache_salt: str = "") -> Session:
@@ -203,56 +157,34 @@ class Engine:
         """
         stored = session_file.load(Path(path), self._run_settings(), self._memory.pool.page_nbytes)
         turns = Turns(stored.tokens, stored.selected, cache_salt)
-        self._on_thread(lambda: self._restore(turns, stored))
+        self._inbox.call(lambda: self._restore(turns, stored))
         return Session(self, turns)
 
     def begin(self, answer: Answer, turns: Turns | None = None) -> Stream:
         """Let an answer be written, of a session or for itself."""
         self._memory.check(answer.most_positions)
         request = Request(answer, self._executor.block_tokens, turns)
-        self._submit(request)
+        self._inbox.submit(request)
         return Stream(request, answer, self._executor.neurons)
 
     def read_ahead(self, answer: Answer, turns: Turns) -> None:
         """Let the tokens of a session's next prompt be read, in place of what was being read of it."""
         self._memory.check(answer.prompt_tokens + 1)
-        self._submit(Request(answer, self._executor.block_tokens, turns, reads_only=True))
-
-    def _submit(self, request: Request) -> None:
-        with self._changed:
-            if self._ended is not None:
-                raise self._ended
-            if request.turns is not None:
-                request.turns.request = request
-            self._arrived.append(request)
-            self._changed.notify()
-
-    def _on_thread(self, call: Call) -> None:
-        """Let the engine's thread do something between two steps; waits for it, and raises what it raises."""
-        done: Future[None] = Future()
-        with self._changed:
-            if self._ended is not None:
-                raise self._ended
-            self._calls.append((call, done))
-            self._changed.notify()
-        done.result()
+        self._inbox.submit(Request(answer, self._executor.block_tokens, turns, reads_only=True))
 
     def save_session(self, turns: Turns, path: Path) -> None:
         """Write a session that is paused to a file."""
-        self._on_thread(lambda: self._save(turns, path))
+        self._inbox.call(lambda: self._save(turns, path))
 
     def forget(self, turns: Turns) -> None:
         """Drop what is kept of a session that nobody will continue."""
         turns.is_closed = True
-        with self._changed:
-            if self._ended is None:
-                self._calls.append((lambda: self._close_session(turns), Future()))
-                self._changed.notify()
+        self._inbox.forget(turns)
 
     @property
     def stats(self) -> EngineStats:
         """The figures up to now."""
-        pool, live, waiting = self._memory.pool, self._scheduler.live, [*self._scheduler.waiting, *self._arrived]
+        pool, live, waiting = self._memory.pool, self._scheduler.live, [*self._scheduler.waiting, *self._inbox.requests]
         return EngineStats(
             running=len(live),
             waiting=len(waiting) + sum(len(request.siblings) for request in [*live, *waiting]),
@@ -283,13 +215,11 @@ class Engine:
     @property
     def ended(self) -> UsageError | None:
         """Why it answers nothing any more: it was closed, or has failed; None while it answers."""
-        return self._ended
+        return self._inbox.ended
 
     def close(self) -> None:
         """End the engine after the present step. What still runs or waits ends with an error."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._inbox.close()
         self._thread.join()
         atexit.unregister(self.close)
 
@@ -311,23 +241,20 @@ class Engine:
         error: BaseException = UsageError("the engine was closed before this answer ended")
         reason = UsageError("the engine is closed", remedy="generate before closing it")
         try:
-            while self._wait():
+            while self._take():
                 self._step_began = began = time.perf_counter()
                 self._step()
                 self._step_began = None
                 self._busy_s += time.perf_counter() - began
         except BaseException as failure:  # whatever it is, those who read streams must hear of it
             error, reason = failure, UsageError("the engine has failed", found=f"{type(failure).__name__}: {failure}")
-        with self._changed:
-            self._ended = reason
-            unfinished = [*self._scheduler.clear(), *self._arrived]
-            unfinished += [sibling for request in unfinished for sibling in request.siblings]
-            self._arrived.clear()
-            calls, self._calls = self._calls, []
+        left = self._inbox.end(reason)
+        unfinished = [*self._scheduler.clear(), *left.requests]
+        unfinished += [sibling for request in unfinished for sibling in request.siblings]
         for request in unfinished:
             request.left.set()
             request.put(error)
-        for _, done in calls:
+        for _, done in left.calls:
             done.set_exception(reason)
         for request in unfinished:
             if request.cache is not None:
@@ -336,31 +263,31 @@ class Engine:
         self._sessions.close()
         self._memory.close()
 
-    def _wait(self) -> bool:
-        """Wait until there is something to do; False once the engine is to close."""
-        with self._changed:
-            while not self._closing and not self._arrived and not self._calls and self._scheduler.idle:
-                self._changed.wait()
-            arrived, self._arrived = self._arrived, []
-            calls, self._calls = self._calls, []
-            # From here on `generate` cannot come between: what arrived is part of the schedule, or ends with an error.
-            for request in arrived:
-                self._replace_reading(request)
-                self._scheduler.submit(request)
-            closing = self._closing
-        for call, done in calls:
+    def _take(self) -> bool:
+        """Wait until there is something to do, and take what has arrived; False once the engine is to close."""
+        arrived = self._inbox.take(wait=self._scheduler.idle)
+        # First what cannot fail: whatever ends the engine from here on, those who wait hear of it.
+        for request in arrived.requests:
+            self._scheduler.submit(request)
+        for call, done in arrived.calls:
             try:
                 call()
             except Exception as error:
                 done.set_exception(error)
             else:
                 done.set_result(None)
-        return not closing
+        for request in arrived.requests:
+            self._replace_reading(request)
+        for turns in arrived.forgotten:
+            self._close_session(turns)
+        return not self._inbox.closing
 
     def _replace_reading(self, request: Request) -> None:
         """Let a request of a session take the place of what was being read ahead of it."""
         for other in [*self._scheduler.live, *self._scheduler.waiting]:
-            if request.turns is not None and other.turns is request.turns:
+            if other is request or request.turns is None:
+                return
+            if other.turns is request.turns:
                 self._leave(other)
 
     def _step(self) -> None:
@@ -413,16 +340,20 @@ class Engine:
 
     def _join(self) -> None:
         """Let those that wait join, in order, as slots and memory allow."""
-        while not self._full and (request := self._scheduler.next_to_join()) is not None:
+        while self._sessions.clock() >= self._full_until and (request := self._scheduler.next_to_join()) is not None:
             answer = request.answer
-            request.cache = self._open(request)
+            try:
+                request.cache = self._open(request)
+            except Exception as error:  # a fault of this request ends no other
+                self._leave(request, error)
+                continue
             if request.cache is None and request.reads_only:
                 # Reading ahead waits for nothing.
                 self._leave(request)
                 continue
             if request.cache is None:
                 assert self._scheduler.live, "a request that fits alone finds no room though nothing runs"
-                self._full = True
+                self._full_until = self._sessions.turns_at(self._running, request.turns)
                 return
             if not request.has_joined and not request.reads_only:
                 request.has_joined = True
@@ -435,8 +366,7 @@ class Engine:
 
     def _open(self, request: Request) -> KVCache | None:
         """A cache for a request that may join; paused sessions give up pages for it where that wastes least."""
-        running = [r.cache for r in self._scheduler.live if r.cache is not None]
-        answer, turns, ahead = request.answer, request.turns, request.reads_only
+        answer, turns, ahead, running = request.answer, request.turns, request.reads_only, self._running
         tokens, selected = answer.tokens, answer.selected
         while True:
             if ahead and turns is not None and len(tokens) == len(turns.tokens):
@@ -452,6 +382,11 @@ class Engine:
             if cache is not None or not self._sessions.give_up(running, turns, must=not running and not ahead):
                 return cache
 
+    @property
+    def _running(self) -> list[KVCache]:
+        """The caches of the requests that have joined."""
+        return [request.cache for request in self._scheduler.live if request.cache is not None]
+
     def _catch_up(self) -> None:
         """Let a prompt go on where another has come to, if both are being read and begin alike."""
         reading = self._scheduler.reading
@@ -459,25 +394,34 @@ class Engine:
         if self._shares_pieces:
             answer, cache = reading[0].answer, reading[0].cache
             assert cache is not None
-            gained = self._memory.catch_up(cache, answer.tokens, answer.selected, answer.reusable)
+            try:
+                gained = self._memory.catch_up(cache, answer.tokens, answer.selected, answer.reusable)
+            except Exception as error:  # a fault of this request ends no other
+                self._leave(reading[0], error)
+                return
             if not answer.token_ids:
                 answer.cached_tokens += gained
                 self._cached_tokens += gained
 
     def _with_memory(self, planned: list[Work[Request]]) -> list[Work[Request]]:
         """The part of a plan for which there are pages; where they run out, those that joined last wait again."""
-        work: list[Work[Request]] = []
         for w in planned:
-            while w.sequence.cache is not None and not self._memory.grow(w.sequence.cache, w.tokens):
-                if self._sessions.give_up([r.cache for r in self._scheduler.live if r.cache is not None], must=True):
-                    continue
-                last = self._scheduler.preempt()
-                assert last.cache is not None
-                self._memory.keep(last.cache)
-                last.cache = None
-                self._preemptions += 1
-            work.append(w)
-        return [w for w in work if w.sequence.cache is not None]
+            try:
+                self._make_room(w)
+            except Exception as error:  # a fault of this request ends no other
+                self._leave(w.sequence, error)
+        return [w for w in planned if w.sequence.cache is not None]
+
+    def _make_room(self, work: Work[Request]) -> None:
+        """Give a sequence pages for its part of a step, or let it wait again."""
+        while work.sequence.cache is not None and not self._memory.grow(work.sequence.cache, work.tokens):
+            if self._sessions.give_up(self._running, must=True):
+                continue
+            last = self._scheduler.preempt()
+            assert last.cache is not None
+            self._memory.keep(last.cache)
+            last.cache = None
+            self._preemptions += 1
 
     def _sequence_step(self, work: Work[Request], guess: Guess, ran: int) -> SequenceStep:
         request = work.sequence
@@ -558,7 +502,7 @@ class Engine:
         elif request.cache is not None or request.has_joined:
             self._sessions.pause(turns, request.cache)
         request.cache = None
-        self._full = False
+        self._full_until = -math.inf
         if not request.reads_only:
             self._finished += 1
             if turns is not None:
@@ -583,7 +527,7 @@ class Engine:
                 request.answer.finish_reason = request.answer.finish_reason or "cancelled"
                 self._leave(request)
         self._sessions.forget(turns)
-        self._full = False
+        self._full_until = -math.inf
 
     def _run_settings(self) -> dict[str, str]:
         """What the keys and values of a saved session depend on, beside its tokens."""

@@ -1,6 +1,7 @@
 """Pages of the live sequences, and of what may be needed again, under one budget."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from pi_runtime.engine.prefix_tree import PrefixTree
 from pi_runtime.errors import UsageError
@@ -67,17 +68,22 @@ class EngineMemory:
 
     def grow(self, cache: KVCache, count: int) -> bool:
         """Give a cache pages for so many further positions; False where the live caches leave too few."""
-        if self.grow_freely(cache, count):
-            return True
-        # One more than the new ones: a shared page is copied before it is written.
-        self._tree.evict(pages_of(cache.length + count) - cache.length // PAGE_POSITIONS)
-        return self.grow_freely(cache, count)
+        try:
+            cache.reserve(count)
+        except PagesExhausted:
+            # One more than the new ones: a shared page is copied before it is written.
+            self._tree.evict(pages_of(cache.length + count) - cache.length // PAGE_POSITIONS)
+            with suppress(PagesExhausted):
+                cache.reserve(count)
+                return True
+            return False
+        return True
 
     def grow_freely(self, cache: KVCache, count: int) -> bool:
         """Give a cache pages for so many further positions if they are free, and drop nothing for them."""
         try:
             cache.reserve(count)
-        except PagesExhausted:
+        except (PagesExhausted, MemoryError):
             return False
         return True
 

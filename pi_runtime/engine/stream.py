@@ -110,10 +110,13 @@ class Request:
         return len(self.answer.next_block(self.held, self._block_tokens)[0])
 
     def put(self, piece: Piece | BaseException | None) -> None:
-        """Give text, or the end, to whoever reads it."""
+        """Give text, or the end, to whoever reads it. Where a reader's function fails, nobody reads: it ends."""
         self.pieces.put(piece)
         self.chars += len(piece.text) if isinstance(piece, Piece) else 0
-        self.notify()
+        try:
+            self.notify()
+        except Exception:  # it is the reader's, and the thread is everybody's
+            self.cancelled = True
 
     def cancel(self) -> None:
         """Let the engine drop it before its next step."""

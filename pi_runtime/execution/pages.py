@@ -10,7 +10,7 @@ Shape letters: L layers, G key-value heads, S positions of a page, E head width,
 import sys
 from collections import deque
 from math import prod
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class Allowance:
     def __init__(self, nbytes: int) -> None:
         self._left = nbytes
         self._dropped: deque[int] = deque()
-        self._lock = Lock()
+        self._lock = RLock()
 
     @property
     def left(self) -> int:
@@ -97,7 +97,7 @@ class PagePool:
         self._references: list[int] = []
         self._unused: list[int] = []
         self._dropped: deque[int] = deque()
-        self._lock = Lock()
+        self._lock = RLock()
 
     def _allow(self, nbytes: int) -> None:
         if self._allowance is not None:

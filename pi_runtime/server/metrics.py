@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from pi_runtime.engine.engine import EngineStats
+from pi_runtime.engine.stats import EngineStats
 from pi_runtime.generation import Stats
 
 MEDIA = "text/plain; version=0.0.4; charset=utf-8"

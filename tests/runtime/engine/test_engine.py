@@ -18,6 +18,7 @@ from support.requests import alone, found_by, random_requests, together
 from support.scripted import saying, scripted_artifact
 
 from pi_runtime import Engine, Model, Sampling, load
+from pi_runtime.artifact.buffers import Buffer
 from pi_runtime.engine.stream import Stream
 from pi_runtime.errors import ArtifactError, DoesNotFitError, PiError, PromptError, UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
@@ -530,3 +531,46 @@ def test_what_is_expected_is_guessed_and_changes_no_text(model: Model) -> None:
             assert (stream.stats.accepted_tokens >= 30) == (most > 0)
     with Engine(model) as engine, pytest.raises(PromptError, match="token id"):
         engine.generate("Once", expected=[10**9])
+
+
+def test_a_listener_that_fails_ends_its_request_alone(talker: Model) -> None:
+    with Engine(talker, speculate="off") as engine:
+        stream = engine.generate("a", max_tokens=4000)
+        heard: list[None] = []
+
+        def notify() -> None:
+            if heard:
+                raise RuntimeError("Event loop is closed")
+            heard.append(None)
+
+        stream.listen(notify)
+        assert "".join(engine.generate("ba", max_tokens=3)) == "bab"
+        wait_until(lambda: engine.stats.finished == 2)
+        assert (stream.finish_reason, engine.ended) == ("cancelled", None)
+
+
+@pytest.mark.parametrize("when", ["joins", "grows"])
+def test_memory_that_runs_out_ends_the_request_that_asked_for_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    with Engine(model, speculate="off") as engine:
+        first = engine.generate([1, 2, 3], max_tokens=PAGE_POSITIONS + 9)
+        next(first)
+        if when == "grows":
+            monkeypatch.setattr(Buffer, "in_ram", no_memory)
+            with pytest.raises(MemoryError):
+                "".join(first)
+        else:
+            "".join(first)
+            monkeypatch.setattr(Buffer, "in_ram", no_memory)
+            with pytest.raises(MemoryError):
+                "".join(engine.generate([4] * (3 * PAGE_POSITIONS - 9), max_tokens=2))
+        monkeypatch.undo()
+        assert engine.ended is None
+        assert "".join(engine.generate([4, 5], max_tokens=3)) == "".join(model.generate([4, 5], max_tokens=3))
+        settled = engine.stats
+        assert (settled.running, settled.waiting, settled.pages_used) == (0, 0, settled.pages_kept)
+
+
+def no_memory(_: Buffer) -> None:
+    raise MemoryError

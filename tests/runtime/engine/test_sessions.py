@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -458,7 +459,7 @@ def test_a_draft_that_is_saved_stays_read_and_harms_nobody(model: Model, tmp_pat
 
 
 def test_a_session_that_holds_nothing_has_nothing_to_give_up(model: Model, engine: Engine) -> None:
-    engine._on_thread(lambda: engine._sessions.pause(Turns(), model.executor.new_cache(engine._memory.pool)))
+    engine._inbox.call(lambda: engine._sessions.pause(Turns(), model.executor.new_cache(engine._memory.pool)))
     assert engine.stats.paused_sessions == 1
     assert not engine._sessions.give_up([], must=True)
 
@@ -468,7 +469,7 @@ def test_a_dropped_session_can_be_saved(model: Model, engine: Engine, tmp_path: 
     "".join(session.generate(range(40), max_tokens=7))
     settle(engine)
     engine._sessions.disk_s.value = 1e9
-    engine._on_thread(lambda: engine._sessions.give_up([], must=True))
+    engine._inbox.call(lambda: engine._sessions.give_up([], must=True))
     assert engine.stats.dropped_sessions == 1
     session.save(tmp_path / "saved")
     again = engine.load_session(tmp_path / "saved")
@@ -491,7 +492,7 @@ def test_what_is_written_holds_nothing_of_others(random_path: Path, tmp_path: Pa
                 settle(engine)
                 session.save(tmp_path / "kept")
                 engine._sessions.disk_s.value = 0
-                engine._on_thread(lambda engine=engine: engine._sessions.give_up([], must=True))
+                engine._inbox.call(lambda engine=engine: engine._sessions.give_up([], must=True))
                 assert engine.stats.written_sessions == 1
                 pause = session._turns.pause
                 assert pause is not None
@@ -526,3 +527,50 @@ def test_a_machine_without_a_folder_for_files_changes_no_text(model: Model, monk
         settle(engine)
         assert found_by(engine.generate([3] * 80, max_tokens=2)) == found_by(model.generate([3] * 80, max_tokens=2))
         assert (engine.stats.dropped_sessions, engine.ended) == (1, None)
+
+
+def test_a_session_is_dropped_while_its_engine_is_locked(model: Model, engine: Engine) -> None:
+    """As the garbage collector does it: the thread that runs a finalizer may wait for another that holds the lock."""
+    sessions = [engine.session()]
+    "".join(sessions[0].generate([1], max_tokens=3))
+    settle(engine)
+    dropping = threading.Thread(target=sessions.clear, daemon=True)
+    with engine._inbox._lock:
+        dropping.start()
+        dropping.join(30)
+        assert not dropping.is_alive(), "a finalizer waits for a lock"
+    until_none_is_paused(engine)
+
+
+def test_a_pause_that_lasts_gives_its_pages_to_those_who_wait(endless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first keeping them wastes least. Time goes by, beside an answer that goes on, and then it no longer does."""
+    now, steps = [0.0], list[tuple[float, list[int]]]()
+    with load(endless, device="cpu", context=1024) as model:
+        step = model.executor.step
+
+        def stepped(sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
+            now[0] += 1.0
+            steps.append((now[0], [len(s.tokens) for s in sequences]))
+            return step(sequences)
+
+        with Engine(model, kv_budget=24 * model.executor.new_pool(None).page_nbytes, speculate="off") as engine:
+            sessions, session = engine._sessions, engine.session()
+            "".join(session.generate("ab" * 192, max_tokens=1))
+            settle(engine)
+            for measured in (sessions.disk_s, sessions.dense_s, sessions.selected_s):
+                monkeypatch.setattr(measured, "count", lambda _: None)
+            sessions.disk_s.value, sessions.dense_s.value, sessions.selected_s.value = 1e9, 0.1, 0.1
+            pause = session._turns.pause
+            assert pause is not None
+            assert pause.cache is not None
+            sessions.clock, pause.began = lambda: now[0], 0.0
+            own, again_s = len(pause.cache.held_pages), 0.1 * len(pause.tokens)
+            monkeypatch.setattr(model.executor, "step", stepped)
+            running = engine.generate("b", max_tokens=300)
+            next(running)
+            "".join(engine.generate("a" * 384, max_tokens=1))
+            "".join(running)
+            joined = next(at for at, tokens in steps[1:] if max(tokens) > 1)
+            assert (own + 1) * again_s / own < joined < (own + 4) * again_s / own + 2
+            assert len(steps) > 290
+            assert engine.stats.dropped_sessions == 1

@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from pi_runtime.engine.engine import EngineStats
+from pi_runtime.engine.stats import EngineStats
 from pi_runtime.execution.executor import DiskStats
 from pi_runtime.server.metrics import Histogram, Metrics
 
