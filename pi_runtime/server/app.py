@@ -26,14 +26,16 @@ from pi_runtime.engine.engine import Engine
 from pi_runtime.server.admission import Ticket
 from pi_runtime.server.api.chat import ChatJob
 from pi_runtime.server.api.completions import CompletionJob
-from pi_runtime.server.api.ollama import OllamaChatJob, OllamaGenerateJob, tags
-from pi_runtime.server.api.plain import apply_template, detokenize, embeddings, list_models, retrieve_model, tokenize
+from pi_runtime.server.api.ollama import OllamaChatJob, OllamaGenerateJob
+from pi_runtime.server.api.ollama_models import show
+from pi_runtime.server.api.plain import apply_template, detokenize, embeddings, tokenize
 from pi_runtime.server.api.responses import ResponseJob
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.figures import Figures
 from pi_runtime.server.guard import Guard
 from pi_runtime.server.jobs import Job
+from pi_runtime.server.models import model_routes
 from pi_runtime.server.page import page
 from pi_runtime.server.reply import JSON, Reply, to_json
 from pi_runtime.server.request_log import RequestLog, Write
@@ -122,25 +124,6 @@ class PlainEndpoint:
         await Response(found, media_type=JSON)(scope, receive, send)
 
 
-class Models:
-    """The routes that list models, of which there is one."""
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def listed(self, _: Request) -> Response:
-        """OpenAI's list."""
-        return JSONResponse(list_models(self._app.served))
-
-    async def one(self, request: Request) -> Response:
-        """The model that the path names."""
-        return JSONResponse(retrieve_model(request.path_params["name"], self._app.served))
-
-    async def tagged(self, _: Request) -> Response:
-        """Ollama's list."""
-        return JSONResponse(tags(self._app.served))
-
-
 def build_app(settings: ServerSettings, open_engine: Callable[[], Engine], log: Write) -> Starlette:
     """The application. It opens the engine when it starts, and closes engine and model when it ends.
 
@@ -188,7 +171,7 @@ def build_app(settings: ServerSettings, open_engine: Callable[[], Engine], log: 
 
 def routes_of(app: App) -> list[Route]:
     """All routes."""
-    figures, models = Figures(app), Models(app)
+    figures = Figures(app)
     jobs: dict[str, JobType] = {
         "/v1/chat/completions": ChatJob,
         "/v1/completions": CompletionJob,
@@ -201,6 +184,7 @@ def routes_of(app: App) -> list[Route]:
         "/detokenize": detokenize,
         "/apply-template": apply_template,
         "/v1/embeddings": embeddings,
+        "/api/show": show,
     }
     return [
         Route("/", _page),
@@ -209,9 +193,7 @@ def routes_of(app: App) -> list[Route]:
         Route("/slots", figures.slots),
         Route("/props", figures.props),
         Route("/openapi.json", figures.described),
-        Route("/v1/models", models.listed),
-        Route("/v1/models/{name:path}", models.one),
-        Route("/api/tags", models.tagged),
+        *model_routes(app),
         *(Route(path, JobEndpoint(app, job), methods=["POST"]) for path, job in jobs.items()),
         *(Route(path, PlainEndpoint(app, answer), methods=["POST"]) for path, answer in plain.items()),
         *session_routes(app),

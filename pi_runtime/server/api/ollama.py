@@ -1,4 +1,4 @@
-"""Ollama's `/api/chat`, `/api/generate` and `/api/tags`, for clients that speak only these.
+"""Ollama's `/api/chat` and `/api/generate`, for clients that speak only these.
 
 Streams are lines of JSON. Options have Ollama's names; those that set up a machine are the server's affair and change
 nothing here.
@@ -18,6 +18,7 @@ from pi_runtime.generation import AnswerSettings
 from pi_runtime.sampling import TokenLogprobs
 from pi_runtime.server.api.body import MANY, AtMost, Body, Unsupported, invalid
 from pi_runtime.server.api.conversation import Conversation, Prompt, Tool, allowed_tools
+from pi_runtime.server.api.ollama_models import LATEST
 from pi_runtime.server.api.sampling import Penalty, Probability, RepetitionPenalty, SamplingFields, StopString
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.turn import Call
@@ -27,7 +28,6 @@ from pi_runtime.server.jobs import NDJSON, Ask, End, Event, Part
 from pi_runtime.server.tools.deltas import CallBroken, Delta, ReasoningDelta, TextDelta
 from pi_runtime.server.tools.output import OutputFormat
 
-LATEST = ":latest"
 Machine = Annotated[Any, Field(description="Accepted; the machine is the server's affair.")]
 
 
@@ -155,28 +155,6 @@ class OllamaError(ApiError):
         return {"error": self.message}
 
 
-class OllamaModelDetails(TypedDict):
-    """What kind of model it is."""
-
-    parent_model: str
-    format: str
-    family: str
-    families: list[str]
-    parameter_size: str
-    quantization_level: str
-
-
-class OllamaModel(TypedDict):
-    """A model that is there."""
-
-    name: str
-    model: str
-    modified_at: str
-    size: int
-    digest: str
-    details: OllamaModelDetails
-
-
 class OllamaSaid(TypedDict):
     """What the model said."""
 
@@ -212,35 +190,6 @@ class OllamaGenerateAnswer(OllamaFigures):
 
     response: str
     thinking: NotRequired[str]
-
-
-class OllamaTags(TypedDict):
-    """All models: one."""
-
-    models: list[OllamaModel]
-
-
-def tags(served: Served) -> OllamaTags:
-    """`/api/tags`."""
-    model, manifest = served.model, served.model.manifest
-    family = manifest.decoder.family
-    details: OllamaModelDetails = {
-        "parent_model": "",
-        "format": "pi",
-        "family": family,
-        "families": [family],
-        "parameter_size": "",
-        "quantization_level": manifest.formats["ffn"].upper(),
-    }
-    found: OllamaModel = {
-        "name": served.name + LATEST,
-        "model": served.name + LATEST,
-        "modified_at": datetime.fromtimestamp(served.created, UTC).isoformat().replace("+00:00", "Z"),
-        "size": model.nbytes,
-        "digest": model.digest,
-        "details": details,
-    }
-    return {"models": [found]}
 
 
 class _OllamaJob:

@@ -14,12 +14,18 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 from pi_runtime.server.api.chat import ChatChunk, ChatCompletion, ChatRequest
 from pi_runtime.server.api.completions import Completion, CompletionChunk, CompletionRequest
 from pi_runtime.server.api.ollama import (
-    LATEST,
     OllamaChatAnswer,
     OllamaChatRequest,
     OllamaGenerateAnswer,
     OllamaGenerateRequest,
+)
+from pi_runtime.server.api.ollama_models import (
+    LATEST,
+    OllamaModelDescription,
+    OllamaRunning,
+    OllamaShowRequest,
     OllamaTags,
+    OllamaVersion,
 )
 from pi_runtime.server.api.plain import (
     Content,
@@ -224,6 +230,16 @@ OPERATIONS = [
         errors=(404, 409),
     ),
     Operation(path="/api/tags", summary="Ollama's list of models.", answer=OllamaTags, errors=(503,)),
+    Operation(path="/api/ps", summary="Ollama's list of loaded models.", answer=OllamaRunning, errors=(503,)),
+    Operation(path="/api/version", summary="The version of Ollama's forms.", answer=OllamaVersion),
+    Operation(
+        method="post",
+        path="/api/show",
+        summary="What the model is, as Ollama describes it.",
+        body=OllamaShowRequest,
+        answer=OllamaModelDescription,
+        errors=(404,),
+    ),
 ]
 
 

@@ -7,7 +7,7 @@ import pytest
 from support import jobs
 
 from pi_runtime import Engine
-from pi_runtime.server.api.ollama import OllamaChatJob, OllamaError, OllamaGenerateJob, tags
+from pi_runtime.server.api.ollama import OllamaChatJob, OllamaError, OllamaGenerateJob
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.jobs import NDJSON, End, Part
 
@@ -113,14 +113,6 @@ def test_without_a_prompt_the_model_is_loaded(random_chat: Chat) -> None:
     for kind, fields in ((OllamaChatJob, {"messages": []}), (OllamaGenerateJob, {})):
         (line,) = lines(random_chat, kind, **fields)
         assert line["done_reason"] == "load"
-
-
-def test_the_model_is_listed(random_chat: Chat) -> None:
-    served, _ = random_chat
-    (model,) = tags(served)["models"]
-    assert (model["name"], model["digest"]) == ("m:latest", served.model.digest)
-    assert model["size"] > 0
-    assert model["details"]["family"] == "llama"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from pi_runtime import Engine
 from pi_runtime.server.api import plain
 from pi_runtime.server.api.chat import ChatJob
 from pi_runtime.server.api.completions import CompletionJob
-from pi_runtime.server.api.ollama import OllamaChatJob, OllamaGenerateJob, tags
+from pi_runtime.server.api.ollama import OllamaChatJob, OllamaGenerateJob
+from pi_runtime.server.api.ollama_models import ollama_version, running, show, tags
 from pi_runtime.server.api.openapi import document
 from pi_runtime.server.api.responses import ResponseJob
 from pi_runtime.server.api.served import Served
@@ -122,6 +123,9 @@ def test_answers_that_take_no_engine_follow_their_schemas(described: dict[str, A
         ("/detokenize", "post", plain.detokenize({"tokens": [1]}, served)),
         ("/apply-template", "post", plain.apply_template({"messages": CHAT["messages"]}, served)),
         ("/api/tags", "get", tags(served)),
+        ("/api/ps", "get", running(served)),
+        ("/api/version", "get", ollama_version()),
+        ("/api/show", "post", show({"model": "m"}, served)),
     ):
         schema = described["paths"][path][method]["responses"]["200"]["content"]["application/json"]["schema"]
         assert follows(described, answer, schema), path
