@@ -15,6 +15,7 @@ from pi_runtime import console
 from pi_runtime.errors import UsageError
 
 if TYPE_CHECKING:
+    from pi_compile.checkpoint import Checkpoint
     from pi_compile.pipeline.pipeline import Pipeline
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -80,10 +81,12 @@ def init(
     debug: Debug = False,
 ) -> None:
     """Write a complete recipe for a checkpoint."""
+    from pi_compile.cli.next_steps import steps_after_init
     from pi_compile.pipeline.init_recipe import create_recipe
     from pi_compile.recipe import default_recipe
 
-    kind: dict[str, Any] = {"make": default_recipe}
+    opened: list[Checkpoint] = []
+    kind: dict[str, Any] = {"make": default_recipe, "check": opened.append}
     if for_sparsify:
         from pi_compile.sparsification.model import check_base
         from pi_compile.sparsification.recipe import default_sparsify_recipe
@@ -102,9 +105,11 @@ def init(
     )
     if as_json:
         console.print_json({"recipe": str(output), **recipe.model_dump()})
+    elif for_sparsify:
+        console.say(f"{output}: written; next: pi-compile sparsify {output} -o FOLDER")
     else:
-        then = f"sparsify {output} -o FOLDER" if for_sparsify else f"build {output}"
-        console.say(f"{output}: written; next: pi-compile {then}")
+        for line in steps_after_init(output, opened[0]):
+            console.say(line)
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """The error message for a file that is not an artifact, or no longer one: it says what the file is."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,10 +13,12 @@ from pi_runtime.errors import ArtifactError
 _COMMENT = re.compile(rf"{FORMAT_NAME}/(\d+) [ -~]*".encode())
 _FIRST_ENTRY = b"embedding/c/0/0"
 _PACK = "pack a checkpoint with `pi-compile build`, and name the artifact it writes"
+_MODELS = ("a GGUF model", "a GGUF model of PowerInfer")
 _WINDOW = 1 << 16
 _KINDS = (
     (b"PK", "a ZIP file of something else"),
-    (b"GGUF", "a GGUF model"),
+    (b"GGUF", _MODELS[0]),
+    (b"PWRI", _MODELS[1]),
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself"),
     (b"\x93NUMPY", "a NumPy array"),
     (b"\x80\x02", "a pickle"),
@@ -26,6 +29,13 @@ _KINDS = (
 )
 
 
+def pack_commands(model: Path) -> str:
+    """The two commands that make an artifact of a model, quickly and exactly."""
+    name, given = model.absolute().stem if model.is_file() else model.resolve().name, shlex.quote(str(model))
+    recipe, artifact = (shlex.quote(f"{name}{suffix}") for suffix in (".toml", ".pi"))
+    return f"pi-compile init {given} -o {recipe}, then pi-compile pack --plain {recipe} -o {artifact}"
+
+
 def foreign(file: BinaryIO, path: Path, nbytes: int) -> ArtifactError:
     """The error for a file that does not end like an artifact of this version."""
     head = _window(file, 0, nbytes)
@@ -34,7 +44,9 @@ def foreign(file: BinaryIO, path: Path, nbytes: int) -> ArtifactError:
     if comments and int(comments[-1][1][:9]) != FORMAT_VERSION:
         return wrong_version(str(path), int(comments[-1][1][:9]))
     if head[LOCAL.size : LOCAL.size + len(_FIRST_ENTRY)] != _FIRST_ENTRY:
-        return ArtifactError(f"{path}: not an artifact", expected="a .pi file", found=_kind(head), remedy=_PACK)
+        kind = _kind(head)
+        remedy = pack_commands(path) if kind in _MODELS else _PACK
+        return ArtifactError(f"{path}: not an artifact", expected="a .pi file", found=kind, remedy=remedy)
     found = f"{nbytes:,} bytes that do not end with an end record: truncated, or with bytes after its end"
     return ArtifactError(f"{path}: damaged at the end of the file", found=found, remedy=REMEDY)
 

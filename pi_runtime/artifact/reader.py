@@ -13,6 +13,7 @@ from typing import BinaryIO, Self
 import numpy as np
 
 from pi_runtime.artifact.formats import FORMATS, Array
+from pi_runtime.artifact.magic import pack_commands
 from pi_runtime.artifact.quantisation import dequantise
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import scales_name
@@ -109,7 +110,7 @@ def _suggested(path: Path) -> str:
     """Suggest what the user may have meant: the most similar artifact in the folder that `path` is, or is in."""
     folder = path if path.is_dir() else path.parent
     if (folder / "config.json").is_file() and folder == path:
-        return "this looks like a checkpoint: `pi-compile init` makes a recipe of it, `pi-compile build` an artifact"
+        return f"this looks like a checkpoint: {pack_commands(path)}"
     there = sorted(other.name for other in folder.glob("*.pi")) if folder.is_dir() else []
     if not there:
         return "name an artifact that `pi-compile build` wrote"

@@ -17,7 +17,6 @@ DATA = GOLDEN.read_bytes()
         (b"", "an empty file"),
         (b"hello\n", "a text file"),
         (b"PK\5\6" + bytes(18), "a ZIP file of something else"),
-        (b"GGUF\3\0\0\0", "a GGUF model"),
         (b"\x10\0\0\0\0\0\0\0" + b'{"a":{}}        ', "a safetensors file"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
         (b"<!DOCTYPE html>", "a web page"),
@@ -31,6 +30,14 @@ def test_other_files_are_recognised(tmp_path: Path, data: bytes, kind: str) -> N
     assert "pi-compile build" in message
 
 
+@pytest.mark.parametrize(("magic", "kind"), [(b"GGUF", "a GGUF model"), (b"PWRI", "a GGUF model of PowerInfer")])
+def test_a_gguf_file_has_two_commands(tmp_path: Path, magic: bytes, kind: str) -> None:
+    message = refused(tmp_path / "my model.gguf", magic + b"\3\0\0\0")
+    assert f"found: {kind}\n" in message
+    two = f"pi-compile init '{tmp_path}/my model.gguf' -o 'my model.toml', then pi-compile pack --plain 'my model.toml'"
+    assert f"try: {two} -o 'my model.pi'" in message
+
+
 def test_no_such_file(tmp_path: Path) -> None:
     message = refusal(tmp_path / "model.pi")
     assert "no such file" in message
@@ -42,7 +49,9 @@ def test_no_such_file(tmp_path: Path) -> None:
 
 def test_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert "looks like a checkpoint" in refusal(tmp_path)
+    name = tmp_path.name
+    two = f"pi-compile init {tmp_path} -o {name}.toml, then pi-compile pack --plain {name}.toml -o {name}.pi"
+    assert f"this looks like a checkpoint: {two}" in refusal(tmp_path)
 
 
 def test_a_file_that_cannot_be_read(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
