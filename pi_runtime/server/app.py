@@ -31,6 +31,7 @@ from pi_runtime.server.api.ollama_models import show
 from pi_runtime.server.api.plain import apply_template, detokenize, embeddings, tokenize
 from pi_runtime.server.api.responses import ResponseJob
 from pi_runtime.server.api.served import Served
+from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.figures import Figures
 from pi_runtime.server.guard import Guard
@@ -40,7 +41,8 @@ from pi_runtime.server.page import page
 from pi_runtime.server.reply import JSON, Reply, to_json
 from pi_runtime.server.request_log import RequestLog, Write
 from pi_runtime.server.requests import ClientGone, parsed, read_body, while_connected
-from pi_runtime.server.service import Run, Service
+from pi_runtime.server.runs import Run
+from pi_runtime.server.service import Service
 from pi_runtime.server.sessions import session_routes
 from pi_runtime.server.settings import ServerSettings
 
@@ -104,9 +106,9 @@ class JobEndpoint:
         await self._app.admitted(scope, receive, lambda body, ticket: self._answer(body, ticket, arrived, scope, send))
 
     async def _answer(self, body: bytes, ticket: Ticket, arrived: float, scope: Scope, send: Send) -> None:
-        service, settings, served = self._app.service, self._app.settings, self._app.served
-        job = await service.prepare(lambda: self._make.of(parsed(body, settings.limits), served))
-        await self._app.write(job, await service.begin(job, ticket, arrived, scope["owner"]), scope, send)
+        service, settings, served, client = self._app.service, self._app.settings, self._app.served, Client.of(scope)
+        job = await service.prepare(client, lambda: self._make.of(parsed(body, settings.limits), served))
+        await self._app.write(job, await service.begin(job, ticket, arrived, client), scope, send)
 
 
 class PlainEndpoint:
@@ -120,7 +122,9 @@ class PlainEndpoint:
 
     async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         limits, served = self._app.settings.limits, self._app.served
-        found = await self._app.service.prepare(lambda: to_json(self._plain(parsed(body, limits), served)))
+        found = await self._app.service.prepare(
+            Client.of(scope), lambda: to_json(self._plain(parsed(body, limits), served))
+        )
         await Response(found, media_type=JSON)(scope, receive, send)
 
 

@@ -9,13 +9,13 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable, Iterable
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pi_runtime.server.clients import address_of
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.request_log import request_id
 from pi_runtime.server.settings import ServerSettings
@@ -125,12 +125,6 @@ def _digest(key: bytes) -> bytes:
 
 def _same_address(name: str, address: str) -> bool:
     try:
-        return _address(name) == _address(address)
+        return address_of(name) == address_of(address)
     except ValueError:
         return False
-
-
-def _address(text: str) -> IPv4Address | IPv6Address:
-    """An address; one of IPv4 is the same where a socket of IPv6 has it."""
-    found = ip_address(text)
-    return getattr(found, "ipv4_mapped", None) or found

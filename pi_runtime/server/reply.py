@@ -8,7 +8,7 @@ from starlette.types import Send
 
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import NDJSON, SSE, Event, Job
-from pi_runtime.server.service import Run
+from pi_runtime.server.runs import Run
 
 KEEP_ALIVE = b": keep-alive\n\n"
 JSON = "application/json"

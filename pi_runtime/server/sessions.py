@@ -20,10 +20,12 @@ from pi_runtime.engine.session import Session
 from pi_runtime.server.admission import Ticket
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.sessions import AnswerJob, Beginning, SessionObject, SessionProgress, State, typed
+from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import Job
 from pi_runtime.server.requests import parsed
-from pi_runtime.server.service import Run, Service
+from pi_runtime.server.runs import Run
+from pi_runtime.server.service import Service
 from pi_runtime.server.settings import ServerSettings
 
 REMEMBERED = 1000
@@ -166,6 +168,11 @@ class Call:
     ticket: Ticket
     send: Send
 
+    @property
+    def client(self) -> Client:
+        """Who sent it."""
+        return Client.of(self.scope)
+
 
 class SessionRoutes:
     """What each route does."""
@@ -188,15 +195,15 @@ class SessionRoutes:
                 session.type(beginning.draft)
             return Entry(owner, session, beginning.defaults)
 
-        entry = await self._host.service.prepare(begin)
+        entry = await self._host.service.prepare(call.client, begin)
         self.sessions.add(entry)
         return self._shown(entry)
 
     async def type(self, call: Call) -> Response:
         """Type into its draft."""
-        entry, most = self._found(call.scope), self._host.settings.limits.body_bytes
+        entry, served = self._found(call.scope), self._host.served
         async with self.sessions.changing(entry):
-            await self._host.service.prepare(lambda: typed(self._parsed(call), entry.session, most))
+            await self._host.service.prepare(call.client, lambda: typed(self._parsed(call), entry.session, served))
         return self._shown(entry)
 
     async def answer(self, call: Call) -> None:
@@ -205,8 +212,8 @@ class SessionRoutes:
         service, served = self._host.service, self._host.served
         async with self.sessions.changing(entry):
             known: dict[str, Any] = {"session_id": entry.id, "session": entry.session, "defaults": entry.defaults}
-            job = await service.prepare(lambda: AnswerJob(self._parsed(call), served, **known))
-            entry.run = await service.begin(job, call.ticket, arrived, entry.owner)
+            job = await service.prepare(call.client, lambda: AnswerJob(self._parsed(call), served, **known))
+            entry.run = await service.begin(job, call.ticket, arrived, call.client)
         try:
             await self._host.write(job, entry.run, call.scope, call.send)
         finally:

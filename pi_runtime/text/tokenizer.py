@@ -10,6 +10,7 @@ import tokenizers
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import ArtifactError, PromptError
 from pi_runtime.text.grammar import GrammarCompiler
+from pi_runtime.text.least_tokens import LeastTokens
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,6 +33,11 @@ class Tokenizer:
         self._special = frozenset(token.content for token in added if token.special)
         self._added = frozenset(token.content for token in added)
         self._prefix_ids, self._end_ids, self._vocab_size = list(text.prefix_ids), text.end_ids, vocab_size
+
+    @cached_property
+    def least_tokens(self) -> LeastTokens:
+        """Says of a text how many tokens it has at least, without tokenizing it."""
+        return LeastTokens(self._library)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

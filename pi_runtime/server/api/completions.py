@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, NotRequired, Self
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.errors import PromptError
 from pi_runtime.generation import Stats
 from pi_runtime.sampling import TokenLogprobs
 from pi_runtime.server.api.body import TOKENS, Unsupported, invalid
@@ -16,7 +15,7 @@ from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprob
 from pi_runtime.server.api.sampling import StreamingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS, Timings, Usage, timings, usage
-from pi_runtime.server.errors import ApiError, refused
+from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
 
 DEFAULT_TOKENS = 16
@@ -174,14 +173,12 @@ class CompletionJob:
 
     def _tokens(self, place: str, prompt: str | list[int]) -> list[int]:
         """A prompt's tokens. Raises ApiError for what is none, or too long."""
-        try:
-            ids = self._served.model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        except PromptError as error:
-            raise invalid(place, refused(error).message) from None
+        beside = int(self._generates)
+        ids = self._served.encode(prompt, place, beside=beside) if isinstance(prompt, str) else prompt
         if not ids:
             raise invalid(place, "the prompt is empty, and the model has no begin-of-text token to start from")
+        self._served.check_length(len(ids), place, beside=beside)
         self._served.check_tokens(ids, place)
-        self._served.check_length(len(ids), place, answers=self._generates)
         return ids
 
     def _text(self, prompt: str | list[int], ids: list[int]) -> str:

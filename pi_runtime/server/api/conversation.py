@@ -213,6 +213,8 @@ class Conversation:
     def prompt(self, served: Served) -> Prompt:
         """What the template makes of it. Raises ApiError for what the template refuses, or the model cannot do."""
         text = self.text(served)
+        ids = served.encode(text, self.messages_field)
+        served.check_length(len(ids), self.messages_field)
         grammar = served.output.grammar(
             text, tools=self.tools, choice=self.tool_choice, parallel=self.parallel, schema=self.schema
         )
@@ -229,11 +231,6 @@ class Conversation:
                 raise invalid(self._grammar_field, refused(error).message.partition(" ")[2]) from None
             except InputError as error:
                 raise invalid(self._grammar_field, error.what) from None
-        try:
-            ids = tokenizer.encode(text)
-        except InputError as error:
-            raise invalid(self.messages_field, refused(error).message) from None
-        served.check_length(len(ids), self.messages_field)
         return Prompt(text, ids, grammar, self.tools, served.output)
 
     @property

@@ -343,7 +343,7 @@ def _raw_prompt(body: OllamaGenerateRequest, served: Served) -> Prompt:
     """A prompt as it is: the model reads nothing else."""
     if body.format or body.system:
         raise invalid("format" if body.format else "system", "not with a raw prompt, nor for a model without template")
-    ids = served.model.tokenizer.encode(body.prompt)
+    ids = served.encode(body.prompt, "prompt")
     served.check_length(len(ids), "prompt")
     return Prompt(body.prompt, ids, None, (), OutputFormat(None, None, {}))
 

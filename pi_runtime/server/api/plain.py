@@ -79,20 +79,20 @@ def tokenize(value: object, served: Served) -> Tokens:
     """`/tokenize`."""
     body = TokenizeRequest.of(value)
     tokenizer = served.model.tokenizer
-    try:
-        ids = tokenizer.encode(body.content, prefix=bool(body.add_special))
-    except PromptError as error:
-        raise invalid("content", refused(error).message) from None
+    ids = served.encode(body.content, "content", prefix=bool(body.add_special), beside=0)
     if not body.with_pieces:
         return {"tokens": ids}
+    served.check_length(len(ids), "content", beside=0)  # pieces take a hundred times what the text does
     pieces: list[TokenPiece] = [{"id": token, "piece": _piece(tokenizer.token_bytes(token))} for token in ids]
     return {"tokens": pieces}
 
 
 def detokenize(value: object, served: Served) -> Content:
     """`/detokenize`."""
+    tokens = DetokenizeRequest.of(value).tokens
+    served.check_length(len(tokens), "tokens", beside=-1)  # the last token of an answer takes no place
     try:
-        return {"content": served.model.tokenizer.decode(DetokenizeRequest.of(value).tokens)}
+        return {"content": served.model.tokenizer.decode(tokens)}
     except PromptError as error:
         raise invalid("tokens", refused(error).message) from None
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pi_runtime.errors import TemplateError
+from pi_runtime.errors import PromptError, TemplateError
 from pi_runtime.model import Model
 from pi_runtime.server.api.body import invalid
-from pi_runtime.server.errors import ApiError
+from pi_runtime.server.errors import ApiError, refused
 from pi_runtime.server.settings import ServerSettings
 from pi_runtime.server.tools.output import OutputFormat
 
@@ -56,11 +56,27 @@ class Served:
                 code="model_not_found",
             )
 
-    def check_length(self, tokens: int, param: str, *, answers: bool = True) -> None:
-        """Raise ApiError where a prompt leaves no room for an answer, or has none itself."""
-        most = self.model.context - answers
+    def encode(self, text: str, param: str, *, prefix: bool = True, beside: int = 1) -> list[int]:
+        """The tokens of a text. Raises ApiError for one that surely does not fit the context, and for no Unicode."""
+        self.check_text(text, param, beside=beside)
+        try:
+            return self.model.tokenizer.encode(text, prefix=prefix)
+        except PromptError as error:
+            raise invalid(param, refused(error).message) from None
+
+    def check_text(self, text: str, param: str, *, beside: int = 1) -> None:
+        """Raise ApiError where a text has more tokens than fit the context, as far as its length tells."""
+        self.check_length(self.model.tokenizer.least_tokens(text), param, beside=beside, least=True)
+
+    def check_length(self, tokens: int, param: str, *, beside: int = 1, least: bool = False) -> None:
+        """Raise ApiError where tokens do not fit the context beside others: the first of an answer, as a rule.
+
+        `least`: there may be more of them.
+        """
+        most = max(0, self.model.context - beside)
         if tokens > most:
-            raise invalid(param, f"{tokens} tokens; at most {most} fit the context", code="context_length_exceeded")
+            found = f"at least {tokens}" if least else str(tokens)
+            raise invalid(param, f"{found} tokens; at most {most} fit the context", code="context_length_exceeded")
 
     def check_tokens(self, ids: Sequence[int], param: str) -> None:
         """Raise ApiError where one of the ids is none of the model's."""

@@ -148,20 +148,25 @@ class Beginning:
             raise invalid("chat", "not with prompt: a session begins with one of them")
         _settings(body, served)
         prompt = conversation_of(body.chat, served).text(served) if body.chat is not None else body.prompt or ""
+        field = "prompt" if body.chat is None else "chat"
+        if isinstance(prompt, str):
+            served.check_text(prompt, field)
         self.draft = prompt if isinstance(prompt, str) else ""
-        self.tokens = [] if isinstance(prompt, str) else _checked(prompt, "prompt", served)
+        self.tokens = [] if isinstance(prompt, str) else _checked(prompt, field, served)
         self.cache_salt = body.cache_salt
         self.defaults = body.model_dump(include=set(AnswerFields.model_fields), exclude_unset=True)
 
 
-def typed(value: object, session: Session, most: int) -> None:
-    """Type into the draft of a session, which has at most so many characters."""
+def typed(value: object, session: Session, served: Served) -> None:
+    """Type into the draft of a session."""
     body = TypeRequest.of(value)
     at = len(session.draft) if body.at is None else body.at
     if at > len(session.draft):
         raise invalid("at", f"the draft has {len(session.draft)} characters; found {at}")
+    most = served.settings.limits.body_bytes
     if at + len(body.text) > most:
         raise invalid("text", f"a draft has at most {most} characters")
+    served.check_text(session.draft[:at] + body.text, "text", beside=len(session.tokens) + 1)
     session.edit(body.text, at)
 
 
@@ -178,7 +183,12 @@ class AnswerJob:
         append = "" if body.append is None else body.append
         if not isinstance(append, str) and session.draft:
             raise invalid("append", "tokens cannot follow a draft; append text, or empty the draft")
-        prompt = session.draft + append if isinstance(append, str) else _checked(append, "append", served)
+        prompt = session.draft + append if isinstance(append, str) else append
+        beside = len(session.tokens) + 1
+        if isinstance(prompt, str):
+            served.check_text(prompt, "append", beside=beside)
+        else:
+            _checked(prompt, "append", served, beside=beside)
         self._body, self._served, self._session_id = body, served, session_id
         self._id, self._created = new_id("answer_"), int(time.time())
         settings, self._stop_tokens = _settings(body, served)
@@ -283,14 +293,17 @@ def _ids(tokens: Sequence[int | str] | None, field: str, served: Served) -> list
     for n, token in enumerate(tokens or ()):
         named = served.model.tokenizer.added_token(token) if isinstance(token, str) else token
         if named is None:
-            spelled = served.model.tokenizer.encode(str(token), prefix=False)
+            tokenizer, text = served.model.tokenizer, str(token)
+            spelled = tokenizer.encode(text, prefix=False) if tokenizer.least_tokens(text) <= 1 else ()
             if len(spelled) != 1:
                 raise invalid(f"{field}[{n}]", f"{str(token)[:80]!r} is not one token of this model")
             named = spelled[0]
         found.append(named)
-    return _checked(found, field, served)
+    served.check_tokens(found, field)
+    return found
 
 
-def _checked(ids: list[int], field: str, served: Served) -> list[int]:
+def _checked(ids: list[int], field: str, served: Served, *, beside: int = 1) -> list[int]:
+    served.check_length(len(ids), field, beside=beside)
     served.check_tokens(ids, field)
     return ids

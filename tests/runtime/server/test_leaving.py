@@ -14,7 +14,7 @@ import pytest
 from support.serving import Served, slowed, wait_until
 
 from pi_runtime.engine.stream import Request
-from pi_runtime.server.service import Run
+from pi_runtime.server.runs import Run
 
 SOON_S = 1.0
 """Time in which everything of a client that left must be free, on a machine that is idle."""

@@ -1,0 +1,110 @@
+"""Preparing: requests are read, checked and tokenized by a few threads, on which clients take turns.
+
+What waits for a thread waits on the event loop, so a request whose client leaves is dropped at once, with its body. One
+client has all threads but one at most, however much it sends: the last one is for somebody else.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+
+from pi_runtime.server.errors import ApiError, refused
+
+T = TypeVar("T")
+
+WORKERS = 4
+"""Threads that prepare requests."""
+MOST_OF_ONE = WORKERS - 1
+"""Threads that one client has at once."""
+
+
+class Preparation:
+    """The threads. Everything but the work itself belongs to the event loop's thread."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="pi-prepare")
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """Those who wait, by client; the client whose turn is next comes first."""
+        self._busy: Counter[str] = Counter()
+        """Threads that work, by client."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a thread."""
+        return sum(map(len, self._waiting.values()))
+
+    async def run(self, client: str, call: Callable[[], T]) -> T:
+        """Let a thread do something that takes long. Raises ApiError for every error, and where it takes too long."""
+        began = False
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await self._thread(client)
+                began = True
+                return await self._work(client, call)
+        except TimeoutError:
+            if not began:
+                raise ApiError(
+                    429, "the server is busy preparing requests", code="queue_full", headers={"Retry-After": "5"}
+                ) from None
+            said = f"the request could not be prepared within {self._limit_s:g} s"
+            raise ApiError(400, said, code="too_complex") from None
+        except Exception as error:
+            raise refused(error) from error
+
+    def close(self) -> None:
+        """Begin nothing more. Nobody waits for what goes on."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _thread(self, client: str) -> None:
+        """Wait until a thread is free for a client."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._hand_out()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._forget(client, turn)
+            else:
+                self._end(client)  # it had just been handed out
+            raise
+
+    async def _work(self, client: str, call: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+
+        def end(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(self._end, client)
+
+        done = self._pool.submit(call)
+        # Whoever waits may leave before: the thread is busy all the same.
+        done.add_done_callback(end)
+        return await asyncio.wrap_future(done)
+
+    def _hand_out(self) -> None:
+        """Give free threads to those whose turn it is."""
+        while self._busy.total() < WORKERS:
+            client = next((client for client in self._waiting if self._busy[client] < MOST_OF_ONE), None)
+            if client is None:
+                return
+            turns = self._waiting.pop(client)
+            self._busy[client] += 1
+            turns.popleft().set_result(None)
+            if turns:
+                self._waiting[client] = turns  # behind the other clients
+
+    def _forget(self, client: str, turn: asyncio.Future[None]) -> None:
+        turns = self._waiting[client]
+        turns.remove(turn)
+        if not turns:
+            del self._waiting[client]
+
+    def _end(self, client: str) -> None:
+        self._busy[client] -= 1
+        if not self._busy[client]:
+            del self._busy[client]
+        self._hand_out()
