@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pi_runtime import console
-from pi_runtime.engine.scheduler import PIECE
 from pi_runtime.errors import InputError, PromptError, UsageError, read_error
 
 if TYPE_CHECKING:
@@ -92,7 +91,9 @@ def run(
     kv_budget: Annotated[
         str | None, typer.Option(envvar="PI_KV_BUDGET", help="Memory for keys and values of --prompts, like 2GiB.")
     ] = None,
-    piece: Annotated[int, typer.Option(help="Most tokens of new --prompts that a step reads.")] = PIECE,
+    piece: Annotated[
+        int | None, typer.Option(help="Most tokens of new --prompts that a step reads; else as many as it can.")
+    ] = None,
     batches: Annotated[str, typer.Option(help="Sequences that --bench decodes together.")] = "1,2,4,8,16,32",
     prompt_tokens: Annotated[str, typer.Option(help="Lengths of the prompts of --bench.")] = "64,512",
     repetitions: Annotated[int, typer.Option(help="Runs of each test of --bench.")] = 5,
@@ -269,7 +270,7 @@ def _answer_file(
     output: Path | None,
     slots: int,
     kv_budget: int | None,
-    piece: int,
+    piece: int | None,
     speculate: str | int,
     stats: bool,
 ) -> None:

@@ -20,7 +20,8 @@ from pi_runtime.engine import session_file
 from pi_runtime.engine.inbox import Inbox
 from pi_runtime.engine.memory import EngineMemory
 from pi_runtime.engine.paused import PausedSessions
-from pi_runtime.engine.scheduler import DECODE_SHARE, PIECE, DecodeShare, Scheduler, Work
+from pi_runtime.engine.prompt_pace import PromptPace
+from pi_runtime.engine.scheduler import DECODE_SHARE, PIECE, Scheduler, Work
 from pi_runtime.engine.session import Session
 from pi_runtime.engine.stats import EngineStats
 from pi_runtime.engine.stream import Piece, Request, Scores, Stream, Turns
@@ -44,7 +45,7 @@ class Engine:
     running requests and of what is kept because a later prompt may begin with it. None: as many as `slots` requests
     with a full context take, but no more than a quarter of the machine's memory, and no less than one such request
     takes; for a model within a budget of memory, what that leaves (see `load`). Memory is taken as it is needed.
-    `piece`: most tokens of prompts in one step; fewer make shorter gaps between the tokens of the others.
+    `piece`: most tokens of prompts in one step; fewer make shorter gaps between others' tokens. None goes by times.
     `decode_share`: share of their speed that answers keep while prompts are read; 0 reads prompts first. `speculate`:
     how many tokens are guessed at a time, as for `Model.generate`. No setting changes a text.
 
@@ -64,19 +65,19 @@ class Engine:
         *,
         slots: int = 8,
         kv_budget: int | None = None,
-        piece: int = PIECE,
+        piece: int | None = None,
         decode_share: float = DECODE_SHARE,
         speculate: str | int = "auto",
     ) -> None:
         if not 0 <= decode_share < 1:
             raise UsageError(f"decode_share {decode_share}", expected="0 or more, and less than 1")
         for flag, value in (("--slots", slots), ("--piece", piece)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise UsageError(f"{flag} {value}", expected="1 or more")
         self.model, self._executor = model, model.executor
         self._speculation = model.speculation(speculate, StepTimes())
-        self._scheduler: Scheduler[Request] = Scheduler(slots, piece)
-        self._decode_share = DecodeShare(decode_share)
+        self._scheduler: Scheduler[Request] = Scheduler(slots, piece or PIECE)
+        self._pace = PromptPace(decode_share, piece, model.executor.block_tokens)
         self._memory = EngineMemory(
             model.executor,
             self._default_budget(slots) if kv_budget is None else kv_budget,
@@ -88,7 +89,7 @@ class Engine:
         self._full_until = -math.inf
         """The time of the sessions' clock until which the first of those that wait finds too few pages."""
         self._shares_pieces = False
-        """Whether several prompts are being read, which may begin alike."""
+        """Whether several prompts are being read, or were beside the one that is left: they may begin alike."""
         self._finished = self._prompt_tokens = self._cached_tokens = self._generated = self._preemptions = 0
         self._guessed = self._accepted = 0
         self._busy_s = 0.0
@@ -298,8 +299,7 @@ class Engine:
                 self._leave(request)
         self._join()
         self._catch_up()
-        prompts = self._decode_share.allows_prompts(self._scheduler.decoding)
-        work = self._with_memory(self._scheduler.plan(prompts=prompts))
+        work = self._with_memory(self._scheduler.plan(self._pace.tokens(self._scheduler.decoding)))
         if not work:
             return
         decoding = sum(w.sequence.pending == 1 for w in work)
@@ -320,7 +320,7 @@ class Engine:
             else:
                 self._continue(w.sequence, w.sequence.answer, result, guess, ran, began)
         gained = max(1.0, (self._generated - generated) / decoding) if decoding == len(work) else 1.0
-        self._decode_share.count(seconds, decoding, decoding < len(work), gained)
+        self._pace.count(seconds, decoding, sum(w.tokens for w in work) - decoding, gained)
 
     def _guess(self, work: list[Work[Request]], decoding: int) -> list[tuple[Guess, int]]:
         """For each part of a step what may come next, and how many tokens of it are to run.
@@ -390,7 +390,7 @@ class Engine:
     def _catch_up(self) -> None:
         """Let a prompt go on where another has come to, if both are being read and begin alike."""
         reading = self._scheduler.reading
-        self._shares_pieces = len(reading) > 1
+        self._shares_pieces = len(reading) > 1 or (self._shares_pieces and len(reading) == 1)
         if self._shares_pieces:
             answer, cache = reading[0].answer, reading[0].cache
             assert cache is not None

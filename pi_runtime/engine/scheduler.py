@@ -1,6 +1,7 @@
 """Which sequences run which tokens in the next step: knows no model and no memory, only numbers of tokens.
 
-A step holds one token of every sequence that is decoding, and at most `piece` tokens of prompts, which take turns.
+A step holds one token of every sequence that is decoding, and some tokens of prompts, which take turns. Several prompts
+share at most `piece` of them.
 While prompts are read, steps without prompts come between, so that those who are decoding keep a share of their speed.
 """
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 PIECE = 32
-"""Tokens of prompts in a step, unless asked otherwise."""
+"""Tokens that several prompts share in a step, and the fewest that one gets, unless asked otherwise."""
 DECODE_SHARE = 0.4
 """Share of their speed that answers keep while prompts are read, unless asked otherwise."""
 MOST_WITH_PROMPTS = 8
@@ -105,14 +106,18 @@ class Scheduler(Generic[S]):
         """The sequences whose prompts are being read, in the order of their turns."""
         return [s for s in self._turns if s.pending > 1]
 
-    def plan(self, *, prompts: bool = True) -> list[Work[S]]:
-        """The work of the next step, with or without prompts. Prompts that ran go behind the others."""
+    def plan(self, prompt_tokens: int | None = None) -> list[Work[S]]:
+        """The work of the next step. Prompts that ran go behind the others.
+
+        `prompt_tokens`: most tokens of prompts, None for a piece. More than a piece goes to one prompt alone: those
+        that are read in one step share no work.
+        """
         work = [Work(s, 1) for s in self.live if s.pending == 1]
-        left, ran = self.piece if prompts else 0, []
+        left, ran = self.piece if prompt_tokens is None else prompt_tokens, []
         for s in self.reading:
-            if left:
+            if left > 0:
                 work.append(Work(s, min(s.block, left)))
-                left -= work[-1].tokens
+                left = min(left, self.piece) - work[-1].tokens
                 ran.append(s)
         for s in ran:
             self._turns.remove(s)

@@ -41,7 +41,9 @@ def serve(
     kv_budget: Annotated[
         str | None, typer.Option(envvar="PI_KV_BUDGET", help="Memory for keys and values, like 2GiB.")
     ] = None,
-    piece: Annotated[int | None, typer.Option(help="Most tokens of new prompts that a step reads.")] = None,
+    piece: Annotated[
+        int | None, typer.Option(help="Most tokens of new prompts that a step reads; else by the times of steps.")
+    ] = None,
     ctx_size: Annotated[int | None, typer.Option(envvar="PI_CTX_SIZE", help="Positions to hold.")] = None,
     mode: Annotated[str, typer.Option(envvar="PI_MODE", help="auto, dense, gate or predicted.")] = "auto",
     device: Annotated[str, typer.Option(envvar="PI_DEVICE", help="auto, cpu, stand-in or cuda:N.")] = "auto",
@@ -230,8 +232,6 @@ def _opening(artifact: Path, model_options: dict[str, Any], engine_options: dict
             model_options[flag] = parse_size(model_options[flag], f"--{flag.replace('_', '-')}")
     engine_options["kv_budget"] = model_options["kv_budget"]
     engine_options["speculate"] = parse_setting(engine_options["speculate"])
-    if engine_options["piece"] is None:
-        del engine_options["piece"]
 
     def opened() -> "Engine":
         from pi_runtime.engine.engine import Engine

@@ -44,8 +44,8 @@ def answer(model: Model, prompt: list[int], seed: int) -> list[int]:
     return generation.token_ids
 
 
-def together(model: Model) -> list[list[int]]:
-    with Engine(model, slots=4, piece=32) as engine:
+def together(model: Model, piece: int | None) -> list[list[int]]:
+    with Engine(model, slots=4, piece=piece) as engine:
         streams = [engine.generate(prompt, **settings(n)) for n, prompt in enumerate(PROMPTS)]  # type: ignore[arg-type]
         for stream in streams:
             "".join(stream)
@@ -57,11 +57,23 @@ def together(model: Model) -> list[list[int]]:
 def test_each_answer_is_the_one_that_it_is_alone(
     path: Path, alone: list[list[int]], share: float, threads: int
 ) -> None:
-    with from_disk(path, share, threads=threads) as model:
-        assert together(model) == alone
+    with from_disk(path, share, threads=threads, block_tokens=1024) as model:
+        for piece in (32, 100, None):
+            assert together(model, piece) == alone
         assert [answer(model, prompt, n) for n, prompt in enumerate(PROMPTS)] == alone
         assert model.executor.disk is not None
         assert (model.executor.disk.misses == 0) == (share == 2)
+
+
+def test_a_prompt_is_read_with_as_few_passes_over_the_file_as_alone(path: Path) -> None:
+    with from_disk(path, 0.2, block_tokens=1024) as model:
+        assert isinstance(model.executor, DiskExecutor)
+        before = model.executor.reader.bytes_read
+        "".join(model.generate([97] * 150, max_tokens=1))
+        alone = model.executor.reader.bytes_read - before
+        with Engine(model) as engine:
+            "".join(engine.generate([98] * 150, max_tokens=1))
+        assert alone <= model.executor.reader.bytes_read - before - alone < 1.5 * alone
 
 
 def smallest(path: Path) -> int:

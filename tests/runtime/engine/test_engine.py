@@ -382,12 +382,16 @@ def test_several_answers_of_a_fresh_seed_share_it(model: Model, engine: Engine) 
             engine.generate_many([1, 2, 3], count)
 
 
-def test_an_answer_that_leaves_early_leaves_the_others(talker: Model) -> None:
+def test_an_answer_that_leaves_early_leaves_the_others(talker: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, go_on = threading.Event(), threading.Event()
+    spied(talker, monkeypatch, before=lambda: (runs.set(), go_on.wait(30)))
     with Engine(talker, slots=1, speculate="off") as engine:
         busy = engine.generate("ab", max_tokens=200)
+        assert runs.wait(30)  # the only slot is taken
         streams = engine.generate_many("ab" * 30, 3, max_tokens=4)
         streams[0].cancel()
         streams[1].cancel()
+        go_on.set()
         assert ["".join(stream) for stream in streams] == ["", "", "abab"]
         assert [stream.finish_reason for stream in streams] == ["cancelled", "cancelled", "length"]
         assert len("".join(busy)) == 200

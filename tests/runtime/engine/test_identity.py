@@ -63,9 +63,10 @@ def test_the_same_text_in_any_company(case: str, tmp_path: Path, long: bool, mon
             budget = page * (CONTEXT // PAGE_POSITIONS + rng.randint(0, 3)) if rng.random() < 0.7 else None
             speculate: str | int = "auto" if model.plan is not None else rng.choice(["auto", "off", 1, 4, 32])
             settings: dict[str, Any] = {"kv_budget": budget, "speculate": speculate}
+            piece = rng.choice([None, rng.randint(1, 64)])
             with (
                 monkeypatch.context() as patch,
-                Engine(model, slots=rng.choice([1, 2, 4, 6, 8]), piece=rng.randint(1, 64), **settings) as engine,
+                Engine(model, slots=rng.choice([1, 2, 4, 6, 8]), piece=piece, **settings) as engine,
             ):
                 oracle(patch, requests, wanted, wrong=rng.choice([0, 0.1, 0.5]))
                 for request, answer in zip(requests, wanted, strict=True):

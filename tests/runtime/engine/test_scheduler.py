@@ -76,6 +76,18 @@ def test_prompts_take_turns_and_share_a_step() -> None:
     assert [sum(tokens for _, tokens in step) for step in steps[:8]] == [8] * 8
 
 
+def test_more_than_a_piece_is_for_one_prompt_alone() -> None:
+    """Two that begin alike share pages from one step to the next, and nothing within a step."""
+    scheduler = scheduled(3, 8, Numbers("long", 40, 1), Numbers("other", 24, 1), Numbers("short", 3, 1))
+    while scheduler.next_to_join():
+        scheduler.join()
+    for prompt_tokens, tokens in ((30, [30]), (4, [4]), (30, [3, 5]), (0, [1])):
+        work = scheduler.plan(prompt_tokens)
+        assert [w.tokens for w in work] == tokens
+        for w in work:
+            w.sequence.run(w.tokens)
+
+
 def test_a_block_of_one_kind_is_not_exceeded() -> None:
     again = Numbers("a", 6, 9, kinds=(6,), drawn=4)
     assert run(scheduled(1, 8, again))[:3] == [[("a", 6)], [("a", 4)], [("a", 1)]]

@@ -1,0 +1,76 @@
+"""How many tokens of prompts the next step reads: whether any, by `DecodeShare`, and how many, by what steps took.
+
+A step has a fixed cost, such as reading all weights once, and a cost of each token. Tokens of a prompt that share a
+step share its fixed cost. But every answer waits until the step ends, so a larger piece makes gaps longer. Where no
+answer is being written nobody waits, and a step reads as much as the executor takes. Else a piece is so large that its
+own work takes `OWN` times as long as the fixed cost. That is little where weights are in memory, and much where they
+come from a disk or over a bus. Both costs are those of a line through the times of steps.
+"""
+
+from collections import defaultdict, deque
+
+import numpy as np
+
+from pi_runtime.engine.scheduler import PIECE, DecodeShare
+
+OWN = 2
+"""The work of a piece's tokens, in fixed costs. This makes the product of a step's time and the square of a whole
+prompt's least: the longest gap counts once, the time in which all wait twice. A prompt then takes at most half as long
+again as in the largest steps, and a gap is three times the shortest one."""
+LATEST = 4
+"""Steps of a size whose shortest time counts: others may hold up a step, and nothing makes it faster than it is."""
+
+
+class PieceSize:
+    """The tokens of a prompt in a step beside answers: `PIECE`, doubled as often as it pays, up to `most`."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._steps: defaultdict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=LATEST))
+        """Seconds and tokens of the latest steps of each size, by powers of two."""
+        self.tokens = min(PIECE, most)
+        """The size of the next piece."""
+
+    def count(self, seconds: float, tokens: int) -> None:
+        """Count a step that held so many tokens of prompts."""
+        self._steps[tokens.bit_length()].append((seconds, tokens))
+        # Never more than twice what is known: a line says little of what is far away.
+        most = min(self._most, 2 * max(size for steps in self._steps.values() for _, size in steps))
+        wanted = min(most, self._worthwhile())
+        self.tokens = min(PIECE, self._most)
+        while 2 * self.tokens <= wanted:
+            self.tokens *= 2
+
+    def _worthwhile(self) -> float:
+        """The tokens whose own work takes `OWN` times as long as the fixed cost."""
+        seconds_N, tokens_N = np.array([min(steps) for steps in self._steps.values()]).T
+        if len(tokens_N) == 1:
+            return 2 * float(tokens_N[0])
+        each_s, fixed_s = np.polyfit(tokens_N, seconds_N, 1, w=1 / np.maximum(seconds_N, 1e-9))
+        return float(OWN * fixed_s / each_s) if each_s > 0 else np.inf
+
+
+class PromptPace:
+    """Says how many tokens of prompts the next step may read.
+
+    `share`: the share of their speed that answers keep, 0 for prompts first. `piece`: tokens in a step, None to go by
+    what steps took. `block`: most tokens that one sequence can bring.
+    """
+
+    def __init__(self, share: float, piece: int | None, block: int) -> None:
+        self._share, self._waits = DecodeShare(share), share > 0
+        self._piece, self._block, self._size = piece, block, PieceSize(block)
+
+    def tokens(self, decoding: int) -> int:
+        """Most tokens of prompts in the next step, beside so many answers; 0 where prompts have to wait."""
+        if not self._share.allows_prompts(decoding):
+            return 0
+        if self._piece is not None:
+            return self._piece
+        return self._size.tokens if decoding and self._waits else self._block
+
+    def count(self, seconds: float, decoding: int, prompt_tokens: int, gained: float = 1.0) -> None:
+        """Count a step: its time, its answers and tokens of prompts, and the tokens that each answer gained."""
+        self._share.count(seconds, decoding, prompt_tokens > 0, gained)
+        if prompt_tokens:
+            self._size.count(seconds, prompt_tokens)
