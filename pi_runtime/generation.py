@@ -151,7 +151,8 @@ class Answer:
         self._first_token_s = self._prefill_s = self._decode_s = 0.0
         self._rows_2 = np.zeros(2, np.int64)
         self._steps = self.guessed_tokens = self.accepted_tokens = 0
-        self.lookup = PromptLookup(self.tokens, self._end_ids, expected)
+        # What cannot come any more is of no use.
+        self.lookup = PromptLookup(self.tokens, self._end_ids, expected[: self.most_positions + 1 - len(prompt)])
         self._stop_tokens, self._shown_tokens = frozenset(stop_tokens), frozenset(shown_tokens)
         self.selected = [*selected, *[False] * (len(prompt) - len(selected))]
         """For each token whether it runs with selection."""

@@ -11,7 +11,7 @@ tokens, and c(S, T) the seconds of a step of S sequences and T tokens, the numbe
 and is 0 where no number gains. What a guess would have been worth is counted even where none is run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,18 +84,40 @@ class PromptLookup:
         self._followed_by: dict[tuple[int, ...], int] = {}
         """Position in `known` after the latest occurrence of some tokens."""
         self._indexed = self._inserted = 0
-        if expected:
-            self._index([*tokens, *expected], 0)
+        self._expected, self._begins = expected, len(tokens)
+        self._shared: Mapping[tuple[int, ...], int] = {}
+        """The same of what is expected, and of the tokens before it: other answers to the prompt have it too."""
+
+    def prepare(self) -> None:
+        """Put what is expected into the index. It may take long, and happens with the first guess otherwise."""
+        if self._expected:
+            expected, self._expected = self._expected, ()
+            self._index([*self._tokens[: self._begins], *expected], 0)
             self._known.append(NO_TOKEN)
-            self._indexed, self._inserted = len(tokens), len(expected) + 1
+            self._indexed, self._inserted = self._begins, len(expected) + 1
+            self._shared, self._followed_by = self._followed_by, {}
+
+    def beside(self, tokens: Sequence[int]) -> "PromptLookup":
+        """One for another answer to the same prompt: what is expected is put into an index once for both.
+
+        To be called before either has grown.
+        """
+        self.prepare()
+        assert len(tokens) == len(self._tokens)
+        found = PromptLookup(tokens, self._end_ids)
+        found._known, found._shared = list(self._known), self._shared
+        found._indexed, found._inserted = self._indexed, self._inserted
+        return found
 
     def guess(self, most: int) -> Guess:
         """The tokens that followed the last ones before, at most so many and none that ends the text."""
+        self.prepare()
         tokens, end = self._tokens, len(self._tokens)
         self._index(tokens, self._indexed)
         self._indexed = end
         for size in GRAMS:
-            source = self._followed_by.get(tuple(tokens[-size:])) if size <= end else None
+            gram = tuple(tokens[-size:])
+            source = self._followed_by.get(gram, self._shared.get(gram)) if size <= end else None
             if source is not None:
                 return Guess(self._copied(source, min(most, MOST_GUESSES)), self._match(source))
         return Guess([], 0)

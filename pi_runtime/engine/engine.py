@@ -121,9 +121,14 @@ class Engine:
         first = self.model.new_answer(prompt, **settings)
         self._memory.check(first.most_positions)
         answers = [first]
+        settings.pop("expected", None)
         for k in range(1, count):
             settings["sampling"] = replace(first.sampling, number=first.sampling.number + k)
             answers.append(self.model.new_answer(first.tokens, **settings))
+        if self.guesses:
+            first.lookup.prepare()  # here rather than in the engine's thread
+            for answer in answers[1:]:
+                answer.lookup = first.lookup.beside(answer.tokens)
         requests = [Request(answer, self._executor.block_tokens, salt=cache_salt) for answer in answers]
         requests[0].siblings = requests[1:]
         self._inbox.submit(requests[0])
@@ -181,6 +186,11 @@ class Engine:
         """Drop what is kept of a session that nobody will continue."""
         turns.is_closed = True
         self._inbox.forget(turns)
+
+    @property
+    def guesses(self) -> bool:
+        """Whether tokens may be guessed, so that what is expected is of use."""
+        return self._speculation.is_on
 
     @property
     def stats(self) -> EngineStats:

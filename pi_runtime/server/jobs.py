@@ -57,8 +57,8 @@ class Ask:
     count: int
     """Answers; 0 where only scores are wanted."""
     settings: AnswerSettings
-    guess: Sequence[int] = ()
-    """Tokens that are likely to come."""
+    guess: str = ""
+    """Text that is likely to come."""
     score: tuple[int, int] | None = None
     """The first token and the number of likeliest tokens, where log-probabilities of the prompt are wanted."""
     session: Session | None = None

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from pi_runtime.engine.engine import Engine
 from pi_runtime.engine.stream import Scores, Stream
+from pi_runtime.model import Model
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.jobs import Ask, End, Event, Job, Part
 from pi_runtime.server.metrics import Metrics
@@ -26,8 +27,8 @@ class _Asked:
         self.scores: Scores | None = None
         self.streams: list[Stream] = []
         settings = ask.settings.copy()
-        if ask.guess:
-            settings["expected"] = ask.guess
+        if ask.guess and engine.guesses:
+            settings["expected"] = _expected(engine.model, ask)
         if ask.score is not None:
             self.scores = engine.score(ask.prompt, first=ask.score[0], top=ask.score[1], cache_salt=salt)
         if ask.session is not None:
@@ -55,6 +56,14 @@ class _Asked:
     def pending(self) -> int:
         """Characters that wait to be read."""
         return sum(stream.chars - read for stream, read in zip(self.streams, self.chars, strict=True))
+
+
+def _expected(model: Model, ask: Ask) -> Sequence[int]:
+    """The tokens of what is likely to come, without what is beyond the longest answer."""
+    room = model.context - len(ask.prompt)
+    most = min(room, ask.settings.get("max_tokens") or room)
+    text = ask.guess[: most * model.tokenizer.least_tokens.longest]
+    return model.tokenizer.encode(text, prefix=False)
 
 
 class Run:

@@ -207,3 +207,36 @@ def test_an_answer_is_looked_up_in_itself_beside_what_was_expected() -> None:
     lookup = PromptLookup(tokens, expected=[7, 8])
     tokens += [3, 4, 5, 6, 3, 4]
     assert lookup.guess(4).tokens == [5, 6, 3, 4]
+
+
+def test_answers_to_one_prompt_share_what_is_expected_and_nothing_else() -> None:
+    prompt = [1, 2, 3, 4]
+    expected = [5, 6, 7, 8, 3, 4, 9]
+    mine, yours = [*prompt], [*prompt]
+    first = PromptLookup(mine, frozenset([0]), expected)
+    second = first.beside(yours)
+    assert second._shared is first._shared
+    for lookup, tokens in ((first, mine), (second, yours)):
+        alone = [*prompt]
+        other = PromptLookup(alone, frozenset([0]), expected)
+        assert lookup.guess(9) == other.guess(9)
+        for token in [5, 6, 20 + len(tokens), 21, 5, 6, 7, 20 + len(tokens), 21]:
+            tokens.append(token)
+            alone.append(token)
+            assert lookup.guess(9) == other.guess(9)
+
+
+def test_what_is_expected_is_put_into_an_index_when_it_is_needed() -> None:
+    lookup = PromptLookup([1, 2], expected=[3, 4, 5])
+    assert not lookup._known
+    lookup.prepare()
+    assert lookup._known == [1, 2, 3, 4, 5, -1]
+    assert lookup.guess(2).tokens == [3, 4]
+
+
+@pytest.mark.parametrize(("most", "kept"), [(None, 8), (4, 4), (100, 8)])
+def test_what_is_expected_beyond_the_longest_answer_is_not_kept(model: Model, most: int | None, kept: int) -> None:
+    prompt = [1] * (model.context - 7)
+    answer = model.new_answer(prompt, expected=[1] * 1000, max_tokens=most)
+    answer.lookup.prepare()
+    assert answer.lookup._inserted == kept + 1

@@ -212,7 +212,7 @@ class ChatJob:
             grammar=prompt.grammar,
         )
         settings["shown_tokens"] = prompt.shown_tokens
-        guess = served.model.tokenizer.encode(text_of(body.prediction.content), prefix=False) if body.prediction else ()
+        guess = text_of(body.prediction.content) if body.prediction else ""
         self.asks = [Ask(prompt.ids, count, settings, guess, cache_salt=body.cache_salt)]
         self._turns = [prompt.turn(served) for _ in range(count)]
         self._prompt_tokens = len(prompt.ids)

@@ -4,9 +4,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from support.serving import Served, events, wait_until
 
-from pi_runtime import Sampling, load
+from pi_runtime import Model, Sampling, load
 
 Serve = Callable[..., Served]
 
@@ -49,6 +50,31 @@ def test_a_prediction_is_guessed(alphabet: Path, serve: Serve) -> None:
     found = served.post("/v1/chat/completions", body).json()
     assert found["choices"][0]["message"]["content"] == "bcdefghijklmnopqrstuvwxyz"
     assert found["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] >= 20
+
+
+@pytest.mark.parametrize(("speculate", "times"), [("off", 0), (8, 1)])
+def test_a_long_prediction_is_cut_and_read_once_and_only_if_guesses_run(
+    alphabet: Path, serve: Serve, speculate: str | int, times: int
+) -> None:
+    read: list[str] = []
+
+    def watched(model: Model) -> None:
+        encode = model.tokenizer.encode
+        model.tokenizer.encode = lambda text, **options: read.append(text) or encode(text, **options)
+
+    served = serve(alphabet, speculate=speculate, changed=watched)
+    model = served.engine.model
+    body = {
+        "model": served.name,
+        "messages": [{"role": "user", "content": "a"}],
+        "n": 3,
+        "max_tokens": 5,
+        "prediction": {"type": "content", "content": "bcdef" * 100_000},
+    }
+    found = served.post("/v1/chat/completions", body).json()
+    assert [choice["message"]["content"] for choice in found["choices"]] == ["bcdef"] * 3
+    predicted = [text for text in read if text.startswith("bcdef")]
+    assert [len(text) for text in predicted] == [5 * model.tokenizer.least_tokens.longest] * times
 
 
 def test_several_prompts_and_answers_keep_their_order(alphabet: Path, serve: Serve) -> None:
