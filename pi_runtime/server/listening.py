@@ -7,6 +7,8 @@ end on a signal closes the door first, so nobody could ask any more how the serv
 import asyncio
 import os
 import signal
+import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pi_runtime.exit_codes import INTERRUPTED
+from pi_runtime.server.connections import Connections, listen, most_connections
 from pi_runtime.server.service import Service
 from pi_runtime.server.settings import Limits, ServerSettings
 
@@ -114,11 +117,20 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: Any = None) -> None:
         """Listen, and say so."""
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        await super().startup(self._sockets() if sockets is None else sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             scheme = "https" if self.config.is_ssl else "http"
             self._listens(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
+
+    def _sockets(self) -> list[socket.socket]:
+        """Sockets that take a bounded number of connections. Exits as uvicorn does where it cannot listen."""
+        connections = Connections(most_connections(self._service.settings.most_connections))
+        self._service.metrics.connections = connections
+        try:
+            return [*listen(self.config.host, self.config.port, connections)]
+        except OSError:
+            sys.exit(1)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -156,6 +168,7 @@ def config(app: Any, settings: ServerSettings, **tls: Any) -> uvicorn.Config:
         host=settings.host,
         port=settings.port,
         http=protocol(settings.limits),
+        loop="asyncio",  # another may accept connections in ways of its own
         ws="none",
         lifespan="on",
         log_config=None,

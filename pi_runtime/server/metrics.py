@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from pi_runtime.engine.stats import EngineStats
 from pi_runtime.generation import Stats
+from pi_runtime.server.connections import Connections
 
 MEDIA = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -69,6 +70,8 @@ class Metrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         """Requests by route and status."""
+        self.connections = Connections(0)
+        """Those of the server, once it listens."""
         self.cancelled = 0
         """Requests whose client left before the end."""
         self.first_token_s, self.between_tokens_s = Histogram(TTFT_S), Histogram(BETWEEN_S)
@@ -97,6 +100,9 @@ class Metrics:
             yield from _sample(name, kind, text, getattr(disk, field))
         yield from _sample("prefill_seconds_total", "counter", "Time in which answers read prompts.", self._prefill_s)
         yield from _sample("decode_seconds_total", "counter", "Time in which answers were written.", self._decode_s)
+        yield from _sample("connections", "gauge", "Connections that are open.", self.connections.open)
+        refused = self.connections.refused
+        yield from _sample("refused_connections_total", "counter", "Connections that were one too many.", refused)
         yield from _sample("cancelled_requests_total", "counter", "Requests whose client left.", self.cancelled)
         yield from _head("rows_read_share", "summary", "Rows read of all that a dense FFN reads, for each token.")
         yield f"pi_rows_read_share_sum {self._rows_read}"

@@ -53,6 +53,8 @@ class ServerSettings:
     """Answers that run at once."""
     queue: int = 64
     """Answers that may wait beyond these."""
+    connections: int = 1000
+    """Connections at once, of all clients together."""
     sessions: int = 64
     """Sessions that are held at once."""
     session_idle_s: float = 600.0
@@ -68,6 +70,11 @@ class ServerSettings:
     share_prefixes: bool = False
     """Whether requests with different keys share what is kept of prompts."""
     limits: Limits = field(default_factory=Limits)
+
+    @property
+    def most_connections(self) -> int:
+        """Connections at once: enough for all that run and wait, several times over."""
+        return max(self.connections, 4 * (self.slots + self.queue))
 
     @property
     def sessions_each(self) -> int:

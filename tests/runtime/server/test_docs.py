@@ -25,6 +25,7 @@ from support.synthetic import random_artifact, small_decoder
 from pi_runtime.artifact.schema import Text
 from pi_runtime.server.api.body import MANY
 from pi_runtime.server.cli import app
+from pi_runtime.server.connections import OF_ONE, OTHER_FILES
 from pi_runtime.server.metrics import DISK, ENGINE, Metrics
 from pi_runtime.server.settings import Limits, ServerSettings
 
@@ -77,6 +78,10 @@ def test_limits_are_those_of_the_settings() -> None:
     assert rows["`top_logprobs`"] == str(limits.top_logprobs)
     assert rows["text that waits for a slow reader"].startswith(f"{limits.pending_bytes >> 10} KiB")
     assert rows["a reader who takes nothing"] == f"is dropped after {limits.stall_s:g} s"
+    assert rows["connections"].startswith(f"{settings.connections:,}, or four times slots and queue")
+    assert ServerSettings(slots=500, queue=500).most_connections == 4000
+    assert rows["connections"].endswith(f"`ulimit -n` allows, less {OTHER_FILES}")
+    assert OF_ONE == 0.75
     assert rows["sessions"] == str(settings.sessions)
     assert f"every {settings.keep_alive_s:g} seconds" in text
     assert f"({settings.drain_s:g})" in text
