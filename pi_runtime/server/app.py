@@ -40,7 +40,7 @@ from pi_runtime.server.models import model_routes
 from pi_runtime.server.page import page
 from pi_runtime.server.reply import JSON, Reply, to_json
 from pi_runtime.server.request_log import RequestLog, Write
-from pi_runtime.server.requests import ClientGone, parsed, read_body, while_connected
+from pi_runtime.server.requests import ClientGone, read_body, reading, while_connected
 from pi_runtime.server.runs import Run
 from pi_runtime.server.service import Service
 from pi_runtime.server.sessions import session_routes
@@ -54,7 +54,7 @@ class JobType(Protocol):
         """The job. It may take long."""
 
 
-SHOWN_HEADERS = ("x-request-id",)
+SHOWN_HEADERS = ("x-request-id", "x-unknown-fields")
 """Headers of answers that pages of other origins may read."""
 Plain = Callable[[Any, Served], Mapping[str, Any]]
 """Makes the JSON of an answer that takes no engine. It may take long."""
@@ -107,7 +107,8 @@ class JobEndpoint:
 
     async def _answer(self, body: bytes, ticket: Ticket, arrived: float, scope: Scope, send: Send) -> None:
         service, settings, served, client = self._app.service, self._app.settings, self._app.served, Client.of(scope)
-        job = await service.prepare(client, lambda: self._make.of(parsed(body, settings.limits), served))
+        read = reading(scope, body, settings, lambda value: self._make.of(value, served))
+        job = await service.prepare(client, read)
         await self._app.write(job, await service.begin(job, ticket, arrived, client), scope, send)
 
 
@@ -121,10 +122,9 @@ class PlainEndpoint:
         await self._app.admitted(scope, receive, lambda body, _: self._answer(body, scope, receive, send))
 
     async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        limits, served = self._app.settings.limits, self._app.served
-        found = await self._app.service.prepare(
-            Client.of(scope), lambda: to_json(self._plain(parsed(body, limits), served))
-        )
+        settings, served = self._app.settings, self._app.served
+        read = reading(scope, body, settings, lambda value: to_json(self._plain(value, served)))
+        found = await self._app.service.prepare(Client.of(scope), read)
         await Response(found, media_type=JSON)(scope, receive, send)
 
 

@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -67,6 +67,10 @@ def serve(
     session_idle_seconds: Annotated[
         float, typer.Option(help="Time after which a session that nobody uses is dropped.", min=0)
     ] = 600.0,
+    unknown_fields: Annotated[
+        Literal["refuse", "warn", "ignore"],
+        typer.Option(help="What to do with fields of requests that are not known; warn names them in the answer."),
+    ] = "warn",
     share_prefixes: Annotated[
         bool, typer.Option("--share-prefixes", help="Clients with different keys share stored beginnings of prompts.")
     ] = False,
@@ -129,6 +133,7 @@ def serve(
         queue=queue,
         sessions=sessions,
         session_idle_s=session_idle_seconds,
+        unknown_fields=unknown_fields,
         share_prefixes=share_prefixes,
         drain_s=drain_seconds,
         log_requests=log_requests,

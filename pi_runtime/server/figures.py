@@ -78,4 +78,5 @@ class Figures:
 
     async def described(self, _: Request) -> Response:
         """The OpenAPI document."""
-        return JSONResponse(document(self._host.settings.model_name))
+        settings = self._host.settings
+        return JSONResponse(document(settings.model_name, refuses_unknown=settings.unknown_fields == "refuse"))

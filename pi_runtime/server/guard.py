@@ -56,6 +56,8 @@ class Guard:
                 answer = MutableHeaders(scope=message)
                 answer["x-content-type-options"] = "nosniff"
                 answer["x-request-id"] = scope["request_id"]
+                if scope.get("unknown_fields"):
+                    answer["x-unknown-fields"] = scope["unknown_fields"]
             await send(message)
 
         try:

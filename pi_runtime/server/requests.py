@@ -2,14 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
+from pi_runtime.server.api.unknown_fields import unknown_fields
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.settings import Limits
+from pi_runtime.server.request_log import plain
+from pi_runtime.server.settings import Limits, ServerSettings
+
+T = TypeVar("T")
 
 QUOTE = ord('"')
 OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
@@ -60,6 +64,18 @@ async def while_connected(receive: Receive, answer: Coroutine[Any, Any, None]) -
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def reading(scope: Scope, body: bytes, settings: ServerSettings, make: Callable[[Any], T]) -> Callable[[], T]:
+    """What makes something of the JSON of a body. The scope gets `unknown_fields`, names where there are some."""
+
+    def read() -> T:
+        with unknown_fields(settings.unknown_fields) as names:
+            made = make(parsed(body, settings.limits))
+        scope["unknown_fields"] = ",".join(map(plain, names))
+        return made
+
+    return read
 
 
 def parsed(body: bytes, limits: Limits) -> Any:

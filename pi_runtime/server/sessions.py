@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,10 +23,12 @@ from pi_runtime.server.api.sessions import AnswerJob, Beginning, SessionObject, 
 from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import Job
-from pi_runtime.server.requests import parsed
+from pi_runtime.server.requests import reading
 from pi_runtime.server.runs import Run
 from pi_runtime.server.service import Service
 from pi_runtime.server.settings import ServerSettings
+
+T = TypeVar("T")
 
 REMEMBERED = 1000
 """Sessions that are no more, of which it is still known why."""
@@ -188,14 +190,14 @@ class SessionRoutes:
         self.sessions.check_room(owner)
         engine, served = self._host.service.engine, self._host.served
 
-        def begin() -> Entry:
-            beginning = Beginning(self._parsed(call), served)
+        def begin(value: Any) -> Entry:
+            beginning = Beginning(value, served)
             session = engine.session(beginning.tokens, cache_salt=settings.cache_salt(owner, beginning.cache_salt))
             if beginning.draft:
                 session.type(beginning.draft)
             return Entry(owner, session, beginning.defaults)
 
-        entry = await self._host.service.prepare(call.client, begin)
+        entry = await self._prepared(call, begin)
         self.sessions.add(entry)
         return self._shown(entry)
 
@@ -203,7 +205,7 @@ class SessionRoutes:
         """Type into its draft."""
         entry, served = self._found(call.scope), self._host.served
         async with self.sessions.changing(entry):
-            await self._host.service.prepare(call.client, lambda: typed(self._parsed(call), entry.session, served))
+            await self._prepared(call, lambda value: typed(value, entry.session, served))
         return self._shown(entry)
 
     async def answer(self, call: Call) -> None:
@@ -212,7 +214,7 @@ class SessionRoutes:
         service, served = self._host.service, self._host.served
         async with self.sessions.changing(entry):
             known: dict[str, Any] = {"session_id": entry.id, "session": entry.session, "defaults": entry.defaults}
-            job = await service.prepare(call.client, lambda: AnswerJob(self._parsed(call), served, **known))
+            job = await self._prepared(call, lambda value: AnswerJob(value, served, **known))
             entry.run = await service.begin(job, call.ticket, arrived, call.client)
         try:
             await self._host.write(job, entry.run, call.scope, call.send)
@@ -238,8 +240,9 @@ class SessionRoutes:
     def _found(self, scope: Scope) -> Entry:
         return self.sessions.find(scope["path_params"]["id"], scope["owner"])
 
-    def _parsed(self, call: Call) -> Any:
-        return parsed(call.body, self._host.settings.limits)
+    async def _prepared(self, call: Call, make: Callable[[Any], T]) -> T:
+        read = reading(call.scope, call.body, self._host.settings, make)
+        return await self._host.service.prepare(call.client, read)
 
     def _progress(self, entry: Entry) -> SessionProgress:
         return {

@@ -1,6 +1,7 @@
 """How a server is set up."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -67,6 +68,8 @@ class ServerSettings:
     """Time without events after which a comment is sent."""
     log_requests: bool = False
     """Whether a line is logged for each request. Nothing of its content ever is."""
+    unknown_fields: Literal["refuse", "warn", "ignore"] = "warn"
+    """What is done with fields of requests that the server does not know; `warn` names them in answer and log."""
     share_prefixes: bool = False
     """Whether requests with different keys share what is kept of prompts."""
     limits: Limits = field(default_factory=Limits)

@@ -19,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, PydanticKnownError, core_schema
 
+from pi_runtime.server.api.unknown_fields import MOST_NAMED, found_unknown
 from pi_runtime.server.errors import ApiError
 
 SHOWN_CHARS = 80
@@ -62,27 +63,32 @@ Metadata = Annotated[
 
 
 class Body(BaseModel):
-    """A JSON object of a request. A field that it does not know, and a value of another type, is an error."""
+    """A JSON object of a request. A value of another type than the field's is an error."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    # Fields that are not known are taken, for an error of each costs much, and dropped by `of`.
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown(cls, value: Any) -> Any:
-        """The value with at most one field that is not known: one is enough to refuse it, and each is an error."""
-        if isinstance(value, dict) and len(value) > len(cls.model_fields):
-            names = {field.alias or name for name, field in cls.model_fields.items()}
-            unknown = next(name for name in value if name not in names)
-            return {name: item for name, item in value.items() if name in names or name == unknown}
-        return value
+    def _few_unknown(cls, value: Any) -> Any:
+        """The value with no more fields that are not known than are named."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + MOST_NAMED:
+            return value
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        kept = names.union(islice((name for name in value if name not in names), MOST_NAMED))
+        return {name: item for name, item in value.items() if name in kept}
 
     @classmethod
     def of(cls, value: object) -> Self:
         """The request that a JSON value is. Raises ApiError 400 naming the field that is wrong."""
         try:
-            return cls.model_validate(value)
+            found = cls.model_validate(value)
         except ValidationError as error:
             raise _api_error(error.errors(include_url=False), value) from None
+        names: list[str] = []
+        _drop_unknown(found, (), names)
+        found_unknown(names)
+        return found
 
 
 class Unsupported:
@@ -121,8 +127,6 @@ def _api_error(errors: Sequence[ErrorDetails], value: object) -> ApiError:
     if not path:
         return ApiError(400, "the body is not a JSON object", code="invalid_type")
     param = _spelled(path)
-    if error["type"] == "extra_forbidden":
-        return invalid(param, "unknown field", code="unknown_parameter")
     if error["type"] == "unsupported_parameter":
         return invalid(param, error["msg"], code="unsupported_parameter")
     if error["type"] == "missing":
@@ -138,7 +142,7 @@ def _path(error: ErrorDetails, value: Any) -> tuple[str | int, ...]:
     """Where in the body an error lies: pydantic's location without the names of branches of unions."""
     path: list[str | int] = []
     location = error["loc"]
-    names_absent = error["type"] in {"missing", "extra_forbidden"}
+    names_absent = error["type"] == "missing"
     for n, part in enumerate(location):
         is_there = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
         if is_there:
@@ -149,6 +153,19 @@ def _path(error: ErrorDetails, value: Any) -> tuple[str | int, ...]:
     if error["type"].startswith("union_tag"):
         path.append(str(error.get("ctx", {}).get("discriminator", "type")).strip("'"))
     return tuple(path)
+
+
+def _drop_unknown(value: object, path: tuple[str | int, ...], names: list[str]) -> None:
+    """Take the fields out that are not known, here and below, and name the first of them."""
+    if isinstance(value, Body):
+        unknown = value.__pydantic_extra__ or {}
+        names += [_spelled((*path, name)) for name in islice(unknown, MOST_NAMED - len(names))]
+        unknown.clear()
+        for name, field in type(value).model_fields.items():
+            _drop_unknown(getattr(value, name), (*path, field.alias or name), names)
+    elif isinstance(value, list) and value and isinstance(value[0], Body):
+        for n, item in enumerate(value):
+            _drop_unknown(item, (*path, n), names)
 
 
 def _spelled(path: Sequence[str | int]) -> str:

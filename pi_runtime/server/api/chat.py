@@ -21,7 +21,8 @@ from pi_runtime.server.api.conversation import (
     text_of,
 )
 from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprobs
-from pi_runtime.server.api.sampling import Count, IgnoredFields, StreamingFields
+from pi_runtime.server.api.other_servers import OtherServersChatFields
+from pi_runtime.server.api.sampling import Count, IgnoredFields, LengthFields, StreamingFields, only_one
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.turn import News, Turn
 from pi_runtime.server.api.usage import Timings, Usage, timings, usage
@@ -40,6 +41,7 @@ class JsonObjectFormat(Body):
     """A JSON object."""
 
     type: Literal["json_object"]
+    schema_: Annotated[None, Unsupported("use json_schema")] = Field(default=None, alias="schema")
 
 
 class JsonSchema(Body):
@@ -68,7 +70,7 @@ class Prediction(Body):
     content: Text
 
 
-class ConversationFields(Body):
+class ConversationFields(OtherServersChatFields):
     """A chat, and what may follow."""
 
     messages: Annotated[list[Message], Field(min_length=1), MANY]
@@ -90,7 +92,7 @@ class ConversationFields(Body):
     )
 
 
-class ChatRequest(StreamingFields, ConversationFields, IgnoredFields):
+class ChatRequest(LengthFields, StreamingFields, ConversationFields, IgnoredFields):
     """Messages, to which the assistant's next one is wanted."""
 
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
@@ -109,6 +111,13 @@ class ChatRequest(StreamingFields, ConversationFields, IgnoredFields):
     web_search_options: Annotated[None, Unsupported("this server searches nothing")] = None
     functions: Annotated[None, Unsupported("use tools")] = None
     function_call: Annotated[None, Unsupported("use tool_choice")] = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens of an answer. Raises ApiError where two fields differ."""
+        names = ("max_tokens", "max_completion_tokens", "n_predict")
+        found = only_one(**{name: getattr(self, name) for name in names})
+        return None if found == -1 else found
 
 
 class FunctionOfCall(TypedDict):
@@ -207,7 +216,7 @@ class ChatJob:
         prompt = conversation_of(body, served).prompt(served)
         settings = body.answer_settings(
             served,
-            max_tokens=_most_tokens(body),
+            max_tokens=body.most_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             grammar=prompt.grammar,
         )
@@ -334,13 +343,6 @@ def conversation_of(body: ConversationFields, served: Served) -> Conversation:
         add_generation_prompt=body.add_generation_prompt is not False,
         continues=bool(body.continue_final_message),
     )
-
-
-def _most_tokens(body: ChatRequest) -> int | None:
-    given = {body.max_tokens, body.max_completion_tokens} - {None}
-    if len(given) > 1:
-        raise invalid("max_tokens", "max_completion_tokens says something else; give one of them")
-    return next(iter(given), None)
 
 
 def _schema(response_format: ResponseFormat | None) -> Mapping[str, Any] | None:

@@ -12,7 +12,7 @@ from pi_runtime.generation import Stats
 from pi_runtime.sampling import TokenLogprobs
 from pi_runtime.server.api.body import TOKENS, Unsupported, invalid
 from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, ShownLogprobs, joined
-from pi_runtime.server.api.sampling import StreamingFields
+from pi_runtime.server.api.sampling import LengthFields, StreamingFields, only_one
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS, Timings, Usage, timings, usage
 from pi_runtime.server.errors import ApiError
@@ -26,7 +26,7 @@ Texts = Annotated[list[str], Field(min_length=1), TOKENS]
 Lists = Annotated[list[Ids], Field(min_length=1), TOKENS]
 
 
-class CompletionRequest(StreamingFields):
+class CompletionRequest(LengthFields, StreamingFields):
     """A text, a list of token ids, or a list of either, to be continued."""
 
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
@@ -44,6 +44,15 @@ class CompletionRequest(StreamingFields):
         default=None, description="Answers are not compared, so only the value of `n` is allowed."
     )
     suffix: Annotated[Literal[""] | None, Unsupported("a text is continued at its end alone")] = None
+    add_special_tokens: Annotated[Literal[True] | None, Unsupported("give token ids, which are taken as they are")] = (
+        None
+    )
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens of an answer, which may be 0; None goes on until the end. Raises ApiError where two differ."""
+        found = only_one(max_tokens=self.max_tokens, n_predict=self.n_predict)
+        return DEFAULT_TOKENS if found is None else None if found == -1 else found
 
 
 class CompletionChoice(TypedDict):
@@ -103,7 +112,7 @@ class CompletionJob:
         served.check_name(body.model)
         self._body, self._served = body, served
         self._id, self._created = new_id("cmpl-"), int(time.time())
-        self._n, self._generates = body.n or 1, body.max_tokens != 0
+        self._n, self._generates = body.n or 1, body.most_tokens != 0
         prompts = _prompts(body.prompt)
         self._check_counts(len(prompts))
         self._ids = [self._tokens(place, prompt) for place, prompt in prompts.items()]
@@ -195,7 +204,7 @@ class CompletionJob:
 
     def _asks(self) -> list[Ask]:
         body, served = self._body, self._served
-        most = DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+        most = body.most_tokens if self._generates else 1
         settings = body.answer_settings(served, max_tokens=most, logprobs=body.logprobs)
         score = (1, body.logprobs) if self._wants_scores and body.logprobs is not None else None
         known: dict[str, Any] = {"score": score, "cache_salt": body.cache_salt}

@@ -101,6 +101,7 @@ class AssistantMessage(Body):
     )
     audio: Annotated[None, Unsupported("this server reads and writes text")] = None
     function_call: Annotated[None, Unsupported("use tool_calls")] = None
+    prefix: Annotated[Literal[False] | None, Unsupported("use continue_final_message")] = None
 
 
 class ToolMessage(Body):

@@ -243,11 +243,15 @@ OPERATIONS = [
 ]
 
 
-def document(model_name: str, operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
-    """The document of a server for a model of this name."""
+def document(
+    model_name: str, operations: Sequence[Operation] = OPERATIONS, *, refuses_unknown: bool = True
+) -> dict[str, Any]:
+    """The document of a server for a model of this name, which refuses fields that it does not know, or does not."""
     schemas, components = _schemas(operations)
     for component in components.values():
-        _name_model(component, model_name)
+        if component.get("additionalProperties") is True:  # a request's
+            component["additionalProperties"] = not refuses_unknown
+            _name_model(component, model_name)
     paths: dict[str, Any] = {}
     for operation in operations:
         paths.setdefault(operation.path, {})[operation.method] = _described(operation, schemas)
@@ -283,7 +287,7 @@ def _key(kind: Any) -> str:
 def _name_model(schema: dict[str, Any], name: str) -> None:
     """Let a request's model be the one there is."""
     model = schema.get("properties", {}).get("model")
-    if schema.get("additionalProperties") is False and model is not None and model.get("type") == "string":
+    if model is not None and model.get("type") == "string":
         model["enum"] = [name, name + LATEST] if schema["title"].startswith("Ollama") else [name]
 
 

@@ -12,6 +12,7 @@ from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported, invali
 from pi_runtime.server.api.chat import JsonObjectFormat, JsonSchema, TextFormat, reasoning_variables
 from pi_runtime.server.api.conversation import AllowedTools, AllowedToolsChoice, Conversation, ToolChoice, allowed_tools
 from pi_runtime.server.api.logprobs import TokenLogprob, chat_logprobs
+from pi_runtime.server.api.other_servers import OneAnswerFields
 from pi_runtime.server.api.response_items import (
     AllowedChoice,
     FunctionChoice,
@@ -61,7 +62,7 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Annotated[Literal[False] | None, Unsupported("this server pads no events")] = None
 
 
-class ResponseRequest(SamplingFields, CacheFields, IgnoredFields):
+class ResponseRequest(SamplingFields, OneAnswerFields, CacheFields, IgnoredFields):
     """A conversation, whose next turn is wanted."""
 
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")

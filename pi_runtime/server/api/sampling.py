@@ -1,13 +1,14 @@
 """The fields by which a request says how its answers are chosen, for chats and completions alike."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from pi_runtime.generation import AnswerSettings
 from pi_runtime.sampling import Sampling
 from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported, invalid
+from pi_runtime.server.api.other_servers import OtherServersFields
 from pi_runtime.server.api.served import Served
 from pi_runtime.text.grammar import Grammar
 
@@ -17,6 +18,7 @@ RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 StopString = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
+T = TypeVar("T", bound=float)
 
 
 class StreamOptions(Body):
@@ -32,7 +34,7 @@ class CacheOptions(Body):
     mode: Literal["implicit"] | None = None
 
 
-class SamplingFields(Body):
+class SamplingFields(OtherServersFields):
     """Settings of answers. What is left out, or null, is as the checkpoint's generation defaults say, or has no
     effect."""
 
@@ -43,6 +45,7 @@ class SamplingFields(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
+    repeat_penalty: RepetitionPenalty | None = Field(default=None, description="The same as `repetition_penalty`.")
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], MANY] | None = Field(
         default=None,
         description="Token ids, each with what is added to its logit.",
@@ -76,7 +79,7 @@ class SamplingFields(Body):
             min_p=self.min_p,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=only_one(repetition_penalty=self.repetition_penalty, repeat_penalty=self.repeat_penalty),
             logit_bias=logit_bias(self.logit_bias, served),
             # OpenAI's seeds have a sign; every one has draws of its own.
             seed=None if self.seed is None else self.seed % 2**64,
@@ -96,6 +99,23 @@ class SamplingFields(Body):
             logprobs=logprobs,
             grammar=grammar,
         )
+
+
+class LengthFields(Body):
+    """How long an answer may be, as llama.cpp spells it."""
+
+    n_predict: Count | Literal[-1] | None = Field(
+        default=None, description="The same as `max_tokens`; −1: until the end."
+    )
+
+
+def only_one(**given: T | None) -> T | None:
+    """The value of a setting that has several names; None where none is given. Raises ApiError where they differ."""
+    values = {name: value for name, value in given.items() if value is not None}
+    names = list(values)
+    if len(set(values.values())) > 1:
+        raise invalid(names[0], f"{names[1]} says something else; give one of them")
+    return values[names[0]] if names else None
 
 
 class CacheFields(Body):

@@ -18,6 +18,7 @@ from pi_runtime.engine.session import Session
 from pi_runtime.generation import AnswerSettings, Stats
 from pi_runtime.server.api.body import MANY, TOKENS, Body, invalid
 from pi_runtime.server.api.chat import ConversationFields, conversation_of
+from pi_runtime.server.api.other_servers import OneAnswerFields
 from pi_runtime.server.api.sampling import CacheFields, Count, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS, Timings, Usage, timings, usage
@@ -28,7 +29,7 @@ TokenId = Annotated[int, Field(ge=0)]
 State = Literal["idle", "answering", "paused"]
 
 
-class AnswerFields(SamplingFields):
+class AnswerFields(SamplingFields, OneAnswerFields):
     """How a session's answers are made."""
 
     max_tokens: Count | None = Field(default=None, description="Without it the context is the limit.")

@@ -40,6 +40,7 @@ FLAGS = {
     "--ssl-certfile",
     "--ssl-keyfile",
     "--threads",
+    "--unknown-fields",
     "--version",
     "--vram-budget",
 }

@@ -32,7 +32,9 @@ WEATHER: Any = {
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tool_user(tmp_path_factory.mktemp("openai") / "tools.pi"), api_keys=("key",)) as served:
+    with serving(
+        tool_user(tmp_path_factory.mktemp("openai") / "tools.pi"), api_keys=("key",), unknown_fields="refuse"
+    ) as served:
         yield served
 
 

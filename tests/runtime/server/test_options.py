@@ -51,7 +51,7 @@ def test_pages_of_other_origins_are_refused_unless_they_are_allowed(alphabet: Pa
     assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
     found = served.get("/v1/models", headers={**origin, "Authorization": "Bearer secret"})
     assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, "https://chat.example")
-    assert found.headers["access-control-expose-headers"] == "x-request-id"
+    assert found.headers["access-control-expose-headers"] == "x-request-id, x-unknown-fields"
     other = served.get("/v1/models", headers={"Origin": "https://evil.example", "Authorization": "Bearer secret"})
     assert (other.status_code, "access-control-allow-origin" in other.headers) == (403, False)
 

@@ -111,3 +111,33 @@ def test_the_server_says_that_it_stops_and_which_streams_that_ended(endless: Pat
         "127.0.0.1 POST /v1/completions 200 code=draining",
         "the server has stopped",
     ]
+
+
+def test_unknown_fields_are_named_in_answer_and_log(alphabet: Path, serve: Serve) -> None:
+    served = serve(alphabet, log_requests=True)
+    odd = {"odd": "secret", "bad\r\nname: é,": 1, "x" * 200: 1}
+    responses = [
+        served.complete("a", max_tokens=1, **odd),
+        served.complete("a", max_tokens=1, stream=True, **odd),
+        served.post("/tokenize", {"content": "a", **odd}),
+        served.post("/v1/sessions", {"prompt": "a", **odd}),
+        served.post("/api/show", {"model": "alphabet", **odd}),
+        served.complete("a", max_tokens=1),
+    ]
+    wait_until(lambda: len(served.lines) == 6)
+    expected = f"odd,bad??name????,{'x' * 80}..."
+    assert {response.status_code for response in responses} == {200}
+    assert [response.headers.get("x-unknown-fields") for response in responses] == [expected] * 5 + [None]
+    assert [f" unknown={expected} " in line for line in served.lines] == [True] * 5 + [False]
+    assert "secret" not in "".join(served.lines)
+
+
+@pytest.mark.parametrize("policy", ["refuse", "ignore"])
+def test_unknown_fields_are_refused_or_not_named(alphabet: Path, serve: Serve, policy: str) -> None:
+    served = serve(alphabet, unknown_fields=policy)
+    response = served.complete("a", max_tokens=1, odd=1)
+    assert response.status_code == {"refuse": 400, "ignore": 200}[policy]
+    assert "x-unknown-fields" not in response.headers
+    described = served.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]
+    assert described["additionalProperties"] is (policy == "ignore")
+    assert described["properties"]["model"]["enum"] == ["alphabet"]

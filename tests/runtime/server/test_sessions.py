@@ -207,7 +207,6 @@ def test_a_session_in_use_stays(endless: Path) -> None:
         ("", {"prompt": [300]}, "prompt[0]"),
         ("", {"chat": {"messages": [{"role": "user", "content": "a"}]}}, "messages"),
         ("", {"temperature": 9}, "temperature"),
-        ("", {"nothing": 1}, "nothing"),
         ("", {"stop_tokens": ["abc"]}, "stop_tokens[0]"),
         ("/type", {"text": "x", "at": 4}, "at"),
         ("/type", {"text": 1}, "text"),

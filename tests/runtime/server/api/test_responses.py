@@ -197,7 +197,8 @@ def test_json_follows_a_schema(random_chat: Chat) -> None:
             "text.format: cannot be used",
         ),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
-        ({"n": 2}, "n", "unknown field"),
+        ({"n": 2}, "n", "not supported"),
+        ({"nonsense": 2}, "nonsense", "unknown field"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options", "stream: true"),
     ],
 )
