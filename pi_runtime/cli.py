@@ -129,8 +129,8 @@ def run(
     from pi_runtime.text.grammar import Grammar
     from pi_runtime.warm_up import warm_up
 
-    given = {"--vram-budget": vram_budget, "--ram-budget": ram_budget, "--kv-budget": kv_budget}
-    vram, ram, held = (None if size is None else parse_size(size, flag) for flag, size in given.items())
+    given = {"vram_budget": vram_budget, "ram_budget": ram_budget, "kv_budget": kv_budget}
+    vram, ram, held = (None if size is None else parse_size(size, name) for name, size in given.items())
     to_gpu = ram is None and resolve_device(device).startswith("cuda")
     if to_gpu and gpu_kernels_are_cold():
         console.say("kernels for the GPU are compiled once, after the weights are there (a minute or two)")

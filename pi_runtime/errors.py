@@ -7,19 +7,27 @@
     ├── InputError                         3   something that was read is not usable
     │   ├── ArtifactError                      not an artifact, damaged, or of another version
     │   ├── PromptError                        a prompt that cannot be run
+    │   │   └── ContextError                       a prompt that the context does not hold
     │   └── TemplateError                      a chat template that fails or exceeds its limits
     ├── DoesNotFitError                    4   memory or disk is too small
     └── NotMetError                        5   a lock or a quality budget is not met
 
-`pi_compile.errors` adds its own leaves. Every message says what is wrong with which file or flag, and where it helps
+`pi_compile.errors` adds its own leaves. Every message says what is wrong with which file or setting, and where it helps
 what was expected, what was found, and what to do.
+
+A setting has one name and several spellings: the keyword `max_tokens` in Python, the flag `--max-tokens`, the field of
+a request. So an error names a `Setting`, and whoever shows the error spells it.
 """
 
 import errno
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 __all__ = [
     "ArtifactError",
+    "ContextError",
     "DeviceError",
     "DoesNotFitError",
     "InputError",
@@ -27,8 +35,10 @@ __all__ = [
     "NotMetError",
     "PiError",
     "PromptError",
+    "Setting",
     "TemplateError",
     "UsageError",
+    "keyword",
 ]
 
 NO_ROOM = {
@@ -39,6 +49,24 @@ NO_ROOM = {
 """What the system's errors say when there is no room for a file."""
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A setting as an error names it: by its keyword in Python, with the value that it was given."""
+
+    name: str
+    value: object = None
+
+
+Text: TypeAlias = str | Setting | tuple["Text", ...]
+"""A text of an error: words, and settings between them."""
+Spelling = Callable[[Setting], str]
+
+
+def keyword(setting: Setting) -> str:
+    """A setting as Python has it: `max_tokens=0`."""
+    return setting.name if setting.value is None else f"{setting.name}={setting.value!r}"
+
+
 _LONGEST = 20_000
 """Characters of a field of a message, which may quote a file with anything in it."""
 
@@ -47,15 +75,49 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
 
 
+def spelled(text: object, spelling: Spelling = keyword) -> str:
+    """A text of an error with its settings spelled out."""
+    if isinstance(text, Setting):
+        return spelling(text)
+    if isinstance(text, tuple):
+        return "".join(spelled(part, spelling) for part in text)
+    return str(text)
+
+
 class PiError(Exception):
-    """Base of every error that a user can cause. `str(error)` is the whole message, one field a line."""
+    """Base of every error that a user can cause. `str(error)` is the whole message, one field a line.
+
+    `setting` is the setting that is wrong: it stands before `what`, or alone. A setting that is named further on, or in
+    what was expected and in the remedy, stands there as a `Setting` among the words.
+
+    >>> error = UsageError(setting=Setting("mode", "sparse"), what="unknown mode", remedy=Setting("mode", "auto"))
+    >>> print(error)
+    mode='sparse': unknown mode
+      try: mode='auto'
+    """
 
     exit_code = 1
 
-    def __init__(self, what: str, *, expected: object = None, found: object = None, remedy: str | None = None) -> None:
-        self.what, self.expected, self.found, self.remedy = what, expected, found, remedy
-        fields = (("expected", expected), ("found", found), ("try", remedy))
-        super().__init__("\n".join([_cut(what), *(f"  {k}: {_cut(str(v))}" for k, v in fields if v is not None)]))
+    def __init__(
+        self,
+        what: Text = "",
+        *,
+        setting: Setting | None = None,
+        expected: object = None,
+        found: object = None,
+        remedy: Text | None = None,
+    ) -> None:
+        self.what: Text = what if setting is None else (setting, ": ", what) if what else setting
+        self.reason = what
+        """What is wrong, without the setting that stands before it."""
+        self.setting, self.expected, self.found, self.remedy = setting, expected, found, remedy
+        super().__init__(self.message())
+
+    def message(self, spelling: Spelling = keyword) -> str:
+        """The whole message, with its settings spelled out."""
+        fields = (("expected", self.expected), ("found", self.found), ("try", self.remedy))
+        lines = [f"  {name}: {_cut(spelled(text, spelling))}" for name, text in fields if text is not None]
+        return "\n".join([_cut(spelled(self.what, spelling)), *lines])
 
 
 class UsageError(PiError):
@@ -82,6 +144,10 @@ class PromptError(InputError):
     pass
 
 
+class ContextError(PromptError):
+    pass
+
+
 class TemplateError(InputError):
     pass
 
@@ -102,14 +168,15 @@ def write_error(path: str | os.PathLike[str], error: OSError, remedy: str = "nam
 
 
 def read_error(
-    name: str | os.PathLike[str],
+    name: str | os.PathLike[str] | Setting,
     error: OSError | UnicodeDecodeError,
     remedy: str,
     kind: type[InputError] = InputError,
 ) -> InputError:
-    """The error of an input file that is not there, or cannot be read; `name` is its path, or its flag and path."""
+    """The error of an input file that is not there, or cannot be read. `name`: its path, or the setting that has it."""
+    what = name if isinstance(name, Setting) else str(name)
     if isinstance(error, UnicodeDecodeError):
-        return kind(f"{name}: cannot be read as text", found=error, remedy=remedy)
+        return kind((what, ": cannot be read as text"), found=error, remedy=remedy)
     if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return kind(f"{name}: no such file", remedy=remedy)
-    return kind(f"{name}: cannot be read", found=error.strerror, remedy=remedy)
+        return kind((what, ": no such file"), remedy=remedy)
+    return kind((what, ": cannot be read"), found=error.strerror, remedy=remedy)

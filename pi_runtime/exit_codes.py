@@ -3,7 +3,7 @@
 import errno
 from typing import Any
 
-from pi_runtime.errors import NO_ROOM, DoesNotFitError, MissingExtraError, PiError, UsageError, write_error
+from pi_runtime.errors import NO_ROOM, DoesNotFitError, MissingExtraError, PiError, Setting, UsageError, write_error
 
 EXTRA_OF = {
     "highspy": "place",
@@ -25,6 +25,8 @@ EXTRA_OF = {
     "ray": "ray",
 }
 """Extra that installs each optional package."""
+FLAGS = {"context": "--ctx-size", "output": "-o"}
+"""Flags that are not spelled as their settings are."""
 INTERRUPTED = 130
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FAILING = {
@@ -32,6 +34,14 @@ _FAILING = {
     errno.ESTALE: "the file server answers and its folder is mounted",
 }
 """What to look at, for each error of storage that fails."""
+
+
+def flag(setting: Setting) -> str:
+    """A setting as the command line has it: `--max-tokens 0`."""
+    name, value = FLAGS.get(setting.name, f"--{setting.name.replace('_', '-')}"), setting.value
+    if name.endswith("-budget") and isinstance(value, int):  # bytes, which a flag has with a unit
+        value = f"{value}B" if value % 2**20 else f"{value >> 20}MiB"
+    return name if value is None else f"{name} {value}"
 
 
 def code_and_message(error: BaseException) -> tuple[int, str]:
@@ -44,7 +54,7 @@ def code_and_message(error: BaseException) -> tuple[int, str]:
         return getattr(error, "exit_code", UsageError.exit_code), _usage(error)
     known = error if isinstance(error, PiError) else _as_user_error(error)
     if known is not None:
-        return known.exit_code, f"error: {known}"
+        return known.exit_code, f"error: {known.message(flag)}"
     return 1, f"error: internal error: {type(error).__name__}: {error}\n  try: run again with --debug"
 
 

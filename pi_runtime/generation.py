@@ -12,7 +12,7 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.errors import PromptError, UsageError
+from pi_runtime.errors import ContextError, PromptError, Setting, UsageError
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.guesses import Guess, PromptLookup, Speculation
@@ -112,21 +112,21 @@ class Answer:
         """`selected`: for the first tokens of the prompt whether they run with selection, as those of earlier answers
         in it do. `stop_tokens` end the answer, and become part of it."""
         if max_tokens is not None and max_tokens < 1:
-            raise UsageError(f"--max-tokens {max_tokens}", expected="1 or more")
+            raise UsageError(setting=Setting("max_tokens", max_tokens), expected="1 or more")
         if min_tokens < 0 or (max_tokens is not None and min_tokens > max_tokens):
-            allowed = "0 or more" if max_tokens is None else f"0 to {max_tokens}, which --max-tokens says"
-            raise UsageError(f"--min-tokens {min_tokens}", expected=allowed)
-        check_logprobs("--logprobs", logprobs)
+            most = "0 or more" if max_tokens is None else (f"0 to {max_tokens}, which ", Setting("max_tokens"), " says")
+            raise UsageError(setting=Setting("min_tokens", min_tokens), expected=most)
+        check_logprobs("logprobs", logprobs)
         if not prompt:
             raise PromptError(
                 "the prompt is empty, and the model has no begin-of-text token to start from",
                 remedy="give a prompt of at least one character",
             )
         if len(prompt) >= context:
-            raise PromptError(
+            raise ContextError(
                 f"the prompt has {len(prompt)} tokens",
                 expected=f"fewer than the context of {context}",
-                remedy="shorten it, or raise --ctx-size if the model allows",
+                remedy=("shorten it, or raise ", Setting("context"), " if the model allows"),
             )
         self.prompt_tokens = len(prompt)
         self.tokens = list(prompt)
@@ -308,9 +308,9 @@ class Scoring:
     """
 
     def __init__(self, ids: Sequence[int], *, context: int, first: int, top: int) -> None:
-        check_logprobs("--prompt-logprobs", top)
+        check_logprobs("prompt_logprobs", top)
         if len(ids) > context:
-            raise PromptError(f"{len(ids)} tokens", expected=f"at most the context of {context}")
+            raise ContextError(f"{len(ids)} tokens", expected=f"at most the context of {context}")
         if first < 1:
             raise UsageError(f"log-probabilities from token {first} on", expected="1 or more: nothing precedes token 0")
         self.tokens, self._ids, self._first, self._top = list(ids[:-1]), list(ids), first, top
@@ -350,10 +350,10 @@ class Scoring:
                 self.logprobs.append(token_logprobs(logits, self._ids[n], self._top))
 
 
-def check_logprobs(flag: str, count: int | None) -> None:
+def check_logprobs(name: str, count: int | None) -> None:
     """Raise UsageError for an impossible number of likeliest tokens."""
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
-        raise UsageError(f"{flag} {count}", expected="an integer ≥ 0, the number of likeliest tokens")
+        raise UsageError(setting=Setting(name, count), expected="an integer ≥ 0, the number of likeliest tokens")
 
 
 class Generation(Iterator[str]):

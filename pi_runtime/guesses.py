@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import Setting, UsageError
 
 GRAMS = (8, 4, 2)
 """Tokens that are looked up, the longest first."""
@@ -212,11 +212,11 @@ class Speculation:
     def __init__(self, setting: str | int, times: StepTimes, *, can_gain: bool, most: int) -> None:
         """`can_gain`: whether a step computes several tokens of a sequence at once. `most`: tokens of a step."""
         if setting not in ("auto", "off") and not (type(setting) is int and 1 <= setting <= MOST_GUESSES):
-            raise UsageError(f"--speculate {setting}", expected=f"auto, off, or 1 to {MOST_GUESSES}")
+            raise UsageError(setting=Setting("speculate", setting), expected=f"auto, off, or 1 to {MOST_GUESSES}")
         if type(setting) is int and not can_gain:
             raise UsageError(
-                f"--speculate {setting} does not go with a placement: it runs one token after the other",
-                remedy="--speculate auto, or --device cpu",
+                (Setting("speculate", setting), " does not go with a placement: it runs one token after the other"),
+                remedy=(Setting("speculate", "auto"), ", or ", Setting("device", "cpu")),
             )
         self.times, self._most, self._setting = times, most, setting
         self.is_on = setting != "off" and can_gain

@@ -18,7 +18,16 @@ from pi_runtime.artifact.buffers import CACHE_FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest, Plan
-from pi_runtime.errors import ArtifactError, DeviceError, DoesNotFitError, PromptError, TemplateError, UsageError
+from pi_runtime.errors import (
+    ArtifactError,
+    DeviceError,
+    DoesNotFitError,
+    PromptError,
+    Setting,
+    TemplateError,
+    UsageError,
+    spelled,
+)
 from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.devices import ram_budget_for, resolve_device
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
@@ -78,11 +87,15 @@ def load(
     device = _device(device, vram_budget, ram_budget)
     available = int(numba.config.NUMBA_NUM_THREADS)
     if threads is not None and not 1 <= threads <= available:
-        raise UsageError(f"--threads {threads}", expected=f"1 to {available}", remedy="NUMBA_NUM_THREADS sets the most")
+        raise UsageError(
+            setting=Setting("threads", threads), expected=f"1 to {available}", remedy="NUMBA_NUM_THREADS sets the most"
+        )
     if mode not in MODES:
-        raise UsageError(f"--mode {mode}: unknown mode", expected=", ".join(MODES))
+        raise UsageError("unknown mode", setting=Setting("mode", mode), expected=", ".join(MODES))
     if cache_format not in CACHE_FORMATS:
-        raise UsageError(f"--cache-format {cache_format}: unknown format", expected=", ".join(CACHE_FORMATS))
+        raise UsageError(
+            "unknown format", setting=Setting("cache_format", cache_format), expected=", ".join(CACHE_FORMATS)
+        )
     artifact = Artifact.open(Path(path))
     try:
         positions = _context(artifact.manifest, context)
@@ -94,7 +107,7 @@ def load(
         except (DoesNotFitError, DeviceError) as error:
             if not automatic or vram_budget is not None or ram_budget is not None:
                 raise
-            notice = f"the GPU is not used: {error.what}"
+            notice = f"the GPU is not used: {spelled(error.what)}"
             if error.expected is not None:
                 notice += f" (expected: {error.expected}; found: {error.found})"
             executor = CpuExecutor(*on_cpu)
@@ -107,13 +120,15 @@ def load(
 def _device(wanted: str, vram_budget: int | None, ram_budget: int | None) -> str:
     """The device that a run takes. Raises UsageError for budgets that do not go with it."""
     device = "cpu" if wanted == "auto" and ram_budget is not None else resolve_device(wanted)
+    vram, on_cpu = Setting("vram_budget"), Setting("device", "cpu")
     if ram_budget is not None and (device != "cpu" or vram_budget is not None):
-        other = "--vram-budget" if device == "cpu" else f"--device {wanted}"
-        raise UsageError(f"--ram-budget does not go with {other}", remedy="--device cpu without --vram-budget")
+        other = vram if device == "cpu" else Setting("device", wanted)
+        raise UsageError((Setting("ram_budget"), " does not go with ", other), remedy=(on_cpu, " without ", vram))
     if wanted == "auto" and device == "cpu" and vram_budget is not None:
         return "stand-in"
     if device == "cpu" and vram_budget is not None:
-        raise UsageError("--vram-budget does not go with --device cpu", remedy="--device stand-in, or leave it out")
+        remedy = (Setting("device", "stand-in"), ", or leave it out")
+        raise UsageError((vram, " does not go with ", on_cpu), remedy=remedy)
     return device
 
 
@@ -139,7 +154,7 @@ def _executor(
         with nullcontext() if ram_budget is not None else suppress(DoesNotFitError):
             found = open_from_disk(artifact, mode, context, threads, cache_format, budget, kv_budget)
             if ram_budget is None:
-                found.notice = "the model is larger than the free memory: neurons come from disk (see --ram-budget)"
+                found.notice = "the model is larger than the free memory: neurons come from disk"
             return found
     if device == "cpu":
         return CpuExecutor(artifact, mode, context, threads, cache_format)
@@ -148,7 +163,8 @@ def _executor(
         return StandInExecutor(artifact, mode, threads, taken, cache_format)
     if cache_format != "auto":
         raise DeviceError(
-            f"--cache-format {cache_format} does not go with a GPU", remedy="--device cpu, or leave the format out"
+            (Setting("cache_format", cache_format), " does not go with a GPU"),
+            remedy=(Setting("device", "cpu"), ", or leave the format out"),
         )
     from pi_runtime.cuda.opening import open_on_gpu  # noqa: PLC0415  needs torch
 
@@ -159,8 +175,8 @@ def _executor(
 def _check_mode(artifact: Artifact, mode: str) -> None:
     if mode == "predicted" and all(RUNGS[layer.rung].exact for layer in artifact.manifest.layers):
         raise UsageError(
-            f"{artifact.path}: --mode predicted, but the artifact has no predictors",
-            remedy="--mode auto, or train predictors: pi-compile train RECIPE, then pack again",
+            (f"{artifact.path}: ", Setting("mode", "predicted"), ", but the artifact has no predictors"),
+            remedy=(Setting("mode", "auto"), ", or train predictors: pi-compile train RECIPE, then pack again"),
         )
 
 
@@ -169,7 +185,9 @@ def _context(manifest: Manifest, wanted: int | None) -> int:
     if wanted is None:
         return min(longest, DEFAULT_CONTEXT)
     if not 2 <= wanted <= longest:
-        raise UsageError(f"--ctx-size {wanted}", expected=f"2 to {longest}, the context this model was made for")
+        raise UsageError(
+            setting=Setting("context", wanted), expected=f"2 to {longest}, the context this model was made for"
+        )
     return wanted
 
 
@@ -370,7 +388,8 @@ class Model:
         """The model's own template (Jinja). Raises TemplateError where it has none."""
         if "chat_template.jinja" not in self.manifest.files:
             raise TemplateError(
-                f"{self._artifact.path}: the model has no chat template", remedy="give the text with --prompt"
+                f"{self._artifact.path}: the model has no chat template",
+                remedy=("give the text with ", Setting("prompt")),
             )
         try:
             return ChatTemplate(self._artifact.file("chat_template.jinja").decode())

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from pi_runtime.artifact.decoding import canonical_json
 from pi_runtime.engine.engine import Engine
 from pi_runtime.engine.stream import Scores, Stream
-from pi_runtime.errors import InputError, PiError, PromptError, UsageError, read_error, write_error
+from pi_runtime.errors import InputError, PiError, PromptError, Setting, UsageError, read_error, write_error
 from pi_runtime.model import Model
 from pi_runtime.sampling import Sampling, TokenLogprobs, parse_logit_bias
 from pi_runtime.text.grammar import Grammar
@@ -97,7 +97,7 @@ class PromptFile:
             data = path.read_bytes()
         except OSError as error:
             raise read_error(
-                f"--prompts {path}", error, 'name a file of lines like {"prompt": "Once upon a time"}'
+                Setting("prompts", path), error, 'name a file of lines like {"prompt": "Once upon a time"}'
             ) from None
         lines = data.splitlines()
         self._lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -31,7 +31,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.errors import ArtifactError, UsageError
+from pi_runtime.errors import ArtifactError, Setting, UsageError
 
 Float64s = npt.NDArray[np.float64]
 Float32s = npt.NDArray[np.float32]
@@ -75,22 +75,19 @@ class Sampling:
     """Number of this answer among several to one prompt, which have draws of their own with the same seed."""
 
     def __post_init__(self) -> None:
-        _check("--temperature", self.temperature, "a number ≥ 0", _is_number(self.temperature, 0))
-        _check("--top-k", self.top_k, "an integer ≥ 0 (0 keeps all)", _is_integer(self.top_k))
-        _check("--top-p", self.top_p, "a number in 0…1", _is_number(self.top_p, 0, 1))
-        _check("--min-p", self.min_p, "a number in 0…1", _is_number(self.min_p, 0, 1))
+        _check("temperature", self.temperature, "a number ≥ 0", _is_number(self.temperature, 0))
+        _check("top_k", self.top_k, "an integer ≥ 0 (0 keeps all)", _is_integer(self.top_k))
+        _check("top_p", self.top_p, "a number in 0…1", _is_number(self.top_p, 0, 1))
+        _check("min_p", self.min_p, "a number in 0…1", _is_number(self.min_p, 0, 1))
         penalty = self.repetition_penalty
-        _check("--repetition-penalty", penalty, "a number > 0", _is_number(penalty, 0) and penalty > 0)
-        for flag, value in (
-            ("--presence-penalty", self.presence_penalty),
-            ("--frequency-penalty", self.frequency_penalty),
-        ):
-            _check(flag, value, "a number in −2…2", _is_number(value, -2, 2))
+        _check("repetition_penalty", penalty, "a number > 0", _is_number(penalty, 0) and penalty > 0)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(name, getattr(self, name), "a number in −2…2", _is_number(getattr(self, name), -2, 2))
         pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else ()
         biases = all(_is_integer(token) and _is_number(bias, -100, 100) for token, bias in pairs)
         expected = "token ids, each with a number in −100…100"
-        _check("--logit-bias", self.logit_bias, expected, isinstance(self.logit_bias, Mapping) and biases)
-        _check("--seed", self.seed, "an integer ≥ 0", self.seed is None or _is_integer(self.seed))
+        _check("logit_bias", self.logit_bias, expected, isinstance(self.logit_bias, Mapping) and biases)
+        _check("seed", self.seed, "an integer ≥ 0", self.seed is None or _is_integer(self.seed))
         _check("number", self.number, "an integer ≥ 0", _is_integer(self.number))
 
     @classmethod
@@ -144,7 +141,7 @@ class Sampler:
         self._bias = np.array(list(sampling.logit_bias.values()), np.float32)
         outside = [token for token in sampling.logit_bias if token >= vocab_size]
         if outside:
-            raise UsageError(f"--logit-bias: token id {outside[0]}", expected=f"0 to {vocab_size - 1}")
+            raise UsageError(f"token id {outside[0]}", setting=Setting("logit_bias"), expected=f"0 to {vocab_size - 1}")
         streams = np.random.SeedSequence(self.sampling.seed, spawn_key=(sampling.number,))
         self._key = streams.generate_state(2, np.uint64)
 
@@ -222,7 +219,7 @@ def parse_logit_bias(pairs: Iterable[Sequence[Any]]) -> dict[int, float] | None:
             found[int(token)] = float(bias)
         except (TypeError, ValueError, OverflowError):
             shown = "=".join(map(str, pair))
-            raise UsageError(f"--logit-bias {shown}", expected="ID=BIAS, such as 12=-5") from None
+            raise UsageError(setting=Setting("logit_bias", shown), expected="ID=BIAS, such as 12=-5") from None
     return found or None
 
 
@@ -377,6 +374,6 @@ def _is_number(value: object, low: float, high: float = math.inf) -> bool:
     return low <= value <= min(high, sys.float_info.max)
 
 
-def _check(flag: str, value: object, expected: str, ok: bool) -> None:
+def _check(name: str, value: object, expected: str, ok: bool) -> None:
     if not ok:
-        raise UsageError(f"{flag} {value}", expected=expected, found=repr(value))
+        raise UsageError(setting=Setting(name, value), expected=expected, found=repr(value))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pi_compile.errors import CheckpointError
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import Setting, Text, UsageError
 
 _HARMLESS_KEYS = """
     _name_or_path architectures auto_map dtype model_type name_or_path torch_dtype transformers_version
@@ -133,7 +133,7 @@ def check_keys(
     """Refuse keys that might change the function; return the unknown keys that are ignored on request.
 
     `read` has the keys that the family reads, `neutral` its additions to `NEUTRAL`. `ignore` has the keys that, as the
-    user says, have no effect: in a recipe, or by `--ignore-config`, which must name keys that are there. Raises
+    user says, have no effect: in a recipe, or by `ignore_config`, which must name keys that are there. Raises
     CheckpointError naming every key that is refused, and UsageError.
     """
     fields = config.fields
@@ -148,7 +148,7 @@ def check_keys(
             f"{config.path}: {', '.join(refused)} {'is' if len(refused) == 1 else 'are'} not understood",
             expected="keys whose meaning is known, so that the artifact computes the checkpoint's function",
             found=", ".join(f"{key} = {_short(fields[key])}" for key in refused),
-            remedy=f"if this does not change the function, {_way_out(refused, in_recipe)}",
+            remedy=("if this does not change the function, ", _way_out(refused, in_recipe)),
         )
     return [key for key in unknown if key in ignore]
 
@@ -203,7 +203,8 @@ def _refuse_missing(config: Config, keys: list[str]) -> None:
     if keys:
         near = difflib.get_close_matches(keys[0], config.fields, cutoff=0.5)
         raise UsageError(
-            f"--ignore-config {keys[0]}: {config.path} has no such key",
+            f"{config.path} has no such key",
+            setting=Setting("ignore_config", keys[0]),
             expected=f"a key of it, such as {', '.join(near)}" if near else "a key of it",
             remedy="correct the name, or leave it out",
         )
@@ -213,14 +214,14 @@ def _refuse_ignoring(config: Config, keys: list[str], in_recipe: bool) -> None:
     if keys:
         raise CheckpointError(
             f"{config.path}: {', '.join(keys)} cannot be ignored: the model is read with it",
-            remedy=f"take it out of {'[model] ignore_config' if in_recipe else '--ignore-config'}",
+            remedy=("take it out of ", "[model] ignore_config" if in_recipe else Setting("ignore_config")),
         )
 
 
-def _way_out(keys: list[str], in_recipe: bool) -> str:
+def _way_out(keys: list[str], in_recipe: bool) -> Text:
     if in_recipe:
         return f"write in the recipe: [model] ignore_config = {json.dumps(keys)}"
-    return f"add {' '.join(f'--ignore-config {shlex.quote(key)}' for key in keys)}"
+    return ("add", *((" ", Setting("ignore_config", shlex.quote(key))) for key in keys))
 
 
 def _neutral_text(allowed: Mapping[str, tuple[Any, ...]], key: str) -> str:

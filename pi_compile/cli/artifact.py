@@ -86,7 +86,7 @@ def _load_options(
     from pi_compile.evaluation import LoadOptions
     from pi_runtime.execution.plan_choice import parse_size
 
-    budget = None if vram_budget is None else parse_size(vram_budget, "--vram-budget")
+    budget = None if vram_budget is None else parse_size(vram_budget, "vram_budget")
     chosen = ("cpu" if budget is None else "auto") if device is None else device
     tell = functools.cache(console.say)  # each mode is opened for itself: a line once
     return LoadOptions(

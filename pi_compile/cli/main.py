@@ -47,7 +47,7 @@ def _show_stage(options: BuildOptions, export: Path | None, as_json: bool, *, tr
     from pi_compile.pipeline import summary
 
     if export is not None:
-        check_output(export, "--export")
+        check_output(export, "export")
     with _pipeline(options, "train" if trained else "profile") as pipeline:
         found = summary.train_report(pipeline.trained) if trained else summary.profile_report(pipeline.profile)
         if export is not None and pipeline.rank.leads:

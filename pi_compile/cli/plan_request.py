@@ -111,7 +111,7 @@ def _vram(budget: str | None, recipe: Recipe | None, machine: Machine) -> int:
             raise UsageError(f"--vram-budget {budget}: {machine.name} has no GPU", remedy="leave it out")
         return 0
     if budget is not None:
-        return parse_size(budget, "--vram-budget")
+        return parse_size(budget, "vram_budget")
     if recipe is not None and recipe.place.vram_gib:
         return in_bytes(max(recipe.place.vram_gib))
     return max(int(machine.gpu.vram_gib * GIB) - RESERVE, 0)
@@ -119,7 +119,7 @@ def _vram(budget: str | None, recipe: Recipe | None, machine: Machine) -> int:
 
 def _ram(budget: str | None, recipe: Recipe | None, machine: Machine) -> int:
     """The RAM budget: the flag's; else the recipe's; else all of the machine's."""
-    return parse_size(budget, "--ram-budget") if budget else ram_of(machine, recipe.place.ram_gib if recipe else 0)
+    return parse_size(budget, "ram_budget") if budget else ram_of(machine, recipe.place.ram_gib if recipe else 0)
 
 
 def _share(text: str) -> Decimal:

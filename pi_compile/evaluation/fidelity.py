@@ -26,7 +26,7 @@ from pi_runtime import Model
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import FfnBytes, without_scales
-from pi_runtime.errors import read_error
+from pi_runtime.errors import Setting, read_error
 
 Progress = Callable[[int, int], None]
 Windows = npt.NDArray[np.int64]
@@ -146,13 +146,17 @@ def _windows(model: Model, texts: Sequence[Path | str], tokens: int, window: int
         files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
         if not files:
             raise CorpusError(
-                f"--text {path}: no text in this folder", expected=f"files ending in {', '.join(SUFFIXES)}"
+                "no text in this folder",
+                setting=Setting("text", path),
+                expected=f"files ending in {', '.join(SUFFIXES)}",
             )
         for file in files:
             try:
                 ids += model.tokenizer.encode(file.read_text(encoding="utf-8"), prefix=False)
             except (OSError, UnicodeDecodeError) as error:
-                raise read_error(f"--text {file}", error, "name a text file or a folder of them", CorpusError) from None
+                raise read_error(
+                    Setting("text", file), error, "name a text file or a folder of them", CorpusError
+                ) from None
     count = min(len(ids), tokens) // window
     if count == 0:
         raise CorpusError(f"the text has {len(ids)} tokens", expected=f"at least one window of {window}")

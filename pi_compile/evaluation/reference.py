@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.schema import Manifest
+from pi_runtime.errors import Setting
 
 Logits = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.float32]]
 """Token ids (T,) and the number of last positions wanted → logits (positions, vocabulary)."""
@@ -26,7 +27,8 @@ def check_origin(m: Manifest, model: Path) -> Checkpoint:
     checkpoint = open_checkpoint(model, ignore_config=ignored, activation=activation, in_recipe=True)
     if not _is_origin(made_from, checkpoint):
         raise CheckpointError(
-            f"--model {model}: the artifact was not packed from this checkpoint",
+            "the artifact was not packed from this checkpoint",
+            setting=Setting("model", model),
             expected=f"digest {str(made_from.get('digest'))[:16]}…",
             found=f"{checkpoint.digest()[:16]}…",
         )
@@ -62,7 +64,7 @@ def _by_transformers(folder: Path) -> Logits:
     try:
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"--model {folder}: transformers cannot load it", found=error) from None
+        raise CheckpointError("transformers cannot load it", setting=Setting("model", folder), found=error) from None
 
     def logits(ids_T: npt.NDArray[np.int64], last: int) -> npt.NDArray[np.float32]:
         with torch.inference_mode():

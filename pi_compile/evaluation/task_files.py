@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pi_compile.errors import TaskError
-from pi_runtime.errors import read_error
+from pi_runtime.errors import Setting, read_error
 
 MULTIPLE_CHOICE, LAST_WORD = "multiple choice", "last word"
 Form = tuple[str, ...]
@@ -77,7 +77,7 @@ def read_task(path: Path, limit: int | None = None) -> Task:
             raise TaskError(f"{location}: another form", expected=f"{_keys(first)}, as above", found=_keys(form))
         items.append(_item(row, form, location))
     if first is None:
-        raise TaskError(f"--task {path}: no items", expected="a JSON object a line: " + _KNOWN)
+        raise TaskError("no items", setting=Setting("task", path), expected="a JSON object a line: " + _KNOWN)
     return Task(path, MULTIPLE_CHOICE if "choices" in first else LAST_WORD, tuple(items))
 
 
@@ -93,10 +93,12 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    location = f"--task {path}: line {number}"
+                    location = f"{path}: line {number}"
                     yield location, _object(line, location)
     except (OSError, UnicodeDecodeError) as error:
-        raise read_error(f"--task {path}", error, "name a file with a JSON object on each line", TaskError) from None
+        raise read_error(
+            Setting("task", path), error, "name a file with a JSON object on each line", TaskError
+        ) from None
 
 
 def _object(line: str, location: str) -> dict[str, Any]:

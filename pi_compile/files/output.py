@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pi_compile.files.shared import tried_again
 from pi_runtime.artifact.replacement import Replacement
-from pi_runtime.errors import DoesNotFitError, PiError, UsageError, write_error
+from pi_runtime.errors import DoesNotFitError, PiError, Setting, UsageError, write_error
 
 _FIRST_ENTRY = b"embedding/c/0/0"
 """The name of an artifact's first entry, which is among its first bytes."""
@@ -18,15 +18,18 @@ _WRITING = ("I/O error", "inline_container", "os error", "iostream")
 """In the messages of safetensors and torch about files that they cannot write."""
 
 
-def check_output(path: Path, flag: str = "-o") -> None:
-    """Check that the file of a flag can be written. Raises UsageError for a folder, or in one missing or read-only."""
+def check_output(path: Path, name: str = "output") -> None:
+    """Check that the file of a setting can be written. Raises UsageError for a folder, a missing or a read-only one."""
     folder = Path(os.path.realpath(path)).parent
     if path.is_dir():
-        raise UsageError(f"{flag} {path}: is a folder", expected="a file to write", remedy=f"{flag} {path / 'NAME'}")
+        remedy = Setting(name, path / "NAME")
+        raise UsageError("is a folder", setting=Setting(name, path), expected="a file to write", remedy=remedy)
     if not folder.is_dir():
-        raise UsageError(f"{flag} {path}: no folder {folder}", remedy="create it, or name another output")
+        raise UsageError(f"no folder {folder}", setting=Setting(name, path), remedy="create it, or name another output")
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"{flag} {path}: no permission to write in {folder}", remedy="name an output elsewhere")
+        raise UsageError(
+            f"no permission to write in {folder}", setting=Setting(name, path), remedy="name an output elsewhere"
+        )
 
 
 def artifact_path(recipe: Path, output: Path | None) -> Path:
@@ -38,7 +41,8 @@ def artifact_path(recipe: Path, output: Path | None) -> Path:
     check_output(path)
     if path.exists() and not _holds(path, _FIRST_ENTRY):
         raise UsageError(
-            f"-o {path}: exists and is no artifact",
+            "exists and is no artifact",
+            setting=Setting("output", path),
             expected="a new file, or an artifact to replace",
             remedy="name another output, or remove the file",
         )
@@ -50,7 +54,8 @@ def check_page(path: Path) -> None:
     check_output(path)
     if path.exists() and not _holds(path, PAGE_MARK.encode()):
         raise UsageError(
-            f"-o {path}: exists and is no report",
+            "exists and is no report",
+            setting=Setting("output", path),
             expected="a new file, or a report to replace",
             remedy="name another output, or remove the file",
         )

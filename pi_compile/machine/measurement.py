@@ -15,7 +15,7 @@ from pi_compile.machine.gpu_probe import probe
 from pi_compile.machine.profile import Cpu, Disk, Gpu, Link, Machine, Rates
 from pi_runtime import console
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
-from pi_runtime.errors import DoesNotFitError, UsageError
+from pi_runtime.errors import DoesNotFitError, Setting, UsageError
 from pi_runtime.execution.devices import processor_name
 from pi_runtime.kernels.benchmarks import (
     RANK,
@@ -40,10 +40,13 @@ DISK_BYTES, LEAST_DISK_BYTES = 1 << 30, 1 << 27
 def check_disk(folder: Path) -> None:
     """Check that a file can be written in a folder. Raises UsageError."""
     if not folder.is_dir():
-        raise UsageError(f"--disk {folder}: no such folder", remedy="name a folder on the disk that models are on")
+        raise UsageError(
+            "no such folder", setting=Setting("disk", folder), remedy="name a folder on the disk that models are on"
+        )
     if not os.access(folder, os.W_OK):
         raise UsageError(
-            f"--disk {folder}: no permission to write there",
+            "no permission to write there",
+            setting=Setting("disk", folder),
             expected="a folder where a file can be written, read and removed again",
             remedy="name another folder on that disk",
         )
@@ -65,9 +68,10 @@ def measure_machine(
     if disk is None:
         if needs_disk:
             raise UsageError(
-                f"--disk {folder}: cannot be measured",
+                "cannot be measured",
+                setting=Setting("disk", folder),
                 found=disk_how,
-                remedy="name a folder on another disk, or leave --disk out",
+                remedy=("name a folder on another disk, or leave ", Setting("disk"), " out"),
             )
         notice(f"{folder}: the profile has no disk: {disk_how}")
     cores, ram = usable_cores(), installed_ram() or 8 << 30

@@ -14,6 +14,7 @@ from pi_compile.errors import ProfileError, nearest, shown
 from pi_compile.files import bundled_folder
 from pi_compile.recipe import parse_toml
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.errors import Setting
 
 VERSION: Final = 2
 """The version of the file. Version 1 could give picked rows a rate in some formats and leave out others."""
@@ -204,7 +205,10 @@ def _missing(name: str | Path, path: str | Path) -> ProfileError:
     return ProfileError(
         f"{name}: no such machine profile",
         expected=f"{known}, or a path that ends in .toml",
-        remedy=f"pi-compile machine -o {path}, then --machine {path} (or [place] machine in the recipe)",
+        remedy=(
+            *(f"pi-compile machine -o {path}, then ", Setting("machine", path)),
+            " (or [place] machine in the recipe)",
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.layout import place_arrays
 from pi_runtime.artifact.sizes import PARTS, array_specs
 from pi_runtime.console import size
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import Setting, UsageError
 
 
 def create_recipe(
@@ -41,7 +41,11 @@ def create_recipe(
     """
     check_output(output)
     if output.exists() and not force:
-        raise UsageError(f"-o {output}: exists already", remedy="--force replaces it; or name another file")
+        raise UsageError(
+            "exists already",
+            setting=Setting("output", output),
+            remedy=(Setting("force"), " replaces it; or name another file"),
+        )
     text = [_source(source, output) for source in corpus] or [PYTHON]
     checkpoint = open_checkpoint(model, revision or None, ignore_config, activation=activation)
     check(checkpoint)
@@ -90,7 +94,9 @@ def _source(source: str, recipe: Path) -> str:
         return source
     if not Path(source).exists():
         raise UsageError(
-            f"--corpus {source}: no such file or folder", expected=f"a path, {PYTHON}, or {HUB}OWNER/NAME@REVISION"
+            "no such file or folder",
+            setting=Setting("corpus", source),
+            expected=f"a path, {PYTHON}, or {HUB}OWNER/NAME@REVISION",
         )
     return _relative(Path(source), recipe)
 

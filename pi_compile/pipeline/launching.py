@@ -14,7 +14,7 @@ from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.workers import Rank, rank_of
 from pi_compile.workers.local_processes import LocalProcesses
 from pi_runtime import console
-from pi_runtime.errors import PiError, UsageError
+from pi_runtime.errors import PiError, Setting, UsageError
 from pi_runtime.execution.devices import available_memory
 from pi_runtime.execution.numa import Nodes, pin, usable_nodes
 
@@ -86,7 +86,10 @@ def launched(build: Build) -> Iterator[Pipeline]:
     helpers: LocalProcesses | RayHelpers
     if build.ray:
         if build.numa is not None:
-            raise UsageError("--numa has no effect with --ray, which finds processors itself", remedy="leave it out")
+            raise UsageError(
+                (Setting("numa"), " has no effect with ", Setting("ray"), ", which finds processors itself"),
+                remedy="leave it out",
+            )
         helpers = RayHelpers(build, pipeline)
     else:
         count = build.workers or _room_here(build, pipeline)

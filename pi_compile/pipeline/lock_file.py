@@ -98,7 +98,7 @@ def check_lock(path: Path, placed: Placed) -> None:
     raise NotMetError(
         f"{path}: the placement is not the locked one (locked → recomputed)",
         found="".join(f"\n    {line}" for line in (*found[:_SHOWN], *more)),
-        remedy="see what changed; if the change is meant, write the lock again with --lock and commit it",
+        remedy="see what changed; if the change is meant, write the lock again (pi-compile place --lock) and commit it",
     )
 
 

@@ -14,7 +14,7 @@ from pi_compile.placement import SECONDS, SOLVERS, Placement, Problem, in_bytes,
 from pi_compile.planning import find_planned, published_profile
 from pi_compile.recipe import PUBLISHED, Recipe, read_recipe
 from pi_compile.results import ActivationProfile
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import Setting, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,12 @@ class Placed:
 def check_solver(solver: str, *, locks: bool) -> None:
     """Raise UsageError for an unknown solver, and for one that cannot make a lock."""
     if solver not in SOLVERS:
-        raise UsageError(f"--solver {solver}: unknown solver", expected=", ".join(SOLVERS))
+        raise UsageError("unknown solver", setting=Setting("solver", solver), expected=", ".join(SOLVERS))
     if locks and solver != "exact":
         raise UsageError(
-            f"--solver {solver}: a lock holds the answer of the exact solver, whose ties are by rule",
-            remedy="leave --solver out, or --lock and --locked",
+            "a lock holds the answer of the exact solver, whose ties are by rule",
+            setting=Setting("solver", solver),
+            remedy=("leave ", Setting("solver"), " out, or ", Setting("lock"), " and ", Setting("locked")),
         )
 
 

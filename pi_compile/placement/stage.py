@@ -21,7 +21,7 @@ from pi_compile.placement.hot_mass import hot_mass
 from pi_compile.placement.solvers.constrained_path import solve
 from pi_compile.placement.three_tiers import ThreeTiers
 from pi_runtime.artifact.schema import SIDES, Plan, RowPlan
-from pi_runtime.errors import DoesNotFitError, NotMetError
+from pi_runtime.errors import DoesNotFitError, NotMetError, Setting
 
 SOLVERS = ("exact", "highs", "greedy")
 SECONDS = 60.0
@@ -243,7 +243,10 @@ def _by_highs(problem: Problem, vram: int, ram: int, objective: str, seconds: fl
             f"HiGHS found no placement in {seconds:g} s",
             expected="at least one placement",
             found=error,
-            remedy="raise --time-limit, or leave --solver out: the default solver is exact and quicker",
+            remedy=(
+                *("raise ", Setting("time_limit"), ", or leave ", Setting("solver"), " out"),
+                ": the default solver is exact and quicker",
+            ),
         ) from None
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pi_compile.errors import ProfileError, nearest
 from pi_compile.files import bundled_folder
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import Setting, UsageError
 
 WHOLE = 10**6
 """A share of 1, in millionths."""
@@ -46,9 +46,10 @@ def find_curve(name: str) -> Curve:
     if name not in known:
         near = nearest(name, known)
         raise UsageError(
-            f"--curve {name}: no such published curve",
+            "no such published curve",
+            setting=Setting("curve", name),
             expected=f"one of {', '.join(known)}",
-            remedy=f"--curve {near}" if near else None,
+            remedy=Setting("curve", near) if near else None,
         )
     return read_curve(bundled_folder("profiles/activations/published") / f"{name}.csv")
 
@@ -81,7 +82,7 @@ def curve_counts(curve: Curve, decoder: Decoder, density: Decimal, tokens: int =
     of the tokens, and the density is that of the experts that a token is routed to.
     """
     if not 0 < density <= 1:
-        raise UsageError(f"--density {density}: out of range", expected="a number above 0, at most 1")
+        raise UsageError("out of range", setting=Setting("density", density), expected="a number above 0, at most 1")
     routed = tokens * decoder.experts_per_token // decoder.n_experts
     columns = len(curve.shares)
     of_column = [_counts(shares, decoder.d_ff, density, routed) for shares in curve.shares]

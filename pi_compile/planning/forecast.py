@@ -20,7 +20,7 @@ from pi_compile.results import ActivationProfile, Counts
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import parameters
-from pi_runtime.errors import DoesNotFitError, UsageError
+from pi_runtime.errors import DoesNotFitError, Setting, UsageError
 
 AROUND = (-25, 0, 25)
 """Budgets that are forecast, in percent above the one that is asked for."""
@@ -111,7 +111,7 @@ def activation_profile(spec: PlanSpec) -> ActivationProfile:
     if spec.counts is not None:
         return _from_file(spec.counts, spec.model.decoder)
     if (spec.curve is None) != (spec.density is None):
-        raise UsageError("--curve and --density go together", expected="both, or neither")
+        raise UsageError((Setting("curve"), " and ", Setting("density"), " go together"), expected="both, or neither")
     if spec.curve is None or spec.density is None or not spec.model.decoder.sparse:
         return published_profile(spec.model)
     return _from_curve(spec.model.decoder, spec.curve, spec.density, "as given")
@@ -127,9 +127,15 @@ def published_profile(model: PlannedModel) -> ActivationProfile:
     if published is None:
         raise UsageError(
             f"{model.name}: nothing is known of how its neurons fire",
-            expected="--counts PROFILE, or --curve NAME with --density SHARE",
-            remedy="plain ReLU FFN: --curve opt-30b --density 0.03; gated: --curve reglu-70b --density 0.2; "
-            "of a recipe that is built: pi-compile train RECIPE --export PROFILE",
+            expected=(
+                *(Setting("counts", "PROFILE"), ", or "),
+                *(Setting("curve", "NAME"), " with ", Setting("density", "SHARE")),
+            ),
+            remedy=(
+                *("plain ReLU FFN: ", Setting("curve", "opt-30b"), " ", Setting("density", 0.03)),
+                *("; gated: ", Setting("curve", "reglu-70b"), " ", Setting("density", 0.2)),
+                "; of a recipe that is built: pi-compile train RECIPE --export PROFILE",
+            ),
         )
     return _from_curve(decoder, published.curve, published.density, published.source)
 

@@ -15,7 +15,7 @@ from pi_compile.files import bundled_folder
 from pi_compile.recipe import parse_toml
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.sizes import PARTS
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import Setting, UsageError
 
 _CONFIG = "config.json"
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -51,7 +51,7 @@ class PlannedModel:
         formats = {part: fmt for part, fmt in kept.items() if fmt is not None}
         if len(formats) < len(PARTS):
             raise UsageError(
-                f"{self.name}: its config does not say in which number format it is", remedy="--format f16"
+                f"{self.name}: its config does not say in which number format it is", remedy=Setting("format", "f16")
             )
         return formats
 

@@ -16,7 +16,7 @@ from pi_compile.sparsification.recipe import SparsifyRecipe
 from pi_compile.torch_model import flops_per_s, layer_parameters
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.console import size
-from pi_runtime.errors import DoesNotFitError
+from pi_runtime.errors import DoesNotFitError, Setting
 
 WEIGHT, STATE = 4, 16
 """Bytes of a weight; of a weight with its gradient and the optimiser's two moments."""
@@ -78,7 +78,8 @@ def check_room(needs: Needs, output: Path, work: Path) -> None:
     if free + taken < needs.disk_bytes:
         own = f", and {size(taken)} of this run in {work}" if taken else ""
         raise DoesNotFitError(
-            f"-o {output}: the disk is too small for checkpoints",
+            "the disk is too small for checkpoints",
+            setting=Setting("output", output),
             expected=size(needs.disk_bytes),
             found=f"{size(free)} free{own}",
             remedy="name an output on another disk",

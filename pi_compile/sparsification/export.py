@@ -24,7 +24,7 @@ from pi_compile.errors import CheckpointError
 from pi_compile.files import library_writes
 from pi_compile.sparsification.activation import Activation
 from pi_compile.torch_model import decoder as torch_decoder
-from pi_runtime.errors import UsageError, write_error
+from pi_runtime.errors import Setting, UsageError, write_error
 
 Tensor = torch.Tensor
 RECORD = "sparsify.json"
@@ -93,13 +93,13 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 def check_folder(output: Path) -> None:
     """Check that a folder can be made. Raises UsageError where something is in its place, or it cannot be written."""
-    parent = Path(os.path.realpath(output)).parent
+    parent, asked = Path(os.path.realpath(output)).parent, Setting("output", output)
     if output.exists():
-        raise UsageError(f"-o {output}: exists already", remedy="name another output, or remove it")
+        raise UsageError("exists already", setting=asked, remedy="name another output, or remove it")
     if not parent.is_dir():
-        raise UsageError(f"-o {output}: no folder {parent}", remedy="create it, or name another output")
+        raise UsageError(f"no folder {parent}", setting=asked, remedy="create it, or name another output")
     if not os.access(parent, os.W_OK):
-        raise UsageError(f"-o {output}: no permission to write in {parent}", remedy="name an output elsewhere")
+        raise UsageError(f"no permission to write in {parent}", setting=asked, remedy="name an output elsewhere")
 
 
 def stored_dtype(base: Checkpoint) -> torch.dtype:

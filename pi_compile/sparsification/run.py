@@ -35,7 +35,7 @@ from pi_compile.sparsification.page import curves_page
 from pi_compile.sparsification.recipe import SparsifyRecipe, read_sparsify_recipe
 from pi_compile.sparsification.training import Point, Trained, Training, Watch
 from pi_compile.workers import StageDoneError, Worker, WorkFolder
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import Setting, UsageError
 
 IDENTITY, MODEL, CONTROL = "run.json", "model", "control"
 _CHECKED = 64
@@ -74,7 +74,8 @@ def sparsify(recipe_path: Path, output: Path, device: str = "cpu", watch: Watch 
     if device.startswith("cuda:") and "LOCAL_RANK" not in os.environ:  # a launcher gives each process its own
         if device == "cuda:all":
             raise UsageError(
-                f"--device {device}: one process trains on one GPU",
+                "one process trains on one GPU",
+                setting=Setting("device", device),
                 expected="cpu or cuda:N",
                 remedy="accelerate launch -m pi_compile sparsify … starts a process for each GPU",
             )

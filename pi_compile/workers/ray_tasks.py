@@ -16,7 +16,7 @@ import ray
 
 from pi_compile.workers.rank import Rank
 from pi_compile.workers.worker import Worker
-from pi_runtime.errors import DoesNotFitError, UsageError
+from pi_runtime.errors import DoesNotFitError, Setting, UsageError
 
 KNOCK = 10.0
 """Seconds within which a cluster must take a connection."""
@@ -40,7 +40,9 @@ class RayTasks:
             ray.init(address=address, ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
         except (OSError, ValueError, RuntimeError) as error:
             remedy = "start one with `ray start --head`; docs/how-to/workers.md tells more"
-            raise UsageError(f"--ray {address}: no cluster answers", found=error, remedy=remedy) from None
+            raise UsageError(
+                "no cluster answers", setting=Setting("ray", address), found=error, remedy=remedy
+            ) from None
         self._run, self._resources = run, {"num_cpus": threads, "num_gpus": int(gpus), "memory": memory}
         self._running: list[Any] = []
         self._ended = threading.Event()

@@ -20,7 +20,7 @@ from pi_runtime.artifact.schema import Manifest
 from pi_runtime.bench.kept_neurons import KeptNeurons
 from pi_runtime.bench.sequences import LEAD, STEPS, Sequences
 from pi_runtime.console import Progress, size
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.devices import available_memory
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
@@ -44,23 +44,23 @@ class BenchSpec:
     def parse(cls, batches: str, prompts: str, repetitions: int, limit_s: float, threads: int | None) -> "BenchSpec":
         """The measurement that the flags of `pi-run` ask for. Raises UsageError for values that mean none."""
         if repetitions < 1:
-            raise UsageError(f"--repetitions {repetitions}", expected="1 or more")
+            raise UsageError(setting=Setting("repetitions", repetitions), expected="1 or more")
         if not 0 <= limit_s < math.inf:
-            raise UsageError(f"--seconds {limit_s}", expected="a number ≥ 0; 0 sets no limit")
+            raise UsageError(setting=Setting("seconds", limit_s), expected="a number ≥ 0; 0 sets no limit")
         return cls(
-            batches=_numbers("--batches", batches),
-            prompts=_numbers("--prompt-tokens", prompts),
+            batches=_numbers("batches", batches),
+            prompts=_numbers("prompt_tokens", prompts),
             repetitions=repetitions,
             limit_s=limit_s,
             threads=threads or int(numba.config.NUMBA_NUM_THREADS),
         )
 
 
-def _numbers(flag: str, value: str) -> tuple[int, ...]:
+def _numbers(name: str, value: str) -> tuple[int, ...]:
     """The numbers of a list like 1,2,4, in rising order."""
     parts = [part.strip() for part in value.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"{flag} {value}", expected="numbers of 1 or more, like 1,2,4")
+        raise UsageError(setting=Setting(name, value), expected="numbers of 1 or more, like 1,2,4")
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -140,7 +140,9 @@ class Bench:
     def _check_room(self, model: Model) -> None:
         if model.context < LEAD + STEPS:
             raise UsageError(
-                f"--bench needs a context of {LEAD + STEPS} tokens", found=model.context, remedy="raise --ctx-size"
+                f"measuring needs a context of {LEAD + STEPS} tokens",
+                found=model.context,
+                remedy=("raise ", Setting("context")),
             )
 
     def _rows(self, model: Model) -> Iterator[Row | None]:
@@ -187,7 +189,7 @@ class Bench:
         for tokens in self.spec.prompts:
             what = f"{model.mode}, prompt of {tokens}"
             if tokens > model.context:
-                self.left_out.append(f"{what}: the context has {model.context} tokens; see --ctx-size")
+                self.left_out.append(f"{what}: the context has {model.context} tokens")
                 yield None
             elif not self._has_time(what, token_s * tokens):
                 yield None

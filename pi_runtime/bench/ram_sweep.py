@@ -12,7 +12,7 @@ from pi_runtime import console
 from pi_runtime.bench.rendering import CURVE
 from pi_runtime.console import Progress
 from pi_runtime.disk.ram_plan import useful_budgets
-from pi_runtime.errors import DoesNotFitError, UsageError
+from pi_runtime.errors import DoesNotFitError, Setting, UsageError, spelled
 from pi_runtime.execution.disk import DiskExecutor
 from pi_runtime.execution.executor import DiskStats
 from pi_runtime.model import Model
@@ -68,7 +68,7 @@ def sweep(
         try:
             rows.append(_decoded(open_model, budget, limit_s / len(budgets)))
         except DoesNotFitError as error:  # this process has grown by more than expected
-            left_out.append(f"--ram-budget {budget >> 20}MiB: {error.expected}, now that larger ones have run")
+            left_out.append(f"{budget >> 20}MiB: {spelled(error.expected)}, now that larger ones have run")
     progress(len(budgets), len(budgets))
 
 
@@ -77,9 +77,10 @@ def _useful(open_model: Callable[[int], Model], budget: int) -> tuple[int, int]:
     with open_model(budget) as model:
         if model.context <= LEAD:
             raise UsageError(
-                f"--bench --ram-budget needs a context of {LEAD + 1} tokens", found=model.context,
-                remedy="raise --ctx-size",
-            )  # fmt: skip
+                f"a curve over budgets needs a context of {LEAD + 1} tokens",
+                found=model.context,
+                remedy=("raise ", Setting("context")),
+            )
         model.warm_up()
     assert isinstance(model.executor, DiskExecutor)
     return useful_budgets(model.manifest, model.executor.fixed_now())
@@ -117,7 +118,7 @@ def cells(rows: Sequence[BudgetRow]) -> list[dict[str, str]]:
     fastest = max((row.tokens_per_s for row in rows), default=0)
     return [
         {
-            "--ram-budget": console.size(row.budget),
+            "budget": console.size(row.budget),
             "tokens/s": f"{row.tokens_per_s:.2f}",
             "p50 ms": f"{1e3 * row.percentile_s(50):.1f}",
             "p99 ms": f"{1e3 * row.percentile_s(99):.1f}",

@@ -38,7 +38,7 @@ def open_on_gpu(
             device.limit(None)
         raise
     if vram_budget is not None and free < vram_budget:
-        executor.notice = f"{device.name} has {size(free)} free, less than --vram-budget {size(vram_budget)}"
+        executor.notice = f"{device.name} has {size(free)} free, less than the budget of {size(vram_budget)}"
     return executor
 
 

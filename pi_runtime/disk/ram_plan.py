@@ -13,7 +13,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.row_memory import SLOT_NBYTES, all_rows, disk_workspace_bytes, least_row_buffers, row_buffers
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest, RowPlan
-from pi_runtime.errors import DoesNotFitError
+from pi_runtime.errors import DoesNotFitError, Setting
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 
 ROW_ARRAYS = ("first", "rest")
@@ -127,10 +127,10 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
     least, most = useful_budgets(m, fixed)
     if budget < least:
         raise DoesNotFitError(
-            f"{artifact.path}: --ram-budget is too small to run it, however slowly",
+            (f"{artifact.path}: ", Setting("ram_budget"), " is too small to run it, however slowly"),
             expected=f"at least {least} bytes",
             found=f"{budget} bytes",
-            remedy=f"--ram-budget {-(-least // 2**20)}MiB, or a smaller --ctx-size",
+            remedy=(Setting("ram_budget", -(-least // 2**20) << 20), ", or a smaller ", Setting("context")),
         )
     buffers = row_buffers(m.decoder, sum(nbytes.values()), budget - fixed)
     room = buffers.left

@@ -24,7 +24,7 @@ from pi_runtime.disk.kernels import reading, ring_reading
 from pi_runtime.disk.kernels.c_calls import c_address
 from pi_runtime.disk.kernels.reading import SEMAPHORE_NBYTES, Shared
 from pi_runtime.disk.ring import OpenRing
-from pi_runtime.errors import ArtifactError, UsageError
+from pi_runtime.errors import ArtifactError, Setting, UsageError
 from pi_runtime.kernels.data.matrix_view import Ints
 
 GAP_NBYTES = 8192
@@ -92,7 +92,9 @@ class Reader:
                 control[place] = c_address(name)
             self._fd, self.direct, self.align = _opened(path, direct, align)
         except AttributeError:
-            raise UsageError("--ram-budget needs Linux", remedy="run it without --ram-budget") from None
+            raise UsageError(
+                (Setting("ram_budget"), " needs Linux"), remedy=("run it without ", Setting("ram_budget"))
+            ) from None
         control[reading.PREAD] = pread or control[reading.PREAD]
         control[reading.FD], control[reading.DIRECT], control[reading.ALIGN] = self._fd, self.direct, self.align
         control[reading.GAP], control[reading.MOST] = gap, PIECE_NBYTES

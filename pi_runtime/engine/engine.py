@@ -25,7 +25,7 @@ from pi_runtime.engine.scheduler import DECODE_SHARE, PIECE, Scheduler, Work
 from pi_runtime.engine.session import Session
 from pi_runtime.engine.stats import EngineStats
 from pi_runtime.engine.stream import Piece, Request, Scores, Stream, Turns
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache, pages_of
 from pi_runtime.generation import NO_GUESS, Answer, AnswerSettings, Scoring
@@ -70,10 +70,10 @@ class Engine:
         speculate: str | int = "auto",
     ) -> None:
         if not 0 <= decode_share < 1:
-            raise UsageError(f"decode_share {decode_share}", expected="0 or more, and less than 1")
-        for flag, value in (("--slots", slots), ("--piece", piece)):
+            raise UsageError(setting=Setting("decode_share", decode_share), expected="0 or more, and less than 1")
+        for name, value in (("slots", slots), ("piece", piece)):
             if value is not None and value < 1:
-                raise UsageError(f"{flag} {value}", expected="1 or more")
+                raise UsageError(setting=Setting(name, value), expected="1 or more")
         self.model, self._executor = model, model.executor
         self._speculation = model.speculation(speculate, StepTimes())
         self._scheduler: Scheduler[Request] = Scheduler(slots, piece or PIECE)

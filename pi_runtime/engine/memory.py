@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from pi_runtime.engine.prefix_tree import PrefixTree
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.executor import Executor
 from pi_runtime.execution.kv_cache import KVCache, pages_of
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagesExhausted
@@ -33,8 +33,8 @@ class EngineMemory:
             page = self.pool.page_nbytes
             raise UsageError(
                 f"keys and values of {positions} positions take {pages_of(positions) * page} bytes",
-                expected=f"at most --kv-budget, {self.pool.capacity * page} bytes in whole pages",
-                remedy="raise --kv-budget, or lower --max-tokens",
+                expected=("at most ", Setting("kv_budget"), f", {self.pool.capacity * page} bytes in whole pages"),
+                remedy=("raise ", Setting("kv_budget"), ", or lower ", Setting("max_tokens")),
             )
 
     def open(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from pi_runtime.errors import DeviceError, MissingExtraError, UsageError
+from pi_runtime.errors import DeviceError, MissingExtraError, Setting, UsageError
 
 MARGIN = 0.1
 """Share of the free memory that a budget of nobody's choice leaves to others."""
@@ -26,19 +26,25 @@ def resolve_device(name: str) -> str:
         return name
     kind, _, index = name.partition(":")
     if kind != "cuda" or not (index == "" or index.isdecimal()):
-        raise UsageError(f"--device {name}: unknown device", expected="auto, cpu, stand-in or cuda:N")
+        raise UsageError("unknown device", setting=Setting("device", name), expected="auto, cpu, stand-in or cuda:N")
     if missing := _missing():
         raise MissingExtraError(
-            f"--device {name}: needs {' and '.join(missing)}, not installed", remedy="pip install 'pi-toolchain[cuda]'"
+            f"needs {' and '.join(missing)}, not installed",
+            setting=Setting("device", name),
+            remedy="pip install 'pi-toolchain[cuda]'",
         )
     present = _gpus()
     if int(index or 0) >= present:
         import torch  # noqa: PLC0415
 
         raise DeviceError(
-            f"--device {name}: no such GPU",
+            "no such GPU",
+            setting=Setting("device", name),
             found=f"{present} CUDA devices, by torch {torch.__version__}",
-            remedy="--device cpu, or --device auto; with a GPU here: its driver, and a torch built for CUDA",
+            remedy=(
+                *(Setting("device", "cpu"), ", or ", Setting("device", "auto")),
+                "; with a GPU here: its driver, and a torch built for CUDA",
+            ),
         )
     return f"cuda:{int(index or 0)}"
 

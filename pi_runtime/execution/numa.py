@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import Setting, UsageError
 
 SPREAD = "spread"
 """In place of a node's number: processes of one machine take the nodes in turns."""
@@ -29,7 +29,9 @@ def pin(numa: str, nodes: Nodes, number: int = 0) -> None:
         node = int(numa)
     else:
         found = f"nodes {', '.join(map(str, sorted(nodes)))}" if nodes else f"no NUMA nodes on {sys.platform}"
-        raise UsageError(f"--numa {numa}: no such node", expected=f"a node's number, or {SPREAD}", found=found)
+        raise UsageError(
+            "no such node", setting=Setting("numa", numa), expected=f"a node's number, or {SPREAD}", found=found
+        )
     os.sched_setaffinity(0, nodes[node])
 
 

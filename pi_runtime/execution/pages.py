@@ -20,7 +20,7 @@ from pi_runtime.artifact.buffers import cache_format, kv_page
 from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.errors import DoesNotFitError
+from pi_runtime.errors import DoesNotFitError, Setting
 
 PAGE_POSITIONS = POSITIONS
 """Positions of a page: those that attention takes at once."""
@@ -51,8 +51,8 @@ class Allowance:
             if nbytes > (left := self._collected()):
                 raise DoesNotFitError(
                     f"keys and values need {nbytes} bytes more",
-                    expected=f"at most {left} bytes, of those that --ram-budget leaves to them",
-                    remedy="close other caches, or load it with a larger --kv-budget",
+                    expected=(f"at most {left} bytes, of those that ", Setting("ram_budget"), " leaves to them"),
+                    remedy=("close other caches, or load it with a larger ", Setting("kv_budget")),
                 )
             self._left -= nbytes
 
@@ -87,9 +87,10 @@ class PagePool:
         self.capacity = None if budget is None else budget // self.page_nbytes
         if self.capacity == 0:
             raise DoesNotFitError(
-                f"--kv-budget {budget}: no page of {PAGE_POSITIONS} positions fits it",
+                f"no page of {PAGE_POSITIONS} positions fits it",
+                setting=Setting("kv_budget", budget),
                 expected=f"at least {self.page_nbytes} bytes",
-                remedy=f"--kv-budget {self.page_nbytes}B or more",
+                remedy=(Setting("kv_budget", self.page_nbytes), " or more"),
             )
         if self.capacity is not None:
             self._allow(self.capacity * self.page_nbytes)

@@ -25,7 +25,7 @@ from pi_runtime.artifact.buffers import (
 )
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest, Plan
-from pi_runtime.errors import DoesNotFitError, UsageError
+from pi_runtime.errors import DoesNotFitError, Setting, UsageError
 from pi_runtime.execution.plan_layout import GPU, placed_arrays
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -33,20 +33,24 @@ _MOST_GIB = 256
 """A number without a unit is most likely meant as GiB below this, and as MiB from this on."""
 
 
-def parse_size(text: str, flag: str) -> int:
+def parse_size(text: str, name: str) -> int:
     """Parse a size: `8GiB`, `512 MiB`, `1.5GB`, `4096B`; a number without a unit counts bytes, 1 MiB of them or more.
 
-    Raises UsageError naming the flag.
+    Raises UsageError naming the setting.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     expected = "a number with B, KiB, MiB, GiB or TiB, like 8GiB"
     if match is None or match[2].upper() not in _UNITS:
-        raise UsageError(f"{flag} {text}: not a size", expected=expected)
+        raise UsageError("not a size", setting=Setting(name, text), expected=expected)
     number, unit = match.groups()
     if not unit and 0 < float(number) < _UNITS["MIB"]:
         likely = f"{number}{'GiB' if float(number) < _MOST_GIB else 'MiB'}"
-        what = f"{flag} {number}: a number without a unit counts bytes, and so few hold nothing"
-        raise UsageError(what, expected=expected, remedy=f"did you mean {likely}?")
+        raise UsageError(
+            "a number without a unit counts bytes, and so few hold nothing",
+            setting=Setting(name, number),
+            expected=expected,
+            remedy=f"did you mean {likely}?",
+        )
     return int(float(number) * _UNITS[unit.upper()])
 
 
@@ -137,9 +141,12 @@ def choose_plan(artifact: Artifact, context: int, budget: int, free: int = sys.m
             f"{where}: no stored placement fits the GPU budget with a context of {context} tokens",
             expected=f"at least {least} bytes",
             found=f"{budget} bytes" + (", all that the GPU has free" if budget == free else ""),
-            remedy=(f"--vram-budget {least}B, " if least <= free else "")
-            + (f"--ctx-size {shorter}, " if fits else "")
-            + "--device cpu (without --vram-budget), or add the budget to [place] vram_gib and build again",
+            remedy=(
+                *((Setting("vram_budget", least), ", ") if least <= free else ()),
+                *((Setting("context", shorter), ", ") if fits else ()),
+                *(Setting("device", "cpu"), " (without ", Setting("vram_budget"), ")"),
+                ", or add the budget to [place] vram_gib and build again",
+            ),
         )
     best = max(fitting, key=lambda n: (needed[n], plans[n].vram_bytes))
     return allocation(manifest, plans[best], context, budget)
@@ -147,11 +154,11 @@ def choose_plan(artifact: Artifact, context: int, budget: int, free: int = sys.m
 
 def _no_placement(manifest: Manifest, where: Path) -> DoesNotFitError:
     """The error for an artifact without plans; the recipe that it holds says for which machine it was built."""
-    on_cpu = "run it on the CPU (--device cpu, no --vram-budget)"
+    on_cpu = ("run it on the CPU (", Setting("device", "cpu"), ", no ", Setting("vram_budget"), ")")
     if not manifest.profiled_tokens:
         return DoesNotFitError(
-            f"{where}: holds no placement: it was packed without profile and placements (pack --plain)",
-            remedy=f"{on_cpu}, or build it: pi-compile build RECIPE",
+            f"{where}: holds no placement: it was packed without profile and placements (pi-compile pack --plain)",
+            remedy=(on_cpu, ", or build it: pi-compile build RECIPE"),
         )
     section = manifest.recipe.get("place")
     machine = section.get("machine") if isinstance(section, dict) else None
@@ -159,6 +166,8 @@ def _no_placement(manifest: Manifest, where: Path) -> DoesNotFitError:
     return DoesNotFitError(
         f"{where}: holds no placement: it was built for {built_for}, which has no GPU, or whose GPU would not make "
         "this model faster",
-        remedy=f"{on_cpu}; or write another machine into the recipe and build it again: one that has a GPU "
-        '(pi-compile machine measures yours), or [place] machine = "stand-in", whose GPU always pays',
+        remedy=(
+            *(on_cpu, "; or write another machine into the recipe and build it again: one that has a GPU "),
+            '(pi-compile machine measures yours), or [place] machine = "stand-in", whose GPU always pays',
+        ),
     )

@@ -234,7 +234,7 @@ def _opening(artifact: Path, model_options: dict[str, Any], engine_options: dict
     Artifact.open(artifact).close()
     for flag in ("vram_budget", "ram_budget", "kv_budget"):
         if model_options[flag] is not None:
-            model_options[flag] = parse_size(model_options[flag], f"--{flag.replace('_', '-')}")
+            model_options[flag] = parse_size(model_options[flag], flag)
     engine_options["kv_budget"] = model_options["kv_budget"]
     engine_options["speculate"] = parse_setting(engine_options["speculate"])
 

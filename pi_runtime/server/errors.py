@@ -1,15 +1,23 @@
 """Errors of a request, as OpenAI's clients read them."""
 
-import re
 import traceback
 from collections.abc import Mapping
 from typing import Any
 
 from pi_runtime import console
-from pi_runtime.errors import ArtifactError, InputError, MissingExtraError, PiError, UsageError
+from pi_runtime.errors import (
+    ArtifactError,
+    ContextError,
+    InputError,
+    MissingExtraError,
+    PiError,
+    Setting,
+    Text,
+    UsageError,
+    spelled,
+)
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-FLAG = re.compile("--([a-z-]+)")
 FIELDS = {
     "prompt_logprobs": "echo",
     "json_schema": "response_format",
@@ -21,6 +29,12 @@ FIELDS = {
 
 OLLAMA = "/api/"
 """Paths whose errors have Ollama's form."""
+
+
+def field(setting: Setting) -> str:
+    """A setting as a request has it: `max_tokens 0`."""
+    name = FIELDS.get(setting.name, setting.name)
+    return name if setting.value is None else f"{name} {setting.value}"
 
 
 class ApiError(Exception):
@@ -56,23 +70,23 @@ class ApiError(Exception):
         return {"error": self.message} if path.startswith(OLLAMA) else self.body()
 
 
-def refused(error: Exception) -> ApiError:
-    """The answer to a request that cannot be run: 400 where the request is at fault, else 500.
+def described(error: PiError, what: Text) -> str:
+    """`what`, and what was expected and found. The remedy is left out: it speaks to whoever runs the server."""
+    fields = (("expected", error.expected), ("found", error.found))
+    told = [f"{name}: {spelled(text, field)}" for name, text in fields if text is not None]
+    return "; ".join([spelled(what, field), *told])
 
-    Errors of the engine begin with the flag of the setting that is wrong, from which the field follows.
-    """
+
+def refused(error: Exception) -> ApiError:
+    """The answer to a request that cannot be run: 400 where the request is at fault, else 500."""
     if not isinstance(error, UsageError | InputError) or isinstance(error, MissingExtraError | ArtifactError):
         return failed(error)
-    what, param = error.what, None
-    if flag := FLAG.match(what):
-        name = flag[1].replace("-", "_")
-        param = FIELDS.get(name, name)
-        what = param + what[flag.end() :]
-    # The remedy is left out: it speaks of the command line.
-    fields = (("expected", error.expected), ("found", error.found))
-    message = "; ".join([what, *(f"{name}: {value}" for name, value in fields if value is not None)])
-    code = "context_length_exceeded" if "the context of" in str(error.expected) else None
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(
+        400,
+        described(error, error.what),
+        param=None if error.setting is None else field(Setting(error.setting.name)),
+        code="context_length_exceeded" if isinstance(error, ContextError) else None,
+    )
 
 
 def failed(error: BaseException) -> ApiError:
@@ -83,7 +97,7 @@ def failed(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PiError):
-        return ApiError(500, str(error))
+        return ApiError(500, error.message(field))
     name, frames = type(error).__name__, traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     console.say(f"error: internal error: {name}{where}")

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from pi_runtime.errors import ArtifactError, PiError, UsageError
+from pi_runtime.errors import ArtifactError, PiError, Setting, UsageError
 from pi_runtime.exit_codes import missing_extra
 
 Mask = npt.NDArray[np.bool_]
@@ -38,7 +38,12 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str):
-            raise UsageError(f"--{self.kind}", expected="text", found=repr(self.source)[:80])
+            raise UsageError(setting=self.setting, expected="text", found=repr(self.source)[:80])
+
+    @property
+    def setting(self) -> Setting:
+        """The setting that gives a grammar of this kind."""
+        return Setting(self.kind.replace("-", "_"))
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Self:
@@ -46,16 +51,17 @@ class Grammar:
         try:
             value = json.loads(schema) if isinstance(schema, str) else schema
             if not isinstance(value, Mapping | bool):
-                raise UsageError("--json-schema", expected="a JSON object", found=repr(value)[:80])
+                raise UsageError(setting=Setting("json_schema"), expected="a JSON object", found=repr(value)[:80])
             return cls("json-schema", json.dumps(value))
         except (ValueError, TypeError, RecursionError) as error:
-            raise UsageError("--json-schema is not JSON", found=str(error)[:200]) from None
+            raise UsageError("not JSON", setting=Setting("json_schema"), found=str(error)[:200]) from None
 
     @classmethod
     def of(cls, *, json_schema: Any = None, regex: str | None = None, lark: str | None = None) -> Self | None:
         """The one that is given; None where none is. Raises UsageError for several."""
         if [json_schema, regex, lark].count(None) < 2:
-            raise UsageError("give one of --json-schema, --regex and --lark")
+            names = Setting("json_schema"), ", ", Setting("regex"), " and ", Setting("lark")
+            raise UsageError(("give one of ", names))
         if json_schema is not None:
             return cls.json_schema(json_schema)
         if regex is not None:
@@ -116,7 +122,7 @@ class GrammarCompiler:
         }[grammar.kind]
         found = matcher(self._tokens, read(grammar.source), log_level=0)
         if found.is_error():
-            raise UsageError(f"--{grammar.kind} cannot be used", found=found.get_error().strip()[:500])
+            raise UsageError("cannot be used", setting=grammar.setting, found=found.get_error().strip()[:500])
         return found
 
 

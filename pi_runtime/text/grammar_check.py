@@ -55,9 +55,10 @@ def check_grammar(grammar: Grammar, limits: GrammarLimits = GrammarLimits()) -> 
         )
     except subprocess.TimeoutExpired:
         expected = f"one that can be read within {limits.seconds:g} s"
-        raise UsageError(f"--{grammar.kind} is too complex", expected=expected) from None
+        raise UsageError("too complex", setting=grammar.setting, expected=expected) from None
     if done.returncode:
         expected = f"one that can be read in {limits.memory_bytes} bytes"
-        raise UsageError(f"--{grammar.kind} is too complex", expected=expected)
+        raise UsageError("too complex", setting=grammar.setting, expected=expected)
     if done.stdout:
-        raise UsageError(f"--{grammar.kind} cannot be used", found=done.stdout.decode(errors="replace").strip()[:500])
+        found = done.stdout.decode(errors="replace").strip()[:500]
+        raise UsageError("cannot be used", setting=grammar.setting, found=found)

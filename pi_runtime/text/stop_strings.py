@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import Setting, UsageError
 
 
 class StopStrings:
@@ -17,9 +17,9 @@ class StopStrings:
         """Raises UsageError for an empty stop string."""
         # A str is a Sequence[str] too: its letters would each stop the text.
         if isinstance(stops, str) or not all(isinstance(stop, str) for stop in stops):
-            raise UsageError("--stop: not a list of strings", found=repr(stops))
+            raise UsageError("not a list of strings", setting=Setting("stop"), found=repr(stops))
         if "" in stops:
-            raise UsageError("--stop: an empty stop string", expected="at least one character")
+            raise UsageError("an empty stop string", setting=Setting("stop"), expected="at least one character")
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._held = ""

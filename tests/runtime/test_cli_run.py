@@ -116,7 +116,7 @@ def test_answers_in_a_grammar(run: Run, alphabet: Path, tmp_path: Path) -> None:
     assert json.loads(run(alphabet, "-p", "a", "--lark", lark, "--json", "-n", 3)[1])["text"].startswith("bc")
     schema.write_text("{")
     for flags, code, message in (
-        (("--regex", "a(b"), 2, "--regex cannot be used"),
+        (("--regex", "a(b"), 2, "--regex: cannot be used"),
         (("--json-schema", schema), 3, f"--json-schema {schema}: not JSON"),
         (("--json-schema", tmp_path / "none"), 3, f"--json-schema {tmp_path / 'none'}: no such file\n  try: "),
         (("--lark", tmp_path / "none"), 3, f"--lark {tmp_path / 'none'}: no such file\n  try: "),

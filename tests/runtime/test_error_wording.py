@@ -11,7 +11,7 @@ import pytest
 
 MOST = numba.config.NUMBA_NUM_THREADS
 NO_PLACEMENT = (
-    "{artifact}: holds no placement: it was packed without profile and placements (pack --plain)",
+    "{artifact}: holds no placement: it was packed without profile and placements (pi-compile pack --plain)",
     "  try: run it on the CPU (--device cpu, no --vram-budget), or build it: pi-compile build RECIPE",
 )
 CONTEXT = "  expected: 2 to 64, the context this model was made for"
@@ -57,7 +57,7 @@ ARGUMENTS: dict[str, tuple[int, list[str], tuple[str, ...]]] = {
     ),
     "no context to measure in": (
         2, ["--bench", "--ctx-size", "11"],
-        ("--bench needs a context of 12 tokens", "  found: 11", "  try: raise --ctx-size"),
+        ("measuring needs a context of 12 tokens", "  found: 11", "  try: raise --ctx-size"),
     ),
     "prompts as JSON": (2, ["--prompts", "p.jsonl", "--json"], ("--prompts does not go with --json",)),
     "output of one prompt": (2, ["-p", "a", "-o", "b.jsonl"], ("--output goes with --prompts alone",)),

@@ -126,11 +126,11 @@ def test_ends_of_other_kinds(tmp_path: Path) -> None:
 BAD = {
     "schema": (lambda: Grammar.json_schema({"type": "objct"}), "Invalid type: objct"),
     "keyword": (lambda: Grammar.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
-    "no JSON": (lambda: Grammar.json_schema("{"), "--json-schema is not JSON"),
+    "no JSON": (lambda: Grammar.json_schema("{"), "json_schema: not JSON"),
     "a list": (lambda: Grammar.json_schema("[1]"), "a JSON object"),
-    "a set": (lambda: Grammar.json_schema({"enum": {1}}), "--json-schema is not JSON"),
+    "a set": (lambda: Grammar.json_schema({"enum": {1}}), "json_schema: not JSON"),
     "regex": (lambda: Grammar.regex("a(b"), "unclosed group"),
-    "no text": (lambda: Grammar.regex(3), "--regex"),  # type: ignore[arg-type]
+    "no text": (lambda: Grammar.regex(3), "regex\n  expected: text"),  # type: ignore[arg-type]
     "lark": (lambda: Grammar.lark("start: foo"), 'unknown name: "foo"'),
 }
 

@@ -160,7 +160,7 @@ def _with_activation(decoder: Decoder, config: Config, file: GgufFile, declared:
     if not declared and named is None:
         config.notices.append(
             f"a GGUF file does not say its activation: {usual} is taken, as {engine} takes it; for a model that was "
-            "made with another: init --activation NAME, or [model] activation"
+            "made with another: pi-compile init --activation NAME, or [model] activation"
         )
         return decoder
     activation = declared or HF_ACTIVATIONS.get(str(named), str(named))

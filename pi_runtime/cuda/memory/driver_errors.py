@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pi_runtime.errors import DeviceError, DoesNotFitError, PiError
+from pi_runtime.errors import DeviceError, DoesNotFitError, PiError, Setting
 
 _FULL = ("out of memory", "ALLOC_FAILED")
 _OURS = ("CUDA", "CUBLAS")
@@ -30,7 +30,11 @@ def _translated(text: str) -> PiError | None:
         return PiError(
             "the GPU failed",
             found=_first_line(text),
-            remedy="run again; if it comes back, --device cpu; the driver's own message is in the system log",
+            remedy=(
+                "run again; if it comes back, ",
+                Setting("device", "cpu"),
+                "; the driver's own message is in the system log",
+            ),
         )
     return None
 
@@ -40,8 +44,13 @@ def out_of_memory(found: str) -> DoesNotFitError:
     return DoesNotFitError(
         "the GPU ran out of memory",
         found=_first_line(found),
-        remedy="a smaller --vram-budget (a smaller part of the model goes there), a smaller --ctx-size, or end other "
-        "programs that use the GPU",
+        remedy=(
+            "a smaller ",
+            Setting("vram_budget"),
+            " (a smaller part of the model goes there), a smaller ",
+            Setting("context"),
+            ", or end other programs that use the GPU",
+        ),
     )
 
 
@@ -60,9 +69,13 @@ def device_error(index: int, error: Exception) -> DeviceError:
     return DeviceError(
         f"cuda:{index} cannot be used" + (": Triton could not compile its launcher" if launcher else ""),
         found=_first_line(str(error)),
-        remedy="install a C compiler and Python's headers (gcc, python3-dev), or --device cpu"
-        if launcher
-        else "an NVIDIA driver that suits this torch (see nvidia-smi), or --device cpu",
+        remedy=(
+            "install a C compiler and Python's headers (gcc, python3-dev)"
+            if launcher
+            else "an NVIDIA driver that suits this torch (see nvidia-smi)",
+            ", or ",
+            Setting("device", "cpu"),
+        ),
     )
 
 

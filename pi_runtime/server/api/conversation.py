@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pi_runtime.errors import InputError, MissingExtraError, UsageError
+from pi_runtime.errors import InputError, MissingExtraError, UsageError, spelled
 from pi_runtime.server.api.body import MANY, TOKENS, Body, Unsupported, invalid
 from pi_runtime.server.api.logprobs import ShownLogprobs
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.turn import Turn
-from pi_runtime.server.errors import refused
+from pi_runtime.server.errors import described, refused
 from pi_runtime.server.tools.output import OutputFormat
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.grammar_check import check_grammar
@@ -226,12 +226,12 @@ class Conversation:
                 check_grammar(grammar)
                 tokenizer.grammars.start(grammar)
             except MissingExtraError as error:
-                raise invalid(self._grammar_field, f"{error.what}: {error.remedy}", code="unsupported_value") from None
+                message = f"{spelled(error.what)}: {spelled(error.remedy)}"
+                raise invalid(self._grammar_field, message, code="unsupported_value") from None
             except UsageError as error:
-                # It begins with the flag of one kind of grammar, which is not what the request has.
-                raise invalid(self._grammar_field, refused(error).message.partition(" ")[2]) from None
+                raise invalid(self._grammar_field, described(error, error.reason)) from None
             except InputError as error:
-                raise invalid(self._grammar_field, error.what) from None
+                raise invalid(self._grammar_field, spelled(error.what)) from None
         return Prompt(text, ids, grammar, self.tools, served.output)
 
     @property

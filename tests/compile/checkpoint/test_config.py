@@ -76,7 +76,7 @@ def test_unknown_keys_are_all_named_with_the_way_out(folder: Path) -> None:
     edit_json(folder / "config.json", secret_scale=2.0, other_trick="yes")
     message = refusal(folder)
     assert "other_trick, secret_scale are not understood" in message
-    assert "add --ignore-config other_trick --ignore-config secret_scale" in message
+    assert "add ignore_config='other_trick' ignore_config='secret_scale'" in message
     assert '[model] ignore_config = ["other_trick", "secret_scale"]' in refusal(folder, in_recipe=True)
     checkpoint = open_checkpoint(folder, ignore_config=["secret_scale", "other_trick", "dtype", "architectures"])
     assert checkpoint.notices[1] == "config.json: secret_scale = 2.0 is ignored, as asked"
@@ -86,7 +86,7 @@ def test_unknown_keys_are_all_named_with_the_way_out(folder: Path) -> None:
 def test_a_key_that_is_read_cannot_be_ignored(folder: Path) -> None:
     message = refusal(folder, ignore_config=["hidden_act"])
     assert "hidden_act cannot be ignored" in message
-    assert "take it out of --ignore-config" in message
+    assert "take it out of ignore_config" in message
     assert "take it out of [model] ignore_config" in refusal(folder, ignore_config=["hidden_act"], in_recipe=True)
 
 
@@ -94,7 +94,7 @@ def test_a_flag_names_keys_that_are_there(folder: Path) -> None:
     edit_json(folder / "config.json", secret_scale=2.0)
     with pytest.raises(UsageError) as caught:
         open_checkpoint(folder, ignore_config=["secretscale"])
-    assert f"--ignore-config secretscale: {folder / 'config.json'} has no such key" in str(caught.value)
+    assert f"ignore_config='secretscale': {folder / 'config.json'} has no such key" in str(caught.value)
     assert "such as secret_scale" in str(caught.value)
     assert open_checkpoint(folder, ignore_config=["secret_scale", "was_there_once"], in_recipe=True)
 

@@ -155,7 +155,7 @@ def test_what_cannot_be_scored_says_why(tmp_path: Path, model: torch.nn.Module) 
     artifact = packed(tmp_path, None)
     with pytest.raises(CorpusError, match="at least one window"):
         evaluate(artifact, [artifact.with_name("text.txt")], None, tokens=8, window=32, progress=lambda *_: None)
-    with pytest.raises(CorpusError, match=r"--text .*none\.txt: no such file\n  try: "):
+    with pytest.raises(CorpusError, match=r"^text=.*none\.txt.*: no such file\n  try: "):
         evaluate(artifact, [tmp_path / "none.txt"], None, tokens=96, window=32, progress=lambda *_: None)
     with pytest.raises(CheckpointError, match="no such folder"):
         score(artifact, tmp_path / "nothing")

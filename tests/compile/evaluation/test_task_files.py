@@ -101,7 +101,7 @@ def test_a_bad_line_is_named(tmp_path: Path, row: Any, message: str) -> None:
     first = ARC if isinstance(row, dict) and "question" in row else first
     with pytest.raises(TaskError, match=message) as error:
         read_task(written(tmp_path, first, row))
-    assert str(error.value).startswith(f"--task {tmp_path / 'task.jsonl'}: line 2: ")
+    assert str(error.value).startswith(f"{tmp_path / 'task.jsonl'}: line 2: ")
 
 
 def test_mistakes_on_the_command_line(fails: Fails, artifact: Path, tmp_path: Path) -> None:

@@ -88,12 +88,12 @@ def test_the_same_integers_everywhere() -> None:
 
 @pytest.mark.parametrize("density", ["0", "-0.1", "1.01"])
 def test_a_density_is_a_share(density: str) -> None:
-    with pytest.raises(UsageError, match="--density"):
+    with pytest.raises(UsageError, match=r"^density="):
         curve_counts(find_curve("opt-30b"), shape(8), Decimal(density))
 
 
 def test_an_unknown_curve_names_the_nearest() -> None:
-    with pytest.raises(UsageError, match="--curve bamboo-7b"):
+    with pytest.raises(UsageError, match="curve='bamboo-7b"):
         find_curve("bamboo7b")
 
 

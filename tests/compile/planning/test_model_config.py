@@ -240,7 +240,7 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Path) -> None:
 
 def test_an_unknown_key_is_refused_until_it_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B | {"unheard_of": 1}))
-    with pytest.raises(CheckpointError, match="add --ignore-config unheard_of"):
+    with pytest.raises(CheckpointError, match="add ignore_config='unheard_of'"):
         find_planned("config.json", tmp_path)
     with pytest.raises(CheckpointError, match=r'\[model\] ignore_config = \["unheard_of"\]'):
         find_planned("config.json", tmp_path, in_recipe=True)

@@ -17,7 +17,7 @@ from pi_runtime.errors import DoesNotFitError
 Run = Callable[..., tuple[int, str, str]]
 
 BRIEF = ("--bench", "--batches", "1,3", "--prompt-tokens", "5,500", "--repetitions", "2", "--device", "cpu")
-LEFT_OUT = [f"{mode}, prompt of 500: the context has 96 tokens; see --ctx-size" for mode in ("auto", "dense")]
+LEFT_OUT = [f"{mode}, prompt of 500: the context has 96 tokens" for mode in ("auto", "dense")]
 
 
 def test_json(run: Run, random_path: Path) -> None:
@@ -124,13 +124,13 @@ def test_a_curve_over_budgets(run: Run, wide: Path) -> None:
 def test_a_curve_is_drawn(run: Run, wide: Path) -> None:
     code, out, _ = run(wide, *SWEEP)
     assert code == 0
-    head = next(n for n, line in enumerate(out.splitlines()) if line.startswith("--ram-budget"))
+    head = next(n for n, line in enumerate(out.splitlines()) if line.startswith("budget"))
     rows = [line.split() for line in out.splitlines()[head + 1 :]]
     rates, bars = [float(row[2]) for row in rows], [row[-1] for row in rows]
     assert len(bars[rates.index(max(rates))]) == max(map(len, bars)) == 30
     assert all(set(bar) == {"█"} for bar in bars)
     _, out, _ = run(wide, *SWEEP, "--md")
-    assert out.splitlines()[2].startswith("| --ram-budget | tokens/s |")
+    assert out.splitlines()[2].startswith("| budget | tokens/s |")
 
 
 def test_a_budget_that_does_not_fit_any_more_is_said(run: Run, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_a_budget_that_does_not_fit_any_more_is_said(run: Run, wide: Path, monke
 
     monkeypatch.setattr(ram_sweep, "_decoded", grown)
     code, out, err = run(wide, *SWEEP, "--json")
-    reason = f"--ram-budget {budgets[-1] >> 20}MiB: at least 5 bytes, now that larger ones have run"
+    reason = f"{budgets[-1] >> 20}MiB: at least 5 bytes, now that larger ones have run"
     assert code == 0
     assert budgets[-1] not in [row["ram_budget"] for row in json.loads(out)["budgets"]]
     assert json.loads(out)["left_out"][-1] == reason

@@ -87,7 +87,7 @@ def test_what_there_is_no_time_for(random_path: Path) -> None:
 def test_what_there_is_no_context_for(random_path: Path) -> None:
     bench = measured(random_path, spec("1", "12,13"), mode="dense", context=12)
     assert kinds_of(bench) == [("dense", "decode", 1, 1), ("dense", "prompt", 1, 12)]
-    assert bench.left_out == ["dense, prompt of 13: the context has 12 tokens; see --ctx-size"]
+    assert bench.left_out == ["dense, prompt of 13: the context has 12 tokens"]
     with pytest.raises(UsageError, match="needs a context of 12 tokens"):
         measured(random_path, spec(), context=11)
 
@@ -131,9 +131,9 @@ Parse = Callable[[], BenchSpec]
 
 @pytest.mark.parametrize("value", ["", "0", "1,,2", "-1", "1;2", "²", "two"])
 def test_lists_that_are_none(value: str) -> None:
-    with pytest.raises(UsageError, match="--batches"):
+    with pytest.raises(UsageError, match=r"^batches="):
         spec(batches=value)
-    with pytest.raises(UsageError, match="--prompt-tokens"):
+    with pytest.raises(UsageError, match=r"^prompt_tokens="):
         spec(prompts=value)
 
 

@@ -201,7 +201,7 @@ def test_a_gpu_that_fails_is_one_clear_error_and_can_be_closed(
         runs = tuple(fail if call.kind == kind else call.run for call in executor.calls)
         executor._schedules[1] = replace(executor._schedules[1], runs=runs)
         patch.setattr(gpu, "synchronize", fail)
-        with pytest.raises(PiError, match=r"the GPU failed\n.*illegal memory access was encountered\n.*--device cpu"):
+        with pytest.raises(PiError, match=r"the GPU failed\n.*illegal memory access was encountered\n.*device='cpu'"):
             decoded(executor, executor.new_cache(), [5])
         executor.close()
 

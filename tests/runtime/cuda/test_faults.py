@@ -24,7 +24,7 @@ from pi_runtime.errors import DoesNotFitError, PiError
     ],
 )
 def test_out_of_memory_says_what_to_lower(text: str) -> None:
-    with pytest.raises(DoesNotFitError, match=r"--vram-budget.*--ctx-size") as caught, translated_errors():
+    with pytest.raises(DoesNotFitError, match=r"vram_budget.*context") as caught, translated_errors():
         raise RuntimeError(text)
     assert "more" not in str(caught.value)
 

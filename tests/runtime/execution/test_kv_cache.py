@@ -77,12 +77,12 @@ def test_a_cache_in_q8_is_near_the_usual_one(random_path: Path) -> None:
         assert 0 < error < 0.1
         with pytest.raises(UsageError, match="another model, context or format"):
             model.decode(1, usual.new_cache())
-    with pytest.raises(UsageError, match="--cache-format q4: unknown"):
+    with pytest.raises(UsageError, match=r"^cache_format='q4': unknown"):
         load(random_path, cache_format="q4")
 
 
 def test_a_budget_below_a_page_is_refused(model: Model) -> None:
-    with pytest.raises(DoesNotFitError, match="--kv-budget 9: no page of 32 positions fits"):
+    with pytest.raises(DoesNotFitError, match=r"^kv_budget=9: no page of 32 positions fits"):
         model.executor.new_pool(9)
 
 

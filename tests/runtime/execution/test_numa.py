@@ -67,7 +67,7 @@ def test_a_thread_and_those_that_it_starts_stay_on_a_node(name: str, number: int
 
 @pytest.mark.parametrize("name", ["1", "-1", "all", ""])
 def test_a_node_that_is_not_there(name: str) -> None:
-    with pytest.raises(UsageError, match=f"--numa {name}: no such node\n.*spread\n  found: nodes 0"):
+    with pytest.raises(UsageError, match=f"numa={name!r}: no such node\n.*spread\n  found: nodes 0"):
         numa.pin(name, {0: {CORES[0]}})
 
 

@@ -125,7 +125,7 @@ def test_the_plan_that_uses_most_of_the_budget(path: Path, manifest: Manifest) -
                         assert model.plan == manifest.plans[wanted]
     with load(path, device="stand-in") as model:
         assert model.plan == manifest.plans[-1]
-    with pytest.raises(UsageError, match="--device cpu"):
+    with pytest.raises(UsageError, match="device='cpu'"):
         load(path, device="cpu", vram_budget=98)
 
 
@@ -155,12 +155,12 @@ def test_the_rest_of_the_budget_goes_to_prompts(manifest: Manifest) -> None:
 def test_an_error_names_the_smallest_budget_and_what_helps(path: Path, manifest: Manifest) -> None:
     least, shorter = (min(needed_bytes(manifest, plan, context) for plan in manifest.plans) for context in (512, 64))
     with Artifact.open(path) as artifact:
-        helps = rf"at least {least} bytes(?s:.)*--vram-budget {least}B, --device cpu"
+        helps = rf"at least {least} bytes(?s:.)*vram_budget={least}, device='cpu'"
         with pytest.raises(DoesNotFitError, match=helps):
             choose_plan(artifact, 512, shorter - 1)
-        with pytest.raises(DoesNotFitError, match=rf"--vram-budget {least}B, --ctx-size 64, --device cpu"):
+        with pytest.raises(DoesNotFitError, match=rf"vram_budget={least}, context=64, device='cpu'"):
             choose_plan(artifact, 512, shorter)
-        with pytest.raises(DoesNotFitError, match=r"5 bytes, all that the GPU has free\n.*try: --device cpu") as e:
+        with pytest.raises(DoesNotFitError, match=r"5 bytes, all that the GPU has free\n.*try: device='cpu'") as e:
             choose_plan(artifact, 512, 1 << 40, free=5)
     assert e.value.exit_code == 4
 
