@@ -12,7 +12,6 @@ from pi_runtime.server.api.body import MANY, Body, Unsupported, invalid
 from pi_runtime.server.api.conversation import (
     Conversation,
     Message,
-    Name,
     Text,
     Tool,
     ToolChoice,
@@ -22,6 +21,7 @@ from pi_runtime.server.api.conversation import (
 )
 from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprobs
 from pi_runtime.server.api.other_servers import OtherServersChatFields
+from pi_runtime.server.api.response_format import ResponseFormat, schema_of
 from pi_runtime.server.api.sampling import Count, IgnoredFields, LengthFields, StreamingFields, only_one
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.turn import News, Turn
@@ -29,38 +29,6 @@ from pi_runtime.server.api.usage import Timings, Usage, timings, usage
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
 from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta
-
-
-class TextFormat(Body):
-    """Any text."""
-
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Body):
-    """A JSON object."""
-
-    type: Literal["json_object"]
-    schema_: Annotated[None, Unsupported("use json_schema")] = Field(default=None, alias="schema")
-
-
-class JsonSchema(Body):
-    """A schema, and its name, which changes nothing."""
-
-    name: Name
-    description: str | None = None
-    schema_: Annotated[dict[str, Any], MANY] | None = Field(default=None, alias="schema")
-    strict: bool | None = Field(default=None, description="Accepted; every answer follows its schema.")
-
-
-class JsonSchemaFormat(Body):
-    """JSON that follows a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class Prediction(Body):
@@ -335,7 +303,7 @@ def conversation_of(body: ConversationFields, served: Served) -> Conversation:
         tools=tools,
         tool_choice=choice,
         parallel=body.parallel_tool_calls is not False,
-        schema=_schema(body.response_format),
+        schema=schema_of(body.response_format),
         variables={
             **reasoning_variables("reasoning_effort", body.reasoning_effort, served),
             **(body.chat_template_kwargs or {}),
@@ -343,15 +311,6 @@ def conversation_of(body: ConversationFields, served: Served) -> Conversation:
         add_generation_prompt=body.add_generation_prompt is not False,
         continues=bool(body.continue_final_message),
     )
-
-
-def _schema(response_format: ResponseFormat | None) -> Mapping[str, Any] | None:
-    match response_format:
-        case JsonObjectFormat():
-            return {"type": "object"}
-        case JsonSchemaFormat(json_schema=JsonSchema(schema_=schema)):
-            return {} if schema is None else schema
-    return None
 
 
 def reasoning_variables(field: str, effort: str | None, served: Served) -> dict[str, Any]:

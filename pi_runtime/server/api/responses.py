@@ -9,10 +9,11 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from pi_runtime.sampling import TokenLogprobs
 from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported, invalid
-from pi_runtime.server.api.chat import JsonObjectFormat, JsonSchema, TextFormat, reasoning_variables
+from pi_runtime.server.api.chat import reasoning_variables
 from pi_runtime.server.api.conversation import AllowedTools, AllowedToolsChoice, Conversation, ToolChoice, allowed_tools
 from pi_runtime.server.api.logprobs import TokenLogprob, chat_logprobs
 from pi_runtime.server.api.other_servers import OneAnswerFields
+from pi_runtime.server.api.response_format import JsonObjectFormat, JsonSchema, TextFormat
 from pi_runtime.server.api.response_items import (
     AllowedChoice,
     FunctionChoice,

@@ -27,7 +27,7 @@ def test_nothing_of_a_request_is_logged_unless_it_is_asked_for(
 ) -> None:
     quiet = serve(alphabet)
     quiet.complete("private", max_tokens=1)
-    quiet.complete("private", wrong="private")
+    quiet.complete("private", temperature="private")
     quiet.get("/private?private")
     served = serve(alphabet, log_requests=True)
     served.complete("private", max_tokens=1)
