@@ -1,5 +1,6 @@
 """Errors of a request, as OpenAI's clients read them."""
 
+import re
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from pi_runtime.errors import (
 )
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+PATH = re.compile(r"(?<!\w)/[^\s/]+/|\b[A-Za-z]:\\")
+"""The beginning of an absolute path."""
 FIELDS = {
     "prompt_logprobs": "echo",
     "json_schema": "response_format",
@@ -92,13 +95,19 @@ def refused(error: Exception) -> ApiError:
 def failed(error: BaseException) -> ApiError:
     """The answer to a request that broke while it ran. Of a fault of this program it tells no more than its type.
 
-    Where the fault is stands on stderr. Its message is left out there too: it may quote a request.
+    Where the fault is stands on stderr. Its message is left out there too: it may quote a request. An error of this
+    machine's files names them on stderr alone.
     """
     if isinstance(error, ApiError):
         return error
+    name = type(error).__name__
     if isinstance(error, PiError):
-        return ApiError(500, error.message(field))
-    name, frames = type(error).__name__, traceback.extract_tb(error.__traceback__)
+        message = error.message(field)
+        if PATH.search(message) is None:
+            return ApiError(500, message)
+        console.say(f"error: {message}")
+        return ApiError(500, f"internal error: {name}")
+    frames = traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     console.say(f"error: internal error: {name}{where}")
     return ApiError(500, f"internal error: {name}")

@@ -156,9 +156,10 @@ def compiled(template: str) -> jinja2.Template:
     return environment().from_string(template)
 
 
-def render(template: str, variables: dict[str, Any], output_bytes: int) -> dict[str, Any]:
+def render(template: str, request: bytes, output_bytes: int) -> dict[str, Any]:
     """The reply to one request."""
     try:
+        variables = json.loads(request)["variables"]
         return {"text": "".join(bounded(compiled(template).generate(variables), output_bytes))}
     except MemoryError:
         return {"limit": "memory"}
@@ -195,7 +196,7 @@ def main() -> None:
     template = json.loads(sys.stdin.buffer.readline())["template"]
     for line in sys.stdin.buffer:
         allow_time(seconds)
-        reply = render(template, json.loads(line)["variables"], output_bytes)
+        reply = render(template, line, output_bytes)
         sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
         sys.stdout.buffer.flush()
 

@@ -117,7 +117,7 @@ class ChatTemplate:
         self.close()
 
     def _exchange(self, request: bytes) -> dict[str, Any]:
-        """Hand the child a request and return its reply. Only a child that replied with text or an error stays."""
+        """Hand the child a request and return its reply. A child without one, or without memory, ends."""
         child = self._ready_child()
         if not self._is_told:
             self._is_told = True
@@ -135,7 +135,7 @@ class ChatTemplate:
             if len(line) <= longest and not late.is_set():
                 reply = _parse(line)
         finally:
-            if reply is None or "limit" in reply:
+            if reply is None or reply.get("limit") == "memory":
                 self._end()
         if late.is_set() or child.returncode == -getattr(signal, "SIGXCPU", 0):
             raise _exceeded("time", self._limits)

@@ -7,7 +7,6 @@ ones keep the text within the grammar. The model's ids for the end of text may f
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -16,11 +15,16 @@ import tokenizers
 
 from pi_runtime.errors import ArtifactError, PiError, Setting, UsageError
 from pi_runtime.exit_codes import missing_extra
+from pi_runtime.text.kept import Kept
 
 Mask = npt.NDArray[np.bool_]
 
-COMPILED_GRAMMARS = 32
-"""Compiled grammars that a model keeps for later answers."""
+COMPILED_BYTES = 64 << 20
+"""What the compiled grammars may take that a model keeps for later answers."""
+COMPILED_OF_SOURCE = 256
+"""Bytes of a compiled grammar for one of its source, or less: schemas of 100 and more fields were measured."""
+LEAST_COMPILED = 64 << 10
+"""What a compiled grammar takes at least."""
 STAND_IN_END = "<|end of grammar|>"
 """Ends the text for llguidance, which needs such a token, where the model has none."""
 
@@ -107,11 +111,13 @@ class GrammarCompiler:
                 found=str(error)[:200],
             ) from None
         self._stand_in = None if self._end_ids.size else ends[0]
-        self._compiled = lru_cache(COMPILED_GRAMMARS)(self._compile)
+        self._compiled = Kept[Grammar, Any](COMPILED_BYTES)
 
     def start(self, grammar: Grammar) -> "GrammarState":
         """The state before an answer's first token. Raises UsageError for a grammar that is none."""
-        return GrammarState(self._compiled(grammar).deep_copy(), self._end_ids, self._stand_in, self._vocab_size)
+        nbytes = LEAST_COMPILED + COMPILED_OF_SOURCE * len(grammar.source)
+        compiled = self._compiled.get(grammar, nbytes, lambda: self._compile(grammar))
+        return GrammarState(compiled.deep_copy(), self._end_ids, self._stand_in, self._vocab_size)
 
     def _compile(self, grammar: Grammar) -> Any:
         matcher = self._llguidance.LLMatcher

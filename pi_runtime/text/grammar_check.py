@@ -6,22 +6,24 @@ can match at all: intersections of a few patterns take hours. So a grammar of so
 bounded.
 """
 
+import hashlib
 import importlib.util
 import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from pi_runtime.errors import UsageError
 from pi_runtime.exit_codes import missing_extra
 from pi_runtime.text.chat_template import kept_variables
 from pi_runtime.text.grammar import Grammar
+from pi_runtime.text.kept import Kept
 
 CHILD = Path(__file__).with_name("_grammar_worker.py")
-KNOWN = 256
-"""Grammars that were found to be good, and are not tried again."""
+DIGEST_BYTES = 32
+_known = Kept[bytes, None](256 * DIGEST_BYTES)
+"""Digests of grammars that were found to be good, and are not tried again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +36,13 @@ class GrammarLimits:
     """Address space of the child, Python included."""
 
 
-@lru_cache(KNOWN)
 def check_grammar(grammar: Grammar, limits: GrammarLimits = GrammarLimits()) -> None:
     """Raise UsageError for a grammar that is none, or takes more than the limits to find out."""
+    digest = hashlib.sha256(repr((grammar, limits)).encode("utf-8", "surrogatepass")).digest()
+    _known.get(digest, DIGEST_BYTES, lambda: _try(grammar, limits))
+
+
+def _try(grammar: Grammar, limits: GrammarLimits) -> None:
     spec = importlib.util.find_spec("llguidance")
     if spec is None or spec.origin is None:
         raise missing_extra("llguidance") or ModuleNotFoundError("llguidance")

@@ -20,6 +20,7 @@ from pi_runtime.artifact.schema import Text
 from pi_runtime.engine.stream import Stream
 from pi_runtime.errors import MissingExtraError, PiError, UsageError
 from pi_runtime.generation import Generation
+from pi_runtime.text.grammar import COMPILED_BYTES
 
 pytest.importorskip("llguidance")
 CONTEXT = 1024
@@ -168,10 +169,22 @@ def test_importing_it_needs_no_library() -> None:
     assert importlib.import_module("pi_runtime.text.grammar")
 
 
-def test_answers_of_one_grammar_share_its_compilation(talker: Model) -> None:
-    before = talker.tokenizer.grammars._compiled.cache_info()
+def test_answers_of_one_grammar_share_its_compilation(talker: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Grammar] = []
+    grammars = talker.tokenizer.grammars
+    compile_ = grammars._compile
+    monkeypatch.setattr(grammars, "_compile", lambda grammar: compiled.append(grammar) or compile_(grammar))
     grammar = Grammar.regex("[a-f]{7}")
     with Engine(talker) as engine:
         streams = engine.generate_many([1], 4, grammar=grammar, sampling=Sampling(temperature=2.0, seed=1))
         assert all(re.fullmatch("[a-f]{7}", "".join(stream)) for stream in streams)
-    assert talker.tokenizer.grammars._compiled.cache_info().misses == before.misses + 1
+    assert compiled == [grammar]
+
+
+def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(talker: Model) -> None:
+    grammars = talker.tokenizer.grammars
+    for n in range(30):
+        grammars.start(Grammar.regex("|".join(f"{n}x{k}" for k in range(4000))))
+    kept = grammars._compiled
+    assert 1 < len(kept._values) < 30
+    assert kept._nbytes == sum(nbytes for _, nbytes in kept._values.values()) <= COMPILED_BYTES

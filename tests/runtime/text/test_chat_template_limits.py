@@ -12,7 +12,7 @@ import pytest
 
 from pi_runtime.errors import TemplateError
 from pi_runtime.text import chat_template as module
-from pi_runtime.text.chat_template import Limits, render
+from pi_runtime.text.chat_template import ChatTemplate, Limits, render
 
 pytestmark = pytest.mark.slow
 
@@ -119,6 +119,24 @@ def test_escape_is_refused(name: str, children: list[Any]) -> None:
         render(REFUSED[name], USER, variables={}, limits=PATIENT)
     assert len(str(caught.value)) < 2000
     assert len(children) == 1
+
+
+def test_the_process_survives_a_chat_that_is_too_long() -> None:
+    limits = Limits(seconds=120.0, output_bytes=1000)
+    with ChatTemplate("{{ messages[0].content }}", limits) as template:
+        assert template.render([{"role": "user", "content": "a"}], variables={}) == "a"
+        child = template._child
+        with pytest.raises(TemplateError, match="exceeds its output limit"):
+            template.render([{"role": "user", "content": "a" * 1001}], variables={})
+        assert template.render([{"role": "user", "content": "b"}], variables={}) == "b"
+        assert template._child is child
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited on Linux only")
+def test_messages_that_do_not_fit_the_memory_meet_its_limit() -> None:
+    limits = Limits(seconds=120.0, memory_bytes=64 << 20, output_bytes=1000)
+    with ChatTemplate("a", limits) as template, pytest.raises(TemplateError, match="exceeds its memory limit"):
+        template.render([{"role": "user", "content": "a", "x": [{}] * 2_000_000}], variables={})
 
 
 def test_output_up_to_its_limit_passes() -> None:
