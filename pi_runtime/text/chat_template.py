@@ -151,7 +151,7 @@ class ChatTemplate:
         return reply
 
     def _ready_child(self) -> "subprocess.Popen[bytes]":
-        if self._child is not None and self._child.poll() is not None:
+        if self._child is not None and _has_ended(self._child):
             self._end()  # somebody else has ended it
         if self._child is None:
             self._child, self._is_told = _start(self._limits), False
@@ -275,8 +275,18 @@ def _alarm(child: subprocess.Popen[bytes], seconds: float) -> Iterator[threading
         timer.join()
 
 
+def _has_ended(child: subprocess.Popen[bytes]) -> bool:
+    """Whether a child has ended. It is not waited for where the system can tell so: its number stays its own."""
+    if child.returncode is None and hasattr(os, "waitid"):
+        with suppress(ChildProcessError):  # this process ignores its children's ends
+            return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return child.poll() is not None
+
+
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End the child's whole process group. It has not been waited for, so its number is still its own."""
+    """End the child's whole process group, unless it has been waited for: its number may be another's by then."""
+    if child.returncode is not None:
+        return
     with suppress(OSError):  # it has ended by itself
         if sys.platform == "win32":
             child.kill()

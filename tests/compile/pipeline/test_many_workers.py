@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from support.killing import kill_worker
 from support.paths import SUPPORT
 from support.small_project import small_project, small_recipe
 
@@ -131,7 +131,7 @@ def kill(folder: Path, launcher: "subprocess.Popen[str]", rank: int, made: str) 
         with suppress(OSError, ValueError):
             shown = json.loads(path.read_text())
             if shown["rank"] == rank:
-                os.kill(shown["pid"], signal.SIGKILL)
+                kill_worker(shown)
 
 
 @pytest.mark.parametrize("kills", [1, 2])

@@ -16,6 +16,7 @@ pytest.importorskip("ray")
 
 import ray
 from ray.cluster_utils import Cluster
+from support.killing import kill_worker
 from support.small_project import small_project
 
 from pi_runtime.artifact import verify
@@ -80,8 +81,7 @@ def test_two_kills_change_nothing(project: Path, cluster: Cluster, alone: str) -
         for path in workers.glob("*.json"):
             shown = json.loads(path.read_text())
             if shown["launcher"] == "ray" and shown["rank"] and shown["stage"]:
-                os.kill(shown["pid"], 9)
-                killed += 1
+                killed += kill_worker(shown)
                 break
         time.sleep(0.01)
     assert killed, process.communicate()

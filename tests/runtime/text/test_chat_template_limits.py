@@ -1,10 +1,12 @@
 """A hostile chat template is refused or killed, and leaves nothing behind."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +192,49 @@ def test_a_child_that_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX processes")
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="where a child cannot be looked at without waiting for it")
+def test_a_group_is_killed_while_its_number_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a child has been waited for, its number may be that of somebody else's processes."""
+    ended_before: list[bool] = []
+    killpg = os.killpg
+
+    def kill(group: int, signal_number: int) -> None:
+        # Raises where the child has been waited for.
+        ended_before.append(os.waitid(os.P_PID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None)
+        killpg(group, signal_number)
+
+    with ChatTemplate("hi", PATIENT) as kept:
+        kept.start()
+        assert kept._child is not None
+        ended = kept._child
+        os.kill(ended.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        monkeypatch.setattr(module.os, "killpg", kill)
+        assert kept.render(USER, variables={}) == "hi"
+        assert ended_before == [True]
+        module._kill(ended)
+        assert ended_before == [True]
+    assert ended_before == [True, False]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="signals")
+def test_a_child_whose_end_is_ignored_is_replaced() -> None:
+    """Where a process ignores its children's ends the system waits for them."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with ChatTemplate("hi", PATIENT) as kept:
+            kept.start()
+            assert kept._child is not None
+            os.kill(kept._child.pid, signal.SIGKILL)
+            assert kept._child.stdout is not None
+            kept._child.stdout.read()  # its end
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PID, kept._child.pid, os.WEXITED | os.WNOWAIT)
+            assert kept.render(USER, variables={}) == "hi"
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_a_grandchild_is_killed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds the output open: `render` could not return while it lives."""
     stand_in(tmp_path, monkeypatch, "print(flush=True)\nif os.fork(): os._exit(0)\nwhile True: time.sleep(9)")
