@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def training_bar() -> "Iterator[Watch]":
-    """A watch that shows loss, perplexity on held-out text, sparsity, tokens a second and the time left."""
+    """A watch that shows loss, perplexity on the tune text, sparsity, tokens a second and the time left."""
     from pi_compile.sparsification.training import Watch
 
     if not sys.stderr.isatty():
@@ -31,16 +31,18 @@ def training_bar() -> "Iterator[Watch]":
         bars.TimeRemainingColumn(),
     )
     with bars.Progress(*columns, console=Console(stderr=True)) as bar:
-        shown: dict[str, object] = {"arm": None, "task": None, "held_out": ""}
+        shown: dict[str, object] = {"arm": None, "task": None, "perplexity": ""}
 
         def step(report: "StepReport") -> None:
             if shown["arm"] != report.arm:
-                shown.update(arm=report.arm, task=bar.add_task(report.arm, total=report.steps, numbers=""), held_out="")
+                shown.update(
+                    arm=report.arm, task=bar.add_task(report.arm, total=report.steps, numbers=""), perplexity=""
+                )
             numbers = f"loss {report.loss:.3f}, {report.sparsity:.1%} zero, {report.tokens_per_s:,.0f} tokens/s"
-            bar.update(shown["task"], completed=report.step, numbers=f"{numbers}{shown['held_out']}")  # type: ignore[arg-type]
+            bar.update(shown["task"], completed=report.step, numbers=f"{numbers}{shown['perplexity']}")  # type: ignore[arg-type]
 
         def point(found: "Point") -> None:
-            shown["held_out"] = f"; held out {found.perplexity:.2f}"
+            shown["perplexity"] = f"; perplexity {found.perplexity:.2f}"
             bar.console.print(point_line(found), highlight=False)
 
         yield Watch(step, point, lambda line: bar.console.print(line, highlight=False))
@@ -49,7 +51,7 @@ def training_bar() -> "Iterator[Watch]":
 def point_line(point: "Point") -> str:
     """An evaluation as a line: perplexity, and the sparsity of each layer."""
     layers = point.sparsity_by_layer
-    words = f"step {point.step:,}: loss {point.loss:.3f}, perplexity on held-out text {point.perplexity:.3f}"
+    words = f"step {point.step:,}: loss {point.loss:.3f}, perplexity on the tune text {point.perplexity:.3f}"
     if not layers:
         return words
     each = " ".join(f"{100 * sparsity:.0f}" for sparsity in layers)

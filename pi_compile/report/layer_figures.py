@@ -51,7 +51,7 @@ def curve_figure(e: Explanation) -> Chart:
             f"The hottest fifth of a layer’s neurons has {share} of its activations.",
         )
         text = svg(drawn, "curves", title, about)
-    legend = _layer_legend(len(e.curves)) if len(first) > 1 else ()
+    legend = layer_legend(len(e.curves)) if len(first) > 1 else ()
     return Chart(title=title, svg=text, about=about, legend=legend)
 
 
@@ -171,7 +171,7 @@ def rank_figure(e: Explanation) -> Chart | None:
         about = f"Ranks {span(str(low), str(high))}" + (f"; {without} layers have no predictor." if without else ".")
         title = "Predictor rank against density"
         text = svg(drawn, "ranks", title, about)
-    legend = _layer_legend(len(ranked)) if len(points) > _NAMED else ()
+    legend = layer_legend(len(ranked)) if len(points) > _NAMED else ()
     return Chart(title=title, svg=text, about=about, legend=legend)
 
 
@@ -181,7 +181,8 @@ def layer_colours(layers: int) -> list[str]:
     return [LAYER_COLOURS[round(n * last / max(layers - 1, 1))] for n in range(layers)]
 
 
-def _layer_legend(layers: int) -> tuple[tuple[str, str, str], ...]:
+def layer_legend(layers: int) -> tuple[tuple[str, str, str], ...]:
+    """Entries of a legend for the colours of `layer_colours`."""
     names = layer_colours(layers)
     rows: list[tuple[str, str, str]] = []
     for name in dict.fromkeys(names):

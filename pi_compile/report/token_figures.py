@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import floor, log10
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from pi_compile.cost_model import PICO
+from pi_compile.report.axes import log_axis
 from pi_compile.report.explanation import Explanation, busy, tokens_per_s
 from pi_compile.report.quantities import bytes_unit, digits, duration, duration_unit, memory
 from pi_compile.report.svg import colour, figure, rectangles, svg
@@ -106,7 +106,7 @@ def budget_figure(e: Explanation) -> Chart | None:
             axis.plot([x for x, _ in line], [ps / time_scale for _, ps in line], style, color=colour(name))
         axis.plot([x for x, _ in ours], [ps / time_scale for _, ps in ours], "o", color=colour("accent"), ms=3.6)
         axis.plot(*asked, "o", color=colour("accent"), ms=9, mfc="none", mew=1.6)
-        _log(axis, min(every) / time_scale, max(every) / time_scale)
+        log_axis(axis, min(every) / time_scale, max(every) / time_scale)
         axis.set_xlim(0, e.all_on_gpu / scale * 1.03)
         axis.set_xlabel(f"GPU memory that may be used, {unit}")
         axis.set_title(f"{time_unit} a token")
@@ -165,14 +165,3 @@ def _rows(axis: Axes, names: list[str]) -> None:
     axis.set_ylim(len(names) - 0.5, -0.5)
     axis.tick_params(axis="y", length=0, labelcolor=colour("ink"))
     axis.spines["left"].set_visible(False)
-
-
-def _log(axis: Axes, low: float, high: float) -> None:
-    """A logarithmic axis with plain numbers on it: 1, 2, 5 of every power of ten, or the powers of a long range."""
-    steps = (1, 2, 5) if high < 300 * low else (1,)
-    first, last = floor(log10(low)) - 1, floor(log10(high)) + 1
-    ticks = [step * 10.0**power for power in range(first, last + 1) for step in steps]
-    axis.set_yscale("log")
-    axis.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
-    axis.minorticks_off()
-    axis.set_ylim(low / 1.25, high * 1.25)

@@ -46,13 +46,13 @@ The FFNs of {recipe["model"]["path"]} with the activation {record["activation"]}
 | | |
 | --- | --- |
 | sparsity, mean over layers | {record["sparsity"]:.1%} |
-| neurons that never fired in {record["held_out"]["tokens"]:,} held-out tokens | {record["dead"]:.1%} |
+| neurons that never fired in {record["held_out"]["tokens"]:,} tokens | {record["dead"]:.1%} |
 | perplexity of the base model | {perplexity["base"]:.3f} |
 | perplexity of this model | {perplexity["model"]:.3f} |
 | perplexity of the control: the base model, trained on the same tokens | {of_control} |
 | perplexity against {against} | {record["perplexity_increase"]:+.2%}{spread} |
 
-Perplexities are of {record["held_out"]["windows"]:,} windows of text that was not trained on.
+All figures are of the held-out text, {record["held_out"]["windows"]:,} windows that were not trained on.
 
 | layer | sparsity | never fired |
 | --- | --- | --- |

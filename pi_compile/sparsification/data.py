@@ -170,18 +170,19 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class EvaluationText:
     """Text that is never trained on, as (n, window) sequences."""
 
     tune: Ids
-    report: Ids
+    """For evaluations during the training, steering, and the choice of a threshold."""
+    held_out: Ids
+    """For the figures at the end, and nothing else."""
 
 
 def open_mixture(corpus: MixtureSection, folder: Path, packing: Packing, seed: int) -> Mixture:
     """The mixture of a recipe, from its first sequence. Raises CorpusError for a source that is not there."""
     check_disjoint(corpus.text, corpus.report, folder)
-    held_out = {TUNE} if corpus.report else {TUNE, REPORT}
-    kept = set(range(PARTS)) - held_out
+    kept = set(range(PARTS)) - ({TUNE} if corpus.report else {TUNE, REPORT})
 
     def reader(name: str) -> Callable[[], Iterator[str]]:
         return lambda: documents([name], folder, corpus.field, TRAIN)
@@ -190,8 +191,8 @@ def open_mixture(corpus: MixtureSection, folder: Path, packing: Packing, seed: i
     return Mixture(sources, corpus.weights, seed)
 
 
-def read_held_out(corpus: MixtureSection, folder: Path, packing: Packing) -> HeldOut:
-    """The held-out text of a recipe, from each source as much as its weight says.
+def read_evaluation_text(corpus: MixtureSection, folder: Path, packing: Packing) -> EvaluationText:
+    """The tune text and the held-out text of a recipe, from each source as much as its weight says.
 
     Raises CorpusError where there is too little.
     """
@@ -203,21 +204,21 @@ def read_held_out(corpus: MixtureSection, folder: Path, packing: Packing) -> Hel
             texts = documents([name], folder, corpus.field, split)
             passages = (p for text in texts for p in passages_of(text, frozenset(kept)))
             found.append(_first(passages, wanted, packing))
-        held_out = np.concatenate(found)
-        if len(held_out) < 2:
+        sequences = np.concatenate(found)
+        if len(sequences) < 2:
             raise CorpusError(
-                f"[corpus] {', '.join(sources)}: too little held-out text",
+                f"[corpus] {', '.join(sources)}: too little text that is not trained on",
                 expected=f"at least two sequences of {packing.window} tokens",
-                found=f"{len(held_out)}",
+                found=f"{len(sequences)}",
                 remedy="add text, name [corpus] report, or lower [train] window",
             )
-        return held_out
+        return sequences
 
     tune = read(corpus.text, corpus.weights, {TUNE}, corpus.tune_tokens, TRAIN)
     if not corpus.report:
-        return HeldOut(tune, read(corpus.text, corpus.weights, {REPORT}, corpus.report_tokens, TRAIN))
+        return EvaluationText(tune, read(corpus.text, corpus.weights, {REPORT}, corpus.report_tokens, TRAIN))
     equal = [1.0] * len(corpus.report)
-    return HeldOut(tune, read(corpus.report, equal, set(range(PARTS)), corpus.report_tokens, HELD_OUT))
+    return EvaluationText(tune, read(corpus.report, equal, set(range(PARTS)), corpus.report_tokens, HELD_OUT))
 
 
 def _first(passages: Iterator[tuple[str, bool]], wanted: int, packing: Packing) -> Ids:

@@ -27,8 +27,8 @@ def both(watch: Watch, events: Any) -> Watch:
         watch.step(report)
 
     def point(found: Point) -> None:
-        events.add_scalar("held out/perplexity", found.perplexity, found.step)
-        events.add_scalar("held out/dead", found.dead, found.step)
+        events.add_scalar("tune text/perplexity", found.perplexity, found.step)
+        events.add_scalar("tune text/dead", found.dead, found.step)
         for layer, sparsity in enumerate(found.sparsity_by_layer):
             events.add_scalar(f"sparsity/layer {layer}", sparsity, found.step)
         events.flush()

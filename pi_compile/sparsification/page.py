@@ -1,23 +1,40 @@
 """The curves of a training on one HTML page that needs nothing else, in the style of the report page."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from matplotlib.axes import Axes
 
+from pi_compile.report.axes import count_axis, log_axis
 from pi_compile.report.colours import COLOURS
-from pi_compile.report.layer_figures import layer_colours
+from pi_compile.report.layer_figures import layer_colours, layer_legend
 from pi_compile.report.quantities import digits, percent
 from pi_compile.report.svg import colour, figure, svg
+from pi_compile.report.token_figures import Chart
+from pi_compile.sparsification.recipe import SparsifyRecipe
+from pi_compile.sparsification.schedule import learning_rate
 from pi_compile.sparsification.training import Point
 
+_NAMED = 40
+"""With more evaluations than this a curve has no dot for each."""
+_POINTS = 400
+"""Steps that the curve of the learning rate is drawn through, at most."""
+_MARGIN = 1.03
+_MODEL, _CONTROL = ("accent", "line", "this model"), ("cpu", "line", "the control")
+_BASE = ("ink", "points", "the base model")
 
-def curves_page(record: dict[str, Any], model: Sequence[Point], control: Sequence[Point] | None) -> str:
-    """The page as HTML, from a run's record and the evaluations of its trainings."""
+
+def curves_page(
+    record: dict[str, Any], base_perplexity: float, model: Sequence[Point], control: Sequence[Point]
+) -> str:
+    """The page as HTML, from a run's record, the base's perplexity on the tune text, and the evaluations of both.
+
+    `control` is empty where there is none.
+    """
     environment = Environment(
         loader=ChoiceLoader([PackageLoader("pi_compile.sparsification"), PackageLoader("pi_compile.report")]),
         autoescape=True,
@@ -29,46 +46,101 @@ def curves_page(record: dict[str, Any], model: Sequence[Point], control: Sequenc
     return environment.get_template("training.html.jinja").render(
         record=record,
         title=f"{Path(record['recipe']['model']['path']).name} made sparse",
-        loss=_loss_figure(model, control),
+        perplexities=_perplexities(base_perplexity, model, control),
+        losses=_losses(model, control),
+        sparsities=_sparsities(model),
         penalised=_penalised(model),
-        sparsity=_sparsity_figure(model),
+        schedule=_schedule(SparsifyRecipe.model_validate(record["recipe"]), model),
         colours=COLOURS,
         version=version("pi-toolchain"),
     )
 
 
-def _loss_figure(model: Sequence[Point], control: Sequence[Point] | None) -> Markup:
-    """Perplexity on held-out text over the tokens, of the model and of the control, and the penalty, if any."""
+def _perplexities(base: float, model: Sequence[Point], control: Sequence[Point]) -> Chart:
+    with figure(3.3) as (drawn, (axis,)):
+        axis.axhline(base, color=colour("ink"), ls=":")
+        _both(axis, model, control, lambda point: point.perplexity)
+        every = [base, *(point.perplexity for point in (*model, *control))]
+        log_axis(axis, min(every), max(every), _MARGIN)
+        axis.set_title("perplexity, on a logarithmic scale")
+        title, about = "Perplexity", f"From {digits(base)} before the training to {digits(model[-1].perplexity)}."
+        text = svg(drawn, "perplexity", title, about)
+    return Chart(title=title, svg=text, about=about, legend=(*_arms(control), _BASE))
+
+
+def _losses(model: Sequence[Point], control: Sequence[Point]) -> Chart:
+    with figure(3.3) as (drawn, (axis,)):
+        _both(axis, model, control, lambda point: point.loss)
+        axis.set_title("loss, nats a token")
+        title, about = "Loss", f"From {digits(model[0].loss)} at the first evaluation to {digits(model[-1].loss)} nats."
+        text = svg(drawn, "loss", title, about)
+    return Chart(title=title, svg=text, about=about, legend=_arms(control))
+
+
+def _sparsities(model: Sequence[Point]) -> Chart:
+    sparsity_PL = 100 * np.array([point.sparsity_by_layer for point in model])
+    mean_P, layers = sparsity_PL.mean(1), sparsity_PL.shape[1]
+    steered = [point for point in model if point.wanted]
+    with figure(3.3) as (drawn, (axis,)):
+        for n, name in enumerate(layer_colours(layers)):
+            _curve(axis, model, sparsity_PL[:, n], name, lw=1.1)
+        _curve(axis, model, mean_P, "ink")
+        if steered:
+            _curve(axis, steered, [100 * point.wanted for point in steered], "warn", ls="--")
+        _tokens(axis, model)
+        axis.set_title("neurons that are 0, %")
+        title, last = "Sparsity", percent(mean_P[-1] / 100)
+        about = f"At the last evaluation {last} of the neurons are 0, mean over layers."
+        text = svg(drawn, "sparsity", title, about)
+    wanted = (("warn", "dash", "wanted"),) if steered else ()
+    legend = (("ink", "line", "mean"), *wanted, *layer_legend(layers))
+    return Chart(title=title, svg=text, about=about, legend=legend)
+
+
+def _schedule(recipe: SparsifyRecipe, model: Sequence[Point]) -> Chart:
+    """What was set in each step: the learning rate, and the weight of the penalty if there was one."""
+    per_step, steps = recipe.train.batch * recipe.train.window, model[-1].step
+    some = np.unique(np.linspace(0, steps - 1, _POINTS).round().astype(int)).tolist()
+    rates = [learning_rate(recipe.train, recipe.steps, step) for step in some]
     penalised = _penalised(model)
-    with figure(4.4 if penalised else 3.3, (2, 1) if penalised else (1,), sharex=True) as (drawn, axes):
-        arms = [(model, "accent"), *([(control, "cpu")] if control else [])]
-        for points, name in arms:
-            axes[0].plot([p.tokens for p in points], [p.perplexity for p in points], color=colour(name))
-        axes[0].set_yscale("log")
-        axes[0].set_title("perplexity on held-out text")
+    with figure(3.3, (1, 1) if penalised else (1,), sharex=True) as (drawn, axes):
+        axes[0].plot([(step + 1) * per_step for step in some], rates, color=colour("accent"))
+        axes[0].yaxis.set_major_formatter(lambda rate, _: f"{rate:.3g}".replace("e-0", "e-"))
+        axes[0].set_title("learning rate")
         if penalised:
-            axes[1].plot([p.tokens for p in model], [p.penalty for p in model], color=colour("ffn"))
+            _curve(axes[1], model, [point.penalty for point in model], "ffn")
             axes[1].set_title("weight of the penalty")
-        axes[-1].set_xlabel("tokens")
         for axis in axes:
+            axis.set_ylim(bottom=0)
             axis.grid()
-        about = "Perplexity on held-out text and the weight of the penalty, over the tokens trained on."
-        return svg(drawn, "loss", "Perplexity", about)
+        _tokens(axes[-1], model)
+        title, about = "What was set", f"The learning rate rises to {max(rates):.3g} and falls to {rates[-1]:.3g}."
+        text = svg(drawn, "schedule", title, about)
+    return Chart(title=title, svg=text, about=about)
 
 
 def _penalised(model: Sequence[Point]) -> bool:
-    return any(p.penalty for p in model)
+    return any(point.penalty for point in model)
 
 
-def _sparsity_figure(model: Sequence[Point]) -> Markup:
-    """The sparsity of each layer over the tokens."""
-    sparsity_PL = 100 * np.array([p.sparsity_by_layer for p in model])
-    names = layer_colours(sparsity_PL.shape[1])
-    with figure(3.3) as (drawn, (axis,)):
-        for n, name in enumerate(names):
-            axis.plot([p.tokens for p in model], sparsity_PL[:, n], color=colour(name), lw=1.1)
-        axis.plot([p.tokens for p in model], sparsity_PL.mean(1), color=colour("ink"))
-        axis.set_title("neurons that are 0, %")
-        axis.set_xlabel("tokens")
-        axis.grid()
-        return svg(drawn, "sparsity", "Sparsity", "The share of neurons that are 0, of each layer and their mean.")
+def _arms(control: Sequence[Point]) -> tuple[tuple[str, str, str], ...]:
+    return (_MODEL, _CONTROL) if control else (_MODEL,)
+
+
+def _both(axis: Axes, model: Sequence[Point], control: Sequence[Point], value: Callable[[Point], float]) -> None:
+    """The curves of the model and of the control."""
+    for points, (name, *_) in ((control, _CONTROL), (model, _MODEL)):
+        _curve(axis, points, [value(point) for point in points], name)
+    _tokens(axis, (*model, *control))
+
+
+def _curve(axis: Axes, points: Sequence[Point], values: Any, name: str, **options: Any) -> None:
+    """Values over the tokens, with a dot for each while there are few: one alone would draw no line."""
+    if len(points) <= _NAMED:
+        options |= {"marker": "o", "ms": 3}
+    axis.plot([point.tokens for point in points], values, color=colour(name), clip_on=False, **options)
+
+
+def _tokens(axis: Axes, points: Sequence[Point]) -> None:
+    count_axis(axis, "tokens trained on", max(point.tokens for point in points))
+    axis.grid(visible=True)

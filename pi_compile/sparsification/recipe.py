@@ -19,20 +19,20 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class MixtureSection(Section):
-    """Text to train on, to tune on, and to report on."""
+    """Text to train on, the tune text, and the held-out text."""
 
     text: Annotated[list[str], Field(min_length=1)]
     """Paths or globs, `python`, or `hub:OWNER/NAME@REVISION`, as in a recipe of `build`."""
     weights: list[Positive]
     """How often a sequence comes from each source, relative to the others."""
     report: list[str]
-    """Sources held out to report on; empty: one passage in 20 of `text`, which is never trained on."""
+    """Sources of the held-out text; empty: one passage in 20 of `text`, which is never trained on."""
     field: str
     """Column that holds the text where the data has columns."""
     tune_tokens: Annotated[int, Field(ge=64)]
-    """Held-out tokens that evaluations during the training, and thresholds, look at."""
+    """Tokens of the tune text, which evaluations during the training, steering and thresholds look at."""
     report_tokens: Annotated[int, Field(ge=64)]
-    """Held-out tokens of the figures at the end."""
+    """Tokens of the held-out text, which the figures at the end are of."""
 
     @field_validator("text")
     @classmethod
@@ -124,10 +124,10 @@ class StopSection(Section):
     """When to end before the last step."""
 
     sparsity: Share
-    """End when this share of neurons is 0 on held-out text; 0 for never."""
+    """End when this share of neurons is 0 on the tune text; 0 for never."""
     perplexity_ratio: NotNegative
-    """End, with the weights before, when perplexity has been below this many times the original's and exceeds it
-    again; 0 for never."""
+    """End, with the weights before, when perplexity on the tune text has been below this many times the original's
+    and exceeds it again; 0 for never."""
 
 
 class RunSection(Section):

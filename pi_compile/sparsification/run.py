@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,42 +25,22 @@ from pi_compile.evaluation.intervals import increase_interval
 from pi_compile.files import json_digest, write_text
 from pi_compile.sparsification import events, export
 from pi_compile.sparsification.activation import Activation, FfnActivity
+from pi_compile.sparsification.arm import Arm, read_arm
 from pi_compile.sparsification.card import model_card
 from pi_compile.sparsification.checkpoints import Checkpoints
-from pi_compile.sparsification.data import HeldOut, Packing, open_mixture, read_held_out, source_digests
+from pi_compile.sparsification.data import EvaluationText, Packing, open_mixture, read_evaluation_text, source_digests
 from pi_compile.sparsification.estimate import check_room, estimate
-from pi_compile.sparsification.held_out import Evaluation, evaluate
+from pi_compile.sparsification.evaluation import Evaluation, evaluate
 from pi_compile.sparsification.model import add_constants, load_model, open_base, packing_of
 from pi_compile.sparsification.page import curves_page
 from pi_compile.sparsification.recipe import SparsifyRecipe, read_sparsify_recipe
-from pi_compile.sparsification.training import Point, Trained, Training, Watch
+from pi_compile.sparsification.training import Training, Watch
 from pi_compile.workers import StageDoneError, Worker, WorkFolder
 from pi_runtime.errors import Setting, UsageError
 
 IDENTITY, MODEL, CONTROL = "run.json", "model", "control"
 _CHECKED = 64
 """Tokens on which the folder is compared with the trained model."""
-
-
-@dataclass(frozen=True)
-class _Arm:
-    """A training and what came of it: the model, or the control."""
-
-    trained: Trained
-    losses_N: np.ndarray[Any, Any]
-    """Loss in each window of the report text."""
-    facts: dict[str, Any]
-
-    def to_json(self) -> str:
-        """The text that `_read_arm` takes."""
-        return json.dumps({**asdict(self), "losses_N": self.losses_N.tolist()})
-
-
-def _read_arm(path: Path) -> _Arm:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    trained = found["trained"]
-    trained["points"] = [Point(**point) for point in trained["points"]]
-    return _Arm(Trained(**trained), np.array(found["losses_N"]), found["facts"])
 
 
 def sparsify(recipe_path: Path, output: Path, device: str = "cpu", watch: Watch = Watch()) -> dict[str, Any]:
@@ -143,9 +123,9 @@ class _Run:
         return packing_of(self.base, self.recipe.train.window)
 
     @cached_property
-    def held_out(self) -> HeldOut:
+    def texts(self) -> EvaluationText:
         """Text that is not trained on."""
-        return read_held_out(self.recipe.corpus, self.folder, self.packing)
+        return read_evaluation_text(self.recipe.corpus, self.folder, self.packing)
 
     def carry_out(self) -> dict[str, Any]:
         """All of it, or what is left."""
@@ -155,14 +135,14 @@ class _Run:
         check_room(needed, self.output, self.work)
         self._identify(sources)
         self.watch.notice(needed.words())
-        base = self._evaluated_base()
-        model = self._arm(MODEL, lambda path: self._train_model(base, path))
+        base, base_perplexity = self._evaluated_base()
+        model = self._arm(MODEL, lambda path: self._train_model(base_perplexity, path))
         control = (
             self._arm(CONTROL, lambda _: self._train_control(model.trained.steps)) if self.recipe.run.control else None
         )
         record = self._record(base, model, control, sources)
         if self.accelerator.is_main_process:
-            self._publish(record, model, control)
+            self._publish(record, base_perplexity, model, control)
         self.accelerator.wait_for_everyone()
         self.watch.notice(f"{self.output}: written in {time.time() - began:,.0f} s")
         return {"folder": str(self.output), **record}
@@ -182,13 +162,16 @@ class _Run:
             )
         self.accelerator.wait_for_everyone()
 
-    def _evaluated_base(self) -> Evaluation:
+    def _evaluated_base(self) -> tuple[Evaluation, float]:
+        """What the base does on the held-out text, and its perplexity on the tune text."""
         model = self.accelerator.prepare_model(load_model(self.base), evaluation_mode=True)
-        found = evaluate(self.accelerator, model, None, self.held_out.report, self.recipe.train.dtype == "bf16")
+        autocast = self.recipe.train.dtype == "bf16"
+        found = evaluate(self.accelerator, model, None, self.texts.held_out, autocast)
+        tuned = evaluate(self.accelerator, model, None, self.texts.tune, autocast)
         self.accelerator.free_memory()
-        return found
+        return found, tuned.perplexity
 
-    def _arm(self, name: str, make: Callable[[Path], _Arm]) -> _Arm:
+    def _arm(self, name: str, make: Callable[[Path], Arm]) -> Arm:
         """A finished arm: made now, or read where it was made before."""
         path = self.work / f"{name}.json"
         if not path.exists():
@@ -198,7 +181,7 @@ class _Run:
                 shutil.rmtree(self.work / name)  # its checkpoints
             self.accelerator.free_memory()
             self.accelerator.wait_for_everyone()
-        return _read_arm(path)
+        return read_arm(path)
 
     def _training(self, name: str, model: Any, activity: FfnActivity | None, **options: Any) -> Training:
         checkpoints = Checkpoints(self.work / name, self.accelerator)
@@ -209,14 +192,14 @@ class _Run:
             model,
             activity,
             open_mixture(self.recipe.corpus, self.folder, self.packing, self.recipe.train.seed),
-            self.held_out,
+            self.texts,
             checkpoints,
             watch=events.both(self.watch, writer),
             name=name,
             **options,
         )
 
-    def _train_model(self, base: Evaluation, out: Path) -> _Arm:
+    def _train_model(self, base_perplexity: float, out: Path) -> Arm:
         """Train the model with its new activation, choose a threshold, and save it to `out`."""
         target = self.recipe.target
         model = load_model(self.base)
@@ -225,7 +208,7 @@ class _Run:
         if target.constant:
             add_constants(model)
         original = self._original() if self.recipe.train.distillation else None
-        training = self._training(MODEL, model, activity, original=original, base_perplexity=base.perplexity)
+        training = self._training(MODEL, model, activity, original=original, base_perplexity=base_perplexity)
         trained = training.run()
         if self.recipe.steer.sparsity and target.activation == "fatrelu":
             activity.share_threshold(self.accelerator.unwrap_model(training.model))
@@ -233,7 +216,7 @@ class _Run:
         thresholds = self._choose_threshold(training, activity)
         state = self.accelerator.get_state_dict(training.model)
         found = training.evaluate(tune=False)
-        probe_W = torch.from_numpy(self.held_out.report[0, :_CHECKED])
+        probe_W = torch.from_numpy(self.texts.held_out[0, :_CHECKED])
         with torch.no_grad():
             wanted_WV = training.model.eval()(probe_W[None].to(self.accelerator.device)).logits[0].float().cpu()
         activation = Activation(target.activation, activity.thresholds[0])  # the same in all layers by now
@@ -245,7 +228,7 @@ class _Run:
                 form = export.save_model(unwrapped, state, self.base, activation, folder)
                 difference = export.check_model(folder, probe_W, wanted_WV)
             facts |= {"stock": form.stock, "form": form.words, "difference": difference}
-        return _Arm(trained, found.losses_N, facts)
+        return Arm(trained, found.losses_N, facts)
 
     def _original(self) -> Any:
         original = load_model(self.base).requires_grad_(False).eval()
@@ -264,14 +247,14 @@ class _Run:
             activity.thresholds = [best] * len(activity.layers)
         return rows
 
-    def _train_control(self, steps: int) -> _Arm:
+    def _train_control(self, steps: int) -> Arm:
         """Train the model with its own activation on the same text."""
         training = self._training(CONTROL, load_model(self.base), None, until=steps)
         trained = training.run()
         found = training.evaluate(tune=False)
-        return _Arm(trained, found.losses_N, found.facts())
+        return Arm(trained, found.losses_N, found.facts())
 
-    def _record(self, base: Evaluation, model: _Arm, control: _Arm | None, sources: dict[str, str]) -> dict[str, Any]:
+    def _record(self, base: Evaluation, model: Arm, control: Arm | None, sources: dict[str, str]) -> dict[str, Any]:
         """What the folder's record says."""
         against = base.losses_N if control is None else control.losses_N
         increase = float(np.expm1(model.losses_N.mean() - against.mean()))
@@ -301,18 +284,19 @@ class _Run:
             "processes": self.accelerator.num_processes,
             "base": {"model": self.recipe.model.path, "digest": self.base.digest()},
             "text": {"sources": sources, "position": model.trained.data},
-            "held_out": {"windows": len(base.losses_N), "tokens": int(self.held_out.report.size)},
+            "held_out": {"windows": len(base.losses_N), "tokens": int(self.texts.held_out.size)},
             "recipe": self.recipe.model_dump(),
         }
 
-    def _publish(self, record: dict[str, Any], model: _Arm, control: _Arm | None) -> None:
+    def _publish(self, record: dict[str, Any], base_perplexity: float, model: Arm, control: Arm | None) -> None:
         """Complete the folder, and bring it to its place."""
         out = self.work / f"{MODEL}.out"
         (out / export.RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         (out / "SPARSIFY.toml").write_text(self.recipe.to_toml(), encoding="utf-8")
         (out / "README.md").write_text(model_card(record, self.base.folder), encoding="utf-8")
-        points = None if control is None else control.trained.points
-        (out / "training.html").write_text(curves_page(record, model.trained.points, points), encoding="utf-8")
+        points = () if control is None else control.trained.points
+        page = curves_page(record, base_perplexity, model.trained.points, points)
+        (out / "training.html").write_text(page, encoding="utf-8")
         if (self.work / "events").is_dir():
             # A run that was killed here may have left a part of them.
             shutil.copytree(self.work / "events", out / "events", dirs_exist_ok=True)

@@ -71,7 +71,7 @@ class Steering:
     lowest: float = math.inf
     """The lowest that it has been."""
     gap: float = 0.0
-    """How much sparser the text trained on is than held-out text, at the last evaluation."""
+    """How much sparser the text trained on is than the tune text, at the last evaluation."""
 
     RISE = 0.4
     """Share of the steps through which the goal rises: later on the learning rate is too low to follow it."""
@@ -86,9 +86,9 @@ class Steering:
     """The penalty is at most this share of the lowest loss, and so much more: beyond, the model would fall apart."""
 
     def goal(self, step: int) -> float:
-        """The sparsity wanted after a step, of the text trained on."""
+        """The sparsity wanted after a step, of the tune text."""
         done = min(1.0, (step + 1) / max(1, round(self.steps * self.RISE)))
-        return self.start + (self.wanted - self.start) * rise("sine", done) + self.gap
+        return self.start + (self.wanted - self.start) * rise("sine", done)
 
     def observe(self, step: int, sparsity: float, loss: float, magnitude: float) -> None:
         """Take in a step's sparsity, language loss and mean magnitude of the neurons; set the next step's weight."""
@@ -100,7 +100,7 @@ class Steering:
         keep = 1 - 1 / max(2.0, min(50.0, self.steps / 60))
         before, self.measured = self.measured, keep * self.measured + (1 - keep) * sparsity
         self.slope = keep * self.slope + (1 - keep) * (self.measured - before)
-        error = self.goal(step) - self.measured - self.HORIZON * self.steps * self.slope
+        error = self.goal(step) + self.gap - self.measured - self.HORIZON * self.steps * self.slope
         most = self.FASTEST / self.steps
         self.integral += min(most, max(-most, self.INTEGRAL / self.steps * error))
         self.loss = keep * self.loss + (1 - keep) * loss
@@ -110,9 +110,9 @@ class Steering:
         change = self.integral + self.PROPORTIONAL * error - math.log(self.weight)
         self.weight = min(math.exp(highest), self.weight * math.exp(min(most, max(-most, change))))
 
-    def compare(self, held_out_L: Sequence[float]) -> None:
-        """Take in each layer's sparsity on held-out text, which is what is wanted; one trained on often is sparser."""
-        self.gap = self.measured - sum(held_out_L) / len(held_out_L)
+    def compare(self, tune_L: Sequence[float]) -> None:
+        """Take in each layer's sparsity on the tune text, which is what is wanted; text trained on often is sparser."""
+        self.gap = self.measured - sum(tune_L) / len(tune_L)
 
 
 @dataclass
@@ -130,7 +130,7 @@ class ThresholdSteering:
     measured: list[float] = field(default_factory=list)
     """Sparsity of each layer in the last steps: an exponential mean."""
     gap: list[float] = field(default_factory=list)
-    """How much sparser each layer is on the text trained on than on held-out text, at the last evaluation."""
+    """How much sparser each layer is on the text trained on than on the tune text, at the last evaluation."""
 
     RISE = 0.4
     """Share of the steps through which the goal rises."""
@@ -142,7 +142,7 @@ class ThresholdSteering:
     """The lowest threshold, in mean magnitudes of a gate: above 0, so that layers can be scaled to share one."""
 
     def goal(self, step: int) -> float:
-        """The sparsity wanted after a step, of held-out text."""
+        """The sparsity wanted after a step, of the tune text."""
         done = min(1.0, (step + 1) / max(1, round(self.steps * self.RISE)))
         return self.start + (self.wanted - self.start) * rise("sine", done)
 
@@ -157,6 +157,6 @@ class ThresholdSteering:
             wanted = self.thresholds[n] + self.RATE * gate * (self.goal(step) + self.gap[n] - sparsity)
             self.thresholds[n] = max(self.LEAST * gate, wanted)
 
-    def compare(self, held_out_L: Sequence[float]) -> None:
-        """Take in each layer's sparsity on held-out text."""
-        self.gap = [ours - theirs for ours, theirs in zip(self.measured, held_out_L, strict=True)]
+    def compare(self, tune_L: Sequence[float]) -> None:
+        """Take in each layer's sparsity on the tune text."""
+        self.gap = [ours - theirs for ours, theirs in zip(self.measured, tune_L, strict=True)]

@@ -20,8 +20,8 @@ from accelerate import Accelerator
 from pi_compile.errors import TrainingError
 from pi_compile.sparsification.activation import FfnActivity, observed
 from pi_compile.sparsification.checkpoints import Checkpoints
-from pi_compile.sparsification.data import HeldOut, Mixture
-from pi_compile.sparsification.held_out import Evaluation, evaluate, language_loss
+from pi_compile.sparsification.data import EvaluationText, Mixture
+from pi_compile.sparsification.evaluation import Evaluation, evaluate, language_loss
 from pi_compile.sparsification.recipe import SparsifyRecipe
 from pi_compile.sparsification.schedule import Steering, ThresholdSteering, learning_rate, penalty_weight
 
@@ -51,7 +51,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Point:
-    """An evaluation during the training."""
+    """An evaluation on the tune text during the training."""
 
     step: int
     tokens: int
@@ -61,6 +61,8 @@ class Point:
     perplexity: float
     sparsity_by_layer: list[float]
     dead: float
+    wanted: float = 0.0
+    """The sparsity that is steered to at this step; 0 where none is."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Training:
         model: Any,
         activity: FfnActivity | None,
         mixture: Mixture,
-        held_out: HeldOut,
+        texts: EvaluationText,
         checkpoints: Checkpoints,
         original: Any = None,
         base_perplexity: float = math.inf,
@@ -121,7 +123,7 @@ class Training:
         name: str = "model",
     ) -> None:
         self._recipe, self._accelerator, self._activity = recipe, accelerator, activity
-        self._mixture, self._held_out, self._checkpoints, self._watch = mixture, held_out, checkpoints, watch
+        self._mixture, self._texts, self._checkpoints, self._watch = mixture, texts, checkpoints, watch
         self._original, self._base_perplexity = original, base_perplexity
         self._autocast = recipe.train.dtype == "bf16"
         if recipe.train.activation_checkpointing:
@@ -251,7 +253,7 @@ class Training:
         )
 
     def _evaluate(self) -> None:
-        """Look at the held-out text, and decide whether to end."""
+        """Look at the tune text, and decide whether to end."""
         state, stop = self._state, self._recipe.stop
         found = self.evaluate(tune=True)
         mean = sum(state.losses) / len(state.losses)
@@ -263,6 +265,7 @@ class Training:
             found.perplexity,
             list(found.sparsity_L),
             found.dead,
+            self._steering.goal(state.step - 1) if self._steering is not None else 0.0,
         )
         state.points.append(point)
         state.losses.clear()
@@ -280,8 +283,8 @@ class Training:
             state.ended = f"sparsity reached {stop.sparsity:g}"
 
     def evaluate(self, *, tune: bool) -> Evaluation:
-        """What the model does now on the held-out text to tune on, or on that to report on."""
-        ids_NW = self._held_out.tune if tune else self._held_out.report
+        """What the model does now on the tune text, or on the held-out text."""
+        ids_NW = self._texts.tune if tune else self._texts.held_out
         return evaluate(self._accelerator, self.model, self._activity, ids_NW, self._autocast)
 
     def _tokens(self) -> int:

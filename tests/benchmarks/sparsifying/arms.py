@@ -11,8 +11,8 @@ import numpy as np
 from accelerate import Accelerator
 
 from pi_compile.sparsification.checkpoints import Checkpoints
-from pi_compile.sparsification.data import open_mixture, read_held_out
-from pi_compile.sparsification.held_out import evaluate
+from pi_compile.sparsification.data import open_mixture, read_evaluation_text
+from pi_compile.sparsification.evaluation import evaluate
 from pi_compile.sparsification.model import load_model, open_base, packing_of
 from pi_compile.sparsification.recipe import SparsifyRecipe
 from pi_compile.sparsification.run import sparsify
@@ -99,15 +99,15 @@ class Setting:
         recipe = recipe_of("base", self.text, self.steps, seed=seed, **RATE)
         checkpoint = open_base(recipe.model, self.folder)
         packing, accelerator = packing_of(checkpoint, recipe.train.window), Accelerator(cpu=True)
-        held_out = read_held_out(recipe.corpus, self.folder, packing)
-        base = evaluate(accelerator, load_model(checkpoint), None, held_out.report)
+        texts = read_evaluation_text(recipe.corpus, self.folder, packing)
+        base = evaluate(accelerator, load_model(checkpoint), None, texts.held_out)
         training = Training(
             recipe,
             accelerator,
             load_model(checkpoint),
             None,
             open_mixture(recipe.corpus, self.folder, packing, seed),
-            held_out,
+            texts,
             Checkpoints(self.folder / f"{CONTROL}-seed{seed}-steps{self.steps}", accelerator),
             watch=self.watch,
             name=CONTROL,

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pi_compile.corpus import documents
 from pi_compile.sparsification.checkpoints import Checkpoints
-from pi_compile.sparsification.data import open_mixture, read_held_out
+from pi_compile.sparsification.data import open_mixture, read_evaluation_text
 from pi_compile.sparsification.model import load_model, open_base, packing_of
 from pi_compile.sparsification.recipe import SparsifyRecipe, default_sparsify_recipe
 from pi_compile.sparsification.training import Training, Watch
@@ -59,7 +59,7 @@ def trained_base(folder: Path, text: list[str], start: Path, rate: float, steps:
         load_model(checkpoint),
         None,
         open_mixture(recipe.corpus, folder, packing, seed=1000),
-        read_held_out(recipe.corpus, folder, packing),
+        read_evaluation_text(recipe.corpus, folder, packing),
         Checkpoints(work / "checkpoints", accelerator),
         watch=watch,
     )

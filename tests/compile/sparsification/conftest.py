@@ -49,10 +49,11 @@ def _as_plain_llama(folder: Path) -> None:
 def sparsified(bases: Path, tmp_path: Path) -> Sparsify:
     """Sparsifies a model of `bases`; takes changes of the recipe."""
     from pi_compile.sparsification.run import sparsify
+    from pi_compile.sparsification.training import Watch
 
-    def run(model: str = "model", output: str = "out", **changes: Any) -> dict[str, Any]:
+    def run(model: str = "model", output: str = "out", watch: Watch = Watch(), **changes: Any) -> dict[str, Any]:
         recipe = bases / f"{tmp_path.name}-{output}.toml"
         recipe.write_text(small_recipe(model, **changes).to_toml())
-        return sparsify(recipe, tmp_path / output)
+        return sparsify(recipe, tmp_path / output, watch=watch)
 
     return run

@@ -16,7 +16,7 @@ import torch
 
 from pi_compile.recipe import ModelSection
 from pi_compile.sparsification.activation import Activation, FfnActivity, LayerActivity
-from pi_compile.sparsification.held_out import evaluate
+from pi_compile.sparsification.evaluation import evaluate
 from pi_compile.sparsification.model import load_model, open_base
 from pi_compile.sparsification.training import recompute_layers
 

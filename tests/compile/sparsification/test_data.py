@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pi_compile.errors import CorpusError
 from pi_compile.sparsification import data
-from pi_compile.sparsification.data import Mixture, Packing, open_mixture, read_held_out, source_digests
+from pi_compile.sparsification.data import Mixture, Packing, open_mixture, read_evaluation_text, source_digests
 from pi_compile.sparsification.recipe import MixtureSection
 
 
@@ -81,19 +81,19 @@ def test_weights_say_how_often_a_source_is_taken(folder: Path, packing: Packing)
 
 
 def test_held_out_passages_are_never_trained_on(folder: Path, packing: Packing) -> None:
-    held_out = read_held_out(section(), folder, packing)
+    texts = read_evaluation_text(section(), folder, packing)
     trained, end = mixture(folder, packing).take(1000), {120}
-    assert set(held_out.tune.ravel()) - end
-    assert set(held_out.report.ravel()) - end
-    assert not set(held_out.tune.ravel()) & set(held_out.report.ravel()) - end
-    assert not (set(held_out.tune.ravel()) | set(held_out.report.ravel())) & set(trained.ravel()) - end
+    assert set(texts.tune.ravel()) - end
+    assert set(texts.held_out.ravel()) - end
+    assert not set(texts.tune.ravel()) & set(texts.held_out.ravel()) - end
+    assert not (set(texts.tune.ravel()) | set(texts.held_out.ravel())) & set(trained.ravel()) - end
 
 
 def test_sources_to_report_on_are_apart(folder: Path, packing: Packing) -> None:
     corpus = small_recipe(text=("a.jsonl",), corpus={"report": ["b.jsonl"]}).corpus
-    held_out = read_held_out(corpus, folder, packing)
-    assert held_out.report.min() >= 60
-    assert held_out.tune[held_out.tune < 120].max() < 60
+    texts = read_evaluation_text(corpus, folder, packing)
+    assert texts.held_out.min() >= 60
+    assert texts.tune[texts.tune < 120].max() < 60
     with pytest.raises(CorpusError, match="must be disjoint"):
         open_mixture(section(report=["a.jsonl"]), folder, packing, 0)
 
@@ -103,8 +103,8 @@ def test_a_text_without_a_sequence_is_refused(tmp_path: Path, packing: Packing) 
     corpus = small_recipe(text=("a.txt",)).corpus
     with pytest.raises(CorpusError, match="too little text"):
         open_mixture(corpus, tmp_path, packing, 0).take(1)
-    with pytest.raises(CorpusError, match="too little held-out text"):
-        read_held_out(corpus, tmp_path, packing)
+    with pytest.raises(CorpusError, match="too little text that is not trained on"):
+        read_evaluation_text(corpus, tmp_path, packing)
 
 
 def test_the_record_has_hashes_and_revisions(folder: Path) -> None:

@@ -55,8 +55,9 @@ def test_the_way_from_a_dense_model_to_tokens(bases: Path, tmp_path: Path, capsy
     card = (tmp_path / "sparse" / "README.md").read_text()
     assert "license: unknown" in card
     assert f"| sparsity, mean over layers | {record['sparsity']:.1%} |" in card
+    assert len({path.stat().st_mode for path in (tmp_path / "sparse").iterdir() if path.is_file()}) == 1
     html = (tmp_path / "sparse" / "training.html").read_text()
-    assert html.count("<svg") == 2
+    assert html.count("<svg") == 4
     assert "http" not in re.sub(r'"Content-Security-Policy"|http-equiv', "", html)
 
 
@@ -84,7 +85,7 @@ def test_what_is_printed_for_people(bases: Path, tmp_path: Path, capsys: pytest.
     run("sparsify", recipe, "-o", tmp_path / "out")
     captured = capsys.readouterr()
     assert "2,048 tokens: about" in captured.err
-    assert re.search(r"step 8: loss .*, perplexity on held-out text .*% zero \(by layer, %: \d+ \d+\)", captured.err)
+    assert re.search(r"step 8: loss .*, perplexity on the tune text .*% zero \(by layer, %: \d+ \d+\)", captured.err)
     assert 'config.json has hidden_act = "drelu", which only this project reads' in captured.out
     assert "license: mit" in (tmp_path / "out" / "README.md").read_text()
 

@@ -55,13 +55,14 @@ def test_thresholds_come_within_two_points(wanted: float, scale: float) -> None:
     assert sparsity_L == pytest.approx([wanted, wanted], abs=0.02)
 
 
-def test_what_is_wanted_is_the_sparsity_of_held_out_text() -> None:
+def test_what_is_wanted_is_the_sparsity_of_the_tune_text() -> None:
     penalty, thresholds = Steering(0.8, 10), ThresholdSteering(0.8, 10)
     penalty.observe(0, 0.6, 3.0, 0.1)
     thresholds.observe(0, [0.5, 0.7], [1.0, 1.0])
     for steering in (penalty, thresholds):
         steering.compare([0.49, 0.67])
-    assert penalty.goal(9) == pytest.approx(0.82)
+    assert penalty.goal(9) == thresholds.goal(9) == pytest.approx(0.8)
+    assert penalty.gap == pytest.approx(0.02)
     assert thresholds.gap == pytest.approx([0.01, 0.03])
 
 

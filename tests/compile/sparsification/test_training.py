@@ -16,7 +16,7 @@ from support.sparsifying import small_recipe
 
 from pi_compile.errors import CheckpointError, TrainingError
 from pi_compile.recipe import read_toml
-from pi_compile.sparsification import training
+from pi_compile.sparsification import run, training
 from pi_compile.sparsification.recipe import SparsifyRecipe
 
 FEW = [{"steps": 4, "penalty": 0.1, "curve": "constant"}]
@@ -104,6 +104,39 @@ def test_a_training_ends_before_the_perplexity_is_too_high(sparsified: Any, monk
     monkeypatch.setattr(training, "evaluate", rising)
     record = sparsified(stop={"perplexity_ratio": 0.8}, run={"every": 2})
     assert (record["steps"], record["ended"]) == (6, "perplexity exceeded 0.8 times the original's")
+
+
+def test_perplexity_is_compared_with_the_base_on_the_same_text(
+    sparsified: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tune text; the base on the held-out text may be far better or worse."""
+    compared: list[float] = []
+    evaluate, began = run.evaluate, run.Training
+
+    def by_length(*arguments: Any) -> Any:
+        found = evaluate(*arguments)
+        found.losses_N[:] = 1.0 if len(found.losses_N) == 128 // 32 else 2.0
+        return found
+
+    def begun(*arguments: Any, **options: Any) -> Any:
+        compared.append(options["base_perplexity"])
+        return began(*arguments, **options)
+
+    monkeypatch.setattr(run, "evaluate", by_length)
+    monkeypatch.setattr(run, "Training", begun)
+    record = sparsified(stages=FEW, corpus={"tune_tokens": 128, "report_tokens": 256})
+    assert compared == [pytest.approx(math.e)]
+    assert record["perplexity"]["base"] == pytest.approx(math.e**2)
+
+
+def test_the_sparsity_wanted_is_told_at_each_evaluation(sparsified: Any) -> None:
+    told: list[training.Point] = []
+    sparsified(steer={"sparsity": 0.9}, run={"every": 2}, watch=training.Watch(point=told.append))
+    assert [point.step for point in told] == [2, 4, 6, 8]
+    assert told[0].wanted < told[-1].wanted == pytest.approx(0.9)
+    told.clear()
+    sparsified(output="free", watch=training.Watch(point=told.append))
+    assert {point.wanted for point in told} == {0.0}
 
 
 def test_a_training_that_ends_for_two_reasons_names_the_one_that_counts(

@@ -1,4 +1,4 @@
-"""What a model does on held-out text: its loss in each window, and how often each neuron fires.
+"""What a model does on text that it is not trained on: its loss in each window, and how often each neuron fires.
 
 Shape letters: N windows, W tokens of a window, L layers, X experts, F neurons of one expert.
 """
@@ -23,7 +23,7 @@ _AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model did on held-out windows."""
+    """What a model did on some windows."""
 
     losses_N: npt.NDArray[np.float64]
     """Mean −log p of the next token in each window."""
