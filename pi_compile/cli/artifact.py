@@ -17,6 +17,7 @@ from pi_compile.cli.options import (
     RunVramBudget,
     Threads,
 )
+from pi_compile.cli.progress_lines import progress_lines
 from pi_compile.cli.rendering import artifact_text, emit, eval_report, print_report, task_reports
 from pi_runtime import console
 from pi_runtime.errors import UsageError
@@ -68,10 +69,10 @@ def evaluate(
     tasks = _read_tasks(task or [], limit)
     found: dict[str, Any] = {}
     if text:
-        with console.progress("scoring text", "windows") as progress:
+        with progress_lines("scoring text", "windows") as progress:
             found = score_text(artifact, text, model, tokens=tokens, window=window, progress=progress, options=options)
     if tasks:
-        with console.progress("scoring tasks", "questions") as progress:
+        with progress_lines("scoring tasks", "questions") as progress:
             found["tasks"] = evaluate_tasks(artifact, tasks, model, progress=progress, options=options)
     if as_json:
         console.print_json(found)

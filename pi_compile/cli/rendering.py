@@ -66,9 +66,10 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
     """The evaluation of a text, with modes as rows."""
+    same = found.get("same_as", {})
     modes = [
         {
-            "mode": mode,
+            "mode": _named(mode, same),
             "perplexity": perplexity,
             "increase": _percent_interval(found["increase_interval"].get(mode)),
             "agreement": found["agreement"].get(mode),
@@ -85,6 +86,11 @@ def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
     return {**device, "tokens": found["tokens"], "modes": modes, "layers": found["layers"]}
 
 
+def _named(mode: str, same: Mapping[str, str]) -> str:
+    """A mode, with the one that was scored in its place, if one was."""
+    return f"{mode}, as {same[mode]}" if mode in same else mode
+
+
 def task_reports(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The evaluations of tasks, each with modes as rows."""
     reports = []
@@ -92,7 +98,8 @@ def task_reports(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         head = f"{task['task']}, {task['kind']}, {task['items']:,} questions"
         if task["truncated"]:
             head += f", {task['truncated']:,} of them truncated to the model's context"
-        rows = [{"mode": mode, **_with_intervals(row)} for mode, row in task["modes"].items()]
+        same = task.get("same_as", {})
+        rows = [{"mode": _named(mode, same), **_with_intervals(row)} for mode, row in task["modes"].items()]
         chance = {} if task["chance"] is None else {"chance": task["chance"]}
         reports.append({"task": head, **chance, "modes": rows})
     return reports

@@ -31,8 +31,8 @@ from pi_runtime.errors import Setting, read_error
 Progress = Callable[[int, int], None]
 Windows = npt.NDArray[np.int64]
 Examine = Callable[[Windows], tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]]
-TIMED = 256
-"""Tokens decoded one by one to time them."""
+TIMED, TIMED_SECONDS, LEAST_TIMED = 256, 10.0, 8
+"""Tokens decoded one by one to time them; fewer where that takes more than so many seconds, but at least so many."""
 SUFFIXES = (".txt", ".md", ".raw")
 
 
@@ -92,11 +92,18 @@ def evaluate(
     scores: dict[str, Score] = {}
     speeds: dict[str, float] = {}
     device: dict[str, object] = {}
-    runs = len(modes) + (options.cache_format != "auto")
+    same = same_as(manifest)
+    runs = len(modes) - len(same) + (options.cache_format != "auto") + (origin is not None)
     on_window = counted(progress, runs * len(windows))
     for mode in modes:
+        if mode in same:
+            scores[mode], speeds[mode] = scores[same[mode]], speeds[same[mode]]
+            continue
         with options.open(artifact, mode) as opened:
             device = device_of(opened)
+            if not scores:
+                opened.examine(windows[0][:2])  # compiles, so that the time of the first window is that of the others
+                progress(0, runs * len(windows))
             scores[mode] = _score(opened.examine, windows, on_window)
             speeds[mode] = _tokens_per_s(opened, windows.reshape(-1)[:TIMED])
     cache = None
@@ -109,13 +116,14 @@ def evaluate(
             "increase_interval": _increase_interval(scores["dense"], usual),
             "agreement": _agreement(scores["dense"], usual),
         }
-    checkpoint = None if origin is None else _score(_reference(origin), windows, lambda: None)
+    checkpoint = None if origin is None else _score(_reference(origin), windows, on_window)
     ffn = {mode: score.ffn_bytes(manifest, mode) for mode, score in scores.items()}
     bases = {mode: checkpoint if mode == "dense" else scores["dense"] for mode in modes}
     return {
         **device,
         **({} if cache is None else {"cache": cache}),
         "tokens": windows.size,
+        **({"same_as": same} if same else {}),
         "perplexity": {"checkpoint": checkpoint.perplexity if checkpoint else None}
         | {mode: score.perplexity for mode, score in scores.items()},
         "increase_interval": {mode: _increase_interval(scores[mode], base) for mode, base in bases.items()},
@@ -137,6 +145,14 @@ def modes_of(m: Manifest) -> list[str]:
     """The modes that an artifact can run in; each skips more than the one before."""
     leaves_out = any(not RUNGS[layer.rung].exact for layer in m.layers)
     return ["dense", "gate", *(["predicted"] if leaves_out else [])]
+
+
+def same_as(m: Manifest) -> dict[str, str]:
+    """The modes that read exactly what another one reads, and so compute the same: that one is scored for both.
+
+    Gate leaves out what is exactly zero, and with some activations nothing is.
+    """
+    return {} if m.decoder.sparse else {"gate": "dense"}
 
 
 def _windows(model: Model, texts: Sequence[Path | str], tokens: int, window: int) -> Windows:
@@ -188,6 +204,8 @@ def _tokens_per_s(model: Model, ids: npt.NDArray[np.int64]) -> float:
         began = time.perf_counter()
         model.decode(int(token), cache)
         seconds.append(time.perf_counter() - began)
+        if sum(seconds) > TIMED_SECONDS and len(seconds) >= LEAST_TIMED:
+            break
     return 1 / statistics.median(seconds)
 
 

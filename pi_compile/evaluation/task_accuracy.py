@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pi_compile.evaluation.fidelity import Progress, counted, modes_of
+from pi_compile.evaluation.fidelity import Progress, counted, modes_of, same_as
 from pi_compile.evaluation.intervals import accuracy_interval
 from pi_compile.evaluation.load_options import ON_CPU, LoadOptions
 from pi_compile.evaluation.reference import check_origin, reference_logits
@@ -34,21 +34,27 @@ def evaluate_tasks(
         context = manifest.decoder.context_length if options.context is None else options.context
         task_requests = [[requests(item, opened.tokenizer.encode, context) for item in task.items] for task in tasks]
     origin = None if model is None else check_origin(manifest, model)
-    modes = modes_of(manifest)
-    on_item = counted(progress, sum(map(len, task_requests)) * (len(modes) + (model is not None)))
+    same = same_as(manifest)
+    modes = [mode for mode in modes_of(manifest) if mode not in same]
+    total = sum(map(len, task_requests)) * (len(modes) + (model is not None))
+    on_item = counted(progress, total)
     longest = max(len(one.ids_T) for one in itertools.chain(*itertools.chain(*task_requests)))
     scores: list[dict[str, TaskScore]] = [{} for _ in tasks]
     for mode in modes:
         with options.open(artifact, mode, context=max(2, min(longest, context))) as opened:
             # One cache for all: answers of an item share its context, which is computed once.
             logits = partial(opened.logits, cache=opened.new_cache())
+            if mode == modes[0]:
+                progress(0, total)
             for found, task, items in zip(scores, tasks, task_requests, strict=True):
                 found[mode] = score(task, items, logits, on_item)
+    scores = [{mode: found[same.get(mode, mode)] for mode in modes_of(manifest)} for found in scores]
     if origin is not None:
         reference = reference_logits(origin)
         for found, task, items in zip(scores, tasks, task_requests, strict=True):
             found["checkpoint"] = score(task, items, reference, on_item)
-    return [_row(*case) for case in zip(tasks, task_requests, scores, strict=True)]
+    rows = [_row(*case) for case in zip(tasks, task_requests, scores, strict=True)]
+    return [{**row, "same_as": same} for row in rows] if same else rows
 
 
 def _row(task: Task, task_requests: TaskRequests, scores: Mapping[str, TaskScore]) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError, CorpusError
-from pi_compile.evaluation.fidelity import Score, evaluate, other_bytes
+from pi_compile.evaluation.fidelity import LEAST_TIMED, Score, _score, _tokens_per_s, _windows, evaluate, other_bytes
 from pi_compile.evaluation.load_options import LoadOptions
 from pi_compile.packing import PackSpec, pack
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.results.predictor_set import LayerRow, PredictorSet
-from pi_runtime import load
+from pi_runtime import Model, load
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import FfnBytes
@@ -97,6 +97,35 @@ def test_perplexity_and_agreement_are_those_of_transformers(tmp_path: Path, mode
     assert found["agreement"] == {"dense": 1.0, "gate": 1.0}
     assert found["increase_interval"]["dense"] == pytest.approx((0, 0), abs=1e-4)
     assert found["increase_interval"]["gate"] == pytest.approx((0, 0), abs=1e-4)
+
+
+def test_modes_that_read_the_same_are_scored_once(tmp_path: Path) -> None:
+    """With SiLU gate reads what dense reads: the same bits, from one pass over the text."""
+    hf.random_llama(tmp_path / "model", intermediate_size=F, hidden_act="silu")
+    artifact, steps = packed(tmp_path, None), list[tuple[int, int]]()
+    found = evaluate(artifact, [tmp_path / "text.txt"], tokens=96, window=32, progress=lambda *s: steps.append(s))
+    assert found["same_as"] == {"gate": "dense"}
+    assert steps == [(n, 3) for n in range(4)]
+    alone = {}
+    for mode in ("dense", "gate"):
+        with load(artifact, mode=mode) as opened:
+            alone[mode] = _score(opened.examine, _windows(opened, [tmp_path / "text.txt"], 96, 32), lambda: None)
+    for mode, one in alone.items():
+        assert found["perplexity"][mode] == one.perplexity
+        assert found["ffn_bytes_per_token"][mode] == sum(one.ffn_bytes(opened.manifest, mode))
+    np.testing.assert_array_equal(alone["dense"].counts_L3, alone["gate"].counts_L3)
+
+
+def test_timing_ends_after_some_seconds(
+    tmp_path: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    monkeypatch.setattr(Model, "decode", lambda _self, token, _cache: decoded.append(token))
+    clock = iter(range(0, 10**6, 4))
+    monkeypatch.setattr("pi_compile.evaluation.fidelity.time.perf_counter", lambda: float(next(clock)))
+    with load(packed(tmp_path, None)) as opened:
+        assert _tokens_per_s(opened, np.arange(30)) == 1 / 4
+    assert len(decoded) == LEAST_TIMED
 
 
 def test_rows_and_bytes_are_what_the_predictor_lets_through(tmp_path: Path, model: torch.nn.Module) -> None:
