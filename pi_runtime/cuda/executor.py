@@ -33,6 +33,7 @@ from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.execution.plan_layout import GPU, cuts_of, placed_arrays
+from pi_runtime.kernels.codegen import progress
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 
 
@@ -214,6 +215,7 @@ class CudaExecutor:
         """Run tokens through a schedule; returns for each (layers, 2) rows of `first` read and neurons kept."""
         for run in decoding.runs:
             run()
+        progress.advance()
         rows_ML2 = decoding.host_ops.rows_ML2
         return rows_ML2 + self._device_rows_ML2[: len(rows_ML2)] + self._implied_L2
 

@@ -25,6 +25,7 @@ from pi_runtime.disk.kernels.c_calls import c_address
 from pi_runtime.disk.kernels.reading import SEMAPHORE_NBYTES, Shared
 from pi_runtime.disk.ring import OpenRing
 from pi_runtime.errors import ArtifactError, Setting, UsageError
+from pi_runtime.kernels.codegen import progress
 from pi_runtime.kernels.data.matrix_view import Ints
 
 GAP_NBYTES = 8192
@@ -112,7 +113,9 @@ class Reader:
             ctypes.CDLL(None).sem_init(
                 ctypes.c_void_p(self.shared.semaphores[n * SEMAPHORE_NBYTES :].ctypes.data), 0, 0
             )
-        self._pending_N = self.shared.batch_N4[:, reading.PENDING]
+        batch_N4 = self.shared.batch_N4
+        self._pending = [batch_N4.ctypes.data + n * batch_N4.strides[0] + 8 * reading.PENDING for n in range(BATCHES)]
+        """Where the requests of each batch that are not done are counted."""
         self._targets: list[object] = []
         self._threads: list[Thread] = []
         depth = WORKERS if workers is None else workers
@@ -165,7 +168,7 @@ class Reader:
 
     def wait(self, batch: int) -> None:
         """Wait until a batch is read. Raises ArtifactError where it cannot be; a signal's handler runs meanwhile."""
-        if self._pending_N[batch] > 0:
+        if self._is_pending(batch):
             self._wait_for_reads(batch)
         batch_4 = self.shared.batch_N4[batch]
         if batch_4[reading.ERROR]:
@@ -173,16 +176,21 @@ class Reader:
             batch_4[reading.ERROR] = 0
             raise error
 
+    def _is_pending(self, batch: int) -> bool:
+        """Whether reads of a batch are still under way, which may write to its rows' places."""
+        return bool(reading.pending(self._pending[batch]) > 0)
+
     def _wait_for_reads(self, batch: int) -> None:
         began = moved = time.monotonic()
         before = self.bytes_read
         # The semaphore only wakes; the count decides, because Ctrl-C may come after the one was taken.
-        while self._pending_N[batch] > 0:
+        while self._is_pending(batch):
             if reading.wait(self.shared, batch, _SLICE_NANOSECONDS) == reading.DONE:
                 continue
             now = time.monotonic()
             if self.bytes_read != before:
                 before, moved = self.bytes_read, now
+                progress.advance()
             if now - moved > self._stall_seconds:
                 raise ArtifactError(
                     f"{self.path}: the disk does not answer",
@@ -213,7 +221,7 @@ class Reader:
             try:
                 self.wait(batch)
             except ArtifactError:
-                if self._pending_N[batch] > 0:
+                if self._is_pending(batch):
                     raise
         self.shared.filled_N2[:] = 0
 
@@ -249,7 +257,7 @@ class Reader:
             return
         reading.stop(self.shared, len(self._threads))
         for thread in self._threads:
-            thread.join(0.1 if self._pending_N.any() else self._stall_seconds)
+            thread.join(0.1 if any(map(self._is_pending, range(BATCHES))) else self._stall_seconds)
         if any(thread.is_alive() for thread in self._threads):
             _ABANDONED.append(self._targets)
         else:

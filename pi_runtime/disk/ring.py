@@ -18,7 +18,7 @@ _SETUP = 425
 _PARAMETERS = 30
 """32-bit numbers of `struct io_uring_params`. Their places:"""
 _FEATURES = 5
-_SQ_TAIL, _SQ_MASK, _SQ_ENTRIES, _SQ_ARRAY = 11, 12, 0, 16
+_SQ_HEAD, _SQ_TAIL, _SQ_MASK, _SQ_ENTRIES, _SQ_ARRAY = 10, 11, 12, 0, 16
 _CQ_HEAD, _CQ_TAIL, _CQ_MASK, _CQ_ENTRIES, _CQ_CQES = 20, 21, 22, 1, 25
 _SINGLE_MAP, _PLAIN_READS = 1 << 0, 1 << 3
 """Features: one map holds both rings; and a release, 5.6, that knows reads without vectors."""
@@ -52,8 +52,10 @@ class OpenRing:
         places_n = rings_n[found[_SQ_ARRAY] :][: 4 * found[_SQ_ENTRIES]].view(np.uint32)
         places_n[:] = np.arange(found[_SQ_ENTRIES])
         base = rings_n.ctypes.data
-        control = np.zeros(9, np.int64)
+        control = np.zeros(ring_reading.CONTROL_NUMBERS, np.int64)
         control[ring_reading.RING_FD], control[ring_reading.SYSCALL] = self.fd, c_address("syscall")
+        control[ring_reading.USLEEP] = c_address("usleep")
+        control[ring_reading.WANTED_HEAD] = base + found[_SQ_HEAD]
         control[ring_reading.WANTED_TAIL] = base + found[_SQ_TAIL]
         control[ring_reading.WANTED_MASK] = found[_SQ_ENTRIES] - 1
         control[ring_reading.WANTED] = entries_n.ctypes.data

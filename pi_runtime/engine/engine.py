@@ -24,6 +24,7 @@ from pi_runtime.engine.prompt_pace import PromptPace
 from pi_runtime.engine.scheduler import DECODE_SHARE, PIECE, Scheduler, Work
 from pi_runtime.engine.session import Session
 from pi_runtime.engine.stats import EngineStats
+from pi_runtime.engine.step_watch import StepWatch
 from pi_runtime.engine.stream import Piece, Request, Scores, Stream, Turns
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
@@ -93,7 +94,7 @@ class Engine:
         self._finished = self._prompt_tokens = self._cached_tokens = self._generated = self._preemptions = 0
         self._guessed = self._accepted = 0
         self._busy_s = 0.0
-        self._step_began: float | None = None
+        self._watch = StepWatch()
         self._thread = threading.Thread(target=self._run, name="pi-engine", daemon=True)
         self._thread.start()
         # A thread that is killed amid a step when Python ends may take the process down.
@@ -218,10 +219,9 @@ class Engine:
         )
 
     @property
-    def step_s(self) -> float:
-        """Seconds since the present step began; 0 between steps. It stays small while the engine is well."""
-        began = self._step_began
-        return 0.0 if began is None else time.perf_counter() - began
+    def stalled_s(self) -> float:
+        """Seconds for which the present step has made no progress, as far as was looked; 0 between steps."""
+        return self._watch.stalled_s
 
     @property
     def ended(self) -> UsageError | None:
@@ -253,9 +253,10 @@ class Engine:
         reason = UsageError("the engine is closed", remedy="generate before closing it")
         try:
             while self._take():
-                self._step_began = began = time.perf_counter()
+                began = time.perf_counter()
+                self._watch.begin()
                 self._step()
-                self._step_began = None
+                self._watch.end()
                 self._busy_s += time.perf_counter() - began
         except BaseException as failure:  # whatever it is, those who read streams must hear of it
             error, reason = failure, UsageError("the engine has failed", found=f"{type(failure).__name__}: {failure}")

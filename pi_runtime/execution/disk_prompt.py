@@ -18,6 +18,7 @@ from pi_runtime.disk.row_store import Request, RowStore, Work
 from pi_runtime.execution.cpu import CpuModel, positions_of
 from pi_runtime.execution.executor import Floats, Ints, SequenceStep
 from pi_runtime.kernels import ffn_parts
+from pi_runtime.kernels.codegen import progress
 from pi_runtime.kernels.data.neuron_chunks import chunks_of
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.kernels.forward import Positions, after_ffn, attention, embed
@@ -95,6 +96,7 @@ class PromptReader:
             ffn_parts.name_neurons(m.cfg, w, b.normed_TD, token_N, none_N, *self._parts, self._named_F)
             call = token_N, none_N, weight_N, False, begin, end, b.carried_TD, b.x_TD
             ffn_parts.add_chunks(m.cfg, w, *self._parts, *call)
+            progress.advance()
 
     def _attend(self, b: _Block, layer: int) -> None:
         """Finish the layer before, run attention, and keep the FFN's inputs."""

@@ -13,6 +13,7 @@ import numpy as np
 from pi_runtime.kernels import moe
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import device, public
+from pi_runtime.kernels.codegen.progress import advanced
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import Floats, Ints, address_of, matrix
 from pi_runtime.kernels.data.row_loading import load_row
@@ -79,6 +80,7 @@ def attention(
     parallel     input n₂(x) or n₁(x),  x ← x + attention(n₁(x))
     post-norm    x ← n₁(x + attention(x)),  input x
     """
+    advanced()
     tokens = x_TD.shape[0]
     normed_TD, attended_TD = ws.normed_TD[:tokens], ws.attended_TD[:tokens]
     if cfg.block == weight_table.POST_NORM:

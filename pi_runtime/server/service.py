@@ -74,7 +74,7 @@ class Service:
     @property
     def health(self) -> tuple[bool, str]:
         """Whether it takes requests and the engine makes progress, and a word for its state."""
-        if self.phase == "ready" and self._engine is not None and self._engine.step_s > self.settings.stale_s:
+        if self.phase == "ready" and self._engine is not None and self._engine.stalled_s > self.settings.stale_s:
             return False, "stuck"
         return self.phase == "ready", self.phase
 
@@ -106,6 +106,7 @@ class Service:
         """See whether the engine is there; its fault is the server's."""
         assert self._engine is not None
         while self._engine.ended is None:
+            _ = self._engine.stalled_s  # it tells of progress since it was last looked at
             await asyncio.sleep(WATCH_S)
         self._fail(PiError(self._engine.ended.what, found=self._engine.ended.found))
 

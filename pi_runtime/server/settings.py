@@ -63,7 +63,7 @@ class ServerSettings:
     drain_s: float = 30.0
     """Time for which requests may go on after the first signal to stop."""
     stale_s: float = 60.0
-    """Time of one step of the engine after which `/health` says that it is stuck."""
+    """Time without any progress of the engine's step after which `/health` says that it is stuck."""
     keep_alive_s: float = 10.0
     """Time without events after which a comment is sent."""
     log_requests: bool = False

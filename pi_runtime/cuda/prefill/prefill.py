@@ -23,6 +23,7 @@ from pi_runtime.cuda.prefill.ffn_blocks import FfnBlocks
 from pi_runtime.execution.cpu import positions_of
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.plan_layout import GPU
+from pi_runtime.kernels.codegen import progress
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 
 
@@ -86,6 +87,7 @@ class Prefill:
             on_device, on_host = self._ffn.run(layer, side, count)
             merge = self._merge_on_device if side == GPU else self._merge_on_host
             merge(layer, count, device_sum=on_device, host_sum=on_host)
+            progress.advance()
         return side
 
     def _embed_on_host(self, tokens: Ints) -> None:

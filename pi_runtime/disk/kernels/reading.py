@@ -3,7 +3,8 @@
 A *batch* is a list of requests that are waited for together. A request reads consecutive bytes of the file into its
 worker's own buffer, then copies the wanted rows to their places; where all of it is for one aligned place, it reads
 straight to there. Workers that a semaphore wakes take requests from a ring until it is empty. Everything is numbers in
-memory (`Shared`), so the loops need neither Python nor its lock.
+memory (`Shared`), so the loops need neither Python nor its lock. What several threads read and write has an order
+(`atomics`): `HEAD`, `TAIL`, `STOP`, and a batch's `PENDING` and `ERROR`.
 
 Shape letters: N batches, Q requests, K copies, R places of the ring, I rows.
 """
@@ -14,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray
 
-from pi_runtime.disk.kernels.c_calls import atomic_add, atomic_replace, call_c
+from pi_runtime.disk.kernels.c_calls import call_c
+from pi_runtime.kernels.codegen.atomics import atomic_add, atomic_replace, load_acquire, store_release
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import Ints, address_of, pointer_of
 
@@ -25,7 +27,7 @@ SEMAPHORE_NBYTES = 64
 # What `Shared.control` holds.
 PREAD, SEM_WAIT, SEM_POST, SEM_TIMEDWAIT, ERRNO, ADVISE, CLOCK, COPY, FD, DIRECT, ALIGN, GAP, MOST = range(13)
 STOP, HEAD, TAIL, BYTES, READS = range(13, 18)
-# What a row of `Shared.batch_N4` holds: requests that are not done, the first error, and where in the file it was.
+# What a row of `Shared.batch_N4` holds: requests that are not done, an error, and where in the file the first one was.
 PENDING, ERROR, ERROR_AT = range(3)
 # What a row of `Shared.request_NQ5` holds. The last `NEEDED` bytes may lie behind the end of the file.
 OFFSET, LENGTH, NEEDED, FIRST_COPY, COPIES = range(5)
@@ -51,6 +53,12 @@ class Shared(NamedTuple):
     """Requests and copies of a batch that is not submitted yet."""
     semaphores: npt.NDArray[np.uint8]
     """One for work, then one for each batch."""
+
+
+@device
+def _place(numbers: Ints, index: int) -> int:
+    """The address of a number."""
+    return int(address_of(numbers) + 8 * index)
 
 
 @device
@@ -85,8 +93,8 @@ def advance(control: Ints, done: int, found: int, needed: int) -> tuple[int, int
 @device
 def count_read(control: Ints, nbytes: int) -> None:
     """Count one read."""
-    atomic_add(address_of(control) + 8 * BYTES, nbytes)
-    atomic_add(address_of(control) + 8 * READS, 1)
+    atomic_add(_place(control, BYTES), nbytes)
+    atomic_add(_place(control, READS), 1)
 
 
 @device
@@ -114,7 +122,7 @@ def wait_for_work(s: Shared) -> bool:
     """Sleep until a batch is submitted; False where the thread has to return instead."""
     while _low(call_c(s.control[SEM_WAIT], _semaphore(s, 0), 0, 0, 0)) != 0:
         pass  # a signal came
-    return bool(s.control[STOP] == 0)
+    return load_acquire(_place(s.control, STOP)) == 0
 
 
 @public
@@ -122,7 +130,8 @@ def serve(s: Shared, buffer: int) -> None:
     """Work off requests with a buffer of one's own, until `STOP` is set."""
     control = s.control
     while wait_for_work(s):
-        for _ in range(min(WOKEN[1], control[TAIL] - control[HEAD] - 1)):
+        there = load_acquire(_place(control, TAIL)) - load_acquire(_place(control, HEAD))
+        for _ in range(min(WOKEN[1], there - 1)):
             call_c(control[SEM_POST], _semaphore(s, 0), 0, 0, 0)
         code = take(s)
         while code >= 0:
@@ -133,13 +142,13 @@ def serve(s: Shared, buffer: int) -> None:
 @device
 def take(s: Shared) -> int:
     """The next request, as batch · 2³² + number, or −1 where there is none."""
-    control = s.control
-    head = control[HEAD]
-    while head < control[TAIL]:
+    head_place, tail_place = _place(s.control, HEAD), _place(s.control, TAIL)
+    head = load_acquire(head_place)
+    while head < load_acquire(tail_place):
         code = s.ring_R[head % s.ring_R.shape[0]]
-        if atomic_replace(address_of(control) + 8 * HEAD, head, head + 1):
+        if atomic_replace(head_place, head, head + 1):
             return int(code)
-        head = control[HEAD]
+        head = load_acquire(head_place)
     return -1
 
 
@@ -162,7 +171,7 @@ def target_of(s: Shared, code: int, buffer: int) -> int:
 @device
 def has_failed(s: Shared, code: int) -> bool:
     """Whether another request of the same batch has failed."""
-    return bool(s.batch_N4[code >> 32, ERROR] != 0)
+    return load_acquire(_place(s.batch_N4[code >> 32], ERROR)) != 0
 
 
 @device
@@ -170,11 +179,11 @@ def finish(s: Shared, code: int, error: int, buffer: int) -> None:
     """Bring what a request has read to its places, or note its error; the last one of a batch wakes who waits."""
     batch_4, request_5 = s.batch_N4[code >> 32], request_of(s, code)
     if error != 0:
-        batch_4[ERROR_AT] = request_5[OFFSET]
-        batch_4[ERROR] = error
-    elif batch_4[ERROR] == 0 and target_of(s, code, buffer) == buffer:
+        if atomic_replace(_place(batch_4, ERROR), 0, error):
+            batch_4[ERROR_AT] = request_5[OFFSET]
+    elif not has_failed(s, code) and target_of(s, code, buffer) == buffer:
         _copy_rows(s.control[COPY], s.copy_NK3[code >> 32], request_5[FIRST_COPY], request_5[COPIES], buffer)
-    if atomic_add(address_of(batch_4) + 8 * PENDING, -1) == 1:
+    if atomic_add(_place(batch_4, PENDING), -1) == 1:
         call_c(s.control[SEM_POST], _semaphore(s, 1 + (code >> 32)), 0, 0, 0)
 
 
@@ -201,11 +210,18 @@ def submit(s: Shared, batch: int, workers: int) -> None:
         return
     s.filled_N2[batch] = 0
     s.batch_N4[batch, PENDING], s.batch_N4[batch, ERROR] = requests, 0
+    tail = control[TAIL]  # only the thread that submits writes it
     for n in range(requests):
-        s.ring_R[(control[TAIL] + n) % s.ring_R.shape[0]] = batch << 32 | n
-    atomic_add(address_of(control) + 8 * TAIL, requests)
+        s.ring_R[(tail + n) % s.ring_R.shape[0]] = batch << 32 | n
+    store_release(_place(control, TAIL), tail + requests)
     for _ in range(min(requests, workers, WOKEN[0])):
         call_c(control[SEM_POST], _semaphore(s, 0), 0, 0, 0)
+
+
+@public
+def pending(place: int) -> int:
+    """Requests of a batch that are not done, by the address of the number. At 0 all that was read is seen."""
+    return load_acquire(place)
 
 
 @public
@@ -224,7 +240,7 @@ def wait(s: Shared, batch: int, nanoseconds: int) -> int:
 @public
 def stop(s: Shared, workers: int) -> None:
     """Let the workers return."""
-    s.control[STOP] = 1
+    store_release(_place(s.control, STOP), 1)
     for _ in range(workers):
         call_c(s.control[SEM_POST], _semaphore(s, 0), 0, 0, 0)
 

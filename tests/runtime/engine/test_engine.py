@@ -511,16 +511,18 @@ def test_scores_tell_when_they_are_there(engine: Engine) -> None:
     assert len(scores.result()) == len("Once upon a time") - 1
 
 
-def test_an_engine_says_how_long_its_step_takes_and_why_it_ended(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_says_how_long_its_step_stands_still_and_why_it_ended(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = threading.Event()
     spied(model, monkeypatch, before=lambda: gate.wait(30))
     with Engine(model) as engine:
-        assert engine.step_s == 0
+        assert engine.stalled_s == 0
         stream = engine.generate("Once", max_tokens=2)
-        wait_until(lambda: engine.step_s > 0.01)
+        wait_until(lambda: engine.stalled_s > 0.01)
         gate.set()
         list(stream)
-        wait_until(lambda: engine.step_s == 0)
+        wait_until(lambda: engine.stalled_s == 0)
         assert engine.ended is None
     assert engine.ended is not None
 
