@@ -5,6 +5,7 @@ import hashlib
 import mmap
 import os
 import stat
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import BinaryIO, Self
 
 import numpy as np
 
+from pi_runtime.artifact.file_identity import FileIdentity
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.magic import pack_commands
 from pi_runtime.artifact.quantisation import dequantise
@@ -24,12 +26,13 @@ from pi_runtime.errors import ArtifactError
 class Artifact:
     """An artifact on disk, memory-mapped read-only; processes that open the same file share its pages."""
 
-    def __init__(self, path: Path, structure: Structure, mapping: mmap.mmap) -> None:
+    def __init__(self, path: Path, structure: Structure, mapping: mmap.mmap, fd: int, identity: FileIdentity) -> None:
         self.path = path
         self.manifest: Manifest = structure.manifest
         self.nbytes = structure.nbytes
         self.digest = structure.digest
-        self._mapping = mapping
+        self._mapping, self._fd, self._identity = mapping, fd, identity
+        self._close_file = weakref.finalize(self, os.close, fd)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
@@ -39,8 +42,10 @@ class Artifact:
         """
         path = Path(path)
         with open_file(path) as file:
+            identity = FileIdentity(path, file.fileno())
             structure = read_structure(file, path)
-            return cls(path, structure, _mapped(file, structure.nbytes))
+            mapping = _mapped(file, structure.nbytes)
+            return cls(path, structure, mapping, os.dup(file.fileno()), identity)
 
     def array(self, name: str) -> Array:
         """The stored array, rows padded: a read-only view of the file. Raises KeyError for a name that is not there."""
@@ -66,8 +71,17 @@ class Artifact:
             raise damaged(self.path, name, f"sha256 {entry.sha256}", hashlib.sha256(data).hexdigest())
         return data
 
+    def check_unchanged(self) -> None:
+        """Raise ArtifactError where the open file is no longer as it was when it was opened.
+
+        To be called before and after the arrays are used: what lies behind the end of a file that was cut off cannot be
+        read without ending the process, and what was written over it would be taken for the model.
+        """
+        self._identity.check(self._fd)
+
     def close(self) -> None:
         """Unmap the file, or leave that to the last array that still views it."""
+        self._close_file()
         with suppress(BufferError):
             self._mapping.close()
 

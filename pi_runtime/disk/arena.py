@@ -42,6 +42,10 @@ class ResidentArrays:
             .reshape(fmt.stored_shape(entry.shape))
         )
 
+    def check_unchanged(self) -> None:
+        """Raise ArtifactError where the file is no longer the one that was opened."""
+        self._reader.check_unchanged()
+
     def close(self) -> None:
         """Close the reader and the artifact, and free the memory."""
         self._reader.close()

@@ -19,6 +19,7 @@ from threading import Thread
 import numpy as np
 import numpy.typing as npt
 
+from pi_runtime.artifact.file_identity import FileIdentity
 from pi_runtime.artifact.row_memory import BATCHES, PIECE_NBYTES, WORKERS
 from pi_runtime.disk.kernels import reading, ring_reading
 from pi_runtime.disk.kernels.c_calls import c_address
@@ -99,7 +100,7 @@ class Reader:
         control[reading.PREAD] = pread or control[reading.PREAD]
         control[reading.FD], control[reading.DIRECT], control[reading.ALIGN] = self._fd, self.direct, self.align
         control[reading.GAP], control[reading.MOST] = gap, PIECE_NBYTES
-        self._identity = self._identified()
+        self._identity = FileIdentity(path, self._fd)
         self.shared = Shared(
             control,
             np.zeros(BATCHES * rows, np.int64),
@@ -241,15 +242,7 @@ class Reader:
 
     def check_unchanged(self) -> None:
         """Raise ArtifactError where the open file is no longer the one that was opened."""
-        if self._identified() != self._identity:
-            raise ArtifactError(
-                f"{self.path}: was changed while it was in use",
-                remedy="load it again; to replace an artifact, write a new file and rename it",
-            )
-
-    def _identified(self) -> tuple[int, int]:
-        found = os.fstat(self._fd)
-        return found.st_size, found.st_mtime_ns
+        self._identity.check(self._fd)
 
     def close(self) -> None:
         """Let the threads return, and close the file; where one is stalled, it keeps the file until it returns."""

@@ -260,6 +260,7 @@ class Engine:
                 self._busy_s += time.perf_counter() - began
         except BaseException as failure:  # whatever it is, those who read streams must hear of it
             error, reason = failure, UsageError("the engine has failed", found=f"{type(failure).__name__}: {failure}")
+            reason.__cause__ = failure
         left = self._inbox.end(reason)
         unfinished = [*self._scheduler.clear(), *left.requests]
         unfinished += [sibling for request in unfinished for sibling in request.siblings]

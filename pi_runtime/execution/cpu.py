@@ -110,21 +110,30 @@ class CpuModel:
         run: Callable[[list[SequenceStep]], list[SequenceResult]],
         block_tokens: int = BLOCK_TOKENS,
     ) -> list[SequenceResult]:
-        """Check a step, and run its sequences in batches; steps of several threads take turns."""
+        """Check a step, and run its sequences in batches; steps of several threads take turns.
+
+        Raises ArtifactError where the file was changed: before a batch is run on it, or before its results are used.
+        """
         with ONE_AT_A_TIME:
-            self.check_open()
+            artifact = self.check_open()
             for s in sequences:
                 most = BLOCK_TOKENS if s.logits == "all" else block_tokens
                 assert 0 < len(s.tokens) <= min(most, s.cache.room), (len(s.tokens), s.cache.room)
                 assert not s.count or (s.select and s.logits == "all")
             for s in sequences:
                 s.cache.reserve(len(s.tokens))
-            return [result for batch in batches(sequences) for result in run(batch)]
+            results: list[SequenceResult] = []
+            for batch in batches(sequences):
+                artifact.check_unchanged()
+                results += run(batch)
+            artifact.check_unchanged()
+            return results
 
-    def check_open(self) -> None:
-        """Raise UsageError once the artifact is closed."""
+    def check_open(self) -> StoredArrays:
+        """The artifact. Raises UsageError once it is closed."""
         if self.artifact is None:
             raise UsageError("the model is closed", remedy="read all of what it generates before closing it")
+        return self.artifact
 
     def close(self) -> None:
         """Close the artifact."""

@@ -105,7 +105,6 @@ class DiskExecutor(HostExecutor):
             return [self._run([replace(s, tokens=part_T)]) for part_T in parts][-1]
         if self._running:  # an earlier call ended in an exception
             self.rows.recover()
-        self.reader.check_unchanged()
         self._running = True
         before, began = self._counted(), time.perf_counter()
         results = self._computed(sequences)

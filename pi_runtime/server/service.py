@@ -108,7 +108,8 @@ class Service:
         while self._engine.ended is None:
             _ = self._engine.stalled_s  # it tells of progress since it was last looked at
             await asyncio.sleep(WATCH_S)
-        self._fail(PiError(self._engine.ended.what, found=self._engine.ended.found))
+        ended, cause = self._engine.ended, self._engine.ended.__cause__
+        self._fail(cause if isinstance(cause, PiError) else PiError(ended.what, found=ended.found))
 
     def _fail(self, error: BaseException) -> None:
         self.phase, self.failure = "failed", error

@@ -161,6 +161,9 @@ class StoredArrays(Protocol):
     def array(self, name: str) -> Array:
         """The stored array, rows padded."""
 
+    def check_unchanged(self) -> None:
+        """Raise ArtifactError where the arrays are in a file that was changed since it was opened."""
+
     def close(self) -> None:
         """Free the memory; addresses are no longer valid."""
 

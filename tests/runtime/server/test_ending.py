@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from support.commands import INPUT, INTERRUPTED, USAGE
 from support.serving import Served, events, slowed, wait_until
 
 from pi_runtime import Model
-from pi_runtime.errors import PiError
+from pi_runtime.errors import ArtifactError, PiError
 
 Serve = Callable[..., Served]
 PI_SERVE = [sys.executable, "-c", "from pi_runtime.server.cli import main; main()"]
@@ -109,6 +110,22 @@ def test_a_fault_of_the_engine_is_told_to_all_and_ends_the_server(endless: Path,
     wait_until(lambda: served.service.phase == "failed")
     assert isinstance(served.service.failure, PiError)
     wait_until(lambda: served.server.should_exit)
+
+
+def test_an_artifact_that_is_changed_ends_the_server_with_what_to_do(
+    alphabet: Path, serve: Serve, tmp_path: Path
+) -> None:
+    path = shutil.copyfile(alphabet, tmp_path / "own.pi")
+    os.utime(path, (1, 1))
+    served = serve(path)
+    assert served.complete("a", max_tokens=3).status_code == 200
+    path.touch()
+    refused = served.complete("a", max_tokens=3)
+    assert refused.status_code == 500
+    assert "was changed while it was in use" in refused.json()["error"]["message"]
+    wait_until(lambda: served.service.phase == "failed")
+    assert isinstance(served.service.failure, ArtifactError)
+    assert served.service.failure.remedy
 
 
 def test_a_fault_of_one_request_ends_that_one_alone(endless: Path, serve: Serve, monkeypatch: Any) -> None:
