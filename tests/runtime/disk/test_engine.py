@@ -114,7 +114,7 @@ def test_an_engine_takes_what_is_left_for_keys_and_values(within: Model) -> None
     assert within.executor.kv_room == room
     with pytest.raises(DoesNotFitError, match="keys and values need") as found:
         Engine(within, kv_budget=2 * room)
-    assert "--kv-budget" in str(found.value)
+    assert "a larger kv_budget" in str(found.value)
 
 
 def test_an_allowance_is_shared() -> None:
