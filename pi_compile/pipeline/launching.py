@@ -66,6 +66,8 @@ def help_build(build: Build, rank: Rank) -> None:
             match build.until:
                 case "profile":
                     _ = pipeline.profile
+                case "place" if pipeline.only_dense:
+                    pass
                 case "train" | "place":
                     _ = pipeline.trained
                 case _:

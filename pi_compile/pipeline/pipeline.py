@@ -28,11 +28,14 @@ from pi_compile.pipeline import stages
 from pi_compile.pipeline.store import WORKERS, Store, code_digest, key_of, token_digest
 from pi_compile.pipeline.summary import pack_report
 from pi_compile.placement import SECONDS, Placement
+from pi_compile.planning import profile_of_dense
 from pi_compile.profiling import ProfileSpec, memory_bytes
 from pi_compile.recipe import Recipe, read_recipe
 from pi_compile.results import ActivationProfile, PredictorSet
 from pi_compile.training import TrainingWork, TrainSpec
+from pi_compile.training.candidates import searches_for
 from pi_compile.workers import HEARTBEAT, LONE, Rank, Worker, WorkFolder
+from pi_runtime.artifact.rungs import DENSE
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress
 
@@ -202,6 +205,21 @@ class Pipeline:
         return find_machine(self.recipe.place.machine, self.folder)
 
     @cached_property
+    def only_dense(self) -> bool:
+        """Whether no layer can be anything but dense, whatever profiling and training would find; says so if it is.
+
+        Experts are profiled in any case: how often each one is taken decides where it is placed.
+        """
+        d, rungs = self.checkpoint.decoder, self.recipe.train.rungs
+        found = not d.sparse and d.n_experts == 1 and DENSE in rungs and not searches_for(rungs, d)
+        if found:
+            self.notice(
+                f"profile and train are left out: with {d.activation} no neuron is ever exactly zero, so every "
+                "layer is dense"
+            )
+        return found
+
+    @cached_property
     def placements(self) -> tuple[Placement, ...]:
         """Placements for all GPU budgets. They are not stored: solving takes seconds and reads no model."""
         return self.place()
@@ -212,8 +230,8 @@ class Pipeline:
         formats = self.recipe.pack.model_dump()
         return stages.place(
             self.checkpoint,
-            self.profile,
-            self.trained,
+            profile_of_dense(self.checkpoint.decoder) if self.only_dense else self.profile,
+            None if self.only_dense else self.trained,
             self.machine,
             **section,
             formats=formats,
@@ -229,10 +247,11 @@ class Pipeline:
     def pack(self, output: Path) -> dict[str, Any]:
         """Write the artifact, unless the file is up to date, and report on it."""
         recipe = self.recipe.model_dump()
+        profile, trained = (None, None) if self.only_dense else (self.profile, self.trained)
         key = key_of(
             checkpoint=self.checkpoint.digest(),
-            profile=self.profile.digest(),
-            trained=self.trained.digest(),
+            profile=profile and profile.digest(),
+            trained=trained and trained.digest(),
             plans=[asdict(p) for p in self.plans],
             recipe=recipe,
             output=str(output.resolve()),
@@ -251,8 +270,8 @@ class Pipeline:
                 result = stages.pack(
                     self.checkpoint,
                     output,
-                    profile=self.profile,
-                    predictors=self.trained,
+                    profile=profile,
+                    predictors=trained,
                     placements=self.placements,
                     formats=recipe["pack"],
                     recipe=recipe,

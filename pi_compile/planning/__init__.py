@@ -2,7 +2,16 @@
 
 from pi_compile.planning.baselines import Baselines
 from pi_compile.planning.comparison import compare
-from pi_compile.planning.forecast import AROUND, GIB, PlanSpec, activation_profile, plan, published_profile, ram_budgets
+from pi_compile.planning.forecast import (
+    AROUND,
+    GIB,
+    PlanSpec,
+    activation_profile,
+    plan,
+    profile_of_dense,
+    published_profile,
+    ram_budgets,
+)
 from pi_compile.planning.model_config import PlannedModel, find_planned
 from pi_compile.planning.prefill_time import prefill_tokens_per_s
 
@@ -17,6 +26,7 @@ __all__ = [
     "find_planned",
     "plan",
     "prefill_tokens_per_s",
+    "profile_of_dense",
     "published_profile",
     "ram_budgets",
 ]

@@ -121,9 +121,7 @@ def published_profile(model: PlannedModel) -> ActivationProfile:
     """What is published of the model; without zeros in its activation every neuron fires for each token."""
     decoder, published = model.decoder, model.activation
     if not decoder.sparse:
-        routed = TOKENS * decoder.experts_per_token // decoder.n_experts
-        counts = np.full((decoder.n_layers, decoder.neurons), routed, np.uint64)
-        return _synthetic(decoder, counts, f"{decoder.activation}: no neuron is ever exactly zero")
+        return profile_of_dense(decoder)
     if published is None:
         raise UsageError(
             f"{model.name}: nothing is known of how its neurons fire",
@@ -138,6 +136,13 @@ def published_profile(model: PlannedModel) -> ActivationProfile:
             ),
         )
     return _from_curve(decoder, published.curve, published.density, published.source)
+
+
+def profile_of_dense(decoder: Decoder) -> ActivationProfile:
+    """What is known of a model without zeros: every neuron fires, all experts are taken equally often."""
+    routed = TOKENS * decoder.experts_per_token // decoder.n_experts
+    counts = np.full((decoder.n_layers, decoder.neurons), routed, np.uint64)
+    return _synthetic(decoder, counts, f"{decoder.activation}: no neuron is ever exactly zero")
 
 
 def _from_curve(decoder: Decoder, name: str, density: Decimal, origin: str) -> ActivationProfile:

@@ -155,7 +155,7 @@ def choose_plan(artifact: Artifact, context: int, budget: int, free: int = sys.m
 def _no_placement(manifest: Manifest, where: Path) -> DoesNotFitError:
     """The error for an artifact without plans; the recipe that it holds says for which machine it was built."""
     on_cpu = ("run it on the CPU (", Setting("device", "cpu"), ", no ", Setting("vram_budget"), ")")
-    if not manifest.profiled_tokens:
+    if not manifest.profiled_tokens and manifest.decoder.sparse:
         return DoesNotFitError(
             f"{where}: holds no placement: it was packed without profile and placements (pi-compile pack --plain)",
             remedy=(on_cpu, ", or build it: pi-compile build RECIPE"),
@@ -163,9 +163,10 @@ def _no_placement(manifest: Manifest, where: Path) -> DoesNotFitError:
     section = manifest.recipe.get("place")
     machine = section.get("machine") if isinstance(section, dict) else None
     built_for = "a machine" if machine is None else f"{str(machine)!r}"
+    plain = "" if manifest.profiled_tokens else "it was packed with --plain; or "
     return DoesNotFitError(
-        f"{where}: holds no placement: it was built for {built_for}, which has no GPU, or whose GPU would not make "
-        "this model faster",
+        f"{where}: holds no placement: {plain}it was built for {built_for}, which has no GPU, or whose GPU would not "
+        "make this model faster",
         remedy=(
             *(on_cpu, "; or write another machine into the recipe and build it again: one that has a GPU "),
             '(pi-compile machine measures yours), or [place] machine = "stand-in", whose GPU always pays',

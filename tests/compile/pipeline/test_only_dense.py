@@ -1,0 +1,72 @@
+"""A recipe whose layers can only be dense is built without profile and training, with placements all the same."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from support.hf import edit_json
+from support.small_project import small_project
+
+from pi_compile.pipeline.pipeline import Pipeline
+from pi_runtime import load
+from pi_runtime.artifact.reader import Artifact
+
+
+@contextmanager
+def silent(*_: object) -> Iterator[object]:
+    yield lambda _done, _total: None
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_project(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture
+def recipe(source: Path, tmp_path: Path) -> Path:
+    """A recipe of a model with SiLU, for a machine whose GPU pays."""
+    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    edit_json(next(tmp_path.glob("**/config.json")), hidden_act="silu")
+    return tmp_path / "small.toml"
+
+
+def built(recipe: Path) -> tuple[list[str], list[str], Path]:
+    """The stages that ran, what was said, and the artifact."""
+    said: list[str] = []
+    output = recipe.with_suffix(".pi")
+    with (found := Pipeline(recipe, "cpu", said.append, silent, output=output)).worker:
+        found.pack(output)
+    return found.ran, said, output
+
+
+def test_profile_and_train_are_left_out(recipe: Path) -> None:
+    ran, said, output = built(recipe)
+    assert ran == ["pack"]
+    assert [line for line in said if "left out" in line] == [
+        "profile and train are left out: with silu no neuron is ever exactly zero, so every layer is dense"
+    ]
+    with Artifact.open(output) as artifact:
+        assert {layer.rung for layer in artifact.manifest.layers} == {"dense"}
+        assert artifact.manifest.plans
+        assert artifact.manifest.profiled_tokens == 0
+    assert built(recipe)[0] == []
+
+
+def test_it_runs_by_its_placement(recipe: Path) -> None:
+    _, _, output = built(recipe)
+    with load(output, device="stand-in") as by_plan, load(output, device="cpu") as alone:
+        answers = ["".join(model.generate("once upon", max_tokens=5)) for model in (by_plan, alone)]
+    assert answers[0] == answers[1]
+
+
+def test_a_rung_that_skips_small_values_is_looked_for(recipe: Path) -> None:
+    text = recipe.read_text()
+    line = next(line for line in text.splitlines() if line.startswith("rungs"))
+    recipe.write_text(text.replace(line, 'rungs = ["dense", "threshold"]'))
+    assert "train" in built(recipe)[0]
