@@ -13,7 +13,10 @@ from pi_runtime import console
 
 @takes(PlanOptions)
 def plan(options: PlanOptions, as_json: Json = False, debug: Debug = False) -> None:
-    """Forecast how a machine would run a model, from its config alone; several machines in one table."""
+    """Forecast how a machine would run a model, from its config alone.
+
+    Several machines are compared in one table.
+    """
     from pi_compile.cli.plan_request import plan_requests
     from pi_compile.planning import compare
     from pi_compile.planning import plan as forecast

@@ -66,7 +66,7 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
     """The evaluation of a text, with modes as rows."""
-    same = found.get("same_as", {})
+    same = found["same_as"]
     modes = [
         {
             "mode": _named(mode, same),
@@ -98,7 +98,7 @@ def task_reports(tasks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         head = f"{task['task']}, {task['kind']}, {task['items']:,} questions"
         if task["truncated"]:
             head += f", {task['truncated']:,} of them truncated to the model's context"
-        same = task.get("same_as", {})
+        same = task["same_as"]
         rows = [{"mode": _named(mode, same), **_with_intervals(row)} for mode, row in task["modes"].items()]
         chance = {} if task["chance"] is None else {"chance": task["chance"]}
         reports.append({"task": head, **chance, "modes": rows})

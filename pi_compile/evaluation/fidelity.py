@@ -123,7 +123,7 @@ def evaluate(
         **device,
         **({} if cache is None else {"cache": cache}),
         "tokens": windows.size,
-        **({"same_as": same} if same else {}),
+        "same_as": same,
         "perplexity": {"checkpoint": checkpoint.perplexity if checkpoint else None}
         | {mode: score.perplexity for mode, score in scores.items()},
         "increase_interval": {mode: _increase_interval(scores[mode], base) for mode, base in bases.items()},

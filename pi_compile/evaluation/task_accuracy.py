@@ -53,8 +53,7 @@ def evaluate_tasks(
         reference = reference_logits(origin)
         for found, task, items in zip(scores, tasks, task_requests, strict=True):
             found["checkpoint"] = score(task, items, reference, on_item)
-    rows = [_row(*case) for case in zip(tasks, task_requests, scores, strict=True)]
-    return [{**row, "same_as": same} for row in rows] if same else rows
+    return [{**_row(*case), "same_as": same} for case in zip(tasks, task_requests, scores, strict=True)]
 
 
 def _row(task: Task, task_requests: TaskRequests, scores: Mapping[str, TaskScore]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.kernels import reference
 
 KEYS = {"device", "vram_bytes", "tokens", "perplexity", "agreement", "bytes_per_token", "ffn_bytes_per_token"}
-KEYS |= {"increase_interval", "tokens_per_s", "layers"}
+KEYS |= {"same_as", "increase_interval", "tokens_per_s", "layers"}
 TEXT = "Once upon a time there was a little neuron that did not fire. It waited, and waited; then it did! " * 12
 F = 83
 
