@@ -11,12 +11,16 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import pi_compile.cli.main
-import pi_runtime.cli
-import pi_runtime.server.cli
+import pi_runtime.commands.run
+import pi_runtime.commands.serve
 
 LOG = logging.getLogger("mkdocs.hooks.docs")
 ROOT = Path(__file__).parents[1]
-APPS = {"pi-compile": pi_compile.cli.main.app, "pi-run": pi_runtime.cli.app, "pi-serve": pi_runtime.server.cli.app}
+APPS = {
+    "pi-compile": pi_compile.cli.main.app,
+    "pi-run": pi_runtime.commands.run.app,
+    "pi-serve": pi_runtime.commands.serve.app,
+}
 API = {
     "Compiling": (
         "pi_compile.checkpoint.open_checkpoint",

@@ -1,5 +1,5 @@
 """`python -m pi_runtime`: the same as `pi-run`."""
 
-from pi_runtime.cli import main
+from pi_runtime.commands.run import main
 
 main()

@@ -7,16 +7,20 @@ Text is made of key–value lists and tables. On a terminal a long value is fold
 one line, without colours. No digit and no path is ever cut: lines may be longer than the terminal.
 """
 
+import functools
+import inspect
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 
+from pi_runtime.errors import Setting, UsageError
 from pi_runtime.exit_codes import INTERRUPTED, code_and_message
 
 if TYPE_CHECKING:
@@ -42,6 +46,45 @@ def _print_version(wanted: bool) -> None:
 VERSION = typer.Option(
     "--version", callback=_print_version, is_eager=True, show_default=False, help="Print the version and exit."
 )
+
+
+def takes(*groups: type[Any], flags: Mapping[str, Any] | None = None) -> Callable[[Callable[..., None]], Any]:
+    """Let a command take the fields of dataclasses as options. It is called with an instance of each, in their order.
+
+    A field has its option in its annotation, or in `flags` by its name; one that has neither keeps its default.
+    """
+    known = flags or {}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        fields = {group: _options(group, known) for group in groups}
+        own = list(inspect.signature(command).parameters.values())[len(groups) :]
+        taken = [option for options in fields.values() for option in options]
+
+        @functools.wraps(command)
+        def called(**values: Any) -> None:
+            made = [group(**{o.name: values.pop(o.name) for o in options}) for group, options in fields.items()]
+            command(*made, **values)
+
+        # typer reads options from the signature.
+        parameters = [*taken, *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own)]
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {p.name: p.annotation for p in parameters}
+        return called
+
+    return decorate
+
+
+def _options(group: type[Any], flags: Mapping[str, Any]) -> list[inspect.Parameter]:
+    found = []
+    for field in inspect.signature(group).parameters.values():
+        option = flags.get(field.name)
+        if option is not None:
+            # What has a parser is text for typer.
+            kind = field.annotation if option.parser is None else str
+            found.append(field.replace(annotation=Annotated[kind, option]))
+        elif get_origin(field.annotation) is Annotated:
+            found.append(field)
+    return found
 
 
 def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
@@ -115,6 +158,32 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_MOST_GIB = 256
+"""A number without a unit is most likely meant as GiB below this, and as MiB from this on."""
+
+
+def parse_size(text: str, name: str) -> int:
+    """Parse a size: `8GiB`, `512 MiB`, `1.5GB`, `4096B`; a number without a unit counts bytes, 1 MiB of them or more.
+
+    Raises UsageError naming the setting.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    expected = "a number with B, KiB, MiB, GiB or TiB, like 8GiB"
+    if match is None or match[2].upper() not in _UNITS:
+        raise UsageError("not a size", setting=Setting(name, text), expected=expected)
+    number, unit = match.groups()
+    if not unit and 0 < float(number) < _UNITS["MIB"]:
+        likely = f"{number}{'GiB' if float(number) < _MOST_GIB else 'MiB'}"
+        raise UsageError(
+            "a number without a unit counts bytes, and so few hold nothing",
+            setting=Setting(name, number),
+            expected=expected,
+            remedy=f"did you mean {likely}?",
+        )
+    return int(float(number) * _UNITS[unit.upper()])
 
 
 def facts(rows: Iterable[tuple[str, str]]) -> "Table":

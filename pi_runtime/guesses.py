@@ -244,8 +244,3 @@ class Speculation:
             for _, n in ranked[:best]:
                 lengths[n] += 1
         return lengths
-
-
-def parse_setting(text: str) -> str | int:
-    """The value of `--speculate`: a number, or a word."""
-    return int(text) if text.isdecimal() else text

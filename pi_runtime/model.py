@@ -6,6 +6,7 @@ Shape letters: T tokens, V vocabulary, L layers.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -37,6 +38,7 @@ from pi_runtime.execution.stand_in import StandInExecutor
 from pi_runtime.generation import Answer, AnswerSettings, Generation, Scoring
 from pi_runtime.guesses import Speculation, StepTimes
 from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
+from pi_runtime.options import ModelOptions
 from pi_runtime.sampling import Sampling, TokenLogprobs
 from pi_runtime.text.chat_template import ChatTemplate
 from pi_runtime.text.tokenizer import Tokenizer
@@ -83,50 +85,67 @@ def load(
     ...     model.mode, model.device
     ('dense', 'cpu')
     """
-    automatic = device == "auto"
-    device = _device(device, vram_budget, ram_budget)
-    available = int(numba.config.NUMBA_NUM_THREADS)
-    if threads is not None and not 1 <= threads <= available:
-        raise UsageError(
-            setting=Setting("threads", threads), expected=f"1 to {available}", remedy="NUMBA_NUM_THREADS sets the most"
-        )
-    if mode not in MODES:
-        raise UsageError("unknown mode", setting=Setting("mode", mode), expected=", ".join(MODES))
-    if cache_format not in CACHE_FORMATS:
-        raise UsageError(
-            "unknown format", setting=Setting("cache_format", cache_format), expected=", ".join(CACHE_FORMATS)
-        )
+    options = ModelOptions(
+        mode=mode,
+        context=context,
+        threads=threads,
+        device=device,
+        vram_budget=vram_budget,
+        ram_budget=ram_budget,
+        kv_budget=kv_budget,
+        cache_format=cache_format,
+    )
+    return open_model(path, options, progress)
+
+
+def open_model(path: str | Path, options: ModelOptions, progress: Callable[[int, int], None] | None = None) -> "Model":
+    """Open an artifact for running, as `load` does with these options as keywords."""
+    device, threads = _device(options), _threads(options.threads)
+    if options.mode not in MODES:
+        raise UsageError("unknown mode", setting=Setting("mode", options.mode), expected=", ".join(MODES))
+    if options.cache_format not in CACHE_FORMATS:
+        held = Setting("cache_format", options.cache_format)
+        raise UsageError("unknown format", setting=held, expected=", ".join(CACHE_FORMATS))
     artifact = Artifact.open(Path(path))
     try:
-        positions = _context(artifact.manifest, context)
-        _check_mode(artifact, mode)
+        context = _context(artifact.manifest, options.context)
+        _check_mode(artifact, options.mode)
         notice = None
         try:
-            on_cpu = artifact, mode, positions, threads or available, cache_format
-            executor = _executor(*on_cpu, device, vram_budget, ram_budget, kv_budget, progress)
+            executor = _executor(artifact, replace(options, device=device), context, threads, progress)
         except (DoesNotFitError, DeviceError) as error:
-            if not automatic or vram_budget is not None or ram_budget is not None:
+            if options.device != "auto" or options.vram_budget is not None or options.ram_budget is not None:
                 raise
             notice = f"the GPU is not used: {spelled(error.what)}"
             if error.expected is not None:
-                notice += f" (expected: {error.expected}; found: {error.found})"
-            executor = CpuExecutor(*on_cpu)
-        return Model(artifact, mode, executor, notice)
+                notice += f" (expected: {spelled(error.expected)}; found: {error.found})"
+            executor = CpuExecutor(artifact, options.mode, context, threads, options.cache_format)
+        return Model(artifact, options.mode, executor, notice)
     except BaseException:
         artifact.close()
         raise
 
 
-def _device(wanted: str, vram_budget: int | None, ram_budget: int | None) -> str:
+def _threads(wanted: int | None) -> int:
+    """The threads that a run takes. Raises UsageError for more than there are."""
+    available = int(numba.config.NUMBA_NUM_THREADS)
+    if wanted is not None and not 1 <= wanted <= available:
+        remedy = "NUMBA_NUM_THREADS sets the most"
+        raise UsageError(setting=Setting("threads", wanted), expected=f"1 to {available}", remedy=remedy)
+    return wanted or available
+
+
+def _device(options: ModelOptions) -> str:
     """The device that a run takes. Raises UsageError for budgets that do not go with it."""
-    device = "cpu" if wanted == "auto" and ram_budget is not None else resolve_device(wanted)
+    wanted, within_ram, on_gpu = options.device, options.ram_budget is not None, options.vram_budget is not None
+    device = "cpu" if wanted == "auto" and within_ram else resolve_device(wanted)
     vram, on_cpu = Setting("vram_budget"), Setting("device", "cpu")
-    if ram_budget is not None and (device != "cpu" or vram_budget is not None):
+    if within_ram and (device != "cpu" or on_gpu):
         other = vram if device == "cpu" else Setting("device", wanted)
         raise UsageError((Setting("ram_budget"), " does not go with ", other), remedy=(on_cpu, " without ", vram))
-    if wanted == "auto" and device == "cpu" and vram_budget is not None:
+    if wanted == "auto" and device == "cpu" and on_gpu:
         return "stand-in"
-    if device == "cpu" and vram_budget is not None:
+    if device == "cpu" and on_gpu:
         remedy = (Setting("device", "stand-in"), ", or leave it out")
         raise UsageError((vram, " does not go with ", on_cpu), remedy=remedy)
     return device
@@ -134,42 +153,39 @@ def _device(wanted: str, vram_budget: int | None, ram_budget: int | None) -> str
 
 def _executor(
     artifact: Artifact,
-    mode: str,
+    options: ModelOptions,
     context: int,
     threads: int,
-    cache_format: str,
-    device: str,
-    vram_budget: int | None,
-    ram_budget: int | None,
-    kv_budget: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> Executor:
-    budget = ram_budget
+    """What computes the model: `options.device` is a device that is there."""
+    device, mode, held, vram = options.device, options.mode, options.cache_format, options.vram_budget
+    budget = options.ram_budget
     if budget is None and device == "cpu":
         budget = ram_budget_for(artifact.nbytes)
     if budget is not None:
         from pi_runtime.execution.disk import open_from_disk  # noqa: PLC0415  few runs need it
 
         # So little may be free that mapping the file is no worse.
-        with nullcontext() if ram_budget is not None else suppress(DoesNotFitError):
-            found = open_from_disk(artifact, mode, context, threads, cache_format, budget, kv_budget)
-            if ram_budget is None:
+        with nullcontext() if options.ram_budget is not None else suppress(DoesNotFitError):
+            found = open_from_disk(artifact, mode, context, threads, held, budget, options.kv_budget)
+            if options.ram_budget is None:
                 found.notice = "the model is larger than the free memory: neurons come from disk"
             return found
     if device == "cpu":
-        return CpuExecutor(artifact, mode, context, threads, cache_format)
+        return CpuExecutor(artifact, mode, context, threads, held)
     if device == "stand-in":
-        taken = choose_plan(artifact, context, sys.maxsize if vram_budget is None else vram_budget)
-        return StandInExecutor(artifact, mode, threads, taken, cache_format)
-    if cache_format != "auto":
+        taken = choose_plan(artifact, context, sys.maxsize if vram is None else vram)
+        return StandInExecutor(artifact, mode, threads, taken, held)
+    if held != "auto":
         raise DeviceError(
-            (Setting("cache_format", cache_format), " does not go with a GPU"),
+            (Setting("cache_format", held), " does not go with a GPU"),
             remedy=(Setting("device", "cpu"), ", or leave the format out"),
         )
     from pi_runtime.cuda.opening import open_on_gpu  # noqa: PLC0415  needs torch
 
     index = int(device.partition(":")[2])
-    return open_on_gpu(artifact, mode, context, threads, index=index, vram_budget=vram_budget, progress=progress)
+    return open_on_gpu(artifact, mode, context, threads, index=index, vram_budget=vram, progress=progress)
 
 
 def _check_mode(artifact: Artifact, mode: str) -> None:

@@ -85,7 +85,7 @@ def _load_options(
     device: str | None, vram_budget: str | None, ctx_size: int | None, cache_format: str, threads: int | None
 ) -> "LoadOptions":
     from pi_compile.evaluation import LoadOptions
-    from pi_runtime.execution.plan_choice import parse_size
+    from pi_runtime.console import parse_size
 
     budget = None if vram_budget is None else parse_size(vram_budget, "vram_budget")
     chosen = ("cpu" if budget is None else "auto") if device is None else device

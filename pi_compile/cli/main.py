@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pi_compile.cli import artifact, planning
-from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Json, Output, RecipePath, takes
+from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Json, Output, RecipePath
 from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements, sparsify_text
 from pi_runtime import console
 from pi_runtime.errors import UsageError
@@ -134,21 +134,21 @@ def sparsify(
 
 
 @app.command()
-@takes(BuildOptions)
+@console.takes(BuildOptions)
 def profile(options: BuildOptions, export: Export = None, as_json: Json = False, debug: Debug = False) -> None:
     """Count how often each neuron fires on the recipe's corpus."""
     _show_stage(options, export, as_json, trained=False)
 
 
 @app.command()
-@takes(BuildOptions)
+@console.takes(BuildOptions)
 def train(options: BuildOptions, export: Export = None, as_json: Json = False, debug: Debug = False) -> None:
     """Train predictors and choose each layer's rung."""
     _show_stage(options, export, as_json, trained=True)
 
 
 @app.command()
-@takes(BuildOptions)
+@console.takes(BuildOptions)
 def place(
     options: BuildOptions,
     lock: Annotated[bool, typer.Option("--lock", help="Write the placements to the recipe's .lock.")] = False,
@@ -192,7 +192,7 @@ def place(
 
 
 @app.command()
-@takes(BuildOptions)
+@console.takes(BuildOptions)
 def pack(
     options: BuildOptions,
     output: Output = None,
@@ -214,7 +214,7 @@ def pack(
 
 
 @app.command()
-@takes(BuildOptions)
+@console.takes(BuildOptions)
 def build(options: BuildOptions, output: Output = None, as_json: Json = False, debug: Debug = False) -> None:
     """Run all stages that are not done yet, and write the artifact."""
     _build(options, output, as_json)

@@ -1,11 +1,8 @@
 """Arguments and options that several commands of `pi-compile` share."""
 
-import functools
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -107,26 +104,6 @@ class PlanOptions:
         typer.Option(envvar="PI_CTX_SIZE", min=1, help="Positions to make room for. Default: the recipe's; 2048."),
     ] = None
     ignore_config: IgnoreConfig = None
-
-
-def takes(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a command take the options of a dataclass, whose instance is its first argument."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        shared = inspect.signature(options).parameters
-        _, *own = inspect.signature(command).parameters.values()
-        parameters = [*shared.values(), *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own)]
-
-        @functools.wraps(command)
-        def run(**values: Any) -> None:
-            command(options(**{name: values.pop(name) for name in shared}), **values)
-
-        # typer reads options from the signature.
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        return run
-
-    return decorate
 
 
 def torch_device(name: str) -> str:

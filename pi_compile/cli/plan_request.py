@@ -12,8 +12,8 @@ from pi_compile.planning import GIB, PlannedModel, PlanSpec, find_planned
 from pi_compile.recipe import PUBLISHED, Recipe, read_recipe
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.console import parse_size
 from pi_runtime.errors import UsageError
-from pi_runtime.execution.plan_choice import parse_size
 
 CONTEXT = 2048
 """Positions of the cache by default; all of the model's where it has fewer."""

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from pi_compile.cli.options import Debug, Json, PlanOptions, takes
+from pi_compile.cli.options import Debug, Json, PlanOptions
 from pi_compile.cli.plan_text import comparison_text, plan_text
 from pi_compile.cli.rendering import emit
 from pi_runtime import console
 
 
-@takes(PlanOptions)
+@console.takes(PlanOptions)
 def plan(options: PlanOptions, as_json: Json = False, debug: Debug = False) -> None:
     """Forecast how a machine would run a model, from its config alone.
 
@@ -28,7 +28,7 @@ def plan(options: PlanOptions, as_json: Json = False, debug: Debug = False) -> N
         emit(compare(specs), as_json, comparison_text)
 
 
-@takes(PlanOptions)
+@console.takes(PlanOptions)
 def report(
     options: PlanOptions,
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")],

@@ -21,17 +21,18 @@ from pi_runtime.engine.inbox import Inbox
 from pi_runtime.engine.memory import EngineMemory
 from pi_runtime.engine.paused import PausedSessions
 from pi_runtime.engine.prompt_pace import PromptPace
-from pi_runtime.engine.scheduler import DECODE_SHARE, PIECE, Scheduler, Work
+from pi_runtime.engine.scheduler import PIECE, Scheduler, Work
 from pi_runtime.engine.session import Session
 from pi_runtime.engine.stats import EngineStats
 from pi_runtime.engine.step_watch import StepWatch
 from pi_runtime.engine.stream import Piece, Request, Scores, Stream, Turns
-from pi_runtime.errors import Setting, UsageError
+from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache, pages_of
 from pi_runtime.generation import NO_GUESS, Answer, AnswerSettings, Scoring
 from pi_runtime.guesses import Guess, StepTimes
 from pi_runtime.model import Model
+from pi_runtime.options import EngineOptions
 
 MEASURED_TOKENS = 8
 """Least tokens of a step that says what a token of a prompt takes."""
@@ -64,17 +65,13 @@ class Engine:
         self,
         model: Model,
         *,
-        slots: int = 8,
+        slots: int = EngineOptions.slots,
         kv_budget: int | None = None,
         piece: int | None = None,
-        decode_share: float = DECODE_SHARE,
+        decode_share: float = EngineOptions.decode_share,
         speculate: str | int = "auto",
     ) -> None:
-        if not 0 <= decode_share < 1:
-            raise UsageError(setting=Setting("decode_share", decode_share), expected="0 or more, and less than 1")
-        for name, value in (("slots", slots), ("piece", piece)):
-            if value is not None and value < 1:
-                raise UsageError(setting=Setting(name, value), expected="1 or more")
+        EngineOptions(slots=slots, piece=piece, decode_share=decode_share, speculate=speculate)
         self.model, self._executor = model, model.executor
         self._speculation = model.speculation(speculate, StepTimes())
         self._scheduler: Scheduler[Request] = Scheduler(slots, piece or PIECE)

@@ -11,8 +11,6 @@ from typing import Generic, Protocol, TypeVar
 
 PIECE = 32
 """Tokens that several prompts share in a step, and the fewest that one gets, unless asked otherwise."""
-DECODE_SHARE = 0.4
-"""Share of their speed that answers keep while prompts are read, unless asked otherwise."""
 MOST_WITH_PROMPTS = 8
 """Steps with prompts in a row, so that the time of one without is measured now and then."""
 

@@ -5,7 +5,6 @@ within the budget. Of the plans that fit, the one that uses most is taken. The r
 of prompts, then to more tokens that are decoded together.
 """
 
-import re
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -25,33 +24,8 @@ from pi_runtime.artifact.buffers import (
 )
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest, Plan
-from pi_runtime.errors import DoesNotFitError, Setting, UsageError
+from pi_runtime.errors import DoesNotFitError, Setting
 from pi_runtime.execution.plan_layout import GPU, placed_arrays
-
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-_MOST_GIB = 256
-"""A number without a unit is most likely meant as GiB below this, and as MiB from this on."""
-
-
-def parse_size(text: str, name: str) -> int:
-    """Parse a size: `8GiB`, `512 MiB`, `1.5GB`, `4096B`; a number without a unit counts bytes, 1 MiB of them or more.
-
-    Raises UsageError naming the setting.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    expected = "a number with B, KiB, MiB, GiB or TiB, like 8GiB"
-    if match is None or match[2].upper() not in _UNITS:
-        raise UsageError("not a size", setting=Setting(name, text), expected=expected)
-    number, unit = match.groups()
-    if not unit and 0 < float(number) < _UNITS["MIB"]:
-        likely = f"{number}{'GiB' if float(number) < _MOST_GIB else 'MiB'}"
-        raise UsageError(
-            "a number without a unit counts bytes, and so few hold nothing",
-            setting=Setting(name, number),
-            expected=expected,
-            remedy=f"did you mean {likely}?",
-        )
-    return int(float(number) * _UNITS[unit.upper()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +137,7 @@ def _no_placement(manifest: Manifest, where: Path) -> DoesNotFitError:
     section = manifest.recipe.get("place")
     machine = section.get("machine") if isinstance(section, dict) else None
     built_for = "a machine" if machine is None else f"{str(machine)!r}"
-    plain = "" if manifest.profiled_tokens else "it was packed with --plain; or "
+    plain = "" if manifest.profiled_tokens else "it was packed plainly (pi-compile pack --plain); or "
     return DoesNotFitError(
         f"{where}: holds no placement: {plain}it was built for {built_for}, which has no GPU, or whose GPU would not "
         "make this model faster",

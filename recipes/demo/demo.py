@@ -19,7 +19,7 @@ from pi_compile.corpus.python_docs import HELD_OUT, split_documents
 from pi_compile.evaluation.fidelity import evaluate
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_runtime import Sampling, console, load
-from pi_runtime.warm_up import warm_up
+from pi_runtime.commands.warm_up import warm_up
 
 HERE = Path(__file__).parent
 PROMPT = "The with statement is used to"

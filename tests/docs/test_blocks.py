@@ -24,7 +24,7 @@ from support.serving import serving
 from pi_compile.cli.main import app as pi_compile
 from pi_compile.recipe import Recipe, read_recipe
 from pi_runtime import console
-from pi_runtime.cli import app as pi_run
+from pi_runtime.commands.run import app as pi_run
 
 PAGES = {path.relative_to(ROOT).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
 PAGES |= {name: ROOT / name for name in ("README.md", "CONTRIBUTING.md")}

@@ -13,8 +13,8 @@ from support.fuzz.texts import SHORT, check, damaged_lines
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import load
+from pi_runtime.commands.prompts import PromptFile
 from pi_runtime.engine.engine import Engine
-from pi_runtime.prompt_file import PromptFile
 from pi_runtime.text.chat_template import Limits, render
 
 pytestmark = pytest.mark.slow

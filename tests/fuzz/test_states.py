@@ -290,7 +290,7 @@ class Commands(InFolder):
     def run(self, *arguments: object, app: str = "pi_compile") -> int:
         from pi_compile.cli.main import app as pi_compile
         from pi_runtime import console
-        from pi_runtime.cli import app as pi_run
+        from pi_runtime.commands.run import app as pi_run
 
         return console.run({"pi_compile": pi_compile, "pi_run": pi_run}[app], [str(a) for a in arguments])
 

@@ -12,7 +12,7 @@ from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import Model, console, load
 from pi_runtime.artifact.schema import Text
-from pi_runtime.cli import app
+from pi_runtime.commands.run import app
 
 Run = Callable[..., tuple[int, str, str]]
 

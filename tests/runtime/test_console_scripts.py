@@ -11,7 +11,11 @@ import pytest
 from support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-COMMANDS = {"pi-run": "pi_runtime.cli", "pi-serve": "pi_runtime.server.cli", "pi-compile": "pi_compile.cli.main"}
+COMMANDS = {
+    "pi-run": "pi_runtime.commands.run",
+    "pi-serve": "pi_runtime.commands.serve",
+    "pi-compile": "pi_compile.cli.main",
+}
 
 
 def started(command: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -59,7 +63,7 @@ def test_a_shell_completes_commands_and_flags(words: str, wanted: list[str]) -> 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_takes_the_script_that_is_installed(tmp_path: Path) -> None:
     command = tmp_path / "pi-run"
-    command.write_text(f"#!{sys.executable}\nimport sys\nfrom pi_runtime.cli import main\nmain()\n")
+    command.write_text(f"#!{sys.executable}\nimport sys\nfrom pi_runtime.commands.run import main\nmain()\n")
     command.chmod(0o755)
     script = started("pi-run", _PI_RUN_COMPLETE="source_bash").stdout
     asked = "COMP_WORDS=(pi-run --see); COMP_CWORD=1; _pi_run_completion pi-run; echo ${COMPREPLY[@]}"

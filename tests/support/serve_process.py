@@ -57,7 +57,7 @@ def serve_process(artifact: Path, *options: object, log: Path, before: str = "")
     `before` is Python that runs first.
     """
     name = artifact.stem
-    program = f"{before}\nfrom pi_runtime.server.cli import main; main()"
+    program = f"{before}\nfrom pi_runtime.commands.serve import main; main()"
     command = [sys.executable, "-c", program, str(artifact), "--port", "0"]
     with log.open("w") as out:
         process = subprocess.Popen([*command, *map(str, options)], stdout=out, stderr=out, text=True)

@@ -12,7 +12,7 @@ import sparse_model
 
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact import Artifact
-from pi_runtime.bench.kept_neurons import KeptNeurons
+from pi_runtime.commands.bench.kept_neurons import KeptNeurons
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PAGE_POSITIONS

@@ -27,7 +27,7 @@ from pi_compile.machine.profile import read_machine
 from pi_compile.recipe import Recipe, default_recipe, read_recipe
 from pi_runtime import console
 from pi_runtime.artifact import inspection, verify
-from pi_runtime.cli import app as pi_run
+from pi_runtime.commands.run import app as pi_run
 from pi_runtime.kernels.codegen import jit
 
 EVERYWHERE = {"--json", "--debug"}
@@ -124,7 +124,7 @@ def test_help_is_whole_and_light() -> None:
     code = f"""
 import sys
 from pi_compile.cli.main import app
-from pi_runtime.cli import app as pi_run
+from pi_runtime.commands.run import app as pi_run
 from pi_runtime import console
 for arguments in {calls}:
     assert console.run(app, [*arguments, "--help"]) == 0

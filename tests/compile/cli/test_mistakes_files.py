@@ -15,7 +15,7 @@ from support.commands import FIT, INPUT, INTERRUPTED, USAGE, assert_a_message, c
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact import verify
-from pi_runtime.cli import app as pi_run
+from pi_runtime.commands.run import app as pi_run
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="signals and limits of POSIX")
 Fails = Callable[..., str]

@@ -30,7 +30,7 @@ from pi_compile.sparsification.recipe import read_sparsify_recipe
 from pi_compile.sparsification.training import Point, StepReport, Watch
 from pi_compile.workers import tasks
 from pi_runtime import console
-from pi_runtime.cli import app as pi_run
+from pi_runtime.commands.run import app as pi_run
 from pi_runtime.errors import DoesNotFitError, UsageError
 
 Fails = Callable[..., str]

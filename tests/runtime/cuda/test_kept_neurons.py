@@ -7,9 +7,9 @@ import pytest
 from support.gpu_running import SPLIT, model, running
 
 from pi_runtime import Model
-from pi_runtime.bench import sequences
-from pi_runtime.bench.kept_neurons import KeptNeurons
-from pi_runtime.bench.sequences import Sequences
+from pi_runtime.commands.bench import sequences
+from pi_runtime.commands.bench.kept_neurons import KeptNeurons
+from pi_runtime.commands.bench.sequences import Sequences
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 

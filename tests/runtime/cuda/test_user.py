@@ -13,7 +13,7 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import console
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.cli import app
+from pi_runtime.commands.run import app
 from pi_runtime.cuda import executor, opening
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.executor import CudaExecutor

@@ -21,9 +21,9 @@ from pi_runtime.artifact.buffers import (
 )
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
-from pi_runtime.cli import app
+from pi_runtime.commands.run import app
 from pi_runtime.errors import DoesNotFitError, UsageError
-from pi_runtime.execution.plan_choice import Allocation, allocation, choose_plan, needed_bytes, parse_size
+from pi_runtime.execution.plan_choice import Allocation, allocation, choose_plan, needed_bytes
 from pi_runtime.execution.plan_layout import placed_arrays
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -163,20 +163,6 @@ def test_an_error_names_the_smallest_budget_and_what_helps(path: Path, manifest:
         with pytest.raises(DoesNotFitError, match=r"5 bytes, all that the GPU has free\n.*try: device='cpu'") as e:
             choose_plan(artifact, 512, 1 << 40, free=5)
     assert e.value.exit_code == 4
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("8GiB", 8 << 30), ("1.5 GB", 1_500_000_000), ("4096B", 4096), ("0", 0), (str(1 << 20), 1 << 20)],
-)
-def test_a_size_is_a_number_with_a_unit_or_of_bytes(text: str, nbytes: int) -> None:
-    assert parse_size(text, "--vram-budget") == nbytes
-
-
-@pytest.mark.parametrize(("text", "meant"), [("8", "8GiB"), ("3 ", "3GiB"), ("0.5", "0.5GiB"), ("2048", "2048MiB")])
-def test_a_small_number_without_a_unit_is_no_size(text: str, meant: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(f"did you mean {meant}?")):
-        parse_size(text, "--ram-budget")
 
 
 def test_a_built_artifact_without_a_placement_names_its_machine(tmp_path: Path) -> None:

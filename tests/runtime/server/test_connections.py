@@ -122,7 +122,7 @@ def test_an_address_that_takes_all_it_may_leaves_others_served(endless: Path, se
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one address of loopback")
 def test_silent_connections_do_not_exhaust_the_files_of_the_process() -> None:
     code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))\n"
-    code += "from pi_runtime.server.cli import main; main()"
+    code += "from pi_runtime.commands.serve import main; main()"
     command = [sys.executable, "-c", code, str(GOLDEN), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process, ExitStack() as stack:
         try:

@@ -23,8 +23,8 @@ from support.serving import Served, serving, wait_until
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.schema import Text
+from pi_runtime.commands.serve import app
 from pi_runtime.server.api.body import MANY
-from pi_runtime.server.cli import app
 from pi_runtime.server.connections import OF_ONE, OTHER_FILES
 from pi_runtime.server.metrics import DISK, ENGINE, Metrics
 from pi_runtime.server.settings import Limits, ServerSettings

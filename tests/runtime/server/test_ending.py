@@ -20,7 +20,7 @@ from pi_runtime import Model
 from pi_runtime.errors import ArtifactError, PiError
 
 Serve = Callable[..., Served]
-PI_SERVE = [sys.executable, "-c", "from pi_runtime.server.cli import main; main()"]
+PI_SERVE = [sys.executable, "-c", "from pi_runtime.commands.serve import main; main()"]
 BODY = {"model": "endless", "prompt": "a", "max_tokens": 10**6, "stream": True}
 
 
@@ -189,7 +189,7 @@ SCRIPT = """
 import sys, time
 import pi_runtime.model
 {change}
-from pi_runtime.server.cli import main
+from pi_runtime.commands.serve import main
 main()
 """
 HELD = """

@@ -130,7 +130,7 @@ def _child(under: Path, library: Any, request: dict[str, Any], counts: int) -> N
     try:
         from pi_compile.cli.main import app as pi_compile
         from pi_runtime import console
-        from pi_runtime.cli import app as pi_run
+        from pi_runtime.commands.run import app as pi_run
 
         os.chdir(under)
         if request["fault"]:

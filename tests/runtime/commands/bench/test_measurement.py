@@ -9,8 +9,8 @@ from support.synthetic import random_artifact, small_decoder
 from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
-from pi_runtime.bench import measurement
-from pi_runtime.bench.measurement import Bench, BenchSpec, Row, modes_of
+from pi_runtime.commands.bench import measurement
+from pi_runtime.commands.bench.measurement import Bench, BenchSpec, Row, modes_of
 from pi_runtime.errors import UsageError
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.bench.kept_neurons import KeptNeurons
-from pi_runtime.bench.sequences import LEAD, STEPS, Sequences
+from pi_runtime.commands.bench.kept_neurons import KeptNeurons
+from pi_runtime.commands.bench.sequences import LEAD, STEPS, Sequences
 from pi_runtime.console import Progress, size
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.devices import available_memory

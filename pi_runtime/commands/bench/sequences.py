@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pi_runtime.bench.kept_neurons import Flags, KeptNeurons
+from pi_runtime.commands.bench.kept_neurons import Flags, KeptNeurons
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache, pages_of
 from pi_runtime.model import Model

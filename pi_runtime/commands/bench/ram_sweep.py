@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pi_runtime import console
-from pi_runtime.bench.rendering import CURVE
+from pi_runtime.commands.bench.rendering import CURVE
 from pi_runtime.console import Progress
 from pi_runtime.disk.ram_plan import useful_budgets
 from pi_runtime.errors import DoesNotFitError, Setting, UsageError, spelled

@@ -10,7 +10,7 @@ from support.synthetic import random_artifact, small_decoder
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
-from pi_runtime.bench.kept_neurons import Flags, KeptNeurons
+from pi_runtime.commands.bench.kept_neurons import Flags, KeptNeurons
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels import reference

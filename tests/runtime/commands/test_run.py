@@ -11,8 +11,8 @@ from support.paths import GOLDEN
 from support.scripted import saying, scripted_artifact
 from support.synthetic import END_ID, random_artifact, small_decoder
 
-from pi_runtime import warm_up
-from pi_runtime.cli import app
+from pi_runtime.commands import warm_up
+from pi_runtime.commands.run import app
 from pi_runtime.execution.kv_cache import KVCache
 
 Run = Callable[..., tuple[int, str, str]]

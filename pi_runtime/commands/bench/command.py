@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from pi_runtime import console
-from pi_runtime.bench import ram_sweep, rendering
-from pi_runtime.bench.measurement import Bench, BenchSpec
-from pi_runtime.bench.ram_sweep import BudgetRow
+from pi_runtime.commands.bench import ram_sweep, rendering
+from pi_runtime.commands.bench.measurement import Bench, BenchSpec
+from pi_runtime.commands.bench.ram_sweep import BudgetRow
 from pi_runtime.model import Model
 
 

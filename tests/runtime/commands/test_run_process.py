@@ -22,7 +22,8 @@ def python(code: str) -> str:
 def test_help_loads_nothing_heavy() -> None:
     heavy = {"numpy", "numba", "torch", "tokenizers", "jinja2", "pi_runtime.model", "pi_runtime.kernels"}
     shown = python(
-        "import sys; from pi_runtime import cli, console\n"
+        "import sys; from pi_runtime import console\n"
+        "from pi_runtime.commands import run as cli\n"
         "code = console.run(cli.app, ['--help'])\n"
         f"print(code, sorted({heavy!r} & set(sys.modules)))"
     )

@@ -7,7 +7,8 @@ import pytest
 from support.commands import INPUT, USAGE, assert_a_message
 
 from pi_runtime import console
-from pi_runtime.server import cli
+from pi_runtime.commands import access
+from pi_runtime.commands import serve as cli
 
 FLAGS = {
     "--allowed-host",
@@ -149,7 +150,7 @@ def test_a_comment_behind_a_key_is_no_part_of_it_in_silence(
 
 def test_comments_and_blank_lines_are_no_keys(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"# keys of our team\n\n{GOOD_KEY}\n  # another\n  {GOOD_KEY[::-1]}  \n{GOOD_KEY}\n")
-    assert cli._keys(tmp_path / "keys") == (GOOD_KEY, GOOD_KEY[::-1])
+    assert access.keys_in(tmp_path / "keys") == (GOOD_KEY, GOOD_KEY[::-1])
 
 
 def test_a_file_of_comments_has_no_key(alphabet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

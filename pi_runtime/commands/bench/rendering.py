@@ -6,7 +6,7 @@ from typing import Any
 
 from pi_runtime import console
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.bench.measurement import Row
+from pi_runtime.commands.bench.measurement import Row
 from pi_runtime.execution.devices import processor_name
 from pi_runtime.kernels.codegen.isa import ISA
 

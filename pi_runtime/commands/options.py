@@ -1,0 +1,129 @@
+"""The options of `pi-run` and `pi-serve`. What only one of the two takes is grouped by what it is for.
+
+`MODEL_FLAGS` and `ENGINE_FLAGS` say how the command line spells the options that Python has too.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pi_runtime.console import parse_size
+
+
+def _size(name: str) -> Callable[[str], int]:
+    """What reads the size of a setting."""
+
+    def size(text: str) -> int:
+        return parse_size(text, name)
+
+    return size
+
+
+def _guesses(text: str) -> str | int:
+    """How many tokens are guessed: a number, or a word."""
+    return int(text) if text.isdecimal() else text
+
+
+def _budget(name: str, help_text: str) -> Any:
+    return typer.Option(envvar=f"PI_{name.upper()}", help=help_text, parser=_size(name), metavar="TEXT")
+
+
+MODEL_FLAGS: Mapping[str, Any] = {
+    "context": typer.Option("--ctx-size", envvar="PI_CTX_SIZE", help="Positions to hold."),
+    "mode": typer.Option(envvar="PI_MODE", help="auto, dense, gate or predicted."),
+    "device": typer.Option(envvar="PI_DEVICE", help="auto, cpu, stand-in or cuda:N."),
+    "vram_budget": _budget("vram_budget", "GPU memory to use, like 8GiB: picks the placement."),
+    "ram_budget": _budget("ram_budget", "Memory to use, like 3GiB; the rest stays on disk."),
+    "kv_budget": _budget("kv_budget", "Memory for keys and values, like 2GiB."),
+    "cache_format": typer.Option(envvar="PI_CACHE_FORMAT", help="How keys and values are held: auto, f16 or q8."),
+    "threads": typer.Option(envvar="PI_THREADS", help="CPU threads."),
+}
+ENGINE_FLAGS: Mapping[str, Any] = {
+    "slots": typer.Option(help="Answers that run at once.", min=1),
+    "piece": typer.Option(help="Most tokens of new prompts that a step reads; else by the times of steps."),
+    "speculate": typer.Option(
+        envvar="PI_SPECULATE",
+        help="Tokens to guess and check together: auto, off or a number.",
+        parser=_guesses,
+        metavar="TEXT",
+    ),
+}
+FILE_FLAGS: Mapping[str, Any] = {
+    "slots": typer.Option(help="Most of --prompts that run at once."),
+    "piece": typer.Option(help="Most tokens of new --prompts that a step reads; else as many as it can."),
+    "kv_budget": _budget("kv_budget", "Memory for keys and values of --prompts, like 2GiB."),
+}
+"""The same options where only a file of prompts has a use for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """What `pi-run` does with an artifact."""
+
+    artifact: Annotated[Path, typer.Argument(help="An artifact made by pi-compile.", show_default=False)]
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue; - reads stdin.")] = None
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines, a prompt each, answered together.", show_default=False)
+    ] = None
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where answers to --prompts go; continued if it is there.")
+    ] = None
+    bench: Annotated[bool, typer.Option("--bench", help="Measure speed, alone and in batches.")] = False
+    chat: Annotated[bool, typer.Option("--chat", help="Talk, through the model's own chat template.")] = False
+    system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """What an answer may be, and what is told of it."""
+
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 256
+    min_tokens: Annotated[int, typer.Option(help="Tokens before which nothing ends the answer.")] = 0
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given again.")] = None
+    json_schema: Annotated[
+        Path | None, typer.Option(help="The answer is JSON by the schema in this file.", show_default=False)
+    ] = None
+    regex: Annotated[str | None, typer.Option(help="The answer matches this regular expression.")] = None
+    lark: Annotated[
+        Path | None, typer.Option(help="The answer follows the Lark grammar in this file.", show_default=False)
+    ] = None
+    logprobs: Annotated[
+        int | None, typer.Option(help="Give each token's log-probability, and those of so many likeliest.")
+    ] = None
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the tokens of the prompt.")] = None
+    answers: Annotated[int, typer.Option(help="Answers to each of --prompts, with draws of their own.")] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are drawn: fields of `Sampling`; None keeps the model's default."""
+
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens of this total probability.")] = None
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest.")] = None
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 discourages repeats.")] = None
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Taken off the logit of what the answer has already, -2 to 2.")
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="The same, once for each time that the answer has it.")
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="ID=BIAS, added to a token's logit, -100 to 100; may be given again.")
+    ] = None
+    seed: Annotated[int | None, typer.Option(envvar="PI_SEED", help="Same seed, same text.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What `pi-run --bench` measures."""
+
+    batches: Annotated[str, typer.Option(help="Sequences that --bench decodes together.")] = "1,2,4,8,16,32"
+    prompt_tokens: Annotated[str, typer.Option(help="Lengths of the prompts of --bench.")] = "64,512"
+    repetitions: Annotated[int, typer.Option(help="Runs of each test of --bench.")] = 5
+    seconds: Annotated[float, typer.Option(help="Most time that --bench takes; 0 sets no limit.")] = 60
+    as_markdown: Annotated[bool, typer.Option("--md", help="Print the result of --bench as Markdown.")] = False

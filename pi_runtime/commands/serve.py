@@ -1,0 +1,165 @@
+"""`pi-serve`: one artifact behind HTTP, in the forms of OpenAI and Ollama."""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from pi_runtime import console
+from pi_runtime.commands import access
+from pi_runtime.commands.options import ENGINE_FLAGS, MODEL_FLAGS
+from pi_runtime.errors import TemplateError, UsageError
+from pi_runtime.exit_codes import missing_extra
+from pi_runtime.options import EngineOptions, ModelOptions
+
+if TYPE_CHECKING:
+    from pi_runtime.engine.engine import Engine
+    from pi_runtime.server.settings import ServerSettings
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    raise SystemExit(console.run(app))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenOptions:
+    """Where a server listens, who may use it, and what it takes on."""
+
+    artifact: Annotated[Path, typer.Argument(help="An artifact made by pi-compile.", show_default=False)]
+    host: Annotated[str, typer.Option(envvar="PI_HOST", help="Address; any but loopback needs a key.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(envvar="PI_PORT", help="0 takes a free one.", min=0, max=65535)] = 8080
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(envvar="PI_API_KEY_FILE", help="Keys, one a line; # begins a comment.", show_default=False),
+    ] = None
+    name: Annotated[str | None, typer.Option(help="What the model is called; else the file's name.")] = None
+    queue: Annotated[int, typer.Option(help="Answers that may wait beyond these.", min=0)] = 64
+    numa: Annotated[
+        str | None, typer.Option(envvar="PI_NUMA", help="NUMA node to run on, with memory of its own: its number.")
+    ] = None
+    sessions: Annotated[int, typer.Option(help="Sessions that are held at once.", min=0)] = 64
+    session_idle_seconds: Annotated[
+        float, typer.Option(help="Time after which a session that nobody uses is dropped.", min=0)
+    ] = 600.0
+    unknown_fields: Annotated[
+        Literal["refuse", "warn", "ignore"],
+        typer.Option(help="What to do with fields of requests that are not known; warn names them in the answer."),
+    ] = "warn"
+    share_prefixes: Annotated[
+        bool, typer.Option("--share-prefixes", help="Clients with different keys share stored beginnings of prompts.")
+    ] = False
+    drain_seconds: Annotated[float, typer.Option(help="Time to finish answers after a signal.", min=0)] = 30.0
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="A name that requests may call the server by; may be given again.")
+    ] = None
+    allowed_origin: Annotated[
+        list[str] | None, typer.Option(help="A page's origin, like https://chat.example; may be given again.")
+    ] = None
+    cors: Annotated[bool, typer.Option("--cors", help="Let pages of these origins read answers.")] = False
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line for each request.")] = False
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate, for TLS.", show_default=False)] = None
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)] = None
+
+
+@app.command()
+@console.takes(ListenOptions, ModelOptions, EngineOptions, flags={**MODEL_FLAGS, **ENGINE_FLAGS})
+def serve(
+    listen: ListenOptions,
+    model_options: ModelOptions,
+    engine_options: EngineOptions,
+    debug: Annotated[bool, console.DEBUG] = False,
+    version: Annotated[bool, console.VERSION] = False,
+) -> None:
+    """Serve a packed model over HTTP, to clients of OpenAI's and Ollama's interfaces and to browsers."""
+    if listen.numa is not None:
+        from pi_runtime.execution.numa import pin, usable_nodes
+
+        pin(listen.numa, usable_nodes())  # before any library starts threads
+    try:
+        from pi_runtime.server.app import build_app
+        from pi_runtime.server.listening import Server, config
+    except ModuleNotFoundError as error:
+        raise (missing_extra(error.name or "") or error) from None
+    settings = _settings(listen, engine_options.slots)
+    tls = access.checked_tls(listen.ssl_certfile, listen.ssl_keyfile)
+    built = build_app(settings, _opening(listen.artifact, model_options, engine_options), console.say)
+    service = built.state.service
+    server = Server(config(built, settings, **tls), service, lambda url: console.say(f"listening on {url}"))
+    _listen(server, settings)
+    if service.is_held_up:
+        os._exit(0 if service.failure is None else 1)
+    if service.failure is not None:
+        raise service.failure
+
+
+def _settings(listen: ListenOptions, slots: int) -> "ServerSettings":
+    """The server's settings. Raises UsageError and InputError for what cannot be meant."""
+    from pi_runtime.server.settings import LOOPBACK, ServerSettings
+
+    access.check_hosts(listen.allowed_host or ())
+    access.check_origins(listen.allowed_origin or (), cors=listen.cors)
+    keys = access.keys_in(listen.api_key_file)
+    access.check_reach(listen.host, keys)
+    return ServerSettings(
+        host=listen.host,
+        port=listen.port,
+        model_name=listen.name or listen.artifact.stem,
+        api_keys=keys,
+        allowed_hosts=(*LOOPBACK, *(listen.allowed_host or ())),
+        allowed_origins=tuple(listen.allowed_origin or ()),
+        cors=listen.cors,
+        slots=slots,
+        queue=listen.queue,
+        sessions=listen.sessions,
+        session_idle_s=listen.session_idle_seconds,
+        unknown_fields=listen.unknown_fields,
+        share_prefixes=listen.share_prefixes,
+        drain_s=listen.drain_seconds,
+        log_requests=listen.log_requests,
+    )
+
+
+def _opening(artifact: Path, model_options: ModelOptions, engine_options: EngineOptions) -> "Callable[[], Engine]":
+    """What opens the engine. A file that is no artifact is refused now."""
+    from pi_runtime.artifact.reader import Artifact
+
+    Artifact.open(artifact).close()
+
+    def opened() -> "Engine":
+        from pi_runtime.commands.warm_up import warm_up
+        from pi_runtime.engine.engine import Engine
+        from pi_runtime.model import open_model
+
+        model = open_model(artifact, model_options)
+        try:
+            if model.notice is not None:
+                console.say(model.notice)
+            warm_up(model)
+            with suppress(TemplateError):  # a model without template serves completions
+                model.chat_template.start()
+            engine = Engine(model, kv_budget=model_options.kv_budget, **asdict(engine_options))
+        except BaseException:
+            model.close()
+            raise
+        console.say(f"ready: {artifact.name}, a context of {model.context}, {engine_options.slots} slots")
+        return engine
+
+    return opened
+
+
+def _listen(server: Any, settings: "ServerSettings") -> None:
+    """Serve until the end."""
+    try:
+        server.run()
+    except SystemExit:
+        # uvicorn's way to say that it cannot listen; it has logged the reason, which is not shown.
+        raise UsageError(
+            f"cannot listen on {settings.host}, port {settings.port}",
+            remedy="another --port (0 takes a free one), or another --host",
+        ) from None
