@@ -28,7 +28,7 @@ def _guesses(text: str) -> str | int:
 
 
 def _budget(name: str, help_text: str) -> Any:
-    return typer.Option(envvar=f"PI_{name.upper()}", help=help_text, parser=_size(name), metavar="TEXT")
+    return typer.Option(envvar=f"PI_{name.upper()}", help=help_text, parser=_size(name), metavar="<str>")
 
 
 MODEL_FLAGS: Mapping[str, Any] = {
@@ -48,7 +48,7 @@ ENGINE_FLAGS: Mapping[str, Any] = {
         envvar="PI_SPECULATE",
         help="Tokens to guess and check together: auto, off or a number.",
         parser=_guesses,
-        metavar="TEXT",
+        metavar="<str>",
     ),
 }
 FILE_FLAGS: Mapping[str, Any] = {
