@@ -94,8 +94,8 @@ def report(folder: Path, capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-def request(target: str, **options: Any) -> PlanSpec:
-    return plan_request(PlanOptions(model=target, **options))
+def request(target: str, machine: str | None = None, **options: Any) -> PlanSpec:
+    return plan_request(PlanOptions(model=target, machine=None if machine is None else [machine], **options))
 
 
 def explained(target: str, **options: Any) -> Explanation:
