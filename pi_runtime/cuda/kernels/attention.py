@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pi_runtime.cuda.kernels.tiling import UNFUSED
+
 POSITIONS = 64
 """Positions of one step of a program."""
 QUERIES = 32
@@ -65,7 +67,7 @@ def store_kv(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Store keys and values of T tokens in the cache; queries and keys are changed in place.
+    """Store keys and values of T tokens in the cache; queries are changed in place.
 
     `norms` are the weights of an rms norm of each query and of each key, which comes first. Where there are angles,
     (a, b) → (a cos − b sin, b cos + a sin) for the halves of the first 2 J columns of a head; other columns stay.
@@ -80,7 +82,7 @@ def store_kv(
     run_tokens = tokens // len(places.position_R)
     _store_kv[(tokens, heads + 2 * groups)](
         qkv_TQ, places, run_tokens, angles, cache_N2GSE, norms, eps, heads, groups, half, width, positions,
-        triton.next_power_of_2(width),
+        triton.next_power_of_2(width), **UNFUSED,
     )  # fmt: skip
 
 
@@ -100,9 +102,11 @@ def attend(
     assert out_TO.is_contiguous()
     padded = triton.next_power_of_2(width)
     _attend[(heads, n_parts, tokens)](
-        qkv_TQ, places, cache_N2GSE, partials, heads, groups, width, width**-0.5, positions, n_parts, POSITIONS, padded
-    )
-    _combine[(heads, tokens)](partials, out_TO, heads, width, n_parts, triton.next_power_of_2(n_parts), padded)
+        qkv_TQ, places, cache_N2GSE, partials, heads, groups, width, width**-0.5, positions, n_parts, POSITIONS, padded,
+        **UNFUSED,
+    )  # fmt: skip
+    parts = triton.next_power_of_2(n_parts)
+    _combine[(heads, tokens)](partials, out_TO, heads, width, n_parts, parts, padded, **UNFUSED)
 
 
 def attend_block(qkv_TQ: torch.Tensor, places: Places, cache_N2GSE: torch.Tensor, out_TO: torch.Tensor) -> None:
@@ -155,9 +159,10 @@ def _store_kv(
         cos_E = tl.load(angles[0] + at * half + angle_E, mask=rotary_E, other=1.0)
         sin_E = tl.load(angles[1] + at * half + angle_E, mask=rotary_E, other=0.0)
         x_E = tl.where(column_E < half, x_E * cos_E - other_E * sin_E, x_E * cos_E + other_E * sin_E)
-    tl.debug_barrier()  # every thread has read before any writes
-    tl.store(row + column_E, x_E, mask=column_E < width)
-    if head >= heads:
+    if head < heads:
+        tl.debug_barrier()  # every thread has read before any writes
+        tl.store(row + column_E, x_E, mask=column_E < width)
+    else:
         page = tl.load(places.table_RL + run * places.pages + at // S)
         line = cache + ((page * (2 * groups) + head - heads) * S + at % S) * width
         if cache.dtype.element_ty == tl.float16:

@@ -100,4 +100,5 @@ def _dequantise(
 def _store(at, weights, mask, ADD: tl.constexpr):
     if ADD:
         weights += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # every thread has read before any writes
     tl.store(at, weights.to(at.dtype.element_ty), mask=mask)

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pi_runtime.cuda.kernels.tiling import UNFUSED
+
 COLUMNS = 128
 """Columns that a program adds to."""
 
@@ -21,7 +23,8 @@ def norm(
     assert x_TD.is_contiguous()
     assert y_TD.is_contiguous()
     block = triton.next_power_of_2(width)
-    _norm[(tokens,)](x_TD, weight_D, bias_D, y_TD, eps, width, block, num_warps=8 if block > 2048 else 4)
+    warps = 8 if block > 2048 else 4
+    _norm[(tokens,)](x_TD, weight_D, bias_D, y_TD, eps, width, block, num_warps=warps, **UNFUSED)
 
 
 def merge(

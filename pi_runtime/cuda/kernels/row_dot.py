@@ -104,4 +104,5 @@ def _linear(
         y_R += tl.load(bias + n_R, mask=mask_R, other=0.0)
     if ADD:
         y_R += tl.load(y + n_R, mask=mask_R, other=0.0)
+        tl.debug_barrier()  # every thread has read before any writes
     tl.store(y + n_R, y_R, mask=mask_R)

@@ -11,6 +11,7 @@ in any company.
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 
@@ -21,6 +22,12 @@ WARP = 128
 """Words of a row that the threads of a warp read, four each."""
 WASTE = 1.25
 """Most words that a program works on ÷ words of the row, where the row is longer than a warp's words."""
+UNFUSED = {"enable_fp_fusion": False}
+"""Launch option of kernels that add one product from each lane.
+
+The product would be fused into the first sum with another lane's. Each lane would round another one, and all lanes
+would store their sums, which differ in the last bit, in one place: which one stays is not specified.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,9 +64,10 @@ class Tiling:
         """Launch options for such a tile.
 
         In block formats there are as many warps as give a thread four words of a row, the same words of each of its
-        rows. 168 registers suffice, and leave room for three programs of four warps.
+        rows. 168 registers suffice, and leave room for three programs of four warps; AMD's compiler has no such limit.
         """
-        return {} if m.words is None else {"num_warps": max(1, self.dots(m)[1] // WARP), "maxnreg": 168}
+        limit = {} if torch.version.hip else {"maxnreg": 168}
+        return {} if m.words is None else {"num_warps": max(1, self.dots(m)[1] // WARP), **limit}
 
     def sums(self, m: DeviceMatrix) -> tuple[int, int]:
         """(rows, stored elements) of a tile of gathered sums, in float formats or behind the whole groups of blocks."""
