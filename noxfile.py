@@ -214,6 +214,29 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def ptx(session: nox.Session) -> None:
+    """GPU kernels as they are compiled, on an emulator of the GPU's instructions; prints the bytes that each moves.
+
+    `-- --seed N` draws other orders of programs and warps. Outside CI, whose suite has a short form: many minutes.
+    """
+    install_all(session)
+    env = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "PI_TEST_EXAMPLES": "16"}
+    tests, options = Path("tests/runtime/cuda"), ["--long", "--timeout", "0", *session.posargs]
+    session.run("pytest", "-s", str(tests / "test_compiled_kernels.py"), *options, env=env)
+    files = [str(tests / f"test_{name}.py") for name in ("kernels", "moe_kernels", "batches")]
+    session.run(*PYTEST, *files, *options, env=env)
+
+
+@nox.session
+def ports(session: nox.Session) -> None:
+    """Compile every GPU kernel for NVIDIA's GPUs from sm_75 to sm_120, and for AMD's. Outside CI: minutes."""
+    install_all(session)
+    env = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    options = ["--long", "--timeout", "0", *session.posargs]
+    session.run(*PYTEST, "-rP", "tests/runtime/cuda/test_ports.py", *options, env=env)
+
+
+@nox.session
 def fuzz(session: nox.Session) -> None:
     """Damaged artifacts, files and disks for some minutes: `nox -s fuzz -- MINUTES`, 30 unless told. Outside CI."""
     install_all(session)

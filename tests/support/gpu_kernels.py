@@ -1,4 +1,9 @@
-"""Helpers for tests of Triton kernels: examples to draw, and stored matrices on the device."""
+"""Helpers for tests of Triton kernels: examples to draw, and stored matrices on the device.
+
+PI_TEST_EXAMPLES says how many examples each test draws.
+"""
+
+import os
 
 import numpy as np
 import torch
@@ -11,7 +16,7 @@ from support.stored import WEIGHT_FORMATS, store
 
 # No shrinking: under the interpreter it takes minutes, and the shapes are small already.
 FEW = settings(
-    max_examples=8,
+    max_examples=int(os.environ.get("PI_TEST_EXAMPLES", "8")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=True,

@@ -13,10 +13,8 @@ import numpy as np
 import torch
 import triton
 from support.gpu_interpreter import Interpreted
+from support.gpu_target import compiling, nvidia
 from support.steps import step
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.cuda.executor import CudaExecutor
@@ -30,25 +28,6 @@ SHARED_BYTES = 99 << 10
 
 SUMLESS = ("_dequantise", "_dequantise_words")
 """Kernels that turn stored rows into numbers; their tiles have as many rows as there are tokens."""
-
-
-class Driver:
-    """Says which GPU to compile for."""
-
-    def __init__(self, arch: int) -> None:
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return self.target.arch
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
 
 class Compiled(Interpreted):
@@ -67,22 +46,16 @@ def run(artifact: Path, arch: int) -> set[str]:
     Tokens that are decoded together start the kernels that a token alone does, compiled once: so they get its bits.
     Only kernels that sum nothing may be compiled once more.
     """
-    driver.set_active(Driver(arch))
     started: set[str] = set()
     compiled: set[str] = set()
-    launch = JITFunction.run
 
-    def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
-        kernel = launch(self, *arguments, grid=grid, warmup=True, **named)
-        assert "cubin" in kernel.asm
-        assert kernel.metadata.shared <= SHARED_BYTES, (self.fn.__name__, kernel.metadata.shared)
-        started.add(self.fn.__name__)
-        if self.fn.__name__ not in SUMLESS:
-            compiled.add(f"{self.fn.__name__} {kernel.hash}")
-        return kernel
+    def seen(name: str, kernel: Any) -> None:
+        assert kernel.metadata.shared <= SHARED_BYTES, (name, kernel.metadata.shared)
+        started.add(name)
+        if name not in SUMLESS:
+            compiled.add(f"{name} {kernel.hash}")
 
-    JITFunction.run = compile_only
-    try:
+    with compiling(nvidia(arch), seen):
         opened = Artifact.open(artifact)
         for plan in opened.manifest.plans:
             taken = allocation(opened.manifest, plan, 256, 1 << 40)
@@ -96,8 +69,6 @@ def run(artifact: Path, arch: int) -> set[str]:
                 executor.step([SequenceStep(cache=c, tokens=np.ones(1, np.int64), select=True) for c in caches])
             assert compiled == alone, sorted(compiled - alone)
             executor.close()
-    finally:
-        JITFunction.run = launch
     return started
 
 

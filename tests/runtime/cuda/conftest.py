@@ -1,4 +1,11 @@
-"""Kernels on the GPU where there is one, else under Triton's interpreter (see `tests/conftest.py`)."""
+"""Kernels on the GPU where there is one, else under Triton's interpreter (see `tests/conftest.py`).
+
+With TRITON_INTERPRET=0 and no GPU they are compiled for one, and run on the emulator in `support.ptx`.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,11 +17,36 @@ from support.gpu_interpreter import Interpreted  # noqa: E402
 
 from pi_runtime.cuda.memory.devices import Cuda, Device  # noqa: E402
 
+if TYPE_CHECKING:
+    from support.ptx.launching import Emulator
+
 
 @pytest.fixture(scope="session")
-def gpu() -> Device:
-    """A GPU, or Triton's interpreter in its place."""
-    return Cuda(0) if torch.cuda.is_available() else Interpreted()
+def emulator(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator["Emulator"]:
+    """Launches run on the emulator; the test is skipped where they run on a GPU or under the interpreter."""
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("kernels are not compiled for the emulator: TRITON_INTERPRET=0 without a GPU")
+    from support.ptx.launching import Emulator, emulating
+    from support.ptx.machine import Schedule
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Machine code is left out: these kernels are for nobody else.
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        with emulating(Emulator(Schedule(pytestconfig.getoption("--seed") or 0))) as emulator:
+            yield emulator
+
+
+@pytest.fixture(scope="session")
+def gpu(request: pytest.FixtureRequest) -> Device:
+    """A GPU, or in its place the emulator or Triton's interpreter."""
+    if torch.cuda.is_available():
+        return Cuda(0)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return Interpreted()
+    from support.ptx.launching import Emulated
+
+    request.getfixturevalue("emulator")
+    return Emulated()
 
 
 @pytest.fixture(scope="session")
