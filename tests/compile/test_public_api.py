@@ -83,7 +83,7 @@ def test_the_page_shows_the_example() -> None:
         ("profile", {"window": 4, "batch": 0}, ["profile.window", "profile.batch"]),
         ("train", {"rungs": ["gates"]}, ["train.rungs.0", "did you mean gate?"]),
         ("place", {"objective": "tim", "vram_gib": [-1.0]}, ["place.objective", "place.vram_gib.0"]),
-        ("place", {"solver": "luck"}, ["luck: unknown solver"]),
+        ("place", {"solver": "luck"}, ["solver='luck': unknown solver"]),
         ("pack", {"formats": {"ff": "q4", "head": "q5"}}, ["pack.ff: unknown key; did you mean ffn?", "pack.head"]),
     ],
 )

@@ -13,7 +13,7 @@ from pi_runtime import Engine, Grammar, Model, Sampling
 from pi_runtime.engine.stream import Stream
 from pi_runtime.generation import Generation
 from pi_runtime.guesses import MOST_GUESSES, Guess, PromptLookup
-from pi_runtime.sampling import TokenLogprobs
+from support.definition import Found, answer_of
 
 CAN_CONSTRAIN = find_spec("llguidance") is not None
 GRAMMARS = (
@@ -21,8 +21,6 @@ GRAMMARS = (
     Grammar.regex("(yes|no)( [a-z]+)*"),
     Grammar.json_schema({"type": "array", "items": {"type": ["integer", "boolean"]}}),
 )
-Found = tuple[str, list[int], str | None, list[TokenLogprobs]]
-"""Text, tokens, the reason of the end, and log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,8 @@ def found_by(answer: Generation | Stream) -> Found:
 
 
 def alone(model: Model, request: Request) -> Found:
-    return found_by(model.generate(request.prompt, **request.settings, speculate="off"))
+    """The answer to a request, from the definition."""
+    return answer_of(model, request.prompt, **request.settings)
 
 
 def oracle(
