@@ -18,6 +18,8 @@ T = TypeVar("T")
 REPLACEMENT = "\ufffd"
 WORD_BEGIN = "\u2581"  # what SentencePiece writes for a space
 BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+UNFINISHED = 3
+"""Most tokens of an unfinished character: it has four bytes at most, and each token has one or more."""
 
 
 class Tokenizer:
@@ -151,6 +153,8 @@ class TextStream:
     - byte-level tokens: an unfinished character at the end decodes to exactly one replacement character, so all but
       that one is final.
 
+    A token costs the same however many came before it: no more is held, and no longer context kept, than is needed.
+
     `shown` are special tokens whose text is not left out.
     """
 
@@ -175,16 +179,30 @@ class TextStream:
         if BYTE_TOKEN.fullmatch(token):
             return ""
         text = self._held_text()
-        if text.endswith(REPLACEMENT):
-            return self._show(text[:-1])
+        if text.endswith(REPLACEMENT) and self._tokenizer._byte_letters:
+            piece = self._show(text[:-1])
+            if len(self._held) > 2 * UNFINISHED:
+                self._drop_finished()
+            return piece
         piece = self._show(text)
-        # The context must have text of its own: where decoding strips a leading space, it must not be that of the
-        # next token.
-        alone = self._tokenizer._decode(self._held)
-        self._context = self._held if alone else self._context + self._held
-        self._context_chars = len(alone) if alone else self._context_chars + len(text)
-        self._held, self._shown_chars = [], 0
+        self._end_context(text)
         return piece
+
+    def _end_context(self, text: str) -> None:
+        """Make a context of what was held, whose text has been shown. It must have text of its own: where decoding
+        strips a leading space, it must not be that of the next token."""
+        for context in (self._held, self._context[-1:] + self._held):
+            if alone := self._tokenizer._decode(context):
+                self._context, self._context_chars = context, len(alone)
+                break
+        else:
+            self._context, self._context_chars = self._context + self._held, self._context_chars + len(text)
+        self._held, self._shown_chars = [], 0
+
+    def _drop_finished(self) -> None:
+        """Hold only what the unfinished character at the end is made of. What is cut before it is none by itself."""
+        self._held, self._context, self._context_chars = self._held[-UNFINISHED:], [], 0
+        self._shown_chars = len(self._held_text()) - 1
 
     def finish(self) -> str:
         """Return the rest when no id follows, with incomplete bytes as replacement characters."""

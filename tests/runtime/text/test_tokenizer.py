@@ -128,6 +128,27 @@ def test_endless_garbage_does_not_dam_the_stream() -> None:
     assert rest == "�"
 
 
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xFF, 0x61]), min_size=8, max_size=40))
+def test_long_garbage_joins_to_decode(data: list[int]) -> None:
+    tokenizer = make("byte-level")
+    letters = {byte: letter for letter, byte in tokenizer._byte_letters.items()}
+    ids = [tokenizer._library.token_to_id(letters[byte]) for byte in data]
+    pieces, rest = streamed(tokenizer, ids)
+    assert "".join(pieces) + rest == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("byte-level", "Ģ"), ("byte-fallback", "�"), ("byte-fallback", "▁")])
+def test_a_token_costs_the_same_however_many_came_before(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make(kind)
+    decode, decoded = tokenizer._decode, []
+    monkeypatch.setattr(tokenizer, "_decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+    ids = [tokenizer._library.token_to_id(name)] * 1000
+    pieces, rest = streamed(tokenizer, ids)
+    assert "".join(pieces) + rest == decode(ids)
+    assert sum(decoded) < 30 * len(ids)
+
+
 def test_space_after_a_skipped_token_stays() -> None:
     tokenizer = make("byte-fallback")
     a, end = tokenizer._library.token_to_id("▁a"), 2
