@@ -1,5 +1,6 @@
 """The routes that say how the server is, and what it is."""
 
+from functools import cached_property
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -78,5 +79,11 @@ class Figures:
 
     async def described(self, _: Request) -> Response:
         """The OpenAPI document."""
+        return Response(self._document, media_type=JSONResponse.media_type)
+
+    @cached_property
+    def _document(self) -> bytes:
+        """Made once, for it takes some tenths of a second."""
         settings = self._host.settings
-        return JSONResponse(document(settings.model_name, refuses_unknown=settings.unknown_fields == "refuse"))
+        found = document(settings.model_name, refuses_unknown=settings.unknown_fields == "refuse")
+        return bytes(JSONResponse(found).body)

@@ -30,8 +30,32 @@ CLOSE_S = 5
 """Seconds in which connections must end after the last answer."""
 
 
+class TooManyPiecesError(Exception):
+    """A body comes in more pieces than are taken."""
+
+
+class _Connection(h11.Connection):
+    """Reads requests whose bodies come in so many pieces at most. Each piece costs the same, however small it is."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(h11.SERVER, limits.header_bytes)
+        self._most, self._pieces = limits.pieces, 0
+
+    def next_event(self) -> Any:
+        """The next event. Raises TooManyPiecesError."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._pieces = 0
+        elif isinstance(event, h11.Data):
+            self._pieces += 1
+            if self._pieces > self._most:
+                raise TooManyPiecesError
+        return event
+
+
 class LimitedProtocol(H11Protocol):
-    """Ends a connection on which a request, or the taking of an answer, does not come to its end in time.
+    """Ends a connection on which a request, or the taking of an answer, does not come to its end in time, and one whose
+    request comes in too many pieces.
 
     Requests that are sent before the answer to the last one has come are not answered.
     """
@@ -39,6 +63,10 @@ class LimitedProtocol(H11Protocol):
     limits: Limits
     _receiving: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn = _Connection(self.limits)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,7 +83,11 @@ class LimitedProtocol(H11Protocol):
 
     def handle_events(self) -> None:
         before = self.conn.their_state
-        super().handle_events()
+        try:
+            super().handle_events()
+        except TooManyPiecesError:
+            self.transport.abort()
+            return
         if self.conn.trailing_data[0] and self._is_ahead():
             # uvicorn would no longer read, and so not see the client leave.
             self.flow.resume_reading()
@@ -175,8 +207,8 @@ def config(app: Any, settings: ServerSettings, **tls: Any) -> uvicorn.Config:
         log_level="critical",
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # a client is who connects, whatever its request says
         timeout_keep_alive=KEEP_ALIVE_S,
-        h11_max_incomplete_event_size=settings.limits.header_bytes,
         timeout_graceful_shutdown=CLOSE_S,
         **tls,
     )

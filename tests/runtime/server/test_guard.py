@@ -127,6 +127,12 @@ def test_keys(given: str | None, expected: int) -> None:
         assert status(settings, headers, path) == 200
 
 
+def test_of_several_keys_none_is_looked_at() -> None:
+    settings = ServerSettings(api_keys=("secret",))
+    headers = [("host", "localhost"), *[("authorization", "Bearer secret")] * 2]
+    assert status(settings, headers, "/v1/models") == 401
+
+
 def test_a_request_has_an_owner_that_does_not_show_the_key() -> None:
     def owner(*keys: str, given: str = "", path: str = "/v1/models") -> str | None:
         headers = [("host", "localhost"), *([("authorization", f"Bearer {given}")] if given else [])]

@@ -68,6 +68,28 @@ def test_headers_that_are_too_large(small: Served) -> None:
         assert all_of(connection).startswith(b"HTTP/1.1 4")
 
 
+def test_a_body_of_too_many_pieces(endless: Path, serve: Serve) -> None:
+    served = serve(endless, limits=Limits(pieces=100))
+    content = b'{"model": "%s", "prompt": "a", "max_tokens": 1}' % served.name.encode()
+    pieces = [content[n : n + 1] for n in range(len(content))]
+    head = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for spaces, answered in ((0, True), (100, False)):
+        with connected(served) as connection:
+            chunks = b"".join(b"1\r\n%s\r\n" % piece for piece in [*pieces, *[b" "] * spaces])
+            connection.sendall(head + chunks + b"0\r\n\r\n")
+            assert all_of(connection).startswith(b"HTTP/1.1 200") == answered
+    wait_until(served.is_idle)
+
+
+def test_pieces_of_a_body_that_is_not_read_count_too(endless: Path, serve: Serve) -> None:
+    served = serve(endless, limits=Limits(pieces=100, receive_s=300), api_keys=("a key of the server",))
+    with connected(served) as connection:
+        connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 401"
+        connection.sendall(b"1\r\na\r\n" * 100)
+        all_of(connection)  # the connection ends, though the body has not
+
+
 @pytest.mark.parametrize("nested", [b"[" * 9, b'{"a":' * 9, b"[" * 900, b'[{"a":' * 5])
 def test_json_that_is_nested_too_deep(small: Served, nested: bytes) -> None:
     response = httpx.post(f"{small.url}/v1/completions", content=nested, timeout=30)

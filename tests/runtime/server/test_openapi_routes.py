@@ -1,5 +1,6 @@
 """The OpenAPI document speaks of the routes that there are, and of no others."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ import pytest
 from starlette.routing import Route
 from support.serving import Served, serving
 
-from pi_runtime.server.api.openapi import OPERATIONS
+from pi_runtime.server import figures
+from pi_runtime.server.api.openapi import OPERATIONS, document
+
+Serve = Callable[..., Served]
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +46,16 @@ def test_what_the_routes_answer_follows_the_document(served: Served) -> None:
             if media == "application/json":
                 schema = {**found[media].get("schema", {}), "components": described["components"]}
                 jsonschema.Draft202012Validator(schema).validate(answer.json())
+
+
+def test_the_document_is_made_once(serve: Serve, alphabet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def counted(name: str, **options: Any) -> dict[str, Any]:
+        made.append(name)
+        return document(name, **options)
+
+    monkeypatch.setattr(figures, "document", counted)
+    served = serve(alphabet)
+    assert served.get("/openapi.json").json() == served.get("/openapi.json").json()
+    assert made == [served.name]

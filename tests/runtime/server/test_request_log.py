@@ -141,3 +141,11 @@ def test_unknown_fields_are_refused_or_not_named(alphabet: Path, serve: Serve, p
     described = served.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]
     assert described["additionalProperties"] is (policy == "ignore")
     assert described["properties"]["model"]["enum"] == ["alphabet"]
+
+
+def test_nobody_chooses_an_address(serve: Serve, alphabet: Path) -> None:
+    served = serve(alphabet, log_requests=True)
+    served.get("/v1/models", headers={"X-Forwarded-For": "192.0.2.9 forged", "X-Forwarded-Proto": "https"})
+    wait_until(lambda: any("/v1/models" in line for line in served.lines))
+    line = next(line for line in served.lines if "/v1/models" in line)
+    assert line.split()[1] == "127.0.0.1"
