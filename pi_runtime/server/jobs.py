@@ -70,7 +70,9 @@ class Ask:
 
 
 class Job(Protocol):
-    """A request that has been read and checked. All its methods are called by one thread, none of them waits.
+    """A request that has been read and checked. Its methods are called one after the other, none of them waits.
+
+    `scores` and `whole`, which may take long, are called beside the event loop.
 
     For each ask that wants them come its scores. Of each answer come parts, and one end, which is its last; those of
     several answers are interleaved. Then `last` if it streams, else `whole`. After an error comes only `failed`, and

@@ -1,5 +1,6 @@
 """How the answer of a job is written: its events as they come, or all of it at once."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -27,15 +28,17 @@ class Reply:
         job = self._job
         while not run.ended:
             if await run.wait(self._keep_alive_s):
-                await self._events(run.read())
+                await self._events(await run.read())
             elif job.streams and job.media == SSE:
                 await self._say(KEEP_ALIVE)
         if job.streams:
             await self._events(job.last())
             await self._say(b"", more=False)
         else:
+            # All log-probabilities at once take long: beside the loop.
+            found = await asyncio.to_thread(lambda: to_json(job.whole()))
             await self._begin(JSON)
-            await self._say(to_json(job.whole()), more=False)
+            await self._say(found, more=False)
 
     async def fail(self, error: ApiError) -> None:
         """Write an error as the last events, if anything was written; else raise it, for it has a status."""

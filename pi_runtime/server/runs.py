@@ -126,18 +126,18 @@ class Run:
         self._news.clear()
         return True
 
-    def read(self) -> list[Event]:
+    async def read(self) -> list[Event]:
         """The events of all that has come. Raises ApiError for what ended the job, when all before it has been read."""
         if self._error is not None:
             raise self._error
         found: list[Event] = []
         for number, asked in enumerate(self._asked):
-            found += self._read_scores(asked, number)
+            found += await self._read_scores(asked, number)
             for k in sorted(asked.open) if asked.has_scored else ():
                 found += self._read_answer(asked, k)
         return found
 
-    def _read_scores(self, asked: _Asked, number: int) -> Sequence[Event]:
+    async def _read_scores(self, asked: _Asked, number: int) -> Sequence[Event]:
         if self._error is not None or asked.has_scored or asked.scores is None or not asked.scores.done:
             return ()
         try:
@@ -146,7 +146,7 @@ class Run:
             self.fail(failed(error))
             return ()
         asked.has_scored = True
-        return self.job.scores(number, scores)
+        return await asyncio.to_thread(self.job.scores, number, scores)  # a prompt may be long
 
     def _read_answer(self, asked: _Asked, k: int) -> Iterator[Event]:
         if self._error is not None:

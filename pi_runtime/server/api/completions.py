@@ -1,7 +1,7 @@
 """`/v1/completions`: texts continued, and with `echo` and `logprobs` the log-probabilities of the texts themselves."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NotRequired, Self
 
@@ -117,7 +117,7 @@ class CompletionJob:
         self._check_counts(len(prompts))
         self._ids = [self._tokens(place, prompt) for place, prompt in prompts.items()]
         self._echo = [*map(self._text, prompts.values(), self._ids)] if body.echo else None
-        self._scores: dict[int, Sequence[TokenLogprobs]] = {}
+        self._scores: dict[int, CompletionLogprobs] = {}
         self._wants_scores = bool(body.echo) and body.logprobs is not None
         self.asks = self._asks()
         self._choices = [self._new_choice(k) for k in range(len(prompts) * self._n)]
@@ -142,7 +142,8 @@ class CompletionJob:
 
     def scores(self, ask: int, logprobs: Sequence[TokenLogprobs]) -> Sequence[Event]:
         """Take the log-probabilities of a prompt; what was held until they came goes out after them."""
-        self._scores[ask] = logprobs
+        writer = CompletionLogprobsWriter(self._served.model.tokenizer)
+        self._scores[ask] = joined([writer.first(self._ids[ask][0]), writer.write(logprobs)])
         events: list[Event] = []
         for choice in self._choices[ask * self._n : (ask + 1) * self._n]:
             held, choice.held = choice.held, []
@@ -241,7 +242,7 @@ class CompletionJob:
         if self._echo and not choice.began:
             choice.began = True
             text = self._echo[choice.ask] + text
-            found = [*self._prompt_logprobs(choice), *found]
+            found = [self._scores[choice.ask], *found] if self._wants_scores else found
         if not self.streams:
             choice.texts.append(text)
             choice.logprobs += found
@@ -258,12 +259,6 @@ class CompletionJob:
         if stats is not None and (finish_reason or self._body.timings_per_token):
             event["timings"] = timings([stats], [stats])
         return [Event(None, event)]
-
-    def _prompt_logprobs(self, choice: _Choice) -> Iterator[CompletionLogprobs]:
-        if self._wants_scores:
-            writer = CompletionLogprobsWriter(self._served.model.tokenizer)
-            yield writer.first(self._ids[choice.ask][0])
-            yield writer.write(self._scores[choice.ask])
 
     def _envelope(self, choices: list[CompletionChoice]) -> dict[str, Any]:
         return {

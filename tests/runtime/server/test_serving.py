@@ -3,11 +3,13 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.serving import Served, events, wait_until
 
 from pi_runtime import Model, Sampling, load
+from pi_runtime.server.api.completions import CompletionJob
 
 Serve = Callable[..., Served]
 
@@ -38,6 +40,26 @@ def test_an_answer_is_the_engines_whole_and_in_parts(random_path: Path, serve: S
     assert whole["text"] == alone
     assert "".join(part["choices"][0]["text"] for part in parts if part["choices"]) == alone
     assert whole["finish_reason"] == "length"
+
+
+def test_what_takes_long_of_an_answer_is_made_beside_the_loop(
+    random_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, set[int]] = {}
+    for name in ("part", "scores", "whole"):
+
+        def seen(job: CompletionJob, *args: Any, made: Any = getattr(CompletionJob, name), name: str = name) -> Any:
+            threads.setdefault(name, set()).add(threading.get_ident())
+            return made(job, *args)
+
+        monkeypatch.setattr(CompletionJob, name, seen)
+    served = serve(random_path)
+    found = served.complete("Once", echo=True, logprobs=2, n=2, max_tokens=2).json()
+    assert [len(choice["logprobs"]["tokens"]) for choice in found["choices"]] == [6, 6]
+    with served.streaming("Once", echo=True, logprobs=2, max_tokens=2) as response:
+        assert "".join(part["choices"][0]["text"] for part in events(response)).startswith("Once")
+    (loop,) = threads["part"]
+    assert loop not in threads["scores"] | threads["whole"]
 
 
 def test_a_prediction_is_guessed(alphabet: Path, serve: Serve) -> None:

@@ -8,6 +8,7 @@ from support import jobs
 
 from pi_runtime import Engine
 from pi_runtime.server.api.completions import CompletionJob
+from pi_runtime.server.api.logprobs import CompletionLogprobsWriter
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.jobs import End, Part
@@ -100,6 +101,21 @@ def test_several_answers_have_draws_of_their_own(random_chat: Chat) -> None:
     assert found["usage"]["prompt_tokens"] == 4
     assert found["usage"]["completion_tokens"] == 24
     assert ask(random_chat, prompt="ab", **{**fields, "seed": -3})["choices"][0]["text"] != texts[0]
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_the_log_probabilities_of_a_prompt_are_written_once(
+    random_chat: Chat, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    first = CompletionLogprobsWriter.first
+    monkeypatch.setattr(
+        CompletionLogprobsWriter, "first", lambda writer, token: begun.append(token) or first(writer, token)
+    )
+    found = ask(random_chat, prompt=["Hello", "you"], max_tokens=limit, echo=True, logprobs=1, n=3, seed=1)
+    assert begun == [*b"Hy"]
+    tokens = [choice["logprobs"]["tokens"] for choice in found["choices"]]
+    assert ["".join(each[: 5 if n < 3 else 3]) for n, each in enumerate(tokens)] == ["Hello"] * 3 + ["you"] * 3
 
 
 def test_an_echo_has_the_log_probabilities_of_its_prompt(random_chat: Chat) -> None:
