@@ -294,7 +294,7 @@ class Engine:
 
     def _replace_reading(self, request: Request) -> None:
         """Let a request of a session take the place of what was being read ahead of it."""
-        for other in [*self._scheduler.live, *self._scheduler.waiting]:
+        for other in self._scheduler.sequences:
             if other is request or request.turns is None:
                 return
             if other.turns is request.turns:
@@ -302,8 +302,9 @@ class Engine:
 
     def _step(self) -> None:
         """Run one step: requests leave and join, tokens run, new ones are drawn."""
-        for request in [*self._scheduler.live, *self._scheduler.waiting]:
-            if request.cancelled:
+        # An answer that leaves before its prompt was read puts the next one to it into the schedule.
+        while cancelled := [request for request in self._scheduler.sequences if request.cancelled]:
+            for request in cancelled:
                 request.answer.finish_reason = "cancelled"
                 self._leave(request)
         self._join()
@@ -463,12 +464,12 @@ class Engine:
                 self._leave(request)
             return
         siblings, request.siblings = request.siblings, []
-        if siblings:
-            self._memory.keep(request.cache.fork())
-        self._advance(request, answer, result, guess, ran, began)
         # They wait with one token each, before all others, and go on from the prompt's stored pages.
         for sibling in reversed(siblings):
             self._scheduler.submit_first(sibling)
+        if siblings:
+            self._memory.keep(request.cache.fork())
+        self._advance(request, answer, result, guess, ran, began)
         for sibling in siblings:
             assert isinstance(sibling.answer, Answer)
             self._advance(sibling, sibling.answer, result, NO_GUESS, 0, began)
@@ -498,7 +499,6 @@ class Engine:
 
     def _leave(self, request: Request, error: BaseException | None = None) -> None:
         """Take a request that has ended out of the schedule, keep its pages for later ones, and tell its reader."""
-        self._scheduler.remove(request)
         if request.siblings:
             # It ended before its prompt was read: the next answer reads it.
             heir = request.siblings[0]
@@ -510,8 +510,7 @@ class Engine:
                 self._memory.keep(request.cache)
         elif request.cache is not None or request.has_joined:
             self._sessions.pause(turns, request.cache)
-        request.cache = None
-        self._full_until = -math.inf
+        request.cache, self._full_until = None, -math.inf
         if not request.reads_only:
             self._finished += 1
             if turns is not None:
@@ -520,6 +519,8 @@ class Engine:
             self._sessions.forget(turns)
         elif turns is not None and not request.reads_only and answer.finish_reason is not None:
             self._run_newest(turns)
+        # Last: where anything before fails, the engine ends, and tells those who are in the schedule.
+        self._scheduler.remove(request)
         request.left.set()
         request.put(error)
 
@@ -531,7 +532,7 @@ class Engine:
             self._scheduler.submit(Request(answer, self._executor.block_tokens, turns, reads_only=True))
 
     def _close_session(self, turns: Turns) -> None:
-        for request in [*self._scheduler.live, *self._scheduler.waiting]:
+        for request in self._scheduler.sequences:
             if request.turns is turns:
                 request.answer.finish_reason = request.answer.finish_reason or "cancelled"
                 self._leave(request)
@@ -550,9 +551,8 @@ class Engine:
 
     def _save(self, turns: Turns, path: Path) -> None:
         """Write a session to a file."""
-        for request in [*self._scheduler.live, *self._scheduler.waiting]:
-            if request.turns is turns:
-                self._leave(request)
+        for request in (r for r in self._scheduler.sequences if r.turns is turns):
+            self._leave(request)
         self._sessions.save(turns, path, self._run_settings())
 
     def _restore(self, turns: Turns, stored: session_file.StoredSession) -> None:

@@ -55,7 +55,11 @@ class EngineMemory:
             if needed <= self.pool.capacity - len(taken.union(shared)):
                 cache = self.new_cache(salt)
                 cache.adopt(shared, tokens[:length], selected[:length])
-                fits = self.grow(cache, len(tokens) - length)
+                try:
+                    fits = self.grow(cache, len(tokens) - length)
+                except BaseException:
+                    cache.close()  # the error's traceback refers to it as long as anybody has the error
+                    raise
                 assert fits
                 return cache
         return None

@@ -54,6 +54,11 @@ class Scheduler(Generic[S]):
         """Whether nothing is live and nothing waits."""
         return not self.live and not self.waiting
 
+    @property
+    def sequences(self) -> list[S]:
+        """Those that are live, then those that wait."""
+        return [*self.live, *self.waiting]
+
     def submit(self, sequence: S) -> None:
         """Let a sequence wait behind all others."""
         self.waiting.append(sequence)
@@ -89,7 +94,7 @@ class Scheduler(Generic[S]):
 
     def clear(self) -> list[S]:
         """Forget all sequences; returns them."""
-        found = [*self.live, *self.waiting]
+        found = self.sequences
         for held in (self.live, self.waiting, self._turns):
             held.clear()
         return found

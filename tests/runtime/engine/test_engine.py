@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from pi_runtime.artifact.buffers import Buffer
 from pi_runtime.engine.stream import Stream
 from pi_runtime.errors import ArtifactError, DoesNotFitError, PiError, PromptError, UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
+from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PAGE_POSITIONS
 
 Steps = list[list[SequenceStep]]
@@ -578,5 +580,50 @@ def test_memory_that_runs_out_ends_the_request_that_asked_for_it(
         assert (settled.running, settled.waiting, settled.pages_used) == (0, 0, settled.pages_kept)
 
 
-def no_memory(_: Buffer) -> None:
+def test_an_error_that_is_kept_keeps_no_pages(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = [4] * PAGE_POSITIONS
+    with Engine(model, speculate="off") as engine:
+        "".join(engine.generate(prompt, max_tokens=1))
+        monkeypatch.setattr(Buffer, "in_ram", no_memory)
+        with pytest.raises(MemoryError) as kept:
+            "".join(engine.generate([*prompt, *prompt[:9]], max_tokens=1))
+        assert engine._memory._tree.evict(sys.maxsize) == 1, kept
+
+
+def test_answers_that_have_just_begun_hear_that_the_engine_failed(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KVCache, "fork", no_memory)
+    with Engine(model, slots=2) as engine:
+        for stream in engine.generate_many([1, 2, 3], 3, max_tokens=4):
+            assert isinstance(stream._request.pieces.get(timeout=30), MemoryError)
+
+
+def test_answers_that_nobody_wants_any_more_read_no_prompt(talker: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, go_on = threading.Event(), threading.Event()
+    steps = spied(talker, monkeypatch, before=lambda: (runs.set(), go_on.wait(30)))
+    with Engine(talker, slots=2, piece=1, speculate="off") as engine:
+        streams = engine.generate_many("ab" * 30, 20, max_tokens=4)
+        assert runs.wait(30)  # the first token of the prompt runs
+        for stream in streams:
+            stream.cancel()
+        go_on.set()
+        assert ["".join(stream) for stream in streams] == [""] * 20
+    assert len(steps) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_an_engine_is_not_there_after_a_fork(engine: Engine) -> None:
+    if (child := os.fork()) == 0:
+        try:
+            engine.generate([1], max_tokens=1)
+        except UsageError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def no_memory(*_: object) -> None:
     raise MemoryError

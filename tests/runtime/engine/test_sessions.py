@@ -22,7 +22,7 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.engine import paused
 from pi_runtime.engine.session import Session
-from pi_runtime.engine.stream import Stream, Turns
+from pi_runtime.engine.stream import Piece, Stream, Turns
 from pi_runtime.errors import InputError, PromptError, UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.generation import Generation
@@ -574,3 +574,16 @@ def test_a_pause_that_lasts_gives_its_pages_to_those_who_wait(endless: Path, mon
             assert (own + 1) * again_s / own < joined < (own + 4) * again_s / own + 2
             assert len(steps) > 290
             assert engine.stats.dropped_sessions == 1
+
+
+def test_a_turn_that_ends_with_the_engine_is_heard_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(_: Engine, turns: Turns) -> None:
+        raise MemoryError(turns)
+
+    monkeypatch.setattr(Engine, "_run_newest", no_memory)
+    with Engine(model, speculate="off") as engine:
+        stream = engine.session([1, 2, 3]).generate([4], max_tokens=4)
+        while isinstance(piece := stream._request.pieces.get(timeout=30), Piece):
+            pass
+        assert isinstance(piece, MemoryError)
+        assert stream._request.left.is_set()
