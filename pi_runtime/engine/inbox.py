@@ -1,5 +1,6 @@
 """What callers bring to the engine's thread: requests, calls, sessions that nobody will continue, and the end."""
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -33,6 +34,7 @@ class Inbox:
         self.ended: UsageError | None = None
         """Set once nothing is taken any more: what those who bring something are told."""
         self.closing = False
+        self._process = os.getpid()
         self._calls: list[tuple[Call, Future[None]]] = []
         self._forgotten: deque[Turns] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
@@ -69,6 +71,10 @@ class Inbox:
         self._bell.put(None)
 
     def _check_open(self) -> None:
+        if os.getpid() != self._process:
+            raise UsageError(
+                "the engine is that of another process", remedy="make one after the fork, from a model of its own"
+            )
         if self.ended is not None:
             raise self.ended
 
