@@ -41,7 +41,7 @@ class LocalProcesses:
         until = time.monotonic() + LEAVING
         for process in self._started:
             process.join(max(0.0, until - time.monotonic()))
-            process.terminate()
+            process.kill()  # one that is stopped would never see a gentler signal
             process.join()
 
 
