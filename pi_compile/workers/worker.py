@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,7 +47,7 @@ class Worker:
         self._stage = _Timed("", 0)
         self._task = _Timed("", 0)
         self._done, self._total = 0, 0
-        self._seen: dict[str, tuple[object, float]] = {}
+        self._seen: dict[str, _Seen] = {}
         self._stopped: Exception | None = None
         self.call_help: Callable[[], None] = lambda: None
         """Is called before a stage that has to be made: starts other workers that have not been needed until then."""
@@ -102,13 +103,18 @@ class Worker:
         return True
 
     def unchanged(self, key: str, value: object, seconds: float) -> bool:
-        """Whether this worker has seen the same value for that long, by its own clock."""
-        now = time.monotonic()
-        known, since = self._seen.get(key, (None, now))
-        if key not in self._seen or known != value:
-            self._seen[key] = value, now
-            return False
-        return now - since > seconds
+        """Whether this worker has seen the same value for that long, by its own clock.
+
+        A time in which it did not show itself hardly counts: it was stopped, or the file server did not answer, and
+        then nobody else could show themselves either.
+        """
+        now, last = time.monotonic(), self._seen.get(key)
+        quiet = 0.0
+        if last is not None and last.value == value:
+            shown = (self._beat - last.beat - 1) * self.heartbeat
+            quiet = last.quiet + min(now - last.time, max(seconds / 4, shown))
+        self._seen[key] = _Seen(value, quiet, now, self._beat)
+        return quiet > seconds
 
     def strangers(self) -> bool:
         """Whether a worker of another build may be at work in the same folder."""
@@ -129,7 +135,8 @@ class Worker:
 
     def _keep_showing(self) -> None:
         while not self._leaving.wait(self.heartbeat):
-            self._show()
+            with suppress(OSError):  # the next one may succeed; until then others may do this worker's task too
+                self._show()
 
     def _show(self) -> None:
         self._beat += 1
@@ -150,8 +157,19 @@ class Worker:
             "task": self._task.name,
             "task_seconds": self._task.seconds,
         }
-        with suppress(OSError):  # the next one may succeed; until then others may do this worker's task too
-            shared.replace(self._path(self.name), json.dumps(shown))
+        shared.replace(self._path(self.name), json.dumps(shown))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A value when a worker last looked at it."""
+
+    value: object
+    quiet: float
+    """Seconds for which it had been the same."""
+    time: float
+    beat: int
+    """The looking worker's own heartbeat."""
 
 
 class _Timed:
