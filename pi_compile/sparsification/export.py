@@ -94,7 +94,7 @@ def new_folder(output: Path) -> Iterator[Path]:
 def check_folder(output: Path) -> None:
     """Check that a folder can be made. Raises UsageError where something is in its place, or it cannot be written."""
     parent, asked = Path(os.path.realpath(output)).parent, Setting("output", output)
-    if output.exists():
+    if os.path.lexists(output):  # a link that leads nowhere is in its place too
         raise UsageError("exists already", setting=asked, remedy="name another output, or remove it")
     if not parent.is_dir():
         raise UsageError(f"no folder {parent}", setting=asked, remedy="create it, or name another output")

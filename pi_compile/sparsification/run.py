@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -95,22 +95,32 @@ class _Run:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let no other run work in the same folder. Raises UsageError if another has finished it meanwhile."""
+        """Let no other run work in the same folder, which goes when the run is done.
+
+        Raises UsageError if another run has finished it meanwhile, and for a folder of something else.
+        """
         if not self.accelerator.is_main_process:
             yield
             return
+        workers = self.work / "workers"
         self.work.mkdir(parents=True, exist_ok=True)
+        if any(self.work.iterdir()) and not (workers.exists() or (self.work / IDENTITY).exists()):
+            raise UsageError(
+                f"{self.work}: is not of a training, and would be removed at its end",
+                remedy=("name another ", Setting("output"), ", or move the folder away"),
+            )
         try:
             with (
-                Worker(self.work / "workers", notice=self.watch.notice) as worker,
+                Worker(workers, notice=self.watch.notice) as worker,
                 WorkFolder(self.work, worker, self.output.exists).held("run"),
             ):
                 yield
         except StageDoneError:
+            with suppress(OSError):  # who holds the folder removes it, unless this worker showed itself after that
+                workers.rmdir()
+                self.work.rmdir()
             export.check_folder(self.output)
-        finally:
-            if self.output.exists():
-                shutil.rmtree(self.work, ignore_errors=True)
+        shutil.rmtree(self.work, ignore_errors=True)
 
     @cached_property
     def base(self) -> Checkpoint:
@@ -300,4 +310,5 @@ class _Run:
         if (self.work / "events").is_dir():
             # A run that was killed here may have left a part of them.
             shutil.copytree(self.work / "events", out / "events", dirs_exist_ok=True)
+        export.check_folder(self.output)  # hours have passed
         out.rename(self.output)

@@ -229,8 +229,44 @@ def test_a_second_start_waits_and_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "out").mkdir()
         said = late.result(60)
     assert told == [f"{tmp_path / 'out.work'}: another process is at work; waiting for it"]
-    assert "out: exists already" in said
+    assert "exists already" in said
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_others_put_in_the_outputs_place_costs_no_training(
+    sparsified: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arm = run_room._Run._arm
+
+    def beside(self: Any, *arguments: Any) -> Any:
+        found = arm(self, *arguments)
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "notes.txt").touch()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_room._Run, "_arm", beside)
+        with pytest.raises(UsageError, match="exists already"):
+            sparsified(run={"control": False})
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+    shutil.rmtree(tmp_path / "out")
+    monkeypatch.setattr(run_room._Run, "_train_model", lambda *_: pytest.fail("trains again"))
+    assert sparsified(run={"control": False})["steps"] == 8
+    assert not (tmp_path / "out.work").exists()
+
+
+def test_a_folder_of_something_else_is_not_worked_in(sparsified: Any, tmp_path: Path) -> None:
+    (tmp_path / "out.work").mkdir()
+    (tmp_path / "out.work" / "notes.txt").touch()
+    with pytest.raises(UsageError, match="is not of a training"):
+        sparsified()
+    assert [path.name for path in (tmp_path / "out.work").iterdir()] == ["notes.txt"]
+
+
+def test_a_link_that_leads_nowhere_is_in_the_outputs_place(sparsified: Any, tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="exists already"):
+        sparsified()
 
 
 def test_events_are_written_where_tensorboard_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
