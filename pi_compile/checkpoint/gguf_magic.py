@@ -5,6 +5,8 @@ from pathlib import Path
 SUFFIX = ".gguf"
 MAGICS = MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"
 """The first bytes, of llama.cpp's files and of PowerInfer's."""
+_VERSION_BYTES = 4
+"""Bytes of the version behind them, a small number."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -13,5 +15,9 @@ def is_gguf(path: Path) -> bool:
         return False
     if path.suffix == SUFFIX:
         return True
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) in MAGICS
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(MAGIC) + _VERSION_BYTES)
+    except OSError:  # a folder may have other files that are not for everybody
+        return False
+    return head.startswith(MAGICS) and 0 in head[len(MAGIC) :]  # a text may begin with the same letters

@@ -147,7 +147,7 @@ def _part_paths(first: GgufFile, count: object) -> list[Path]:
     if named is None or type(count) is not int or int(named["count"]) != count or int(named["number"]) != 1:
         raise CheckpointError(
             f"{first.path}: one of {count} parts of a model",
-            expected=f"the first part, by its own name: …-00001-of-{count:0>5}.gguf, with the others beside it",
+            expected=f"the first part, by its own name: …-00001-of-{count!s:0>5}.gguf, with the others beside it",
             remedy="name the first part or the folder; or join them: llama-gguf-split --merge FIRST-PART WHOLE",
         )
     return [first.path.with_name(f"{named['name']}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]

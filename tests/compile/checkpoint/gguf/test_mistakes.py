@@ -119,6 +119,7 @@ CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "adapter": ({"general.type": "adapter"}, ("not a model",)),
     "part": ({"split.count": 3}, ("one of 3 parts", "llama-gguf-split --merge")),
+    "parts in a list": ({"split.count": [3]}, ("one of [3] parts",)),
     "unknown-key": ({"ARCH.new_trick": 1}, ("llama.new_trick", "not understood")),
     "no-context": ({"ARCH.context_length": None}, ("no llama.context_length",)),
     "vocabulary": ({"ARCH.vocab_size": 300}, ("do not have the shape that its metadata calls for",)),

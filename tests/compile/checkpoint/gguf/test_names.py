@@ -54,6 +54,23 @@ def manifest(path: Path) -> Manifest:
         return artifact.manifest
 
 
+def test_other_files_of_a_folder_do_not_matter(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that begins with the same letters, and a file that is not for everybody."""
+    shutil.copy(made, tmp_path / "model.gguf")
+    (tmp_path / "README").write_text("GGUF files of a model")
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    as_usual = Path.open
+
+    def refused(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == secret:
+            raise PermissionError(13, "Permission denied", str(path))
+        return as_usual(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    assert open_checkpoint(tmp_path).location == tmp_path / "model.gguf"
+
+
 def test_a_file_of_the_hubs_cache_is_packed(cached: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     create_recipe(str(cached), recipe)
