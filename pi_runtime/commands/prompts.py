@@ -26,6 +26,9 @@ from pi_runtime.model import Model
 from pi_runtime.sampling import Sampling, TokenLogprobs, parse_logit_bias
 from pi_runtime.text.grammar import Grammar
 
+if sys.platform != "win32":
+    import fcntl
+
 SAMPLING_KEYS = frozenset(field.name for field in fields(Sampling)) - {"number"}
 ANSWER_KEYS = frozenset({"max_tokens", "min_tokens", "stop", "logprobs"})
 GRAMMAR_KEYS = frozenset({"json_schema", "regex", "lark"})
@@ -252,9 +255,29 @@ def _opened(output: Path | None) -> Iterator[BinaryIO]:
     if output is None:
         yield sys.stdout.buffer
         return
+    if output.exists() and not (output.is_file() or output.is_dir()):
+        raise UsageError(
+            f"{output}: not a file, and an output is read before it is continued",
+            remedy="name a file; without one the answers go to stdout",
+        )
     try:
         file = output.open("r+b" if output.exists() else "w+b")
     except OSError as error:
         raise write_error(output, error) from None
     with file:
+        _hold(file, output)
         yield file
+
+
+def _hold(file: BinaryIO, output: Path) -> None:
+    """Keep others from continuing the same output. Raises UsageError where another does."""
+    if sys.platform == "win32":
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(
+            f"{output}: another process writes answers to it", remedy="wait until it ends, or name another output"
+        ) from None
+    except OSError:
+        pass  # a file system without locks

@@ -1,6 +1,7 @@
 """`pi-run --prompts`: order, settings of a line, errors of a line, and outputs that are continued."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,25 @@ def test_files_that_cannot_be_used(run: Run, artifact: Path, tmp_path: Path) -> 
     assert "would overwrite the prompts" in err
     source.write_text("")
     assert run(artifact, "--prompts", source) == (0, "", "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks of this kind")
+def test_an_output_that_another_writes_to_is_refused(ask: Any, tmp_path: Path) -> None:
+    """Both would continue it at the same place."""
+    import fcntl
+
+    with (tmp_path / "out.jsonl").open("w+b") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        code, lines, err = ask([{"prompt": "a"}])
+    assert (code, lines) == (2, [])
+    assert "another process writes answers to it" in err
+    assert ask([{"prompt": "a"}])[0] == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such device")
+def test_an_output_that_is_no_file_is_refused(run: Run, artifact: Path, tmp_path: Path) -> None:
+    """It cannot be read to its end."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}')
+    code, _, err = run(artifact, "--prompts", tmp_path / "in.jsonl", "-o", "/dev/null")
+    assert code == 2
+    assert "/dev/null: not a file" in err
