@@ -92,16 +92,19 @@ class Preparation:
             if client is None:
                 return
             turns = self._waiting.pop(client)
-            self._busy[client] += 1
-            turns.popleft().set_result(None)
+            turn = turns.popleft()
             if turns:
                 self._waiting[client] = turns  # behind the other clients
+            if not turn.cancelled():  # else whoever waited has left, and has not noticed yet
+                self._busy[client] += 1
+                turn.set_result(None)
 
     def _forget(self, client: str, turn: asyncio.Future[None]) -> None:
-        turns = self._waiting[client]
-        turns.remove(turn)
-        if not turns:
-            del self._waiting[client]
+        turns = self._waiting.get(client, deque())
+        if turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[client]
 
     def _end(self, client: str) -> None:
         self._busy[client] -= 1

@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.preparation import MOST_OF_ONE, WORKERS, Preparation
@@ -129,6 +130,38 @@ def test_one_that_leaves_as_its_turn_comes_gives_the_thread_back() -> None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         assert await run(preparation, held, "left", "stays") == "stays"
+        preparation.close()
+
+    asyncio.run(all_of_it())
+
+
+def test_one_that_leaves_while_a_thread_becomes_free_takes_nothing_with_it() -> None:
+    async def all_of_it() -> None:
+        preparation, held, one, rest = Preparation(LIMIT_S), Held(), Held(), Held()
+        loop, is_free = asyncio.get_running_loop(), threading.Event()
+        busy = [run(preparation, held, f"busy {n}", "busy") for n in range(WORKERS - 1)]
+        busy.append(run(preparation, one, "one", "one"))
+        await until(lambda: len(held.begun) + len(one.begun) == WORKERS)
+        left, stays, other = (run(preparation, rest, name[:4], name) for name in ("left", "left too", "other"))
+        await until(lambda: preparation.waiting == 3)
+        tell = loop.call_soon_threadsafe
+
+        def told(*args: Any, **options: Any) -> asyncio.Handle:
+            handle = tell(*args, **options)
+            is_free.set()
+            return handle
+
+        loop.call_soon_threadsafe = told  # type: ignore[method-assign,assignment]
+        one.gate.set()
+        assert is_free.wait(LIMIT_S)  # the loop knows of it next
+        left.cancel()
+        rest.gate.set()
+        assert await asyncio.gather(stays, other) == ["left too", "other"]
+        held.gate.set()
+        await asyncio.gather(*busy)
+        assert left.cancelled()
+        more = [run(preparation, held, f"more {n}", "more") for n in range(WORKERS)]
+        assert await asyncio.gather(*more) == ["more"] * WORKERS
         preparation.close()
 
     asyncio.run(all_of_it())
