@@ -60,7 +60,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code
+        self.message, self.param = _unicode(message), None if param is None else _unicode(param)
         self.type = type or TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
         self.headers = dict(headers or {})
 
@@ -71,6 +72,11 @@ class ApiError(Exception):
     def body_at(self, path: str) -> dict[str, Any]:
         """The JSON of the answer to a request of this path."""
         return {"error": self.message} if path.startswith(OLLAMA) else self.body()
+
+
+def _unicode(text: str) -> str:
+    """The text; what it quotes of a request may be no Unicode, and could not be sent."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def described(error: PiError, what: Text) -> str:

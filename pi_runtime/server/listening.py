@@ -17,6 +17,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from h11._state import MIGHT_SWITCH_PROTOCOL
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pi_runtime.exit_codes import INTERRUPTED
@@ -26,6 +27,8 @@ from pi_runtime.server.settings import Limits, ServerSettings
 
 KEEP_ALIVE_S = 30
 """Seconds for which a connection stays open without a request: longer than clients keep theirs for the next one."""
+REQUEST_ENDED = (h11.DONE, MIGHT_SWITCH_PROTOCOL)
+"""States after a whole request; the second where it asks for another protocol, which it will not get."""
 CLOSE_S = 5
 """Seconds in which connections must end after the last answer."""
 
@@ -103,7 +106,7 @@ class LimitedProtocol(H11Protocol):
 
     def _is_ahead(self) -> bool:
         """Whether data comes while a request is being answered. It is dropped: the connection ends with that."""
-        if self.conn.their_state is not h11.DONE or self.cycle.response_complete:
+        if self.conn.their_state not in REQUEST_ENDED or self.cycle.response_complete:
             return False
         self.cycle.keep_alive = False
         return True

@@ -3,7 +3,7 @@
 import pytest
 
 from pi_runtime.errors import ArtifactError, PiError
-from pi_runtime.server.errors import failed, refused
+from pi_runtime.server.errors import ApiError, failed, refused
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,8 @@ def test_files_of_the_server_are_named_in_the_log_alone(error: PiError, capsys: 
 
 def test_other_faults_are_told() -> None:
     assert failed(PiError("the grammar cannot be followed", found="a/b and 1 / 2")).message.startswith("the grammar")
+
+
+def test_what_is_no_unicode_can_be_told() -> None:
+    error = ApiError(400, "logit_bias.\ud800: é", param="logit_bias.\ud800")
+    assert (error.message, error.param) == (r"logit_bias.\ud800: é", r"logit_bias.\ud800")

@@ -106,16 +106,20 @@ def test_leaving_before_the_body_has_come(talker: Served) -> None:
     assert_all_is_free(talker)
 
 
+@pytest.mark.parametrize("protocol", ["", "Connection: Upgrade\r\nUpgrade: other\r\n"], ids=["http", "another"])
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
-def test_leaving_after_more_was_sent_than_is_answered(talker: Served, later: bool) -> None:
+def test_leaving_after_more_was_sent_than_is_answered(talker: Served, later: bool, protocol: str) -> None:
     first = body()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(first)}\r\n\r\n".encode()
+    fields = f"Host: localhost\r\n{protocol}Content-Length: {len(first)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\n{fields}".encode()
+    before = talker.service.metrics.cancelled
     ahead = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.create_connection(("127.0.0.1", talker.port)) as connection:
         connection.sendall(head + first + (b"" if later else ahead))
         wait_until(lambda: talker.engine.stats.running == 1)
         connection.sendall(ahead * (10000 if later else 1))
     assert_all_is_free(talker)
+    assert talker.service.metrics.cancelled == before + 1
 
 
 def test_a_thousand_that_leave_lose_no_page(endless: Path, serve: Callable[..., Served], long: bool) -> None:
