@@ -14,7 +14,7 @@ from pi_runtime.artifact.footprint import FEW_TOKENS, chunk_places, padded_width
 WORKERS = 64
 """Most reads that are under way at once."""
 PIECE_NBYTES = 1 << 17
-"""Most bytes of one read, and what each reader has to read into."""
+"""Most bytes of one read, unless a row is wider."""
 BATCHES = 4
 """Batches of reads that can be under way at once, each waited for by itself."""
 PROMPT_TOKENS = (1024, 512, 256, 128)
@@ -89,6 +89,11 @@ def token_nbytes(d: Decoder) -> int:
     return 8 * d.d_model + 4 * padded_width(d.d_model) + 12 * d.experts_per_token
 
 
+def read_nbytes(d: Decoder) -> int:
+    """Most bytes of one read, and what each reader has to read into: any row of `rest`, in whatever format."""
+    return max(PIECE_NBYTES, 2 * 4 * padded_width(d.d_model))
+
+
 def disk_workspace_bytes(d: Decoder, rank: int, tokens: int, context: int, cache: str) -> int:
     """Bytes of a run's buffers beside those for rows.
 
@@ -96,4 +101,4 @@ def disk_workspace_bytes(d: Decoder, rank: int, tokens: int, context: int, cache
     """
     buffers = cpu_workspace(d, rank, tokens, cache), cpu_workspace(d, rank, FEW_TOKENS, cache)
     tables = 8 * (2 * d.n_layers * d.neurons + 6 * d.neurons) + 4 * tokens * padded_width(d.d_model)
-    return table_bytes(*buffers, rotary_tables(d, context)) + tables + WORKERS * PIECE_NBYTES
+    return table_bytes(*buffers, rotary_tables(d, context)) + tables + WORKERS * read_nbytes(d)

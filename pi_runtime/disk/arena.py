@@ -88,6 +88,7 @@ def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> R
     """The arena of one array with its pinned rows, and with the caches full of those that fire next most often."""
     m, slots = artifact.manifest, plan.slots(name)
     nbytes, d = row_nbytes(m, name), m.decoder
+    assert nbytes <= reader.piece, (nbytes, reader.piece)  # it would be read beyond the reader's memory
     memory = page_aligned(slots * nbytes)
     reader.hold(memory)
     owner_S, credit_S, turn_S = np.full(slots, -1, np.int64), np.zeros(slots, np.int64), np.full(slots, -1, np.int64)

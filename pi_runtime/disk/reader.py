@@ -69,7 +69,7 @@ class Reader:
 
     `workers` is how many reads are under way at once (None: as many as suit the way of reading), `direct` whether to
     try O_DIRECT, `ring` whether to try io_uring, `pread` the address of the function that reads without it,
-    `stall_seconds` how long to wait for an answer.
+    `stall_seconds` how long to wait for an answer. No row may take more than `piece` bytes, the most of one read.
     """
 
     def __init__(
@@ -82,11 +82,12 @@ class Reader:
         ring: bool = True,
         align: int | None = None,
         gap: int = GAP_NBYTES,
+        piece: int = PIECE_NBYTES,
         pread: int | None = None,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         """`rows`: most rows of a batch."""
-        self.path, self.rows, self._stall_seconds = path, rows, stall_seconds
+        self.path, self.rows, self.piece, self._stall_seconds = path, rows, piece, stall_seconds
         self.seconds_waited = 0.0
         control = np.zeros(reading.READS + 1, np.int64)
         try:
@@ -99,7 +100,7 @@ class Reader:
             ) from None
         control[reading.PREAD] = pread or control[reading.PREAD]
         control[reading.FD], control[reading.DIRECT], control[reading.ALIGN] = self._fd, self.direct, self.align
-        control[reading.GAP], control[reading.MOST] = gap, PIECE_NBYTES
+        control[reading.GAP], control[reading.MOST] = gap, piece
         self._identity = FileIdentity(path, self._fd)
         self.shared = Shared(
             control,
@@ -124,7 +125,7 @@ class Reader:
         self._rings = OpenRing.several(threads, depth // threads) if ring and self.direct and pread is None else []
         if workers is None and not self._rings:
             depth = PREAD_THREADS
-        self._start(depth, page_aligned(depth * (PIECE_NBYTES + 2 * self.align)))
+        self._start(depth, page_aligned(depth * (piece + 2 * self.align)))
 
     def hold(self, memory: object) -> None:
         """Name memory that rows go to: it must outlive reads that do not end."""
@@ -228,7 +229,7 @@ class Reader:
 
     def read_range(self, offset: int, nbytes: int, target: int) -> None:
         """Read consecutive bytes to an address, in large pieces."""
-        piece = PIECE_NBYTES - self.align
+        piece = self.piece - self.align
         whole = np.arange(nbytes // piece)
         most = self.rows - 1
         for first in range(0, max(1, len(whole)), most):

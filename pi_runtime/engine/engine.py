@@ -157,7 +157,8 @@ class Engine:
     def load_session(self, path: str | Path, *, cache_salt: str = "") -> Session:
         """A session that `Session.save` wrote, by the same artifact, mode and cache format, in any process.
 
-        Raises InputError for a file that is damaged or no session, UsageError where it does not belong to this model.
+        Its keys and values are taken on trust: give one that others may have written a `cache_salt` of its own. Raises
+        InputError for a file that is damaged or no session, UsageError where it does not belong to this model.
         """
         stored = session_file.load(Path(path), self._run_settings(), self._memory.pool.page_nbytes)
         turns = Turns(stored.tokens, stored.selected, cache_salt)
@@ -556,10 +557,9 @@ class Engine:
         self._sessions.save(turns, path, self._run_settings())
 
     def _restore(self, turns: Turns, stored: session_file.StoredSession) -> None:
-        if stored.held:
+        if held := stored.held:
             file = self._sessions.new_file()
             file.write_bytes(stored.pages.data)
-            held = stored.held
             self._sessions.restore(turns, file, stored.tokens[:held], stored.selected[:held])
 
 

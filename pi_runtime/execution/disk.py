@@ -19,7 +19,7 @@ import numpy as np
 
 from pi_runtime.artifact.footprint import FEW_TOKENS, padded_width
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.row_memory import TWO_PHASES_FROM
+from pi_runtime.artifact.row_memory import TWO_PHASES_FROM, read_nbytes
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.disk.arena import ResidentArrays, RowArena
 from pi_runtime.disk.ram_plan import ROW_ARRAYS, RamPlan, batch_rows, fixed_bytes, plan_for, sequence_kv_bytes
@@ -254,7 +254,7 @@ def open_from_disk(
     """
     kv_nbytes = sequence_kv_bytes(artifact.manifest, context, cache) if kv_budget is None else kv_budget
     plan = plan_for(artifact, mode, budget, fixed_bytes_of(artifact.manifest, context, cache, kv_nbytes))
-    reader = Reader(artifact.path, batch_rows(plan.transit))
+    reader = Reader(artifact.path, batch_rows(plan.transit), piece=read_nbytes(artifact.manifest.decoder))
     try:
         return DiskExecutor(artifact, mode, context, threads, cache, plan, reader, kv_nbytes)
     except BaseException:

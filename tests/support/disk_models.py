@@ -8,6 +8,7 @@ from typing import Any
 
 from pi_runtime import Model
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.row_memory import read_nbytes
 from pi_runtime.disk.ram_plan import batch_rows, plan_for, sequence_kv_bytes, useful_budgets
 from pi_runtime.disk.reader import Reader
 from pi_runtime.execution.disk import DiskExecutor
@@ -26,7 +27,7 @@ def from_disk(
     least, whole = useful_budgets(m, fixed=0)
     plan = replace(plan_for(found, mode, max(least, int(share * whole)), fixed=0), **plan_fields)
     context = m.decoder.context_length if context is None else context
-    rows = Reader(path, batch_rows(plan.transit), **(reader or {}))
+    rows = Reader(path, batch_rows(plan.transit), **{"piece": read_nbytes(m.decoder), **(reader or {})})
     kv = 64 * sequence_kv_bytes(m, context, "auto")
     return Model(found, mode, DiskExecutor(found, mode, context, threads, "auto", plan, rows, kv))
 

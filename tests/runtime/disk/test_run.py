@@ -21,6 +21,7 @@ from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.row_memory import PIECE_NBYTES
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import ArtifactError, UsageError
 from pi_runtime.execution import devices, disk, disk_ahead
@@ -263,3 +264,16 @@ def test_the_peak_stays_within_the_budget(path: Path, serves: bool) -> None:
     assert found["compiled"] == 0
     assert found["read"] > 0
     assert found["peak"] <= 1.05 * found["budget"], found
+
+
+@pytest.mark.parametrize("reader", [{}, {"ring": False, "workers": 1}, {"direct": False, "workers": 1}])
+def test_rows_wider_than_a_usual_read(tmp_path: Path, reader: dict[str, Any]) -> None:
+    decoder = small_decoder(d_model=20_000, d_ff=40, n_layers=1, context_length=64)
+    path = random_artifact(tmp_path / "wide.pi", decoder, text=Text(prefix_ids=(), end_ids=()))
+    with load(path, device="cpu") as model:
+        wanted = decoded(model, 2)
+    with from_disk(path, 0, reader=reader) as model:
+        assert executor_of(model).rows.arenas["rest"].nbytes > PIECE_NBYTES
+        assert executor_of(model).reader.piece >= executor_of(model).rows.arenas["rest"].nbytes
+        for found, logits_V in zip(decoded(model, 2), wanted, strict=True):
+            np.testing.assert_array_equal(found, logits_V)
