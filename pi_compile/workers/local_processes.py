@@ -2,15 +2,20 @@
 
 import multiprocessing
 import os
+import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import resource_tracker
 
 from pi_compile.workers.rank import Rank
 
 LEAVING = 1.0
 """Seconds that the others have to leave by themselves when all is done."""
+_INTERRUPTS = {signal.SIGINT}
 
 
 class LocalProcesses:
@@ -33,8 +38,9 @@ class LocalProcesses:
         """Start the others, if they have not been started."""
         while self._waiting:
             process = self._waiting.pop(0)
-            process.start()
-            self._started.append(process)
+            with _interrupts_held():  # of the new process too, which could only print a traceback while it imports
+                process.start()
+                self._started.append(process)
 
     def end(self) -> None:
         """End the others."""
@@ -47,7 +53,26 @@ class LocalProcesses:
 
 def _run(run: Callable[[Rank], None], rank: Rank) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    run(rank)
+    try:
+        if sys.platform != "win32":
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
+        run(rank)
+    except KeyboardInterrupt:
+        pass  # the process that started this one has it too, and says so
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back while the block runs, in this thread and in processes that it starts."""
+    if sys.platform == "win32":
+        yield
+        return
+    resource_tracker.ensure_running()  # its start, with that of the first process, would let Ctrl-C through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with_parent() -> None:
