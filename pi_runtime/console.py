@@ -111,7 +111,7 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
 
             traceback.print_exc()
         code, message = code_and_message(error)
-    print(message, file=sys.stderr)  # noqa: T201
+    print("\n".join(map(_printable, message.split("\n"))), file=sys.stderr)  # noqa: T201
     return code
 
 
@@ -244,5 +244,5 @@ def shown(value: Any) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text without control characters: an artifact comes from anyone, and must not steer the terminal."""
+    """The text without control characters: a file comes from anyone, and must not steer the terminal."""
     return "".join(c if c.isprintable() else "�" for c in text)

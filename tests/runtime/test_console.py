@@ -55,3 +55,15 @@ def test_dataclasses_are_groups_of_options(capsys: pytest.CaptureFixture[str]) -
     assert run(app, ["a", "--kept", "8"]) == 2  # has no flag
     assert run(app, ["a", "--big", "much"]) == 2
     assert "--size much: not a size" in capsys.readouterr().err
+
+
+def test_an_error_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may quote a file that comes from anyone."""
+    app = typer.Typer()
+
+    @app.command()
+    def refuse() -> None:
+        raise UsageError("m.gguf: no tensor \x1b]0;title\x07", found="\x1b[2J", remedy="another file")
+
+    assert run(app, []) == 2
+    assert capsys.readouterr().err == "error: m.gguf: no tensor �]0;title�\n  found: �[2J\n  try: another file\n"
