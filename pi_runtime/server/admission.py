@@ -1,6 +1,10 @@
-"""How many answers are taken on: those in the engine's slots and those that may wait; more are refused at once."""
+"""How many answers are taken on: those in the engine's slots and those that may wait; more are refused at once.
+
+Where there are several keys, one of them may have so many of these that others still come in.
+"""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,47 +18,56 @@ LATEST = 0.1
 class Ticket:
     """The right of one request to so many answers."""
 
-    def __init__(self, admission: "Admission") -> None:
-        self._admission, self._answers = admission, 0
+    def __init__(self, admission: "Admission", owner: str) -> None:
+        self._admission, self._owner, self._answers = admission, owner, 0
         self.take(1)
 
     def take(self, answers: int) -> None:
         """Take on so many answers in all. Raises ApiError (429) where they do not fit beside the others."""
         admission, more = self._admission, max(answers, 1) - self._answers
-        if answers > admission.most:
+        if answers > admission.most_each:
             raise ApiError(400, f"{answers} answers", param="n", code="too_many_answers")
         if admission.taken + more > admission.most:
-            raise ApiError(
-                429,
-                f"the server is busy: {admission.slots} answers run and {admission.queue} may wait",
-                code="queue_full",
-                headers={"Retry-After": str(admission.retry_s)},
-            )
-        admission.taken += more
+            raise admission.full(f"the server is busy: {admission.slots} answers run and {admission.queue} may wait")
+        if admission.of[self._owner] + more > admission.most_each:
+            raise admission.full(f"you have as many answers as one key may: {admission.most_each} that run or wait")
+        admission.of[self._owner] += more
         self._answers += more
 
     def release(self) -> None:
         """Give the right back."""
-        self._admission.taken -= self._answers
+        self._admission.of[self._owner] -= self._answers
         self._answers = 0
 
 
 class Admission:
     """Counts the answers of all requests. Belongs to the event loop's thread, so nothing it does waits."""
 
-    def __init__(self, slots: int, queue: int) -> None:
+    def __init__(self, slots: int, queue: int, most_each: int | None = None) -> None:
         self.slots, self.queue, self.most = slots, queue, slots + queue
-        self.taken = 0
+        self.most_each = self.most if most_each is None else most_each
+        """Most answers of one owner."""
+        self.of: Counter[str] = Counter()
+        """Answers that run or wait, by owner."""
         self._answer_s = 1.0
 
+    @property
+    def taken(self) -> int:
+        """Answers that run or wait."""
+        return self.of.total()
+
     @contextmanager
-    def ticket(self) -> Iterator[Ticket]:
-        """A right to one answer for as long as the block runs. Raises ApiError (429) where there is none left."""
-        ticket = Ticket(self)
+    def ticket(self, owner: str) -> Iterator[Ticket]:
+        """An owner's right to one answer for as long as the block runs. Raises ApiError (429) where none is left."""
+        ticket = Ticket(self, owner)
         try:
             yield ticket
         finally:
             ticket.release()
+
+    def full(self, said: str) -> ApiError:
+        """The error of an answer that is one too many."""
+        return ApiError(429, said, code="queue_full", headers={"Retry-After": str(self.retry_s)})
 
     def count(self, seconds: float) -> None:
         """Count an answer that took so long in a slot."""

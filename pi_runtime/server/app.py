@@ -78,7 +78,7 @@ class App:
     async def admitted(self, scope: Scope, receive: Receive, answer: Answer) -> None:
         """Admit a request, read its body, and let it be answered for as long as its client waits."""
         try:
-            with self.service.admitted() as ticket:
+            with self.service.admitted(scope["owner"]) as ticket:
                 body = await read_body(receive, self.settings.limits.body_bytes, Headers(scope=scope))
                 await while_connected(receive, answer(body, ticket))
         except ClientGone:

@@ -44,7 +44,7 @@ class Service:
         self._open, self.settings = open_engine, settings
         self.phase: Phase = "loading"
         self.metrics = Metrics()
-        self.admission = Admission(settings.slots, settings.queue)
+        self.admission = Admission(settings.slots, settings.queue, settings.answers_each)
         self.failure: BaseException | None = None
         """Why it serves no more, where that is a fault."""
         self.on_failure: Callable[[], object] = lambda: None
@@ -116,13 +116,13 @@ class Service:
         self.on_failure()
 
     @contextmanager
-    def admitted(self) -> Iterator[Ticket]:
-        """A place for one request for as long as the block runs. Raises ApiError 429 where all are taken, and 503
-        while loading, draining, or after a fault."""
+    def admitted(self, owner: str) -> Iterator[Ticket]:
+        """A place for one request of an owner for as long as the block runs. Raises ApiError 429 where there is none
+        for it, and 503 while loading, draining, or after a fault."""
         _ = self.engine
         if self.phase == "draining":
             raise unavailable("the server is stopping", "draining")
-        with self.admission.ticket() as ticket:
+        with self.admission.ticket(owner) as ticket:
             self._open_requests += 1
             try:
                 yield ticket

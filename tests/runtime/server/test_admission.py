@@ -3,14 +3,18 @@
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 from support.serving import Served, wait_until
 
 from pi_runtime.server.admission import Admission
 from pi_runtime.server.errors import ApiError
+from pi_runtime.server.settings import ServerSettings
+
+Serve = Callable[..., Served]
 
 
 @contextmanager
@@ -66,9 +70,9 @@ def test_ten_times_too_many_are_answered_or_refused(talker: Served) -> None:
 
 def test_answers_are_counted_not_requests() -> None:
     admission = Admission(slots=2, queue=2)
-    with admission.ticket() as first:
+    with admission.ticket("") as first:
         first.take(3)
-        with admission.ticket() as second:
+        with admission.ticket("") as second:
             with pytest.raises(ApiError) as refused:
                 second.take(2)
             assert refused.value.status == 429
@@ -85,3 +89,42 @@ def test_the_time_to_come_again_follows_what_answers_take() -> None:
     for _ in range(100):
         admission.count(30.0)
     assert admission.retry_s == 15
+
+
+def test_one_key_of_several_leaves_places_to_others() -> None:
+    admission = Admission(slots=2, queue=2, most_each=3)
+    with admission.ticket("one") as first, admission.ticket("one") as second:
+        second.take(2)
+        with pytest.raises(ApiError) as refused, admission.ticket("one"):
+            pass
+        assert (refused.value.status, refused.value.code) == (429, "queue_full")
+        with pytest.raises(ApiError) as impossible:
+            first.take(4)
+        assert impossible.value.status == 400
+        with admission.ticket("two"):
+            assert admission.taken == 4
+    with admission.ticket("one") as ticket:
+        ticket.take(3)
+    assert admission.taken == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "slots", "queue", "each"), [(0, 8, 64, 72), (1, 8, 64, 72), (2, 8, 64, 54), (2, 8, 0, 8), (9, 1, 1, 1)]
+)
+def test_what_one_key_may_have(keys: int, slots: int, queue: int, each: int) -> None:
+    settings = ServerSettings(api_keys=tuple(map(str, range(keys))), slots=slots, queue=queue)
+    assert settings.answers_each == each
+
+
+def test_requests_of_one_key_that_do_not_come_leave_places_to_others(endless: Path, serve: Serve) -> None:
+    one, two = {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}
+    served = serve(endless, slots=1, queue=3, api_keys=("one", "two"))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer one\r\nContent-Length: 9\r\n\r\n"
+    with ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port))).sendall(head)
+        wait_until(lambda: served.service.open_requests == 3)
+        body = {"model": served.name, "prompt": "a", "max_tokens": 1}
+        assert served.post("/v1/completions", body, headers=one).status_code == 429
+        assert served.post("/v1/completions", body, headers=two).status_code == 200
+    wait_until(served.is_idle)
