@@ -64,7 +64,8 @@ Spelling = Callable[[Setting], str]
 
 def keyword(setting: Setting) -> str:
     """A setting as Python has it: `max_tokens=0`."""
-    return setting.name if setting.value is None else f"{setting.name}={setting.value!r}"
+    value = os.fspath(setting.value) if isinstance(setting.value, os.PathLike) else setting.value
+    return setting.name if value is None else f"{setting.name}={value!r}"
 
 
 _LONGEST = 20_000

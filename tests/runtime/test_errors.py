@@ -33,6 +33,7 @@ def test_python_reads_keywords() -> None:
         "kv_budget=9: too small\n  expected: at most ram_budget, 7 bytes\n  try: context=64, or a smaller max_tokens"
     )
     assert keyword(Setting("mode", "sparse")) == "mode='sparse'"
+    assert keyword(Setting("output", Path("a.pi"))) == "output='a.pi'"
 
 
 def test_the_command_line_reads_flags() -> None:

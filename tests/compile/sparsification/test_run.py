@@ -229,7 +229,7 @@ def test_a_second_start_waits_and_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "out").mkdir()
         said = late.result(60)
     assert told == [f"{tmp_path / 'out.work'}: another process is at work; waiting for it"]
-    assert "exists already" in said
+    assert f"output='{tmp_path / 'out'}': exists already" in said
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

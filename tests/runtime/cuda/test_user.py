@@ -56,7 +56,7 @@ def test_a_card_with_less_memory_free_than_the_budget(run: Run) -> None:
     assert (code, bool(out)) == (0, True)
     said = err.splitlines()
     assert "compiled once" in said[0]
-    assert "has 1.0 MiB free, less than --vram-budget 2.0 GiB" in said[1]
+    assert "has 1.0 MiB free, less than the budget of 2.0 GiB" in said[1]
     assert "Placement: time for 512.0 KiB" in said[2]
     assert LIMITS[-1] is None
 

@@ -120,7 +120,8 @@ def test_an_artifact_that_is_changed_ends_the_server_with_what_to_do(
     served = serve(path)
     assert served.complete("a", max_tokens=3).status_code == 200
     path.touch()
-    assert served.complete("a", max_tokens=3).status_code == 500
+    # The fault of the engine, or that of a server without one: whichever is told first.
+    assert served.complete("a", max_tokens=3).status_code in (500, 503)
     wait_until(lambda: served.service.phase == "failed")
     assert isinstance(served.service.failure, ArtifactError)
     assert "was changed while it was in use" in served.service.failure.what
