@@ -223,7 +223,7 @@ def ptx(session: nox.Session) -> None:
     env = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": "", "PI_TEST_EXAMPLES": "16"}
     tests, options = Path("tests/runtime/cuda"), ["--long", "--timeout", "0", *session.posargs]
     session.run("pytest", "-s", str(tests / "test_compiled_kernels.py"), *options, env=env)
-    files = [str(tests / f"test_{name}.py") for name in ("kernels", "moe_kernels", "batches")]
+    files = [str(tests / f"test_{name}.py") for name in ("kernels", "moe_kernels", "batches", "order_of_work")]
     session.run(*PYTEST, *files, *options, env=env)
 
 
