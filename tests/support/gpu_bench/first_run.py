@@ -1,0 +1,257 @@
+"""Steps of the first run on a GPU: each returns figures, or raises `WrongError` with what is wrong in a sentence."""
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from pi_runtime.artifact.schema import Plan
+from pi_runtime.cuda.executor import CudaExecutor
+from pi_runtime.cuda.memory.devices import LIBRARIES, Device
+from pi_runtime.execution.executor import SequenceStep
+from pi_runtime.execution.plan_choice import allocation
+from support.gpu_bench.model import OPT, MemoryArtifact, ModelSize, make_model
+from support.gpu_bench.offload import Offload
+from support.gpu_bench.placing import all_on_gpu, attention_first, budgets, bytes_with_blocks
+from support.gpu_bench.running import token_ids
+from support.gpu_bench.targets import verdicts
+from support.gpu_running import allocated_bytes
+from support.paths import BENCHMARKS, ROOT
+
+MOST_TOGETHER = 8
+
+
+class WrongError(Exception):
+    """Something is not as it must be: nothing after it is worth measuring."""
+
+
+@dataclass
+class FirstRun:
+    """What is run, on what, and what was found so far."""
+
+    device: Device
+    size: ModelSize
+    context: int
+    tokens: int
+    """Tokens that are timed."""
+    out: Path
+    deadline: float
+    tiny: bool
+    found: dict[str, Any] = field(default_factory=dict)
+    artifact: MemoryArtifact | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.device.type == "cuda"
+
+    def left(self) -> float:
+        """Minutes."""
+        return (self.deadline - time.monotonic()) / 60
+
+    def open(self, plan: Plan, budget: int) -> CudaExecutor:
+        assert self.artifact is not None
+        taken = allocation(self.artifact.manifest, plan, self.context, budget)
+        return CudaExecutor(self.artifact, "auto", 1 if self.tiny else os.cpu_count() or 1, taken, self.device)  # type: ignore[arg-type]
+
+
+def machine(run: FirstRun) -> dict[str, Any]:
+    """Versions, the GPU, and what a run cannot do without."""
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        raise WrongError("there is no C compiler, and Triton builds what starts kernels with one: install gcc")
+    if run.on_gpu and "TRITON_INTERPRET" in os.environ:
+        raise WrongError("TRITON_INTERPRET is set: kernels would not run on the GPU")
+    return {
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": sys.version.split()[0],
+        "gpu": run.device.name,
+    }
+
+
+def tests(run: FirstRun) -> dict[str, Any]:
+    """All tests of the GPU tier; a few of them where no GPU is."""
+    chosen = ["-k", "merging or norms"] if run.tiny else []
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/runtime/cuda", *chosen]
+    limit = max(60.0, run.left() * 60 / 2)
+    began = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=limit)
+    except subprocess.TimeoutExpired as error:
+        raise WrongError(f"the tests of the GPU tier took more than {limit:.0f} s") from error
+    if "No module named pytest" in done.stderr or "No module named 'hypothesis'" in done.stdout + done.stderr:
+        raise WrongError("the tests need pytest, pytest-timeout and hypothesis: put them on PYTHONPATH")
+    if done.returncode:
+        raise WrongError("a test of the GPU tier failed:\n" + done.stdout[-4000:] + done.stderr[-1000:])
+    return {"tests": done.stdout.strip().splitlines()[-1], "seconds": time.monotonic() - began}
+
+
+def memory(run: FirstRun) -> dict[str, Any]:
+    """What executors hold at budgets from little to all, against what torch's allocator was asked for."""
+    with run.device.stream():
+        run.artifact = make_model(run.size, "f16", run.device.device).with_curve(OPT)
+    manifest, rows = run.artifact.manifest, []
+    for case in budgets(manifest, run.context)[: 1 if run.tiny else 4]:
+        gc.collect()
+        before = _requested(run)
+        executor = run.open(
+            attention_first(manifest, case.budget, run.context, lambda plan: -sum(plan.cuts)), case.budget
+        )
+        try:
+            held, counted = allocated_bytes(executor), executor.allocation.total - executor.allocation.products
+            asked = _requested(run) - before if run.on_gpu else held
+            if asked != held:
+                raise WrongError(f"{case.name}: tensors hold {held} bytes, torch was asked for {asked}")
+            if held > min(case.budget, counted):
+                raise WrongError(f"{case.name}: {held} bytes are held, and {counted} were counted")
+            _decode(executor, token_ids(manifest.decoder.vocab_size)[:4], 1)
+            peak = torch.cuda.max_memory_allocated(run.device.device) - before if run.on_gpu else held
+            if peak > case.budget + LIBRARIES:
+                raise WrongError(f"{case.name}: {peak} bytes at most, above the budget and what libraries may have")
+        finally:
+            executor.close()
+        rows.append({"budget": case.name, "bytes": case.budget, "counted": counted, "held": held, "peak": peak})
+    return {"rows": rows}
+
+
+def _requested(run: FirstRun) -> int:
+    if not run.on_gpu:
+        return 0
+    torch.cuda.reset_peak_memory_stats(run.device.device)
+    return int(torch.cuda.memory_stats(run.device.device)["requested_bytes.all.current"])
+
+
+def batches(run: FirstRun) -> dict[str, Any]:
+    """Tokens a second of one to eight sequences together, all on the GPU, and torch's own decoding beside them."""
+    assert run.artifact is not None
+    manifest = run.artifact.manifest
+    plan = all_on_gpu(manifest, run.context)
+    room = 2 * bytes_with_blocks(manifest, plan, run.context, 512)
+    executor, rows = run.open(plan, room), []
+    ids = token_ids(manifest.decoder.vocab_size)[: run.tokens]
+    try:
+        alone = _decode(executor, ids, 1)[1]
+        for count in range(1, executor.allocation.batch_tokens + 1):
+            _decode(executor, ids[:2], count)
+            speed, logits = _decode(executor, ids, count)
+            if not np.array_equal(logits[:1], alone[:1]):
+                raise WrongError(f"a token has other bits among {count} than alone")
+            rows.append({"together": count, "tokens_per_second": speed})
+    finally:
+        executor.close()
+    with run.device.stream():
+        model = Offload(run.artifact, 1 << 50, run.context, run.device.device)
+        model.read(ids[:2])
+        run.device.synchronize()
+        began = time.perf_counter()
+        model.read(ids)
+        run.device.synchronize()
+        dense = len(ids) / (time.perf_counter() - began)
+    return {"rows": rows, "torch_dense_tokens_per_second": dense}
+
+
+def _decode(executor: CudaExecutor, ids: Sequence[int], count: int) -> tuple[float, np.ndarray]:
+    """(Tokens a second, last logits) of so many sequences that read the same tokens."""
+    caches, began = [executor.new_cache() for _ in range(count)], time.perf_counter()
+    for token in ids:
+        steps = [SequenceStep(cache=c, tokens=np.array([token], np.int64), select=True) for c in caches]
+        found = executor.step(steps)
+    taken = time.perf_counter() - began
+    return count * len(ids) / taken, np.concatenate([f.logits_TV for f in found])
+
+
+def timeline(run: FirstRun) -> dict[str, Any]:
+    """One token's calls by the host's clock, and its graphs by the GPU's, as a trace for chrome://tracing."""
+    assert run.artifact is not None
+    manifest = run.artifact.manifest
+    case = budgets(manifest, run.context)[-1]  # neurons of all layers are on both sides
+    plan = attention_first(manifest, case.budget, run.context, lambda plan: -sum(plan.cuts))
+    executor = run.open(plan, case.budget)
+    try:
+        _decode(executor, token_ids(manifest.decoder.vocab_size)[:2], 1)
+        with run.device.stream():
+            events = _traced(executor, run)
+    finally:
+        executor.close()
+    path = run.out / "timeline.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    busy = {side: sum(e["dur"] for e in events if e["tid"] == side) for side in ("GPU", "CPU")}
+    whole = max(e["ts"] + e["dur"] for e in events)
+    both = max(0.0, busy["GPU"] + busy["CPU"] - whole) / max(1e-9, min(busy.values()))
+    return {
+        "trace": path.name,
+        "us": whole,
+        "gpu_us": busy["GPU"],
+        "cpu_us": busy["CPU"],
+        "overlap": both if run.on_gpu else None,
+    }
+
+
+def _traced(executor: CudaExecutor, run: FirstRun) -> list[dict[str, Any]]:
+    """Microseconds from the first call on. Without a GPU a graph's time is the host's."""
+
+    def mark() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    run.device.synchronize()
+    begin, began = mark() if run.on_gpu else None, time.perf_counter()
+    spans, graphs = [], []
+    for call in executor.calls:
+        first, start = mark() if run.on_gpu and call.kind == "gpu" else None, time.perf_counter()
+        call.run()
+        end = time.perf_counter()
+        if first is not None:
+            graphs.append((call, first, mark()))
+        else:
+            spans.append((call, (start - began) * 1e6, (end - start) * 1e6))
+    run.device.synchronize()
+    spans += [(c, begin.elapsed_time(a) * 1e3, a.elapsed_time(b) * 1e3) for c, a, b in graphs]
+    sides = {"gpu": "GPU", "cold": "CPU", "cpu": "CPU"}
+    return [
+        {
+            "name": f"{call.kind} {call.layer}",
+            "ph": "X",
+            "pid": 0,
+            "tid": sides.get(call.kind, "waiting"),
+            "ts": at,
+            "dur": us,
+        }
+        for call, at, us in spans
+    ]
+
+
+def bench(run: FirstRun) -> dict[str, Any]:
+    """The bench in each format, in the time that is left: dense, gate and predicted, budgets, prompts, predictions."""
+    run.artifact = None
+    gc.collect()
+    found: dict[str, Any] = {"rows": []}
+    shares = {"f16": 0.5, "q8": 0.5, "q4": 0.9}
+    for fmt in ("f16",) if run.tiny else tuple(shares):
+        path = run.out / f"bench-{fmt}.json"
+        options = ["--device", "cpu", "--tiny"] if run.tiny else []
+        minutes = max(1.0, run.left() * shares[fmt] - 1)
+        command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--format", fmt, "--json", str(path), *options]
+        done = subprocess.run([*command, "--minutes", f"{minutes:.1f}"], capture_output=True, text=True, check=False)
+        print(done.stdout, flush=True)
+        if done.returncode:
+            raise WrongError(f"the bench in {fmt} failed: {done.stderr[-1000:]}")
+        found["rows"] += json.loads(path.read_text())
+    found["verdicts"] = list(verdicts(found["rows"]))
+    return found
+
+
+STEPS: dict[str, Callable[[FirstRun], dict[str, Any]]] = {
+    step.__name__: step for step in (machine, tests, memory, batches, timeline, bench)
+}
