@@ -23,6 +23,9 @@ from pi_runtime.server.api.unknown_fields import MOST_NAMED, found_unknown
 from pi_runtime.server.errors import ApiError
 
 SHOWN_CHARS = 80
+SHOWN_MOST = 1000
+"""The largest bound of a list or an object that the OpenAPI document has."""
+BOUNDS = ("maxItems", "maxProperties")
 
 
 class AtMost:
@@ -39,6 +42,11 @@ class AtMost:
         if found["type"] == "list":
             found["fail_fast"] = True
         return core_schema.no_info_before_validator_function(self._check, cast("CoreSchema", found))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        # Who tries every bound that is written there would send a million items.
+        found = handler(schema)
+        return found if self.most <= SHOWN_MOST else {k: v for k, v in found.items() if k not in BOUNDS}
 
     def _check(self, value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > self.most:

@@ -11,6 +11,7 @@ import pi_runtime.server.app  # noqa: F401  it imports every form of a request
 from pi_runtime.server.api.body import MANY, TOKENS, Body
 from pi_runtime.server.api.chat import ChatRequest
 from pi_runtime.server.api.completions import CompletionRequest
+from pi_runtime.server.api.openapi import document
 from pi_runtime.server.api.plain import DetokenizeRequest, TokenizeRequest
 from pi_runtime.server.api.sessions import SessionRequest
 from pi_runtime.server.errors import ApiError
@@ -81,3 +82,17 @@ def test_what_is_shown_of_a_long_value_is_its_beginning() -> None:
         TokenizeRequest.of({"content": [["abc", None, {"d": 1.5}]] * 100_000})
     shown = repr([["abc", None, {"d": 1.5}]] * 10)[:80]
     assert told.value.message == f"content: input should be a valid string; found {shown}…"
+
+
+def test_the_document_has_no_bound_that_costs_a_million_items_to_try() -> None:
+    def bounds(schema: object) -> list[int]:
+        if isinstance(schema, list):
+            return [found for item in schema for found in bounds(item)]
+        if not isinstance(schema, dict):
+            return []
+        own = [schema[name] for name in ("maxItems", "maxProperties") if isinstance(schema.get(name), int)]
+        return own + bounds(list(schema.values()))
+
+    found = bounds(document("model"))
+    assert found
+    assert max(found) <= 1000
