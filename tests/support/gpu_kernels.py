@@ -54,8 +54,9 @@ class Stored:
     def __init__(self, device: torch.device, fmt: str, values: np.ndarray) -> None:
         m = store(fmt, values.reshape(-1, values.shape[-1]))
         self.values = m.values
-        stored = torch.from_numpy(np.ascontiguousarray(m.stored)).view(DTYPES[fmt]).to(device)
-        scales = None if m.scales is None else torch.from_numpy(m.scales).to(device)
+        # A copy starts where torch's memory does: at a multiple of 64 bytes.
+        stored = torch.from_numpy(np.ascontiguousarray(m.stored)).view(DTYPES[fmt]).to(device, copy=True)
+        scales = None if m.scales is None else torch.from_numpy(m.scales).to(device, copy=True)
         self.matrix = DeviceMatrix(fmt, stored, scales, values.shape[-1])
 
 

@@ -91,16 +91,17 @@ def test_tokens_get_the_same_bits_in_any_company(emulator: Emulator, fmt: str, l
     first, rest = Stored(cpu, fmt, normal(rng, 24, ODD)), Stored(cpu, fmt, normal(rng, 48, ODD))
     neurons = ffn_neurons.Neurons(first.matrix, None, rest.matrix, None, CODES["relu"])
     x = torch.from_numpy(normal(rng, 8, ODD))
-    index = np.stack([rng.permutation(24) for _ in range(8)])
-    lengths = rng.integers(8, 25, 8)
+    index, lengths = np.stack([rng.permutation(24) for _ in range(8)]), rng.integers(8, 25, 8)
+    # Long enough lists for several tiles in a part of the sum.
+    many, factors = Stored(cpu, fmt, normal(rng, 600, 256)), torch.from_numpy(normal(rng, 8, 600))
 
     def run(chosen: list[int]) -> list[torch.Tensor]:
         m = len(chosen)
-        y, h, sums = torch.zeros(m, 24), torch.zeros(m, 24), torch.zeros(m, TILING.splits, ODD)
+        y, h, sums = torch.zeros(m, 24), torch.zeros(m, 24), torch.zeros(m, TILING.splits, 256)
         listed, given = NeuronList.of(integers(cpu, index[chosen]), integers(cpu, lengths[chosen])), x[chosen]
         row_dot.linear(first.matrix, None, given, y, TILING)
         ffn_neurons.neuron_activations(neurons, given, listed, h, torch.zeros(m, 24, dtype=torch.int32), TILING)
-        gathered_sums(neurons.down, listed, h, sums, TILING)
+        gathered_sums(many.matrix, None, factors[chosen], sums, TILING)
         return [y, h, sums]
 
     alone = [run([token]) for token in range(most)]

@@ -165,6 +165,7 @@ def test_any_schedule_gives_the_same(seed: int, groups: int) -> None:
         (BarrierError, small(OWN + "setp.lt.s32 %p1, %r1, 5;\n@%p1 shfl.sync.bfly.b32 %r6, %r1, 1, 31, -1;\nret;")),
         (UnknownInstructionError, small(OWN + "red.global.add.f32 [%rd3], %r1;\nret;")),
         (UnknownInstructionError, small(OWN + "shfl.sync.bfly.b32 %r6, %r1, 1, 31, 255;\nret;")),
+        (UnknownInstructionError, small(OWN + "mov.u32 %r6, %nctaid.x;\nret;")),
     ],
 )  # fmt: skip
 def test_what_no_kernel_may_do(error: type[Exception], text: str) -> None:

@@ -145,5 +145,5 @@ def _check(
     if wrong.any():
         group = np.searchsorted(starts, np.arange(len(order)), side="right") - 1 == np.argmax(wrong)
         raise RaceError(
-            f"lines {sorted(set(line[order][group]))}: threads use one place, one writes, nothing orders them"
+            f"lines {sorted(set(line[order][group].tolist()))}: threads use one place, one writes, nothing orders them"
         )

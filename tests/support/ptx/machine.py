@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from support.ptx import warps
 from support.ptx.arithmetic import Lanes
-from support.ptx.faults import BarrierError, PtxError, UnknownInstructionError
+from support.ptx.faults import BarrierError, PtxError, RaceError, UnknownInstructionError
 from support.ptx.global_memory import GlobalMemory
 from support.ptx.parsing import Instruction
 from support.ptx.races import Numbers, stamps
@@ -59,7 +59,10 @@ def run(kernel: Translated, grid: Grid, parameters: dict[str, Lanes], memory: Gl
     with np.errstate(all="ignore"):
         for programs in schedule.parts(x * y * z, max(1, TOGETHER // kernel.kernel.threads)):
             Machine(kernel, grid, programs, parameters, memory, schedule).run()
-    memory.check_races()
+    try:
+        memory.check_races()
+    except RaceError as error:
+        raise RaceError(f"{kernel.kernel.name}, {error}") from error
 
 
 class Machine:
