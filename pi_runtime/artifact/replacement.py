@@ -6,6 +6,7 @@ left behind (lock free: removed) from a live one's (lock held: left alone). Wind
 a file that someone has open, which comes to the same.
 """
 
+import io
 import os
 import re
 import sys
@@ -13,12 +14,24 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from secrets import randbits
-from typing import Self
+from typing import Any, Self
 
 if sys.platform != "win32":
     import fcntl
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+class WholeFile(io.FileIO):
+    """A file whose `write` writes all: libraries that are given one do not ask how much a write has written."""
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`, as many calls of the system as that takes."""
+        rest = memoryview(data).cast("B")
+        nbytes = len(rest)
+        while rest:
+            rest = rest[os.write(self.fileno(), rest) :]
+        return nbytes
 
 
 class Replacement:
@@ -32,14 +45,12 @@ class Replacement:
         with suppress(OSError):  # a folder that cannot be listed may still be written to
             _remove_stale(self.target)
         self.path, fd = _create(self.target, mode)
-        self.file = os.fdopen(fd, "r+b", buffering=0)
+        self.file = WholeFile(fd, "r+")
         self._pending = True
 
     def write(self, data: bytes | memoryview) -> None:
         """Write all of `data` at the file's position."""
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self.file.write(rest) or 0 :]
+        self.file.write(data)
 
     def publish(self) -> None:
         """Bring the bytes to the disk and move the file to its target."""

@@ -1,0 +1,33 @@
+"""Arrays in files: written whole, however little one call of the system writes."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pi_compile.files.npz import read_arrays, write_array_stream, write_arrays
+
+
+@pytest.mark.parametrize("way", ["plain", "compressed", "stream"])
+def test_a_write_that_writes_a_part_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    arrays = {"a": np.arange(300), "b": np.eye(7, dtype=np.float32)}
+
+    def written(name: str) -> bytes:
+        path = tmp_path / name
+        if way == "stream":
+            write_array_stream(path, arrays.items())
+        else:
+            write_arrays(path, arrays, compressed=way == "compressed")
+        assert read_arrays(path).keys() == arrays.keys()
+        return path.read_bytes()
+
+    whole, write, calls = written("whole.npz"), os.write, list[int]()
+
+    def short(fd: int, data: memoryview) -> int:
+        calls.append(len(data))
+        return write(fd, data[: max(1, len(data) // 3)])
+
+    monkeypatch.setattr(os, "write", short)
+    assert written("short.npz") == whole
+    assert len(calls) > 20
