@@ -261,6 +261,7 @@ class Pipeline:
         known = _record(record)
         if known.get("key") == key:
             if output.exists() and file_digest(output) == known["report"]["sha256"]:
+                self.store.clear("pack", key)  # a kill after writing left it
                 return dict(known["report"])
             record.unlink(missing_ok=True)
         made: dict[str, Any] = {}

@@ -150,7 +150,7 @@ class Store:
         """
         path = self.folder / f"{stage}-{key[:16]}{suffix}"
         if shared.exists(path):
-            shutil.rmtree(path.with_suffix(".work"), ignore_errors=True)  # a kill after saving left it
+            self.clear(stage, key)  # a kill after saving left it
             return load(path), False
 
         def work(folder: WorkFolder) -> None:
@@ -178,7 +178,11 @@ class Store:
             # Others may have finished the stage, and removed what this worker was about to read.
             if not finished():
                 raise
-        shutil.rmtree(folder, ignore_errors=True)
+        self.clear(stage, key)
+
+    def clear(self, stage: str, key: str) -> None:
+        """Remove the work folder of a stage that is finished."""
+        shutil.rmtree(self.folder / f"{stage}-{key[:16]}.work", ignore_errors=True)
 
     def _of_other_keys(self, path: Path) -> list[Path]:
         """What other builds left of the same kind, if no worker of theirs is there."""

@@ -170,7 +170,7 @@ class PredictorSet:
             fired = read_arrays(path, "counts-")
             counts = tuple(fired.get(f"counts-{n}") for n in range(len(rows)))
             return cls(rows=rows, predictors=PredictorsOnDisk(len(rows), read), counts=counts, **meta)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ProfileError(f"{path}: not a file of trained predictors", found=error) from None
 
     def _meta(self) -> dict[str, Any]:

@@ -100,3 +100,9 @@ def test_a_predictor_that_is_not_there(tmp_path: Path) -> None:
     write_arrays(tmp_path / "a.npz", arrays)
     with pytest.raises(ProfileError, match="no down-0"):
         PredictorSet.load(tmp_path / "a.npz").in_memory()
+
+
+def test_a_description_that_is_nested_too_deep_is_refused(tmp_path: Path) -> None:
+    write_arrays(tmp_path / "deep.npz", {"meta": np.array("[" * 100_000)})
+    with pytest.raises(ProfileError, match="not a file of trained predictors"):
+        PredictorSet.load(tmp_path / "deep.npz")
