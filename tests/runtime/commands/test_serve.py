@@ -10,6 +10,9 @@ from pi_runtime import console
 from pi_runtime.commands import access
 from pi_runtime.commands import serve as cli
 
+for name in ("starlette", "uvicorn", "pydantic", "llguidance"):
+    pytest.importorskip(name)
+
 FLAGS = {
     "--allowed-host",
     "--allowed-origin",
