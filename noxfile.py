@@ -199,6 +199,17 @@ def conformance(session: nox.Session) -> None:
 
 
 @nox.session
+def quantised(session: nox.Session) -> None:
+    """Hold what is read of quantised checkpoints against the packages that write them. Outside CI: many packages."""
+    session.install(TORCH)
+    session.install("-e", ".[compile]", *TEST_TOOLS, "compressed-tensors==0.20.0", "loguru")
+    # Without what it depends on, which is a newer torch: its own code for packing needs only these.
+    needed = ("pypcre", "device-smi", "logbar", "tokenicer", "torchao", "threadpoolctl", "defuser")
+    session.install("--no-deps", "gptqmodel==7.7.0", *needed)
+    session.run("pytest", "tests/compile/checkpoint/quantised", *session.posargs)
+
+
+@nox.session
 def frameworks(session: nox.Session) -> None:
     """The examples for LangChain and llama-index against the server. Outside CI: these packages are large."""
     session.install("-e", ".[serve]", *TEST_TOOLS, "langchain-openai==1.7.3", "llama-index-llms-openai-like==0.8.1")
@@ -234,6 +245,16 @@ def ports(session: nox.Session) -> None:
     env = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     options = ["--long", "--timeout", "0", *session.posargs]
     session.run(*PYTEST, "-rP", "tests/runtime/cuda/test_ports.py", *options, env=env)
+
+
+@nox.session
+def mutations(session: nox.Session) -> None:
+    """Plants 60 small faults, one at a time, and runs the tests of their rooms: fails where fewer than 85 % are caught.
+
+    `-- --seed N` draws the same again. Outside CI: up to an hour.
+    """
+    install_all(session)
+    session.run("python", "tests/support/mutations.py", *session.posargs)
 
 
 @nox.session

@@ -28,7 +28,7 @@ API = {
         "pi_compile.evaluation.fidelity.evaluate",
     ),
     "Running": (
-        *("pi_runtime.model.load", "pi_runtime.model.Model", "pi_runtime.sampling.Sampling"),
+        *("pi_runtime.engine.loading.load", "pi_runtime.engine.model.Model", "pi_runtime.sequence.sampling.Sampling"),
         *("pi_runtime.engine.engine.Engine", "pi_runtime.text.grammar.Grammar"),
     ),
 }

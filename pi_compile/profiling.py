@@ -232,10 +232,10 @@ class _Run:
         Returns the states after them, and counts (layers, F), routed tokens (layers, X), persistence (layers, 5) and
         packed co-firing bits.
         """
-        d, found = self.checkpoint.decoder, []
-        for w in weights:
-            x, inputs = td.before_ffn(d, w, x)
-            h = td.neurons(d, w, inputs)
+        d = self.checkpoint.decoder
+        found: list[tuple[npt.NDArray[Any], ...]] = []
+
+        def count(_layer: int, _batch: int, w: td.NamedTensors, inputs: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
             active, routed = h != 0, (td.routing(d, w, inputs) > 0).flatten(0, 1)
             fired = active.flatten(0, 1)
             found.append(
@@ -246,7 +246,9 @@ class _Run:
                     self._sample(fired, start),
                 )
             )
-            x = td.after_ffn(d, w, x, td.ffn_output(w, h))
+            return h
+
+        *_, (x,) = td.layers(d, weights, [x], count)
         return x, [np.stack(arrays) for arrays in zip(*found, strict=True)]
 
     def _sample(self, fired: torch.Tensor, start: int) -> Bits:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pi_runtime.engine.engine import Engine as Engine
-    from pi_runtime.model import Model as Model
-    from pi_runtime.model import load as load
-    from pi_runtime.sampling import Sampling as Sampling
+    from pi_runtime.engine.loading import load as load
+    from pi_runtime.engine.model import Model as Model
+    from pi_runtime.sequence.sampling import Sampling as Sampling
     from pi_runtime.text.grammar import Grammar as Grammar
 
 __all__ = ["Engine", "Grammar", "Model", "Sampling", "load"]
@@ -24,9 +24,9 @@ __all__ = ["Engine", "Grammar", "Model", "Sampling", "load"]
 _HOMES = {
     "Engine": "pi_runtime.engine.engine",
     "Grammar": "pi_runtime.text.grammar",
-    "Model": "pi_runtime.model",
-    "Sampling": "pi_runtime.sampling",
-    "load": "pi_runtime.model",
+    "Model": "pi_runtime.engine.model",
+    "Sampling": "pi_runtime.sequence.sampling",
+    "load": "pi_runtime.engine.loading",
 }
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin
 import typer
 
 from pi_runtime.errors import Setting, UsageError
-from pi_runtime.exit_codes import INTERRUPTED, code_and_message
+from pi_runtime.errors.exit_codes import INTERRUPTED, code_and_message
 
 if TYPE_CHECKING:
     from rich.table import Table

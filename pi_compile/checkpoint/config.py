@@ -40,7 +40,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rotary_pct": (1.0,),
     "chunk_size_feed_forward": (0,),
     "pruned_heads": ({},),
-    "quantization_config": (),
     "quantization": (),
     "num_experts": (0, 1),
     "num_local_experts": (0, 1),
@@ -147,7 +146,7 @@ def check_keys(
         raise CheckpointError(
             f"{config.path}: {', '.join(refused)} {'is' if len(refused) == 1 else 'are'} not understood",
             expected="keys whose meaning is known, so that the artifact computes the checkpoint's function",
-            found=", ".join(f"{key} = {_short(fields[key])}" for key in refused),
+            found=", ".join(f"{key} = {short(fields[key])}" for key in refused),
             remedy=("if this does not change the function, ", _way_out(refused, in_recipe)),
         )
     return [key for key in unknown if key in ignore]
@@ -161,14 +160,14 @@ def refuse_changes(config: Config, read: Collection[str], neutral: Mapping[str, 
         raise CheckpointError(
             f"{config.path}: {', '.join(changing)} would change the function, and this is not supported",
             expected=f"{_neutral_text(allowed, changing[0])}",
-            found=", ".join(f"{key} = {_short(config.fields[key])}" for key in changing),
+            found=", ".join(f"{key} = {short(config.fields[key])}" for key in changing),
             remedy="use another checkpoint of the model; a quantised one can be replaced by the one it was made from",
         )
 
 
 def ignored_notices(config: Config, ignored: Collection[str]) -> list[str]:
     """Lines for the user about the keys that `check_keys` returned."""
-    return [f"config.json: {key} = {_short(config.fields[key])} is ignored, as asked" for key in ignored]
+    return [f"config.json: {key} = {short(config.fields[key])} is ignored, as asked" for key in ignored]
 
 
 def _open_keys(config: Config, read: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> list[str]:
@@ -230,6 +229,7 @@ def _neutral_text(allowed: Mapping[str, tuple[Any, ...]], key: str) -> str:
     return f"{key} = {' or '.join(repr(value) for value in (*allowed[key], None))}"
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """A value as messages show it: its first 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "…"

@@ -16,6 +16,8 @@ from pi_compile.checkpoint.gguf.config import gguf_config
 from pi_compile.checkpoint.gguf.file import open_gguf
 from pi_compile.checkpoint.gguf.tensors import GgufTensors
 from pi_compile.checkpoint.json_file import read_json
+from pi_compile.checkpoint.quantised.scheme import KEY, read_scheme
+from pi_compile.checkpoint.quantised.tensors import QuantisedTensors
 from pi_compile.checkpoint.tensors import DTYPES, FolderTensors, TensorSource
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
@@ -62,7 +64,8 @@ def resolve_checkpoint(
         )
     config = gguf_config(file) if file else Config(location / CONFIG_FILE, read_json(location / CONFIG_FILE))
     adapter = gguf_adapter(file, activation) if file else _adapter(config)
-    ignored = check_keys(config, adapter.read_keys, adapter.neutral_keys, ignore_config, in_recipe=in_recipe)
+    scheme = read_scheme(config)
+    ignored = check_keys(config, adapter.read_keys | {KEY}, adapter.neutral_keys, ignore_config, in_recipe=in_recipe)
     notices = ignored_notices(config, ignored)
     if config.get("auto_map"):
         notices.append("config.json: auto_map is ignored: the checkpoint's own code is never run")
@@ -70,10 +73,12 @@ def resolve_checkpoint(
     notices += config.notices
     source: TensorSource
     if file is None:
-        source = FolderTensors(location)
+        stored = FolderTensors(location)
+        source = stored if scheme is None else QuantisedTensors(stored, scheme)
     else:
         decoder = apply_rope_divisors(decoder, file)
         source = GgufTensors(file, decoder)
+    notices += source.notices
     if decoder.n_layers > len(source.names):
         raise CheckpointError(
             f"{location}: too few tensors for its layers",
@@ -191,7 +196,8 @@ def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: Tens
     ignorable = (*adapter.ignored_tensors, *adapter.unused_tensors)
     # With a tied head, a stored head is a copy of the embedding: `_resolve_tied_head` has compared them.
     known = expected.keys() | ({_head(adapter)} if decoder.tied_head else set())
-    extra = sorted(n for n in source.names - known if not any(re.search(pattern, n) for pattern in ignorable))
+    left = source.names - known - source.without_effect
+    extra = sorted(n for n in left if not any(re.search(pattern, n) for pattern in ignorable))
     if extra:
         raise CheckpointError(
             f"{source.location}: {len(extra)} tensors that {source.described_by} does not account for",

@@ -41,6 +41,10 @@ class TensorSource(Protocol):
     names: frozenset[str]
     block_types: frozenset[str]
     """Types of tensors that are dequantised, and that no number format but f32 keeps."""
+    without_effect: frozenset[str]
+    """Names of tensors that change nothing, whatever the model is."""
+    notices: tuple[str, ...]
+    """Lines for the user about how the tensors are stored."""
 
     def alias(self, name: str, existing: str) -> None: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -62,6 +66,8 @@ class FolderTensors:
 
     described_by = CONFIG_FILE
     block_types: frozenset[str] = frozenset()
+    without_effect: frozenset[str] = frozenset()
+    notices: tuple[str, ...] = ()
 
     def __init__(self, folder: Path) -> None:
         """Open every weight file of `folder`. Raises CheckpointError if one is missing, damaged or not as indexed."""

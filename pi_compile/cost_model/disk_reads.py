@@ -14,7 +14,7 @@ from typing import Self
 
 from pi_compile.cost_model.processors import PICO
 from pi_compile.machine import Disk, to_units
-from pi_runtime.artifact.row_memory import WORKERS
+from pi_runtime.artifact.rows import WORKERS
 
 
 @dataclass(frozen=True)

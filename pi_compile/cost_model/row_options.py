@@ -30,8 +30,7 @@ from pi_compile.cost_model.token_time import ffn_ps
 from pi_compile.cost_model.workload import Workload, rows_read
 from pi_compile.machine import Machine
 from pi_compile.results import GROUP, MILLION
-from pi_runtime.artifact.row_memory import SLOT_NBYTES, TWO_PHASES_FROM
-from pi_runtime.artifact.sizes import ArraySpec
+from pi_runtime.artifact.rows import TWO_PHASES_FROM, row_nbytes, slot_nbytes
 
 STEPS, STEPS_WITH_GPU = 32, 8
 """Parts of a layer that are pinned, cached and, with a GPU, cut."""
@@ -94,15 +93,14 @@ class RowModel:
     @cached_property
     def row_nbytes(self) -> tuple[int, int]:
         """Stored bytes of a neuron's values in `first` and in `rest`; scales stay in RAM."""
-        d = self.work.decoder
-        row = ArraySpec(self.work.formats["ffn"], (1, d.d_model)).nbytes
-        return row, row * (2 if d.ffn == "gated" else 1)
+        first, rest = row_nbytes(self.work.decoder, self.work.formats["ffn"]).values()
+        return first, rest
 
     @property
     def slot_nbytes(self) -> tuple[int, int]:
         """Bytes of a slot of either array."""
-        first, rest = self.row_nbytes
-        return first + SLOT_NBYTES, rest + SLOT_NBYTES
+        first, rest = slot_nbytes(self.work.decoder, self.work.formats["ffn"]).values()
+        return first, rest
 
     @property
     def beside_nbytes(self) -> int:
@@ -126,7 +124,7 @@ class RowModel:
         """Whether a layer's `rest` is read when it is known what fires."""
         how = self.work.layers[layer].kind
         if not how.picks:
-            return not how.dense
+            return how.needs_all_first
         first, rest = (rows[-1] for rows in rows_read(self.work, layer))
         row_first, row_rest = self.row_nbytes
         return bool((first - rest) * row_rest >= TWO_PHASES_FROM * first * (row_first + row_rest))
@@ -160,7 +158,7 @@ class RowModel:
         """Bytes of the rows of so many neurons of a layer that have no slot."""
         kind, (first, rest) = self.work.layers[layer].kind, self.row_nbytes
         away = neurons - choice.pinned - choice.cached
-        return away * rest + (away if kind.picks or kind.dense else 0 if choice.first else neurons) * first
+        return away * rest + ((0 if choice.first else neurons) if kind.needs_all_first else away) * first
 
     def divided(self, layer: int, pinned: int, cached: int, first: bool) -> RowChoice:
         """Bytes and times of any division of a layer's rows, without a GPU."""
@@ -195,7 +193,7 @@ class RowModel:
         needed, missed = (tuple(table[n, k] for table in tables) for n, k in ((cut, 0), (behind, end - behind)))
         found = [
             self._timed(layer, division, resident, needed, missed)
-            for resident in ((False,) if kind.picks or kind.dense else (True, False))
+            for resident in ((True, False) if kind.needs_all_first else (False,))
         ]
         together = RowOptions(**{k: np.concatenate([vars(one)[k] for one in found]) for k in vars(found[0])})
         return together.at(_non_dominated(together))
@@ -211,7 +209,7 @@ class RowModel:
         slot_first, slot_rest = self.slot_nbytes
         on_cpu, kept = self.work.decoder.neurons - division.cut, division.pinned + division.cached
         nbytes, (missed_first, missed_rest) = kept * slot_rest, missed
-        if kind.picks or kind.dense:
+        if not kind.needs_all_first:
             nbytes = nbytes + kept * slot_first
         elif resident:
             nbytes, missed_first = nbytes + on_cpu * slot_first, np.zeros_like(missed_first)

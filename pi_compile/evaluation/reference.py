@@ -48,11 +48,13 @@ def _is_origin(made_from: Mapping[str, Any], checkpoint: Checkpoint) -> bool:
 
 
 def reference_logits(checkpoint: Checkpoint) -> Logits:
-    """The logits of a checkpoint in float32: a folder's by transformers, a GGUF file's by the decoder of profiling.
+    """The logits of a checkpoint in float32: by transformers, or by the decoder of profiling where that reads less.
 
-    Raises CheckpointError if transformers cannot load the folder.
+    That is for GGUF files, and for quantised layers, for which transformers needs other packages. Raises
+    CheckpointError if transformers cannot load the folder.
     """
-    return _by_transformers(checkpoint.location) if checkpoint.location.is_dir() else _by_decoder(checkpoint)
+    is_plain = checkpoint.location.is_dir() and not checkpoint.source.block_types
+    return _by_transformers(checkpoint.location) if is_plain else _by_decoder(checkpoint)
 
 
 def _by_transformers(folder: Path) -> Logits:
@@ -74,20 +76,18 @@ def _by_transformers(folder: Path) -> Logits:
 
 
 def _by_decoder(checkpoint: Checkpoint) -> Logits:
-    """Logits of a file's own values; transformers does not take over all that a GGUF file says, and loads fewer."""
+    """Logits of the stored values; transformers does not take over all that a GGUF file says, and loads fewer."""
     import torch  # noqa: PLC0415  only where a checkpoint is compared
 
     from pi_compile.torch_model import decoder as td  # noqa: PLC0415
 
     d, global_w = checkpoint.decoder, td.global_weights(checkpoint, "cpu")
-    layers = [td.layer_weights(checkpoint, n, "cpu") for n in range(d.n_layers)]
+    weights = list(td.stored_layers(checkpoint, "cpu"))
 
     def logits(ids_T: npt.NDArray[np.int64], last: int) -> npt.NDArray[np.float32]:
         with torch.inference_mode():
-            x_BTD = td.embed(d, global_w, torch.from_numpy(ids_T)[None])
-            for w in layers:
-                residual, ffn_in = td.before_ffn(d, w, x_BTD)
-                x_BTD = td.after_ffn(d, w, residual, td.ffn_output(w, td.neurons(d, w, ffn_in)))
+            states = [td.embed(d, global_w, torch.from_numpy(ids_T)[None])]
+            *_, (x_BTD,) = td.layers(d, weights, states)
             return np.asarray(td.logits(d, global_w, x_BTD[:, -last:])[0])
 
     return logits

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pi_compile.errors import ProfileError
 from pi_compile.files.shared import is_stale, tried_again
-from pi_runtime.artifact.replacement import Replacement
+from pi_runtime.files import Replacement
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pi_compile.files.shared import tried_again
-from pi_runtime.artifact.replacement import Replacement
 from pi_runtime.errors import DoesNotFitError, PiError, Setting, UsageError, write_error
+from pi_runtime.files import Replacement
 
 _FIRST_ENTRY = b"embedding/c/0/0"
 """The name of an artifact's first entry, which is among its first bytes."""

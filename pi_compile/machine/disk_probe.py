@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pi_compile.machine.profile import Disk
-from pi_runtime.artifact.row_memory import WORKERS
+from pi_runtime.artifact.rows import WORKERS
 from pi_runtime.disk.reader import Reader, page_aligned
 
 SIZES_KIB = (4, 8, 16, 32, 64, 256)

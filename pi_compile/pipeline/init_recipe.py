@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.part_formats import AGAIN, KEEP, resolve_formats
@@ -53,8 +54,9 @@ def create_recipe(
     for line in (*checkpoint.notices, *found.notices):
         notice(line)
     name = _relative(checkpoint.location, output) if checkpoint.revision is None else model
-    of_gguf = checkpoint.location.is_file()
-    declared = {"activation": activation, "formats": _quantised_again(checkpoint, found, notice)} if of_gguf else {}
+    again = _quantised_again(checkpoint, found, notice)
+    declared: dict[str, Any] = {"activation": activation} if checkpoint.location.is_file() else {}
+    declared |= {"formats": again} if again else {}
     recipe = make(
         name,
         revision=checkpoint.revision or "",

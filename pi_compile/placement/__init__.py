@@ -3,7 +3,7 @@
 `stage` is the way in; `formulation` states the problem, and the solvers know integers and no model.
 """
 
-from pi_compile.placement.formulation import PREFILL_TOKENS, Assignment, Problem, Sizes, all_cpu
+from pi_compile.placement.formulation import Assignment, Problem, Sizes, all_cpu
 from pi_compile.placement.hot_mass import hottest_cuts
 from pi_compile.placement.stage import (
     LADDER,
@@ -20,7 +20,6 @@ from pi_compile.placement.stage import (
 
 __all__ = [
     "LADDER",
-    "PREFILL_TOKENS",
     "RAM_LADDER",
     "SECONDS",
     "SOLVERS",

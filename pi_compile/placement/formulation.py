@@ -27,11 +27,9 @@ from pi_runtime.artifact.buffers import (
     weight_padding,
     workspace_bytes,
 )
-from pi_runtime.artifact.footprint import PartBytes
+from pi_runtime.artifact.footprint import BLOCK_TOKENS, PartBytes
 from pi_runtime.artifact.sizes import array_specs
 
-PREFILL_TOKENS = 64
-"""Tokens of one prefill call on the CPU."""
 PROMPT_SHARE = 64
 """The GPU's buffers for prompts take at most this part of a model's bytes: decoding would have better use for more."""
 
@@ -100,7 +98,7 @@ class Sizes:
             predictor=predictor,
             cache=kv_bytes(decoder, work.formats["attention"], work.context),
             workspace=(
-                workspace_bytes(decoder, largest_rank, PREFILL_TOKENS, work.context),
+                workspace_bytes(decoder, largest_rank, BLOCK_TOKENS, work.context),
                 _gpu_workspace(work, largest_rank, parts.total(decoder) + sum(predictor)),
             ),
             neurons=decoder.neurons,

@@ -2,7 +2,7 @@
 
 As in `formulation`, but a layer's options are cuts and divisions of the rows that the CPU has (`row_options`), with
 their times. RAM holds what is not on the GPU alone, but of FFNs only the rows in slots, with scales and biases; and the
-buffers that a run from disk has (`row_memory`), which are a function of the RAM budget. Without a GPU there is one
+buffers that a run from disk has (`rows`), which are a function of the RAM budget. Without a GPU there is one
 budget, RAM's, and the solver has it in its first resource.
 
 The process itself is not counted, here as elsewhere.
@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pi_compile.cost_model import CPU, GPU, RowChoice, RowModel, RowOptions, TokenTime
-from pi_compile.placement.formulation import PREFILL_TOKENS, Assignment, Problem, Solution, all_cpu, graphs_of
+from pi_compile.placement.formulation import Assignment, Problem, Solution, all_cpu, graphs_of
 from pi_compile.placement.solvers.constrained_path import solve
 from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath
 from pi_runtime.artifact.buffers import cache_format
-from pi_runtime.artifact.row_memory import all_rows, disk_workspace_bytes, least_row_buffers, most_left, row_buffers
+from pi_runtime.artifact.footprint import BLOCK_TOKENS
+from pi_runtime.artifact.rows import all_rows, disk_workspace_bytes, least_row_buffers, most_left, row_buffers
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class ThreeTiers:
         work = self.problem.work
         rank = max((how.rank or 0 for how in work.layers), default=0)
         cache = cache_format(work.formats["attention"])
-        return disk_workspace_bytes(work.decoder, rank, PREFILL_TOKENS, work.context, cache)
+        return disk_workspace_bytes(work.decoder, rank, BLOCK_TOKENS, work.context, cache)
 
     @property
     def _both(self) -> int:
@@ -74,7 +75,7 @@ class ThreeTiers:
     def block_tokens(self, ram: int) -> int:
         """Tokens of a prompt that go through a layer together with this budget of RAM."""
         room = max(ram - self.resident, self.least_buffers)
-        return row_buffers(self.problem.work.decoder, self._both, room).tokens or PREFILL_TOKENS
+        return row_buffers(self.problem.work.decoder, self._both, room).tokens or BLOCK_TOKENS
 
     def solve(self, ram: int) -> Solution | None:
         """The best placement within the budgets; None where nothing fits."""

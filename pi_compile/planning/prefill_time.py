@@ -15,14 +15,15 @@ from math import prod
 
 from pi_compile.cost_model import CPU, GPU, PICO, RowChoice, Workload, interconnect_of
 from pi_compile.machine import to_units
-from pi_compile.placement import PREFILL_TOKENS, Assignment, Placement, Problem
+from pi_compile.placement import Assignment, Placement, Problem
 from pi_compile.placement.three_tiers import ThreeTiers
+from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.sizes import array_specs
 
 
 def prefill_tokens_per_s(problem: Problem, p: Placement) -> float:
     """Tokens a second of a long prompt with this placement."""
-    tokens = PREFILL_TOKENS
+    tokens = BLOCK_TOKENS
     if p.rows and problem.rows is not None:
         tokens = ThreeTiers(problem, problem.rows, p.vram).block_tokens(p.ram)
     return tokens / (block_ps(problem, p.assignment, tokens, p.rows) / PICO)

@@ -146,11 +146,8 @@ def check_model(folder: Path, ids_W: Tensor, wanted_WV: Tensor) -> float:
     checkpoint = open_checkpoint(folder)
     d, device = checkpoint.decoder, "cpu"
     global_w = torch_decoder.global_weights(checkpoint, device)
-    x = torch_decoder.embed(d, global_w, ids_W[None])
-    for n in range(d.n_layers):
-        w = torch_decoder.layer_weights(checkpoint, n, device)
-        residual, normed = torch_decoder.before_ffn(d, w, x)
-        x = torch_decoder.after_ffn(d, w, residual, torch_decoder.ffn_output(w, torch_decoder.neurons(d, w, normed)))
+    states = [torch_decoder.embed(d, global_w, ids_W[None])]
+    *_, (x,) = torch_decoder.layers(d, torch_decoder.stored_layers(checkpoint, device), states)
     found_WV = torch_decoder.logits(d, global_w, x)[0]
     difference = float((found_WV - wanted_WV).abs().max())
     if difference > CLOSE * float(wanted_WV.abs().max()):

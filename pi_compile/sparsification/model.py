@@ -34,7 +34,7 @@ def open_base(section: ModelSection, folder: Path) -> Checkpoint:
 def check_base(checkpoint: Checkpoint) -> None:
     """Check that a checkpoint's FFNs can take another activation.
 
-    Raises CheckpointError for a family that is not among `FAMILIES`, for GGUF files and for adapters.
+    Raises CheckpointError for a family that is not among `FAMILIES`, for quantised checkpoints and for adapters.
     """
     if (checkpoint.folder / "adapter_config.json").exists():
         raise CheckpointError(
@@ -42,9 +42,10 @@ def check_base(checkpoint: Checkpoint) -> None:
             expected="a whole model: with another activation all weights change, more than an adapter can",
             remedy="merge the adapter into its base model, and name that",
         )
-    if not checkpoint.location.is_dir():
+    if not checkpoint.location.is_dir() or checkpoint.source.block_types:
+        what = "a quantised checkpoint" if checkpoint.location.is_dir() else "a GGUF file"
         raise CheckpointError(
-            f"{checkpoint.location}: a GGUF file cannot be trained",
+            f"{checkpoint.location}: {what} cannot be trained",
             expected="a folder as transformers writes it",
             remedy="name the checkpoint that it was made from",
         )

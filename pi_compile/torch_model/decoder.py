@@ -6,7 +6,7 @@ memory at a time.
 Shape letters: B sequences, T tokens each, N tokens of any sequence, D model width, X experts, F neurons of one expert.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,18 @@ from pi_runtime.artifact.decoder import Decoder
 Tensor = torch.Tensor
 NamedTensors = Mapping[str, Tensor]
 """Tensors by their artifact names."""
+OnFfn = Callable[[int, int, NamedTensors, Tensor, Tensor], Tensor]
+"""(layer, batch, the layer's weights, FFN inputs (B, T, D), neuron values (B, T, F)) → the values to go on with."""
 
 
 def layer_weights(checkpoint: Checkpoint, layer: int, device: str) -> dict[str, Tensor]:
     """All arrays of one layer in the checkpoint's neuron order, named as in the artifact without `layers/N/`."""
     return {name: torch.from_numpy(v).to(device) for name, v in checkpoint.layer_values(layer).items()}
+
+
+def stored_layers(checkpoint: Checkpoint, device: str) -> Iterator[NamedTensors]:
+    """The weights of each layer, read when it is its turn."""
+    return (layer_weights(checkpoint, n, device) for n in range(checkpoint.decoder.n_layers))
 
 
 def global_weights(checkpoint: Checkpoint, device: str) -> dict[str, Tensor]:
@@ -47,6 +54,24 @@ def embed(d: Decoder, global_w: NamedTensors, ids_BT: Tensor) -> Tensor:
     if d.positions == "learned":
         x_BTD = x_BTD + global_w["positions"][d.position_offset : d.position_offset + ids_BT.shape[1]]
     return x_BTD
+
+
+def layers(
+    d: Decoder, weights: Iterable[NamedTensors], states: Sequence[Tensor], on_ffn: OnFfn | None = None
+) -> Iterator[Sequence[Tensor]]:
+    """Push batches of hidden states (B, T, D) through layers, all through one before the next; yields those after each.
+
+    `on_ffn` sees what goes through each FFN, and may change it.
+    """
+    states = list(states)
+    for layer, w in enumerate(weights):
+        for batch, x_BTD in enumerate(states):
+            residual, inputs = before_ffn(d, w, x_BTD)
+            h = neurons(d, w, inputs)
+            if on_ffn is not None:
+                h = on_ffn(layer, batch, w, inputs, h)
+            states[batch] = after_ffn(d, w, residual, ffn_output(w, h))
+        yield states
 
 
 def norm(d: Decoder, w: NamedTensors, name: str, x: Tensor) -> Tensor:

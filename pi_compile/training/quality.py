@@ -10,7 +10,7 @@ N windows of the text, B of them at a time, T tokens each, D model width.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from operator import add
 from typing import Any
 
@@ -101,12 +101,13 @@ class MeasuredText:
         d = checkpoint.decoder
         with torch.inference_mode():
             global_w = td.global_weights(checkpoint, device)
-            states = [td.embed(d, global_w, self.text.ids(n).to(device)) for n in batches]
+            states: Sequence[torch.Tensor] = [td.embed(d, global_w, self.text.ids(n).to(device)) for n in batches]
             sums = [[LayerSums.over(d.neurons) for _ in range(d.n_layers)] for _ in batches]
-            for layer in range(d.n_layers):
-                ffn = ffn_of(layer)
-                w = td.layer_weights(checkpoint, layer, device)
-                states = [_layer_step(d, w, x, ffn, s[layer]) for x, s in zip(states, sums, strict=True)]
+            run_rung = partial(_run_rung, d, lru_cache(1)(ffn_of), sums)
+            for layer, after in enumerate(td.layers(d, td.stored_layers(checkpoint, device), states, run_rung)):
+                for x, batch_sums in zip(after, sums, strict=True):
+                    batch_sums[layer].state += float(x.square().sum())
+                states = list(after)
             for (n, name), x, batch_sums in zip(batches.items(), states, sums, strict=True):
                 logp = _log_probabilities(d, global_w, x)
                 dense = _log_probabilities(d, global_w, self.text.dense_states(n))
@@ -131,12 +132,11 @@ def _losses(logp: torch.Tensor, ids_BT: torch.Tensor) -> npt.NDArray[Any]:
     return F.nll_loss(logp.transpose(1, 2), next_ids, reduction="none").double().mean(1).numpy(force=True)
 
 
-def _layer_step(d: Decoder, w: td.NamedTensors, x: torch.Tensor, ffn: SparseFfn, sums: LayerSums) -> torch.Tensor:
-    """One layer on its rung; adds to the sums."""
-    x, inputs = td.before_ffn(d, w, x)
-    h = td.neurons(d, w, inputs)
-    read, kept = ffn.apply(d, w, inputs, h)
-    sums.add(h, kept, read, w["ffn/rest"][:, -1])
-    x = td.after_ffn(d, w, x, td.ffn_output(w, kept))
-    sums.state += float(x.square().sum())
-    return x
+def _run_rung(
+    d: Decoder, ffn_of: Callable[[int], SparseFfn], sums: Sequence[Sequence[LayerSums]],
+    layer: int, batch: int, w: td.NamedTensors, inputs: torch.Tensor, h: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The neuron values that a layer's rung keeps; adds to the sums."""
+    read, kept = ffn_of(layer).apply(d, w, inputs, h)
+    sums[batch][layer].add(h, kept, read, w["ffn/rest"][:, -1])
+    return kept

@@ -147,22 +147,32 @@ class PushedText:
         """File of the hidden states before a layer."""
         return self.folder / f"states-{layer}-{self.name}-{n}.npz"
 
+    def _keep_inputs(self, layer: int, n: int, inputs_BTD: torch.Tensor) -> None:
+        """Write a batch's FFN inputs into the layer's array."""
+        start = n * BATCH * self.ids_NT.shape[1]
+        samples = inputs_BTD.flatten(0, 1).numpy(force=True)
+        self._inputs(layer)[start : start + len(samples)] = samples
+
     def _push(self, layer: int, n: int) -> None:
         """Push one batch of windows through a layer."""
-        (w,), d = self.resident.weights(range(layer, layer + 1)), self.checkpoint.decoder
+        weights, d = self.resident.weights(range(layer, layer + 1)), self.checkpoint.decoder
         with torch.inference_mode():
             if layer == 0:
                 x = self.resident.embed(self.ids(n))
             else:
                 x = torch.from_numpy(read_arrays(self._states(layer, n))["states"]).to(self.device)
-            x, inputs = td.before_ffn(d, w, x)
-            if self.keeps_inputs:
-                start = n * BATCH * self.ids_NT.shape[1]
-                self._inputs(layer)[start : start + inputs.shape[:-1].numel()] = inputs.flatten(0, 1).numpy(force=True)
-            h, sums = td.neurons(d, w, inputs), LayerSums.over(d.neurons)
-            if self.counts:
-                sums.add(h, h, None, w["ffn/rest"][:, -1])
-            x = td.after_ffn(d, w, x, td.ffn_output(w, h))
+            sums = LayerSums.over(d.neurons)
+
+            def on_ffn(
+                _layer: int, _batch: int, w: td.NamedTensors, inputs: torch.Tensor, h: torch.Tensor
+            ) -> torch.Tensor:
+                if self.keeps_inputs:
+                    self._keep_inputs(layer, n, inputs)
+                if self.counts:
+                    sums.add(h, h, None, w["ffn/rest"][:, -1])
+                return h
+
+            ((x,),) = td.layers(d, weights, [x], on_ffn)
             sums.state += float(x.square().sum())
             if self.counts or layer + 1 < d.n_layers:
                 write_arrays(self._states(layer + 1, n), {"states": x.numpy(force=True)})

@@ -25,7 +25,7 @@ from pi_compile.errors import TaskFailedError
 from pi_compile.files import shared, write_text
 from pi_compile.workers.worker import PATIENCE, Worker
 from pi_runtime.errors import PiError, UsageError
-from pi_runtime.exit_codes import code_and_message
+from pi_runtime.errors.exit_codes import code_and_message
 
 ATTEMPTS = 3
 """Failures of a task that end the build."""

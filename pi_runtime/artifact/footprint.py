@@ -14,6 +14,8 @@ from pi_runtime.artifact.sizes import ArraySpec
 CHUNKS, GROUP = 32, 32
 """Parts of attention and of an FFN: so many threads can share the work. And neurons of a group, which belong to one
 chunk."""
+BLOCK_TOKENS = 64
+"""Most tokens of one call of the CPU's kernels."""
 FEW_TOKENS = 16
 """Most tokens for which each chunk has sums of its own."""
 SUM_NEURONS, STRIP = 256, 512

@@ -42,6 +42,11 @@ class Rung:
         return self.selector is not None
 
     @property
+    def needs_all_first(self) -> bool:
+        """Whether `first` is read for every neuron, and `rest` only for those that then turn out to fire."""
+        return not self.picks and not self.dense
+
+    @property
     def formatted(self) -> bool:
         """Whether its predictor is matrices in a number format; signs are bits."""
         return self.selector != "signs"
@@ -68,6 +73,11 @@ GATE = next(rung.name for rung in RUNGS.values() if rung.exact and not rung.dens
 """The rung that skips zeros only."""
 PREDICTED = next(rung.name for rung in RUNGS.values() if rung.selector == "low-rank")
 """The rung that skips what a trained predictor leaves out."""
+
+
+def rung_in_mode(stored: str, mode: str) -> Rung:
+    """The rung that a layer runs on in a mode: the mode itself where that is an exact rung, else the stored one."""
+    return RUNGS[mode if mode in RUNGS and RUNGS[mode].exact else stored]
 
 
 def exact_rung(sparse: bool) -> str:

@@ -36,10 +36,10 @@ from pi_runtime.artifact.layout import (
 from pi_runtime.artifact.manifest_file import read_manifest
 from pi_runtime.artifact.quantisation import RoundingError, dequantise, quantise
 from pi_runtime.artifact.records import LOCAL_CRC_OFFSET, End, Entry, central_record, local_header
-from pi_runtime.artifact.replacement import Replacement
 from pi_runtime.artifact.schema import ArrayEntry, FileEntry, Manifest
 from pi_runtime.artifact.sizes import ArraySpec, scales_name
 from pi_runtime.errors import NO_ROOM, DoesNotFitError, InputError, UsageError, write_error
+from pi_runtime.files import Replacement
 
 _PIECE = 4 << 20  # bytes encoded, hashed and written at a time
 _ELSEWHERE = "name an output on another disk"

@@ -9,8 +9,8 @@ from pi_runtime.commands.printing import Report, print_stats, stream
 from pi_runtime.errors import PromptError
 
 if TYPE_CHECKING:
-    from pi_runtime.generation import Generation
-    from pi_runtime.model import Model
+    from pi_runtime.engine.generation import Generation
+    from pi_runtime.engine.model import Model
 
 
 def chat(model: "Model", generate: Callable[..., "Generation"], system: str | None, report: Report | None) -> None:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from pi_runtime import console
 
 if TYPE_CHECKING:
+    from pi_runtime.engine.generation import Generation
+    from pi_runtime.engine.model import Model
     from pi_runtime.execution.executor import DiskStats
     from pi_runtime.execution.plan_choice import Allocation
-    from pi_runtime.generation import Generation
-    from pi_runtime.model import Model
-    from pi_runtime.sampling import TokenLogprobs
+    from pi_runtime.sequence.logprobs import TokenLogprobs
 
 Report = Callable[["Generation"], dict[str, Any]]
 """Makes the figures of an answer."""

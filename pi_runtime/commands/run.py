@@ -22,13 +22,13 @@ from pi_runtime.commands.options import (
     SamplingOptions,
     TaskOptions,
 )
+from pi_runtime.engine.options import EngineOptions, ModelOptions
 from pi_runtime.errors import InputError, Setting, UsageError, read_error
-from pi_runtime.options import EngineOptions, ModelOptions
 
 if TYPE_CHECKING:
     from pi_runtime.commands.prompts import PromptFile
-    from pi_runtime.generation import AnswerSettings
-    from pi_runtime.model import Model
+    from pi_runtime.engine.model import Model
+    from pi_runtime.sequence.settings import AnswerSettings
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -166,7 +166,7 @@ def _read_file(name: str, path: Path | None, kind: str) -> str | None:
 
 def _drawn(sampling: SamplingOptions) -> dict[str, Any]:
     """The settings of `Sampling` that are given; None for the others."""
-    from pi_runtime.sampling import parse_logit_bias
+    from pi_runtime.sequence.sampling import parse_logit_bias
 
     biases = parse_logit_bias(pair.split("=", 1) for pair in sampling.logit_bias or ())
     return {**asdict(sampling), "logit_bias": biases}
@@ -184,7 +184,7 @@ def _common(answer: AnswerOptions) -> "AnswerSettings":
 def _settings(
     model: "Model", answer: AnswerOptions, drawn: dict[str, Any], grammar: dict[str, str | None]
 ) -> "AnswerSettings":
-    from pi_runtime.sampling import Sampling
+    from pi_runtime.sequence.sampling import Sampling
     from pi_runtime.text.grammar import Grammar
 
     return {
@@ -198,8 +198,8 @@ def _opened(artifact: Path, options: ModelOptions) -> "Model":
     """The model, with its kernels compiled. What the user should know is said."""
     from pi_runtime.commands.printing import announce
     from pi_runtime.commands.warm_up import warm_up
+    from pi_runtime.engine.loading import open_model
     from pi_runtime.execution.devices import gpu_kernels_are_cold, resolve_device
-    from pi_runtime.model import open_model
 
     to_gpu = options.ram_budget is None and resolve_device(options.device).startswith("cuda")
     if to_gpu and gpu_kernels_are_cold():

@@ -12,9 +12,9 @@ import typer
 from pi_runtime import console
 from pi_runtime.commands import access
 from pi_runtime.commands.options import ENGINE_FLAGS, MODEL_FLAGS
+from pi_runtime.engine.options import EngineOptions, ModelOptions
 from pi_runtime.errors import TemplateError, UsageError
-from pi_runtime.exit_codes import missing_extra
-from pi_runtime.options import EngineOptions, ModelOptions
+from pi_runtime.errors.exit_codes import missing_extra
 
 if TYPE_CHECKING:
     from pi_runtime.engine.engine import Engine
@@ -134,7 +134,7 @@ def _opening(artifact: Path, model_options: ModelOptions, engine_options: Engine
     def opened() -> "Engine":
         from pi_runtime.commands.warm_up import warm_up
         from pi_runtime.engine.engine import Engine
-        from pi_runtime.model import open_model
+        from pi_runtime.engine.loading import open_model
 
         model = open_model(artifact, model_options)
         try:

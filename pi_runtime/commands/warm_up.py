@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pi_runtime import console
+from pi_runtime.engine.model import Model
 from pi_runtime.kernels.codegen.indirect_calls import watched
 from pi_runtime.kernels.codegen.jit import is_cold
-from pi_runtime.model import Model
 
 _SECOND = """
 import gc

@@ -12,6 +12,7 @@ import numba
 import numpy as np
 
 from pi_runtime.artifact.buffers import kv_cache
+from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer, Manifest
@@ -34,7 +35,6 @@ from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.execution.plan_layout import GPU, cuts_of, placed_arrays
 from pi_runtime.kernels.codegen import progress
-from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 
 
 @dataclass(frozen=True)

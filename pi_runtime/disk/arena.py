@@ -10,9 +10,10 @@ import numpy as np
 
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.rows import row_nbytes
 from pi_runtime.disk.kernels import neuron_cache
 from pi_runtime.disk.kernels.neuron_cache import Rows
-from pi_runtime.disk.ram_plan import RamPlan, resident_places, row_nbytes
+from pi_runtime.disk.ram_plan import RamPlan, resident_places
 from pi_runtime.disk.reader import Reader, page_aligned
 from pi_runtime.kernels.data.matrix_view import Ints
 
@@ -53,13 +54,13 @@ class ResidentArrays:
         self._memory = np.empty(0, np.uint8)
 
 
-MOST_CREDIT = 3
+MOST_REFERENCES = 3
 """Chosen on recorded traces (see docs/explanation/disk.md)."""
 
 
 @dataclass(frozen=True)
 class RowArena:
-    """Slots for the rows of one array of all layers: an empty one, the layers', and those in transit."""
+    """Slots for the rows of one array of all layers: an empty one, the layers', and those of staged rows."""
 
     nbytes: int
     """Of one row."""
@@ -67,8 +68,8 @@ class RowArena:
     rows_L: list[Rows]
     offset_L: list[int]
     """Where in the file each layer's rows begin."""
-    transit_R: tuple[int, ...]
-    """The first slot of each region of those in transit (see `row_store`)."""
+    region_R: tuple[int, ...]
+    """The first slot of each region of staged rows (see `row_store`)."""
     whole_L: tuple[bool, ...]
     """Whether all rows of a layer are pinned; they then lie in stored order."""
     counts_L2: Ints
@@ -87,22 +88,25 @@ class RowArena:
 def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> RowArena:
     """The arena of one array with its pinned rows, and with the caches full of those that fire next most often."""
     m, slots = artifact.manifest, plan.slots(name)
-    nbytes, d = row_nbytes(m, name), m.decoder
+    d = m.decoder
+    nbytes = row_nbytes(d, m.formats["ffn"])[name]
     assert nbytes <= reader.piece, (nbytes, reader.piece)  # it would be read beyond the reader's memory
     memory = page_aligned(slots * nbytes)
     reader.hold(memory)
-    owner_S, credit_S, turn_S = np.full(slots, -1, np.int64), np.zeros(slots, np.int64), np.full(slots, -1, np.int64)
+    owner_S, references_S, turn_S = (np.full(slots, first, np.int64) for first in (-1, 0, -1))
     rows_L: list[Rows] = []
     offset_L: list[int] = []
     begin = 1
-    regions = slots - np.cumsum([plan.ahead, plan.ahead, plan.transit, plan.transit])[::-1]
+    regions = slots - np.cumsum([plan.ahead, plan.ahead, plan.staged, plan.staged])[::-1]
     slots_L = plan.first_L if name == "first" else plan.rest_L
     whole_L = tuple(own.pinned == d.neurons for own in slots_L)
     counts_L2 = np.zeros((len(slots_L), 2), np.int64)
     arena = RowArena(nbytes, memory, rows_L, offset_L, tuple(regions.tolist()), whole_L, counts_L2)
     for n, own in enumerate(slots_L):
         cached = begin + own.pinned
-        rows = neuron_cache.rows_of(d.neurons, cached, cached + own.cached, MOST_CREDIT, owner_S, credit_S, turn_S)
+        rows = neuron_cache.rows_of(
+            d.neurons, cached, cached + own.cached, MOST_REFERENCES, owner_S, references_S, turn_S
+        )
         rows = rows._replace(counts_2=counts_L2[n])
         rows_L.append(rows)
         offset_L.append(m.arrays[f"layers/{n}/ffn/{name}"].offset)

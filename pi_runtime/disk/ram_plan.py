@@ -9,15 +9,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi_runtime.artifact.buffers import cache_format, kv_page, kv_pages
+from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.row_memory import SLOT_NBYTES, all_rows, disk_workspace_bytes, least_row_buffers, row_buffers
-from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.rows import (
+    ROW_ARRAYS,
+    all_rows,
+    disk_workspace_bytes,
+    least_row_buffers,
+    row_buffers,
+    slot_nbytes,
+)
+from pi_runtime.artifact.rungs import rung_in_mode
 from pi_runtime.artifact.schema import Manifest, RowPlan
 from pi_runtime.errors import DoesNotFitError, Setting
-from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 
-ROW_ARRAYS = ("first", "rest")
-"""The arrays of an FFN whose rows are read when they are needed."""
 _NOT_RUN = ("/ffn/order", "/ffn/counts")
 _PINNED_SHARE = 0.5
 """Share of the slots that keep the rows that fire most often; the others are a cache."""
@@ -45,7 +50,7 @@ class RamPlan:
     process itself."""
     first_L: tuple[Slots, ...]
     rest_L: tuple[Slots, ...]
-    transit: int
+    staged: int
     """Rows of each array, twice, that stay for one step only."""
     ahead: int
     """The same for rows that are read before their layer's turn."""
@@ -57,15 +62,9 @@ class RamPlan:
     """The stored division that this one follows; None where it goes by the rule."""
 
     def slots(self, name: str) -> int:
-        """Slots of all layers for one of `ROW_ARRAYS`: an empty one, pinned and cached ones, and those in transit."""
+        """Slots of all layers for one of `ROW_ARRAYS`: an empty one, pinned and cached ones, and staged ones."""
         layers = self.first_L if name == "first" else self.rest_L
-        return 1 + sum(one.pinned + one.cached for one in layers) + 2 * (self.transit + self.ahead)
-
-
-def row_nbytes(manifest: Manifest, name: str) -> int:
-    """Bytes of one neuron's stored values in one of `ROW_ARRAYS`, scales not counted."""
-    entry = manifest.arrays[f"layers/0/ffn/{name}"]
-    return entry.nbytes // entry.shape[0]
+        return 1 + sum(one.pinned + one.cached for one in layers) + 2 * (self.staged + self.ahead)
 
 
 def is_resident(name: str) -> bool:
@@ -83,9 +82,9 @@ def resident_places(manifest: Manifest) -> tuple[dict[str, int], int]:
     return places, at
 
 
-def batch_rows(transit: int) -> int:
-    """Most rows that one batch of reads has: of each array as many as go into half of the transit slots."""
-    return 2 * transit + 64
+def batch_rows(staged: int) -> int:
+    """Most rows that one batch of reads has: of each array as many as are staged at once."""
+    return 2 * staged + 64
 
 
 def sequence_kv_bytes(manifest: Manifest, context: int, cache: str) -> int:
@@ -103,14 +102,9 @@ def fixed_bytes(manifest: Manifest, context: int, cache: str, tokens: int, other
     return resident_places(manifest)[1] + workspace + others
 
 
-def slot_nbytes(manifest: Manifest, name: str) -> int:
-    """Bytes that a further slot takes: the row and what is kept about it."""
-    return row_nbytes(manifest, name) + SLOT_NBYTES
-
-
 def useful_budgets(manifest: Manifest, fixed: int) -> tuple[int, int]:
     """The smallest budget with which a model runs, and the one from which on it holds all rows."""
-    d, both = manifest.decoder, sum(slot_nbytes(manifest, name) for name in ROW_ARRAYS)
+    d, both = manifest.decoder, sum(slot_nbytes(manifest.decoder, manifest.formats["ffn"]).values())
     least = fixed + least_row_buffers(d, both)
     return least, least + all_rows(d, both)
 
@@ -123,7 +117,7 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
     fits.
     """
     m = artifact.manifest
-    nbytes = {name: slot_nbytes(m, name) for name in ROW_ARRAYS}
+    nbytes = slot_nbytes(m.decoder, m.formats["ffn"])
     least, most = useful_budgets(m, fixed)
     if budget < least:
         raise DoesNotFitError(
@@ -134,7 +128,7 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
         )
     buffers = row_buffers(m.decoder, sum(nbytes.values()), budget - fixed)
     room = buffers.left
-    gate_L, packed_L = ([_is_gate(layer.rung, how) for layer in m.layers] for how in (mode, "auto"))
+    gate_L, packed_L = ([rung_in_mode(layer.rung, how).needs_all_first for layer in m.layers] for how in (mode, "auto"))
     stored = None if gate_L != packed_L or budget >= most else _largest(m, room)
     slots = _by_rule(artifact, nbytes, gate_L, room) if stored is None else _as_stored(m, stored, nbytes, gate_L, room)
     return RamPlan(
@@ -142,8 +136,8 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
         fixed=fixed,
         first_L=tuple(slots["first"]),
         rest_L=tuple(slots["rest"]),
-        transit=buffers.transit,
-        ahead=buffers.transit // 2,
+        staged=buffers.staged,
+        ahead=buffers.staged // 2,
         block_tokens=buffers.tokens or BLOCK_TOKENS,
         two_phases_L=tuple(gate_L),
         stored=stored,
@@ -185,12 +179,6 @@ def _by_rule(artifact: Artifact, nbytes: dict[str, int], gate_L: Sequence[bool],
         if not gate_L[n]:
             slots["first"][n] = found
     return slots
-
-
-def _is_gate(packed: str, mode: str) -> bool:
-    """Whether a layer that was packed on a rung needs `first` of all its neurons in a mode."""
-    rung = RUNGS[mode if mode in RUNGS and RUNGS[mode].exact else packed]
-    return rung.selector is None and not rung.dense
 
 
 def _row_cost(nbytes: Mapping[str, int], gate: bool) -> int:

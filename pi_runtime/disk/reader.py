@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.file_identity import FileIdentity
-from pi_runtime.artifact.row_memory import BATCHES, PIECE_NBYTES, WORKERS
+from pi_runtime.artifact.rows import BATCHES, PIECE_NBYTES, WORKERS
 from pi_runtime.disk.kernels import reading, ring_reading
 from pi_runtime.disk.kernels.c_calls import c_address
 from pi_runtime.disk.kernels.reading import SEMAPHORE_NBYTES, Shared

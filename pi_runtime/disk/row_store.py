@@ -1,26 +1,29 @@
 """The rows of all FFNs: which are in memory, getting those that are missing, and letting go of them again.
 
-A *request* names neurons of one expert, by array. It is cut into ranges of chunks whose missing rows fit into a region
-of transit slots; a range is fetched into one region while another one is used.
+A *request* names neurons of one expert, by array. `RowStore.ranges` cuts requests into ranges of chunks whose missing
+rows fit into a region of slots for staged rows: while one range is used, the next one is read into another region.
 
 Shape letters: I neurons, C chunks.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice, pairwise
 
 import numpy as np
 
 from pi_runtime.artifact.footprint import CHUNKS
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.rows import ROW_ARRAYS
 from pi_runtime.disk.arena import row_arena
 from pi_runtime.disk.kernels import fetching, neuron_cache
-from pi_runtime.disk.ram_plan import ROW_ARRAYS, RamPlan
+from pi_runtime.disk.ram_plan import RamPlan
 from pi_runtime.disk.reader import Reader
 from pi_runtime.kernels.data.matrix_view import Ints
 
 REGIONS = 2
-"""Regions of transit slots that ranges take in turn; behind them is one for each of two layers' rows read ahead."""
+"""Regions of staged rows that ranges take in turn; behind them is one for each of two layers' rows read ahead."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +40,12 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Work:
-    """A range of the chunks of one expert's FFN: the rows it needs, and what is then computed."""
+class RowRange:
+    """The chunks [begin, end) of one expert's FFN, and the rows of them that are requested."""
 
     request: Request
     begin: int
     end: int
-    compute: Callable[[int, int], None]
 
 
 class RowStore:
@@ -54,7 +56,7 @@ class RowStore:
         self.plan, self.reader, self._d_ff = plan, reader, d.d_ff
         self.arenas = {name: row_arena(artifact, name, plan, reader) for name in ROW_ARRAYS}
         self._row_I, self._slot_I = np.empty(d.d_ff, np.int64), np.empty(d.d_ff, np.int64)
-        self._in_transit: dict[tuple[str, int], int] = {}
+        self._staged: dict[tuple[str, int], int] = {}
         """Slots of each region that hold rows, by array and region."""
         self._ahead: dict[int, Request] = {}
         """What was read ahead for a layer whose turn is not over, by layer."""
@@ -63,46 +65,46 @@ class RowStore:
         """Whether all rows of a layer stay in memory."""
         return all(arena.whole_L[layer] for arena in self.arenas.values())
 
-    def works(self, request: Request, compute: Callable[[int, int], None]) -> list[Work]:
-        """Begin a turn: cut a computation into ranges of chunks whose missing rows fit into a region.
+    def ranges(self, requests: Iterable[Request], keep: bool) -> Iterator[RowRange]:
+        """Cut requests into ranges, in their order; a range's rows are in memory until the next one is taken.
 
-        Rows that are there stay.
+        The first two are asked for at once, a further one whenever the rows of one are let go. `keep`: rows may enter
+        the caches.
         """
-        if self._begin_turn(request) <= self.plan.transit:
-            return [Work(request, 0, CHUNKS, compute)]
+        cut = enumerate(chain.from_iterable(map(self._cut, requests)))
+        coming = ((self._asked(part, n % REGIONS, keep), n % REGIONS) for n, part in cut)
+        return self._used(deque(islice(coming, REGIONS)), coming)
+
+    def _used(self, asked: deque[tuple[RowRange, int]], coming: Iterator[tuple[RowRange, int]]) -> Iterator[RowRange]:
+        """Wait for each of the ranges that are asked for, let it be used, and ask for one more."""
+        while asked:
+            part, region = asked.popleft()
+            self._wait_ahead(part.request.layer)
+            self.reader.wait(region)
+            yield part
+            for name, _ in part.request.needs:
+                self._clear(name, part.request.layer, region)
+            asked.extend(islice(coming, 1))
+
+    def _cut(self, request: Request) -> list[RowRange]:
+        """Begin a turn, so that rows that are there stay; cut the request into ranges that fit into a region."""
+        if self._begin_turn(request) <= self.plan.staged:
+            return [RowRange(request, 0, CHUNKS)]
         cuts, total = [0], 0
         for chunk, absent in enumerate(self._absent_of_chunks(request).tolist()):
-            if total + absent > self.plan.transit:
+            if total + absent > self.plan.staged:
                 cuts.append(chunk)
                 total = 0
             total += absent
-        return [Work(request, begin, end, compute) for begin, end in zip(cuts, [*cuts[1:], CHUNKS], strict=True)]
-
-    def work_off(self, works: Sequence[Work], keep: bool, meanwhile: Callable[[], None] | None = None) -> None:
-        """Compute ranges in order, each while the rows of the next one are read. `keep`: rows may enter the cache.
-
-        `meanwhile` is called when the last range has been asked for, before anything is waited for.
-        """
-        for n in range(-1, len(works)):
-            if n + 1 < len(works):
-                following = works[n + 1]
-                self.fetch(following.request, following.begin, following.end, (n + 1) % REGIONS, keep)
-            if n + 2 == len(works) and meanwhile is not None:
-                meanwhile()
-            if n >= 0:
-                self._wait_ahead(works[n].request.layer)
-                self.reader.wait(n % REGIONS)
-                works[n].compute(works[n].begin, works[n].end)
-                self.release(works[n].request, n % REGIONS)
+        return [RowRange(request, begin, end) for begin, end in pairwise([*cuts, CHUNKS])]
 
     def _begin_turn(self, request: Request) -> int:
         """Begin a turn; returns the absent rows of the array that misses most."""
-        most = 0
+        most, ahead = 0, self._ahead.get(request.layer)
         for name, neuron_I in request.needs:
-            rows = self.arenas[name].rows_L[request.layer]
-            if request.layer in self._ahead and self._ahead[request.layer].has(name):
-                rows.ring_5[neuron_cache.TURN] -= 1  # the turn that reading ahead began: its rows stay
-            most = max(most, neuron_cache.begin_turn(rows, request.expert * self._d_ff, neuron_I))
+            rows, goes_on = self.arenas[name].rows_L[request.layer], ahead is not None and ahead.has(name)
+            absent = neuron_cache.begin_turn(rows, request.expert * self._d_ff, neuron_I, goes_on)
+            most = max(most, absent)
         return most
 
     def _absent_of_chunks(self, request: Request) -> Ints:
@@ -114,27 +116,24 @@ class RowStore:
             np.maximum(most_C, absent_C, out=most_C)
         return most_C
 
-    def fetch(self, request: Request, begin: int, end: int, region: int, keep: bool) -> None:
-        """Begin to read what is missing for the chunks [begin, end). `keep`: it may take slots of the cache."""
+    def _asked(self, part: RowRange, region: int, keep: bool) -> RowRange:
+        """Begin to read what is missing for a range, which is returned. `keep`: it may take slots of the cache."""
+        request = part.request
         for name, neuron_I in request.needs:
             arena = self.arenas[name]
-            wanted = request.expert * self._d_ff, neuron_I, begin, end, keep, arena.transit_R[region]
+            wanted = request.expert * self._d_ff, neuron_I, part.begin, part.end, keep, arena.region_R[region]
             place = arena.offset_L[request.layer], arena.nbytes, arena.address
-            self._in_transit[name, region] = fetching.fetch(
+            self._staged[name, region] = fetching.fetch(
                 arena.rows_L[request.layer], self.reader.shared, region, *wanted, self._row_I, self._slot_I, *place
             )
         self.reader.submit(region)
-
-    def release(self, request: Request, region: int) -> None:
-        """Let go of the rows of a region."""
-        for name, _ in request.needs:
-            self._clear(name, request.layer, region)
+        return part
 
     def _clear(self, name: str, layer: int, region: int) -> None:
         """Forget the rows in a region of an array."""
-        if count := self._in_transit.pop((name, region), 0):
+        if count := self._staged.pop((name, region), 0):
             arena = self.arenas[name]
-            neuron_cache.clear_transit(arena.rows_L[layer], arena.transit_R[region], count)
+            neuron_cache.clear_staged(arena.rows_L[layer], arena.region_R[region], count)
 
     def read_ahead(self, request: Request) -> None:
         """Begin to read a coming layer's rows: as many of those that are missing as fit into their region.
@@ -145,7 +144,7 @@ class RowStore:
         before = {name: self.arenas[name].counts_L2[layer].copy() for name, _ in request.needs}
         if self._begin_turn(request) > self.plan.ahead:
             request = replace(request, needs=[(name, self._fitting(layer, name, i)) for name, i in request.needs])
-        self.fetch(request, 0, CHUNKS, REGIONS + layer % 2, keep=True)
+        self._asked(RowRange(request, 0, CHUNKS), REGIONS + layer % 2, keep=True)
         self._ahead[layer] = request
         for name, counts_2 in before.items():  # they are counted when they are needed
             self.arenas[name].counts_L2[layer] = counts_2
@@ -170,12 +169,12 @@ class RowStore:
         """Forget all rows that may have been on their way: all but the pinned ones."""
         self.reader.drain()
         self._ahead.clear()
-        self._in_transit.clear()
+        self._staged.clear()
         for arena in self.arenas.values():
             for rows in arena.rows_L:
                 neuron_cache.forget(rows)
-                rows.slot_N[rows.slot_N >= arena.transit_R[0]] = 0
-            rows.owner_S[arena.transit_R[0] :] = -1
+                rows.slot_N[rows.slot_N >= arena.region_R[0]] = 0
+            rows.owner_S[arena.region_R[0] :] = -1
 
     def hits_and_misses(self) -> tuple[int, int]:
         """Rows that were in memory when they were asked for, and that were not, since the beginning."""

@@ -16,23 +16,25 @@ from typing import Self, Unpack
 
 import numpy as np
 
-from pi_runtime.engine import session_file
 from pi_runtime.engine.inbox import Inbox
 from pi_runtime.engine.memory import EngineMemory
-from pi_runtime.engine.paused import PausedSessions
+from pi_runtime.engine.model import Model
+from pi_runtime.engine.options import EngineOptions
 from pi_runtime.engine.prompt_pace import PromptPace
 from pi_runtime.engine.scheduler import PIECE, Scheduler, Work
-from pi_runtime.engine.session import Session
+from pi_runtime.engine.sessions import session_file
+from pi_runtime.engine.sessions.session import Session
+from pi_runtime.engine.sessions.suspended import PausedSessions
 from pi_runtime.engine.stats import EngineStats
 from pi_runtime.engine.step_watch import StepWatch
 from pi_runtime.engine.stream import Piece, Request, Scores, Stream, Turns
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache, pages_of
-from pi_runtime.generation import NO_GUESS, Answer, AnswerSettings, Scoring
-from pi_runtime.guesses import Guess, StepTimes
-from pi_runtime.model import Model
-from pi_runtime.options import EngineOptions
+from pi_runtime.sequence.drafts import NO_GUESS, Guess
+from pi_runtime.sequence.sequence import Answer, Scoring
+from pi_runtime.sequence.settings import AnswerSettings
+from pi_runtime.sequence.speculation import StepTimes
 
 MEASURED_TOKENS = 8
 """Least tokens of a step that says what a token of a prompt takes."""
@@ -482,7 +484,7 @@ class Engine:
         before, accepted = len(answer.tokens), answer.accepted_tokens
         error: Exception | None = None
         try:
-            for piece in answer.follow(result, guess, ran, began):
+            for piece in answer.follow(result.logits_TV, result.rows_L2, guess, ran, began):
                 if piece:
                     request.put(Piece(piece, len(answer.tokens) - answer.prompt_tokens))
         except Exception as fault:  # a fault of this request ends no other

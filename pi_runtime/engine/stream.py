@@ -8,9 +8,11 @@ from queue import Empty, SimpleQueue
 from threading import Event
 from typing import NamedTuple
 
+from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.generation import Answer, Scoring, Stats
-from pi_runtime.sampling import TokenLogprobs
+from pi_runtime.sequence.logprobs import TokenLogprobs
+from pi_runtime.sequence.sequence import Answer, Scoring
+from pi_runtime.sequence.stats import Stats
 
 
 class Piece(NamedTuple):
@@ -92,7 +94,8 @@ class Request:
         """Characters of text up to now."""
         self.notify: Callable[[], object] = lambda: None
         """Called by the engine's thread when something has come."""
-        self._block_tokens = block_tokens
+        # Logits of all its tokens are wanted of a scoring.
+        self._block_tokens = min(block_tokens, BLOCK_TOKENS) if isinstance(answer, Scoring) else block_tokens
 
     @property
     def held(self) -> int:

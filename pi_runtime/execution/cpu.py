@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numba
 import numpy as np
 
+from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import DiskStats, Ints, SequenceResult, SequenceStep
@@ -17,7 +18,7 @@ from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME, start_threads
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.weight_table import StoredArrays
-from pi_runtime.kernels.data.workspace import BLOCK_TOKENS, allocate_workspace
+from pi_runtime.kernels.data.workspace import allocate_workspace
 from pi_runtime.kernels.forward import Positions, forward
 from pi_runtime.kernels.reference import rotary_table
 

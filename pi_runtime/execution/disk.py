@@ -17,12 +17,12 @@ from functools import partial
 import numba
 import numpy as np
 
-from pi_runtime.artifact.footprint import FEW_TOKENS, padded_width
+from pi_runtime.artifact.footprint import BLOCK_TOKENS, FEW_TOKENS, padded_width
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.row_memory import TWO_PHASES_FROM, read_nbytes
+from pi_runtime.artifact.rows import ROW_ARRAYS, TWO_PHASES_FROM, read_nbytes
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.disk.arena import ResidentArrays, RowArena
-from pi_runtime.disk.ram_plan import ROW_ARRAYS, RamPlan, batch_rows, fixed_bytes, plan_for, sequence_kv_bytes
+from pi_runtime.disk.ram_plan import RamPlan, batch_rows, fixed_bytes, plan_for, sequence_kv_bytes
 from pi_runtime.disk.reader import Reader
 from pi_runtime.disk.row_store import Request, RowStore
 from pi_runtime.execution.cpu import CpuModel, HostExecutor, tokens_of
@@ -34,7 +34,6 @@ from pi_runtime.execution.pages import Allowance
 from pi_runtime.kernels import ffn_parts
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.neuron_chunks import chunks_of
-from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 from pi_runtime.kernels.moe import ffn_of_experts
 from pi_runtime.kernels.ops.neuron_selection import inputs_of
@@ -185,13 +184,10 @@ class DiskExecutor(HostExecutor):
         """y ← y + one expert's FFN for its tokens: all rows that they name, chunks in order."""
         cfg, parts, w = self._model.cfg, self._parts, self._model.table_LXW[layer, expert]
         named_I = self._named(layer, expert, token_N, select_N, count_all)
-
-        def add(begin: int, end: int) -> None:
-            call = token_N, select_N, weight_N, count_all, begin, end, self._carried_TD, y_TD
+        request = Request(layer, expert, [(name, named_I) for name in ROW_ARRAYS])
+        for part in self.rows.ranges([request], keep=bool(select_N.any())):
+            call = token_N, select_N, weight_N, count_all, part.begin, part.end, self._carried_TD, y_TD
             ffn_parts.add_chunks(cfg, w, *parts, *call)
-
-        works = self.rows.works(Request(layer, expert, [(name, named_I) for name in ROW_ARRAYS]), add)
-        self.rows.work_off(works, keep=bool(select_N.any()))
 
     def _expert_of_few(
         self, layer: int, expert: int, token_N: Ints, select_T: Ints, weight_N: Floats, is_last: bool, y_TD: Floats
@@ -200,28 +196,23 @@ class DiskExecutor(HostExecutor):
         cfg, parts, w = self._model.cfg, self._parts, self._model.table_LXW[layer, expert]
         select_N = select_T[token_N]
         named_I, keep = self._named(layer, expert, token_N, select_N, False), bool(select_N.any())
-        reads_ahead = is_last and bool(select_T.any()) and self._ahead.pays(layer + 1)
-
-        def list_firing(begin: int, end: int) -> None:
-            ffn_parts.list_chunks(cfg, w, *parts, token_N, select_N, begin, end)
-
-        def sum_up(begin: int, end: int) -> None:
-            ffn_parts.sum_chunks(cfg, w, *parts, token_N, weight_N, begin, end)
-
-        def read_ahead() -> None:
-            arrays = ROW_ARRAYS[:1] if self._two_phases(layer + 1) else ROW_ARRAYS
-            self._ahead.read(layer + 1, arrays, y_TD, select_T)
-
-        # The next layer's rows are asked for behind this one's, so that the disk has work while these are waited for.
-        meanwhile = read_ahead if reads_ahead else None
-        works = self.rows.works(Request(layer, expert, [("first", named_I)]), list_firing)
+        requests = [Request(layer, expert, [("first", named_I)])]
         if self._two_phases(layer):
-            self.rows.work_off(works, keep)
+            for part in self.rows.ranges(requests, keep):
+                ffn_parts.list_chunks(cfg, w, *parts, token_N, select_N, part.begin, part.end)
             fire_I = self._fire_F[: ffn_parts.firing(cfg, parts[0], len(token_N), self._fire_F)]
-            works = self.rows.works(Request(layer, expert, [("rest", fire_I)]), sum_up)
+            requests = [Request(layer, expert, [("rest", fire_I)])]
         else:
-            works += self.rows.works(Request(layer, expert, [("rest", named_I)]), sum_up)
-        self.rows.work_off(works, keep, meanwhile)
+            requests.append(Request(layer, expert, [("rest", named_I)]))
+        ranges = self.rows.ranges(requests, keep)
+        if is_last and bool(select_T.any()) and self._ahead.pays(layer + 1):
+            # Behind this layer's rows, so that the disk has work while these are waited for.
+            self._ahead.read(layer + 1, ROW_ARRAYS[:1] if self._two_phases(layer + 1) else ROW_ARRAYS, y_TD, select_T)
+        for part in ranges:
+            if part.request.has("first"):
+                ffn_parts.list_chunks(cfg, w, *parts, token_N, select_N, part.begin, part.end)
+            else:
+                ffn_parts.sum_chunks(cfg, w, *parts, token_N, weight_N, part.begin, part.end)
         ffn_parts.merge(cfg, parts[0], token_N, y_TD)
 
     def _two_phases(self, layer: int) -> bool:
@@ -254,7 +245,7 @@ def open_from_disk(
     """
     kv_nbytes = sequence_kv_bytes(artifact.manifest, context, cache) if kv_budget is None else kv_budget
     plan = plan_for(artifact, mode, budget, fixed_bytes_of(artifact.manifest, context, cache, kv_nbytes))
-    reader = Reader(artifact.path, batch_rows(plan.transit), piece=read_nbytes(artifact.manifest.decoder))
+    reader = Reader(artifact.path, batch_rows(plan.staged), piece=read_nbytes(artifact.manifest.decoder))
     try:
         return DiskExecutor(artifact, mode, context, threads, cache, plan, reader, kv_nbytes)
     except BaseException:

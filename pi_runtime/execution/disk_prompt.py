@@ -7,20 +7,18 @@ Shape letters: T tokens, D model width, K experts of a token, N tokens that take
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 
 import numpy as np
 
-from pi_runtime.artifact.footprint import padded_width
-from pi_runtime.disk.ram_plan import ROW_ARRAYS
-from pi_runtime.disk.row_store import Request, RowStore, Work
+from pi_runtime.artifact.footprint import BLOCK_TOKENS, padded_width
+from pi_runtime.artifact.rows import ROW_ARRAYS
+from pi_runtime.disk.row_store import Request, RowRange, RowStore
 from pi_runtime.execution.cpu import CpuModel, positions_of
 from pi_runtime.execution.executor import Floats, Ints, SequenceStep
 from pi_runtime.kernels import ffn_parts
 from pi_runtime.kernels.codegen import progress
 from pi_runtime.kernels.data.neuron_chunks import chunks_of
-from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.kernels.forward import Positions, after_ffn, attention, embed
 from pi_runtime.kernels.ops.neuron_selection import inputs_of
 
@@ -65,10 +63,9 @@ class PromptReader:
         for b in blocks:
             embed(m.cfg, m.ends, b.tokens_T, b.at.position_T, ws, b.x_TD)
         needs = [(name, self._all_F) for name in ROW_ARRAYS]
-        works: list[Work] = []
-        for layer, expert in product(range(len(m.table_LXW)), range(m.cfg.experts)):
-            works += self._rows.works(Request(layer, expert, needs), partial(self._add, blocks, layer, expert))
-        self._rows.work_off(works, keep=False)
+        every = product(range(len(m.table_LXW)), range(m.cfg.experts))
+        for part in self._rows.ranges((Request(layer, expert, needs) for layer, expert in every), keep=False):
+            self._add(blocks, part)
         for b in blocks:
             after_ffn(m.cfg, m.table_LXW[-1, 0], m.eps, b.x_TD)
         return blocks[-1].x_TD[-1:].copy()
@@ -80,11 +77,11 @@ class PromptReader:
             rows = slice(first, first + len(tokens_T))
             yield _Block(tokens_T, at, **{name: memory[rows] for name, memory in self._memory.items()})
 
-    def _add(self, blocks: list[_Block], layer: int, expert: int, begin: int, end: int) -> None:
-        """Add the sums of an expert's chunks [begin, end). A layer begins with its attention."""
-        m, ws = self._model, self._model.workspace
+    def _add(self, blocks: list[_Block], part: RowRange) -> None:
+        """Add the sums of a range of an expert's chunks. A layer begins with its attention."""
+        m, ws, layer, expert = self._model, self._model.workspace, part.request.layer, part.request.expert
         w = m.table_LXW[layer, expert]
-        if begin == 0 and expert == 0:
+        if part.begin == 0 and expert == 0:
             for b in blocks:
                 self._attend(b, layer)
         for b in blocks:
@@ -94,7 +91,7 @@ class PromptReader:
             none_N, weight_N = np.zeros(len(token_N), np.int64), b.route_weight_TK[token_N, slot_N]
             ffn_parts.prepare(m.cfg, w, b.normed_TD, ws)
             ffn_parts.name_neurons(m.cfg, w, b.normed_TD, token_N, none_N, *self._parts, self._named_F)
-            call = token_N, none_N, weight_N, False, begin, end, b.carried_TD, b.x_TD
+            call = token_N, none_N, weight_N, False, part.begin, part.end, b.carried_TD, b.x_TD
             ffn_parts.add_chunks(m.cfg, w, *self._parts, *call)
             progress.advance()
 

@@ -20,8 +20,6 @@ from pi_runtime.server.errors import ApiError
 from pi_runtime.server.request_log import request_id
 from pi_runtime.server.settings import ServerSettings
 
-OPEN_PATHS = ("/", "/health")
-"""Paths that need no key: the page's own file, which asks for it, and whether the server is well."""
 OWNER_CHARS = 16
 SHOWN_CHARS = 80
 CLIENT_LEFT = 499
@@ -35,9 +33,16 @@ class Guard:
     `request_id`, and `error` for one that is refused.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, count: Callable[[Scope, int, float], None]) -> None:
-        """`count` is called for every request at its end, with its status and the seconds that it took."""
-        self._app, self._count = app, count
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        count: Callable[[Scope, int, float], None],
+        open_paths: Sequence[str] = (),
+    ) -> None:
+        """`count` is called for every request at its end, with its status and the seconds that it took. `open_paths`
+        need no key."""
+        self._app, self._count, self._open_paths = app, count, open_paths
         self._hosts = {name.lower() for name in settings.allowed_hosts}
         self._origins = set(settings.allowed_origins)
         self._keys = [_digest(key.encode()) for key in settings.api_keys]
@@ -87,7 +92,7 @@ class Guard:
         owner = self._owner(given) if self._keys else ""
         if owner is not None:
             return owner
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in self._open_paths:
             return ""
         found = "the API key is wrong" if given else "there is no API key"
         said = f"{found}; send one of the server's as Authorization: Bearer KEY"

@@ -20,7 +20,7 @@ import uvicorn
 from h11._state import MIGHT_SWITCH_PROTOCOL
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pi_runtime.exit_codes import INTERRUPTED
+from pi_runtime.errors.exit_codes import INTERRUPTED
 from pi_runtime.server.connections import Connections, listen, most_connections
 from pi_runtime.server.service import Service
 from pi_runtime.server.settings import Limits, ServerSettings

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from pi_runtime.engine.stats import EngineStats
-from pi_runtime.generation import Stats
+from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.connections import Connections
 
 MEDIA = "text/plain; version=0.0.4; charset=utf-8"

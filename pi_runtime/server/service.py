@@ -1,4 +1,4 @@
-"""The engine as an event loop sees it: jobs are prepared beside the loop, run by the engine, and read without waiting.
+"""The engine as an event loop sees it: requests are prepared beside the loop, and answers read without waiting.
 
 Nothing that takes long runs on the loop.
 """
@@ -15,12 +15,12 @@ from typing import Literal, TypeVar
 from pi_runtime.engine.engine import Engine
 from pi_runtime.errors import PiError
 from pi_runtime.server.admission import Admission, Ticket
+from pi_runtime.server.api.request import GenerateRequest
 from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.jobs import Job
+from pi_runtime.server.in_flight import InFlight
 from pi_runtime.server.metrics import Metrics
 from pi_runtime.server.preparation import Preparation
-from pi_runtime.server.runs import Run
 from pi_runtime.server.settings import ServerSettings
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Service:
         self.on_event: Callable[[str], object] = lambda _: None
         """Called with what an operator should know."""
         self._engine: Engine | None = None
-        self._runs: dict[int, Run] = {}
+        self._in_flight: dict[int, InFlight] = {}
         self._numbers = count()
         self._open_requests = 0
         self._preparation = Preparation(settings.limits.prepare_s)
@@ -79,9 +79,9 @@ class Service:
         return self.phase == "ready", self.phase
 
     @property
-    def runs(self) -> list[Run]:
+    def in_flight(self) -> list[InFlight]:
         """What the engine works on, the oldest first."""
-        return list(self._runs.values())
+        return list(self._in_flight.values())
 
     @property
     def open_requests(self) -> int:
@@ -134,27 +134,25 @@ class Service:
         return await self._preparation.run(client.name, call)
 
     @contextmanager
-    def running(self, run: Run) -> Iterator[Run]:
-        """Let a run be seen while the block runs, and end it afterwards."""
+    def running(self, request: InFlight) -> Iterator[None]:
+        """Let a request be seen while the block runs, and end it afterwards."""
         number, began = next(self._numbers), time.monotonic()
-        self._runs[number] = run
-        run.listen()
+        self._in_flight[number] = request
+        request.listen()
         try:
-            yield run
+            yield
         finally:
-            run.cancel()
-            del self._runs[number]
+            request.cancel()
+            del self._in_flight[number]
             self.admission.count(time.monotonic() - began)
 
-    async def begin(self, job: Job, ticket: Ticket, arrived: float, client: Client) -> Run:
-        """Hand a client's job to the engine. Raises ApiError for what cannot be run."""
-        answers = sum(ask.count for ask in job.asks)
-        most = self.settings.limits.answers
-        if answers > most:
-            raise ApiError(400, f"{answers} answers; at most {most} in a request", param="n")
-        ticket.take(answers)
+    async def begin(self, request: GenerateRequest, ticket: Ticket, arrived: float, client: Client) -> InFlight:
+        """Hand a client's request to the engine. Raises ApiError for what cannot be run."""
+        ticket.take(request.answers)
         engine = self.engine
-        return await self.prepare(client, lambda: Run(job, engine, self.metrics, self.settings, arrived, client.owner))
+        return await self.prepare(
+            client, lambda: InFlight(request, engine, self.metrics, self.settings, arrived, client.owner)
+        )
 
     async def drain(self) -> None:
         """Take on nothing more; let what runs go on for a while, then end it with an error."""
@@ -163,8 +161,8 @@ class Service:
             self.on_event(f"stopping within {self.settings.drain_s:g} s; open requests: {self._open_requests}")
         await self._until_idle(self.settings.drain_s if self.phase == "draining" else 0.0)
         said = "the server is stopping" if self.phase == "draining" else "the engine has failed"
-        for run in self.runs:
-            run.fail(unavailable(said, self.phase))
+        for request in self.in_flight:
+            request.fail(unavailable(said, self.phase))
         await self._until_idle(LAST_WORDS_S)
 
     async def _until_idle(self, seconds: float) -> None:

@@ -1,38 +1,31 @@
-"""The child process of `pi_runtime.text.grammar_check`: reads one grammar, says what is wrong with it, and ends.
+"""The child process of `pi_runtime.text.grammar_check`: says what is wrong with a grammar.
 
-Started as a file, isolated and without site packages:
-
-    python -I -S -B _grammar_worker.py SECONDS MEMORY_BYTES PATH
-
-PATH is the folder of llguidance. The request is {"kind": …, "source": …}, the reply a message, which is empty
-for a good grammar.
+Started as `_confined.py` says, with the folder of llguidance. A request is {"kind": …, "source": …}, the reply
+{"text": message}, which is empty for a good grammar.
 """
 
 import json
-import math
 import sys
+from typing import Any
 
-if sys.platform != "win32":
-    import resource
+if __name__ == "__main__":  # isolated mode knows only the standard library
+    sys.path += sys.argv[4:]
+
+from _confined import serve  # type: ignore[import-not-found]  # a file beside this one
+from llguidance import LLMatcher
+
+READ = {
+    "json-schema": LLMatcher.grammar_from_json_schema,
+    "regex": LLMatcher.grammar_from_regex,
+    "lark": LLMatcher.grammar_from_lark,
+}
 
 
-def main() -> None:
-    sys.path.append(sys.argv[3])  # isolated mode knows only the standard library
-    from llguidance import LLMatcher  # noqa: PLC0415
-
-    request = json.loads(sys.stdin.buffer.read())
-    if sys.platform != "win32":
-        seconds, memory_bytes = math.ceil(float(sys.argv[1])), int(sys.argv[2])
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds + 1, seconds + 1))
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    read = {
-        "json-schema": LLMatcher.grammar_from_json_schema,
-        "regex": LLMatcher.grammar_from_regex,
-        "lark": LLMatcher.grammar_from_lark,
-    }[request["kind"]]
-    sys.stdout.buffer.write(LLMatcher.validate_grammar(read(request["source"])).encode())
+def reply_to(request: bytes) -> dict[str, Any]:
+    """The reply to one request."""
+    asked = json.loads(request)
+    return {"text": LLMatcher.validate_grammar(READ[asked["kind"]](asked["source"]))}
 
 
 if __name__ == "__main__":
-    main()
+    serve(reply_to, has_files=True)

@@ -1,25 +1,16 @@
 """The child process of `pi_runtime.text.chat_template`: renders one chat template, as often as it is asked.
 
-Started as a file, isolated and without site packages:
-
-    python -I -S -B _template_worker.py SECONDS MEMORY_BYTES OUTPUT_BYTES PATH…
-
-PATH are the folders of jinja2 and markupsafe. The child imports them, confines itself, writes a newline, and only then
-reads: a line {"template": str}, then for each rendering a line {"variables": {…}}. Its reply to each is one line of
+Started as `_confined.py` says, with the folders of jinja2 and markupsafe. The first line is {"template": str}, then
+comes for each rendering a line {"variables": {…}}. The reply to each is one of
 
     {"text": str}   {"limit": "memory" | "output"}   {"error": str, "line": int | null}
-
-It ends with its input.
 
 The environment is the one of transformers' `apply_chat_template` (utils/chat_template_utils.py): the sandbox is the
 first wall, the confined process the second.
 """
 
-import contextlib
 import json
-import math
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -43,9 +34,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
-
-if sys.platform != "win32":
-    import resource
+from _confined import serve  # type: ignore[import-not-found]  # a file beside this one
 
 MESSAGE_CHARS = 1000
 
@@ -125,32 +114,6 @@ def environment() -> jinja2.Environment:
     return env
 
 
-def confine(seconds: float, memory_bytes: int) -> None:
-    """Let this process compute for a while in bounded memory, and do nothing else."""
-    if sys.platform != "win32":
-        time.tzset()  # reads the zone file that strftime_now needs
-        allow_time(seconds)
-        for limit, value in (
-            (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_AS, memory_bytes),
-            (resource.RLIMIT_NPROC, 0),
-            (resource.RLIMIT_FSIZE, 0),
-            (resource.RLIMIT_NOFILE, 3),  # the standard streams, nothing more
-        ):
-            # A system that refuses one limit, as macOS does, keeps the others.
-            with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(limit, (value, value))
-
-
-def allow_time(seconds: float) -> None:
-    """Let this process compute so long from now on. The parent's clock comes first; this one works without it."""
-    if sys.platform != "win32":
-        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        limit = math.ceil(time.process_time() + seconds) + 1
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
-
-
 @lru_cache(1)
 def compiled(template: str) -> jinja2.Template:
     return environment().from_string(template)
@@ -188,18 +151,19 @@ def line_of(error: Exception) -> int | None:
     return lines[-1] if lines else None
 
 
-def main() -> None:
-    seconds, memory_bytes, output_bytes = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    confine(seconds, memory_bytes)
-    sys.stdout.buffer.write(b"\n")
-    sys.stdout.buffer.flush()
-    template = json.loads(sys.stdin.buffer.readline())["template"]
-    for line in sys.stdin.buffer:
-        allow_time(seconds)
-        reply = render(template, line, output_bytes)
-        sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
-        sys.stdout.buffer.flush()
+class Renderer:
+    """Replies to requests: the first has the template, and no reply."""
+
+    def __init__(self, output_bytes: int) -> None:
+        self._output_bytes, self._template = output_bytes, ""
+        self._has_template = False
+
+    def __call__(self, request: bytes) -> dict[str, Any] | None:
+        if self._has_template:
+            return render(self._template, request, self._output_bytes)
+        self._template, self._has_template = json.loads(request)["template"], True
+        return None
 
 
 if __name__ == "__main__":
-    main()
+    serve(Renderer(int(sys.argv[3])), has_files=False)

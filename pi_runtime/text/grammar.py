@@ -14,7 +14,7 @@ import numpy.typing as npt
 import tokenizers
 
 from pi_runtime.errors import ArtifactError, PiError, Setting, UsageError
-from pi_runtime.exit_codes import missing_extra
+from pi_runtime.errors.exit_codes import missing_extra
 from pi_runtime.text.kept import Kept
 
 Mask = npt.NDArray[np.bool_]

@@ -41,9 +41,8 @@ from pi_compile.machine.measurement import measure_machine
 from pi_compile.results import WINDOWS
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.row_memory import WORKERS
+from pi_runtime.artifact.rows import WORKERS, row_nbytes
 from pi_runtime.artifact.sizes import PARTS
-from pi_runtime.disk.ram_plan import row_nbytes
 
 LIKENESS = 0.98
 """Of the embeddings of tokens whose ids follow each other."""
@@ -253,7 +252,7 @@ def measure_ablation(case: Case, group: MemoryGroup | None) -> None:
 def measure_policies(case: Case) -> None:
     """Hit rates of cache policies on the traces of both persistences."""
     with Artifact.open(case.path) as artifact:
-        rows_per_page = max(1, 4096 // row_nbytes(artifact.manifest, "first"))
+        rows_per_page = max(1, 4096 // row_nbytes(artifact.manifest.decoder, artifact.manifest.formats["ffn"])["first"])
     for level, (named, _) in case.traces.items():
         traces = named[:: max(1, case.decoder.n_layers // 4)]
         active, *before = np.sum([persistence(trace, case.decoder.d_ff) for trace in traces], axis=0).tolist()

@@ -26,9 +26,10 @@ from support.bench_model import VOCABULARY, add_arguments, opened, verdict
 from support.paths import ROOT
 
 from pi_runtime import Engine, Model, Sampling
-from pi_runtime.generation import Answer, Generation
-from pi_runtime.guesses import StepTimes
-from pi_runtime.sampling import Sampler
+from pi_runtime.engine.generation import Generation
+from pi_runtime.sequence.sampler import Sampler
+from pi_runtime.sequence.sequence import Answer
+from pi_runtime.sequence.speculation import StepTimes
 
 INSTRUCTION = "Write the following text again, with the changes that were asked for:"
 EDITED_WORDS, DROPPED = 0.03, 1 / 12

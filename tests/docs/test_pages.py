@@ -51,7 +51,8 @@ def test_the_keys_of_a_machine_profile_are_documented() -> None:
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
-    from pi_runtime import errors, exit_codes
+    from pi_runtime import errors
+    from pi_runtime.errors import exit_codes
 
     codes = {one.exit_code for one in vars(errors).values() if isinstance(one, type) and hasattr(one, "exit_code")}
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", page("reference/exit-codes.md"), re.M)}

@@ -16,6 +16,7 @@ from support.fuzz import mutations
 from support.fuzz.cases import Cases
 from support.fuzz.texts import SHORT, check, damaged_json
 from support.gguf_files import rounded_checkpoint, write_gguf
+from support.quantised_files import quantise
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import read_text_files
@@ -23,10 +24,15 @@ from pi_compile.checkpoint.tokenizer_files import read_text_files
 pytestmark = pytest.mark.slow
 
 
-def test_checkpoints(cases: Cases, tmp_path: Path) -> None:
-    """Config, header of the weights, and index."""
+@pytest.mark.parametrize("form", ["", "gptq", "awq", "packed-zeros", "int8-zeros"])
+def test_checkpoints(cases: Cases, tmp_path: Path, form: str) -> None:
+    """Config, header of the weights, and index; quantised, the weights themselves too."""
     folder = tmp_path / "model"
-    random_checkpoint(folder, "qwen2")
+    if form:
+        hf.random_llama(folder, hidden_size=40, intermediate_size=84, num_attention_heads=4, num_key_value_heads=2)
+        quantise(folder, form)
+    else:
+        random_checkpoint(folder, "qwen2")
     whole = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
     def damaged(rng: Random) -> str:
@@ -43,7 +49,11 @@ def test_checkpoints(cases: Cases, tmp_path: Path) -> None:
         (folder / "model.safetensors").write_bytes(size.to_bytes(8, "little") + text + data[8 + len(text) :])
         return f"header {what}"
 
-    check(cases, SHORT, 0.5, damaged, lambda: open_checkpoint(folder).digest())
+    def read() -> None:
+        checkpoint = open_checkpoint(folder)
+        checkpoint.check_values() if form else checkpoint.digest()
+
+    check(cases, SHORT, 0.5, damaged, read)
 
 
 def test_tokenizer_files(cases: Cases, tmp_path: Path) -> None:

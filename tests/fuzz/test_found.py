@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from support.paths import ROOT
 
-from pi_runtime.engine import session_file
+from pi_runtime.engine.sessions import session_file
 from pi_runtime.errors import DoesNotFitError, InputError, NotMetError, UsageError
-from pi_runtime.exit_codes import code_and_message
-from pi_runtime.sampling import Sampling, parse_logit_bias
+from pi_runtime.errors.exit_codes import code_and_message
+from pi_runtime.sequence.sampling import Sampling, parse_logit_bias
 
 DEEP = "[" * 5000
 GIANT = f"0x{'f' * 20_000}"

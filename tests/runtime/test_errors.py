@@ -10,7 +10,7 @@ import pytest
 import pi_compile
 import pi_runtime
 from pi_runtime.errors import DoesNotFitError, PiError, Setting, UsageError, keyword, read_error
-from pi_runtime.exit_codes import code_and_message, flag
+from pi_runtime.errors.exit_codes import code_and_message, flag
 
 FLAG = re.compile(r"(?:^|[\s`])--[a-z…]")
 COMMAND = re.compile(

@@ -17,9 +17,9 @@ from support.synthetic import END_ID, random_artifact, small_decoder
 
 from pi_runtime import Engine, Grammar, Model, Sampling, load
 from pi_runtime.artifact.schema import Text
+from pi_runtime.engine.generation import Generation
 from pi_runtime.engine.stream import Stream
 from pi_runtime.errors import MissingExtraError, PiError, UsageError
-from pi_runtime.generation import Generation
 from pi_runtime.text.grammar import COMPILED_BYTES
 
 pytest.importorskip("llguidance")

@@ -47,8 +47,9 @@ FOREIGN = {"torch", "transformers", "datasets", "highspy", "zarr", "safetensors"
 
 
 def modules(package: str, path: list[str]) -> list[str]:
+    """Those that are imported; a child process's file is run, in no package."""
     names = [info.name for info in pkgutil.walk_packages(path, f"{package}.")]
-    return [package, *(name for name in names if not name.endswith("__main__"))]
+    return [package, *(name for name in names if not name.endswith(("__main__", "_worker")))]
 
 
 def runtime_modules() -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pi_runtime import Model
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.row_memory import read_nbytes
+from pi_runtime.artifact.rows import read_nbytes
 from pi_runtime.disk.ram_plan import batch_rows, plan_for, sequence_kv_bytes, useful_budgets
 from pi_runtime.disk.reader import Reader
 from pi_runtime.execution.disk import DiskExecutor
@@ -18,7 +18,7 @@ def from_disk(
     path: Path, share: float, mode: str = "auto", *, threads: int = 2, context: int | None = None,
     reader: dict[str, Any] | None = None, **plan_fields: Any,
 ) -> Model:  # fmt: skip
-    """The model with memory for this share of what all rows take; of it a sixteenth is for rows in transit.
+    """The model with memory for this share of what all rows take; of it a sixteenth is for staged rows.
 
     `reader` has settings of the reader; `plan_fields` replace what the rule would choose.
     """
@@ -27,7 +27,7 @@ def from_disk(
     least, whole = useful_budgets(m, fixed=0)
     plan = replace(plan_for(found, mode, max(least, int(share * whole)), fixed=0), **plan_fields)
     context = m.decoder.context_length if context is None else context
-    rows = Reader(path, batch_rows(plan.transit), **{"piece": read_nbytes(m.decoder), **(reader or {})})
+    rows = Reader(path, batch_rows(plan.staged), **{"piece": read_nbytes(m.decoder), **(reader or {})})
     kv = 64 * sequence_kv_bytes(m, context, "auto")
     return Model(found, mode, DiskExecutor(found, mode, context, threads, "auto", plan, rows, kv))
 

@@ -43,6 +43,7 @@ OPT = {
     "max_position_embeddings": 37,
 }
 GPT2 = {"vocab_size": 131, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_positions": 37, "n_inner": 53, "eos_token_id": 2}
+PHI3 = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {"hidden_size": 60}
 MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}
 SCALED: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0},
@@ -117,6 +118,14 @@ CASES: dict[str, Case] = {
         {k: v for k, v in LLAMA.items() if k != "head_dim"} | {"num_attention_heads": 3, "num_key_value_heads": 1},
     ),
     "qwen3": Case("Qwen3", LLAMA | {"attention_bias": True}),
+    "qwen3-moe": Case(
+        "Qwen3Moe",
+        LLAMA | {"moe_intermediate_size": 53, "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+    "arcee": Case("Arcee", LLAMA),
+    "arcee-biases": Case("Arcee", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "phi3": Case("Phi3", PHI3),
+    "phi3-window": Case("Phi3", PHI3 | {"sliding_window": 19, "num_key_value_heads": 6}),
     "nemotron": Case("Nemotron", LLAMA | {"head_dim": 12, "partial_rotary_factor": 0.5}),
     "nemotron-biases": Case("Nemotron", LLAMA | {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
     "phi": Case("Phi", LLAMA | {"hidden_size": 60, "num_key_value_heads": 6, "partial_rotary_factor": 0.4}),
@@ -189,6 +198,7 @@ def random_sizes(name: str, seed: int) -> dict[str, int]:
             own_width = {"head_dim": width} if "head_dim" in fields else {}
             hidden = heads * (int(rng.integers(1, 9)) if own_width else width)
             sizes = {"hidden_size": hidden, "intermediate_size": neurons, "num_key_value_heads": kv, **own_width}
+            sizes |= {key: neurons for key in fields if key == "moe_intermediate_size"}
     common = {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": context}
     return sizes | common
 

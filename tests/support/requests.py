@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pi_runtime import Engine, Grammar, Model, Sampling
+from pi_runtime.engine.generation import Generation
 from pi_runtime.engine.stream import Stream
-from pi_runtime.generation import Generation
-from pi_runtime.guesses import MOST_GUESSES, Guess, PromptLookup
+from pi_runtime.sequence.drafts import MOST_GUESSES, Guess, PromptLookup
 from support.definition import Found, answer_of
 
 CAN_CONSTRAIN = find_spec("llguidance") is not None

@@ -82,18 +82,18 @@ def misses_lru(trace: Trace, pinned: int, room: int) -> float:
 
 def misses_clock(trace: Trace, rows: int, pinned: int, room: int) -> float:
     """The same with the runtime's own cache."""
-    owner_S, credit_S, turn_S = (np.zeros(1 + pinned + room + rows, np.int64) for _ in range(3))
+    owner_S, references_S, turn_S = (np.zeros(1 + pinned + room + rows, np.int64) for _ in range(3))
     owner_S[:] = -1
     begin = 1 + pinned
-    held = neuron_cache.rows_of(rows, begin, begin + room, 3, owner_S, credit_S, turn_S)
+    held = neuron_cache.rows_of(rows, begin, begin + room, 3, owner_S, references_S, turn_S)
     neuron_cache.place(held, np.arange(pinned), 1)
     row_I, slot_I = np.empty(rows, np.int64), np.empty(rows, np.int64)
     missed = counted = 0
     for t, needed_I in enumerate(trace):
         before = int(held.counts_2[neuron_cache.MISSES])
-        neuron_cache.begin_turn(held, 0, needed_I)
+        neuron_cache.begin_turn(held, 0, needed_I, False)
         neuron_cache.obtain(held, 0, needed_I, 0, CHUNKS, True, begin + room, row_I, slot_I)
-        neuron_cache.clear_transit(held, begin + room, rows)
+        neuron_cache.clear_staged(held, begin + room, rows)
         if 4 * t >= len(trace):
             missed, counted = missed + int(held.counts_2[neuron_cache.MISSES]) - before, counted + 1
     return missed / counted

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pi_runtime.artifact import schema
 from pi_runtime.artifact.buffers import cpu_workspace
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import input_nbytes
+from pi_runtime.artifact.footprint import BLOCK_TOKENS, input_nbytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.quantisation import dequantise, quantise
 from pi_runtime.artifact.rungs import RUNGS
@@ -19,7 +19,7 @@ from pi_runtime.kernels import reference
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import matrix
 from pi_runtime.kernels.data.quantised_input import prepare_input
-from pi_runtime.kernels.data.workspace import BLOCK_TOKENS, Workspace
+from pi_runtime.kernels.data.workspace import Workspace
 
 F32 = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]

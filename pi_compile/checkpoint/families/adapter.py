@@ -109,6 +109,19 @@ def separate_qkv(name: str) -> dict[str, tuple[SourceTensor, ...]]:
     return {"attention/qkv": weights, "attention/qkv_bias": biases}
 
 
+def experts_ffn(n_experts: int, block: str, gate: str, up: str, down: str) -> dict[str, tuple[SourceTensor, ...]]:
+    """The arrays of a router and of gated experts: `block.gate`, and `block.experts.E` with linear layers so named."""
+    names = [f"{block}.experts.{e}" for e in range(n_experts)]
+    rest = [
+        (SourceTensor(f"{name}.{up}.weight"), SourceTensor(f"{name}.{down}.weight", transposed=True)) for name in names
+    ]
+    return {
+        "ffn/router": stored(f"{block}.gate.weight"),
+        "ffn/first": stored(*(f"{name}.{gate}.weight" for name in names)),
+        "ffn/rest": tuple(tensor for pair in rest for tensor in pair),
+    }
+
+
 def plain_ffn(first: str, rest: str, *, transposed: bool = False) -> dict[str, tuple[SourceTensor, ...]]:
     """The arrays of an FFN of two linear layers, whose matrices may be stored `transposed`."""
     down = {"ffn/rest": (SourceTensor(f"{rest}.weight", not transposed),), "ffn/down_bias": stored(f"{rest}.bias")}

@@ -97,6 +97,14 @@ def activation(config: Config, default: str) -> dict[str, Any]:
     return {"activation": "relu", "threshold": float(value)}
 
 
+def experts(config: Config, key: str, default: int | None = None, *, per_token: int | None = None) -> dict[str, int]:
+    """The decoder's fields `n_experts` and `experts_per_token`; defaults of the family where it has them."""
+    count, taken = config.size(key, default), config.size("num_experts_per_tok", per_token)
+    if taken > count:
+        raise config.error("num_experts_per_tok", taken, expected=f"at most {count} experts")
+    return {"n_experts": count, "experts_per_token": taken}
+
+
 def kv_heads(config: Config, key: str, default: int, n_heads: int) -> int:
     """The number of heads of keys and values, a divisor of `n_heads`."""
     found = config.size(key, default)

@@ -1,21 +1,26 @@
 """Llama, and its kin with the same tensors: RMSNorm, rotary positions, grouped-query attention, gated FFN.
 
-SparseLlama is ProSparse's, with FATReLU as activation; the modelling code in their repositories is not needed. MiniCPM
-scales embedding, residual and logits, so it can be planned for, not read.
+SparseLlama is ProSparse's, with FATReLU as activation; the modelling code in their repositories is not needed. Arcee's
+FFN is plain, with squared ReLU. MiniCPM scales embedding, residual and logits, so it can be planned for, not read.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import rope
-from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor, linear, separate_qkv, stored
+from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor, linear, plain_ffn, separate_qkv, stored
 from pi_compile.checkpoint.families.fields import biases, usual_decoder
 from pi_runtime.artifact.decoder import Decoder
 
 
-def _decoder(config: Config, family: str = "llama") -> Decoder:
+def _decoder(config: Config, family: str = "llama", **options: Any) -> Decoder:
     attention, ffn = config.flag("attention_bias", default=False), config.flag("mlp_bias", default=False)
-    return usual_decoder(config, family, **biases(attention=attention, ffn=ffn))
+    return usual_decoder(config, family, **biases(attention=attention, ffn=ffn), **options)
+
+
+def _arcee(config: Config) -> Decoder:
+    return _decoder(config, "arcee", context=4096, norm_eps=1e-5, hidden_act="relu2", ffn="plain")
 
 
 _KEYS = """
@@ -51,6 +56,14 @@ ADAPTER = Adapter(
     read_keys=KEYS | {"attention_bias", "mlp_bias"},
     ignored_tensors=(r"rotary_emb\.inv_freq$",),
     decoder=_decoder,
+)
+_ARCEE_LAYER = {**ATTENTION, **plain_ffn("layers.{n}.mlp.up_proj", "layers.{n}.mlp.down_proj")}
+ARCEE = replace(
+    ADAPTER,
+    family="arcee",
+    architectures=("ArceeForCausalLM", "ArceeModel"),
+    layer_tensors=lambda _: _ARCEE_LAYER,
+    decoder=_arcee,
 )
 SPARSELLAMA = replace(
     ADAPTER,

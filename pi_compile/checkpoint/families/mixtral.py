@@ -10,42 +10,31 @@ from typing import Any
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import llama, mistral
-from pi_compile.checkpoint.families.adapter import SourceTensor, Table, stored
+from pi_compile.checkpoint.families.adapter import Table, experts_ffn
+from pi_compile.checkpoint.families.fields import experts
 from pi_runtime.artifact.decoder import Decoder
 
 _THETA = 1e6
-_EXPERT = "layers.{n}.block_sparse_moe.experts."
 
 
 def _decoder(config: Config, family: str = "mixtral", **differences: Any) -> Decoder:
-    experts, per_token = config.size("num_local_experts", 8), config.size("num_experts_per_tok", 2)
-    if per_token > experts:
-        raise config.error("num_experts_per_tok", per_token, expected=f"at most {experts} experts")
-    return mistral.decoder(
-        config, family, window=None, theta=_THETA, n_experts=experts, experts_per_token=per_token, **differences
-    )
+    routed = experts(config, "num_local_experts", 8, per_token=2)
+    return mistral.decoder(config, family, window=None, theta=_THETA, **routed, **differences)
 
 
 def _layer(d: Decoder) -> Table:
-    """Expert by expert: w1 is the gate, w3 up, w2 down."""
-    names = [f"{_EXPERT}{e}" for e in range(d.n_experts)]
-    rest = [(SourceTensor(f"{name}.w3.weight"), SourceTensor(f"{name}.w2.weight", transposed=True)) for name in names]
-    return {
-        **llama.ATTENTION,
-        "ffn/router": stored("layers.{n}.block_sparse_moe.gate.weight"),
-        "ffn/first": stored(*(f"{name}.w1.weight" for name in names)),
-        "ffn/rest": tuple(tensor for pair in rest for tensor in pair),
-    }
+    return {**llama.ATTENTION, **experts_ffn(d.n_experts, "layers.{n}.block_sparse_moe", gate="w1", up="w3", down="w2")}
 
 
-_TRAINING_KEYS = {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
+TRAINING_KEYS = {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
+"""Keys of a router that do not change the function."""
 
 ADAPTER = replace(
     llama.ADAPTER,
     family="mixtral",
     architectures=("MixtralForCausalLM", "MixtralModel"),
     layer_tensors=_layer,
-    read_keys=mistral.KEYS | {"num_local_experts", "num_experts_per_tok", *_TRAINING_KEYS},
+    read_keys=mistral.KEYS | {"num_local_experts", "num_experts_per_tok", *TRAINING_KEYS},
     decoder=_decoder,
 )
 TURBOSPARSE = replace(

@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from pi_compile.checkpoint.config import Config, check_keys, refuse_changes
 from pi_compile.checkpoint.families.adapter import Adapter
+from pi_compile.checkpoint.quantised.scheme import KEY, read_scheme
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
 
@@ -18,6 +19,7 @@ BUILT_IN = (
     "pi_compile.checkpoint.families.falcon:ADAPTER",
     "pi_compile.checkpoint.families.gpt2:ADAPTER",
     "pi_compile.checkpoint.families.llama:ADAPTER",
+    "pi_compile.checkpoint.families.llama:ARCEE",
     "pi_compile.checkpoint.families.llama:MINICPM",
     "pi_compile.checkpoint.families.llama:SPARSELLAMA",
     "pi_compile.checkpoint.families.mistral:ADAPTER",
@@ -27,8 +29,10 @@ BUILT_IN = (
     "pi_compile.checkpoint.families.nemotron:ADAPTER",
     "pi_compile.checkpoint.families.opt:ADAPTER",
     "pi_compile.checkpoint.families.phi:ADAPTER",
+    "pi_compile.checkpoint.families.phi:PHI3",
     "pi_compile.checkpoint.families.qwen:QWEN2",
     "pi_compile.checkpoint.families.qwen:QWEN3",
+    "pi_compile.checkpoint.families.qwen:QWEN3_MOE",
 )
 
 
@@ -84,10 +88,12 @@ def decoder_of(config: Config, ignore_config: Collection[str] = (), *, in_recipe
     question, and what `check_keys` raises.
     """
     adapter = find_adapter(config)
+    read_scheme(config)
+    read = adapter.read_keys | {KEY}
     if adapter.plan_only:
-        refuse_changes(config, adapter.read_keys, adapter.neutral_keys)
+        refuse_changes(config, read, adapter.neutral_keys)
     else:
-        check_keys(config, adapter.read_keys, adapter.neutral_keys, ignore_config, in_recipe=in_recipe)
+        check_keys(config, read, adapter.neutral_keys, ignore_config, in_recipe=in_recipe)
     return adapter.decoder(config)
 
 

@@ -62,6 +62,8 @@ class GgufTensors:
 
     described_by = "its metadata"
     block_types = frozenset(kind.name for kind in BLOCK_TYPES)
+    without_effect: frozenset[str] = frozenset()
+    notices: tuple[str, ...] = ()
 
     def __init__(self, file: GgufFile, decoder: Decoder) -> None:
         self._file, self._decoder = file, decoder

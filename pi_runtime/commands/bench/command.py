@@ -9,7 +9,7 @@ from pi_runtime import console
 from pi_runtime.commands.bench import ram_sweep, rendering
 from pi_runtime.commands.bench.measurement import Bench, BenchSpec
 from pi_runtime.commands.bench.ram_sweep import BudgetRow
-from pi_runtime.model import Model
+from pi_runtime.engine.model import Model
 
 
 def run_bench(

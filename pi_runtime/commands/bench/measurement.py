@@ -20,11 +20,11 @@ from pi_runtime.artifact.schema import Manifest
 from pi_runtime.commands.bench.kept_neurons import KeptNeurons
 from pi_runtime.commands.bench.sequences import LEAD, STEPS, Sequences
 from pi_runtime.console import Progress, size
+from pi_runtime.engine.model import Model
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.devices import available_memory
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.model import Model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,12 @@ from pi_runtime import console
 from pi_runtime.commands.bench.rendering import CURVE
 from pi_runtime.console import Progress
 from pi_runtime.disk.ram_plan import useful_budgets
+from pi_runtime.engine.model import Model
 from pi_runtime.errors import DoesNotFitError, Setting, UsageError, spelled
 from pi_runtime.execution.disk import DiskExecutor
 from pi_runtime.execution.executor import DiskStats
-from pi_runtime.model import Model
-from pi_runtime.sampling import Sampler, Sampling
+from pi_runtime.sequence.sampler import Sampler
+from pi_runtime.sequence.sampling import Sampling
 
 BUDGETS = 6
 LEAD, MOST_TOKENS = 8, 64

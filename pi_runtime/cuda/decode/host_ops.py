@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.cuda.decode.selectors import picks
 from pi_runtime.cuda.memory.handover import HandoverArrays, PinnedBuffers
@@ -22,7 +23,6 @@ from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_layout import Cuts
 from pi_runtime.kernels import moe
 from pi_runtime.kernels.data import neuron_chunks
-from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 from pi_runtime.kernels.ops.neuron_selection import inputs_of
 from pi_runtime.kernels.split_ffn import Integers, cold_sum, predict

@@ -8,15 +8,15 @@ from pi_runtime.kernels.data.matrix_view import Ints
 
 @public
 def fetch(
-    rows: Rows, s: Shared, batch: int, base: int, neuron_I: Ints, begin: int, end: int, keep: bool, transit: int,
+    rows: Rows, s: Shared, batch: int, base: int, neuron_I: Ints, begin: int, end: int, keep: bool, staging: int,
     row_I: Ints, slot_I: Ints, offset: int, nbytes: int, target: int,
 ) -> int:  # fmt: skip
     """Append the reads of the absent rows base + neuron of the chunks [begin, end) to a batch.
 
     Arguments as of `obtain` and `add_rows`; `row_I` and `slot_I` have room for all. Returns how many slots from
-    `transit` on they take.
+    `staging` on these take.
     """
-    count, in_transit = obtain(rows, base, neuron_I, begin, end, keep, transit, row_I, slot_I)
+    count, staged = obtain(rows, base, neuron_I, begin, end, keep, staging, row_I, slot_I)
     if count > 0:
         add_rows(s, batch, row_I[:count], slot_I[:count], offset, nbytes, target)
-    return in_transit
+    return staged

@@ -135,19 +135,6 @@ def switch(b: Any, code: Any, cases: Mapping[int, Callable[[], Any]]) -> Any:
     return chosen
 
 
-def floats_of(b: Any, fmt: str, base: Any, column: Any, n: int, count: Any = None) -> Any:
-    """Load n stored numbers of f32, f16 or bf16 from `column` on, as float32; or only the first `count`, then zeros."""
-    stored = {"f32": F32, "f16": HALF, "bf16": I16}[fmt]
-    at = b.mul(column, offset(4 if fmt == "f32" else 2))
-    kind = vec(stored, n)
-    found = load(b, base, at, kind) if count is None else load_some(b, base, at, count, kind)
-    if fmt == "f32":
-        return found
-    if fmt == "f16":
-        return b.fpext(found, vec(F32, n))
-    return b.bitcast(b.shl(b.zext(found, vec(I32, n)), const(I32, n, 16)), vec(F32, n))
-
-
 def dot_bytes(b: Any, sums: Any, weights: Any, x: Any, *, signed: bool) -> Any:
     """sums_i + Σ_{j<4} w_{4i+j} x_{4i+j} in 32 bits; x has signed bytes.
 

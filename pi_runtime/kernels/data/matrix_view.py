@@ -74,17 +74,6 @@ def float_to_half(typing_context: Any, number: Any) -> Any:
 
 
 @intrinsic
-def bfloat_to_float(typing_context: Any, bits: Any) -> Any:
-    """Convert bfloat16 in a uint16 to float32: the same bits, then sixteen zeros."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        wide = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(wide, ir.FloatType())
-
-    return types.float32(types.uint16), generate
-
-
-@intrinsic
 def count_ones(typing_context: Any, word: Any) -> Any:
     """Count the bits that are set in a uint64."""
 

@@ -18,7 +18,7 @@ from pi_runtime.artifact.footprint import PAD
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen.jit import device, public, strict_device
 from pi_runtime.kernels.data.matrix_view import Floats, is_quantised, pointer_of
-from pi_runtime.kernels.data.row_loading import GROUP_COLUMNS
+from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS
 
 _TINY = np.float32(2.0**-126)
 """Below the smallest normal scale 1/s would overflow: such a block counts as zeros."""

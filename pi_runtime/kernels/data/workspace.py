@@ -13,10 +13,8 @@ import numpy.typing as npt
 
 from pi_runtime.artifact.buffers import cpu_workspace
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.kernels.data.matrix_view import Floats, Ints, Words
-
-BLOCK_TOKENS = 64
-"""Most tokens of one call."""
 
 
 class Workspace(NamedTuple):

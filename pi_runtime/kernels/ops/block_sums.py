@@ -30,7 +30,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pi_runtime.artifact.footprint import STRIP, SUM_NEURONS
-from pi_runtime.artifact.formats import BLOCK, FORMATS
+from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
@@ -45,10 +45,9 @@ from pi_runtime.kernels.data.matrix_view import (
     values_of_row,
     vector,
 )
-from pi_runtime.kernels.data.row_loading import GROUP_COLUMNS, load_row, load_single_block
+from pi_runtime.kernels.data.row_loading import load_row, load_single_block
+from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, GROUP_COLUMNS, BlockFormat
 
-_BITS = {f.code: f.bits for f in FORMATS.values() if f.quantised}
-"""The block formats: code → bits of a weight."""
 _LOW = [lane for k in (0, 8) for j in range(4) for lane in (k + j, 16 + k + j)]
 _WORDS = [_LOW, [lane + 4 for lane in _LOW]]
 """Lanes of the words of blocks 0, 1, 4, 5, and of blocks 2, 3, 6, 7."""
@@ -110,21 +109,21 @@ def _add_strip(m: MatrixView, index: int, count: int, known: int, h: int, y_P: F
         for rows in (a.rows_K, a.later_K):
             integers(rows, count + 1)[count] = integers(rows, count)[count - 1]
     groups, pairs = (m.columns + BLOCK - 1) // GROUP_COLUMNS, (count + 1) // 2
-    _sum_groups(m.fmt, a.rows_K, pairs, a.n_PB, a.g_B, a.sum_B, _BLOCKS, groups, address_of(y_P), a.later_K)
+    _sum_groups(m.fmt, (a.rows_K, pairs, a.n_PB, a.g_B, a.sum_B, _BLOCKS, groups, address_of(y_P), a.later_K))
     # Blocks outside the groups, at most seven a row, are added in float32; c is no longer needed.
     out_J = vector(a.c_KB, BLOCK)
     for block in range(8 * groups, (m.columns + BLOCK - 1) // BLOCK):
         y_J = y_P[block * BLOCK : (block + 1) * BLOCK]
         for k in range(count):
             scale = carray(pointer_of(m.scales + index_K[k] * m.scales_stride + 2 * block), (1,), np.uint16)[0]
-            load_single_block(m.fmt, values_of_row(m, index_K[k]), block, half_to_float(scale), out_J)
+            load_single_block(m.fmt, values_of_row(m, index_K[k]), block, half_to_float(scale), a.c_KB)
             for j in range(BLOCK):
                 y_J[j] += h_K[k] * out_J[j]
 
 
 @dataclass
 class _Factors:
-    """Emits c, g, n and −8 Σ n of a strip for `lanes` of its blocks.
+    """Emits c, g, n and −Σ n of a strip for `lanes` of its blocks.
 
     The values are those of `_quantise_factors`, and `first` is the first of the blocks.
     """
@@ -183,7 +182,7 @@ class _Factors:
             other = b.select(paired, rounded(partner), v.const(v.I32, lanes, 0))
             both = b.or_(b.shl(other, v.const(v.I32, lanes, 16)), b.and_(one, v.const(v.I32, lanes, 0xFFFF)))
             v.store(b, both, n, b.add(b.mul(k, v.offset(2 * _BLOCKS)), at))
-            b.store(b.sub(b.load(total), b.shl(b.add(one, other), v.const(v.I32, lanes, 3))), total)
+            b.store(b.sub(b.load(total), b.add(one, other)), total)
         v.store(b, b.load(total), sums, at)
 
 
@@ -193,7 +192,7 @@ def _parts_of_values(b: Any, scratch: Any) -> list[Any]:
 
 @intrinsic
 def _quantise_factors(typing_context: Any, arguments: Any) -> Any:
-    """Write c, g, n, −8 Σ n of a strip, and the addresses of its rows and of those to prefetch.
+    """Write c, g, n, −Σ n of a strip, and the addresses of its rows and of those to prefetch.
 
     The tuple: values, stride, scales, scales' stride, slots, list, factors, count, known, scratch, blocks of the strip
     (padded to fours).
@@ -213,54 +212,39 @@ def _quantise_factors(typing_context: Any, arguments: Any) -> Any:
     return types.void(types.UniTuple(types.intp, 11)), generate
 
 
-def _columns(b: Any, bits: int, pairs: Any) -> list[Any]:
-    """Even and odd columns as unsigned 16-bit numbers, 128 or 8 above q; for q4 of the lower and the upper nibbles."""
-
-    def by(k: int) -> Any:
-        return v.const(v.I16, 16, k)
-
-    if bits == 8:
-        return [b.and_(pairs, by(255)), b.lshr(pairs, by(8))]
-    first, second, third = (b.and_(b.lshr(pairs, by(4 * k)) if k else pairs, by(15)) for k in range(3))
-    return [first, third, second, b.lshr(pairs, by(12))]
-
-
-def _parts(b: Any, bits: int, rows: list[Any], place: Any, n: Any) -> Iterator[tuple[Any, Any]]:
+def _parts(f: BlockFormat, b: Any, rows: list[Any], place: Any, n: Any) -> Iterator[tuple[Any, Any]]:
     """32 bytes of two rows as vectors of pairs, each with the pairs of factors n for its lanes."""
-    two = [v.load(b, row, place, v.vec(v.I16, 16)) for row in rows]
-    if bits == 8:
-        two = [b.xor(words, v.const(v.I16, 16, 0x8080 - 0x10000)) for words in two]
+    one, other = (v.load(b, row, place, v.vec(v.I16, 16)) for row in rows)
     for words, owners in zip(_WORDS, _OWNERS, strict=True):
         factors = v.shuffle(b, n, n, owners)
-        for part in _columns(b, bits, v.shuffle(b, two[0], two[1], words)):
+        for part in f.pairs(b, v.shuffle(b, one, other, words)):
             yield part, factors
 
 
-def _add(b: Any, bits: int, sums: list[Any], scales: Any, y: Any, first: Any) -> None:
+def _add(f: BlockFormat, b: Any, sums: list[Any], scales: Any, y: Any, first: Any) -> None:
     """Add the finished sums of one vector to y; the first block's first four begins at column `first`."""
-    halves = 8 // bits
-    for k, half in itertools.product(range(2), range(halves)):
-        even, odd = (b.load(sums[(k * halves + half) * 2 + part]) for part in range(2))
+    for k, half in itertools.product(range(2), range(f.per_byte)):
+        even, odd = (b.load(sums[(k * f.per_byte + half) * 2 + part]) for part in range(2))
         for which, lanes in enumerate(_FOURS):
             block = 2 * k + which  # in the lower lanes, and block + 4 in the upper ones
             factors = v.shuffle(b, scales, scales, [block] * 4 + [block + 4] * 4)
             value = b.fmul(b.sitofp(v.shuffle(b, even, odd, lanes), scales.type), factors)
             for part in range(2):
-                column = b.add(first, v.offset((block + 4 * part) * BLOCK + 16 * half))
+                column = b.add(first, v.offset((block + 4 * part) * BLOCK + BLOCK // f.per_byte * half))
                 at, four = b.mul(column, v.offset(4)), v.shuffle(b, value, value, range(4 * part, 4 * part + 4))
                 v.store(b, b.fadd(v.load(b, y, at, four.type), four), y, at)
 
 
-def _emit_sum(b: Any, bits: int, arguments: Any) -> None:
+def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
     """Emit the sum for one format; `arguments` as those of `_sum_groups` without the format."""
-    lines = bits // 2  # cache lines of a group
+    lines = f.group_nbytes // v.LINE
     rows, n, g, sums, y, later = (v.pointer(b, arguments[k]) for k in (0, 2, 3, 4, 7, 8))
     pairs, blocks, groups, ints = arguments[1], arguments[5], arguments[6], v.vec(v.I32, 8)
     with cgutils.for_range(b, b.mul(groups, v.offset(lines))) as loop:
         group, inside = b.udiv(loop.index, v.offset(lines)), b.urem(loop.index, v.offset(lines))
         line, eight = b.mul(loop.index, v.offset(v.LINE)), b.mul(group, v.offset(32))
-        start = b.mul(v.load(b, sums, eight, ints), v.const(v.I32, 8, 16 if bits == 8 else 1))
-        starts = [v.shuffle(b, start, start, owners) for owners in _OWNERS for _ in range(16 // bits)]
+        start = b.mul(v.load(b, sums, eight, ints), v.const(v.I32, 8, f.zero))
+        starts = [v.shuffle(b, start, start, owners) for owners in _OWNERS for _ in range(2 * f.per_byte)]
         found = [[cgutils.alloca_once_value(b, one) for one in starts] for _ in range(2)]
         for place, one in ((p, o) for vector in found for p, o in zip(vector, starts, strict=True)):
             b.store(one, place)
@@ -271,35 +255,27 @@ def _emit_sum(b: Any, bits: int, arguments: Any) -> None:
             two = [v.pointer(b, v.load(b, rows, place, v.I64)) for place in at]
             factors = v.load(b, n, b.add(b.mul(b.mul(pair.index, blocks), v.offset(4)), eight), ints)
             for vector in range(2):
-                parts = _parts(b, bits, two, b.add(line, v.offset(32 * vector)), factors)
+                parts = _parts(f, b, two, b.add(line, v.offset(32 * vector)), factors)
                 for into, (part, owned) in zip(found[vector], parts, strict=True):
                     b.store(v.dot_words(b, b.load(into), part, owned), into)
         scales = v.load(b, g, eight, v.vec(v.F32, 8))
         for vector in range(2):
             four = b.add(b.mul(inside, v.offset(2)), v.offset(vector))
             first = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), b.mul(four, v.offset(4)))
-            _add(b, bits, found[vector], scales, y, first)
+            _add(f, b, found[vector], scales, y, first)
 
 
 @intrinsic
-def _sum_groups(
-    typing_context: Any,
-    fmt: Any,
-    rows: Any,
-    pairs: Any,
-    n: Any,
-    g: Any,
-    sums: Any,
-    blocks: Any,
-    groups: Any,
-    y: Any,
-    later: Any,
-) -> Any:
-    """y ← y + the sum over whole groups. Addresses of: the rows' addresses, two a pair; n [pairs, blocks, 2] in 16
-    bits; g and −8 Σ n [blocks]; y; the addresses of rows to prefetch."""
+def _sum_groups(typing_context: Any, fmt: Any, arguments: Any) -> Any:
+    """y ← y + the sum over whole groups.
+
+    The tuple: address of the rows' addresses, two a pair; pairs; addresses of n [pairs, blocks, 2] in 16 bits, g and
+    −Σ n [blocks]; blocks; groups; y's address, and that of the addresses of rows to prefetch.
+    """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        v.switch(b, arguments[0], {code: partial(_emit_sum, b, n, arguments[1:]) for code, n in _BITS.items()})
+        values = cgutils.unpack_tuple(b, arguments[1])
+        v.switch(b, arguments[0], {code: partial(_emit_sum, f, b, values) for code, f in BLOCK_FORMATS.items()})
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 10), generate
+    return types.void(types.intp, types.UniTuple(types.intp, 9)), generate

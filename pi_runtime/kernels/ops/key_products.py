@@ -22,17 +22,27 @@ from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data.matrix_view import F16, F32, half_to_float, pointer_of
+from pi_runtime.kernels.data.matrix_view import F16, F32, pointer_of
+from pi_runtime.kernels.data.weight_formats import FLOAT_FORMATS, FloatFormat, float_weight
 
 _TILES = (8, 4, 2, 1) if ISA.lanes == 16 else (2, 1)
 """Queries of a tile: as many as there are registers for their scores, and fewer for those that are left."""
 
 
 def _emit_tiles(
-    fmt: str, b: Any, keys: Any, values: Any, later: Any, columns: Any, queries: Any, index: Any, count: Any, out: Any
+    f: FloatFormat,
+    b: Any,
+    keys: Any,
+    values: Any,
+    later: Any,
+    columns: Any,
+    queries: Any,
+    index: Any,
+    count: Any,
+    out: Any,
 ) -> None:
     """Emit the loops over queries and columns for one format."""
-    nbytes = POSITIONS * (4 if fmt == "f32" else 2)
+    nbytes = POSITIONS * f.nbytes
     kind, done = v.vec(v.F32, POSITIONS), v.offset(0)
     zeros = v.const(v.F32, POSITIONS, 0.0)
     for size in _TILES:
@@ -46,7 +56,7 @@ def _emit_tiles(
             for total in sums:
                 b.store(zeros, total)
             with cgutils.for_range(b, columns) as column:
-                key = v.floats_of(b, fmt, v.pointer(b, keys), b.mul(column.index, v.offset(POSITIONS)), POSITIONS)
+                key = f.load(b, v.pointer(b, keys), b.mul(column.index, v.offset(POSITIONS)), POSITIONS)
                 for line in range(0, nbytes if size <= _FEW else 0, v.LINE):
                     for place in (values, later):
                         at = b.add(b.mul(column.index, v.offset(nbytes)), v.offset(line))
@@ -69,13 +79,10 @@ def _emit_key_products(typing_context: Any, fmt: Any, call: Any) -> Any:
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         values = cgutils.unpack_tuple(b, arguments[1])
-        v.switch(b, arguments[0], {code: partial(_emit_tiles, name, b, *values) for code, name in _FORMATS.items()})
+        v.switch(b, arguments[0], {code: partial(_emit_tiles, FLOAT_FORMATS[code], b, *values) for code in (F32, F16)})
         return context.get_dummy_value()
 
     return types.void(types.intp, types.UniTuple(types.intp, 8)), generate
-
-
-_FORMATS = {F32: "f32", F16: "f16"}
 
 
 @public
@@ -92,15 +99,13 @@ def portable_key_products(
 ) -> None:
     """The definition of `key_products` in plain loops."""
     index_N = carray(pointer_of(index), (count,), np.int64)
-    float_JS = carray(pointer_of(keys), (columns, POSITIONS), np.float32)
-    half_JS = carray(pointer_of(keys), (columns, POSITIONS), np.uint16)
     for n in range(count):
         q_J = carray(pointer_of(queries + 4 * columns * index_N[n]), (columns,), np.float32)
         score_S = carray(pointer_of(out + 4 * POSITIONS * n), (POSITIONS,), np.float32)
         score_S[:] = np.float32(0)
         for j in range(columns):
             for s in range(POSITIONS):
-                score_S[s] += q_J[j] * (half_to_float(half_JS[j, s]) if fmt == F16 else float_JS[j, s])
+                score_S[s] += q_J[j] * float_weight(fmt, keys, j * POSITIONS + s)
 
 
 _key_products = by_address(vector_key_products if ISA.lanes else portable_key_products)

@@ -9,16 +9,15 @@ any company. The vectors are quantised inputs (see `quantised_input`): q their i
 vectors are taken in tiles, so that a weight that was read serves several vectors. While rows are read, later ones are
 prefetched.
 
-Shape letters: R rows and T vectors of a tile, B blocks, J bytes and L lanes of a register, N rows of a call.
+Shape letters: D columns, P padded columns, B blocks, N rows of a call.
 """
 
 # The signatures of `generate` are numba's.
 # ruff: noqa: ARG001
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,24 +26,16 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pi_runtime.artifact.formats import BLOCK, FORMATS
+from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data.matrix_view import (
-    BF16,
-    F16,
-    F32,
-    MatrixView,
-    bfloat_to_float,
-    half_to_float,
-    is_quantised,
-    pointer_of,
-    values_of_row,
-)
+from pi_runtime.kernels.data.matrix_view import MatrixView, half_to_float, is_quantised, pointer_of, values_of_row
 from pi_runtime.kernels.data.quantised_input import padded_columns, row_order_at, scales_at
-from pi_runtime.kernels.data.row_loading import GROUP_COLUMNS, integer_weight, stored_index
+from pi_runtime.kernels.data.row_loading import stored_index
+from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, FLOAT_FORMATS, float_weight, integer_weight
+from pi_runtime.kernels.ops.product_tiles import BlockTile, Rows, float_tile, lane_sums
 
 ROWS = 4
 """Rows of a tile."""
@@ -55,174 +46,6 @@ LONG = 1024
 """Columns of a long row."""
 _FLOAT_TILES, _BLOCK_TILES = ((6, 4, 2, 1), (3, 2, 1)) if ISA.lanes == 16 else ((2, 1), (1,))
 """Vectors of a tile: as many as there are registers for the sums, and fewer for those that are left."""
-_BITS = {f.code: f.bits for f in FORMATS.values() if f.quantised}
-"""The block formats: code → bits of a weight."""
-_FLOATS = {F32: "f32", F16: "f16", BF16: "bf16"}
-
-
-@dataclass
-class _Rows:
-    """Pointers to some rows, to their scales, and to the rows that are prefetched meanwhile."""
-
-    values: list[Any]
-    scales: list[Any]
-    later: list[Any]
-    later_scales: list[Any]
-
-
-Sums = list[list[Any]]
-"""[T][R] places of float registers, one for each product of a tile."""
-
-
-def _float_tile(fmt: str, b: Any, rows: _Rows, inputs: list[Any], columns: Any, sums: Sums) -> None:
-    """Emit a tile of a float format: add the products to `sums`."""
-    lanes, size = ISA.lanes, 4 if fmt == "f32" else 2
-
-    def add(w: list[Any], x: list[Any]) -> None:
-        for x_L, into in zip(x, sums, strict=True):
-            for w_L, total in zip(w, into, strict=True):
-                b.store(v.fma(b, w_L, x_L, b.load(total)), total)
-
-    def whole(column: Any) -> None:
-        at = b.mul(column, v.offset(4))
-        w = [v.floats_of(b, fmt, row, column, lanes) for row in rows.values]
-        add(w, [v.load(b, x, at, v.vec(v.F32, lanes)) for x in inputs])
-
-    at_once = 4 * lanes
-    with cgutils.for_range(b, b.udiv(columns, v.offset(at_once))) as loop:
-        first = b.mul(loop.index, v.offset(at_once))
-        for line, row in product(range(0, at_once * size, v.LINE), rows.later):
-            v.prefetch(b, row, b.add(b.mul(first, v.offset(size)), v.offset(line)))
-        for k in range(4):
-            whole(b.add(first, v.offset(k * lanes)))
-    done = b.and_(columns, v.offset(-at_once))
-    with cgutils.for_range(b, b.udiv(b.sub(columns, done), v.offset(lanes))) as loop:
-        whole(b.add(done, b.mul(loop.index, v.offset(lanes))))
-    column = b.and_(columns, v.offset(-lanes))
-    with b.if_then(b.icmp_signed("<", column, columns)):
-        left = b.sub(columns, column)
-        at = b.mul(column, v.offset(4))
-        w = [v.floats_of(b, fmt, row, column, lanes, left) for row in rows.values]
-        add(w, [v.load_some(b, x, at, left, v.vec(v.F32, lanes)) for x in inputs])
-
-
-class _Input:
-    """Pointers into a quantised input: its bytes, its scales, and the negative sums of its blocks."""
-
-    def __init__(self, b: Any, base: Any, columns: Any) -> None:
-        p = b.and_(b.add(columns, v.offset(127)), v.offset(-128))
-        self.bytes = b.gep(base, [b.mul(p, v.offset(4))])
-        self.scales = b.gep(base, [b.mul(p, v.offset(5))])
-        self.block_sums = b.gep(self.scales, [b.udiv(p, v.offset(8))])
-
-
-class _BlockTile:
-    """Emits a tile of a block format.
-
-    In a group of eight blocks, lane l of a register belongs to block l % 8 (see `artifact.formats`). The bytes that are
-    multiplied are unsigned, 8 (q4) or 128 (q8) above the weights: so a sum starts at −8 or −128 times that of q. Where
-    signed bytes can be multiplied, those of q8 are.
-    """
-
-    def __init__(self, bits: int, b: Any, rows: _Rows, inputs: list[Any], columns: Any, sums: Sums) -> None:
-        self.bits, self.b, self.rows, self.sums = bits, b, rows, sums
-        self.inputs = [_Input(b, x, columns) for x in inputs]
-        self.unsigned = bits == 4 or ISA.dot
-        blocks = b.udiv(b.add(columns, v.offset(BLOCK - 1)), v.offset(BLOCK))
-        groups = b.udiv(blocks, v.offset(8))
-        with cgutils.for_range(b, b.udiv(b.add(blocks, v.offset(31)), v.offset(32))) as loop:
-            for row in rows.later_scales:
-                v.prefetch(b, row, b.mul(loop.index, v.offset(v.LINE)))
-        with cgutils.for_range(b, groups) as loop:
-            self._group(loop.index)
-        done, at_once = b.mul(groups, v.offset(8)), 8 // bits  # of q4, two blocks outside the groups share their bytes
-        left = b.udiv(b.add(b.sub(blocks, done), v.offset(at_once - 1)), v.offset(at_once))
-        with cgutils.for_range(b, left) as loop:
-            self._single(b.add(done, b.mul(loop.index, v.offset(at_once))))
-
-    def _start(self, x: _Input, block: Any, count: int, lanes: int) -> Any:
-        """What the integer sums of `count` blocks start at, in the first of the lanes."""
-        if not self.unsigned:
-            return v.const(v.I32, lanes, 0)
-        found = v.load(self.b, x.block_sums, self.b.mul(block, v.offset(4)), v.vec(v.I32, count))
-        found = self.b.shl(found, v.const(v.I32, count, 7 if self.bits == 8 else 3))
-        zeros = ir.Constant(found.type, [0] * count)
-        return v.shuffle(self.b, found, zeros, [min(k, count) for k in range(lanes)])
-
-    def _weights(self, row: Any, at: Any, n: int) -> list[Any]:
-        """Registers of n bytes as they are multiplied: one of q8, two of q4 (lower and upper nibbles)."""
-        found = v.load(self.b, row, at, v.vec(v.I8, n))
-        if self.bits == 4:
-            return [self.b.and_(found, v.const(v.I8, n, 15)), self.b.lshr(found, v.const(v.I8, n, 4))]
-        return [self.b.xor(found, v.const(v.I8, n, -128)) if self.unsigned else found]
-
-    def _multiply(self, found: list[Any], w: list[list[Any]], half: int, x: _Input, at: Any) -> list[Any]:
-        """The integer sums `found` plus the products of one register of each row with the input's bytes."""
-        q_J = v.load(self.b, x.bytes, at, w[0][half].type)
-        signed = self.bits == 8
-        return [v.dot_bytes(self.b, one, w_r[half], q_J, signed=signed) for one, w_r in zip(found, w, strict=True)]
-
-    def _add(self, found: list[list[Any]], s: list[Any], t: list[Any]) -> None:
-        """Add integer sums times the scales of their blocks."""
-        for found_t, t_L, into in zip(found, t, self.sums, strict=True):
-            for one, s_L, total in zip(found_t, s, into, strict=True):
-                value = self.b.sitofp(one, s_L.type)
-                self.b.store(v.fma(self.b, value, self.b.fmul(s_L, t_L), self.b.load(total)), total)
-
-    def _group(self, group: Any) -> None:
-        b, lanes, size = self.b, ISA.lanes, 4 * ISA.lanes
-        nbytes = GROUP_COLUMNS * self.bits // 8
-        block, stored = b.mul(group, v.offset(8)), b.mul(group, v.offset(nbytes))
-        for line, row in product(range(0, nbytes, v.LINE), self.rows.later):
-            v.prefetch(b, row, b.add(stored, v.offset(line)))
-        found = [[self._start(x, block, 8, lanes)] * len(self.rows.values) for x in self.inputs]
-        for k in range(0, nbytes, size):
-            w = [self._weights(row, b.add(stored, v.offset(k)), size) for row in self.rows.values]
-            for half, (n, x) in product(range(len(w[0])), enumerate(self.inputs)):
-                at = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), v.offset(k + half * GROUP_COLUMNS // 2))
-                found[n] = self._multiply(found[n], w, half, x, at)
-
-        def every_lane(eight: Any) -> Any:
-            return v.shuffle(b, eight, eight, [k % 8 for k in range(lanes)])
-
-        floats = v.vec(v.F32, 8)
-        s = [b.fpext(v.load(b, row, b.mul(block, v.offset(2)), v.vec(v.HALF, 8)), floats) for row in self.rows.scales]
-        t = [v.load(b, x.scales, b.mul(block, v.offset(4)), floats) for x in self.inputs]
-        self._add(found, [every_lane(s_8) for s_8 in s], [every_lane(t_8) for t_8 in t])
-
-    def _single(self, block: Any) -> None:
-        """A block outside the groups, at most seven a row, or two of q4."""
-        b, lanes, at_once = self.b, ISA.lanes, 8 // self.bits
-        at = b.udiv(b.mul(block, v.offset(BLOCK)), v.offset(at_once))
-        w = [self._weights(row, at, BLOCK) for row in self.rows.values]
-        for half in range(at_once):
-            one, found = b.add(block, v.offset(half)), []
-            for x in self.inputs:
-                eight = [self._start(x, one, 1, 8)] * len(w)
-                eight = self._multiply(eight, w, half, x, b.mul(one, v.offset(BLOCK)))
-                zeros = v.const(v.I32, 8, 0)
-                found.append([v.shuffle(b, sums_8, zeros, [min(k, 8) for k in range(lanes)]) for sums_8 in eight])
-            s = [b.fpext(v.load(b, row, b.mul(one, v.offset(2)), v.HALF), v.F32) for row in self.rows.scales]
-            t = [v.load(b, x.scales, b.mul(one, v.offset(4)), v.F32) for x in self.inputs]
-            self._add(found, [v.splat(b, s_1, lanes) for s_1 in s], [v.splat(b, t_1, lanes) for t_1 in t])
-
-
-def _lane_sums(b: Any, four: Sequence[Any]) -> Any:
-    """A register with the lane sums of `ROWS` = 4 registers; each is added in halves."""
-
-    def halved(one: Any, other: Any, part: int) -> Any:
-        """Lower plus upper half of each part of so many lanes, of two registers side by side."""
-        low = [k for k in range(2 * one.type.count) if k % part < part // 2]
-        return b.fadd(v.shuffle(b, one, other, low), v.shuffle(b, one, other, [k + part // 2 for k in low]))
-
-    lanes = four[0].type.count
-    found = halved(halved(four[0], four[1], lanes), halved(four[2], four[3], lanes), lanes // 2)
-    part = lanes // 4
-    while part > 1:
-        low = [k for k in range(4 * part) if k % part < part // 2]
-        found = b.fadd(v.shuffle(b, found, found, low), v.shuffle(b, found, found, [k + part // 2 for k in low]))
-        part //= 2
-    return found
 
 
 @dataclass
@@ -252,7 +75,7 @@ class _Call:
         last = self.b.sub(count, v.offset(1))
         return self.b.select(self.b.icmp_signed("<", n, last), n, last)
 
-    def _rows(self, n: Any, rows: int) -> _Rows:
+    def _rows(self, n: Any, rows: int) -> Rows:
         """Rows from the n-th on (past the end the last one again), and the rows that are prefetched meanwhile."""
         b = self.b
         ahead = b.udiv(b.add(self.stride, v.offset(AHEAD_NBYTES - 1)), self.stride)
@@ -269,14 +92,14 @@ class _Call:
         def values(numbers: list[Any]) -> list[Any]:
             return pointers([v.listed(b, self.slots, row, row) for row in numbers], self.values, self.stride)
 
-        return _Rows(
+        return Rows(
             values(now),
             pointers(now, self.scales, self.scales_stride),
             values(later),
             pointers(later, self.scales, self.scales_stride),
         )
 
-    def _tile(self, tile: Callable[..., Any], rows: _Rows, row: Any, t: Any, size: int) -> None:
+    def _tile(self, tile: Callable[..., Any], rows: Rows, row: Any, t: Any, size: int) -> None:
         """Emit one tile: its products go where the rows from `row` on, and the vectors from t on, have theirs."""
         b, lanes, inputs = self.b, ISA.lanes, []
         for k in range(size):
@@ -289,7 +112,7 @@ class _Call:
             b.store(zeros, place)
         tile(b, rows, inputs, self.columns, sums)
         for k, into in enumerate(sums):
-            found = _lane_sums(b, [b.load(place) for place in into] + [zeros] * (ROWS - count))
+            found = lane_sums(b, [b.load(place) for place in into] + [zeros] * (ROWS - count))
             token = b.add(t, v.offset(k))
             at = b.add(b.add(self.out, b.mul(token, self.out_stride)), b.mul(row, v.offset(4)))
             with b.if_then(b.icmp_signed("<", token, self.token_count)):
@@ -335,10 +158,10 @@ def _emit_row_products(typing_context: Any, fmt: Any, call: Any) -> Any:
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         call = _Call(b, *cgutils.unpack_tuple(b, arguments[1]))
         cases: dict[int, Callable[[], None]] = {}
-        for code, name in _FLOATS.items():
-            cases[code] = partial(call.emit, partial(_float_tile, name), _FLOAT_TILES, 2)
-        for code, bits in _BITS.items():
-            cases[code] = partial(call.emit, partial(_BlockTile, bits), _BLOCK_TILES, 1)
+        for code, f in FLOAT_FORMATS.items():
+            cases[code] = partial(call.emit, partial(float_tile, f), _FLOAT_TILES, 2)
+        for code, block in BLOCK_FORMATS.items():
+            cases[code] = partial(call.emit, partial(BlockTile, block), _BLOCK_TILES, 1)
         v.switch(b, arguments[0], cases)
         return context.get_dummy_value()
 
@@ -359,16 +182,9 @@ def vector_row_products(
 
 @public
 def _float_product(fmt: int, row: int, input_at: int, columns: int) -> np.float32:
-    x_D = carray(pointer_of(input_at), (columns,), np.float32)
-    total = np.float32(0)
-    if fmt == F32:
-        full_D = carray(pointer_of(row), (columns,), np.float32)
-        for j in range(columns):
-            total += full_D[j] * x_D[j]
-    else:
-        half_D = carray(pointer_of(row), (columns,), np.uint16)
-        for j in range(columns):
-            total += (half_to_float(half_D[j]) if fmt == F16 else bfloat_to_float(half_D[j])) * x_D[j]
+    x_D, total = carray(pointer_of(input_at), (columns,), np.float32), np.float32(0)
+    for j in range(columns):
+        total += float_weight(fmt, row, j) * x_D[j]
     return total
 
 
@@ -383,7 +199,7 @@ def _block_product(fmt: int, row: int, scales: int, input_at: int, columns: int)
         whole = np.int32(0)
         for column in range(block * BLOCK, (block + 1) * BLOCK):
             at = stored_index(column, blocks)
-            whole += np.int32(integer_weight(fmt, row, at, blocks)) * np.int32(q_P[at])
+            whole += integer_weight(fmt, row, at, blocks) * np.int32(q_P[at])
         total += half_to_float(s_B[block]) * t_B[block] * np.float32(whole)
     return total
 

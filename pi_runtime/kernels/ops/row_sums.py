@@ -27,10 +27,10 @@ from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data.matrix_view import BF16, F16, F32, MatrixView, pointer_of
+from pi_runtime.kernels.data.matrix_view import MatrixView, pointer_of
 from pi_runtime.kernels.data.row_loading import load_row
+from pi_runtime.kernels.data.weight_formats import FLOAT_FORMATS, FloatFormat
 
-_FLOATS = {F32: "f32", F16: "f16", BF16: "bf16"}
 _HAS_VECTORS = ISA.lanes > 0
 
 
@@ -53,14 +53,14 @@ class _Call:
     y: Any
     y_stride: Any
 
-    def emit(self, fmt: str) -> None:
+    def emit(self, f: FloatFormat) -> None:
         """Emit a format's loops over rows, once for one token and once for several."""
         b = self.b
         with b.if_else(b.icmp_signed("==", self.tokens, v.offset(1))) as branches:
             for branch, alone in zip(branches, (True, False), strict=True):
                 with branch, cgutils.for_range_slice(b, v.offset(0), self.count, v.offset(SUM_ROWS)) as (first, _):
                     later = self._rows(b.add(first, v.offset(SUM_ROWS)), self.known)
-                    self._some_rows(fmt, first, self._rows(first, self.count), later, alone)
+                    self._some_rows(f, first, self._rows(first, self.count), later, alone)
 
     def _rows(self, first: Any, count: Any) -> list[Any]:
         """Pointers to the rows from `first` on; past `count` the last one again."""
@@ -102,13 +102,13 @@ class _Call:
             y, h = b.mul(loop.index, self.y_stride), b.mul(loop.index, self.h_stride)
             yield v.pointer(b, b.add(self.y, y)), v.pointer(b, b.add(self.h, h))
 
-    def _some_rows(self, fmt: str, first: Any, rows: list[Any], later: list[Any], alone: bool) -> None:
+    def _some_rows(self, f: FloatFormat, first: Any, rows: list[Any], later: list[Any], alone: bool) -> None:
         """Add `SUM_ROWS` rows from `first` on, and fetch later ones."""
         b, lanes = self.b, ISA.lanes
-        per_line = v.LINE // (4 if fmt == "f32" else 2)
+        per_line = v.LINE // f.nbytes
 
         def register(column: Any) -> None:
-            self._add([v.floats_of(b, fmt, row, column, lanes) for row in rows], first, column, alone)
+            self._add([f.load(b, row, column, lanes) for row in rows], first, column, alone)
 
         with cgutils.for_range(b, b.udiv(self.columns, v.offset(per_line))) as loop:
             for row in later:
@@ -121,7 +121,7 @@ class _Call:
         column = b.and_(self.columns, v.offset(-lanes))
         with b.if_then(b.icmp_signed("<", column, self.columns)):
             left = b.sub(self.columns, column)
-            self._add([v.floats_of(b, fmt, row, column, lanes, left) for row in rows], first, column, alone, left)
+            self._add([f.load(b, row, column, lanes, left) for row in rows], first, column, alone, left)
 
 
 @intrinsic
@@ -130,7 +130,7 @@ def _emit_row_sums(typing_context: Any, fmt: Any, call: Any) -> Any:
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         call = _Call(b, *cgutils.unpack_tuple(b, arguments[1]))
-        v.switch(b, arguments[0], {code: partial(call.emit, name) for code, name in _FLOATS.items()})
+        v.switch(b, arguments[0], {code: partial(call.emit, f) for code, f in FLOAT_FORMATS.items()})
         return context.get_dummy_value()
 
     return types.void(types.intp, types.UniTuple(types.intp, 13)), generate

@@ -1,4 +1,4 @@
-"""The server's protocols: a request's JSON becomes a job for the engine, and what the engine gives becomes an answer.
+"""The forms of API: a request's body becomes a `GenerateRequest`, and what the engine gives becomes bytes.
 
 Everything here is a pure function or an object with state of one request. Nothing here waits, reads or sends.
 """

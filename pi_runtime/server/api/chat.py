@@ -2,33 +2,32 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NotRequired, Self
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.generation import Stats
+from pi_runtime.sequence.logprobs import TokenLogprobs
+from pi_runtime.sequence.stats import Stats
+from pi_runtime.server.api.answer import DONE, GatheredAnswer, SseWriter, sse
 from pi_runtime.server.api.body import MANY, Body, Unsupported, invalid
-from pi_runtime.server.api.conversation import (
-    Conversation,
-    Message,
-    Text,
-    Tool,
-    ToolChoice,
-    allowed_tools,
-    template_message,
-    text_of,
-)
+from pi_runtime.server.api.chat_prompt import chat_prompt, chat_text, text_of
+from pi_runtime.server.api.conversation import ConversationFields, Text, allowed_tools
 from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprobs
-from pi_runtime.server.api.other_servers import OtherServersChatFields
-from pi_runtime.server.api.response_format import ResponseFormat, schema_of
+from pi_runtime.server.api.request import GenerateRequest
+from pi_runtime.server.api.response_format import schema_of
 from pi_runtime.server.api.sampling import Count, IgnoredFields, LengthFields, StreamingFields, only_one
 from pi_runtime.server.api.served import Served, new_id
-from pi_runtime.server.api.turn import News, Turn
 from pi_runtime.server.api.usage import Timings, Usage, timings, usage
-from pi_runtime.server.errors import ApiError
-from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
-from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta
+from pi_runtime.server.events import (
+    CallArguments,
+    CallBegan,
+    End,
+    Event,
+    NothingShown,
+    ReasoningDelta,
+    TextDelta,
+)
 
 
 class Prediction(Body):
@@ -36,28 +35,6 @@ class Prediction(Body):
 
     type: Literal["content"]
     content: Text
-
-
-class ConversationFields(OtherServersChatFields):
-    """A chat, and what may follow."""
-
-    messages: Annotated[list[Message], Field(min_length=1), MANY]
-    response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], MANY] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        default=None, description="Where the model's template knows it; `none` turns `enable_thinking` off."
-    )
-    chat_template_kwargs: Annotated[dict[str, Any], MANY] | None = Field(
-        default=None, description="Further names for the model's template, such as `enable_thinking`."
-    )
-    add_generation_prompt: bool | None = Field(
-        default=None, description="`false`: the assistant's turn does not begin."
-    )
-    continue_final_message: bool | None = Field(
-        default=None, description="The answer goes on where the last message, an assistant's, ends."
-    )
 
 
 class ChatRequest(LengthFields, StreamingFields, ConversationFields, IgnoredFields):
@@ -167,97 +144,79 @@ class ChatChunk(TypedDict):
     timings: NotRequired[Timings]
 
 
-class ChatJob:
-    """A request for an assistant's turn."""
+def chat_request(body: ChatRequest, served: Served) -> GenerateRequest:
+    """What the engine is asked for. Raises ApiError for what is wrong."""
+    served.check_name(body.model)
+    count = body.count(served)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "allowed only with logprobs: true")
+    text = chat_text(body, served)
+    tools, choice = allowed_tools(body.tools or [], body.tool_choice)
+    prompt, grammar = chat_prompt(
+        served,
+        text,
+        tools=tools,
+        choice=choice,
+        parallel=body.parallel_tool_calls is not False,
+        schema=schema_of(body.response_format),
+    )
+    settings = body.answer_settings(
+        served,
+        max_tokens=body.most_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        grammar=grammar,
+        shown_tokens=prompt.shown_tokens,
+    )
+    return GenerateRequest(
+        prompts=[prompt],
+        count=count,
+        settings=settings,
+        streams=bool(body.stream),
+        prediction=text_of(body.prediction.content) if body.prediction else "",
+        cache_salt=body.cache_salt,
+    )
 
-    media = SSE
 
-    def __init__(self, body: ChatRequest, served: Served) -> None:
-        served.check_name(body.model)
+class ChatWriter(SseWriter):
+    """Writes chat completions and their chunks."""
+
+    def __init__(self, body: ChatRequest, request: GenerateRequest, served: Served) -> None:
         self._body, self._served = body, served
         self._id, self._created = new_id("chatcmpl-"), int(time.time())
-        count = body.n or 1
-        if count > served.settings.limits.answers:
-            raise invalid("n", f"at most {served.settings.limits.answers}; found {count}")
-        if body.top_logprobs is not None and not body.logprobs:
-            raise invalid("top_logprobs", "allowed only with logprobs: true")
-        prompt = conversation_of(body, served).prompt(served)
-        settings = body.answer_settings(
-            served,
-            max_tokens=body.most_tokens,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            grammar=prompt.grammar,
-        )
-        settings["shown_tokens"] = prompt.shown_tokens
-        guess = text_of(body.prediction.content) if body.prediction else ""
-        self.asks = [Ask(prompt.ids, count, settings, guess, cache_salt=body.cache_salt)]
-        self._turns = [prompt.turn(served) for _ in range(count)]
-        self._prompt_tokens = len(prompt.ids)
+        self._prompt_tokens = len(request.prompts[0].tokens)
 
-    @classmethod
-    def of(cls, value: object, served: Served) -> Self:
-        """The job that a JSON value asks for. Raises ApiError."""
-        return cls(ChatRequest.of(value), served)
+    def write(self, answer: GatheredAnswer, event: Event) -> bytes:
+        """The chunks of an event."""
+        index, found = answer.index, b""
+        if answer.is_new:
+            found += self._chunk(index, {"role": "assistant", "content": ""})
+        logprobs = self._logprobs(event.logprobs) if event.logprobs else None
+        if isinstance(event, End):
+            found += self._chunk(index, {}, logprobs=logprobs) if logprobs else b""
+            return found + self._chunk(index, {}, finish_reason=answer.finish_reason, stats=event.stats)
+        stats = event.stats if self._body.timings_per_token else None
+        if not isinstance(event, NothingShown) or logprobs or stats:
+            found += self._chunk(index, _delta(event), logprobs=logprobs, stats=stats)
+        return found
 
-    @property
-    def streams(self) -> bool:
-        """Whether events are written as they come."""
-        return bool(self._body.stream)
-
-    def part(self, index: int, part: Part) -> Sequence[Event]:
-        """Take a part of an answer."""
-        begins = not self._turns[index].began
-        return self._events(index, self._turns[index].take(part), begins, part.stats)
-
-    def end(self, index: int, end: End) -> Sequence[Event]:
-        """Take the end of an answer."""
-        turn = self._turns[index]
-        begins = not turn.began
-        events = self._events(index, turn.finish(end), begins, None)
-        last = self._chunk(index, {}, finish_reason=turn.finish_reason, stats=end.stats)
-        return [*events, last] if self.streams else ()
-
-    def _events(self, index: int, news: News, begins: bool, stats: Stats | None) -> list[Event]:
-        """The chunks of what is new, if they are wanted."""
-        if not self.streams:
-            return []
-        logprobs = chat_logprobs(self._served.model.tokenizer, news.logprobs) if news.logprobs else None
-        stats = stats if self._body.timings_per_token else None
-        deltas = [_chunk_delta(delta) for delta in news.deltas]
-        if not deltas and (logprobs or stats):
-            deltas = [{}]
-        events = [self._chunk(index, {"role": "assistant", "content": ""})] if begins else []
-        for n, delta in enumerate(deltas):
-            events.append(self._chunk(index, delta, logprobs=None if n else logprobs, stats=stats))
-        return events
-
-    def scores(self, ask: int, logprobs: Sequence[Any]) -> Sequence[Event]:
-        """No log-probabilities of a chat's prompt are asked for."""
-        raise NotImplementedError(ask, logprobs)
-
-    def last(self) -> Sequence[Event]:
-        """The events after all ends."""
-        done = Event(None, "[DONE]")
+    def closing(self, answers: Sequence[GatheredAnswer]) -> bytes:
+        """The usage, where it is wanted, and the mark of the end."""
         if not self._body.include_usage:
-            return [done]
-        return [Event(None, self._envelope("chat.completion.chunk", []) | {"usage": self._usage()}), done]
+            return DONE
+        return sse(self._envelope("chat.completion.chunk", []) | {"usage": self._usage(answers)}) + DONE
 
-    def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
+    def whole(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
+        """The chat completion."""
         choices: list[ChatChoice] = [
             {
-                "index": index,
-                "message": _message(turn),
-                "logprobs": chat_logprobs(self._served.model.tokenizer, turn.logprobs) if self._body.logprobs else None,
-                "finish_reason": turn.finish_reason,
+                "index": answer.index,
+                "message": _message(answer),
+                "logprobs": self._logprobs(answer.logprobs) if self._body.logprobs else None,
+                "finish_reason": answer.finish_reason,
             }
-            for index, turn in enumerate(self._turns)
+            for answer in answers
         ]
-        return self._envelope("chat.completion", choices) | {"usage": self._usage()}
-
-    def failed(self, error: ApiError) -> Sequence[Event]:
-        """The event of an error after the stream began."""
-        return [Event(None, error.body())]
+        return self._envelope("chat.completion", choices) | {"usage": self._usage(answers)}
 
     def _chunk(
         self,
@@ -267,14 +226,14 @@ class ChatJob:
         logprobs: ChatLogprobs | None = None,
         finish_reason: str | None = None,
         stats: Stats | None = None,
-    ) -> Event:
+    ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         chunk = self._envelope("chat.completion.chunk", [choice])
         if self._body.include_usage:
             chunk["usage"] = None
         if stats is not None:
             chunk["timings"] = timings([stats], [stats])
-        return Event(None, chunk)
+        return sse(chunk)
 
     def _envelope(self, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
         return {
@@ -286,48 +245,18 @@ class ChatJob:
             "choices": choices,
         }
 
-    def _usage(self) -> Usage:
-        answers = [turn.stats for turn in self._turns if turn.stats is not None]
-        return usage(self._prompt_tokens, answers, answers[:1], sum(turn.reasoning_tokens for turn in self._turns))
+    def _logprobs(self, found: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        return chat_logprobs(self._served.model.tokenizer, found)
+
+    def _usage(self, answers: Sequence[GatheredAnswer]) -> Usage:
+        stats = [answer.stats for answer in answers if answer.stats is not None]
+        thoughts = sum(answer.end.reasoning_tokens for answer in answers if answer.end is not None)
+        return usage(self._prompt_tokens, stats, stats[:1], thoughts)
 
 
-def conversation_of(body: ConversationFields, served: Served) -> Conversation:
-    """What the template is to write."""
-    if body.add_generation_prompt and body.continue_final_message:
-        raise invalid("continue_final_message", "not with add_generation_prompt: the turn has begun already")
-    tools, choice = allowed_tools(body.tools or [], body.tool_choice)
-    if body.tool_choice not in (None, "none", "auto") and not body.tools:
-        raise invalid("tool_choice", "allowed only with tools")
-    return Conversation(
-        messages=[template_message(message, f"messages[{n}]", served) for n, message in enumerate(body.messages)],
-        tools=tools,
-        tool_choice=choice,
-        parallel=body.parallel_tool_calls is not False,
-        schema=schema_of(body.response_format),
-        variables={
-            **reasoning_variables("reasoning_effort", body.reasoning_effort, served),
-            **(body.chat_template_kwargs or {}),
-        },
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continues=bool(body.continue_final_message),
-    )
-
-
-def reasoning_variables(field: str, effort: str | None, served: Served) -> dict[str, Any]:
-    """The names by which a template knows how much the model is to think."""
-    template = served.template
-    if effort is None:
-        return {}
-    if "enable_thinking" in template:
-        return {"enable_thinking": effort != "none"}
-    if "reasoning_effort" in template and effort != "none":
-        return {"reasoning_effort": effort}
-    raise invalid(field, "not supported: the model's chat template does not know it")
-
-
-def _chunk_delta(delta: Delta) -> dict[str, Any]:
-    """A delta as a chunk has it."""
-    match delta:
+def _delta(event: Event) -> dict[str, Any]:
+    """An event as a chunk has it."""
+    match event:
         case TextDelta(text):
             return {"content": text}
         case ReasoningDelta(text):
@@ -337,18 +266,18 @@ def _chunk_delta(delta: Delta) -> dict[str, Any]:
             return {"tool_calls": [{"index": index, **call}]}
         case CallArguments(index, text):
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-        case CallBroken():
-            return {}  # its arguments stay as they are; the finish reason says that it is not to be run
+    return {}  # arguments that broke off stay as they are; the finish reason says that the call is not to be run
 
 
-def _message(turn: Turn) -> ChatMessage:
-    found: ChatMessage = {"role": "assistant", "content": turn.text, "refusal": None, "annotations": []}
-    if turn.reasoning:
-        found["reasoning_content"] = turn.reasoning
-    if turn.calls:
-        found["content"] = turn.text or None
+def _message(answer: GatheredAnswer) -> ChatMessage:
+    text, calls = answer.text, answer.calls
+    found: ChatMessage = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
+    if reasoning := answer.reasoning:
+        found["reasoning_content"] = reasoning
+    if calls:
+        found["content"] = text or None
         found["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in turn.calls
+            for call in calls
         ]
     return found

@@ -2,21 +2,19 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NotRequired, Self
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.generation import Stats
-from pi_runtime.sampling import TokenLogprobs
+from pi_runtime.server.api.answer import DONE, GatheredAnswer, SseWriter, sse
 from pi_runtime.server.api.body import TOKENS, Unsupported, invalid
-from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, ShownLogprobs, joined
+from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, joined
+from pi_runtime.server.api.request import GenerateRequest, Prompt
 from pi_runtime.server.api.sampling import LengthFields, StreamingFields, only_one
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS, Timings, Usage, timings, usage
-from pi_runtime.server.errors import ApiError
-from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
+from pi_runtime.server.events import End, Event, PromptLogprobs, TextDelta
 
 DEFAULT_TOKENS = 16
 """Most tokens of an answer where the request does not say: OpenAI's default."""
@@ -88,177 +86,98 @@ class CompletionChunk(_CompletionHead):
     timings: NotRequired[Timings]
 
 
-@dataclass(eq=False)
-class _Choice:
-    index: int
-    ask: int
-    shown: ShownLogprobs
-    writer: CompletionLogprobsWriter | None
-    began: bool = False
-    """Whether the prompt has been written, where it is wanted."""
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[CompletionLogprobs] = field(default_factory=list)
-    held: list[Part | End] = field(default_factory=list)
-    """What came before the scores of its prompt."""
-    end: End | None = None
+def completion_request(body: CompletionRequest, served: Served) -> GenerateRequest:
+    """What the engine is asked for. Raises ApiError for what is wrong."""
+    served.check_name(body.model)
+    prompts = _prompts(body.prompt)
+    count = body.count(served, len(prompts))
+    if body.best_of not in {None, count}:
+        raise invalid("best_of", f"not supported: answers are not compared; only {count}, the value of n")
+    generates = body.most_tokens != 0
+    ids = [_tokens(place, prompt, served, beside=int(generates)) for place, prompt in prompts.items()]
+    most = body.most_tokens if generates else 1
+    return GenerateRequest(
+        prompts=[Prompt(tokens) for tokens in ids],
+        count=count,
+        settings=body.answer_settings(served, max_tokens=most, logprobs=body.logprobs),
+        streams=bool(body.stream),
+        generates=generates,
+        prompt_logprobs=body.logprobs if body.echo else None,
+        cache_salt=body.cache_salt,
+    )
 
 
-class CompletionJob:
-    """A request for completions. Choice k of n to prompt p has the index p · n + k."""
+class CompletionWriter(SseWriter):
+    """Writes completions and their chunks. Choice k of n to prompt p has the index p · n + k."""
 
-    media = SSE
-
-    def __init__(self, body: CompletionRequest, served: Served) -> None:
-        served.check_name(body.model)
-        self._body, self._served = body, served
+    def __init__(self, body: CompletionRequest, request: GenerateRequest, served: Served) -> None:
+        self._body, self._count, self._served = body, request.count, served
         self._id, self._created = new_id("cmpl-"), int(time.time())
-        self._n, self._generates = body.n or 1, body.most_tokens != 0
-        prompts = _prompts(body.prompt)
-        self._check_counts(len(prompts))
-        self._ids = [self._tokens(place, prompt) for place, prompt in prompts.items()]
-        self._echo = [*map(self._text, prompts.values(), self._ids)] if body.echo else None
-        self._scores: dict[int, CompletionLogprobs] = {}
-        self._wants_scores = bool(body.echo) and body.logprobs is not None
-        self.asks = self._asks()
-        self._choices = [self._new_choice(k) for k in range(len(prompts) * self._n)]
+        self._ids = [prompt.tokens for prompt in request.prompts]
+        self._echo = [""] * len(self._ids)
+        if body.echo:
+            given = zip(_prompts(body.prompt).values(), request.prompts, strict=True)
+            self._echo = [text if isinstance(text, str) else self._decoded(prompt) for text, prompt in given]
+        self._prompt_logprobs: dict[int, CompletionLogprobs] = {}
+        """Those of prompts, by their places; all answers to one show the same."""
+        self._logprobs: dict[int, CompletionLogprobsWriter] = {}
+        """Of each answer that has begun."""
 
-    @classmethod
-    def of(cls, value: object, served: Served) -> Self:
-        """The job that a JSON value asks for. Raises ApiError."""
-        return cls(CompletionRequest.of(value), served)
-
-    @property
-    def streams(self) -> bool:
-        """Whether events are written as they come."""
-        return bool(self._body.stream)
-
-    def part(self, index: int, part: Part) -> Sequence[Event]:
-        """Take a part of an answer."""
-        return self._take(self._choices[index], part)
-
-    def end(self, index: int, end: End) -> Sequence[Event]:
-        """Take the end of an answer."""
-        return self._take(self._choices[index], end)
-
-    def scores(self, ask: int, logprobs: Sequence[TokenLogprobs]) -> Sequence[Event]:
-        """Take the log-probabilities of a prompt; what was held until they came goes out after them."""
-        writer = CompletionLogprobsWriter(self._served.model.tokenizer)
-        self._scores[ask] = joined([writer.first(self._ids[ask][0]), writer.write(logprobs)])
-        events: list[Event] = []
-        for choice in self._choices[ask * self._n : (ask + 1) * self._n]:
-            held, choice.held = choice.held, []
-            for item in held:
-                events += self._take(choice, item)
-        return events
-
-    def last(self) -> Sequence[Event]:
-        """The events after all ends."""
-        events = self._unanswered()
+    def write(self, answer: GatheredAnswer, event: Event) -> bytes:
+        """The chunk of an event. The log-probabilities of a prompt come with the beginning of its answers."""
+        if isinstance(event, PromptLogprobs):
+            self._keep(answer.prompt, event)
+            return b""
+        chunk = self._envelope([self._choice(answer, [event])])
         if self._body.include_usage:
-            events.append(Event(None, self._envelope([]) | {"usage": self._usage()}))
-        return [*events, Event(None, "[DONE]")]
+            chunk["usage"] = None
+        if event.stats is not None and (isinstance(event, End) or self._body.timings_per_token):
+            chunk["timings"] = timings([event.stats], [event.stats])
+        return sse(chunk)
 
-    def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
-        self._unanswered()
-        choices: list[CompletionChoice] = [
-            {
-                "index": choice.index,
-                "text": "".join(choice.texts),
-                "logprobs": None if choice.writer is None else joined(choice.logprobs),
-                "finish_reason": "length" if choice.end is None else FINISH_REASONS[choice.end.finish_reason],
-            }
-            for choice in self._choices
-        ]
-        return self._envelope(choices) | {"usage": self._usage()}
+    def closing(self, answers: Sequence[GatheredAnswer]) -> bytes:
+        """The usage, where it is wanted, and the mark of the end."""
+        if not self._body.include_usage:
+            return DONE
+        return sse(self._envelope([]) | {"usage": self._usage(answers)}) + DONE
 
-    def failed(self, error: ApiError) -> Sequence[Event]:
-        """The event of an error after the stream began."""
-        return [Event(None, error.body())]
+    def whole(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
+        """The completion."""
+        for answer in answers:
+            for event in answer.events[:1]:
+                if isinstance(event, PromptLogprobs):
+                    self._keep(answer.prompt, event)
+        choices = [self._choice(answer, answer.events) for answer in answers]
+        return self._envelope(choices) | {"usage": self._usage(answers)}
 
-    def _unanswered(self) -> list[Event]:
-        """Write the choices of a request that wants no tokens."""
-        choices = [] if self._generates else self._choices
-        return [event for choice in choices for event in self._write(choice, "", (), "length")]
+    def _decoded(self, prompt: Prompt) -> str:
+        assert not isinstance(prompt.tokens, str)
+        return self._served.model.tokenizer.decode(prompt.tokens)
 
-    def _tokens(self, place: str, prompt: str | list[int]) -> list[int]:
-        """A prompt's tokens. Raises ApiError for what is none, or too long."""
-        beside = int(self._generates)
-        ids = self._served.encode(prompt, place, beside=beside) if isinstance(prompt, str) else prompt
-        if not ids:
-            raise invalid(place, "the prompt is empty, and the model has no begin-of-text token to start from")
-        self._served.check_length(len(ids), place, beside=beside)
-        self._served.check_tokens(ids, place)
-        return ids
+    def _keep(self, prompt: int, event: PromptLogprobs) -> None:
+        """Write the log-probabilities of a prompt once."""
+        if prompt not in self._prompt_logprobs:
+            writer, ids = CompletionLogprobsWriter(self._served.model.tokenizer), self._ids[prompt]
+            assert not isinstance(ids, str)
+            self._prompt_logprobs[prompt] = joined([writer.first(ids[0]), writer.write(event.found)])
 
-    def _text(self, prompt: str | list[int], ids: list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self._served.model.tokenizer.decode(ids)
-
-    def _check_counts(self, prompts: int) -> None:
-        body, most = self._body, self._served.settings.limits.answers
-        if self._n > most:
-            raise invalid("n", f"at most {most}; found {self._n}")
-        if prompts * self._n > most:
-            raise invalid("prompt", f"at most {most} answers a request; found {prompts} prompts × {self._n}")
-        if body.best_of not in {None, self._n}:
-            raise invalid("best_of", f"not supported: answers are not compared; only {self._n}, the value of n")
-
-    def _asks(self) -> list[Ask]:
-        body, served = self._body, self._served
-        most = body.most_tokens if self._generates else 1
-        settings = body.answer_settings(served, max_tokens=most, logprobs=body.logprobs)
-        score = (1, body.logprobs) if self._wants_scores and body.logprobs is not None else None
-        known: dict[str, Any] = {"score": score, "cache_salt": body.cache_salt}
-        return [Ask(ids, self._n * self._generates, settings, **known) for ids in self._ids]
-
-    def _new_choice(self, index: int) -> _Choice:
-        ask = index // self._n
-        offset = len(self._echo[ask]) if self._echo else 0
-        tokenizer = self._served.model.tokenizer
-        writer = None if self._body.logprobs is None else CompletionLogprobsWriter(tokenizer, offset)
-        return _Choice(index, ask, ShownLogprobs(tokenizer), writer)
-
-    def _take(self, choice: _Choice, item: Part | End) -> Sequence[Event]:
-        if self._wants_scores and choice.ask not in self._scores:
-            choice.held.append(item)
-            return ()
-        if isinstance(item, Part):
-            due = choice.shown.take(item.text, item.logprobs)
-            return list(self._write(choice, item.text, due, stats=item.stats))
-        choice.end = item
-        ending = [*choice.shown.finish(item), *([] if item.ending is None else [item.ending])]
-        return list(self._write(choice, "", ending, FINISH_REASONS[item.finish_reason], item.stats))
-
-    def _write(
-        self,
-        choice: _Choice,
-        text: str,
-        logprobs: Sequence[TokenLogprobs],
-        finish_reason: Literal["stop", "length"] | None = None,
-        stats: Stats | None = None,
-    ) -> Sequence[Event]:
-        """Keep what has come, or make an event of it."""
-        found = [] if choice.writer is None else [choice.writer.write(logprobs)]
-        if self._echo and not choice.began:
-            choice.began = True
-            text = self._echo[choice.ask] + text
-            found = [self._scores[choice.ask], *found] if self._wants_scores else found
-        if not self.streams:
-            choice.texts.append(text)
-            choice.logprobs += found
-            return ()
-        written: CompletionChoice = {
-            "index": choice.index,
+    def _choice(self, answer: GatheredAnswer, events: Sequence[Event]) -> CompletionChoice:
+        """The choice with the text of its latest events; the prompt goes before the first, where it is wanted."""
+        echo, parts, end = self._echo[answer.prompt], [], answer.end
+        text = "".join(event.text for event in events if isinstance(event, TextDelta))
+        if answer.index not in self._logprobs:
+            text = echo + text
+            self._logprobs[answer.index] = CompletionLogprobsWriter(self._served.model.tokenizer, len(echo))
+            parts = [self._prompt_logprobs[answer.prompt]] if answer.prompt in self._prompt_logprobs else []
+        found = [logprob for event in events for logprob in event.logprobs]
+        found += [] if end is None or end.ending is None else [end.ending]
+        wanted = self._body.logprobs is not None
+        return {
+            "index": answer.index,
             "text": text,
-            "logprobs": joined(found) if found else None,
-            "finish_reason": finish_reason,
+            "logprobs": joined([*parts, self._logprobs[answer.index].write(found)]) if wanted else None,
+            "finish_reason": None if end is None else FINISH_REASONS[end.finish_reason],
         }
-        event = self._envelope([written])
-        if self._body.include_usage:
-            event["usage"] = None
-        if stats is not None and (finish_reason or self._body.timings_per_token):
-            event["timings"] = timings([stats], [stats])
-        return [Event(None, event)]
 
     def _envelope(self, choices: list[CompletionChoice]) -> dict[str, Any]:
         return {
@@ -270,10 +189,20 @@ class CompletionJob:
             "choices": choices,
         }
 
-    def _usage(self) -> Usage:
-        answers = [choice.end.stats for choice in self._choices if choice.end is not None]
-        firsts = [choice.end.stats for choice in self._choices[:: self._n] if choice.end is not None]
-        return usage(sum(map(len, self._ids)), answers, firsts)
+    def _usage(self, answers: Sequence[GatheredAnswer]) -> Usage:
+        stats = [answer.stats for answer in answers if answer.stats is not None]
+        firsts = [answer.stats for answer in answers[:: self._count] if answer.stats is not None]
+        return usage(sum(map(len, self._ids)), stats, firsts)
+
+
+def _tokens(place: str, prompt: str | list[int], served: Served, *, beside: int) -> list[int]:
+    """A prompt's tokens. Raises ApiError for what is none, or too long."""
+    ids = served.encode(prompt, place, beside=beside) if isinstance(prompt, str) else prompt
+    if not ids:
+        raise invalid(place, "the prompt is empty, and the model has no begin-of-text token to start from")
+    served.check_length(len(ids), place, beside=beside)
+    served.check_tokens(ids, place)
+    return ids
 
 
 def _prompts(prompt: str | list[int] | list[str] | list[list[int]] | None) -> dict[str, str | list[int]]:

@@ -1,23 +1,13 @@
-"""What a chat is made of: messages and tools as clients send them, and the prompt that the model's template makes."""
+"""What a chat is made of: messages and tools as clients send them."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pi_runtime.errors import InputError, MissingExtraError, UsageError, spelled
 from pi_runtime.server.api.body import MANY, TOKENS, Body, Unsupported, invalid
-from pi_runtime.server.api.logprobs import ShownLogprobs
-from pi_runtime.server.api.served import Served
-from pi_runtime.server.api.turn import Turn
-from pi_runtime.server.errors import described, refused
-from pi_runtime.server.tools.output import OutputFormat
-from pi_runtime.text.grammar import Grammar
-from pi_runtime.text.grammar_check import check_grammar
-
-Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+from pi_runtime.server.api.other_servers import OtherServersChatFields
+from pi_runtime.server.api.response_format import Name, ResponseFormat
 
 
 class CacheBreakpoint(Body):
@@ -168,148 +158,26 @@ ToolChoice = (
 )
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """What the engine is asked, and how its answer is read."""
+class ConversationFields(OtherServersChatFields):
+    """A chat, and what may follow."""
 
-    text: str
-    ids: Sequence[int]
-    grammar: Grammar | None
-    tools: Sequence[Mapping[str, Any]]
-    output: OutputFormat
-
-    @property
-    def shown_tokens(self) -> Sequence[int]:
-        """Special tokens that the text of its answer shows, for those who read it."""
-        return self.output.shown_tokens(self.tools)
-
-    def turn(self, served: Served) -> Turn:
-        """What gathers one answer."""
-        shown = ShownLogprobs(served.model.tokenizer, self.shown_tokens)
-        return Turn(self.output.parser(self.text, self.tools), shown)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversation:
-    """Messages, and what the answer to them may be, in the words of chat templates."""
-
-    messages: Sequence[Mapping[str, Any]]
-    messages_field: str = "messages"
-    """The field of the request that they come from."""
-    tools: Sequence[Mapping[str, Any]] = ()
-    tool_choice: str | Mapping[str, Any] = "auto"
-    """`auto`, `required`, or the function that must be called."""
-    parallel: bool = True
-    """Whether one answer may have several calls."""
-    schema: Mapping[str, Any] | None = None
-    """What JSON the answer must be, where it is no call."""
-    schema_field: str = "response_format"
-    """The field of the request that says so."""
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """Further names of the template."""
-    add_generation_prompt: bool = True
-    continues: bool = False
-    """Whether the answer goes on where the last message ends."""
-
-    def prompt(self, served: Served) -> Prompt:
-        """What the template makes of it. Raises ApiError for what the template refuses, or the model cannot do."""
-        text = self.text(served)
-        ids = served.encode(text, self.messages_field)
-        served.check_length(len(ids), self.messages_field)
-        grammar = served.output.grammar(
-            text, tools=self.tools, choice=self.tool_choice, parallel=self.parallel, schema=self.schema
-        )
-        tokenizer = served.model.tokenizer
-        if grammar is not None:
-            # Compiled now, and kept: the engine's error would not name the field.
-            try:
-                check_grammar(grammar)
-                tokenizer.grammars.start(grammar)
-            except MissingExtraError as error:
-                message = f"{spelled(error.what)}: {spelled(error.remedy)}"
-                raise invalid(self._grammar_field, message, code="unsupported_value") from None
-            except UsageError as error:
-                raise invalid(self._grammar_field, described(error, error.reason)) from None
-            except InputError as error:
-                raise invalid(self._grammar_field, spelled(error.what)) from None
-        return Prompt(text, ids, grammar, self.tools, served.output)
-
-    @property
-    def _grammar_field(self) -> str:
-        return "tools" if self.schema is None else self.schema_field
-
-    def text(self, served: Served) -> str:
-        """The text that the template makes of it. Raises ApiError for what the template refuses."""
-        if not served.template:
-            raise invalid(self.messages_field, "the model has no chat template; use /v1/completions")
-        try:
-            text = served.model.chat_prompt(
-                self.messages,
-                tools=self.tools,
-                variables=self.variables,
-                add_generation_prompt=self.add_generation_prompt and not self.continues,
-            )
-        except UsageError as error:  # a name of these arguments among the variables
-            raise invalid("chat_template_kwargs", refused(error).message) from None
-        except InputError as error:
-            raise invalid(self.messages_field, refused(error).message) from None
-        return self._continued(text) if self.continues else text
-
-    def _continued(self, text: str) -> str:
-        """The prompt up to the end of the last message's content."""
-        content = str(self.messages[-1].get("content") or "").strip()
-        at = text.rfind(content)
-        if self.messages[-1]["role"] != "assistant" or not content or at < 0:
-            raise invalid("continue_final_message", "the last message must be an assistant's, and the template show it")
-        return text[: at + len(content)]
-
-
-def template_message(message: Message, place: str, served: Served) -> dict[str, Any]:
-    """A message as chat templates know it: content is text, and the arguments of calls are objects."""
-    found: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
-    if message.role == "developer" and "developer" not in served.template:
-        found["role"] = "system"
-    if message.name is not None:
-        found["name"] = message.name
-    if isinstance(message, ToolMessage):
-        found["tool_call_id"] = message.tool_call_id
-    if isinstance(message, AssistantMessage):
-        found["content"] = found["content"] or message.refusal or ""
-        if message.reasoning_content is not None:
-            found["reasoning_content"] = message.reasoning_content
-        if message.tool_calls:
-            found["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": arguments_of(call.function, f"{place}.tool_calls[{n}].function"),
-                    },
-                }
-                for n, call in enumerate(message.tool_calls)
-            ]
-        elif message.content is None and message.refusal is None:
-            raise invalid(f"{place}.content", "required where there are no tool_calls")
-    return found
-
-
-def text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
-    """The text of a message's content; parts stand on lines of their own."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
-
-
-def arguments_of(function: CalledFunction, place: str) -> dict[str, Any]:
-    """The arguments of a call as an object, as templates expect them."""
-    try:
-        arguments = json.loads(function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise invalid(f"{place}.arguments", "a JSON object as text is expected")
-    return arguments
+    messages: Annotated[list[Message], Field(min_length=1), MANY]
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], MANY] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="Where the model's template knows it; `none` turns `enable_thinking` off."
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], MANY] | None = Field(
+        default=None, description="Further names for the model's template, such as `enable_thinking`."
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None, description="`false`: the assistant's turn does not begin."
+    )
+    continue_final_message: bool | None = Field(
+        default=None, description="The answer goes on where the last message, an assistant's, ends."
+    )
 
 
 def allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[list[dict[str, Any]], Any]:

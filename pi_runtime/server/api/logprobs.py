@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.sampling import TokenLogprobs
-from pi_runtime.server.jobs import End
+from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
 IMPOSSIBLE = -9999.0
@@ -86,9 +85,9 @@ class ShownLogprobs:
             due.append(self._held.popleft()[1])
         return due
 
-    def finish(self, end: End) -> list[TokenLogprobs]:
+    def finish(self, finish_reason: str) -> list[TokenLogprobs]:
         """Return the rest, unless it belongs to a stop string."""
-        return [] if end.finish_reason == "stop" else [token for _, token in self._held]
+        return [] if finish_reason == "stop" else [token for _, token in self._held]
 
 
 class CompletionLogprobsWriter:

@@ -6,27 +6,25 @@ nothing here.
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, NotRequired, Self
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.generation import AnswerSettings
-from pi_runtime.sampling import TokenLogprobs
+from pi_runtime.server.api.answer import NDJSON, Call, GatheredAnswer, to_json
 from pi_runtime.server.api.body import MANY, AtMost, Body, Unsupported, invalid
-from pi_runtime.server.api.conversation import Conversation, Prompt, Tool, allowed_tools
+from pi_runtime.server.api.chat_prompt import chat_prompt, rendered
+from pi_runtime.server.api.conversation import Tool, allowed_tools
 from pi_runtime.server.api.ollama_models import LATEST
+from pi_runtime.server.api.request import GenerateRequest, Prompt
 from pi_runtime.server.api.sampling import Penalty, Probability, RepetitionPenalty, SamplingFields, StopString
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.api.turn import Call
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.jobs import NDJSON, Ask, End, Event, Part
-from pi_runtime.server.tools.deltas import CallBroken, Delta, ReasoningDelta, TextDelta
-from pi_runtime.server.tools.output import OutputFormat
+from pi_runtime.server.events import CallBroken, End, Event, ReasoningDelta, TextDelta
+from pi_runtime.text.grammar import Grammar
 
 Machine = Annotated[Any, Field(description="Accepted; the machine is the server's affair.")]
 
@@ -147,14 +145,6 @@ class OllamaGenerateRequest(OllamaFields):
     images: Annotated[Annotated[list[str], AtMost(0)] | None, Unsupported("this server reads text")] = None
 
 
-class OllamaError(ApiError):
-    """An error in Ollama's form."""
-
-    def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
-        return {"error": self.message}
-
-
 class OllamaSaid(TypedDict):
     """What the model said."""
 
@@ -192,103 +182,132 @@ class OllamaGenerateAnswer(OllamaFigures):
     thinking: NotRequired[str]
 
 
-class _OllamaJob:
-    """A request in Ollama's form. One without a prompt asks for the model to be loaded, which it is."""
+def ollama_chat_request(body: OllamaChatRequest, served: Served) -> GenerateRequest:
+    """What the engine is asked for: without messages, nothing. Raises ApiError for what is wrong."""
+    served.check_name(body.model.removesuffix(LATEST))
+    if not body.messages:
+        return _request(body, served)
+    tools, choice = allowed_tools(body.tools or [], None)
+    messages = [_template_message(message) for message in body.messages]
+    return _request(body, served, *_prompt(body, served, messages, tools=tools, choice=choice))
+
+
+def ollama_generate_request(body: OllamaGenerateRequest, served: Served) -> GenerateRequest:
+    """What the engine is asked for: without a prompt, nothing. Raises ApiError for what is wrong."""
+    served.check_name(body.model.removesuffix(LATEST))
+    if not body.prompt:
+        return _request(body, served)
+    if body.raw or not served.template:
+        return _request(body, served, _raw_prompt(body, served))
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    messages = [*system, {"role": "user", "content": body.prompt}]
+    return _request(body, served, *_prompt(body, served, messages, field="prompt"))
+
+
+def _request(
+    body: OllamaFields, served: Served, prompt: Prompt | None = None, grammar: Grammar | None = None
+) -> GenerateRequest:
+    """A request without a prompt asks for the model to be loaded, which it is."""
+    streams = body.stream is not False
+    if prompt is None:
+        return GenerateRequest(prompts=[], streams=streams)
+    options = body.options or Options()
+    most = options.num_predict
+    settings = options.sampling_fields().answer_settings(
+        served,
+        max_tokens=None if most is None or most < 1 else most,
+        grammar=grammar,
+        shown_tokens=prompt.shown_tokens,
+    )
+    return GenerateRequest(prompts=[prompt], settings=settings, streams=streams)
+
+
+def _prompt(
+    body: OllamaFields,
+    served: Served,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    field: str = "messages",
+    tools: Sequence[Mapping[str, Any]] = (),
+    choice: str = "auto",
+) -> tuple[Prompt, Grammar | None]:
+    """The prompt of messages, and what the answer must be."""
+    variables: dict[str, Any] = {} if body.think is None else {"enable_thinking": bool(body.think)}
+    if isinstance(body.think, str):
+        variables["reasoning_effort"] = body.think
+    schema = {"type": "object"} if body.format == "json" else body.format or None
+    text = rendered(served, messages, field=field, tools=tools, variables=variables)
+    return chat_prompt(served, text, field=field, tools=tools, choice=choice, schema=schema, schema_field="format")
+
+
+def _raw_prompt(body: OllamaGenerateRequest, served: Served) -> Prompt:
+    """A prompt as it is: the model reads nothing else."""
+    if body.format or body.system:
+        raise invalid("format" if body.format else "system", "not with a raw prompt, nor for a model without template")
+    ids = served.encode(body.prompt, "prompt")
+    served.check_length(len(ids), "prompt")
+    return Prompt(ids, body.prompt)
+
+
+class OllamaChatWriter:
+    """Writes the answers of `/api/chat`, and their streams as lines."""
 
     media = NDJSON
 
-    def __init__(self, body: OllamaFields, prompt: Prompt | None, served: Served) -> None:
-        self._body, self._began = body, time.perf_counter()
-        self._turn = None if prompt is None else prompt.turn(served)
-        self.asks = [] if prompt is None else [Ask(prompt.ids, 1, _settings(body, prompt, served))]
+    def __init__(self, body: OllamaFields, _: GenerateRequest, __: Served) -> None:
+        self._model, self._began = body.model, time.perf_counter()
 
-    @property
-    def streams(self) -> bool:
-        """Whether lines are written as they come."""
-        return self._body.stream is not False
+    def write(self, answer: GatheredAnswer, event: Event) -> bytes:
+        """The line of an event. Calls are whole only at the end."""
+        match event:
+            case TextDelta(text) | CallBroken(_, text):
+                return self._line(text)
+            case ReasoningDelta(text):
+                return self._line("", text)
+            case End() if answer.calls:
+                return self._line("", "", answer.calls)
+        return b""
 
-    def part(self, index: int, part: Part) -> Sequence[Event]:
-        """Take a part of the answer."""
-        assert self._turn is not None, index
-        return self._lines(self._turn.take(part).deltas)
-
-    def end(self, index: int, end: End) -> Sequence[Event]:
-        """Take the end of the answer. Calls are whole only now."""
-        assert self._turn is not None, index
-        lines = self._lines(self._turn.finish(end).deltas)
-        calls = [Event(None, self._object("", "", self._turn.calls))] if self._turn.calls and self.streams else []
-        return [*lines, *calls]
-
-    def scores(self, ask: int, logprobs: Sequence[TokenLogprobs]) -> Sequence[Event]:
-        """No log-probabilities of a prompt are asked for."""
-        raise NotImplementedError(ask, logprobs)
-
-    def last(self) -> Sequence[Event]:
+    def closing(self, answers: Sequence[GatheredAnswer]) -> bytes:
         """The line with the figures."""
-        return [Event(None, self._object("", "", ()) | self._figures())]
+        return to_json(self._object("", "", ()) | self._figures(answers)) + b"\n"
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
         """The answer as one object."""
-        turn = self._turn
-        found = self._object("", "", ()) if turn is None else self._object(turn.text, turn.reasoning, turn.calls)
-        return found | self._figures()
+        said = [(answer.text, answer.reasoning, answer.calls) for answer in answers]
+        return self._object(*(said[0] if said else ("", "", ()))) | self._figures(answers)
 
-    def failed(self, error: ApiError) -> Sequence[Event]:
+    def failed(self, error: ApiError) -> bytes:
         """The line of an error after the stream began."""
-        return [Event(None, {"error": error.message})]
+        return to_json({"error": error.message}) + b"\n"
 
-    def _lines(self, deltas: Sequence[Delta]) -> Sequence[Event]:
-        found = []
-        for delta in deltas if self.streams else ():
-            match delta:
-                case TextDelta(text) | CallBroken(_, text):
-                    found.append(Event(None, self._object(text, "", ())))
-                case ReasoningDelta(text):
-                    found.append(Event(None, self._object("", text, ())))
-        return found
+    def _line(self, text: str, thinking: str = "", calls: Sequence[Call] = ()) -> bytes:
+        return to_json(self._object(text, thinking, calls)) + b"\n"
 
     def _object(self, text: str, thinking: str, calls: Sequence[Call]) -> dict[str, Any]:
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        return {"model": self._body.model, "created_at": now, **self._said(text, thinking, calls), "done": False}
+        return {"model": self._model, "created_at": now, **self.said(text, thinking, calls), "done": False}
 
-    def _said(self, text: str, thinking: str, calls: Sequence[Call]) -> dict[str, Any]:
-        """What was said, where this request has it."""
-        raise NotImplementedError
-
-    def _figures(self) -> dict[str, Any]:
+    def _figures(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
         """How it ended, with times in nanoseconds."""
         total = _nanoseconds(time.perf_counter() - self._began)
-        if self._turn is None or self._turn.end is None:
+        end = answers[0].end if answers else None
+        if end is None or end.stats is None:
             return {"done": True, "done_reason": "load", "total_duration": total, "load_duration": 0}
-        stats = self._turn.end.stats
         return {
             "done": True,
-            "done_reason": FINISH_REASONS[self._turn.end.finish_reason],
+            "done_reason": FINISH_REASONS[end.finish_reason],
             "total_duration": total,
             "load_duration": 0,
-            "prompt_eval_count": stats.prompt_tokens,
-            "prompt_eval_duration": _nanoseconds(stats.prefill_s),
-            "eval_count": stats.generated_tokens,
-            "eval_duration": _nanoseconds(stats.decode_s),
+            "prompt_eval_count": end.stats.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(end.stats.prefill_s),
+            "eval_count": end.stats.generated_tokens,
+            "eval_duration": _nanoseconds(end.stats.decode_s),
         }
 
-
-class OllamaChatJob(_OllamaJob):
-    """A request of `/api/chat`."""
-
-    @classmethod
-    def of(cls, value: object, served: Served) -> Self:
-        """The job that a JSON value asks for. Raises OllamaError."""
-        with _in_ollamas_form():
-            body = OllamaChatRequest.of(value)
-            served.check_name(body.model.removesuffix(LATEST))
-            if not body.messages:
-                return cls(body, None, served)
-            tools, choice = allowed_tools(body.tools or [], None)
-            messages = [_template_message(message) for message in body.messages]
-            return cls(body, _conversation(body, messages, tools=tools, tool_choice=choice).prompt(served), served)
-
-    def _said(self, text: str, thinking: str, calls: Sequence[Call]) -> dict[str, Any]:
+    @staticmethod
+    def said(text: str, thinking: str, calls: Sequence[Call]) -> dict[str, Any]:
+        """What was said, where a chat's answer has it."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thinking:
             message["thinking"] = thinking
@@ -300,52 +319,14 @@ class OllamaChatJob(_OllamaJob):
         return {"message": message}
 
 
-class OllamaGenerateJob(_OllamaJob):
-    """A request of `/api/generate`."""
+class OllamaGenerateWriter(OllamaChatWriter):
+    """Writes the answers of `/api/generate`, and their streams as lines."""
 
-    @classmethod
-    def of(cls, value: object, served: Served) -> Self:
-        """The job that a JSON value asks for. Raises OllamaError."""
-        with _in_ollamas_form():
-            body = OllamaGenerateRequest.of(value)
-            served.check_name(body.model.removesuffix(LATEST))
-            if not body.prompt:
-                return cls(body, None, served)
-            if body.raw or not served.template:
-                return cls(body, _raw_prompt(body, served), served)
-            system = [{"role": "system", "content": body.system}] if body.system else []
-            messages = [*system, {"role": "user", "content": body.prompt}]
-            return cls(body, _conversation(body, messages, messages_field="prompt").prompt(served), served)
-
-    def _said(self, text: str, thinking: str, calls: Sequence[Call]) -> dict[str, Any]:
+    @staticmethod
+    def said(text: str, thinking: str, calls: Sequence[Call]) -> dict[str, Any]:
+        """What was said, where the answer to a prompt has it."""
         assert not calls
         return {"response": text, **({"thinking": thinking} if thinking else {})}
-
-
-@contextmanager
-def _in_ollamas_form() -> Iterator[None]:
-    """Let errors have Ollama's form."""
-    try:
-        yield
-    except ApiError as error:
-        raise OllamaError(error.status, error.message, headers=error.headers) from None
-
-
-def _conversation(body: OllamaFields, messages: Sequence[Mapping[str, Any]], **fields: Any) -> Conversation:
-    variables: dict[str, Any] = {} if body.think is None else {"enable_thinking": bool(body.think)}
-    if isinstance(body.think, str):
-        variables["reasoning_effort"] = body.think
-    schema = {"type": "object"} if body.format == "json" else body.format or None
-    return Conversation(messages=messages, schema=schema, schema_field="format", variables=variables, **fields)
-
-
-def _raw_prompt(body: OllamaGenerateRequest, served: Served) -> Prompt:
-    """A prompt as it is: the model reads nothing else."""
-    if body.format or body.system:
-        raise invalid("format" if body.format else "system", "not with a raw prompt, nor for a model without template")
-    ids = served.encode(body.prompt, "prompt")
-    served.check_length(len(ids), "prompt")
-    return Prompt(body.prompt, ids, None, (), OutputFormat(None, None, {}))
 
 
 def _template_message(message: OllamaMessage) -> dict[str, Any]:
@@ -358,16 +339,6 @@ def _template_message(message: OllamaMessage) -> dict[str, Any]:
     for call in found.get("tool_calls", ()):
         call["function"].pop("index", None)
     return found
-
-
-def _settings(body: OllamaFields, prompt: Prompt, served: Served) -> AnswerSettings:
-    options = body.options or Options()
-    most = options.num_predict
-    settings = options.sampling_fields().answer_settings(
-        served, max_tokens=None if most is None or most < 1 else most, logprobs=None, grammar=prompt.grammar
-    )
-    settings["shown_tokens"] = prompt.shown_tokens
-    return settings
 
 
 def _nanoseconds(seconds: float) -> int:

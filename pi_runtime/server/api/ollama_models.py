@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.sampling import Sampling
+from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.server.api.body import Body, invalid
 from pi_runtime.server.api.served import Served
 
@@ -103,9 +103,8 @@ def ollama_version() -> OllamaVersion:
     return {"version": VERSION}
 
 
-def show(value: object, served: Served) -> OllamaModelDescription:
+def show(body: OllamaShowRequest, served: Served) -> OllamaModelDescription:
     """`/api/show`. Raises ApiError 404 for another model."""
-    body = OllamaShowRequest.of(value)
     name = body.model or body.name
     if name is None:
         raise invalid("model", "the field is required", code="missing_required_parameter")

@@ -7,7 +7,8 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from pi_runtime.errors import PromptError
 from pi_runtime.server.api.body import TOKENS, Body, invalid
-from pi_runtime.server.api.chat import ConversationFields, conversation_of
+from pi_runtime.server.api.chat_prompt import chat_text
+from pi_runtime.server.api.conversation import ConversationFields
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError, refused
 
@@ -75,9 +76,8 @@ class ModelList(TypedDict):
     data: list[ModelObject]
 
 
-def tokenize(value: object, served: Served) -> Tokens:
+def tokenize(body: TokenizeRequest, served: Served) -> Tokens:
     """`/tokenize`."""
-    body = TokenizeRequest.of(value)
     tokenizer = served.model.tokenizer
     ids = served.encode(body.content, "content", prefix=bool(body.add_special), beside=0)
     if not body.with_pieces:
@@ -87,9 +87,9 @@ def tokenize(value: object, served: Served) -> Tokens:
     return {"tokens": pieces}
 
 
-def detokenize(value: object, served: Served) -> Content:
+def detokenize(body: DetokenizeRequest, served: Served) -> Content:
     """`/detokenize`."""
-    tokens = DetokenizeRequest.of(value).tokens
+    tokens = body.tokens
     served.check_length(len(tokens), "tokens", beside=-1)  # the last token of an answer takes no place
     try:
         return {"content": served.model.tokenizer.decode(tokens)}
@@ -97,12 +97,11 @@ def detokenize(value: object, served: Served) -> Content:
         raise invalid("tokens", refused(error).message) from None
 
 
-def apply_template(value: object, served: Served) -> TemplatePrompt:
+def apply_template(body: TemplateRequest, served: Served) -> TemplatePrompt:
     """`/apply-template`."""
-    body = TemplateRequest.of(value)
     if body.model is not None:
         served.check_name(body.model)
-    return {"prompt": conversation_of(body, served).text(served)}
+    return {"prompt": chat_text(body, served)}
 
 
 def list_models(served: Served) -> ModelList:

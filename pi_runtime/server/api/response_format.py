@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pi_runtime.server.api.body import MANY, Body, Unsupported
-from pi_runtime.server.api.conversation import Name
+
+Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class TextFormat(Body):

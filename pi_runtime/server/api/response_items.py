@@ -6,14 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from pi_runtime.server.api.body import MANY, TOKENS, Body, Unsupported, invalid
-from pi_runtime.server.api.conversation import (
-    CacheBreakpoint,
-    CalledFunction,
-    Name,
-    NamedTool,
-    Tool,
-    arguments_of,
-)
+from pi_runtime.server.api.chat_prompt import arguments_of
+from pi_runtime.server.api.conversation import CacheBreakpoint, CalledFunction, NamedTool, Tool
+from pi_runtime.server.api.response_format import Name
 from pi_runtime.server.api.served import Served
 
 Status = Literal["in_progress", "completed", "incomplete"]

@@ -7,8 +7,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from pi_runtime.server.api.logprobs import TokenLogprob
 from pi_runtime.server.api.served import new_id
-from pi_runtime.server.jobs import Event
-from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta
+from pi_runtime.server.events import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -46,12 +45,12 @@ class ResponseOutput:
         self._logprobs: list[TokenLogprob] = []
         self._count = 0
 
-    def event(self, kind: str, **fields: Any) -> Event:
+    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """The next event of the stream."""
         self._count += 1
-        return Event(kind, {"type": kind, "sequence_number": self._count - 1, **fields})
+        return {"type": kind, "sequence_number": self._count - 1, **fields}
 
-    def take(self, delta: Delta, logprobs: Sequence[TokenLogprob] = ()) -> list[Event]:
+    def take(self, delta: Delta, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
         """Take more of the answer, with the log-probabilities of its tokens where these are wanted."""
         match delta:
             case TextDelta(text):
@@ -68,7 +67,7 @@ class ResponseOutput:
             case CallBroken():
                 return self.close("incomplete")
 
-    def close(self, status: Status = "completed") -> list[Event]:
+    def close(self, status: Status = "completed") -> list[dict[str, Any]]:
         """End the item that is open, if one is."""
         if not self.items or self.items[-1]["status"] != "in_progress":
             return []
@@ -89,19 +88,19 @@ class ResponseOutput:
         self._texts, self._logprobs = [], []
         return [*done, self._item_event("response.output_item.done")]
 
-    def finish(self, status: Status) -> list[Event]:
+    def finish(self, status: Status) -> list[dict[str, Any]]:
         """End the output; one without items becomes an empty message."""
         opened = [] if self.items else self._opened("message", role="assistant", content=[])
         return [*opened, *self.close(status)]
 
-    def _opened(self, kind: Literal["message", "reasoning"], **fields: Any) -> list[Event]:
+    def _opened(self, kind: Literal["message", "reasoning"], **fields: Any) -> list[dict[str, Any]]:
         """Open an item of a kind, with its one part, unless one is open."""
         if self.items and self.items[-1]["type"] == kind and self.items[-1]["status"] == "in_progress":
             return []
         events = [*self.close(), *self._open(kind, **fields)]
         return [*events, self._at("response.content_part.added", content_index=0, part=self._part(""))]
 
-    def _open(self, kind: Literal["message", "reasoning", "function_call"], **fields: Any) -> list[Event]:
+    def _open(self, kind: Literal["message", "reasoning", "function_call"], **fields: Any) -> list[dict[str, Any]]:
         prefix = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}[kind]
         item: Any = {"id": new_id(prefix), "type": kind, "status": "in_progress", **fields}
         self.items.append(item)
@@ -112,15 +111,15 @@ class ResponseOutput:
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
 
-    def _delta(self, kind: str, text: str, **fields: Any) -> Event:
+    def _delta(self, kind: str, text: str, **fields: Any) -> dict[str, Any]:
         self._texts.append(text)
         place = {} if self.items[-1]["type"] == "function_call" else {"content_index": 0}
         return self._at(kind, delta=text, **place, **fields)
 
-    def _at(self, kind: str, **fields: Any) -> Event:
+    def _at(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the open item."""
         return self.event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
 
-    def _item_event(self, kind: str) -> Event:
+    def _item_event(self, kind: str) -> dict[str, Any]:
         item: Mapping[str, Any] = dict(self.items[-1])
         return self.event(kind, output_index=len(self.items) - 1, item=item)

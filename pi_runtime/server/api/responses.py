@@ -2,17 +2,19 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NotRequired, Self
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.sampling import TokenLogprobs
+from pi_runtime.sequence.stats import Stats
+from pi_runtime.server.api.answer import SSE, GatheredAnswer, sse
 from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported, invalid
-from pi_runtime.server.api.chat import reasoning_variables
-from pi_runtime.server.api.conversation import AllowedTools, AllowedToolsChoice, Conversation, ToolChoice, allowed_tools
+from pi_runtime.server.api.chat_prompt import chat_prompt, reasoning_variables, rendered
+from pi_runtime.server.api.conversation import AllowedTools, AllowedToolsChoice, ToolChoice, allowed_tools
 from pi_runtime.server.api.logprobs import TokenLogprob, chat_logprobs
 from pi_runtime.server.api.other_servers import OneAnswerFields
+from pi_runtime.server.api.request import GenerateRequest
 from pi_runtime.server.api.response_format import JsonObjectFormat, JsonSchema, TextFormat
 from pi_runtime.server.api.response_items import (
     AllowedChoice,
@@ -24,10 +26,9 @@ from pi_runtime.server.api.response_items import (
 from pi_runtime.server.api.response_output import OutputItem, ResponseOutput
 from pi_runtime.server.api.sampling import CacheFields, Count, IgnoredFields, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
-from pi_runtime.server.api.turn import News
 from pi_runtime.server.api.usage import FINISH_REASONS, Timings, timings
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
+from pi_runtime.server.events import End, Event, NothingShown, PromptLogprobs
 
 ONE_REQUEST = "requests do not know of each other; send the whole conversation as input"
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
@@ -182,128 +183,115 @@ class ResponseEvent(TypedDict):
     response: NotRequired[Response]
 
 
-class ResponseJob:
-    """A request for a response."""
+def response_request(body: ResponseRequest, served: Served) -> GenerateRequest:
+    """What the engine is asked for. Raises ApiError for what is wrong."""
+    served.check_name(body.model)
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "allowed only with stream: true")
+    tools, choice = allowed_tools([tool.as_tool() for tool in body.tools or []], _choice(body))
+    messages = template_messages(body.instructions, body.input, served)
+    schema = _schema(body.text)
+    effort = reasoning_variables("reasoning.effort", None if body.reasoning is None else body.reasoning.effort, served)
+    variables = {**effort, **(body.chat_template_kwargs or {})}
+    text = rendered(served, messages, field="input", tools=tools, variables=variables)
+    prompt, grammar = chat_prompt(
+        served,
+        text,
+        field="input",
+        tools=tools,
+        choice=choice,
+        parallel=body.parallel_tool_calls is not False,
+        schema=schema,
+        schema_field="text.format",
+    )
+    wants_logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
+    settings = body.answer_settings(
+        served,
+        max_tokens=body.max_output_tokens,
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+        grammar=grammar,
+        shown_tokens=prompt.shown_tokens,
+    )
+    return GenerateRequest(prompts=[prompt], settings=settings, streams=bool(body.stream), cache_salt=body.cache_salt)
+
+
+class ResponseWriter:
+    """Writes responses and the events of their streams."""
 
     media = SSE
 
-    def __init__(self, body: ResponseRequest, served: Served) -> None:
-        served.check_name(body.model)
-        self._body, self._served = body, served
-        if body.stream_options is not None and not body.stream:
-            raise invalid("stream_options", "allowed only with stream: true")
-        prompt = _conversation(body, served).prompt(served)
-        self._wants_logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
-        logprobs = (body.top_logprobs or 0) if self._wants_logprobs else None
-        settings = body.answer_settings(
-            served, max_tokens=body.max_output_tokens, logprobs=logprobs, grammar=prompt.grammar
-        )
-        settings["shown_tokens"] = prompt.shown_tokens
-        self.asks = [Ask(prompt.ids, 1, settings, cache_salt=body.cache_salt)]
-        self._turn, self._output = prompt.turn(served), ResponseOutput()
+    def __init__(self, body: ResponseRequest, _: GenerateRequest, served: Served) -> None:
+        self._tokenizer, self._output = served.model.tokenizer, ResponseOutput()
         self._pending: list[TokenLogprob] = []
+        """Log-probabilities of tokens without text: they belong to the text that comes next."""
         self._response = _response(body, served)
 
-    @classmethod
-    def of(cls, value: object, served: Served) -> Self:
-        """The job that a JSON value asks for. Raises ApiError."""
-        return cls(ResponseRequest.of(value), served)
+    def write(self, answer: GatheredAnswer, event: Event) -> bytes:
+        """The events of the response's stream that tell of an event."""
+        found = []
+        if answer.is_new:
+            kinds = ("response.created", "response.in_progress")
+            found = [self._output.event(kind, response=dict(self._response)) for kind in kinds]
+        return _written([*found, *self._events(answer, event)])
 
-    @property
-    def streams(self) -> bool:
-        """Whether events are written as they come."""
-        return bool(self._body.stream)
+    def closing(self, answers: Sequence[GatheredAnswer]) -> bytes:  # noqa: ARG002  all events have been written
+        """The event with the whole response."""
+        return _written([self._output.event(f"response.{self._response['status']}", response=self._response)])
 
-    def part(self, index: int, part: Part) -> Sequence[Event]:
-        """Take a part of the answer."""
-        assert index == 0
-        events = self._begin()
-        events += self._written(self._turn.take(part))
-        return events if self.streams else ()
+    def whole(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
+        """The response as one object."""
+        for answer in answers:
+            for event in answer.events:
+                self._events(answer, event)
+        return dict(self._response)
 
-    def end(self, index: int, end: End) -> Sequence[Event]:
-        """Take the end of the answer."""
-        assert index == 0
-        events = self._begin()
-        events += self._written(self._turn.finish(end))
+    def failed(self, error: ApiError) -> bytes:
+        """The events of an error after the stream began."""
+        failure: Failure = {"code": "server_error", "message": error.message}
+        self._response |= {"status": "failed", "error": failure, "output": self._output.items}
+        told = self._output.event("error", code=error.code, message=error.message, param=error.param)
+        return _written([told, self._output.event("response.failed", response=self._response)])
+
+    def _events(self, answer: GatheredAnswer, event: Event) -> list[dict[str, Any]]:
+        """What becomes of the output by an event."""
+        if isinstance(event, End):
+            return self._end(answer, event)
+        self._pending += chat_logprobs(self._tokenizer, event.logprobs)["content"]
+        if isinstance(event, NothingShown | PromptLogprobs):
+            return []
+        pending, self._pending = self._pending, []
+        return self._output.take(event, pending)
+
+    def _end(self, answer: GatheredAnswer, end: End) -> list[dict[str, Any]]:
+        assert end.stats is not None
         is_whole = FINISH_REASONS[end.finish_reason] == "stop"
-        events += self._output.finish("completed" if is_whole and not self._turn.is_cut else "incomplete")
+        events = self._output.finish("completed" if is_whole and not answer.is_cut else "incomplete")
         self._response |= {
             "status": "completed" if is_whole else "incomplete",
             "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
             "completed_at": int(time.time()),
             "output": self._output.items,
-            "usage": self._usage(end),
+            "usage": _usage(end.stats, end.reasoning_tokens),
         }
-        return events if self.streams else ()
-
-    def scores(self, ask: int, logprobs: Sequence[TokenLogprobs]) -> Sequence[Event]:
-        """No log-probabilities of the input are asked for."""
-        raise NotImplementedError(ask, logprobs)
-
-    def last(self) -> Sequence[Event]:
-        """The event with the whole response."""
-        return [self._output.event(f"response.{self._response['status']}", response=self._response)]
-
-    def whole(self) -> dict[str, Any]:
-        """The response as one object."""
-        return dict(self._response)
-
-    def failed(self, error: ApiError) -> Sequence[Event]:
-        """The events of an error after the stream began."""
-        failure: Failure = {"code": "server_error", "message": error.message}
-        self._response |= {"status": "failed", "error": failure, "output": self._output.items}
-        told = self._output.event("error", code=error.code, message=error.message, param=error.param)
-        return [told, self._output.event("response.failed", response=self._response)]
-
-    def _written(self, news: News) -> list[Event]:
-        """The events of what is new. Tokens without text belong to the text that comes next."""
-        self._pending += chat_logprobs(self._served.model.tokenizer, news.logprobs)["content"]
-        events = []
-        for delta in news.deltas:
-            events += self._output.take(delta, self._pending)
-            self._pending = []
         return events
 
-    def _begin(self) -> list[Event]:
-        """The events before the first part."""
-        if self._turn.began:
-            return []
-        kinds = ("response.created", "response.in_progress")
-        return [self._output.event(kind, response=dict(self._response)) for kind in kinds]
 
-    def _usage(self, end: End) -> ResponseUsage:
-        stats = end.stats
-        return {
-            "input_tokens": stats.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": stats.cached_tokens,
-                "cache_write_tokens": stats.prompt_tokens - stats.cached_tokens,
-            },
-            "output_tokens": stats.generated_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._turn.reasoning_tokens},
-            "total_tokens": stats.prompt_tokens + stats.generated_tokens,
-            "timings": timings([stats], [stats]),
-        }
+def _written(events: Sequence[Mapping[str, Any]]) -> bytes:
+    return b"".join(sse(event, event["type"]) for event in events)
 
 
-def _conversation(body: ResponseRequest, served: Served) -> Conversation:
-    """What the template is to write."""
-    tools, choice = allowed_tools([tool.as_tool() for tool in body.tools or []], _choice(body))
-    effort = None if body.reasoning is None else body.reasoning.effort
-    return Conversation(
-        messages=template_messages(body.instructions, body.input, served),
-        messages_field="input",
-        tools=tools,
-        tool_choice=choice,
-        parallel=body.parallel_tool_calls is not False,
-        schema=_schema(body.text),
-        schema_field="text.format",
-        variables={
-            **reasoning_variables("reasoning.effort", effort, served),
-            **(body.chat_template_kwargs or {}),
+def _usage(stats: Stats, reasoning_tokens: int) -> ResponseUsage:
+    return {
+        "input_tokens": stats.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": stats.cached_tokens,
+            "cache_write_tokens": stats.prompt_tokens - stats.cached_tokens,
         },
-    )
+        "output_tokens": stats.generated_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": stats.prompt_tokens + stats.generated_tokens,
+        "timings": timings([stats], [stats]),
+    }
 
 
 def _choice(body: ResponseRequest) -> ToolChoice | None:

@@ -5,8 +5,8 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from pi_runtime.generation import AnswerSettings
-from pi_runtime.sampling import Sampling
+from pi_runtime.sequence.sampling import Sampling
+from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported, invalid
 from pi_runtime.server.api.other_servers import OtherServersFields
 from pi_runtime.server.api.served import Served
@@ -86,7 +86,13 @@ class SamplingFields(OtherServersFields):
         )
 
     def answer_settings(
-        self, served: Served, *, max_tokens: int | None, logprobs: int | None, grammar: Grammar | None = None
+        self,
+        served: Served,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None = None,
+        grammar: Grammar | None = None,
+        shown_tokens: Sequence[int] = (),
     ) -> AnswerSettings:
         """All settings of an answer."""
         if max_tokens is not None and (self.min_tokens or 0) > max_tokens:
@@ -98,6 +104,7 @@ class SamplingFields(OtherServersFields):
             stop=self.stop_strings(served.settings.limits.stop_strings),
             logprobs=logprobs,
             grammar=grammar,
+            shown_tokens=shown_tokens,
         )
 
 
@@ -141,6 +148,15 @@ class StreamingFields(SamplingFields, CacheFields):
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "allowed only with stream: true")
         return self
+
+    def count(self, served: Served, prompts: int = 1) -> int:
+        """How many answers each prompt has. Raises ApiError where there are too many in all."""
+        count, most = self.n or 1, served.settings.limits.answers
+        if count > most:
+            raise invalid("n", f"at most {most}; found {count}")
+        if prompts * count > most:
+            raise invalid("prompt", f"at most {most} answers a request; found {prompts} prompts × {count}")
+        return count
 
     @property
     def include_usage(self) -> bool:

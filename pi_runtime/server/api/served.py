@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from pi_runtime.engine.model import Model
 from pi_runtime.errors import PromptError, TemplateError
-from pi_runtime.model import Model
 from pi_runtime.server.api.body import invalid
 from pi_runtime.server.errors import ApiError, refused
 from pi_runtime.server.settings import ServerSettings

@@ -14,16 +14,18 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.engine.session import Session
-from pi_runtime.generation import AnswerSettings, Stats
+from pi_runtime.engine.sessions.session import Session
+from pi_runtime.sequence.settings import AnswerSettings
+from pi_runtime.server.api.answer import DONE, GatheredAnswer, SseWriter, sse
 from pi_runtime.server.api.body import MANY, TOKENS, Body, invalid
-from pi_runtime.server.api.chat import ConversationFields, conversation_of
+from pi_runtime.server.api.chat_prompt import chat_text
+from pi_runtime.server.api.conversation import ConversationFields
 from pi_runtime.server.api.other_servers import OneAnswerFields
+from pi_runtime.server.api.request import GenerateRequest, Prompt
 from pi_runtime.server.api.sampling import CacheFields, Count, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS, Timings, Usage, timings, usage
-from pi_runtime.server.errors import ApiError
-from pi_runtime.server.jobs import SSE, Ask, End, Event, Part
+from pi_runtime.server.events import End, Event, TextDelta
 
 TokenId = Annotated[int, Field(ge=0)]
 State = Literal["idle", "answering", "paused"]
@@ -138,29 +140,27 @@ class SessionChunk(TypedDict):
 
 
 class Beginning:
-    """A request for a session, checked."""
+    """What a session begins with."""
 
-    def __init__(self, value: object, served: Served) -> None:
+    def __init__(self, body: SessionRequest, served: Served) -> None:
         """Raises ApiError for what is wrong. It may take long, as templates do."""
-        body = SessionRequest.of(value)
         if body.model is not None:
             served.check_name(body.model)
         if body.prompt is not None and body.chat is not None:
             raise invalid("chat", "not with prompt: a session begins with one of them")
         _settings(body, served)
-        prompt = conversation_of(body.chat, served).text(served) if body.chat is not None else body.prompt or ""
+        prompt = chat_text(body.chat, served) if body.chat is not None else body.prompt or ""
         field = "prompt" if body.chat is None else "chat"
-        if isinstance(prompt, str):
-            served.check_text(prompt, field)
+        _check(prompt, field, served)
         self.draft = prompt if isinstance(prompt, str) else ""
-        self.tokens = [] if isinstance(prompt, str) else _checked(prompt, field, served)
+        self.tokens = [] if isinstance(prompt, str) else prompt
         self.cache_salt = body.cache_salt
         self.defaults = body.model_dump(include=set(AnswerFields.model_fields), exclude_unset=True)
+        """Settings of answers that do not say otherwise."""
 
 
-def typed(value: object, session: Session, served: Served) -> None:
+def type_draft(body: TypeRequest, session: Session, served: Served) -> None:
     """Type into the draft of a session."""
-    body = TypeRequest.of(value)
     at = len(session.draft) if body.at is None else body.at
     if at > len(session.draft):
         raise invalid("at", f"the draft has {len(session.draft)} characters; found {at}")
@@ -171,119 +171,79 @@ def typed(value: object, session: Session, served: Served) -> None:
     session.edit(body.text, at)
 
 
-class AnswerJob:
-    """A session's turn."""
+def answer_body(value: object, defaults: Mapping[str, Any]) -> AnswerRequest:
+    """The request for a turn in a session whose answers have these settings. Raises ApiError for what is wrong."""
+    return AnswerRequest.of({**defaults, **value} if isinstance(value, dict) else value)
 
-    media = SSE
 
-    def __init__(
-        self, value: object, served: Served, *, session_id: str, session: Session, defaults: Mapping[str, Any]
-    ) -> None:
-        """Raises ApiError for what is wrong. `defaults`: settings that the session was made with."""
-        body = AnswerRequest.of({**defaults, **value} if isinstance(value, dict) else value)
-        append = "" if body.append is None else body.append
-        if not isinstance(append, str) and session.draft:
-            raise invalid("append", "tokens cannot follow a draft; append text, or empty the draft")
-        prompt = session.draft + append if isinstance(append, str) else append
-        beside = len(session.tokens) + 1
-        if isinstance(prompt, str):
-            served.check_text(prompt, "append", beside=beside)
-        else:
-            _checked(prompt, "append", served, beside=beside)
-        self._body, self._served, self._session_id = body, served, session_id
-        self._id, self._created = new_id("answer_"), int(time.time())
-        settings, self._stop_tokens = _settings(body, served)
-        self.asks = [Ask(prompt, 1, settings, session=session, stop_tokens=self._stop_tokens)]
-        self._texts: list[str] = []
-        self._tokens: list[int] = []
-        self._end: End | None = None
+def answer_request(body: AnswerRequest, session: Session, served: Served) -> GenerateRequest:
+    """What the engine is asked for. Raises ApiError for what is wrong."""
+    append = "" if body.append is None else body.append
+    if not isinstance(append, str) and session.draft:
+        raise invalid("append", "tokens cannot follow a draft; append text, or empty the draft")
+    prompt = session.draft + append if isinstance(append, str) else append
+    _check(prompt, "append", served, beside=len(session.tokens) + 1)
+    settings, stop_tokens = _settings(body, served)
+    return GenerateRequest(
+        prompts=[Prompt(prompt)],
+        settings=settings,
+        streams=bool(body.stream),
+        session=session,
+        stop_tokens=stop_tokens,
+    )
 
-    @property
-    def streams(self) -> bool:
-        """Whether events are written as they come."""
-        return bool(self._body.stream)
 
-    @property
-    def pauses(self) -> bool:
-        """Whether the turn ended with a stop token, so that somebody else goes on."""
-        return self._stop_token is not None
+def stop_token(request: GenerateRequest, answer: GatheredAnswer) -> int | None:
+    """The stop token that ended a turn, so that somebody else goes on; None where none did."""
+    if answer.end is None or answer.end.finish_reason != "stop":
+        return None
+    return next((token for token in answer.tokens[-1:] if token in request.stop_tokens), None)
 
-    @property
-    def _stop_token(self) -> int | None:
-        ended = self._end is not None and self._end.finish_reason == "stop"
-        return self._tokens[-1] if ended and self._tokens and self._tokens[-1] in self._stop_tokens else None
 
-    def part(self, index: int, part: Part) -> Sequence[Event]:  # noqa: ARG002  there is one answer
-        """Take a part of the answer."""
-        self._texts.append(part.text)
-        self._tokens += part.tokens
-        return self._chunk(part.text, part.tokens, part.stats if self._body.timings_per_token else None)
+class SessionWriter(SseWriter):
+    """Writes the turns of sessions and their chunks."""
 
-    def end(self, index: int, end: End) -> Sequence[Event]:  # noqa: ARG002
-        """Take the end of the answer."""
-        self._end = end
-        return self._chunk("", (), end.stats)
+    def __init__(self, body: AnswerRequest, request: GenerateRequest, served: Served, session_id: str) -> None:
+        self._with_timings, self._request, self._model = body.timings_per_token, request, served.name
+        self._id, self._created, self._session_id = new_id("answer_"), int(time.time()), session_id
 
-    def scores(self, ask: int, logprobs: Sequence[Any]) -> Sequence[Event]:
-        """No log-probabilities are asked for."""
-        raise NotImplementedError(ask, logprobs)
+    def write(self, answer: GatheredAnswer, event: Event) -> bytes:
+        """The chunk of an event."""
+        ended = isinstance(event, End)
+        text = event.text if isinstance(event, TextDelta) else ""
+        chunk = self._head("session.answer.chunk") | {"text": text, "tokens": [*event.tokens], "finish_reason": None}
+        if event.stats is not None and (ended or self._with_timings):
+            chunk["timings"] = timings([event.stats], [event.stats])
+        return sse(chunk | (self._ending(answer) if ended else {}))
 
-    def last(self) -> Sequence[Event]:
+    def closing(self, answers: Sequence[GatheredAnswer]) -> bytes:  # noqa: ARG002  all has been said
         """The mark of a stream's end."""
-        return [Event(None, "[DONE]")]
+        return DONE
 
-    def whole(self) -> dict[str, Any]:
-        """The answer as one object."""
-        answer: SessionAnswer = {
-            "id": self._id,
-            "object": "session.answer",
-            "created": self._created,
-            "model": self._served.name,
-            "session": self._session_id,
-            "text": "".join(self._texts),
-            "tokens": self._tokens,
-            "finish_reason": self._finish_reason,
-            "stop_token": self._stop_token,
-            "usage": self._usage(),
+    def whole(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
+        """The turn as one object."""
+        (answer,) = answers
+        said = {"text": answer.text, "tokens": answer.tokens}
+        return self._head("session.answer") | said | self._ending(answer)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        names = {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+        return {**names, "session": self._session_id}
+
+    def _ending(self, answer: GatheredAnswer) -> dict[str, Any]:
+        """How the turn ended."""
+        assert answer.end is not None
+        assert answer.stats is not None
+        return {
+            "finish_reason": FINISH_REASONS[answer.end.finish_reason],
+            "stop_token": stop_token(self._request, answer),
+            "usage": usage(answer.stats.prompt_tokens, [answer.stats], [answer.stats]),
         }
-        return dict(answer)
-
-    def failed(self, error: ApiError) -> Sequence[Event]:
-        """The event of an error after the stream began."""
-        return [Event(None, error.body())]
-
-    def _chunk(self, text: str, tokens: Sequence[int], stats: Stats | None) -> Sequence[Event]:
-        if not self.streams:
-            return ()
-        chunk: SessionChunk = {
-            "id": self._id,
-            "object": "session.answer.chunk",
-            "created": self._created,
-            "model": self._served.name,
-            "session": self._session_id,
-            "text": text,
-            "tokens": list(tokens),
-            "finish_reason": None,
-        }
-        if stats is not None:
-            chunk["timings"] = timings([stats], [stats])
-        if self._end is not None:
-            chunk |= {"finish_reason": self._finish_reason, "stop_token": self._stop_token, "usage": self._usage()}
-        return [Event(None, dict(chunk))]
-
-    @property
-    def _finish_reason(self) -> Literal["stop", "length"]:
-        assert self._end is not None
-        return FINISH_REASONS[self._end.finish_reason]
-
-    def _usage(self) -> Usage:
-        assert self._end is not None
-        return usage(self._end.stats.prompt_tokens, [self._end.stats], [self._end.stats])
 
 
 def _settings(body: AnswerFields, served: Served) -> tuple[AnswerSettings, list[int]]:
     """The settings of an answer for the engine, and the tokens that pause the session."""
-    settings = body.answer_settings(served, max_tokens=body.max_tokens, logprobs=None)
+    settings = body.answer_settings(served, max_tokens=body.max_tokens)
     settings["shown_tokens"] = _ids(body.shown_tokens, "shown_tokens", served)
     return settings, _ids(body.stop_tokens, "stop_tokens", served)
 
@@ -304,7 +264,10 @@ def _ids(tokens: Sequence[int | str] | None, field: str, served: Served) -> list
     return found
 
 
-def _checked(ids: list[int], field: str, served: Served, *, beside: int = 1) -> list[int]:
-    served.check_length(len(ids), field, beside=beside)
-    served.check_tokens(ids, field)
-    return ids
+def _check(prompt: str | list[int], field: str, served: Served, *, beside: int = 1) -> None:
+    """Raise ApiError for a prompt that does not fit the context beside other tokens, or is none of the model's."""
+    if isinstance(prompt, str):
+        served.check_text(prompt, field, beside=beside)
+    else:
+        served.check_length(len(prompt), field, beside=beside)
+        served.check_tokens(prompt, field)

@@ -5,7 +5,7 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.generation import Stats
+from pi_runtime.sequence.stats import Stats
 
 FINISH_REASONS: dict[str, Literal["stop", "length"]] = {
     "end": "stop",

@@ -13,9 +13,10 @@ import secrets
 import string
 from collections.abc import Callable, Collection
 
-from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, Delta, MarkerWatch, TextDelta
+from pi_runtime.server.events import CallArguments, CallBegan, CallBroken, Delta, TextDelta
 from pi_runtime.server.tools.formats import ToolFormat
 from pi_runtime.server.tools.json_scanner import AFTER, COLON, FIRST_KEY, KEY, SPACE, VALUE, JsonScanner
+from pi_runtime.server.tools.marker import MarkerWatch
 
 ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 """Ids of calls are such that Mistral's templates take them."""
@@ -36,10 +37,8 @@ class CallParser:
 
     def __init__(self, tools: ToolFormat, names: Collection[str], make_id: Callable[[], str] = new_id) -> None:
         self._format, self._names, self._make_id = tools, frozenset(names), make_id
-        self.count = 0
+        self._count = 0
         """Calls that have begun."""
-        self.is_cut = False
-        """Whether a call broke off."""
         self._deltas: list[Delta] = []
         self._read = self._read_text
         """Takes the next character: a method for each part of an answer."""
@@ -220,9 +219,9 @@ class CallParser:
         if not self._has_begun:
             self._has_begun = self._follows_call = True
             self._may_be_bare = False
-            self._deltas.append(CallBegan(self.count, self._make_id(), self._name))
-            self.count += 1
-        self._deltas.append(CallArguments(self.count - 1, self._pending))
+            self._deltas.append(CallBegan(self._count, self._make_id(), self._name))
+            self._count += 1
+        self._deltas.append(CallArguments(self._count - 1, self._pending))
         self._pending = ""
         if not self._in_arguments:
             self._raw = ""  # the call is whole, whatever comes
@@ -250,8 +249,8 @@ class CallParser:
         """End what is no call, or no longer one, before this character."""
         raw, self._raw, self._read = self._raw, "", self._read_text
         if self._in_arguments and self._has_begun:
-            self._deltas.append(CallBroken(self.count - 1, raw))
-            self.is_cut, self._follows_call = True, False
+            self._deltas.append(CallBroken(self._count - 1, raw))
+            self._follows_call = False
         else:
             self._show_text(raw)
         self._in_arguments = False

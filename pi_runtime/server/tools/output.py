@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pi_runtime.server.errors import ApiError
+from pi_runtime.server.events import Delta, ReasoningDelta, TextDelta, joined
 from pi_runtime.server.tools.calls import CallParser, new_id
-from pi_runtime.server.tools.deltas import Delta, ReasoningDelta, TextDelta, joined
 from pi_runtime.server.tools.formats import ToolFormat
 from pi_runtime.server.tools.grammars import GrammarWriter
 from pi_runtime.server.tools.reasoning import ReasoningFormat, ReasoningParser
@@ -29,16 +29,6 @@ class OutputParser:
         self._reasoning, self._calls = reasoning, calls
         self.reasoning_tokens = 0
         """Tokens of pieces that hold thoughts."""
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether a call has begun."""
-        return self._calls is not None and self._calls.count > 0
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a call broke off: nobody should run it."""
-        return self._calls is not None and self._calls.is_cut
 
     def push(self, text: str, tokens: int = 0) -> list[Delta]:
         """Take the next piece of the answer, which so many tokens made."""
@@ -154,6 +144,10 @@ class OutputFormat:
             what = "with this model, calls and other JSON begin alike: tools do not go with a form of the answer"
             raise ApiError(400, what, param="response_format")
         return f"{otherwise} | {calls}"
+
+
+PLAIN = OutputFormat(None, None, {})
+"""Of answers that are nothing but text."""
 
 
 def _name(tool: Tool) -> str:

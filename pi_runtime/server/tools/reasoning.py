@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Self
 
-from pi_runtime.server.tools.deltas import Delta, MarkerWatch, ReasoningDelta, TextDelta
+from pi_runtime.server.events import Delta, ReasoningDelta, TextDelta
+from pi_runtime.server.tools.marker import MarkerWatch
 
 MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 

@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,10 @@ from side_by_side.process import threads
 
 from disk_tier import CONTEXT
 from pi_runtime import Model, load
-from pi_runtime import model as model_module
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.disk.ram_plan import Slots, sequence_kv_bytes, useful_budgets
-from pi_runtime.disk.row_store import REGIONS, RowStore, Work
+from pi_runtime.disk.row_store import REGIONS, Request, RowRange, RowStore
+from pi_runtime.engine import loading as model_module
 from pi_runtime.execution import disk, disk_ahead
 from pi_runtime.execution.devices import resident_bytes
 from pi_runtime.execution.disk import DiskExecutor
@@ -50,13 +51,14 @@ def _time_steps() -> None:
     disk_ahead.norm = _timed(disk_ahead.norm)
 
 
-def _one_after_the_other(rows: RowStore, works: list[Work], keep: bool, _meanwhile: Any = None) -> None:
-    """`RowStore.work_off` without overlap: each range is read, and then computed."""
-    for n, work in enumerate(works):
-        rows.fetch(work.request, work.begin, work.end, n % REGIONS, keep)
+def _one_after_the_other(rows: RowStore, requests: Iterable[Request], keep: bool) -> Iterator[RowRange]:
+    """`RowStore.ranges` without overlap: each range is read, and then used."""
+    for n, part in enumerate(part for request in requests for part in rows._cut(request)):
+        rows._asked(part, n % REGIONS, keep)
         rows.reader.wait(n % REGIONS)
-        work.compute(work.begin, work.end)
-        rows.release(work.request, n % REGIONS)
+        yield part
+        for name, _ in part.request.needs:
+            rows._clear(name, part.request.layer, n % REGIONS)
 
 
 def budgets(path: str) -> dict[str, int]:
@@ -80,7 +82,7 @@ def open_model(
     if two_phases is not None:
         disk.TWO_PHASES_FROM = -1.0 if two_phases else 9.0
     if only is not None:
-        RowStore.work_off = _one_after_the_other  # type: ignore[method-assign, assignment]
+        RowStore.ranges = _one_after_the_other  # type: ignore[method-assign, assignment]
         disk_ahead.FasterWay.second = False  # type: ignore[method-assign, assignment]
     if only == "bundles":
         plan_for = disk.plan_for
@@ -145,16 +147,16 @@ def plan() -> dict[str, list[tuple[int, int]]]:
 def trace(tokens: list[int], named: str, fired: str) -> dict[str, Any]:
     """Decode tokens in two phases; write to files what each layer's predictor names, and what fires, for each."""
     needed: dict[str, dict[int, list[np.ndarray]]] = {"first": {}, "rest": {}}
-    works = RowStore.works
+    cut = RowStore._cut
 
-    def spy(self: RowStore, request: Any, compute: Any) -> list[Work]:
+    def spy(self: RowStore, request: Request) -> list[RowRange]:
         for name, neuron_I in request.needs:
             needed[name].setdefault(request.layer, []).append(neuron_I.copy())
-        return works(self, request, compute)
+        return cut(self, request)
 
-    RowStore.works = spy  # type: ignore[method-assign]
+    RowStore._cut = spy  # type: ignore[method-assign]
     decode(tokens, 1)
-    RowStore.works = works  # type: ignore[method-assign]
+    RowStore._cut = cut  # type: ignore[method-assign]
     for path, by_layer in ((named, needed["first"]), (fired, needed["rest"])):
         traces = [by_layer[layer] for layer in sorted(by_layer)]
         flat = {f"{n}": np.concatenate(trace) for n, trace in enumerate(traces)}

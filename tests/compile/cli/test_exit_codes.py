@@ -17,7 +17,7 @@ from support.commands import FIT, INPUT, INTERRUPTED, USAGE, assert_a_message, c
 from pi_compile.checkpoint.families import family_names
 from pi_compile.cli.main import app as pi_compile
 from pi_runtime import console
-from pi_runtime.exit_codes import EXTRA_OF
+from pi_runtime.errors.exit_codes import EXTRA_OF
 
 Fails = Callable[..., str]
 

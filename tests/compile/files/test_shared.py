@@ -12,9 +12,9 @@ import pytest
 from pi_compile.errors import ProfileError
 from pi_compile.files import check_arrays, read_arrays, shared, write_arrays, write_text
 from pi_compile.workers import StageDoneError, Worker, WorkFolder
-from pi_runtime.artifact.replacement import Replacement
 from pi_runtime.errors import UsageError
-from pi_runtime.exit_codes import code_and_message
+from pi_runtime.errors.exit_codes import code_and_message
+from pi_runtime.files import Replacement
 
 Stale = Callable[..., list[str]]
 

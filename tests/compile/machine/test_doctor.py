@@ -13,7 +13,7 @@ import pytest
 from support.paths import ROOT
 
 from pi_compile.machine import doctor
-from pi_runtime.exit_codes import EXTRA_OF
+from pi_runtime.errors.exit_codes import EXTRA_OF
 from pi_runtime.kernels.codegen import threads
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

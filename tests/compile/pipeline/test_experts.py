@@ -33,8 +33,6 @@ from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
 from pi_compile.torch_model.sparse_ffn import SparseFfn
 from pi_compile.training import Texts, TrainSpec, train_predictors
-from pi_compile.training.layer_sums import LayerSums
-from pi_compile.training.quality import _layer_step
 from pi_compile.workers import work_folder
 from pi_runtime import load
 from pi_runtime.artifact.inspection import inspect
@@ -242,8 +240,8 @@ def test_predictors_of_experts_are_trained_packed_and_run(
     with torch.inference_mode():
         global_w = td.global_weights(checkpoint, "cpu")
         x = td.embed(d, global_w, torch.from_numpy(TOKENS[:20])[None])
-        for n, ffn in enumerate(ffns):
-            x = _layer_step(d, td.layer_weights(checkpoint, n, "cpu"), x, ffn, LayerSums.over(d.neurons))
+        weights = td.stored_layers(checkpoint, "cpu")
+        *_, (x,) = td.layers(d, weights, [x], lambda n, _, w, inputs, h: ffns[n].apply(d, w, inputs, h)[1])
         wanted = td.logits(d, global_w, x)[0].numpy()
     with Artifact.open(tmp_path / "a.pi") as artifact:
         np.testing.assert_allclose(reference.forward(artifact, TOKENS[:20], "predicted"), wanted, atol=2e-3)

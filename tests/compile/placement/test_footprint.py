@@ -9,7 +9,7 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_compile.cost_model.processors import CPU, GPU
 from pi_compile.placement import formulation
-from pi_compile.placement.formulation import PREFILL_TOKENS, Sizes, all_cpu
+from pi_compile.placement.formulation import Sizes, all_cpu
 from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.artifact.buffers import (
     PROMPT_TOKENS,
@@ -24,7 +24,6 @@ from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import choose_plan
 from pi_runtime.execution.stand_in import StandInExecutor
-from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 
 PART = {"positions": "embedding", "final_norm": "head"}
 
@@ -72,7 +71,6 @@ def test_buffers_and_cache_are_what_a_run_allocates(family: str, tmp_path: Path)
     path = random_artifact(tmp_path / "a.pi", decoder, format="f16", ranks=[7, 5], plans=(plan,))
     layers = tuple(LayerWork(rung="predicted", rank=rank) for rank in (7, 5))
     sizes = Sizes.of(workload(np.ones((2, 200)), layers, context=96, family=family, context_length=128))
-    assert PREFILL_TOKENS == BLOCK_TOKENS
     with Artifact.open(path) as artifact:
         executor = StandInExecutor(artifact, "auto", 1, choose_plan(artifact, 96, 1 << 40))
         assert allocated(executor) == sizes.workspace[CPU]

@@ -17,7 +17,7 @@ from pi_compile.placement.hot_mass import least_neurons
 from pi_compile.placement.stage import ladder, place
 from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.errors import DoesNotFitError
-from pi_runtime.exit_codes import flag
+from pi_runtime.errors.exit_codes import flag
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -41,7 +41,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random_model(rng: np.random.Generator) -> Workload:
-    """Any rungs and formats; so many neurons that rows in transit are few beside them."""
+    """Any rungs and formats; so many neurons that staged rows are few beside them."""
     return random_workload(rng, groups=14)
 
 

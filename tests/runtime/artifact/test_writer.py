@@ -19,9 +19,9 @@ from support.synthetic import bare_manifest, random_artifact, small_decoder
 from pi_runtime.artifact import Artifact, ArtifactWriter, array_specs, verify
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.quantisation import quantise
-from pi_runtime.artifact.replacement import Replacement
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, is_scales
 from pi_runtime.errors import DoesNotFitError, InputError, UsageError
+from pi_runtime.files import Replacement
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals and limits of POSIX")
 DECODER = small_decoder()

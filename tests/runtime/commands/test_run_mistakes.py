@@ -11,7 +11,7 @@ from support.scripted import scripted_artifact
 
 from pi_runtime import console
 from pi_runtime.commands.run import app
-from pi_runtime.generation import Generation
+from pi_runtime.engine.generation import Generation
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -77,7 +77,7 @@ def broken(*_: object, **__: object) -> Any:
 
 
 def test_a_fault_of_our_own(run: Run, alphabet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pi_runtime.model.open_model", broken)
+    monkeypatch.setattr("pi_runtime.engine.loading.open_model", broken)
     code, out, err = run(alphabet, "-p", "a")
     assert (code, out) == (1, "")
     assert err.splitlines() == [

@@ -20,7 +20,7 @@ def python(code: str) -> str:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    heavy = {"numpy", "numba", "torch", "tokenizers", "jinja2", "pi_runtime.model", "pi_runtime.kernels"}
+    heavy = {"numpy", "numba", "torch", "tokenizers", "jinja2", "pi_runtime.engine.model", "pi_runtime.kernels"}
     shown = python(
         "import sys; from pi_runtime import console\n"
         "from pi_runtime.commands import run as cli\n"

@@ -14,7 +14,8 @@ from support.gpu_kernels import Stored, integers, normal
 
 pytest.importorskip("triton.backends.nvidia")
 
-from support.ptx.cases import EVEN, GROUPS, ODD, TILING, case
+from support.ptx.cases import EVEN, GROUPS, ODD, SMALL_DOTS, SMALL_SUMS, case
+from support.ptx.edges import EDGES
 from support.ptx.faults import PendingError, PtxError, RaceError, UnwrittenError
 from support.ptx.launching import Emulator, Launch
 from support.ptx.machine import Schedule
@@ -63,6 +64,13 @@ def test_results_and_bytes(emulator: Emulator, group: str, long: bool, table: li
         assert sectors <= MOST or c.least < 1000, (c.kernel, c.format, sectors)
 
 
+@pytest.mark.parametrize("group", EDGES)
+def test_results_at_the_edges(emulator: Emulator, group: str) -> None:
+    for c in EDGES[group]():
+        c.launch()
+        c.check()
+
+
 @pytest.mark.parametrize("group", [f"q4 × {ODD}", f"f16 × {ODD}", "attention", "lists"])
 def test_any_schedule_gives_the_same_bits(emulator: Emulator, group: str, long: bool, monkeypatch: Any) -> None:
     if group in (f"f16 × {ODD}", "lists") and not long:
@@ -87,21 +95,21 @@ def test_tokens_get_the_same_bits_in_any_company(emulator: Emulator, fmt: str, l
         assert texts.setdefault(launch.name, launch.text) == launch.text, launch.name
 
     monkeypatch.setattr(emulator, "seen", seen)
-    cpu, rng = torch.device("cpu"), np.random.default_rng(0)
-    first, rest = Stored(cpu, fmt, normal(rng, 24, ODD)), Stored(cpu, fmt, normal(rng, 48, ODD))
-    neurons = ffn_neurons.Neurons(first.matrix, None, rest.matrix, None, CODES["relu"])
-    x = torch.from_numpy(normal(rng, 8, ODD))
-    index, lengths = np.stack([rng.permutation(24) for _ in range(8)]), rng.integers(8, 25, 8)
+    cpu, rng, rows = torch.device("cpu"), np.random.default_rng(0), 200
     # Long enough lists for several tiles in a part of the sum.
-    many, factors = Stored(cpu, fmt, normal(rng, 600, 256)), torch.from_numpy(normal(rng, 8, 600))
+    first, rest = Stored(cpu, fmt, normal(rng, rows, ODD)), Stored(cpu, fmt, normal(rng, 2 * rows, ODD))
+    bias, x, added, factors = (torch.from_numpy(normal(rng, 8, n)) for n in (rows, ODD, rows, rows))
+    neurons = ffn_neurons.Neurons(first.matrix, bias[0], rest.matrix, None, CODES["relu"])
+    index, lengths = np.stack([rng.permutation(rows) for _ in range(8)]), rng.integers(50, rows, 8)
 
     def run(chosen: list[int]) -> list[torch.Tensor]:
         m = len(chosen)
-        y, h, sums = torch.zeros(m, 24), torch.zeros(m, 24), torch.zeros(m, TILING.splits, 256)
+        y, h, sums = added[chosen], torch.zeros(m, rows), torch.zeros(m, SMALL_SUMS.splits, ODD)
         listed, given = NeuronList.of(integers(cpu, index[chosen]), integers(cpu, lengths[chosen])), x[chosen]
-        row_dot.linear(first.matrix, None, given, y, TILING)
-        ffn_neurons.neuron_activations(neurons, given, listed, h, torch.zeros(m, 24, dtype=torch.int32), TILING)
-        gathered_sums(many.matrix, None, factors[chosen], sums, TILING)
+        row_dot.linear(first.matrix, bias[0], given, y, SMALL_DOTS, add=True)
+        counts = torch.zeros(m, rows, dtype=torch.int32)
+        ffn_neurons.neuron_activations(neurons, given, listed, h, counts, SMALL_DOTS)
+        gathered_sums(first.matrix, listed, factors[chosen], sums, SMALL_SUMS)
         return [y, h, sums]
 
     alone = [run([token]) for token in range(most)]

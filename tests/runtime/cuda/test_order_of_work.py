@@ -76,14 +76,56 @@ def test_a_wait_behind_what_it_is_for_is_found(gpu: Device, tmp_path: Path) -> N
         assert (answers(executor, runs) != wanted).any()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_streamed_weights_arrive_before_they_are_used(gpu: Device, policy: str | int, tmp_path: Path) -> None:
-    path = model(tmp_path / "m.pi")
+def changes(executor: CudaExecutor) -> bool:
+    """Whether a prompt's answer is another one than it was, when another prompt has left its numbers everywhere."""
+    order, prompt = executor.device.order, range(1, 7)  # type: ignore[attr-defined]
+    order.waits_for_copies = True
+    wanted = read(executor, executor.new_cache(), prompt)
+    read(executor, executor.new_cache(), range(7, 13))
+    order.waits_for_copies = False
+    found = read(executor, executor.new_cache(), prompt)
+    order.finish()
+    return bool((found != wanted).any())
+
+
+@pytest.mark.parametrize("name", ["cold neurons on the CPU", "attention on the CPU"])
+def test_the_host_waits_for_the_copies_of_a_prompt(gpu: Device, name: str, tmp_path: Path) -> None:
+    plan, shape = PLANS[name]
+    with running(model(tmp_path / "m.pi", **shape), plan, out_of_order(gpu)) as executor:
+        assert changes(executor)
+
+
+def test_a_prompt_ends_with_a_wait(gpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(model(tmp_path / "m.pi"), ALL_ON_GPU, out_of_order(gpu)) as executor:
+        prompt, other = range(1, 7), range(7, 13)
+        wanted = read(executor, executor.new_cache(), prompt)
+        read(executor, executor.new_cache(), other)
+        monkeypatch.setattr(type(executor.device), "synchronize", lambda _: None)
+        assert (read(executor, executor.new_cache(), prompt) != wanted).any()
+        monkeypatch.undo()
+
+
+def test_a_chunk_in_use_is_not_filled_again(gpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pi_runtime.cuda.memory.weight_streaming.GEMM_NEURONS", 32)
+    path, prompt = model(tmp_path / "m.pi"), range(1, 7)
+    with running(path, SPLIT, gpu, stream_from=2) as executor:
+        wanted = read(executor, executor.new_cache(), prompt)
+    with running(path, SPLIT, out_of_order(gpu), stream_from=2) as executor:
+        np.testing.assert_array_equal(read(executor, executor.new_cache(), prompt), wanted)
+        for buffer in executor._prefill._streamer._buffers:
+            monkeypatch.setattr(buffer.used, "wait", lambda: None)
+        assert (read(executor, executor.new_cache(), prompt) != wanted).any()
+
+
+def test_streamed_weights_arrive_before_they_are_used(gpu: Device, tmp_path: Path, long: bool) -> None:
+    path, device = model(tmp_path / "m.pi"), out_of_order(gpu)
     prompt = list(range(1, 7))
     with running(path, SPLIT, gpu, stream_from=2) as executor:
         wanted = read(executor, executor.new_cache(), prompt)
-    with running(path, SPLIT, out_of_order(gpu, policy), stream_from=2) as executor:
-        np.testing.assert_array_equal(read(executor, executor.new_cache(), prompt), wanted)
+    with running(path, SPLIT, device, stream_from=2) as executor:
+        for policy in POLICIES if long else POLICIES[:3]:
+            device.order.follow(policy)
+            np.testing.assert_array_equal(read(executor, executor.new_cache(), prompt), wanted, str(policy))
 
 
 def test_a_missing_wait_for_streamed_weights_is_found(

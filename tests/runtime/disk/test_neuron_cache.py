@@ -8,12 +8,12 @@ from pi_runtime.artifact.footprint import CHUNKS
 from pi_runtime.disk.kernels import neuron_cache
 from pi_runtime.disk.kernels.neuron_cache import HITS, MISSES, Rows
 
-NEURONS, PINNED, TRANSIT = 200, 20, 200
+NEURONS, PINNED, STAGED = 200, 20, 200
 
 
 def rows_with(cached: int) -> Rows:
-    """Slot 0, pinned slots, cached slots, transit slots; the first rows are pinned."""
-    slots = 1 + PINNED + cached + TRANSIT
+    """Slot 0, pinned slots, cached slots, slots for staged rows; the first rows are pinned."""
+    slots = 1 + PINNED + cached + STAGED
     owner_S, turn_S = np.full(slots, -1, np.int64), np.full(slots, -1, np.int64)
     cache = 1 + PINNED, 1 + PINNED + cached
     rows = neuron_cache.rows_of(NEURONS, *cache, 3, owner_S, np.zeros(slots, np.int64), turn_S)
@@ -27,18 +27,18 @@ def rows_with(cached: int) -> Rows:
     turns=st.lists(st.tuples(st.sets(st.integers(0, NEURONS - 1), min_size=1), st.booleans()), max_size=12),
 )
 def test_turns(cached: int, turns: list[tuple[set[int], bool]]) -> None:
-    rows, transit, absent_C = rows_with(cached), 1 + PINNED + cached, np.zeros(CHUNKS, np.int64)
+    rows, staging, absent_C = rows_with(cached), 1 + PINNED + cached, np.zeros(CHUNKS, np.int64)
     row_I, slot_I = np.empty(NEURONS, np.int64), np.empty(NEURONS, np.int64)
     contents: dict[int, int] = {}
     for wanted, keep in turns:
         neuron_I, before = np.array(sorted(wanted), np.int64), rows.counts_2.copy()
         absent = int((rows.slot_N[neuron_I] == 0).sum())
-        assert neuron_cache.begin_turn(rows, 0, neuron_I) == absent
+        assert neuron_cache.begin_turn(rows, 0, neuron_I, False) == absent
         neuron_cache.absent_of_chunks(rows, 0, neuron_I, absent_C)
         assert absent_C.sum() == absent
-        count, in_transit = neuron_cache.obtain(rows, 0, neuron_I, 0, CHUNKS, keep, transit, row_I, slot_I)
+        count, staged = neuron_cache.obtain(rows, 0, neuron_I, 0, CHUNKS, keep, staging, row_I, slot_I)
         assert count == absent
-        assert in_transit == absent or keep
+        assert staged == absent or keep
         assert (rows.counts_2 - before).tolist() == [len(wanted) - absent, absent]
         contents.update(zip(slot_I[:count].tolist(), row_I[:count].tolist(), strict=True))
         slots = rows.slot_N[neuron_I]
@@ -46,8 +46,8 @@ def test_turns(cached: int, turns: list[tuple[set[int], bool]]) -> None:
         assert len(set(slots.tolist())) == len(slots)
         for row, slot in zip(neuron_I.tolist(), slots.tolist(), strict=True):
             assert slot == row + 1 if row < PINNED else contents[slot] == row
-        neuron_cache.clear_transit(rows, transit, in_transit)
-        assert (rows.slot_N < transit).all()
+        neuron_cache.clear_staged(rows, staging, staged)
+        assert (rows.slot_N < staging).all()
     assert (rows.slot_N[:PINNED] == np.arange(1, 1 + PINNED)).all()
     neuron_cache.forget(rows)
     assert not rows.slot_N[PINNED:].any()
@@ -60,9 +60,9 @@ def test_a_row_that_comes_again_and_again_outlives_those_that_come_once() -> Non
 
     def ask(*neurons: int) -> int:
         neuron_I = np.array(neurons, np.int64)
-        neuron_cache.begin_turn(rows, 0, neuron_I)
-        count, in_transit = neuron_cache.obtain(rows, 0, neuron_I, 0, CHUNKS, True, 1 + PINNED + 4, row_I, slot_I)
-        neuron_cache.clear_transit(rows, 1 + PINNED + 4, in_transit)
+        neuron_cache.begin_turn(rows, 0, neuron_I, False)
+        count, staged = neuron_cache.obtain(rows, 0, neuron_I, 0, CHUNKS, True, 1 + PINNED + 4, row_I, slot_I)
+        neuron_cache.clear_staged(rows, 1 + PINNED + 4, staged)
         return count
 
     ask(100)

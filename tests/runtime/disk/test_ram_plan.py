@@ -5,9 +5,9 @@ import pytest
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.row_memory import least_row_buffers, most_left, row_buffers
+from pi_runtime.artifact.rows import ROW_ARRAYS, least_row_buffers, most_left, row_buffers, row_nbytes, slot_nbytes
 from pi_runtime.artifact.schema import Manifest, RowPlan
-from pi_runtime.disk.ram_plan import ROW_ARRAYS, RamPlan, plan_for, row_nbytes, slot_nbytes
+from pi_runtime.disk.ram_plan import RamPlan, plan_for
 from pi_runtime.errors import DoesNotFitError
 
 FIXED = 1 << 20
@@ -22,7 +22,8 @@ def artifact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def rows_bytes(artifact: Artifact, plan: RamPlan) -> int:
-    return sum(plan.slots(name) * slot_nbytes(artifact.manifest, name) for name in ROW_ARRAYS)
+    nbytes = slot_nbytes(artifact.manifest.decoder, artifact.manifest.formats["ffn"])
+    return sum(plan.slots(name) * nbytes[name] for name in ROW_ARRAYS)
 
 
 def held(plan: RamPlan) -> list[int]:
@@ -35,7 +36,7 @@ def test_a_plan_fits_its_budget(artifact: Artifact, mode: str) -> None:
         plan_for(artifact, mode, FIXED, FIXED)
     least = int(str(found.value.expected).split()[2])
     m = artifact.manifest
-    whole = sum(row_nbytes(m, name) for name in ROW_ARRAYS) * m.decoder.neurons * 3
+    whole = sum(row_nbytes(m.decoder, m.formats["ffn"]).values()) * m.decoder.neurons * 3
     before = 0
     for budget in np.linspace(least, least + 2 * whole, 9).astype(int).tolist():
         plan = plan_for(artifact, mode, budget, FIXED)
@@ -50,7 +51,7 @@ def test_a_plan_fits_its_budget(artifact: Artifact, mode: str) -> None:
 
 def test_gate_layers_keep_first_where_there_is_room(artifact: Artifact) -> None:
     m = artifact.manifest
-    whole = sum(row_nbytes(m, name) for name in ROW_ARRAYS) * m.decoder.neurons * 3
+    whole = sum(row_nbytes(m.decoder, m.formats["ffn"]).values()) * m.decoder.neurons * 3
     plan = plan_for(artifact, "auto", FIXED + whole // 2, FIXED)
     assert plan.two_phases_L == (False, True, False)
     assert plan.first_L[1].pinned == m.decoder.neurons
@@ -62,7 +63,7 @@ NEURONS, LAYERS = 1500, 3
 
 def row_plan(m: Manifest, pinned: int, cached: int) -> RowPlan:
     """A stored division; the second of the layers is on the gate rung and has its `first` in RAM."""
-    first, rest = (slot_nbytes(m, name) for name in ROW_ARRAYS)
+    first, rest = slot_nbytes(m.decoder, m.formats["ffn"]).values()
     nbytes = LAYERS * (pinned + cached) * rest + 2 * (pinned + cached) * first + NEURONS * first
     return RowPlan(
         ram_bytes=nbytes,
@@ -89,7 +90,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 def budget_for(m: Manifest, slots: int) -> int:
     """The smallest budget that leaves so many bytes for rows that stay."""
-    both, budget = sum(slot_nbytes(m, name) for name in ROW_ARRAYS), slots
+    both, budget = sum(slot_nbytes(m.decoder, m.formats["ffn"]).values()), slots
     while row_buffers(m.decoder, both, budget).left < slots:
         budget += 1024
     return FIXED + budget
@@ -119,7 +120,7 @@ def test_without_a_stored_division_that_fits_a_rule_divides(planned: Artifact) -
     """The budget is too small for any, or holds all; or the mode is not the one that they were solved for."""
     m = planned.manifest
     middle = budget_for(m, m.row_plans[0].slot_bytes)
-    everything = budget_for(m, 2 * LAYERS * NEURONS * sum(slot_nbytes(m, name) for name in ROW_ARRAYS))
+    everything = budget_for(m, 2 * LAYERS * NEURONS * sum(slot_nbytes(m.decoder, m.formats["ffn"]).values()))
     found = [("auto", middle - (64 << 10)), ("auto", everything), ("gate", middle), ("dense", middle)]
     assert [plan_for(planned, mode, budget, FIXED).stored for mode, budget in found] == [None] * 4
     assert plan_for(planned, "predicted", middle, FIXED).stored == m.row_plans[0]

@@ -21,7 +21,7 @@ from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.row_memory import PIECE_NBYTES
+from pi_runtime.artifact.rows import PIECE_NBYTES
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import ArtifactError, UsageError
 from pi_runtime.execution import devices, disk, disk_ahead

@@ -499,7 +499,7 @@ def test_news_of_an_answer_that_fails(engine: Engine, monkeypatch: pytest.Monkey
     def fail(*_: Any) -> Any:
         raise fault
 
-    monkeypatch.setattr("pi_runtime.generation.Answer.follow", fail)
+    monkeypatch.setattr("pi_runtime.sequence.sequence.Answer.follow", fail)
     stream = engine.generate("Once", max_tokens=3)
     wait_until(lambda: stream.news().ended)
     assert stream.news().error is fault

@@ -20,13 +20,13 @@ from support.requests import found_by
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import Engine, Model, Sampling, load
-from pi_runtime.engine import paused
-from pi_runtime.engine.session import Session
+from pi_runtime.engine.generation import Generation
+from pi_runtime.engine.sessions import suspended as paused
+from pi_runtime.engine.sessions.session import Session
 from pi_runtime.engine.stream import Piece, Stream, Turns
 from pi_runtime.errors import InputError, PromptError, UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
-from pi_runtime.generation import Generation
-from pi_runtime.guesses import StepTimes
+from pi_runtime.sequence.speculation import StepTimes
 
 SAMPLED = Sampling(temperature=1.0, seed=3)
 

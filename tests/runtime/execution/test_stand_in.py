@@ -11,9 +11,9 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import load
 from pi_runtime.artifact.schema import Layer, Plan
+from pi_runtime.engine.model import Model
 from pi_runtime.execution.stand_in import NeuronWorker, StandInExecutor
 from pi_runtime.kernels.data import neuron_chunks
-from pi_runtime.model import Model
 
 CUTS = {"inside": (128, 64), "one-sided": (0, 200), "mixed": (192, 0)}
 

@@ -16,12 +16,11 @@ from support.stored import WEIGHT_FORMATS, Layer, ffn_layer
 from support.synthetic import small_decoder
 
 from pi_runtime.artifact.decoder import ACTIVATIONS, SPARSE_ACTIVATIONS, Decoder
-from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, GROUP
+from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, FEW_TOKENS, GROUP
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.kernels import ffn, moe, reference
 from pi_runtime.kernels.data import neuron_chunks
-from pi_runtime.kernels.data.workspace import BLOCK_TOKENS
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 RUNG = st.sampled_from(list(RUNGS))

@@ -129,7 +129,7 @@ def test_an_artifact_that_is_changed_ends_the_server_with_what_to_do(
 
 
 def test_a_fault_of_one_request_ends_that_one_alone(endless: Path, serve: Serve, monkeypatch: Any) -> None:
-    from pi_runtime.generation import Answer
+    from pi_runtime.sequence.sequence import Answer
 
     follow = Answer.follow
 
@@ -188,13 +188,13 @@ def test_a_port_that_is_taken(endless: Path, talker: Served) -> None:
 
 SCRIPT = """
 import sys, time
-import pi_runtime.model
+import pi_runtime.engine.model
 {change}
 from pi_runtime.commands.serve import main
 main()
 """
 HELD = """
-pi_runtime.model.Model.warm_up = lambda model: time.sleep(600)
+pi_runtime.engine.model.Model.warm_up = lambda model: time.sleep(600)
 """
 BREAKING = """
 from pi_runtime.execution.cpu import CpuExecutor

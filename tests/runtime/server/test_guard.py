@@ -7,8 +7,10 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from pi_runtime.server.guard import Guard
+from pi_runtime.server.routes import ROUTES
 from pi_runtime.server.settings import LOOPBACK, ServerSettings
 
+OPEN_PATHS = [route.path for route in ROUTES if not route.needs_key]
 Headers = list[tuple[str, str]]
 
 
@@ -39,7 +41,7 @@ def asked(
 
     pairs = [(name.encode(), value.encode()) for name, value in headers]
     scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "server": (server, 8080), "headers": pairs}
-    asyncio.run(Guard(application, settings, lambda *_: None)(scope, receive, send))
+    asyncio.run(Guard(application, settings, lambda *_: None, OPEN_PATHS)(scope, receive, send))
     return found[0], owners[-1]
 
 

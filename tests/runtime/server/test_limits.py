@@ -14,7 +14,8 @@ from support.serving import Served, serving, slowed, wait_until
 from pi_runtime import Grammar, Model
 from pi_runtime.errors import UsageError
 from pi_runtime.server.settings import Limits
-from pi_runtime.text.grammar_check import GrammarLimits, check_grammar
+from pi_runtime.text.grammar_check import check_grammar
+from pi_runtime.text.sandbox import Limits as SandboxLimits
 
 Serve = Callable[..., Served]
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -222,7 +223,7 @@ HARD = {"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}"} for n in range(2
 
 def test_a_grammar_that_would_take_hours_is_refused() -> None:
     with pytest.raises(UsageError, match="too complex"):
-        check_grammar(Grammar.json_schema(HARD), GrammarLimits(seconds=1.0))
+        check_grammar(Grammar.json_schema(HARD), SandboxLimits(seconds=1.0))
 
 
 def test_a_grammar_that_is_none_names_its_field(alphabet: Path, serve: Serve) -> None:

@@ -9,7 +9,8 @@ import pytest
 from support.serving import Served, events, wait_until
 
 from pi_runtime import Model, Sampling, load
-from pi_runtime.server.api.completions import CompletionJob
+from pi_runtime.server.api.completions import CompletionWriter
+from pi_runtime.server.events import PromptLogprobs
 
 Serve = Callable[..., Served]
 
@@ -46,19 +47,20 @@ def test_what_takes_long_of_an_answer_is_made_beside_the_loop(
     random_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: dict[str, set[int]] = {}
-    for name in ("part", "scores", "whole"):
+    for name in ("write", "whole"):
 
-        def seen(job: CompletionJob, *args: Any, made: Any = getattr(CompletionJob, name), name: str = name) -> Any:
-            threads.setdefault(name, set()).add(threading.get_ident())
-            return made(job, *args)
+        def seen(writer: Any, *args: Any, made: Any = getattr(CompletionWriter, name), name: str = name) -> Any:
+            what = "scores" if isinstance(args[-1], PromptLogprobs) else name
+            threads.setdefault(what, set()).add(threading.get_ident())
+            return made(writer, *args)
 
-        monkeypatch.setattr(CompletionJob, name, seen)
+        monkeypatch.setattr(CompletionWriter, name, seen)
     served = serve(random_path)
     found = served.complete("Once", echo=True, logprobs=2, n=2, max_tokens=2).json()
     assert [len(choice["logprobs"]["tokens"]) for choice in found["choices"]] == [6, 6]
     with served.streaming("Once", echo=True, logprobs=2, max_tokens=2) as response:
         assert "".join(part["choices"][0]["text"] for part in events(response)).startswith("Once")
-    (loop,) = threads["part"]
+    (loop,) = threads["write"]
     assert loop not in threads["scores"] | threads["whole"]
 
 

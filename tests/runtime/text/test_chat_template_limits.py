@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pi_runtime.errors import TemplateError
-from pi_runtime.text import chat_template as module
+from pi_runtime.text import chat_template, sandbox
 from pi_runtime.text.chat_template import ChatTemplate, Limits, render
 
 pytestmark = pytest.mark.slow
@@ -88,7 +88,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[
         started.append(original(*args, **kwargs))
         return started[-1]
 
-    monkeypatch.setattr(module.subprocess, "Popen", popen)
+    monkeypatch.setattr(sandbox.subprocess, "Popen", popen)
     threads = threading.active_count()
     yield started
     assert threading.active_count() == threads
@@ -127,11 +127,11 @@ def test_the_process_survives_a_chat_that_is_too_long() -> None:
     limits = Limits(seconds=120.0, output_bytes=1000)
     with ChatTemplate("{{ messages[0].content }}", limits) as template:
         assert template.render([{"role": "user", "content": "a"}], variables={}) == "a"
-        child = template._child
+        child = template._sandbox._child
         with pytest.raises(TemplateError, match="exceeds its output limit"):
             template.render([{"role": "user", "content": "a" * 1001}], variables={})
         assert template.render([{"role": "user", "content": "b"}], variables={}) == "b"
-        assert template._child is child
+        assert template._sandbox._child is child
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited on Linux only")
@@ -157,7 +157,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None
     """Another program in the child's place."""
     child = tmp_path / "child.py"
     child.write_text(f"import os, sys, time\n{body}\n")
-    monkeypatch.setattr(module, "CHILD", child)
+    monkeypatch.setattr(chat_template, "CHILD", child)
 
 
 MISBEHAVIOUR = {
@@ -205,14 +205,14 @@ def test_a_group_is_killed_while_its_number_is_its_own(monkeypatch: pytest.Monke
 
     with ChatTemplate("hi", PATIENT) as kept:
         kept.start()
-        assert kept._child is not None
-        ended = kept._child
+        assert kept._sandbox._child is not None
+        ended = kept._sandbox._child
         os.kill(ended.pid, signal.SIGKILL)
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-        monkeypatch.setattr(module.os, "killpg", kill)
+        monkeypatch.setattr(sandbox.os, "killpg", kill)
         assert kept.render(USER, variables={}) == "hi"
         assert ended_before == [True]
-        module._kill(ended)
+        sandbox._kill(ended)
         assert ended_before == [True]
     assert ended_before == [True, False]
 
@@ -224,12 +224,12 @@ def test_a_child_whose_end_is_ignored_is_replaced() -> None:
     try:
         with ChatTemplate("hi", PATIENT) as kept:
             kept.start()
-            assert kept._child is not None
-            os.kill(kept._child.pid, signal.SIGKILL)
-            assert kept._child.stdout is not None
-            kept._child.stdout.read()  # its end
+            assert kept._sandbox._child is not None
+            os.kill(kept._sandbox._child.pid, signal.SIGKILL)
+            assert kept._sandbox._child.stdout is not None
+            kept._sandbox._child.stdout.read()  # its end
             with suppress(ChildProcessError):
-                os.waitid(os.P_PID, kept._child.pid, os.WEXITED | os.WNOWAIT)
+                os.waitid(os.P_PID, kept._sandbox._child.pid, os.WEXITED | os.WNOWAIT)
             assert kept.render(USER, variables={}) == "hi"
     finally:
         signal.signal(signal.SIGCHLD, before)
@@ -254,20 +254,20 @@ def test_the_child_sees_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 def test_the_confined_process_can_do_nothing(deed: str) -> None:
-    folder = str(Path(module.__file__).parent)
+    folder = str(Path(sandbox.__file__).parent)
     program = f"""
 import os, socket, sys
 sys.path.append({folder!r})
-import _template_worker
+import _confined
 {deed}
-_template_worker.confine(5, 256 << 20)
+_confined.confine(5, 256 << 20)
 try:
     {deed}
 except (OSError, MemoryError):
     os._exit(7)
 """
     if "1 << 30" in deed:
-        program = program.replace(f"{deed}\n_render", "_template_worker")
+        program = program.replace(f"{deed}\n_render", "_confined")
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 7
 
 

@@ -23,6 +23,7 @@ from pi_compile.checkpoint.families import family_names
 from pi_compile.errors import CheckpointError
 
 FAMILIES = {
+    "arcee": "arcee-biases",
     "bamboo": "bamboo",
     "falcon": "falcon-40b",
     "gpt2": "gpt2",
@@ -32,14 +33,21 @@ FAMILIES = {
     "nemotron": "nemotron-biases",
     "opt": "opt-350m",
     "phi": "phi",
+    "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_moe": "qwen3-moe",
     "sparsellama": "prosparse",
     "turbosparsemixtral": "turbosparse-mixtral",
 }
 """A case for each family."""
 LAYERS = {"gpt2": "n_layer"}
-NEURONS = {"gpt2": "n_inner", "opt": "ffn_dim", "falcon": "ffn_hidden_size"}
+NEURONS = {
+    "gpt2": "n_inner",
+    "opt": "ffn_dim",
+    "falcon": "ffn_hidden_size",
+    "qwen3_moe": "moe_intermediate_size",
+}
 TIED = ("falcon", "gpt2", "opt")
 Copy = Callable[[str], Path]
 

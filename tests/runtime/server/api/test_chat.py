@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from support import jobs
+from support import asking
+from support.asking import CHAT
 
 from pi_runtime import Engine
-from pi_runtime.server.api.chat import ChatJob
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
 
@@ -21,18 +21,16 @@ def says(content: object, role: str = "user", **fields: object) -> dict[str, obj
 
 def ask(chat: Chat, content: object, **fields: Any) -> dict[str, Any]:
     """The whole answer, checked by OpenAI's own type."""
-    served, engine = chat
     messages = content if isinstance(content, list) else [says(content)]
-    found = jobs.whole(ChatJob.of({"model": "m", "messages": messages, **fields}, served), engine)
+    found: dict[str, Any] = asking.whole(CHAT, {"model": "m", "messages": messages, **fields}, chat)
     ChatCompletion.model_validate(found, strict=True)
     return found
 
 
 def stream(chat: Chat, content: str, **fields: Any) -> list[dict[str, Any]]:
     """The chunks of a stream, each checked by OpenAI's own type."""
-    served, engine = chat
     body = {"model": "m", "messages": [says(content)], "stream": True, **fields}
-    *chunks, last = jobs.events(ChatJob.of(body, served), engine)
+    *chunks, last = asking.streamed(CHAT, body, chat)
     assert last == (None, "[DONE]")
     found: list[Any] = [data for event, data in chunks if event is None]
     assert len(found) == len(chunks)
@@ -72,8 +70,8 @@ def test_messages_of_all_roles_reach_the_template(random_chat: Chat) -> None:
         says([{"type": "refusal", "refusal": "no"}], "assistant", refusal=None),
         says("why?"),
     ]
-    job = ChatJob.of({"model": "m", "messages": messages}, served)
-    assert served.model.tokenizer.decode(job.asks[0].prompt) == "s:be brief;s:a\nb;u:hi;a:;t:42;a:no;u:why?;a:"
+    request = asking.asked(CHAT, {"model": "m", "messages": messages}, served)
+    assert served.model.tokenizer.decode(request.prompts[0].tokens) == "s:be brief;s:a\nb;u:hi;a:;t:42;a:no;u:why?;a:"
 
 
 CALL = {"name": "f", "arguments": '{"x": 1}'}
@@ -82,8 +80,8 @@ CALL = {"name": "f", "arguments": '{"x": 1}'}
 def test_an_answer_goes_on_where_a_message_ends(random_chat: Chat) -> None:
     served, _ = random_chat
     messages = [says("hi"), says("well", "assistant")]
-    job = ChatJob.of({"model": "m", "messages": messages, "continue_final_message": True}, served)
-    assert served.model.tokenizer.decode(job.asks[0].prompt) == "u:hi;a:well"
+    request = asking.asked(CHAT, {"model": "m", "messages": messages, "continue_final_message": True}, served)
+    assert served.model.tokenizer.decode(request.prompts[0].tokens) == "u:hi;a:well"
 
 
 def test_a_stream_says_what_the_whole_says(random_chat: Chat) -> None:
@@ -140,8 +138,8 @@ def test_json_follows_a_schema(random_chat: Chat) -> None:
 def test_a_prediction_becomes_a_guess(alphabet_chat: Chat) -> None:
     served, _ = alphabet_chat
     prediction = {"type": "content", "content": [{"type": "text", "text": "defg"}]}
-    job = ChatJob.of({"model": "m", "messages": [says("abc")], "prediction": prediction}, served)
-    assert job.asks[0].guess == "defg"
+    request = asking.asked(CHAT, {"model": "m", "messages": [says("abc")], "prediction": prediction}, served)
+    assert request.prediction == "defg"
 
 
 def test_neutral_values_are_accepted(alphabet_chat: Chat) -> None:
@@ -255,7 +253,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 )
 def test_what_is_wrong_is_named(random_chat: Chat, fields: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(ApiError) as error:
-        ChatJob.of({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}, random_chat[0])
+        asking.asked(CHAT, {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}, random_chat[0])
     assert error.value.status == 400
     assert error.value.param == param, error.value.message
     assert says in error.value.message
@@ -264,4 +262,4 @@ def test_what_is_wrong_is_named(random_chat: Chat, fields: dict[str, Any], param
 
 def test_a_model_without_a_template_has_no_chats(endless_served: Served) -> None:
     with pytest.raises(ApiError, match="no chat template"):
-        ChatJob.of({"model": "m", "messages": [says("x")]}, endless_served)
+        asking.asked(CHAT, {"model": "m", "messages": [says("x")]}, endless_served)

@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from support import jobs
+from support import asking
+from support.asking import CHAT, OLLAMA_CHAT, RESPONSES
 
 from pi_runtime import Engine
-from pi_runtime.server.api.chat import ChatJob
-from pi_runtime.server.api.ollama import OllamaChatJob
-from pi_runtime.server.api.responses import ResponseJob
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.jobs import End, Part
 
 TOOL = {
     "type": "function",
@@ -41,15 +38,10 @@ DROP = '<tool_call>{"name": "drop", "arguments": {}}</tool_call>'
 
 def told(served: Served, pieces: Sequence[str], reason: str = "end", **fields: Any) -> tuple[Any, list[Any]]:
     """The whole answer of a model that says these pieces, and the chunks of the same as a stream."""
-    job, streaming = (ChatJob.of(body(stream=stream, **fields), served) for stream in (False, True))
-    events = []
-    for piece in pieces:
-        part = Part(piece, [1], (), jobs.STATS)
-        assert not job.part(0, part)
-        events += streaming.part(0, part)
-    job.end(0, End(reason, jobs.STATS))
-    events += [*streaming.end(0, End(reason, jobs.STATS)), *streaming.last()]
-    found, chunks = job.whole(), [event.data for event in events[:-1]]
+    found, events = (
+        asking.said(CHAT, body(stream=stream, **fields), served, pieces, reason) for stream in (False, True)
+    )
+    chunks = [data for _, data in events[:-1]]
     ChatCompletion.model_validate(found, strict=True)
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk, strict=True)
@@ -105,15 +97,12 @@ def test_a_call_that_breaks_off_in_other_forms(hermes: tuple[Served, Engine]) ->
     """An item of a response can be incomplete. Ollama's calls come whole or not at all."""
     broken = '<tool_call>{"name": "add", "arguments": {"ok"'
     tool = {"type": "function", **TOOL["function"]}
-    response = ResponseJob.of({"model": "m", "input": "x", "tools": [tool]}, hermes[0])
-    response.part(0, Part(broken, [1], (), jobs.STATS))
-    response.end(0, End("length", jobs.STATS))
-    (item,) = response.whole()["output"]
+    request = {"model": "m", "input": "x", "tools": [tool]}
+    (item,) = asking.said(RESPONSES, request, hermes[0], [broken], "length")["output"]
     assert (item["type"], item["status"], item["arguments"]) == ("function_call", "incomplete", '{"ok"')
     for stream in (False, True):
-        chat = OllamaChatJob.of({**body(), "stream": stream}, hermes[0])
-        lines = [*chat.part(0, Part(DROP + broken, [1], (), jobs.STATS)), *chat.end(0, End("length", jobs.STATS))]
-        found = [line.data["message"] for line in lines] if stream else [chat.whole()["message"]]
+        written = asking.said(OLLAMA_CHAT, {**body(), "stream": stream}, hermes[0], [DROP + broken], "length")
+        found = [line["message"] for _, line in written] if stream else [written["message"]]
         assert "".join(message["content"] for message in found) == broken
         names = [call["function"]["name"] for message in found for call in message.get("tool_calls", [])]
         assert names == ["drop"]
@@ -145,11 +134,10 @@ CHOICES = [
 
 @pytest.mark.parametrize(("choice", "names"), CHOICES)
 def test_a_call_that_is_required_is_made(hermes: tuple[Served, Engine], choice: Any, names: set[str]) -> None:
-    served, engine = hermes
     # Without white space and thoughts, which may be long.
     fields = {"tool_choice": choice, "parallel_tool_calls": False, "logit_bias": {"10": -100, "32": -100, "9": -100}}
     fields["chat_template_kwargs"] = {"enable_thinking": False}
-    found = jobs.whole(ChatJob.of(body(**fields, max_completion_tokens=300), served), engine)
+    found = asking.whole(CHAT, body(**fields, max_completion_tokens=300), hermes)
     ChatCompletion.model_validate(found, strict=True)
     (choice,) = found["choices"]
     assert choice["finish_reason"] == "tool_calls", choice
@@ -164,24 +152,24 @@ def test_what_the_template_is_given(hermes: tuple[Served, Engine]) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"ok":true}'}}
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
     messages.append({"role": "tool", "tool_call_id": "1", "content": "2"})
-    job = ChatJob.of(body(messages=messages, reasoning_effort="none"), served)
-    text = served.model.tokenizer.decode(job.asks[0].prompt)
+    request = asking.asked(CHAT, body(messages=messages, reasoning_effort="none"), served)
+    text = served.model.tokenizer.decode(request.prompts[0].tokens)
     assert text.startswith('[{"type": "function", "function": {"name": "add", "description": "Adds."')
     assert text.endswith(
         'u:x;a:<tool_call>{"name": "add", "arguments": {"ok": true}}</tool_call>;t:2;a:<think></think>'
     )
-    job = ChatJob.of(body(tool_choice="none", reasoning_effort="high"), served)
-    assert served.model.tokenizer.decode(job.asks[0].prompt) == "u:x;a:"
+    request = asking.asked(CHAT, body(tool_choice="none", reasoning_effort="high"), served)
+    assert served.model.tokenizer.decode(request.prompts[0].tokens) == "u:x;a:"
 
 
 def test_a_template_without_calls_takes_no_tools(random_chat: tuple[Served, Engine]) -> None:
     with pytest.raises(ApiError) as error:
-        ChatJob.of(body(), random_chat[0])
+        asking.asked(CHAT, body(), random_chat[0])
     assert (error.value.status, error.value.param) == (400, "tools")
 
 
 def test_a_schema_that_cannot_be_followed_is_named(hermes: tuple[Served, Engine]) -> None:
     schema = {"name": "x", "schema": {"type": "nothing"}}
     with pytest.raises(ApiError) as error:
-        ChatJob.of(body(tools=None, response_format={"type": "json_schema", "json_schema": schema}), hermes[0])
+        asking.asked(CHAT, body(tools=None, response_format={"type": "json_schema", "json_schema": schema}), hermes[0])
     assert (error.value.status, error.value.param) == (400, "response_format")

@@ -4,30 +4,28 @@ from typing import Any
 
 import pytest
 from openai.types import Completion
-from support import jobs
+from support import asking
+from support.asking import COMPLETIONS
 
 from pi_runtime import Engine
-from pi_runtime.server.api.completions import CompletionJob
+from pi_runtime.server.api.answer import EventReader, GatheredAnswer
 from pi_runtime.server.api.logprobs import CompletionLogprobsWriter
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.jobs import End, Part
 
 Chat = tuple[Served, Engine]
 
 
 def ask(chat: Chat, **fields: Any) -> dict[str, Any]:
     """The whole answer, checked by OpenAI's own type."""
-    served, engine = chat
-    found = jobs.whole(CompletionJob.of({"model": "m", **fields}, served), engine)
+    found: dict[str, Any] = asking.whole(COMPLETIONS, {"model": "m", **fields}, chat)
     assert_typed(found)
     return found
 
 
 def stream(chat: Chat, **fields: Any) -> list[dict[str, Any]]:
     """The chunks of a stream, each checked by OpenAI's own type."""
-    served, engine = chat
-    *chunks, last = jobs.events(CompletionJob.of({"model": "m", "stream": True, **fields}, served), engine)
+    *chunks, last = asking.streamed(COMPLETIONS, {"model": "m", "stream": True, **fields}, chat)
     assert last == (None, "[DONE]")
     assert all(event is None for event, _ in chunks)
     found: list[Any] = [data for _, data in chunks]
@@ -156,13 +154,18 @@ def test_tokens_of_a_stop_string_are_not_shown(alphabet_chat: Chat, stream: bool
     assert (text, answer.finish_reason, len(answer.token_ids)) == ("def", "stop", 5)
     for cuts in ([5], [1, 5], [3, 5], [1, 2, 3, 4, 5]):
         body = {"model": "m", "prompt": "abc", "stop": "gh", "logprobs": 0, "stream": stream}
-        job = CompletionJob.of(body, served)
+        request, writer = asking.read(COMPLETIONS, body, served)
+        reader, gathered = EventReader(request.prompts[0], served.model.tokenizer), GatheredAnswer(0, 0)
         events = []
         for start, end in zip([0, *cuts], cuts, strict=False):
-            part = Part(text[start:end], answer.token_ids[start:end], answer.logprobs[start:end])
-            events += job.part(0, part)
-        events += job.end(0, End("stop", answer.stats))
-        choices = [event.data["choices"][0] for event in events] if stream else job.whole()["choices"]
+            events += reader.read(text[start:end], answer.token_ids[start:end], answer.logprobs[start:end])
+        events += reader.end("stop", answer.stats)
+        if stream:
+            written = asking.parsed(b"".join(asking.write(writer, gathered, event) for event in events))
+            choices = [data["choices"][0] for _, data in written]
+        else:
+            gathered.events += events
+            choices = writer.whole([gathered])["choices"]
         assert [token for choice in choices for token in choice["logprobs"]["tokens"]] == ["d", "e", "f"], cuts
 
 
@@ -237,7 +240,7 @@ def test_timings_come_with_the_end_or_with_each_token(random_chat: Chat) -> None
 )
 def test_what_is_wrong_is_named(random_chat: Chat, fields: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(ApiError) as error:
-        CompletionJob.of({"model": "m", **fields}, random_chat[0])
+        asking.asked(COMPLETIONS, {"model": "m", **fields}, random_chat[0])
     assert error.value.status == 400
     assert error.value.param == param
     assert says in error.value.message
@@ -246,11 +249,11 @@ def test_what_is_wrong_is_named(random_chat: Chat, fields: dict[str, Any], param
 @pytest.mark.parametrize(("model", "status"), [(None, 400), ("", 404), ("gpt-5", 404)])
 def test_another_model_is_not_found(random_chat: Chat, model: str | None, status: int) -> None:
     with pytest.raises(ApiError) as error:
-        CompletionJob.of({"prompt": "a"} | ({} if model is None else {"model": model}), random_chat[0])
+        asking.asked(COMPLETIONS, {"prompt": "a"} | ({} if model is None else {"model": model}), random_chat[0])
     assert (error.value.status, error.value.param) == (status, "model")
 
 
 @pytest.mark.parametrize("body", [None, [], "text", 3, float("nan")])
 def test_a_body_that_is_no_object(random_chat: Chat, body: object) -> None:
     with pytest.raises(ApiError, match="not a JSON object"):
-        CompletionJob.of(body, random_chat[0])
+        asking.asked(COMPLETIONS, body, random_chat[0])

@@ -4,14 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.asking import CHAT, COMPLETIONS, OLLAMA_GENERATE, asked, computed
 
 from pi_runtime import Engine
-from pi_runtime.server.api.chat import ChatJob
-from pi_runtime.server.api.completions import CompletionJob
-from pi_runtime.server.api.ollama import OllamaGenerateJob
-from pi_runtime.server.api.plain import detokenize, tokenize
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.api.sessions import AnswerJob, Beginning, typed
+from pi_runtime.server.api.sessions import (
+    AnswerRequest,
+    Beginning,
+    SessionRequest,
+    TypeRequest,
+    answer_request,
+    type_draft,
+)
 from pi_runtime.server.errors import ApiError
 from pi_runtime.text.tokenizer import Tokenizer
 
@@ -23,12 +27,12 @@ def hello(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-REFUSED: dict[str, tuple[Callable[[Any, Served], object], dict[str, Any]]] = {
-    "prompt": (CompletionJob.of, {"model": "m", "prompt": LONG}),
-    "prompt[0]": (CompletionJob.of, {"model": "m", "prompt": [LONG, "a"]}),
-    "messages": (ChatJob.of, {"model": "m", "messages": hello(LONG)}),
-    "content": (tokenize, {"content": LONG}),
-    "tokens": (detokenize, {"tokens": IDS}),
+REFUSED: dict[str, tuple[Callable[[str, Any, Served], object], str, dict[str, Any]]] = {
+    "prompt": (asked, COMPLETIONS, {"model": "m", "prompt": LONG}),
+    "prompt[0]": (asked, COMPLETIONS, {"model": "m", "prompt": [LONG, "a"]}),
+    "messages": (asked, CHAT, {"model": "m", "messages": hello(LONG)}),
+    "content": (computed, "/tokenize", {"content": LONG}),
+    "tokens": (computed, "/detokenize", {"tokens": IDS}),
 }
 
 
@@ -53,21 +57,25 @@ def told(call: Callable[[], object]) -> tuple[int, str | None, str | None]:
 @pytest.mark.usefixtures("untold")
 @pytest.mark.parametrize("param", REFUSED)
 def test_what_cannot_fit_is_refused_by_its_length(param: str, random_chat: tuple[Served, Engine]) -> None:
-    of, body = REFUSED[param]
-    assert told(lambda: of(body, random_chat[0])) == (400, param, "context_length_exceeded")
+    read, path, body = REFUSED[param]
+    assert told(lambda: read(path, body, random_chat[0])) == (400, param, "context_length_exceeded")
 
 
 @pytest.mark.usefixtures("untold")
 def test_a_list_of_ids_is_refused_by_its_length(random_chat: tuple[Served, Engine]) -> None:
     body = {"model": "m", "prompt": IDS}
-    assert told(lambda: CompletionJob.of(body, random_chat[0])) == (400, "prompt", "context_length_exceeded")
-    assert told(lambda: Beginning({"prompt": IDS}, random_chat[0])) == (400, "prompt", "context_length_exceeded")
+    assert told(lambda: asked(COMPLETIONS, body, random_chat[0])) == (400, "prompt", "context_length_exceeded")
+    assert told(lambda: Beginning(SessionRequest.of({"prompt": IDS}), random_chat[0])) == (
+        400,
+        "prompt",
+        "context_length_exceeded",
+    )
 
 
 @pytest.mark.usefixtures("untold")
 def test_a_raw_prompt_of_ollama_is_refused_by_its_length(random_chat: tuple[Served, Engine]) -> None:
     with pytest.raises(ApiError, match="at most 191 fit the context"):
-        OllamaGenerateJob.of({"model": "m", "prompt": LONG, "raw": True}, random_chat[0])
+        asked(OLLAMA_GENERATE, {"model": "m", "prompt": LONG, "raw": True}, random_chat[0])
 
 
 def test_drafts_that_cannot_be_answered_are_refused(
@@ -79,13 +87,13 @@ def test_drafts_that_cannot_be_answered_are_refused(
         with monkeypatch.context() as patched:
             patched.setattr(Tokenizer, "encode", never)
             for found in (
-                told(lambda: Beginning({"prompt": LONG}, served)),
-                told(lambda: typed({"text": LONG}, session, served)),
-                told(lambda: AnswerJob({"append": LONG}, served, session_id="s", session=session, defaults={})),
+                told(lambda: Beginning(SessionRequest.of({"prompt": LONG}), served)),
+                told(lambda: type_draft(TypeRequest.of({"text": LONG}), session, served)),
+                told(lambda: answer_request(AnswerRequest.of({"append": LONG}), session, served)),
             ):
                 assert found[::2] == (400, "context_length_exceeded")
         assert session.draft == "abc"
-        typed({"text": "d"}, session, served)
+        type_draft(TypeRequest.of({"text": "d"}), session, served)
         assert session.draft == "abcd"
 
 
@@ -93,7 +101,7 @@ def test_a_stop_token_that_is_a_long_text_is_not_tokenized(
     random_chat: tuple[Served, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Tokenizer, "encode", never)
-    assert told(lambda: Beginning({"stop_tokens": [LONG]}, random_chat[0]))[1] == "stop_tokens[0]"
+    assert told(lambda: Beginning(SessionRequest.of({"stop_tokens": [LONG]}), random_chat[0]))[1] == "stop_tokens[0]"
 
 
 def test_the_tokens_of_a_text_are_told_up_to_its_bound(random_chat: tuple[Served, Engine]) -> None:
@@ -101,15 +109,18 @@ def test_the_tokens_of_a_text_are_told_up_to_its_bound(random_chat: tuple[Served
     served, _ = random_chat
     context = served.model.context
     longest = served.model.tokenizer.least_tokens.longest
-    assert tokenize({"content": "é" * (context // 2)}, served)["tokens"]
+    assert computed("/tokenize", {"content": "é" * (context // 2)}, served)["tokens"]
     text = "x" * (context * longest)
-    assert len(tokenize({"content": text}, served)["tokens"]) == len(text)
-    assert len(tokenize({"content": text[:context], "with_pieces": True}, served)["tokens"]) == context
+    assert len(computed("/tokenize", {"content": text}, served)["tokens"]) == len(text)
+    assert len(computed("/tokenize", {"content": text[:context], "with_pieces": True}, served)["tokens"]) == context
     if longest > 1:
-        assert told(lambda: tokenize({"content": text, "with_pieces": True}, served))[1] == "content"
-    assert told(lambda: tokenize({"content": text + "x"}, served))[1] == "content"
+        assert told(lambda: computed("/tokenize", {"content": text, "with_pieces": True}, served))[1] == "content"
+    assert told(lambda: computed("/tokenize", {"content": text + "x"}, served))[1] == "content"
 
 
 def test_ids_of_a_whole_answer_are_decoded(random_chat: tuple[Served, Engine]) -> None:
     served, _ = random_chat
-    assert len(detokenize({"tokens": [97] * (served.model.context + 1)}, served)["content"]) == served.model.context + 1
+    assert (
+        len(computed("/detokenize", {"tokens": [97] * (served.model.context + 1)}, served)["content"])
+        == served.model.context + 1
+    )

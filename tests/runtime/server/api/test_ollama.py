@@ -4,31 +4,30 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from support import jobs
+from support import asking
+from support.asking import OLLAMA_CHAT, OLLAMA_GENERATE
 
 from pi_runtime import Engine
-from pi_runtime.server.api.ollama import OllamaChatJob, OllamaError, OllamaGenerateJob
+from pi_runtime.server.api.answer import NDJSON
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.jobs import NDJSON, End, Part
+from pi_runtime.server.errors import ApiError
 
 Chat = tuple[Served, Engine]
-Job = type[OllamaChatJob] | type[OllamaGenerateJob]
 
 
-def lines(chat: Chat, kind: Job, **fields: Any) -> list[dict[str, Any]]:
+def lines(chat: Chat, path: str, **fields: Any) -> list[dict[str, Any]]:
     """The lines of a stream."""
-    served, engine = chat
-    job = kind.of({"model": "m", **fields}, served)
-    assert (job.streams, job.media) == (True, NDJSON)
-    found: list[Any] = [event.data for event in jobs.events(job, engine)]
+    body = {"model": "m", **fields}
+    assert asking.read(path, body, chat[0])[1].media == NDJSON
+    found: list[Any] = [line for _, line in asking.streamed(path, body, chat)]
     assert [line["done"] for line in found] == [False] * (len(found) - 1) + [True]
     return found
 
 
-def whole(chat: Chat, kind: Job, **fields: Any) -> dict[str, Any]:
+def whole(chat: Chat, path: str, **fields: Any) -> dict[str, Any]:
     """The answer as one object."""
-    served, engine = chat
-    return jobs.whole(kind.of({"model": "m", "stream": False, **fields}, served), engine)
+    found: dict[str, Any] = asking.whole(path, {"model": "m", "stream": False, **fields}, chat)
+    return found
 
 
 def says(text: str) -> list[dict[str, str]]:
@@ -36,7 +35,7 @@ def says(text: str) -> list[dict[str, str]]:
 
 
 def test_a_chat(alphabet_chat: Chat) -> None:
-    found = lines(alphabet_chat, OllamaChatJob, messages=says("abc"), options={"num_predict": 4})
+    found = lines(alphabet_chat, OLLAMA_CHAT, messages=says("abc"), options={"num_predict": 4})
     assert "".join(line["message"]["content"] for line in found) == "defg"
     assert {line["message"]["role"] for line in found} == {"assistant"}
     assert {line["model"] for line in found} == {"m"}
@@ -46,24 +45,24 @@ def test_a_chat(alphabet_chat: Chat) -> None:
     for key in ("total_duration", "prompt_eval_duration", "eval_duration"):
         assert isinstance(last[key], int)
         assert last[key] > 0
-    one = whole(alphabet_chat, OllamaChatJob, messages=says("abc"))
+    one = whole(alphabet_chat, OLLAMA_CHAT, messages=says("abc"))
     assert one["message"] == {"role": "assistant", "content": "defghijklmnopqrstuvwxyz"}
     assert (one["done"], one["done_reason"]) == (True, "stop")
 
 
 def test_a_prompt(alphabet_chat: Chat) -> None:
-    found = lines(alphabet_chat, OllamaGenerateJob, prompt="abc", options={"stop": ["gh"]})
+    found = lines(alphabet_chat, OLLAMA_GENERATE, prompt="abc", options={"stop": ["gh"]})
     assert "".join(line["response"] for line in found) == "def"
     assert found[-1]["done_reason"] == "stop"
-    assert whole(alphabet_chat, OllamaGenerateJob, prompt="x", raw=True)["response"] == "yz"
+    assert whole(alphabet_chat, OLLAMA_GENERATE, prompt="x", raw=True)["response"] == "yz"
 
 
 def test_a_prompt_goes_through_the_template_unless_it_is_raw(random_chat: Chat) -> None:
     served, _ = random_chat
 
     def prompt(**fields: Any) -> str:
-        job = OllamaGenerateJob.of({"model": "m:latest", "prompt": "x", **fields}, served)
-        return served.model.tokenizer.decode(job.asks[0].prompt)
+        request = asking.asked(OLLAMA_GENERATE, {"model": "m:latest", "prompt": "x", **fields}, served)
+        return served.model.tokenizer.decode(request.prompts[0].tokens)
 
     assert prompt(system="be brief") == "s:be brief;u:x;a:"
     assert prompt(raw=True) == "x"
@@ -75,7 +74,7 @@ def test_options_have_their_effect(random_chat: Chat) -> None:
         "temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "seed": 3, "stop": "x", "num_predict": 5,
         "repeat_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.25, "num_ctx": 2048, "num_thread": 8,
     }  # fmt: skip
-    settings = OllamaChatJob.of({"model": "m", "messages": says("a"), "options": options}, served).asks[0].settings
+    settings = asking.asked(OLLAMA_CHAT, {"model": "m", "messages": says("a"), "options": options}, served).settings
     sampling = settings["sampling"]
     assert sampling is not None
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.9, 0.1)
@@ -83,61 +82,59 @@ def test_options_have_their_effect(random_chat: Chat) -> None:
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, 0.25)
     assert (settings["max_tokens"], settings["stop"]) == (5, ["x"])
     for without in (-1, -2, 0):
-        job = OllamaChatJob.of({"model": "m", "messages": says("a"), "options": {"num_predict": without}}, served)
-        assert job.asks[0].settings["max_tokens"] is None
+        body = {"model": "m", "messages": says("a"), "options": {"num_predict": without}}
+        assert asking.asked(OLLAMA_CHAT, body, served).settings["max_tokens"] is None
 
 
 def test_a_form_of_the_answer(random_chat: Chat) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     for form in ("json", schema):
-        found = whole(random_chat, OllamaChatJob, messages=says("a"), format=form, options={"num_predict": 3})
+        found = whole(random_chat, OLLAMA_CHAT, messages=says("a"), format=form, options={"num_predict": 3})
         assert found["message"]["content"].lstrip().startswith("{")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_come_whole_or_not_at_all(hermes: Chat, stream: bool) -> None:
-    served, engine = hermes
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    stats = engine.generate("a", max_tokens=1).stats
     call = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
     expected = [{"index": 0, "name": "add", "arguments": {"x": 1}}]
     for text in (call, call + call[:-20]):
-        job = OllamaChatJob.of({"model": "m", "messages": says("a"), "tools": [tool], "stream": stream}, served)
-        events = [*job.part(0, Part(text)), *job.end(0, End("length", stats)), *job.last()]
-        answers: list[Any] = [event.data for event in events] if stream else [job.whole()]
+        body = {"model": "m", "messages": says("a"), "tools": [tool], "stream": stream}
+        found = asking.said(OLLAMA_CHAT, body, hermes[0], [text], "length")
+        answers: list[Any] = [line for _, line in found] if stream else [found]
         calls = [call["function"] for answer in answers for call in answer["message"].get("tool_calls", [])]
         assert calls == expected
 
 
 def test_without_a_prompt_the_model_is_loaded(random_chat: Chat) -> None:
-    for kind, fields in ((OllamaChatJob, {"messages": []}), (OllamaGenerateJob, {})):
-        (line,) = lines(random_chat, kind, **fields)
+    for path, fields in ((OLLAMA_CHAT, {"messages": []}), (OLLAMA_GENERATE, {})):
+        (line,) = lines(random_chat, path, **fields)
         assert line["done_reason"] == "load"
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "status", "says"),
+    ("path", "fields", "status", "says"),
     [
-        (OllamaChatJob, {}, 400, "messages"),
-        (OllamaChatJob, {"model": "other", "messages": []}, 404, "'m'"),
+        (OLLAMA_CHAT, {}, 400, "messages"),
+        (OLLAMA_CHAT, {"model": "other", "messages": []}, 404, "'m'"),
         (
-            OllamaChatJob,
+            OLLAMA_CHAT,
             {"messages": [{"role": "user", "content": "a", "images": ["x"]}]},
             400,
             "images: not supported",
         ),
-        (OllamaChatJob, {"messages": [], "options": {"mirostat": 2}}, 400, "options.mirostat: not supported"),
-        (OllamaChatJob, {"messages": [], "options": {"mirostat": False}}, 400, "options.mirostat: not supported"),
-        (OllamaChatJob, {"messages": [], "options": {"heat": 2}}, 400, "options.heat: unknown field"),
-        (OllamaGenerateJob, {"prompt": "a", "suffix": "b"}, 400, "suffix: not supported"),
-        (OllamaGenerateJob, {"prompt": "a", "context": [1]}, 400, "context: not supported"),
-        (OllamaGenerateJob, {"prompt": "a", "format": {"type": "nothing"}}, 400, "format"),
-        (OllamaGenerateJob, {"prompt": "a", "raw": True, "format": "json"}, 400, "format"),
+        (OLLAMA_CHAT, {"messages": [], "options": {"mirostat": 2}}, 400, "options.mirostat: not supported"),
+        (OLLAMA_CHAT, {"messages": [], "options": {"mirostat": False}}, 400, "options.mirostat: not supported"),
+        (OLLAMA_CHAT, {"messages": [], "options": {"heat": 2}}, 400, "options.heat: unknown field"),
+        (OLLAMA_GENERATE, {"prompt": "a", "suffix": "b"}, 400, "suffix: not supported"),
+        (OLLAMA_GENERATE, {"prompt": "a", "context": [1]}, 400, "context: not supported"),
+        (OLLAMA_GENERATE, {"prompt": "a", "format": {"type": "nothing"}}, 400, "format"),
+        (OLLAMA_GENERATE, {"prompt": "a", "raw": True, "format": "json"}, 400, "format"),
     ],
 )
-def test_what_is_wrong_is_told(random_chat: Chat, kind: Job, fields: dict[str, Any], status: int, says: str) -> None:
-    with pytest.raises(OllamaError) as error:
-        kind.of({"model": "m", **fields}, random_chat[0])
+def test_what_is_wrong_is_told(random_chat: Chat, path: str, fields: dict[str, Any], status: int, says: str) -> None:
+    with pytest.raises(ApiError) as error:
+        asking.asked(path, {"model": "m", **fields}, random_chat[0])
     assert error.value.status == status
-    assert error.value.body().keys() == {"error"}
-    assert says in error.value.body()["error"]
+    assert error.value.body_at(path).keys() == {"error"}
+    assert says in error.value.body_at(path)["error"]

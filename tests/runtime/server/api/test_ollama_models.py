@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+from support.asking import computed
 
 from pi_runtime import Engine
-from pi_runtime.server.api.ollama_models import ollama_version, running, show, tags
+from pi_runtime.server.api.ollama_models import ollama_version, running, tags
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
 
@@ -38,7 +39,7 @@ def test_the_version_is_a_version() -> None:
 )
 def test_the_model_is_described(random_chat: Chat, body: dict[str, Any]) -> None:
     served, _ = random_chat
-    found, decoder = show(body, served), served.model.manifest.decoder
+    found, decoder = computed("/api/show", body, served), served.model.manifest.decoder
     info = found["model_info"]
     assert info["general.architecture"] == decoder.family
     assert info[f"{decoder.family}.context_length"] == served.model.context == 192
@@ -51,11 +52,11 @@ def test_the_model_is_described(random_chat: Chat, body: dict[str, Any]) -> None
 
 
 def test_what_the_template_knows_is_a_capability(hermes: Chat) -> None:
-    assert show({"model": "m"}, hermes[0])["capabilities"] == ["completion", "tools", "thinking"]
+    assert computed("/api/show", {"model": "m"}, hermes[0])["capabilities"] == ["completion", "tools", "thinking"]
 
 
 def test_a_model_without_template_is_described(endless_served: Served) -> None:
-    found = show({"model": "m"}, endless_served)
+    found = computed("/api/show", {"model": "m"}, endless_served)
     assert (found["template"], found["capabilities"]) == ("", ["completion"])
 
 
@@ -64,5 +65,5 @@ def test_a_model_without_template_is_described(endless_served: Served) -> None:
 )
 def test_what_is_wrong_is_told(random_chat: Chat, body: Any, status: int) -> None:
     with pytest.raises(ApiError) as error:
-        show(body, random_chat[0])
+        computed("/api/show", body, random_chat[0])
     assert error.value.status == status

@@ -6,33 +6,30 @@ from typing import Any
 
 import jsonschema
 import pytest
-from support import jobs
+from support import asking
 
 from pi_runtime import Engine
 from pi_runtime.server.api import plain
-from pi_runtime.server.api.chat import ChatJob
-from pi_runtime.server.api.completions import CompletionJob
-from pi_runtime.server.api.ollama import OllamaChatJob, OllamaGenerateJob
-from pi_runtime.server.api.ollama_models import ollama_version, running, show, tags
-from pi_runtime.server.api.openapi import document
-from pi_runtime.server.api.responses import ResponseJob
+from pi_runtime.server.api.ollama_models import ollama_version, running, tags
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
+from pi_runtime.server.openapi import document
+from pi_runtime.server.routes import ROUTES
 
 Chat = tuple[Served, Engine]
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
-REQUESTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "/v1/chat/completions": (ChatJob, {**CHAT, "logprobs": True, "stream_options": {"include_usage": True}}),
-    "/v1/completions": (CompletionJob, {"model": "m", "prompt": "a", "max_tokens": 3, "logprobs": 1}),
-    "/v1/responses": (ResponseJob, {"model": "m", "input": "a", "max_output_tokens": 3, "top_logprobs": 1}),
-    "/api/chat": (OllamaChatJob, {"model": "m", "messages": CHAT["messages"], "options": {"num_predict": 3}}),
-    "/api/generate": (OllamaGenerateJob, {"model": "m:latest", "prompt": "a", "options": {"num_predict": 3}}),
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {**CHAT, "logprobs": True, "stream_options": {"include_usage": True}},
+    "/v1/completions": {"model": "m", "prompt": "a", "max_tokens": 3, "logprobs": 1},
+    "/v1/responses": {"model": "m", "input": "a", "max_output_tokens": 3, "top_logprobs": 1},
+    "/api/chat": {"model": "m", "messages": CHAT["messages"], "options": {"num_predict": 3}},
+    "/api/generate": {"model": "m:latest", "prompt": "a", "options": {"num_predict": 3}},
 }
 
 
 @pytest.fixture(scope="module")
 def described() -> dict[str, Any]:
-    return json.loads(json.dumps(document("m")))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(document("m", ROUTES)))  # type: ignore[no-any-return]
 
 
 def follows(described: dict[str, Any], value: Any, schema: dict[str, Any]) -> bool:
@@ -62,8 +59,7 @@ def test_all_that_is_named_is_there(described: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("path", REQUESTS)
 def test_requests_and_answers_follow_their_schemas(described: dict[str, Any], random_chat: Chat, path: str) -> None:
-    served, engine = random_chat
-    job, body = REQUESTS[path]
+    body = REQUESTS[path]
     operation = described["paths"][path]["post"]
     asked = operation["requestBody"]["content"]["application/json"]["schema"]
     content = operation["responses"]["200"]["content"]
@@ -72,13 +68,13 @@ def test_requests_and_answers_follow_their_schemas(described: dict[str, Any], ra
         if not stream:
             request.pop("stream_options", None)
         assert follows(described, request, asked)
-        made = job.of(request, served)
         if stream:
-            schema = content[made.media]["x-itemSchema"]
-            events = [event.data for event in jobs.events(made, engine) if event.data != "[DONE]"]
+            schema = content[asking.read(path, request, random_chat[0])[1].media]["x-itemSchema"]
+            events = [data for _, data in asking.streamed(path, request, random_chat) if data != "[DONE]"]
             assert all(follows(described, event, schema) for event in events)
         else:
-            assert follows(described, jobs.whole(made, engine), content["application/json"]["schema"])
+            found = asking.whole(path, request, random_chat)
+            assert follows(described, found, content["application/json"]["schema"])
 
 
 WRONG = [
@@ -107,7 +103,7 @@ def test_what_is_refused_does_not_follow_the_schema(
     assert follows(described, CHAT, asked)
     assert not follows(described, {**CHAT, **fields}, asked)
     with pytest.raises(ApiError) as error:
-        ChatJob.of({**CHAT, **fields}, random_chat[0])
+        asking.asked(asking.CHAT, {**CHAT, **fields}, random_chat[0])
     operation = described["paths"]["/v1/chat/completions"]["post"]
     errors = operation["responses"][str(error.value.status)]["content"]["application/json"]["schema"]
     assert follows(described, error.value.body(), errors)
@@ -118,14 +114,14 @@ def test_answers_that_take_no_engine_follow_their_schemas(described: dict[str, A
     for path, method, answer in (
         ("/v1/models", "get", plain.list_models(served)),
         ("/v1/models/{name}", "get", plain.retrieve_model("m", served)),
-        ("/tokenize", "post", plain.tokenize({"content": "é", "with_pieces": True}, served)),
-        ("/tokenize", "post", plain.tokenize({"content": "é"}, served)),
-        ("/detokenize", "post", plain.detokenize({"tokens": [1]}, served)),
-        ("/apply-template", "post", plain.apply_template({"messages": CHAT["messages"]}, served)),
+        ("/tokenize", "post", asking.computed("/tokenize", {"content": "é", "with_pieces": True}, served)),
+        ("/tokenize", "post", asking.computed("/tokenize", {"content": "é"}, served)),
+        ("/detokenize", "post", asking.computed("/detokenize", {"tokens": [1]}, served)),
+        ("/apply-template", "post", asking.computed("/apply-template", {"messages": CHAT["messages"]}, served)),
         ("/api/tags", "get", tags(served)),
         ("/api/ps", "get", running(served)),
         ("/api/version", "get", ollama_version()),
-        ("/api/show", "post", show({"model": "m"}, served)),
+        ("/api/show", "post", asking.computed("/api/show", {"model": "m"}, served)),
     ):
         schema = described["paths"][path][method]["responses"]["200"]["content"]["application/json"]["schema"]
         assert follows(described, answer, schema), path

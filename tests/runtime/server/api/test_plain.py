@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from openai.types import Model
+from support.asking import computed
 
 from pi_runtime import Engine
 from pi_runtime.server.api import plain
@@ -17,10 +18,10 @@ def served(random_chat: tuple[Served, Engine]) -> Served:
 
 
 def test_a_text_becomes_tokens_and_tokens_a_text(served: Served) -> None:
-    assert plain.tokenize({"content": "aé"}, served) == {"tokens": [97, 0xC3, 0xA9]}
-    assert plain.detokenize({"tokens": [97, 0xC3, 0xA9, 256]}, served) == {"content": "aé"}
-    assert plain.detokenize({"tokens": []}, served) == {"content": ""}
-    assert plain.tokenize({"content": "aé<|end|>", "with_pieces": True, "add_special": True}, served) == {
+    assert computed("/tokenize", {"content": "aé"}, served) == {"tokens": [97, 0xC3, 0xA9]}
+    assert computed("/detokenize", {"tokens": [97, 0xC3, 0xA9, 256]}, served) == {"content": "aé"}
+    assert computed("/detokenize", {"tokens": []}, served) == {"content": ""}
+    assert computed("/tokenize", {"content": "aé<|end|>", "with_pieces": True, "add_special": True}, served) == {
         "tokens": [
             {"id": 97, "piece": "a"},
             {"id": 0xC3, "piece": [0xC3]},
@@ -32,8 +33,10 @@ def test_a_text_becomes_tokens_and_tokens_a_text(served: Served) -> None:
 
 def test_a_chat_becomes_a_prompt(served: Served) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    assert plain.apply_template({"messages": messages}, served) == {"prompt": "u:hi;a:"}
-    assert plain.apply_template({"messages": messages, "add_generation_prompt": False}, served) == {"prompt": "u:hi;"}
+    assert computed("/apply-template", {"messages": messages}, served) == {"prompt": "u:hi;a:"}
+    assert computed("/apply-template", {"messages": messages, "add_generation_prompt": False}, served) == {
+        "prompt": "u:hi;"
+    }
 
 
 def test_the_model_is_listed(served: Served) -> None:
@@ -46,19 +49,19 @@ def test_the_model_is_listed(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "body", "param"),
+    ("path", "body", "param"),
     [
-        (plain.tokenize, {}, "content"),
-        (plain.tokenize, {"content": "\ud800"}, "content"),
-        (plain.tokenize, {"content": "a", "x": 1}, "x"),
-        (plain.detokenize, {"tokens": [999]}, "tokens"),
-        (plain.detokenize, {"tokens": ["a"]}, "tokens[0]"),
-        (plain.apply_template, {"messages": []}, "messages"),
-        (plain.apply_template, {"messages": [{"role": "user", "content": 1}], "model": "m"}, "messages[0].content"),
-        (plain.embeddings, {"input": "a"}, None),
+        ("/tokenize", {}, "content"),
+        ("/tokenize", {"content": "\ud800"}, "content"),
+        ("/tokenize", {"content": "a", "x": 1}, "x"),
+        ("/detokenize", {"tokens": [999]}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("/apply-template", {"messages": []}, "messages"),
+        ("/apply-template", {"messages": [{"role": "user", "content": 1}], "model": "m"}, "messages[0].content"),
+        ("/v1/embeddings", {"input": "a"}, None),
     ],
 )
-def test_what_is_wrong_is_named(served: Served, answer: Any, body: dict[str, Any], param: str | None) -> None:
+def test_what_is_wrong_is_named(served: Served, path: str, body: dict[str, Any], param: str | None) -> None:
     with pytest.raises(ApiError) as error:
-        answer(body, served)
+        computed(path, body, served)
     assert (error.value.status, error.value.param) == (400, param)

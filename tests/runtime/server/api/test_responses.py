@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from support import jobs
+from support import asking
+from support.asking import RESPONSES
 
 from pi_runtime import Engine
-from pi_runtime.server.api.responses import ResponseJob
+from pi_runtime.server.api.answer import EventReader, GatheredAnswer
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.jobs import End, Event, Part
 
 Chat = tuple[Served, Engine]
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -21,13 +21,11 @@ EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 def ask(chat: Chat, content: object, **fields: Any) -> Any:
     """The response as OpenAI's own type, checked strictly."""
-    served, engine = chat
-    return Response.model_validate(
-        jobs.whole(ResponseJob.of({"model": "m", "input": content, **fields}, served), engine), strict=True
-    )
+    found = asking.whole(RESPONSES, {"model": "m", "input": content, **fields}, chat)
+    return Response.model_validate(found, strict=True)
 
 
-def checked(events: Sequence[Event]) -> list[Any]:
+def checked(events: Sequence[tuple[str | None, Any]]) -> list[Any]:
     """The events as OpenAI's own types, checked strictly; numbered without a gap."""
     found = []
     for n, (name, data) in enumerate(events):
@@ -38,10 +36,7 @@ def checked(events: Sequence[Event]) -> list[Any]:
 
 
 def stream(chat: Chat, content: object, **fields: Any) -> list[Any]:
-    served, engine = chat
-    return checked(
-        jobs.events(ResponseJob.of({"model": "m", "input": content, "stream": True, **fields}, served), engine)
-    )
+    return checked(asking.streamed(RESPONSES, {"model": "m", "input": content, "stream": True, **fields}, chat))
 
 
 def test_a_response(alphabet_chat: Chat) -> None:
@@ -101,10 +96,9 @@ def test_thoughts_and_calls_are_items_of_their_own(hermes: Chat) -> None:
     ]
     found = {}
     for streams in (False, True):
-        job = ResponseJob.of({"model": "m", "input": "x", "tools": [tool], "stream": streams}, served)
-        events = [event for piece in pieces for event in job.part(0, Part(piece, [1], (), jobs.STATS))]
-        events += [*job.end(0, End("end", jobs.STATS)), *job.last()]
-        found[streams] = checked(events)[-1].response if streams else Response.model_validate(job.whole(), strict=True)
+        body = {"model": "m", "input": "x", "tools": [tool], "stream": streams}
+        events = asking.said(RESPONSES, body, served, pieces)
+        found[streams] = checked(events)[-1].response if streams else Response.model_validate(events, strict=True)
         if streams:
             arguments = [event for event in checked(events) if event.type == "response.function_call_arguments.delta"]
             assert "".join(event.delta for event in arguments) == '{"x": 1}'
@@ -120,9 +114,10 @@ def test_thoughts_and_calls_are_items_of_their_own(hermes: Chat) -> None:
 
 
 def test_an_error_ends_a_stream(alphabet_chat: Chat) -> None:
-    job = ResponseJob.of({"model": "m", "input": "abc", "stream": True}, alphabet_chat[0])
-    events = [*job.part(0, Part("d", [1], (), jobs.STATS)), *job.failed(ApiError(500, "broken"))]
-    *_, told, failed = checked(events)
+    request, writer = asking.read(RESPONSES, {"model": "m", "input": "abc", "stream": True}, alphabet_chat[0])
+    reader, answer = EventReader(request.prompts[0], alphabet_chat[0].model.tokenizer), GatheredAnswer(0, 0)
+    written = b"".join(asking.write(writer, answer, event) for event in reader.read("d", [1]))
+    *_, told, failed = checked(asking.parsed(written + writer.failed(ApiError(500, "broken"))))
     assert (told.type, told.message) == ("error", "broken")
     assert (failed.type, failed.response.status, failed.response.error.message) == (
         "response.failed",
@@ -155,10 +150,10 @@ def test_a_conversation_of_items_reaches_the_template(hermes: Chat) -> None:
         },
         {"type": "message", "role": "user", "content": "thanks"},
     ]
-    job = ResponseJob.of({"model": "m", "input": items, "instructions": "Hi."}, served)
+    request = asking.asked(RESPONSES, {"model": "m", "input": items, "instructions": "Hi."}, served)
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     expected = f"s:Hi.;s:be brief;u:1+1?;a:{call};t:2;a:2;u:thanks;a:"
-    assert served.model.tokenizer.decode(job.asks[0].prompt) == expected
+    assert served.model.tokenizer.decode(request.prompts[0].tokens) == expected
 
 
 def test_json_follows_a_schema(random_chat: Chat) -> None:
@@ -204,7 +199,7 @@ def test_json_follows_a_schema(random_chat: Chat) -> None:
 )
 def test_what_is_wrong_is_named(random_chat: Chat, fields: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(ApiError) as error:
-        ResponseJob.of({"model": "m", "input": "x", **fields}, random_chat[0])
+        asking.asked(RESPONSES, {"model": "m", "input": "x", **fields}, random_chat[0])
     assert error.value.status == 400
     assert error.value.param == param, error.value.message
     assert says in error.value.message

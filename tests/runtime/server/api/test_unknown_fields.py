@@ -4,10 +4,10 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from support.asking import CHAT, OLLAMA_CHAT, asked
 
 from pi_runtime import Engine
-from pi_runtime.server.api.chat import ChatJob, ChatRequest
-from pi_runtime.server.api.ollama import OllamaChatJob, OllamaError
+from pi_runtime.server.api.chat import ChatRequest
 from pi_runtime.server.api.plain import TokenizeRequest
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.unknown_fields import MOST_NAMED, Policy, unknown_fields
@@ -127,9 +127,9 @@ def test_what_would_change_the_answer_is_always_refused(
 def test_ollamas_options_likewise(random_chat: Chat) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
     with unknown_fields("warn") as names:
-        OllamaChatJob.of(body | {"options": {"heat": 1}}, random_chat[0])
-        with pytest.raises(OllamaError):
-            OllamaChatJob.of(body | {"options": {"mirostat": 1}}, random_chat[0])
+        asked(OLLAMA_CHAT, body | {"options": {"heat": 1}}, random_chat[0])
+        with pytest.raises(ApiError):
+            asked(OLLAMA_CHAT, body | {"options": {"mirostat": 1}}, random_chat[0])
     assert names == ["options.heat"]
 
 
@@ -138,7 +138,7 @@ def test_other_names_of_a_setting(random_chat: Chat) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
 
     def settings(**fields: Any) -> Any:
-        return ChatJob.of(body | fields, served).asks[0].settings
+        return asked(CHAT, body | fields, served).settings
 
     assert settings(n_predict=5)["max_tokens"] == settings(n_predict=5, max_tokens=5)["max_tokens"] == 5
     assert settings(n_predict=-1)["max_tokens"] is None

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tool_calls import FORMATS, written
 
+from pi_runtime.server.events import CallArguments, CallBegan, CallBroken, Delta, TextDelta, joined
 from pi_runtime.server.tools.calls import CallParser, new_id
-from pi_runtime.server.tools.deltas import CallArguments, CallBegan, CallBroken, Delta, TextDelta, joined
 from pi_runtime.server.tools.formats import HERMES, LLAMA_3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_LIST, ToolFormat
 from pi_runtime.server.tools.json_scanner import JsonScanner
 
@@ -20,11 +20,11 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def parse(tools: ToolFormat, pieces: list[str]) -> tuple[list[Delta], CallParser]:
+def parse(tools: ToolFormat, pieces: list[str]) -> list[Delta]:
     count = itertools.count()
     parser = CallParser(tools, ["look", "add"], lambda: f"id{next(count)}")
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
-    return joined(deltas + parser.finish()), parser
+    return joined(deltas + parser.finish())
 
 
 def gathered(deltas: list[Delta]) -> tuple[str, list[tuple[str, Any]]]:
@@ -41,22 +41,22 @@ def gathered(deltas: list[Delta]) -> tuple[str, list[tuple[str, Any]]]:
 
 @pytest.mark.parametrize("tools", FORMATS, ids=lambda tools: tools.name)
 def test_calls_of_each_format(tools: ToolFormat) -> None:
-    deltas, parser = parse(tools, list(written(tools, *CALLS)))
-    assert deltas == parse(tools, [written(tools, *CALLS)])[0]
+    deltas = parse(tools, list(written(tools, *CALLS)))
+    assert deltas == parse(tools, [written(tools, *CALLS)])
     assert gathered(deltas) == ("", CALLS)
     assert [d for d in deltas if isinstance(d, CallBegan)] == [CallBegan(0, "id0", "look"), CallBegan(1, "id1", "add")]
-    assert not parser.is_cut
+    assert not any(isinstance(delta, CallBroken) for delta in deltas)
 
 
 @pytest.mark.parametrize("tools", [HERMES, MISTRAL_LIST, MISTRAL, MISTRAL_CALL_ID], ids=lambda tools: tools.name)
 def test_text_stands_before_calls(tools: ToolFormat) -> None:
     """White space between text and call belongs to the call."""
-    assert gathered(parse(tools, ["I look.  \n" + written(tools, *CALLS)])[0]) == ("I look.", CALLS)
+    assert gathered(parse(tools, ["I look.  \n" + written(tools, *CALLS)])) == ("I look.", CALLS)
 
 
 @pytest.mark.parametrize("tools", [HERMES, MISTRAL_LIST, MISTRAL], ids=lambda tools: tools.name)
 def test_text_after_a_call_is_text(tools: ToolFormat) -> None:
-    assert gathered(parse(tools, [written(tools, *CALLS[:1]) + "\n\nThere."])[0]) == ("There.", CALLS[:1])
+    assert gathered(parse(tools, [written(tools, *CALLS[:1]) + "\n\nThere."])) == ("There.", CALLS[:1])
 
 
 OTHER_WAYS = {
@@ -82,9 +82,9 @@ OTHER_WAYS = {
 @pytest.mark.parametrize("way", OTHER_WAYS)
 def test_other_ways_to_write_a_call(way: str) -> None:
     tools, text, calls = OTHER_WAYS[way]
-    deltas, parser = parse(tools, [text])
+    deltas = parse(tools, [text])
     assert gathered(deltas) == ("", calls)
-    assert not parser.is_cut
+    assert not any(isinstance(delta, CallBroken) for delta in deltas)
 
 
 NO_CALLS = {
@@ -110,12 +110,12 @@ NO_CALLS = {
 @pytest.mark.parametrize("case", NO_CALLS)
 def test_what_is_no_call_is_text(case: str) -> None:
     tools, text = NO_CALLS[case]
-    assert parse(tools, [text])[0] == [TextDelta(text)]
+    assert parse(tools, [text]) == [TextDelta(text)]
 
 
 def test_a_call_within_what_is_none() -> None:
     """The character that breaks a call off may begin the next one."""
-    deltas, _ = parse(HERMES, ['<tool_call><tool_call>{"name": "add", "arguments": {}}</tool_call>'])
+    deltas = parse(HERMES, ['<tool_call><tool_call>{"name": "add", "arguments": {}}</tool_call>'])
     assert gathered(deltas) == ("<tool_call>", [("add", {})])
 
 
@@ -136,15 +136,14 @@ def test_arguments_that_break_off_are_left_as_they_are(case: str) -> None:
     """They are not closed: nobody made that call. For a whole answer all of it is there as text."""
     arguments, rest = BROKEN[case]
     head = '<tool_call>{"name": "add", "arguments": '
-    deltas, parser = parse(HERMES, [f"x {head}{arguments}{rest}"])
+    deltas = parse(HERMES, [f"x {head}{arguments}{rest}"])
     assert deltas[:2] == [TextDelta("x"), CallBegan(0, "id0", "add")]
     assert deltas[2:4] == [CallArguments(0, arguments), CallBroken(0, f" {head}{arguments}")]
     assert deltas[4:] == ([TextDelta(rest)] if rest else [])
-    assert parser.is_cut
 
 
 def test_a_call_after_one_that_broke_off() -> None:
-    deltas, parser = parse(HERMES, ['<tool_call>{"name": "add", "arguments": {]' + written(HERMES, *CALLS[:1])])
+    deltas = parse(HERMES, ['<tool_call>{"name": "add", "arguments": {]' + written(HERMES, *CALLS[:1])])
     assert [type(delta) for delta in deltas] == [
         CallBegan,
         CallArguments,
@@ -154,13 +153,13 @@ def test_a_call_after_one_that_broke_off() -> None:
         CallArguments,
     ]
     assert gathered(deltas[4:]) == ("", CALLS[:1])
-    assert parser.count == 2
+    assert [delta.index for delta in deltas if isinstance(delta, CallBegan)] == [0, 1]
 
 
 def test_what_follows_arguments_breaks_no_call() -> None:
-    deltas, parser = parse(HERMES, ['<tool_call>{"name": "add", "arguments": {"a": 1}; and'])
+    deltas = parse(HERMES, ['<tool_call>{"name": "add", "arguments": {"a": 1}; and'])
     assert gathered(deltas) == ("; and", [("add", {"a": 1})])
-    assert not parser.is_cut
+    assert not any(isinstance(delta, CallBroken) for delta in deltas)
 
 
 def test_arguments_come_as_they_are_written() -> None:
@@ -223,10 +222,10 @@ PIECES = st.sampled_from(
 
 @given(st.sampled_from(FORMATS), st.lists(PIECES, max_size=30).map("".join), st.data())
 def test_cuts_change_nothing_and_nothing_is_lost(tools: ToolFormat, text: str, data: st.DataObject) -> None:
-    whole, _ = parse(tools, [text])
+    whole = parse(tools, [text])
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
-    assert parse(tools, pieces)[0] == parse(tools, list(text))[0] == whole
+    assert parse(tools, pieces) == parse(tools, list(text)) == whole
     shown, calls = gathered(whole)  # reads the arguments of all calls, which are JSON
     assert all(isinstance(found, dict) for _, found in calls)
     began = sum(isinstance(delta, CallBegan) for delta in whole)

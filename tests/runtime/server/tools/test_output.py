@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pi_runtime.server.events import CallArguments, CallBegan, Delta, ReasoningDelta, TextDelta, joined
 from pi_runtime.server.tools.calls import CallParser
-from pi_runtime.server.tools.deltas import CallArguments, CallBegan, Delta, ReasoningDelta, TextDelta, joined
 from pi_runtime.server.tools.formats import HERMES, ToolFormat
 from pi_runtime.server.tools.output import OutputParser
 from pi_runtime.server.tools.reasoning import ReasoningFormat, ReasoningParser

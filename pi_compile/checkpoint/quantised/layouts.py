@@ -1,0 +1,234 @@
+"""Where the integers of a quantised matrix are, in each form of file.
+
+All forms mean the same:
+
+    W[n, k] = scale[n, g] · (q[n, k] − zero[n, g])          g the group of column k
+
+The product is computed in binary32, where it is exact for scales of 16 bits. Integers are stored in words of 32 bits,
+the first in the lowest bits. Shape letters: N rows (outputs), K columns (inputs), G groups of columns, B bits.
+
+    form                 integers                             scales   zeros                           groups
+    GPTQ                 qweight [K·B/32, N] along K          [G, N]   qzeros [G, N·B/32] along N      g_idx [K]
+    AWQ                  qweight [K, N·B/32] along N          [G, N]   qzeros [G, N·B/32] along N      equal
+    compressed-tensors   weight_packed [N, ⌈K·B/32⌉] along K  [N, G]   weight_zero_point, below        equal, or
+                         or weight [N, K], int8                                                        weight_g_idx [K]
+
+AWQ has column 8 w + (0, 2, 4, 6, 1, 3, 5, 7)[i] at place i of word w. compressed-tensors stores q + 2^(B−1), and so its
+zeros, if there are any: [⌈N·B/32⌉, G] along N; beside int8, and in older files, they are int8 [N, G] as they are.
+
+Sources: AutoGPTQ and GPTQModel (`qlinear`), AutoAWQ (`packing_utils`), compressed-tensors (`pack_quantized`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from pi_compile.checkpoint.quantised.scheme import BITS, Scheme
+
+WORD = 32
+_AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+"""The place in its word of each of eight columns."""
+_INTEGERS = (torch.int32, torch.int16, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+Tensors = Mapping[str, torch.Tensor]
+Index = slice | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedMatrix:
+    """A matrix [N, K] of which some rows are read at a time, as float32."""
+
+    shape: tuple[int, int]
+    bits: int
+    integers: Callable[[Index], torch.Tensor]
+    """The integers [rows, K] of some rows."""
+    scale_NG: torch.Tensor
+    zeros: Callable[[Index], torch.Tensor] | None
+    """The zeros [rows, G] of some rows; None where all are 0."""
+    group_K: torch.Tensor
+    """The group of each column."""
+    nbytes: int
+    """Stored bytes of all its tensors."""
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Index, /) -> torch.Tensor:
+        values = self.integers(rows).to(torch.float32)
+        if self.zeros is not None:
+            values -= self.zeros(rows).to(torch.float32)[:, self.group_K]
+        return values * self.scale_NG[rows].to(torch.float32)[:, self.group_K]
+
+    @property
+    def is_permuted(self) -> bool:
+        """Whether columns of one group do not lie side by side, as GPTQ's act-order leaves them."""
+        return bool((self.group_K.diff() < 0).any())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors that make a quantised layer's weight, and how."""
+
+    main: str
+    """Name of the tensor with the integers, after the layer's name and a dot."""
+    beside: tuple[str, ...]
+    """Names of those that must be there too."""
+    optional: tuple[str, ...]
+    open: Callable[[Tensors, Scheme], QuantisedMatrix]
+    """Raises ValueError for tensors that do not fit together; its text says what was expected."""
+
+
+def _gptq(tensors: Tensors, scheme: Scheme) -> QuantisedMatrix:
+    words, scale_GN, bits = tensors["qweight"], tensors["scales"], scheme.bits
+    _check("qweight", words, _INTEGERS[:1], 2)
+    stored, rows = tensors.get("g_idx"), words.shape[1]
+    columns = words.shape[0] * WORD // bits
+    if stored is not None and -(-stored.numel() * bits // WORD) == words.shape[0]:
+        columns = stored.numel()  # the last word need not be full
+    groups = _check_scales("scales", scale_GN, (None, rows))[0]
+    zeros = _check("qzeros", tensors["qzeros"], _INTEGERS[:1], (groups, -(-rows * bits // WORD)))
+    return QuantisedMatrix(
+        (rows, columns),
+        bits,
+        lambda index: _unpacked(words[:, index].t(), bits)[:, :columns],
+        scale_GN.t(),
+        lambda index: _columns(zeros, bits, index, rows) + scheme.stored_zero & (1 << bits) - 1,
+        _groups(stored, columns, groups),
+        _nbytes(tensors),
+    )
+
+
+def _awq(tensors: Tensors, scheme: Scheme) -> QuantisedMatrix:
+    words, scale_GN, bits = tensors["qweight"], tensors["scales"], scheme.bits
+    groups, rows = _check_scales("scales", scale_GN, (None, None))
+    columns = _check("qweight", words, _INTEGERS[:1], (None, -(-rows * bits // WORD))).shape[0]
+    zeros = _check("qzeros", tensors["qzeros"], _INTEGERS[:1], (groups, words.shape[1]))
+    return QuantisedMatrix(
+        (rows, columns),
+        bits,
+        lambda index: _columns(words, bits, index, rows, _AWQ_ORDER),
+        scale_GN.t(),
+        lambda index: _columns(zeros, bits, index, rows, _AWQ_ORDER),
+        _groups(None, columns, groups),
+        _nbytes(tensors),
+    )
+
+
+def _packed(tensors: Tensors, _: Scheme) -> QuantisedMatrix:
+    words = _check("weight_packed", tensors["weight_packed"], _INTEGERS[:1], 2)
+    shape = _check("weight_shape", tensors["weight_shape"], _INTEGERS, (2,)).tolist()
+    rows, columns = shape
+    fitting = [bits for bits in BITS if tuple(words.shape) == (rows, -(-columns * bits // WORD))]
+    if min(shape) < 1 or not fitting:
+        raise ValueError(f"weight_packed of {tuple(words.shape)} holds no {rows} × {columns} integers of 4 or 8 bits")
+    bits, start = fitting[0], 1 << fitting[0] - 1
+    scale_NG, groups = _channel_scales(tensors, rows)
+    zeros = _channel_zeros(tensors, rows, groups, bits)
+    return QuantisedMatrix(
+        (rows, columns),
+        bits,
+        lambda index: _unpacked(words[index], bits)[:, :columns] - start,
+        scale_NG,
+        zeros,
+        _groups(tensors.get("weight_g_idx"), columns, groups),
+        _nbytes(tensors),
+    )
+
+
+def _plain(tensors: Tensors, _: Scheme) -> QuantisedMatrix:
+    integers = _check("weight", tensors["weight"], (torch.int8,), 2)
+    rows, columns = integers.shape
+    scale_NG, groups = _channel_scales(tensors, rows)
+    return QuantisedMatrix(
+        (rows, columns),
+        8,
+        lambda index: integers[index],
+        scale_NG,
+        _channel_zeros(tensors, rows, groups, 8),
+        _groups(tensors.get("weight_g_idx"), columns, groups),
+        _nbytes(tensors),
+    )
+
+
+LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
+    "gptq": (Layout("qweight", ("qzeros", "scales"), ("g_idx",), _gptq),),
+    "awq": (Layout("qweight", ("qzeros", "scales"), (), _awq),),
+    "compressed-tensors": (
+        Layout("weight_packed", ("weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx"), _packed),
+        Layout("weight", ("weight_scale",), ("weight_zero_point", "weight_g_idx"), _plain),
+    ),
+}
+"""Method → its layouts."""
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The integers [rows, columns · 32 / bits] of words that are packed along the columns."""
+    places = torch.arange(0, WORD, bits, dtype=torch.int32)
+    return (words.contiguous()[:, :, None] >> places & (1 << bits) - 1).flatten(1)
+
+
+def _columns(
+    words: torch.Tensor, bits: int, index: Index, count: int, order: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The integers [columns, rows] of some of `count` columns, packed along the columns."""
+    column = torch.arange(count)[index]
+    per_word = WORD // bits
+    place = column % per_word if order is None else order[column % per_word]
+    return (words[:, column // per_word] >> (place * bits).to(torch.int32) & (1 << bits) - 1).t()
+
+
+def _channel_scales(tensors: Tensors, rows: int) -> tuple[torch.Tensor, int]:
+    """Scales [N, G] of compressed-tensors, which has one number for a matrix with one scale; and G."""
+    scale = tensors["weight_scale"]
+    if scale.numel() == 1:
+        scale = scale.reshape(1, 1).expand(rows, 1)
+    return scale, _check_scales("weight_scale", scale, (rows, None))[1]
+
+
+def _channel_zeros(tensors: Tensors, rows: int, groups: int, bits: int) -> Callable[[Index], torch.Tensor] | None:
+    zeros = tensors.get("weight_zero_point")
+    if zeros is None:
+        return None
+    if zeros.dtype == torch.int32:
+        packed = _check("weight_zero_point", zeros, _INTEGERS[:1], (-(-rows * bits // WORD), groups)).t()
+        return lambda index: _columns(packed, bits, index, rows) - (1 << bits - 1)
+    if zeros.numel() == 1:
+        zeros = zeros.reshape(1, 1).expand(rows, 1)
+    _check("weight_zero_point", zeros, (torch.int8,), (rows, groups))
+    return lambda index: zeros[index]
+
+
+def _groups(stored: torch.Tensor | None, columns: int, groups: int) -> torch.Tensor:
+    """The group of each column: as it is stored, or equal ones side by side."""
+    if stored is not None and stored.numel():
+        group_K = _check("g_idx", stored, _INTEGERS, (columns,)).to(torch.int64)
+        if int(group_K.min()) < 0 or int(group_K.max()) >= groups:
+            raise ValueError(f"g_idx in 0 … {groups - 1}, the groups that have a scale")
+        return group_K
+    if columns % groups:
+        raise ValueError(f"groups of equal size, or a g_idx, and not {groups} groups of {columns} columns")
+    return torch.arange(columns) // (columns // groups)
+
+
+def _check_scales(name: str, scales: torch.Tensor, shape: tuple[int | None, ...]) -> tuple[int, ...]:
+    return tuple(_check(name, scales, _FLOATS, shape).shape)
+
+
+def _check(
+    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: int | tuple[int | None, ...]
+) -> torch.Tensor:
+    """The tensor, if it has one of these types and this shape or number of axes; no axis may be empty."""
+    axes = shape if isinstance(shape, int) else len(shape)
+    wanted = (None,) * axes if isinstance(shape, int) else shape
+    fits = tensor.ndim == axes and all(w in (None, n) for w, n in zip(wanted, tensor.shape, strict=True))
+    if tensor.dtype not in dtypes or not fits or not prod(tensor.shape):
+        types = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        size = " × ".join("…" if n is None else str(n) for n in wanted)
+        raise ValueError(f"{name} of {types}, {size}, not {str(tensor.dtype)[6:]} {tuple(tensor.shape)}")
+    return tensor
+
+
+def _nbytes(tensors: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,139 @@
+"""What `quantization_config` in a config says: how the linear layers of a checkpoint are stored.
+
+It is read strictly. A key that is not known here, or a value that is not, might change the weights and is refused.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pi_compile.checkpoint.config import Config, short
+from pi_compile.errors import CheckpointError
+
+KEY = "quantization_config"
+BITS = (4, 8)
+"""Bits of an integer weight that are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How the quantised layers of a checkpoint are stored."""
+
+    method: str
+    """gptq, awq or compressed-tensors."""
+    bits: int = 0
+    """Of a weight; 0 where each layer's tensors say it."""
+    stored_zero: int = 0
+    """What is added to a stored zero point: GPTQ's first form stores one less."""
+    notices: tuple[str, ...] = ()
+    """Lines for the user."""
+
+    @property
+    def name(self) -> str:
+        """The method as messages name it."""
+        return f"{self.method}, {self.bits} bits" if self.bits else self.method
+
+
+def read_scheme(config: Config) -> Scheme | None:
+    """The scheme of a config; None where its weights are not quantised.
+
+    Raises CheckpointError for a method, and for anything in it, that is not read.
+    """
+    fields = config.get(KEY)
+    if fields is None or fields is False:
+        return None
+    method = fields.get("quant_method") if isinstance(fields, dict) else None
+    if not isinstance(method, str) or method not in _READERS:
+        raise _refused(config, "quant_method", method, f"one of {', '.join(_READERS)}")
+    return _READERS[method](config, fields)
+
+
+def _gptq(config: Config, fields: Mapping[str, Any]) -> Scheme:
+    _check_keys(config, fields, _GPTQ.split())
+    bits = _one_of(config, fields, "bits", BITS)
+    form = _one_of(config, {"checkpoint_format": "gptq", **fields}, "checkpoint_format", ("gptq", "gptq_v2"))
+    for key in ("dynamic", "extension"):
+        if fields.get(key):
+            raise _refused(config, key, fields[key], "none: bits of single layers are not read")
+    return Scheme(method="gptq", bits=bits, stored_zero=1 if form == "gptq" else 0)
+
+
+def _awq(config: Config, fields: Mapping[str, Any]) -> Scheme:
+    _check_keys(config, fields, _AWQ.split())
+    bits = _one_of(config, {"bits": fields.get("w_bit"), **fields}, "bits", (4,))
+    version = fields.get("version", fields.get("format", "gemm"))
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise _refused(config, "version", version, "'gemm', the form that nearly all AWQ checkpoints have")
+    return Scheme(method="awq", bits=bits)
+
+
+def _compressed_tensors(config: Config, fields: Mapping[str, Any]) -> Scheme:
+    _check_keys(config, fields, _COMPRESSED.split())
+    _one_of(config, fields, "format", ("pack-quantized", "int-quantized", "naive-quantized"))
+    if fields.get("kv_cache_scheme"):
+        raise _refused(config, "kv_cache_scheme", fields["kv_cache_scheme"], "none: keys and values are not rounded")
+    sparsity = fields.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise _refused(config, "sparsity_config", sparsity, "none, or the format 'dense'")
+    groups = fields.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise _refused(config, "config_groups", groups, "at least one group of layers")
+    rounded = False
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            raise _refused(config, f"config_groups {name} weights", weights, "how its weights are quantised")
+        _one_of(config, {"type": "int", **weights}, "type", ("int",))
+        _one_of(config, weights, "num_bits", BITS)
+        _one_of(config, weights, "strategy", ("tensor", "channel", "group"))
+        rounded |= bool(group.get("input_activations") or group.get("output_activations"))
+    line = "config.json: activations are quantised too where the checkpoint was made; here they are not rounded to it"
+    return Scheme(method="compressed-tensors", notices=(line,) if rounded else ())
+
+
+_READERS: Mapping[str, Callable[[Config, Mapping[str, Any]], Scheme]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "compressed-tensors": _compressed_tensors,
+}
+
+# Keys about how the integers were found, not about what they mean, beside those that are read above.
+_GPTQ = """
+    quant_method bits group_size sym desc_act checkpoint_format dynamic extension damp_percent damp_auto_increment
+    static_groups true_sequential mse act_group_aware model_name_or_path model_file_base_name is_marlin_format
+    lm_head meta pack_dtype format method dataset tokenizer batch_size cache_block_outputs block_name_to_quantize
+    module_name_preceding_first_block modules_in_block_to_quantize model_seqlen pad_token_id use_cuda_fp16
+    max_input_length use_exllama exllama_config disable_exllama backend hyb_act offload_to_disk
+"""
+_AWQ = """
+    quant_method bits w_bit group_size q_group_size version format zero_point modules_to_not_convert backend do_fuse
+    fuse_max_seq_len modules_to_fuse exllama_config checkpoint_format sym desc_act lm_head meta pack_dtype dynamic
+    method
+"""
+_COMPRESSED = """
+    quant_method format config_groups ignore kv_cache_scheme sparsity_config quantization_status
+    global_compression_ratio version transform_config
+"""
+
+
+def _check_keys(config: Config, fields: Mapping[str, Any], known: Collection[str]) -> None:
+    unknown = sorted(key for key, value in fields.items() if key not in known and value not in (None, False, [], {}))
+    if unknown or fields.get("transform_config"):
+        name = (unknown or ["transform_config"])[0]
+        raise _refused(config, name, fields[name], "keys whose meaning is known")
+
+
+def _one_of(config: Config, fields: Mapping[str, Any], key: str, allowed: tuple[Any, ...]) -> Any:
+    value = fields.get(key)
+    if type(value) is type(allowed[0]) and value in allowed:
+        return value
+    raise _refused(config, key, value, " or ".join(map(repr, allowed)))
+
+
+def _refused(config: Config, key: str, value: object, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{config.path}: {KEY} would change the function, and this is not supported",
+        expected=f"{key}: {expected}",
+        found=f"{key} = {short(value)}",
+        remedy="use another checkpoint of the model, such as the one that this one was made from",
+    )

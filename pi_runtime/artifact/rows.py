@@ -1,0 +1,120 @@
+"""Rows of FFNs in a run that reads them from disk: their bytes, and the memory beside them. Placing and running share
+these counts.
+
+A run within a budget has what every run on the CPU has: resident weights, the cache of keys and values, buffers. Where
+what is left holds all rows of the FFNs, they are all there. Else a sixteenth of it at most is for tokens of a long
+prompt and a sixteenth for rows that are staged, and the rest holds rows.
+"""
+
+from dataclasses import dataclass
+
+from pi_runtime.artifact.buffers import cpu_workspace, rotary_tables, table_bytes
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.footprint import FEW_TOKENS, chunk_places, padded_width
+from pi_runtime.artifact.sizes import ArraySpec
+
+ROW_ARRAYS = ("first", "rest")
+"""The arrays of an FFN whose rows are read when they are needed; scales of block formats stay in memory."""
+
+WORKERS = 64
+"""Most reads that are under way at once."""
+PIECE_NBYTES = 1 << 17
+"""Most bytes of one read, unless a row is wider."""
+BATCHES = 4
+"""Batches of reads that can be under way at once, each waited for by itself."""
+PROMPT_TOKENS = (1024, 512, 256, 128)
+"""Tokens of a prompt that can go through a layer together, where there is room for them."""
+SLOT_NBYTES = 3 * 8
+"""What is kept about the row in a slot."""
+TWO_PHASES_FROM = 0.15
+"""A layer's `rest` is read after its `first` where that saves this share of the bytes."""
+_STAGED_SHARE = 1 / 16
+"""Share of the rows' memory for rows that stay for one step only, where that is enough for a chunk and no more than a
+layer."""
+_PROMPT_SHARE = 1 / 16
+"""Share of the rows' memory for the tokens of a long prompt, which save passes over the file."""
+
+
+@dataclass(frozen=True)
+class RowBuffers:
+    """What a run takes of its rows' memory before the first row stays."""
+
+    tokens: int
+    """Most tokens of a prompt that go through a layer before the next one is read; 0 for one block of the kernels."""
+    staged: int
+    """Rows of each array, twice, that stay for one step only; and half as many that are read ahead, twice."""
+    left: int
+    """Bytes that are left for rows that stay."""
+
+
+def row_nbytes(d: Decoder, fmt: str) -> dict[str, int]:
+    """Bytes of one neuron's stored values in each of `ROW_ARRAYS`."""
+    row = ArraySpec(fmt, (1, d.d_model)).nbytes
+    return {"first": row, "rest": row * (2 if d.ffn == "gated" else 1)}
+
+
+def slot_nbytes(d: Decoder, fmt: str) -> dict[str, int]:
+    """Bytes that one more slot takes in each of `ROW_ARRAYS`: the row and what is kept about it."""
+    return {name: nbytes + SLOT_NBYTES for name, nbytes in row_nbytes(d, fmt).items()}
+
+
+def least_row_buffers(d: Decoder, both: int) -> int:
+    """The fewest bytes that hold the rows of one step; `both` are those of a slot of either array."""
+    return both + chunk_places(d.d_ff) * _staged_nbytes(both)
+
+
+def all_rows(d: Decoder, both: int) -> int:
+    """Bytes of slots for all rows of the model; `both` are those of a slot of either array."""
+    return d.n_layers * d.neurons * both
+
+
+def row_buffers(d: Decoder, both: int, room: int) -> RowBuffers:
+    """Divide `room` bytes, at least `least_row_buffers`; `both` are those of a slot of either array."""
+    least = least_row_buffers(d, both)
+    if room - least >= all_rows(d, both):
+        return RowBuffers(0, chunk_places(d.d_ff), room - least)
+    tokens = next((t for t in PROMPT_TOKENS if room >= _room_for(d, both, t)), 0)
+    room -= both + tokens * token_nbytes(d)
+    staged_nbytes = _staged_nbytes(both)
+    staged = max(chunk_places(d.d_ff), min(d.d_ff, int(room * _STAGED_SHARE) // staged_nbytes))
+    return RowBuffers(tokens, staged, room - staged * staged_nbytes)
+
+
+def most_left(d: Decoder, both: int, room: int) -> int:
+    """Most bytes that `room` or less leaves for rows that stay; more room never leaves less.
+
+    A little above a threshold of `PROMPT_TOKENS` less is left than a little below it.
+    """
+    edges = (_room_for(d, both, tokens) - 1 for tokens in PROMPT_TOKENS)
+    return max(row_buffers(d, both, size).left for size in (room, *(edge for edge in edges if edge < room)))
+
+
+def _room_for(d: Decoder, both: int, tokens: int) -> int:
+    """Bytes from which on so many tokens of a long prompt have room."""
+    nbytes = tokens * token_nbytes(d)
+    return max(both + int(nbytes / _PROMPT_SHARE), least_row_buffers(d, both) + nbytes)
+
+
+def _staged_nbytes(both: int) -> int:
+    """Bytes of one staged row: twice, half as much for reading ahead, and its places in lists of reads."""
+    return 3 * both + BATCHES * 2 * 9 * 8
+
+
+def token_nbytes(d: Decoder) -> int:
+    """Bytes of one token of a long prompt: residual, FFN input, sums, and experts."""
+    return 8 * d.d_model + 4 * padded_width(d.d_model) + 12 * d.experts_per_token
+
+
+def read_nbytes(d: Decoder) -> int:
+    """Most bytes of one read, and what each reader has to read into: any row of `rest`, in whatever format."""
+    return max(PIECE_NBYTES, 2 * 4 * padded_width(d.d_model))
+
+
+def disk_workspace_bytes(d: Decoder, rank: int, tokens: int, context: int, cache: str) -> int:
+    """Bytes of a run's buffers beside those for rows.
+
+    It makes calls of up to `tokens` tokens, with predictors up to this rank and a cache in this format.
+    """
+    buffers = cpu_workspace(d, rank, tokens, cache), cpu_workspace(d, rank, FEW_TOKENS, cache)
+    tables = 8 * (2 * d.n_layers * d.neurons + 6 * d.neurons) + 4 * tokens * padded_width(d.d_model)
+    return table_bytes(*buffers, rotary_tables(d, context)) + tables + WORKERS * read_nbytes(d)

@@ -1,0 +1,286 @@
+"""An open artifact as a model: logits and text.
+
+Shape letters: T tokens, V vocabulary, L layers.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Self, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_runtime.artifact.footprint import BLOCK_TOKENS
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Manifest, Plan
+from pi_runtime.engine.generation import Generation
+from pi_runtime.errors import ArtifactError, PromptError, Setting, TemplateError, UsageError
+from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
+from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.plan_choice import Allocation
+from pi_runtime.sequence.logprobs import TokenLogprobs
+from pi_runtime.sequence.sampling import Sampling
+from pi_runtime.sequence.sequence import Answer, Scoring
+from pi_runtime.sequence.settings import AnswerSettings
+from pi_runtime.sequence.speculation import Speculation, StepTimes
+from pi_runtime.text.chat_template import ChatTemplate
+from pi_runtime.text.tokenizer import Tokenizer
+
+
+class Model:
+    """A loaded artifact; a context manager that closes the file. Make one with `load`.
+
+    Several threads may use one model, each with a cache or a generation of its own: its steps take turns.
+
+    >>> with load("artifact.pi", device="cpu") as model:
+    ...     logits = model.logits([1, 2, 3])
+    ...     text = "".join(model.generate("Once upon", max_tokens=4))
+    >>> logits.dtype, logits.shape
+    (dtype('float32'), (3, 257))
+    """
+
+    def __init__(self, artifact: Artifact, mode: str, executor: Executor, notice: str | None = None) -> None:
+        self.notice = executor.notice if notice is None else notice
+        """A message for the user about where it runs, if there is one."""
+        self._artifact, self.executor = artifact, executor
+        self.mode = mode
+        self.context = executor.context
+        self._page = executor.new_pool().page
+        self._step_times = StepTimes()
+        self.tokenizer = Tokenizer(
+            artifact.file("tokenizer.json"), artifact.manifest.text, vocab_size=artifact.manifest.decoder.vocab_size
+        )
+
+    @property
+    def allocation(self) -> Allocation | None:
+        """The plan that this run follows, and the bytes of GPU memory it takes; None where the CPU has everything."""
+        return self.executor.allocation
+
+    @property
+    def plan(self) -> Plan | None:
+        """The stored plan that this run follows; None where the CPU has everything."""
+        return None if self.allocation is None else self.allocation.plan
+
+    @property
+    def device(self) -> str:
+        """The device it runs on: `cpu`, `stand-in`, or a GPU by its name."""
+        return self.executor.device_name
+
+    @property
+    def digest(self) -> str:
+        """The digest of the artifact's content."""
+        return self._artifact.digest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the artifact."""
+        return self._artifact.nbytes
+
+    @property
+    def manifest(self) -> Manifest:
+        """The artifact's manifest."""
+        return self._artifact.manifest
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        cache: KVCache | None = None,
+        speculate: str | int = "auto",
+        **settings: Unpack[AnswerSettings],
+    ) -> Generation:
+        """Continue a prompt: text, or token ids taken as they are. Yields pieces of text.
+
+        `max_tokens`: None goes on until the model ends or the context is full. `min_tokens`: up to so many neither
+        the model nor a stop string ends the text. `sampling`: None takes the checkpoint's generation defaults.
+        `stop`: texts that end the answer. `logprobs`: keep the log-probability of each token, and of so many likeliest
+        ones. `grammar`: what the text must be. `expected`: tokens that are likely to come, as a help for guesses.
+        `cache`: one that earlier calls used; the part of the prompt that it holds is not computed again. `speculate`:
+        how many tokens are guessed at a time and checked together, which changes no text: `auto` as many as pay,
+        `off`, or a number.
+
+        Raises PromptError where the prompt is empty, outside the vocabulary, or leaves no room, and UsageError for an
+        impossible setting.
+        """
+        speculation = self.speculation(speculate, self._step_times)
+        answer = self.new_answer(prompt, **settings)
+        held = self.new_cache() if cache is None else self._checked_cache(cache)
+        return Generation(self.executor, held, answer, speculation)
+
+    def speculation(self, setting: str | int, times: StepTimes) -> Speculation:
+        """The rule for guesses that a setting of `speculate` names. Raises UsageError for an impossible one."""
+        # A plan divides the work of one token; several tokens with selection would run one after the other.
+        return Speculation(setting, times, can_gain=self.plan is None, most=BLOCK_TOKENS)
+
+    def new_answer(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        selected: Sequence[bool] = (),
+        stop_tokens: Sequence[int] = (),
+        **settings: Unpack[AnswerSettings],
+    ) -> Answer:
+        """An answer that has not begun, with all that `generate` was asked for checked.
+
+        `selected` and `stop_tokens` are those of `Answer`.
+        """
+        if settings.get("sampling") is None:
+            settings["sampling"] = Sampling.from_generation_config(self.manifest.generation)
+        if settings.get("expected"):
+            settings["expected"] = self._checked_ids(settings["expected"]).tolist()
+        return Answer(
+            self.tokenizer,
+            self._prompt_ids(prompt),
+            context=self.context,
+            vocab_size=self.manifest.decoder.vocab_size,
+            end_ids=self.manifest.text.end_ids,
+            selected=selected,
+            stop_tokens=self._checked_ids(stop_tokens).tolist() if len(stop_tokens) else (),
+            **settings,
+        )
+
+    def score(
+        self, prompt: str | Sequence[int], *, first: int = 1, top: int = 0, cache: KVCache | None = None
+    ) -> list[TokenLogprobs]:
+        """Log-probabilities of a prompt's tokens from number `first` on, and of the `top` likeliest in their places.
+
+        They are those of `logits`, with the mode's selection at every position. `cache`: one that earlier calls of
+        `logits` or `score` used; positions before `first` that it holds are not computed again.
+        """
+        scoring = self.new_scoring(prompt, first=first, top=top)
+        cache = self.new_cache() if cache is None else self._checked_cache(cache)
+        if not scoring.complete:
+            cache.keep_common_prefix(scoring.tokens)
+            cache.truncate(scoring.reusable)
+            for block in self._blocks(np.array(scoring.tokens, np.int64), cache):
+                scoring.take(block.logits_TV, cache.length)
+        return scoring.logprobs
+
+    def new_scoring(self, prompt: str | Sequence[int], *, first: int, top: int) -> Scoring:
+        """A scoring that has not begun, with all that `score` was asked for checked."""
+        return Scoring(self._prompt_ids(prompt), context=self.context, first=first, top=top)
+
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        ids: list[int] = self._checked_ids(prompt).tolist()
+        return ids
+
+    def logits(
+        self, token_ids: npt.ArrayLike, last: int | None = None, *, cache: KVCache | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Float32 logits (T, V) for a sequence of T token ids, with the mode's selection at every position.
+
+        `last`: return only the rows of so many positions at the end. `cache`: one that earlier calls of `logits` used;
+        the positions before those rows that it holds are not computed again.
+        """
+        ids = self._checked_ids(token_ids)
+        last = len(ids) if last is None else last
+        if not 1 <= last <= len(ids):
+            raise UsageError(f"logits of the last {last} positions", expected=f"1 to {len(ids)}, the tokens given")
+        cache = self.new_cache() if cache is None else self._checked_cache(cache)
+        cache.keep_common_prefix(ids.tolist())
+        cache.truncate(len(ids) - last)
+        return np.concatenate([block.logits_TV for block in self._blocks(ids, cache)])[-last:]
+
+    def examine(self, token_ids: npt.ArrayLike) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        """Logits as `logits` gives them, and what was selected.
+
+        The second array (L, 3) has for each layer the sums over all tokens of neurons that fire, rows of `first` that
+        the mode reads, and neurons that fire and are kept.
+        """
+        blocks = list(self._blocks(self._checked_ids(token_ids), self.new_cache(), count=True))
+        counts = [block.counts_L3 for block in blocks if block.counts_L3 is not None]
+        return np.concatenate([block.logits_TV for block in blocks]), np.sum(counts, axis=0)
+
+    def _blocks(self, ids: npt.NDArray[np.int64], cache: KVCache, *, count: bool = False) -> Iterator[SequenceResult]:
+        """Run the tokens that the cache does not hold yet, with logits of all; yields a result for each block."""
+        if len(ids) > self.context:
+            raise PromptError(f"{len(ids)} tokens", expected=f"at most the context of {self.context}")
+        for start in range(cache.length, len(ids), BLOCK_TOKENS):
+            block = ids[start : start + BLOCK_TOKENS]
+            yield self._step(SequenceStep(cache=cache, tokens=block, select=True, logits="all", count=count))
+
+    def _step(self, sequence: SequenceStep) -> SequenceResult:
+        return self.executor.step([sequence])[0]
+
+    def warm_up(self) -> None:
+        """Compile what a generation will run, or load it from the cache, so that its times do not include this."""
+        cache = self.new_cache()
+        for tokens, select in (([0, 0], False), ([0], True)):
+            if cache.room >= len(tokens):
+                self._step(SequenceStep(cache=cache, tokens=np.array(tokens, np.int64), select=select))
+
+    def decode(self, token: int, cache: KVCache) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        """Run one token; returns logits (V,) after it, and (L, 2) rows of `first` read and neurons kept."""
+        if self._checked_cache(cache).room == 0:
+            raise PromptError(f"the context of {cache.context} tokens is full")
+        found = self._step(SequenceStep(cache=cache, tokens=self._checked_ids([token]), select=True))
+        assert found.rows_L2 is not None
+        return found.logits_TV[0], found.rows_L2
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's own template (Jinja). Raises TemplateError where it has none."""
+        if "chat_template.jinja" not in self.manifest.files:
+            raise TemplateError(
+                f"{self._artifact.path}: the model has no chat template",
+                remedy=("give the text with ", Setting("prompt")),
+            )
+        try:
+            return ChatTemplate(self._artifact.file("chat_template.jinja").decode())
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"{self._artifact.path}: the chat template is not UTF-8", found=error) from None
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The conversation written by the model's own template, ready for the assistant's turn.
+
+        Messages, `tools` and the template's further `variables`, such as `enable_thinking`, are those of
+        `ChatTemplate.render`, which says what it raises. Without `add_generation_prompt` the assistant's turn does not
+        begin.
+        """
+        text = self.manifest.text
+        names = {"bos_token": text.bos_token, "eos_token": text.eos_token, **text.special_tokens, **(variables or {})}
+        return self.chat_template.render(
+            messages, variables=names, tools=tools, add_generation_prompt=add_generation_prompt
+        )
+
+    def new_cache(self) -> KVCache:
+        """An empty key-value cache for one sequence."""
+        return self.executor.new_cache()
+
+    def close(self) -> None:
+        """Unmap the file. Using the model afterwards, or a generation that has not ended, is a UsageError."""
+        if "chat_template" in vars(self):
+            self.chat_template.close()
+        self.executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _checked_cache(self, cache: KVCache) -> KVCache:
+        """Check that the cache has this model's shape: kernels do not."""
+        if (cache.pool.page, cache.context) != (self._page, self.context):
+            raise UsageError("the cache was made for another model, context or format", remedy="model.new_cache()")
+        return cache
+
+    def _checked_ids(self, token_ids: Any) -> npt.NDArray[np.int64]:
+        ids = np.ascontiguousarray(token_ids)
+        vocabulary = self.manifest.decoder.vocab_size
+        if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+            raise PromptError("token ids must be a non-empty list of integers", found=f"{ids.dtype} {ids.shape}")
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            raise PromptError(
+                f"token id {ids.max() if ids.min() >= 0 else ids.min()}", expected=f"0 to {vocabulary - 1}"
+            )
+        return ids.astype(np.int64)

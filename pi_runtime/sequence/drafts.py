@@ -1,0 +1,141 @@
+"""Drafts: the tokens that may come next, looked up in prompt and answer, so that one step can check several.
+
+The last tokens are found where they stood before, and what followed them there is the draft. The model runs the draft
+as one block; a drafted token is right if the draw at its position gives the same token. So drafts change no text.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+GRAMS = (8, 4, 2)
+"""Tokens that are looked up, the longest first."""
+LONGEST_MATCH = 16
+"""Equal tokens beyond these are not counted."""
+MOST_GUESSES = 32
+"""Most drafted tokens of one sequence in a step."""
+FORGET = 0.98
+"""What a trial counts after the next one."""
+NO_TOKEN = -1
+"""Ends what may be copied."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Tokens that may come next, after so many that are equal."""
+
+    tokens: list[int]
+    match: int
+
+
+NO_GUESS = Guess([], 0)
+
+
+class Acceptance:
+    """The share of guesses that were right, by the number of equal tokens before them: recent ones count most."""
+
+    def __init__(self) -> None:
+        length_L = np.arange(LONGEST_MATCH + 1)
+        # Few at first: guesses that do not run are counted too, so a text that repeats itself is soon found out.
+        self._tried_L = np.full(LONGEST_MATCH + 1, 3.0)
+        self._right_L = self._tried_L * length_L / (length_L + 8)
+
+    def count(self, match: int, right: bool) -> None:
+        """Count a guess that came after so many equal tokens."""
+        length = min(match, LONGEST_MATCH)
+        self._tried_L[length] = FORGET * self._tried_L[length] + 1
+        self._right_L[length] = FORGET * self._right_L[length] + right
+
+    def expected(self, guess: Guess) -> list[float]:
+        """For each token of a guess the probability that it and all before it are right."""
+        if not guess.tokens:
+            return []
+        lengths = np.minimum(guess.match + np.arange(len(guess.tokens)), LONGEST_MATCH)
+        found: list[float] = np.cumprod(self._right_L[lengths] / self._tried_L[lengths]).tolist()
+        return found
+
+
+class PromptLookup:
+    """Finds where the last tokens of one sequence stood before. Each token is put into the index once."""
+
+    def __init__(
+        self, tokens: Sequence[int], end_ids: frozenset[int] = frozenset(), expected: Sequence[int] = ()
+    ) -> None:
+        """`tokens` is the sequence itself, which grows. `expected`: what may follow the tokens that it has now."""
+        self.acceptance = Acceptance()
+        self._tokens, self._end_ids = tokens, end_ids
+        self._known: list[int] = []
+        """What is copied from: the sequence, with what is expected inserted where it is."""
+        self._followed_by: dict[tuple[int, ...], int] = {}
+        """Position in `known` after the latest occurrence of some tokens."""
+        self._indexed = self._inserted = 0
+        self._expected, self._begins = expected, len(tokens)
+        self._shared: Mapping[tuple[int, ...], int] = {}
+        """The same of what is expected, and of the tokens before it: other answers to the prompt have it too."""
+
+    def prepare(self) -> None:
+        """Put what is expected into the index. It may take long, and happens with the first guess otherwise."""
+        if self._expected:
+            expected, self._expected = self._expected, ()
+            self._index([*self._tokens[: self._begins], *expected], 0)
+            self._known.append(NO_TOKEN)
+            self._indexed, self._inserted = self._begins, len(expected) + 1
+            self._shared, self._followed_by = self._followed_by, {}
+
+    def beside(self, tokens: Sequence[int]) -> "PromptLookup":
+        """One for another answer to the same prompt: what is expected is put into an index once for both.
+
+        To be called before either has grown.
+        """
+        self.prepare()
+        assert len(tokens) == len(self._tokens)
+        found = PromptLookup(tokens, self._end_ids)
+        found._known, found._shared = list(self._known), self._shared
+        found._indexed, found._inserted = self._indexed, self._inserted
+        return found
+
+    def guess(self, most: int) -> Guess:
+        """The tokens that followed the last ones before, at most so many and none that ends the text."""
+        self.prepare()
+        tokens, end = self._tokens, len(self._tokens)
+        self._index(tokens, self._indexed)
+        self._indexed = end
+        for size in GRAMS:
+            gram = tuple(tokens[-size:])
+            source = self._followed_by.get(gram, self._shared.get(gram)) if size <= end else None
+            if source is not None:
+                return Guess(self._copied(source, min(most, MOST_GUESSES)), self._match(source))
+        return Guess([], 0)
+
+    def count(self, guess: Guess, drawn: Sequence[int]) -> None:
+        """Count how far a guess was right about the tokens that came, whether it was run or not."""
+        for n, (guessed, token) in enumerate(zip(guess.tokens, drawn, strict=False)):
+            self.acceptance.count(guess.match + n, guessed == token)
+            if guessed != token:
+                return
+
+    def _index(self, tokens: Sequence[int], first: int) -> None:
+        """Put tokens from `first` on into the index."""
+        for at in range(first, len(tokens)):
+            for size in GRAMS:
+                if size <= at:
+                    self._followed_by[tuple(tokens[at - size : at])] = at + self._inserted
+        self._known.extend(tokens[first:])
+
+    def _copied(self, source: int, most: int) -> list[int]:
+        """What follows at `source`; where that reaches the end, it goes on with what was copied."""
+        period = len(self._known) - source
+        found: list[int] = []
+        for n in range(most):
+            token = self._known[source + n] if n < period else found[n - period]
+            if token in self._end_ids or token == NO_TOKEN:
+                break
+            found.append(token)
+        return found
+
+    def _match(self, source: int) -> int:
+        """How many tokens before `source` equal the last ones."""
+        tokens, end = self._tokens, len(self._tokens)
+        most = min(source, end, LONGEST_MATCH)
+        return next((n for n in range(most) if self._known[source - 1 - n] != tokens[end - 1 - n]), most)

@@ -1,0 +1,116 @@
+"""Speculation: how many drafted tokens a step runs, which follows from two measurements.
+
+With a_L the share of drafts that were right after L equal tokens, and c(S, T) the seconds of a step of S sequences and
+T tokens, the number of drafted tokens maximises
+
+    expected tokens / seconds  =  (S + Σ a_L a_{L+1} …) / c(S, T)
+
+and is 0 where no number gains. What a draft would have been worth is counted even where none is run.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pi_runtime.errors import Setting, UsageError
+from pi_runtime.sequence.drafts import MOST_GUESSES
+
+GAIN = 1.02
+"""Least gain for which drafts run, because times vary."""
+LATEST = 0.25
+"""Weight of the latest time of a step."""
+STALE_STEPS = 128
+"""Steps after which times that were not taken again are forgotten, so that other numbers of tokens are tried."""
+PLAIN_STEPS = 64
+"""Steps with drafts in a row, so that the time of one without is measured now and then."""
+
+
+class StepTimes:
+    """Seconds of steps with selection, by sequences and tokens; one object may serve several threads."""
+
+    def __init__(self) -> None:
+        self._by_sequences: dict[int, dict[int, float]] = {}
+        self._taken_at: dict[tuple[int, int], int] = {}
+        self._steps = 0
+
+    def count(self, sequences: int, tokens: int, seconds: float) -> None:
+        """Count a step of so many sequences, with so many tokens in all."""
+        self._steps += 1
+        times = self._by_sequences.setdefault(sequences, {})
+        known = times.get(tokens)
+        if known is None or (tokens > sequences and not self._is_fresh(sequences, tokens)):
+            times[tokens] = seconds
+        else:
+            # One step that was held up by something else says little.
+            times[tokens] = known + LATEST * (min(seconds, 2 * known) - known)
+        self._taken_at[sequences, tokens] = self._steps
+
+    def taken(self, sequences: int) -> dict[int, float]:
+        """The times that were taken of steps of so many sequences, by tokens."""
+        return dict(self._by_sequences.get(sequences, {}))
+
+    def seconds(self, sequences: int, most: int) -> list[float]:
+        """Seconds of a step with `sequences` tokens, one more, and so on up to `most`, as far as anything is known.
+
+        Between two times that were taken lies a line. At most twice as many guesses as were ever tried are foreseen.
+        """
+        times = {t: s for t, s in self.taken(sequences).items() if self._is_fresh(sequences, t)}
+        plain = times.pop(sequences, None)
+        if plain is None:
+            return []
+        tokens = [sequences, *sorted(times)]
+        # No step takes longer than one with more tokens: a time that says so was held up by something else.
+        seconds = np.minimum.accumulate([plain, *(times[t] for t in sorted(times))][::-1])[::-1]
+        furthest = sequences + max(2, 2 * (tokens[-1] - sequences))
+        if furthest > tokens[-1]:
+            # Beyond the last time the line goes on; before anything is known, a further token seems to cost nothing.
+            slope = (seconds[-1] - seconds[0]) / (tokens[-1] - sequences) if len(tokens) > 1 else 0.0
+            seconds = np.append(seconds, seconds[-1] + slope * (furthest - tokens[-1]))
+            tokens.append(furthest)
+        wanted = np.arange(sequences, min(most, furthest) + 1)
+        found: list[float] = np.interp(wanted, tokens, seconds).tolist()
+        return found
+
+    def _is_fresh(self, sequences: int, tokens: int) -> bool:
+        limit = PLAIN_STEPS if tokens == sequences else STALE_STEPS
+        return self._steps - self._taken_at[sequences, tokens] < limit
+
+
+class Speculation:
+    """The rule for how many tokens are guessed. `setting`: `auto` as it pays, `off`, or that many."""
+
+    def __init__(self, setting: str | int, times: StepTimes, *, can_gain: bool, most: int) -> None:
+        """`can_gain`: whether a step computes several tokens of a sequence at once. `most`: tokens of a step."""
+        if setting not in ("auto", "off") and not (type(setting) is int and 1 <= setting <= MOST_GUESSES):
+            raise UsageError(setting=Setting("speculate", setting), expected=f"auto, off, or 1 to {MOST_GUESSES}")
+        if type(setting) is int and not can_gain:
+            raise UsageError(
+                (Setting("speculate", setting), " does not go with a placement: it runs one token after the other"),
+                remedy=(Setting("speculate", "auto"), ", or ", Setting("device", "cpu")),
+            )
+        self.times, self._most, self._setting = times, most, setting
+        self.is_on = setting != "off" and can_gain
+
+    def lengths(self, expected: Sequence[Sequence[float]]) -> list[int]:
+        """How many guesses each sequence of a step runs; `expected` is what `Acceptance.expected` says of each."""
+        count = len(expected)
+        if self._setting != "auto":
+            left = max(0, self._most - count)
+            lengths = []
+            for probabilities in expected:
+                lengths.append(min(int(self._setting), len(probabilities), left))
+                left -= lengths[-1]
+            return lengths
+        lengths = [0] * count
+        # Probabilities of a sequence fall, so the best ones of all are always its first ones.
+        ranked = sorted(((p, n) for n, row in enumerate(expected) for p in row), key=lambda pair: -pair[0])
+        seconds = self.times.seconds(count, self._most) if ranked else []
+        if not seconds:
+            return lengths
+        gains = np.cumsum([count, *(p for p, _ in ranked)])[: len(seconds)]
+        rates = gains / np.array(seconds[: len(gains)])
+        best = int(rates.argmax())
+        if rates[best] >= GAIN * rates[0]:
+            for _, n in ranked[:best]:
+                lengths[n] += 1
+        return lengths

@@ -1,0 +1,40 @@
+"""The figures of one answer."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """Seconds and tokens of one generation; rates are None where nothing was timed."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Tokens of the prompt that the cache already held."""
+    generated_tokens: int
+    prefill_s: float
+    decode_s: float
+    first_token_s: float
+    """Time from the call to the first token."""
+    rows_read_share: float | None
+    """Rows of `first` read ÷ neurons, over the decoded tokens that ran alone; None where there was none."""
+    active_share: float | None
+    """Neurons for which `rest` was read ÷ neurons."""
+    guessed_tokens: int
+    """Guessed tokens that ran."""
+    accepted_tokens: int
+    """Those of them that were right, and became part of the answer."""
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of guessed tokens that were right; None where none ran."""
+        return self.accepted_tokens / self.guessed_tokens if self.guessed_tokens else None
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        ran = self.prompt_tokens - self.cached_tokens
+        return ran / self.prefill_s if self.prefill_s else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Rate of the tokens after the first, which comes from prefill."""
+        return (self.generated_tokens - 1) / self.decode_s if self.generated_tokens > 1 and self.decode_s else None

@@ -1,0 +1,183 @@
+"""An answer from the engine to the wire: events are made of what the engine gives, and a writer makes bytes of them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from pi_runtime.sequence.logprobs import TokenLogprobs
+from pi_runtime.sequence.stats import Stats
+from pi_runtime.server.api.logprobs import ShownLogprobs
+from pi_runtime.server.api.request import Prompt
+from pi_runtime.server.api.usage import FINISH_REASONS
+from pi_runtime.server.errors import ApiError
+from pi_runtime.server.events import (
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    End,
+    Event,
+    NothingShown,
+    ReasoningDelta,
+    TextDelta,
+)
+from pi_runtime.text.tokenizer import Tokenizer
+
+SSE, NDJSON = "text/event-stream", "application/x-ndjson"
+DONE = b"data: [DONE]\n\n"
+"""The mark of the end of a stream in OpenAI's forms."""
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def to_json(value: Any) -> bytes:
+    """JSON as it goes over the wire."""
+    return ENCODER.encode(value).encode("utf-8", "replace")
+
+
+def sse(data: Any, name: str | None = None) -> bytes:
+    """A server-sent event; `name` is its event field, where it has one."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + to_json(data) + b"\n\n"
+
+
+class EventReader:
+    """Makes events of what the engine gives of one answer: text, thoughts and calls, whatever form they are in."""
+
+    def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
+        self._parser = prompt.output.parser(prompt.text, prompt.tools)
+        self._shown = ShownLogprobs(tokenizer, prompt.shown_tokens)
+
+    def read(
+        self, text: str, tokens: Sequence[int] = (), logprobs: Sequence[TokenLogprobs] = (), stats: Stats | None = None
+    ) -> list[Event]:
+        """The events of more text and of the tokens that came with it. There is one at least."""
+        found: list[Event] = [*self._parser.push(text, len(tokens))]
+        first, *more = found or [NothingShown()]
+        shown = self._shown.take(text, logprobs)
+        return [
+            replace(first, tokens=tokens, logprobs=shown, stats=stats),
+            *(replace(delta, stats=stats) for delta in more),
+        ]
+
+    def end(self, finish_reason: str, stats: Stats, ending: TokenLogprobs | None = None) -> list[Event]:
+        """The events of what was held back until the end, and the end."""
+        held = self._parser.finish()
+        end = End(finish_reason, ending, self._parser.reasoning_tokens, stats=stats)
+        first, *more = [*held, end]
+        return [replace(first, logprobs=self._shown.finish(finish_reason)), *more]
+
+
+@dataclass
+class Call:
+    """A call of a tool, gathered from the events of an answer."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class GatheredAnswer:
+    """The events of one answer up to now, and what they come to."""
+
+    index: int
+    """The place among all answers of the request."""
+    prompt: int
+    """The place of its prompt."""
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether one event has come."""
+        return len(self.events) == 1
+
+    @property
+    def text(self) -> str:
+        """What it says. A call that broke off is text."""
+        return "".join(event.text for event in self.events if isinstance(event, TextDelta | CallBroken))
+
+    @property
+    def reasoning(self) -> str:
+        """What it thinks."""
+        return "".join(event.text for event in self.events if isinstance(event, ReasoningDelta))
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that have not broken off."""
+        found: dict[int, Call] = {}
+        for event in self.events:
+            match event:
+                case CallBegan(index, call_id, name):
+                    found[index] = Call(call_id, name)
+                case CallArguments(index, text):
+                    found[index].arguments += text
+                case CallBroken(index):
+                    del found[index]
+        return [*found.values()]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the arguments of a call broke off: nobody should run it."""
+        return any(isinstance(event, CallBroken) for event in self.events)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Its tokens."""
+        return [token for event in self.events for token in event.tokens]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """The log-probabilities of its tokens that are shown."""
+        return [found for event in self.events for found in event.logprobs]
+
+    @property
+    def end(self) -> End | None:
+        """How it ended; None until then."""
+        last = self.events[-1] if self.events else None
+        return last if isinstance(last, End) else None
+
+    @property
+    def stats(self) -> Stats | None:
+        """Its figures, once it has ended."""
+        return None if self.end is None else self.end.stats
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
+        """Why it ended, in OpenAI's words. `tool_calls` asks for all calls to be run."""
+        assert self.end is not None
+        found = FINISH_REASONS[self.end.finish_reason]
+        return "tool_calls" if found == "stop" and self.calls and not self.is_cut else found
+
+
+class AnswerWriter(Protocol):
+    """Writes the answers to one request in one form of API. None of its methods waits.
+
+    A request that streams has `write` called for each event, and `closing` after all ends. Any other has `whole`
+    called, which may take long. After an error comes only `failed`, and only if something was written before.
+    """
+
+    @property
+    def media(self) -> str:
+        """The type of its stream: `SSE` or `NDJSON`."""
+
+    def write(self, answer: GatheredAnswer, event: Event) -> bytes:
+        """The bytes of an event, which is the answer's latest."""
+
+    def closing(self, answers: Sequence[GatheredAnswer]) -> bytes:
+        """The bytes after the last event."""
+
+    def whole(self, answers: Sequence[GatheredAnswer]) -> Mapping[str, Any]:
+        """The JSON of all answers together."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The bytes that tell of an error after a stream began."""
+
+
+class SseWriter:
+    """What writers of server-sent events share."""
+
+    media = SSE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of an error."""
+        return sse(error.body())

@@ -1,0 +1,174 @@
+"""Prompts of chats: what the model's template makes of messages and tools, and what the answer may be."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pi_runtime.errors import InputError, MissingExtraError, UsageError, spelled
+from pi_runtime.server.api.body import invalid
+from pi_runtime.server.api.conversation import (
+    AssistantMessage,
+    CalledFunction,
+    ConversationFields,
+    Message,
+    RefusalPart,
+    TextPart,
+    ToolMessage,
+    allowed_tools,
+)
+from pi_runtime.server.api.request import Prompt
+from pi_runtime.server.api.served import Served
+from pi_runtime.server.errors import described, refused
+from pi_runtime.text.grammar import Grammar
+from pi_runtime.text.grammar_check import check_grammar
+
+
+def chat_prompt(
+    served: Served,
+    text: str,
+    *,
+    field: str = "messages",
+    tools: Sequence[Mapping[str, Any]] = (),
+    choice: str | Mapping[str, Any] = "auto",
+    parallel: bool = True,
+    schema: Mapping[str, Any] | None = None,
+    schema_field: str = "response_format",
+) -> tuple[Prompt, Grammar | None]:
+    """The prompt whose text a template made, and what the answer must be.
+
+    `field` and `schema_field` are the request's names of the messages and of `schema`, which is the JSON that an answer
+    without calls must be. `choice` is `auto`, `none`, `required`, or the function that must be called. Raises ApiError
+    for what does not fit the context, or cannot be followed.
+    """
+    ids = served.encode(text, field)
+    served.check_length(len(ids), field)
+    grammar = served.output.grammar(text, tools=tools, choice=choice, parallel=parallel, schema=schema)
+    if grammar is not None:
+        _check(grammar, "tools" if schema is None else schema_field, served)
+    return Prompt(ids, text, tools, served.output), grammar
+
+
+def _check(grammar: Grammar, field: str, served: Served) -> None:
+    """Compile a grammar now, and keep it: the engine's error would not name the field."""
+    try:
+        check_grammar(grammar)
+        served.model.tokenizer.grammars.start(grammar)
+    except MissingExtraError as error:
+        raise invalid(field, f"{spelled(error.what)}: {spelled(error.remedy)}", code="unsupported_value") from None
+    except UsageError as error:
+        raise invalid(field, described(error, error.reason)) from None
+    except InputError as error:
+        raise invalid(field, spelled(error.what)) from None
+
+
+def rendered(
+    served: Served,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    field: str = "messages",
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any],
+    add_generation_prompt: bool = True,
+) -> str:
+    """The text that the model's template makes of messages. `field` is the request's name of them.
+
+    Raises ApiError for what the template refuses.
+    """
+    if not served.template:
+        raise invalid(field, "the model has no chat template; use /v1/completions")
+    try:
+        return served.model.chat_prompt(
+            messages, tools=tools, variables=variables, add_generation_prompt=add_generation_prompt
+        )
+    except UsageError as error:  # a name of these arguments among the variables
+        raise invalid("chat_template_kwargs", refused(error).message) from None
+    except InputError as error:
+        raise invalid(field, refused(error).message) from None
+
+
+def chat_text(body: ConversationFields, served: Served) -> str:
+    """The text that the model's template makes of a chat. Raises ApiError for what is wrong with it."""
+    if body.add_generation_prompt and body.continue_final_message:
+        raise invalid("continue_final_message", "not with add_generation_prompt: the turn has begun already")
+    tools, _ = allowed_tools(body.tools or [], body.tool_choice)
+    if body.tool_choice not in (None, "none", "auto") and not body.tools:
+        raise invalid("tool_choice", "allowed only with tools")
+    messages = [template_message(message, f"messages[{n}]", served) for n, message in enumerate(body.messages)]
+    effort = reasoning_variables("reasoning_effort", body.reasoning_effort, served)
+    text = rendered(
+        served,
+        messages,
+        tools=tools,
+        variables={**effort, **(body.chat_template_kwargs or {})},
+        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+    )
+    return _continued(text, messages[-1]) if body.continue_final_message else text
+
+
+def _continued(text: str, message: Mapping[str, Any]) -> str:
+    """A prompt up to the end of the last message's content."""
+    content = str(message.get("content") or "").strip()
+    at = text.rfind(content)
+    if message["role"] != "assistant" or not content or at < 0:
+        raise invalid("continue_final_message", "the last message must be an assistant's, and the template show it")
+    return text[: at + len(content)]
+
+
+def reasoning_variables(field: str, effort: str | None, served: Served) -> dict[str, Any]:
+    """The names by which a template knows how much the model is to think."""
+    template = served.template
+    if effort is None:
+        return {}
+    if "enable_thinking" in template:
+        return {"enable_thinking": effort != "none"}
+    if "reasoning_effort" in template and effort != "none":
+        return {"reasoning_effort": effort}
+    raise invalid(field, "not supported: the model's chat template does not know it")
+
+
+def template_message(message: Message, place: str, served: Served) -> dict[str, Any]:
+    """A message as chat templates know it: content is text, and the arguments of calls are objects."""
+    found: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
+    if message.role == "developer" and "developer" not in served.template:
+        found["role"] = "system"
+    if message.name is not None:
+        found["name"] = message.name
+    if isinstance(message, ToolMessage):
+        found["tool_call_id"] = message.tool_call_id
+    if isinstance(message, AssistantMessage):
+        found["content"] = found["content"] or message.refusal or ""
+        if message.reasoning_content is not None:
+            found["reasoning_content"] = message.reasoning_content
+        if message.tool_calls:
+            found["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": arguments_of(call.function, f"{place}.tool_calls[{n}].function"),
+                    },
+                }
+                for n, call in enumerate(message.tool_calls)
+            ]
+        elif message.content is None and message.refusal is None:
+            raise invalid(f"{place}.content", "required where there are no tool_calls")
+    return found
+
+
+def text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
+    """The text of a message's content; parts stand on lines of their own."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+
+
+def arguments_of(function: CalledFunction, place: str) -> dict[str, Any]:
+    """The arguments of a call as an object, as templates expect them."""
+    try:
+        arguments = json.loads(function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise invalid(f"{place}.arguments", "a JSON object as text is expected")
+    return arguments

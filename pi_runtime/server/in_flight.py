@@ -1,0 +1,211 @@
+"""A request while the engine works on it: what comes of its prompts is read in order, without waiting.
+
+The engine's own thread only notifies that something has come.
+"""
+
+import asyncio
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pi_runtime.engine.engine import Engine
+from pi_runtime.engine.model import Model
+from pi_runtime.engine.stream import Scores, Stream
+from pi_runtime.server.api.answer import EventReader, GatheredAnswer
+from pi_runtime.server.api.request import GenerateRequest, Prompt
+from pi_runtime.server.errors import ApiError, failed
+from pi_runtime.server.events import End, Event, PromptLogprobs
+from pi_runtime.server.metrics import Metrics
+from pi_runtime.server.settings import ServerSettings
+
+
+@dataclass(eq=False)
+class _AnswerInFlight:
+    """One answer, and how much of it has been read."""
+
+    gathered: GatheredAnswer
+    reader: EventReader
+    stream: Stream | None
+    """None where nothing is generated."""
+    scores: Scores | None
+    """The log-probabilities of its prompt, which come first; None where they have been read, or are not wanted."""
+    tokens: int = 0
+    chars: int = 0
+    latest: float = 0.0
+    """When its latest part came."""
+    ended: bool = False
+
+    @property
+    def sources(self) -> list[Stream | Scores]:
+        """All that comes of it."""
+        return [source for source in (self.scores, self.stream) if source is not None]
+
+    @property
+    def pending(self) -> int:
+        """Characters that wait to be read."""
+        return 0 if self.stream is None else self.stream.chars - self.chars
+
+
+class InFlight:
+    """A request while the engine works on it. Made in any thread, read in the event loop's."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        engine: Engine,
+        metrics: Metrics,
+        settings: ServerSettings,
+        arrived: float,
+        owner: str,
+    ) -> None:
+        """Hand the prompts to the engine. Raises what the engine says of those that cannot be run."""
+        self._metrics, self._limits, self._arrived = metrics, settings.limits, arrived
+        salt = settings.cache_salt(owner, request.cache_salt)
+        self._answers: list[_AnswerInFlight] = []
+        for n, prompt in enumerate(request.prompts):
+            # What was begun before one of them is refused has no reference left, so it ends.
+            scores = _scores(engine, request, prompt, salt)
+            for stream in _streams(engine, request, prompt, salt):
+                gathered = GatheredAnswer(len(self._answers), n)
+                reader = EventReader(prompt, engine.model.tokenizer)
+                self._answers.append(_AnswerInFlight(gathered, reader, stream, scores))
+        self._error: ApiError | None = None
+        self._news = asyncio.Event()
+        self._is_notified = False
+
+    @property
+    def answers(self) -> list[GatheredAnswer]:
+        """All answers, in order; whoever takes an event adds it to its answer."""
+        return [answer.gathered for answer in self._answers]
+
+    @property
+    def streams(self) -> list[Stream]:
+        """The engine's streams of all answers, in order."""
+        return [answer.stream for answer in self._answers if answer.stream is not None]
+
+    @property
+    def ended(self) -> bool:
+        """Whether everything has been read, and nothing went wrong."""
+        return self._error is None and all(answer.ended for answer in self._answers)
+
+    def listen(self) -> None:
+        """Begin to be notified, on the running loop."""
+        loop, this = asyncio.get_running_loop(), weakref.ref(self)
+
+        def notify() -> None:
+            # A strong reference would keep the streams, which are cancelled when nobody refers to them.
+            if (alive := this()) is not None and not alive._is_notified:
+                alive._is_notified = True
+                with suppress(RuntimeError):  # the loop has been closed
+                    loop.call_soon_threadsafe(alive._look)
+
+        for answer in self._answers:
+            for source in answer.sources:
+                source.listen(notify)
+        self._news.set()  # where nothing is generated, all has come
+
+    def _look(self) -> None:
+        self._is_notified = False
+        if sum(answer.pending for answer in self._answers) > self._limits.pending_bytes:
+            self.fail(ApiError(408, "the client reads too slowly", code="reader_too_slow"))
+        self._news.set()
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait at most so long for something to come; returns whether something has."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        self._news.clear()
+        return True
+
+    def read(self) -> list[tuple[GatheredAnswer, Event]]:
+        """The events of all that has come. Raises ApiError for what ended it, when all before that has been read."""
+        if self._error is not None:
+            raise self._error
+        return [(answer.gathered, event) for answer in self._answers for event in self._read(answer)]
+
+    def _read(self, answer: _AnswerInFlight) -> Iterator[Event]:
+        if self._error is not None or answer.ended:
+            return
+        if answer.scores is not None:
+            if not answer.scores.done:
+                return
+            try:
+                yield PromptLogprobs(answer.scores.result())
+            except BaseException as error:
+                self.fail(failed(error))
+                return
+            answer.scores = None
+        if answer.stream is None:
+            answer.ended = True
+            yield End("length")
+        else:
+            yield from self._read_stream(answer, answer.stream)
+
+    def _read_stream(self, answer: _AnswerInFlight, stream: Stream) -> Iterator[Event]:
+        news = stream.news()
+        first, answer.tokens = answer.tokens, max(news.tokens, answer.tokens)
+        answer.chars += len(news.text)
+        if news.text or answer.tokens > first:
+            self._time(answer, answer.tokens - first)
+            tokens, logprobs = stream.token_ids[first : answer.tokens], stream.logprobs[first : answer.tokens]
+            yield from answer.reader.read(news.text, tokens, logprobs, stream.stats)
+        if news.error is not None:
+            self.fail(failed(news.error))
+        elif news.ended:
+            answer.ended = True
+            assert stream.finish_reason is not None
+            self._metrics.count(stream.stats)
+            yield from answer.reader.end(stream.finish_reason, stream.stats, stream.ending)
+
+    def _time(self, answer: _AnswerInFlight, tokens: int) -> None:
+        """Count how long a part of so many tokens took to come."""
+        now, before = time.monotonic(), answer.latest
+        answer.latest = now
+        if before == 0.0:
+            self._metrics.first_token_s.count(now - self._arrived)
+        elif tokens:
+            self._metrics.between_tokens_s.count((now - before) / tokens, tokens)
+
+    def fail(self, error: ApiError) -> None:
+        """End it with an error, which `read` raises."""
+        self._error = self._error or error
+        self.cancel()
+        self._news.set()
+
+    def cancel(self) -> None:
+        """Let the engine drop all that has not ended."""
+        for answer in self._answers:
+            for source in answer.sources:
+                source.cancel()
+
+
+def _scores(engine: Engine, request: GenerateRequest, prompt: Prompt, salt: str) -> Scores | None:
+    """What computes the log-probabilities of a prompt, where these are wanted."""
+    if request.prompt_logprobs is None:
+        return None
+    return engine.score(prompt.tokens, top=request.prompt_logprobs, cache_salt=salt)
+
+
+def _streams(engine: Engine, request: GenerateRequest, prompt: Prompt, salt: str) -> Sequence[Stream | None]:
+    """The engine's streams of the answers to a prompt."""
+    if not request.generates:
+        return [None] * request.count
+    settings = request.settings.copy()
+    if request.prediction and engine.guesses:
+        settings["expected"] = _expected(engine.model, request, prompt)
+    if request.session is not None:
+        return [request.session.generate(prompt.tokens, stop_tokens=request.stop_tokens, **settings)]
+    return engine.generate_many(prompt.tokens, request.count, cache_salt=salt, **settings)
+
+
+def _expected(model: Model, request: GenerateRequest, prompt: Prompt) -> Sequence[int]:
+    """The tokens of what is likely to come, without what is beyond the longest answer."""
+    room = model.context - len(prompt.tokens)
+    most = min(room, request.settings.get("max_tokens") or room)
+    text = request.prediction[: most * model.tokenizer.least_tokens.longest]
+    return model.tokenizer.encode(text, prefix=False)

@@ -1,0 +1,174 @@
+"""The OpenAPI document: every route with its request, its answers and its errors, from the types that the code uses."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
+
+from pi_runtime.server.api.answer import SSE
+from pi_runtime.server.api.body import Body
+from pi_runtime.server.api.ollama_models import LATEST
+from pi_runtime.server.errors import OLLAMA
+
+JSON, TEXT, HTML = "application/json", "text/plain", "text/html"
+REFERENCE = "#/components/schemas/{model}"
+ERRORS = {
+    400: "The request is wrong; `param` names the field.",
+    401: "The key is missing or wrong.",
+    403: "The Host or Origin header is not allowed.",
+    404: "There is no such model, or no such session.",
+    408: "The client sent or read too slowly.",
+    409: "The session is still answering.",
+    413: "The body is too large.",
+    429: "The queue is full; `Retry-After` says when to ask again.",
+    500: "A fault of the server.",
+    503: "The model is loading, or the server is ending.",
+}
+
+
+class ErrorFields(TypedDict):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """An error in OpenAI's form."""
+
+    error: ErrorFields
+
+
+class OllamaErrorBody(TypedDict):
+    """An error in Ollama's form."""
+
+    error: str
+
+
+class Health(TypedDict):
+    """Whether requests are taken."""
+
+    status: str
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one method of one path does, and who does it."""
+
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    """As starlette has it: `{name:path}` takes slashes too."""
+    summary: str
+    handler: Callable[[Any, "Route"], Any]
+    """Makes the endpoint of the route for a host."""
+    body: Any = None
+    """The type of its request."""
+    answer: Any = None
+    """The type of its answer; None where it is none of JSON, or has no fixed form."""
+    chunk: Any = None
+    """The type of an event of its stream."""
+    media: str = JSON
+    stream_media: str = SSE
+    errors: Sequence[int] = ()
+    """Statuses beside those that all have."""
+    needs_key: bool = True
+    is_refused: bool = False
+    """Whether every request is answered by an error."""
+
+    @property
+    def shown_path(self) -> str:
+        """The path as the document has it."""
+        return self.path.replace(":path}", "}")
+
+    def read(self, value: object) -> Any:
+        """A JSON value as the type of its request. Raises ApiError 400 for what is wrong."""
+        return self.body.of(value) if isinstance(self.body, type) and issubclass(self.body, Body) else value
+
+    @property
+    def statuses(self) -> list[int]:
+        """The statuses of its errors."""
+        common = [403, 500] + [401] * self.needs_key + [400, 408, 413, 429, 503] * (self.body is not None)
+        return sorted({*common, *self.errors})
+
+
+def document(model_name: str, routes: Sequence[Route], *, refuses_unknown: bool = True) -> dict[str, Any]:
+    """The document of a server for a model of this name, which refuses fields that it does not know, or does not."""
+    schemas, components = _schemas(routes)
+    for component in components.values():
+        if component.get("additionalProperties") is True:  # a request's
+            component["additionalProperties"] = not refuses_unknown
+            _name_model(component, model_name)
+    paths: dict[str, Any] = {}
+    for route in routes:
+        paths.setdefault(route.shown_path, {})[route.method.lower()] = _described(route, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pi-serve", "version": version("pi-toolchain"), "license": {"name": "MIT"}},
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _schemas(routes: Sequence[Route]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For each type of the operations its schema, by name, and all schemas that these refer to."""
+    types = {_key(kind): kind for route in routes for kind in _types(route)}
+    inputs = [(key, "validation", TypeAdapter(kind)) for key, kind in types.items()]
+    found, definitions = TypeAdapter.json_schemas(inputs, ref_template=REFERENCE)  # type: ignore[arg-type]
+    return {key: schema for (key, _), schema in found.items()}, definitions.get("$defs", {})
+
+
+def _types(route: Route) -> Iterator[Any]:
+    yield from (kind for kind in (route.body, route.answer, route.chunk) if kind is not None)
+    yield OllamaErrorBody if route.path.startswith(OLLAMA) else Error
+
+
+def _key(kind: Any) -> str:
+    return str(getattr(kind, "__name__", kind))
+
+
+def _name_model(schema: dict[str, Any], name: str) -> None:
+    """Let a request's model be the one there is."""
+    model = schema.get("properties", {}).get("model")
+    if model is not None and model.get("type") == "string":
+        model["enum"] = [name, name + LATEST] if schema["title"].startswith("Ollama") else [name]
+
+
+def _described(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
+    """The operation object."""
+    found: dict[str, Any] = {"summary": route.summary, "operationId": _identifier(route)}
+    names = [part[1:-1] for part in route.shown_path.split("/") if part.startswith("{")]
+    if names:
+        schema = {"type": "string"}
+        found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema} for name in names]
+    if route.body is not None:
+        body = schemas[_key(route.body)]
+        found["requestBody"] = {"required": True, "content": {JSON: {"schema": body}}}
+    answer = schemas[_key(route.answer)] if route.answer is not None else {}
+    content: dict[str, Any] = {route.media: {"schema": answer} if route.media == JSON else {}}
+    if route.chunk is not None:
+        content[route.stream_media] = {"x-itemSchema": schemas[_key(route.chunk)]}
+    error = schemas[_key(OllamaErrorBody if route.path.startswith(OLLAMA) else Error)]
+    found["responses"] = {
+        str(status): {"description": ERRORS[status], "content": {JSON: {"schema": error}}} for status in route.statuses
+    }
+    if not route.is_refused:
+        found["responses"] |= {"200": {"description": "The answer.", "content": content}}
+    if route.path == "/health":
+        found["responses"]["503"]["content"] = content
+    if route.needs_key:
+        found["security"] = [{"key": []}, {}]
+    return found
+
+
+def _identifier(route: Route) -> str:
+    words = [word.strip("{}") for part in route.shown_path.split("/") for word in part.replace(".", "-").split("-")]
+    return "_".join([route.method.lower(), *filter(None, words)])

@@ -1,0 +1,84 @@
+"""How the answers to a request are sent: their events as they come, or all of it at once."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.types import Send
+
+from pi_runtime.server.api.answer import SSE, AnswerWriter, to_json
+from pi_runtime.server.errors import ApiError
+from pi_runtime.server.events import PromptLogprobs
+from pi_runtime.server.in_flight import InFlight
+
+KEEP_ALIVE = b": keep-alive\n\n"
+JSON = "application/json"
+STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
+
+class ResponseSender:
+    """Sends what a writer makes of answers: bytes as events come, or the whole."""
+
+    def __init__(self, send: Send, writer: AnswerWriter, streams: bool, keep_alive_s: float) -> None:
+        self._send, self._writer, self._streams, self._keep_alive_s = send, writer, streams, keep_alive_s
+        self._has_begun = False
+
+    async def send(self, request: InFlight) -> None:
+        """Send until everything has been said. Raises ApiError for what ends it before."""
+        while not request.ended:
+            if await request.wait(self._keep_alive_s):
+                data = await self._written(request)
+            else:
+                data = KEEP_ALIVE if self._writer.media == SSE else b""
+            if self._streams and data:
+                await self._say(data)
+        if self._streams:
+            await self._say(self._writer.closing(request.answers), more=False)
+        else:
+            # All log-probabilities at once take long: beside the loop.
+            found = await asyncio.to_thread(lambda: b"".join(in_pieces(self._writer.whole(request.answers))))
+            await self._begin(JSON)
+            await self._say(found, more=False)
+
+    async def _written(self, request: InFlight) -> bytes:
+        """The bytes of what has come."""
+        found = []
+        for answer, event in request.read():
+            answer.events.append(event)
+            if self._streams and isinstance(event, PromptLogprobs):
+                found.append(await asyncio.to_thread(self._writer.write, answer, event))  # a prompt may be long
+            elif self._streams:
+                found.append(self._writer.write(answer, event))
+        return b"".join(found)
+
+    async def fail(self, error: ApiError) -> None:
+        """Send an error as the last events, if anything was sent; else raise it, for it has a status."""
+        if not self._has_begun:
+            raise error
+        await self._say(self._writer.failed(error) if self._streams else b"", more=False)
+
+    async def _say(self, data: bytes, *, more: bool = True) -> None:
+        # The status comes with the first of it: what fails before has a status of its own.
+        if not self._has_begun:
+            await self._begin(f"{self._writer.media}; charset=utf-8")
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _begin(self, media: str) -> None:
+        self._has_begun = True
+        headers = [(b"content-type", media.encode()), *(STREAM_HEADERS if self._streams else ())]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+def in_pieces(value: Any, depth: int = 6) -> Iterator[bytes]:
+    """JSON in pieces, as small as items at this depth: while one is made no other thread runs."""
+    if not value or not depth or not isinstance(value, dict | list):
+        yield to_json(value)
+        return
+    opening, closing = (b"{", b"}") if isinstance(value, dict) else (b"[", b"]")
+    for key in value:
+        yield opening
+        if isinstance(value, dict):
+            yield to_json(key) + b":"
+        yield from in_pieces(value[key] if isinstance(value, dict) else key, depth - 1)
+        opening = b","
+    yield closing

@@ -1,0 +1,243 @@
+"""Plants small faults at random places of both packages, one at a time, and runs the tests of the room: which notice?
+
+python tests/support/mutations.py [--seed N] [--count 60] [--seconds 60] [--minutes 60] [--jobs N] [--within FOLDER …]
+
+A fault is another operator, another bound, another constant, or a call that is dropped. Each is tried in a copy of the
+tree, whose own tests must pass. Prints the seed, each fault with what came of it, and the share that was caught.
+"""
+
+import argparse
+import ast
+import contextlib
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+
+PACKAGES = {"pi_runtime": "runtime", "pi_compile": "compile"}
+"""Each package, and where its tests are."""
+WANTED = 0.85
+"""Least share that is caught."""
+SWAPPED = {
+    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"), ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "+"), ast.Div: ("/", "*"),
+    ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "+"), ast.BitAnd: ("&", "|"), ast.LShift: ("<<", ">>"),
+    ast.RShift: (">>", "<<"), ast.And: ("and", "or"), ast.Or: ("or", "and"),
+}  # fmt: skip
+BOUNDS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+SILENT = {"strict", "help", "stacklevel"}
+"""Keyword arguments of which nothing depends on the value in code that works."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One fault: bytes [start, end) of a file, and what stands there instead."""
+
+    path: Path
+    kind: str
+    line: int
+    start: int
+    end: int
+    instead: bytes
+
+    def applied(self, source: bytes) -> bytes:
+        return source[: self.start] + self.instead + source[self.end :]
+
+    def described(self, root: Path) -> str:
+        source = (root / self.path).read_bytes()
+        one, two = source[: self.start].rfind(b"\n") + 1, source.find(b"\n", self.end)
+        was, now = source[one:two], self.applied(source)[one : two + len(self.instead) - (self.end - self.start)]
+        old, new = (" ".join(text.decode().split())[:150] for text in (was, now))
+        return f"{self.path}:{self.line} {self.kind}: {old} → {new}"
+
+
+def mutations(path: Path, source: bytes) -> Iterator[Mutation]:
+    """Every fault that can be planted in a file."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def mutation(kind: str, begin: tuple[int, int], end: tuple[int, int], was: str, now: str) -> Iterator[Mutation]:
+        low, high = (starts[line - 1] + column for line, column in (begin, end))
+        pattern = rb"\s+".join(re.escape(part).encode() for part in was.split())
+        if found := re.compile(pattern).search(source, low, high):
+            yield Mutation(path, kind, begin[0], found.start(), found.end(), now.encode())
+
+    for node in _nodes(ast.parse(source)):
+        match node:
+            case ast.Compare(ops=[op]) if type(op) in SWAPPED:
+                kind = "bound" if isinstance(op, BOUNDS) else "operator"
+                yield from mutation(kind, _end(node.left), _begin(node.comparators[0]), *SWAPPED[type(op)])
+            case ast.BinOp() if type(node.op) in SWAPPED:
+                yield from mutation("operator", _end(node.left), _begin(node.right), *SWAPPED[type(node.op)])
+            case ast.BoolOp():
+                yield from mutation("operator", _end(node.values[0]), _begin(node.values[1]), *SWAPPED[type(node.op)])
+            case ast.UnaryOp(op=ast.Not()):
+                yield from mutation("operator", _begin(node), _begin(node.operand), "not", "")
+            case ast.Constant(value=bool(value)):
+                yield from mutation("constant", _begin(node), _end(node), str(value), str(not value))
+            case ast.Constant(value=int() | float()):
+                text = source[starts[node.lineno - 1] + node.col_offset :][: node.end_col_offset - node.col_offset]  # type: ignore[operator]
+                yield from mutation("constant", _begin(node), _end(node), text.decode(), f"({text.decode()} + 1)")
+            case ast.Expr(value=ast.Call() | ast.Await()):
+                low, high = (starts[line - 1] + column for line, column in (_begin(node), _end(node)))
+                yield Mutation(path, "dropped call", node.lineno, low, high, b"pass")
+
+
+def _begin(node: ast.expr | ast.stmt) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def _end(node: ast.expr | ast.stmt) -> tuple[int, int]:
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    return node.end_lineno, node.end_col_offset
+
+
+def _nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node whose change a user could notice: no annotations, assertions, texts of errors, or decorators."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "type_params", "exc"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.keyword) and child.arg in SILENT:
+                continue
+            if isinstance(child, ast.AST) and not isinstance(child, ast.Assert | ast.JoinedStr):
+                yield from _nodes(child)
+
+
+def room_of(path: Path) -> str:
+    """The package's room: a folder or a module."""
+    return "/".join(path.with_suffix("").parts[:2])
+
+
+def chosen_tests(root: Path, path: Path) -> list[str]:
+    """Tests of a module first, then all of its room's; those of the package where a room has none."""
+    package, *folders, name = path.with_suffix("").parts
+    base, own, room = root / "tests" / PACKAGES[package], f"test_{name.strip('_')}.py", (*folders, name)[0]
+    beside = [base.joinpath(*folders, own), base / own, base / room, base / f"test_{room}.py"]
+    found = [str(p.relative_to(root)) for p in beside if p.exists()]
+    return list(dict.fromkeys(found)) or [str(base.relative_to(root))]
+
+
+def drawn(root: Path, within: Sequence[str], count: int, seed: int) -> list[Mutation]:
+    """Room after room in random order; in a room a kind of fault, and then one of these."""
+    rng, rooms = random.Random(seed), dict[str, dict[str, list[Mutation]]]()
+    for file in sorted(file for folder in within for file in _files(root / folder)):
+        path = file.relative_to(root)
+        for m in mutations(path, file.read_bytes()):
+            rooms.setdefault(room_of(path), {}).setdefault(m.kind, []).append(m)
+    found: list[Mutation] = []
+    while rooms and len(found) < count:
+        for room in rng.sample(sorted(rooms), len(rooms)):
+            kinds = rooms[room]
+            own = kinds[rng.choice(sorted(kinds))]
+            found.append(own.pop(rng.randrange(len(own))))
+            rooms[room] = kinds = {kind: left for kind, left in kinds.items() if left}
+            if not kinds:
+                del rooms[room]
+    return found[:count]
+
+
+def _files(folder: Path) -> list[Path]:
+    return [folder] if folder.is_file() else [p for p in folder.rglob("*.py") if p.name != "__main__.py"]
+
+
+class Copies:
+    """Copies of the tree, one for each job, in which faults are planted one at a time."""
+
+    def __init__(self, root: Path, folder: Path, jobs: int) -> None:
+        self._free: Queue[Path] = Queue()
+        names = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(names, cwd=root, capture_output=True, check=True)
+        for job in range(jobs):
+            copy = folder / str(job)
+            for name in filter(None, listed.stdout.decode().split("\0")):
+                if (root / name).is_file():
+                    (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(root / name, copy / name)
+            self._free.put(copy)
+
+    def caught(self, m: Mutation, tests: Sequence[str], seconds: float) -> bool | None:
+        """Whether tests fail with it; None: they took too long."""
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout"]
+        copy = self._free.get()
+        file, until = copy / m.path, time.monotonic() + seconds
+        before = file.read_bytes()
+        try:
+            file.write_bytes(m.applied(before))
+            for chosen in ("not slow", "slow"):
+                code = _run(
+                    [*command, str(seconds / 2), "-m", chosen, *(tests or chosen_tests(copy, m.path))],
+                    copy,
+                    until - time.monotonic(),
+                )
+                if code is None:
+                    return None
+                if code not in (0, 5):  # 5: there are no such tests
+                    return True
+            return False
+        finally:
+            file.write_bytes(before)
+            self._free.put(copy)
+
+
+def _run(command: Sequence[str], folder: Path, seconds: float) -> int | None:
+    paths = os.pathsep.join([str(folder), str(folder / "tests")])
+    env = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    # A session of its own: processes that tests start end with it.
+    process = subprocess.Popen(
+        command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        return process.wait(max(1.0, seconds))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=60, help="of a room's tests for each fault")
+    parser.add_argument("--minutes", type=float, default=60, help="after which no fault is begun")
+    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
+    parser.add_argument("--within", nargs="+", default=list(PACKAGES), help="folders or files to plant faults in")
+    parser.add_argument("--tests", nargs="+", default=[], help="tests to run in place of the room's")
+    a = parser.parse_args()
+    root, until = Path.cwd(), time.monotonic() + 60 * a.minutes
+    chosen = drawn(root, a.within, a.count, a.seed)
+    print(f"seed {a.seed}, {len(chosen)} faults", flush=True)
+    said = {True: "caught", False: "NOT CAUGHT", None: "NOT CAUGHT in time"}
+    found: list[bool | None] = []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(a.jobs) as pool:
+        copies = Copies(root, Path(folder), a.jobs)
+
+        def one(m: Mutation) -> None:
+            if time.monotonic() < until:
+                found.append(caught := copies.caught(m, a.tests, a.seconds))
+                print(f"{said[caught]}: {m.described(root)}", flush=True)
+
+        list(pool.map(one, chosen))
+    share = found.count(True) / max(1, len(found))
+    print(f"{found.count(True)} of {len(found)} faults were caught: {share:.0%}; wanted {WANTED:.0%}")
+    sys.exit(share < WANTED)
+
+
+if __name__ == "__main__":
+    main()
