@@ -95,11 +95,12 @@ def rows(
     manifest, d = artifact.manifest, artifact.manifest.decoder
     position = 32 + s.tokens // 2
     ours = attention_first(
-        manifest, case.budget, s.context, lambda plan: predict(d, plan, curve, rank, position, r, dense=False).token
+        manifest, case.budget, s.context, lambda plan: predict(d, plan, curve, rank, position, r).token
     )
     layers = whole_layers(manifest, case.budget, s.context)
     for what, mode, plan in (
         ("ours", "auto", ours),
+        ("ours, gate", "gate", ours),
         ("layers, sparse", "auto", layers),
         ("layers, dense", "dense", layers),
     ):
@@ -108,9 +109,9 @@ def rows(
 
         def row(what: str = what, mode: str = mode, plan: Plan = plan) -> dict[str, Any]:
             found = measure(artifact, mode, plan, s.device, case.budget, s.threads, s.prompt, s.tokens)
-            if mode == "auto":
+            if mode != "dense":
                 check(found.logits, wanted, ERROR[manifest.formats["ffn"]])
-            return described(d, plan, curve, rank, s, r, found, dense=mode == "dense")
+            return described(d, plan, curve, rank, s, r, found, mode)
 
         yield attempted(row, curve, case, what, s)
 
@@ -132,9 +133,9 @@ def attempted(
 
 
 def described(
-    d: Any, plan: Plan, curve: Curve, rank: int, s: Setting, r: Rates, found: Measurement, *, dense: bool
+    d: Any, plan: Plan, curve: Curve, rank: int, s: Setting, r: Rates, found: Measurement, mode: str
 ) -> dict[str, Any]:
-    p = predict(d, plan, curve, rank, 32 + s.tokens // 2, r, dense=dense)
+    p = predict(d, plan, curve, rank, 32 + s.tokens // 2, r, mode)
     return {
         "attention": plan.attention.count("gpu"), "neurons": sum(plan.cuts) / (d.d_ff * d.n_layers),
         "active": found.active_on_gpu, "decode": found.decode, "predicted": 1 / p.token,

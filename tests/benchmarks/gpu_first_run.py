@@ -2,7 +2,8 @@
 
 python tests/benchmarks/gpu_first_run.py [--out FOLDER] [--minutes 30] [--docs] [--device cpu --tiny]
 
-Needs what the bench needs (torch, Triton, numba, NumPy) and, for the tests, pytest, pytest-timeout and hypothesis.
+Needs what the bench needs (torch, Triton, numba, NumPy), pydantic for what `plan` says, and, for the tests, pytest,
+pytest-timeout and hypothesis; folders with those that are missing go on PYTHONPATH.
 Stops at the first thing that is wrong and says what. FOLDER gets `first_run.json` after each step, the bench's rows, a
 timeline and `measured.md`; `--docs` puts these tables into docs/explanation/gpu.md. A target that is missed is no
 reason to stop: it is in the tables, and the command then ends with 1.
@@ -58,7 +59,9 @@ def main() -> None:
     if a.docs:
         page = ROOT / "docs/explanation/gpu.md"
         page.write_text(written_into(page.read_text(encoding="utf-8"), text), encoding="utf-8")
-    if missed := [line for line in run.found["bench"]["verdicts"] if line.endswith("missed")]:
+    if missed := [
+        line for step in ("plan", "bench") for line in run.found[step]["verdicts"] if line.endswith("missed")
+    ]:
         sys.exit(f"{len(missed)} targets are missed")
 
 

@@ -13,10 +13,13 @@ import pytest
 import torch
 from support.gpu_bench import predicting
 from support.gpu_bench.model import OPT, REGLU, SEVEN, TINY, make_model, manifest_of
+from support.gpu_bench.placing import all_on_cpu
+from support.gpu_bench.planned import planned_seconds
 from support.gpu_bench.stored import dequantised, store
-from support.gpu_bench.targets import verdicts
+from support.gpu_bench.targets import plan_verdicts, verdicts
 from support.paths import BENCHMARKS
 
+from pi_compile.machine import find_machine
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import dequantise
 
@@ -62,11 +65,11 @@ def test_from_end_to_end(tmp_path: Path, long: bool) -> None:
     for fmt in ("f16", "q8", "q4") if long else ("f16",):
         (definition, *rows), _ = run(tmp_path, "--device", "cpu", "--tiny", "--format", fmt)
         assert (definition["what"], definition["share"] > 0) == ("dense, all on the GPU", True)
-        assert [row["what"] for row in rows[:3]] == ["ours", "layers, sparse", "layers, dense"]
-        (offload,) = rows[3:]
+        assert [row["what"] for row in rows[:4]] == ["ours", "ours, gate", "layers, sparse", "layers, dense"]
+        (offload,) = rows[4:]
         real = all(importlib.util.find_spec(name) for name in ("accelerate", "transformers"))
         assert offload["what"].startswith("accelerate " if real else "copy of accelerate")
-        assert [row["format"] for row in rows] == [fmt, fmt, fmt, "f16"]
+        assert [row["format"] for row in rows] == [fmt, fmt, fmt, fmt, "f16"]
         assert all(row["decode"] > 0 for row in rows)
         assert 0 < rows[0]["neurons"] < 1
         assert rows[0]["handover_us"] is not None
@@ -88,6 +91,23 @@ def test_targets() -> None:
     assert list(verdicts([row("dense", 9, budget="all", share=0.5)])) == [
         "7B opt-30b: share of bandwidth 0.50 (target 0.7): missed"
     ]
+
+
+def test_what_plan_says() -> None:
+    rows = [
+        {"budget": "all", "mode": mode, "measured/planned": ratio} for mode, ratio in (("gate", 0.81), ("auto", 1.3))
+    ]
+    assert list(plan_verdicts(rows)) == [
+        "all, gate: plan is off by 0.19 (target 0.2): reached",
+        "all, auto: plan is off by 0.30 (target 0.2): missed",
+    ]
+    manifest, machine = manifest_of(SEVEN, "f16"), find_machine("pc-high", Path())
+    plan, rate = all_on_cpu(manifest, 1024), machine.cpu.bandwidth_gb_per_s * 1e9
+    seconds = [planned_seconds(manifest, mode, plan, OPT, 48, machine) for mode in ("auto", "gate", "dense")]
+    assert seconds == sorted(seconds)
+    # Dense, that is every weight but the embedding once, the start of operators, and what gathers slower.
+    weights = sum(e.nbytes for name, e in manifest.arrays.items() if "predictor" not in name and name != "embedding")
+    assert weights / rate < seconds[2] < 1.2 * weights / rate
 
 
 @pytest.mark.parametrize("fmt", ["f16", "q4"])

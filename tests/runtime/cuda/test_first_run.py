@@ -20,9 +20,12 @@ def test_all_steps_and_tables(tmp_path: Path, long: bool) -> None:
     # Under the interpreter no speed is as predicted.
     assert done.stderr.endswith("targets are missed\n"), done.stderr
     found = json.loads((tmp_path / "first_run.json").read_text())
-    assert list(found) == ["machine", "tests", "memory", "batches", "timeline", "bench"]
+    assert list(found) == ["machine", "tests", "memory", "batches", "timeline", "plan", "bench"]
     assert [row["together"] for row in found["batches"]["rows"]] == list(range(1, 9))
     assert {event["tid"] for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]} >= {"GPU"}
+    assert {row["mode"] for row in found["plan"]["rows"]} == {"auto", "gate", "dense"}
+    assert all(row["planned"] > 0 for row in found["plan"]["rows"])
+    assert "ours, gate" in {row["what"] for row in found["bench"]["rows"]}
     text = (tmp_path / "measured.md").read_text()
     assert all(f"| {together} |" in text for together in range(1, 9))
 

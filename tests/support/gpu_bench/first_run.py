@@ -16,6 +16,8 @@ import numpy as np
 import torch
 import triton
 
+from pi_compile.machine import find_machine
+from pi_compile.machine.measurement import measure_machine
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory.devices import LIBRARIES, Device
@@ -24,8 +26,9 @@ from pi_runtime.execution.plan_choice import allocation
 from support.gpu_bench.model import OPT, MemoryArtifact, ModelSize, make_model
 from support.gpu_bench.offload import Offload
 from support.gpu_bench.placing import all_on_gpu, attention_first, budgets, bytes_with_blocks
-from support.gpu_bench.running import token_ids
-from support.gpu_bench.targets import verdicts
+from support.gpu_bench.planned import planned_seconds
+from support.gpu_bench.running import measure, token_ids
+from support.gpu_bench.targets import plan_verdicts, verdicts
 from support.gpu_running import allocated_bytes
 from support.paths import BENCHMARKS, ROOT
 
@@ -232,6 +235,35 @@ def _traced(executor: CudaExecutor, run: FirstRun) -> list[dict[str, Any]]:
     ]
 
 
+def plan(run: FirstRun) -> dict[str, Any]:
+    """Speeds that `plan` says for this machine as `pi-compile machine` measures it, against those of decoding."""
+    assert run.artifact is not None
+    manifest, rows = run.artifact.manifest, []
+    with run.device.stream():
+        machine = measure_machine(run.out) if run.on_gpu else find_machine("pc-high", run.out)
+    for case in budgets(manifest, run.context)[: 2 if run.tiny else 3]:
+        for mode in ("auto", "gate", "dense"):
+
+            def seconds(tried: Plan, mode: str = mode) -> float:
+                position = 36 + run.tokens // 2
+                return planned_seconds(manifest, mode, tried, OPT, position, machine)
+
+            chosen = attention_first(manifest, case.budget, run.context, seconds)
+            threads = 1 if run.tiny else os.cpu_count() or 1
+            found = measure(run.artifact, mode, chosen, run.device, case.budget, threads, 32, run.tokens)
+            said = 1 / seconds(chosen)
+            rows.append(
+                {
+                    "budget": case.name,
+                    "mode": mode,
+                    "decode": found.decode,
+                    "planned": said,
+                    "measured/planned": found.decode / said,
+                }
+            )
+    return {"machine": machine.described(), "rows": rows, "verdicts": list(plan_verdicts(rows))}
+
+
 def bench(run: FirstRun) -> dict[str, Any]:
     """The bench in each format, in the time that is left: dense, gate and predicted, budgets, prompts, predictions."""
     run.artifact = None
@@ -253,5 +285,5 @@ def bench(run: FirstRun) -> dict[str, Any]:
 
 
 STEPS: dict[str, Callable[[FirstRun], dict[str, Any]]] = {
-    step.__name__: step for step in (machine, tests, memory, batches, timeline, bench)
+    step.__name__: step for step in (machine, tests, memory, batches, timeline, plan, bench)
 }

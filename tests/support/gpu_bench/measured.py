@@ -17,6 +17,18 @@ def tables(found: Mapping[str, Any]) -> str:
         f"torch's own dense decoding: {batches['torch_dense_tokens_per_second']:.1f} tokens/s. A token with neurons on "
         f"both sides: {line['us']:.0f} µs, GPU {line['gpu_us']:.0f}, CPU {line['cpu_us']:.0f}.",
         _table(
+            ("budget", "mode", "tokens/s", "as `plan` says", "measured ÷ said"),
+            [
+                (
+                    r["budget"],
+                    r["mode"],
+                    *(f"{r[name]:.1f}" for name in ("decode", "planned")),
+                    f"{r['measured/planned']:.2f}",
+                )
+                for r in found["plan"]["rows"]
+            ],
+        ),
+        _table(
             (
                 "model",
                 "format",
@@ -30,7 +42,7 @@ def tables(found: Mapping[str, Any]) -> str:
             ),
             [_row(r) for r in found["bench"]["rows"]],
         ),
-        "\n".join(f"- {verdict}" for verdict in found["bench"]["verdicts"]),
+        "\n".join(f"- {verdict}" for step in ("plan", "bench") for verdict in found[step]["verdicts"]),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -189,32 +189,42 @@ def _handover(device: Device, width: int) -> float:
     return statistics.median(found)
 
 
-def predict(d: Decoder, plan: Plan, curve: Curve, rank: int, context: int, r: Rates, *, dense: bool) -> Predicted:
-    """One token by the model of time; the predictor names just the neurons that fire."""
+def predict(d: Decoder, plan: Plan, curve: Curve, rank: int, context: int, r: Rates, mode: str = "auto") -> Predicted:
+    """One token by the model of time; the predictor, which mode `auto` uses, names just the neurons that fire."""
     row, f = row_bytes(r.format, d.d_model), np.concatenate([[0], np.cumsum(curve.frequencies(d.d_ff))])
     attention = 4 * d.d_model * row + kv_bytes(d, "f16", context)
-    predictor = 0 if dense else rank * row + d.d_ff * row_bytes(r.format, rank)
+    predictor = rank * row + d.d_ff * row_bytes(r.format, rank) if mode == "auto" else 0
     head = d.vocab_size * row
     token, gpu_bytes, cpu_bytes = OPERATORS["head"] * r.cpu_launch + head / r.cpu_stream, 0.0, float(head)
     if plan.head == "gpu":
         token, gpu_bytes, cpu_bytes = KERNELS["head"] * r.launch + head / r.gpu_stream, float(head), 0.0
     gpu_s = cpu_s = 0.0
     before = plan.embedding
-    parts = ("attention",) if dense else ("attention", "predictor")
+    parts = ("attention", "predictor") if mode == "auto" else ("attention",)
     for side, cut in zip(plan.attention, plan.cuts, strict=True):
         on_gpu, whole = side == "gpu", attention + predictor
-        # Dense, a GPU's neurons that do not fire have no row of `up` read.
-        hot, cold = (2 * cut + f[cut], 3 * (d.d_ff - cut)) if dense else (3 * f[cut], 3 * (f[-1] - f[cut]))
+        hot = _rows_read(mode, cut, f[cut], on_gpu=True)
+        cold = _rows_read(mode, d.d_ff - cut, f[-1] - f[cut], on_gpu=False)
         if on_gpu:
             kernels = sum(KERNELS[part] for part in (*parts, "merge"))
             token += kernels * r.launch + whole / r.gpu_stream
         else:
             token += sum(OPERATORS[part] for part in parts) * r.cpu_launch + whole / r.cpu_stream
-        t_gpu = KERNELS["ffn"] * r.launch + row * hot / (r.gpu_stream if dense else r.gpu_picked) if cut else 0.0
-        t_cpu = r.cold + row * cold / (r.cpu_stream if dense else r.cpu_picked) if cut < d.d_ff else 0.0
+        t_gpu = KERNELS["ffn"] * r.launch + row * (hot[0] / r.gpu_stream + hot[1] / r.gpu_picked) if cut else 0.0
+        t_cpu = r.cold + row * (cold[0] / r.cpu_stream + cold[1] / r.cpu_picked) if cut < d.d_ff else 0.0
         split = cut != (d.d_ff if on_gpu else 0)
         token += max(t_gpu, t_cpu) + (r.handover if split else 0.0) + (r.handover if side != before else 0.0)
         gpu_s, cpu_s, before = gpu_s + t_gpu, cpu_s + t_cpu, side
-        gpu_bytes += row * hot + (whole if on_gpu else 0)
-        cpu_bytes += row * cold + (0 if on_gpu else whole)
+        gpu_bytes += row * sum(hot) + (whole if on_gpu else 0)
+        cpu_bytes += row * sum(cold) + (0 if on_gpu else whole)
     return Predicted(token, gpu_s, cpu_s, gpu_bytes, cpu_bytes)
+
+
+def _rows_read(mode: str, neurons: int, firing: float, *, on_gpu: bool) -> tuple[float, float]:
+    """Rows of a layer's side that are read one after the other, and rows that are picked.
+
+    Dense, a GPU's neurons that do not fire have no row of `up` read.
+    """
+    if mode == "dense":
+        return 2 * neurons + firing if on_gpu else 3 * neurons, 0.0
+    return (neurons, 2 * firing) if mode == "gate" else (0.0, 3 * firing)

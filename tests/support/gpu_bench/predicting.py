@@ -73,8 +73,8 @@ def table(machine: Machine, fmt: str, size: ModelSize, curve: Curve) -> Iterator
     """Tokens a second at every budget that the card has memory for."""
     manifest, r = manifest_of(size, fmt), machine.rates(fmt)
 
-    def seconds(plan: Plan, *, dense: bool = False) -> float:
-        return predict(manifest.decoder, plan, curve, size.rank, POSITION, r, dense=dense).token
+    def seconds(plan: Plan, mode: str = "auto") -> float:
+        return predict(manifest.decoder, plan, curve, size.rank, POSITION, r, mode).token
 
     for case in sorted(budgets(manifest, CONTEXT), key=lambda case: case.budget):
         if case.budget > machine.vram:
@@ -85,7 +85,7 @@ def table(machine: Machine, fmt: str, size: ModelSize, curve: Curve) -> Iterator
             "gib": case.budget / 2**30,
             "ours": 1 / seconds(attention_first(manifest, case.budget, CONTEXT, seconds)),
             "sparse_layers": 1 / seconds(layers),
-            "dense_layers": 1 / seconds(layers, dense=True),
+            "dense_layers": 1 / seconds(layers, "dense"),
             "offload": 1 / offload_seconds(machine, size, curve, case.budget),
         }  # fmt: skip
 
@@ -94,7 +94,7 @@ def offload_seconds(machine: Machine, size: ModelSize, curve: Curve, budget: int
     """One token of offloading, in f16."""
     manifest = manifest_of(size, "f16")
     d, plan = manifest.decoder, all_on_gpu(manifest, CONTEXT)
-    resident = predict(d, plan, curve, size.rank, POSITION, machine.rates("f16"), dense=True).token
+    resident = predict(d, plan, curve, size.rank, POSITION, machine.rates("f16"), "dense").token
     absent = d.n_layers - resident_layers(manifest, budget, CONTEXT)
     return resident + absent * layer_bytes(manifest) / machine.link
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from support.gpu_bench.predicting import OFFLOAD, TARGETS
 
-PREDICTED, HANDOVER, BANDWIDTH = 0.8, 30.0, 0.7
+PREDICTED, HANDOVER, BANDWIDTH, PLANNED = 0.8, 30.0, 0.7, 0.2
 """Least speed ÷ predicted speed at every budget; most microseconds a layer; least fraction of the memory's bandwidth
-that a dense token reaches all on the GPU."""
+that a dense token reaches all on the GPU; how far `plan` may be off, as a fraction of the speed that it says."""
 Row = Mapping[str, Any]
 
 
@@ -18,6 +18,14 @@ def verdicts(rows: Sequence[Row]) -> Iterator[str]:
         for what, found, wanted, most in _found(of_one, curve):
             reached = found <= wanted if most else found >= wanted
             yield f"{model} {curve}: {what} {found:.2f} (target {wanted:g}): {'reached' if reached else 'missed'}"
+
+
+def plan_verdicts(rows: Iterable[Row]) -> Iterator[str]:
+    """A line for each speed that `plan` says: how far it is off."""
+    for row in rows:
+        off = abs(row["measured/planned"] - 1)
+        reached = "reached" if off <= PLANNED else "missed"
+        yield f"{row['budget']}, {row['mode']}: plan is off by {off:.2f} (target {PLANNED:g}): {reached}"
 
 
 def _found(rows: Iterable[Row], curve: str) -> Iterator[tuple[str, float, float, bool]]:
