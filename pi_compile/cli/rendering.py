@@ -73,6 +73,7 @@ def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
             "perplexity": perplexity,
             "increase": _percent_interval(found["increase_interval"].get(mode)),
             "agreement": found["agreement"].get(mode),
+            "kl_divergence": found["kl_divergence"].get(mode),
             "bytes_per_token": found["bytes_per_token"].get(mode),
             "ffn_bytes_per_token": found["ffn_bytes_per_token"].get(mode),
             "tokens_per_s": found["tokens_per_s"].get(mode),

@@ -5,58 +5,34 @@ counted on the same inputs. Speed is that of decoding token by token. Shape lett
 """
 
 import itertools
-import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import log_softmax
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import CorpusError
 from pi_compile.evaluation.intervals import Interval, increase_interval
 from pi_compile.evaluation.load_options import ON_CPU, LoadOptions, device_of
 from pi_compile.evaluation.reference import check_origin, reference_logits
+from pi_compile.evaluation.window_scores import Examine, Run, Score, Windows, score_windows
 from pi_runtime import Model
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import FfnBytes, without_scales
+from pi_runtime.artifact.sizes import without_scales
 from pi_runtime.errors import Setting, read_error
 
 Progress = Callable[[int, int], None]
-Windows = npt.NDArray[np.int64]
-Examine = Callable[[Windows], tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]]
 TIMED, TIMED_SECONDS, LEAST_TIMED = 256, 10.0, 8
 """Tokens decoded one by one to time them; fewer where that takes more than so many seconds, but at least so many."""
 SUFFIXES = (".txt", ".md", ".raw")
-
-
-@dataclass(frozen=True, eq=False)
-class Score:
-    """Results of one mode on the windows."""
-
-    perplexity: float
-    losses_N: npt.NDArray[np.float64]
-    """Mean −log p of the next token in each of the N windows."""
-    best: npt.NDArray[np.int64]
-    """Most likely next token at every position."""
-    counts_L3: npt.NDArray[np.int64]
-    """For each layer, the neurons that fire, those that are read, and those that are both, summed over the tokens."""
-    tokens: int
-
-    def ffn_bytes(self, m: Manifest, mode: str) -> list[float]:
-        """FFN bytes per token of each layer, predictors included; experts count if the token is routed to them."""
-        neuron, experts = FfnBytes.of(m.decoder, m.formats), m.decoder.experts_per_token
-        _, read, both = self.counts_L3.T / self.tokens
-        kept = np.full_like(both, experts * m.decoder.d_ff) if mode == "dense" else both
-        selectors = [layer.predictor if mode == "predicted" else None for layer in m.layers]
-        predictors = [0 if rank is None else experts * neuron.predictor(rank) for rank in selectors]
-        return [float(r * neuron.first + k * neuron.rest) + p for r, k, p in zip(read, kept, predictors, strict=True)]
 
 
 def evaluate(
@@ -69,13 +45,14 @@ def evaluate(
     progress: Progress = lambda _done, _total: None,
     options: LoadOptions = ON_CPU,
 ) -> dict[str, Any]:
-    """Perplexity, top-1 agreement, bytes per token and tokens/s of each mode, and one row for each layer.
+    """Perplexity, top-1 agreement, divergence, bytes per token, tokens/s of each mode, and one row for each layer.
 
     `model` is the checkpoint that the artifact was packed from, scored in float32: a folder by transformers. `dense` is
     compared with it, the other modes with `dense`: their agreement, and the 95 % interval of the relative increase of
-    perplexity. Where keys and values are held in a format that was asked for, `dense` is also compared with itself in
-    the usual one. Raises CorpusError for a text shorter than one window, CheckpointError for a checkpoint that the
-    artifact was not packed from.
+    perplexity. Divergence is that of every mode from the checkpoint, or from `dense` where there is none. Where keys
+    and values are held in a format that was asked for, `dense` is also compared with itself in the usual one. Raises
+    CorpusError for a text shorter than one window, CheckpointError for a checkpoint that the artifact was not packed
+    from.
 
     `texts` are files or folders of text; at most their first `tokens` tokens are scored, in sequences of `window`.
     `docs/reference/json.md` names the keys of the result, which are those of `pi-compile eval --json`.
@@ -88,35 +65,33 @@ def evaluate(
     with options.open_on_cpu(artifact) as opened:
         manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
     origin = None if model is None else check_origin(manifest, model)
-    modes = modes_of(manifest)
-    scores: dict[str, Score] = {}
+    modes, same = modes_of(manifest), same_as(manifest)
     speeds: dict[str, float] = {}
     device: dict[str, object] = {}
-    same = same_as(manifest)
-    runs = len(modes) - len(same) + (options.cache_format != "auto") + (origin is not None)
-    on_window = counted(progress, runs * len(windows))
-    for mode in modes:
-        if mode in same:
-            scores[mode], speeds[mode] = scores[same[mode]], speeds[same[mode]]
-            continue
-        with options.open(artifact, mode) as opened:
-            device = device_of(opened)
-            if not scores:
-                opened.examine(windows[0][:2])  # compiles, so that the time of the first window is that of the others
-                progress(0, runs * len(windows))
-            scores[mode] = _score(opened.examine, windows, on_window)
-            speeds[mode] = _tokens_per_s(opened, windows.reshape(-1)[:TIMED])
-    cache = None
+    runs: dict[str, Run] = {mode: partial(_examining, options, artifact, mode) for mode in modes if mode not in same}
     if options.cache_format != "auto":
-        with replace(options, cache_format="auto").open(artifact, "dense") as opened:
-            usual = _score(opened.examine, windows, on_window)
+        runs["usual cache"] = partial(_examining, replace(options, cache_format="auto"), artifact, "dense")
+    if origin is not None:
+        checkpoint_run = nullcontext(_reference(origin))
+        runs = {"checkpoint": lambda: checkpoint_run, **runs}
+    with runs[modes[0]]() as examine:
+        examine(windows[0][:2])  # compiles, so that the time of the first window is that of the others
+    progress(0, len(runs) * len(windows))
+    scores = score_windows(windows, runs, manifest.decoder.vocab_size, counted(progress, len(runs) * len(windows)))
+    for mode in (mode for mode in modes if mode not in same):
+        with options.open(artifact, mode) as opened:
+            device, speeds[mode] = device_of(opened), _tokens_per_s(opened, windows.reshape(-1)[:TIMED])
+    checkpoint, usual = scores.pop("checkpoint", None), scores.pop("usual cache", None)
+    scores = {mode: scores[same.get(mode, mode)] for mode in modes}
+    speeds = {mode: speeds[same.get(mode, mode)] for mode in modes}
+    cache = None
+    if usual is not None:
         cache = {
             "format": options.cache_format,
             "usual_perplexity": usual.perplexity,
             "increase_interval": _increase_interval(scores["dense"], usual),
             "agreement": _agreement(scores["dense"], usual),
         }
-    checkpoint = None if origin is None else _score(_reference(origin), windows, on_window)
     ffn = {mode: score.ffn_bytes(manifest, mode) for mode, score in scores.items()}
     bases = {mode: checkpoint if mode == "dense" else scores["dense"] for mode in modes}
     return {
@@ -128,6 +103,7 @@ def evaluate(
         | {mode: score.perplexity for mode, score in scores.items()},
         "increase_interval": {mode: _increase_interval(scores[mode], base) for mode, base in bases.items()},
         "agreement": {mode: _agreement(scores[mode], base) for mode, base in bases.items()},
+        "kl_divergence": {mode: score.divergence for mode, score in scores.items()},
         "bytes_per_token": {mode: other_bytes(manifest) + sum(layers) for mode, layers in ffn.items()},
         "ffn_bytes_per_token": {mode: sum(layers) for mode, layers in ffn.items()},
         "tokens_per_s": speeds,
@@ -179,18 +155,10 @@ def _windows(model: Model, texts: Sequence[Path | str], tokens: int, window: int
     return np.array(ids[: count * window], np.int64).reshape(count, window)
 
 
-def _score(examine: Examine, windows: Windows, on_window: Callable[[], None]) -> Score:
-    losses, best, counts = [], [], []
-    for ids in windows:
-        logits, counts_L3 = examine(ids)
-        logp = log_softmax(logits[:-1].astype(np.float64), axis=1)
-        losses.append(-float(logp[np.arange(len(logp)), ids[1:]].sum()))
-        best.append(logp.argmax(1))
-        counts.append(counts_L3)
-        on_window()
-    perplexity = math.exp(sum(losses) / (windows.size - len(windows)))
-    losses_N = np.array(losses) / (windows.shape[1] - 1)
-    return Score(perplexity, losses_N, np.concatenate(best), np.sum(counts, axis=0), windows.size)
+@contextmanager
+def _examining(options: LoadOptions, artifact: Path, mode: str) -> Iterator[Examine]:
+    with options.open(artifact, mode) as opened:
+        yield opened.examine
 
 
 def _reference(checkpoint: Checkpoint) -> Examine:

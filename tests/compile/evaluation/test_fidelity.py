@@ -2,6 +2,8 @@
 
 import json
 import math
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,10 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError, CorpusError
-from pi_compile.evaluation.fidelity import LEAST_TIMED, Score, _score, _tokens_per_s, _windows, evaluate, other_bytes
+from pi_compile.evaluation import window_scores
+from pi_compile.evaluation.fidelity import LEAST_TIMED, _tokens_per_s, _windows, evaluate, other_bytes
 from pi_compile.evaluation.load_options import LoadOptions
+from pi_compile.evaluation.window_scores import Score, score_windows
 from pi_compile.packing import PackSpec, pack
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.results.predictor_set import LayerRow, PredictorSet
@@ -28,7 +32,16 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.kernels import reference
 
-KEYS = {"device", "vram_bytes", "tokens", "perplexity", "agreement", "bytes_per_token", "ffn_bytes_per_token"}
+KEYS = {
+    "device",
+    "vram_bytes",
+    "tokens",
+    "perplexity",
+    "agreement",
+    "kl_divergence",
+    "bytes_per_token",
+    "ffn_bytes_per_token",
+}
 KEYS |= {"same_as", "increase_interval", "tokens_per_s", "layers"}
 TEXT = "Once upon a time there was a little neuron that did not fire. It waited, and waited; then it did! " * 12
 F = 83
@@ -95,6 +108,7 @@ def test_perplexity_and_agreement_are_those_of_transformers(tmp_path: Path, mode
     for mode in ("checkpoint", "dense", "gate"):
         assert found["perplexity"][mode] == pytest.approx(math.exp(loss), rel=1e-4)
     assert found["agreement"] == {"dense": 1.0, "gate": 1.0}
+    assert found["kl_divergence"] == pytest.approx({"dense": 0, "gate": 0}, abs=1e-7)
     assert found["increase_interval"]["dense"] == pytest.approx((0, 0), abs=1e-4)
     assert found["increase_interval"]["gate"] == pytest.approx((0, 0), abs=1e-4)
 
@@ -109,11 +123,35 @@ def test_modes_that_read_the_same_are_scored_once(tmp_path: Path) -> None:
     alone = {}
     for mode in ("dense", "gate"):
         with load(artifact, mode=mode) as opened:
-            alone[mode] = _score(opened.examine, _windows(opened, [tmp_path / "text.txt"], 96, 32), lambda: None)
+            windows = _windows(opened, [tmp_path / "text.txt"], 96, 32)
+            runs = {mode: partial(nullcontext, opened.examine)}
+            alone |= score_windows(windows, runs, opened.manifest.decoder.vocab_size)
     for mode, one in alone.items():
         assert found["perplexity"][mode] == one.perplexity
         assert found["ffn_bytes_per_token"][mode] == sum(one.ffn_bytes(opened.manifest, mode))
     np.testing.assert_array_equal(alone["dense"].counts_L3, alone["gate"].counts_L3)
+
+
+def test_divergence_is_that_of_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the windows that are kept together; a token that neither run can give has no part in it."""
+    rng = np.random.default_rng(0)
+    windows = rng.integers(0, 7, (5, 6))
+    logits = {name: rng.standard_normal((7, 7)).astype(np.float32) for name in ("one", "other")}
+    for table in logits.values():
+        table[:, 3] = -np.inf
+    windows[windows == 3] = 4
+    runs = {
+        name: lambda t=table: nullcontext(lambda ids: (t[ids], np.zeros((1, 3), int))) for name, table in logits.items()
+    }
+    p, q = (np.exp(logits[name][windows[:, :-1]].astype(float)) for name in ("one", "other"))
+    p, q = (np.delete(x / x.sum(-1, keepdims=True), 3, -1) for x in (p, q))
+    wanted = (p * np.log(p / q)).sum(-1).mean()
+    for kept in (1, 2 * 4 * 7 * 6, 1 << 30):
+        monkeypatch.setattr(window_scores, "KEPT_NBYTES", kept)
+        found = score_windows(windows, runs, 7)
+        assert found["one"].divergence is None
+        assert found["other"].divergence == pytest.approx(wanted, rel=1e-6)
+        assert len(found["other"].best) == 25
 
 
 def test_timing_ends_after_some_seconds(

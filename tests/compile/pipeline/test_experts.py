@@ -20,7 +20,7 @@ from pi_compile.checkpoint.part_formats import resolve_formats
 from pi_compile.cli.rendering import artifact_text
 from pi_compile.cost_model.workload import Workload, rows_read
 from pi_compile.errors import ProfileError
-from pi_compile.evaluation.fidelity import Score
+from pi_compile.evaluation.window_scores import Score
 from pi_compile.packing import PackSpec, pack
 from pi_compile.pipeline.summary import profile_report
 from pi_compile.placement.formulation import Problem, Sizes
