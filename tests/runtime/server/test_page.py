@@ -541,6 +541,16 @@ def test_settings_are_sent_and_kept(script: Script, visit: Open) -> None:
     assert not script.asked[1].keys() & numbers.keys()
 
 
+def test_settings_that_are_open_before_the_server_answers(script: Script, visit: Open) -> None:
+    script.loading = 1000
+    page = visit()
+    page.get_by_role("button", name="Settings").click()
+    seen(page.get_by_label("System prompt")).to_be_hidden()
+    script.loading = 0
+    seen(page.get_by_label("System prompt")).to_be_visible()
+    seen(page.locator("#server")).to_contain_text("demo")
+
+
 def test_thoughts_are_folded(script: Script, visit: Open) -> None:
     script.thoughts = ["They greet. ", "So do I."]
     page = visit()
