@@ -22,6 +22,8 @@ NamedTensors = Mapping[str, Tensor]
 """Tensors by their artifact names."""
 OnFfn = Callable[[int, int, NamedTensors, Tensor, Tensor], Tensor]
 """(layer, batch, the layer's weights, FFN inputs (B, T, D), neuron values (B, T, F)) → the values to go on with."""
+OnInput = Callable[[str, Tensor], None]
+"""(name of a matrix of attention, its inputs (B, T, …))."""
 
 
 def layer_weights(checkpoint: Checkpoint, layer: int, device: str) -> dict[str, Tensor]:
@@ -82,13 +84,13 @@ def norm(d: Decoder, w: NamedTensors, name: str, x: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, d.norm_eps)
 
 
-def before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+def before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None = None) -> tuple[Tensor, Tensor]:
     """The first half of a block: the residual that the FFN's output is added to, and the FFN's input."""
     if d.block == "post-norm":
-        x_BTD = norm(d, w, "attention/norm", x_BTD + attention(d, w, x_BTD))
+        x_BTD = norm(d, w, "attention/norm", x_BTD + attention(d, w, x_BTD, on_input))
         return x_BTD, x_BTD
     normed = norm(d, w, "attention/norm", x_BTD)
-    attended = x_BTD + attention(d, w, normed)
+    attended = x_BTD + attention(d, w, normed, on_input)
     if not d.shared_norm:
         normed = norm(d, w, "ffn/norm", x_BTD if d.block == "parallel" else attended)
     return attended, normed
@@ -100,8 +102,8 @@ def after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor) -> Tens
     return norm(d, w, "ffn/norm", x_BTD) if d.block == "post-norm" else x_BTD
 
 
-def attention(d: Decoder, w: NamedTensors, x_BTD: Tensor) -> Tensor:
-    """Causal attention over (B, T, D) inputs, from position 0."""
+def attention(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None = None) -> Tensor:
+    """Causal attention over (B, T, D) inputs, from position 0. `on_input` sees what its two matrices multiply."""
     batch, tokens, _ = x_BTD.shape
     qkv = F.linear(x_BTD, w["attention/qkv"], w.get("attention/qkv_bias"))
     heads = qkv.view(batch, tokens, -1, d.head_dim).transpose(1, 2)
@@ -115,6 +117,9 @@ def attention(d: Decoder, w: NamedTensors, x_BTD: Tensor) -> Tensor:
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     attended = attended.transpose(1, 2).reshape(batch, tokens, -1)
+    if on_input is not None:
+        on_input("attention/qkv", x_BTD)
+        on_input("attention/out", attended)
     return F.linear(attended, w["attention/out"], w.get("attention/out_bias"))
 
 

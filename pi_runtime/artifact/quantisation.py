@@ -13,9 +13,14 @@ smaller (in outline llama.cpp's make_qx_quants; docs/explanation/fidelity.md say
 half to even.
 All of this is elementwise float32 arithmetic in a fixed order, so the bytes are the same on every machine.
 
+Where the importance a of a column is given, as the mean square of what it is multiplied by (llama.cpp's importance
+matrix), q4's errors and its refit are weighted: Σ a (w − ŵ)², and Σ a (q − 8) w / Σ a (q − 8)². q8's scale does not
+depend on it.
+
 Shape letters: D columns, N blocks side by side.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -33,25 +38,30 @@ _AT_ONCE = 2048
 """Blocks quantised at once, so that their temporaries stay in the cache."""
 
 
-def quantise(fmt: Format, values: Array) -> tuple[Array, Array]:
+def quantise(fmt: Format, values: Array, importance: Array | None = None) -> tuple[Array, Array]:
     """Quantise values (…, D): returns the stored arrays of `fmt` and of `scale`, both padded with zeros.
 
-    Values must be finite and representable (see `Format.overflows`).
+    Values must be finite and representable (see `Format.overflows`). `importance` (D,) ≥ 0 weighs the columns.
     """
     columns = values.shape[-1]
-    blocks = -(-columns // BLOCK)
     rows = values.reshape(-1, columns)
-    stored = np.zeros(fmt.stored_shape(rows.shape), fmt.stored)
-    scales = np.zeros(FORMATS["scale"].stored_shape((len(rows), blocks)), FORMATS["scale"].stored)
-    step = max(1, _AT_ONCE // blocks)
+    stored, scales = empty_stored(fmt, rows.shape)
+    step = max(1, _AT_ONCE // -(-columns // BLOCK))
     for start in range(0, len(rows), step):
         piece = slice(start, start + step)
-        q, scale = _ROUND[fmt.name](_blocks(rows[piece], blocks))
-        packed = _pack(fmt, q, blocks)
-        stored[piece, : packed.shape[-1]] = packed
-        scales[piece, :blocks] = scale.reshape(-1, blocks)
+        w, a = as_blocks(rows[piece]), None
+        if importance is not None:
+            a = np.tile(as_blocks(importance[None]), len(rows[piece]))
+        stored[piece], scales[piece] = pack_blocks(fmt, *round_blocks(fmt, w, a), columns)
     leading = values.shape[:-1]
     return stored.reshape(*leading, stored.shape[-1]), scales.reshape(*leading, scales.shape[-1])
+
+
+def empty_stored(fmt: Format, shape: Sequence[int]) -> tuple[Array, Array]:
+    """The stored arrays of a matrix (…, D), of `fmt` and of `scale`, all zero."""
+    scale = FORMATS["scale"]
+    of_scales = scale.stored_shape((*shape[:-1], -(-shape[-1] // BLOCK)))
+    return np.zeros(fmt.stored_shape(shape), fmt.stored), np.zeros(of_scales, scale.stored)
 
 
 def dequantise(fmt: Format, stored: Array, scales: Array, columns: int) -> Array:
@@ -84,38 +94,63 @@ def integers(fmt: Format, stored: Array, columns: int) -> Array:
 # we choose (that of NumPy's own sums depends on the processor), and every operation is a long one.
 
 
-def _blocks(rows: Array, blocks: int) -> Array:
+def as_blocks(rows: Array) -> Array:
+    """Rows (R, D) as blocks side by side (BLOCK, R · ⌈D / 32⌉), float32; the last block of a row ends in zeros."""
+    blocks = -(-rows.shape[1] // BLOCK)
     padded = np.zeros((len(rows), blocks * BLOCK), np.float32)
     padded[:, : rows.shape[1]] = rows
     return np.ascontiguousarray(padded.reshape(-1, BLOCK).T)
 
 
+def round_blocks(fmt: Format, w: Array, importance: Array | None = None) -> tuple[Array, Array]:
+    """The signed integers (BLOCK, N) and scales (N,) of blocks; `importance` (BLOCK, N) weighs their squared errors."""
+    if fmt.name == "q8":
+        return _q8(w)
+    return _q4(w, importance)
+
+
+def nearest(fmt: Format, w: Array, scale: Array) -> Array:
+    """The signed integers with which a scale comes nearest to values; 0 where the scale is 0."""
+    return _quotient(w, scale, *_BOUNDS[fmt.name])
+
+
+def pack_blocks(fmt: Format, q: Array, scale: Array, columns: int) -> tuple[Array, Array]:
+    """Signed integers (BLOCK, N) and scales (N,) of whole rows as stored arrays, as `quantise` returns them."""
+    blocks = -(-columns // BLOCK)
+    packed = _pack(fmt, q, blocks)
+    stored, scales = empty_stored(fmt, (len(packed), columns))
+    stored[:, : packed.shape[-1]], scales[:, :blocks] = packed, scale.reshape(-1, blocks)
+    return stored, scales
+
+
 def _q8(w: Array) -> tuple[Array, Array]:
     scale = _rounded(np.abs(w).max(0) / np.float32(127))
-    return _quotient(w, scale, -127, 127), scale
+    return _quotient(w, scale, *_BOUNDS["q8"]), scale
 
 
-def _q4(w: Array) -> tuple[Array, Array]:
+def _q4(w: Array, a: Array | None) -> tuple[Array, Array]:
     """The integers q − 8, and the scales."""
     high, low = w.max(0), w.min(0)
     extreme = np.where(high > -low, high, low)
+    bounds = _BOUNDS["q4"]
     scale = _rounded(extreme / np.float32(-_DIVISORS[0]))
-    q = _quotient(w, scale, -8, 7)
-    least = _squared_error(w, q, scale)
+    q = _quotient(w, scale, *bounds)
+    least = _squared_error(w, q, scale, a)
     for divisor in _DIVISORS[1:]:
         tried = _rounded(extreme / np.float32(-divisor))
-        error = _squared_error(w, _quotient(w, tried, -8, 7), tried)
+        error = _squared_error(w, _quotient(w, tried, *bounds), tried, a)
         scale, least = np.where(error < least, tried, scale), np.minimum(error, least)
-    q = _quotient(w, scale, -8, 7)
-    norm = _sum(q * q)
-    fitted = _rounded(_sum(q * w) / np.where(norm == 0, np.float32(1), norm))
-    refitted = _quotient(w, fitted, -8, 7)
-    better = _squared_error(w, refitted, fitted) < least
+    q = _quotient(w, scale, *bounds)
+    weighted = q if a is None else q * a
+    norm = _sum(weighted * q)
+    fitted = _rounded(_sum(weighted * w) / np.where(norm == 0, np.float32(1), norm))
+    refitted = _quotient(w, fitted, *bounds)
+    better = _squared_error(w, refitted, fitted, a) < least
     return np.where(better, refitted, q), np.where(better, fitted, scale)
 
 
-_ROUND = {"q8": _q8, "q4": _q4}
-"""How each block format rounds blocks (BLOCK, N): their signed integers, and their scales."""
+_BOUNDS = {"q8": (-127, 127), "q4": (-8, 7)}
+"""The least and the greatest integer of each block format."""
 
 
 def _rounded(scale: Array) -> Array:
@@ -131,10 +166,11 @@ def _quotient(w: Array, scale: Array, lowest: int, highest: int) -> Array:
     return np.clip(q, lowest, highest, out=q)
 
 
-def _squared_error(w: Array, q: Array, scale: Array) -> Array:
+def _squared_error(w: Array, q: Array, scale: Array, a: Array | None) -> Array:
     e = q * scale
     np.subtract(w, e, out=e)
-    return _sum(np.square(e, out=e))
+    np.square(e, out=e)
+    return _sum(e if a is None else np.multiply(e, a, out=e))
 
 
 def _sum(x: Array) -> Array:

@@ -45,17 +45,18 @@ def block_q8(w: Sequence[float]) -> tuple[list[int], float]:
     return nearest(w, s, -127, 127), s
 
 
-def block_q4(w: Sequence[float]) -> tuple[list[int], float]:
+def block_q4(w: Sequence[float], a: Sequence[float] = (1.0,) * 32) -> tuple[list[int], float]:
     def error(q: Sequence[int], s: float) -> float:
         e = [f32(x - f32(k * s)) for x, k in zip(w, q, strict=True)]
-        return halved([f32(x * x) for x in e])
+        return halved([f32(f32(x * x) * c) for x, c in zip(e, a, strict=True)])
 
     extreme = max(w) if max(w) > -min(w) else min(w)
     tried = [f16(f32(extreme / -m)) for m in DIVISORS]
     s = min(tried, key=lambda s: error(nearest(w, s, -8, 7), s))  # the first of equals
     q = nearest(w, s, -8, 7)
-    norm = halved([float(k * k) for k in q])
-    fitted = f16(f32(halved([f32(k * x) for k, x in zip(q, w, strict=True)]) / norm)) if norm else 0.0
+    weighted = [f32(k * c) for k, c in zip(q, a, strict=True)]
+    norm = halved([f32(x * k) for x, k in zip(weighted, q, strict=True)])
+    fitted = f16(f32(halved([f32(k * x) for k, x in zip(weighted, w, strict=True)]) / (norm or 1.0)))
     refitted = nearest(w, fitted, -8, 7)
     return (refitted, fitted) if error(refitted, fitted) < error(q, s) else (q, s)
 
@@ -144,6 +145,33 @@ def test_it_is_the_slow_definition(name: str, w: Floats) -> None:
 @given(st.lists(st.floats(-5e5, 5e5, width=32), min_size=1, max_size=40))
 def test_it_is_the_slow_definition_on_any_values(name: str, row: list[float]) -> None:
     assert_slow(name, np.array([row], np.float32))
+
+
+@given(st.data())
+def test_an_importance_weighs_errors_as_the_slow_definition_does(data: st.DataObject) -> None:
+    w = data.draw(matrices())
+    spread = data.draw(st.floats(0, 3))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    importance = np.exp(spread * rng.standard_normal(w.shape[1])).astype(np.float32)
+    importance[rng.random(w.shape[1]) < 0.1] = 0
+    columns, blocks = w.shape[1], -(-w.shape[1] // 32)
+    stored, scales = quantise(FORMATS["q4"], w, importance)
+    found = integers(FORMATS["q4"], stored, 32 * blocks)
+    a = [*importance.tolist(), *[0.0] * (32 * blocks - columns)]
+    for r, row in enumerate(w.tolist()):
+        padded = [*row, *[0.0] * (32 * blocks - columns)]
+        for n in range(blocks):
+            q, s = block_q4(padded[32 * n : 32 * n + 32], a[32 * n : 32 * n + 32])
+            assert found[r, 32 * n : 32 * n + 32].tolist() == q
+            assert scales[r, n] == np.float16(s)
+
+
+def test_an_importance_lowers_the_error_that_it_weighs() -> None:
+    rng = np.random.default_rng(0)
+    w, importance = rng.standard_normal((64, 320), np.float32), np.exp(2 * rng.standard_normal(320)).astype(np.float32)
+    plain, weighted = (dequantise(FORMATS["q4"], *quantise(FORMATS["q4"], w, a), 320) for a in (None, importance))
+    assert (importance * np.square(w - weighted)).sum() < 0.8 * (importance * np.square(w - plain)).sum()
+    np.testing.assert_array_equal(dequantise(FORMATS["q4"], *quantise(FORMATS["q4"], w, np.ones(320)), 320), plain)
 
 
 @pytest.mark.parametrize("name", QUANTISED)
