@@ -6,6 +6,7 @@ waits for the client to leave: then everything that was begun for it ends, where
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,8 +20,9 @@ from starlette.types import Scope
 
 from pi_runtime.engine.engine import Engine
 from pi_runtime.server.errors import ApiError, failed
+from pi_runtime.server.exchange import BodyEndpoint
 from pi_runtime.server.guard import Guard
-from pi_runtime.server.host import Host
+from pi_runtime.server.openapi import Route as RouteSpec
 from pi_runtime.server.request_log import RequestLog, Write
 from pi_runtime.server.routes import ROUTES
 from pi_runtime.server.service import Service
@@ -39,8 +41,7 @@ def build_app(settings: ServerSettings, open_engine: Callable[[], Engine], log: 
     service = Service(open_engine, settings)
     requests = RequestLog(log, every_request=settings.log_requests)
     service.on_event = requests.event
-    host = Host(service, ROUTES)
-    routes = [Route(route.path, route.handler(host, route), methods=[route.method]) for route in ROUTES]
+    routes = [Route(route.path, _endpoint(service, route), methods=[route.method]) for route in ROUTES]
     paths: dict[Any, str] = {route.endpoint: route.path for route in routes}
 
     def count(scope: Scope, status: int, seconds: float) -> None:
@@ -60,6 +61,11 @@ def build_app(settings: ServerSettings, open_engine: Callable[[], Engine], log: 
     found = Starlette(routes=routes, middleware=guards, exception_handlers=handlers, lifespan=lifespan)
     found.state.service = service
     return found
+
+
+def _endpoint(service: Service, route: RouteSpec) -> Any:
+    """What answers the requests of a route: those with a body are admitted first."""
+    return partial(route.handler, service) if route.body is None else BodyEndpoint(service, route)
 
 
 def _guards(settings: ServerSettings, count: Callable[[Scope, int, float], None]) -> list[Middleware]:

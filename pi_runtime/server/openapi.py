@@ -1,6 +1,6 @@
 """The OpenAPI document: every route with its request, its answers and its errors, from the types that the code uses."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
@@ -64,10 +64,10 @@ class Route:
     path: str
     """As starlette has it: `{name:path}` takes slashes too."""
     summary: str
-    handler: Callable[[Any, "Route"], Any]
-    """Makes the endpoint of the route for a host."""
+    handler: Callable[..., Awaitable[Any]]
+    """Answers: with a body an exchange, without one a request to a service."""
     body: Any = None
-    """The type of its request."""
+    """The type of its request; None where it has no body."""
     answer: Any = None
     """The type of its answer; None where it is none of JSON, or has no fixed form."""
     chunk: Any = None
@@ -85,9 +85,9 @@ class Route:
         """The path as the document has it."""
         return self.path.replace(":path}", "}")
 
-    def read(self, value: object) -> Any:
-        """A JSON value as the type of its request. Raises ApiError 400 for what is wrong."""
-        return self.body.of(value) if isinstance(self.body, type) and issubclass(self.body, Body) else value
+    def read(self, value: object, unknown: list[str] | None = None) -> Any:
+        """A JSON value as the type of its request, with `unknown` as for `Body.of`. Raises ApiError 400."""
+        return self.body.of(value, unknown) if isinstance(self.body, type) and issubclass(self.body, Body) else value
 
     @property
     def statuses(self) -> list[int]:

@@ -1,223 +1,160 @@
 """The routes: the one list of what the server answers. The application and its OpenAPI document are made of it."""
 
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any, get_type_hints
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from pi_runtime.server import handlers, session_handlers
-from pi_runtime.server.api.answer import NDJSON
-from pi_runtime.server.api.chat import ChatChunk, ChatCompletion, ChatRequest, ChatWriter, chat_request
-from pi_runtime.server.api.completions import (
-    Completion,
-    CompletionChunk,
-    CompletionRequest,
-    CompletionWriter,
-    completion_request,
-)
-from pi_runtime.server.api.ollama import (
-    OllamaChatAnswer,
-    OllamaChatRequest,
-    OllamaChatWriter,
-    OllamaGenerateAnswer,
-    OllamaGenerateRequest,
-    OllamaGenerateWriter,
-    ollama_chat_request,
-    ollama_generate_request,
-)
-from pi_runtime.server.api.ollama_models import (
-    OllamaModelDescription,
-    OllamaRunning,
-    OllamaShowRequest,
-    OllamaTags,
-    OllamaVersion,
-    running,
-    show,
-    tags,
-)
-from pi_runtime.server.api.plain import (
-    Content,
-    DetokenizeRequest,
-    ModelList,
-    ModelObject,
-    TemplatePrompt,
-    TemplateRequest,
-    TokenizeRequest,
-    Tokens,
-    apply_template,
-    detokenize,
-    embeddings,
-    list_models,
-    tokenize,
-)
-from pi_runtime.server.api.responses import Response, ResponseEvent, ResponseRequest, ResponseWriter, response_request
-from pi_runtime.server.api.sessions import (
-    AnswerRequest,
-    SessionAnswer,
-    SessionChunk,
-    SessionDeleted,
-    SessionList,
-    SessionObject,
-    SessionRequest,
-    TypeRequest,
-)
-from pi_runtime.server.handlers import Computed, Generated, at_once, known, with_body
-from pi_runtime.server.openapi import HTML, TEXT, Health, Route
+from pi_runtime.server.api import chat, completions, ollama, ollama_models, plain, responses, sessions
+from pi_runtime.server.api.answer import to_json
+from pi_runtime.server.handlers import Computed, Generated, known
+from pi_runtime.server.openapi import HTML, JSON, TEXT, Health, Route, document
+from pi_runtime.server.service import Service
+
+
+@cache
+def _document(model_name: str, *, refuses_unknown: bool) -> bytes:
+    """The OpenAPI document, made once, for it takes some tenths of a second."""
+    return to_json(document(model_name, ROUTES, refuses_unknown=refuses_unknown))
+
+
+async def openapi(service: Service, _: Request) -> Response:
+    """The OpenAPI document."""
+    settings = service.settings
+    found = _document(settings.model_name, refuses_unknown=settings.unknown_fields == "refuse")
+    return Response(found, media_type=JSON)
+
+
+def _generated(path: str, summary: str, to_request: Callable[..., Any], writer: Any) -> Route:
+    """A form of API: what makes a request of its body, and what writes its answers."""
+    types = {"body": get_type_hints(to_request)["body"], "answer": writer.answer_type, "chunk": writer.chunk_type}
+    handler = Generated(to_request, writer)
+    return Route("POST", path, summary, handler, stream_media=writer.media, errors=(404,), **types)
+
+
+def _computed(path: str, summary: str, compute: Callable[..., Any], *errors: int) -> Route:
+    """What a function computes of its body and the model. The types are those of its annotations."""
+    types = get_type_hints(compute)
+    return Route("POST", path, summary, Computed(compute), body=types["body"], answer=types["return"], errors=errors)
+
+
+def _described(path: str, summary: str, describe: Callable[..., Any]) -> Route:
+    """What a function says of the model. The type is that of its annotation."""
+    return Route("GET", path, summary, known(describe), answer=get_type_hints(describe)["return"], errors=(503,))
+
 
 ROUTES = (
-    Route("GET", "/", "A page to chat on.", at_once(handlers.chat_page), media=HTML, needs_key=False),
+    Route("GET", "/", "A page to chat on.", handlers.chat_page, media=HTML, needs_key=False),
     Route(
         "GET",
         "/health",
         "Whether requests are taken.",
-        at_once(handlers.health),
+        handlers.health,
         answer=Health,
         errors=(503,),
         needs_key=False,
     ),
-    Route("GET", "/metrics", "Figures in Prometheus' form.", at_once(handlers.metrics), media=TEXT),
-    Route("GET", "/slots", "What runs.", at_once(handlers.slots), errors=(503,)),
-    Route("GET", "/props", "What the server is.", at_once(handlers.props), errors=(503,)),
-    Route("GET", "/openapi.json", "This document.", at_once(handlers.openapi)),
-    Route("GET", "/v1/models", "The one model.", known(list_models), answer=ModelList, errors=(503,)),
+    Route("GET", "/metrics", "Figures in Prometheus' form.", handlers.metrics, media=TEXT),
+    Route("GET", "/slots", "What runs.", handlers.slots, errors=(503,)),
+    Route("GET", "/props", "What the server is.", handlers.props, errors=(503,)),
+    Route("GET", "/openapi.json", "This document.", openapi),
+    _described("/v1/models", "The one model.", plain.list_models),
     Route(
         "GET",
         "/v1/models/{name:path}",
         "The model by its name.",
-        at_once(handlers.model),
-        answer=ModelObject,
+        handlers.model,
+        answer=plain.ModelObject,
         errors=(404, 503),
     ),
-    Route(
-        "POST",
-        "/v1/chat/completions",
-        "The assistant's next message.",
-        Generated(chat_request, ChatWriter),
-        body=ChatRequest,
-        answer=ChatCompletion,
-        chunk=ChatChunk,
-        errors=(404,),
-    ),
-    Route(
-        "POST",
+    _generated("/v1/chat/completions", "The assistant's next message.", chat.chat_request, chat.ChatWriter),
+    _generated(
         "/v1/completions",
         "Texts continued, and log-probabilities of texts.",
-        Generated(completion_request, CompletionWriter),
-        body=CompletionRequest,
-        answer=Completion,
-        chunk=CompletionChunk,
-        errors=(404,),
+        completions.completion_request,
+        completions.CompletionWriter,
     ),
-    Route(
-        "POST",
+    _generated(
         "/v1/responses",
         "The next turn of a conversation. Nothing is stored.",
-        Generated(response_request, ResponseWriter),
-        body=ResponseRequest,
-        answer=Response,
-        chunk=ResponseEvent,
-        errors=(404,),
+        responses.response_request,
+        responses.ResponseWriter,
     ),
     Route(
         "POST",
         "/v1/embeddings",
         "Refused: the model writes text.",
-        Computed(embeddings),
+        Computed(plain.embeddings),
         body=dict[str, Any],
         is_refused=True,
     ),
-    Route("POST", "/tokenize", "The tokens of a text.", Computed(tokenize), body=TokenizeRequest, answer=Tokens),
-    Route("POST", "/detokenize", "The text of tokens.", Computed(detokenize), body=DetokenizeRequest, answer=Content),
-    Route(
-        "POST",
-        "/apply-template",
-        "The prompt of a chat.",
-        Computed(apply_template),
-        body=TemplateRequest,
-        answer=TemplatePrompt,
-        errors=(404,),
-    ),
-    Route(
-        "POST",
-        "/api/chat",
-        "Ollama's chat.",
-        Generated(ollama_chat_request, OllamaChatWriter),
-        body=OllamaChatRequest,
-        answer=OllamaChatAnswer,
-        chunk=OllamaChatAnswer,
-        stream_media=NDJSON,
-        errors=(404,),
-    ),
-    Route(
-        "POST",
+    _computed("/tokenize", "The tokens of a text.", plain.tokenize),
+    _computed("/detokenize", "The text of tokens.", plain.detokenize),
+    _computed("/apply-template", "The prompt of a chat.", plain.apply_template, 404),
+    _generated("/api/chat", "Ollama's chat.", ollama.ollama_chat_request, ollama.OllamaChatWriter),
+    _generated(
         "/api/generate",
         "Ollama's answer to a prompt.",
-        Generated(ollama_generate_request, OllamaGenerateWriter),
-        body=OllamaGenerateRequest,
-        answer=OllamaGenerateAnswer,
-        chunk=OllamaGenerateAnswer,
-        stream_media=NDJSON,
-        errors=(404,),
+        ollama.ollama_generate_request,
+        ollama.OllamaGenerateWriter,
     ),
     Route(
         "GET",
         "/v1/sessions",
         "The sessions of the key.",
-        at_once(session_handlers.show_all),
-        answer=SessionList,
+        session_handlers.show_all,
+        answer=sessions.SessionList,
         errors=(503,),
     ),
     Route(
         "POST",
         "/v1/sessions",
         "A new session: a text that is continued in turns.",
-        with_body(session_handlers.create),
-        body=SessionRequest,
-        answer=SessionObject,
+        session_handlers.create,
+        body=sessions.SessionRequest,
+        answer=sessions.SessionObject,
         errors=(404,),
     ),
     Route(
         "GET",
         "/v1/sessions/{id}",
         "A session.",
-        at_once(session_handlers.show),
-        answer=SessionObject,
+        session_handlers.show,
+        answer=sessions.SessionObject,
         errors=(404, 503),
     ),
     Route(
         "DELETE",
         "/v1/sessions/{id}",
         "The end of a session.",
-        at_once(session_handlers.delete),
-        answer=SessionDeleted,
+        session_handlers.delete,
+        answer=sessions.SessionDeleted,
         errors=(404,),
     ),
     Route(
         "POST",
         "/v1/sessions/{id}/type",
         "Text typed into a session's draft, which is read ahead.",
-        with_body(session_handlers.type_draft),
-        body=TypeRequest,
-        answer=SessionObject,
+        session_handlers.type_draft,
+        body=sessions.TypeRequest,
+        answer=sessions.SessionObject,
         errors=(404, 409),
     ),
     Route(
         "POST",
         "/v1/sessions/{id}/answer",
         "The model's turn in a session.",
-        with_body(session_handlers.answer),
-        body=AnswerRequest,
-        answer=SessionAnswer,
-        chunk=SessionChunk,
+        session_handlers.answer,
+        body=sessions.AnswerRequest,
+        answer=sessions.SessionAnswer,
+        chunk=sessions.SessionChunk,
         errors=(404, 409),
     ),
-    Route("GET", "/api/tags", "Ollama's list of models.", known(tags), answer=OllamaTags, errors=(503,)),
-    Route("GET", "/api/ps", "Ollama's list of loaded models.", known(running), answer=OllamaRunning, errors=(503,)),
-    Route("GET", "/api/version", "The version of Ollama's forms.", at_once(handlers.ollama), answer=OllamaVersion),
-    Route(
-        "POST",
-        "/api/show",
-        "What the model is, as Ollama describes it.",
-        Computed(show),
-        body=OllamaShowRequest,
-        answer=OllamaModelDescription,
-        errors=(404,),
-    ),
+    _described("/api/tags", "Ollama's list of models.", ollama_models.tags),
+    _described("/api/ps", "Ollama's list of loaded models.", ollama_models.running),
+    Route("GET", "/api/version", "The version of Ollama's forms.", handlers.ollama, answer=ollama_models.OllamaVersion),
+    _computed("/api/show", "What the model is, as Ollama describes it.", ollama_models.show, 404),
 )

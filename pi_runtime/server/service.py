@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from itertools import count
 from typing import Literal, TypeVar
 
@@ -16,11 +17,13 @@ from pi_runtime.engine.engine import Engine
 from pi_runtime.errors import PiError
 from pi_runtime.server.admission import Admission, Ticket
 from pi_runtime.server.api.request import GenerateRequest
+from pi_runtime.server.api.served import Served
 from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.in_flight import InFlight
 from pi_runtime.server.metrics import Metrics
 from pi_runtime.server.preparation import Preparation
+from pi_runtime.server.sessions import Sessions
 from pi_runtime.server.settings import ServerSettings
 
 T = TypeVar("T")
@@ -45,6 +48,7 @@ class Service:
         self.phase: Phase = "loading"
         self.metrics = Metrics()
         self.admission = Admission(settings.slots, settings.queue, settings.answers_each)
+        self.sessions = Sessions(settings.sessions, settings.sessions_each, settings.session_idle_s)
         self.failure: BaseException | None = None
         """Why it serves no more, where that is a fault."""
         self.on_failure: Callable[[], object] = lambda: None
@@ -65,6 +69,11 @@ class Service:
             said = "the model is being loaded" if self.phase == "loading" else "the engine has failed"
             raise unavailable(said, self.phase)
         return self._engine
+
+    @cached_property
+    def served(self) -> Served:
+        """The model as answers speak of it. Raises ApiError (503) before it is there."""
+        return Served(self.engine.model, self.settings)
 
     @property
     def opened(self) -> Engine | None:

@@ -7,99 +7,101 @@ from starlette.types import Scope
 from pi_runtime.server.api import sessions
 from pi_runtime.server.api.request import GenerateRequest
 from pi_runtime.server.api.sessions import (
+    AnswerRequest,
     Beginning,
     SessionObject,
     SessionProgress,
     SessionRequest,
     SessionWriter,
-    TypeRequest,
-    answer_body,
     answer_request,
     stop_token,
 )
-from pi_runtime.server.host import Exchange, Host
-from pi_runtime.server.sessions import Entry
+from pi_runtime.server.exchange import Exchange
+from pi_runtime.server.service import Service
+from pi_runtime.server.sessions import ServedSession
 
 
-async def create(host: Host, exchange: Exchange) -> Response:
+async def create(exchange: Exchange) -> Response:
     """Make a session."""
-    owner, settings, sessions = exchange.scope["owner"], host.settings, host.sessions
-    sessions.check_room(owner)
-    engine, served = host.service.engine, host.served
+    owner, service = exchange.client.owner, exchange.service
+    service.sessions.check_room(owner)
+    engine, served = service.engine, service.served
 
-    def begin(value: object) -> Entry:
-        beginning = Beginning(SessionRequest.of(value), served)
-        session = engine.session(beginning.tokens, cache_salt=settings.cache_salt(owner, beginning.cache_salt))
+    def begin(body: SessionRequest) -> ServedSession:
+        beginning = Beginning(body, served)
+        salt = service.settings.cache_salt(owner, beginning.cache_salt)
+        session = engine.session(beginning.tokens, cache_salt=salt)
         if beginning.draft:
             session.type(beginning.draft)
-        return Entry(owner, session, beginning.defaults)
+        return ServedSession(owner, session, beginning.defaults)
 
-    entry = await host.prepared(exchange, begin)
-    sessions.add(entry)
-    return _shown(host, entry)
+    made = await exchange.read(begin)
+    service.sessions.add(made)
+    return _shown(service, made)
 
 
-async def type_draft(host: Host, exchange: Exchange) -> Response:
+async def type_draft(exchange: Exchange) -> Response:
     """Type into the draft of a session."""
-    entry, served = _found(host, exchange.scope), host.served
-    async with host.sessions.changing(entry):
-        await host.prepared(exchange, lambda value: sessions.type_draft(TypeRequest.of(value), entry.session, served))
-    return _shown(host, entry)
+    found, service = _found(exchange.service, exchange.scope), exchange.service
+    served = service.served
+    async with service.sessions.changing(found):
+        await exchange.read(lambda body: sessions.type_draft(body, found.session, served))
+    return _shown(service, found)
 
 
-async def answer(host: Host, exchange: Exchange) -> None:
+async def answer(exchange: Exchange) -> None:
     """Let a session answer, whole or as a stream. A client that leaves ends the turn."""
-    entry, served = _found(host, exchange.scope), host.served
+    found, service = _found(exchange.service, exchange.scope), exchange.service
+    served = service.served
 
-    def read(value: object) -> tuple[GenerateRequest, SessionWriter]:
-        body = answer_body(value, entry.defaults)
-        request = answer_request(body, entry.session, served)
-        return request, SessionWriter(body, request, served, entry.id)
+    def read(body: AnswerRequest) -> tuple[GenerateRequest, SessionWriter]:
+        request = answer_request(body, found.session, served)
+        return request, SessionWriter(body, request, served, found.id)
 
-    async with host.sessions.changing(entry):
-        request, writer = await host.prepared(exchange, read)
-        entry.turn = turn = await host.service.begin(request, exchange.ticket, exchange.arrived, exchange.client)
+    async with service.sessions.changing(found):
+        request, writer = await exchange.read(read, found.defaults)
+        found.turn = turn = await exchange.begin(request)
     try:
-        await host.respond(exchange, turn, writer, streams=request.streams)
+        await exchange.respond(turn, writer, streams=request.streams)
     finally:
-        entry.turn, entry.is_paused = None, stop_token(request, turn.answers[0]) is not None
-        host.sessions.touch(entry)
+        found.turn, found.is_paused = None, stop_token(request, turn.answers[0]) is not None
+        service.sessions.touch(found)
 
 
-async def show(host: Host, request: Request) -> Response:
+async def show(service: Service, request: Request) -> Response:
     """How far a session has come."""
-    return _shown(host, _found(host, request.scope))
+    return _shown(service, _found(service, request.scope))
 
 
-async def show_all(host: Host, request: Request) -> Response:
+async def show_all(service: Service, request: Request) -> Response:
     """All sessions of the client, without what they say."""
-    found = [_progress(host, entry) for entry in host.sessions.of(request.scope["owner"])]
+    found = [_progress(service, session) for session in service.sessions.of(request.scope["owner"])]
     return JSONResponse({"object": "list", "data": found})
 
 
-async def delete(host: Host, request: Request) -> Response:
+async def delete(service: Service, request: Request) -> Response:
     """End a session, and its turn."""
-    entry = _found(host, request.scope)
-    host.sessions.remove(entry, "the session was deleted")
-    return JSONResponse({"id": entry.id, "object": "session.deleted", "deleted": True})
+    found = _found(service, request.scope)
+    service.sessions.remove(found, "the session was deleted")
+    return JSONResponse({"id": found.id, "object": "session.deleted", "deleted": True})
 
 
-def _found(host: Host, scope: Scope) -> Entry:
-    return host.sessions.find(scope["path_params"]["id"], scope["owner"])
+def _found(service: Service, scope: Scope) -> ServedSession:
+    return service.sessions.find(scope["path_params"]["id"], scope["owner"])
 
 
-def _progress(host: Host, entry: Entry) -> SessionProgress:
+def _progress(service: Service, found: ServedSession) -> SessionProgress:
     return {
-        "id": entry.id,
+        "id": found.id,
         "object": "session",
-        "created": entry.created,
-        "model": host.served.name,
-        "state": entry.state,
-        "tokens": len(entry.session.tokens),
-        "idle_limit_s": host.sessions.idle_s,
+        "created": found.created,
+        "model": service.served.name,
+        "state": found.state,
+        "tokens": len(found.session.tokens),
+        "idle_limit_s": service.sessions.idle_s,
     }
 
 
-def _shown(host: Host, entry: Entry) -> Response:
-    shown: SessionObject = {**_progress(host, entry), "draft": entry.session.draft}
+def _shown(service: Service, found: ServedSession) -> Response:
+    shown: SessionObject = {**_progress(service, found), "draft": found.session.draft}
     return JSONResponse(shown)

@@ -20,8 +20,8 @@ REMEMBERED = 1000
 """Sessions that are no more, of which it is still known why."""
 
 
-class Entry:
-    """One session, as the server keeps it."""
+class ServedSession:
+    """One session of the server: whose it is, and what it does at present."""
 
     def __init__(self, owner: str, session: Session, defaults: Mapping[str, Any]) -> None:
         self.id, self.created = new_id("session_"), int(time.time())
@@ -57,13 +57,13 @@ class Sessions:
 
     def __init__(self, most: int, most_each: int, idle_s: float) -> None:
         self._most, self._most_each, self.idle_s = most, most_each, idle_s
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, ServedSession] = {}
         self._gone: OrderedDict[tuple[str, str], str] = OrderedDict()
         """Why sessions are no more, by owner and id."""
 
-    def of(self, owner: str) -> list[Entry]:
+    def of(self, owner: str) -> list[ServedSession]:
         """All of an owner, the oldest first."""
-        return [entry for entry in self._entries.values() if entry.owner == owner]
+        return [session for session in self._entries.values() if session.owner == owner]
 
     def check_room(self, owner: str) -> None:
         """Raise ApiError (429) where there are as many as there may be, of all or of this owner."""
@@ -72,56 +72,56 @@ class Sessions:
         if len(self._entries) >= self._most:
             raise _too_many(f"the server holds {self._most} sessions, which is the most")
 
-    def add(self, entry: Entry) -> None:
+    def add(self, session: ServedSession) -> None:
         """Keep a session. Raises ApiError (429) where there is no room."""
-        self.check_room(entry.owner)
-        self._entries[entry.id] = entry
-        self.touch(entry)
+        self.check_room(session.owner)
+        self._entries[session.id] = session
+        self.touch(session)
 
-    def find(self, session_id: str, owner: str) -> Entry:
+    def find(self, session_id: str, owner: str) -> ServedSession:
         """An owner's session. Raises ApiError (404), which tells the owner what became of it where that is known."""
-        entry = self._entries.get(session_id)
-        if entry is None or entry.owner != owner:
+        session = self._entries.get(session_id)
+        if session is None or session.owner != owner:
             why = self._gone.get((owner, session_id), f"there is no session {session_id[:80]!r}")
             raise ApiError(404, why, code="session_not_found")
-        return entry
+        return session
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, session: ServedSession) -> None:
         """Count its idle time from now on."""
-        if entry.timer is not None:
-            entry.timer.cancel()
-        if entry.id in self._entries:
-            entry.timer = asyncio.get_running_loop().call_later(self.idle_s, self._expire, entry)
+        if session.timer is not None:
+            session.timer.cancel()
+        if session.id in self._entries:
+            session.timer = asyncio.get_running_loop().call_later(self.idle_s, self._expire, session)
 
-    def remove(self, entry: Entry, why: str) -> None:
+    def remove(self, session: ServedSession, why: str) -> None:
         """End a session and the turn that is being answered, and remember why."""
-        del self._entries[entry.id]
-        self._gone[entry.owner, entry.id] = why
+        del self._entries[session.id]
+        self._gone[session.owner, session.id] = why
         while len(self._gone) > REMEMBERED:
             self._gone.popitem(last=False)
-        if entry.timer is not None:
-            entry.timer.cancel()
-        if entry.turn is not None:
-            entry.turn.fail(ApiError(409, why, code="session_deleted"))
-        entry.session.close()
+        if session.timer is not None:
+            session.timer.cancel()
+        if session.turn is not None:
+            session.turn.fail(ApiError(409, why, code="session_deleted"))
+        session.session.close()
 
-    def _expire(self, entry: Entry) -> None:
-        if entry.turn is not None or entry.lock.locked():
-            self.touch(entry)
+    def _expire(self, session: ServedSession) -> None:
+        if session.turn is not None or session.lock.locked():
+            self.touch(session)
         else:
-            self.remove(entry, f"the session was dropped: nobody used it for {self.idle_s:g} s")
+            self.remove(session, f"the session was dropped: nobody used it for {self.idle_s:g} s")
 
     @asynccontextmanager
-    async def changing(self, entry: Entry) -> AsyncIterator[None]:
+    async def changing(self, session: ServedSession) -> AsyncIterator[None]:
         """A time in which nothing else changes the session. Raises ApiError (409) while a turn is being answered."""
-        entry.check_idle()
-        async with entry.lock:
-            self.find(entry.id, entry.owner)
-            entry.check_idle()
+        session.check_idle()
+        async with session.lock:
+            self.find(session.id, session.owner)
+            session.check_idle()
             try:
                 yield
             finally:
-                self.touch(entry)
+                self.touch(session)
 
 
 def _too_many(said: str) -> ApiError:

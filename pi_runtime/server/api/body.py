@@ -19,9 +19,10 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, PydanticKnownError, core_schema
 
-from pi_runtime.server.api.unknown_fields import MOST_NAMED, found_unknown
 from pi_runtime.server.errors import ApiError
 
+MOST_NAMED = 10
+"""Unknown fields of a request that are named."""
 SHOWN_CHARS = 80
 SHOWN_MOST = 1000
 """The largest bound of a list or an object that the OpenAPI document has."""
@@ -87,15 +88,21 @@ class Body(BaseModel):
         return {name: item for name, item in value.items() if name in kept}
 
     @classmethod
-    def of(cls, value: object) -> Self:
-        """The request that a JSON value is. Raises ApiError 400 naming the field that is wrong."""
+    def of(cls, value: object, unknown: list[str] | None = None) -> Self:
+        """The request that a JSON value is. Raises ApiError 400 naming the field that is wrong.
+
+        The names of fields that the server does not know come into `unknown`; without it such a field is an error.
+        """
         try:
             found = cls.model_validate(value)
         except ValidationError as error:
             raise _api_error(error.errors(include_url=False), value) from None
         names: list[str] = []
         _drop_unknown(found, (), names)
-        found_unknown(names)
+        if unknown is not None:
+            unknown += names
+        elif names:
+            raise ApiError(400, f"{names[0]}: unknown field", param=names[0], code="unknown_parameter")
         return found
 
 

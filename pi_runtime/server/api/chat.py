@@ -180,6 +180,8 @@ def chat_request(body: ChatRequest, served: Served) -> GenerateRequest:
 class ChatWriter(SseWriter):
     """Writes chat completions and their chunks."""
 
+    answer_type, chunk_type = ChatCompletion, ChatChunk
+
     def __init__(self, body: ChatRequest, request: GenerateRequest, served: Served) -> None:
         self._body, self._served = body, served
         self._id, self._created = new_id("chatcmpl-"), int(time.time())

@@ -110,6 +110,8 @@ def completion_request(body: CompletionRequest, served: Served) -> GenerateReque
 class CompletionWriter(SseWriter):
     """Writes completions and their chunks. Choice k of n to prompt p has the index p · n + k."""
 
+    answer_type, chunk_type = Completion, CompletionChunk
+
     def __init__(self, body: CompletionRequest, request: GenerateRequest, served: Served) -> None:
         self._body, self._count, self._served = body, request.count, served
         self._id, self._created = new_id("cmpl-"), int(time.time())

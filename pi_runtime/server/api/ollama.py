@@ -253,6 +253,8 @@ class OllamaChatWriter:
     """Writes the answers of `/api/chat`, and their streams as lines."""
 
     media = NDJSON
+    answer_type: type[OllamaFigures] = OllamaChatAnswer
+    chunk_type: type[OllamaFigures] = OllamaChatAnswer
 
     def __init__(self, body: OllamaFields, _: GenerateRequest, __: Served) -> None:
         self._model, self._began = body.model, time.perf_counter()
@@ -321,6 +323,8 @@ class OllamaChatWriter:
 
 class OllamaGenerateWriter(OllamaChatWriter):
     """Writes the answers of `/api/generate`, and their streams as lines."""
+
+    answer_type = chunk_type = OllamaGenerateAnswer
 
     @staticmethod
     def said(text: str, thinking: str, calls: Sequence[Call]) -> dict[str, Any]:

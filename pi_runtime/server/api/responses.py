@@ -218,7 +218,7 @@ def response_request(body: ResponseRequest, served: Served) -> GenerateRequest:
 class ResponseWriter:
     """Writes responses and the events of their streams."""
 
-    media = SSE
+    media, answer_type, chunk_type = SSE, Response, ResponseEvent
 
     def __init__(self, body: ResponseRequest, _: GenerateRequest, served: Served) -> None:
         self._tokenizer, self._output = served.model.tokenizer, ResponseOutput()

@@ -8,7 +8,7 @@ DELETE /v1/sessions/{id}           the end of a session
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
@@ -169,11 +169,6 @@ def type_draft(body: TypeRequest, session: Session, served: Served) -> None:
         raise invalid("text", f"a draft has at most {most} characters")
     served.check_text(session.draft[:at] + body.text, "text", beside=len(session.tokens) + 1)
     session.edit(body.text, at)
-
-
-def answer_body(value: object, defaults: Mapping[str, Any]) -> AnswerRequest:
-    """The request for a turn in a session whose answers have these settings. Raises ApiError for what is wrong."""
-    return AnswerRequest.of({**defaults, **value} if isinstance(value, dict) else value)
 
 
 def answer_request(body: AnswerRequest, session: Session, served: Served) -> GenerateRequest:

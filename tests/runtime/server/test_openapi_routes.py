@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from support.serving import Served, serving
 
-from pi_runtime.server import host
+from pi_runtime.server import routes
 from pi_runtime.server.openapi import document
 
 Serve = Callable[..., Served]
@@ -43,7 +43,8 @@ def test_the_document_is_made_once(serve: Serve, alphabet: Path, monkeypatch: py
         made.append(name)
         return document(name, *routes, **options)
 
-    monkeypatch.setattr(host, "document", counted)
+    monkeypatch.setattr(routes, "document", counted)
+    routes._document.cache_clear()
     served = serve(alphabet)
     assert served.get("/openapi.json").json() == served.get("/openapi.json").json()
     assert made == [served.name]

@@ -4,13 +4,14 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from support.asking import CHAT, OLLAMA_CHAT, asked
+from support.asking import CHAT, asked
 
 from pi_runtime import Engine
+from pi_runtime.server.api.body import MOST_NAMED
 from pi_runtime.server.api.chat import ChatRequest
+from pi_runtime.server.api.ollama import OllamaChatRequest
 from pi_runtime.server.api.plain import TokenizeRequest
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.api.unknown_fields import MOST_NAMED, Policy, unknown_fields
 from pi_runtime.server.errors import ApiError
 
 Chat = tuple[Served, Engine]
@@ -28,62 +29,54 @@ REQUEST: dict[str, Any] = {
 NAMES = ["first", "messages[0].odd", "messages[0].content[0].odd", "tools[0].function.odd", "stream_options.odd"]
 
 
-def named(policy: Policy) -> tuple[ChatRequest, list[str]]:
-    with unknown_fields(policy) as names:
-        body = ChatRequest.of(REQUEST)
-    return body, names
+def named() -> tuple[ChatRequest, list[str]]:
+    names: list[str] = []
+    return ChatRequest.of(REQUEST, names), names
 
 
 def test_they_are_named_wherever_they_are() -> None:
-    assert sorted(named("warn")[1]) == sorted(NAMES)
-
-
-def test_they_are_passed_over() -> None:
-    assert named("ignore")[1] == []
+    assert sorted(named()[1]) == sorted(NAMES)
 
 
 def test_they_are_refused() -> None:
-    for told in (lambda: named("refuse"), lambda: ChatRequest.of(REQUEST)):
-        with pytest.raises(ApiError) as error:
-            told()
-        assert (error.value.status, error.value.code, error.value.param) == (400, "unknown_parameter", "first")
+    with pytest.raises(ApiError) as error:
+        ChatRequest.of(REQUEST)
+    assert (error.value.status, error.value.code, error.value.param) == (400, "unknown_parameter", "first")
 
 
-@pytest.mark.parametrize("policy", ["warn", "ignore"])
-def test_they_are_no_part_of_the_request(policy: Policy) -> None:
-    body, _ = named(policy)
+def test_they_are_no_part_of_the_request() -> None:
+    body, _ = named()
     assert "odd" not in body.model_dump_json()
     assert "first" not in body.model_dump_json()
     assert body.metadata == body.chat_template_kwargs == {"any": "thing"}
 
 
-def test_the_next_request_has_names_of_its_own() -> None:
-    assert named("warn")[1]
-    with unknown_fields("warn") as names:
-        TokenizeRequest.of({"content": "a"})
+def test_a_request_without_any_names_none() -> None:
+    names: list[str] = []
+    TokenizeRequest.of({"content": "a"}, names)
     assert names == []
 
 
-@pytest.mark.parametrize("policy", ["refuse", "warn"])
-def test_many_cost_little(policy: Policy) -> None:
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_many_cost_little(is_refused: bool) -> None:
     value = {"content": "a", **{f"x{n}": "y" for n in range(200_000)}}
+    names: list[str] = []
     tracemalloc.start()
     try:
-        with unknown_fields(policy) as names:
-            if policy == "refuse":
-                with pytest.raises(ApiError):
-                    TokenizeRequest.of(value)
-            else:
-                assert TokenizeRequest.of(value).content == "a"
+        if is_refused:
+            with pytest.raises(ApiError):
+                TokenizeRequest.of(value)
+        else:
+            assert TokenizeRequest.of(value, names).content == "a"
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
-    assert names == [f"x{n}" for n in range(MOST_NAMED if policy == "warn" else 0)]
+    assert names == [f"x{n}" for n in range(0 if is_refused else MOST_NAMED)]
 
 
 def test_objects_with_many_in_all_name_few() -> None:
-    with unknown_fields("warn") as names:
-        ChatRequest.of({"model": "m", "messages": [{"role": "user", "content": "a", "odd": 1}] * 1000})
+    names: list[str] = []
+    ChatRequest.of({"model": "m", "messages": [{"role": "user", "content": "a", "odd": 1}] * 1000}, names)
     assert names == [f"messages[{n}].odd" for n in range(MOST_NAMED)]
 
 
@@ -110,26 +103,25 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("changes", "asks_for_nothing"), CHANGES, ids=lambda fields: str(next(iter(fields))))
-@pytest.mark.parametrize("policy", ["refuse", "warn", "ignore"])
+@pytest.mark.parametrize("names", [None, []], ids=["refused", "named"])
 def test_what_would_change_the_answer_is_always_refused(
-    policy: Policy, changes: dict[str, Any], asks_for_nothing: dict[str, Any]
+    names: list[str] | None, changes: dict[str, Any], asks_for_nothing: dict[str, Any]
 ) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
-    with unknown_fields(policy) as names:
-        ChatRequest.of(body | asks_for_nothing)
-        with pytest.raises(ApiError) as error:
-            ChatRequest.of(body | changes)
+    ChatRequest.of(body | asks_for_nothing, names)
+    with pytest.raises(ApiError) as error:
+        ChatRequest.of(body | changes, names)
     assert error.value.code == "unsupported_parameter"
     assert str(error.value.param).split(".")[0] == next(iter(changes))
-    assert names == []
+    assert not names
 
 
-def test_ollamas_options_likewise(random_chat: Chat) -> None:
+def test_ollamas_options_likewise() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
-    with unknown_fields("warn") as names:
-        asked(OLLAMA_CHAT, body | {"options": {"heat": 1}}, random_chat[0])
-        with pytest.raises(ApiError):
-            asked(OLLAMA_CHAT, body | {"options": {"mirostat": 1}}, random_chat[0])
+    names: list[str] = []
+    OllamaChatRequest.of(body | {"options": {"heat": 1}}, names)
+    with pytest.raises(ApiError):
+        OllamaChatRequest.of(body | {"options": {"mirostat": 1}}, names)
     assert names == ["options.heat"]
 
 
@@ -147,6 +139,4 @@ def test_other_names_of_a_setting(random_chat: Chat) -> None:
         with pytest.raises(ApiError) as error:
             settings(**fields)
         assert error.value.param in fields
-    with unknown_fields("warn") as names:
-        settings(cache_prompt=False, id_slot=3)
-    assert names == []
+    settings(cache_prompt=False, id_slot=3)  # known, so not refused

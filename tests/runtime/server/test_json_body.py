@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.requests import parsed
+from pi_runtime.server.json_body import parsed
 from pi_runtime.server.settings import Limits
 
 BODY_BYTES = Limits().body_bytes

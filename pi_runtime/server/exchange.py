@@ -1,0 +1,144 @@
+"""An exchange: one request that has a body, from its admission to the end of its answer."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from pi_runtime.server.admission import Ticket
+from pi_runtime.server.api.answer import AnswerWriter
+from pi_runtime.server.api.request import GenerateRequest
+from pi_runtime.server.clients import Client
+from pi_runtime.server.errors import ApiError, failed
+from pi_runtime.server.in_flight import InFlight
+from pi_runtime.server.json_body import parsed
+from pi_runtime.server.openapi import Route
+from pi_runtime.server.request_log import plain
+from pi_runtime.server.response import ResponseSender
+from pi_runtime.server.service import Service
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request that has been admitted, with its body, and where its answer is sent."""
+
+    service: Service
+    route: Route
+    scope: Scope
+    send: Send
+    body: bytes
+    ticket: Ticket
+    arrived: float
+    """When its head had come, by the monotonic clock."""
+
+    @property
+    def client(self) -> Client:
+        """Who sent the request."""
+        return Client.of(self.scope)
+
+    async def read(self, make: Callable[[Any], T], defaults: Mapping[str, Any] | None = None) -> T:
+        """What `make` makes of the typed body, beside the event loop. Raises ApiError for every error.
+
+        `defaults` are fields that hold where the body does not say otherwise.
+        """
+        return await self.service.prepare(self.client, lambda: self._read(make, defaults or {}))
+
+    def _read(self, make: Callable[[Any], T], defaults: Mapping[str, Any]) -> T:
+        policy = self.service.settings.unknown_fields
+        unknown: list[str] | None = None if policy == "refuse" else []
+        value = parsed(self.body, self.service.settings.limits)
+        if defaults and isinstance(value, dict):
+            value = {**defaults, **value}
+        made = make(self.route.read(value, unknown))
+        if policy == "warn" and unknown:
+            self.scope["unknown_fields"] = ",".join(map(plain, unknown))
+        return made
+
+    async def begin(self, request: GenerateRequest) -> InFlight:
+        """Hand what was asked for to the engine. Raises ApiError for what cannot be run."""
+        return await self.service.begin(request, self.ticket, self.arrived, self.client)
+
+    async def respond(self, request: InFlight, writer: AnswerWriter, *, streams: bool) -> None:
+        """Send what becomes of a request that has begun."""
+        sender = ResponseSender(self.send, writer, streams, self.service.settings.keep_alive_s)
+        with self.service.running(request):
+            try:
+                await sender.send(request)
+            except Exception as error:
+                self.scope["error"] = found = failed(error)
+                await sender.fail(found)
+
+
+class BodyEndpoint:
+    """Answers requests that have a body: each is admitted, read, and handled for as long as its client waits."""
+
+    def __init__(self, service: Service, route: Route) -> None:
+        self._service, self._route = service, route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service, arrived = self._service, time.monotonic()
+
+        async def handle(exchange: Exchange) -> None:
+            response = await self._route.handler(exchange)
+            if response is not None:
+                await response(scope, receive, send)
+
+        try:
+            with service.admitted(scope["owner"]) as ticket:
+                body = await read_body(receive, service.settings.limits.body_bytes, Headers(scope=scope))
+                exchange = Exchange(service, self._route, scope, send, body, ticket, arrived)
+                await while_connected(receive, handle(exchange))
+        except ClientGone:
+            service.metrics.cancelled += 1
+
+
+class ClientGone(Exception):  # noqa: N818  nothing is wrong
+    """Nobody waits for the answer any more."""
+
+
+async def read_body(receive: Receive, most: int, headers: Headers) -> bytes:
+    """The whole body. Raises ApiError 413 as soon as it is known to be too large, ClientGone where it ends early."""
+    too_large = ApiError(413, f"the body is too large; at most {most} bytes", code="body_too_large")
+    if int(headers.get("content-length", 0)) > most:  # h11 has checked that it is a number
+        raise too_large
+    found = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        found += message.get("body", b"")
+        if len(found) > most:
+            raise too_large
+        more = message.get("more_body", False)
+    return bytes(found)
+
+
+async def while_connected(receive: Receive, answer: Coroutine[Any, Any, None]) -> None:
+    """Run what answers a request whose body has been read, and cancel it when the client leaves.
+
+    `receive` says nothing more before that. It is asked all the time, because a server tells nobody who writes: neither
+    starlette's streams nor uvicorn's `send` notice it before something is written.
+    """
+    task = asyncio.ensure_future(answer)
+    gone = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

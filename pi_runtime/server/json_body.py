@@ -1,0 +1,50 @@
+"""The JSON of a body, read within limits."""
+
+import json
+from typing import Any
+
+from pi_runtime.server.errors import ApiError
+from pi_runtime.server.settings import Limits
+
+QUOTE = ord('"')
+OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
+"""All bytes but quotes and brackets."""
+
+
+def parsed(body: bytes, limits: Limits) -> Any:
+    """The JSON of a body. Raises ApiError for what is none, or would take those who read it too long."""
+    _check_values(body, limits)
+    _check_brackets(body, limits)
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
+
+
+def _check_values(body: bytes, limits: Limits) -> None:
+    """Commas are counted, those in texts too: each value but the first of its list or object comes after one."""
+    if (found := body.count(b",")) > limits.commas:
+        raise ApiError(400, f"the body has {found} commas; at most {limits.commas}", code="too_complex")
+
+
+def _check_brackets(body: bytes, limits: Limits) -> None:
+    most, found = limits.nesting, body.count(b"[") + body.count(b"{")
+    if found <= most:
+        return
+    if found > limits.brackets:
+        raise ApiError(400, f"the body has {found} opening brackets; at most {limits.brackets}", code="too_complex")
+    depth, in_string = 0, False
+    for byte in _brackets_and_quotes(body):
+        if byte == QUOTE:
+            in_string = not in_string
+        elif not in_string:
+            depth += 1 if byte in b"[{" else -1
+            if depth > most:
+                raise ApiError(400, f"the JSON is nested deeper than {most} levels", code="nested_too_deep")
+
+
+def _brackets_and_quotes(body: bytes) -> bytes:
+    """The brackets, and the quotes that begin and end strings. What is left out tells nothing of depth, a pair of
+    quotes with nothing between them neither."""
+    without_escapes = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    return without_escapes.translate(None, OTHERS).replace(b'""', b"")
