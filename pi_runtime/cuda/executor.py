@@ -115,7 +115,8 @@ class CudaExecutor:
         """Run the next tokens of some sequences: weights are read once for those that are decoded together."""
         # Steps are cut in order, so what decodes comes first.
         order = sorted(range(len(sequences)), key=lambda n: not _decodes(sequences[n]))
-        results = self._host.step([sequences[n] for n in order], self._run_all, self.block_tokens)
+        with self._host.turn([sequences[n] for n in order], self.block_tokens) as batches:
+            results = [result for batch in batches for result in self._run_all(batch)]
         return [result for _, result in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
 
     def new_pool(self, budget: int | None = None) -> PagePool:

@@ -3,7 +3,8 @@
 Shape letters: L layers, X experts, W columns of the weight table, S positions, J rotary frequencies.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numba
 import numpy as np
@@ -105,13 +106,11 @@ class CpuModel:
         self.check_open()
         return KVCache(self.new_pool() if pool is None else pool, self.context)
 
-    def step(
-        self,
-        sequences: Sequence[SequenceStep],
-        run: Callable[[list[SequenceStep]], list[SequenceResult]],
-        block_tokens: int = BLOCK_TOKENS,
-    ) -> list[SequenceResult]:
-        """Check a step, and run its sequences in batches; steps of several threads take turns.
+    @contextmanager
+    def turn(
+        self, sequences: Sequence[SequenceStep], block_tokens: int = BLOCK_TOKENS
+    ) -> Iterator[Iterator[list[SequenceStep]]]:
+        """Check a step and give its sequences in batches, each to be run within; steps of several threads take turns.
 
         Raises ArtifactError where the file was changed: before a batch is run on it, or before its results are used.
         """
@@ -123,12 +122,8 @@ class CpuModel:
                 assert not s.count or (s.select and s.logits == "all")
             for s in sequences:
                 s.cache.reserve(len(s.tokens))
-            results: list[SequenceResult] = []
-            for batch in batches(sequences):
-                artifact.check_unchanged()
-                results += run(batch)
+            yield _checked(artifact, batches(sequences))
             artifact.check_unchanged()
-            return results
 
     def check_open(self) -> StoredArrays:
         """The artifact. Raises UsageError once it is closed."""
@@ -178,6 +173,13 @@ def batches(sequences: Sequence[SequenceStep]) -> Iterator[list[SequenceStep]]:
         yield batch
 
 
+def _checked(artifact: StoredArrays, batches: Iterator[list[SequenceStep]]) -> Iterator[list[SequenceStep]]:
+    """The batches, each once its file is found unchanged."""
+    for batch in batches:
+        artifact.check_unchanged()
+        yield batch
+
+
 class HostExecutor:
     """What executors share whose keys and values lie in the machine's memory: a `CpuModel` and its caches."""
 
@@ -221,4 +223,5 @@ class CpuExecutor(HostExecutor):
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences: weights are read once for as many as a call takes."""
-        return self._model.step(sequences, self._model.run)
+        with self._model.turn(sequences) as batches:
+            return [result for batch in batches for result in self._model.run(batch)]

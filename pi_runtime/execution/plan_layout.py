@@ -12,7 +12,7 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.artifact.sizes import without_scales
 
-GPU = "gpu"
+CPU, GPU = "cpu", "gpu"
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,16 @@ import numba
 import numpy as np
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.execution.cpu import CpuModel, HostExecutor, positions_of
+from pi_runtime.artifact.schema import Plan
+from pi_runtime.execution.cpu import CpuModel, HostExecutor
+from pi_runtime.execution.cpu_ops import CpuOps
 from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.plan_choice import Allocation
+from pi_runtime.execution.plan_layout import CPU, GPU
+from pi_runtime.execution.schedule import schedule_of
 from pi_runtime.kernels import ffn
 from pi_runtime.kernels.data.weight_table import KernelConfig
 from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
-from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 
 ExpertRange = tuple[int, np.float32, int, int]
 """An expert, its route weight, and the range of its neurons, which is not empty."""
@@ -51,12 +54,50 @@ class NeuronWorker:
         return rows_2
 
 
-class StandInExecutor(HostExecutor):
-    """Decodes by a plan without a GPU: in each layer one worker has the neurons below the cut, the other the rest.
+class StandInOps(CpuOps):
+    """One token in two parts: of each layer's neurons one worker has those below the cut, the other the rest.
 
-    Each expert has a cut of its own. Attention, embedding and head run on the CPU whatever side the plan names, because
-    here both sides are the same processor and memory, and the result is the same. Prompts run dense on the CPU, whose
-    memory holds everything. Close the executor, or its thread stays.
+    Each expert has a cut of its own. Close it, or its thread stays.
+    """
+
+    def __init__(self, model: CpuModel, plan: Plan) -> None:
+        super().__init__(model)
+        self._cuts_LX = np.array(plan.cuts).reshape(len(model.table_LXW), model.cfg.experts).tolist()
+        own = allocate_workspace(model.manifest.decoder, model.largest_rank, tokens=1)
+        sums_21D = np.zeros((2, 1, model.cfg.d_model), np.float32)
+        self.hot = NeuronWorker(ffn.serial_add_neurons, model.cfg, own, sums_21D[0])
+        self.cold = NeuronWorker(ffn.add_neurons, model.cfg, model.workspace, sums_21D[1])
+        self._gpu_thread = ThreadPoolExecutor(1, thread_name_prefix="pi-stand-in")
+
+    def ffn(self, layer: int) -> None:
+        """Add both workers' sums, which they compute at once; a token wholly on one side needs no handover."""
+        m, ws, w_XW, cut_X = self.model, self.model.workspace, self.model.table_LXW[layer], self._cuts_LX[layer]
+        taken, rows_2 = sorted(zip(ws.expert_TK[0].tolist(), ws.route_weight_TK[0], strict=True)), np.zeros(2, np.int64)
+        hot: list[ExpertRange] = [(e, weight, 0, cut_X[e]) for e, weight in taken if cut_X[e] > 0]
+        cold: list[ExpertRange] = [(e, weight, cut_X[e], m.cfg.d_ff) for e, weight in taken if cut_X[e] < m.cfg.d_ff]
+        pending = self._gpu_thread.submit(self.hot.run, w_XW, self.input_TD, hot) if hot else None
+        try:
+            if cold:
+                rows_2 += self.cold.run(w_XW, self.input_TD, cold)
+        finally:
+            # Whatever happens here, the other worker must have left its workspace; its own error surfaces from here.
+            if pending is not None:
+                rows_2 += pending.result()
+        for worker, ranges in ((self.hot, hot), (self.cold, cold)):
+            if ranges:
+                self.x_TD += worker.sum_1D
+        ws.counts_LT3[layer, 0, 1:] = rows_2
+
+    def close(self) -> None:
+        """Let the thread return."""
+        self._gpu_thread.shutdown()
+
+
+class StandInExecutor(HostExecutor):
+    """Decodes by a plan without a GPU: its schedule, with both sides on this processor and in this memory.
+
+    So attention, embedding and head run on the CPU whatever side the plan names, and the result is the same. Prompts
+    run dense on the CPU, whose memory holds everything. Close the executor, or its thread stays.
     """
 
     device_name = "stand-in"
@@ -67,17 +108,12 @@ class StandInExecutor(HostExecutor):
     ) -> None:
         self._model = model = CpuModel(artifact, mode, allocation.context, threads, cache)
         self.allocation, self.context, self.neurons = allocation, allocation.context, model.neurons
-        self._cuts_LX = np.array(allocation.plan.cuts).reshape(len(model.table_LXW), model.cfg.experts).tolist()
-        manifest = artifact.manifest
-        own = allocate_workspace(manifest.decoder, model.largest_rank, tokens=1)
-        sums_21D = np.zeros((2, 1, model.cfg.d_model), np.float32)
-        self.hot = NeuronWorker(ffn.serial_add_neurons, model.cfg, own, sums_21D[0])
-        self.cold = NeuronWorker(ffn.add_neurons, model.cfg, model.workspace, sums_21D[1])
-        self._gpu_thread = ThreadPoolExecutor(1, thread_name_prefix="pi-stand-in")
+        self._schedule, self.ops = schedule_of(allocation.plan), StandInOps(model, allocation.plan)
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences. A single token with selection goes to both workers."""
-        return self._model.step(sequences, lambda batch: [self._run(s) for s in batch])
+        with self._model.turn(sequences) as batches:
+            return [self._run(s) for batch in batches for s in batch]
 
     def _run(self, s: SequenceStep) -> SequenceResult:
         if len(s.tokens) > 1 and s.select and s.logits == "last":
@@ -85,42 +121,12 @@ class StandInExecutor(HostExecutor):
             return [self._run(replace(s, tokens=token_1)) for token_1 in np.split(s.tokens, len(s.tokens))][-1]
         if len(s.tokens) > 1 or not s.select or s.logits == "all":
             return self._model.run([s])[0]
-        m, ws = self._model, self._model.workspace
         # One core is the stand-in's.
-        numba.set_num_threads(max(1, m.threads - 1))
-        at, x_TD, rows_L2 = (
-            positions_of([(1, s.cache.length, s.cache)]),
-            ws.x_TD[:1],
-            np.zeros((len(m.table_LXW), 2), np.int64),
-        )
-        embed(m.cfg, m.ends, s.tokens, at.position_T, ws, x_TD)
-        for layer, w_XW in enumerate(m.table_LXW):
-            attention(m.cfg, w_XW[0], m.eps, m.cos_SJ, m.sin_SJ, at, layer, x_TD, ws)
-            rows_L2[layer] = self._ffn(w_XW, ws.normed_TD[:1], self._cuts_LX[layer], x_TD)
-            after_ffn(m.cfg, w_XW[0], m.eps, x_TD)
-        head(m.cfg, m.ends, m.eps, x_TD, ws, ws.logits_TV[:1])
-        s.cache.append(s.tokens, s.select)
-        return SequenceResult(logits_TV=ws.logits_TV[:1].copy(), rows_L2=rows_L2)
-
-    def _ffn(self, w_XW: Ints, x_1D: Floats, cut_X: Sequence[int], y_1D: Floats) -> Ints:
-        """y ← y + the FFN of x, both workers at once; a token wholly on one side needs no handover."""
-        ws, width, rows_2 = self._model.workspace, self._model.cfg.d_ff, np.zeros(2, np.int64)
-        taken = sorted(zip(ws.expert_TK[0].tolist(), ws.route_weight_TK[0], strict=True))
-        hot: list[ExpertRange] = [(e, weight, 0, cut_X[e]) for e, weight in taken if cut_X[e] > 0]
-        cold: list[ExpertRange] = [(e, weight, cut_X[e], width) for e, weight in taken if cut_X[e] < width]
-        pending = self._gpu_thread.submit(self.hot.run, w_XW, x_1D, hot) if hot else None
-        try:
-            if cold:
-                rows_2 += self.cold.run(w_XW, x_1D, cold)
-        finally:
-            # Whatever happens here, the other worker must have left its workspace; its own error surfaces from here.
-            if pending is not None:
-                rows_2 += pending.result()
-        if hot:
-            y_1D += self.hot.sum_1D
-        if cold:
-            y_1D += self.cold.sum_1D
-        return rows_2
+        numba.set_num_threads(max(1, self._model.threads - 1))
+        self.ops.take([s])
+        for operation in self._schedule:
+            operation.run({CPU: self.ops, GPU: self.ops})
+        return self._model.finished([s])[0]
 
     def _release(self) -> None:
-        self._gpu_thread.shutdown()
+        self.ops.close()

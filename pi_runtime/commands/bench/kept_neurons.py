@@ -1,4 +1,4 @@
-"""Which neurons each token of a batch keeps, by the kernels of a run, layer by layer and apart from what is timed.
+"""Which neurons each token of a batch keeps, by looking on at a run layer by layer, apart from what is timed.
 
 Shape letters: L layers, T tokens of the batch, N neurons of a layer with those of all its experts, W columns of the
 weight table, D model width, X experts.
@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.execution.cpu import CpuModel, positions_of
-from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
+from pi_runtime.execution.cpu import CpuModel
+from pi_runtime.execution.cpu_ops import CpuOps
+from pi_runtime.execution.executor import Ints, SequenceStep
+from pi_runtime.execution.plan_layout import CPU
+from pi_runtime.execution.schedule import one_side_schedule
 from pi_runtime.kernels import ffn
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.forward import after_ffn, attention, embed
-from pi_runtime.kernels.moe import ffn_of_experts
 
 Flags = npt.NDArray[np.bool_]
 
@@ -27,36 +28,32 @@ class KeptNeurons:
 
     def __init__(self, path: Path, mode: str, *, context: int, threads: int, cache_format: str) -> None:
         self._model = CpuModel(Artifact.open(path), mode, context, threads, cache_format)
+        self._ops = CpuOps(self._model)
+        self._schedule = one_side_schedule(len(self._model.table_LXW))[:-1]  # nobody asks for logits
 
     def step(self, sequences: Sequence[SequenceStep]) -> Flags:
         """Run one token of each sequence; returns (L, T, N) whether a token keeps a neuron.
 
         In a dense layer every neuron is kept; a neuron of an expert that is not taken is not.
         """
-        found: list[Flags] = []
-        self._model.step(sequences, lambda batch: self._run(batch, found))
-        return np.concatenate(found, axis=1)
+        with self._model.turn(sequences) as batches:
+            return np.concatenate([self._run(batch) for batch in batches], axis=1)
 
-    def _run(self, sequences: Sequence[SequenceStep], found: list[Flags]) -> list[SequenceResult]:
-        m, ws, tokens = self._model, self._model.workspace, len(sequences)
-        x_TD, normed_TD, select_T = ws.x_TD[:tokens], ws.normed_TD[:tokens], np.ones(tokens, np.int64)
-        at = positions_of([(1, s.cache.length, s.cache) for s in sequences])
-        kept_LTN = np.zeros((len(m.table_LXW), tokens, m.cfg.experts * m.cfg.d_ff), np.bool_)
+    def _run(self, sequences: Sequence[SequenceStep]) -> Flags:
+        m, ops = self._model, self._ops
+        kept_LTN = np.zeros((len(m.table_LXW), len(sequences), m.cfg.experts * m.cfg.d_ff), np.bool_)
         numba.set_num_threads(m.threads)
-        embed(m.cfg, m.ends, np.concatenate([s.tokens for s in sequences]), at.position_T, ws, x_TD)
-        for layer, w_XW in enumerate(m.table_LXW):
-            attention(m.cfg, w_XW[0], m.eps, m.cos_SJ, m.sin_SJ, at, layer, x_TD, ws)
-            ffn_of_experts(m.cfg, w_XW, normed_TD, select_T, False, ws, ws.counts_LT3[layer, :tokens], x_TD)
-            self._mark(w_XW, normed_TD, kept_LTN[layer])
-            after_ffn(m.cfg, w_XW[0], m.eps, x_TD)
-        found.append(kept_LTN)
-        for s in sequences:
-            s.cache.append(s.tokens, select=True)
-        return []
+        ops.take(sequences)
+        for operation in self._schedule:
+            operation.run({CPU: ops})
+            if operation.name == "ffn":
+                self._mark(m.table_LXW[operation.layer], kept_LTN[operation.layer])
+        m.finished(sequences)
+        return kept_LTN
 
-    def _mark(self, w_XW: Ints, x_TD: Floats, kept_TN: Flags) -> None:
-        """Mark what the tokens keep of a layer, whose inputs are prepared and whose experts are chosen."""
-        cfg, ws = self._model.cfg, self._model.workspace
+    def _mark(self, w_XW: Ints, kept_TN: Flags) -> None:
+        """Mark what the tokens keep of a layer whose FFN has just run."""
+        cfg, ws, x_TD = self._model.cfg, self._model.workspace, self._ops.input_TD
         counts_T3, sums_TD = np.zeros((len(x_TD), 3), np.int64), np.zeros_like(x_TD)
         for expert, w in enumerate(w_XW):
             token_N = np.flatnonzero((ws.expert_TK[: len(x_TD)] == expert).any(1))

@@ -17,7 +17,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.disk.ram_plan import Slots, sequence_kv_bytes, useful_budgets
 from pi_runtime.disk.row_store import REGIONS, Request, RowRange, RowStore
 from pi_runtime.engine import loading as model_module
-from pi_runtime.execution import disk, disk_ahead
+from pi_runtime.execution import cpu_ops, disk, disk_ahead, disk_ops
 from pi_runtime.execution.devices import resident_bytes
 from pi_runtime.execution.disk import DiskExecutor
 from pi_runtime.kernels import ffn_parts
@@ -44,10 +44,10 @@ def _timed(function: Any) -> Any:
 def _time_steps() -> None:
     """Add up the seconds of all compiled steps of a run from disk."""
     steps = {name: _timed(step) for name, step in vars(ffn_parts).items() if hasattr(step, "signatures")}
-    for module in (disk, disk_ahead):
+    for module in (disk_ops, disk_ahead):
         module.ffn_parts = SimpleNamespace(**steps)  # type: ignore[attr-defined]
     for name in ("embed", "attention", "ffn_of_experts", "after_ffn", "head"):
-        setattr(disk, name, _timed(getattr(disk, name)))
+        setattr(cpu_ops, name, _timed(getattr(cpu_ops, name)))
     disk_ahead.norm = _timed(disk_ahead.norm)
 
 
@@ -80,7 +80,7 @@ def open_model(
     """
     model_module.ram_budget_for = lambda _nbytes: None
     if two_phases is not None:
-        disk.TWO_PHASES_FROM = -1.0 if two_phases else 9.0
+        disk_ops.TWO_PHASES_FROM = -1.0 if two_phases else 9.0
     if only is not None:
         RowStore.ranges = _one_after_the_other  # type: ignore[method-assign, assignment]
         disk_ahead.FasterWay.second = False  # type: ignore[method-assign, assignment]

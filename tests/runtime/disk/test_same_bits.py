@@ -11,7 +11,7 @@ from support.synthetic import random_artifact, small_decoder
 from pi_runtime import Model, load
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.schema import Text
-from pi_runtime.execution import disk, disk_ahead
+from pi_runtime.execution import disk_ahead, disk_ops
 from pi_runtime.execution.disk import DiskExecutor
 from pi_runtime.execution.executor import SequenceStep
 
@@ -88,7 +88,7 @@ def test_reading_ahead_and_phases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool, two_phases_from: float
 ) -> None:
     monkeypatch.setattr(disk_ahead.FasterWay, "second", ahead)
-    monkeypatch.setattr(disk, "TWO_PHASES_FROM", two_phases_from)
+    monkeypatch.setattr(disk_ops, "TWO_PHASES_FROM", two_phases_from)
     path = random_artifact(
         tmp_path / "model.pi", small_decoder(d_model=64, d_ff=2500, n_layers=4, context_length=160), format="q4",
         ranks=[4, 4, None, 6], seed=5, scale=3.0, text=Text(prefix_ids=(), end_ids=()),

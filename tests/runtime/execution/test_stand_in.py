@@ -12,7 +12,7 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 from pi_runtime import load
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.engine.model import Model
-from pi_runtime.execution.stand_in import NeuronWorker, StandInExecutor
+from pi_runtime.execution.stand_in import NeuronWorker, StandInExecutor, StandInOps
 from pi_runtime.kernels.data import neuron_chunks
 
 CUTS = {"inside": (128, 64), "one-sided": (0, 200), "mixed": (192, 0)}
@@ -72,9 +72,9 @@ def test_two_sides_share_the_experts(layer: Layer, tmp_path: Path) -> None:
     np.testing.assert_array_equal(rows, wanted_rows)
 
 
-def executor(model: Model) -> StandInExecutor:
+def workers(model: Model) -> StandInOps:
     assert isinstance(model.executor, StandInExecutor)
-    return model.executor
+    return model.executor.ops
 
 
 def meet(side: NeuronWorker, barrier: threading.Barrier, seen: list[int]) -> NeuronWorker:
@@ -89,7 +89,7 @@ def meet(side: NeuronWorker, barrier: threading.Barrier, seen: list[int]) -> Neu
 
 def test_both_sides_are_inside_the_same_ffn_at_once(artifact: Path) -> None:
     with load(artifact, mode="gate", device="stand-in") as model:
-        sides, barrier = executor(model), threading.Barrier(2, timeout=30)
+        sides, barrier = workers(model), threading.Barrier(2, timeout=30)
         seen: list[int] = []
         sides.hot, sides.cold = meet(sides.hot, barrier, seen), meet(sides.cold, barrier, seen)
         model.decode(5, model.new_cache())
@@ -103,7 +103,7 @@ def test_a_fault_on_either_side_surfaces_and_the_model_still_works(broken: str, 
         raise RuntimeError(f"{broken} side broke")
 
     with load(artifact, device="stand-in") as model:
-        sides = executor(model)
+        sides = workers(model)
         whole = getattr(sides, broken)
         setattr(sides, broken, replace(whole, add=fail))
         with pytest.raises(RuntimeError, match=f"{broken} side broke"):

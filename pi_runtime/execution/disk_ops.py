@@ -1,0 +1,111 @@
+"""The operations of a step with FFN rows from disk: an FFN in parts, while the rows of the next part come.
+
+    attention → names of neurons → rows that are missing → the FFN in parts
+
+The kernels are those of a run in memory, and sums have the same order. A layer whose rows are all in memory is computed
+in one call, as in a run in memory.
+
+Shape letters: T tokens, D model width, L layers, N tokens that take one expert, I neurons, C chunks, F neurons of one
+expert.
+"""
+
+import numpy as np
+
+from pi_runtime.artifact.footprint import BLOCK_TOKENS, FEW_TOKENS, padded_width
+from pi_runtime.artifact.rows import ROW_ARRAYS, TWO_PHASES_FROM
+from pi_runtime.disk.row_store import Request, RowStore
+from pi_runtime.execution.cpu import CpuModel
+from pi_runtime.execution.cpu_ops import CpuOps
+from pi_runtime.execution.disk_ahead import ReadAhead, tokens_by_expert
+from pi_runtime.execution.executor import Floats, Ints
+from pi_runtime.kernels import ffn_parts
+from pi_runtime.kernels.data.neuron_chunks import chunks_of
+from pi_runtime.kernels.ops.neuron_selection import inputs_of
+
+
+class DiskOps(CpuOps):
+    """The tokens of a step, at most `BLOCK_TOKENS`."""
+
+    def __init__(self, model: CpuModel, rows: RowStore) -> None:
+        super().__init__(model)
+        d = model.manifest.decoder
+        self._rows, self.ahead = rows, ReadAhead(model, rows)
+        self.whole_L = np.array([rows.is_whole(layer) for layer in range(d.n_layers)])
+        """Layers whose rows all stay in memory."""
+        self._all_F = np.arange(d.d_ff)
+        self._named_F, self._fire_F = np.empty(d.d_ff + 1, np.int64), np.empty(d.d_ff + 1, np.int64)
+        self._carried_TD = np.zeros((BLOCK_TOKENS, padded_width(d.d_model)), np.float32)
+        self._parts = chunks_of(model.cfg, model.workspace), inputs_of(model.workspace)
+        self._spared_L = np.zeros(d.n_layers)
+        """Share of the named neurons that did not fire lately."""
+        self._rest_share = rows.arenas["rest"].nbytes / sum(arena.nbytes for arena in rows.arenas.values())
+
+    def learn(self, seconds: float) -> None:
+        """Learn from a step with a few tokens, which took so long, how to run the next ones."""
+        read_L, kept_L = self.model.workspace.counts_LT3[:, : len(self.x_TD), 1:].sum(1).T
+        self._spared_L += 0.1 * (1 - kept_L / np.maximum(read_L, 1) - self._spared_L)
+        self.ahead.way.count(seconds / len(self.x_TD))
+
+    def ffn(self, layer: int) -> None:
+        """x ← x + the FFN: `CpuOps.ffn` in parts, where rows may be missing."""
+        if self.whole_L[layer]:
+            super().ffn(layer)
+            return
+        m, ws, tokens = self.model, self.model.workspace, len(self.x_TD)
+        tally_T3 = ws.counts_LT3[layer, :tokens]
+        ffn_parts.prepare(m.cfg, m.table_LXW[layer, 0], self.input_TD, ws)
+        tally_T3[:] = 0
+        taken = tokens_by_expert(ws, tokens, m.cfg.experts)
+        for expert, token_N, weight_N in taken:
+            if tokens > FEW_TOKENS or self.count_all:
+                self._expert_of_many(layer, expert, token_N, weight_N)
+            else:
+                self._expert_of_few(layer, expert, token_N, weight_N, is_last=expert == taken[-1][0])
+            ffn_parts.add_counts(self._parts[0], token_N, tally_T3)
+        self._rows.end_layer(layer)
+
+    def _named(self, layer: int, expert: int, token_N: Ints, select_N: Ints) -> Ints:
+        """The neurons that some tokens may need of an expert."""
+        cfg, call = self.model.cfg, (token_N, select_N, *self._parts, self._named_F)
+        count = ffn_parts.name_neurons(cfg, self.model.table_LXW[layer, expert], self.input_TD, *call)
+        return self._all_F if self.count_all or count == cfg.d_ff else self._named_F[:count]
+
+    def _expert_of_many(self, layer: int, expert: int, token_N: Ints, weight_N: Floats) -> None:
+        """x ← x + one expert's FFN for its tokens: all rows that they name, chunks in order."""
+        cfg, parts, w = self.model.cfg, self._parts, self.model.table_LXW[layer, expert]
+        select_N = self.select_T[token_N]
+        named_I = self._named(layer, expert, token_N, select_N)
+        request = Request(layer, expert, [(name, named_I) for name in ROW_ARRAYS])
+        for part in self._rows.ranges([request], keep=bool(select_N.any())):
+            call = token_N, select_N, weight_N, self.count_all, part.begin, part.end, self._carried_TD, self.x_TD
+            ffn_parts.add_chunks(cfg, w, *parts, *call)
+
+    def _expert_of_few(self, layer: int, expert: int, token_N: Ints, weight_N: Floats, is_last: bool) -> None:
+        """x ← x + one expert's FFN for its tokens: what fires is listed while rows of `rest` still come."""
+        cfg, parts, w = self.model.cfg, self._parts, self.model.table_LXW[layer, expert]
+        select_N = self.select_T[token_N]
+        named_I, keep = self._named(layer, expert, token_N, select_N), bool(select_N.any())
+        requests = [Request(layer, expert, [("first", named_I)])]
+        if self._two_phases(layer):
+            for part in self._rows.ranges(requests, keep):
+                ffn_parts.list_chunks(cfg, w, *parts, token_N, select_N, part.begin, part.end)
+            fire_I = self._fire_F[: ffn_parts.firing(cfg, parts[0], len(token_N), self._fire_F)]
+            requests = [Request(layer, expert, [("rest", fire_I)])]
+        else:
+            requests.append(Request(layer, expert, [("rest", named_I)]))
+        ranges = self._rows.ranges(requests, keep)
+        if is_last and bool(self.select_T.any()) and self.ahead.pays(layer + 1):
+            # Behind this layer's rows, so that the disk has work while these are waited for.
+            arrays = ROW_ARRAYS[:1] if self._two_phases(layer + 1) else ROW_ARRAYS
+            self.ahead.read(layer + 1, arrays, self.x_TD, self.select_T)
+        for part in ranges:
+            if part.request.has("first"):
+                ffn_parts.list_chunks(cfg, w, *parts, token_N, select_N, part.begin, part.end)
+            else:
+                ffn_parts.sum_chunks(cfg, w, *parts, token_N, weight_N, part.begin, part.end)
+        ffn_parts.merge(cfg, parts[0], token_N, self.x_TD)
+
+    def _two_phases(self, layer: int) -> bool:
+        """Whether a layer's `rest` is read only when it is known what fires: on the gate rung, or where that saves."""
+        spared = self._spared_L[layer] * self._rest_share
+        return self._rows.plan.two_phases_L[layer] or bool(spared >= TWO_PHASES_FROM)
