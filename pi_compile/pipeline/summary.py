@@ -81,8 +81,8 @@ def _placement(p: Placement) -> dict[str, Any]:
         "attention_layers_on_gpu": plan["attention"].count("gpu"),
         "smallest_cut": min(plan["cuts"]),
         "largest_cut": max(plan["cuts"]),
-        "gpu_bytes_by_part": dict(p.gpu_bytes),
-        "ram_bytes_by_part": dict(p.ram_bytes),
+        "gpu_bytes_by_part": p.gpu_by_part,
+        "ram_bytes_by_part": p.ram_by_part,
         "digest": digest,
     }
 

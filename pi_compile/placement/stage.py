@@ -20,6 +20,7 @@ from pi_compile.placement.greedy import greedy
 from pi_compile.placement.hot_mass import hot_mass
 from pi_compile.placement.solvers.constrained_path import solve
 from pi_compile.placement.three_tiers import ThreeTiers
+from pi_runtime.artifact.rows import PROCESS_NBYTES
 from pi_runtime.artifact.schema import SIDES, Plan, RowPlan
 from pi_runtime.errors import DoesNotFitError, NotMetError, Setting
 
@@ -41,7 +42,7 @@ class Placement:
     vram: int
     """Budget in bytes of GPU memory."""
     ram: int
-    """Budget in bytes of RAM."""
+    """Budget in bytes of RAM, of which `PROCESS_NBYTES` are for the process."""
     context: int
     """Positions the key-value cache holds."""
     assignment: Assignment
@@ -76,6 +77,16 @@ class Placement:
     def read_bytes(self) -> int:
         """Bytes that a token is predicted to read from disk."""
         return sum(row.read for row in self.rows)
+
+    @property
+    def ram_by_part(self) -> dict[str, int]:
+        """What the budget of RAM counts: bytes by part, with those of the process."""
+        return {**self.ram_bytes, "process": PROCESS_NBYTES}
+
+    @property
+    def gpu_by_part(self) -> dict[str, int]:
+        """What the budget of GPU memory counts, by the same parts."""
+        return {**self.gpu_bytes, "process": 0}
 
     @property
     def row_plan(self) -> RowPlan:
@@ -129,7 +140,7 @@ def place(
     solver: str = "exact",
     seconds: float = SECONDS,
 ) -> Placement:
-    """The best placement within `vram` bytes of GPU memory and `ram` bytes of RAM.
+    """The best placement within `vram` bytes of GPU memory and `ram` bytes of RAM, with the process.
 
     `solver`: `exact`; `highs`, which solves either objective as one program within `seconds` and proves its own gap;
     `greedy`, a heuristic for the objective `time`. Ties of `exact`: least time, then least GPU bytes, then least RAM,
@@ -137,27 +148,27 @@ def place(
     with the bytes needed and budgets that fit, NotMetError where `seconds` are too few for HiGHS.
     """
     vram = vram if problem.has_gpu else 0
-    exact = solver == "exact" and objective == "time"
+    room, exact = ram - PROCESS_NBYTES, solver == "exact" and objective == "time"
     found: Solution | None
     if solver == "highs" and vram:
-        found = _by_highs(problem, vram, ram, objective, seconds)
+        found = _by_highs(problem, vram, room, objective, seconds)
     elif objective == "hot-mass":
         found = Solution(assignment=hot_mass(problem, vram))
     elif solver == "greedy":
-        found = Solution(assignment=greedy(problem, vram, ram))
+        found = Solution(assignment=greedy(problem, vram, room))
     else:
-        found = _exact(problem, vram, ram)
-    if found is None or (not found.rows and problem.used(found.assignment)[1] > ram):
+        found = _exact(problem, vram, room)
+    if found is None or (not found.rows and problem.used(found.assignment)[1] > room):
         raise _does_not_fit(problem, vram, ram, disk=exact)
     assignment, work, rows = found.assignment, problem.work, found.rows
     inputs = {**_inputs(problem), "vram": vram, "ram": ram, "objective": objective, "solver": solver}
     if rows:
         tiers = _tiers(problem, vram)
-        time, (ram_bytes, gpu_bytes) = tiers.time(assignment, rows), tiers.used(assignment, rows, ram)
+        time, (ram_bytes, gpu_bytes) = tiers.time(assignment, rows), tiers.used(assignment, rows, room)
     else:
         time, (ram_bytes, gpu_bytes) = problem.time(assignment), problem.sizes.used(assignment)
     assert sum(gpu_bytes.values()) <= vram
-    assert sum(ram_bytes.values()) <= ram
+    assert sum(ram_bytes.values()) <= room
     return Placement(
         objective=objective,
         solver=solver,
@@ -171,7 +182,7 @@ def place(
         ram_bytes=ram_bytes,
         gap=found.gap,
         bound_ns=found.bound_ns,
-        heuristic=problem.time(greedy(problem, vram, ram)) if exact and not rows else None,
+        heuristic=problem.time(greedy(problem, vram, room)) if exact and not rows else None,
         activations_on_gpu=work.activations_on_gpu(assignment.cuts),
         digest=json_digest({"inputs": inputs, "answer": {**asdict(assignment), **_divided(rows)}}),
         rows=rows,
@@ -255,17 +266,18 @@ def _does_not_fit(problem: Problem, vram: int, ram: int, *, disk: bool) -> DoesN
 
     `disk`: rows may be on disk, where the machine has one.
     """
-    sizes = problem.sizes
+    sizes, room = problem.sizes, ram - PROCESS_NBYTES
     _, enough_ram = problem.used(greedy(problem, vram, ram=0))
     if disk and problem.rows is not None:
         enough_ram = min(enough_ram, *(_tiers(problem, budget).least_ram() for budget in (0, vram)))
-    enough_vram, _ = problem.used(greedy(problem, 1 << 62, ram=ram))
+    enough_ram, everything = enough_ram + PROCESS_NBYTES, sizes.everything + PROCESS_NBYTES
+    enough_vram, _ = problem.used(greedy(problem, 1 << 62, ram=room))
     fits = [f"{enough_ram} bytes of RAM ({enough_ram / 2**30:.2f} GiB) with this GPU budget"]
-    if sizes.workspace[CPU] <= ram and problem.has_gpu:
+    if sizes.workspace[CPU] <= room and problem.has_gpu:
         fits.append(f"{enough_vram} bytes of GPU memory ({enough_vram / 2**30:.2f} GiB) with this RAM")
     return DoesNotFitError(
         "the model does not fit: no placement keeps both budgets",
-        expected=f"{sizes.everything} bytes in all ({sizes.everything / 2**30:.2f} GiB)",
+        expected=f"{everything} bytes in all ({everything / 2**30:.2f} GiB)",
         found=f"{vram} bytes of GPU memory and {ram} bytes of RAM ({(vram + ram) / 2**30:.2f} GiB together)",
         remedy=" or ".join(fits),
     )
@@ -316,7 +328,7 @@ def ram_ladder(problem: Problem, ram: int) -> tuple[Placement, ...]:
     if problem.rows is None:
         return ()
     tiers = _tiers(problem, 0)
-    least = tiers.resident + tiers.least_buffers
+    least = PROCESS_NBYTES + tiers.resident + tiers.least_buffers
     budgets = {least + tiers.all_rows * percent // 100 for percent in RAM_LADDER} | {ram}
     found = [place(problem, 0, budget) for budget in sorted(budgets) if least <= budget <= ram]
     return tuple(placement for placement in found if placement.rows)

@@ -3,9 +3,7 @@
 As in `formulation`, but a layer's options are cuts and divisions of the rows that the CPU has (`row_options`), with
 their times. RAM holds what is not on the GPU alone, but of FFNs only the rows in slots, with scales and biases; and the
 buffers that a run from disk has (`rows`), which are a function of the RAM budget. Without a GPU there is one
-budget, RAM's, and the solver has it in its first resource.
-
-The process itself is not counted, here as elsewhere.
+budget, RAM's, and the solver has it in its first resource. Here it is what the process leaves to the model.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ from pi_compile.placement.solvers.constrained_path import solve
 from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath
 from pi_runtime.artifact.buffers import cache_format
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
-from pi_runtime.artifact.rows import all_rows, disk_workspace_bytes, least_row_buffers, most_left, row_buffers
+from pi_runtime.artifact.rows import all_rows, disk_workspace_bytes, least_row_buffers, row_buffers
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class ThreeTiers:
         room = ram - self.resident
         if room < self.least_buffers:
             return self._workspace + self.least_buffers
-        return self._workspace + room - most_left(self.problem.work.decoder, self._both, room)
+        return self._workspace + room - row_buffers(self.problem.work.decoder, self._both, room).left
 
     def block_tokens(self, ram: int) -> int:
         """Tokens of a prompt that go through a layer together with this budget of RAM."""

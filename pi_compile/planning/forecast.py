@@ -18,6 +18,7 @@ from pi_compile.planning.model_config import PlannedModel
 from pi_compile.planning.prefill_time import prefill_tokens_per_s
 from pi_compile.results import ActivationProfile, Counts
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.rows import PROCESS_NBYTES
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import parameters
 from pi_runtime.errors import DoesNotFitError, Setting, UsageError
@@ -84,6 +85,7 @@ def ram_budgets(problem: Problem) -> tuple[Placement, ...]:
     if problem.rows is None:
         return ()
     _, everything = problem.used(all_cpu(problem.work.decoder.n_layers))
+    everything += PROCESS_NBYTES
     return (*(p for p in ram_ladder(problem, everything) if p.ram < everything), place(problem, 0, everything))
 
 
@@ -182,8 +184,8 @@ def _budget(spec: PlanSpec, problem: Problem, baselines: Baselines, percent: int
 def _placed(problem: Problem, placement: Placement) -> dict[str, Any]:
     assignment, time = placement.assignment, placement.time
     return {
-        "ram_bytes_by_part": placement.ram_bytes,
-        "gpu_bytes_by_part": placement.gpu_bytes,
+        "ram_bytes_by_part": placement.ram_by_part,
+        "gpu_bytes_by_part": placement.gpu_by_part,
         "attention_layers_on_gpu": assignment.sides.count(GPU),
         "cuts": list(assignment.cuts),
         "expert_cuts": list(placement.expert_cuts),

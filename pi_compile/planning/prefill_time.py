@@ -18,6 +18,7 @@ from pi_compile.machine import to_units
 from pi_compile.placement import Assignment, Placement, Problem
 from pi_compile.placement.three_tiers import ThreeTiers
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
+from pi_runtime.artifact.rows import PROCESS_NBYTES
 from pi_runtime.artifact.sizes import array_specs
 
 
@@ -25,7 +26,7 @@ def prefill_tokens_per_s(problem: Problem, p: Placement) -> float:
     """Tokens a second of a long prompt with this placement."""
     tokens = BLOCK_TOKENS
     if p.rows and problem.rows is not None:
-        tokens = ThreeTiers(problem, problem.rows, p.vram).block_tokens(p.ram)
+        tokens = ThreeTiers(problem, problem.rows, p.vram).block_tokens(p.ram - PROCESS_NBYTES)
     return tokens / (block_ps(problem, p.assignment, tokens, p.rows) / PICO)
 
 

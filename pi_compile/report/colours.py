@@ -18,6 +18,7 @@ COLOURS = {
     "embedding": ("#9aa5b0", "#8b96a1"),
     "head": ("#5f6b76", "#bcc5ce"),
     "scratch": ("#c4cbd2", "#545e68"),
+    "process": ("#e3d9c6", "#6b5f4a"),
     # Processors.
     "gpu": ("#17877b", "#3fc0b0"),
     "cpu": ("#a8762a", "#d9a957"),

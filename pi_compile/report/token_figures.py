@@ -14,7 +14,7 @@ from pi_compile.report.svg import colour, figure, rectangles, svg
 
 _COLOURS = {"hand-over": "handover", "embedding and head": "head"}
 """Colours of parts that are not named like the part."""
-PARTS_SHOWN = ("embedding", "attention", "cache", "predictor", "ffn", "head", "scratch")
+PARTS_SHOWN = ("embedding", "attention", "cache", "predictor", "ffn", "head", "scratch", "process")
 """Parts of a memory in the order in which the page shows them."""
 _WORDS = {"ffn": "FFN", "disk": "waiting for the disk", "cache": "key-value cache", "scratch": "buffers"}
 """Names of parts for readers, where they differ from the keys."""
@@ -67,7 +67,7 @@ def token_figure(e: Explanation) -> Chart:
 def memory_figure(e: Explanation) -> Chart:
     """Bytes of both memories beside their budgets, each in its own scale."""
     p = e.placement
-    bars = [("GPU", p.gpu_bytes, p.vram), ("RAM", p.ram_bytes, p.ram)]
+    bars = [("GPU", p.gpu_by_part, p.vram), ("RAM", p.ram_by_part, p.ram)]
     bars = [bar for bar in bars if bar[2]]
     used = "; ".join(f"{name} {memory(sum(parts.values()))} of {memory(budget)}" for name, parts, budget in bars)
     with figure(0.85 * len(bars) + 0.1, [1] * len(bars)) as (drawn, axes):
@@ -79,7 +79,7 @@ def memory_figure(e: Explanation) -> Chart:
             axis.set_xlim(0, budget / scale * 1.005)
         title, about = "What memory is full of", f"Used: {used}."
         text = svg(drawn, "memory", title, about)
-    legend = legend_of(part for part in PARTS_SHOWN if p.gpu_bytes[part] + p.ram_bytes[part])
+    legend = legend_of(part for part in PARTS_SHOWN if p.gpu_by_part[part] + p.ram_by_part[part])
     return Chart(title=title, svg=text, about=about, legend=legend)
 
 

@@ -1,9 +1,9 @@
 """Rows of FFNs in a run that reads them from disk: their bytes, and the memory beside them. Placing and running share
 these counts.
 
-A run within a budget has what every run on the CPU has: resident weights, the cache of keys and values, buffers. Where
-what is left holds all rows of the FFNs, they are all there. Else a sixteenth of it at most is for tokens of a long
-prompt and a sixteenth for rows that are staged, and the rest holds rows.
+A run within a budget has what every run on the CPU has: the process, resident weights, the cache of keys and values,
+buffers. Where what is left holds all rows of the FFNs, they are all there. Else a sixteenth of it at most is for tokens
+of a long prompt and a sixteenth for rows that are staged, and the rest holds rows.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,9 @@ from pi_runtime.artifact.sizes import ArraySpec
 ROW_ARRAYS = ("first", "rest")
 """The arrays of an FFN whose rows are read when they are needed; scales of block formats stay in memory."""
 
+PROCESS_NBYTES = 256 << 20
+"""What a budget of RAM counts for the process itself: interpreter, libraries, compiled kernels, tokenizer, server, and
+what aligning arrays takes."""
 WORKERS = 64
 """Most reads that are under way at once."""
 PIECE_NBYTES = 1 << 17
@@ -69,7 +72,16 @@ def all_rows(d: Decoder, both: int) -> int:
 
 
 def row_buffers(d: Decoder, both: int, room: int) -> RowBuffers:
-    """Divide `room` bytes, at least `least_row_buffers`; `both` are those of a slot of either array."""
+    """Divide `room` bytes, at least `least_row_buffers`; `both` are those of a slot of either array.
+
+    More room never leaves less: a little above a threshold of `PROMPT_TOKENS` it is divided as a little below it.
+    """
+    edges = (_room_for(d, both, tokens) - 1 for tokens in PROMPT_TOKENS)
+    sizes = (room, *(edge for edge in edges if edge < room))
+    return max((_divided(d, both, size) for size in sizes), key=lambda found: found.left)
+
+
+def _divided(d: Decoder, both: int, room: int) -> RowBuffers:
     least = least_row_buffers(d, both)
     if room - least >= all_rows(d, both):
         return RowBuffers(0, chunk_places(d.d_ff), room - least)
@@ -78,15 +90,6 @@ def row_buffers(d: Decoder, both: int, room: int) -> RowBuffers:
     staged_nbytes = _staged_nbytes(both)
     staged = max(chunk_places(d.d_ff), min(d.d_ff, int(room * _STAGED_SHARE) // staged_nbytes))
     return RowBuffers(tokens, staged, room - staged * staged_nbytes)
-
-
-def most_left(d: Decoder, both: int, room: int) -> int:
-    """Most bytes that `room` or less leaves for rows that stay; more room never leaves less.
-
-    A little above a threshold of `PROMPT_TOKENS` less is left than a little below it.
-    """
-    edges = (_room_for(d, both, tokens) - 1 for tokens in PROMPT_TOKENS)
-    return max(row_buffers(d, both, size).left for size in (room, *(edge for edge in edges if edge < room)))
 
 
 def _room_for(d: Decoder, both: int, tokens: int) -> int:

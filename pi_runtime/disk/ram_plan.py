@@ -12,6 +12,7 @@ from pi_runtime.artifact.buffers import cache_format, kv_page, kv_pages
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import (
+    PROCESS_NBYTES,
     ROW_ARRAYS,
     all_rows,
     disk_workspace_bytes,
@@ -92,14 +93,12 @@ def sequence_kv_bytes(manifest: Manifest, context: int, cache: str) -> int:
     return kv_page(manifest.decoder, cache_format(manifest.formats["attention"], cache)).nbytes * kv_pages(context)
 
 
-def fixed_bytes(manifest: Manifest, context: int, cache: str, tokens: int, others: int) -> int:
-    """Bytes of a run that no division changes, with calls of up to `tokens` tokens.
-
-    `others`: bytes of the process itself, and for keys and values.
-    """
+def fixed_bytes(manifest: Manifest, context: int, cache: str, kv_nbytes: int) -> int:
+    """Bytes of a run that no division changes, with so many for keys and values."""
     rank = max((layer.rank or 0 for layer in manifest.layers), default=0)
-    workspace = disk_workspace_bytes(manifest.decoder, rank, tokens, context, cache)
-    return resident_places(manifest)[1] + workspace + others
+    workspace = disk_workspace_bytes(manifest.decoder, rank, BLOCK_TOKENS, context, cache)
+    weights = sum(entry.nbytes for name, entry in manifest.arrays.items() if is_resident(name))
+    return PROCESS_NBYTES + weights + workspace + kv_nbytes
 
 
 def useful_budgets(manifest: Manifest, fixed: int) -> tuple[int, int]:

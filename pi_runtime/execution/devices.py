@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from pi_runtime.artifact.rows import PROCESS_NBYTES
 from pi_runtime.errors import DeviceError, MissingExtraError, Setting, UsageError
 
 MARGIN = 0.1
@@ -99,7 +100,7 @@ def ram_budget_for(nbytes: int) -> int | None:
     free = free_memory()
     if free is None or nbytes <= free:
         return None
-    return int(free * (1 - MARGIN)) + resident_bytes()
+    return int(free * (1 - MARGIN)) + min(resident_bytes(), PROCESS_NBYTES)  # what the process has is not free any more
 
 
 def _cgroup_room(root: Path) -> Iterator[int]:

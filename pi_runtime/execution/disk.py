@@ -10,7 +10,6 @@ Shape letters: L layers, X experts, W columns of the weight table.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numba
 import numpy as np
@@ -18,25 +17,19 @@ import numpy as np
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, FEW_TOKENS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import read_nbytes
-from pi_runtime.artifact.schema import Manifest
 from pi_runtime.disk.arena import ResidentArrays, RowArena
 from pi_runtime.disk.ram_plan import RamPlan, batch_rows, fixed_bytes, plan_for, sequence_kv_bytes
 from pi_runtime.disk.reader import Reader
 from pi_runtime.disk.row_store import RowStore
 from pi_runtime.execution.cpu import CpuModel, HostExecutor
-from pi_runtime.execution.devices import resident_bytes
 from pi_runtime.execution.disk_ops import DiskOps
 from pi_runtime.execution.disk_prompt import PromptOps
 from pi_runtime.execution.executor import DiskStats, SequenceResult, SequenceStep
 from pi_runtime.execution.pages import Allowance
 from pi_runtime.execution.plan_layout import CPU
 from pi_runtime.execution.schedule import one_side_schedule
-from pi_runtime.kernels import ffn_parts
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.forward import embed
 
-KERNEL_NBYTES, PARTS_NBYTES = 96 << 20, 16 << 20
-"""Room for kernels and libraries that every run loads when it begins, and for kernels of the FFN in parts."""
 _COLUMNS = {
     "first": (weight_table.FIRST, weight_table.FIRST_SLOTS),
     "rest": (weight_table.REST, weight_table.REST_SLOTS),
@@ -70,8 +63,6 @@ class DiskExecutor(HostExecutor):
         self._schedule = one_side_schedule(artifact.manifest.decoder.n_layers)
         self._running = False
         self.disk = DiskStats()
-        self.fixed_now = partial(fixed_bytes_of, artifact.manifest, context, cache, kv_nbytes)
-        """What `plan.fixed` would be for this model in the process as it is now."""
 
     def _point_to(self, name: str, arena: RowArena) -> None:
         """Tell the kernels where the rows of an array are: in slots, or in order where all of them are in memory."""
@@ -134,13 +125,6 @@ class DiskExecutor(HostExecutor):
         self.rows.arenas.clear()
 
 
-def fixed_bytes_of(manifest: Manifest, context: int, cache: str, kv_nbytes: int) -> int:
-    """Bytes of a run in this process that no division of its budget changes."""
-    # They are loaded once for all models.
-    kernels = KERNEL_NBYTES * (not embed.signatures) + PARTS_NBYTES * (not ffn_parts.merge.signatures)
-    return fixed_bytes(manifest, context, cache, BLOCK_TOKENS, resident_bytes() + kernels + kv_nbytes)
-
-
 def open_from_disk(
     artifact: Artifact, mode: str, context: int, threads: int, cache: str, budget: int, kv_budget: int | None = None
 ) -> DiskExecutor:
@@ -150,7 +134,7 @@ def open_from_disk(
     DoesNotFitError naming the smallest budget that fits.
     """
     kv_nbytes = sequence_kv_bytes(artifact.manifest, context, cache) if kv_budget is None else kv_budget
-    plan = plan_for(artifact, mode, budget, fixed_bytes_of(artifact.manifest, context, cache, kv_nbytes))
+    plan = plan_for(artifact, mode, budget, fixed_bytes(artifact.manifest, context, cache, kv_nbytes))
     reader = Reader(artifact.path, batch_rows(plan.staged), piece=read_nbytes(artifact.manifest.decoder))
     try:
         return DiskExecutor(artifact, mode, context, threads, cache, plan, reader, kv_nbytes)

@@ -11,7 +11,6 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import read_nbytes
 from pi_runtime.disk.ram_plan import batch_rows, plan_for, sequence_kv_bytes, useful_budgets
 from pi_runtime.disk.reader import Reader
-from pi_runtime.execution.devices import resident_bytes
 from pi_runtime.execution.disk import DiskExecutor
 
 
@@ -31,11 +30,6 @@ def from_disk(
     rows = Reader(path, batch_rows(plan.staged), **{"piece": read_nbytes(m.decoder), **(reader or {})})
     kv = 64 * sequence_kv_bytes(m, context, "auto")
     return Model(found, mode, DiskExecutor(found, mode, context, threads, "auto", plan, rows, kv))
-
-
-def ample_budget() -> str:
-    """A flag's budget that leaves 2 GiB to the model: what this process takes already counts."""
-    return f"{(resident_bytes() >> 20) + 2048}MiB"
 
 
 class FaultyPread:

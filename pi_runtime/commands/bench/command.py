@@ -34,17 +34,13 @@ def run_sweep(
 ) -> None:
     """Measure decoding within budgets of memory up to `most`, and print the curve."""
     rows: list[BudgetRow] = []
-    left_out: list[str] = []
     try:
         with console.progress("measuring", "budgets") as bar:
-            ram_sweep.sweep(open_model, most, spec.limit_s or float("inf"), bar, rows, left_out)
+            ram_sweep.sweep(open_model, most, spec.limit_s or float("inf"), bar, rows)
     finally:
         if rows:
             figures = {"device": "cpu", "threads": spec.threads, "budgets": [ram_sweep.values(row) for row in rows]}
-            figures["left_out"] = left_out
-            _print(rendering.report(path, **figures), ram_sweep.cells(rows), as_json, as_markdown)
-        for reason in left_out:
-            console.say(f"left out: {reason}")
+            _print(rendering.report(path, **figures, left_out=[]), ram_sweep.cells(rows), as_json, as_markdown)
 
 
 def _print(found: Mapping[str, Any], cells: Sequence[Mapping[str, str]], as_json: bool, as_markdown: bool) -> None:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from pi_runtime.commands.bench.rendering import CURVE
 from pi_runtime.console import Progress
 from pi_runtime.disk.ram_plan import useful_budgets
 from pi_runtime.engine.model import Model
-from pi_runtime.errors import DoesNotFitError, Setting, UsageError, spelled
+from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.disk import DiskExecutor
 from pi_runtime.execution.executor import DiskStats
 from pi_runtime.sequence.sampler import Sampler
@@ -22,8 +21,6 @@ from pi_runtime.sequence.sampling import Sampling
 BUDGETS = 6
 LEAD, MOST_TOKENS = 8, 64
 """Tokens before those that are timed, and most of these."""
-SLACK = 4 << 20
-"""What this process may grow by between two budgets."""
 WIDTH = 30
 """Characters of the fastest budget's bar."""
 
@@ -53,28 +50,21 @@ def sweep(
     limit_s: float,
     progress: Progress,
     rows: list[BudgetRow],
-    left_out: list[str],
 ) -> None:
     """Decode within `BUDGETS` budgets up to `most`, the largest first, for `limit_s` seconds in all.
 
-    Appends to rows, and to what was left out and why. Raises UsageError where the context is too short,
-    DoesNotFitError where not even `most` is enough.
+    Appends to rows. Raises UsageError where the context is too short, DoesNotFitError where not even `most` is enough.
     """
     least, whole = _useful(open_model, most)
-    with suppress(DoesNotFitError):  # both ways to run bring kernels into memory, which then count for all budgets
-        least, whole = _useful(open_model, min(most, least + (whole - least) // 8 + SLACK))
-    budgets = np.linspace(min(most, whole + SLACK), least + SLACK, BUDGETS).astype(int).tolist()
+    budgets = np.linspace(min(most, whole), least, BUDGETS).astype(int).tolist()
     for n, budget in enumerate(budgets):
         progress(n, len(budgets))
-        try:
-            rows.append(_decoded(open_model, budget, limit_s / len(budgets)))
-        except DoesNotFitError as error:  # this process has grown by more than expected
-            left_out.append(f"{budget >> 20}MiB: {spelled(error.expected)}, now that larger ones have run")
+        rows.append(_decoded(open_model, budget, limit_s / len(budgets)))
     progress(len(budgets), len(budgets))
 
 
 def _useful(open_model: Callable[[int], Model], budget: int) -> tuple[int, int]:
-    """The useful budgets of this process once it has run a model within this one."""
+    """The useful budgets of a model that this one holds."""
     with open_model(budget) as model:
         if model.context <= LEAD:
             raise UsageError(
@@ -82,9 +72,8 @@ def _useful(open_model: Callable[[int], Model], budget: int) -> tuple[int, int]:
                 found=model.context,
                 remedy=("raise ", Setting("context")),
             )
-        model.warm_up()
     assert isinstance(model.executor, DiskExecutor)
-    return useful_budgets(model.manifest, model.executor.fixed_now())
+    return useful_budgets(model.manifest, model.executor.plan.fixed)
 
 
 def _decoded(open_model: Callable[[int], Model], budget: int, limit_s: float) -> BudgetRow:

@@ -14,7 +14,7 @@ from side_by_side.process import threads
 from disk_tier import CONTEXT
 from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.disk.ram_plan import Slots, sequence_kv_bytes, useful_budgets
+from pi_runtime.disk.ram_plan import Slots, fixed_bytes, sequence_kv_bytes, useful_budgets
 from pi_runtime.disk.row_store import REGIONS, Request, RowRange, RowStore
 from pi_runtime.engine import loading as model_module
 from pi_runtime.execution import cpu_ops, disk, disk_ahead, disk_ops
@@ -62,10 +62,10 @@ def _one_after_the_other(rows: RowStore, requests: Iterable[Request], keep: bool
 
 
 def budgets(path: str) -> dict[str, int]:
-    """The smallest budget of this process, the one from which on all rows are in memory, and what it takes already."""
+    """The smallest budget, the one from which on all rows are in memory, and what this process takes already."""
     with Artifact.open(Path(path)) as artifact:
         kv_nbytes = sequence_kv_bytes(artifact.manifest, CONTEXT, "auto")
-        fixed = disk.fixed_bytes_of(artifact.manifest, CONTEXT, "auto", kv_nbytes)
+        fixed = fixed_bytes(artifact.manifest, CONTEXT, "auto", kv_nbytes)
         least, most = useful_budgets(artifact.manifest, fixed)
     return {"least": least, "most": most, "process": resident_bytes()}
 

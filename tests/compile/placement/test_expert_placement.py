@@ -22,6 +22,8 @@ from pi_compile.planning.baselines import Baselines
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import DoesNotFitError
 
+pytestmark = pytest.mark.usefixtures("no_process")
+
 
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_brute_force_over_cuts_and_sides(seed: int) -> None:

@@ -15,6 +15,8 @@ from pi_compile.placement.stage import place
 from pi_runtime import console
 from pi_runtime.errors import DoesNotFitError, NotMetError
 
+pytestmark = pytest.mark.usefixtures("no_process")
+
 
 @pytest.mark.parametrize("seed", range(6))
 def test_least_time_is_what_the_default_solver_finds(seed: int) -> None:

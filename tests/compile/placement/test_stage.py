@@ -19,6 +19,8 @@ from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.errors import DoesNotFitError
 from pi_runtime.errors.exit_codes import flag
 
+pytestmark = pytest.mark.usefixtures("no_process")
+
 
 @pytest.mark.parametrize("seed", range(4))
 def test_equals_brute_force_over_cuts_and_sides(seed: int) -> None:

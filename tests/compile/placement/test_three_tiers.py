@@ -19,6 +19,8 @@ from pi_compile.results import LayerWork
 from pi_runtime.artifact.buffers import workspace_bytes
 from pi_runtime.errors import DoesNotFitError
 
+pytestmark = pytest.mark.usefixtures("no_process")
+
 DISK = Disk(name="d", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 200.0], [400.0, 1000.0]])
 SLOW = DISK.model_copy(update={"read_mb_per_s": [[1.0, 9.0], [7.0, 80.0]]})
 

@@ -39,6 +39,7 @@ from pi_compile.report.page import answer_of, report_page
 from pi_compile.report.quantities import NBSP, digits, duration, percent, span
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_runtime import console
+from pi_runtime.artifact.rows import PROCESS_NBYTES
 
 VOID = {"meta", "link", "img", "br", "hr", "input", "source", "wbr"}
 HERE = ("config.json", "--machine", "m.toml", "--vram-budget", "300KiB", "--counts", "p.npz")
@@ -235,8 +236,8 @@ def test_the_figures_are_those_of_plan(page: str, folder: Path, capsys: pytest.C
     assert sum(exact(row[-1]) for row in layers) + exact(by_layer[-2][-1]) == total
     assert 1e12 / total == main["decode_tokens_per_s"]
     assert [int(row[2].replace(",", "")) for row in layers] == main["cuts"]
-    assert [exact(row[1]) for row in by_part[1:8]] == list(main["gpu_bytes_by_part"].values())
-    assert [exact(row[3]) for row in by_part[1:8]] == list(main["ram_bytes_by_part"].values())
+    assert [exact(row[1]) for row in by_part[1:9]] == list(main["gpu_bytes_by_part"].values())
+    assert [exact(row[3]) for row in by_part[1:9]] == list(main["ram_bytes_by_part"].values())
     assert exact(by_part[-2][1]) == main["vram_bytes"]
     rates = {row[0].replace(NBSP, " "): row[1] for row in by_budget[1:]}
     for budget in (less, main, more):
@@ -309,7 +310,7 @@ def test_a_model_without_zeros(report: Run, folder: Path) -> None:
 
 
 def test_budgets_that_do_not_fit_are_shown_as_such(report: Run) -> None:
-    page = report(*HERE, "--ram-budget", "3800KB")
+    page = report(*HERE, "--ram-budget", PROCESS_NBYTES + 3_800_000)
     rows = tables(page)["What other budgets would give"][1:]
     lost = [row[1] == "does not fit" for row in rows]
     assert lost == sorted(lost, reverse=True)
@@ -398,7 +399,17 @@ def test_only_reports_are_replaced(page: str, report: Run, folder: Path, capsys:
 
 
 def test_what_does_not_fit_leaves_no_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["report", *HERE[:3], "--vram-budget", "100KB", "--ram-budget", "3800KB", *HERE[-2:], "-o", "page.html"]
+    arguments = [
+        "report",
+        *HERE[:3],
+        "--vram-budget",
+        "100KB",
+        "--ram-budget",
+        PROCESS_NBYTES + 3_800_000,
+        *HERE[-2:],
+        "-o",
+        "page.html",
+    ]
     assert console.run(app, arguments) == FIT
     captured = capsys.readouterr()
     assert_a_message(captured.err)
@@ -422,13 +433,13 @@ def test_a_disk_has_a_figure_a_table_and_a_part_of_the_time(folder: Path, report
     (folder / "disk.toml").write_text(alone.to_toml())
     (folder / "wide.json").write_text(json.dumps({**CONFIG, "hidden_size": 256, "intermediate_size": 4096}))
     model = ("wide.json", "--machine", "disk.toml", "--curve", "reglu-70b", "--density", "0.2")
-    text = report(*model, "--ram-budget", "28MiB")
+    text = report(*model, "--ram-budget", "284MiB")
     page = Page(text)
     assert page.open == []
     assert "What less RAM would give" in page.text
     assert "waiting for the disk" in page.text
     assert "nvme; 400 MB/s in reads of" in page.text
-    e = explained("wide.json", machine="disk.toml", curve="reglu-70b", density="0.2", ram_budget="28MiB")
+    e = explained("wide.json", machine="disk.toml", curve="reglu-70b", density="0.2", ram_budget="284MiB")
     for placement in e.ram_budgets:
         assert f"{digits(PICO / placement.time.total)} tokens/s" in page.text
     assert "What less RAM would give" not in report("wide.json", "--machine", "alone.toml", *model[3:])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.disk_models import FaultyPread, ample_budget, from_disk
+from support.disk_models import FaultyPread, from_disk
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import Model, load
@@ -203,7 +203,7 @@ def test_faults_of_the_command(run: Run, path: Path, disk: FaultyPread, monkeypa
     real = reader_module.c_address
     monkeypatch.setattr(reader_module, "c_address", lambda name: disk.address if name == "pread" else real(name))
     monkeypatch.setattr(OpenRing, "several", lambda *_: [])
-    command = path, "--prompt", "abc", "--max-tokens", 3, "--ram-budget", ample_budget()
+    command = path, "--prompt", "abc", "--max-tokens", 3, "--ram-budget", "2GiB"
     assert run(*command)[0] == 0
     loading = disk.calls
     disk.fault = failing(errno.EIO)

@@ -5,7 +5,7 @@ import pytest
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.rows import ROW_ARRAYS, least_row_buffers, most_left, row_buffers, row_nbytes, slot_nbytes
+from pi_runtime.artifact.rows import PROMPT_TOKENS, ROW_ARRAYS, least_row_buffers, row_buffers, row_nbytes, slot_nbytes
 from pi_runtime.artifact.schema import Manifest, RowPlan
 from pi_runtime.disk.ram_plan import RamPlan, plan_for
 from pi_runtime.errors import DoesNotFitError
@@ -130,16 +130,14 @@ def test_without_a_stored_division_that_fits_a_rule_divides(planned: Artifact) -
 def test_the_smallest_buffers_leave_no_less_than_nothing(d_model: int, d_ff: int) -> None:
     decoder, both = small_decoder(d_model=d_model, d_ff=d_ff, n_layers=64), 12 * d_model
     least = least_row_buffers(decoder, both)
-    found = row_buffers(decoder, both, least)
-    assert found.left >= 0
-    assert most_left(decoder, both, least) >= 0
+    assert row_buffers(decoder, both, least).left >= 0
 
 
 def test_more_room_never_leaves_less_for_rows() -> None:
-    """A little above a threshold for prompts less is left; planning counts with what is left below it, then."""
+    """A little above a threshold for prompts the division is that of a little below it."""
     decoder = small_decoder(d_ff=NEURONS, n_layers=LAYERS)
     both = 1000
     room = np.linspace(10 * both * 64, 40 << 20, 4000).astype(int).tolist()
-    left = [most_left(decoder, both, r) for r in room]
+    left = [row_buffers(decoder, both, r).left for r in room]
     assert left == sorted(left)
-    assert all(a >= row_buffers(decoder, both, r).left for a, r in zip(left, room, strict=True))
+    assert {row_buffers(decoder, both, r).tokens for r in room} == {0, *PROMPT_TOKENS[2:]}

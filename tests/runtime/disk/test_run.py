@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.disk_models import ample_budget, from_disk
+from support.disk_models import from_disk
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import Model, load
@@ -118,7 +118,7 @@ def test_figures(path: Path) -> None:
 
 def test_stats_of_the_command(run: Run, path: Path) -> None:
     flags = "--max-tokens", "4", "--speculate", "off", "--json", "--temperature", "0"
-    code, out, err = run(path, "--prompt", "abc", "--ram-budget", ample_budget(), *flags)
+    code, out, err = run(path, "--prompt", "abc", "--ram-budget", "2GiB", *flags)
     assert code == 0, err
     answer = json.loads(out)
     assert answer["stats"]["disk_hit_rate"] == 1

@@ -1,0 +1,63 @@
+"""A budget of RAM means the same where it is solved for and where it is run within."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.placeable import MUCH, machine, workload
+from support.synthetic import random_artifact
+
+from pi_compile.machine import Disk
+from pi_compile.placement.formulation import Problem, all_cpu
+from pi_compile.placement.stage import place, ram_ladder
+from pi_compile.results import LayerWork
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.rows import PROCESS_NBYTES
+from pi_runtime.artifact.schema import RowPlan
+from pi_runtime.disk.ram_plan import fixed_bytes, plan_for, sequence_kv_bytes
+from pi_runtime.errors import DoesNotFitError
+
+CONTEXT = 64
+DISK = Disk(name="d", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 200.0], [400.0, 1000.0]])
+PREDICTED = LayerWork(rung="predicted", rank=4)
+
+
+def division(plan: RowPlan) -> tuple[object, ...]:
+    return plan.pinned, plan.cached, plan.first
+
+
+@pytest.mark.parametrize("layers", [(PREDICTED,) * 3, (PREDICTED, LayerWork(rung="gate"), PREDICTED)])
+@pytest.mark.parametrize(("name", "experts"), [("f16", 1), ("q8", 1), ("q8", 4)])
+def test_a_plan_is_chosen_at_the_budget_that_it_was_solved_for(
+    tmp_path: Path, name: str, experts: int, layers: tuple[LayerWork, ...]
+) -> None:
+    counts = (1000 * np.random.default_rng(0).random((3, 16384)) ** 4).astype(np.int64)
+    shape = {"n_experts": experts, "experts_per_token": min(experts, 2), "d_model": 256}
+    routed = None if experts == 1 else np.full((3, experts), 500)
+    formats = dict.fromkeys(("embedding", "attention", "ffn", "head", "predictor"), name)
+    work = workload(counts, layers, context=CONTEXT, formats=formats, routed=routed, **shape)
+    placements = ram_ladder(Problem.of(work, machine(gpu=None, link=None, disk=DISK)), MUCH)
+    plans = tuple(p.row_plan for p in placements)
+    assert sum(plan.slot_bytes > 0 for plan in plans) >= 2
+    ranks = [layer.rank for layer in layers]
+    path = random_artifact(tmp_path / "a.pi", work.decoder, format=name, ranks=ranks, profiled=True, row_plans=plans)
+    with Artifact.open(path) as artifact:
+        m = artifact.manifest
+        fixed = fixed_bytes(m, CONTEXT, "auto", sequence_kv_bytes(m, CONTEXT, "auto"))
+        for plan in plans:
+            taken = plan_for(artifact, "auto", plan.ram_bytes, fixed).stored
+            assert taken is not None
+            assert division(taken) == division(plan)
+        with pytest.raises(DoesNotFitError):
+            plan_for(artifact, "auto", plans[0].ram_bytes - 4096, fixed)
+
+
+def test_the_process_counts() -> None:
+    work = workload(np.full((2, 128), 5))
+    problem = Problem.of(work, machine(gpu=None, link=None))
+    _, everything = problem.used(all_cpu(2))
+    found = place(problem, 0, everything + PROCESS_NBYTES)
+    assert sum(found.ram_by_part.values()) == found.ram
+    assert found.ram_by_part.keys() == found.gpu_by_part.keys()
+    with pytest.raises(DoesNotFitError):
+        place(problem, 0, everything + PROCESS_NBYTES - 1)
