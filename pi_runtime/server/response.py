@@ -33,10 +33,10 @@ class ResponseSender:
             if self._streams and data:
                 await self._say(data)
         if self._streams:
-            await self._say(self._writer.closing(request.answers), more=False)
+            await self._say(self._writer.final_events(request.answers), more=False)
         else:
             # All log-probabilities at once take long: beside the loop.
-            found = await asyncio.to_thread(lambda: b"".join(in_pieces(self._writer.whole(request.answers))))
+            found = await asyncio.to_thread(lambda: b"".join(in_pieces(self._writer.response(request.answers))))
             await self._begin(JSON)
             await self._say(found, more=False)
 

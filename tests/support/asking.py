@@ -70,7 +70,7 @@ def streamed(path: str, value: object, chat: tuple[Served, Engine]) -> list[tupl
         answers.append(answer)
         for event in events:
             found += write(writer, answer, event)
-    return parsed(found + writer.closing(answers))
+    return parsed(found + writer.final_events(answers))
 
 
 def said(
@@ -86,7 +86,9 @@ def said(
     for event in reader.end(reason, stats):
         found += write(writer, answer, event)
     return (
-        parsed(found + writer.closing([answer])) if request.streams else _whole(read(path, value, served)[1], [answer])
+        parsed(found + writer.final_events([answer]))
+        if request.streams
+        else _whole(read(path, value, served)[1], [answer])
     )
 
 
@@ -124,6 +126,6 @@ def _events(request: GenerateRequest, served: Served, engine: Engine) -> list[tu
 
 
 def _whole(writer: AnswerWriter, answers: Sequence[GatheredAnswer]) -> Any:
-    found = writer.whole(answers)
+    found = writer.response(answers)
     json.dumps(found, allow_nan=False)
     return json.loads(b"".join(in_pieces(found)))

@@ -152,8 +152,9 @@ class GatheredAnswer:
 class AnswerWriter(Protocol):
     """Writes the answers to one request in one form of API. None of its methods waits.
 
-    A request that streams has `write` called for each event, and `closing` after all ends. Any other has `whole`
-    called, which may take long. After an error comes only `failed`, and only if something was written before.
+    A request that streams has `write` called for each event, and `final_events` after all ends. Any other has
+    `response` called, which may take long. After an error comes only `failed`, and only if something was written
+    before.
     """
 
     @property
@@ -163,10 +164,10 @@ class AnswerWriter(Protocol):
     def write(self, answer: GatheredAnswer, event: Event) -> bytes:
         """The bytes of an event, which is the answer's latest."""
 
-    def closing(self, answers: Sequence[GatheredAnswer]) -> bytes:
+    def final_events(self, answers: Sequence[GatheredAnswer]) -> bytes:
         """The bytes after the last event."""
 
-    def whole(self, answers: Sequence[GatheredAnswer]) -> Mapping[str, Any]:
+    def response(self, answers: Sequence[GatheredAnswer]) -> Mapping[str, Any]:
         """The JSON of all answers together."""
 
     def failed(self, error: ApiError) -> bytes:

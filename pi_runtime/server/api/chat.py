@@ -1,6 +1,5 @@
 """`/v1/chat/completions`: an assistant's turn, with thoughts and calls of tools apart from its text."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -9,16 +8,15 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
-from pi_runtime.server.api.answer import DONE, GatheredAnswer, SseWriter, sse
+from pi_runtime.server.api.answer import GatheredAnswer
 from pi_runtime.server.api.body import MANY, Body, Unsupported, invalid
 from pi_runtime.server.api.chat_prompt import chat_prompt, chat_text, text_of
-from pi_runtime.server.api.conversation import ConversationFields, Text, allowed_tools
+from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
+from pi_runtime.server.api.conversation import ConversationFields, Text, allowed_tools, schema_of
 from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprobs
 from pi_runtime.server.api.request import GenerateRequest
-from pi_runtime.server.api.response_format import schema_of
 from pi_runtime.server.api.sampling import Count, IgnoredFields, LengthFields, StreamingFields, only_one
-from pi_runtime.server.api.served import Served, new_id
-from pi_runtime.server.api.usage import Timings, Usage, timings, usage
+from pi_runtime.server.api.served import Served
 from pi_runtime.server.events import (
     CallArguments,
     CallBegan,
@@ -101,16 +99,11 @@ class ChatChoice(TypedDict):
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatCompletion(TypedDict):
+class ChatCompletion(Whole):
     """All answers of a request."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
-    usage: Usage
 
 
 class ChatDelta(TypedDict):
@@ -131,17 +124,11 @@ class ChunkChoice(TypedDict):
     finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
-class ChatChunk(TypedDict):
+class ChatChunk(Chunk):
     """A piece of a stream; the last one has the usage and no choice, where that is asked for."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChunkChoice]
-    usage: NotRequired[Usage | None]
-    timings: NotRequired[Timings]
 
 
 def chat_request(body: ChatRequest, served: Served) -> GenerateRequest:
@@ -177,15 +164,11 @@ def chat_request(body: ChatRequest, served: Served) -> GenerateRequest:
     )
 
 
-class ChatWriter(SseWriter):
+class ChatWriter(ChoicesWriter):
     """Writes chat completions and their chunks."""
 
     answer_type, chunk_type = ChatCompletion, ChatChunk
-
-    def __init__(self, body: ChatRequest, request: GenerateRequest, served: Served) -> None:
-        self._body, self._served = body, served
-        self._id, self._created = new_id("chatcmpl-"), int(time.time())
-        self._prompt_tokens = len(request.prompts[0].tokens)
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def write(self, answer: GatheredAnswer, event: Event) -> bytes:
         """The chunks of an event."""
@@ -196,29 +179,23 @@ class ChatWriter(SseWriter):
         if isinstance(event, End):
             found += self._chunk(index, {}, logprobs=logprobs) if logprobs else b""
             return found + self._chunk(index, {}, finish_reason=answer.finish_reason, stats=event.stats)
-        stats = event.stats if self._body.timings_per_token else None
+        stats = event.stats if self.with_timings else None
         if not isinstance(event, NothingShown) or logprobs or stats:
             found += self._chunk(index, _delta(event), logprobs=logprobs, stats=stats)
         return found
 
-    def closing(self, answers: Sequence[GatheredAnswer]) -> bytes:
-        """The usage, where it is wanted, and the mark of the end."""
-        if not self._body.include_usage:
-            return DONE
-        return sse(self._envelope("chat.completion.chunk", []) | {"usage": self._usage(answers)}) + DONE
-
-    def whole(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
+    def response(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
         """The chat completion."""
         choices: list[ChatChoice] = [
             {
                 "index": answer.index,
                 "message": _message(answer),
-                "logprobs": self._logprobs(answer.logprobs) if self._body.logprobs else None,
+                "logprobs": self._logprobs(answer.logprobs) if self.wants_logprobs else None,
                 "finish_reason": answer.finish_reason,
             }
             for answer in answers
         ]
-        return self._envelope("chat.completion", choices) | {"usage": self._usage(answers)}
+        return self.with_usage(choices, answers)
 
     def _chunk(
         self,
@@ -230,30 +207,10 @@ class ChatWriter(SseWriter):
         stats: Stats | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        chunk = self._envelope("chat.completion.chunk", [choice])
-        if self._body.include_usage:
-            chunk["usage"] = None
-        if stats is not None:
-            chunk["timings"] = timings([stats], [stats])
-        return sse(chunk)
-
-    def _envelope(self, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._served.name,
-            "system_fingerprint": self._served.fingerprint,
-            "choices": choices,
-        }
+        return self.chunk(choice, stats)
 
     def _logprobs(self, found: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        return chat_logprobs(self._served.model.tokenizer, found)
-
-    def _usage(self, answers: Sequence[GatheredAnswer]) -> Usage:
-        stats = [answer.stats for answer in answers if answer.stats is not None]
-        thoughts = sum(answer.end.reasoning_tokens for answer in answers if answer.end is not None)
-        return usage(self._prompt_tokens, stats, stats[:1], thoughts)
+        return chat_logprobs(self.served.model.tokenizer, found)
 
 
 def _delta(event: Event) -> dict[str, Any]:

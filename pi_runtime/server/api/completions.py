@@ -1,19 +1,19 @@
 """`/v1/completions`: texts continued, and with `echo` and `logprobs` the log-probabilities of the texts themselves."""
 
-import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.server.api.answer import DONE, GatheredAnswer, SseWriter, sse
+from pi_runtime.server.api.answer import GatheredAnswer
 from pi_runtime.server.api.body import TOKENS, Unsupported, invalid
+from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
 from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, joined
 from pi_runtime.server.api.request import GenerateRequest, Prompt
 from pi_runtime.server.api.sampling import LengthFields, StreamingFields, only_one
-from pi_runtime.server.api.served import Served, new_id
-from pi_runtime.server.api.usage import FINISH_REASONS, Timings, Usage, timings, usage
+from pi_runtime.server.api.served import Served
+from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.events import End, Event, PromptLogprobs, TextDelta
 
 DEFAULT_TOKENS = 16
@@ -62,28 +62,18 @@ class CompletionChoice(TypedDict):
     finish_reason: Literal["stop", "length"] | None
 
 
-class _CompletionHead(TypedDict):
-    """What a whole answer and a piece of a stream have in common."""
+class Completion(Whole):
+    """All answers of a request."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
 
 
-class Completion(_CompletionHead):
-    """All answers of a request."""
-
-    usage: Usage
-
-
-class CompletionChunk(_CompletionHead):
+class CompletionChunk(Chunk):
     """A piece of a stream; the last one has the usage and no choice, where that is asked for."""
 
-    usage: NotRequired[Usage | None]
-    timings: NotRequired[Timings]
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
 
 
 def completion_request(body: CompletionRequest, served: Served) -> GenerateRequest:
@@ -107,14 +97,14 @@ def completion_request(body: CompletionRequest, served: Served) -> GenerateReque
     )
 
 
-class CompletionWriter(SseWriter):
+class CompletionWriter(ChoicesWriter):
     """Writes completions and their chunks. Choice k of n to prompt p has the index p · n + k."""
 
     answer_type, chunk_type = Completion, CompletionChunk
+    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, body: CompletionRequest, request: GenerateRequest, served: Served) -> None:
-        self._body, self._count, self._served = body, request.count, served
-        self._id, self._created = new_id("cmpl-"), int(time.time())
+        super().__init__(body, request, served)
         self._ids = [prompt.tokens for prompt in request.prompts]
         self._echo = [""] * len(self._ids)
         if body.echo:
@@ -130,36 +120,25 @@ class CompletionWriter(SseWriter):
         if isinstance(event, PromptLogprobs):
             self._keep(answer.prompt, event)
             return b""
-        chunk = self._envelope([self._choice(answer, [event])])
-        if self._body.include_usage:
-            chunk["usage"] = None
-        if event.stats is not None and (isinstance(event, End) or self._body.timings_per_token):
-            chunk["timings"] = timings([event.stats], [event.stats])
-        return sse(chunk)
+        stats = event.stats if isinstance(event, End) or self.with_timings else None
+        return self.chunk(self._choice(answer, [event]), stats)
 
-    def closing(self, answers: Sequence[GatheredAnswer]) -> bytes:
-        """The usage, where it is wanted, and the mark of the end."""
-        if not self._body.include_usage:
-            return DONE
-        return sse(self._envelope([]) | {"usage": self._usage(answers)}) + DONE
-
-    def whole(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
+    def response(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
         """The completion."""
         for answer in answers:
             for event in answer.events[:1]:
                 if isinstance(event, PromptLogprobs):
                     self._keep(answer.prompt, event)
-        choices = [self._choice(answer, answer.events) for answer in answers]
-        return self._envelope(choices) | {"usage": self._usage(answers)}
+        return self.with_usage([self._choice(answer, answer.events) for answer in answers], answers)
 
     def _decoded(self, prompt: Prompt) -> str:
         assert not isinstance(prompt.tokens, str)
-        return self._served.model.tokenizer.decode(prompt.tokens)
+        return self.served.model.tokenizer.decode(prompt.tokens)
 
     def _keep(self, prompt: int, event: PromptLogprobs) -> None:
         """Write the log-probabilities of a prompt once."""
         if prompt not in self._prompt_logprobs:
-            writer, ids = CompletionLogprobsWriter(self._served.model.tokenizer), self._ids[prompt]
+            writer, ids = CompletionLogprobsWriter(self.served.model.tokenizer), self._ids[prompt]
             assert not isinstance(ids, str)
             self._prompt_logprobs[prompt] = joined([writer.first(ids[0]), writer.write(event.found)])
 
@@ -169,32 +148,16 @@ class CompletionWriter(SseWriter):
         text = "".join(event.text for event in events if isinstance(event, TextDelta))
         if answer.index not in self._logprobs:
             text = echo + text
-            self._logprobs[answer.index] = CompletionLogprobsWriter(self._served.model.tokenizer, len(echo))
+            self._logprobs[answer.index] = CompletionLogprobsWriter(self.served.model.tokenizer, len(echo))
             parts = [self._prompt_logprobs[answer.prompt]] if answer.prompt in self._prompt_logprobs else []
         found = [logprob for event in events for logprob in event.logprobs]
         found += [] if end is None or end.ending is None else [end.ending]
-        wanted = self._body.logprobs is not None
         return {
             "index": answer.index,
             "text": text,
-            "logprobs": joined([*parts, self._logprobs[answer.index].write(found)]) if wanted else None,
+            "logprobs": joined([*parts, self._logprobs[answer.index].write(found)]) if self.wants_logprobs else None,
             "finish_reason": None if end is None else FINISH_REASONS[end.finish_reason],
         }
-
-    def _envelope(self, choices: list[CompletionChoice]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._served.name,
-            "system_fingerprint": self._served.fingerprint,
-            "choices": choices,
-        }
-
-    def _usage(self, answers: Sequence[GatheredAnswer]) -> Usage:
-        stats = [answer.stats for answer in answers if answer.stats is not None]
-        firsts = [answer.stats for answer in answers[:: self._count] if answer.stats is not None]
-        return usage(sum(map(len, self._ids)), stats, firsts)
 
 
 def _tokens(place: str, prompt: str | list[int], served: Served, *, beside: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a chat is made of: messages and tools as clients send them."""
+"""What a chat is made of: messages, tools, and the form of the answer, as clients send them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -7,7 +7,40 @@ from pydantic import Field
 
 from pi_runtime.server.api.body import MANY, TOKENS, Body, Unsupported, invalid
 from pi_runtime.server.api.other_servers import OtherServersChatFields
-from pi_runtime.server.api.response_format import Name, ResponseFormat
+
+Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+    schema_: Annotated[None, Unsupported("use json_schema")] = Field(default=None, alias="schema")
+
+
+class JsonSchema(Body):
+    """A schema, and its name, which changes nothing."""
+
+    name: Name
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], MANY] | None = Field(default=None, alias="schema")
+    strict: bool | None = Field(default=None, description="Accepted; every answer follows its schema.")
+
+
+class JsonSchemaFormat(Body):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class CacheBreakpoint(Body):
@@ -178,6 +211,16 @@ class ConversationFields(OtherServersChatFields):
     continue_final_message: bool | None = Field(
         default=None, description="The answer goes on where the last message, an assistant's, ends."
     )
+
+
+def schema_of(response_format: ResponseFormat | JsonSchema | None) -> Mapping[str, Any] | None:
+    """The schema that an answer must follow, if any."""
+    match response_format:
+        case JsonObjectFormat():
+            return {"type": "object"}
+        case JsonSchemaFormat(json_schema=JsonSchema(schema_=schema)) | JsonSchema(schema_=schema):
+            return {} if schema is None else schema
+    return None
 
 
 def allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[list[dict[str, Any]], Any]:

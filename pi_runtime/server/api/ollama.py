@@ -68,17 +68,8 @@ class Options(Body):
 
     def sampling_fields(self) -> SamplingFields:
         """The same settings under OpenAI's names."""
-        return SamplingFields(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=None if self.seed is None else self.seed % 2**63,
-            stop=self.stop,
-            repetition_penalty=self.repeat_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-        )
+        shared = self.model_dump(include=set(SamplingFields.model_fields), exclude={"seed"})
+        return SamplingFields(**shared, seed=None if self.seed is None else self.seed % 2**63)
 
 
 class OllamaFunction(Body):
@@ -270,11 +261,11 @@ class OllamaChatWriter:
                 return self._line("", "", answer.calls)
         return b""
 
-    def closing(self, answers: Sequence[GatheredAnswer]) -> bytes:
+    def final_events(self, answers: Sequence[GatheredAnswer]) -> bytes:
         """The line with the figures."""
         return to_json(self._object("", "", ()) | self._figures(answers)) + b"\n"
 
-    def whole(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
+    def response(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
         """The answer as one object."""
         said = [(answer.text, answer.reasoning, answer.calls) for answer in answers]
         return self._object(*(said[0] if said else ("", "", ()))) | self._figures(answers)

@@ -7,8 +7,7 @@ from pydantic import Discriminator, Field, Tag
 
 from pi_runtime.server.api.body import MANY, TOKENS, Body, Unsupported, invalid
 from pi_runtime.server.api.chat_prompt import arguments_of
-from pi_runtime.server.api.conversation import CacheBreakpoint, CalledFunction, NamedTool, Tool
-from pi_runtime.server.api.response_format import Name
+from pi_runtime.server.api.conversation import CacheBreakpoint, CalledFunction, Function, FunctionName, NamedTool
 from pi_runtime.server.api.served import Served
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -103,31 +102,22 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(Body):
+class OfFunctions(Body):
+    """What speaks of functions, which are the only tools."""
+
+    type: Literal["function"]
+
+
+class FunctionTool(Function, OfFunctions):
     """A function that the model may call."""
 
-    type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: Annotated[dict[str, Any], MANY] | None = Field(
-        default=None, description="JSON Schema of its arguments."
-    )
-    strict: bool | None = None
 
-    def as_tool(self) -> Tool:
-        """The same as chats have it."""
-        return Tool.model_validate({"type": "function", "function": self.model_dump(exclude={"type"})})
-
-
-class FunctionChoice(Body):
+class FunctionChoice(FunctionName, OfFunctions):
     """A function by its name."""
 
-    type: Literal["function"]
-    name: Name
-
-    def as_choice(self) -> NamedTool:
-        """The same as chats have it."""
-        return NamedTool.model_validate({"type": "function", "function": {"name": self.name}})
+    def as_chats_have_it(self) -> NamedTool:
+        """The same choice as chats have it."""
+        return NamedTool(type="function", function=self)
 
 
 class AllowedChoice(Body):

@@ -11,11 +11,20 @@ from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import SSE, GatheredAnswer, sse
 from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported, invalid
 from pi_runtime.server.api.chat_prompt import chat_prompt, reasoning_variables, rendered
-from pi_runtime.server.api.conversation import AllowedTools, AllowedToolsChoice, ToolChoice, allowed_tools
+from pi_runtime.server.api.conversation import (
+    AllowedTools,
+    AllowedToolsChoice,
+    JsonObjectFormat,
+    JsonSchema,
+    TextFormat,
+    Tool,
+    ToolChoice,
+    allowed_tools,
+    schema_of,
+)
 from pi_runtime.server.api.logprobs import TokenLogprob, chat_logprobs
 from pi_runtime.server.api.other_servers import OneAnswerFields
 from pi_runtime.server.api.request import GenerateRequest
-from pi_runtime.server.api.response_format import JsonObjectFormat, JsonSchema, TextFormat
 from pi_runtime.server.api.response_items import (
     AllowedChoice,
     FunctionChoice,
@@ -188,9 +197,9 @@ def response_request(body: ResponseRequest, served: Served) -> GenerateRequest:
     served.check_name(body.model)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "allowed only with stream: true")
-    tools, choice = allowed_tools([tool.as_tool() for tool in body.tools or []], _choice(body))
+    tools, choice = allowed_tools([Tool(type="function", function=tool) for tool in body.tools or []], _choice(body))
     messages = template_messages(body.instructions, body.input, served)
-    schema = _schema(body.text)
+    schema = schema_of(None if body.text is None else body.text.format)
     effort = reasoning_variables("reasoning.effort", None if body.reasoning is None else body.reasoning.effort, served)
     variables = {**effort, **(body.chat_template_kwargs or {})}
     text = rendered(served, messages, field="input", tools=tools, variables=variables)
@@ -234,11 +243,11 @@ class ResponseWriter:
             found = [self._output.event(kind, response=dict(self._response)) for kind in kinds]
         return _written([*found, *self._events(answer, event)])
 
-    def closing(self, answers: Sequence[GatheredAnswer]) -> bytes:  # noqa: ARG002  all events have been written
+    def final_events(self, answers: Sequence[GatheredAnswer]) -> bytes:  # noqa: ARG002  all events have been written
         """The event with the whole response."""
         return _written([self._output.event(f"response.{self._response['status']}", response=self._response)])
 
-    def whole(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
+    def response(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
         """The response as one object."""
         for answer in answers:
             for event in answer.events:
@@ -301,20 +310,11 @@ def _choice(body: ResponseRequest) -> ToolChoice | None:
         raise invalid("tool_choice", "allowed only with tools")
     match choice:
         case FunctionChoice():
-            return choice.as_choice()
+            return choice.as_chats_have_it()
         case AllowedChoice(mode=mode, tools=tools):
-            allowed = AllowedTools(mode=mode, tools=[tool.as_choice() for tool in tools])
+            allowed = AllowedTools(mode=mode, tools=[tool.as_chats_have_it() for tool in tools])
             return AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
     return choice
-
-
-def _schema(text: TextSettings | None) -> Mapping[str, Any] | None:
-    match None if text is None else text.format:
-        case JsonObjectFormat():
-            return {"type": "object"}
-        case JsonSchemaText(schema_=schema):
-            return {} if schema is None else schema
-    return None
 
 
 def _response(body: ResponseRequest, served: Served) -> Response:

@@ -211,11 +211,11 @@ class SessionWriter(SseWriter):
             chunk["timings"] = timings([event.stats], [event.stats])
         return sse(chunk | (self._ending(answer) if ended else {}))
 
-    def closing(self, answers: Sequence[GatheredAnswer]) -> bytes:  # noqa: ARG002  all has been said
+    def final_events(self, answers: Sequence[GatheredAnswer]) -> bytes:  # noqa: ARG002  all has been said
         """The mark of a stream's end."""
         return DONE
 
-    def whole(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
+    def response(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
         """The turn as one object."""
         (answer,) = answers
         said = {"text": answer.text, "tokens": answer.tokens}

@@ -165,7 +165,7 @@ def test_tokens_of_a_stop_string_are_not_shown(alphabet_chat: Chat, stream: bool
             choices = [data["choices"][0] for _, data in written]
         else:
             gathered.events += events
-            choices = writer.whole([gathered])["choices"]
+            choices = writer.response([gathered])["choices"]
         assert [token for choice in choices for token in choice["logprobs"]["tokens"]] == ["d", "e", "f"], cuts
 
 
