@@ -4,8 +4,8 @@
 
     pack(open_checkpoint("path/to/checkpoint"), "model.pi")
 
-The stages in their order are `open_checkpoint`, `read_corpus`, `profile`, `train`, `place`, `pack` and `evaluate`;
-`docs/reference/python.md` goes through them.
+The stages in their order are `open_checkpoint`, `read_corpus`, `profile`, `train`, `place`, `quantise`, `pack` and
+`evaluate`; `docs/reference/python.md` goes through them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from pi_compile.pipeline.stages import pack as pack
     from pi_compile.pipeline.stages import place as place
     from pi_compile.pipeline.stages import profile as profile
+    from pi_compile.pipeline.stages import quantise as quantise
     from pi_compile.pipeline.stages import read_corpus as read_corpus
     from pi_compile.pipeline.stages import train as train
 
-__all__ = ["evaluate", "open_checkpoint", "pack", "place", "profile", "read_corpus", "train"]
+__all__ = ["evaluate", "open_checkpoint", "pack", "place", "profile", "quantise", "read_corpus", "train"]
 
 _STAGES = "pi_compile.pipeline.stages"
 _HOMES = {
-    **dict.fromkeys(("pack", "place", "profile", "read_corpus", "train"), _STAGES),
+    **dict.fromkeys(("pack", "place", "profile", "quantise", "read_corpus", "train"), _STAGES),
     "evaluate": "pi_compile.evaluation",
     "open_checkpoint": "pi_compile.checkpoint",
 }

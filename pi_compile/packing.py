@@ -15,11 +15,11 @@ from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
 from pi_compile.checkpoint.tokenizer_files import read_text_files
 from pi_compile.errors import CheckpointError, ProfileError
 from pi_compile.files import file_digest
-from pi_compile.results import ActivationProfile, PredictorSet
+from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights, Stored
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.layout import place_arrays
-from pi_runtime.artifact.quantisation import RoundingError, as_stored
+from pi_runtime.artifact.quantisation import RoundingError, as_stored, dequantise
 from pi_runtime.artifact.rungs import exact_rung
 from pi_runtime.artifact.schema import Layer, Manifest, Plan, RowPlan
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
@@ -60,13 +60,15 @@ def pack(
     recipe: Mapping[str, Any],
     profile: ActivationProfile | None = None,
     predictor_set: PredictorSet | None = None,
+    quantised: QuantisedWeights | None = None,
     plans: Sequence[Plan] = (),
     row_plans: Sequence[RowPlan] = (),
     progress: Progress | None = None,
 ) -> PackResult:
     """Write the artifact of a checkpoint to `output`; the same inputs give the same bytes.
 
-    `recipe` is stored as it is. `profile` orders the neurons and is stored. `predictor_set` gives rungs and predictors.
+    `recipe` is stored as it is. `profile` orders the neurons and is stored. `predictor_set` gives rungs and predictors,
+    `quantised` matrices that are rounded already.
     `progress` is called with the bytes done and their total. Memory holds one block, one layer's matrix where neurons
     are reordered, and the scales of one quantised matrix. Raises CheckpointError for values that are not finite or that
     a format cannot hold, and what `ArtifactWriter` raises.
@@ -95,13 +97,19 @@ def pack(
     )
     expected = place_arrays(specs)[1] + sum(map(len, text.files.values()))
     with ArtifactWriter(output, expected_nbytes=expected) as writer:
-        values = _ArrayValues(checkpoint, profile, predictor_set, formats["ffn"])
+        values = _ArrayValues(checkpoint, profile, predictor_set, quantised, formats["ffn"])
         meter = _ProgressMeter(sum(s.nbytes_with_scales for n, s in specs.items() if not is_scales(n)), progress)
         errors: dict[str, RoundingError] = {}
         for name, array_spec in specs.items():
             if is_scales(name):  # written with the array they belong to
                 continue
-            error = writer.add_array(name, array_spec, meter.watch(array_spec, values.blocks(name, array_spec)))
+            blocks = meter.watch(array_spec, values.blocks(name, array_spec))
+            stored = values.rounded(name)
+            if stored is None:
+                error = writer.add_array(name, array_spec, blocks)
+            else:
+                error = _rounding_error(FORMATS[array_spec.format], stored, blocks)
+                writer.add_stored(name, array_spec, *stored)
             part = part_of(name)
             if error is not None and part is not None:
                 errors[part] = errors.get(part, RoundingError()) + error
@@ -121,6 +129,16 @@ def pack(
 def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
     """Number format of every part of the artifact; see `resolve_formats`."""
     return resolve_formats(checkpoint.formats(), spec.formats, tied_head=checkpoint.decoder.tied_head)
+
+
+def _rounding_error(fmt: Format, stored: Stored, blocks: Iterable[Array]) -> RoundingError:
+    """The error of a matrix that is rounded already; `blocks` are its values, checked as they are read."""
+    error, row = RoundingError(), 0
+    for block in blocks:
+        integers, scales = (array[row : row + len(block)] for array in stored)
+        error += RoundingError.between(block, dequantise(fmt, integers, scales, block.shape[-1]))
+        row += len(block)
+    return error
 
 
 class _ProgressMeter:
@@ -145,7 +163,21 @@ class _ArrayValues:
     checkpoint: Checkpoint
     profile: ActivationProfile | None
     predictor_set: PredictorSet | None
+    quantised: QuantisedWeights | None
     ffn_format: str
+
+    def rounded(self, name: str) -> Stored | None:
+        """The stored form of a matrix that is rounded already, in the order of the artifact's rows."""
+        if self.quantised is None or name not in self.quantised:
+            return None
+        order = self._order(name)
+        integers, scales = self.quantised[name]
+        return (integers, scales) if order is None else (integers[order], scales[order])
+
+    def _order(self, name: str) -> Array | None:
+        """The order of an array's neurons in the artifact; None where it stays, or there are none."""
+        layer, _, local = name.removeprefix("layers/").partition("/")
+        return self.profile.order[int(layer)] if self.profile is not None and local in NEURON_ARRAYS else None
 
     def blocks(self, name: str, spec: ArraySpec) -> Iterable[Array]:
         layer, _, local = name.removeprefix("layers/").partition("/")
@@ -153,24 +185,27 @@ class _ArrayValues:
             return self._signs(int(layer))
         if local.startswith("predictor/"):
             return [self._predictor(int(layer), local.removeprefix("predictor/"))]
-        if self.profile is None:
-            return _representable(self.checkpoint, name, spec, self.checkpoint.blocks(name))
-        if local == "ffn/order":
+        if self.profile is not None and local == "ffn/order":
             return [self.profile.order[int(layer)].astype(np.uint32)]
-        if local == "ffn/counts":
+        if self.profile is not None and local == "ffn/counts":
             return [self.profile.ordered_counts()[int(layer)].astype(np.uint64)]
-        order = self.profile.order[int(layer)] if local in NEURON_ARRAYS else None
-        return _representable(self.checkpoint, name, spec, self.checkpoint.blocks(name, order))
+        return _representable(self.checkpoint, name, spec, self.checkpoint.blocks(name, self._order(name)))
 
     def _signs(self, layer: int) -> Iterator[Array]:
         """Blocks of (rows, ⌈D / 64⌉) words: bit j is set where column j of `first`, as it is stored, is below 0."""
         name = f"layers/{layer}/ffn/first"
-        order = None if self.profile is None else self.profile.order[layer]
-        for block in self.checkpoint.blocks(name, order):
-            negative = as_stored(self.ffn_format, np.asarray(block, np.float32)) < 0
+        for block in self._as_stored(name):
+            negative = block < 0
             padded = np.zeros((len(block), -(-block.shape[1] // 64) * 64), bool)
             padded[:, : block.shape[1]] = negative
             yield np.packbits(padded, axis=1, bitorder="little").view("<u8")
+
+    def _as_stored(self, name: str) -> Iterable[Array]:
+        """The values of a matrix of the FFN as they are stored."""
+        rounded = self.rounded(name)
+        if rounded is not None:
+            return [dequantise(FORMATS[self.ffn_format], *rounded, self.checkpoint.array_shapes[name][-1])]
+        return (as_stored(self.ffn_format, b) for b in self.checkpoint.blocks(name, self._order(name)))
 
     def _predictor(self, layer: int, part: str) -> Array:
         assert self.predictor_set is not None

@@ -154,6 +154,13 @@ class PackSection(Section):
     """`auto`: the one of f16 and the quantised formats with which the model is predicted to run fastest."""
 
 
+class QuantiseSection(Section):
+    """How weights are rounded. The one table that may be missing, and is then not written."""
+
+    tokens: Annotated[int, Field(ge=0)]
+    """Tokens of the fit text on which errors of matrices in q4 make each other good; 0: rounded to nearest."""
+
+
 class Recipe(RecipeFile):
     """One model on one machine."""
 
@@ -164,6 +171,12 @@ class Recipe(RecipeFile):
     quality: QualitySection
     place: PlaceSection
     pack: PackSection
+    quantise: QuantiseSection = QuantiseSection(tokens=0)
+
+    @model_serializer(mode="wrap")
+    def _without_default(self, serialised: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialised(self)
+        return {key: value for key, value in fields.items() if key != "quantise" or self.quantise.tokens}
 
 
 def default_recipe(
@@ -249,7 +262,7 @@ def check_settings(**sections: Mapping[str, Any]) -> None:
     """
     data = default_recipe("any").model_dump()
     try:
-        Recipe.model_validate({**data, **{name: data[name] | values for name, values in sections.items()}})
+        Recipe.model_validate({**data, **{name: data.get(name, {}) | values for name, values in sections.items()}})
     except ValidationError as error:
         remedy = "docs/reference/recipe.md explains every key"
         raise UsageError(f"wrong arguments:{_problems(error, Recipe)}", remedy=remedy) from None

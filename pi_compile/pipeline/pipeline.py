@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pi_compile import quantising
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.part_formats import resolve_formats
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
@@ -31,7 +32,7 @@ from pi_compile.placement import SECONDS, Placement
 from pi_compile.planning import profile_of_dense
 from pi_compile.profiling import ProfileSpec, memory_bytes
 from pi_compile.recipe import Recipe, read_recipe
-from pi_compile.results import ActivationProfile, PredictorSet
+from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights
 from pi_compile.training import TrainingWork, TrainSpec
 from pi_compile.training.candidates import searches_for
 from pi_compile.workers import HEARTBEAT, LONE, Rank, Worker, WorkFolder
@@ -39,7 +40,7 @@ from pi_runtime.artifact.rungs import DENSE
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress
 
-Result = TypeVar("Result", Streams, ActivationProfile, PredictorSet)
+Result = TypeVar("Result", Streams, ActivationProfile, PredictorSet, QuantisedWeights)
 
 STORE = ".pi-build"
 """Folder beside the recipe that holds every recipe's intermediate results."""
@@ -192,7 +193,29 @@ class Pipeline:
             window=profile.window, batch=profile.batch, layers_at_once=profile.layers_at_once or None
         )
         tokens = (self.recipe.train.tokens, corpus.tune_tokens, corpus.report_tokens)
-        return max(memory_bytes(d, counting), TrainingWork.of(d, self._train_spec, 0.3, *tokens).memory_bytes)
+        rounding = quantising.QuantiseSpec(window=profile.window, batch=profile.batch, formats={})
+        return max(
+            memory_bytes(d, counting),
+            quantising.memory_bytes(d, rounding) if self.recipe.quantise.tokens else 0,
+            TrainingWork.of(d, self._train_spec, 0.3, *tokens).memory_bytes,
+        )
+
+    @cached_property
+    def quantised(self) -> QuantisedWeights | None:
+        """Matrices that are rounded on text; None where the recipe rounds to nearest."""
+        amount, formats = self.recipe.quantise.tokens, self.recipe.pack.model_dump()
+        if not amount:
+            return None
+        tokens = self.streams.fit[:amount]
+        settings = self.recipe.profile.model_dump(include={"window", "batch", "threads"})
+        key = key_of(
+            checkpoint=self.checkpoint.digest(),
+            text=token_digest(tokens),
+            settings={**settings, "formats": formats, "device": self._kind},
+            code=code_digest("pi_compile.quantising.stage"),
+        )
+        rounding = partial(stages.quantise, self.checkpoint, tokens, **settings, formats=formats, device=self.device)
+        return self._stored("quantise", key, QuantisedWeights, self._shown("quantising", "steps", rounding, key))
 
     @property
     def refined(self) -> ActivationProfile:
@@ -252,6 +275,7 @@ class Pipeline:
             checkpoint=self.checkpoint.digest(),
             profile=profile and profile.digest(),
             trained=trained and trained.digest(),
+            quantised=self.quantised and self.quantised.inputs,
             plans=[asdict(p) for p in self.plans],
             recipe=recipe,
             output=str(output.resolve()),
@@ -274,6 +298,7 @@ class Pipeline:
                     profile=profile,
                     predictors=trained,
                     placements=self.placements,
+                    quantised=self.quantised,
                     formats=recipe["pack"],
                     recipe=recipe,
                     progress=progress,
@@ -356,6 +381,8 @@ def pack_plain(recipe_path: Path, output: Path, *, progress: Progress, notice: C
     result = stages.pack(checkpoint, output, formats=settings["pack"], recipe=settings, progress=progress)
     for line in (*checkpoint.notices, *result.notices):
         notice(line)
+    if recipe.quantise.tokens:
+        notice("without profiling weights are rounded to nearest: [quantise] has no effect")
     return pack_report(result)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from pi_compile import packing, profiling, training
+from pi_compile import packing, profiling, quantising, training
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.part_formats import AUTO, KEEP, PREDICTOR_FORMATS
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
@@ -24,8 +24,9 @@ from pi_compile.packing import PackResult, PackSpec, part_formats
 from pi_compile.pipeline.recipe_placement import place_budgets
 from pi_compile.placement import SECONDS, Placement
 from pi_compile.profiling import ProfileSpec
+from pi_compile.quantising import QuantiseSpec
 from pi_compile.recipe import check_settings
-from pi_compile.results import ActivationProfile, PredictorSet
+from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights
 from pi_compile.torch_model import Estimate
 from pi_compile.training import Texts, TrainSpec
 from pi_compile.workers import WorkFolder, work_folder
@@ -245,6 +246,49 @@ def place(
     )
 
 
+def quantise(
+    checkpoint: Checkpoint,
+    tokens: npt.NDArray[np.integer],
+    *,
+    formats: Mapping[str, str],
+    window: int = 512,
+    batch: int = 8,
+    threads: int = 1,
+    device: str = "cpu",
+    scratch: WorkFolder | Path | None = None,
+    inputs: str = "",
+    notice: Callable[[str], None] = lambda _line: None,
+    progress: Progress = lambda _done, _total: None,
+) -> QuantisedWeights:
+    """Round the matrices of attention and FFN that go to q4, so that the model's outputs change least (GPTQ).
+
+    `tokens` are ids (T,) of a text; 65,536 suffice. They go through the layers one after the other, each with the
+    layers before it rounded. What one weight loses is made good by those that are rounded after it. `formats` are as
+    for `train`, and the rest as for `profile`.
+
+    Returns the stored form of each matrix, for `pack`; nothing where neither attention nor FFN is in q4. The same
+    settings give the same bytes on the same processor, whatever the number of workers.
+
+    Raises CorpusError for fewer tokens than one window, CheckpointError for weights that are not finite.
+
+    >>> rounded = quantise(checkpoint, corpus.fit, formats={"ffn": "q4"})
+    >>> sorted(rounded)[:2]
+    ['layers/0/ffn/first', 'layers/0/ffn/rest']
+    """
+    check_settings(profile={"window": window, "batch": batch, "threads": threads})
+    resolved = _formats(checkpoint, formats)
+    spec = QuantiseSpec(formats=resolved, window=window, batch=batch, threads=threads, device=device)
+    if spec.arrays():
+        needs = quantising.estimate(checkpoint.decoder, len(tokens), spec)
+        notice(_announced("quantising", len(tokens), needs, scratch))
+    else:
+        notice("nothing is rounded on text: neither attention nor FFN goes to q4")
+    with work_folder(scratch) as work:
+        found = quantising.quantise_weights(checkpoint, tokens, spec, work=work, inputs=inputs, progress=progress)
+        # Who has a folder with workers saves the result there; else the folder may be gone.
+        return found if work is scratch else found.in_memory()
+
+
 def pack(
     checkpoint: Checkpoint,
     output: Path | str,
@@ -252,14 +296,16 @@ def pack(
     profile: ActivationProfile | None = None,
     predictors: PredictorSet | None = None,
     placements: Sequence[Placement] = (),
+    quantised: QuantisedWeights | None = None,
     formats: Mapping[str, str] = KEPT,
     recipe: Mapping[str, Any] | None = None,
     progress: Progress = lambda _done, _total: None,
 ) -> PackResult:
     """Write the artifact of a checkpoint, which `pi_runtime.load` and `pi-run` run.
 
-    `profile` orders the neurons, `predictors` give rungs and predictors, `placements` are stored as plans. Each may be
-    left out: the checkpoint alone gives an artifact that skips nothing but what is exactly zero. `formats` are as for
+    `profile` orders the neurons, `predictors` give rungs and predictors, `placements` are stored as plans, `quantised`
+    has matrices that are rounded already. Each may be left out: the checkpoint alone gives an artifact that skips
+    nothing but what is exactly zero, and whose weights are rounded to nearest. `formats` are as for
     `train`; predictors have the format that training chose. `recipe` is stored as it is. `progress` is called with the
     bytes done and their total.
 
@@ -279,6 +325,7 @@ def pack(
         recipe=recipe or {},
         profile=profile if profile is None or predictors is None else predictors.refine(profile),
         predictor_set=predictors,
+        quantised=quantised,
         plans=[p.plan for p in placements if not p.rows],
         row_plans=[p.row_plan for p in placements if p.rows and not p.assignment.uses_gpu],
         progress=progress,

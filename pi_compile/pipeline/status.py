@@ -9,7 +9,7 @@ from pi_compile.pipeline.store import WORKERS
 from pi_compile.recipe import read_recipe
 from pi_compile.workers import HEARTBEAT, PATIENCE, failures_in, silence, workers_in
 
-STAGES = ("corpus", "profile", "train", "pack")
+STAGES = ("corpus", "profile", "train", "quantise", "pack")
 SLACK = 5.0
 """Seconds by which a file's time may be late on a network."""
 _SHOWN = ("name", "host", "pid", "rank", "launcher", "stage", "task", "task_seconds")
@@ -20,13 +20,13 @@ def build_status(recipe: Path) -> dict[str, Any]:
 
     A stage is `begun` while it has unfinished work, also after a build was killed. Raises RecipeError.
     """
-    read_recipe(recipe)
+    stages = [stage for stage in STAGES if stage != "quantise" or read_recipe(recipe).quantise.tokens]
     folder = store_folder(recipe)
     begun = {path.name.partition("-")[0]: path for path in sorted(folder.glob("*.work"))}
     shown = [worker | {"silent_seconds": silence(folder / WORKERS, worker)} for worker in workers_in(folder / WORKERS)]
     return {
         "recipe": str(recipe),
-        "stages": {stage: _state(folder, stage, begun) for stage in STAGES},
+        "stages": {stage: _state(folder, stage, begun) for stage in stages},
         **_progress(shown),
         "workers": [{key: worker[key] for key in (*_SHOWN, "silent_seconds")} for worker in shown],
         "failed": [{"stage": stage, **failed} for stage, work in begun.items() for failed in failures_in(work)],

@@ -1,6 +1,7 @@
 """What stages hand to each other: records that are saved whole and loaded with their digests.
 
-The activation profile of `profile`, the order of the neurons that follows from it, and the predictors of `train`.
+The activation profile of `profile`, the order of the neurons that follows from it, the predictors of `train`, and the
+matrices that `quantise` has rounded.
 """
 
 from pi_compile.results.activation_profile import (
@@ -13,6 +14,7 @@ from pi_compile.results.activation_profile import (
 )
 from pi_compile.results.neuron_order import order_neurons
 from pi_compile.results.predictor_set import LayerRow, Matrices, PredictorSet, PredictorsOnDisk
+from pi_compile.results.quantised_weights import QuantisedWeights, Stored, read_stored, stored_entries
 
 __all__ = [
     "GROUP",
@@ -25,5 +27,9 @@ __all__ = [
     "Matrices",
     "PredictorSet",
     "PredictorsOnDisk",
+    "QuantisedWeights",
+    "Stored",
     "order_neurons",
+    "read_stored",
+    "stored_entries",
 ]

@@ -59,16 +59,20 @@ def embed(d: Decoder, global_w: NamedTensors, ids_BT: Tensor) -> Tensor:
 
 
 def layers(
-    d: Decoder, weights: Iterable[NamedTensors], states: Sequence[Tensor], on_ffn: OnFfn | None = None
+    d: Decoder,
+    weights: Iterable[NamedTensors],
+    states: Sequence[Tensor],
+    on_ffn: OnFfn | None = None,
+    on_input: OnInput | None = None,
 ) -> Iterator[Sequence[Tensor]]:
     """Push batches of hidden states (B, T, D) through layers, all through one before the next; yields those after each.
 
-    `on_ffn` sees what goes through each FFN, and may change it.
+    `on_ffn` sees what goes through each FFN, and may change it; `on_input` sees what goes into attention's matrices.
     """
     states = list(states)
     for layer, w in enumerate(weights):
         for batch, x_BTD in enumerate(states):
-            residual, inputs = before_ffn(d, w, x_BTD)
+            residual, inputs = before_ffn(d, w, x_BTD, on_input)
             h = neurons(d, w, inputs)
             if on_ffn is not None:
                 h = on_ffn(layer, batch, w, inputs, h)

@@ -19,7 +19,7 @@ from pi_compile.results import ActivationProfile
 from pi_runtime.artifact import verify
 from pi_runtime.errors import UsageError
 
-ROAD = ("open_checkpoint", "read_corpus", "profile", "train", "place", "pack", "evaluate")
+ROAD = ("open_checkpoint", "read_corpus", "profile", "train", "place", "quantise", "pack", "evaluate")
 """The names in the order in which they are used."""
 EXAMPLE = ROOT / "docs" / "examples" / "python_api.py"
 

@@ -51,7 +51,7 @@ def test_every_key_is_documented_in_order() -> None:
 def test_a_documented_key_is_as_documented(section: str, key: str, field: FieldInfo) -> None:
     row = documented()[section][key]
     if (section, key) != ("model", "path"):
-        assert row["default"] == f"`{json.dumps(DEFAULT[section].get(key, field.default))}`"
+        assert row["default"] == f"`{json.dumps(DEFAULT.get(section, {'tokens': 0}).get(key, field.default))}`"
     assert re.findall(r'`"([\w-]+)"`', row["value"]) == list(filter(None, literals(field.annotation)))
     bounds = [b for m in field.metadata for b in (getattr(m, "ge", None), getattr(m, "gt", None)) if b is not None]
     assert all(str(bound) in row["value"] for bound in bounds)
@@ -69,6 +69,18 @@ def test_an_activation_is_written_where_there_is_one(tmp_path: Path) -> None:
     assert read_recipe(tmp_path / "r.toml") == recipe
     assert recipe.model_dump()["model"]["activation"] == "relu"
     assert "activation" not in default_recipe("m.gguf").model_dump()["model"]
+
+
+def test_rounding_on_text_is_written_where_it_is_wanted(tmp_path: Path) -> None:
+    plain = default_recipe("m")
+    assert "quantise" not in plain.model_dump()
+    assert "[quantise]" not in plain.to_toml()
+    wanted = Recipe.model_validate({**plain.model_dump(), "quantise": {"tokens": 65536}})
+    (tmp_path / "r.toml").write_text(wanted.to_toml())
+    assert read_recipe(tmp_path / "r.toml") == wanted
+    (tmp_path / "r.toml").write_text(f"{plain.to_toml()}\n[quantise]\ntokens = -1\n")
+    with pytest.raises(RecipeError, match=r"quantise\.tokens"):
+        read_recipe(tmp_path / "r.toml")
 
 
 def test_a_recipe_is_frozen() -> None:

@@ -19,7 +19,7 @@ def small_recipe(**changes: dict[str, object]) -> Recipe:
     data["train"] |= {"tokens": 512, "steps": 4}
     data["place"] |= {"machine": "stand-in"}
     for section, values in changes.items():
-        data[section] |= values
+        data[section] = data.get(section, {}) | values
     return Recipe.model_validate(data)
 
 

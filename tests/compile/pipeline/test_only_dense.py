@@ -10,10 +10,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import numpy as np
 from support.hf import edit_json
 from support.small_project import small_project
 
-from pi_compile.pipeline.pipeline import Pipeline
+from pi_compile.pipeline.pipeline import Pipeline, pack_plain
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
 
@@ -70,3 +71,30 @@ def test_a_rung_that_skips_small_values_is_looked_for(recipe: Path) -> None:
     line = next(line for line in text.splitlines() if line.startswith("rungs"))
     recipe.write_text(text.replace(line, 'rungs = ["dense", "threshold"]'))
     assert "train" in built(recipe)[0]
+
+
+def quantised(recipe: Path) -> Path:
+    """The recipe with its FFN in q4, rounded on text."""
+    text = recipe.read_text().replace('ffn = "keep"', 'ffn = "q4"')
+    recipe.write_text(f"{text}\n[quantise]\ntokens = 640\n")
+    return recipe
+
+
+def test_weights_are_rounded_on_text(recipe: Path) -> None:
+    ran, said, output = built(quantised(recipe))
+    assert ran == ["corpus", "quantise", "pack"]
+    assert any(line.startswith("quantising on 640 tokens") for line in said)
+    assert built(recipe)[0] == []
+    plain = recipe.with_name("plain.pi")
+    pack_plain(recipe, plain, progress=lambda _done, _total: None, notice=said.append)
+    assert said[-1] == "without profiling weights are rounded to nearest: [quantise] has no effect"
+    with Artifact.open(output) as rounded, Artifact.open(plain) as nearest:
+        assert rounded.manifest.recipe["quantise"] == {"tokens": 640}
+        pairs = [
+            (name, e.sha256 == nearest.manifest.arrays[name].sha256) for name, e in rounded.manifest.arrays.items()
+        ]
+    assert {name.split("/", 2)[-1] for name, same in pairs if not same} == {
+        *("ffn/first", "ffn/first_scales", "ffn/rest", "ffn/rest_scales")
+    }
+    with load(output) as model, load(plain) as other:
+        assert not np.array_equal(model.logits([1, 5, 9]), other.logits([1, 5, 9]))

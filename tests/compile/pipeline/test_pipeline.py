@@ -178,6 +178,7 @@ def change_recipe(**changes: dict[str, object]) -> object:
         # Rungs are chosen for the machine; here they come out the same.
         pytest.param(change_recipe(place={"machine": "pc-low"}), ["train", "pack"], id="machine"),
         pytest.param(change_recipe(pack={"head": "f16", "embedding": "f16"}), ["pack"], id="pack-section"),
+        pytest.param(change_recipe(quantise={"tokens": 512}), ["quantise", "pack"], id="quantise-section"),
     ],
 )
 def test_what_changed_and_what_depends_on_it_runs_again(built: Path, change: object, stages: list[str]) -> None:

@@ -1,0 +1,121 @@
+"""Rounding a matrix so that its products come out right: GPTQ's compensation of errors.
+
+A matrix is multiplied by inputs x (K,) whose second moment is H = E[x xᵀ]. If rounding changes W (K, N), the transposed
+matrix, by E, the mean square of the change of the products Wᵀ x is Σₙ Eₙᵀ H Eₙ. Rows of W are rounded one after the
+other, and what one of them loses is made good by those that are not rounded yet. With U the upper Cholesky factor of
+(H + δ)⁻¹ the best change of those rows is
+
+    e = (w_k − ŵ_k) / U_kk        w_j ← w_j − U_kj e   for j > k
+
+(Frantar et al. 2022, *GPTQ*, equations 2 to 4). δ is `DAMPING` of the mean of H's diagonal. An input that is always 0
+has no part in this: its row is rounded to nearest.
+
+Shape letters: K inputs, N outputs, B = 32 values of a block.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pi_compile.results import Stored
+from pi_runtime.artifact.formats import BLOCK, Format
+from pi_runtime.artifact.quantisation import as_blocks, empty_stored, nearest, pack_blocks, round_blocks
+
+Array = npt.NDArray[np.float32]
+RoundRow = Callable[[int, Array], Array]
+"""(number of a row, its values (N,)) → the rounded values."""
+
+DAMPING = 0.01
+"""Part of the mean of H's diagonal that is added to all of it, GPTQ's own."""
+_ROWS_AT_ONCE = 2048
+"""Rows of a matrix that are compensated together; each has its errors to itself."""
+
+
+def inverse_factor(moment_KK: torch.Tensor) -> torch.Tensor:
+    """The upper Cholesky factor U of (H + δ)⁻¹ in float32, so that UᵀU is the inverse."""
+    h = moment_KK.clone()
+    mean = float(h.diagonal().mean())
+    h.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
+    factor: torch.Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor.float()
+
+
+def round_along_inputs(fmt: Format, rows_NK: Array, factor_KK: torch.Tensor) -> Stored:
+    """Round a matrix (N, K) whose blocks lie along its inputs, as those of all matrices but `down` do.
+
+    A block's scale is chosen when its first column is reached, by the error (w − ŵ)² / U_kk² that nothing makes good.
+    """
+    out = empty_stored(fmt, rows_NK.shape)
+    for start in range(0, len(rows_NK), _ROWS_AT_ONCE):
+        part = slice(start, start + _ROWS_AT_ONCE)
+        q_BM, scale_M = _along_inputs(fmt, rows_NK[part], factor_KK)
+        out[0][part], out[1][part] = pack_blocks(fmt, q_BM, scale_M, rows_NK.shape[1])
+    return out
+
+
+def _along_inputs(fmt: Format, rows_NK: Array, factor_KK: torch.Tensor) -> tuple[Array, Array]:
+    """Integers (B, M) and scales (M,) of all M blocks of a matrix, row by row."""
+    importance_K1 = np.square(1 / factor_KK.diagonal().numpy())[:, None]
+    w_KN = torch.from_numpy(np.ascontiguousarray(rows_NK.T))
+    n, blocks = len(rows_NK), -(-len(w_KN) // BLOCK)
+    q_KN = np.zeros((blocks * BLOCK, n), np.float32)
+    scales = np.zeros((blocks, n), np.float32)
+
+    def begin(first: int, w_BN: Array) -> RoundRow:
+        whole, importance = np.zeros((2, BLOCK, n), np.float32)
+        whole[: len(w_BN)], importance[: len(w_BN)] = w_BN, importance_K1[first : first + len(w_BN)]
+        _, scale = round_blocks(fmt, whole, importance)
+        scales[first // BLOCK] = scale
+
+        def round_row(k: int, w_N: Array) -> Array:
+            q_KN[k] = nearest(fmt, w_N, scale)
+            rounded: Array = q_KN[k] * scale
+            return rounded
+
+        return round_row
+
+    _compensated(w_KN, factor_KK, begin)
+    return q_KN.reshape(blocks, BLOCK, n).transpose(1, 2, 0).reshape(BLOCK, -1), scales.T.ravel()
+
+
+def round_inputs(fmt: Format, rows_KN: Array, moment_KK: torch.Tensor) -> Stored:
+    """Round a matrix (K, N) whose blocks lie along its outputs, as those of `down` do: row k is what input k adds.
+
+    Inputs of the largest mean square come first, so that the others make good what they lose.
+    """
+    order = torch.argsort(moment_KK.diagonal(), descending=True, stable=True)
+    w_KN = torch.from_numpy(rows_KN)[order]
+    out = empty_stored(fmt, rows_KN.shape)
+
+    def begin(_first: int, _w_BN: Array) -> RoundRow:
+        def round_row(k: int, w_N: Array) -> Array:
+            row = int(order[k])
+            q, scale = round_blocks(fmt, as_blocks(w_N[None]))
+            stored, scales = pack_blocks(fmt, q, scale, len(w_N))
+            out[0][row], out[1][row] = stored[0], scales[0]
+            return np.ascontiguousarray((q * scale).T.reshape(-1)[: len(w_N)])
+
+        return round_row
+
+    _compensated(w_KN, inverse_factor(moment_KK[order][:, order]), begin)
+    return out
+
+
+def _compensated(w_KN: torch.Tensor, factor_KK: torch.Tensor, begin: Callable[[int, Array], RoundRow]) -> None:
+    """Round rows one after the other, moving each one's error to those after it; `w_KN` is used up.
+
+    `begin` gets `BLOCK` rows at a time, with the number of the first, and returns what rounds each of them.
+    """
+    for first in range(0, len(w_KN), BLOCK):
+        last = min(first + BLOCK, len(w_KN))
+        w_BN, u_BB = w_KN[first:last].numpy(), factor_KK[first:last, first:last].numpy()
+        error_BN = np.empty_like(w_BN)
+        round_row = begin(first, w_BN)
+        for k in range(last - first):
+            error_BN[k] = (w_BN[k] - round_row(first + k, w_BN[k])) / u_BB[k, k]
+            w_BN[k + 1 :] -= u_BB[k, k + 1 :, None] * error_BN[k]
+        # All later blocks at once: one product in place of 32 passes over the rest of the matrix.
+        w_KN[last:] -= factor_KK[first:last, last:].T @ torch.from_numpy(error_BN)

@@ -1,0 +1,233 @@
+"""Quantise: round the matrices of attention and FFN, layer by layer, so that the model's outputs change least.
+
+A layer's second moments are those of a text as the layers before, already rounded, have left it. So layers follow one
+another. The text is split into at most `PARTS` parts; a part's way through a layer is a task, and any number of workers
+share them. Sums of parts are added in the order of the parts, and one task rounds a layer, so that the result is the
+same whoever does what.
+
+Only formats in `CALIBRATED` are rounded so; the embedding and the head are not, because the rows of one are inputs too,
+and the other is read whole for each token and is best kept in q8.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial, reduce
+from itertools import pairwise
+from operator import add
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pi_compile.checkpoint import Checkpoint
+from pi_compile.files import read_arrays, write_arrays, write_text
+from pi_compile.quantising.compensation import inverse_factor, round_along_inputs, round_inputs
+from pi_compile.quantising.moments import FIRST, OUT, QKV, down, neuron_ranges, second_moments, sizes
+from pi_compile.results import QuantisedWeights, Stored, read_stored, stored_entries
+from pi_compile.torch_model import (
+    PROCESS_BYTES,
+    Estimate,
+    ResidentLayers,
+    computing_with,
+    flops_per_s,
+    layer_parameters,
+)
+from pi_compile.torch_model import decoder as td
+from pi_compile.workers import WorkFolder
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.formats import FORMATS, Format
+from pi_runtime.artifact.quantisation import dequantise
+
+Tokens = npt.NDArray[np.integer]
+Progress = Callable[[int, int], None]
+
+CALIBRATED = ("q4",)
+"""Formats that are coarse enough for errors to be worth making good."""
+PARTS = 8
+"""Most parts of the text: a part's second moments lie on disk until its layer is rounded."""
+REST = "ffn/rest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantiseSpec:
+    """How matrices are rounded."""
+
+    formats: Mapping[str, str]
+    """Number format of each part of the artifact."""
+    window: int = 512
+    """Tokens of one sequence; at most the model's context."""
+    batch: int = 8
+    """Sequences in one forward pass. It can change the result, as `threads` can."""
+    threads: int = 1
+    """Threads that a task computes with."""
+    device: str = "cpu"
+    """cpu or cuda:N."""
+
+    def arrays(self) -> dict[str, Format]:
+        """The matrices of a layer that are rounded, with their formats."""
+        parts = {QKV: "attention", OUT: "attention", FIRST: "ffn", REST: "ffn"}
+        formats = {name: self.formats[part] for name, part in parts.items()}
+        return {name: FORMATS[fmt] for name, fmt in formats.items() if fmt in CALIBRATED}
+
+
+def memory_bytes(d: Decoder, spec: QuantiseSpec) -> int:
+    """Memory of one worker: the weights of two layers, states and neuron values of a batch, second moments."""
+    rows = spec.batch * spec.window
+    moments = 8 * sum(k * k for k in sizes(d).values()) + 5 * 8 * max(sizes(d).values()) ** 2
+    weights = 8 * layer_parameters(d, d.n_experts) + 4 * d.vocab_size * d.d_model
+    return PROCESS_BYTES + weights + moments + 4 * rows * max(2 * d.neurons + 4 * d.d_model, 12 * d.d_model)
+
+
+def estimate(d: Decoder, tokens: int, spec: QuantiseSpec) -> Estimate:
+    """Time by short measurements on the device, disk for states and second moments, memory of one worker."""
+    with computing_with(spec.threads):
+        products = flops_per_s(min(spec.batch * spec.window, 1024), d.d_model, min(d.d_ff, 4096), spec.device)
+    moments = sum(k * k for k in sizes(d).values())
+    text = tokens * (4 * layer_parameters(d, d.experts_per_token) + 2 * moments)
+    rounding = 2 * sum(k**3 for k in sizes(d).values()) + 2 * layer_parameters(d, d.n_experts) * d.d_model
+    # A weight's rounding takes about as long as 500 operations of a product.
+    seconds = d.n_layers * (text + rounding + 500 * layer_parameters(d, d.n_experts)) / products
+    return Estimate(seconds, tokens * d.d_model * 8 + PARTS * 8 * moments, memory_bytes(d, spec))
+
+
+def quantise_weights(
+    checkpoint: Checkpoint, tokens: Tokens, spec: QuantiseSpec, *, work: WorkFolder, inputs: str, progress: Progress
+) -> QuantisedWeights:
+    """Round a checkpoint's matrices on a token stream, with all workers that have the same folder to work in.
+
+    What an earlier, killed run with the same `inputs` left there is reused. Matrices are read from the folder when they
+    are needed. Raises CorpusError for a text shorter than one window, CheckpointError for weights that are not finite.
+    """
+    if not spec.arrays():
+        return QuantisedWeights((), read=dict[str, Stored]().__getitem__, inputs=inputs)
+    ids_NT = td.windows(tokens, min(spec.window, checkpoint.decoder.context_length))
+    run = _Run(checkpoint, ids_NT, spec, work.path, ResidentLayers(checkpoint, spec.device))
+    tasks = run.tasks()
+    with torch.inference_mode(), computing_with(spec.threads):
+        work.run(tasks, run.needs(), lambda done: progress(len(done.intersection(tasks)), len(tasks)))
+    names = tuple(f"layers/{n}/{name}" for n in run.layers for name in spec.arrays())
+
+    def read(name: str) -> Stored:
+        _, layer, local = name.split("/", 2)
+        return read_stored(run.folder / run.rounded(int(layer)), local)
+
+    return QuantisedWeights(names, read, inputs)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The tasks of one quantising; their files lie in `folder`."""
+
+    checkpoint: Checkpoint
+    ids_NT: torch.Tensor
+    spec: QuantiseSpec
+    folder: Path
+    resident: ResidentLayers
+
+    @property
+    def layers(self) -> range:
+        return range(self.checkpoint.decoder.n_layers)
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        """The windows of each part: whole batches, as evenly as they go."""
+        batches = torch.split(self.ids_NT, self.spec.batch)
+        count = min(PARTS, len(batches))
+        bounds = [len(batches) * n // count for n in range(count + 1)]
+        return [torch.cat(batches[start:stop]) for start, stop in pairwise(bounds)]
+
+    def tasks(self) -> dict[str, Callable[[], None]]:
+        """Every task by the file that it makes, layer by layer."""
+        found: dict[str, Callable[[], None]] = {}
+        for layer in self.layers:
+            found |= {self._pushed(layer, n): partial(self._push, layer, n) for n in range(len(self.parts))}
+            found[self.rounded(layer)] = partial(self._round, layer)
+        return found
+
+    def needs(self) -> dict[str, list[str]]:
+        """A layer is rounded when all parts are there; a part goes on when the layer before is rounded."""
+        parts = range(len(self.parts))
+        rounded = {self.rounded(layer): [self._pushed(layer, n) for n in parts] for layer in self.layers}
+        return rounded | {self._pushed(layer, n): [self.rounded(layer - 1)] for layer in self.layers[1:] for n in parts}
+
+    def rounded(self, layer: int) -> str:
+        """File of a layer's rounded matrices."""
+        return f"layer-{layer}.npz"
+
+    def _pushed(self, layer: int, n: int) -> str:
+        """File that says that a part's second moments in a layer are there."""
+        return f"pushed-{layer}-{n}"
+
+    def _moments(self, layer: int, n: int) -> Path:
+        return self.folder / f"moments-{layer}-{n}.npz"
+
+    def _states(self, layer: int, n: int) -> Path:
+        """File of a part's states before a layer."""
+        return self.folder / f"states-{layer}-{n}.npz"
+
+    def _push(self, layer: int, n: int) -> None:
+        """Push a part through the rounded layer before, and sum the second moments of this one."""
+        d = self.checkpoint.decoder
+        batches = list(self._before(layer, n))
+        (w,) = self.resident.weights(range(layer, layer + 1))
+        sums = second_moments(d, w, batches, lambda x: x.to(self.spec.device))
+        write_arrays(self._moments(layer, n), {name: moment.numpy() for name, moment in sums.items()})
+        if layer > 0 and layer + 1 < d.n_layers:
+            write_arrays(self._states(layer, n), {"states": torch.cat(batches).numpy()})
+        write_text(self.folder / self._pushed(layer, n), "")
+        self._states(layer - 1, n).unlink(missing_ok=True)
+
+    def _before(self, layer: int, n: int) -> Iterator[torch.Tensor]:
+        """The states of a part before a layer, batch by batch, on the CPU."""
+        if layer < 2:
+            batches = [self.resident.embed(ids).cpu() for ids in torch.split(self.parts[n], self.spec.batch)]
+        else:
+            states = read_arrays(self._states(layer - 1, n))["states"]
+            batches = list(torch.split(torch.from_numpy(states), self.spec.batch))
+        if layer == 0:
+            yield from batches
+            return
+        w = self._rounded_weights(layer - 1)
+        for x in batches:
+            ((after,),) = td.layers(self.checkpoint.decoder, [w], [x.to(self.spec.device)])
+            yield after.cpu()
+
+    def _rounded_weights(self, layer: int) -> dict[str, torch.Tensor]:
+        """The weights of a layer as they will be stored."""
+        (w,) = self.resident.weights(range(layer, layer + 1))
+        found = dict(w)
+        for name, fmt in self.spec.arrays().items():
+            values = dequantise(fmt, *read_stored(self.folder / self.rounded(layer), name), w[name].shape[-1])
+            found[name] = torch.from_numpy(values).to(self.spec.device)
+        return found
+
+    def _round(self, layer: int) -> None:
+        """Round the matrices of a layer by the second moments of all parts."""
+        parts = [self._moments(layer, n) for n in range(len(self.parts))]
+
+        def moment(name: str) -> torch.Tensor:
+            return reduce(add, (torch.from_numpy(read_arrays(path, names=[name])[name]) for path in parts))
+
+        values = self.checkpoint.layer_values(layer)
+        found: dict[str, npt.NDArray[np.generic]] = {}
+        for name, fmt in self.spec.arrays().items():
+            stored = (
+                round_along_inputs(fmt, values[name], inverse_factor(moment(name)))
+                if name != REST
+                else self._round_rest(fmt, values[name], moment)
+            )
+            found |= stored_entries(name, stored)
+        write_arrays(self.folder / self.rounded(layer), found)
+        for path in parts:
+            path.unlink(missing_ok=True)
+
+    def _round_rest(self, fmt: Format, rest: npt.NDArray[np.float32], moment: Callable[[str], torch.Tensor]) -> Stored:
+        """Round `rest` (F, k, D): up along its inputs, down neuron by neuron."""
+        ranges = neuron_ranges(self.checkpoint.decoder)
+        each = [round_inputs(fmt, rest[part.start : part.stop, -1], moment(down(n))) for n, part in enumerate(ranges)]
+        rounded = [tuple(np.concatenate(arrays) for arrays in zip(*each, strict=True))]
+        if rest.shape[1] == 2:
+            rounded.insert(0, round_along_inputs(fmt, rest[:, 0], inverse_factor(moment(FIRST))))
+        integers, scales = zip(*rounded, strict=True)
+        return np.stack(integers, axis=1), np.stack(scales, axis=1)

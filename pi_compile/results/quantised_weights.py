@@ -1,0 +1,78 @@
+"""What quantising found: matrices in their stored form, rows in the checkpoint's order."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_compile.errors import ProfileError
+from pi_compile.files import check_arrays, read_arrays, write_array_stream
+
+Array = npt.NDArray[Any]
+Stored = tuple[Array, Array]
+"""Stored integers of a matrix, and its stored scales."""
+_META = "meta"
+
+
+class QuantisedWeights(Mapping[str, Stored]):
+    """Matrices by their names in the artifact, each read when it is asked for: together they are the model."""
+
+    def __init__(self, names: tuple[str, ...], read: Callable[[str], Stored], inputs: str) -> None:
+        self._names, self._read = names, read
+        self.inputs = inputs
+        """Digest of what they were made from."""
+
+    def __getitem__(self, name: str) -> Stored:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def in_memory(self) -> Self:
+        """The same, with all matrices read: for one whose files will be gone."""
+        found = dict(self)
+        return type(self)(self._names, found.__getitem__, self.inputs)
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all, with one matrix in memory."""
+
+        def arrays() -> Iterator[tuple[str, Array]]:
+            yield _META, np.array(json.dumps({"inputs": self.inputs, "names": self._names}))
+            for name in self._names:
+                yield from zip(_entries(name), self._read(name), strict=True)
+
+        write_array_stream(path, arrays())
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file that `save` wrote; matrices are read when they are needed. Raises ProfileError."""
+        try:
+            check_arrays(path)
+            meta = json.loads(str(read_arrays(path, names=[_META])[_META]))
+            return cls(tuple(map(str, meta["names"])), lambda name: read_stored(path, name), str(meta["inputs"]))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ProfileError(f"{path}: not a file of quantised weights", found=error) from None
+
+
+def read_stored(path: Path, name: str) -> Stored:
+    """One matrix of a file. Raises KeyError where it is not there."""
+    integers, scales = _entries(name)
+    stored = read_arrays(path, names=[integers, scales])
+    return stored[integers], stored[scales]
+
+
+def stored_entries(name: str, stored: Stored) -> dict[str, Array]:
+    """A matrix as arrays of a file."""
+    return dict(zip(_entries(name), stored, strict=True))
+
+
+def _entries(name: str) -> tuple[str, str]:
+    return f"{name}/integers", f"{name}/scales"
