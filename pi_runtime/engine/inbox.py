@@ -1,26 +1,26 @@
-"""What callers bring to the engine's thread: requests, calls, sessions that nobody will continue, and the end."""
+"""What callers bring to the engine's thread: messages, in one queue, and the wish to close."""
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from pi_runtime.engine.stream import Request, Turns
+from pi_runtime.engine.request import ScheduledRequest, SessionState
 from pi_runtime.errors import UsageError
 
-Call = Callable[[], object]
-"""Something that the engine's thread does between two steps."""
+
+class Call(NamedTuple):
+    """Something that is to be done between two steps."""
+
+    function: Callable[[], object]
+    done: Future[None]
 
 
-class Arrivals(NamedTuple):
-    """What was brought since the last time."""
-
-    requests: list[Request]
-    calls: list[tuple[Call, Future[None]]]
-    forgotten: list[Turns]
+Message = ScheduledRequest | Call | SessionState | None
+"""A request that is to run, a call, a session that nobody will continue, or None: the engine is to end."""
 
 
 class Inbox:
@@ -30,45 +30,39 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self.requests: list[Request] = []
         self.ended: UsageError | None = None
         """Set once nothing is taken any more: what those who bring something are told."""
-        self.closing = False
+        self.num_requests = 0
+        """Requests that have not been taken, each with its further answers."""
         self._process = os.getpid()
-        self._calls: list[tuple[Call, Future[None]]] = []
-        self._forgotten: deque[Turns] = deque()
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        """Rung after each thing that is brought."""
-        # Guards requests, calls and whether they are taken.
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+        # Guards the number of requests, and whether they are taken.
         self._lock = threading.RLock()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: ScheduledRequest) -> None:
         """Bring a request. Raises UsageError once the engine has ended."""
         with self._lock:
             self._check_open()
-            if request.turns is not None:
-                request.turns.request = request
-            self.requests.append(request)
-        self._bell.put(None)
+            if request.session is not None:
+                request.session.request = request
+            self.num_requests += 1 + len(request.samples)
+            self._messages.put(request)
 
-    def call(self, call: Call) -> None:
+    def call(self, function: Callable[[], object]) -> None:
         """Have something done between two steps; waits for it, and raises what it raises."""
         done: Future[None] = Future()
         with self._lock:
             self._check_open()
-            self._calls.append((call, done))
-        self._bell.put(None)
+            self._messages.put(Call(function, done))
         done.result()
 
-    def forget(self, turns: Turns) -> None:
+    def forget(self, session: SessionState) -> None:
         """Bring a session that nobody will continue. A finalizer may call it."""
-        self._forgotten.append(turns)
-        self._bell.put(None)
+        self._messages.put(session)
 
     def close(self) -> None:
         """Ask for the end."""
-        self.closing = True
-        self._bell.put(None)
+        self._messages.put(None)
 
     def _check_open(self) -> None:
         if os.getpid() != self._process:
@@ -78,19 +72,22 @@ class Inbox:
         if self.ended is not None:
             raise self.ended
 
-    def take(self, *, wait: bool) -> Arrivals:
-        """All that was brought; with `wait` at least something, or the wish to close. For the engine's thread."""
-        while wait and not (self.requests or self._calls or self._forgotten or self.closing):
-            self._bell.get()
-        while not self._bell.empty():
-            self._bell.get()
-        with self._lock:
-            requests, self.requests = self.requests, []
-            calls, self._calls = self._calls, []
-        return Arrivals(requests, calls, [self._forgotten.popleft() for _ in range(len(self._forgotten))])
+    def take(self, *, wait: bool) -> Message:
+        """The message that was brought first. Raises Empty where there is none and nobody is to wait.
 
-    def end(self, reason: UsageError) -> Arrivals:
+        For the engine's thread, which puts a request where it is counted before it does anything that may fail.
+        """
+        message = self._messages.get(block=wait)
+        if isinstance(message, ScheduledRequest):
+            with self._lock:
+                self.num_requests -= 1 + len(message.samples)
+        return message
+
+    def end(self, reason: UsageError) -> list[Message]:
         """Take what is left; whoever brings something from now on is told the reason."""
-        with self._lock:
+        left: list[Message] = []
+        with self._lock, suppress(Empty):
             self.ended = reason
-            return self.take(wait=False)
+            while True:
+                left.append(self.take(wait=False))
+        return left

@@ -91,21 +91,16 @@ class EngineMemory:
             return False
         return True
 
-    def catch_up(self, cache: KVCache, tokens: Sequence[int], selected: Sequence[bool], reusable: int) -> int:
-        """Let a cache with pages for these tokens go on from full pages that others have computed meanwhile.
-
-        Returns how many positions it gains.
-        """
+    def catch_up(self, cache: KVCache, tokens: Sequence[int], selected: Sequence[bool], reusable: int) -> None:
+        """Let a cache with pages for these tokens go on from full pages that others have computed meanwhile."""
         stored = self._tree.longest(tokens[:reusable], selected[:reusable], cache.salt)
         length = stored.length // PAGE_POSITIONS * PAGE_POSITIONS
-        gained = length - cache.length
-        if gained <= 0:
-            return 0
+        if length <= cache.length:
+            return
         cache.close()
         cache.adopt(stored.pages[: pages_of(length)], tokens[:length], selected[:length])
         fits = self.grow(cache, len(tokens) - length)
         assert fits
-        return gained
 
     def share(self, cache: KVCache) -> None:
         """Let later sequences begin with the full pages of a cache, which goes on with the last one."""

@@ -13,14 +13,15 @@ import numpy.typing as npt
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest, Plan
-from pi_runtime.engine.generation import Generation
+from pi_runtime.engine.generation import Generation, run_alone
 from pi_runtime.errors import ArtifactError, PromptError, Setting, TemplateError, UsageError
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation
+from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.sampling import Sampling
-from pi_runtime.sequence.sequence import Answer, Scoring
+from pi_runtime.sequence.sequence import ReadSequence, ScoreSequence
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.sequence.speculation import Speculation, StepTimes
 from pi_runtime.text.chat_template import ChatTemplate
@@ -94,23 +95,23 @@ class Model:
         `max_tokens`: None goes on until the model ends or the context is full. `min_tokens`: up to so many neither
         the model nor a stop string ends the text. `sampling`: None takes the checkpoint's generation defaults.
         `stop`: texts that end the answer. `logprobs`: keep the log-probability of each token, and of so many likeliest
-        ones. `grammar`: what the text must be. `expected`: tokens that are likely to come, as a help for guesses.
+        ones. `grammar`: what the text must be. `expected`: tokens that are likely to come, as a help for drafts.
         `cache`: one that earlier calls used; the part of the prompt that it holds is not computed again. `speculate`:
-        how many tokens are guessed at a time and checked together, which changes no text: `auto` as many as pay,
+        how many tokens are drafted at a time and checked together, which changes no text: `auto` as many as pay,
         `off`, or a number.
 
         Raises PromptError where the prompt is empty, outside the vocabulary, or leaves no room, and UsageError for an
         impossible setting.
         """
         speculation = self.speculation(speculate, self._step_times)
-        answer = self.new_answer(prompt, **settings)
-        held = self.new_cache() if cache is None else self._checked_cache(cache)
-        return Generation(self.executor, held, answer, speculation)
+        sequence = self.new_answer(prompt, **settings)
+        cache = self.new_cache() if cache is None else self._checked_cache(cache)
+        return Generation(self.executor, cache, sequence, speculation)
 
     def speculation(self, setting: str | int, times: StepTimes) -> Speculation:
-        """The rule for guesses that a setting of `speculate` names. Raises UsageError for an impossible one."""
+        """The rule for drafts that a setting of `speculate` names. Raises UsageError for an impossible one."""
         # A plan divides the work of one token; several tokens with selection would run one after the other.
-        return Speculation(setting, times, can_gain=self.plan is None, most=BLOCK_TOKENS)
+        return Speculation(setting, times, can_gain=self.plan is None, max_tokens=BLOCK_TOKENS)
 
     def new_answer(
         self,
@@ -119,16 +120,16 @@ class Model:
         selected: Sequence[bool] = (),
         stop_tokens: Sequence[int] = (),
         **settings: Unpack[AnswerSettings],
-    ) -> Answer:
+    ) -> AnswerSequence:
         """An answer that has not begun, with all that `generate` was asked for checked.
 
-        `selected` and `stop_tokens` are those of `Answer`.
+        `selected` and `stop_tokens` are those of `AnswerSequence`.
         """
         if settings.get("sampling") is None:
             settings["sampling"] = Sampling.from_generation_config(self.manifest.generation)
         if settings.get("expected"):
             settings["expected"] = self._checked_ids(settings["expected"]).tolist()
-        return Answer(
+        return AnswerSequence(
             self.tokenizer,
             self._prompt_ids(prompt),
             context=self.context,
@@ -147,18 +148,20 @@ class Model:
         They are those of `logits`, with the mode's selection at every position. `cache`: one that earlier calls of
         `logits` or `score` used; positions before `first` that it holds are not computed again.
         """
-        scoring = self.new_scoring(prompt, first=first, top=top)
+        sequence = self.new_scoring(prompt, first=first, top=top)
         cache = self.new_cache() if cache is None else self._checked_cache(cache)
-        if not scoring.complete:
-            cache.keep_common_prefix(scoring.tokens)
-            cache.truncate(scoring.reusable)
-            for block in self._blocks(np.array(scoring.tokens, np.int64), cache):
-                scoring.take(block.logits_TV, cache.length)
-        return scoring.logprobs
+        if not sequence.complete:
+            for _ in run_alone(self.executor, cache, sequence, self.speculation("off", self._step_times)):
+                pass  # it has no text
+        return sequence.logprobs
 
-    def new_scoring(self, prompt: str | Sequence[int], *, first: int, top: int) -> Scoring:
+    def new_scoring(self, prompt: str | Sequence[int], *, first: int, top: int) -> ScoreSequence:
         """A scoring that has not begun, with all that `score` was asked for checked."""
-        return Scoring(self._prompt_ids(prompt), context=self.context, first=first, top=top)
+        return ScoreSequence(self._prompt_ids(prompt), context=self.context, first=first, top=top)
+
+    def new_reading(self, tokens: Sequence[int], selected: Sequence[bool]) -> ReadSequence:
+        """Tokens to be read ahead, checked. `selected` is that of `AnswerSequence`."""
+        return ReadSequence(self._prompt_ids(tokens), selected)
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -41,7 +41,7 @@ class EngineOptions:
     decode_share: float = 0.4
     """Share of their speed that answers keep while prompts are read."""
     speculate: str | int = "auto"
-    """Tokens that are guessed at a time: `auto`, `off` or a number."""
+    """Tokens that are drafted at a time: `auto`, `off` or a number."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.decode_share < 1:

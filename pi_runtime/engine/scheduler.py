@@ -6,28 +6,33 @@ While prompts are read, steps without prompts come between, so that those who ar
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 PIECE = 32
 """Tokens that several prompts share in a step, and the fewest that one gets, unless asked otherwise."""
-MOST_WITH_PROMPTS = 8
+MAX_WITH_PROMPTS = 8
 """Steps with prompts in a row, so that the time of one without is measured now and then."""
 
 
-class Sequence(Protocol):
-    """What the scheduler asks of a sequence."""
+class Schedulable(Protocol):
+    """What the scheduler asks of a request."""
 
     @property
-    def pending(self) -> int:
-        """Tokens that must run before its next one can be drawn: 1 while it is decoding."""
+    def client(self) -> str:
+        """Who asked: clients take turns where requests wait."""
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its next token is drawn after one more token has run; else its prompt is being read."""
 
     @property
     def block(self) -> int:
-        """How many of these may run in one step."""
+        """How many of its tokens may run in one step."""
 
 
-S = TypeVar("S", bound=Sequence)
+S = TypeVar("S", bound=Schedulable)
 
 
 @dataclass(frozen=True)
@@ -38,21 +43,82 @@ class Work(Generic[S]):
     tokens: int
 
 
+class WaitingQueue(Generic[S]):
+    """Those that wait for a slot. Clients take turns, one request each; each client's own requests go in order.
+
+    So a client with many requests does not keep those of another waiting.
+    """
+
+    def __init__(self) -> None:
+        self._first: deque[S] = deque()
+        """Those that come before all others."""
+        self._by_client: dict[str, deque[S]] = {}
+        """The round: the client whose turn it is comes first. None has an empty queue."""
+
+    def __iter__(self) -> Iterator[S]:
+        """In no certain order, but for those of one client. Another thread may look too."""
+        queues = [self._first, *self._by_client.values()]
+        return iter([s for queue in queues for s in list(queue)])
+
+    def append(self, sequence: S) -> None:
+        """Let it wait behind all of its client."""
+        self._by_client.setdefault(sequence.client, deque()).append(sequence)
+
+    def append_next(self, sequence: S) -> None:
+        """Let it wait before all of its client."""
+        self._by_client.setdefault(sequence.client, deque()).appendleft(sequence)
+
+    def append_first(self, sequence: S) -> None:
+        """Let it wait before all others."""
+        self._first.appendleft(sequence)
+
+    @property
+    def head(self) -> S | None:
+        """Whose turn it is."""
+        queues = (queue for queue in (self._first, *self._by_client.values()) if queue)
+        return next((queue[0] for queue in queues), None)
+
+    def pop(self) -> S:
+        """Take the head out; its client's next turn comes after those of all others."""
+        sequence = self.head
+        assert sequence is not None
+        is_turn = not self._first
+        self.remove(sequence)
+        if is_turn and sequence.client in self._by_client:
+            self._by_client[sequence.client] = self._by_client.pop(sequence.client)
+        return sequence
+
+    def remove(self, sequence: S) -> None:
+        """Take one out, wherever it waits."""
+        if sequence in self._first:
+            self._first.remove(sequence)
+            return
+        queue = self._by_client[sequence.client]
+        queue.remove(sequence)
+        if not queue:
+            del self._by_client[sequence.client]
+
+    def clear(self) -> None:
+        """Take all out."""
+        self._first.clear()
+        self._by_client.clear()
+
+
 class Scheduler(Generic[S]):
-    """Holds the live sequences, at most `slots`, and those that wait, in order."""
+    """Holds the live sequences, at most `slots`, and those that wait."""
 
     def __init__(self, slots: int, piece: int) -> None:
         self.slots, self.piece = slots, piece
         self.live: list[S] = []
         """In the order in which they joined."""
-        self.waiting: deque[S] = deque()
+        self.waiting: WaitingQueue[S] = WaitingQueue()
         self._turns: deque[S] = deque()
         """The live sequences in the order in which their prompts run."""
 
     @property
     def idle(self) -> bool:
         """Whether nothing is live and nothing waits."""
-        return not self.live and not self.waiting
+        return not self.live and self.waiting.head is None
 
     @property
     def sequences(self) -> list[S]:
@@ -60,20 +126,20 @@ class Scheduler(Generic[S]):
         return [*self.live, *self.waiting]
 
     def submit(self, sequence: S) -> None:
-        """Let a sequence wait behind all others."""
+        """Let a sequence wait behind all others of its client."""
         self.waiting.append(sequence)
 
-    def submit_first(self, sequence: S) -> None:
-        """Let a sequence wait before all others."""
-        self.waiting.appendleft(sequence)
+    def submit_next(self, sequence: S) -> None:
+        """Let a sequence wait before all others of its client."""
+        self.waiting.append_next(sequence)
 
     def next_to_join(self) -> S | None:
-        """The sequence that waits longest, if there is one and a slot is free."""
-        return self.waiting[0] if self.waiting and len(self.live) < self.slots else None
+        """The sequence whose turn it is, if any waits and a slot is free."""
+        return self.waiting.head if len(self.live) < self.slots else None
 
     def join(self) -> None:
-        """Make the sequence that waits longest a live one."""
-        sequence = self.waiting.popleft()
+        """Make the sequence whose turn it is a live one."""
+        sequence = self.waiting.pop()
         self.live.append(sequence)
         self._turns.append(sequence)
 
@@ -81,7 +147,7 @@ class Scheduler(Generic[S]):
         """Let the sequence that joined last wait again, before all others."""
         sequence = self.live.pop()
         self._turns.remove(sequence)
-        self.submit_first(sequence)
+        self.waiting.append_first(sequence)
         return sequence
 
     def remove(self, sequence: S) -> None:
@@ -102,12 +168,12 @@ class Scheduler(Generic[S]):
     @property
     def decoding(self) -> int:
         """How many sequences are decoding."""
-        return sum(s.pending == 1 for s in self.live)
+        return sum(s.is_decoding for s in self.live)
 
     @property
     def reading(self) -> list[S]:
         """The sequences whose prompts are being read, in the order of their turns."""
-        return [s for s in self._turns if s.pending > 1]
+        return [s for s in self._turns if not s.is_decoding]
 
     def plan(self, prompt_tokens: int | None = None) -> list[Work[S]]:
         """The work of the next step. Prompts that ran go behind the others.
@@ -115,7 +181,7 @@ class Scheduler(Generic[S]):
         `prompt_tokens`: most tokens of prompts, None for a piece. More than a piece goes to one prompt alone: those
         that are read in one step share no work.
         """
-        work = [Work(s, 1) for s in self.live if s.pending == 1]
+        work = [Work(s, 1) for s in self.live if s.is_decoding]
         left, ran = self.piece if prompt_tokens is None else prompt_tokens, []
         for s in self.reading:
             if left > 0:
@@ -148,7 +214,7 @@ class DecodeShare:
         """Whether prompts may run beside so many answers."""
         if decoding == 0 or self._share == 0:
             return True
-        return self._owed_s <= 0 and self._with_prompts < MOST_WITH_PROMPTS
+        return self._owed_s <= 0 and self._with_prompts < MAX_WITH_PROMPTS
 
     def count(self, seconds: float, decoding: int, prompts: bool, gained: float = 1.0) -> None:
         """Count a step: its time, the answers in it, whether it held prompts too, and the tokens that each gained."""

@@ -25,7 +25,7 @@ class EngineStats:
     """Those of them that were stored already and did not run."""
     generated_tokens: int
     guessed_tokens: int
-    """Guessed tokens that ran."""
+    """Drafted tokens that ran."""
     accepted_tokens: int
     """Those of them that were right."""
     preemptions: int

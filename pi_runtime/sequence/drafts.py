@@ -13,7 +13,7 @@ GRAMS = (8, 4, 2)
 """Tokens that are looked up, the longest first."""
 LONGEST_MATCH = 16
 """Equal tokens beyond these are not counted."""
-MOST_GUESSES = 32
+MAX_DRAFT_TOKENS = 32
 """Most drafted tokens of one sequence in a step."""
 FORGET = 0.98
 """What a trial counts after the next one."""
@@ -22,36 +22,37 @@ NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
-class Guess:
-    """Tokens that may come next, after so many that are equal."""
+class Draft:
+    """Tokens that may come next, after so many that are equal; and how many of them run in the step."""
 
     tokens: list[int]
     match: int
+    num_run: int = 0
 
 
-NO_GUESS = Guess([], 0)
+NO_DRAFT = Draft([], 0)
 
 
 class Acceptance:
-    """The share of guesses that were right, by the number of equal tokens before them: recent ones count most."""
+    """The share of drafted tokens that were right, by the equal tokens before them: recent ones count most."""
 
     def __init__(self) -> None:
         length_L = np.arange(LONGEST_MATCH + 1)
-        # Few at first: guesses that do not run are counted too, so a text that repeats itself is soon found out.
+        # Few at first: drafts that do not run are counted too, so a text that repeats itself is soon found out.
         self._tried_L = np.full(LONGEST_MATCH + 1, 3.0)
         self._right_L = self._tried_L * length_L / (length_L + 8)
 
     def count(self, match: int, right: bool) -> None:
-        """Count a guess that came after so many equal tokens."""
+        """Count a drafted token that came after so many equal tokens."""
         length = min(match, LONGEST_MATCH)
         self._tried_L[length] = FORGET * self._tried_L[length] + 1
         self._right_L[length] = FORGET * self._right_L[length] + right
 
-    def expected(self, guess: Guess) -> list[float]:
-        """For each token of a guess the probability that it and all before it are right."""
-        if not guess.tokens:
+    def expected(self, draft: Draft) -> list[float]:
+        """For each token of a draft the probability that it and all before it are right."""
+        if not draft.tokens:
             return []
-        lengths = np.minimum(guess.match + np.arange(len(guess.tokens)), LONGEST_MATCH)
+        lengths = np.minimum(draft.match + np.arange(len(draft.tokens)), LONGEST_MATCH)
         found: list[float] = np.cumprod(self._right_L[lengths] / self._tried_L[lengths]).tolist()
         return found
 
@@ -75,7 +76,7 @@ class PromptLookup:
         """The same of what is expected, and of the tokens before it: other answers to the prompt have it too."""
 
     def prepare(self) -> None:
-        """Put what is expected into the index. It may take long, and happens with the first guess otherwise."""
+        """Put what is expected into the index. It may take long, and happens with the first draft otherwise."""
         if self._expected:
             expected, self._expected = self._expected, ()
             self._index([*self._tokens[: self._begins], *expected], 0)
@@ -95,7 +96,7 @@ class PromptLookup:
         found._indexed, found._inserted = self._indexed, self._inserted
         return found
 
-    def guess(self, most: int) -> Guess:
+    def draft(self, max_tokens: int) -> Draft:
         """The tokens that followed the last ones before, at most so many and none that ends the text."""
         self.prepare()
         tokens, end = self._tokens, len(self._tokens)
@@ -105,14 +106,14 @@ class PromptLookup:
             gram = tuple(tokens[-size:])
             source = self._followed_by.get(gram, self._shared.get(gram)) if size <= end else None
             if source is not None:
-                return Guess(self._copied(source, min(most, MOST_GUESSES)), self._match(source))
-        return Guess([], 0)
+                return Draft(self._copied(source, min(max_tokens, MAX_DRAFT_TOKENS)), self._match(source))
+        return NO_DRAFT
 
-    def count(self, guess: Guess, drawn: Sequence[int]) -> None:
-        """Count how far a guess was right about the tokens that came, whether it was run or not."""
-        for n, (guessed, token) in enumerate(zip(guess.tokens, drawn, strict=False)):
-            self.acceptance.count(guess.match + n, guessed == token)
-            if guessed != token:
+    def count(self, draft: Draft, drawn: Sequence[int]) -> None:
+        """Count how far a draft was right about the tokens that came, whether it was run or not."""
+        for n, (drafted, token) in enumerate(zip(draft.tokens, drawn, strict=False)):
+            self.acceptance.count(draft.match + n, drafted == token)
+            if drafted != token:
                 return
 
     def _index(self, tokens: Sequence[int], first: int) -> None:
@@ -123,11 +124,11 @@ class PromptLookup:
                     self._followed_by[tuple(tokens[at - size : at])] = at + self._inserted
         self._known.extend(tokens[first:])
 
-    def _copied(self, source: int, most: int) -> list[int]:
+    def _copied(self, source: int, max_tokens: int) -> list[int]:
         """What follows at `source`; where that reaches the end, it goes on with what was copied."""
         period = len(self._known) - source
         found: list[int] = []
-        for n in range(most):
+        for n in range(max_tokens):
             token = self._known[source + n] if n < period else found[n - period]
             if token in self._end_ids or token == NO_TOKEN:
                 break

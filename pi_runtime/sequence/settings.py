@@ -25,4 +25,4 @@ class AnswerSettings(TypedDict, total=False):
     shown_tokens: Sequence[int]
     """Special tokens whose text is not left out: markers of tool calls, say."""
     expected: Sequence[int]
-    """Tokens that are likely to come. They change no text, only how fast it comes where guesses run."""
+    """Tokens that are likely to come. They change no text, only how fast it comes where drafts run."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pi_runtime.errors import Setting, UsageError
-from pi_runtime.sequence.drafts import MOST_GUESSES
+from pi_runtime.sequence.drafts import MAX_DRAFT_TOKENS
 
 GAIN = 1.02
 """Least gain for which drafts run, because times vary."""
@@ -49,10 +49,11 @@ class StepTimes:
         """The times that were taken of steps of so many sequences, by tokens."""
         return dict(self._by_sequences.get(sequences, {}))
 
-    def seconds(self, sequences: int, most: int) -> list[float]:
-        """Seconds of a step with `sequences` tokens, one more, and so on up to `most`, as far as anything is known.
+    def seconds(self, sequences: int, max_tokens: int) -> list[float]:
+        """Seconds of a step with `sequences` tokens, one more, and so on up to `max_tokens`, as far as is known.
 
-        Between two times that were taken lies a line. At most twice as many guesses as were ever tried are foreseen.
+        Between two times that were taken lies a line. At most twice as many drafted tokens as were ever tried
+        are foreseen.
         """
         times = {t: s for t, s in self.taken(sequences).items() if self._is_fresh(sequences, t)}
         plain = times.pop(sequences, None)
@@ -67,7 +68,7 @@ class StepTimes:
             slope = (seconds[-1] - seconds[0]) / (tokens[-1] - sequences) if len(tokens) > 1 else 0.0
             seconds = np.append(seconds, seconds[-1] + slope * (furthest - tokens[-1]))
             tokens.append(furthest)
-        wanted = np.arange(sequences, min(most, furthest) + 1)
+        wanted = np.arange(sequences, min(max_tokens, furthest) + 1)
         found: list[float] = np.interp(wanted, tokens, seconds).tolist()
         return found
 
@@ -77,25 +78,25 @@ class StepTimes:
 
 
 class Speculation:
-    """The rule for how many tokens are guessed. `setting`: `auto` as it pays, `off`, or that many."""
+    """The rule for how many tokens are drafted. `setting`: `auto` as it pays, `off`, or that many."""
 
-    def __init__(self, setting: str | int, times: StepTimes, *, can_gain: bool, most: int) -> None:
-        """`can_gain`: whether a step computes several tokens of a sequence at once. `most`: tokens of a step."""
-        if setting not in ("auto", "off") and not (type(setting) is int and 1 <= setting <= MOST_GUESSES):
-            raise UsageError(setting=Setting("speculate", setting), expected=f"auto, off, or 1 to {MOST_GUESSES}")
+    def __init__(self, setting: str | int, times: StepTimes, *, can_gain: bool, max_tokens: int) -> None:
+        """`can_gain`: whether a step computes several tokens of a sequence at once. `max_tokens`: most in a step."""
+        if setting not in ("auto", "off") and not (type(setting) is int and 1 <= setting <= MAX_DRAFT_TOKENS):
+            raise UsageError(setting=Setting("speculate", setting), expected=f"auto, off, or 1 to {MAX_DRAFT_TOKENS}")
         if type(setting) is int and not can_gain:
             raise UsageError(
                 (Setting("speculate", setting), " does not go with a placement: it runs one token after the other"),
                 remedy=(Setting("speculate", "auto"), ", or ", Setting("device", "cpu")),
             )
-        self.times, self._most, self._setting = times, most, setting
+        self.times, self._max_tokens, self._setting = times, max_tokens, setting
         self.is_on = setting != "off" and can_gain
 
     def lengths(self, expected: Sequence[Sequence[float]]) -> list[int]:
-        """How many guesses each sequence of a step runs; `expected` is what `Acceptance.expected` says of each."""
+        """How many drafted tokens each sequence of a step runs; `expected` is that of `Acceptance` for each."""
         count = len(expected)
         if self._setting != "auto":
-            left = max(0, self._most - count)
+            left = max(0, self._max_tokens - count)
             lengths = []
             for probabilities in expected:
                 lengths.append(min(int(self._setting), len(probabilities), left))
@@ -104,7 +105,7 @@ class Speculation:
         lengths = [0] * count
         # Probabilities of a sequence fall, so the best ones of all are always its first ones.
         ranked = sorted(((p, n) for n, row in enumerate(expected) for p in row), key=lambda pair: -pair[0])
-        seconds = self.times.seconds(count, self._most) if ranked else []
+        seconds = self.times.seconds(count, self._max_tokens) if ranked else []
         if not seconds:
             return lengths
         gains = np.cumsum([count, *(p for p, _ in ranked)])[: len(seconds)]

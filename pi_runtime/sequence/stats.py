@@ -20,13 +20,13 @@ class Stats:
     active_share: float | None
     """Neurons for which `rest` was read ÷ neurons."""
     guessed_tokens: int
-    """Guessed tokens that ran."""
+    """Drafted tokens that ran."""
     accepted_tokens: int
     """Those of them that were right, and became part of the answer."""
 
     @property
     def acceptance(self) -> float | None:
-        """The share of guessed tokens that were right; None where none ran."""
+        """The share of drafted tokens that were right; None where none ran."""
         return self.accepted_tokens / self.guessed_tokens if self.guessed_tokens else None
 
     @property

@@ -147,16 +147,16 @@ class InFlight:
             yield from self._read_stream(answer, answer.stream)
 
     def _read_stream(self, answer: _AnswerInFlight, stream: Stream) -> Iterator[Event]:
-        news = stream.news()
-        first, answer.tokens = answer.tokens, max(news.tokens, answer.tokens)
-        answer.chars += len(news.text)
-        if news.text or answer.tokens > first:
+        output = stream.read()
+        first, answer.tokens = answer.tokens, max(output.num_tokens, answer.tokens)
+        answer.chars += len(output.text)
+        if output.text or answer.tokens > first:
             self._time(answer, answer.tokens - first)
             tokens, logprobs = stream.token_ids[first : answer.tokens], stream.logprobs[first : answer.tokens]
-            yield from answer.reader.read(news.text, tokens, logprobs, stream.stats)
-        if news.error is not None:
-            self.fail(failed(news.error))
-        elif news.ended:
+            yield from answer.reader.read(output.text, tokens, logprobs, stream.stats)
+        if output.error is not None:
+            self.fail(failed(output.error))
+        elif output.ended:
             answer.ended = True
             assert stream.finish_reason is not None
             self._metrics.count(stream.stats)
@@ -196,7 +196,7 @@ def _streams(engine: Engine, request: GenerateRequest, prompt: Prompt, salt: str
     if not request.generates:
         return [None] * request.count
     settings = request.settings.copy()
-    if request.prediction and engine.guesses:
+    if request.prediction and engine.drafts:
         settings["expected"] = _expected(engine.model, request, prompt)
     if request.session is not None:
         return [request.session.generate(prompt.tokens, stop_tokens=request.stop_tokens, **settings)]

@@ -27,8 +27,8 @@ from support.paths import ROOT
 
 from pi_runtime import Engine, Model, Sampling
 from pi_runtime.engine.generation import Generation
+from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.sampler import Sampler
-from pi_runtime.sequence.sequence import Answer
 from pi_runtime.sequence.speculation import StepTimes
 
 INSTRUCTION = "Write the following text again, with the changes that were asked for:"
@@ -95,7 +95,7 @@ KINDS: dict[str, Callable[[str, str, random.Random], str]] = {
 }
 
 
-def forced(model: Model, prompt: list[int], answer: list[int]) -> Answer:
+def forced(model: Model, prompt: list[int], answer: list[int]) -> AnswerSequence:
     """An answer that has not begun, and will be this one."""
     begun = model.new_answer(prompt, max_tokens=len(answer))
     begun._sampler = Forced(model, len(prompt), answer)

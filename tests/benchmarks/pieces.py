@@ -16,7 +16,7 @@ import numpy as np
 from support.bench_model import VOCABULARY, add_arguments, opened
 
 from pi_runtime import Engine, Model, Sampling
-from pi_runtime.engine import engine as engine_module
+from pi_runtime.engine import core
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 
 STEPS = 10
@@ -70,7 +70,7 @@ def measure(model: Model, steps: TimedSteps, prompt: list[int], others: int, pie
 def main() -> None:
     a = arguments()
     if a.thread_time:
-        engine_module.time = SimpleNamespace(perf_counter=time.thread_time)  # type: ignore[attr-defined]
+        core.time = SimpleNamespace(perf_counter=time.thread_time)  # type: ignore[attr-defined]
     prompt = np.random.default_rng(0).integers(0, VOCABULARY, a.prompt).tolist()
     with opened(a) as model:
         steps = TimedSteps(model, thread_time=a.thread_time)

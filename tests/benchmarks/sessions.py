@@ -23,8 +23,9 @@ import numpy as np
 from support.bench_model import VOCABULARY, add_arguments, opened, verdict
 
 from pi_runtime import Engine, Model, Sampling
+from pi_runtime.engine.request import SessionState
 from pi_runtime.engine.sessions.session import Session
-from pi_runtime.engine.stream import Stream, Turns
+from pi_runtime.engine.stream import Stream
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache, pages_of
 
@@ -84,15 +85,15 @@ def resume(model: Model, a: argparse.Namespace) -> list[str]:
 
 def dropping(engine: Engine) -> None:
     """Let an engine drop the cache of a session at each pause, with what the prefix tree has of it."""
-    sessions, pause = engine._sessions, engine._sessions.pause
+    sessions, pause = engine._sessions, engine._sessions.suspend
 
-    def drop(turns: Turns, cache: KVCache | None) -> None:
+    def drop(session: SessionState, cache: KVCache | None) -> None:
         if cache is not None:
             cache.close()
         engine._memory._tree.clear()
-        pause(turns, None)
+        pause(session, None)
 
-    sessions.pause = drop  # type: ignore[method-assign]
+    sessions.suspend = drop  # type: ignore[method-assign]
 
 
 def load_of_tools(model: Model, a: argparse.Namespace, *, drops: bool) -> float:

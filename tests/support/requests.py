@@ -12,7 +12,7 @@ import pytest
 from pi_runtime import Engine, Grammar, Model, Sampling
 from pi_runtime.engine.generation import Generation
 from pi_runtime.engine.stream import Stream
-from pi_runtime.sequence.drafts import MOST_GUESSES, Guess, PromptLookup
+from pi_runtime.sequence.drafts import MAX_DRAFT_TOKENS, Draft, PromptLookup
 from support.definition import Found, answer_of
 
 CAN_CONSTRAIN = find_spec("llguidance") is not None
@@ -95,17 +95,17 @@ def alone(model: Model, request: Request) -> Found:
 def oracle(
     monkeypatch: pytest.MonkeyPatch, requests: Sequence[Request], answers: Sequence[Found], wrong: float
 ) -> None:
-    """Let guesses be the answers that are known, with some wrong tokens: more of them are right than any text gives."""
+    """Let drafts be the answers that are known, with some wrong tokens: more of them are right than any text gives."""
     rng = random.Random(0)
     known = [[*request.prompt, *token_ids] for request, (_, token_ids, *_) in zip(requests, answers, strict=True)]
 
-    def guess(lookup: PromptLookup, most: int) -> Guess:
+    def draft(lookup: PromptLookup, max_tokens: int) -> Draft:
         so_far = list(lookup._tokens)
         found = next((k[len(so_far) :] for k in known if k[: len(so_far)] == so_far), [])
         found = [rng.randrange(250) if rng.random() < wrong else token for token in [*found, *range(9)]]
-        return Guess(found[: max(0, min(most, MOST_GUESSES))], rng.randint(2, 16))
+        return Draft(found[: max(0, min(max_tokens, MAX_DRAFT_TOKENS))], rng.randint(2, 16))
 
-    monkeypatch.setattr(PromptLookup, "guess", guess)
+    monkeypatch.setattr(PromptLookup, "draft", draft)
 
 
 def together(engine: Engine, requests: Sequence[Request], rng: random.Random) -> list[Found]:

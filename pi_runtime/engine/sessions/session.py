@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Protocol, Self, Unpack
 
 from pi_runtime.engine.model import Model
-from pi_runtime.engine.stream import Stream, Turns
+from pi_runtime.engine.request import SessionState
+from pi_runtime.engine.stream import Stream
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.kv_cache import common_length
-from pi_runtime.sequence.sequence import Answer
+from pi_runtime.sequence.answer import AnswerSequence
+from pi_runtime.sequence.sequence import ReadSequence
 from pi_runtime.sequence.settings import AnswerSettings
 
 NEXT = (" ", "a", "1", ".", "\n")
@@ -25,16 +27,16 @@ class Host(Protocol):
 
     model: Model
 
-    def begin(self, answer: Answer, turns: Turns | None = None) -> Stream:
+    def begin(self, sequence: AnswerSequence, session: SessionState | None = None) -> Stream:
         """Let an answer be written."""
 
-    def read_ahead(self, answer: Answer, turns: Turns) -> None:
+    def read_ahead(self, sequence: ReadSequence, session: SessionState) -> None:
         """Let the tokens of the next prompt be read, in place of what was being read of it."""
 
-    def save_session(self, turns: Turns, path: Path) -> None:
+    def save_session(self, session: SessionState, path: Path) -> None:
         """Write what is known of it to a file."""
 
-    def forget(self, turns: Turns) -> None:
+    def forget(self, session: SessionState) -> None:
         """Drop what is kept of it."""
 
 
@@ -45,19 +47,19 @@ class Session:
     Threads that use it take turns. A session that nobody refers to any more is closed.
     """
 
-    def __init__(self, engine: Host, turns: Turns | None = None) -> None:
-        self._engine, self._turns = engine, Turns() if turns is None else turns
+    def __init__(self, engine: Host, state: SessionState | None = None) -> None:
+        self._engine, self._state = engine, SessionState() if state is None else state
         self._draft = ""
         self._lock = threading.RLock()
         self._read: list[int] = []
         """What the engine was asked to read ahead."""
-        self._close = weakref.finalize(self, engine.forget, self._turns)
+        self._close = weakref.finalize(self, engine.forget, self._state)
         self._close.atexit = False
 
     @property
     def tokens(self) -> list[int]:
         """All tokens up to now, without what is typed."""
-        return list(self._turns.tokens)
+        return list(self._state.tokens)
 
     @property
     def draft(self) -> str:
@@ -77,12 +79,12 @@ class Session:
         ends a text does not. Raises UsageError while an earlier turn is still being answered.
         """
         with self._lock:
-            turns = self._idle()
+            state = self._idle()
             ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
             answer = self._engine.model.new_answer(
-                [*turns.tokens, *ids], selected=turns.selected, stop_tokens=stop_tokens, **settings
+                [*state.tokens, *ids], selected=state.selected, stop_tokens=stop_tokens, **settings
             )
-            stream = self._engine.begin(answer, turns)
+            stream = self._engine.begin(answer, state)
             stream.session, self._draft = self, ""
             return stream
 
@@ -97,14 +99,13 @@ class Session:
             if at is not None and not 0 <= at <= len(self._draft):
                 raise UsageError(f"position {at} of the draft", expected=f"0 to {len(self._draft)}")
             draft = text if at is None else self._draft[:at] + text
-            turns, stable = self._idle(), self._stable(draft)
+            state, stable = self._idle(), self._stable(draft)
             # One position is left for the first token of the answer.
-            tokens = [*turns.tokens, *stable][: self._engine.model.context - 1]
+            tokens = [*state.tokens, *stable][: self._engine.model.context - 1]
             self._draft = draft
-            if len(tokens) > len(turns.tokens) and tokens != self._read:
+            if len(tokens) > len(state.tokens) and tokens != self._read:
                 self._read = tokens
-                answer = self._engine.model.new_answer(tokens, max_tokens=1, selected=turns.selected)
-                self._engine.read_ahead(answer, turns)
+                self._engine.read_ahead(self._engine.model.new_reading(tokens, state.selected), state)
 
     def answer(self, *, stop_tokens: Sequence[int] = (), **settings: Unpack[AnswerSettings]) -> Stream:
         """Append the draft and generate: what `generate` gives for the same text in one piece."""
@@ -129,21 +130,21 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _idle(self) -> Turns:
-        """The turns, if no answer is being written."""
-        turns = self._turns
-        if turns.is_closed:
+    def _idle(self) -> SessionState:
+        """Its state, if no answer is being written."""
+        state = self._state
+        if state.is_closed:
             raise UsageError("the session is closed")
-        request = turns.request
-        if request is not None and not request.reads_only and not request.left.is_set():
-            if request.answer.finish_reason is None and not request.cancelled:
+        request = state.request
+        if request is not None and not request.reads_ahead and not request.done.is_set():
+            if request.sequence.finish_reason is None and not request.cancelled:
                 raise UsageError("the session is still answering", remedy="read the stream to its end, or cancel it")
-            request.left.wait()
-        return turns
+            request.done.wait()
+        return state
 
     def _encode(self, text: str) -> list[int]:
         """The tokens of a further text; the first of a session begins as every prompt does."""
-        return self._engine.model.tokenizer.encode(text, prefix=not self._turns.tokens) if text else []
+        return self._engine.model.tokenizer.encode(text, prefix=not self._state.tokens) if text else []
 
     def _stable(self, draft: str) -> list[int]:
         """The first tokens of a draft, up to the longest suffix that changes with what may follow.

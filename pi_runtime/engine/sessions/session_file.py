@@ -86,10 +86,10 @@ def _fill(page: Page, file: BinaryIO) -> Page:
 
 
 def save(
-    path: Path, run: Mapping[str, Any], turns: tuple[list[int], list[bool]], held: int, pages: Iterable[Page]
+    path: Path, run: Mapping[str, Any], text: tuple[list[int], list[bool]], held: int, pages: Iterable[Page]
 ) -> None:
     """Write a session whole, or not at all. `run` names the model and how it runs; `pages` hold `held` positions."""
-    tokens, selected = turns
+    tokens, selected = text
     header = canonical_json({"run": run, "tokens": len(tokens), "held": held})
     try:
         with Replacement(path, MODE) as new:

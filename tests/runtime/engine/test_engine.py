@@ -479,30 +479,30 @@ def test_news_are_all_of_an_answer_with_the_tokens_of_each_part(engine: Engine, 
     while True:
         assert told.wait(30)
         told.clear()
-        news = stream.news()
-        text += news.text
-        assert news.tokens >= seen or not news.text
-        seen = max(seen, news.tokens)
-        if news.ended:
+        output = stream.read()
+        text += output.text
+        assert output.num_tokens >= seen or not output.text
+        seen = max(seen, output.num_tokens)
+        if output.ended:
             break
     assert text == "".join(model.generate("Once", max_tokens=30))
     assert seen == len(stream.token_ids) == len(stream.logprobs) == 30
     assert stream.chars == len(text)
-    assert stream.news().ended
-    assert stream.news().text == ""
+    assert stream.read().ended
+    assert stream.read().text == ""
     assert list(stream) == []
 
 
-def test_news_of_an_answer_that_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_of_an_answer_that_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = ValueError("of this request")
 
     def fail(*_: Any) -> Any:
         raise fault
 
-    monkeypatch.setattr("pi_runtime.sequence.sequence.Answer.follow", fail)
+    monkeypatch.setattr("pi_runtime.sequence.answer.AnswerSequence.draw", fail)
     stream = engine.generate("Once", max_tokens=3)
-    wait_until(lambda: stream.news().ended)
-    assert stream.news().error is fault
+    wait_until(lambda: stream.read().ended)
+    assert stream.read().error is fault
 
 
 def test_scores_tell_when_they_are_there(engine: Engine) -> None:
@@ -596,7 +596,7 @@ def test_answers_that_have_just_begun_hear_that_the_engine_failed(
     monkeypatch.setattr(KVCache, "fork", no_memory)
     with Engine(model, slots=2) as engine:
         for stream in engine.generate_many([1, 2, 3], 3, max_tokens=4):
-            assert isinstance(stream._request.pieces.get(timeout=30), MemoryError)
+            assert isinstance(stream._request.outputs.get(timeout=30).error, MemoryError)
 
 
 def test_answers_that_nobody_wants_any_more_read_no_prompt(talker: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ class Numbers:
     name: str
     prompt: int
     answer: int
+    client: str = ""
     kinds: tuple[int, ...] = ()
     """Positions at which a block ends."""
     held: int = 0
@@ -25,6 +26,10 @@ class Numbers:
     @property
     def pending(self) -> int:
         return self.prompt + self.drawn - self.held
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.pending == 1
 
     @property
     def block(self) -> int:

@@ -20,10 +20,12 @@ from support.requests import found_by
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import Engine, Model, Sampling, load
+from pi_runtime.engine.caches import EngineCaches
 from pi_runtime.engine.generation import Generation
+from pi_runtime.engine.request import SessionState
 from pi_runtime.engine.sessions import suspended as paused
 from pi_runtime.engine.sessions.session import Session
-from pi_runtime.engine.stream import Piece, Stream, Turns
+from pi_runtime.engine.stream import Stream
 from pi_runtime.errors import InputError, PromptError, UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.sequence.speculation import StepTimes
@@ -262,12 +264,12 @@ def test_pages_are_kept_where_that_wastes_least(model: Model, engine: Engine) ->
     "".join(session.generate(range(40), max_tokens=7))
     settle(engine)
     sessions.pause_s.value, sessions.disk_s.value, sessions.dense_s.value = 0.0, 1e9, 1e9
-    assert not sessions.give_up([], must=False)
-    assert not sessions.give_up([], session._turns, must=False)
+    assert not sessions.evict([], must=False)
+    assert not sessions.evict([], session._state, must=False)
     sessions.pause_s.value = 1e20
-    assert sessions.give_up([], must=False)
+    assert sessions.evict([], must=False)
     assert sessions.written + sessions.dropped == 1
-    assert not sessions.give_up([], must=True)
+    assert not sessions.evict([], must=True)
 
 
 @pytest.mark.parametrize("fails", ["write_pages", "read_pages"])
@@ -448,7 +450,7 @@ def test_a_draft_that_is_saved_stays_read_and_harms_nobody(model: Model, tmp_pat
         session.type("abc" * 20)
         settle(engine)
         session.save(tmp_path / "saved")
-        assert len(session._turns.pause.cache.tokens) > 50  # type: ignore[union-attr]
+        assert len(session._state.suspended.cache.tokens) > 50  # type: ignore[union-attr]
         streams = [engine.generate([97 + n] * 60, max_tokens=30) for n in range(2)]
         for n, stream in enumerate(streams):
             assert found_by(stream) == found_by(model.generate([97 + n] * 60, max_tokens=30))
@@ -458,10 +460,10 @@ def test_a_draft_that_is_saved_stays_read_and_harms_nobody(model: Model, tmp_pat
         assert found_by(again.generate([4], max_tokens=3)) == found_by(model.generate([4], max_tokens=3))
 
 
-def test_a_session_that_holds_nothing_has_nothing_to_give_up(model: Model, engine: Engine) -> None:
-    engine._inbox.call(lambda: engine._sessions.pause(Turns(), model.executor.new_cache(engine._memory.pool)))
+def test_a_session_that_holds_nothing_has_nothing_to_evict(model: Model, engine: Engine) -> None:
+    engine._inbox.call(lambda: engine._sessions.suspend(SessionState(), model.executor.new_cache(engine._memory.pool)))
     assert engine.stats.paused_sessions == 1
-    assert not engine._sessions.give_up([], must=True)
+    assert not engine._sessions.evict([], must=True)
 
 
 def test_a_dropped_session_can_be_saved(model: Model, engine: Engine, tmp_path: Path) -> None:
@@ -469,7 +471,7 @@ def test_a_dropped_session_can_be_saved(model: Model, engine: Engine, tmp_path: 
     "".join(session.generate(range(40), max_tokens=7))
     settle(engine)
     engine._sessions.disk_s.value = 1e9
-    engine._inbox.call(lambda: engine._sessions.give_up([], must=True))
+    engine._inbox.call(lambda: engine._sessions.evict([], must=True))
     assert engine.stats.dropped_sessions == 1
     session.save(tmp_path / "saved")
     again = engine.load_session(tmp_path / "saved")
@@ -492,9 +494,9 @@ def test_what_is_written_holds_nothing_of_others(random_path: Path, tmp_path: Pa
                 settle(engine)
                 session.save(tmp_path / "kept")
                 engine._sessions.disk_s.value = 0
-                engine._inbox.call(lambda engine=engine: engine._sessions.give_up([], must=True))
+                engine._inbox.call(lambda engine=engine: engine._sessions.evict([], must=True))
                 assert engine.stats.written_sessions == 1
-                pause = session._turns.pause
+                pause = session._state.suspended
                 assert pause is not None
                 assert pause.file is not None
                 session.save(tmp_path / "written")
@@ -560,7 +562,7 @@ def test_a_pause_that_lasts_gives_its_pages_to_those_who_wait(endless: Path, mon
             for measured in (sessions.disk_s, sessions.dense_s, sessions.selected_s):
                 monkeypatch.setattr(measured, "count", lambda _: None)
             sessions.disk_s.value, sessions.dense_s.value, sessions.selected_s.value = 1e9, 0.1, 0.1
-            pause = session._turns.pause
+            pause = session._state.suspended
             assert pause is not None
             assert pause.cache is not None
             sessions.clock, pause.began = lambda: now[0], 0.0
@@ -577,13 +579,13 @@ def test_a_pause_that_lasts_gives_its_pages_to_those_who_wait(endless: Path, mon
 
 
 def test_a_turn_that_ends_with_the_engine_is_heard_of(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(_: Engine, turns: Turns) -> None:
-        raise MemoryError(turns)
+    def no_memory(_: EngineCaches, session: SessionState) -> None:
+        raise MemoryError(session)
 
-    monkeypatch.setattr(Engine, "_run_newest", no_memory)
+    monkeypatch.setattr(EngineCaches, "_newest_of", no_memory)
     with Engine(model, speculate="off") as engine:
         stream = engine.session([1, 2, 3]).generate([4], max_tokens=4)
-        while isinstance(piece := stream._request.pieces.get(timeout=30), Piece):
+        while not (output := stream._request.outputs.get(timeout=30)).ended:
             pass
-        assert isinstance(piece, MemoryError)
-        assert stream._request.left.is_set()
+        assert isinstance(output.error, MemoryError)
+        assert stream._request.done.is_set()

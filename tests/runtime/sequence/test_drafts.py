@@ -12,12 +12,12 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import Model, Sampling, load
 from pi_runtime.errors import UsageError
-from pi_runtime.sequence.drafts import GRAMS, LONGEST_MATCH, Guess, PromptLookup
+from pi_runtime.sequence.drafts import GRAMS, LONGEST_MATCH, Draft, PromptLookup
 from pi_runtime.sequence.speculation import GAIN, Speculation, StepTimes
 
 
 def naive(tokens: list[int], most: int) -> tuple[list[int], int]:
-    """The guess by definition, and the match: the latest place where the longest of the n-grams stood before."""
+    """The draft by definition, and the match: the latest place where the longest of the n-grams stood before."""
     for size in GRAMS:
         for at in range(len(tokens) - 1, size - 1, -1):
             if tokens[at - size : at] == tokens[-size:]:
@@ -34,30 +34,30 @@ def naive(tokens: list[int], most: int) -> tuple[list[int], int]:
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 12))
-def test_guesses_are_what_followed_before(whole: list[int], most: int) -> None:
+def test_drafts_are_what_followed_before(whole: list[int], most: int) -> None:
     tokens: list[int] = []
     lookup = PromptLookup(tokens)
     for n in range(len(whole)):
         tokens += whole[n : n + 1]
         if n % 3 != 1:
-            found = lookup.guess(most)
+            found = lookup.draft(most)
             assert (found.tokens, found.match) == naive(tokens, most)
 
 
-def test_no_guess_ends_the_text_or_passes_the_limit() -> None:
+def test_no_draft_ends_the_text_or_passes_the_limit() -> None:
     lookup = PromptLookup([1, 2, 3, 4, 1, 2], frozenset([4]))
-    assert lookup.guess(9).tokens == [3]
-    assert lookup.guess(0).tokens == lookup.guess(-1).tokens == []
+    assert lookup.draft(9).tokens == [3]
+    assert lookup.draft(0).tokens == lookup.draft(-1).tokens == []
 
 
 def test_acceptance_follows_what_was_right() -> None:
     lookup = PromptLookup([])
-    guess = Guess([1, 2, 3], 2)
-    before = lookup.acceptance.expected(guess)
+    draft = Draft([1, 2, 3], 2)
+    before = lookup.acceptance.expected(draft)
     assert before == sorted(before, reverse=True)
     for _ in range(200):
-        lookup.count(guess, [1, 9])
-    first, second, third = lookup.acceptance.expected(guess)
+        lookup.count(draft, [1, 9])
+    first, second, third = lookup.acceptance.expected(draft)
     assert first > 0.95
     assert 0.05 > second >= third
 
@@ -66,24 +66,24 @@ Cost = Callable[[int], float]
 
 
 def simulated(cost: Cost, right: float, steps: int, setting: str | int = "auto") -> tuple[float, list[int]]:
-    """Tokens per second with guesses ÷ without, and the guesses of each step. Each one is right with this chance."""
+    """Tokens per second with drafts ÷ without, and the drafts of each step. Each one is right with this chance."""
     rng, times = random.Random(0), StepTimes()
-    rule, lookup = Speculation(setting, times, can_gain=True, most=64), PromptLookup([])
+    rule, lookup = Speculation(setting, times, can_gain=True, max_tokens=64), PromptLookup([])
     tokens, seconds, lengths = 0, 0.0, []
     for _ in range(steps):
-        guess = Guess([1] * 32, 8)
-        (length,) = rule.lengths([lookup.acceptance.expected(guess)])
+        draft = Draft([1] * 32, 8)
+        (length,) = rule.lengths([lookup.acceptance.expected(draft)])
         drawn = []
         while len(drawn) <= length and (not drawn or drawn[-1] == 1):
             drawn.append(int(rng.random() < right))
         spent = cost(1 + length) * rng.uniform(0.95, 1.1)
         times.count(1, 1 + length, spent)
-        lookup.count(guess, drawn)
+        lookup.count(draft, drawn)
         tokens, seconds, lengths = tokens + len(drawn), seconds + spent, [*lengths, length]
     return tokens / seconds * cost(1) * 1.025, lengths
 
 
-def test_where_a_block_costs_as_much_as_its_tokens_guesses_stop() -> None:
+def test_where_a_block_costs_as_much_as_its_tokens_drafts_stop() -> None:
     for right in (0.0, 0.3, 0.8):
         ratio, lengths = simulated(float, right, 2000)
         assert ratio > 0.97
@@ -93,7 +93,7 @@ def test_where_a_block_costs_as_much_as_its_tokens_guesses_stop() -> None:
 def test_they_are_tried_again() -> None:
     slow = [True]
     times = StepTimes()
-    rule = Speculation("auto", times, can_gain=True, most=64)
+    rule = Speculation("auto", times, can_gain=True, max_tokens=64)
     ran = []
     for n in range(2000):
         slow[0] = n < 1000
@@ -105,7 +105,7 @@ def test_they_are_tried_again() -> None:
 
 
 @pytest.mark.parametrize("right", [0.5, 0.9, 0.99])
-def test_the_number_of_guesses_is_near_the_best(right: float) -> None:
+def test_the_number_of_drafted_tokens_is_near_the_best(right: float) -> None:
     def cost(tokens: int) -> float:
         return 1 + 0.1 * (tokens - 1)
 
@@ -117,14 +117,14 @@ def test_the_number_of_guesses_is_near_the_best(right: float) -> None:
 
 def test_several_sequences_share_what_pays() -> None:
     times = StepTimes()
-    rule = Speculation("auto", times, can_gain=True, most=64)
+    rule = Speculation("auto", times, can_gain=True, max_tokens=64)
     for tokens in range(3, 30):
         times.count(3, tokens, 1 + 0.1 * (tokens - 3))
     sure, unsure = [0.99**n for n in range(1, 9)], [0.01] * 8
     assert rule.lengths([sure, unsure, []]) == [8, 0, 0]
     assert rule.lengths([unsure, [], unsure]) == [0, 0, 0]
     assert rule.lengths([[]]) == [0]
-    assert Speculation(9, times, can_gain=True, most=12).lengths([sure, unsure, []]) == [8, 1, 0]
+    assert Speculation(9, times, can_gain=True, max_tokens=12).lengths([sure, unsure, []]) == [8, 1, 0]
     assert GAIN > 1
 
 
@@ -145,7 +145,7 @@ def test_a_placement_takes_no_number(tmp_path: Path) -> None:
             model.generate([1], speculate=4)
 
 
-def test_a_loop_is_guessed(loop: Model, endless: Path) -> None:
+def test_a_loop_is_drafted(loop: Model, endless: Path) -> None:
     with load(endless, context=200) as model:
         answer = model.generate("a", speculate=8)
         assert "".join(answer) == "ba" * 100
@@ -158,7 +158,7 @@ def test_a_loop_is_guessed(loop: Model, endless: Path) -> None:
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("speculate", [1, 5, 32, "auto"])
-def test_the_same_text_with_guesses(
+def test_the_same_text_with_drafts(
     random_path: Path, monkeypatch: pytest.MonkeyPatch, sampled: bool, speculate: str | int
 ) -> None:
     """With stop strings, limits and the context's edge inside of blocks, and one cache for all."""
@@ -175,13 +175,13 @@ def test_the_same_text_with_guesses(
             assert accepted > 100
 
 
-def test_a_guess_that_was_not_read_leaves_no_trace(random_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever stops reading amid a block finds the cache as without guesses."""
+def test_a_draft_that_was_not_read_leaves_no_trace(random_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever stops reading amid a block finds the cache as without drafts."""
     with load(random_path, mode="predicted", device="cpu") as model:
         held: list[Sequence[int]] = []
         for speculate in ("off", 32):
             with monkeypatch.context() as patch:
-                patch.setattr(PromptLookup, "guess", lambda _, most: Guess([9] * min(most, 20), 3))
+                patch.setattr(PromptLookup, "draft", lambda _, most: Draft([9] * min(most, 20), 3))
                 cache = model.new_cache()
                 generation = model.generate([1, 2], cache=cache, sampling=Sampling(), speculate=speculate)
                 next(generation)
@@ -194,20 +194,20 @@ def test_a_guess_that_was_not_read_leaves_no_trace(random_path: Path, monkeypatc
 def test_what_is_expected_follows_the_prompt_at_first() -> None:
     tokens = [1, 2, 3, 4]
     lookup = PromptLookup(tokens, expected=[5, 6, 7, 8, 9, 10, 11])
-    assert lookup.guess(3).tokens == [5, 6, 7]
+    assert lookup.draft(3).tokens == [5, 6, 7]
     tokens += [5, 6]
-    assert lookup.guess(9).tokens == [7, 8, 9, 10, 11]
+    assert lookup.draft(9).tokens == [7, 8, 9, 10, 11]
     tokens += [20, 9, 10]
-    assert lookup.guess(9) == Guess([11], 2)
+    assert lookup.draft(9) == Draft([11], 2)
     tokens += [11, 30, 31]
-    assert lookup.guess(9).tokens == []
+    assert lookup.draft(9).tokens == []
 
 
 def test_an_answer_is_looked_up_in_itself_beside_what_was_expected() -> None:
     tokens = [1, 2]
     lookup = PromptLookup(tokens, expected=[7, 8])
     tokens += [3, 4, 5, 6, 3, 4]
-    assert lookup.guess(4).tokens == [5, 6, 3, 4]
+    assert lookup.draft(4).tokens == [5, 6, 3, 4]
 
 
 def test_answers_to_one_prompt_share_what_is_expected_and_nothing_else() -> None:
@@ -220,11 +220,11 @@ def test_answers_to_one_prompt_share_what_is_expected_and_nothing_else() -> None
     for lookup, tokens in ((first, mine), (second, yours)):
         alone = [*prompt]
         other = PromptLookup(alone, frozenset([0]), expected)
-        assert lookup.guess(9) == other.guess(9)
+        assert lookup.draft(9) == other.draft(9)
         for token in [5, 6, 20 + len(tokens), 21, 5, 6, 7, 20 + len(tokens), 21]:
             tokens.append(token)
             alone.append(token)
-            assert lookup.guess(9) == other.guess(9)
+            assert lookup.draft(9) == other.draft(9)
 
 
 def test_what_is_expected_is_put_into_an_index_when_it_is_needed() -> None:
@@ -232,7 +232,7 @@ def test_what_is_expected_is_put_into_an_index_when_it_is_needed() -> None:
     assert not lookup._known
     lookup.prepare()
     assert lookup._known == [1, 2, 3, 4, 5, -1]
-    assert lookup.guess(2).tokens == [3, 4]
+    assert lookup.draft(2).tokens == [3, 4]
 
 
 @pytest.mark.parametrize(("most", "kept"), [(None, 8), (4, 4), (100, 8)])

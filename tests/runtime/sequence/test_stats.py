@@ -9,8 +9,8 @@ import pytest
 
 from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.engine import generation
 from pi_runtime.kernels import reference
+from pi_runtime.sequence import answer as answering
 from pi_runtime.sequence import sequence
 
 
@@ -36,7 +36,7 @@ def test_one_token_has_no_decoding_speed(loop: Model) -> None:
 
 def test_time_before_the_first_piece_is_asked_for_is_not_prefill(loop: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
-    for module in (generation, sequence):
+    for module in (answering, sequence):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     answer = loop.generate("a")
     for _ in range(100):

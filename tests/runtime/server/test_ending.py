@@ -129,16 +129,16 @@ def test_an_artifact_that_is_changed_ends_the_server_with_what_to_do(
 
 
 def test_a_fault_of_one_request_ends_that_one_alone(endless: Path, serve: Serve, monkeypatch: Any) -> None:
-    from pi_runtime.sequence.sequence import Answer
+    from pi_runtime.sequence.answer import AnswerSequence
 
-    follow = Answer.follow
+    draw = AnswerSequence.draw
 
-    def fail(self: Answer, *args: Any) -> Any:
+    def fail(self: AnswerSequence, *args: Any) -> Any:
         if self.tokens[0] == ord("x"):
             raise ValueError("of this request alone, and a secret")
-        return follow(self, *args)
+        return draw(self, *args)
 
-    monkeypatch.setattr(Answer, "follow", fail)
+    monkeypatch.setattr(AnswerSequence, "draw", fail)
     served = serve(endless, changed=slowed(0.002))
     with served.streaming(max_tokens=300) as response:
         coming = events(response)

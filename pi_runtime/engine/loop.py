@@ -1,0 +1,89 @@
+"""The engine's thread: it takes messages, and runs the core's steps as long as there is anything to run."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty
+
+from pi_runtime.engine.caches import EngineCaches
+from pi_runtime.engine.core import Core
+from pi_runtime.engine.inbox import Call, Inbox
+from pi_runtime.engine.request import ScheduledRequest, SessionState
+from pi_runtime.engine.step_watch import StepWatch
+from pi_runtime.errors import UsageError
+
+
+class Loop:
+    """Runs the core in a thread of its own until it is asked to end, or anything fails."""
+
+    def __init__(self, core: Core, caches: EngineCaches, release: Callable[[], None]) -> None:
+        """`release`: gives all memory back, after the end."""
+        self._core, self._caches, self._release = core, caches, release
+        self.inbox, self.watch = Inbox(), StepWatch()
+        self.busy_s = 0.0
+        """Seconds in steps."""
+        self._thread = threading.Thread(target=self._run, name="pi-engine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End after the present step, and wait for that."""
+        self.inbox.close()
+        self._thread.join()
+
+    # From here on: the engine's thread.
+
+    def _run(self) -> None:
+        error: BaseException = UsageError("the engine was closed before this answer ended")
+        reason = UsageError("the engine is closed", remedy="generate before closing it")
+        try:
+            while self._take_messages():
+                began = time.perf_counter()
+                self.watch.begin()
+                self._core.step()
+                self.watch.end()
+                self.busy_s += time.perf_counter() - began
+        except BaseException as failure:  # whatever it is, those who read streams must hear of it
+            error, reason = failure, UsageError("the engine has failed", found=f"{type(failure).__name__}: {failure}")
+            reason.__cause__ = failure
+        self._end(error, reason)
+
+    def _take_messages(self) -> bool:
+        """Take all that has arrived, after waiting for something if nothing runs; False once it is to close."""
+        wait = self._core.scheduler.idle
+        with suppress(Empty):
+            while (message := self.inbox.take(wait=wait)) is not None:
+                self._handle(message)
+                wait = False
+            return False
+        return True
+
+    def _handle(self, message: ScheduledRequest | Call | SessionState) -> None:
+        if isinstance(message, ScheduledRequest):
+            self._core.submit(message)
+        elif isinstance(message, SessionState):
+            self._core.leave_session(message, reason="cancelled")
+            self._caches.forget(message)
+        else:
+            try:
+                message.function()
+            except Exception as error:
+                message.done.set_exception(error)
+            else:
+                message.done.set_result(None)
+
+    def _end(self, error: BaseException, reason: UsageError) -> None:
+        """Tell everybody who still waits: those who read answers the error, the others the reason."""
+        left = self.inbox.end(reason)
+        unfinished = [*self._core.scheduler.clear(), *(m for m in left if isinstance(m, ScheduledRequest))]
+        unfinished += [sample for request in unfinished for sample in request.samples]
+        for request in unfinished:
+            request.finish(error)
+        for message in left:
+            if isinstance(message, Call):
+                message.done.set_exception(reason)
+        for request in unfinished:
+            if request.cache is not None:
+                request.cache.close()
+        self._core.finished += len(unfinished)
+        self._release()

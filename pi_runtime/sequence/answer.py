@@ -1,0 +1,244 @@
+"""A sequence that is continued: how its next tokens are drawn from logits, what text they make, and how it ends.
+
+Shape letters: T tokens of a step, V vocabulary, L layers.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Unpack
+
+import numpy as np
+
+from pi_runtime.errors import ContextError, PromptError, Setting, UsageError
+from pi_runtime.sequence.drafts import NO_DRAFT, Draft, PromptLookup
+from pi_runtime.sequence.logprobs import TokenLogprobs, check_logprobs, token_logprobs
+from pi_runtime.sequence.sampler import Sampler
+from pi_runtime.sequence.sampling import Sampling
+from pi_runtime.sequence.sequence import Computed, Floats, TokenSequence
+from pi_runtime.sequence.settings import AnswerSettings
+from pi_runtime.sequence.stats import Stats
+from pi_runtime.text.stop_strings import StopStrings
+from pi_runtime.text.tokenizer import TextStream, Tokenizer
+
+
+class AnswerSequence(TokenSequence):
+    """A prompt that is continued until the text ends."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        *,
+        context: int,
+        vocab_size: int,
+        end_ids: Sequence[int],
+        selected: Sequence[bool] = (),
+        stop_tokens: Sequence[int] = (),
+        **settings: Unpack[AnswerSettings],
+    ) -> None:
+        """`selected`: for the first tokens of the prompt whether they run with selection, as those of earlier answers
+        in it do. `stop_tokens` end the answer, and become part of it."""
+        _check(prompt, context, settings)
+        super().__init__(prompt, selected)
+        self._max_tokens, self._min_tokens = settings.get("max_tokens"), settings.get("min_tokens", 0)
+        self._context, self._top_logprobs = context, settings.get("logprobs")
+        # Compiled last: an answer that cannot be is refused sooner.
+        grammar = settings.get("grammar")
+        self._grammar = None if grammar is None else tokenizer.grammars.start(grammar)
+        self._sampler = Sampler(
+            settings.get("sampling") or Sampling(),
+            vocab_size,
+            prompt_tokens=len(prompt),
+            end_ids=end_ids,
+            min_tokens=self._min_tokens,
+            allowed=None if self._grammar is None else self._grammar.allowed,
+        )
+        self._stop, self._stop_tokens = StopStrings(settings.get("stop", ())), frozenset(stop_tokens)
+        self._tokenizer, self._shown_tokens = tokenizer, frozenset(settings.get("shown_tokens", ()))
+        self._end_ids = frozenset(end_ids)
+        self._logprobs: list[TokenLogprobs] = []
+        self._began = time.perf_counter()
+        self._first_token_s = self._prefill_s = self._decode_s = 0.0
+        self._rows_2 = np.zeros(2, np.int64)
+        self._steps = self._guessed_tokens = self._accepted_tokens = 0
+        # What cannot come any more is of no use.
+        expected = settings.get("expected", ())[: self.max_positions + 1 - len(prompt)]
+        self.lookup = PromptLookup(self.tokens, self._end_ids, expected)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its next token is drawn after one more token has run."""
+        return self.num_pending == 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text has ended."""
+        return self.finish_reason is not None
+
+    @property
+    def num_reusable(self) -> int:
+        """How many first tokens need not run if their keys and values are stored: the last one's logits are wanted."""
+        return len(self.tokens) - 1
+
+    @property
+    def max_positions(self) -> int:
+        """Most positions that its cache will hold: the last token never runs."""
+        longest = self._context if self._max_tokens is None else self.prompt_tokens + self._max_tokens - 1
+        return min(longest, self._context)
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Log-probabilities of the generated tokens, if they are kept."""
+        return self._logprobs[: len(self.tokens) - self.prompt_tokens]  # not the end's, which is no token of the text
+
+    @property
+    def ending(self) -> TokenLogprobs | None:
+        """The log-probability of the token that ended the text and is no part of it, if they are kept."""
+        count = len(self.tokens) - self.prompt_tokens
+        return self._logprobs[count] if len(self._logprobs) > count else None
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its tokens are chosen, with the seed."""
+        return self._sampler.sampling
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of its draws; None where it is greedy."""
+        return None if self.sampling.temperature == 0 else self.sampling.seed
+
+    def draft(self) -> Draft:
+        """Tokens that may follow the newest one, as many as may still run; none unless it alone is left to run."""
+        if self.num_computed < self.prompt_tokens or not self.is_decoding:
+            return NO_DRAFT
+        return self.lookup.draft(self.max_positions - len(self.tokens))
+
+    def advance(self, computed: Computed) -> Iterator[str]:
+        """Count the tokens that have run, and draw the next ones if none is left to run."""
+        self.num_computed += computed.num_tokens
+        if self.num_pending:
+            self._count_time()
+        else:
+            yield from self.draw(computed)
+
+    def draw(self, computed: Computed) -> Iterator[str]:
+        """Draw and take the next token, and one more after each token of the draft that was right.
+
+        Yields the text that each token completes. Raises PiError for logits without meaning.
+        """
+        draft = computed.draft
+        if computed.rows_L2 is not None:
+            self._rows_2 += computed.rows_L2.sum(0)
+            self._steps += 1
+        self._guessed_tokens += draft.num_run
+        drawn: list[int] = []
+        for n, logits_V in enumerate(computed.logits_TV):
+            token = self._choose(logits_V)
+            drawn.append(token)
+            is_right = n < draft.num_run and token == draft.tokens[n]
+            self._accepted_tokens += is_right
+            self.num_computed += is_right
+            self._count_time()
+            piece = self._take(token)
+            if not is_right or self.finish_reason is not None:
+                self.lookup.count(draft, drawn)
+                yield piece
+                return
+            yield piece
+            self.start_step()
+
+    def _choose(self, logits_V: Floats) -> int:
+        """Choose the next token from its logits, and keep its log-probability if that was asked for."""
+        token = self._sampler(logits_V, self.tokens)
+        if self._top_logprobs is not None:
+            self._logprobs.append(token_logprobs(logits_V, token, self._top_logprobs))
+        return token
+
+    @cached_property
+    def _text(self) -> TextStream:
+        """What makes text of the tokens. Where nothing came after an earlier answer, its text goes on."""
+        text, prompt = TextStream(self._tokenizer, self._shown_tokens), self.prompt_tokens
+        written = next((n for n in range(prompt) if not self.selected[prompt - 1 - n]), prompt)
+        for token in self.tokens[prompt - written : prompt]:
+            text.push(token)
+        return text
+
+    def _take(self, token: int) -> str:
+        """Continue the text by a token; returns what can be shown now. The text may end with it."""
+        if token in self._end_ids:
+            return self._end("end")
+        self.tokens.append(token)
+        self.selected.append(True)
+        piece, stopped = self._text.push(token), False
+        may_stop = len(self.tokens) - self.prompt_tokens > self._min_tokens
+        if may_stop:
+            piece, stopped = self._stop.push(piece)
+        if stopped:
+            self.finish_reason = "stop"
+            return piece
+        if may_stop and token in self._stop_tokens:
+            return piece + self._end("stop")
+        if self._grammar is not None and self._grammar.is_complete(self.token_ids):
+            return piece + self._end("end")
+        if self._max_tokens is not None and len(self.tokens) - self.prompt_tokens >= self._max_tokens:
+            return piece + self._end("length")
+        return piece + self._end("context") if len(self.tokens) > self._context else piece
+
+    def _end(self, reason: str) -> str:
+        """End the text; returns what was held back."""
+        self.finish_reason = reason
+        piece, stopped = self._stop.push(self._text.finish())
+        return piece if stopped else piece + self._stop.finish()
+
+    def _count_time(self) -> None:
+        """Count the time since the step began: up to the first token it is prefill, then decoding."""
+        ended = time.perf_counter()
+        if len(self.tokens) > self.prompt_tokens:
+            self._decode_s += ended - self._step_began
+        else:
+            self._prefill_s += ended - self._step_began
+            self._first_token_s = ended - self._began
+
+    def stats(self, neurons: int) -> Stats:
+        """The figures up to now, for a model with so many neurons."""
+        ran = self._steps * neurons
+        return Stats(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=len(self.tokens) - self.prompt_tokens,
+            prefill_s=self._prefill_s,
+            decode_s=self._decode_s,
+            first_token_s=self._first_token_s,
+            rows_read_share=float(self._rows_2[0]) / ran if ran else None,
+            active_share=float(self._rows_2[1]) / ran if ran else None,
+            guessed_tokens=self._guessed_tokens,
+            accepted_tokens=self._accepted_tokens,
+        )
+
+
+def _check(prompt: Sequence[int], context: int, settings: AnswerSettings) -> None:
+    """Raise PiError for settings that are impossible, and for a prompt that is empty or leaves no room."""
+    max_tokens, min_tokens = settings.get("max_tokens"), settings.get("min_tokens", 0)
+    if max_tokens is not None and max_tokens < 1:
+        raise UsageError(setting=Setting("max_tokens", max_tokens), expected="1 or more")
+    if min_tokens < 0 or (max_tokens is not None and min_tokens > max_tokens):
+        most = "0 or more" if max_tokens is None else (f"0 to {max_tokens}, which ", Setting("max_tokens"), " says")
+        raise UsageError(setting=Setting("min_tokens", min_tokens), expected=most)
+    check_logprobs("logprobs", settings.get("logprobs"))
+    if not prompt:
+        raise PromptError(
+            "the prompt is empty, and the model has no begin-of-text token to start from",
+            remedy="give a prompt of at least one character",
+        )
+    if len(prompt) >= context:
+        raise ContextError(
+            f"the prompt has {len(prompt)} tokens",
+            expected=f"fewer than the context of {context}",
+            remedy=("shorten it, or raise ", Setting("context"), " if the model allows"),
+        )
