@@ -18,7 +18,7 @@ from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.drafts import NO_DRAFT, Draft
-from pi_runtime.sequence.sequence import Computed, Status
+from pi_runtime.sequence.sequence import Status, StepLogits
 from pi_runtime.sequence.speculation import Speculation
 
 
@@ -241,7 +241,7 @@ class Core:
         """Let a sequence go on with the result of a step; further answers to its prompt begin with it."""
         sequence, ran = part.request.sequence, part.request.sequence.num_computed + part.num_tokens
         samples = self._start_samples(part.request) if ran == len(sequence.tokens) else []
-        computed = Computed(part.num_tokens, result.logits_TV, result.rows_L2, part.draft)
+        computed = StepLogits(part.num_tokens, result.logits_TV, result.rows_L2, part.draft)
         self._take(part.request, sequence.advance(computed))
         self.guessed_tokens += part.draft.num_run
         self.accepted_tokens += sequence.num_computed - ran

@@ -39,7 +39,7 @@ MAX_ANSWERS = 1024
 class Engine:
     """Serves many requests with one model. A context manager; closing it ends what still runs with an error.
 
-    `slots`: most requests that run at once; the others wait in order. `kv_budget`: bytes for keys and values, of the
+    `slots`: most requests that run at once; the others wait. `kv_budget`: bytes for keys and values, of the
     running requests and of what is kept because a later prompt may begin with it. None: as many as `slots` requests
     with a full context take, but no more than a quarter of the machine's memory, and no less than one such request
     takes; for a model within a budget of memory, what that leaves (see `load`). Memory is taken as it is needed.
@@ -49,6 +49,7 @@ class Engine:
 
     A request begins with what is kept of earlier prompts that begin alike, and its figures and its speed tell so. Where
     callers do not trust each other give each a `cache_salt`: only requests with the same salt share what is kept.
+    `client` says whose a request is: clients take turns for free slots, and each one's requests go in order.
 
     >>> with load("artifact.pi", device="cpu") as model, Engine(model, slots=2) as engine:
     ...     streams = [engine.generate(prompt, max_tokens=4) for prompt in ("Once", "Twice", "Never")]
@@ -92,17 +93,28 @@ class Engine:
         atexit.register(self.close)
 
     def generate(
-        self, prompt: str | Sequence[int], *, cache_salt: str = "", **settings: Unpack[AnswerSettings]
+        self,
+        prompt: str | Sequence[int],
+        *,
+        cache_salt: str = "",
+        client: str = "",
+        **settings: Unpack[AnswerSettings],
     ) -> Stream:
         """Continue a prompt as `Model.generate` does, beside all other requests. Any thread may call it.
 
         Raises PromptError or UsageError at once for what cannot be run, and UsageError for what does not fit
         `kv_budget` even alone.
         """
-        return self.generate_many(prompt, 1, cache_salt=cache_salt, **settings)[0]
+        return self.generate_many(prompt, 1, cache_salt=cache_salt, client=client, **settings)[0]
 
     def generate_many(
-        self, prompt: str | Sequence[int], count: int, *, cache_salt: str = "", **settings: Unpack[AnswerSettings]
+        self,
+        prompt: str | Sequence[int],
+        count: int,
+        *,
+        cache_salt: str = "",
+        client: str = "",
+        **settings: Unpack[AnswerSettings],
     ) -> list[Stream]:
         """Up to `MAX_ANSWERS` answers to one prompt, which is read once. Each has draws of its own.
 
@@ -122,40 +134,48 @@ class Engine:
             for answer in answers[1:]:
                 answer.lookup = first.lookup.beside(answer.tokens)
         block_tokens, neurons = self._executor.block_tokens, self._executor.neurons
-        requests = [ScheduledRequest(answer, block_tokens, salt=cache_salt) for answer in answers]
+        requests = [ScheduledRequest(answer, block_tokens, salt=cache_salt, client=client) for answer in answers]
         requests[0].samples = requests[1:]
         self._inbox.submit(requests[0])
         return [Stream(request, answer, neurons) for request, answer in zip(requests, answers, strict=True)]
 
-    def score(self, prompt: str | Sequence[int], *, first: int = 1, top: int = 0, cache_salt: str = "") -> Scores:
+    def score(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        first: int = 1,
+        top: int = 0,
+        cache_salt: str = "",
+        client: str = "",
+    ) -> Scores:
         """Log-probabilities of a prompt as `Model.score` gives them, computed beside all other requests.
 
         Pages that earlier scorings stored are used up to token `first`. Raises errors as `generate` does.
         """
         sequence = self.model.new_scoring(prompt, first=first, top=top)
         self._memory.check(sequence.max_positions)
-        request = ScheduledRequest(sequence, self._executor.block_tokens, salt=cache_salt)
+        request = ScheduledRequest(sequence, self._executor.block_tokens, salt=cache_salt, client=client)
         if sequence.complete:
             request.finish(None)
         else:
             self._inbox.submit(request)
         return Scores(request, sequence)
 
-    def session(self, tokens: Sequence[int] = (), *, cache_salt: str = "") -> Session:
+    def session(self, tokens: Sequence[int] = (), *, cache_salt: str = "", client: str = "") -> Session:
         """A text that is continued in turns, and what has been computed of it.
 
         It may begin with tokens, which are checked, and read, with the first turn.
         """
-        return Session(self, SessionState(list(tokens), [False] * len(tokens), cache_salt))
+        return Session(self, SessionState(list(tokens), [False] * len(tokens), cache_salt, client))
 
-    def load_session(self, path: str | Path, *, cache_salt: str = "") -> Session:
+    def load_session(self, path: str | Path, *, cache_salt: str = "", client: str = "") -> Session:
         """A session that `Session.save` wrote, by the same artifact, mode and cache format, in any process.
 
         Its keys and values are taken on trust: give one that others may have written a `cache_salt` of its own. Raises
         InputError for a file that is damaged or no session, UsageError where it does not belong to this model.
         """
         stored = session_file.load(Path(path), self._run_settings(), self._memory.pool.page_nbytes)
-        state = SessionState(stored.tokens, stored.selected, cache_salt)
+        state = SessionState(stored.tokens, stored.selected, cache_salt, client)
         self._inbox.call(lambda: self._sessions.restore(state, stored))
         return Session(self, state)
 

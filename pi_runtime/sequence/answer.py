@@ -15,7 +15,7 @@ from pi_runtime.sequence.drafts import NO_DRAFT, Draft, PromptLookup
 from pi_runtime.sequence.logprobs import TokenLogprobs, check_logprobs, token_logprobs
 from pi_runtime.sequence.sampler import Sampler
 from pi_runtime.sequence.sampling import Sampling
-from pi_runtime.sequence.sequence import Computed, Floats, TokenSequence
+from pi_runtime.sequence.sequence import Floats, StepLogits, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.text.stop_strings import StopStrings
@@ -119,7 +119,7 @@ class AnswerSequence(TokenSequence):
             return NO_DRAFT
         return self.lookup.draft(self.max_positions - len(self.tokens))
 
-    def advance(self, computed: Computed) -> Iterator[str]:
+    def advance(self, computed: StepLogits) -> Iterator[str]:
         """Count the tokens that have run, and draw the next ones if none is left to run."""
         self.num_computed += computed.num_tokens
         if self.num_pending:
@@ -127,7 +127,7 @@ class AnswerSequence(TokenSequence):
         else:
             yield from self.draw(computed)
 
-    def draw(self, computed: Computed) -> Iterator[str]:
+    def draw(self, computed: StepLogits) -> Iterator[str]:
         """Draw and take the next token, and one more after each token of the draft that was right.
 
         Yields the text that each token completes. Raises PiError for logits without meaning.

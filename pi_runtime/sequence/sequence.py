@@ -38,8 +38,8 @@ class Status(Enum):
 
 
 @dataclass(frozen=True)
-class Computed:
-    """What a step has computed of a sequence."""
+class StepLogits:
+    """What a step gives a sequence."""
 
     num_tokens: int
     """How many of its tokens have run."""
@@ -118,7 +118,7 @@ class TokenSequence(ABC):
         self._step_began = time.perf_counter()
 
     @abstractmethod
-    def advance(self, computed: Computed) -> Iterator[str]:
+    def advance(self, computed: StepLogits) -> Iterator[str]:
         """Go on with what a step has computed; yields new text. Raises PiError for logits without meaning."""
 
 
@@ -135,7 +135,7 @@ class ReadSequence(TokenSequence):
         """Whether all its tokens have run."""
         return self.num_pending == 0
 
-    def advance(self, computed: Computed) -> Iterator[str]:
+    def advance(self, computed: StepLogits) -> Iterator[str]:
         """Count the tokens that have run."""
         self.num_computed += computed.num_tokens
         return iter(())
@@ -174,7 +174,7 @@ class ScoreSequence(TokenSequence):
         """How many first tokens need not run if their keys and values are stored: the next one's logits are wanted."""
         return self._first + len(self.logprobs) - 1
 
-    def advance(self, computed: Computed) -> Iterator[str]:
+    def advance(self, computed: StepLogits) -> Iterator[str]:
         """Take the log-probabilities of the tokens that follow those that have run."""
         self.num_computed += computed.num_tokens
         for n, logits_V in enumerate(computed.logits_TV, self.num_computed - len(computed.logits_TV) + 1):

@@ -15,6 +15,7 @@ from pi_runtime.engine.model import Model
 from pi_runtime.engine.stream import Scores, Stream
 from pi_runtime.server.api.answer import EventReader, GatheredAnswer
 from pi_runtime.server.api.request import GenerateRequest, Prompt
+from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.events import End, Event, PromptLogprobs
 from pi_runtime.server.metrics import Metrics
@@ -58,16 +59,16 @@ class InFlight:
         metrics: Metrics,
         settings: ServerSettings,
         arrived: float,
-        owner: str,
+        client: Client,
     ) -> None:
         """Hand the prompts to the engine. Raises what the engine says of those that cannot be run."""
         self._metrics, self._limits, self._arrived = metrics, settings.limits, arrived
-        salt = settings.cache_salt(owner, request.cache_salt)
+        salt = settings.cache_salt(client.owner, request.cache_salt)
         self._answers: list[_AnswerInFlight] = []
         for n, prompt in enumerate(request.prompts):
             # What was begun before one of them is refused has no reference left, so it ends.
-            scores = _scores(engine, request, prompt, salt)
-            for stream in _streams(engine, request, prompt, salt):
+            scores = _scores(engine, request, prompt, salt, client.name)
+            for stream in _streams(engine, request, prompt, salt, client.name):
                 gathered = GatheredAnswer(len(self._answers), n)
                 reader = EventReader(prompt, engine.model.tokenizer)
                 self._answers.append(_AnswerInFlight(gathered, reader, stream, scores))
@@ -184,14 +185,16 @@ class InFlight:
                 source.cancel()
 
 
-def _scores(engine: Engine, request: GenerateRequest, prompt: Prompt, salt: str) -> Scores | None:
+def _scores(engine: Engine, request: GenerateRequest, prompt: Prompt, salt: str, client: str) -> Scores | None:
     """What computes the log-probabilities of a prompt, where these are wanted."""
     if request.prompt_logprobs is None:
         return None
-    return engine.score(prompt.tokens, top=request.prompt_logprobs, cache_salt=salt)
+    return engine.score(prompt.tokens, top=request.prompt_logprobs, cache_salt=salt, client=client)
 
 
-def _streams(engine: Engine, request: GenerateRequest, prompt: Prompt, salt: str) -> Sequence[Stream | None]:
+def _streams(
+    engine: Engine, request: GenerateRequest, prompt: Prompt, salt: str, client: str
+) -> Sequence[Stream | None]:
     """The engine's streams of the answers to a prompt."""
     if not request.generates:
         return [None] * request.count
@@ -200,7 +203,7 @@ def _streams(engine: Engine, request: GenerateRequest, prompt: Prompt, salt: str
         settings["expected"] = _expected(engine.model, request, prompt)
     if request.session is not None:
         return [request.session.generate(prompt.tokens, stop_tokens=request.stop_tokens, **settings)]
-    return engine.generate_many(prompt.tokens, request.count, cache_salt=salt, **settings)
+    return engine.generate_many(prompt.tokens, request.count, cache_salt=salt, client=client, **settings)
 
 
 def _expected(model: Model, request: GenerateRequest, prompt: Prompt) -> Sequence[int]:

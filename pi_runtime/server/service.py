@@ -160,7 +160,7 @@ class Service:
         ticket.take(request.answers)
         engine = self.engine
         return await self.prepare(
-            client, lambda: InFlight(request, engine, self.metrics, self.settings, arrived, client.owner)
+            client, lambda: InFlight(request, engine, self.metrics, self.settings, arrived, client)
         )
 
     async def drain(self) -> None:

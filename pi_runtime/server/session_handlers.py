@@ -30,7 +30,7 @@ async def create(exchange: Exchange) -> Response:
     def begin(body: SessionRequest) -> ServedSession:
         beginning = Beginning(body, served)
         salt = service.settings.cache_salt(owner, beginning.cache_salt)
-        session = engine.session(beginning.tokens, cache_salt=salt)
+        session = engine.session(beginning.tokens, cache_salt=salt, client=exchange.client.name)
         if beginning.draft:
             session.type(beginning.draft)
         return ServedSession(owner, session, beginning.defaults)

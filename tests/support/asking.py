@@ -10,6 +10,7 @@ from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import AnswerWriter, EventReader, GatheredAnswer
 from pi_runtime.server.api.request import GenerateRequest
 from pi_runtime.server.api.served import Served
+from pi_runtime.server.clients import Client
 from pi_runtime.server.events import Event
 from pi_runtime.server.handlers import Computed, Generated
 from pi_runtime.server.in_flight import InFlight
@@ -114,7 +115,7 @@ def parsed(data: bytes) -> list[tuple[str | None, Any]]:
 
 def _events(request: GenerateRequest, served: Served, engine: Engine) -> list[tuple[GatheredAnswer, list[Event]]]:
     """The events of each answer, which are gathered too where it does not stream."""
-    in_flight = InFlight(request, engine, Metrics(), served.settings, time.monotonic(), "")
+    in_flight = InFlight(request, engine, Metrics(), served.settings, time.monotonic(), Client("", ""))
     found: list[tuple[GatheredAnswer, list[Event]]] = [(answer, []) for answer in in_flight.answers]
     while not in_flight.ended:
         for answer, event in in_flight.read():

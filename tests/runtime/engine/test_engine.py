@@ -20,6 +20,7 @@ from support.scripted import saying, scripted_artifact
 
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact.buffers import Buffer
+from pi_runtime.engine.request import ScheduledRequest
 from pi_runtime.engine.stream import Stream
 from pi_runtime.errors import ArtifactError, DoesNotFitError, PiError, PromptError, UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
@@ -610,6 +611,34 @@ def test_answers_that_nobody_wants_any_more_read_no_prompt(talker: Model, monkey
         go_on.set()
         assert ["".join(stream) for stream in streams] == [""] * 20
     assert len(steps) == 1
+
+
+def test_a_client_with_many_answers_keeps_no_other_waiting(talker: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, go_on = threading.Event(), threading.Event()
+    spied(talker, monkeypatch, before=lambda: (runs.set(), go_on.wait(30)))
+    with Engine(talker, slots=1, speculate="off") as engine:
+        ended: list[str] = []
+        streams = {"first": engine.generate("ab", max_tokens=2, client="a")}
+        assert runs.wait(30)
+        for n, prompt in enumerate(("ab", "ba")):
+            for k, stream in enumerate(engine.generate_many(prompt, 20, max_tokens=2, client="a")):
+                streams[f"a{n} {k}"] = stream
+        streams["b"] = engine.generate("ab", max_tokens=2, client="b")
+        streams["session"] = engine.session(client="c").generate("ba", max_tokens=2)
+        for name, stream in streams.items():
+            request = stream._request
+
+            def notify(name: str = name, request: ScheduledRequest = request) -> None:
+                if request.done.is_set() and name not in ended:
+                    ended.append(name)
+
+            stream.listen(notify)
+        go_on.set()
+        texts = {name: "".join(stream) for name, stream in streams.items()}
+    assert ended[:4] == ["first", "a0 0", "b", "session"]
+    assert ended[4:] == [name for name in streams if name.startswith("a")][1:]
+    wanted = {prompt: "".join(talker.generate(prompt, max_tokens=2)) for prompt in ("ab", "ba")}
+    assert texts == {name: wanted["ba" if name == "session" or name[:2] == "a1" else "ab"] for name in streams}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")

@@ -103,6 +103,42 @@ def test_others_wait_in_order() -> None:
     assert [[name for name, _ in step] for step in run(scheduler)] == [["a", "b"], ["c"]]
 
 
+def test_clients_take_turns_and_the_requests_of_each_go_in_order() -> None:
+    """One that comes late with one request waits for one of another's, and not for all of them."""
+    many = [Numbers(f"a{n}", 1, 1, client="a") for n in range(5)]
+    scheduler = scheduled(1, 8, *many, Numbers("b0", 1, 1, client="b"), Numbers("b1", 1, 1, client="b"))
+    scheduler.submit(Numbers("c0", 1, 1, client="c"))
+    joined = [name for ((name, _),) in run(scheduler)]
+    assert joined == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"]
+
+
+def test_a_client_that_comes_again_waits_behind_the_others_of_its_round() -> None:
+    a, b, again = Numbers("a", 1, 1, client="a"), Numbers("b", 1, 1, client="b"), Numbers("again", 1, 1, client="a")
+    scheduler = scheduled(1, 8, a, b)
+    scheduler.join()
+    scheduler.submit(again)
+    scheduler.remove(a)
+    assert [name for ((name, _),) in run(scheduler)] == ["b", "again"]
+
+
+def test_further_answers_wait_before_all_of_their_client_and_of_no_other() -> None:
+    scheduler = scheduled(1, 8, *(Numbers(name, 1, 1, client=name[0]) for name in ("a0", "b0", "a1")))
+    scheduler.submit_next(Numbers("b-", 1, 1, client="b"))
+    assert [name for ((name, _),) in run(scheduler)] == ["a0", "b-", "a1", "b0"]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 4))
+def test_nobody_waits_for_more_than_one_request_of_each_other_client(clients: list[int], slots: int) -> None:
+    sequences = [Numbers(f"{client} {n}", 1, 1, client=str(client)) for n, client in enumerate(clients)]
+    scheduler = scheduled(slots, 8, *sequences)
+    order = [name.split()[0] for step in run(scheduler) for name, _ in step]
+    for client in set(order):
+        own = [n for n, name in enumerate(order) if name == client]
+        for before, after in zip([-1, *own], own, strict=False):
+            between = order[before + 1 : after]
+            assert len(between) == len(set(between))
+
+
 def test_who_joined_last_waits_before_all_others() -> None:
     a, b, c, d = (Numbers(name, 5, 1) for name in "abcd")
     scheduler = scheduled(3, 8, a, b, c, d)
