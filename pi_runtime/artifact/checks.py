@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, FFNS, NORMS, POSITIONS, Decoder
+from pi_runtime.artifact.features import feature_problems
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.layout import manifest_specs
 from pi_runtime.artifact.rungs import RUNGS, Rung
@@ -34,7 +35,7 @@ _GENERATION: dict[str, tuple[tuple[type, ...], float, float]] = {
 
 def contradictions(m: Manifest) -> Iterator[str]:
     """Yield the problems of a manifest. Later checks rest on earlier ones, so it ends after the first that fails."""
-    for check in (_decoder, _formats, _layers, _plans, _arrays, _files, _text):
+    for check in (_decoder, _formats, _layers, feature_problems, _plans, _arrays, _files, _text):
         problems = list(check(m))
         if problems:
             yield from problems

@@ -1,11 +1,14 @@
 """The manifest as canonical JSON: written, read, and checked as it is read."""
 
 import reprlib
+from collections.abc import Mapping
 from itertools import islice
+from typing import Any
 
 from pi_runtime.artifact.checks import contradictions
 from pi_runtime.artifact.decoding import MOST_PROBLEMS, canonical_json, decode, parse_json
-from pi_runtime.artifact.schema import FORMAT_NAME, FORMAT_VERSION, REMEDY, Manifest
+from pi_runtime.artifact.features import FEATURES
+from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_NAME, FORMAT_VERSION, REMEDY, Manifest
 from pi_runtime.errors import ArtifactError
 
 LARGEST = 4 << 20
@@ -22,8 +25,7 @@ def read_manifest(data: bytes, where: str) -> Manifest:
         raise ArtifactError(f"{where}: the manifest is not JSON", found=error) from None
     if not isinstance(value, dict) or value.get("format") != FORMAT_NAME:
         raise ArtifactError(f"{where}: not a {FORMAT_NAME} manifest")
-    if value.get("version") != FORMAT_VERSION:
-        raise wrong_version(where, value.get("version"))
+    _check_version(value, where)
     problems: list[str] = []
     manifest: Manifest = decode(Manifest, value, "manifest", problems)
     problems = problems or list(islice(contradictions(manifest), MOST_PROBLEMS))
@@ -34,11 +36,29 @@ def read_manifest(data: bytes, where: str) -> Manifest:
     return manifest
 
 
-def wrong_version(where: str, version: object) -> ArtifactError:
+def _check_version(value: Mapping[str, Any], where: str) -> None:
+    """Refuse another version, and a feature that this release lacks: whatever else such a file may say is not read."""
+    version, features = value.get("version"), value.get("features")
+    listed = isinstance(features, list) and features and all(type(name) is str for name in features)
+    if type(version) is not int or version not in (FORMAT_VERSION, FEATURE_VERSION):
+        raise wrong_version(where, version)
+    if version == FEATURE_VERSION and not listed:
+        raise wrong_version(where, version, " without features")
+    lacking = sorted(set(features or ()) - FEATURES.keys()) if listed else []
+    if lacking:
+        raise ArtifactError(
+            f"{where}: the file uses what this release lacks",
+            expected=f"features among: {', '.join(sorted(FEATURES)) or 'none'}",
+            found=_shortened([", ".join(lacking)]).strip(),
+            remedy="use the release that wrote it, or a later one; or pack the model again with `pi-compile build`",
+        )
+
+
+def wrong_version(where: str, version: object, but: str = "") -> ArtifactError:
     """The error for an artifact of another format version."""
     return ArtifactError(
-        f"{where}: artifact format version {reprlib.repr(version)}",
-        expected=f"version {FORMAT_VERSION}",
+        f"{where}: artifact format version {reprlib.repr(version)}{but}",
+        expected=f"version {FORMAT_VERSION}, or {FEATURE_VERSION} with the features it uses",
         remedy="pack it again with `pi-compile build`, or use the release that wrote it",
     )
 

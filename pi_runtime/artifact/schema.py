@@ -10,6 +10,9 @@ from pi_runtime.artifact.rungs import RUNGS, Rung
 
 FORMAT_NAME = "pi-artifact"
 FORMAT_VERSION = 3
+"""Of a file that uses no feature."""
+FEATURE_VERSION = 4
+"""Of a file that lists the features it uses (see `features`)."""
 OBJECTIVES = ("time", "hot-mass")
 SIDES = ("cpu", "gpu")
 REMEDY = "copy or download it again, or pack it anew with `pi-compile build`"
@@ -131,6 +134,8 @@ class Manifest:
 
     format: str = FORMAT_NAME
     version: int = FORMAT_VERSION
+    features: tuple[str, ...] = field(default=(), metadata=UNLESS_EMPTY)
+    """Features that the file uses, by name (see `features`); the key is left out where there are none."""
     decoder: Decoder
     formats: Mapping[str, str]
     """Weight format of each part: embedding, attention, ffn, head, predictor."""

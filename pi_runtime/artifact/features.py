@@ -1,0 +1,30 @@
+"""What a file may use beyond format version 3, by name: a reader says which of them it lacks.
+
+A file that uses none is of version 3, one that uses some is of version 4 and lists them. A further block format, kind
+of cache or guess head is one more entry here, and no further version.
+"""
+
+from collections.abc import Callable, Iterator
+
+from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_VERSION, Manifest
+
+FEATURES: dict[str, Callable[[Manifest], bool]] = {}
+"""Name of each feature that is read → whether a manifest uses it."""
+
+
+def used(m: Manifest) -> tuple[str, ...]:
+    """The features that a manifest uses, by name."""
+    return tuple(sorted(name for name, uses in FEATURES.items() if uses(m)))
+
+
+def version_for(features: tuple[str, ...]) -> int:
+    """The format version of a file that uses some features."""
+    return FEATURE_VERSION if features else FORMAT_VERSION
+
+
+def feature_problems(m: Manifest) -> Iterator[str]:
+    """Yield the problems of a manifest's features: what it lists is what it uses."""
+    if m.features != used(m):
+        yield f"features: {list(m.features)}, used are {list(used(m))}"
+    if m.version != version_for(m.features):
+        yield f"version: {m.version} with features {list(m.features)}"

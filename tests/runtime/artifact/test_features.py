@@ -1,0 +1,88 @@
+"""A file says by name what it uses beyond format version 3, and a reader says by name what it lacks."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.forge import put_together, take_apart
+from support.synthetic import golden_artifact
+
+from pi_runtime.artifact import verify
+from pi_runtime.artifact.decoding import canonical_json
+from pi_runtime.artifact.features import FEATURES
+from pi_runtime.artifact.manifest_file import read_manifest
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.errors import ArtifactError
+
+
+@pytest.fixture
+def featured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that uses one of two features of a later release, and that release's registry."""
+    monkeypatch.setitem(FEATURES, "predictors", lambda m: any(layer.rank for layer in m.layers))
+    monkeypatch.setitem(FEATURES, "many-experts", lambda m: m.decoder.n_experts > 99)
+    return golden_artifact(tmp_path / "new.pi")
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ArtifactError) as caught:
+        Artifact.open(path)
+    assert caught.value.exit_code == 3
+    return str(caught.value)
+
+
+def test_a_file_lists_what_it_uses(featured: Path) -> None:
+    verify(featured)
+    with Artifact.open(featured) as artifact:
+        assert (artifact.manifest.version, artifact.manifest.features) == (4, ("predictors",))
+    data = featured.read_bytes()
+    assert data[-90:].startswith(b"pi-artifact/4 sha256-4MiB ")
+    assert b'"manifest":"manifest.json","version":4}' in data
+
+
+def test_a_feature_that_a_release_lacks_is_refused_by_name(featured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(FEATURES, "predictors")
+    message = refusal(featured)
+    assert "uses what this release lacks" in message
+    assert "found: predictors" in message
+    assert "expected: features among: many-experts" in message
+    monkeypatch.delitem(FEATURES, "many-experts")
+    assert "expected: features among: none" in refusal(featured)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda m: m.update(features=["many-experts", "predictors"]), "features: ['many-experts', 'predictors'], used"),
+        (lambda m: m.update(features=["predictors", "predictors"]), "features: ['predictors', 'predictors'], used"),
+        (lambda m: m.update(features=[]), "artifact format version 4 without features"),
+        (lambda m: m.pop("features"), "artifact format version 4 without features"),
+        (lambda m: m.update(features="predictors"), "artifact format version 4 without features"),
+        (lambda m: m.update(features=[1]), "artifact format version 4 without features"),
+        (lambda m: m.update(version=3), "version: 3 with features"),
+        (lambda m: m.update(version=True), "artifact format version True"),
+        (lambda m: m.update(version=5), "artifact format version 5"),
+        (lambda m: m.update(features=["\x1b[2J" * 9999], new=1), "uses what this release lacks"),
+    ],
+)
+def test_what_is_listed_is_what_is_used(featured: Path, change: Callable[[Any], object], told: str) -> None:
+    with Artifact.open(featured) as artifact:
+        value = json.loads(canonical_json(artifact.manifest))
+    change(value)
+    with pytest.raises(ArtifactError) as caught:
+        read_manifest(canonical_json(value), "a.pi")
+    assert told in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+    assert len(str(caught.value)) < 2000
+
+
+def test_comment_and_manifest_tell_the_same_version(featured: Path, tmp_path: Path) -> None:
+    prefixes = {version: b"pi-artifact/%d sha256-4MiB " % version for version in (3, 4, 5)}
+    entries, forged = take_apart(featured), tmp_path / "forged.pi"
+    forged.write_bytes(put_together(entries, prefix=prefixes[4]))
+    assert forged.read_bytes() == featured.read_bytes()
+    forged.write_bytes(put_together(entries, prefix=prefixes[3]))
+    assert "damaged at the end record" in refusal(forged)
+    forged.write_bytes(put_together(entries, prefix=prefixes[5]))
+    assert "artifact format version 5" in refusal(forged)
