@@ -109,7 +109,7 @@ def profile(
     d = checkpoint.decoder
     window = min(spec.window, d.context_length)
     ids_NT = td.windows(tokens, window)
-    run = _Run(checkpoint, ids_NT, spec, work.path, ResidentLayers(checkpoint, spec.device))
+    run = _Profiling(checkpoint, ids_NT, spec, work.path, ResidentLayers(checkpoint, spec.device))
     shards = {run.shard(group, n) for group in run.groups for n in run.shards}
     with torch.inference_mode(), computing_with(spec.threads):
         work.run(run.tasks(), run.needs(), lambda done: progress(len(shards & done), len(shards)))
@@ -135,7 +135,7 @@ _SUMMED = "counts", "routed", "persistence"
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Profiling:
     """The tasks of one profiling; their files lie in `folder`."""
 
     checkpoint: Checkpoint

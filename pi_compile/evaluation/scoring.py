@@ -21,7 +21,7 @@ from pi_compile.evaluation.task_files import MULTIPLE_CHOICE, Item, Task
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class Continuation:
     """The tokens of one answer of an item."""
 
     ids_T: npt.NDArray[np.int64]
@@ -54,7 +54,7 @@ class TaskScore:
     """None for multiple choice."""
 
 
-def requests(item: Item, encode: Callable[[str], list[int]], context: int) -> tuple[Request, ...]:
+def requests(item: Item, encode: Callable[[str], list[int]], context: int) -> tuple[Continuation, ...]:
     """The answers of an item as tokens, for a model that takes up to `context` tokens.
 
     Context and answer are encoded together, because a tokenizer may join letters across the border. The tokens beyond
@@ -75,11 +75,11 @@ def requests(item: Item, encode: Callable[[str], list[int]], context: int) -> tu
                 found=f"{start} tokens of context, {len(ids)} with the answer",
             )
         kept = np.array(ids[-(context + 1) :], np.int64)
-        found.append(Request(kept, answer, len(kept) < len(ids)))
+        found.append(Continuation(kept, answer, len(kept) < len(ids)))
     return tuple(found)
 
 
-def likelihood(logits: Logits, request: Request) -> Likelihood:
+def likelihood(logits: Logits, request: Continuation) -> Likelihood:
     """The likelihood of one answer; logarithms are in float64."""
     answer = request.ids_T[-request.answer :]
     logp_AV = log_softmax(logits(request.ids_T[:-1], request.answer).astype(np.float64), axis=1)
@@ -87,7 +87,10 @@ def likelihood(logits: Logits, request: Request) -> Likelihood:
 
 
 def score(
-    task: Task, task_requests: Sequence[tuple[Request, ...]], logits: Logits, on_item: Callable[[], None] = lambda: None
+    task: Task,
+    task_requests: Sequence[tuple[Continuation, ...]],
+    logits: Logits,
+    on_item: Callable[[], None] = lambda: None,
 ) -> TaskScore:
     """Score a model on every item; `task_requests` has the requests of each. `on_item` is called after each item."""
     found = []

@@ -13,10 +13,10 @@ from pi_compile.evaluation.fidelity import Progress, counted, modes_of, same_as
 from pi_compile.evaluation.intervals import accuracy_interval
 from pi_compile.evaluation.load_options import ON_CPU, LoadOptions
 from pi_compile.evaluation.reference import check_origin, reference_logits
-from pi_compile.evaluation.scoring import Request, TaskScore, requests, score
+from pi_compile.evaluation.scoring import Continuation, TaskScore, requests, score
 from pi_compile.evaluation.task_files import MULTIPLE_CHOICE, Task
 
-TaskRequests = list[tuple[Request, ...]]
+TaskRequests = list[tuple[Continuation, ...]]
 """The requests of each item of a task."""
 
 

@@ -18,7 +18,7 @@ _NEARLY = 0.98
 
 
 @dataclass
-class _State:
+class _Placing:
     problem: Problem
     sides: list[int]
     cuts: list[int]
@@ -45,7 +45,7 @@ def greedy(problem: Problem, vram: int, ram: int | None = None) -> Assignment:
     """
     sizes, layers = problem.sizes, len(problem.costs.layers)
     free = vram - sizes.workspace[GPU]
-    found = [_improved(_State(problem, [CPU] * layers, [0] * layers, CPU, CPU), max(free, 0), ram)]
+    found = [_improved(_Placing(problem, [CPU] * layers, [0] * layers, CPU, CPU), max(free, 0), ram)]
     # A tied head on the embedding's side shares its matrix.
     ends = sizes.embedding + sizes.parts.head + sizes.parts.final_norm
     if problem.has_gpu and ends <= free:
@@ -55,7 +55,7 @@ def greedy(problem: Problem, vram: int, ram: int | None = None) -> Assignment:
             if sizes.attention(n) > free:
                 break
             sides[n], free = GPU, free - sizes.attention(n)
-        found.append(_improved(_State(problem, sides, [0] * layers, GPU, GPU), free, ram))
+        found.append(_improved(_Placing(problem, sides, [0] * layers, GPU, GPU), free, ram))
 
     def worth(a: Assignment) -> tuple[bool, int]:
         return _exceeds(problem, a, ram), problem.time(a).total
@@ -68,7 +68,7 @@ def _exceeds(problem: Problem, a: Assignment, ram: int | None) -> bool:
     return ram is not None and problem.used(a)[1] > ram
 
 
-def _improved(state: _State, free: int, ram: int | None) -> Assignment:
+def _improved(state: _Placing, free: int, ram: int | None) -> Assignment:
     """Take steps from a start while `free` bytes of GPU memory last."""
     layers = len(state.sides)
     if not state.problem.has_gpu or not free:
@@ -100,7 +100,7 @@ def _improved(state: _State, free: int, ram: int | None) -> Assignment:
 _NO_STEP = (-np.inf, 0, GPU, 0)
 
 
-def _step(state: _State, n: int, free: int) -> tuple[float, int, int, int]:
+def _step(state: _Placing, n: int, free: int) -> tuple[float, int, int, int]:
     """(picoseconds saved per byte, bytes, side, index of the cut) of the best step of a layer, embedding or head."""
     if n >= len(state.sides):
         return _end_step(state, n - len(state.sides), free)
@@ -118,13 +118,13 @@ def _step(state: _State, n: int, free: int) -> tuple[float, int, int, int]:
     return best
 
 
-def _layer_time(state: _State, n: int, side: int) -> Ints:
+def _layer_time(state: _Placing, n: int, side: int) -> Ints:
     """(cuts,) time of a layer on this side, with the crossings to its neighbours."""
     costs, crossings = state.problem.costs, sum(side != neighbour for neighbour in state.neighbours(n))
     return costs.layers[n].total[side] + costs.crossing * crossings
 
 
-def _end_step(state: _State, end: int, free: int) -> tuple[float, int, int, int]:
+def _end_step(state: _Placing, end: int, free: int) -> tuple[float, int, int, int]:
     """The step that moves the embedding (end 0) or the head (end 1) to the GPU."""
     problem, costs = state.problem, state.problem.costs
     if (state.head if end else state.embedding) == GPU:

@@ -79,7 +79,7 @@ class StageSection(Section):
     """`constant` has the weight from the stage's beginning; `linear` and `sine` rise to it."""
 
 
-class TrainSection(Section):
+class SparsifyTrainSection(Section):
     """How the model is trained."""
 
     window: Annotated[int, Field(ge=8)]
@@ -146,7 +146,7 @@ class SparsifyRecipe(RecipeFile):
     corpus: MixtureSection
     target: TargetSection
     stages: Annotated[list[StageSection], Field(min_length=1)]
-    train: TrainSection
+    train: SparsifyTrainSection
     steer: SteerSection
     stop: StopSection
     run: RunSection
@@ -181,7 +181,7 @@ def default_sparsify_recipe(
             StageSection(steps=100, penalty=0.0, curve="constant"),
             *(StageSection(steps=300, penalty=penalty, curve="sine") for penalty in (0.1, 0.3, 1.0)),
         ],
-        train=TrainSection(
+        train=SparsifyTrainSection(
             window=512,
             batch=16,
             micro_batch=4,

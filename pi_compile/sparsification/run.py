@@ -64,7 +64,7 @@ def sparsify(recipe_path: Path, output: Path, device: str = "cpu", watch: Watch 
     _check_shares(recipe, accelerator.num_processes)
     if not accelerator.is_main_process:
         watch = Watch()
-    run = _Run(recipe, recipe_path.resolve().parent, output, accelerator, watch)
+    run = _Sparsification(recipe, recipe_path.resolve().parent, output, accelerator, watch)
     with run.held():
         return run.carry_out()
 
@@ -81,7 +81,7 @@ def _check_shares(recipe: SparsifyRecipe, processes: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Sparsification:
     recipe: SparsifyRecipe
     folder: Path
     output: Path

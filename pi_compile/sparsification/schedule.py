@@ -8,10 +8,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pi_compile.sparsification.recipe import StageSection, TrainSection
+from pi_compile.sparsification.recipe import SparsifyTrainSection, StageSection
 
 
-def learning_rate(train: TrainSection, steps: int, step: int) -> float:
+def learning_rate(train: SparsifyTrainSection, steps: int, step: int) -> float:
     """Linear warm-up, then a cosine from `learning_rate` to `final_learning_rate` at the last step."""
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps

@@ -75,7 +75,7 @@ class Watch:
 
 
 @dataclass
-class _State:
+class _TrainingState:
     """Everything of a training that is neither weights nor optimiser."""
 
     step: int = 0
@@ -135,7 +135,7 @@ class Training:
         if activity is not None and recipe.steer.sparsity:
             kind = ThresholdSteering if activity.activation.name == "fatrelu" else Steering
             self._steering = kind(recipe.steer.sparsity, recipe.steps)
-        self._name, self._state = name, _State()
+        self._name, self._state = name, _TrainingState()
         # The step to end at, where that is not the schedule's last one.
         self._until = recipe.steps if until is None else until
 
@@ -297,7 +297,7 @@ class Training:
     def _restore(self, step: int) -> None:
         saved = self._checkpoints.load(step)
         loop = saved["loop"]
-        self._state = _State(**loop | {"points": [Point(**point) for point in loop["points"]]})
+        self._state = _TrainingState(**loop | {"points": [Point(**point) for point in loop["points"]]})
         self._mixture.restore(saved["data"])
         if self._steering is not None:
             self._steering = type(self._steering)(**saved["steering"])

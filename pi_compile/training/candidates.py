@@ -32,7 +32,7 @@ from pi_compile.torch_model import (
     train,
 )
 from pi_compile.torch_model import decoder as td
-from pi_compile.training.histogram import Histogram
+from pi_compile.training.histogram import ValueHistogram
 from pi_compile.training.samples import NEURON_VALUES, Samples
 from pi_compile.training.spec import TrainSpec
 from pi_runtime.artifact.decoder import Decoder
@@ -118,9 +118,9 @@ def _unmeasured(rung: str, **fields: Any) -> Candidate:
 class _ScoreSums:
     """Sums over a text, by score: the neurons, those that fire, and their energy."""
 
-    neurons: Histogram = field(default_factory=Histogram)
-    fire: Histogram = field(default_factory=Histogram)
-    energy: Histogram = field(default_factory=Histogram)
+    neurons: ValueHistogram = field(default_factory=ValueHistogram)
+    fire: ValueHistogram = field(default_factory=ValueHistogram)
+    energy: ValueHistogram = field(default_factory=ValueHistogram)
     largest: float = -math.inf
 
     def add(self, scores: torch.Tensor, energies: torch.Tensor, routed: torch.Tensor | None) -> None:
@@ -176,7 +176,7 @@ class Ladder:
 
     def find_thresholds(self) -> None:
         """Candidates on the rung `threshold`: magnitudes that keep given fractions of the activations."""
-        candidate, histogram = _unmeasured("threshold"), Histogram()
+        candidate, histogram = _unmeasured("threshold"), ValueHistogram()
         ffn = SparseFfn(candidate.layer)
         with torch.inference_mode():
             for x in self.fit.blocks(self._rows()):

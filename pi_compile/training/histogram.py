@@ -7,7 +7,7 @@ _HALF = 1 << 15
 _BINS = 2 * _HALF
 
 
-class Histogram:
+class ValueHistogram:
     """Weights of float32 values, summed in bins; a bin is all values with the same upper 16 bits.
 
     Bins are ordered by value. Relative to its values, the widest is 2⁻⁷ wide.

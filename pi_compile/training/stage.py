@@ -71,7 +71,7 @@ def train_predictors(
     needed. Raises NotMetError if the allowed rungs cannot keep the quality budget.
     """
     meter = ProgressMeter(training_work(checkpoint, profile, texts, spec), progress)
-    run = _Run(checkpoint, profile, texts, spec, work, meter, ResidentLayers(checkpoint, spec.device))
+    run = _Training(checkpoint, profile, texts, spec, work, meter, ResidentLayers(checkpoint, spec.device))
     with computing_with(spec.threads):
         run.find_candidates()
         choice, report = run.choose()
@@ -106,7 +106,7 @@ def _counts(sums: LayerSums, layer: Layer) -> npt.NDArray[np.uint64] | None:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Training:
     """One training, and what it has found so far."""
 
     checkpoint: Checkpoint

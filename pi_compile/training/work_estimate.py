@@ -27,17 +27,17 @@ LONGEST = 3e14
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkAmount:
     """Operations of products, and values in element-wise passes."""
 
     products: float = 0.0
     values: float = 0.0
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.products + other.products, self.values + other.values)
+    def __add__(self, other: "WorkAmount") -> "WorkAmount":
+        return WorkAmount(self.products + other.products, self.values + other.values)
 
-    def __mul__(self, n: float) -> "Work":
-        return Work(self.products * n, self.values * n)
+    def __mul__(self, n: float) -> "WorkAmount":
+        return WorkAmount(self.products * n, self.values * n)
 
     @property
     def operations(self) -> float:
@@ -108,45 +108,45 @@ class TrainingWork:
         )
         return PROCESS_BYTES + 4 * (2 * layer_parameters(d, d.n_experts) + max(search, one_pass))
 
-    def total(self) -> Work:
+    def total(self) -> WorkAmount:
         """The whole training: each layer, and the passes of the choice."""
         passes = PASSES * len(self.spec.predictor_formats) + self.report / self.tune
         return self.per_layer() * self.d.n_layers + self.logits() + self.per_pass() * passes
 
-    def per_step(self, ranks: Sequence[int] | None = None) -> Work:
+    def per_step(self, ranks: Sequence[int] | None = None) -> WorkAmount:
         """One optimiser step of some ranks, of all by default."""
         d, n = self.d, self.spec.batch
         ranks = self.ranks if ranks is None else ranks
         scores = sum(6 * n * r * (d.d_model + d.neurons) for r in ranks)
-        return Work(n * self._neurons() + scores, STEP_PASSES * n * d.neurons * max(len(ranks), 1))
+        return WorkAmount(n * self._neurons() + scores, STEP_PASSES * n * d.neurons * max(len(ranks), 1))
 
-    def per_layer(self) -> Work:
+    def per_layer(self) -> WorkAmount:
         """One layer: the texts pushed through it, and its search."""
         d, counted = self.d, self.tune + self.report
         pushed = (self.fit if self.searches else 0) + counted
-        through = Work(2 * layer_parameters(d, d.experts_per_token) * pushed, MODEL_PASSES * counted * d.neurons)
+        through = WorkAmount(2 * layer_parameters(d, d.experts_per_token) * pushed, MODEL_PASSES * counted * d.neurons)
         return through + self.search()
 
-    def search(self) -> Work:
+    def search(self) -> WorkAmount:
         """One layer's search as one task."""
-        more = Work()
+        more = WorkAmount()
         for rank in self.further():
             more += self.of_ranks([rank])
-        return self.begun() + (self.of_ranks(self.ranks) if self.ranks else Work()) + more
+        return self.begun() + (self.of_ranks(self.ranks) if self.ranks else WorkAmount()) + more
 
-    def begun(self) -> Work:
+    def begun(self) -> WorkAmount:
         """What a search begins with: rungs without predictors, and the warm starts of all ranks."""
         d = self.d
         untrained = sum(not search.trains for search in self.searches)
-        scores = Work(self.tune * 2 * self._neurons(), SCORE_PASSES * self.tune * d.neurons) * untrained
-        moment = Work(2 * self.fit * d.d_model**2 + 80 * d.d_model**3 + 4 * d.neurons * d.d_model**2)
-        return scores + (moment if self.ranks else Work())
+        scores = WorkAmount(self.tune * 2 * self._neurons(), SCORE_PASSES * self.tune * d.neurons) * untrained
+        moment = WorkAmount(2 * self.fit * d.d_model**2 + 80 * d.d_model**3 + 4 * d.neurons * d.d_model**2)
+        return scores + (moment if self.ranks else WorkAmount())
 
-    def of_ranks(self, ranks: Sequence[int]) -> Work:
+    def of_ranks(self, ranks: Sequence[int]) -> WorkAmount:
         """Some ranks tried together: trained, and the scores of all their candidates on the tune text."""
         d, each = self.d, 2 * len(self.spec.predictor_formats)
         scores = each * sum(2 * rank * (d.d_model + d.neurons) for rank in ranks)
-        measured = Work(self._neurons() + scores, SCORE_PASSES * each * len(ranks) * d.neurons) * self.tune
+        measured = WorkAmount(self._neurons() + scores, SCORE_PASSES * each * len(ranks) * d.neurons) * self.tune
         return self.per_step(ranks) * self.spec.steps + measured
 
     def further(self) -> list[int]:
@@ -161,15 +161,15 @@ class TrainingWork:
         """The searches that the recipe asks for."""
         return searches_for(self.spec.rungs, self.d)
 
-    def logits(self) -> Work:
+    def logits(self) -> WorkAmount:
         """The next-token distributions of the dense model."""
-        return Work(2 * self.d.vocab_size * self.d.d_model * (self.tune + self.report))
+        return WorkAmount(2 * self.d.vocab_size * self.d.d_model * (self.tune + self.report))
 
-    def per_pass(self) -> Work:
+    def per_pass(self) -> WorkAmount:
         """One pass of the tune text through the whole model, and its divergence from the dense one."""
         d = self.d
         model = 2 * layer_parameters(d, d.experts_per_token) * d.n_layers + 4 * d.vocab_size * d.d_model
-        return Work(self.tune * model, MODEL_PASSES * self.tune * d.n_layers * d.neurons)
+        return WorkAmount(self.tune * model, MODEL_PASSES * self.tune * d.n_layers * d.neurons)
 
     def _neurons(self) -> float:
         """Operations of one sample's neuron values: `first`, and `up` where there is one."""
@@ -180,7 +180,7 @@ class ProgressMeter:
     """Progress of a training in optimiser steps; it jumps ahead where less is to be done than was estimated."""
 
     def __init__(self, work: TrainingWork, progress: Callable[[int, int], None]) -> None:
-        def in_steps(part: Work) -> int:
+        def in_steps(part: WorkAmount) -> int:
             return max(1, round(part.operations / work.per_step().operations))
 
         self.work, self._progress, self._layers = work, progress, work.d.n_layers

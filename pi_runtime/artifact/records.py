@@ -81,7 +81,7 @@ def central_record(entry: Entry) -> bytes:
     return head + name + extra
 
 
-class End(NamedTuple):
+class EndRecord(NamedTuple):
     """The end record: it says where the central directory is."""
 
     entries: int
@@ -103,7 +103,7 @@ class End(NamedTuple):
         return before + _END.pack(b"PK\5\6", 0, 0, few, few, size, offset, comment_nbytes)
 
 
-def parse_end(tail: bytes) -> End:
+def parse_end(tail: bytes) -> EndRecord:
     """Parse the end record at the end of `tail`, which has no comment. Raises ValueError where there is none."""
     if len(tail) < _END.size:
         raise ValueError("no end record")
@@ -114,7 +114,7 @@ def parse_end(tail: bytes) -> End:
         magic, _, _, _, _, _, _, count, size, offset = _END64.unpack_from(tail, len(tail) - TAIL_NBYTES)
         if magic != b"PK\6\6":
             raise ValueError("no ZIP64 end record")
-    return End(count, size, offset)
+    return EndRecord(count, size, offset)
 
 
 def parse_directory(directory: bytes) -> Iterator[Entry]:

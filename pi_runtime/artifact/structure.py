@@ -26,7 +26,7 @@ from pi_runtime.artifact.magic import foreign
 from pi_runtime.artifact.manifest_file import LARGEST, read_manifest
 from pi_runtime.artifact.records import (
     TAIL_NBYTES,
-    End,
+    EndRecord,
     Entry,
     central_record,
     local_header,
@@ -90,7 +90,7 @@ def _read(file: BinaryIO, path: Path, offset: int, nbytes: int) -> bytes:
     return data
 
 
-def _check_end(path: Path, tail: bytes, nbytes: int) -> End:
+def _check_end(path: Path, tail: bytes, nbytes: int) -> EndRecord:
     """Parse the end record, which must be the one that fits a file of this size."""
     try:
         end = parse_end(tail)
@@ -109,7 +109,7 @@ def _check_end(path: Path, tail: bytes, nbytes: int) -> End:
     return end
 
 
-def _parse_directory(path: Path, records: bytes, end: End) -> list[Entry]:
+def _parse_directory(path: Path, records: bytes, end: EndRecord) -> list[Entry]:
     try:
         found = list(parse_directory(records))
     except ValueError as error:
@@ -119,7 +119,7 @@ def _parse_directory(path: Path, records: bytes, end: End) -> list[Entry]:
     return found
 
 
-def _read_manifest(file: BinaryIO, path: Path, found: list[Entry], end: End) -> tuple[Manifest, bytes]:
+def _read_manifest(file: BinaryIO, path: Path, found: list[Entry], end: EndRecord) -> tuple[Manifest, bytes]:
     """Read the manifest, which must be the last entry and end where the directory begins."""
     name, size, *_ = found[-1]
     if name != MANIFEST:
@@ -161,7 +161,7 @@ def _difference(expected: list[str], found: list[str]) -> dict[str, object]:
     return {"expected": f"{len(expected)} entries", "found": len(found)}
 
 
-def _compare_entries(path: Path, found: list[Entry], every: list[Entry], end: End) -> None:
+def _compare_entries(path: Path, found: list[Entry], every: list[Entry], end: EndRecord) -> None:
     """Compare sizes and offsets; names have been compared. The last entry must end at the directory, so all of them lie
     inside the file."""
     for entry, wanted in zip(found, every, strict=True):

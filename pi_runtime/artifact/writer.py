@@ -36,7 +36,7 @@ from pi_runtime.artifact.layout import (
 )
 from pi_runtime.artifact.manifest_file import read_manifest
 from pi_runtime.artifact.quantisation import RoundingError, dequantise, quantise
-from pi_runtime.artifact.records import LOCAL_CRC_OFFSET, End, Entry, central_record, local_header
+from pi_runtime.artifact.records import LOCAL_CRC_OFFSET, EndRecord, Entry, central_record, local_header
 from pi_runtime.artifact.schema import ArrayEntry, FileEntry, Manifest
 from pi_runtime.artifact.sizes import ArraySpec, scales_name
 from pi_runtime.errors import NO_ROOM, DoesNotFitError, InputError, UsageError, write_error
@@ -136,7 +136,7 @@ class ArtifactWriter:
         self._entries += entries
         self._write(generated)
         records = b"".join(map(central_record, self._entries))
-        end = End(len(self._entries), len(records), self._offset)
+        end = EndRecord(len(self._entries), len(records), self._offset)
         self._write(records + end.pack(len(COMMENTS[version]) + DIGEST_NBYTES) + COMMENTS[version])
         with self._output():
             self._out.write(self._digest.finish(self._offset).encode())

@@ -78,7 +78,7 @@ class TaskOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """What an answer may be, and what is told of it."""
+    """What an answer may be, and which of its figures are shown."""
 
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")] = 256
     min_tokens: Annotated[int, typer.Option(help="Tokens before which nothing ends the answer.")] = 0

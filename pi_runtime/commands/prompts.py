@@ -49,7 +49,7 @@ class _Pending:
     logprobs: bool
 
     def result(self) -> dict[str, Any]:
-        """What the output says of it; waits for the answers."""
+        """The fields of the output for this line; waits for its answers."""
         answers = [self._answer(stream) for stream in self.streams]
         found: dict[str, Any] = {"prompt_tokens": self.streams[0].stats.prompt_tokens}
         found |= answers[0] if len(answers) == 1 else {"answers": answers}

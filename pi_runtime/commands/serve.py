@@ -154,7 +154,7 @@ def _opening(artifact: Path, model_options: ModelOptions, engine_options: Engine
 
 
 def _listen(server: Any, settings: "ServerSettings") -> None:
-    """Serve until the end."""
+    """Run the server until it is stopped. Raises UsageError where it cannot listen."""
     try:
         server.run()
     except SystemExit:

@@ -35,7 +35,7 @@ class Ticket:
         self._answers += more
 
     def release(self) -> None:
-        """Give the right back."""
+        """Give back the right to all answers of this ticket."""
         self._admission.of[self._owner] -= self._answers
         self._answers = 0
 
@@ -46,7 +46,7 @@ class Admission:
     def __init__(self, slots: int, queue: int, most_each: int | None = None) -> None:
         self.slots, self.queue, self.most = slots, queue, slots + queue
         self.most_each = self.most if most_each is None else most_each
-        """Most answers of one owner."""
+        """Most answers that run or wait of one owner."""
         self.of: Counter[str] = Counter()
         """Answers that run or wait, by owner."""
         self._answer_s = 1.0

@@ -69,7 +69,7 @@ def _endpoint(service: Service, route: RouteSpec) -> Any:
 
 
 def _guards(settings: ServerSettings, count: Callable[[Scope, int, float], None]) -> list[Middleware]:
-    """What every request passes first."""
+    """The middleware that every request passes before its route."""
     open_paths = [route.path for route in ROUTES if not route.needs_key]
     guard = Middleware(Guard, settings=settings, count=count, open_paths=open_paths)
     if not settings.cors:

@@ -14,7 +14,7 @@ class Client:
     owner: str
     """The digest of its key; "" where no key is asked for."""
     network: str
-    """Where it comes from, as `network_of` has it."""
+    """The address or network that it comes from, as `network_of` has it."""
 
     @classmethod
     def of(cls, scope: Scope) -> Self:
@@ -24,7 +24,7 @@ class Client:
 
     @property
     def name(self) -> str:
-        """By what it is told from others."""
+        """The name by which clients are distinguished."""
         return self.owner or self.network
 
 

@@ -22,21 +22,21 @@ OTHER_FILES = 128
 
 
 class Connections:
-    """Counts them."""
+    """Counts the open connections, in all and of each network."""
 
     def __init__(self, most: int) -> None:
         self.most, self.most_of_one = most, max(1, int(OF_ONE * most))
         self.refused = 0
-        """Connections that were not taken."""
+        """How many connections were not accepted."""
         self._of: Counter[str] = Counter()
 
     @property
     def open(self) -> int:
-        """Connections that there are."""
+        """How many connections are open."""
         return self._of.total()
 
     def take(self, network: str) -> bool:
-        """Count one from a network, if it may be taken."""
+        """Count a connection from a network, if it may be accepted; returns whether it may."""
         taken = self.open < self.most and self._of[network] < self.most_of_one
         self._of[network] += taken
         self.refused += not taken
@@ -44,13 +44,13 @@ class Connections:
         return taken
 
     def end(self, network: str) -> None:
-        """One of them has ended."""
+        """Count the end of a connection from a network."""
         self._of[network] -= 1
         self._of += Counter()
 
 
 class ListeningSocket(socket.socket):
-    """Takes connections as long as they may be taken."""
+    """A listening socket that accepts connections within their bounds."""
 
     connections: Connections
 
@@ -77,7 +77,7 @@ class _Counted(socket.socket):
 
 
 def most_connections(wanted: int) -> int:
-    """So many as are wanted, or as many as the files that this process may open leave room for."""
+    """As many connections as are wanted, or as the files that this process may open leave room for."""
     if sys.platform == "win32":
         return wanted
     import resource  # noqa: PLC0415  Windows has none

@@ -82,8 +82,8 @@ def _unicode(text: str) -> str:
 def described(error: PiError, what: Text) -> str:
     """`what`, and what was expected and found. The remedy is left out: it speaks to whoever runs the server."""
     fields = (("expected", error.expected), ("found", error.found))
-    told = [f"{name}: {spelled(text, field)}" for name, text in fields if text is not None]
-    return "; ".join([spelled(what, field), *told])
+    parts = [f"{name}: {spelled(text, field)}" for name, text in fields if text is not None]
+    return "; ".join([spelled(what, field), *parts])
 
 
 def refused(error: Exception) -> ApiError:
@@ -99,7 +99,7 @@ def refused(error: Exception) -> ApiError:
 
 
 def failed(error: BaseException) -> ApiError:
-    """The answer to a request that broke while it ran. Of a fault of this program it tells no more than its type.
+    """The answer to a request that broke while it ran. Of a fault of this program it says no more than its type.
 
     Where the fault is stands on stderr. Its message is left out there too: it may quote a request. An error of this
     machine's files names them on stderr alone.

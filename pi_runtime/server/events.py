@@ -52,7 +52,7 @@ class CallArguments(_Event):
 class CallBroken(_Event):
     """The end of a call whose arguments broke off: they are no JSON, and nobody should run it.
 
-    `text` is the call as the model wrote it up to here, for those who have told nobody of it yet.
+    `text` is the call as the model wrote it up to here, for those who have shown nothing of it yet.
     """
 
     index: int
@@ -61,7 +61,7 @@ class CallBroken(_Event):
 
 @dataclass(frozen=True)
 class NothingShown(_Event):
-    """Tokens came, and no text that can be shown yet."""
+    """Tokens have come, but no text that can be shown yet."""
 
 
 @dataclass(frozen=True)

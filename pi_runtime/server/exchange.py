@@ -65,7 +65,7 @@ class Exchange:
         return await self.service.begin(request, self.ticket, self.arrived, self.client)
 
     async def respond(self, request: InFlight, writer: AnswerWriter, *, streams: bool) -> None:
-        """Send what becomes of a request that has begun."""
+        """Send the answers to a request that the engine works on, as they come or all at once."""
         sender = ResponseSender(self.send, writer, streams, self.service.settings.keep_alive_s)
         with self.service.running(request):
             try:
@@ -123,7 +123,7 @@ async def read_body(receive: Receive, most: int, headers: Headers) -> bytes:
 async def while_connected(receive: Receive, answer: Coroutine[Any, Any, None]) -> None:
     """Run what answers a request whose body has been read, and cancel it when the client leaves.
 
-    `receive` says nothing more before that. It is asked all the time, because a server tells nobody who writes: neither
+    `receive` says nothing more before that. It is asked all the time, because nobody who writes is notified: neither
     starlette's streams nor uvicorn's `send` notice it before something is written.
     """
     task = asyncio.ensure_future(answer)

@@ -23,7 +23,7 @@ from pi_runtime.server.settings import ServerSettings
 OWNER_CHARS = 16
 SHOWN_CHARS = 80
 CLIENT_LEFT = 499
-"""Counted in place of a status where nobody was left to be told one; nginx has it so."""
+"""Counted in place of a status where the client had left before there was one, as nginx does."""
 
 
 class Guard:
@@ -115,11 +115,11 @@ class Guard:
         return own or origin in self._origins or "*" in self._origins
 
     def _owner(self, given: Sequence[str]) -> str | None:
-        """Whose key is given; None where none of ours is."""
+        """The owner of the key that is given; None where it is none of the server's."""
         if len(given) != 1:  # thousands fit the headers, and each costs a look at every key
             return None
         scheme, _, key = given[0].partition(" ")
-        # Every key is compared, and digests have one length: the time tells nothing.
+        # Every key is compared, and digests have one length: the time says nothing.
         digest = _digest(key.strip().encode("latin-1", "replace"))
         found = [hmac.compare_digest(digest, ours) for ours in self._keys]
         return digest.hex()[:OWNER_CHARS] if scheme.lower() == "bearer" and any(found) else None

@@ -73,7 +73,7 @@ async def health(service: Service, _: Request) -> Response:
 
 
 async def metrics(service: Service, _: Request) -> Response:
-    """All figures, for Prometheus."""
+    """All figures of server and engine, for Prometheus."""
     stats = None if service.opened is None else service.opened.stats
     text = service.metrics.text(stats, slots=service.settings.slots, open_requests=service.open_requests)
     return Response(text, media_type=MEDIA)
@@ -95,7 +95,7 @@ async def slots(service: Service, _: Request) -> Response:
 
 
 async def props(service: Service, _: Request) -> Response:
-    """What the server is."""
+    """Model, settings and defaults of the server."""
     served, settings = service.served, service.settings
     model = served.model
     return JSONResponse(

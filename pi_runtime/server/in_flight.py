@@ -35,17 +35,17 @@ class _AnswerInFlight:
     tokens: int = 0
     chars: int = 0
     latest: float = 0.0
-    """When its latest part came."""
+    """When the latest text or token of it came."""
     ended: bool = False
 
     @property
     def sources(self) -> list[Stream | Scores]:
-        """All that comes of it."""
+        """Its stream and its scores, as far as they are still to be read."""
         return [source for source in (self.scores, self.stream) if source is not None]
 
     @property
     def pending(self) -> int:
-        """Characters that wait to be read."""
+        """Characters of its text that have not been read."""
         return 0 if self.stream is None else self.stream.chars - self.chars
 
 
@@ -92,7 +92,7 @@ class InFlight:
         return self._error is None and all(answer.ended for answer in self._answers)
 
     def listen(self) -> None:
-        """Begin to be notified, on the running loop."""
+        """Have the running loop notified from now on when something has come."""
         loop, this = asyncio.get_running_loop(), weakref.ref(self)
 
         def notify() -> None:
@@ -173,13 +173,13 @@ class InFlight:
             self._metrics.between_tokens_s.count((now - before) / tokens, tokens)
 
     def fail(self, error: ApiError) -> None:
-        """End it with an error, which `read` raises."""
+        """End the request with an error, which `read` raises."""
         self._error = self._error or error
         self.cancel()
         self._news.set()
 
     def cancel(self) -> None:
-        """Let the engine drop all that has not ended."""
+        """Let the engine drop all answers that have not ended."""
         for answer in self._answers:
             for source in answer.sources:
                 source.cancel()

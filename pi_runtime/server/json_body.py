@@ -44,7 +44,7 @@ def _check_brackets(body: bytes, limits: Limits) -> None:
 
 
 def _brackets_and_quotes(body: bytes) -> bytes:
-    """The brackets, and the quotes that begin and end strings. What is left out tells nothing of depth, a pair of
+    """The brackets, and the quotes that begin and end strings. What is left out says nothing of depth, a pair of
     quotes with nothing between them neither."""
     without_escapes = body.replace(rb"\\", b"").replace(rb"\"", b"")
     return without_escapes.translate(None, OTHERS).replace(b'""', b"")

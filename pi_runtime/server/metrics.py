@@ -55,7 +55,7 @@ class Histogram:
         self._sum += value * times
 
     def lines(self, name: str) -> Iterator[str]:
-        """The lines of its samples."""
+        """The lines of the samples of this histogram."""
         total = 0
         for bound, count in zip((*self.bounds, "+Inf"), self._counts, strict=True):
             total += count
@@ -71,7 +71,7 @@ class Metrics:
         self.requests: Counter[tuple[str, int]] = Counter()
         """Requests by route and status."""
         self.connections = Connections(0)
-        """Those of the server, once it listens."""
+        """The connections of the server, once it listens."""
         self.cancelled = 0
         """Requests whose client left before the end."""
         self.first_token_s, self.between_tokens_s = Histogram(TTFT_S), Histogram(BETWEEN_S)

@@ -75,7 +75,7 @@ class Route:
     media: str = JSON
     stream_media: str = SSE
     errors: Sequence[int] = ()
-    """Statuses beside those that all have."""
+    """Statuses of errors beside those that all routes have."""
     needs_key: bool = True
     is_refused: bool = False
     """Whether every request is answered by an error."""
@@ -136,14 +136,14 @@ def _key(kind: Any) -> str:
 
 
 def _name_model(schema: dict[str, Any], name: str) -> None:
-    """Let a request's model be the one there is."""
+    """Let the schema of a request allow the name of the one model only."""
     model = schema.get("properties", {}).get("model")
     if model is not None and model.get("type") == "string":
         model["enum"] = [name, name + LATEST] if schema["title"].startswith("Ollama") else [name]
 
 
 def _described(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
-    """The operation object."""
+    """The operation object of a route."""
     found: dict[str, Any] = {"summary": route.summary, "operationId": _identifier(route)}
     names = [part[1:-1] for part in route.shown_path.split("/") if part.startswith("{")]
     if names:

@@ -56,7 +56,7 @@ class Preparation:
             raise refused(error) from error
 
     def close(self) -> None:
-        """Begin nothing more. Nobody waits for what goes on."""
+        """Begin no further work. Nobody waits for what goes on."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _thread(self, client: str) -> None:

@@ -41,7 +41,7 @@ class ResponseSender:
             await self._say(found, more=False)
 
     async def _written(self, request: InFlight) -> bytes:
-        """The bytes of what has come."""
+        """Add all events that have come to their answers; returns the bytes of a stream."""
         found = []
         for answer, event in request.read():
             answer.events.append(event)

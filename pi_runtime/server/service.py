@@ -32,7 +32,7 @@ Phase = Literal["loading", "ready", "draining", "failed"]
 WATCH_S = 0.2
 """Time between two looks at the engine."""
 LAST_WORDS_S = 5.0
-"""Time in which streams must have told of their end once they were ended."""
+"""Time in which streams must have sent their end once they were ended."""
 
 
 def unavailable(said: str, code: str) -> ApiError:
@@ -50,7 +50,7 @@ class Service:
         self.admission = Admission(settings.slots, settings.queue, settings.answers_each)
         self.sessions = Sessions(settings.sessions, settings.sessions_each, settings.session_idle_s)
         self.failure: BaseException | None = None
-        """Why it serves no more, where that is a fault."""
+        """The fault for which the server takes no more requests."""
         self.on_failure: Callable[[], object] = lambda: None
         self.on_event: Callable[[str], object] = lambda _: None
         """Called with what an operator should know."""
@@ -77,7 +77,7 @@ class Service:
 
     @property
     def opened(self) -> Engine | None:
-        """The engine in whatever state, once there is one."""
+        """The engine, whatever its state; None until it has been opened."""
         return self._engine
 
     @property
@@ -115,7 +115,7 @@ class Service:
         """See whether the engine is there; its fault is the server's."""
         assert self._engine is not None
         while self._engine.ended is None:
-            _ = self._engine.stalled_s  # it tells of progress since it was last looked at
+            _ = self._engine.stalled_s  # it compares with what there was when it was last looked at
             await asyncio.sleep(WATCH_S)
         ended, cause = self._engine.ended, self._engine.ended.__cause__
         self._fail(cause if isinstance(cause, PiError) else PiError(ended.what, found=ended.found))

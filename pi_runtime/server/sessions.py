@@ -26,7 +26,7 @@ class ServedSession:
     def __init__(self, owner: str, session: Session, defaults: Mapping[str, Any]) -> None:
         self.id, self.created = new_id("session_"), int(time.time())
         self.owner = owner
-        """Whose it is: for all others it is not there."""
+        """The owner of its key: for all others it is not there."""
         self.session, self.defaults = session, defaults
         self.turn: InFlight | None = None
         """The turn that is being answered."""
@@ -38,7 +38,7 @@ class ServedSession:
 
     @property
     def state(self) -> State:
-        """What it does at present."""
+        """Whether the session answers, is paused, or is idle."""
         if self.turn is not None:
             return "answering"
         return "paused" if self.is_paused else "idle"
@@ -62,7 +62,7 @@ class Sessions:
         """Why sessions are no more, by owner and id."""
 
     def of(self, owner: str) -> list[ServedSession]:
-        """All of an owner, the oldest first."""
+        """The sessions of an owner, the oldest first."""
         return [session for session in self._entries.values() if session.owner == owner]
 
     def check_room(self, owner: str) -> None:
@@ -79,7 +79,7 @@ class Sessions:
         self.touch(session)
 
     def find(self, session_id: str, owner: str) -> ServedSession:
-        """An owner's session. Raises ApiError (404), which tells the owner what became of it where that is known."""
+        """An owner's session. Raises ApiError (404), which says to its owner what became of it where that is known."""
         session = self._entries.get(session_id)
         if session is None or session.owner != owner:
             why = self._gone.get((owner, session_id), f"there is no session {session_id[:80]!r}")
@@ -87,7 +87,7 @@ class Sessions:
         return session
 
     def touch(self, session: ServedSession) -> None:
-        """Count its idle time from now on."""
+        """Begin to count the idle time of a session anew."""
         if session.timer is not None:
             session.timer.cancel()
         if session.id in self._entries:

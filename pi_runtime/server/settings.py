@@ -18,7 +18,7 @@ class Limits:
     prepare_s: float = 30.0
     """Time in which a request must have been read, checked and tokenised."""
     nesting: int = 64
-    """Depth of JSON."""
+    """Deepest nesting of the JSON of a body."""
     brackets: int = 50_000
     """Opening brackets in a body, those in its strings included: small objects take longest to read."""
     pieces: int = 1 << 13

@@ -43,7 +43,7 @@ class OutputLimitError(Exception):
     pass
 
 
-class Generation(jinja2.ext.Extension):
+class GenerationTag(jinja2.ext.Extension):
     """`{% generation %}…{% endgeneration %}` marks what the assistant said, for training; here it is just its body."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
@@ -107,7 +107,7 @@ def tojson(
 
 def environment() -> jinja2.Environment:
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
     )
     env.filters["tojson"] = tojson
     env.globals.update(raise_exception=raise_exception, strftime_now=strftime_now, dict=Dict(), namespace=Namespace)

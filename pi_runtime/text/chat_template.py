@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pi_runtime.errors import MissingExtraError, PromptError, TemplateError, UsageError
-from pi_runtime.text.sandbox import Limits, Sandbox, SandboxEndedError, SandboxLimitError, SandboxStartError
+from pi_runtime.text.sandbox import Sandbox, SandboxEndedError, SandboxLimitError, SandboxLimits, SandboxStartError
 
 CHILD = Path(__file__).with_name("_template_worker.py")
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -26,7 +26,7 @@ class ChatTemplate:
     '<s>hi'
     """
 
-    def __init__(self, source: str, limits: Limits = Limits()) -> None:
+    def __init__(self, source: str, limits: SandboxLimits = SandboxLimits()) -> None:
         self.source, self._limits = source, limits
         self._sandbox = Sandbox(CHILD, ("jinja2", "markupsafe"), limits, first={"template": source})
 
@@ -108,7 +108,7 @@ def render(
     *,
     variables: Mapping[str, Any],
     add_generation_prompt: bool = True,
-    limits: Limits = Limits(),
+    limits: SandboxLimits = SandboxLimits(),
 ) -> str:
     """Render one prompt by a template that is not kept."""
     with ChatTemplate(template, limits) as kept:

@@ -133,7 +133,7 @@ class GrammarCompiler:
 
 
 class GrammarState:
-    """How far an answer has come in its grammar. It is told the answer so far, which only grows."""
+    """How far an answer has come in its grammar. It is given the answer so far, which only grows."""
 
     def __init__(self, matcher: Any, end_ids: npt.NDArray[np.int64], stand_in: int | None, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size

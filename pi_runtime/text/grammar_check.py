@@ -12,22 +12,22 @@ from pi_runtime.errors import PiError, UsageError
 from pi_runtime.errors.exit_codes import missing_extra
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.kept import Kept
-from pi_runtime.text.sandbox import Limits, Sandbox, SandboxEndedError, SandboxLimitError, SandboxStartError
+from pi_runtime.text.sandbox import Sandbox, SandboxEndedError, SandboxLimitError, SandboxLimits, SandboxStartError
 
 CHILD = Path(__file__).with_name("_grammar_worker.py")
-LIMITS = Limits(seconds=5.0, memory_bytes=1 << 30)
+LIMITS = SandboxLimits(seconds=5.0, memory_bytes=1 << 30)
 DIGEST_BYTES = 32
 _known = Kept[bytes, None](256 * DIGEST_BYTES)
 """Digests of grammars that were found to be good, and are not tried again."""
 
 
-def check_grammar(grammar: Grammar, limits: Limits = LIMITS) -> None:
+def check_grammar(grammar: Grammar, limits: SandboxLimits = LIMITS) -> None:
     """Raise UsageError for a grammar that is none, or takes more than the limits to find out."""
     digest = hashlib.sha256(repr((grammar, limits)).encode("utf-8", "surrogatepass")).digest()
     _known.get(digest, DIGEST_BYTES, lambda: _try(grammar, limits))
 
 
-def _try(grammar: Grammar, limits: Limits) -> None:
+def _try(grammar: Grammar, limits: SandboxLimits) -> None:
     try:
         with Sandbox(CHILD, ("llguidance",), limits) as child:
             found = child.ask({"kind": grammar.kind, "source": grammar.source})

@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, told by its length alone: so what cannot fit is refused before it is tokenized.
+"""How many tokens a text has at least, by its length alone: so what cannot fit is refused before it is tokenized.
 
 No token stands for more bytes than the longest one has. That says something only of a tokenizer that leaves nothing
 out of a text. One whose kind may do so is not bounded: its texts have at least 0 tokens.
@@ -21,7 +21,7 @@ WHITE_SPACE = "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2028\u2029\u202f\u205f
 
 
 class LeastTokens:
-    """Of one tokenizer."""
+    """The least number of tokens of a text, by one tokenizer."""
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
         added = library.get_added_tokens_decoder().values()

@@ -28,8 +28,8 @@ Limit = Literal["time", "memory", "output"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of one request to a child."""
+class SandboxLimits:
+    """What one request to a child may take."""
 
     seconds: float = 2.0
     """Wall time, the start of the process not counted."""
@@ -67,15 +67,15 @@ class Sandbox:
     """
 
     def __init__(
-        self, program: Path, libraries: Sequence[str], limits: Limits, first: Mapping[str, Any] | None = None
+        self, program: Path, libraries: Sequence[str], limits: SandboxLimits, first: Mapping[str, Any] | None = None
     ) -> None:
-        """`libraries` are the names of packages that the child needs; `first` is what each child is told before all
+        """`libraries` are the names of packages that the child needs; `first` is what each child gets before all
         else, without a reply."""
         self._program, self._libraries, self._limits, self._first = program, libraries, limits, first
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
-        self._is_told = False
-        """Whether the child has what comes first."""
+        self._has_first = False
+        """Whether the child has got `first`."""
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The reply to a request: JSON with `text`, or with `error` and `line`.
@@ -106,8 +106,8 @@ class Sandbox:
     def _exchange(self, request: bytes) -> dict[str, Any]:
         """Hand the child a request and return its reply. A child without one, or without memory, ends."""
         child = self._ready_child()
-        if self._first is not None and not self._is_told:
-            self._is_told = True
+        if self._first is not None and not self._has_first:
+            self._has_first = True
             request = json.dumps(self._first).encode() + b"\n" + request
         assert child.stdin
         assert child.stdout
@@ -138,7 +138,7 @@ class Sandbox:
         if self._child is not None and _has_ended(self._child):
             self._end()  # somebody else has ended it
         if self._child is None:
-            self._child, self._is_told = self._started(), False
+            self._child, self._has_first = self._started(), False
             self._finalizer = weakref.finalize(self, _end, self._child)
         return self._child
 
@@ -221,7 +221,7 @@ def _alarm(child: subprocess.Popen[bytes], seconds: float) -> Iterator[threading
 
 
 def _has_ended(child: subprocess.Popen[bytes]) -> bool:
-    """Whether a child has ended. It is not waited for where the system can tell so: its number stays its own."""
+    """Whether a child has ended. Where the system says so without a wait, no other process gets the child's number."""
     if child.returncode is None and hasattr(os, "waitid"):
         with suppress(ChildProcessError):  # this process ignores its children's ends
             return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -15,7 +15,7 @@ from support.synthetic import random_artifact, small_decoder
 from pi_runtime import load
 from pi_runtime.commands.prompts import PromptFile
 from pi_runtime.engine.engine import Engine
-from pi_runtime.text.chat_template import Limits, render
+from pi_runtime.text.chat_template import SandboxLimits, render
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +86,7 @@ HOSTILE = (
 
 def test_chat_templates(cases: Cases) -> None:
     """Templates are programs: some are hostile on purpose. Their process is watched by its own limits."""
-    limits = Limits(seconds=1.0)
+    limits = SandboxLimits(seconds=1.0)
     messages = [{"role": "user", "content": "Hello"}]
     template = ""
 

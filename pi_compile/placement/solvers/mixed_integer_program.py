@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Answer:
+class SolverResult:
     """What HiGHS found within its time limit."""
 
     values: Floats
@@ -64,7 +64,7 @@ class MixedIntegerProgram:
         self._lows.append(low)
         self._highs.append(high)
 
-    def solve(self, seconds: float, constant: float = 0.0) -> Answer | None:
+    def solve(self, seconds: float, constant: float = 0.0) -> SolverResult | None:
         """The best solution found within so many seconds, on one thread; None where there is no solution.
 
         `constant` is added to the objective and its bound. Raises TimeoutError where the time was up before a solution
@@ -83,7 +83,7 @@ class MixedIntegerProgram:
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             raise TimeoutError(highs.modelStatusToString(status))
         found, bound = info.objective_function_value, info.mip_dual_bound
-        return Answer(np.array(highs.getSolution().col_value), found + constant, bound + constant)
+        return SolverResult(np.array(highs.getSolution().col_value), found + constant, bound + constant)
 
     def _model(self) -> Any:
         rows, columns, coefficients = (np.concatenate(part) for part in zip(*self._entries, strict=True))

@@ -39,7 +39,7 @@ class ItemClass:
 
 
 @dataclass(frozen=True)
-class Solution:
+class Selection:
     """The best selection: `items[l]` is the item taken of class l."""
 
     items: tuple[int, ...]
@@ -49,7 +49,7 @@ class Solution:
     """Upper bound from the linear relaxation, rounded down."""
 
 
-def solve(classes: Sequence[ItemClass], capacity: int) -> Solution:
+def solve(classes: Sequence[ItemClass], capacity: int) -> Selection:
     """The exact optimum under the tie rule. Weights and values must sum to less than 2**61 each."""
     assert capacity >= 0
     assert all(_is_sound(c) for c in classes)
@@ -65,7 +65,7 @@ def solve(classes: Sequence[ItemClass], capacity: int) -> Solution:
         gap *= 4
     weight = sum(int(c.weights[j]) for c, j in zip(classes, items, strict=True))
     assert weight <= capacity
-    return Solution(items, weight, value, math.floor(bound / scale))
+    return Selection(items, weight, value, math.floor(bound / scale))
 
 
 def _is_sound(c: ItemClass) -> bool:

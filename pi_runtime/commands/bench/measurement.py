@@ -66,7 +66,7 @@ def _numbers(name: str, value: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measurement."""
+    """One measurement: a mode, a batch or a prompt, and the seconds of each repetition."""
 
     mode: str
     phase: Literal["decode", "prompt"]
@@ -88,7 +88,7 @@ class Row:
 
     @property
     def tokens_per_s(self) -> float:
-        """Mean of the rates."""
+        """The mean of the rates of all repetitions."""
         return mean(self.rates)
 
     @property

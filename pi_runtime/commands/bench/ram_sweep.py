@@ -31,12 +31,12 @@ class BudgetRow:
 
     budget: int
     seconds: tuple[float, ...]
-    """Of each token."""
+    """Seconds that each timed token took."""
     disk: DiskStats
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second."""
+        """Tokens decoded per second."""
         return len(self.seconds) / sum(self.seconds)
 
     def percentile_s(self, percent: int) -> float:

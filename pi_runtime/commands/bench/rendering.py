@@ -11,7 +11,7 @@ from pi_runtime.execution.devices import processor_name
 from pi_runtime.kernels.codegen.isa import ISA
 
 CURVE = "curve"
-"""The column of bars."""
+"""The name of the column with bars."""
 
 
 def report(path: Path, **figures: Any) -> dict[str, Any]:
@@ -45,12 +45,12 @@ def text(found: Mapping[str, Any], cells: Sequence[Mapping[str, str]]) -> str:
 
 def markdown(found: Mapping[str, Any], cells: Sequence[Mapping[str, str]]) -> str:
     """The result as a line of facts and a table, to paste somewhere."""
-    told = ", ".join(value for _, value in _facts(found) if value)
+    head = ", ".join(value for _, value in _facts(found) if value)
     if not cells:
-        return told
+        return head
     lines = [list(cells[0]), ["---", "---", *("---:" for _ in list(cells[0])[2:])]]
     lines += [[str(value) for value in row.values()] for row in cells]
-    return "\n".join([told, "", *(f"| {' | '.join(line)} |" for line in lines)])
+    return "\n".join([head, "", *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -68,7 +68,7 @@ class EventReader:
 
 
 @dataclass
-class Call:
+class GatheredCall:
     """A call of a tool, gathered from the events of an answer."""
 
     id: str
@@ -78,37 +78,37 @@ class Call:
 
 @dataclass
 class GatheredAnswer:
-    """The events of one answer up to now, and what they come to."""
+    """One answer to a request: its events up to now, and the text, thoughts and calls that they make."""
 
     index: int
     """The place among all answers of the request."""
     prompt: int
-    """The place of its prompt."""
+    """The place of its prompt among the prompts of the request."""
     events: list[Event] = field(default_factory=list)
 
     @property
     def is_new(self) -> bool:
-        """Whether one event has come."""
+        """Whether its first event is its latest."""
         return len(self.events) == 1
 
     @property
     def text(self) -> str:
-        """What it says. A call that broke off is text."""
+        """The text of the answer. A call that broke off is text."""
         return "".join(event.text for event in self.events if isinstance(event, TextDelta | CallBroken))
 
     @property
     def reasoning(self) -> str:
-        """What it thinks."""
+        """The model's thoughts before the answer."""
         return "".join(event.text for event in self.events if isinstance(event, ReasoningDelta))
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[GatheredCall]:
         """The calls that have not broken off."""
-        found: dict[int, Call] = {}
+        found: dict[int, GatheredCall] = {}
         for event in self.events:
             match event:
                 case CallBegan(index, call_id, name):
-                    found[index] = Call(call_id, name)
+                    found[index] = GatheredCall(call_id, name)
                 case CallArguments(index, text):
                     found[index].arguments += text
                 case CallBroken(index):
@@ -122,7 +122,7 @@ class GatheredAnswer:
 
     @property
     def tokens(self) -> list[int]:
-        """Its tokens."""
+        """The tokens of the answer up to now."""
         return [token for event in self.events for token in event.tokens]
 
     @property
@@ -132,13 +132,13 @@ class GatheredAnswer:
 
     @property
     def end(self) -> End | None:
-        """How it ended; None until then."""
+        """The event that ended the answer; None until then."""
         last = self.events[-1] if self.events else None
         return last if isinstance(last, End) else None
 
     @property
     def stats(self) -> Stats | None:
-        """Its figures, once it has ended."""
+        """The figures of the answer, once it has ended."""
         return None if self.end is None else self.end.stats
 
     @property
@@ -162,7 +162,7 @@ class AnswerWriter(Protocol):
         """The type of its stream: `SSE` or `NDJSON`."""
 
     def write(self, answer: GatheredAnswer, event: Event) -> bytes:
-        """The bytes of an event, which is the answer's latest."""
+        """The bytes of an event, which is the latest of its answer."""
 
     def final_events(self, answers: Sequence[GatheredAnswer]) -> bytes:
         """The bytes after the last event."""
@@ -171,7 +171,7 @@ class AnswerWriter(Protocol):
         """The JSON of all answers together."""
 
     def failed(self, error: ApiError) -> bytes:
-        """The bytes that tell of an error after a stream began."""
+        """The bytes of an error after a stream began."""
 
 
 class SseWriter:

@@ -58,9 +58,9 @@ class AtMost:
 
 
 TOKENS = AtMost(1 << 20)
-"""Items that are tokens. The model's context, which is known later, is a narrower bound."""
+"""Bound of lists of tokens. The model's context, which is known later, is a narrower bound."""
 MANY = AtMost(1 << 14)
-"""Items of any other kind."""
+"""Bound of lists and objects whose items are not tokens."""
 
 Metadata = Annotated[
     dict[

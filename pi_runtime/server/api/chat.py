@@ -185,7 +185,7 @@ class ChatWriter(ChoicesWriter):
         return found
 
     def response(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
-        """The chat completion."""
+        """The chat completion as one object."""
         choices: list[ChatChoice] = [
             {
                 "index": answer.index,

@@ -40,7 +40,7 @@ class ChoicesWriter(SseWriter):
     """Writes answers as choices. `kind` and `chunk_kind` are what `object` says of a response and of a chunk."""
 
     prefix: str
-    """Of ids."""
+    """The beginning of the ids of responses."""
     kind: str
     chunk_kind: str
 
@@ -66,7 +66,7 @@ class ChoicesWriter(SseWriter):
         return sse(self._envelope(self.chunk_kind, []) | {"usage": self._usage(answers)}) + DONE
 
     def with_usage(self, choices: Sequence[Any], answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
-        """The response with these choices."""
+        """The response that has these choices, and the usage of its answers."""
         return self._envelope(self.kind, choices) | {"usage": self._usage(answers)}
 
     def _envelope(self, kind: str, choices: Sequence[Any]) -> dict[str, Any]:

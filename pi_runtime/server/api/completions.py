@@ -111,9 +111,9 @@ class CompletionWriter(ChoicesWriter):
             given = zip(_prompts(body.prompt).values(), request.prompts, strict=True)
             self._echo = [text if isinstance(text, str) else self._decoded(prompt) for text, prompt in given]
         self._prompt_logprobs: dict[int, CompletionLogprobs] = {}
-        """Those of prompts, by their places; all answers to one show the same."""
+        """Log-probabilities of prompts, by their places; all answers to one prompt show the same."""
         self._logprobs: dict[int, CompletionLogprobsWriter] = {}
-        """Of each answer that has begun."""
+        """The writer of log-probabilities of each answer that has begun."""
 
     def write(self, answer: GatheredAnswer, event: Event) -> bytes:
         """The chunk of an event. The log-probabilities of a prompt come with the beginning of its answers."""
@@ -124,7 +124,7 @@ class CompletionWriter(ChoicesWriter):
         return self.chunk(self._choice(answer, [event]), stats)
 
     def response(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
-        """The completion."""
+        """The completion as one object."""
         for answer in answers:
             for event in answer.events[:1]:
                 if isinstance(event, PromptLogprobs):
@@ -136,7 +136,7 @@ class CompletionWriter(ChoicesWriter):
         return self.served.model.tokenizer.decode(prompt.tokens)
 
     def _keep(self, prompt: int, event: PromptLogprobs) -> None:
-        """Write the log-probabilities of a prompt once."""
+        """Keep the log-probabilities of a prompt as completions have them, once for all its answers."""
         if prompt not in self._prompt_logprobs:
             writer, ids = CompletionLogprobsWriter(self.served.model.tokenizer), self._ids[prompt]
             assert not isinstance(ids, str)

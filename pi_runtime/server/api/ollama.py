@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.server.api.answer import NDJSON, Call, GatheredAnswer, to_json
+from pi_runtime.server.api.answer import NDJSON, GatheredAnswer, GatheredCall, to_json
 from pi_runtime.server.api.body import MANY, AtMost, Body, Unsupported, invalid
 from pi_runtime.server.api.chat_prompt import chat_prompt, rendered
 from pi_runtime.server.api.conversation import Tool, allowed_tools
@@ -67,7 +67,7 @@ class Options(Body):
     logits_all: Machine = None
 
     def sampling_fields(self) -> SamplingFields:
-        """The same settings under OpenAI's names."""
+        """These settings as requests in OpenAI's form have them."""
         shared = self.model_dump(include=set(SamplingFields.model_fields), exclude={"seed"})
         return SamplingFields(**shared, seed=None if self.seed is None else self.seed % 2**63)
 
@@ -262,7 +262,7 @@ class OllamaChatWriter:
         return b""
 
     def final_events(self, answers: Sequence[GatheredAnswer]) -> bytes:
-        """The line with the figures."""
+        """The last line of a stream, which has the figures."""
         return to_json(self._object("", "", ()) | self._figures(answers)) + b"\n"
 
     def response(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
@@ -274,15 +274,15 @@ class OllamaChatWriter:
         """The line of an error after the stream began."""
         return to_json({"error": error.message}) + b"\n"
 
-    def _line(self, text: str, thinking: str = "", calls: Sequence[Call] = ()) -> bytes:
+    def _line(self, text: str, thinking: str = "", calls: Sequence[GatheredCall] = ()) -> bytes:
         return to_json(self._object(text, thinking, calls)) + b"\n"
 
-    def _object(self, text: str, thinking: str, calls: Sequence[Call]) -> dict[str, Any]:
+    def _object(self, text: str, thinking: str, calls: Sequence[GatheredCall]) -> dict[str, Any]:
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
         return {"model": self._model, "created_at": now, **self.said(text, thinking, calls), "done": False}
 
     def _figures(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
-        """How it ended, with times in nanoseconds."""
+        """How the answer ended, with times in nanoseconds."""
         total = _nanoseconds(time.perf_counter() - self._began)
         end = answers[0].end if answers else None
         if end is None or end.stats is None:
@@ -299,8 +299,8 @@ class OllamaChatWriter:
         }
 
     @staticmethod
-    def said(text: str, thinking: str, calls: Sequence[Call]) -> dict[str, Any]:
-        """What was said, where a chat's answer has it."""
+    def said(text: str, thinking: str, calls: Sequence[GatheredCall]) -> dict[str, Any]:
+        """Text, thoughts and calls in the field that a chat's answer has for them."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thinking:
             message["thinking"] = thinking
@@ -318,8 +318,8 @@ class OllamaGenerateWriter(OllamaChatWriter):
     answer_type = chunk_type = OllamaGenerateAnswer
 
     @staticmethod
-    def said(text: str, thinking: str, calls: Sequence[Call]) -> dict[str, Any]:
-        """What was said, where the answer to a prompt has it."""
+    def said(text: str, thinking: str, calls: Sequence[GatheredCall]) -> dict[str, Any]:
+        """Text and thoughts in the fields that the answer to a prompt has for them."""
         assert not calls
         return {"response": text, **({"thinking": thinking} if thinking else {})}
 

@@ -87,24 +87,24 @@ class OllamaModelDescription(TypedDict):
 
 
 def tags(served: Served) -> OllamaTags:
-    """`/api/tags`."""
+    """The answer to `/api/tags`: the list of models."""
     return {"models": [{**_named(served), "modified_at": _loaded_at(served)}]}
 
 
 def running(served: Served) -> OllamaRunning:
-    """`/api/ps`. The model is loaded as long as the server runs, so nothing says when it expires."""
+    """The answer to `/api/ps`. The model is loaded as long as the server runs, so nothing says when it expires."""
     model = served.model
     on_gpu = 0 if model.allocation is None or model.device == "stand-in" else model.allocation.total
     return {"models": [{**_named(served), "size_vram": on_gpu, "context_length": model.context}]}
 
 
 def ollama_version() -> OllamaVersion:
-    """`/api/version`."""
+    """The answer to `/api/version`."""
     return {"version": VERSION}
 
 
 def show(body: OllamaShowRequest, served: Served) -> OllamaModelDescription:
-    """`/api/show`. Raises ApiError 404 for another model."""
+    """The answer to `/api/show`: what the model is. Raises ApiError 404 for another model."""
     name = body.model or body.name
     if name is None:
         raise invalid("model", "the field is required", code="missing_required_parameter")

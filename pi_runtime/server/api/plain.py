@@ -77,7 +77,7 @@ class ModelList(TypedDict):
 
 
 def tokenize(body: TokenizeRequest, served: Served) -> Tokens:
-    """`/tokenize`."""
+    """The answer to `/tokenize`: the tokens of a text."""
     tokenizer = served.model.tokenizer
     ids = served.encode(body.content, "content", prefix=bool(body.add_special), beside=0)
     if not body.with_pieces:
@@ -88,7 +88,7 @@ def tokenize(body: TokenizeRequest, served: Served) -> Tokens:
 
 
 def detokenize(body: DetokenizeRequest, served: Served) -> Content:
-    """`/detokenize`."""
+    """The answer to `/detokenize`: the text of tokens."""
     tokens = body.tokens
     served.check_length(len(tokens), "tokens", beside=-1)  # the last token of an answer takes no place
     try:
@@ -98,19 +98,19 @@ def detokenize(body: DetokenizeRequest, served: Served) -> Content:
 
 
 def apply_template(body: TemplateRequest, served: Served) -> TemplatePrompt:
-    """`/apply-template`."""
+    """The answer to `/apply-template`: the prompt that the template makes of a chat."""
     if body.model is not None:
         served.check_name(body.model)
     return {"prompt": chat_text(body, served)}
 
 
 def list_models(served: Served) -> ModelList:
-    """`/v1/models`."""
+    """The answer to `/v1/models`: the list of models."""
     return {"object": "list", "data": [model_object(served)]}
 
 
 def retrieve_model(name: str, served: Served) -> ModelObject:
-    """`/v1/models/{name}`. Raises ApiError 404 for another name."""
+    """The answer to `/v1/models/{name}`. Raises ApiError 404 for another name."""
     served.check_name(name)
     return model_object(served)
 
@@ -128,7 +128,7 @@ def model_object(served: Served) -> ModelObject:
 
 
 def embeddings(_: object, served: Served) -> dict[str, Any]:
-    """`/v1/embeddings`, which is refused."""
+    """Refuse a request to `/v1/embeddings`."""
     raise ApiError(
         400,
         f"embeddings are not supported: {served.name!r} is a model that writes text; its inner states were not trained "

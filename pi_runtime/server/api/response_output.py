@@ -1,4 +1,4 @@
-"""The output of a response as it grows: items, and the events that tell of them."""
+"""The output of a response as it grows: items, and the events of its stream."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired
@@ -41,7 +41,7 @@ class ResponseOutput:
     def __init__(self) -> None:
         self.items: list[OutputItem] = []
         self._texts: list[str] = []
-        """What has come of the open item."""
+        """The text of the open item, in the parts that have come."""
         self._logprobs: list[TokenLogprob] = []
         self._count = 0
 
@@ -68,7 +68,7 @@ class ResponseOutput:
                 return self.close("incomplete")
 
     def close(self, status: Status = "completed") -> list[dict[str, Any]]:
-        """End the item that is open, if one is."""
+        """End the open item, if there is one."""
         if not self.items or self.items[-1]["status"] != "in_progress":
             return []
         item, text = self.items[-1], "".join(self._texts)

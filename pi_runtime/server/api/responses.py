@@ -236,7 +236,7 @@ class ResponseWriter:
         self._response = _response(body, served)
 
     def write(self, answer: GatheredAnswer, event: Event) -> bytes:
-        """The events of the response's stream that tell of an event."""
+        """The events of the response's stream that an event of the answer becomes."""
         found = []
         if answer.is_new:
             kinds = ("response.created", "response.in_progress")
@@ -244,7 +244,7 @@ class ResponseWriter:
         return _written([*found, *self._events(answer, event)])
 
     def final_events(self, answers: Sequence[GatheredAnswer]) -> bytes:  # noqa: ARG002  all events have been written
-        """The event with the whole response."""
+        """The last event of the stream, which has the response."""
         return _written([self._output.event(f"response.{self._response['status']}", response=self._response)])
 
     def response(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
@@ -258,11 +258,11 @@ class ResponseWriter:
         """The events of an error after the stream began."""
         failure: Failure = {"code": "server_error", "message": error.message}
         self._response |= {"status": "failed", "error": failure, "output": self._output.items}
-        told = self._output.event("error", code=error.code, message=error.message, param=error.param)
-        return _written([told, self._output.event("response.failed", response=self._response)])
+        first = self._output.event("error", code=error.code, message=error.message, param=error.param)
+        return _written([first, self._output.event("response.failed", response=self._response)])
 
     def _events(self, answer: GatheredAnswer, event: Event) -> list[dict[str, Any]]:
-        """What becomes of the output by an event."""
+        """Add an event of the answer to the output; returns the events of the stream."""
         if isinstance(event, End):
             return self._end(answer, event)
         self._pending += chat_logprobs(self._tokenizer, event.logprobs)["content"]

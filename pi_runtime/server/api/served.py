@@ -65,7 +65,7 @@ class Served:
             raise invalid(param, refused(error).message) from None
 
     def check_text(self, text: str, param: str, *, beside: int = 1) -> None:
-        """Raise ApiError where a text has more tokens than fit the context, as far as its length tells."""
+        """Raise ApiError where a text has more tokens than fit the context, as far as its length says."""
         self.check_length(self.model.tokenizer.least_tokens(text), param, beside=beside, least=True)
 
     def check_length(self, tokens: int, param: str, *, beside: int = 1, least: bool = False) -> None:

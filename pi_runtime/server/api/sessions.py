@@ -160,7 +160,7 @@ class Beginning:
 
 
 def type_draft(body: TypeRequest, session: Session, served: Served) -> None:
-    """Type into the draft of a session."""
+    """Add text to the draft of a session, or replace its end."""
     at = len(session.draft) if body.at is None else body.at
     if at > len(session.draft):
         raise invalid("at", f"the draft has {len(session.draft)} characters; found {at}")
@@ -203,7 +203,7 @@ class SessionWriter(SseWriter):
         self._id, self._created, self._session_id = new_id("answer_"), int(time.time()), session_id
 
     def write(self, answer: GatheredAnswer, event: Event) -> bytes:
-        """The chunk of an event."""
+        """The chunk of an event of the turn."""
         ended = isinstance(event, End)
         text = event.text if isinstance(event, TextDelta) else ""
         chunk = self._head("session.answer.chunk") | {"text": text, "tokens": [*event.tokens], "finish_reason": None}

@@ -4,7 +4,7 @@ An answer is read as if character by character, so the way it is cut into pieces
 known name and the beginning of its arguments are there; until then nothing of it is shown, and where it turns out to be
 none, all of it is text. From then on arguments are shown as they come. If they break off or are no JSON, a `CallBroken`
 says so, and what follows is text. They are not closed: they would be a call that nobody made. Whole answers have such a
-call as text; streams, which cannot take it back, leave it to the finish reason to tell that it is not to be run.
+call as text; streams, which cannot take it back, leave it to the finish reason to say that it is not to be run.
 """
 
 import json
@@ -56,12 +56,12 @@ class CallParser:
         self._key, self._member, self._name = "", "", ""
         self._in_arguments = self._has_begun = False
         self._base = 0
-        """Brackets around the arguments."""
+        """How many brackets stand around the arguments."""
         self._pending = ""
         """Arguments that were not shown yet."""
 
     def push(self, text: str) -> list[Delta]:
-        """Take more of the answer."""
+        """Take more of the answer's text; returns what it shows."""
         at = 0
         while at < len(text):
             end = self._read_plain(text, at)

@@ -28,7 +28,7 @@ class OutputParser:
     def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
         self._reasoning, self._calls = reasoning, calls
         self.reasoning_tokens = 0
-        """Tokens of pieces that hold thoughts."""
+        """Tokens of the texts that hold thoughts."""
 
     def push(self, text: str, tokens: int = 0) -> list[Delta]:
         """Take the next piece of the answer, which so many tokens made."""
@@ -147,7 +147,7 @@ class OutputFormat:
 
 
 PLAIN = OutputFormat(None, None, {})
-"""Of answers that are nothing but text."""
+"""The format of answers that are nothing but text."""
 
 
 def _name(tool: Tool) -> str:

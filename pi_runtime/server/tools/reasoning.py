@@ -41,14 +41,14 @@ class ReasoningParser:
     def __init__(self, reasoning: ReasoningFormat, prompt: str) -> None:
         self._format = reasoning
         self.thinks = reasoning.is_open(prompt)
-        """Whether it is amid thoughts."""
+        """Whether the text that comes next is part of the thoughts."""
         self._may_begin = not self.thinks and not reasoning.is_closed(prompt)
         self._watch = MarkerWatch(reasoning.end if self.thinks else reasoning.begin)
         self._is_blank = self.thinks
         """Whether nothing but white space has come of the present part, which is then dropped."""
 
     def push(self, text: str) -> list[Delta]:
-        """Take more of the answer."""
+        """Take more of the answer's text; returns thoughts and text that it shows."""
         found: list[Delta | None] = []
         at = 0
         while at < len(text):

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pi_compile.training.histogram import Histogram
+from pi_compile.training.histogram import ValueHistogram
 
 FRACTIONS = (0.0, 1e-4, 0.01, 0.1, 0.25, 0.5, 0.75)
 
 
-def of(values: np.ndarray, weights: np.ndarray | None = None, pieces: int = 1) -> Histogram:
-    histogram = Histogram()
+def of(values: np.ndarray, weights: np.ndarray | None = None, pieces: int = 1) -> ValueHistogram:
+    histogram = ValueHistogram()
     for v, w in zip(
         np.array_split(values, pieces),
         [None] * pieces if weights is None else np.array_split(weights, pieces),
@@ -62,7 +62,7 @@ def test_integers_of_eight_bits_are_told_apart(values: list[float]) -> None:
 
 
 def test_without_weight_it_is_empty() -> None:
-    histogram = Histogram()
+    histogram = ValueHistogram()
     assert histogram.empty
     histogram.add(torch.randn(5), torch.zeros(5))
     histogram.add(torch.empty(0))

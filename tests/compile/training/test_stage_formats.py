@@ -29,7 +29,7 @@ from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor, energy
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
 from pi_compile.training.candidates import LOST_ENERGY, initial_ranks
-from pi_compile.training.histogram import Histogram
+from pi_compile.training.histogram import ValueHistogram
 from pi_compile.training.spec import BYTES
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
@@ -79,7 +79,7 @@ def test_everything_is_measured_on_predictors_as_stored(
         x = td.embed(sparse[0].decoder, td.global_weights(sparse[0], "cpu"), tune)
         inputs = td.before_ffn(sparse[0].decoder, w, x)[1].flatten(0, 1)
         lost = energy(td.neurons(sparse[0].decoder, w, inputs), w)
-        histogram = Histogram()
+        histogram = ValueHistogram()
         histogram.add(whole.scores(inputs)[lost > 0], lost[lost > 0])
         wanted = [histogram.threshold(fraction) for fraction in LOST_ENERGY]
     tried = json.loads(str(fitted["candidates"]))

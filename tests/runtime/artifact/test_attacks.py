@@ -16,7 +16,7 @@ from support.synthetic import bare_manifest, small_decoder
 
 from pi_runtime.artifact import layout, verify
 from pi_runtime.artifact.decoding import canonical_json
-from pi_runtime.artifact.records import End, central_record
+from pi_runtime.artifact.records import EndRecord, central_record
 from pi_runtime.artifact.schema import ArrayEntry, FileEntry
 from pi_runtime.artifact.sizes import PARTS
 
@@ -233,5 +233,5 @@ def test_arrays_far_larger_than_the_file(scratch: Path) -> None:
     )
     generated, trailing = layout.trailer(specs, canonical_json(changed), offset)
     directory = b"".join(map(central_record, [*arrays.values(), *files.values(), *generated]))
-    end = End(len(arrays) + 1 + len(generated), len(directory), len(trailing)).pack(len(PREFIX) + 64)
+    end = EndRecord(len(arrays) + 1 + len(generated), len(directory), len(trailing)).pack(len(PREFIX) + 64)
     assert "after the last entry" in refused(scratch, seal(trailing + directory + end + PREFIX))

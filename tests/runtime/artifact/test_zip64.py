@@ -10,7 +10,15 @@ import pytest
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact import Artifact, records, verify
-from pi_runtime.artifact.records import End, Entry, central_record, local_header, parse_directory, parse_end, place
+from pi_runtime.artifact.records import (
+    EndRecord,
+    Entry,
+    central_record,
+    local_header,
+    parse_directory,
+    parse_end,
+    place,
+)
 from pi_runtime.errors import ArtifactError
 
 
@@ -55,7 +63,7 @@ def test_a_sparse_file_of_real_size(tmp_path: Path) -> None:
         file.write(local_header(first))
         file.seek(second.offset)
         file.write(local_header(second) + b"abc" + directory)
-        file.write(End(2, len(directory), second.data + 3).pack(0))
+        file.write(EndRecord(2, len(directory), second.data + 3).pack(0))
     assert path.stat().st_size == second.data + 3 + len(directory) + 56 + 20 + 22
     with zipfile.ZipFile(path) as archive:
         infos = archive.infolist()
@@ -73,7 +81,7 @@ def test_a_sparse_file_of_real_size(tmp_path: Path) -> None:
 def test_records_round_trip(size: int, offset: int) -> None:
     entry = Entry("a/c/0", size, offset, offset + 4096, 7)
     assert list(parse_directory(central_record(entry))) == [entry._replace(data=0)]
-    end = End(3, size, offset)
+    end = EndRecord(3, size, offset)
     assert parse_end(bytes(100) + end.pack(90)) == end
     header = local_header(entry)
     assert len(header) == 4096
@@ -84,6 +92,6 @@ def test_records_round_trip(size: int, offset: int) -> None:
 
 def test_many_entries() -> None:
     for count in (0xFFFE, 0xFFFF, 0x10000):
-        end = End(count, 46 * count, 1 << 30)
+        end = EndRecord(count, 46 * count, 1 << 30)
         assert parse_end(bytes(100) + end.pack(0)) == end
         assert len(end.pack(0)) == (22 if count < 0xFFFF else 98)

@@ -15,7 +15,7 @@ from pi_runtime import Grammar, Model
 from pi_runtime.errors import UsageError
 from pi_runtime.server.settings import Limits
 from pi_runtime.text.grammar_check import check_grammar
-from pi_runtime.text.sandbox import Limits as SandboxLimits
+from pi_runtime.text.sandbox import SandboxLimits
 
 Serve = Callable[..., Served]
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pi_runtime.errors import PromptError, TemplateError, UsageError
-from pi_runtime.text.chat_template import ChatTemplate, Limits, render
+from pi_runtime.text.chat_template import ChatTemplate, SandboxLimits, render
 
 USER = [{"role": "user", "content": "hi"}]
 TALK = [
@@ -19,7 +19,7 @@ TALK = [
 ]
 CHATS = [TALK, [{"role": "system", "content": "Be brief. "}, *TALK]]
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-PATIENT = Limits(seconds=60.0)
+PATIENT = SandboxLimits(seconds=60.0)
 
 CHATML = r"""{% for m in messages %}
     {%- if loop.first and m.role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}
@@ -211,7 +211,7 @@ def test_a_process_renders_many_times() -> None:
         + "{% endif %}"
     )
     with ChatTemplate(
-        endless + "{{ messages[0].content }}{{ raise_exception('no') if x }}", Limits(seconds=2.0)
+        endless + "{{ messages[0].content }}{{ raise_exception('no') if x }}", SandboxLimits(seconds=2.0)
     ) as kept:
         for _ in range(2):
             for text in ("a", "b"):

@@ -14,14 +14,14 @@ import pytest
 
 from pi_runtime.errors import TemplateError
 from pi_runtime.text import chat_template, sandbox
-from pi_runtime.text.chat_template import ChatTemplate, Limits, render
+from pi_runtime.text.chat_template import ChatTemplate, SandboxLimits, render
 
 pytestmark = pytest.mark.slow
 
 USER = [{"role": "user", "content": "hi"}]
 # Minutes for what memory, output or the sandbox must stop, so that a busy machine changes no result.
-PATIENT = Limits(seconds=120.0, memory_bytes=128 << 20, output_bytes=100_000)
-HASTY = Limits(seconds=0.3, memory_bytes=128 << 20, output_bytes=100_000)
+PATIENT = SandboxLimits(seconds=120.0, memory_bytes=128 << 20, output_bytes=100_000)
+HASTY = SandboxLimits(seconds=0.3, memory_bytes=128 << 20, output_bytes=100_000)
 
 ENDLESS = {
     "nested loops": "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3,
@@ -124,7 +124,7 @@ def test_escape_is_refused(name: str, children: list[Any]) -> None:
 
 
 def test_the_process_survives_a_chat_that_is_too_long() -> None:
-    limits = Limits(seconds=120.0, output_bytes=1000)
+    limits = SandboxLimits(seconds=120.0, output_bytes=1000)
     with ChatTemplate("{{ messages[0].content }}", limits) as template:
         assert template.render([{"role": "user", "content": "a"}], variables={}) == "a"
         child = template._sandbox._child
@@ -136,14 +136,14 @@ def test_the_process_survives_a_chat_that_is_too_long() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited on Linux only")
 def test_messages_that_do_not_fit_the_memory_meet_its_limit() -> None:
-    limits = Limits(seconds=120.0, memory_bytes=64 << 20, output_bytes=1000)
+    limits = SandboxLimits(seconds=120.0, memory_bytes=64 << 20, output_bytes=1000)
     with ChatTemplate("a", limits) as template, pytest.raises(TemplateError, match="exceeds its memory limit"):
         template.render([{"role": "user", "content": "a", "x": [{}] * 2_000_000}], variables={})
 
 
 def test_output_up_to_its_limit_passes() -> None:
     for text in ("\x01" * 60, "😀" * 15, "é" * 30):
-        limits = Limits(seconds=60, output_bytes=60)
+        limits = SandboxLimits(seconds=60, output_bytes=60)
         assert (
             render("{{ messages[0].content }}", [{"role": "user", "content": text}], variables={}, limits=limits)
             == text
@@ -180,7 +180,7 @@ def test_a_child_that_misbehaves(
     body, words = MISBEHAVIOUR[name]
     stand_in(tmp_path, monkeypatch, body)
     with pytest.raises(TemplateError, match=words):
-        render("", USER, variables={}, limits=Limits(seconds=0.5 if "time" in words else 60, output_bytes=1000))
+        render("", USER, variables={}, limits=SandboxLimits(seconds=0.5 if "time" in words else 60, output_bytes=1000))
     assert len(children) == 1
 
 

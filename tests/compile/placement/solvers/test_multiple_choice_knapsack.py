@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pi_compile.placement.solvers import multiple_choice_knapsack
 from pi_compile.placement.solvers.mixed_integer_program import MixedIntegerProgram
-from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, Solution, solve
+from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, Selection, solve
 
 
 def brute(classes: Sequence[ItemClass], capacity: int) -> tuple[int, ...]:
@@ -109,11 +109,11 @@ def test_equals_the_branch_and_bound_of_highs() -> None:
 def test_large_numbers_stay_exact() -> None:
     """One unit in 10¹⁷ decides, which no float64 can tell."""
     classes = [item_class([10], [10**17]), item_class([10], [10**17 + 1]), item_class([10], [10**17])]
-    assert solve(classes, 10) == Solution(items=(0, 1, 0), weight=10, value=10**17 + 1, bound=10**17 + 1)
+    assert solve(classes, 10) == Selection(items=(0, 1, 0), weight=10, value=10**17 + 1, bound=10**17 + 1)
     assert solve(classes, 29).items == (1, 1, 0)
 
 
 def test_no_capacity_and_no_options() -> None:
     assert solve([item_class([3], [5])], 0).items == (0,)
-    assert solve([item_class([], []), item_class([3], [5])], 9) == Solution(items=(0, 1), weight=3, value=5, bound=5)
-    assert solve([item_class([], [])], 9) == Solution(items=(0,), weight=0, value=0, bound=0)
+    assert solve([item_class([], []), item_class([3], [5])], 9) == Selection(items=(0, 1), weight=3, value=5, bound=5)
+    assert solve([item_class([], [])], 9) == Selection(items=(0,), weight=0, value=0, bound=0)
