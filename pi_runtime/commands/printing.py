@@ -57,13 +57,13 @@ def _placement_line(device: str, taken: "Allocation") -> str:
 
 def stream(answer: "Generation") -> str:
     """Print the text of an answer as it comes; returns the whole of it."""
-    pieces = []
-    for piece in answer:
-        pieces.append(piece)
-        sys.stdout.write(piece)
+    parts = []
+    for part in answer:
+        parts.append(part)
+        sys.stdout.write(part)
         sys.stdout.flush()
     sys.stdout.write("\n")
-    return "".join(pieces)
+    return "".join(parts)
 
 
 def report(model: "Model", load_s: float, disk: "DiskStats | None", answer: "Generation") -> dict[str, Any]:

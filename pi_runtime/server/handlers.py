@@ -12,9 +12,9 @@ from pi_runtime.server.api.ollama_models import ollama_version
 from pi_runtime.server.api.plain import retrieve_model
 from pi_runtime.server.api.request import GenerateRequest
 from pi_runtime.server.api.served import Served
+from pi_runtime.server.chat_page import chat_page
 from pi_runtime.server.exchange import Exchange
 from pi_runtime.server.metrics import MEDIA
-from pi_runtime.server.page import page
 from pi_runtime.server.response import JSON
 from pi_runtime.server.service import Service
 
@@ -60,9 +60,9 @@ class Generated:
         await exchange.respond(await exchange.begin(request), writer, streams=request.streams)
 
 
-async def chat_page(_service: Service, _: Request) -> Response:
+async def chat(_service: Service, _: Request) -> Response:
     """The page to chat on."""
-    body, headers = page()
+    body, headers = chat_page()
     return Response(body, headers=headers)
 
 

@@ -33,32 +33,32 @@ CLOSE_S = 5
 """Seconds in which connections must end after the last answer."""
 
 
-class TooManyPiecesError(Exception):
-    """A body comes in more pieces than are taken."""
+class TooManyPartsError(Exception):
+    """A body comes in more parts than are taken."""
 
 
 class _Connection(h11.Connection):
-    """Reads requests whose bodies come in so many pieces at most. Each piece costs the same, however small it is."""
+    """Reads requests whose bodies come in so many parts at most. Each part costs the same, however small it is."""
 
     def __init__(self, limits: Limits) -> None:
         super().__init__(h11.SERVER, limits.header_bytes)
-        self._most, self._pieces = limits.pieces, 0
+        self._most, self._parts = limits.parts, 0
 
     def next_event(self) -> Any:
-        """The next event. Raises TooManyPiecesError."""
+        """The next event. Raises TooManyPartsError."""
         event = super().next_event()
         if isinstance(event, h11.Request):
-            self._pieces = 0
+            self._parts = 0
         elif isinstance(event, h11.Data):
-            self._pieces += 1
-            if self._pieces > self._most:
-                raise TooManyPiecesError
+            self._parts += 1
+            if self._parts > self._most:
+                raise TooManyPartsError
         return event
 
 
 class LimitedProtocol(H11Protocol):
     """Ends a connection on which a request, or the taking of an answer, does not come to its end in time, and one whose
-    request comes in too many pieces.
+    request comes in too many parts.
 
     Requests that are sent before the answer to the last one has come are not answered.
     """
@@ -88,7 +88,7 @@ class LimitedProtocol(H11Protocol):
         before = self.conn.their_state
         try:
             super().handle_events()
-        except TooManyPiecesError:
+        except TooManyPartsError:
             self.transport.abort()
             return
         if self.conn.trailing_data[0] and self._is_ahead():

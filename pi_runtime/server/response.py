@@ -36,7 +36,7 @@ class ResponseSender:
             await self._say(self._writer.final_events(request.answers), more=False)
         else:
             # All log-probabilities at once take long: beside the loop.
-            found = await asyncio.to_thread(lambda: b"".join(in_pieces(self._writer.response(request.answers))))
+            found = await asyncio.to_thread(lambda: b"".join(in_parts(self._writer.response(request.answers))))
             await self._begin(JSON)
             await self._say(found, more=False)
 
@@ -69,8 +69,8 @@ class ResponseSender:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
-def in_pieces(value: Any, depth: int = 6) -> Iterator[bytes]:
-    """JSON in pieces, as small as items at this depth: while one is made no other thread runs."""
+def in_parts(value: Any, depth: int = 6) -> Iterator[bytes]:
+    """JSON in parts, as small as items at this depth: while one is made no other thread runs."""
     if not value or not depth or not isinstance(value, dict | list):
         yield to_json(value)
         return
@@ -79,6 +79,6 @@ def in_pieces(value: Any, depth: int = 6) -> Iterator[bytes]:
         yield opening
         if isinstance(value, dict):
             yield to_json(key) + b":"
-        yield from in_pieces(value[key] if isinstance(value, dict) else key, depth - 1)
+        yield from in_parts(value[key] if isinstance(value, dict) else key, depth - 1)
         opening = b","
     yield closing

@@ -47,7 +47,7 @@ def _described(path: str, summary: str, describe: Callable[..., Any]) -> Route:
 
 
 ROUTES = (
-    Route("GET", "/", "A page to chat on.", handlers.chat_page, media=HTML, needs_key=False),
+    Route("GET", "/", "A page to chat on.", handlers.chat, media=HTML, needs_key=False),
     Route(
         "GET",
         "/health",

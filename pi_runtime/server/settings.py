@@ -21,8 +21,8 @@ class Limits:
     """Deepest nesting of the JSON of a body."""
     brackets: int = 50_000
     """Opening brackets in a body, those in its strings included: small objects take longest to read."""
-    pieces: int = 1 << 13
-    """Pieces in which a body may come: chunks, or what the network makes of it."""
+    parts: int = 1 << 13
+    """Parts in which a body may come: chunks, or what the network makes of it."""
     commas: int = 1 << 20
     """Commas in a body, those in its strings included: about as many values has its JSON."""
     answers: int = 16

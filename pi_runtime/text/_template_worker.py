@@ -134,13 +134,13 @@ def render(template: str, request: bytes, output_bytes: int) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"[:MESSAGE_CHARS], "line": line_of(error)}
 
 
-def bounded(pieces: Iterator[str], output_bytes: int) -> Iterator[str]:
-    """The pieces as long as they stay in the limit, counted in UTF-8."""
-    for piece in pieces:
-        output_bytes -= len(piece.encode("utf-8", "surrogatepass"))
+def bounded(parts: Iterator[str], output_bytes: int) -> Iterator[str]:
+    """The parts as long as they stay in the limit, counted in UTF-8."""
+    for part in parts:
+        output_bytes -= len(part.encode("utf-8", "surrogatepass"))
         if output_bytes < 0:
             raise OutputLimitError
-        yield piece
+        yield part
 
 
 def line_of(error: Exception) -> int | None:

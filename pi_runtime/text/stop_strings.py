@@ -6,10 +6,10 @@ from pi_runtime.errors import Setting, UsageError
 
 
 class StopStrings:
-    """A filter between the pieces of a text and their reader.
+    """A filter between the parts of a text and their reader.
 
     The text ends at the first position where some stop string is complete; of several that are complete there, the
-    longest counts. The stop string itself is not let through. The division into pieces does not change the joined
+    longest counts. The stop string itself is not let through. The division into parts does not change the joined
     output, and no more is held back than could still become a stop string.
     """
 
@@ -25,11 +25,11 @@ class StopStrings:
         self._held = ""
         self._stopped = False
 
-    def push(self, piece: str) -> tuple[str, bool]:
-        """Take the next piece; returns the text that can be shown now, and whether the text has ended."""
+    def push(self, part: str) -> tuple[str, bool]:
+        """Take the next part; returns the text that can be shown now, and whether the text has ended."""
         if self._stopped:
             return "", True
-        text = self._held + piece
+        text = self._held + part
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
             self._held, self._stopped = "", True

@@ -140,7 +140,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Turns ids into text one by one, never half a character; the pieces joined are `decode` of all ids.
+    """Turns ids into text one by one, never half a character; the parts joined are `decode` of all ids.
 
     (`tokenizers.decoders.DecodeStream` does not promise that: it never gives the bytes of an unfinished character,
     and raises or departs from `decode` where bytes turn out to be none.)
@@ -180,13 +180,13 @@ class TextStream:
             return ""
         text = self._held_text()
         if text.endswith(REPLACEMENT) and self._tokenizer._byte_letters:
-            piece = self._show(text[:-1])
+            part = self._show(text[:-1])
             if len(self._held) > 2 * UNFINISHED:
                 self._drop_finished()
-            return piece
-        piece = self._show(text)
+            return part
+        part = self._show(text)
         self._end_context(text)
-        return piece
+        return part
 
     def _end_context(self, text: str) -> None:
         """Make a context of what was held, whose text has been shown. It must have text of its own: where decoding
@@ -218,9 +218,9 @@ class TextStream:
         return self._tokenizer._decode(self._context + self._held)[self._context_chars :]
 
     def _show(self, text: str) -> str:
-        piece = text[self._shown_chars :]
+        part = text[self._shown_chars :]
         self._shown_chars = max(self._shown_chars, len(text))
-        return piece
+        return part
 
 
 def _call(failure: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

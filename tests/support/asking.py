@@ -15,7 +15,7 @@ from pi_runtime.server.events import Event
 from pi_runtime.server.handlers import Computed, Generated
 from pi_runtime.server.in_flight import InFlight
 from pi_runtime.server.metrics import Metrics
-from pi_runtime.server.response import in_pieces
+from pi_runtime.server.response import in_parts
 from pi_runtime.server.routes import ROUTES
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -129,4 +129,4 @@ def _events(request: GenerateRequest, served: Served, engine: Engine) -> list[tu
 def _whole(writer: AnswerWriter, answers: Sequence[GatheredAnswer]) -> Any:
     found = writer.response(answers)
     json.dumps(found, allow_nan=False)
-    return json.loads(b"".join(in_pieces(found)))
+    return json.loads(b"".join(in_parts(found)))

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pi_runtime.server.page import page
+from pi_runtime.server.chat_page import chat_page
 
 PROPS = {"model": "demo", "chat_template": "{{ messages }}", "context": 4096, "mode": "predicted", "device": "cpu"}
 Turn = Sequence[str | float] | Response
@@ -70,7 +70,7 @@ class Player:
         self.script = script
 
     async def index(self, _: Request) -> Response:
-        body, headers = page()
+        body, headers = chat_page()
         return Response(body, headers=dict(headers))
 
     async def props(self, request: Request) -> Response:

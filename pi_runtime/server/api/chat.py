@@ -139,7 +139,7 @@ def chat_request(body: ChatRequest, served: Served) -> GenerateRequest:
         raise invalid("top_logprobs", "allowed only with logprobs: true")
     text = chat_text(body, served)
     tools, choice = allowed_tools(body.tools or [], body.tool_choice)
-    prompt, grammar = chat_prompt(
+    prompt = chat_prompt(
         served,
         text,
         tools=tools,
@@ -151,8 +151,7 @@ def chat_request(body: ChatRequest, served: Served) -> GenerateRequest:
         served,
         max_tokens=body.most_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        grammar=grammar,
-        shown_tokens=prompt.shown_tokens,
+        prompt=prompt,
     )
     return GenerateRequest(
         prompts=[prompt],

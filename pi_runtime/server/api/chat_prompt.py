@@ -33,8 +33,8 @@ def chat_prompt(
     parallel: bool = True,
     schema: Mapping[str, Any] | None = None,
     schema_field: str = "response_format",
-) -> tuple[Prompt, Grammar | None]:
-    """The prompt whose text a template made, and what the answer must be.
+) -> Prompt:
+    """The prompt whose text a template made.
 
     `field` and `schema_field` are the request's names of the messages and of `schema`, which is the JSON that an answer
     without calls must be. `choice` is `auto`, `none`, `required`, or the function that must be called. Raises ApiError
@@ -45,7 +45,7 @@ def chat_prompt(
     grammar = served.output.grammar(text, tools=tools, choice=choice, parallel=parallel, schema=schema)
     if grammar is not None:
         _check(grammar, "tools" if schema is None else schema_field, served)
-    return Prompt(ids, text, tools, served.output), grammar
+    return Prompt(ids, text, tools, served.output, grammar)
 
 
 def _check(grammar: Grammar, field: str, served: Served) -> None:

@@ -65,7 +65,7 @@ def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> TopLogprob:
 class ShownLogprobs:
     """Lets the log-probabilities of tokens through as their text is shown, and drops those of a stop string.
 
-    What comes in one piece depends on how fast it is read; what comes in all does not.
+    What comes in one part depends on how fast it is read; what comes in all does not.
     """
 
     def __init__(self, tokenizer: Tokenizer, shown_tokens: Sequence[int] = ()) -> None:

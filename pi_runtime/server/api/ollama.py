@@ -24,7 +24,6 @@ from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.events import CallBroken, End, Event, ReasoningDelta, TextDelta
-from pi_runtime.text.grammar import Grammar
 
 Machine = Annotated[Any, Field(description="Accepted; the machine is the server's affair.")]
 
@@ -180,7 +179,7 @@ def ollama_chat_request(body: OllamaChatRequest, served: Served) -> GenerateRequ
         return _request(body, served)
     tools, choice = allowed_tools(body.tools or [], None)
     messages = [_template_message(message) for message in body.messages]
-    return _request(body, served, *_prompt(body, served, messages, tools=tools, choice=choice))
+    return _request(body, served, _prompt(body, served, messages, tools=tools, choice=choice))
 
 
 def ollama_generate_request(body: OllamaGenerateRequest, served: Served) -> GenerateRequest:
@@ -192,12 +191,10 @@ def ollama_generate_request(body: OllamaGenerateRequest, served: Served) -> Gene
         return _request(body, served, _raw_prompt(body, served))
     system = [{"role": "system", "content": body.system}] if body.system else []
     messages = [*system, {"role": "user", "content": body.prompt}]
-    return _request(body, served, *_prompt(body, served, messages, field="prompt"))
+    return _request(body, served, _prompt(body, served, messages, field="prompt"))
 
 
-def _request(
-    body: OllamaFields, served: Served, prompt: Prompt | None = None, grammar: Grammar | None = None
-) -> GenerateRequest:
+def _request(body: OllamaFields, served: Served, prompt: Prompt | None = None) -> GenerateRequest:
     """A request without a prompt asks for the model to be loaded, which it is."""
     streams = body.stream is not False
     if prompt is None:
@@ -207,8 +204,7 @@ def _request(
     settings = options.sampling_fields().answer_settings(
         served,
         max_tokens=None if most is None or most < 1 else most,
-        grammar=grammar,
-        shown_tokens=prompt.shown_tokens,
+        prompt=prompt,
     )
     return GenerateRequest(prompts=[prompt], settings=settings, streams=streams)
 
@@ -221,8 +217,8 @@ def _prompt(
     field: str = "messages",
     tools: Sequence[Mapping[str, Any]] = (),
     choice: str = "auto",
-) -> tuple[Prompt, Grammar | None]:
-    """The prompt of messages, and what the answer must be."""
+) -> Prompt:
+    """The prompt that the template makes of messages."""
     variables: dict[str, Any] = {} if body.think is None else {"enable_thinking": bool(body.think)}
     if isinstance(body.think, str):
         variables["reasoning_effort"] = body.think

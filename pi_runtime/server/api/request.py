@@ -7,6 +7,7 @@ from typing import Any
 from pi_runtime.engine.sessions.session import Session
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.server.tools.output import PLAIN, OutputFormat
+from pi_runtime.text.grammar import Grammar
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Prompt:
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools whose calls are found in the answer."""
     output: OutputFormat = PLAIN
+    grammar: Grammar | None = None
+    """What the answer must be; None where it is free."""
 
     @property
     def shown_tokens(self) -> Sequence[int]:

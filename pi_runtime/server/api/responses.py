@@ -203,7 +203,7 @@ def response_request(body: ResponseRequest, served: Served) -> GenerateRequest:
     effort = reasoning_variables("reasoning.effort", None if body.reasoning is None else body.reasoning.effort, served)
     variables = {**effort, **(body.chat_template_kwargs or {})}
     text = rendered(served, messages, field="input", tools=tools, variables=variables)
-    prompt, grammar = chat_prompt(
+    prompt = chat_prompt(
         served,
         text,
         field="input",
@@ -218,8 +218,7 @@ def response_request(body: ResponseRequest, served: Served) -> GenerateRequest:
         served,
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
-        grammar=grammar,
-        shown_tokens=prompt.shown_tokens,
+        prompt=prompt,
     )
     return GenerateRequest(prompts=[prompt], settings=settings, streams=bool(body.stream), cache_salt=body.cache_salt)
 

@@ -9,8 +9,8 @@ from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported, invalid
 from pi_runtime.server.api.other_servers import OtherServersFields
+from pi_runtime.server.api.request import Prompt
 from pi_runtime.server.api.served import Served
-from pi_runtime.text.grammar import Grammar
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 # Nearer to 0, or much larger, logits would leave the range of their arithmetic.
@@ -91,10 +91,9 @@ class SamplingFields(OtherServersFields):
         *,
         max_tokens: int | None,
         logprobs: int | None = None,
-        grammar: Grammar | None = None,
-        shown_tokens: Sequence[int] = (),
+        prompt: Prompt | None = None,
     ) -> AnswerSettings:
-        """All settings of an answer."""
+        """All settings of an answer, with those that its prompt asks for."""
         if max_tokens is not None and (self.min_tokens or 0) > max_tokens:
             raise invalid("min_tokens", f"at most the {max_tokens} tokens that the answer may have")
         return AnswerSettings(
@@ -103,8 +102,8 @@ class SamplingFields(OtherServersFields):
             sampling=self.sampling(served),
             stop=self.stop_strings(served.settings.limits.stop_strings),
             logprobs=logprobs,
-            grammar=grammar,
-            shown_tokens=shown_tokens,
+            grammar=None if prompt is None else prompt.grammar,
+            shown_tokens=() if prompt is None else prompt.shown_tokens,
         )
 
 

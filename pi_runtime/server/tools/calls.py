@@ -1,6 +1,6 @@
 """Finds calls of tools in an answer as it comes.
 
-An answer is read as if character by character, so the way it is cut into pieces cannot matter. A call begins once a
+An answer is read as if character by character, so the way it is cut into parts cannot matter. A call begins once a
 known name and the beginning of its arguments are there; until then nothing of it is shown, and where it turns out to be
 none, all of it is text. From then on arguments are shown as they come. If they break off or are no JSON, a `CallBroken`
 says so, and what follows is text. They are not closed: they would be a call that nobody made. Whole answers have such a

@@ -21,7 +21,7 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 class OutputParser:
     """Splits one answer as it comes: thoughts, text, and calls of tools.
 
-    However the answer is cut into pieces, the deltas joined are the same. A call whose arguments break off ends with a
+    However the answer is cut into parts, the deltas joined are the same. A call whose arguments break off ends with a
     `CallBroken`.
     """
 
@@ -31,7 +31,7 @@ class OutputParser:
         """Tokens of the texts that hold thoughts."""
 
     def push(self, text: str, tokens: int = 0) -> list[Delta]:
-        """Take the next piece of the answer, which so many tokens made."""
+        """Take the next part of the answer, which so many tokens made."""
         thinks = self._thinks
         deltas = joined(self._with_calls([TextDelta(text)] if self._reasoning is None else self._reasoning.push(text)))
         if thinks or self._thinks or any(isinstance(delta, ReasoningDelta) for delta in deltas):

@@ -70,7 +70,7 @@ def test_headers_that_are_too_large(small: Served) -> None:
 
 
 def test_a_body_of_too_many_pieces(endless: Path, serve: Serve) -> None:
-    served = serve(endless, limits=Limits(pieces=100))
+    served = serve(endless, limits=Limits(parts=100))
     content = b'{"model": "%s", "prompt": "a", "max_tokens": 1}' % served.name.encode()
     pieces = [content[n : n + 1] for n in range(len(content))]
     head = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pi_runtime.server.api.answer import to_json
-from pi_runtime.server.response import in_pieces
+from pi_runtime.server.response import in_parts
 
 ITEMS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 VALUES = st.recursive(ITEMS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
@@ -16,7 +16,7 @@ VALUES = st.recursive(ITEMS, lambda inner: st.lists(inner) | st.dictionaries(st.
 
 @given(VALUES, st.integers(0, 7))
 def test_pieces_are_the_same_json(value: Any, depth: int) -> None:
-    assert b"".join(in_pieces(value, depth)) == to_json(value)
+    assert b"".join(in_parts(value, depth)) == to_json(value)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,6 @@ def test_pieces_are_the_same_json(value: Any, depth: int) -> None:
     ids=["chat", "completion"],
 )
 def test_no_piece_has_several_tokens(logprobs: dict[str, Any]) -> None:
-    pieces = [*in_pieces({"choices": [{"index": 0, "logprobs": logprobs}]})]
+    pieces = [*in_parts({"choices": [{"index": 0, "logprobs": logprobs}]})]
     assert json.loads(b"".join(pieces))["choices"][0]["logprobs"] == logprobs
     assert max(map(len, pieces)) < 100

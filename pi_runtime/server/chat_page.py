@@ -16,16 +16,16 @@ FIXED_HEADERS = {
 }
 
 
-class Page(NamedTuple):
-    """The page's bytes, and the headers to send them with."""
+class ChatPage(NamedTuple):
+    """The bytes of the chat page, and the headers to send them with."""
 
     body: bytes
     headers: Mapping[str, str]
 
 
 @cache
-def page() -> Page:
-    """Read the page, and compute its Content-Security-Policy.
+def chat_page() -> ChatPage:
+    """Read the chat page, and compute its Content-Security-Policy.
 
     The policy names the page's own style and script by their hashes: nothing that a model writes can become script, and
     `trusted-types 'none'` makes browsers refuse every assignment of HTML.
@@ -44,7 +44,7 @@ def page() -> Page:
         "trusted-types": "'none'",
     }
     text = "; ".join(f"{name} {value}" for name, value in policy.items())
-    return Page(body, FIXED_HEADERS | {"content-security-policy": text})
+    return ChatPage(body, FIXED_HEADERS | {"content-security-policy": text})
 
 
 def _hashes(body: bytes, tag: str) -> str:

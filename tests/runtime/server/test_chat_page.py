@@ -4,13 +4,13 @@ import base64
 import hashlib
 import re
 
-from pi_runtime.server.page import page
+from pi_runtime.server.chat_page import chat_page
 
-TEXT = page().body.decode()
+TEXT = chat_page().body.decode()
 
 
 def directives() -> dict[str, str]:
-    policy = page().headers["content-security-policy"]
+    policy = chat_page().headers["content-security-policy"]
     return {name: value for name, _, value in (part.partition(" ") for part in policy.split("; "))}
 
 
@@ -18,7 +18,7 @@ def test_the_policy_allows_the_page_s_own_style_and_script_and_nothing_else() ->
     found = directives()
     assert found["default-src"] == "'none'"
     assert found["connect-src"] == "'self'"
-    assert "unsafe" not in page().headers["content-security-policy"]
+    assert "unsafe" not in chat_page().headers["content-security-policy"]
     for tag, directive in (("script", "script-src"), ("style", "style-src")):
         (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", TEXT, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
@@ -38,5 +38,5 @@ def test_nothing_that_a_policy_would_refuse() -> None:
 
 
 def test_the_page_is_small_and_its_lines_are_short() -> None:
-    assert len(page().body) < 100_000
+    assert len(chat_page().body) < 100_000
     assert max(map(len, TEXT.splitlines())) <= 120
