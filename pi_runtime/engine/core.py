@@ -13,7 +13,7 @@ import numpy as np
 
 from pi_runtime.engine.prompt_pace import PromptPace
 from pi_runtime.engine.request import Output, ScheduledRequest, SessionState
-from pi_runtime.engine.scheduler import Scheduler, Work
+from pi_runtime.engine.scheduler import ScheduledTokens, Scheduler
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sequence.answer import AnswerSequence
@@ -55,7 +55,7 @@ class Caches(Protocol):
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Planned:
     """The part of one request in a step."""
 
     request: ScheduledRequest
@@ -132,7 +132,7 @@ class Core:
         self, session: SessionState, *, besides: ScheduledRequest | None = None, reason: str | None = None
     ) -> None:
         """Let all requests of a session leave, besides one. `reason`: why those end that had not ended."""
-        for request in self.scheduler.sequences:
+        for request in self.scheduler.requests:
             if request.session is session and request is not besides:
                 request.sequence.finish_reason = request.sequence.finish_reason or reason
                 self.leave(request)
@@ -141,7 +141,7 @@ class Core:
 
     def _drop_cancelled(self) -> None:
         # An answer that leaves before its prompt was read puts the next one to it into the schedule.
-        while cancelled := [request for request in self.scheduler.sequences if request.cancelled]:
+        while cancelled := [request for request in self.scheduler.requests if request.cancelled]:
             for request in cancelled:
                 request.sequence.finish_reason = "cancelled"
                 self.leave(request)
@@ -189,55 +189,55 @@ class Core:
                 sequence.cached_tokens += gained
                 self.cached_tokens += gained
 
-    def _plan(self) -> list[_Part]:
+    def _plan(self) -> list[_Planned]:
         """What runs in the next step: work for which there is memory, and what may come after it."""
         planned = self.scheduler.plan(self._pace.tokens(self.scheduler.decoding))
         for w in planned:
             try:
                 self._make_room(w)
             except Exception as error:  # a fault of this request ends no other
-                self.leave(w.sequence, error)
-        work = [w for w in planned if w.sequence.is_running]
-        return [self._part(w, draft) for w, draft in zip(work, self._drafts(work), strict=True)]
+                self.leave(w.request, error)
+        work = [w for w in planned if w.request.is_running]
+        return [self._planned(w, draft) for w, draft in zip(work, self._drafts(work), strict=True)]
 
-    def _make_room(self, work: Work[ScheduledRequest]) -> None:
+    def _make_room(self, work: ScheduledTokens[ScheduledRequest]) -> None:
         """Give a request memory for its part of a step; where there is too little, those that joined last wait."""
-        while (cache := work.sequence.cache) is not None and not self._caches.grow(cache, work.tokens):
+        while (cache := work.request.cache) is not None and not self._caches.grow(cache, work.tokens):
             last = self.scheduler.preempt()
             assert last.cache is not None
             self._caches.keep(last.cache)
             last.cache, last.sequence.num_computed, last.sequence.status = None, 0, Status.PREEMPTED
             self.preemptions += 1
 
-    def _drafts(self, work: Sequence[Work[ScheduledRequest]]) -> list[Draft]:
+    def _drafts(self, work: Sequence[ScheduledTokens[ScheduledRequest]]) -> list[Draft]:
         """For each part of a step what may come next; none where any prompt is read.
 
         Drafts take only memory that nobody uses.
         """
-        answers = [s for w in work if isinstance(s := w.sequence.sequence, AnswerSequence) and s.is_decoding]
+        answers = [s for w in work if isinstance(s := w.request.sequence, AnswerSequence) and s.is_decoding]
         if not self._speculation.is_on or len(answers) < len(work):
             return [NO_DRAFT] * len(work)
         drafts = [answer.draft() for answer in answers]
         expected = [answer.lookup.acceptance.expected(draft) for answer, draft in zip(answers, drafts, strict=True)]
         found = []
         for w, draft, length in zip(work, drafts, self._speculation.lengths(expected), strict=True):
-            assert w.sequence.cache is not None
-            fits = length and self._caches.grow_freely(w.sequence.cache, 1 + length)
+            assert w.request.cache is not None
+            fits = length and self._caches.grow_freely(w.request.cache, 1 + length)
             found.append(replace(draft, num_run=length if fits else 0))
         return found
 
-    def _part(self, work: Work[ScheduledRequest], draft: Draft) -> _Part:
-        request, sequence = work.sequence, work.sequence.sequence
+    def _planned(self, work: ScheduledTokens[ScheduledRequest], draft: Draft) -> _Planned:
+        request, sequence = work.request, work.request.sequence
         assert request.cache is not None
         tokens, select = sequence.next_block(work.tokens)
         tokens = np.append(tokens, np.array(draft.tokens[: draft.num_run], np.int64))
         every = draft.num_run > 0 or sequence.needs_all_logits
         step = SequenceStep(cache=request.cache, tokens=tokens, select=select, logits="all" if every else "last")
-        return _Part(request, step, draft, sequence.is_decoding)
+        return _Planned(request, step, draft, sequence.is_decoding)
 
     # Advance.
 
-    def _advance(self, part: _Part, result: SequenceResult) -> None:
+    def _advance(self, part: _Planned, result: SequenceResult) -> None:
         """Let a sequence go on with the result of a step; further answers to its prompt begin with it."""
         sequence, ran = part.request.sequence, part.request.sequence.num_computed + part.num_tokens
         samples = self._start_samples(part.request) if ran == len(sequence.tokens) else []
@@ -277,7 +277,7 @@ class Core:
         elif cache is not None and (has_read or (self._shares_pieces and not sequence.is_decoding)):
             self._caches.share(cache)
 
-    def _count(self, parts: Sequence[_Part], seconds: float, generated: int) -> None:
+    def _count(self, parts: Sequence[_Planned], seconds: float, generated: int) -> None:
         """Count the time of a step, from which later ones are planned."""
         tokens, decoding = sum(len(part.step.tokens) for part in parts), sum(part.is_decoding for part in parts)
         selects = {part.step.select for part in parts}

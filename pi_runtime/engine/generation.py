@@ -15,7 +15,7 @@ from pi_runtime.sequence.speculation import Speculation
 
 
 class Generation(AnswerIterator):
-    """An iterator over pieces of generated text. Joined, they are the whole text; no piece splits a character.
+    """An iterator over the parts of a generated text. Joined, they are the whole text; no part splits a character.
 
     `finish_reason` is None while it runs, then `end` (the model ended its text), `stop` (a stop string),
     `length` (`max_tokens`) or `context` (no position left).

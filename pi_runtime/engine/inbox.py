@@ -12,14 +12,14 @@ from pi_runtime.engine.request import ScheduledRequest, SessionState
 from pi_runtime.errors import UsageError
 
 
-class Call(NamedTuple):
+class Callback(NamedTuple):
     """Something that is to be done between two steps."""
 
     function: Callable[[], object]
     done: Future[None]
 
 
-Message = ScheduledRequest | Call | SessionState | None
+Message = ScheduledRequest | Callback | SessionState | None
 """A request that is to run, a call, a session that nobody will continue, or None: the engine is to end."""
 
 
@@ -53,7 +53,7 @@ class Inbox:
         done: Future[None] = Future()
         with self._lock:
             self._check_open()
-            self._messages.put(Call(function, done))
+            self._messages.put(Callback(function, done))
         done.result()
 
     def forget(self, session: SessionState) -> None:

@@ -8,7 +8,7 @@ from queue import Empty
 
 from pi_runtime.engine.caches import EngineCaches
 from pi_runtime.engine.core import Core
-from pi_runtime.engine.inbox import Call, Inbox
+from pi_runtime.engine.inbox import Callback, Inbox
 from pi_runtime.engine.request import ScheduledRequest, SessionState
 from pi_runtime.engine.step_watch import StepWatch
 from pi_runtime.errors import UsageError
@@ -58,7 +58,7 @@ class Loop:
             return False
         return True
 
-    def _handle(self, message: ScheduledRequest | Call | SessionState) -> None:
+    def _handle(self, message: ScheduledRequest | Callback | SessionState) -> None:
         if isinstance(message, ScheduledRequest):
             self._core.submit(message)
         elif isinstance(message, SessionState):
@@ -80,7 +80,7 @@ class Loop:
         for request in unfinished:
             request.finish(error)
         for message in left:
-            if isinstance(message, Call):
+            if isinstance(message, Callback):
                 message.done.set_exception(reason)
         for request in unfinished:
             if request.cache is not None:

@@ -90,7 +90,7 @@ class Model:
         speculate: str | int = "auto",
         **settings: Unpack[AnswerSettings],
     ) -> Generation:
-        """Continue a prompt: text, or token ids taken as they are. Yields pieces of text.
+        """Continue a prompt: text, or token ids taken as they are. Yields the text in parts.
 
         `max_tokens`: None goes on until the model ends or the context is full. `min_tokens`: up to so many neither
         the model nor a stop string ends the text. `sampling`: None takes the checkpoint's generation defaults.
@@ -278,12 +278,14 @@ class Model:
         return cache
 
     def _checked_ids(self, token_ids: Any) -> npt.NDArray[np.int64]:
-        ids = np.ascontiguousarray(token_ids)
-        vocabulary = self.manifest.decoder.vocab_size
-        if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
-            raise PromptError("token ids must be a non-empty list of integers", found=f"{ids.dtype} {ids.shape}")
-        if ids.min() < 0 or ids.max() >= vocabulary:
-            raise PromptError(
-                f"token id {ids.max() if ids.min() >= 0 else ids.min()}", expected=f"0 to {vocabulary - 1}"
-            )
-        return ids.astype(np.int64)
+        return _checked_ids(token_ids, self.manifest.decoder.vocab_size)
+
+
+def _checked_ids(token_ids: Any, vocabulary: int) -> npt.NDArray[np.int64]:
+    """Token ids as an array. Raises PromptError for anything but a list of ids of a vocabulary of this size."""
+    ids = np.ascontiguousarray(token_ids)
+    if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise PromptError("token ids must be a non-empty list of integers", found=f"{ids.dtype} {ids.shape}")
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        raise PromptError(f"token id {ids.max() if ids.min() >= 0 else ids.min()}", expected=f"0 to {vocabulary - 1}")
+    return ids.astype(np.int64)

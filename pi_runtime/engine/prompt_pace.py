@@ -22,22 +22,22 @@ LATEST = 4
 
 
 class PieceSize:
-    """The tokens of a prompt in a step beside answers: `PIECE`, doubled as often as it pays, up to `most`."""
+    """The tokens of a prompt in a step beside answers: `PIECE`, doubled as often as it pays, up to `max_tokens`."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
         self._steps: defaultdict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=LATEST))
         """Seconds and tokens of the latest steps of each size, by powers of two."""
-        self.tokens = min(PIECE, most)
+        self.tokens = min(PIECE, max_tokens)
         """The size of the next piece."""
 
     def count(self, seconds: float, tokens: int) -> None:
         """Count a step that held so many tokens of prompts."""
         self._steps[tokens.bit_length()].append((seconds, tokens))
         # Never more than twice what is known: a line says little of what is far away.
-        most = min(self._most, 2 * max(size for steps in self._steps.values() for _, size in steps))
-        wanted = min(most, self._worthwhile())
-        self.tokens = min(PIECE, self._most)
+        limit = min(self._max_tokens, 2 * max(size for steps in self._steps.values() for _, size in steps))
+        wanted = min(limit, self._worthwhile())
+        self.tokens = min(PIECE, self._max_tokens)
         while 2 * self.tokens <= wanted:
             self.tokens *= 2
 

@@ -1,6 +1,6 @@
-"""Which sequences run which tokens in the next step: knows no model and no memory, only numbers of tokens.
+"""Which requests run which tokens in the next step: knows no model and no memory, only numbers of tokens.
 
-A step holds one token of every sequence that is decoding, and some tokens of prompts, which take turns. Several prompts
+A step holds one token of every request that is decoding, and some tokens of prompts, which take turns. Several prompts
 share at most `piece` of them.
 While prompts are read, steps without prompts come between, so that those who are decoding keep a share of their speed.
 """
@@ -36,10 +36,10 @@ S = TypeVar("S", bound=Schedulable)
 
 
 @dataclass(frozen=True)
-class Work(Generic[S]):
-    """The part of one sequence in a step."""
+class ScheduledTokens(Generic[S]):
+    """The part of one request in a step."""
 
-    sequence: S
+    request: S
     tokens: int
 
 
@@ -60,17 +60,17 @@ class WaitingQueue(Generic[S]):
         queues = [self._first, *self._by_client.values()]
         return iter([s for queue in queues for s in list(queue)])
 
-    def append(self, sequence: S) -> None:
+    def append(self, request: S) -> None:
         """Let it wait behind all of its client."""
-        self._by_client.setdefault(sequence.client, deque()).append(sequence)
+        self._by_client.setdefault(request.client, deque()).append(request)
 
-    def append_next(self, sequence: S) -> None:
+    def append_next(self, request: S) -> None:
         """Let it wait before all of its client."""
-        self._by_client.setdefault(sequence.client, deque()).appendleft(sequence)
+        self._by_client.setdefault(request.client, deque()).appendleft(request)
 
-    def append_first(self, sequence: S) -> None:
+    def append_first(self, request: S) -> None:
         """Let it wait before all others."""
-        self._first.appendleft(sequence)
+        self._first.appendleft(request)
 
     @property
     def head(self) -> S | None:
@@ -80,23 +80,23 @@ class WaitingQueue(Generic[S]):
 
     def pop(self) -> S:
         """Take the head out; its client's next turn comes after those of all others."""
-        sequence = self.head
-        assert sequence is not None
+        request = self.head
+        assert request is not None
         is_turn = not self._first
-        self.remove(sequence)
-        if is_turn and sequence.client in self._by_client:
-            self._by_client[sequence.client] = self._by_client.pop(sequence.client)
-        return sequence
+        self.remove(request)
+        if is_turn and request.client in self._by_client:
+            self._by_client[request.client] = self._by_client.pop(request.client)
+        return request
 
-    def remove(self, sequence: S) -> None:
+    def remove(self, request: S) -> None:
         """Take one out, wherever it waits."""
-        if sequence in self._first:
-            self._first.remove(sequence)
+        if request in self._first:
+            self._first.remove(request)
             return
-        queue = self._by_client[sequence.client]
-        queue.remove(sequence)
+        queue = self._by_client[request.client]
+        queue.remove(request)
         if not queue:
-            del self._by_client[sequence.client]
+            del self._by_client[request.client]
 
     def clear(self) -> None:
         """Take all out."""
@@ -105,7 +105,7 @@ class WaitingQueue(Generic[S]):
 
 
 class Scheduler(Generic[S]):
-    """Holds the live sequences, at most `slots`, and those that wait."""
+    """Holds the live requests, at most `slots`, and those that wait."""
 
     def __init__(self, slots: int, piece: int) -> None:
         self.slots, self.piece = slots, piece
@@ -113,7 +113,7 @@ class Scheduler(Generic[S]):
         """In the order in which they joined."""
         self.waiting: WaitingQueue[S] = WaitingQueue()
         self._turns: deque[S] = deque()
-        """The live sequences in the order in which their prompts run."""
+        """The live requests in the order in which their prompts run."""
 
     @property
     def idle(self) -> bool:
@@ -121,71 +121,71 @@ class Scheduler(Generic[S]):
         return not self.live and self.waiting.head is None
 
     @property
-    def sequences(self) -> list[S]:
+    def requests(self) -> list[S]:
         """Those that are live, then those that wait."""
         return [*self.live, *self.waiting]
 
-    def submit(self, sequence: S) -> None:
-        """Let a sequence wait behind all others of its client."""
-        self.waiting.append(sequence)
+    def submit(self, request: S) -> None:
+        """Let a request wait behind all others of its client."""
+        self.waiting.append(request)
 
-    def submit_next(self, sequence: S) -> None:
-        """Let a sequence wait before all others of its client."""
-        self.waiting.append_next(sequence)
+    def submit_next(self, request: S) -> None:
+        """Let a request wait before all others of its client."""
+        self.waiting.append_next(request)
 
     def next_to_join(self) -> S | None:
-        """The sequence whose turn it is, if any waits and a slot is free."""
+        """The request whose turn it is, if any waits and a slot is free."""
         return self.waiting.head if len(self.live) < self.slots else None
 
     def join(self) -> None:
-        """Make the sequence whose turn it is a live one."""
-        sequence = self.waiting.pop()
-        self.live.append(sequence)
-        self._turns.append(sequence)
+        """Make the request whose turn it is a live one."""
+        request = self.waiting.pop()
+        self.live.append(request)
+        self._turns.append(request)
 
     def preempt(self) -> S:
-        """Let the sequence that joined last wait again, before all others."""
-        sequence = self.live.pop()
-        self._turns.remove(sequence)
-        self.waiting.append_first(sequence)
-        return sequence
+        """Let the request that joined last wait again, before all others."""
+        request = self.live.pop()
+        self._turns.remove(request)
+        self.waiting.append_first(request)
+        return request
 
-    def remove(self, sequence: S) -> None:
-        """Forget a sequence, live or waiting."""
-        if sequence in self.live:
-            self.live.remove(sequence)
-            self._turns.remove(sequence)
+    def remove(self, request: S) -> None:
+        """Forget a request, live or waiting."""
+        if request in self.live:
+            self.live.remove(request)
+            self._turns.remove(request)
         else:
-            self.waiting.remove(sequence)
+            self.waiting.remove(request)
 
     def clear(self) -> list[S]:
-        """Forget all sequences; returns them."""
-        found = self.sequences
+        """Forget all requests; returns them."""
+        found = self.requests
         for held in (self.live, self.waiting, self._turns):
             held.clear()
         return found
 
     @property
     def decoding(self) -> int:
-        """How many sequences are decoding."""
+        """How many requests are decoding."""
         return sum(s.is_decoding for s in self.live)
 
     @property
     def reading(self) -> list[S]:
-        """The sequences whose prompts are being read, in the order of their turns."""
+        """The requests whose prompts are being read, in the order of their turns."""
         return [s for s in self._turns if not s.is_decoding]
 
-    def plan(self, prompt_tokens: int | None = None) -> list[Work[S]]:
+    def plan(self, prompt_tokens: int | None = None) -> list[ScheduledTokens[S]]:
         """The work of the next step. Prompts that ran go behind the others.
 
         `prompt_tokens`: most tokens of prompts, None for a piece. More than a piece goes to one prompt alone: those
         that are read in one step share no work.
         """
-        work = [Work(s, 1) for s in self.live if s.is_decoding]
+        work = [ScheduledTokens(s, 1) for s in self.live if s.is_decoding]
         left, ran = self.piece if prompt_tokens is None else prompt_tokens, []
         for s in self.reading:
             if left > 0:
-                work.append(Work(s, min(s.block, left)))
+                work.append(ScheduledTokens(s, min(s.block, left)))
                 left = min(left, self.piece) - work[-1].tokens
                 ran.append(s)
         for s in ran:
@@ -205,7 +205,7 @@ class DecodeShare:
     def __init__(self, share: float) -> None:
         self._share = share
         self._plain_s: dict[int, float] = {}
-        """Seconds of the latest step without prompts, by the number of sequences in it."""
+        """Seconds of the latest step without prompts, by the number of requests in it."""
         self._owed_s = 0.0
         self._with_prompts = 0
         """Steps with prompts since the last one without."""

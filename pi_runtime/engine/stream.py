@@ -12,7 +12,7 @@ from pi_runtime.sequence.stats import Stats
 
 
 class AnswerIterator(Iterator[str]):
-    """An iterator over pieces of generated text, with what is known of the answer up to now."""
+    """An iterator over the parts of a generated text, with what is known of the answer up to now."""
 
     def __init__(self, sequence: AnswerSequence, neurons: int) -> None:
         self._sequence, self._neurons = sequence, neurons
@@ -49,7 +49,7 @@ class AnswerIterator(Iterator[str]):
 
 
 class Stream(AnswerIterator):
-    """An iterator over pieces of generated text, as a `Generation` is. The engine goes on whether it is read or not.
+    """An iterator over the parts of a generated text, as a `Generation` is. The engine goes on, read or not.
 
     `finish_reason` is None while it runs, then `end`, `stop`, `length` or `context` as for a generation, or
     `cancelled`. A stream that nobody refers to any more is cancelled. Iterating raises the error that ended this

@@ -145,12 +145,12 @@ class AnswerSequence(TokenSequence):
             self._accepted_tokens += is_right
             self.num_computed += is_right
             self._count_time()
-            piece = self._take(token)
+            text = self._take(token)
             if not is_right or self.finish_reason is not None:
                 self.lookup.count(draft, drawn)
-                yield piece
+                yield text
                 return
-            yield piece
+            yield text
             self.start_step()
 
     def _choose(self, logits_V: Floats) -> int:
@@ -175,26 +175,26 @@ class AnswerSequence(TokenSequence):
             return self._end("end")
         self.tokens.append(token)
         self.selected.append(True)
-        piece, stopped = self._text.push(token), False
+        text, stopped = self._text.push(token), False
         may_stop = len(self.tokens) - self.prompt_tokens > self._min_tokens
         if may_stop:
-            piece, stopped = self._stop.push(piece)
+            text, stopped = self._stop.push(text)
         if stopped:
             self.finish_reason = "stop"
-            return piece
+            return text
         if may_stop and token in self._stop_tokens:
-            return piece + self._end("stop")
+            return text + self._end("stop")
         if self._grammar is not None and self._grammar.is_complete(self.token_ids):
-            return piece + self._end("end")
+            return text + self._end("end")
         if self._max_tokens is not None and len(self.tokens) - self.prompt_tokens >= self._max_tokens:
-            return piece + self._end("length")
-        return piece + self._end("context") if len(self.tokens) > self._context else piece
+            return text + self._end("length")
+        return text + self._end("context") if len(self.tokens) > self._context else text
 
     def _end(self, reason: str) -> str:
         """End the text; returns what was held back."""
         self.finish_reason = reason
-        piece, stopped = self._stop.push(self._text.finish())
-        return piece if stopped else piece + self._stop.finish()
+        text, stopped = self._stop.push(self._text.finish())
+        return text if stopped else text + self._stop.finish()
 
     def _count_time(self) -> None:
         """Count the time since the step began: up to the first token it is prefill, then decoding."""

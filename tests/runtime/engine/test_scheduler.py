@@ -51,10 +51,10 @@ def run(scheduler: Scheduler[Numbers]) -> list[list[tuple[str, int]]]:
             scheduler.join()
         work = scheduler.plan()
         assert work
-        steps.append([(w.sequence.name, w.tokens) for w in work])
+        steps.append([(w.request.name, w.tokens) for w in work])
         for w in work:
-            if w.sequence.run(w.tokens):
-                scheduler.remove(w.sequence)
+            if w.request.run(w.tokens):
+                scheduler.remove(w.request)
     return steps
 
 
@@ -90,7 +90,7 @@ def test_more_than_a_piece_is_for_one_prompt_alone() -> None:
         work = scheduler.plan(prompt_tokens)
         assert [w.tokens for w in work] == tokens
         for w in work:
-            w.sequence.run(w.tokens)
+            w.request.run(w.tokens)
 
 
 def test_a_block_of_one_kind_is_not_exceeded() -> None:
