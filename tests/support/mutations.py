@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,31 +171,41 @@ class Copies:
 
     def caught(self, m: Mutation, tests: Sequence[str], seconds: float) -> bool | None:
         """Whether tests fail with it; None: they took too long."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--timeout"]
+        until = time.monotonic() + seconds
+        with self.one() as copy:
+            file = copy / m.path
+            before = file.read_bytes()
+            try:
+                file.write_bytes(m.applied(before))
+                for chosen in ("not slow", "slow"):
+                    options = ["--timeout", str(seconds / 2), "-m", chosen]
+                    arguments = [*options, *(tests or chosen_tests(copy, m.path))]
+                    code = run_tests(arguments, copy, until - time.monotonic())
+                    if code is None:
+                        return None
+                    if code not in (0, 5):  # 5: there are no such tests
+                        return True
+                return False
+            finally:
+                file.write_bytes(before)
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[Path]:
+        """A copy that nobody else uses meanwhile."""
         copy = self._free.get()
-        file, until = copy / m.path, time.monotonic() + seconds
-        before = file.read_bytes()
         try:
-            file.write_bytes(m.applied(before))
-            for chosen in ("not slow", "slow"):
-                code = _run(
-                    [*command, str(seconds / 2), "-m", chosen, *(tests or chosen_tests(copy, m.path))],
-                    copy,
-                    until - time.monotonic(),
-                )
-                if code is None:
-                    return None
-                if code not in (0, 5):  # 5: there are no such tests
-                    return True
-            return False
+            yield copy
         finally:
-            file.write_bytes(before)
             self._free.put(copy)
 
 
-def _run(command: Sequence[str], folder: Path, seconds: float) -> int | None:
+def run_tests(
+    arguments: Sequence[str], folder: Path, seconds: float, more: Mapping[str, str] | None = None
+) -> int | None:
+    """Exit code of pytest in a copy, with `more` in its environment; None: it took too long."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
     paths = os.pathsep.join([str(folder), str(folder / "tests")])
-    env = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {**os.environ, **(more or {}), "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     # A session of its own: processes that tests start end with it.
     process = subprocess.Popen(
         command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True

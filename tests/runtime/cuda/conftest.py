@@ -30,13 +30,15 @@ def emulator(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Conf
     """Launches run on the emulator; the test is skipped where they run on a GPU or under the interpreter."""
     if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("kernels are not compiled for the emulator: TRITON_INTERPRET=0 without a GPU")
+    from support.gpu_faults import plant
     from support.ptx.launching import Emulator, emulating
     from support.ptx.machine import Schedule
 
     with pytest.MonkeyPatch.context() as patch:
         # Machine code is left out: these kernels are for nobody else.
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        with emulating(Emulator(Schedule(pytestconfig.getoption("--seed") or 0))) as emulator:
+        compiled = os.environ.get("PI_TEST_COMPILED") or str(tmp_path_factory.mktemp("compiled"))
+        patch.setenv("TRITON_CACHE_DIR", compiled)
+        with emulating(Emulator(Schedule(pytestconfig.getoption("--seed") or 0), plant)) as emulator:
             yield emulator
 
 

@@ -14,7 +14,7 @@ from support.gpu_kernels import Stored, integers, normal
 
 pytest.importorskip("triton.backends.nvidia")
 
-from support.ptx.cases import EVEN, GROUPS, ODD, SMALL_DOTS, SMALL_SUMS, case
+from support.ptx.cases import EVEN, GROUPS, ODD, SMALL_DOTS, SMALL_SUMS, case, cases
 from support.ptx.edges import EDGES
 from support.ptx.faults import PendingError, PtxError, RaceError, UnwrittenError
 from support.ptx.launching import Emulator, Launch
@@ -51,7 +51,7 @@ def test_results_and_bytes(emulator: Emulator, group: str, long: bool, table: li
         pytest.skip("only with --long")
     launches: list[Launch] = []
     monkeypatch.setattr(emulator, "seen", launches.append)
-    for c in GROUPS[group]():
+    for c in cases(GROUPS[group]):
         launches.clear()
         c.launch()
         c.check()
@@ -66,7 +66,7 @@ def test_results_and_bytes(emulator: Emulator, group: str, long: bool, table: li
 
 @pytest.mark.parametrize("group", EDGES)
 def test_results_at_the_edges(emulator: Emulator, group: str) -> None:
-    for c in EDGES[group]():
+    for c in cases(EDGES[group]):
         c.launch()
         c.check()
 
@@ -78,7 +78,7 @@ def test_any_schedule_gives_the_same_bits(emulator: Emulator, group: str, long: 
     wanted: dict[str, np.ndarray] = {}
     for seed in range(8 if long else 2):
         monkeypatch.setattr(emulator, "schedule", Schedule(seed, [1 + seed % 3]))
-        for c in GROUPS[group]():
+        for c in cases(GROUPS[group]):
             c.launch()
             np.testing.assert_array_equal(c.found.numpy(), wanted.setdefault(c.kernel, c.found.numpy().copy()))
 

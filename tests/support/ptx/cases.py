@@ -1,5 +1,6 @@
 """One launch of each kernel, in each format it has, with its result by definition and the least bytes it must move."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -273,6 +274,20 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "residual": _of_residual,
     "experts": _of_experts,
 }
+
+
+def cases(group: Callable[[], Iterator[Case]]) -> Iterator[Case]:
+    """A group's cases, of the kernel that PI_TEST_KERNEL names where it names one."""
+    chosen = os.environ.get("PI_TEST_KERNEL")
+    return (c for c in group() if chosen in (None, c.kernel, SECOND.get(c.kernel)))
+
+
+SECOND = {
+    "_attend": "_combine",
+    "_gathered_axpy_words": "_gathered_axpy",
+    "_dequantise_words": "_dequantise",
+}
+"""The second kernel of a case."""
 
 
 def case(group: str, kernel: str) -> Case:

@@ -59,5 +59,15 @@ def changed(text: str, opcode: str, old: str, new: str, number: int = 0) -> str:
     return text[:start] + text[start:end].replace(old, new, 1) + text[end:]
 
 
+def instead_of(text: str, opcode: str, new: str, number: int = 0) -> str:
+    """The kernel with `new`, which may name operands ({0}, {1} …), in the n-th such place; as it is without one."""
+    places = _found(text, opcode)[number : number + 1]
+    for place in places:
+        start, end = place.span(1)
+        operands = [o.strip() for o in re.split(r"[,\s]+", place[1].strip(";"))[1:]]
+        text = text[:start] + new.format(*operands) + text[end:]
+    return text
+
+
 def _found(text: str, opcode: str) -> list[re.Match[str]]:
     return list(re.finditer(rf"^\s*((?:@!?%\w+\s+)?{re.escape(opcode)}[^;]*;)", text, re.MULTILINE))
