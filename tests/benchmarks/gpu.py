@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import gc
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,11 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-if "cpu" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-# Threads that wait for the GPU between layers spin, as in `pi_runtime.cuda.opening`.
-os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+from support.gpu_bench import devices
+
+devices.prepare()
 
 import numba
 import numpy as np
@@ -51,14 +49,21 @@ from support.gpu_bench.model import (
     row_bytes,
 )
 from support.gpu_bench.offload import Offload
-from support.gpu_bench.placing import Case, all_on_gpu, attention_first, budgets, bytes_with_blocks, whole_layers
+from support.gpu_bench.placing import (
+    Case,
+    all_on_gpu,
+    attention_first,
+    budgets,
+    bytes_with_blocks,
+    nothing,
+    whole_layers,
+)
 from support.gpu_bench.running import Measurement, measure, token_ids
 from support.gpu_bench.targets import verdicts
-from support.gpu_interpreter import Interpreted
 
 from pi_runtime.artifact.buffers import kv_bytes
 from pi_runtime.artifact.schema import Plan
-from pi_runtime.cuda.memory.devices import Cuda, Device
+from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.errors import PiError
 
 FORMATS = ("f16", "q8", "q4")
@@ -91,19 +96,16 @@ class Setting:
 def rows(
     artifact: MemoryArtifact, curve: Curve, rank: int, case: Case, s: Setting, r: Rates, wanted: np.ndarray
 ) -> Iterator[dict[str, Any]]:
-    """Rows of our placement and of two layer splits, sparse and dense."""
+    """Rows of our placement in each mode, and of a layer split, sparse and dense, where a layer has room."""
     manifest, d = artifact.manifest, artifact.manifest.decoder
     position = 32 + s.tokens // 2
     ours = attention_first(
         manifest, case.budget, s.context, lambda plan: predict(d, plan, curve, rank, position, r).token
     )
     layers = whole_layers(manifest, case.budget, s.context)
-    for what, mode, plan in (
-        ("ours", "auto", ours),
-        ("ours, gate", "gate", ours),
-        ("layers, sparse", "auto", layers),
-        ("layers, dense", "dense", layers),
-    ):
+    own = [("ours", "auto", ours), ("ours, gate", "gate", ours), ("ours, dense", "dense", ours)]
+    split = [("layers, sparse", "auto", layers), ("layers, dense", "dense", layers)]
+    for what, mode, plan in own + split * (layers.head == "gpu"):
         if time.monotonic() > s.deadline:
             return
 
@@ -179,7 +181,9 @@ def definition(
         logits = [model.step(int(token)).cpu().numpy() for token in ids[:36]][-4:]
     check(exact.logits, np.stack(logits), error)
     share = exact.decode * weights_read(artifact, curve, 32 + s.tokens) / r.gpu
-    return {"decode": exact.decode, "share": share, "logits": skipping.logits}
+    return {
+        "decode": exact.decode, "share": share, "picked": r.gpu_picked / r.gpu, "logits": skipping.logits,
+    }  # fmt: skip
 
 
 def weights_read(artifact: MemoryArtifact, curve: Curve, context: int) -> int:
@@ -204,7 +208,7 @@ def show(row: dict[str, Any]) -> None:
     if "share" in row:
         print(
             f"{row['model']} {row['format']} {row['curve']}: {row['what']}: {row['decode']:.1f} tokens/s, "
-            f"{row['share']:.2f} of memory's bandwidth",
+            f"{row['share']:.2f} of memory's bandwidth, {row['picked']:.2f} by hot rows",
             flush=True,
         )
         return
@@ -254,7 +258,8 @@ def bench(size: ModelSize, fmt: str, curves: dict[Curve, float], s: Setting, fou
         keep(row, fmt)
         if wanted is None:
             continue
-        for case in budgets(artifact.manifest, s.context)[s.cases]:
+        *cases, last = budgets(artifact.manifest, s.context)
+        for case in [*cases, nothing(artifact.manifest, s.context), last][s.cases]:
             if time.monotonic() > s.deadline:
                 left.append(f"{size.name} {curve.name} {case.name}")
                 continue
@@ -262,7 +267,7 @@ def bench(size: ModelSize, fmt: str, curves: dict[Curve, float], s: Setting, fou
                 keep(row, fmt)
             if time.monotonic() > s.deadline:
                 left.append(f"the rest of {size.name} {curve.name} {case.name}")
-            elif not case.name.startswith("100"):
+            elif not case.name.startswith(("100", "nothing")):
                 work = partial(offloaded, dense, case, s, other, wanted)
                 keep(attempted(work, curve, case, other.name, s, (Exception,)), "f16")  # whatever others raise
     return left
@@ -270,9 +275,7 @@ def bench(size: ModelSize, fmt: str, curves: dict[Curve, float], s: Setting, fou
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--device", default="cuda:0", help="cuda:N, or cpu: Triton's interpreter, for a test of the bench"
-    )
+    parser.add_argument("--device", default="cuda:0", help=devices.HELP)
     parser.add_argument("--tiny", action="store_true", help="a model of two layers, one budget")
     parser.add_argument("--format", choices=FORMATS, default="f16", help="of all matrices; offloading stays in f16")
     parser.add_argument("--predict", action="store_true", help="no measurement: what the model of time says")
@@ -282,11 +285,15 @@ def main() -> None:
     if a.predict:
         predicting.show(a.format, a.json)
         return
+    with devices.opened(a.device) as device:
+        _measured(a, device)
+
+
+def _measured(a: argparse.Namespace, device: Device) -> None:
     began = time.monotonic()
-    device: Device = Interpreted() if a.device == "cpu" else Cuda(int(a.device.partition(":")[2] or 0))
     threads = int(numba.config.NUMBA_NUM_THREADS)
     sizes = (8, 1, 128) if a.tiny else (256, 24, 1024)
-    s = Setting(device, threads, *sizes, 0.0, slice(-1, None) if a.tiny else slice(None))
+    s = Setting(device, threads, *sizes, 0.0, slice(-2, None) if a.tiny else slice(None))
     print(f"torch {torch.__version__}, numba {numba.__version__}, {device.name}, {threads} CPU threads")
     print("| model | GPU budget | what | attention / FFN on the GPU | active on the GPU | tokens/s | predicted | ratio "
           "| prompt | overlap | handover µs | GPU limit | CPU limit |")  # fmt: skip

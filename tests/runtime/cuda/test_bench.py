@@ -65,11 +65,14 @@ def test_from_end_to_end(tmp_path: Path, long: bool) -> None:
     for fmt in ("f16", "q8", "q4") if long else ("f16",):
         (definition, *rows), _ = run(tmp_path, "--device", "cpu", "--tiny", "--format", fmt)
         assert (definition["what"], definition["share"] > 0) == ("dense, all on the GPU", True)
-        assert [row["what"] for row in rows[:4]] == ["ours", "ours, gate", "layers, sparse", "layers, dense"]
-        (offload,) = rows[4:]
+        ours, layers = ["ours", "ours, gate", "ours, dense"], ["layers, sparse", "layers, dense"]
+        assert [row["what"] for row in rows[:8]] == [*ours, *ours, *layers]
+        nothing, rows = rows[:3], rows[3:]
+        assert all(row["neurons"] == row["attention"] == 0 and row["decode"] > 0 for row in nothing)
+        (offload,) = rows[5:]
         real = all(importlib.util.find_spec(name) for name in ("accelerate", "transformers"))
         assert offload["what"].startswith("accelerate " if real else "copy of accelerate")
-        assert [row["format"] for row in rows] == [fmt, fmt, fmt, fmt, "f16"]
+        assert [row["format"] for row in rows] == [fmt, fmt, fmt, fmt, fmt, "f16"]
         assert all(row["decode"] > 0 for row in rows)
         assert 0 < rows[0]["neurons"] < 1
         assert rows[0]["handover_us"] is not None
@@ -88,8 +91,9 @@ def test_targets() -> None:
         "7B opt-30b: least of measured ÷ predicted 0.90 (target 0.8): reached",
         "7B opt-30b: longest handover, µs a layer, 31.00 (target 30): missed",
     ]
-    assert list(verdicts([row("dense", 9, budget="all", share=0.5)])) == [
-        "7B opt-30b: share of bandwidth 0.50 (target 0.7): missed"
+    assert list(verdicts([row("dense", 9, budget="all", share=0.5, picked=0.7)])) == [
+        "7B opt-30b: share of bandwidth 0.50 (target 0.7): missed",
+        "7B opt-30b: share of bandwidth by hot rows 0.70 (target 0.7): reached",
     ]
 
 

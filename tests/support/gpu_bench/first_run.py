@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,27 +45,40 @@ class WrongError(Exception):
 class FirstRun:
     """What is run, on what, and what was found so far."""
 
-    device: Device
+    device_name: str
     size: ModelSize
-    context: int
-    tokens: int
-    """Tokens that are timed."""
     out: Path
     deadline: float
     tiny: bool
     found: dict[str, Any] = field(default_factory=dict)
-    artifact: MemoryArtifact | None = None
+    coming: list[str] = field(default_factory=list)
+    """Steps that are still to be taken, the present one first."""
+    device: Device = field(init=False)
+
+    @property
+    def context(self) -> int:
+        return self.size.context
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are timed."""
+        return 4 if self.tiny else 24
 
     @property
     def on_gpu(self) -> bool:
         return self.device.device.type == "cuda"
+
+    @cached_property
+    def artifact(self) -> MemoryArtifact:
+        """The model that is run, in f16."""
+        with self.device.stream():
+            return make_model(self.size, "f16", self.device.device).with_curve(OPT)
 
     def left(self) -> float:
         """Minutes."""
         return (self.deadline - time.monotonic()) / 60
 
     def open(self, plan: Plan, budget: int) -> CudaExecutor:
-        assert self.artifact is not None
         taken = allocation(self.artifact.manifest, plan, self.context, budget)
         return CudaExecutor(self.artifact, "auto", 1 if self.tiny else os.cpu_count() or 1, taken, self.device)  # type: ignore[arg-type]
 
@@ -85,6 +100,8 @@ def machine(run: FirstRun) -> dict[str, Any]:
 def tests(run: FirstRun) -> dict[str, Any]:
     """All tests of the GPU tier; a few of them where no GPU is."""
     chosen = ["-k", "merging or norms"] if run.tiny else []
+    if run.on_gpu and find_spec("xdist"):
+        chosen = ["-n", "4", "--dist", "loadfile"]  # most of the time is the compiler's
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/runtime/cuda", *chosen]
     limit = max(60.0, run.left() * 60 / 2)
     began = time.monotonic()
@@ -101,8 +118,6 @@ def tests(run: FirstRun) -> dict[str, Any]:
 
 def memory(run: FirstRun) -> dict[str, Any]:
     """What executors hold at budgets from little to all, against what torch's allocator was asked for."""
-    with run.device.stream():
-        run.artifact = make_model(run.size, "f16", run.device.device).with_curve(OPT)
     manifest, rows = run.artifact.manifest, []
     for case in budgets(manifest, run.context)[: 1 if run.tiny else 4]:
         gc.collect()
@@ -136,7 +151,6 @@ def _requested(run: FirstRun) -> int:
 
 def batches(run: FirstRun) -> dict[str, Any]:
     """Tokens a second of one to eight sequences together, all on the GPU, and torch's own decoding beside them."""
-    assert run.artifact is not None
     manifest = run.artifact.manifest
     plan = all_on_gpu(manifest, run.context)
     room = 2 * bytes_with_blocks(manifest, plan, run.context, 512)
@@ -175,7 +189,6 @@ def _decode(executor: CudaExecutor, ids: Sequence[int], count: int) -> tuple[flo
 
 def timeline(run: FirstRun) -> dict[str, Any]:
     """One token's calls by the host's clock, and its graphs by the GPU's, as a trace for chrome://tracing."""
-    assert run.artifact is not None
     manifest = run.artifact.manifest
     case = budgets(manifest, run.context)[-1]  # neurons of all layers are on both sides
     plan = attention_first(manifest, case.budget, run.context, lambda plan: -sum(plan.cuts))
@@ -237,7 +250,6 @@ def _traced(executor: CudaExecutor, run: FirstRun) -> list[dict[str, Any]]:
 
 def plan(run: FirstRun) -> dict[str, Any]:
     """Speeds that `plan` says for this machine as `pi-compile machine` measures it, against those of decoding."""
-    assert run.artifact is not None
     manifest, rows = run.artifact.manifest, []
     with run.device.stream():
         machine = measure_machine(run.out) if run.on_gpu else find_machine("pc-high", run.out)
@@ -264,26 +276,31 @@ def plan(run: FirstRun) -> dict[str, Any]:
     return {"machine": machine.described(), "rows": rows, "verdicts": list(plan_verdicts(rows))}
 
 
-def bench(run: FirstRun) -> dict[str, Any]:
-    """The bench in each format, in the time that is left: dense, gate and predicted, budgets, prompts, predictions."""
-    run.artifact = None
-    gc.collect()
-    found: dict[str, Any] = {"rows": []}
-    shares = {"f16": 0.5, "q8": 0.5, "q4": 0.9}
-    for fmt in ("f16",) if run.tiny else tuple(shares):
+def bench(fmt: str) -> Callable[[FirstRun], dict[str, Any]]:
+    """The bench's step in one format."""
+
+    def step(run: FirstRun) -> dict[str, Any]:
+        run.__dict__.pop("artifact", None)  # its memory
+        gc.collect()
         path = run.out / f"bench-{fmt}.json"
-        options = ["--device", "cpu", "--tiny"] if run.tiny else []
-        minutes = max(1.0, run.left() * shares[fmt] - 1)
+        coming = sum(WEIGHTS[name] for name in run.coming if name in WEIGHTS)
+        minutes = max(1.0, run.left() * WEIGHTS[f"bench_{fmt}"] / coming - 1)
+        options = ["--device", run.device_name, *(["--tiny"] if run.tiny else [])]
         command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--format", fmt, "--json", str(path), *options]
         done = subprocess.run([*command, "--minutes", f"{minutes:.1f}"], capture_output=True, text=True, check=False)
         print(done.stdout, flush=True)
         if done.returncode:
-            raise WrongError(f"the bench in {fmt} failed: {done.stderr[-1000:]}")
-        found["rows"] += json.loads(path.read_text())
-    found["verdicts"] = list(verdicts(found["rows"]))
-    return found
+            raise WrongError(f"the bench in {fmt} failed:\n{done.stdout[-2000:]}{done.stderr[-1000:]}")
+        rows = json.loads(path.read_text())
+        return {"rows": rows, "verdicts": list(verdicts(rows))}
+
+    step.__doc__ = f"The bench in {fmt}: dense, gate and predicted, budgets from none to all, prompts, offloading."
+    return step
 
 
+WEIGHTS = {"bench_f16": 2, "bench_q8": 1, "bench_q4": 1}
+"""How the time that is left is shared."""
 STEPS: dict[str, Callable[[FirstRun], dict[str, Any]]] = {
-    step.__name__: step for step in (machine, tests, memory, batches, timeline, plan, bench)
+    **{step.__name__: step for step in (machine, tests, memory, batches, timeline, plan)},
+    **{name: bench(name.removeprefix("bench_")) for name in WEIGHTS},
 }

@@ -39,6 +39,11 @@ def budgets(manifest: Manifest, context: int) -> list[Case]:
     return [Case("100 % of the model", whole), shares[0], beside[0], *shares[1:], *beside[1:]]
 
 
+def nothing(manifest: Manifest, context: int) -> Case:
+    """Buffers for a prompt's block alone: no weight fits."""
+    return Case("nothing on the GPU", bytes_with_blocks(manifest, all_on_cpu(manifest, context), context, TOKENS))
+
+
 def bytes_with_blocks(manifest: Manifest, plan: Plan, context: int, tokens: int) -> int:
     """GPU bytes of a run that reads prompts in blocks of so many tokens, without streamed weights."""
     d, a = manifest.decoder, allocation(manifest, plan, context, budget=0)
