@@ -239,6 +239,16 @@ def ptx(session: nox.Session) -> None:
 
 
 @nox.session
+def gpu_faults(session: nox.Session) -> None:
+    """Plants faults in GPU kernels, one at a time, and runs each kernel's tests on the emulator: all must be caught.
+
+    `-- --only _linear` takes those of a kernel. Outside CI: up to half an hour.
+    """
+    install_all(session)
+    session.run("python", "tests/support/gpu_faults.py", *session.posargs, env={"PYTHONPATH": "tests"})
+
+
+@nox.session
 def ports(session: nox.Session) -> None:
     """Compile every GPU kernel for NVIDIA's GPUs from sm_75 to sm_120, and for AMD's. Outside CI: minutes."""
     install_all(session)

@@ -1,6 +1,6 @@
 """Plants the faults of `tests/mutations/gpu_faults.toml`, one at a time, and runs their kernels' tests on the emulator.
 
-python tests/support/gpu_faults.py [--seconds 100] [--jobs N] [--only WORDS …] [--json FILE]
+python tests/support/gpu_faults.py [--seconds 300] [--jobs N] [--only WORDS …] [--json FILE]
 
 Each is tried in a copy of the tree. The tests of a kernel must pass without a fault first. Prints what came of each.
 Faults that say why they change nothing (`equivalent`) are not run; the exit code is 1 where another one is missed.
@@ -52,7 +52,7 @@ DRAWN = {
     "_apply_route_weights": "test_expert_neurons",
 }
 """Each kernel's tests in `test_kernels.py` and `test_moe_kernels.py`."""
-CAUGHT, MISSED, NOT_PLANTED = "caught", "MISSED", "NOT PLANTED"
+CAUGHT, MISSED, LATE, NOT_PLANTED = "caught", "MISSED", "MISSED in time", "NOT PLANTED"
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class Trial:
                 for tests in _tests(kernel):
                     left = start + self._seconds - time.monotonic()
                     code = run_tests(tests, copy, left, env)
-                    if code not in (0, 5, None):
-                        found = CAUGHT
+                    if code not in (0, 5):
+                        found = LATE if code is None else CAUGHT
                         break
             finally:
                 if path:
@@ -148,7 +148,7 @@ def _chosen(words: Sequence[str]) -> list[Fault]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=100, help="of a kernel's tests for each fault")
+    parser.add_argument("--seconds", type=float, default=300, help="of a kernel's tests for each fault")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
     parser.add_argument("--only", nargs="+", default=[], help="words of the faults' kernels or names")
     parser.add_argument("--all", action="store_true", help="those that change nothing too")

@@ -32,6 +32,7 @@ OWN = """
 	xor.b32 	%r5, %r4, 128;
 """
 """%rd3: the thread's number in the tensor. %r4: its place in shared memory; %r5: that of its twin in the other warp."""
+MMA = "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r6}, {%r1}, {%r1}, {%r6};\nret;"
 EXCHANGE = OWN + "st.shared.b32 [%r4], %r1;\nbar.sync 0;\nld.shared.b32 %r6, [%r5];\nst.global.b32 [%rd3], %r6;\nret;"
 COPIED = (
     OWN
@@ -164,14 +165,18 @@ def test_any_schedule_gives_the_same(seed: int, groups: int) -> None:
         (BarrierError, small(OWN + "setp.lt.s32 %p1, %r1, 32;\n@%p1 bra $L__1;\nbar.sync 0;\n$L__1:\nret;")),
         (BarrierError, small(OWN + "setp.lt.s32 %p1, %r1, 5;\n@%p1 shfl.sync.bfly.b32 %r6, %r1, 1, 31, -1;\nret;")),
         (UnknownInstructionError, small(OWN + "red.global.add.f32 [%rd3], %r1;\nret;")),
+        (UnknownInstructionError, small(OWN + "atom.global.add.f32 %r6, [%rd3], %r1;\nret;")),
+        (UnknownInstructionError, small(OWN + MMA)),
         (UnknownInstructionError, small(OWN + "shfl.sync.bfly.b32 %r6, %r1, 1, 31, 255;\nret;")),
         (UnknownInstructionError, small(OWN + "mov.u32 %r6, %nctaid.x;\nret;")),
     ],
 )  # fmt: skip
 def test_what_no_kernel_may_do(error: type[Exception], text: str) -> None:
     tensor = torch.arange(256, dtype=torch.int32)
-    with pytest.raises(error):
+    with pytest.raises(error) as found:
         run_text(text, tensor)
+    if error is UnknownInstructionError:  # it is named
+        assert any(name in str(found.value) for name in ("red.global", "atom.global", "mma.sync", "shfl", "%nctaid"))
 
 
 def test_programs_do_not_share_a_place() -> None:

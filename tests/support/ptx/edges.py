@@ -3,9 +3,7 @@
 Results hold garbage before, and what is behind a list is no row. Bytes are not counted.
 """
 
-import mmap
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +11,7 @@ import torch
 
 from pi_runtime.artifact.decoder import ACTIVATIONS
 from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.cuda.kernels import attention, dequantise, ffn_neurons, moe, residual, row_dot
+from pi_runtime.cuda.kernels import attention, ffn_neurons, moe, residual, row_dot
 from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
 from pi_runtime.cuda.kernels.sign_selection import select_by_signs
@@ -26,6 +24,7 @@ from support.ptx.cases import (
     GARBAGE,
     ROWS,
     SMALL_DOTS,
+    TILING,
     Case,
     counts_of,
     of_rows,
@@ -35,6 +34,7 @@ from support.ptx.cases import (
     rotated,
     softmax,
 )
+from support.ptx.row_edges import of_far_rows, of_numbers
 from support.stored import packed_signs
 from support.synthetic import small_decoder
 
@@ -146,7 +146,8 @@ def _of_compaction() -> Iterator[Case]:
     for token, length in enumerate(lengths):
         own = np.where(np.arange(numbers) < length, marks[token], 0)
         counts[token] = torch.from_numpy((own.reshape(-1, 4) != 0).sum(1))
-    found, kept, listed = _empty(3, numbers), room(3, numbers), _listed(within, numbers)
+    # Kept marks are not as far apart as marks are.
+    found, kept, listed = _empty(3, numbers), room(3, numbers + 20)[:, :numbers], _listed(within, numbers)
     yield Case(
         "_compact", "of a list", lambda: compact(marks_MN, counts, 4, found, kept, low=7, within=listed),
         found.index_MF, padded([own[w] for own, w in zip(within, where, strict=True)], numbers), 0, 0,
@@ -301,50 +302,12 @@ def _of_long_attention() -> Iterator[Case]:
     )  # fmt: skip
 
 
-def _of_numbers() -> Iterator[Case]:
-    """Stored rows from one on, as f16, in rows that do not follow each other."""
-    rng, columns = np.random.default_rng(8), 660
-    m, y = Stored(CPU, "q8", normal(rng, 40, columns)), room(33, columns, torch.float16)
-    wanted = m.values[5:38].astype(np.float16).astype(np.float32)
-    yield Case("_dequantise_words", "f16", lambda: dequantise.dequantise_rows(m.matrix, None, 5, y), y, wanted, 1e-6)
-
-
-def _far(tensor: torch.Tensor, stride: int) -> torch.Tensor:
-    """The same rows, each `stride` numbers behind the one before it. Memory that is not written is not taken."""
-    rows, columns = tensor.shape
-    size, no_reserve = ((rows - 1) * stride + columns) * tensor.itemsize, 0x4000
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-    found = torch.frombuffer(memory, dtype=tensor.dtype).as_strided((rows, columns), (stride, 1))
-    return found.copy_(tensor)
-
-
-def _of_far_rows() -> Iterator[Case]:
-    """Row times stride is more than 32 bits hold."""
-    rng = np.random.default_rng(9)
-    for fmt, columns, stride in (("f16", 300, 1 << 29), ("q8", 660, (1 << 31) - 64)):
-        m, x, y = Stored(CPU, fmt, normal(rng, 6, columns)), normal(rng, 1, columns), torch.full((1, 6), 1.0)
-        scales = None if m.matrix.scales is None else _far(m.matrix.scales, 1 << 29)
-        far, x_MD, bias = replace(m.matrix, values=_far(m.matrix.values, stride), scales=scales), put(x), torch.zeros(6)
-        launch = partial(row_dot.linear, far, bias, x_MD, y, SMALL_DOTS, add=True)
-        yield Case("_linear", f"{fmt}, far rows", launch, y, 1 + x @ m.values.T, 2e-5)
-    m, rows = Stored(CPU, "f16", normal(rng, ROWS, 300)), torch.arange(70)
-    far_y = _far(torch.ones(70, 300), 1 << 26)
-    store = partial(dequantise.dequantise_rows, m.matrix, rows, 0, far_y, add=True)
-    yield Case("_dequantise", "f16, far results", store, far_y, 1 + m.values[:70], 1e-6)
-    columns, x, values = 1000, normal(rng, 1, 1000), normal(rng, 6, 1000)
-    signs = _far(put(FORMATS["u64"].encode(packed_signs(values)).view(np.int64)), 1 << 29)
-    marks, counts, x_MD = room(1, 6), room(1, 6, torch.int32), put(x)
-    agree = columns - 2 * ((values < 0) != (x < 0)).sum(1)
-    select = partial(select_by_signs, signs, columns, 3, x_MD, marks, counts)
-    yield Case("_select_by_signs", "far rows", select, marks, (agree > 3)[None].astype(np.float32), 0)
-
-
 EDGES: dict[str, Callable[[], Iterator[Case]]] = {
     "f16 × 750": partial(of_rows, "f16", 750, 2),
     "q8 × 660": partial(of_rows, "q8", 660, 2),
     "q8 × 250": partial(of_rows, "q8", 250, 2),
     "q4 × 660": partial(of_rows, "q4", 660, 3),
-    "q4 × 750": partial(of_rows, "q4", 750, 2),
+    "q4 × 750": partial(of_rows, "q4", 750, 2, TILING, TILING),  # tiles of words that a row does not fill
     "products of experts": _of_expert_products,
     "routing": _of_routing,
     "lists of experts": _of_expert_lists,
@@ -354,6 +317,6 @@ EDGES: dict[str, Callable[[], Iterator[Case]]] = {
     "sums": _of_sums,
     "storing": _of_storing,
     "long attention": _of_long_attention,
-    "numbers": _of_numbers,
-    "far rows": _of_far_rows,
+    "numbers": of_numbers,
+    "far rows": of_far_rows,
 }
