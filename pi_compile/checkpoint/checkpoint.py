@@ -134,7 +134,10 @@ class Checkpoint(ResolvedCheckpoint):
             assert array.split("/", 2)[-1] in NEURON_ARRAYS, array
             assert np.array_equal(np.sort(index), np.arange(self.decoder.neurons)), "not a permutation"
         rows_per_neuron = self.array_shapes[array][1] if array.endswith("ffn/rest") else None
-        return self._joined(self._source_tensors(array), rows_per_neuron, index)
+        tensors = self._source_tensors(array)
+        if not tensors:
+            return iter([np.ones(self.array_shapes[array], np.float32)])
+        return self._joined(tensors, rows_per_neuron, index)
 
     def check_values(self) -> None:
         """Read all weights once, so that no long stage fails late at a damaged one.
@@ -186,11 +189,13 @@ class Checkpoint(ResolvedCheckpoint):
 
         Making the copy reads the file once; without it, every block would read with strides.
         """
-        if tensor.rows is None and not tensor.transposed:
+        if tensor.rows is None and not tensor.transposed and not tensor.stacked:
             return self.source.rows(tensor.name)
         values = self.source.tensor(tensor.name)
         if tensor.transposed:
-            values = values.t().contiguous()
+            values = values.mT.contiguous()
+        if tensor.stacked:
+            values = values.flatten(0, 1)
         if tensor.rows is None:
             return values
         blocks = values.view(tensor.rows.groups, tensor.rows.size, *values.shape[1:])

@@ -167,6 +167,8 @@ def _expected_tensors(decoder: Decoder, adapter: Adapter, prefix: str) -> dict[s
 
 def _shapes(decoder: Decoder, array: str, shape: tuple[int, ...], tensors: int) -> Iterator[tuple[int, ...]]:
     """Shapes of the tensors that an array of this shape is made of, before transposing and fusing."""
+    if not tensors:
+        return
     if array.endswith("ffn/rest"):
         yield from [(shape[0] * shape[1] // tensors, shape[2])] * tensors
     elif array.endswith(("attention/qkv", "attention/qkv_bias")) and tensors == 3:
@@ -180,6 +182,9 @@ def _stored_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> tuple[int, ..
     """The shape in the checkpoint of a tensor whose wanted part has this shape."""
     if tensor.rows is not None:
         shape = (tensor.rows.groups * tensor.rows.size, *shape[1:])
+    if tensor.stacked:
+        rows, columns = shape[0] // tensor.stacked, shape[1]
+        return (tensor.stacked, *((columns, rows) if tensor.transposed else (rows, columns)))
     return shape[::-1] if tensor.transposed else shape
 
 

@@ -20,6 +20,7 @@ from pi_compile.placement.greedy import greedy
 from pi_compile.placement.hot_mass import hot_mass
 from pi_compile.placement.solvers.constrained_path import solve
 from pi_compile.placement.three_tiers import ThreeTiers
+from pi_runtime.artifact.decoding import attributes
 from pi_runtime.artifact.rows import PROCESS_NBYTES
 from pi_runtime.artifact.schema import SIDES, Plan, RowPlan
 from pi_runtime.errors import DoesNotFitError, NotMetError, Setting
@@ -359,7 +360,7 @@ def _inputs(problem: Problem) -> dict[str, Any]:
     """
     work, has_disk = problem.work, problem.machine.disk is not None
     return {
-        "shape": {**asdict(work.decoder), "family": None},
+        "shape": {**attributes(work.decoder), "family": None},
         "formats": dict(work.formats),
         "tokens": work.tokens,
         "counts": work.counts_digest,

@@ -20,7 +20,7 @@ from pi_compile.errors import ProfileError
 from pi_compile.files import read_arrays, write_arrays
 from pi_runtime.artifact.checks import decoder_problems
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.decoding import decode, parse_json
+from pi_runtime.artifact.decoding import attributes, decode, parse_json
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
 
@@ -105,7 +105,7 @@ class ActivationProfile:
 
     def digest(self) -> str:
         """sha256 of the counts and their order, which training and packing go by."""
-        return self._digest({"decoder": asdict(self.decoder), "tokens": self.tokens, "inputs": None})
+        return self._digest({"decoder": attributes(self.decoder), "tokens": self.tokens, "inputs": None})
 
     def placing_digest(self) -> str:
         """sha256 of all that placing reads: the counts and their order, persistence, formats and rungs."""
@@ -113,7 +113,7 @@ class ActivationProfile:
         measured = {} if self.persistence is None else {"persistence": self.persistence.tolist()}
         return self._digest(
             {
-                "shape": asdict(self.decoder),
+                "shape": attributes(self.decoder),
                 "formats": dict(self.formats),
                 "tokens": self.tokens,
                 "table": [{key: getattr(layer, key) for key in keys} for layer in self.layers],
@@ -133,7 +133,7 @@ class ActivationProfile:
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
         meta = {key: getattr(self, key) for key in ("tokens", "predictor_format", "inputs")}
-        meta |= {"version": VERSION, "decoder": asdict(self.decoder), "formats": dict(self.formats)}
+        meta |= {"version": VERSION, "decoder": attributes(self.decoder), "formats": dict(self.formats)}
         meta["layers"] = [asdict(layer) for layer in self.layers]
         names = ("counts", "order", "routed", "persistence")
         arrays: dict[str, npt.NDArray[Any] | None] = {name: getattr(self, name) for name in names}

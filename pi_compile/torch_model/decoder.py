@@ -44,7 +44,11 @@ def global_weights(checkpoint: Checkpoint, device: str) -> dict[str, Tensor]:
 
 def embedding_weights(checkpoint: Checkpoint, device: str) -> dict[str, Tensor]:
     """Embedding and learned positions, which `embed` takes."""
-    names = [name for name in ("embedding", "embedding_in", "positions") if name in checkpoint.array_shapes]
+    names = [
+        name
+        for name in ("embedding", "embedding_in", "positions", "embedding_norm/weight")
+        if name in checkpoint.array_shapes
+    ]
     return {name: torch.from_numpy(checkpoint.values(name)).to(device) for name in names}
 
 
@@ -53,9 +57,10 @@ def embed(d: Decoder, global_w: NamedTensors, ids_BT: Tensor) -> Tensor:
     x_BTD = global_w["embedding"][ids_BT]
     if d.d_embedding != d.d_model:
         x_BTD = F.linear(x_BTD, global_w["embedding_in"])
+    x_BTD = x_BTD * d.embedding_scale
     if d.positions == "learned":
         x_BTD = x_BTD + global_w["positions"][d.position_offset : d.position_offset + ids_BT.shape[1]]
-    return x_BTD
+    return norm(d, global_w, "embedding_norm", x_BTD) if d.embedding_norm else x_BTD
 
 
 def layers(
@@ -72,7 +77,7 @@ def layers(
     states = list(states)
     for layer, w in enumerate(weights):
         for batch, x_BTD in enumerate(states):
-            residual, inputs = before_ffn(d, w, x_BTD, on_input)
+            residual, inputs = before_ffn(d.of_layer(layer), w, x_BTD, on_input)
             h = neurons(d, w, inputs)
             if on_ffn is not None:
                 h = on_ffn(layer, batch, w, inputs, h)
@@ -93,6 +98,9 @@ def before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | N
     if d.block == "post-norm":
         x_BTD = norm(d, w, "attention/norm", x_BTD + attention(d, w, x_BTD, on_input))
         return x_BTD, x_BTD
+    if d.block == "reordered":
+        x_BTD = x_BTD + norm(d, w, "attention/norm", attention(d, w, x_BTD, on_input))
+        return x_BTD, x_BTD
     normed = norm(d, w, "attention/norm", x_BTD)
     attended = x_BTD + attention(d, w, normed, on_input)
     if not d.shared_norm:
@@ -102,6 +110,8 @@ def before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | N
 
 def after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
     """The block's output, from the residual and the FFN's output."""
+    if d.block == "reordered":
+        return x_BTD + norm(d, w, "ffn/norm", y_BTD)
     x_BTD = x_BTD + y_BTD
     return norm(d, w, "ffn/norm", x_BTD) if d.block == "post-norm" else x_BTD
 
@@ -113,7 +123,7 @@ def attention(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | No
     heads = qkv.view(batch, tokens, -1, d.head_dim).transpose(1, 2)
     q, k, v = torch.split(heads, [d.n_heads, d.n_kv_heads, d.n_kv_heads], dim=1)
     if d.qk_norm:
-        q, k = (F.rms_norm(t, (d.head_dim,), w[f"attention/{n}_norm"], d.norm_eps) for t, n in ((q, "q"), (k, "k")))
+        q, k = (_norm_heads(d, w[f"attention/{n}_norm"], t) for t, n in ((q, "q"), (k, "k")))
     if d.positions == "rope":
         cos, sin = _rotary(d, tokens, x_BTD.device)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
@@ -125,6 +135,14 @@ def attention(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | No
         on_input("attention/qkv", x_BTD)
         on_input("attention/out", attended)
     return F.linear(attended, w["attention/out"], w.get("attention/out_bias"))
+
+
+def _norm_heads(d: Decoder, weight: Tensor, x_BHTE: Tensor) -> Tensor:
+    """The rms norm of each head, or of all heads of a token together."""
+    if not d.joint_qk_norm:
+        return F.rms_norm(x_BHTE, weight.shape, weight, d.norm_eps)
+    x = F.rms_norm(x_BHTE.transpose(1, 2).flatten(2), weight.shape, weight, d.norm_eps)
+    return x.view(*x.shape[:2], -1, d.head_dim).transpose(1, 2)
 
 
 def activate_(d: Decoder, z: Tensor, threshold: float = 0.0) -> Tensor:
@@ -181,7 +199,8 @@ def routing(d: Decoder, w: NamedTensors, x: Tensor) -> Tensor:
     values = F.linear(x, w["ffn/router"])
     # A stable sort, unlike topk, takes the lower of two equal experts.
     best = values.sort(dim=-1, descending=True, stable=True).indices[..., : d.experts_per_token]
-    return torch.zeros_like(values).scatter(-1, best, values.gather(-1, best).softmax(-1))
+    taken = values.gather(-1, best).softmax(-1) if d.router_normalised else values.softmax(-1).gather(-1, best)
+    return torch.zeros_like(values).scatter(-1, best, taken)
 
 
 def ffn_output(w: NamedTensors, h: Tensor) -> Tensor:
@@ -207,7 +226,10 @@ def logits(d: Decoder, global_w: NamedTensors, x_BTD: Tensor) -> Tensor:
         x_BTD = norm(d, global_w, "final_norm", x_BTD)
     if d.d_embedding != d.d_model:
         x_BTD = F.linear(x_BTD, global_w["embedding_out"])
-    return F.linear(x_BTD, global_w["embedding" if d.tied_head else "head"], global_w.get("head_bias"))
+    z_BTV = F.linear(x_BTD, global_w["embedding" if d.tied_head else "head"], global_w.get("head_bias"))
+    if d.logit_scale != 1:
+        z_BTV = z_BTV * d.logit_scale
+    return d.logit_softcap * torch.tanh(z_BTV / d.logit_softcap) if d.logit_softcap else z_BTV
 
 
 def _rotary(d: Decoder, tokens: int, device: Any) -> tuple[Tensor, Tensor]:

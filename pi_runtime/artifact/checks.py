@@ -3,6 +3,7 @@
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
+from math import inf
 from typing import Any
 
 from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, FFNS, NORMS, POSITIONS, Decoder
@@ -67,18 +68,35 @@ def decoder_problems(d: Decoder) -> Iterator[str]:
     if not (d.threshold >= 0 and (d.sparse or d.threshold == 0)):
         yield f"decoder.threshold: {d.threshold} with activation {d.activation}"
     yield from _position_problems(d)
+    yield from _later_problems(d)
 
 
 def _position_problems(d: Decoder) -> Iterator[str]:
     rope = d.positions == "rope"
     if rope != (d.rotary_dim > 0) or d.rotary_dim > d.head_dim:
         yield f"decoder.rotary_frequencies: {d.rotary_dim // 2} with positions {d.positions}, head_dim {d.head_dim}"
-    if not all(f > 0 for f in d.rotary_frequencies):
-        yield "decoder.rotary_frequencies: not all are above 0"
+    if not (all(f > 0 for f in d.rotary_frequencies) or all(f < 0 for f in d.rotary_frequencies)):
+        yield "decoder.rotary_frequencies: not all are above 0, nor all below"
     if not d.rotary_scale > 0 or (not rope and d.rotary_scale != 1):
         yield f"decoder.rotary_scale: {d.rotary_scale} with positions {d.positions}"
     if not 0 <= d.position_offset < 2**31 or (rope and d.position_offset):
         yield f"decoder.position_offset: {d.position_offset} with positions {d.positions}"
+
+
+def _later_problems(d: Decoder) -> Iterator[str]:
+    """Of facts that files have only where they differ from what was once the only way."""
+    if d.joint_qk_norm and not d.qk_norm:
+        yield "decoder.joint_qk_norm: true without qk_norm"
+    if not d.router_normalised and d.n_experts == 1:
+        yield "decoder.router_normalised: false without experts"
+    if not (0 < d.embedding_scale < inf and 0 < d.logit_scale < inf):
+        yield f"decoder.embedding_scale, logit_scale: {d.embedding_scale}, {d.logit_scale} are not above 0"
+    if not d.logit_softcap >= 0:
+        yield f"decoder.logit_softcap: {d.logit_softcap} is below 0"
+    if list(d.unrotated_layers) != sorted({*d.unrotated_layers} & {*range(d.n_layers)}) or (
+        d.unrotated_layers and d.positions != "rope"
+    ):
+        yield f"decoder.unrotated_layers: {d.unrotated_layers} of {d.n_layers} layers with positions {d.positions}"
 
 
 def _formats(m: Manifest) -> Iterator[str]:

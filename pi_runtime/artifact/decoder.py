@@ -5,6 +5,7 @@ One block, with n₁ and n₂ its norms, is
     sequential   x ← x + attention(n₁(x));   x ← x + ffn(n₂(x))
     parallel     x ← x + attention(n₁(x)) + ffn(n₂(x))               n₂ = n₁ where they share a norm
     post-norm    x ← n₁(x + attention(x));   x ← n₂(x + ffn(x))
+    reordered    x ← x + n₁(attention(x));   x ← x + n₂(ffn(x))
 
 The FFN is, per neuron i with activation a,
 
@@ -12,14 +13,19 @@ The FFN is, per neuron i with activation a,
     gated   h_i = a(gate_i · x + b_i) (up_i · x + c_i)     y = Σ h_i down_i + b
 
 and with experts  y = Σ_e p_e y_e  over the experts_per_token experts e with the largest router_e · x, p the softmax of
-these values over those experts.
+these values over those experts, or over all.
+
+Fields that are `UNLESS_DEFAULT` came later: a file says only those that differ, and each is a feature (`features`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from pi_runtime.artifact.decoding import UNLESS_DEFAULT
 
 NORMS = ("rms", "layer")
 POSITIONS = ("rope", "learned")
-BLOCKS = ("sequential", "parallel", "post-norm")
+BLOCKS = ("sequential", "parallel", "post-norm", "reordered")
 FFNS = ("plain", "gated")
 SPARSE_ACTIVATIONS = ("relu", "relu2", "drelu")
 ACTIVATIONS = (*SPARSE_ACTIVATIONS, "silu", "gelu", "gelu_tanh")
@@ -48,8 +54,14 @@ class Decoder:
     n_experts: int = 1
     experts_per_token: int = 1
     """Experts that the router takes for a token. A single expert has no router."""
+    router_normalised: bool = field(default=True, metadata=UNLESS_DEFAULT)
+    """Whether the weights of a token's experts are a softmax over these; else over all experts."""
     context_length: int
     """Positions the model was made for."""
+    embedding_scale: float = field(default=1.0, metadata=UNLESS_DEFAULT)
+    """Factor of the embedding, before learned positions are added."""
+    embedding_norm: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    """Whether the first block reads a norm of the embedding."""
     block: str = "sequential"
     shared_norm: bool = False
     """Whether attention and FFN of a parallel block read the same norm's output."""
@@ -59,13 +71,18 @@ class Decoder:
     final_norm: bool = True
     qk_norm: bool = False
     """Whether each head of queries and keys goes through an `rms` norm before its rotation."""
+    joint_qk_norm: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    """Whether this norm is taken over all heads of a token's queries together, and over all of its keys."""
     positions: str
     """`rope`: the first 2J numbers of each head are two halves, rotated by angles pos · frequency_j;
     `learned`: a table is added."""
     rotary_frequencies: tuple[float, ...] = ()
-    """J angles for one position, float32 numbers that include the model's scaling; () where positions are learned."""
+    """J angles for one position, float32 numbers that include the model's scaling; () where positions are learned. They
+    are above 0, or all below where the model turns the other way."""
     rotary_scale: float = 1.0
     """Factor of cosine and sine (YaRN's attention factor)."""
+    unrotated_layers: tuple[int, ...] = field(default=(), metadata=UNLESS_DEFAULT)
+    """Layers, in order, whose queries and keys are not rotated (NoPE); with rope."""
     position_offset: int = 0
     """Row of position 0 in the learned table; 0 with rope."""
     ffn: str
@@ -75,9 +92,17 @@ class Decoder:
     tied_head: bool
     """Whether the output head is the embedding table."""
     head_bias: bool = False
+    logit_scale: float = field(default=1.0, metadata=UNLESS_DEFAULT)
+    """Factor of the logits."""
+    logit_softcap: float = field(default=0.0, metadata=UNLESS_DEFAULT)
+    """c, by which a logit z, scaled, becomes c tanh(z / c); 0 for none."""
     qkv_bias: bool
     out_bias: bool
     ffn_bias: bool
+
+    def of_layer(self, layer: int) -> Self:
+        """The decoder as one layer computes it: without angles where the layer is not rotated."""
+        return replace(self, rotary_frequencies=()) if layer in self.unrotated_layers else self
 
     @property
     def sparse(self) -> bool:

@@ -17,8 +17,11 @@ from typing import Any, NoReturn
 MAX_DEPTH = 32
 MOST_PROBLEMS = 1000
 """Problems that are kept: a hostile file may have one in every other byte."""
-UNLESS_EMPTY = {"unless_empty": True}
-"""Metadata of a dataclass's field that is left out of its JSON where it is empty, and must not be given then."""
+UNLESS_DEFAULT = {"unless_default": True}
+"""Metadata of a dataclass's field that is left out of its JSON where it has its default, and must not be given then.
+
+So what is added later leaves the bytes of files without it as they were.
+"""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -27,15 +30,15 @@ def canonical_json(value: Any) -> bytes:
     Raises ValueError for NaN, infinity and lone surrogates.
     """
     return json.dumps(
-        value, default=_attributes, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        value, default=attributes, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes(value: Any) -> dict[str, Any]:
     """The fields of a dataclass that its JSON has."""
     found = dict(vars(value))
     for f in fields(value):
-        if f.metadata == UNLESS_EMPTY and not found[f.name]:
+        if f.metadata == UNLESS_DEFAULT and found[f.name] == f.default:
             del found[f.name]
     return found
 

@@ -5,10 +5,28 @@ of cache or guess head is one more entry here, and no further version.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import partial
+from typing import Any
 
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.decoding import UNLESS_DEFAULT
 from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_VERSION, Manifest
 
-FEATURES: dict[str, Callable[[Manifest], bool]] = {}
+
+def _differs(m: Manifest, name: str, default: Any) -> bool:
+    return bool(getattr(m.decoder, name) != default)
+
+
+FEATURES: dict[str, Callable[[Manifest], bool]] = {
+    **{
+        f"decoder.{f.name}": partial(_differs, name=f.name, default=f.default)
+        for f in fields(Decoder)
+        if f.metadata == UNLESS_DEFAULT
+    },
+    "decoder.block.reordered": lambda m: m.decoder.block == "reordered",
+    "decoder.rotary_frequencies.negative": lambda m: min(m.decoder.rotary_frequencies, default=0) < 0,
+}
 """Name of each feature that is read → whether a manifest uses it."""
 
 

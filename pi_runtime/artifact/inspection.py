@@ -42,7 +42,9 @@ def bytes_by_part(m: Manifest, nbytes: int) -> dict[str, int]:
     for array, entry in m.arrays.items():
         name = without_scales(array)
         part = name.split("/")[2] if name.startswith("layers/") else name.split("/")[0]
-        totals[{"positions": "embedding", "final_norm": "head"}.get(part, part)] += entry.nbytes
+        totals[{"positions": "embedding", "embedding_norm": "embedding", "final_norm": "head"}.get(part, part)] += (
+            entry.nbytes
+        )
     parts = {part: totals[part] for part in ("embedding", "attention", "ffn", "predictor", "head") if totals[part]}
     return {**parts, "other": nbytes - sum(parts.values())}
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.decoding import UNLESS_EMPTY
+from pi_runtime.artifact.decoding import UNLESS_DEFAULT
 from pi_runtime.artifact.rungs import RUNGS, Rung
 
 FORMAT_NAME = "pi-artifact"
@@ -134,7 +134,7 @@ class Manifest:
 
     format: str = FORMAT_NAME
     version: int = FORMAT_VERSION
-    features: tuple[str, ...] = field(default=(), metadata=UNLESS_EMPTY)
+    features: tuple[str, ...] = field(default=(), metadata=UNLESS_DEFAULT)
     """Features that the file uses, by name (see `features`); the key is left out where there are none."""
     decoder: Decoder
     formats: Mapping[str, str]
@@ -144,7 +144,7 @@ class Manifest:
     """Tokens behind the stored counts; 0 where the model was not profiled (then order and counts are absent)."""
     plans: tuple[Plan, ...] = ()
     """Placements by rising budget."""
-    row_plans: tuple[RowPlan, ...] = field(default=(), metadata=UNLESS_EMPTY)
+    row_plans: tuple[RowPlan, ...] = field(default=(), metadata=UNLESS_DEFAULT)
     """Divisions of rows between RAM and disk by rising budget; the key is left out where there are none."""
     text: Text
     generation: Mapping[str, Any]

@@ -5,9 +5,10 @@ heads, G key-value heads, E head width, X experts, F neurons of all experts, k =
 rows of `rest` a neuron, R predictor rank.
 
     embedding [V, W]   positions [P, D]   head [V, W]   head_bias [V]   final_norm/weight [D]   final_norm/bias [D]
+    embedding_norm/weight [D]   embedding_norm/bias [D]
     embedding_in [D, W]   embedding_out [W, D]   only where W is not D: x = in · e, and the head reads out · x
     layers/N/attention/norm/{weight,bias} [D]   …/qkv [(H+2G)·E, D]   …/qkv_bias   …/out [D, H·E]   …/out_bias [D]
-    layers/N/attention/{q_norm,k_norm} [E]
+    layers/N/attention/{q_norm,k_norm} [E], or [H·E] and [G·E] where the norm is joint
     layers/N/ffn/norm/{weight,bias} [D]         …/first [F, D]        …/first_bias [F]
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D]
     layers/N/ffn/router [X, D]
@@ -136,6 +137,8 @@ def _plain_specs(
         yield "embedding_in", ArraySpec(formats["embedding"], (d.d_model, d.d_embedding))
     if d.positions == "learned":
         yield "positions", ArraySpec(formats["embedding"], (d.context_length + d.position_offset, d.d_model))
+    if d.embedding_norm:
+        yield from _norm(d, "embedding_norm")
     for n, rank in enumerate(ranks):
         for name, spec in _layer_specs(d, formats, rank, profiled):
             yield f"layers/{n}/{name}", spec
@@ -182,8 +185,9 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
     if d.qkv_bias:
         yield "attention/qkv_bias", ArraySpec("f32", (qkv,))
     if d.qk_norm:
-        yield "attention/q_norm", ArraySpec("f32", (d.head_dim,))
-        yield "attention/k_norm", ArraySpec("f32", (d.head_dim,))
+        queries, keys = (d.n_heads, d.n_kv_heads) if d.joint_qk_norm else (1, 1)
+        yield "attention/q_norm", ArraySpec("f32", (queries * d.head_dim,))
+        yield "attention/k_norm", ArraySpec("f32", (keys * d.head_dim,))
     yield "attention/out", ArraySpec(fmt, (d.d_model, heads))
     if d.out_bias:
         yield "attention/out_bias", ArraySpec("f32", (d.d_model,))

@@ -37,7 +37,7 @@ class CpuOps(_Ops):
 
     def embed(self, _layer: int) -> None:
         m = self.model
-        embed(m.cfg, m.ends, self.tokens_T, self.at.position_T, m.workspace, self.x_TD)
+        embed(m.cfg, m.ends, m.eps, self.tokens_T, self.at.position_T, m.workspace, self.x_TD)
 
     def attention(self, layer: int) -> None:
         m, w = self.model, self.model.table_LXW[layer, 0]
@@ -51,7 +51,7 @@ class CpuOps(_Ops):
 
     def after_ffn(self, layer: int) -> None:
         m = self.model
-        after_ffn(m.cfg, m.table_LXW[layer, 0], m.eps, self.x_TD)
+        after_ffn(m.cfg, m.table_LXW[layer, 0], m.eps, self.input_TD, self.x_TD)
 
     def head(self, _layer: int) -> None:
         m, x_ND = self.model, self.x_TD[self.wanted_N]
@@ -81,7 +81,7 @@ class BlockOps(_Ops):
     def embed(self, _layer: int) -> None:
         m = self.model
         for part, at in self.blocks:
-            embed(m.cfg, m.ends, self._tokens_T[part], at.position_T, m.workspace, self.x_TD[part])
+            embed(m.cfg, m.ends, m.eps, self._tokens_T[part], at.position_T, m.workspace, self.x_TD[part])
 
     def attention(self, layer: int) -> None:
         """x ← x + attention(x); the FFN's inputs and the tokens' experts are kept."""
@@ -95,7 +95,7 @@ class BlockOps(_Ops):
 
     def after_ffn(self, layer: int) -> None:
         m = self.model
-        after_ffn(m.cfg, m.table_LXW[layer, 0], m.eps, self.x_TD[: self.tokens])
+        after_ffn(m.cfg, m.table_LXW[layer, 0], m.eps, self.input_TD[: self.tokens], self.x_TD[: self.tokens])
 
 
 def token_blocks(count: int, size: int = BLOCK_TOKENS) -> Iterator[slice]:

@@ -59,7 +59,8 @@ class ReadAhead:
         cfg, table_LXW = self._model.cfg, self._model.table_LXW
         if not self.way.second or layer >= len(table_LXW) or self._rows.is_whole(layer):
             return False
-        return cfg.block != weight_table.POST_NORM and bool(table_LXW[layer, 0, weight_table.SELECTOR] != 0)
+        before = cfg.block in (weight_table.SEQUENTIAL, weight_table.PARALLEL)  # the FFN reads a norm of the residual
+        return before and bool(table_LXW[layer, 0, weight_table.SELECTOR] != 0)
 
     def read(self, layer: int, arrays: tuple[str, ...], x_TD: Floats, select_T: Ints) -> None:
         """Begin to read what a layer will probably need of these arrays, for a few tokens with this residual."""

@@ -72,7 +72,7 @@ def placed_arrays(manifest: Manifest, plan: Plan) -> Iterator[PlacedArray]:
 def _on_gpu(name: str, plan: Plan, *, tied: bool) -> bool:
     """Whether an array that no cut divides is on the GPU."""
     if not name.startswith("layers/"):
-        parts = {"embedding": plan.embedding, "embedding_in": plan.embedding, "positions": plan.embedding}
+        with_embedding = name.startswith(("embedding", "positions")) and name != "embedding_out"
         shared = tied and name == "embedding"
-        return GPU in (parts.get(name, plan.head), plan.head if shared else None)
+        return GPU in (plan.embedding if with_embedding else plan.head, plan.head if shared else None)
     return not name.endswith(("/ffn/order", "/ffn/counts")) and plan.attention[int(name.split("/")[1])] == GPU

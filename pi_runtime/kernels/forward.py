@@ -20,7 +20,7 @@ from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig
 from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, store_kv
-from pi_runtime.kernels.ops.linear import add_vector, linear, norm
+from pi_runtime.kernels.ops.linear import add_vector, finish_logits, linear, norm
 
 _load_row, _route = by_address(load_row), by_address(moe.route)
 # One piece of code for all: compiled into its callers, a sum may get another order in each.
@@ -41,8 +41,10 @@ class Positions(NamedTuple):
 
 
 @public
-def embed(cfg: KernelConfig, ends: Ends, tokens_T: Ints, position_T: Ints, ws: Workspace, x_TD: Floats) -> None:
-    """x ← the tokens' embeddings at the model's width, plus learned positions where the model has them."""
+def embed(
+    cfg: KernelConfig, ends: Ends, eps: np.float32, tokens_T: Ints, position_T: Ints, ws: Workspace, x_TD: Floats
+) -> None:
+    """x ← the tokens' embeddings at the model's width, plus learned positions and normed where it has these."""
     tokens = tokens_T.shape[0]
     rows = matrix(cfg.embedding_format, ends.embedding, ends.embedding_scales, cfg.d_embedding)
     places = matrix(cfg.embedding_format, ends.positions, ends.positions_scales, cfg.d_model)
@@ -55,11 +57,18 @@ def embed(cfg: KernelConfig, ends: Ends, tokens_T: Ints, position_T: Ints, ws: W
     else:
         for t in range(tokens):
             _load_row(rows, tokens_T[t], 0, x_TD[t])
+    if cfg.embedding_scale != 1:
+        scale = np.float32(cfg.embedding_scale)
+        for t in range(tokens):
+            for j in range(cfg.d_model):
+                x_TD[t, j] *= scale
     if ends.positions != 0:
         position_D = ws.normed_TD[0]
         for t in range(tokens):
             _load_row(places, position_T[t] + cfg.position_offset, 0, position_D)
             _add(position_D, x_TD[t])
+    if ends.embedding_norm != 0:
+        _norm(cfg.centred, eps, ends.embedding_norm, ends.embedding_norm_bias, x_TD, x_TD)
 
 
 @public
@@ -79,25 +88,33 @@ def attention(
     sequential   x ← x + attention(n₁(x)),  input n₂(x)
     parallel     input n₂(x) or n₁(x),  x ← x + attention(n₁(x))
     post-norm    x ← n₁(x + attention(x)),  input x
+    reordered    input x + n₁(attention(x)),  x ← 0: the FFN's sum is normed alone, and `after_ffn` adds it to the input
     """
     advanced()
     tokens = x_TD.shape[0]
     normed_TD, attended_TD = ws.normed_TD[:tokens], ws.attended_TD[:tokens]
-    if cfg.block == weight_table.POST_NORM:
+    if cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
         _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
     else:
         _norm(cfg.centred, eps, w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS], x_TD, normed_TD)
         _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, normed_TD, ws)
     if cfg.block == weight_table.PARALLEL and w[weight_table.FFN_NORM] != 0:
         _norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
+    attention_norm = w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS]
+    if cfg.block == weight_table.REORDERED:
+        _norm(cfg.centred, eps, *attention_norm, attended_TD, attended_TD)
     for t in range(tokens):
         _add(attended_TD[t], x_TD[t])
     if cfg.block == weight_table.SEQUENTIAL:
         _norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
     elif cfg.block == weight_table.POST_NORM:
-        _norm(cfg.centred, eps, w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS], x_TD, x_TD)
+        _norm(cfg.centred, eps, *attention_norm, x_TD, x_TD)
         for t in range(tokens):
             _copy(x_TD[t], normed_TD[t])
+    elif cfg.block == weight_table.REORDERED:
+        for t in range(tokens):
+            _copy(x_TD[t], normed_TD[t])
+        x_TD[:] = np.float32(0)
     if cfg.experts > 1:
         _route(cfg, w, normed_TD, ws)
 
@@ -121,9 +138,13 @@ def _attend(
     out = matrix(cfg.attention_format, w[weight_table.OUT], w[weight_table.OUT_SCALES], cfg.heads * cfg.head_dim)
     linear(qkv, qkv_TQ.shape[1], w[weight_table.QKV_BIAS], x_TD, address_of(ws.inputs), qkv_TQ)
     if w[weight_table.Q_NORM] != 0:
-        _norm_heads(eps, w[weight_table.Q_NORM], 0, cfg.heads, cfg.head_dim, qkv_TQ)
-        _norm_heads(eps, w[weight_table.K_NORM], cfg.heads, cfg.kv_heads, cfg.head_dim, qkv_TQ)
-    rotate(cos_SJ, sin_SJ, at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
+        # A joint norm is that of a single head, as wide as all of them.
+        heads, kv_heads = (1, 1) if cfg.joint_qk_norm else (cfg.heads, cfg.kv_heads)
+        width, kv_width = cfg.heads * cfg.head_dim // heads, cfg.kv_heads * cfg.head_dim // kv_heads
+        _norm_heads(eps, w[weight_table.Q_NORM], 0, heads, width, qkv_TQ)
+        _norm_heads(eps, w[weight_table.K_NORM], heads * width // kv_width, kv_heads, kv_width, qkv_TQ)
+    if w[weight_table.UNROTATED] == 0:
+        rotate(cos_SJ, sin_SJ, at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
     cache = LayerCache(at.cache_format, at.row_nbytes, layer, cfg.kv_heads, cfg.head_dim)
     store_kv(cache, qkv_TQ, at.run_R4)
     attend(cache, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ)
@@ -131,12 +152,15 @@ def _attend(
 
 
 @public
-def after_ffn(cfg: KernelConfig, w: Ints, eps: np.float32, x_TD: Floats) -> None:
-    """x ← x + the FFN's bias, and normed where the block ends with a norm."""
+def after_ffn(cfg: KernelConfig, w: Ints, eps: np.float32, input_TD: Floats, x_TD: Floats) -> None:
+    """x ← x + the FFN's bias, and normed where the block ends with a norm; `input_TD` is what the FFN read."""
     for t in range(x_TD.shape[0]):
         add_vector(w[weight_table.DOWN_BIAS], x_TD[t])
-    if cfg.block == weight_table.POST_NORM:
+    if cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
         _norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, x_TD)
+    if cfg.block == weight_table.REORDERED:
+        for t in range(x_TD.shape[0]):
+            _add(input_TD[t], x_TD[t])
 
 
 @public
@@ -152,6 +176,8 @@ def head(cfg: KernelConfig, ends: Ends, eps: np.float32, x_TD: Floats, ws: Works
         linear(rows, cfg.vocabulary, ends.head_bias, ws.embedding_TW[:tokens], inputs, logits_TV)
     else:
         linear(rows, cfg.vocabulary, ends.head_bias, x_TD, inputs, logits_TV)
+    if cfg.logit_scale != 1 or cfg.logit_softcap > 0:
+        finish_logits(np.float32(cfg.logit_scale), np.float32(cfg.logit_softcap), logits_TV)
 
 
 _embed, _attention, _head = by_address(embed), by_address(attention), by_address(head)
@@ -180,12 +206,12 @@ def forward(
     """
     tokens = tokens_T.shape[0]
     x_TD = ws.x_TD[:tokens]
-    _embed(cfg, ends, tokens_T, at.position_T, ws, x_TD)
+    _embed(cfg, ends, eps, tokens_T, at.position_T, ws, x_TD)
     for layer in range(table_LXW.shape[0]):
         w_XW, normed_TD = table_LXW[layer], ws.normed_TD[:tokens]
         _attention(cfg, w_XW[0], eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
         _ffn(cfg, w_XW, normed_TD, select_T, count_all, ws, ws.counts_LT3[layer, :tokens], x_TD)
-        after_ffn(cfg, w_XW[0], eps, x_TD)
+        after_ffn(cfg, w_XW[0], eps, normed_TD, x_TD)
     wanted = wanted_N.shape[0]
     wanted_ND = ws.attended_TD[:wanted]
     for n in range(wanted):

@@ -20,8 +20,8 @@ _add = by_address(ffn.add_expert)
 
 @public
 def route(cfg: KernelConfig, w: Ints, x_TD: Floats, ws: Workspace) -> None:
-    """Write the K experts with the largest logits router · x to `ws.expert_TK`, and the softmax of these logits to
-    `ws.route_weight_TK`.
+    """Write the K experts with the largest logits router · x to `ws.expert_TK`, and the softmax of these logits, or
+    their part of the softmax of all, to `ws.route_weight_TK`.
 
     The largest comes first; among equal ones, the lower expert.
     """
@@ -39,6 +39,10 @@ def route(cfg: KernelConfig, w: Ints, x_TD: Floats, ws: Workspace) -> None:
             expert_K[k] = best
             route_weight_K[k] = np.exp(logit_X[best] - logit_X[expert_K[0]])
             total += route_weight_K[k]
+        if cfg.router_normalised == 0:
+            total = np.float32(0)
+            for e in range(cfg.experts):
+                total += np.exp(logit_X[e] - logit_X[expert_K[0]])
         for k in range(cfg.experts_per_token):
             route_weight_K[k] /= total
 

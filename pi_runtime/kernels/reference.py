@@ -35,30 +35,40 @@ def forward(artifact: Artifact, tokens: npt.ArrayLike, mode: str = DENSE) -> F32
     x_TD = embed(d, ends, artifact, np.asarray(tokens, np.int64))
     for n, layer in enumerate(artifact.manifest.layers):
         w = ArtifactWeights(artifact, f"layers/{n}/")
-        x_TD = block(d, w, layer if mode == "predicted" else DENSE_LAYER, x_TD)
+        x_TD = block(d.of_layer(n), w, layer if mode == "predicted" else DENSE_LAYER, x_TD)
     if d.final_norm:
         x_TD = norm(d, ends, "final_norm", x_TD)
     if d.d_embedding != d.d_model:
         x_TD = ends.product("embedding_out", x_TD)
     logits_TV = ends.product("embedding" if d.tied_head else "head", x_TD)
-    return logits_TV + ends["head_bias"] if d.head_bias else logits_TV
+    return finish_logits(d, logits_TV + ends["head_bias"] if d.head_bias else logits_TV)
+
+
+def finish_logits(d: Decoder, logits_TV: F32) -> F32:
+    """s z, or c tanh(s z / c) with a cap c."""
+    scaled_TV, c = logits_TV * np.float32(d.logit_scale), np.float32(d.logit_softcap)
+    return c * np.tanh(scaled_TV / c) if c > 0 else scaled_TV
 
 
 def embed(d: Decoder, ends: "WeightSource", artifact: Artifact, ids_T: npt.NDArray[np.int64]) -> F32:
-    """The tokens' embeddings at the model's width, plus learned positions from 0 on where the model has them."""
+    """The tokens' embeddings at the model's width, plus learned positions from 0 on and normed where it has these."""
     x_TD: F32 = artifact.values("embedding")[ids_T]
     if d.d_embedding != d.d_model:
         x_TD = ends.product("embedding_in", x_TD)
+    x_TD = x_TD * np.float32(d.embedding_scale)
     if d.positions == "learned":
         x_TD = x_TD + artifact.values("positions")[d.position_offset + np.arange(len(ids_T))]
-    return x_TD
+    return norm(d, ends, "embedding_norm", x_TD) if d.embedding_norm else x_TD
 
 
 def block(d: Decoder, w: "WeightSource", layer: Layer, x_TD: F32) -> F32:
-    """Run one block on the layer's rung; see `Decoder` for its three forms."""
+    """Run one block on the layer's rung; see `Decoder` for its forms."""
     if d.block == "post-norm":
         x_TD = norm(d, w, "attention/norm", x_TD + attention(d, w, x_TD))
         return norm(d, w, "ffn/norm", x_TD + ffn(d, w, x_TD, selected(w, layer, x_TD), layer.threshold))
+    if d.block == "reordered":
+        x_TD = x_TD + norm(d, w, "attention/norm", attention(d, w, x_TD))
+        return x_TD + norm(d, w, "ffn/norm", ffn(d, w, x_TD, selected(w, layer, x_TD), layer.threshold))
     normed_TD = norm(d, w, "attention/norm", x_TD)
     attended_TD = x_TD + attention(d, w, normed_TD)
     if not d.shared_norm:
@@ -86,7 +96,7 @@ def attention(decoder: Decoder, w: "WeightSource", x_TD: F32) -> F32:
     heads = qkv.reshape(n_tokens, d.n_heads + 2 * d.n_kv_heads, d.head_dim)
     q_THE, k_SGE, v_SGE = np.split(heads, [d.n_heads, d.n_heads + d.n_kv_heads], axis=1)
     if d.qk_norm:
-        q_THE, k_SGE = rms(d, q_THE) * w["attention/q_norm"], rms(d, k_SGE) * w["attention/k_norm"]
+        q_THE, k_SGE = _norm_heads(d, w["attention/q_norm"], q_THE), _norm_heads(d, w["attention/k_norm"], k_SGE)
     if d.positions == "rope":
         q_THE, k_SGE = rotate(d, q_THE), rotate(d, k_SGE)
     k_SGE, v_SGE = w.as_cached(k_SGE), w.as_cached(v_SGE)
@@ -99,6 +109,12 @@ def attention(decoder: Decoder, w: "WeightSource", x_TD: F32) -> F32:
     mixed_THE = np.einsum("hts,she->the", p_HTS, v_SHE)
     y_TD = w.product("attention/out", mixed_THE.reshape(n_tokens, -1))
     return y_TD + w["attention/out_bias"] if d.out_bias else y_TD
+
+
+def _norm_heads(d: Decoder, weight: F32, x_THE: F32) -> F32:
+    """The rms norm of each head, or of all heads of a token together."""
+    x = x_THE.reshape(len(x_THE), 1, -1) if d.joint_qk_norm else x_THE
+    return (rms(d, x) * weight).reshape(x_THE.shape)
 
 
 def rotary_table(decoder: Decoder, length: int) -> tuple[F32, F32]:
@@ -194,7 +210,8 @@ def agreement(signs_FW: npt.NDArray[np.uint64], x_TD: F32) -> npt.NDArray[np.int
 
 
 def routing(d: Decoder, w: "WeightSource", x_TD: F32) -> F32:
-    """(T, X): route weights of the experts, the softmax of the router's K largest logits and 0 for the others.
+    """(T, X): route weights of the experts, the softmax of the router's K largest logits, or their part of the softmax
+    of all, and 0 for the others.
 
     Among equal logits the lower expert comes first.
     """
@@ -205,7 +222,9 @@ def routing(d: Decoder, w: "WeightSource", x_TD: F32) -> F32:
     logit_TK = np.take_along_axis(logit_TX, expert_TK, 1)
     route_weight_TK = np.exp(logit_TK - logit_TK.max(1, keepdims=True))
     route_weight_TX = np.zeros_like(logit_TX)
-    np.put_along_axis(route_weight_TX, expert_TK, route_weight_TK / route_weight_TK.sum(1, keepdims=True), 1)
+    among_TN = logit_TK if d.router_normalised else logit_TX
+    total_T1 = np.exp(among_TN - logit_TK.max(1, keepdims=True)).sum(1, keepdims=True)
+    np.put_along_axis(route_weight_TX, expert_TK, route_weight_TK / total_T1, 1)
     return route_weight_TX
 
 

@@ -44,6 +44,15 @@ OPT = {
 }
 GPT2 = {"vocab_size": 131, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_positions": 37, "n_inner": 53, "eos_token_id": 2}
 PHI3 = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {"hidden_size": 60}
+OLMO2 = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {"hidden_size": 60}
+OLMOE = OLMO2 | {"num_experts": 5, "num_experts_per_tok": 2}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 3.0,
+    "tie_word_embeddings": True,
+}
 MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}
 SCALED: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0},
@@ -122,6 +131,26 @@ CASES: dict[str, Case] = {
         "Qwen3Moe",
         LLAMA | {"moe_intermediate_size": 53, "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True},
     ),
+    "qwen3-moe-unnormalised": Case(
+        "Qwen3Moe", LLAMA | {"moe_intermediate_size": 53, "num_experts": 5, "num_experts_per_tok": 2}
+    ),
+    "olmoe": Case("Olmoe", OLMOE),
+    "olmoe-normalised": Case(
+        "Olmoe", OLMOE | {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 6}
+    ),
+    "olmo2": Case("Olmo2", OLMO2),
+    "olmo2-biases": Case("Olmo2", OLMO2 | {"attention_bias": True, "num_key_value_heads": 6, "hidden_act": "relu"}),
+    "granite": Case("Granite", LLAMA | GRANITE),
+    "granite-biases": Case(
+        "Granite", LLAMA | GRANITE | {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu"}
+    ),
+    "granitemoe": Case("GraniteMoe", MIXTRAL | GRANITE),
+    "smollm3": Case("SmolLM3", OLMO2 | {"num_hidden_layers": 4}),
+    "smollm3-listed": Case(
+        "SmolLM3", OLMO2 | {"no_rope_layers": [0, 1, 0, 1, 0], "attention_bias": True, "tie_word_embeddings": False}
+    ),
+    "nanochat": Case("NanoChat", OLMO2),
+    "nanochat-uncapped": Case("NanoChat", OLMO2 | {"final_logit_softcapping": None, "tie_word_embeddings": True}),
     "arcee": Case("Arcee", LLAMA),
     "arcee-biases": Case("Arcee", LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "phi3": Case("Phi3", PHI3),
@@ -204,7 +233,13 @@ def random_sizes(name: str, seed: int) -> dict[str, int]:
 
 
 def random_checkpoint(
-    folder: Path, name: str, *, tokenizer: bool = True, shard: str = "5GB", sizes: dict[str, int] | None = None
+    folder: Path,
+    name: str,
+    *,
+    tokenizer: bool = True,
+    shard: str = "5GB",
+    sizes: dict[str, int] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Any:
     """Save a random model of a case; returns the model that computes its logits."""
     case = CASES[name]
@@ -214,7 +249,7 @@ def random_checkpoint(
     model = randomised(model_class(config))
     # The quick implementation of experts asks for rows of a multiple of 16 bytes.
     model.config._experts_implementation = "eager"
-    save(model, folder, shard=shard)
+    save(model, folder, shard=shard, dtype=dtype)
     if case.own:
         edit_json(folder / "config.json", **case.own)
     if case.predictors:

@@ -52,6 +52,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+FACTS: dict[str, dict[str, Any]] = {
+    "norms after each part": {"block": "reordered", "qk_norm": True, "joint_qk_norm": True},
+    "scaled, capped, not rotated": {
+        "embedding_scale": 3.0, "embedding_norm": True, "logit_scale": 0.7, "logit_softcap": 0.9,
+        "unrotated_layers": (1,),
+    },
+    "experts weighed among all": {"n_experts": 3, "experts_per_token": 2, "router_normalised": False},
+}  # fmt: skip
+"""What a decoder of two layers or more may have beside the usual."""
+
+
 def small_decoder(family: str = "llama", **overrides: Any) -> Decoder:
     """A decoder of a few thousand weights: `llama` (gated, RMSNorm, rope) or `opt` (plain, LayerNorm, learned)."""
     fields = {"family": family, **_SHAPE, **_FAMILIES[family], **overrides}

@@ -34,10 +34,12 @@ class SourceTensor:
     """The rows to take, where several arrays are stored in one tensor; None for all."""
     addend: float = 0.0
     """A number that is added to every value: 1 where the model multiplies by 1 + weight."""
+    stacked: int = 0
+    """Number of matrices that are stored in one tensor [X, …, …], one under the other in the array; 0 for a matrix."""
 
 
 Table = Mapping[str, tuple[SourceTensor, ...]]
-"""Artifact array → the tensors it is made of, joined along axis 0.
+"""Artifact array → the tensors it is made of, joined along axis 0; an array of no tensors is ones.
 
 `ffn/rest` [F, rows_per_neuron, D] takes `rows_per_neuron` tensors for each expert, joined along axis 1.
 """

@@ -105,6 +105,21 @@ def experts(config: Config, key: str, default: int | None = None, *, per_token: 
     return {"n_experts": count, "experts_per_token": taken}
 
 
+def routed_experts(config: Config, default: int | None = None, *, per_token: int | None = None) -> dict[str, Any]:
+    """The fields of experts whose weights are normalised where `norm_topk_prob` says so."""
+    # Newer versions of transformers write the number of experts under Mixtral's name.
+    key = "num_local_experts" if "num_local_experts" in config.fields else "num_experts"
+    found = experts(config, key, default, per_token=per_token)
+    # Of a single expert, either weight is 1.
+    normalised = config.flag("norm_topk_prob", default=False) or found["n_experts"] == 1
+    return {**found, "router_normalised": normalised}
+
+
+def softcap(config: Config, key: str, default: float) -> float:
+    """The cap of logits, 0 for none, which null says; `default` where there is no such key."""
+    return config.number(key, default) if config.fields.get(key, default) is not None else 0.0
+
+
 def kv_heads(config: Config, key: str, default: int, n_heads: int) -> int:
     """The number of heads of keys and values, a divisor of `n_heads`."""
     found = config.size(key, default)

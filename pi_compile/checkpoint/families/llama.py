@@ -1,7 +1,8 @@
 """Llama, and its kin with the same tensors: RMSNorm, rotary positions, grouped-query attention, gated FFN.
 
 SparseLlama is ProSparse's, with FATReLU as activation; the modelling code in their repositories is not needed. Arcee's
-FFN is plain, with squared ReLU. MiniCPM scales embedding, residual and logits, so it can be planned for, not read.
+FFN is plain, with squared ReLU. SmolLM3 rotates only some layers. MiniCPM scales embedding, residual and logits, so it
+can be planned for, not read.
 """
 
 from dataclasses import replace
@@ -17,6 +18,18 @@ from pi_runtime.artifact.decoder import Decoder
 def _decoder(config: Config, family: str = "llama", **options: Any) -> Decoder:
     attention, ffn = config.flag("attention_bias", default=False), config.flag("mlp_bias", default=False)
     return usual_decoder(config, family, **biases(attention=attention, ffn=ffn), **options)
+
+
+def _smollm3(config: Config) -> Decoder:
+    """Llama without rotation in some layers: by `no_rope_layers`, which has 0 for those, else in every n-th."""
+    every, layers = config.size("no_rope_layer_interval", 4), config.size("num_hidden_layers")
+    rotated = config.get("no_rope_layers", [int((n + 1) % every != 0) for n in range(layers)])
+    if not (
+        isinstance(rotated, list) and len(rotated) >= layers and all(type(r) is int and r in (0, 1) for r in rotated)
+    ):
+        raise config.error("no_rope_layers", rotated, expected=f"0 or 1 for each of {layers} layers")
+    unrotated = tuple(n for n in range(layers) if not rotated[n])
+    return _decoder(config, "smollm3", context=32768, n_kv_heads=4, theta=2e6, tied=True, unrotated_layers=unrotated)
 
 
 def _arcee(config: Config) -> Decoder:
@@ -37,7 +50,7 @@ ATTENTION = {
     "attention/k_norm": stored("layers.{n}.self_attn.k_norm.weight"),
     "ffn/norm/weight": stored("layers.{n}.post_attention_layernorm.weight"),
 }
-_LAYER = {
+LAYER = {
     **ATTENTION,
     **linear("ffn/first", "layers.{n}.mlp.gate_proj"),
     "ffn/rest": (
@@ -52,10 +65,17 @@ ADAPTER = Adapter(
     family="llama",
     architectures=("LlamaForCausalLM", "LlamaModel"),
     global_tensors={"embedding": stored("embed_tokens.weight"), "final_norm/weight": stored("norm.weight")},
-    layer_tensors=lambda _: _LAYER,
+    layer_tensors=lambda _: LAYER,
     read_keys=KEYS | {"attention_bias", "mlp_bias"},
     ignored_tensors=(r"rotary_emb\.inv_freq$",),
     decoder=_decoder,
+)
+SMOLLM3 = replace(
+    ADAPTER,
+    family="smollm3",
+    architectures=("SmolLM3ForCausalLM", "SmolLM3Model"),
+    read_keys=ADAPTER.read_keys | {"no_rope_layers", "no_rope_layer_interval", "max_window_layers"},
+    decoder=_smollm3,
 )
 _ARCEE_LAYER = {**ATTENTION, **plain_ffn("layers.{n}.mlp.up_proj", "layers.{n}.mlp.down_proj")}
 ARCEE = replace(

@@ -29,12 +29,14 @@ def _layer(d: Decoder) -> Table:
 TRAINING_KEYS = {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
 """Keys of a router that do not change the function."""
 
+MOE_KEYS = {"num_local_experts", "num_experts_per_tok", *TRAINING_KEYS}
+
 ADAPTER = replace(
     llama.ADAPTER,
     family="mixtral",
     architectures=("MixtralForCausalLM", "MixtralModel"),
     layer_tensors=_layer,
-    read_keys=mistral.KEYS | {"num_local_experts", "num_experts_per_tok", *TRAINING_KEYS},
+    read_keys=mistral.KEYS | MOE_KEYS,
     decoder=_decoder,
 )
 TURBOSPARSE = replace(

@@ -1,6 +1,7 @@
 """Qwen2 and Qwen3: Llama's arrays, with biases on queries, keys and values (2), or norms on queries and keys (3).
 
-Qwen3's mixtures of experts normalise the weights of the experts that a token goes to, which is a softmax over those.
+Published mixtures of experts normalise the weights of the experts that a token goes to (`norm_topk_prob`), which is a
+softmax over those.
 """
 
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import llama, mixtral
 from pi_compile.checkpoint.families.adapter import Table, experts_ffn
-from pi_compile.checkpoint.families.fields import biases, experts, no_window, usual_decoder
+from pi_compile.checkpoint.families.fields import biases, no_window, routed_experts, usual_decoder
 from pi_runtime.artifact.decoder import Decoder
 
 _CONTEXT = 32768
@@ -28,20 +29,18 @@ def _qwen3(config: Config) -> Decoder:
 
 
 def _qwen3_moe(config: Config) -> Decoder:
-    if not config.flag("norm_topk_prob", default=False):
-        raise config.error("norm_topk_prob", config.get("norm_topk_prob"), expected="true: weights that are normalised")
-    # Newer versions of transformers write the number of experts under Mixtral's name.
-    count = experts(config, "num_experts" if "num_experts" in config.fields else "num_local_experts")
     names, bias = {"intermediate_size": "moe_intermediate_size"}, config.flag("attention_bias", default=False)
-    return _decoder(
-        config, "qwen3_moe", n_kv_heads=4, names=names, qk_norm=True, **biases(attention=bias, ffn=False), **count
-    )
+    options = {"names": names, "qk_norm": True, **biases(attention=bias, ffn=False), **routed_experts(config)}
+    return _decoder(config, "qwen3_moe", n_kv_heads=4, **options)
 
 
-def _moe_layer(d: Decoder) -> Table:
+def moe_layer(d: Decoder) -> Table:
+    """Llama's attention, and a router and experts at the place of its FFN."""
     names = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     return {**llama.ATTENTION, **experts_ffn(d.n_experts, "layers.{n}.mlp", **names)}
 
+
+MOE_KEYS = {"num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob"}
 
 QWEN2 = replace(
     llama.ADAPTER,
@@ -57,14 +56,13 @@ QWEN3 = replace(
     read_keys=_KEYS | {"attention_bias"},
     decoder=_qwen3,
 )
-_MOE_KEYS = "moe_intermediate_size num_experts num_local_experts num_experts_per_tok norm_topk_prob"
 QWEN3_MOE = replace(
     QWEN3,
     family="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
-    layer_tensors=_moe_layer,
-    read_keys=QWEN3.read_keys | frozenset(_MOE_KEYS.split()) | mixtral.TRAINING_KEYS,
-    # Dense layers among the others.
-    neutral_keys={"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
+    layer_tensors=moe_layer,
+    read_keys=QWEN3.read_keys | MOE_KEYS | {"moe_intermediate_size"} | mixtral.TRAINING_KEYS,
+    # Dense layers among the others, and an expert that every token takes.
+    neutral_keys={"mlp_only_layers": ([],), "decoder_sparse_step": (1,), "shared_expert_intermediate_size": (0,)},
     decoder=_qwen3_moe,
 )

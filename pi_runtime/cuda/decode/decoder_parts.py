@@ -57,8 +57,12 @@ class DecoderParts:
             narrow_TW = self._narrow(len(ids_T))
             dequantise_rows(w.matrix("embedding"), ids_T, 0, narrow_TW)
             self._linear("embedding_in", narrow_TW, x_TD)
+        if d.embedding_scale != 1:
+            x_TD.mul_(d.embedding_scale)
         if d.positions == "learned":
             dequantise_rows(w.matrix("positions"), positions_T, d.position_offset + start, x_TD, add=True)
+        if d.embedding_norm:
+            self._norm("embedding_norm", x_TD, x_TD)
 
     def _narrow(self, tokens: int) -> torch.Tensor:
         """Room for rows of an embedding that is not as wide as the model."""
@@ -74,7 +78,7 @@ class DecoderParts:
             t[:tokens] for t in (self.x_TD, self.normed_TD, self.qkv_TQ, self.attn_out_TO)
         )
         input_TD = x_TD
-        if d.block != "post-norm":
+        if d.block in ("sequential", "parallel"):
             self._norm(f"{at}norm", x_TD, normed_TD)
             input_TD = normed_TD
         self._linear(f"{at}qkv", input_TD, qkv_TQ)
@@ -85,6 +89,12 @@ class DecoderParts:
             attention.attend_block(qkv_TQ, self._places, self.cache[layer], out_TO)
         else:
             attention.attend(qkv_TQ, self._places, self.cache[layer], self.partials, out_TO)
+        if d.block == "reordered":
+            self._linear(f"{at}out", out_TO, normed_TD)
+            self._norm(f"{at}norm", normed_TD, normed_TD)
+            normed_TD += x_TD
+            x_TD.zero_()  # the FFN's sum is normed alone
+            return
         self._linear(f"{at}out", out_TO, x_TD, add=True)
         if d.block == "post-norm":
             self._norm(f"{at}norm", x_TD, x_TD)
@@ -101,14 +111,23 @@ class DecoderParts:
         """Norms and angles of queries and keys; keys and values into the cache."""
         ws, at = self.workspace, f"layers/{layer}/attention/"
         q_norm, k_norm = self.weights.vector(f"{at}q_norm"), self.weights.vector(f"{at}k_norm")
-        norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
-        eps = self.decoder.norm_eps
-        attention.store_kv(qkv_TQ, self._places, ws.cos_SJ, ws.sin_SJ, self.cache[layer], norms=norms, eps=eps)
+        norms, eps = None if q_norm is None or k_norm is None else (q_norm, k_norm), self.decoder.norm_eps
+        if norms is not None and self.decoder.joint_qk_norm:
+            queries, keys = map(len, norms)
+            for weight, x_TN in zip(norms, qkv_TQ[:, : queries + keys].split([queries, keys], 1), strict=True):
+                residual.norm(x_TN, weight, None, eps, x_TN)
+            norms = None
+        rotated = layer not in self.decoder.unrotated_layers
+        cos_SJ, sin_SJ = ws.cos_SJ if rotated else None, ws.sin_SJ if rotated else None
+        attention.store_kv(qkv_TQ, self._places, cos_SJ, sin_SJ, self.cache[layer], norms=norms, eps=eps)
 
     def norm_after_ffn(self, layer: int, tokens: int) -> None:
-        """x ← norm(x), where the decoder normalises after each part (post-norm)."""
-        if self.decoder.block == "post-norm":
-            self._norm(f"layers/{layer}/ffn/norm", self.x_TD[:tokens], self.x_TD[:tokens])
+        """x ← norm(x) where the decoder normalises after each part, plus the FFN's input where that is the residual."""
+        block, x_TD = self.decoder.block, self.x_TD[:tokens]
+        if block in ("post-norm", "reordered"):
+            self._norm(f"layers/{layer}/ffn/norm", x_TD, x_TD)
+        if block == "reordered":
+            x_TD += self.normed_TD[:tokens]
 
     def head_input(self, tokens: int) -> torch.Tensor:
         """The vectors that the head's matrix is multiplied with; `normed` may be overwritten."""
@@ -121,6 +140,14 @@ class DecoderParts:
         narrow_TW = self._narrow(tokens)
         self._linear("embedding_out", x_TD, narrow_TW)
         return narrow_TW
+
+    def finish_logits(self, logits_TV: torch.Tensor) -> None:
+        """z ← s z, or c tanh(s z / c) with a cap c."""
+        scale, cap = self.decoder.logit_scale, self.decoder.logit_softcap
+        if scale != 1:
+            logits_TV.mul_(scale)
+        if cap > 0:
+            logits_TV.div_(cap).tanh_().mul_(cap)
 
     @property
     def head(self) -> DeviceMatrix:

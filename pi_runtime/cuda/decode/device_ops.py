@@ -82,7 +82,7 @@ class DeviceOps:
         if self._routing is not None:
             ws, router = self.workspace, self.weights.matrix(f"layers/{layer}/ffn/router")
             linear(router, None, ws.handover.x_MD, ws.router_MX, self.device.tiling)
-            moe.route(ws.router_MX, self._routing)
+            moe.route(ws.router_MX, self._routing, normalised=self.decoder.router_normalised)
 
     def prepare_selector(self, layer: int) -> None:
         """Compute what the selection of hot and cold neurons shares."""
@@ -211,6 +211,7 @@ class DeviceOps:
         ws, parts = self.workspace, self.parts
         input_MD, bias_V = parts.head_input(self.tokens), self.weights.vector("head_bias")
         linear(parts.head, bias_V, input_MD, ws.logits_MV, self.device.tiling)
+        parts.finish_logits(ws.logits_MV)
         self.pinned.logits_MV.copy_(ws.logits_MV, non_blocking=True)
 
     def send_rows(self) -> None:

@@ -74,7 +74,7 @@ class HostOps:
 
     def embed(self) -> None:
         m = self.model
-        embed(m.cfg, m.ends, self._token_M, self._at.position_T, m.workspace, self.x_MD)
+        embed(m.cfg, m.ends, m.eps, self._token_M, self._at.position_T, m.workspace, self.x_MD)
 
     def attention(self, layer: int) -> None:
         """x ← x + attention(norm(x)); then the FFN's input, and the tokens' experts."""
@@ -87,7 +87,7 @@ class HostOps:
         result = m.workspace, self._tally_M3, self.x_MD
         moe.ffn_of_experts(m.cfg, w_XW, self._input_MD, self._select_M, False, *result)
         self.rows_ML2[:, layer] = self._tally_M3[:, neuron_chunks.READ :]
-        after_ffn(m.cfg, w_XW[0], m.eps, self.x_MD)
+        after_ffn(m.cfg, w_XW[0], m.eps, self._input_MD, self.x_MD)
 
     def send_handover(self) -> None:
         """Leave the FFN's input and the tokens' experts for the GPU."""
@@ -130,7 +130,8 @@ class HostOps:
         if self.cuts[layer].cold:
             self.x_MD[:] += self._own_sum_MD
         self.x_MD[:] += self._sum_to_host
-        after_ffn(self.model.cfg, self.model.table_LXW[layer, 0], self.model.eps, self.x_MD)
+        m = self.model
+        after_ffn(m.cfg, m.table_LXW[layer, 0], m.eps, self._input_MD, self.x_MD)
 
     def send_residual(self) -> None:
         self._x_to_device[:] = self.x_MD

@@ -3,7 +3,7 @@
 What the GPU has of a layer stands expert by expert in one array (see `Cuts`). The neurons of the K experts that the
 token is routed to are listed; from there on the kernels for lists do the same as in a layer without experts.
 
-    expert_k, route_weight_k ← the K largest of router · x, softmax over them      route
+    expert_k, route_weight_k ← the K largest of router · x, softmax over them or all   route
     rows ← neurons of these experts                                                list_expert_neurons
     h_i ← route_weight_k h_i                                                       apply_route_weights
 
@@ -44,8 +44,11 @@ class Routing(NamedTuple):
     route_weight_MK: torch.Tensor
 
 
-def route(router_MX: torch.Tensor, routing: Routing) -> None:
-    """Take a token's K largest values, the lower expert of equal ones first, and the softmax over them."""
+def route(router_MX: torch.Tensor, routing: Routing, *, normalised: bool = True) -> None:
+    """Take a token's K largest values, the lower expert of equal ones first, and the softmax over them.
+
+    Where it is not `normalised`, their part of the softmax over all.
+    """
     (tokens, experts), count = router_MX.shape, routing.expert_MK.shape[1]
     assert 0 < count <= experts
     assert router_MX.is_contiguous()
@@ -53,8 +56,9 @@ def route(router_MX: torch.Tensor, routing: Routing) -> None:
     assert routing.route_weight_MK.dtype == torch.float32
     assert routing.route_weight_MK.shape == routing.expert_MK.shape == (tokens, count)
     _route[(tokens,)](
-        router_MX, routing, experts, count, triton.next_power_of_2(experts), triton.next_power_of_2(count), num_warps=1
-    )
+        router_MX, routing, experts, count, normalised, triton.next_power_of_2(experts), triton.next_power_of_2(count),
+        num_warps=1,
+    )  # fmt: skip
 
 
 def list_expert_neurons(
@@ -84,7 +88,7 @@ def apply_route_weights(listed: NeuronList, h_MF: torch.Tensor, routing: Routing
 
 
 @triton.jit
-def _route(router, routing, experts, count, X: tl.constexpr, K: tl.constexpr):
+def _route(router, routing, experts, count, NORMALISED: tl.constexpr, X: tl.constexpr, K: tl.constexpr):
     router += tl.program_id(0) * experts
     begin = tl.program_id(0) * count
     expert_X = tl.arange(0, X)
@@ -102,8 +106,11 @@ def _route(router, routing, experts, count, X: tl.constexpr, K: tl.constexpr):
         value_K = tl.where(place_K == k, most, value_K)
     mask_K = place_K < count
     route_weight_K = tl.exp(value_K - tl.max(value_K, 0))
+    total = tl.sum(route_weight_K, 0)
+    if not NORMALISED:
+        total = tl.sum(tl.exp(value_X - tl.max(value_K, 0)), 0)
     tl.store(routing.expert_MK + begin + place_K, expert_K, mask=mask_K)
-    tl.store(routing.route_weight_MK + begin + place_K, route_weight_K / tl.sum(route_weight_K, 0), mask=mask_K)
+    tl.store(routing.route_weight_MK + begin + place_K, route_weight_K / total, mask=mask_K)
 
 
 @triton.jit

@@ -16,15 +16,18 @@ COLUMNS = 128
 def norm(
     x_TD: torch.Tensor, weight_D: torch.Tensor, bias_D: torch.Tensor | None, eps: float, y_TD: torch.Tensor
 ) -> None:
-    """rms norm: x / √(mean x² + eps) · weight; with a bias layer norm: (x − mean) / √(var + eps) · weight + bias."""
+    """y ← norm(x), of rows that may lie apart.
+
+    rms norm: x / √(mean x² + eps) · weight; with a bias layer norm: (x − mean) / √(var + eps) · weight + bias.
+    """
     tokens, width = x_TD.shape
     assert y_TD.shape == x_TD.shape
     assert weight_D.shape == (width,)
-    assert x_TD.is_contiguous()
-    assert y_TD.is_contiguous()
+    assert x_TD.stride(1) == y_TD.stride(1) == 1
     block = triton.next_power_of_2(width)
     warps = 8 if block > 2048 else 4
-    _norm[(tokens,)](x_TD, weight_D, bias_D, y_TD, eps, width, block, num_warps=warps, **UNFUSED)
+    strides = x_TD.stride(0), y_TD.stride(0)
+    _norm[(tokens,)](x_TD, weight_D, bias_D, y_TD, *strides, eps, width, block, num_warps=warps, **UNFUSED)
 
 
 def merge(
@@ -40,17 +43,17 @@ def merge(
 
 
 @triton.jit
-def _norm(x, weight, bias, y, eps, width, B: tl.constexpr):
+def _norm(x, weight, bias, y, x_stride, y_stride, eps, width, B: tl.constexpr):
     column_B = tl.arange(0, B)
     mask_B = column_B < width
-    at = tl.program_id(0).to(tl.int64) * width
-    x_B = tl.load(x + at + column_B, mask=mask_B, other=0.0)
+    token = tl.program_id(0).to(tl.int64)
+    x_B = tl.load(x + token * x_stride + column_B, mask=mask_B, other=0.0)
     if bias is not None:
         x_B = tl.where(mask_B, x_B - tl.sum(x_B, 0) / width, 0.0)
     y_B = x_B / tl.sqrt(tl.sum(x_B * x_B, 0) / width + eps) * tl.load(weight + column_B, mask=mask_B, other=0.0)
     if bias is not None:
         y_B += tl.load(bias + column_B, mask=mask_B, other=0.0)
-    tl.store(y + at + column_B, y_B, mask=mask_B)
+    tl.store(y + token * y_stride + column_B, y_B, mask=mask_B)
 
 
 @triton.jit

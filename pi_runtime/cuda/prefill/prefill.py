@@ -94,7 +94,7 @@ class Prefill:
         m, start, x_TD = self._host_ops.model, self._host_ops.start, self._buffers.host_x_TD.numpy()
         for part in token_blocks(len(tokens)):
             position_T = np.arange(start + part.start, start + part.stop)
-            embed(m.cfg, m.ends, tokens[part], position_T, m.workspace, x_TD[part])
+            embed(m.cfg, m.ends, m.eps, tokens[part], position_T, m.workspace, x_TD[part])
 
     def _move_residual(self, side: str, to: str, rows: slice) -> str:
         """Bring these tokens' residual from one side to another; returns the side that has it then."""
@@ -137,7 +137,7 @@ class Prefill:
         if device_sum:
             b.host_y_TD[:count].copy_(b.y_TD[:count])
             x_TD += b.host_y_TD.numpy()[:count]
-        after_ffn(m.cfg, m.table_LXW[layer, 0], m.eps, x_TD)
+        after_ffn(m.cfg, m.table_LXW[layer, 0], m.eps, b.host_normed_TD.numpy()[:count], x_TD)
 
     def _last_logits(self, side: str, count: int) -> None:
         """The last token's logits, where decoding leaves them."""
@@ -160,6 +160,7 @@ class Prefill:
             high = min(matrix.rows, low + step)
             bias_N = None if bias_V is None else bias_V[low:high]
             found_TV[:, low:high].copy_(gemm.linear(matrix[low:high], bias_N, x_TD, exact=True))
+        self._parts.finish_logits(found_TV)
 
     def close(self) -> None:
         if self._streamer is not None:

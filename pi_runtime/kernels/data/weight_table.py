@@ -65,14 +65,14 @@ _PREDICTOR = tuple(f"predictor/{name}" for name in PREDICTOR_ARRAYS)
 _COLUMNS = (*_NAMED, *_PREDICTOR, *map(scales_name, _PREDICTOR))
 COLUMN = {name: n for n, name in enumerate(_COLUMNS)}
 """Column of each array."""
-WIDTH = len(_COLUMNS) + 7
-DENSE, SELECTOR, RANK, LIMIT, MARGIN, FIRST_SLOTS, REST_SLOTS = range(len(_COLUMNS), WIDTH)
+WIDTH = len(_COLUMNS) + 8
+DENSE, SELECTOR, RANK, LIMIT, MARGIN, FIRST_SLOTS, REST_SLOTS, UNROTATED = range(len(_COLUMNS), WIDTH)
 """Further columns, which say how the layer is run (see `settings_of`), and which slots its neurons' rows are in (see
-`MatrixView.slots`)."""
+`MatrixView.slots`). The last is 1 where queries and keys are not rotated."""
 EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up_bias", "predictor/")
 """Arrays of which each expert has its own rows."""
 SELECTOR_CODES: dict[str | None, int] = {name: n for n, name in enumerate((None, *SELECTORS))}
-SEQUENTIAL, PARALLEL, POST_NORM = range(len(BLOCKS))
+SEQUENTIAL, PARALLEL, POST_NORM, REORDERED = range(len(BLOCKS))
 RELU, RELU2, DRELU, SILU, GELU, GELU_TANH = range(len(ACTIVATIONS))
 
 
@@ -87,11 +87,13 @@ class KernelConfig(NamedTuple):
     d_ff: int
     experts: int
     experts_per_token: int
+    router_normalised: int
     vocabulary: int
     rows_per_neuron: int
     """2 for a gated FFN (up, down), 1 for a plain one (fc2)."""
     centred: int
     """1: layer norm, 0: rms norm."""
+    joint_qk_norm: int
     block: int
     position_offset: int
     activation: int
@@ -102,6 +104,10 @@ class KernelConfig(NamedTuple):
     predictor_format: int
     embedding_format: int
     head_format: int
+    embedding_scale: float
+    logit_scale: float
+    logit_softcap: float
+    """0: none."""
 
 
 class Ends(NamedTuple):
@@ -112,6 +118,9 @@ class Ends(NamedTuple):
     norm: int
     """0 where there is no norm before the head."""
     norm_bias: int
+    embedding_norm: int
+    """0 where there is none."""
+    embedding_norm_bias: int
     embedding_in: int
     embedding_out: int
     head: int
@@ -136,9 +145,11 @@ def config_of(decoder: Decoder, formats: Mapping[str, str]) -> KernelConfig:
         d_ff=d.d_ff,
         experts=d.n_experts,
         experts_per_token=d.experts_per_token,
+        router_normalised=int(d.router_normalised),
         vocabulary=d.vocab_size,
         rows_per_neuron=2 if d.ffn == "gated" else 1,
         centred=int(d.norm == "layer"),
+        joint_qk_norm=int(d.joint_qk_norm),
         block=BLOCKS.index(d.block),
         position_offset=d.position_offset,
         activation=ACTIVATIONS.index(d.activation),
@@ -148,6 +159,9 @@ def config_of(decoder: Decoder, formats: Mapping[str, str]) -> KernelConfig:
         predictor_format=code["predictor"],
         embedding_format=code["embedding"],
         head_format=code["embedding" if d.tied_head else "head"],
+        embedding_scale=d.embedding_scale,
+        logit_scale=d.logit_scale,
+        logit_softcap=d.logit_softcap,
     )
 
 
@@ -180,6 +194,8 @@ def ends_of(artifact: StoredArrays) -> Ends:
         positions=address("positions"),
         norm=address("final_norm/weight"),
         norm_bias=address("final_norm/bias"),
+        embedding_norm=address("embedding_norm/weight"),
+        embedding_norm_bias=address("embedding_norm/bias"),
         embedding_in=address("embedding_in"),
         embedding_out=address("embedding_out"),
         head=address(head),
@@ -198,11 +214,15 @@ def table_of(artifact: StoredArrays, mode: str) -> npt.NDArray[np.int64]:
     The addresses are valid as long as the artifact is open.
     """
     m = artifact.manifest
-    settings = [settings_of(m.decoder, layer, mode) for layer in m.layers]
+    settings, unrotated = [settings_of(m.decoder, layer, mode) for layer in m.layers], m.decoder.unrotated_layers
     return np.array(
         [
             [
-                [*(_address(artifact, f"layers/{n}/{name}", expert) for name in _COLUMNS), *settings[n]]
+                [
+                    *(_address(artifact, f"layers/{n}/{name}", expert) for name in _COLUMNS),
+                    *settings[n],
+                    int(n in unrotated),
+                ]
                 for expert in range(m.decoder.n_experts)
             ]
             for n in range(len(m.layers))

@@ -15,6 +15,8 @@ from pi_runtime.kernels.ops.row_products import row_products
 
 ROWS_AT_ONCE = 32
 """Rows that a thread takes at once."""
+LOGITS_AT_ONCE = 1024
+"""Logits of a token that a thread scales at once."""
 
 
 @public
@@ -86,6 +88,24 @@ def norm(centred: int, eps: np.float32, weight: int, bias: int, x_TD: Floats, y_
             y_TD[t, j] = (x_TD[t, j] - mean) * scale * w_D[j]
         if centred:
             add_vector(bias, y_TD[t])
+
+
+@loop_body
+def _finish(scale: np.float32, softcap: np.float32, first: int, count: int, z_TV: Floats) -> None:
+    for t in range(z_TV.shape[0]):
+        for n in range(first, first + count):
+            z = z_TV[t, n] * scale
+            z_TV[t, n] = softcap * np.tanh(z / softcap) if softcap > 0 else z
+
+
+@parallel
+def finish_logits(scale: np.float32, softcap: np.float32, z_TV: Floats) -> None:
+    """z ← s z, or c tanh(s z / c) with a cap c above 0."""
+    _finish()
+    vocabulary = z_TV.shape[1]
+    for part in prange((vocabulary + LOGITS_AT_ONCE - 1) // LOGITS_AT_ONCE):
+        first = part * LOGITS_AT_ONCE
+        _finish(scale, softcap, first, min(vocabulary - first, LOGITS_AT_ONCE), z_TV)
 
 
 @public

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.forge import put_together, take_apart
-from support.synthetic import golden_artifact
+from support.synthetic import FACTS, golden_artifact, random_artifact, small_decoder
 
 from pi_runtime.artifact import verify
 from pi_runtime.artifact.decoding import canonical_json
@@ -20,6 +20,8 @@ from pi_runtime.errors import ArtifactError
 @pytest.fixture
 def featured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that uses one of two features of a later release, and that release's registry."""
+    for name in [*FEATURES]:
+        monkeypatch.delitem(FEATURES, name)
     monkeypatch.setitem(FEATURES, "predictors", lambda m: any(layer.rank for layer in m.layers))
     monkeypatch.setitem(FEATURES, "many-experts", lambda m: m.decoder.n_experts > 99)
     return golden_artifact(tmp_path / "new.pi")
@@ -39,6 +41,31 @@ def test_a_file_lists_what_it_uses(featured: Path) -> None:
     data = featured.read_bytes()
     assert data[-90:].startswith(b"pi-artifact/4 sha256-4MiB ")
     assert b'"manifest":"manifest.json","version":4}' in data
+
+
+NAMES = {
+    "norms after each part": ["block.reordered", "joint_qk_norm"],
+    "scaled, capped, not rotated": [
+        *("embedding_norm", "embedding_scale", "logit_scale", "logit_softcap"), "unrotated_layers",
+    ],
+    "experts weighed among all": ["router_normalised"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("facts", FACTS)
+def test_facts_of_a_decoder_are_features(facts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = random_artifact(tmp_path / "a.pi", small_decoder(**FACTS[facts]))
+    verify(path)
+    with Artifact.open(path) as artifact:
+        assert artifact.manifest.features == tuple(f"decoder.{name}" for name in NAMES[facts])
+    monkeypatch.delitem(FEATURES, f"decoder.{NAMES[facts][0]}")
+    assert f"found: decoder.{NAMES[facts][0]}" in refusal(path)
+
+
+def test_angles_of_the_other_way_are_a_feature(tmp_path: Path) -> None:
+    path = random_artifact(tmp_path / "a.pi", small_decoder(rotary_frequencies=(-1.0, -0.5)))
+    with Artifact.open(path) as artifact:
+        assert artifact.manifest.features == ("decoder.rotary_frequencies.negative",)
 
 
 def test_a_feature_that_a_release_lacks_is_refused_by_name(featured: Path, monkeypatch: pytest.MonkeyPatch) -> None:

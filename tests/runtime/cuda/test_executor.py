@@ -65,6 +65,12 @@ FORMS: dict[str, dict[str, Any]] = {
     },
     "parallel": {"block": "parallel", "ffn": "plain", "activation": "gelu", "norm": "layer"},
     "query and key norms, drelu": {"qk_norm": True, "activation": "drelu", "rotary_scale": 1.5},
+    "joint norms of queries and keys": {"qk_norm": True, "joint_qk_norm": True},
+    "norms after each part": {"block": "reordered", "n_layers": 3},
+    "scaled, normed, capped, turned back, without rotation in a layer": {
+        "embedding_scale": 3.0, "embedding_norm": True, "logit_scale": 0.7, "logit_softcap": 0.9,
+        "rotary_frequencies": (-1.0, -0.1), "unrotated_layers": (1,),
+    },
     "squares above a threshold": {"activation": "relu2", "threshold": 0.2},
     "silu": {"activation": "silu"},
 }  # fmt: skip

@@ -73,6 +73,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "drelu, all experts": {"activation": "drelu", "experts_per_token": EXPERTS},
     "silu above a threshold": {"activation": "silu", "layers": OTHERS},
     "parallel": {"block": "parallel", "shared_norm": True},
+    "weights of a softmax over all experts": {"router_normalised": False},
+    "norms after each part": {"block": "reordered"},
 }  # fmt: skip
 
 

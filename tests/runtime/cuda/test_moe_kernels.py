@@ -48,10 +48,11 @@ def list_of(device: torch.device, room: int) -> NeuronList:
 def test_route(device: torch.device, n_experts: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, n_experts))
     values = np.random.default_rng(n_experts).integers(-2, 3, n_experts).astype(np.float32)  # many are equal
-    decoder = small_decoder(n_experts=n_experts, experts_per_token=count)
+    normalised = data.draw(st.booleans())
+    decoder = small_decoder(n_experts=n_experts, experts_per_token=count, router_normalised=normalised)
     wanted = reference.routing(decoder, {"ffn/router": values[:, None]}, np.ones((1, 1), np.float32))[0]
     found = Routing(integers(device, np.full((2, count), -1)), torch.zeros(2, count, device=device))
-    moe.route(torch.from_numpy(np.stack([values, values[::-1]])).to(device), found)
+    moe.route(torch.from_numpy(np.stack([values, values[::-1]])).to(device), found, normalised=normalised)
     order = np.argsort(-values, kind="stable")[:count]
     np.testing.assert_array_equal(found.expert_MK[0].cpu(), order)
     assert_close(found.route_weight_MK[0], wanted[order], 1e-6)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.disk_models import from_disk
-from support.synthetic import random_artifact, small_decoder
+from support.synthetic import FACTS, random_artifact, small_decoder
 
 from pi_runtime import Model, load
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
@@ -59,6 +59,16 @@ def test_every_format(tmp_path: Path, fmt: str) -> None:
         expected = outputs(model)
     with from_disk(path, 0.3) as model:
         same(outputs(model), expected)
+
+
+@pytest.mark.parametrize("facts", FACTS.values(), ids=FACTS)
+def test_every_fact_of_a_decoder(tmp_path: Path, facts: dict[str, Any]) -> None:
+    path = artifact(tmp_path, "q4", **facts)
+    with load(path, device="cpu") as model:
+        expected = outputs(model)
+    with from_disk(path, 0.2) as model:
+        same(outputs(model), expected)
+        assert bytes_read(model) > 0
 
 
 @pytest.mark.parametrize("mode", ["dense", "gate", "predicted"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.stored import WEIGHT_FORMATS
-from support.synthetic import random_artifact, small_decoder
+from support.synthetic import FACTS, random_artifact, small_decoder
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
@@ -20,6 +20,7 @@ SHAPES = {
     "wide": ({"d_ff": 700, "d_model": 288, "n_heads": 4, "head_dim": 72, "activation": "drelu"}, "predicted", 9),
     "shared heads": ({"n_kv_heads": 1, "activation": "silu"}, "threshold", None),
 }
+FURTHER = {name: (fields, "predicted", 3) for name, fields in FACTS.items()}
 ANSWER = (5, 9, 11)
 
 
@@ -27,13 +28,14 @@ CASES = [
     *((fmt, shape, "auto") for fmt in WEIGHT_FORMATS for shape in SHAPES),
     *(("f16", shape, "q8") for shape in SHAPES),
     ("f32", "plain", "f16"),
+    *(("f16", shape, "auto") for shape in FURTHER),
 ]
 
 
 @pytest.fixture(params=CASES, ids=" ".join)
 def executor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CpuExecutor]:
     fmt, shape, cache = request.param
-    fields, rung, rank = SHAPES[shape]
+    fields, rung, rank = (SHAPES | FURTHER)[shape]
     decoder = small_decoder(context_length=128, **fields)
     layers = (
         Layer(rung=rung, rank=rank, threshold=0.2 if rung == "threshold" else 0.0),

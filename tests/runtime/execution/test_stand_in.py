@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.synthetic import random_artifact, small_decoder, stored_plan
+from support.synthetic import FACTS, random_artifact, small_decoder, stored_plan
 
 from pi_runtime import load
 from pi_runtime.artifact.schema import Layer, Plan
@@ -49,6 +49,18 @@ def test_two_sides_give_what_one_gives(family: str, cuts: tuple[int, ...], mode:
     path = random_artifact(tmp_path / "a.pi", decoder, ranks=[7] * decoder.n_layers, plans=plans(cuts))
     ids = np.random.default_rng(0).integers(0, decoder.vocab_size, 20)
     with load(path, mode=mode) as one, load(path, mode=mode, device="stand-in") as two:
+        (wanted, wanted_rows), (found, rows) = decode(one, ids), decode(two, ids)
+    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    np.testing.assert_array_equal(rows, wanted_rows)
+
+
+@pytest.mark.parametrize("facts", FACTS.values(), ids=FACTS)
+def test_two_sides_give_what_one_gives_whatever_the_decoder(facts: dict[str, Any], tmp_path: Path) -> None:
+    decoder = small_decoder(d_ff=200, **facts)
+    cuts = (128, 64) if decoder.n_experts == 1 else (128, 0, 64, 0, 200, 64)
+    path = random_artifact(tmp_path / "a.pi", decoder, ranks=[7] * decoder.n_layers, plans=plans(cuts))
+    ids = np.random.default_rng(0).integers(0, decoder.vocab_size, 20)
+    with load(path) as one, load(path, device="stand-in") as two:
         (wanted, wanted_rows), (found, rows) = decode(one, ids), decode(two, ids)
     assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
     np.testing.assert_array_equal(rows, wanted_rows)

@@ -59,9 +59,17 @@ DECODERS: dict[str, dict[str, Any]] = {
         "ffn_bias": True,
     },
     "qk-norm-fatrelu": {**ODD, "n_kv_heads": 1, "qk_norm": True, "threshold": 0.05},
+    "joint-qk-norm": {**ODD, "n_kv_heads": 1, "qk_norm": True, "joint_qk_norm": True},
+    "reordered": {**ODD, "n_kv_heads": 1, "block": "reordered", "ffn_bias": True},
+    "reordered-layer-norm": {"block": "reordered", "norm": "layer", "n_experts": 3, "d_ff": 29, "experts_per_token": 2},
+    "embedding-scaled-and-normed": {"embedding_scale": 2.5, "embedding_norm": True, "d_embedding": 20},
+    "positions-scaled-and-normed": {"family": "opt", "embedding_scale": 2.5, "embedding_norm": True},
+    "logits-scaled-and-capped": {"logit_scale": 0.4, "logit_softcap": 1.5, "head_bias": True},
+    "turned-back-without-rotation": {"rotary_frequencies": (-1.0, -0.03), "unrotated_layers": (1,)},
     "relu2-plain": {"activation": "relu2", "ffn": "plain", "norm": "layer", "rotary_frequencies": (1.0,)},
     "drelu": {**ODD, "activation": "drelu", "ffn_bias": True},
     "experts": {"n_experts": 5, "experts_per_token": 2, "d_ff": 23, "activation": "silu"},
+    "experts-unnormalised": {"n_experts": 5, "experts_per_token": 2, "d_ff": 23, "router_normalised": False},
     "experts-odd": {**ODD, "n_experts": 3, "experts_per_token": 1, "d_ff": 29, "activation": "drelu", "ffn_bias": True},
 }
 
@@ -156,8 +164,13 @@ def decided(artifact: Artifact, mode: str, margins: Margins) -> Iterator[tuple[n
 
 @pytest.mark.parametrize(
     ("name", "fmt"),
-    # Numbers that come from q4 have quotients that are halves: a narrow embedding's, which a product begins with.
-    [(name, fmt) for name, d in DECODERS.items() for fmt in BYTES if fmt != "q4" or "d_embedding" not in d],
+    # Numbers that come from q4 have quotients that are halves: an embedding's that a product begins with.
+    [
+        (name, fmt)
+        for name, d in DECODERS.items()
+        for fmt in BYTES
+        if fmt != "q4" or not (d.get("block") == "reordered" or "d_embedding" in d)
+    ],
 )
 def test_decided_inputs_of_q8_and_q4(name: str, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = artifact_of(name, fmt, tmp_path)

@@ -1,6 +1,7 @@
 """Which experts the router takes, and what is counted of them, against NumPy."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,10 @@ from pi_runtime.kernels.data.workspace import allocate_workspace
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
 
 
-def routed(router_XD: np.ndarray, taken: int, x_TD: np.ndarray) -> np.ndarray:
+def routed(router_XD: np.ndarray, taken: int, x_TD: np.ndarray, **facts: Any) -> np.ndarray:
     """(T, X) route weights by the kernel."""
     n_experts, width = router_XD.shape
-    decoder = small_decoder(d_model=width, n_experts=n_experts, experts_per_token=taken)
+    decoder = small_decoder(d_model=width, n_experts=n_experts, experts_per_token=taken, **facts)
     cfg = weight_table.config_of(decoder, dict.fromkeys(PARTS, "f32"))
     ws, stored = allocate_workspace(decoder, 0), FORMATS["f32"].encode(router_XD)
     row = np.zeros(weight_table.WIDTH, np.int64)
@@ -50,9 +51,10 @@ def test_route_weights_are_those_of_the_definition(
     rng = np.random.default_rng(width)
     # Small whole numbers: sums are exact, and many are equal.
     router_XD, x_TD = (rng.integers(-1, 2, (n, width)).astype(np.float32) for n in (n_experts, tokens))
-    decoder = small_decoder(d_model=width, n_experts=n_experts, experts_per_token=taken)
+    facts = {"router_normalised": data.draw(st.booleans())}
+    decoder = small_decoder(d_model=width, n_experts=n_experts, experts_per_token=taken, **facts)
     wanted = reference.routing(decoder, _Router({"ffn/router": router_XD}), x_TD)
-    found = routed(router_XD, taken, x_TD)
+    found = routed(router_XD, taken, x_TD, **facts)
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=0)
     np.testing.assert_array_equal(found > 0, wanted > 0)
 

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import numpy as np
 import torch
-from support.families import CASES, random_checkpoint, random_sizes
+from support.families import CASES, LLAMA, random_checkpoint, random_sizes
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.packing import PackSpec, pack
@@ -22,9 +22,9 @@ from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.kernels import reference
 
 
-def packed(checkpoint: Checkpoint, path: Path) -> np.ndarray:
+def packed(checkpoint: Checkpoint, path: Path, **formats: str) -> np.ndarray:
     """Logits of some tokens from the artifact, by the definition."""
-    pack(checkpoint, PackSpec(formats=dict.fromkeys(PARTS, "keep")), path, recipe={})
+    pack(checkpoint, PackSpec(formats=dict.fromkeys(PARTS, "keep") | formats), path, recipe={})
     with Artifact.open(path) as artifact:
         return reference.forward(artifact, tokens(checkpoint))
 
@@ -42,7 +42,7 @@ def profiled(checkpoint: Checkpoint) -> np.ndarray:
     x = td.embed(d, ends, torch.from_numpy(tokens(checkpoint))[None])
     for n in range(d.n_layers):
         w = td.layer_weights(checkpoint, n, "cpu")
-        x, normed = td.before_ffn(d, w, x)
+        x, normed = td.before_ffn(d.of_layer(n), w, x)
         x = td.after_ffn(d, w, x, td.ffn_output(w, td.neurons(d, w, normed)))
     return td.logits(d, ends, x)[0].numpy()
 
@@ -82,3 +82,34 @@ def test_whatever_the_sizes(case: str, tmp_path: Path, long: bool) -> None:
         wanted = theirs(model, checkpoint)
         for found in (profiled(checkpoint), packed(checkpoint, folder / "a.pi")):
             assert_equal_logits(found, wanted)
+
+
+END = LLAMA["eos_token_id"]
+SINGLE = {"granite", "granitemoe", "nanochat", "olmo2", "olmoe", "qwen3-moe-unnormalised", "smollm3"}
+
+
+@pytest.mark.parametrize("case", sorted(SINGLE))
+def test_bf16_in_split_files(case: str, tmp_path: Path) -> None:
+    model = random_checkpoint(tmp_path, case, shard="20KB", dtype=torch.bfloat16).float()
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    checkpoint = open_checkpoint(tmp_path)
+    assert set(checkpoint.formats().values()) == {"bf16"}
+    assert_equal_logits(profiled(checkpoint), theirs(model, checkpoint))
+    # Beside attention of 16 bits keys and values are rounded to float16.
+    assert_equal_logits(packed(checkpoint, tmp_path / "a.pi", attention="f32"), theirs(model, checkpoint))
+
+
+@pytest.mark.parametrize("case", sorted(SINGLE))
+def test_greedy_text(case: str, tmp_path: Path) -> None:
+    model = random_checkpoint(tmp_path, case)
+    checkpoint, path = open_checkpoint(tmp_path), tmp_path / "a.pi"
+    pack(checkpoint, PackSpec(formats=dict.fromkeys(PARTS, "keep")), path, recipe={})
+    with load(path, threads=1) as ours:
+        prompt = torch.tensor([ours.tokenizer.encode("the quick")])
+        every = torch.ones_like(prompt)  # also what looks like padding
+        found = model.generate(prompt, attention_mask=every, max_new_tokens=20, do_sample=False)
+        wanted = found[0, prompt.shape[1] :].tolist()
+        wanted = wanted[: wanted.index(END)] if END in wanted else wanted
+        answer = ours.generate("the quick", max_tokens=20)
+        assert "".join(answer) == ours.tokenizer.decode(wanted)
+        assert [*answer.token_ids] == wanted
