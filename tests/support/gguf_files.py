@@ -22,7 +22,9 @@ _NAMES = {"lm_head": "output", "block_sparse_moe.gate": "ffn_gate_inp"} | {
     for theirs, own in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
 }
 """Names that llama.cpp's map of names does not have, relative to a layer."""
-_ARCHITECTURES = {"mixtral": "llama", "phi": "phi2"}
+_ARCHITECTURES = {"mixtral": "llama", "phi": "phi2", "qwen3_moe": "qwen3moe"}
+_PERMUTED = ("arcee", "granite", "granitemoe", "llama", "mixtral", "smollm3")
+_ROUTERS = ("block_sparse_moe.gate.", "block_sparse_moe.router.", "mlp.gate.weight", "ffn_gate_inp")
 # Rows of whole blocks of 32; heads that together are wider than the model.
 LLAMA = {
     "vocab_size": 307,
@@ -65,6 +67,13 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+OLMOE = {"hidden_size": 96, "head_dim": None, "num_key_value_heads": 4, "num_experts": 5, "num_experts_per_tok": 2}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 3.0,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-biases-tied": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -73,6 +82,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2": ("Qwen2", {"hidden_size": 96, "head_dim": None, "rope_parameters": YARN}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3Moe", OLMOE | {"moe_intermediate_size": 64, "norm_topk_prob": True, "head_dim": 24}),
+    "arcee": ("Arcee", {}),
+    "olmo2": ("Olmo2", {"hidden_size": 96, "head_dim": None, "rope_parameters": YARN}),
+    "olmoe": ("Olmoe", OLMOE),
+    "granite": ("Granite", GRANITE | {"tie_word_embeddings": True}),
+    "granitemoe": ("GraniteMoe", GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
     "falcon-7b": ("Falcon", FALCON | {"new_decoder_architecture": False}),
     "falcon-40b": ("Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "gpt2": ("GPT2", GPT2),
@@ -243,13 +259,13 @@ def _held(name: str, values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _kind(name: str, array: np.ndarray, kind: str) -> Type:
-    small = array.ndim < 2 or "block_sparse_moe.gate." in name or "ffn_gate_inp" in name
+    small = array.ndim < 2 or any(router in name for router in _ROUTERS)
     return Type.F32 if small else TYPES[kind]
 
 
 def _tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     stacked: dict[str, list[np.ndarray]] = {}
-    loaded = {n: t.numpy() for n, t in load_file(folder / "model.safetensors").items()}
+    loaded = _told_apart({n: t.numpy() for n, t in load_file(folder / "model.safetensors").items()})
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     arch = _ARCHITECTURES.get(config["model_type"], config["model_type"])
     names = gguf.get_tensor_name_map(known[arch], len(loaded))
@@ -264,11 +280,26 @@ def _tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {**tensors, **_rope_divisors(config)}
 
 
+def _told_apart(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same with Mixtral's names and one tensor for each of an expert's matrices, where GraniteMoE joins them."""
+    found: dict[str, np.ndarray] = {}
+    for name, values in tensors.items():
+        block = name.partition("block_sparse_moe.")[0] + "block_sparse_moe."
+        if name.endswith("input_linear.weight"):
+            for e, (gate, up) in enumerate(np.split(v, 2) for v in values):
+                found |= {f"{block}experts.{e}.w1.weight": gate, f"{block}experts.{e}.w3.weight": up}
+        elif name.endswith("output_linear.weight"):
+            found |= {f"{block}experts.{e}.w2.weight": down for e, down in enumerate(values)}
+        else:
+            found[name.replace("router.layer", "gate")] = values
+    return found
+
+
 def _as_llama_cpp_has_it(values: np.ndarray, name: str, config: Mapping[str, Any]) -> np.ndarray:
     """Permuted for the rotation (Llama), queries before keys (Falcon), transposed (GPT-2), plus 1 (Nemotron)."""
     family, module = config["model_type"], name.split(".")[-2]
     turned = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}.get(module)
-    if turned and family in ("llama", "mixtral"):
+    if turned and family in _PERMUTED:
         return values.reshape(turned, 2, len(values) // turned // 2, -1).swapaxes(1, 2).reshape(values.shape)
     if module == "query_key_value":
         groups = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
@@ -318,8 +349,13 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "ARCH.attention.value_length": width,
         "ARCH.rope.dimension_count": rotated if config["model_type"] not in ("gpt2", "qwen2", "qwen3") else None,
         "ARCH.rope.freq_base": float(rope["rope_theta"]) if rope else None,
-        "ARCH.expert_count": config.get("num_local_experts"),
+        "ARCH.expert_count": first("num_local_experts", "num_experts"),
         "ARCH.expert_used_count": config.get("num_experts_per_tok"),
+        "ARCH.expert_feed_forward_length": config.get("moe_intermediate_size"),
+        "ARCH.attention.scale": config.get("attention_multiplier"),
+        "ARCH.embedding_scale": config.get("embedding_multiplier"),
+        "ARCH.residual_scale": config.get("residual_multiplier"),
+        "ARCH.logit_scale": config.get("logits_scaling"),
     }
     if rope.get("rope_type") in ("linear", "yarn"):
         found |= {"ARCH.rope.scaling.type": rope["rope_type"], "ARCH.rope.scaling.factor": rope["factor"]}

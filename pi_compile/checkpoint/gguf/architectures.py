@@ -7,6 +7,7 @@ PowerInfer for its own files. Where a file has a tensor that may be missing, suc
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import sqrt
 from types import MappingProxyType
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from pi_compile.checkpoint.config import Config
-from pi_compile.checkpoint.families import llama, rope
+from pi_compile.checkpoint.families import granite, llama, rope
 from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor, Table, linear, stored, weight_and_bias
 from pi_compile.checkpoint.families.fields import ACTIVATIONS as HF_ACTIVATIONS
 from pi_compile.checkpoint.families.fields import head_dim, usual_decoder
@@ -35,6 +36,10 @@ class Architecture:
     rotary: bool = True
     partly_rotated: bool = False
     """Whether less than a whole head may be rotated."""
+    unrotated_every: int = 0
+    """Every so many layers one is not rotated; 0 for none."""
+    multiplied: bool = False
+    """Whether it has Granite's multipliers."""
 
     @property
     def norm_key(self) -> str:
@@ -43,15 +48,23 @@ class Architecture:
 
 
 # llama.cpp has one GELU, the usual approximation, for Falcon too.
+_JOINT = {"qk_norm": True, "joint_qk_norm": True}
 _PLAIN = {"norm": "layer", "ffn": "plain", "activation": "gelu_tanh"}
 ARCHITECTURES = {
     "llama": Architecture(family="llama", permuted=True),
+    "arcee": Architecture(family="arcee", permuted=True, differences={"ffn": "plain", "activation": "relu2"}),
     "falcon": Architecture(family="falcon", differences={**_PLAIN, "block": "parallel"}),
     "gpt2": Architecture(family="gpt2", differences=_PLAIN, rotary=False),
+    "granite": Architecture(family="granite", permuted=True, multiplied=True),
+    "granitemoe": Architecture(family="granitemoe", permuted=True, multiplied=True),
     "nemotron": Architecture(family="nemotron", differences={**_PLAIN, "activation": "relu2"}, partly_rotated=True),
+    "olmo2": Architecture(family="olmo2", differences={**_JOINT, "block": "reordered"}),
+    "olmoe": Architecture(family="olmoe", differences={**_JOINT, "router_normalised": False}),
     "phi2": Architecture(family="phi", differences={**_PLAIN, "block": "parallel"}, partly_rotated=True),
     "qwen2": Architecture(family="qwen2"),
     "qwen3": Architecture(family="qwen3", differences={"qk_norm": True}),
+    "qwen3moe": Architecture(family="qwen3_moe", differences={"qk_norm": True}),
+    "smollm3": Architecture(family="smollm3", permuted=True, unrotated_every=4),
 }
 """The architectures of llama.cpp that are read."""
 _POWERINFER = {
@@ -63,6 +76,12 @@ _POWERINFER = {
 }
 """Those of PowerInfer, which computes ReLU where llama.cpp computes SiLU or GELU."""
 EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+MULTIPLIERS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 ACTIVATION_KEY = "hidden_activation"
 """The metadata key that names an activation; llama.cpp reads it for other architectures only."""
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -105,7 +124,7 @@ def gguf_adapter(file: GgufFile, activation: str) -> Adapter:
         },
         layer_tensors=lambda decoder: _layer(decoder, file),
         head="output",
-        read_keys=llama.KEYS | frozenset(EXPERTS.values()),
+        read_keys=llama.KEYS | frozenset((*EXPERTS.values(), *MULTIPLIERS.values())),
         unused_tensors=_PREDICTORS if file.of_powerinfer else {},
         decoder=lambda config: _decoder(config, found, file, activation),
     )
@@ -144,7 +163,12 @@ def _decoder(config: Config, found: Architecture, file: GgufFile, activation: st
         width = head_dim(config, config.size("hidden_size"), config.size("num_attention_heads"))
         rotated = file.metadata.get(f"{file.architecture}.rope.dimension_count", width)
         differences |= rope.rotary(config, rotated)
+    if found.unrotated_every:
+        layers = range(config.size("num_hidden_layers"))
+        differences["unrotated_layers"] = tuple(layers[found.unrotated_every - 1 :: found.unrotated_every])
     decoder = usual_decoder(config, found.family, theta=None, **differences)
+    if found.multiplied:
+        decoder = granite.multiplied(decoder, config, scores=1 / sqrt(decoder.head_dim))
     decoder = _with_activation(decoder, config, file, activation)
     if decoder.experts_per_token > decoder.n_experts:
         expected = f"at most {decoder.n_experts} experts"
@@ -176,17 +200,17 @@ def _with_activation(decoder: Decoder, config: Config, file: GgufFile, declared:
 
 
 def _layer(d: Decoder, file: GgufFile) -> Table:
-    two_norms = d.block == "parallel" and not d.shared_norm  # Falcon 40B: attn_norm is the FFN's
+    attention_norm, ffn_norm = _norms(d)
     first = "ffn_gate" if d.ffn == "gated" else "ffn_up"
     experts = [f".{e}" for e in range(d.n_experts)] if d.n_experts > 1 else [""]
     return {
-        **weight_and_bias("attention/norm", "blk.{n}.attn_norm_2" if two_norms else "blk.{n}.attn_norm"),
+        **weight_and_bias("attention/norm", f"blk.{{n}}.{attention_norm}"),
         "attention/qkv": stored(*(f"blk.{{n}}.attn_{part}.weight" for part in "qkv")),
         "attention/qkv_bias": stored(*(f"blk.{{n}}.attn_{part}.bias" for part in "qkv")),
         **linear("attention/out", "blk.{n}.attn_output"),
         "attention/q_norm": stored("blk.{n}.attn_q_norm.weight"),
         "attention/k_norm": stored("blk.{n}.attn_k_norm.weight"),
-        **weight_and_bias("ffn/norm", "blk.{n}.attn_norm" if two_norms else "blk.{n}.ffn_norm"),
+        **weight_and_bias("ffn/norm", f"blk.{{n}}.{ffn_norm}"),
         "ffn/router": stored("blk.{n}.ffn_gate_inp.weight"),
         "ffn/first": stored(*(f"blk.{{n}}.{first}{e}.weight" for e in experts)),
         "ffn/first_bias": stored(f"blk.{{n}}.{first}.bias"),
@@ -194,6 +218,14 @@ def _layer(d: Decoder, file: GgufFile) -> Table:
         "ffn/up_bias": stored("blk.{n}.ffn_up.bias"),
         "ffn/down_bias": stored("blk.{n}.ffn_down.bias"),
     }
+
+
+def _norms(d: Decoder) -> tuple[str, str]:
+    """Names of the norms of attention and FFN."""
+    if d.block == "reordered":
+        return "post_attention_norm", "post_ffw_norm"
+    # Of two norms before both (Falcon 40B), attn_norm is the FFN's.
+    return ("attn_norm_2", "attn_norm") if d.block == "parallel" and not d.shared_norm else ("attn_norm", "ffn_norm")
 
 
 def _rest(d: Decoder, file: GgufFile, expert: str) -> tuple[SourceTensor, ...]:

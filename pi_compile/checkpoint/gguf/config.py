@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pi_compile.checkpoint.config import Config
-from pi_compile.checkpoint.gguf.architectures import ACTIVATION_KEY, EXPERTS, Architecture, architecture
+from pi_compile.checkpoint.gguf.architectures import ACTIVATION_KEY, EXPERTS, MULTIPLIERS, Architecture, architecture
 from pi_compile.checkpoint.gguf.file import GgufFile
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.formats import FORMATS
@@ -80,6 +80,9 @@ def gguf_config(file: GgufFile) -> Config:
     fields: dict[str, Any] = {name: keys.pop(key) for key, name in required.items()}
     fields |= _heads(file, fields, keys) | _vocabulary(file, keys)
     fields |= {name: keys.pop(key) for key, name in EXPERTS.items() if keys.get(key)}
+    if found.multiplied:
+        fields |= {name: keys.pop(key) for key, name in MULTIPLIERS.items() if keys.get(key)}
+    fields["intermediate_size"] = keys.pop("expert_feed_forward_length", fields["intermediate_size"])
     _check_counts(file, fields)
     fields |= _rope(file, found, fields, keys)
     _refuse_changes(file, found, fields, keys)
@@ -176,8 +179,9 @@ def _rope(file: GgufFile, found: Architecture, fields: Mapping[str, Any], keys: 
 def _refuse_changes(file: GgufFile, found: Architecture, fields: Mapping[str, Any], keys: dict[str, Any]) -> None:
     """Remove the keys without effect from `keys`; raise CheckpointError for a value that has an effect."""
     context, window = fields["max_position_embeddings"], "attention.sliding_window"
-    neutral = {**_NEUTRAL, "use_parallel_residual": (found.differences.get("block") == "parallel",)}
-    for key in [*_HARMLESS, ACTIVATION_KEY, *(k for k in EXPERTS if keys.get(k) == 0)]:
+    neutral = {**_NEUTRAL, **({"rope.scaling.finetuned": (True,)} if found.multiplied else {})}  # Granite's switch
+    neutral |= {"use_parallel_residual": (found.differences.get("block") == "parallel",)}
+    for key in [*(k for k in _HARMLESS if k not in neutral), ACTIVATION_KEY, *(k for k in EXPERTS if keys.get(k) == 0)]:
         keys.pop(key, None)
     if keys.get(window) == 0 or (type(keys.get(window)) is type(context) is int and keys[window] >= context):
         del keys[window]
