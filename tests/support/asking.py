@@ -5,12 +5,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from pi_runtime import Engine
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import AnswerWriter, EventReader, GatheredAnswer
 from pi_runtime.server.api.request import GenerateRequest
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.clients import Client
+from pi_runtime.server.errors import ApiError
 from pi_runtime.server.events import Event
 from pi_runtime.server.handlers import Computed, Generated
 from pi_runtime.server.in_flight import InFlight
@@ -53,6 +56,16 @@ def computed(path: str, value: object, served: Served) -> Any:
     handler = POSTS[path].handler
     assert isinstance(handler, Computed)
     return handler.compute(POSTS[path].read(value), served)
+
+
+def refused(path: str, value: object, served: Served, param: str | None, says: str = "", status: int = 400) -> str:
+    """The message by which a request of this path is refused; it names the field that is wrong, and says what is."""
+    with pytest.raises(ApiError) as raised:
+        (computed if isinstance(POSTS[path].handler, Computed) else asked)(path, value, served)
+    error = raised.value
+    assert (error.status, error.param) == (status, param), error.message
+    assert says in error.message
+    return error.message
 
 
 def whole(path: str, value: object, chat: tuple[Served, Engine]) -> Any:

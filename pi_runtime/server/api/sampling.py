@@ -1,6 +1,7 @@
 """The fields by which a request says how its answers are chosen, for chats and completions alike."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
@@ -71,19 +72,14 @@ class SamplingFields(OtherServersFields):
 
     def sampling(self, served: Served) -> Sampling:
         """How tokens are chosen: the checkpoint's defaults, changed by what the request has."""
-        return Sampling.from_generation_config(
-            served.model.manifest.generation,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=None if self.top_k is None else max(self.top_k, 0),
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=only_one(repetition_penalty=self.repetition_penalty, repeat_penalty=self.repeat_penalty),
-            logit_bias=logit_bias(self.logit_bias, served),
-            # OpenAI's seeds have a sign; every one has draws of its own.
-            seed=None if self.seed is None else self.seed % 2**64,
-        )
+        found = self.model_dump(include={setting.name for setting in fields(Sampling)})
+        repetition = {"repetition_penalty": self.repetition_penalty, "repeat_penalty": self.repeat_penalty}
+        found |= {"repetition_penalty": only_one(**repetition), "logit_bias": logit_bias(self.logit_bias, served)}
+        if self.top_k is not None:
+            found["top_k"] = max(self.top_k, 0)
+        if self.seed is not None:
+            found["seed"] = self.seed % 2**64  # OpenAI's seeds have a sign; every one has draws of its own
+        return Sampling.from_generation_config(served.model.manifest.generation, **found)
 
     def answer_settings(
         self,
