@@ -218,9 +218,9 @@ class Core:
         if not self._speculation.is_on or len(answers) < len(work):
             return [NO_DRAFT] * len(work)
         drafts = [answer.draft() for answer in answers]
-        expected = [answer.lookup.acceptance.expected(draft) for answer, draft in zip(answers, drafts, strict=True)]
+        lengths = self._speculation.lengths([draft.expected for draft in drafts])
         found = []
-        for w, draft, length in zip(work, drafts, self._speculation.lengths(expected), strict=True):
+        for w, draft, length in zip(work, drafts, lengths, strict=True):
             assert w.request.cache is not None
             fits = length and self._caches.grow_freely(w.request.cache, 1 + length)
             found.append(replace(draft, num_run=length if fits else 0))

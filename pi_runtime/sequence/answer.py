@@ -11,7 +11,7 @@ from typing import Unpack
 import numpy as np
 
 from pi_runtime.errors import ContextError, PromptError, Setting, UsageError
-from pi_runtime.sequence.drafts import NO_DRAFT, Draft, PromptLookup
+from pi_runtime.sequence.drafts import NO_DRAFT, Draft, ForcedText, PromptLookup
 from pi_runtime.sequence.logprobs import TokenLogprobs, check_logprobs, token_logprobs
 from pi_runtime.sequence.sampler import Sampler
 from pi_runtime.sequence.sampling import Sampling
@@ -65,6 +65,7 @@ class AnswerSequence(TokenSequence):
         # What cannot come any more is of no use.
         expected = settings.get("expected", ())[: self.max_positions + 1 - len(prompt)]
         self.lookup = PromptLookup(self.tokens, self._end_ids, expected)
+        self._forced = None if self._grammar is None else ForcedText(self._grammar)
 
     @property
     def token_ids(self) -> list[int]:
@@ -117,7 +118,9 @@ class AnswerSequence(TokenSequence):
         """Tokens that may follow the newest one, as many as may still run; none unless it alone is left to run."""
         if self.num_computed < self.prompt_tokens or not self.is_decoding:
             return NO_DRAFT
-        return self.lookup.draft(self.max_positions - len(self.tokens))
+        max_tokens = self.max_positions - len(self.tokens)
+        forced = NO_DRAFT if self._forced is None else self._forced.draft(self.token_ids, max_tokens)
+        return forced if forced.tokens else self.lookup.draft(max_tokens)
 
     def advance(self, computed: StepLogits) -> Iterator[str]:
         """Count the tokens that have run, and draw the next ones if none is left to run."""
@@ -147,7 +150,7 @@ class AnswerSequence(TokenSequence):
             self._count_time()
             text = self._take(token)
             if not is_right or self.finish_reason is not None:
-                self.lookup.count(draft, drawn)
+                draft.count(drawn)
                 yield text
                 return
             yield text

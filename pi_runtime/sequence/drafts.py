@@ -1,13 +1,16 @@
-"""Drafts: the tokens that may come next, looked up in prompt and answer, so that one step can check several.
+"""Drafts: the tokens that may come next, so that one step can check several.
 
-The last tokens are found where they stood before, and what followed them there is the draft. The model runs the draft
-as one block; a drafted token is right if the draw at its position gives the same token. So drafts change no text.
+A grammar may let one text follow alone: its tokens are the draft. Otherwise the last tokens are looked up in prompt and
+answer, and what followed them where they stood before is the draft. The model runs the draft as one block; a drafted
+token is right if the draw at its position gives the same token. So drafts change no text.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from pi_runtime.text.grammar import GrammarState
 
 GRAMS = (8, 4, 2)
 """Tokens that are looked up, the longest first."""
@@ -17,8 +20,35 @@ MAX_DRAFT_TOKENS = 32
 """Most drafted tokens of one sequence in a step."""
 FORGET = 0.98
 """What a trial counts after the next one."""
+FORCED_RIGHT = 0.95
+"""Share of right tokens in forced text, before any is known: models mostly spell as the tokenizer does."""
 NO_TOKEN = -1
 """Ends what may be copied."""
+
+
+class Acceptance:
+    """The share of drafted tokens that were right, by the equal tokens before them: recent ones count most."""
+
+    def __init__(self, right: float | None = None) -> None:
+        """`right`: the share to begin with; None has it grow with the number of equal tokens."""
+        length_L = np.arange(LONGEST_MATCH + 1)
+        # Few at first: drafts that do not run are counted too, so a text that repeats itself is soon found out.
+        self._tried_L = np.full(LONGEST_MATCH + 1, 3.0)
+        self._right_L = self._tried_L * (length_L / (length_L + 8) if right is None else right)
+
+    def count(self, match: int, right: bool) -> None:
+        """Count a drafted token that came after so many equal tokens."""
+        length = min(match, LONGEST_MATCH)
+        self._tried_L[length] = FORGET * self._tried_L[length] + 1
+        self._right_L[length] = FORGET * self._right_L[length] + right
+
+    def expected(self, draft: "Draft") -> list[float]:
+        """For each token of a draft the probability that it and all before it are right."""
+        if not draft.tokens:
+            return []
+        lengths = np.minimum(draft.match + np.arange(len(draft.tokens)), LONGEST_MATCH)
+        found: list[float] = np.cumprod(self._right_L[lengths] / self._tried_L[lengths]).tolist()
+        return found
 
 
 @dataclass(frozen=True)
@@ -28,33 +58,39 @@ class Draft:
     tokens: list[int]
     match: int
     num_run: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance, compare=False, repr=False)
+    """What is known of drafts of its kind, where this one counts too."""
+
+    @property
+    def expected(self) -> list[float]:
+        """For each token the probability that it and all before it are right."""
+        return self.acceptance.expected(self)
+
+    def count(self, drawn: Sequence[int]) -> None:
+        """Count how far it was right about the tokens that came, whether it was run or not."""
+        for n, (drafted, token) in enumerate(zip(self.tokens, drawn, strict=False)):
+            self.acceptance.count(self.match + n, drafted == token)
+            if drafted != token:
+                return
 
 
 NO_DRAFT = Draft([], 0)
 
 
-class Acceptance:
-    """The share of drafted tokens that were right, by the equal tokens before them: recent ones count most."""
+class ForcedText:
+    """Drafts the text that a grammar lets follow alone.
 
-    def __init__(self) -> None:
-        length_L = np.arange(LONGEST_MATCH + 1)
-        # Few at first: drafts that do not run are counted too, so a text that repeats itself is soon found out.
-        self._tried_L = np.full(LONGEST_MATCH + 1, 3.0)
-        self._right_L = self._tried_L * length_L / (length_L + 8)
+    Such a draft is wrong only where the model spells the text in other tokens than the tokenizer does.
+    """
 
-    def count(self, match: int, right: bool) -> None:
-        """Count a drafted token that came after so many equal tokens."""
-        length = min(match, LONGEST_MATCH)
-        self._tried_L[length] = FORGET * self._tried_L[length] + 1
-        self._right_L[length] = FORGET * self._right_L[length] + right
+    def __init__(self, grammar: GrammarState) -> None:
+        self._grammar = grammar
+        self._acceptance = Acceptance(right=FORCED_RIGHT)
 
-    def expected(self, draft: Draft) -> list[float]:
-        """For each token of a draft the probability that it and all before it are right."""
-        if not draft.tokens:
-            return []
-        lengths = np.minimum(draft.match + np.arange(len(draft.tokens)), LONGEST_MATCH)
-        found: list[float] = np.cumprod(self._right_L[lengths] / self._tried_L[lengths]).tolist()
-        return found
+    def draft(self, answer_ids: Sequence[int], max_tokens: int) -> Draft:
+        """The tokens that must follow an answer, at most so many."""
+        tokens = self._grammar.forced(answer_ids)[: max(0, min(max_tokens, MAX_DRAFT_TOKENS))]
+        return Draft(tokens, LONGEST_MATCH, acceptance=self._acceptance) if tokens else NO_DRAFT
 
 
 class PromptLookup:
@@ -106,15 +142,9 @@ class PromptLookup:
             gram = tuple(tokens[-size:])
             source = self._followed_by.get(gram, self._shared.get(gram)) if size <= end else None
             if source is not None:
-                return Draft(self._copied(source, min(max_tokens, MAX_DRAFT_TOKENS)), self._match(source))
+                tokens = self._copied(source, min(max_tokens, MAX_DRAFT_TOKENS))
+                return Draft(tokens, self._match(source), acceptance=self.acceptance)
         return NO_DRAFT
-
-    def count(self, draft: Draft, drawn: Sequence[int]) -> None:
-        """Count how far a draft was right about the tokens that came, whether it was run or not."""
-        for n, (drafted, token) in enumerate(zip(draft.tokens, drawn, strict=False)):
-            self.acceptance.count(draft.match + n, drafted == token)
-            if drafted != token:
-                return
 
     def _index(self, tokens: Sequence[int], first: int) -> None:
         """Put tokens from `first` on into the index."""

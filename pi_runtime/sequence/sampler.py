@@ -71,7 +71,8 @@ class Sampler:
         scores = self._scores(logits, seen_ids)
         check_finite(scores)
         scores = self._constrained(scores, seen_ids[self._prompt_tokens :])
-        if s.temperature == 0:
+        if s.temperature == 0 or (self._allowed is not None and np.isfinite(scores).sum() == 1):
+            # Where a grammar leaves one token there is nothing to draw.
             return int(scores.argmax())
         ids, p = candidates(scores, s)
         cumulated = p.cumsum()

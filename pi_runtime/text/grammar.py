@@ -7,6 +7,7 @@ ones keep the text within the grammar. The model's ids for the end of text may f
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -156,6 +157,15 @@ class GrammarState:
         """Whether nothing may follow but the end."""
         self._follow(answer_ids)
         return bool(self._matcher.is_stopped())
+
+    def forced(self, answer_ids: Sequence[int]) -> list[int]:
+        """The tokens that the tokenizer makes of the text that alone may follow; none where several texts may.
+
+        The model may spell the same text in other tokens.
+        """
+        self._follow(answer_ids)
+        ends = {*self._end_ids.tolist(), self._stand_in}
+        return list(takewhile(lambda token: token not in ends, self._matcher.compute_ff_tokens()))
 
     def _follow(self, answer_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
         assert len(answer_ids) >= self._length, (len(answer_ids), self._length)

@@ -12,7 +12,7 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import Model, Sampling, load
 from pi_runtime.errors import UsageError
-from pi_runtime.sequence.drafts import GRAMS, LONGEST_MATCH, Draft, PromptLookup
+from pi_runtime.sequence.drafts import GRAMS, LONGEST_MATCH, Acceptance, Draft, PromptLookup
 from pi_runtime.sequence.speculation import GAIN, Speculation, StepTimes
 
 
@@ -51,13 +51,12 @@ def test_no_draft_ends_the_text_or_passes_the_limit() -> None:
 
 
 def test_acceptance_follows_what_was_right() -> None:
-    lookup = PromptLookup([])
     draft = Draft([1, 2, 3], 2)
-    before = lookup.acceptance.expected(draft)
+    before = draft.expected
     assert before == sorted(before, reverse=True)
     for _ in range(200):
-        lookup.count(draft, [1, 9])
-    first, second, third = lookup.acceptance.expected(draft)
+        draft.count([1, 9])
+    first, second, third = draft.expected
     assert first > 0.95
     assert 0.05 > second >= third
 
@@ -68,17 +67,17 @@ Cost = Callable[[int], float]
 def simulated(cost: Cost, right: float, steps: int, setting: str | int = "auto") -> tuple[float, list[int]]:
     """Tokens per second with drafts ÷ without, and the drafts of each step. Each one is right with this chance."""
     rng, times = random.Random(0), StepTimes()
-    rule, lookup = Speculation(setting, times, can_gain=True, max_tokens=64), PromptLookup([])
+    rule, acceptance = Speculation(setting, times, can_gain=True, max_tokens=64), Acceptance()
     tokens, seconds, lengths = 0, 0.0, []
     for _ in range(steps):
-        draft = Draft([1] * 32, 8)
-        (length,) = rule.lengths([lookup.acceptance.expected(draft)])
+        draft = Draft([1] * 32, 8, acceptance=acceptance)
+        (length,) = rule.lengths([draft.expected])
         drawn = []
         while len(drawn) <= length and (not drawn or drawn[-1] == 1):
             drawn.append(int(rng.random() < right))
         spent = cost(1 + length) * rng.uniform(0.95, 1.1)
         times.count(1, 1 + length, spent)
-        lookup.count(draft, drawn)
+        draft.count(drawn)
         tokens, seconds, lengths = tokens + len(drawn), seconds + spent, [*lengths, length]
     return tokens / seconds * cost(1) * 1.025, lengths
 
