@@ -68,18 +68,13 @@ def pack(
     """Write the artifact of a checkpoint to `output`; the same inputs give the same bytes.
 
     `recipe` is stored as it is. `profile` orders the neurons and is stored. `predictor_set` gives rungs and predictors,
-    `quantised` matrices that are rounded already.
-    `progress` is called with the bytes done and their total. Memory holds one block, one layer's matrix where neurons
-    are reordered, and the scales of one quantised matrix. Raises CheckpointError for values that are not finite or that
-    a format cannot hold, and what `ArtifactWriter` raises.
+    `quantised` matrices that are rounded already. `progress` is called with the bytes done and their total. Memory
+    holds one block, one layer's matrix where neurons are reordered, and the scales of one quantised matrix. Raises
+    CheckpointError for values that are not finite or that a format cannot hold, and what `ArtifactWriter` raises.
     """
-    if profile is not None and profile.decoder != checkpoint.decoder:
-        raise ProfileError(
-            "the activation profile is of another model", expected=checkpoint.decoder, found=profile.decoder
-        )
+    _check_profile(profile, checkpoint)
     text = read_text_files(checkpoint.location, checkpoint.decoder.vocab_size)
-    formats = part_formats(checkpoint, spec)
-    layers = _layers(checkpoint.decoder, predictor_set)
+    formats, layers = part_formats(checkpoint, spec), _layers(checkpoint.decoder, predictor_set)
     specs = array_specs(checkpoint.decoder, formats, [layer.predictor for layer in layers], profile is not None)
     manifest = Manifest(
         decoder=checkpoint.decoder,
@@ -98,19 +93,12 @@ def pack(
     expected = place_arrays(specs)[1] + sum(map(len, text.files.values()))
     with ArtifactWriter(output, expected_nbytes=expected) as writer:
         values = _ArrayValues(checkpoint, profile, predictor_set, quantised, formats["ffn"])
-        meter = _ProgressMeter(sum(s.nbytes_with_scales for n, s in specs.items() if not is_scales(n)), progress)
+        plain = {n: s for n, s in specs.items() if not is_scales(n)}  # scales are written with the array they belong to
+        meter = _ProgressMeter(sum(s.nbytes_with_scales for s in plain.values()), progress)
         errors: dict[str, RoundingError] = {}
-        for name, array_spec in specs.items():
-            if is_scales(name):  # written with the array they belong to
-                continue
+        for name, array_spec in plain.items():
             blocks = meter.watch(array_spec, values.blocks(name, array_spec))
-            stored = values.rounded(name)
-            if stored is None:
-                error = writer.add_array(name, array_spec, blocks)
-            else:
-                error = _rounding_error(FORMATS[array_spec.format], stored, blocks)
-                writer.add_stored(name, array_spec, *stored)
-            part = part_of(name)
+            error, part = _written(writer, name, array_spec, blocks, values.rounded(name)), part_of(name)
             if error is not None and part is not None:
                 errors[part] = errors.get(part, RoundingError()) + error
         for name, data in text.files.items():
@@ -126,9 +114,27 @@ def pack(
     )
 
 
+def _check_profile(profile: ActivationProfile | None, checkpoint: Checkpoint) -> None:
+    if profile is not None and profile.decoder != checkpoint.decoder:
+        raise ProfileError(
+            "the activation profile is of another model", expected=checkpoint.decoder, found=profile.decoder
+        )
+
+
 def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
     """Number format of every part of the artifact; see `resolve_formats`."""
     return resolve_formats(checkpoint.formats(), spec.formats, tied_head=checkpoint.decoder.tied_head)
+
+
+def _written(
+    writer: ArtifactWriter, name: str, spec: ArraySpec, blocks: Iterable[Array], stored: Stored | None
+) -> RoundingError | None:
+    """Write one array, from its values or as it is `stored` already; returns what rounding cost."""
+    if stored is None:
+        return writer.add_array(name, spec, blocks)
+    error = _rounding_error(FORMATS[spec.format], stored, blocks)
+    writer.add_stored(name, spec, *stored)
+    return error
 
 
 def _rounding_error(fmt: Format, stored: Stored, blocks: Iterable[Array]) -> RoundingError:

@@ -6,8 +6,7 @@ Every key but one must be there and none may be unknown: a recipe holds everythi
 
 import json
 import re
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from pi_compile.errors import RecipeError, nearest, shown
+from pi_compile.files import parse_toml
 from pi_runtime.artifact.decoder import ACTIVATIONS
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.rungs import DENSE, GATE, PREDICTED, RUNGS
@@ -233,26 +233,6 @@ def read_toml(path: Path, kind: type[AnyRecipe], init: str, docs: str) -> AnyRec
         command = init.removesuffix(" MODEL")
         remedy = f"{docs} explains every key; `{command}` writes a complete recipe to compare with"
         raise RecipeError(f"{path}: not a valid recipe:{_problems(error, kind)}", remedy=remedy) from None
-
-
-def parse_toml(text: str, **options: Any) -> dict[str, Any]:
-    """The tables of a TOML file, whose integers have 64 bits. Raises ValueError for anything else."""
-    try:
-        data = tomllib.loads(text, **options)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    level: list[Any] = [data]
-    while level:
-        if any(isinstance(node, int) and not -(2**63) <= node < 2**63 for node in level):
-            raise ValueError("an integer of more than 64 bits")
-        level = [child for node in level for child in _children(node)]
-    return data
-
-
-def _children(node: Any) -> Iterable[Any]:
-    if isinstance(node, dict):
-        return node.values()
-    return node if isinstance(node, list) else ()
 
 
 def check_settings(**sections: Mapping[str, Any]) -> None:

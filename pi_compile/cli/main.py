@@ -205,7 +205,7 @@ def pack(
         _build(options, output, as_json)
         return
     from pi_compile.files import artifact_path
-    from pi_compile.pipeline.pipeline import pack_plain
+    from pi_compile.pipeline.packed import pack_plain
 
     path = artifact_path(options.recipe, output)
     with console.progress("packing") as progress:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from pi_compile.checkpoint.part_formats import KEEP
 from pi_compile.cli.options import PlanOptions
-from pi_compile.machine import Machine, find_machine
-from pi_compile.placement import in_bytes, ram_of
+from pi_compile.machine import Machine, find_machine, in_bytes
 from pi_compile.planning import GIB, PlannedModel, PlanSpec, find_planned
 from pi_compile.recipe import PUBLISHED, Recipe, read_recipe
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
@@ -119,7 +118,7 @@ def _vram(budget: str | None, recipe: Recipe | None, machine: Machine) -> int:
 
 def _ram(budget: str | None, recipe: Recipe | None, machine: Machine) -> int:
     """The RAM budget: the flag's; else the recipe's; else all of the machine's."""
-    return parse_size(budget, "ram_budget") if budget else ram_of(machine, recipe.place.ram_gib if recipe else 0)
+    return parse_size(budget, "ram_budget") if budget else machine.ram_bytes(recipe.place.ram_gib if recipe else 0)
 
 
 def _share(text: str) -> Decimal:

@@ -37,10 +37,10 @@ def report(
 ) -> None:
     """Explain a placement on one page, with figures, layer by layer."""
     from pi_compile.cli.plan_request import plan_request
-    from pi_compile.files import check_page, write_text
-    from pi_compile.report import answer_of, explain, report_page
+    from pi_compile.files import check_replaced, write_text
+    from pi_compile.report import PAGE_MARK, answer_of, explain, report_page
 
-    check_page(output)
+    check_replaced(output, PAGE_MARK.encode(), "a report")
     spec = plan_request(options)
     with console.progress("solving", "budgets") as progress:
         found = explain(spec, progress)

@@ -66,37 +66,22 @@ def evaluate(
         manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
     origin = None if model is None else check_origin(manifest, model)
     modes, same = modes_of(manifest), same_as(manifest)
-    speeds: dict[str, float] = {}
-    device: dict[str, object] = {}
-    runs: dict[str, Run] = {mode: partial(_examining, options, artifact, mode) for mode in modes if mode not in same}
-    if options.cache_format != "auto":
-        runs["usual cache"] = partial(_examining, replace(options, cache_format="auto"), artifact, "dense")
-    if origin is not None:
-        checkpoint_run = nullcontext(_reference(origin))
-        runs = {"checkpoint": lambda: checkpoint_run, **runs}
+    computed = [mode for mode in modes if mode not in same]
+    runs = _runs(options, artifact, computed, origin)
     with runs[modes[0]]() as examine:
         examine(windows[0][:2])  # compiles, so that the time of the first window is that of the others
     progress(0, len(runs) * len(windows))
     scores = score_windows(windows, runs, manifest.decoder.vocab_size, counted(progress, len(runs) * len(windows)))
-    for mode in (mode for mode in modes if mode not in same):
-        with options.open(artifact, mode) as opened:
-            device, speeds[mode] = device_of(opened), _tokens_per_s(opened, windows.reshape(-1)[:TIMED])
+    device, speeds = _timed(options, artifact, computed, windows.reshape(-1)[:TIMED])
     checkpoint, usual = scores.pop("checkpoint", None), scores.pop("usual cache", None)
     scores = {mode: scores[same.get(mode, mode)] for mode in modes}
     speeds = {mode: speeds[same.get(mode, mode)] for mode in modes}
-    cache = None
-    if usual is not None:
-        cache = {
-            "format": options.cache_format,
-            "usual_perplexity": usual.perplexity,
-            "increase_interval": _increase_interval(scores["dense"], usual),
-            "agreement": _agreement(scores["dense"], usual),
-        }
+    cache = {} if usual is None else {"cache": _cache_row(options.cache_format, scores["dense"], usual)}
     ffn = {mode: score.ffn_bytes(manifest, mode) for mode, score in scores.items()}
     bases = {mode: checkpoint if mode == "dense" else scores["dense"] for mode in modes}
     return {
         **device,
-        **({} if cache is None else {"cache": cache}),
+        **cache,
         "tokens": windows.size,
         "same_as": same,
         "perplexity": {"checkpoint": checkpoint.perplexity if checkpoint else None}
@@ -108,6 +93,40 @@ def evaluate(
         "ffn_bytes_per_token": {mode: sum(layers) for mode, layers in ffn.items()},
         "tokens_per_s": speeds,
         "layers": _layer_rows(manifest, scores[modes[-1]], ffn),
+    }
+
+
+def _runs(options: LoadOptions, artifact: Path, modes: Sequence[str], origin: Checkpoint | None) -> dict[str, Run]:
+    """What is scored, by name: the checkpoint, these modes, and `dense` with the usual cache beside another one."""
+    runs: dict[str, Run] = {}
+    if origin is not None:
+        checkpoint_run = nullcontext(_reference(origin))
+        runs["checkpoint"] = lambda: checkpoint_run
+    runs |= {mode: partial(_examining, options, artifact, mode) for mode in modes}
+    if options.cache_format != "auto":
+        runs["usual cache"] = partial(_examining, replace(options, cache_format="auto"), artifact, "dense")
+    return runs
+
+
+def _timed(
+    options: LoadOptions, artifact: Path, modes: Sequence[str], ids: npt.NDArray[np.int64]
+) -> tuple[dict[str, object], dict[str, float]]:
+    """The device, and tokens/s of each mode."""
+    device: dict[str, object] = {}
+    speeds: dict[str, float] = {}
+    for mode in modes:
+        with options.open(artifact, mode) as opened:
+            device, speeds[mode] = device_of(opened), _tokens_per_s(opened, ids)
+    return device, speeds
+
+
+def _cache_row(name: str, dense: Score, usual: Score) -> dict[str, Any]:
+    """How `dense` with keys and values in this format compares with itself in the usual one."""
+    return {
+        "format": name,
+        "usual_perplexity": usual.perplexity,
+        "increase_interval": _increase_interval(dense, usual),
+        "agreement": _agreement(dense, usual),
     }
 
 

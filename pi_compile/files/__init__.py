@@ -3,18 +3,19 @@
 from pi_compile.files.bundled import bundled_folder
 from pi_compile.files.digests import file_digest, json_digest
 from pi_compile.files.npz import check_arrays, read_arrays, write_array_stream, write_arrays
-from pi_compile.files.output import PAGE_MARK, artifact_path, check_output, check_page, library_writes, write_text
+from pi_compile.files.output import artifact_path, check_output, check_replaced, library_writes, write_text
+from pi_compile.files.toml import parse_toml
 
 __all__ = [
-    "PAGE_MARK",
     "artifact_path",
     "bundled_folder",
     "check_arrays",
     "check_output",
-    "check_page",
+    "check_replaced",
     "file_digest",
     "json_digest",
     "library_writes",
+    "parse_toml",
     "read_arrays",
     "write_array_stream",
     "write_arrays",

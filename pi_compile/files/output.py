@@ -11,8 +11,6 @@ from pi_runtime.files import Replacement
 
 _FIRST_ENTRY = b"embedding/c/0/0"
 """The name of an artifact's first entry, which is among its first bytes."""
-PAGE_MARK = '<meta name="generator" content="pi-compile report">'
-"""A line among the first bytes of a report page."""
 _FIRST_BYTES = 128
 _WRITING = ("I/O error", "inline_container", "os error", "iostream")
 """In the messages of safetensors and torch about files that they cannot write."""
@@ -38,25 +36,21 @@ def artifact_path(recipe: Path, output: Path | None) -> Path:
     Raises UsageError like `check_output`, and for an existing file that is no artifact: only artifacts are replaced.
     """
     path = Path(recipe.stem + ".pi") if output is None else output
-    check_output(path)
-    if path.exists() and not _holds(path, _FIRST_ENTRY):
-        raise UsageError(
-            "exists and is no artifact",
-            setting=Setting("output", path),
-            expected="a new file, or an artifact to replace",
-            remedy="name another output, or remove the file",
-        )
+    check_replaced(path, _FIRST_ENTRY, "an artifact")
     return path
 
 
-def check_page(path: Path) -> None:
-    """Check the path of a report page; a file that is no report page is never replaced. See `check_output`."""
+def check_replaced(path: Path, mark: bytes, kind: str) -> None:
+    """Check the path of an output of a kind ("a report"), whose files have a mark among their first bytes.
+
+    Another file is never replaced. Raises UsageError for it, and as `check_output` does.
+    """
     check_output(path)
-    if path.exists() and not _holds(path, PAGE_MARK.encode()):
+    if path.exists() and not _holds(path, mark):
         raise UsageError(
-            "exists and is no report",
+            f"exists and is no {kind.rsplit(maxsplit=1)[-1]}",
             setting=Setting("output", path),
-            expected="a new file, or a report to replace",
+            expected=f"a new file, or {kind} to replace",
             remedy="name another output, or remove the file",
         )
 

@@ -3,6 +3,6 @@
 Measuring needs the runtime's kernels, so `measurement` and `doctor` are imported only where they run.
 """
 
-from pi_compile.machine.profile import Cpu, Disk, Gpu, Machine, Rates, find_machine, to_units
+from pi_compile.machine.profile import Cpu, Disk, Gpu, Machine, Rates, find_machine, in_bytes, to_units
 
-__all__ = ["Cpu", "Disk", "Gpu", "Machine", "Rates", "find_machine", "to_units"]
+__all__ = ["Cpu", "Disk", "Gpu", "Machine", "Rates", "find_machine", "in_bytes", "to_units"]

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pi_compile.errors import ProfileError, nearest, shown
-from pi_compile.files import bundled_folder
-from pi_compile.recipe import parse_toml
+from pi_compile.files import bundled_folder, parse_toml
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.errors import Setting
 
@@ -22,6 +21,11 @@ VERSION: Final = 2
 # The upper bound keeps slips (bytes for GB) and infinity out of the solver's integers.
 Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+
+
+def in_bytes(gib: float) -> int:
+    """GiB as they were written, in whole bytes, rounded down."""
+    return int(Decimal(repr(gib)) * 2**30)
 
 
 def to_units(value: float, unit: int) -> int:
@@ -135,6 +139,10 @@ class Machine(_Section):
         if (self.gpu is None) != (self.link is None):
             raise ValueError("gpu and link go together: both or neither")
         return self
+
+    def ram_bytes(self, gib: float = 0.0) -> int:
+        """A budget of RAM in bytes; 0 GiB stands for all that the machine has."""
+        return in_bytes(gib or self.cpu.ram_gib)
 
     def described(self) -> dict[str, Any]:
         """The profile as plain values, as digests have it: a profile without a disk is what it was before disks."""

@@ -9,9 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pi_compile.files import parse_toml
 from pi_compile.pipeline.recipe_placement import Placed
 from pi_compile.placement import Placement
-from pi_compile.recipe import parse_toml
 from pi_runtime.errors import NotMetError, UsageError
 
 LOCK_VERSION = 1

@@ -8,39 +8,36 @@ others read; a single worker takes the same way.
 """
 
 import hashlib
-import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pi_compile import quantising
-from pi_compile.checkpoint import Checkpoint, open_checkpoint
-from pi_compile.checkpoint.part_formats import resolve_formats
+from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
 from pi_compile.corpus import Streams, source_files
-from pi_compile.errors import ProfileError, RecipeError
-from pi_compile.files import file_digest, write_text
+from pi_compile.files import file_digest
 from pi_compile.machine import Machine, find_machine
 from pi_compile.pipeline import stages
+from pi_compile.pipeline.packed import PackRecord
+from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
 from pi_compile.pipeline.store import WORKERS, Store, code_digest, key_of, token_digest
+from pi_compile.pipeline.stored_stages import StoredStages
 from pi_compile.pipeline.summary import pack_report
+from pi_compile.pipeline.worker_memory import train_settings, worker_memory
 from pi_compile.placement import SECONDS, Placement
 from pi_compile.planning import profile_of_dense
-from pi_compile.profiling import ProfileSpec, memory_bytes
 from pi_compile.recipe import Recipe, read_recipe
 from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights
-from pi_compile.training import TrainingWork, TrainSpec
+from pi_compile.training import TrainSpec
 from pi_compile.training.candidates import searches_for
 from pi_compile.workers import HEARTBEAT, LONE, Rank, Worker, WorkFolder
 from pi_runtime.artifact.rungs import DENSE
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress
-
-Result = TypeVar("Result", Streams, ActivationProfile, PredictorSet, QuantisedWeights)
 
 STORE = ".pi-build"
 """Folder beside the recipe that holds every recipe's intermediate results."""
@@ -71,6 +68,10 @@ class Pipeline:
     @cached_property
     def store(self) -> Store:
         return Store(store_folder(self.recipe_path), self.worker)
+
+    @cached_property
+    def _stages(self) -> StoredStages:
+        return StoredStages(self.store, self.worker, self.notice, self.progress, self.ran)
 
     @cached_property
     def worker(self) -> Worker:
@@ -130,7 +131,7 @@ class Pipeline:
         def make(_work: WorkFolder) -> Streams:
             return stages.read_corpus(self.checkpoint, folder=self.folder, **settings)
 
-        return self._stored("corpus", key, Streams, make, alone=True)
+        return self._stages.get("corpus", key, Streams, make, alone=True)
 
     @cached_property
     def profile(self) -> ActivationProfile:
@@ -145,7 +146,9 @@ class Pipeline:
         )
 
         counting = partial(stages.profile, self.checkpoint, fit, **settings, device=self.device)
-        return self._stored("profile", key, ActivationProfile, self._shown("profiling", "shards", counting, key))
+        return self._stages.get(
+            "profile", key, ActivationProfile, self._stages.shown("profiling", "shards", counting, key)
+        )
 
     @cached_property
     def trained(self) -> PredictorSet:
@@ -165,40 +168,15 @@ class Pipeline:
             self.profile,
             streams,
             self.machine,
-            **self._train_settings,
+            **train_settings(self.recipe),
             tokens=tokens,
             device=self.device,
         )
-        return self._stored("train", key, PredictorSet, self._shown("training", "steps", training, key))
-
-    @property
-    def _train_settings(self) -> dict[str, Any]:
-        return {
-            **self.recipe.train.model_dump(exclude={"tokens"}),
-            "perplexity_increase": self.recipe.quality.perplexity_increase,
-            "window": self.recipe.profile.window,
-            "threads": self.recipe.profile.threads,
-            "formats": self.recipe.pack.model_dump(),
-        }
+        return self._stages.get("train", key, PredictorSet, self._stages.shown("training", "steps", training, key))
 
     @property
     def _train_spec(self) -> TrainSpec:
-        return stages.train_spec(self.checkpoint, self.machine, **self._train_settings, device=self._kind)
-
-    @property
-    def memory_bytes(self) -> int:
-        """About the memory of one worker in the stage that takes most."""
-        d, profile, corpus = self.checkpoint.decoder, self.recipe.profile, self.recipe.corpus
-        counting = ProfileSpec(
-            window=profile.window, batch=profile.batch, layers_at_once=profile.layers_at_once or None
-        )
-        tokens = (self.recipe.train.tokens, corpus.tune_tokens, corpus.report_tokens)
-        rounding = quantising.QuantiseSpec(window=profile.window, batch=profile.batch, formats={})
-        return max(
-            memory_bytes(d, counting),
-            quantising.memory_bytes(d, rounding) if self.recipe.quantise.tokens else 0,
-            TrainingWork.of(d, self._train_spec, 0.3, *tokens).memory_bytes,
-        )
+        return stages.train_spec(self.checkpoint, self.machine, **train_settings(self.recipe), device=self._kind)
 
     @cached_property
     def quantised(self) -> QuantisedWeights | None:
@@ -215,12 +193,18 @@ class Pipeline:
             code=code_digest("pi_compile.quantising.stage"),
         )
         rounding = partial(stages.quantise, self.checkpoint, tokens, **settings, formats=formats, device=self.device)
-        return self._stored("quantise", key, QuantisedWeights, self._shown("quantising", "steps", rounding, key))
+        shown = self._stages.shown("quantising", "steps", rounding, key)
+        return self._stages.get("quantise", key, QuantisedWeights, shown)
+
+    @property
+    def memory_bytes(self) -> int:
+        """About the memory of one worker in the stage that takes most."""
+        return worker_memory(self.recipe, self.checkpoint.decoder, self._train_spec)
 
     @property
     def refined(self) -> ActivationProfile:
-        """The profile with the rungs that training chose, and counts above their thresholds."""
-        return self.trained.refine(self.profile)
+        """The profile with what training chose."""
+        return stages.refined(self.profile, self.trained)
 
     @property
     def machine(self) -> Machine:
@@ -281,14 +265,9 @@ class Pipeline:
             output=str(output.resolve()),
             code=code_digest("pi_compile.packing"),
         )
-        record = self.store.folder / f"packed-{key[:16]}.json"
-        known = _record(record)
-        if known.get("key") == key:
-            if output.exists() and file_digest(output) == known["report"]["sha256"]:
-                self.store.clear("pack", key)  # a kill after writing left it
-                return dict(known["report"])
-            record.unlink(missing_ok=True)
-        made: dict[str, Any] = {}
+        record = PackRecord(self.store, key)
+        if (known := record.up_to_date(output)) is not None:
+            return known
 
         def write() -> None:
             with self.progress("packing") as progress:
@@ -305,104 +284,16 @@ class Pipeline:
                 )
             for line in result.notices:
                 self.notice(line)
-            made.update(pack_report(result))
-            write_text(record, json.dumps({"key": key, "report": made}))
+            record.write(pack_report(result))
 
-        self.store.share(
-            "pack", key, lambda work: work.run({"artifact": write}), lambda: _record(record).get("key") == key
-        )
+        self.store.share("pack", key, lambda work: work.run({"artifact": write}), lambda: record.report is not None)
         if not self.worker.strangers():
-            for older in self.store.folder.glob("packed*.json"):
-                if older != record:
-                    older.unlink(missing_ok=True)
+            record.forget_older()
         self.ran.append("pack")
-        return made or dict(_record(record)["report"])
-
-    def _shown(self, title: str, unit: str, stage: Callable[..., Result], key: str) -> Callable[[WorkFolder], Result]:
-        """A stage that shows its progress, and records the key of its inputs."""
-
-        def make(work: WorkFolder) -> Result:
-            with self.progress(title, unit) as bar:
-
-                def progress(done: int, total: int) -> None:
-                    bar(done, total)
-                    self.worker.progress(done, total)
-
-                return stage(scratch=work, inputs=key, notice=self.notice, progress=progress)
-
-        return make
-
-    def _stored(
-        self, name: str, key: str, kind: type[Result], make: Callable[[WorkFolder], Result], *, alone: bool = False
-    ) -> Result:
-        """The stored result of a stage; made and stored where there is none."""
-        result, made = self.store.result(
-            name,
-            key,
-            make=make,
-            save=lambda result, path: result.save(path),
-            load=lambda path: _fresh(kind.load(path), key, path),
-            alone=alone,
-        )
-        if made:
-            self.ran.append(name)
-        return result
+        assert record.report is not None
+        return record.report
 
 
 def store_folder(recipe: Path) -> Path:
     """The folder of a recipe's intermediate results."""
     return recipe.resolve().parent / STORE / recipe.stem
-
-
-def recipe_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
-    """The checkpoint a recipe names; `folder` is the recipe's own."""
-    section = recipe.model
-    # A recipe pins a hub model by its revision; a folder has none.
-    model = section.path if section.revision else folder / Path(section.path).expanduser()
-    if not section.revision and not Path(model).exists():
-        raise RecipeError(
-            f"[model] path = {section.path!r}: no such folder or file",
-            expected="a folder or a GGUF file, from the recipe's own on; or a hub name with its revision",
-            found=f"no {model}",
-            remedy="correct the path; for a hub name `pi-compile init` finds the revision",
-        )
-    checkpoint = open_checkpoint(
-        model, section.revision or None, section.ignore_config, activation=section.activation, in_recipe=True
-    )
-    # No long stage is to end in `pack` refusing a format.
-    resolve_formats(checkpoint.formats(), recipe.pack.model_dump(), tied_head=checkpoint.decoder.tied_head)
-    return checkpoint
-
-
-def pack_plain(recipe_path: Path, output: Path, *, progress: Progress, notice: Callable[[str], None]) -> dict[str, Any]:
-    """Write an artifact without profile and predictors, and report on it. It is exact, and quick to make."""
-    recipe = read_recipe(recipe_path)
-    checkpoint, settings = recipe_checkpoint(recipe, recipe_path.resolve().parent), recipe.model_dump()
-    result = stages.pack(checkpoint, output, formats=settings["pack"], recipe=settings, progress=progress)
-    for line in (*checkpoint.notices, *result.notices):
-        notice(line)
-    if recipe.quantise.tokens:
-        notice("without profiling weights are rounded to nearest: [quantise] has no effect")
-    return pack_report(result)
-
-
-def _record(path: Path) -> dict[str, Any]:
-    """The record of what was packed last; empty where it cannot be read, so that it is packed again."""
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _fresh(result: Result, key: str, path: Path) -> Result:
-    """The stored result, checked to be made from the current inputs: somebody may have copied it."""
-    found = key if isinstance(result, Streams) else result.inputs
-    if found != key:
-        raise ProfileError(
-            f"{path}: stale, or of another model",
-            expected=f"made from inputs {key[:16]}…",
-            found=f"{found[:16]}…",
-            remedy="delete it, and it is made again",
-        )
-    return result

@@ -9,8 +9,8 @@ from pi_compile.checkpoint.part_formats import resolve_formats
 from pi_compile.cost_model import Workload
 from pi_compile.errors import RecipeError
 from pi_compile.files import json_digest
-from pi_compile.machine import Machine, find_machine
-from pi_compile.placement import SECONDS, SOLVERS, Placement, Problem, in_bytes, ladder, ram_of
+from pi_compile.machine import Machine, find_machine, in_bytes
+from pi_compile.placement import SECONDS, SOLVERS, Placement, Problem, ladder
 from pi_compile.planning import find_planned, published_profile
 from pi_compile.recipe import PUBLISHED, Recipe, read_recipe
 from pi_compile.results import ActivationProfile
@@ -72,7 +72,7 @@ def place_budgets(
 ) -> tuple[Placement, ...]:
     """Placements for the ladder of budgets and for `vram_gib`; `ram_gib` is 0 for all that the machine has."""
     check_solver(solver, locks=False)
-    further, ram = [in_bytes(gib) for gib in vram_gib], ram_of(machine, ram_gib)
+    further, ram = [in_bytes(gib) for gib in vram_gib], machine.ram_bytes(ram_gib)
     return ladder(Problem.of(work, machine), further, ram=ram, objective=objective, solver=solver, seconds=seconds)
 
 
@@ -85,17 +85,17 @@ def _workload(recipe: Recipe, folder: Path) -> tuple[Workload, str]:
             expected=f"an activation profile, or {PUBLISHED!r} for a model whose published curve is bundled",
             remedy="pi-compile train RECIPE --export FILE, then activations = FILE",
         )
-    if section.activations == PUBLISHED:
-        return _published(recipe, folder)
-    profile = ActivationProfile.load(folder / section.activations)
-    formats = resolve_formats(profile.formats, recipe.pack.model_dump(), tied_head=profile.decoder.tied_head)
-    return Workload.of(profile, formats, section.context), profile.placing_digest()
+    if section.activations == PUBLISHED:  # ranks by rule
+        model = find_planned(recipe.model.path, folder, recipe.model.ignore_config, in_recipe=True)
+        profile, formats = published_profile(model), model.formats(recipe.pack.model_dump())
+    else:
+        profile = ActivationProfile.load(folder / section.activations)
+        formats = resolve_formats(profile.formats, recipe.pack.model_dump(), tied_head=profile.decoder.tied_head)
+    work = Workload.of(profile, formats, section.context)
+    return work, _published_digest(profile, work) if section.activations == PUBLISHED else profile.placing_digest()
 
 
-def _published(recipe: Recipe, folder: Path) -> tuple[Workload, str]:
-    """The workload by the model's config and its published curve, with ranks by rule."""
-    model = find_planned(recipe.model.path, folder, recipe.model.ignore_config, in_recipe=True)
-    profile = published_profile(model)
-    work = Workload.of(profile, model.formats(recipe.pack.model_dump()), recipe.place.context)
+def _published_digest(profile: ActivationProfile, work: Workload) -> str:
+    """The digest of what is published of a model."""
     digest = hashlib.sha256(f"{profile.source} {profile.tokens}".encode() + work.counts.astype("<i8").tobytes())
-    return work, digest.hexdigest()
+    return digest.hexdigest()

@@ -27,11 +27,10 @@ from pi_compile.profiling import ProfileSpec
 from pi_compile.quantising import QuantiseSpec
 from pi_compile.recipe import check_settings
 from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights
-from pi_compile.torch_model import Estimate
 from pi_compile.training import Texts, TrainSpec
 from pi_compile.workers import WorkFolder, work_folder
 from pi_runtime.artifact.sizes import PARTS
-from pi_runtime.console import Progress, size
+from pi_runtime.console import Progress
 
 KEPT: Mapping[str, str] = {}
 """Every part in the checkpoint's own number format."""
@@ -113,7 +112,8 @@ def profile(
     check_settings(profile={**settings, "layers_at_once": layers_at_once})
     shard = batch * max(1, ProfileSpec.shard // batch)
     spec = ProfileSpec(**settings, layers_at_once=layers_at_once or None, shard=shard, device=device)
-    notice(_announced("profiling", len(tokens), profiling.estimate(checkpoint.decoder, len(tokens), spec), scratch))
+    estimate = profiling.estimate(checkpoint.decoder, len(tokens), spec)
+    notice(estimate.announced("profiling", len(tokens), _workers(scratch)))
     with work_folder(scratch) as work:
         return profiling.profile(checkpoint, tokens, spec, work=work, inputs=inputs, progress=progress)
 
@@ -162,20 +162,12 @@ def train(
         profile={"window": window, "threads": threads},
     )
     spec = train_spec(
-        checkpoint,
-        machine,
-        steps=steps,
-        rungs=rungs,
-        seed=seed,
-        perplexity_increase=perplexity_increase,
-        window=window,
-        formats=formats,
-        threads=threads,
-        device=device,
-    )
+        checkpoint, machine, steps=steps, rungs=rungs, seed=seed, perplexity_increase=perplexity_increase,
+        window=window, formats=formats, threads=threads, device=device,
+    )  # fmt: skip
     texts = Texts(fit=corpus.fit[:tokens], tune=corpus.tune, report=corpus.report)
     work = training.training_work(checkpoint, profile, texts, spec)
-    notice(_announced("training", len(texts.fit), work.estimate(device), scratch))
+    notice(work.estimate(device).announced("training", len(texts.fit), _workers(scratch)))
     with work_folder(scratch) as folder:
         found = training.train_predictors(
             checkpoint, profile, texts, spec, work=folder, inputs=inputs, progress=progress
@@ -234,9 +226,8 @@ def place(
     check_settings(
         place={"objective": objective, "context": context, "vram_gib": list(vram_gib), "ram_gib": float(ram_gib)}
     )
-    refined = profile if predictors is None else predictors.refine(profile)
     return place_budgets(
-        Workload.of(refined, _formats(checkpoint, formats, predictors), context),
+        Workload.of(refined(profile, predictors), _formats(checkpoint, formats, predictors), context),
         _machine(machine),
         objective=objective,
         vram_gib=vram_gib,
@@ -280,7 +271,7 @@ def quantise(
     spec = QuantiseSpec(formats=resolved, window=window, batch=batch, threads=threads, device=device)
     if spec.arrays():
         needs = quantising.estimate(checkpoint.decoder, len(tokens), spec)
-        notice(_announced("quantising", len(tokens), needs, scratch))
+        notice(needs.announced("quantising", len(tokens), _workers(scratch)))
     else:
         notice("nothing is rounded on text: neither attention nor FFN goes to q4")
     with work_folder(scratch) as work:
@@ -323,13 +314,18 @@ def pack(
         PackSpec(formats=_formats(checkpoint, formats, predictors)),
         Path(output),
         recipe=recipe or {},
-        profile=profile if profile is None or predictors is None else predictors.refine(profile),
+        profile=None if profile is None else refined(profile, predictors),
         predictor_set=predictors,
         quantised=quantised,
         plans=[p.plan for p in placements if not p.rows],
         row_plans=[p.row_plan for p in placements if p.rows and not p.assignment.uses_gpu],
         progress=progress,
     )
+
+
+def refined(profile: ActivationProfile, predictors: PredictorSet | None) -> ActivationProfile:
+    """The profile with the rungs that training chose, and counts above their thresholds; without training, as it is."""
+    return profile if predictors is None else predictors.refine(profile)
 
 
 def _formats(
@@ -345,9 +341,6 @@ def _machine(machine: Machine | str | Path) -> Machine:
     return machine if isinstance(machine, Machine) else find_machine(str(machine), Path())
 
 
-def _announced(what: str, tokens: int, e: Estimate, scratch: WorkFolder | Path | None) -> str:
-    """What a stage takes; its time is that of all workers who were started together."""
-    workers = scratch.worker.rank.world if isinstance(scratch, WorkFolder) else 1
-    memory, disk = size(e.memory_bytes), size(e.disk_bytes)
-    each = "" if workers == 1 else f" for each of {workers} workers"
-    return f"{what} on {tokens:,} tokens: about {e.seconds / workers:,.0f} s, {memory} of memory{each}, {disk} of disk"
+def _workers(scratch: WorkFolder | Path | None) -> int:
+    """How many workers were started together."""
+    return scratch.worker.rank.world if isinstance(scratch, WorkFolder) else 1

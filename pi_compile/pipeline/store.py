@@ -18,14 +18,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-import pi_compile
 import pi_runtime
 from pi_compile.checkpoint.families import registry
 from pi_compile.files import shared
 from pi_compile.workers import StageDoneError, Worker, WorkFolder
 
 Result = TypeVar("Result")
-_ROOTS = {"pi_compile": pi_compile, "pi_runtime": pi_runtime}
+_ROOTS = {"pi_compile": Path(__file__).parents[1], "pi_runtime": Path(pi_runtime.__file__).parent}
 _MODULE = re.compile(r"pi_(compile|runtime)(\.\w+)+(:\w+)?")
 """A string that names a module, or something in it."""
 
@@ -79,7 +78,7 @@ def _source(name: str) -> Path | None:
     package, *rest = name.split(".")
     if package not in _ROOTS:
         return None
-    stem = Path(_ROOTS[package].__file__ or "").parent.joinpath(*rest)
+    stem = _ROOTS[package].joinpath(*rest)
     return next((p for p in (stem / "__init__.py", stem.with_suffix(".py")) if p.is_file()), None)
 
 

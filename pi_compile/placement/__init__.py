@@ -5,17 +5,15 @@
 
 from pi_compile.placement.formulation import Assignment, Problem, Sizes, all_cpu
 from pi_compile.placement.hot_mass import hottest_cuts
+from pi_compile.placement.placement import Placement
 from pi_compile.placement.stage import (
     LADDER,
     RAM_LADDER,
     SECONDS,
     SOLVERS,
-    Placement,
-    in_bytes,
     ladder,
     place,
     ram_ladder,
-    ram_of,
 )
 
 __all__ = [
@@ -29,9 +27,7 @@ __all__ = [
     "Sizes",
     "all_cpu",
     "hottest_cuts",
-    "in_bytes",
     "ladder",
     "place",
     "ram_ladder",
-    "ram_of",
 ]

@@ -18,16 +18,15 @@ import numpy as np
 from pi_compile.cost_model import CPU, GPU, Costs, Ints, RowChoice, RowModel, TokenTime, Workload, costs_of, token_time
 from pi_compile.machine import Machine
 from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath
-from pi_runtime.artifact.buffers import (
+from pi_runtime.artifact.buffers import kv_bytes, workspace_bytes
+from pi_runtime.artifact.footprint import BLOCK_TOKENS, PartBytes
+from pi_runtime.artifact.gpu_buffers import (
     decoded_together,
     gpu_workspace_bytes,
-    kv_bytes,
     prompt_block,
     streamed_bytes,
     weight_padding,
-    workspace_bytes,
 )
-from pi_runtime.artifact.footprint import BLOCK_TOKENS, PartBytes
 from pi_runtime.artifact.sizes import array_specs
 
 PROMPT_SHARE = 64

@@ -55,8 +55,8 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
     of how its neurons fire.
     """
     decoder, activation = spec.model.decoder, activation_profile(spec)
-    work = Workload.of(activation, spec.formats, spec.context)
-    problem, baselines = Problem.of(work, spec.machine), Baselines(work, spec.machine)
+    problem = problem_of(spec, activation)
+    work, baselines = problem.work, Baselines(problem.work, spec.machine)
     rungs = {layer.rung for layer in work.layers}
     return {
         "model": spec.model.name,
@@ -75,6 +75,11 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
         "disk": None if spec.machine.disk is None else spec.machine.disk.name,
         "ram_budgets": [_ram_budget(problem, placement) for placement in ram_budgets(problem)],
     }
+
+
+def problem_of(spec: PlanSpec, activation: ActivationProfile) -> Problem:
+    """What is placed: the model with these activations, on the machine."""
+    return Problem.of(Workload.of(activation, spec.formats, spec.context), spec.machine)
 
 
 def ram_budgets(problem: Problem) -> tuple[Placement, ...]:

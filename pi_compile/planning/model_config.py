@@ -11,8 +11,7 @@ from pi_compile.checkpoint.gguf_magic import is_gguf
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.part_formats import AUTO, KEEP
 from pi_compile.errors import CheckpointError, ProfileError
-from pi_compile.files import bundled_folder
-from pi_compile.recipe import parse_toml
+from pi_compile.files import bundled_folder, parse_toml
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.errors import Setting, UsageError

@@ -1,6 +1,6 @@
 """A placement explained on one self-contained page, with figures and tables."""
 
 from pi_compile.report.explanation import explain
-from pi_compile.report.page import answer_of, report_page
+from pi_compile.report.page import PAGE_MARK, answer_of, report_page
 
-__all__ = ["answer_of", "explain", "report_page"]
+__all__ = ["PAGE_MARK", "answer_of", "explain", "report_page"]

@@ -9,7 +9,15 @@ import numpy.typing as npt
 
 from pi_compile.cost_model import CPU, GPU, PICO, Workload
 from pi_compile.placement import LADDER, Placement, Problem, place
-from pi_compile.planning import AROUND, Baselines, PlanSpec, activation_profile, prefill_tokens_per_s, ram_budgets
+from pi_compile.planning import (
+    AROUND,
+    Baselines,
+    PlanSpec,
+    activation_profile,
+    prefill_tokens_per_s,
+    problem_of,
+    ram_budgets,
+)
 from pi_compile.results import ActivationProfile
 from pi_runtime.errors import DoesNotFitError
 
@@ -75,8 +83,8 @@ def explain(spec: PlanSpec, progress: Callable[[int, int], None] | None = None) 
     Raises what `forecast.plan` raises.
     """
     activation = activation_profile(spec)
-    work = Workload.of(activation, spec.formats, spec.context)
-    problem, baselines = Problem.of(work, spec.machine), Baselines(work, spec.machine)
+    problem = problem_of(spec, activation)
+    work, baselines = problem.work, Baselines(problem.work, spec.machine)
     placement = place(problem, spec.vram, spec.ram, objective=spec.objective)
     all_on_gpu = problem.sizes.all_on_gpu
     pairs = _pairs(spec, all_on_gpu)

@@ -12,7 +12,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pi_compile.cost_model import CPU
-from pi_compile.files import PAGE_MARK
 from pi_compile.report.colours import COLOURS
 from pi_compile.report.explanation import Budget, Explanation, busy, tokens_per_s
 from pi_compile.report.layer_figures import balance_figure, curve_figure, cut_figure, layer_figure, rank_figure
@@ -20,6 +19,9 @@ from pi_compile.report.quantities import NBSP, digits, duration, duration_unit, 
 from pi_compile.report.token_figures import PARTS_SHOWN, budget_figure, memory_figure, ram_figure, token_figure, word
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import parameters
+
+PAGE_MARK = '<meta name="generator" content="pi-compile report">'
+"""A line among the first bytes of a page."""
 
 
 def report_page(e: Explanation) -> str:

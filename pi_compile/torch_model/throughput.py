@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.console import size
 
 PROCESS_BYTES = 450 << 20
 """Memory of a process beside weights and activations.
@@ -23,6 +24,13 @@ class Estimate:
     seconds: float
     disk_bytes: int
     memory_bytes: int
+
+    def announced(self, stage: str, tokens: int, workers: int) -> str:
+        """What a stage takes, as a sentence; its time is that of all workers who were started together."""
+        memory, disk = size(self.memory_bytes), size(self.disk_bytes)
+        each = "" if workers == 1 else f" for each of {workers} workers"
+        seconds = f"about {self.seconds / workers:,.0f} s"
+        return f"{stage} on {tokens:,} tokens: {seconds}, {memory} of memory{each}, {disk} of disk"
 
 
 def flops_per_s(rows: int, columns: int, out: int, device: str) -> float:

@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from pi_runtime.artifact.buffers import (
+from pi_runtime.artifact.buffers import kv_bytes, table_bytes
+from pi_runtime.artifact.gpu_buffers import (
     decoded_together,
     gpu_products,
     gpu_prompt_block,
     gpu_workspace,
     gpu_workspace_bytes,
-    kv_bytes,
     prompt_block,
     streamed_bytes,
-    table_bytes,
     weight_padding,
 )
 from pi_runtime.artifact.reader import Artifact

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from pi_runtime.artifact.buffers import is_neuron_array
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.gpu_buffers import is_neuron_array
 from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.artifact.sizes import without_scales
 

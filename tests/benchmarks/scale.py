@@ -32,7 +32,6 @@ from benchmarks.many_workers.simulation import MODELS, PROFILED, training_of
 from support.rss import rss_anon, synthetic_llama
 
 from pi_compile import profiling
-from pi_compile.pipeline import stages
 from pi_compile.pipeline.launching import Build
 from pi_compile.profiling import ProfileSpec
 from pi_compile.recipe import Recipe, default_recipe
@@ -84,12 +83,12 @@ def prepare(folder: Path, args: argparse.Namespace) -> None:
 def run_stage(stage: str, folder: Path) -> None:
     """Run one stage in this process, in a cgroup where there may be one, and print what it took as JSON."""
     limit, passes, found = own_group(), Counter[str](), dict[str, Any]()
-    announce, measure = stages._announced, MeasuredText._measure
+    announce, measure = Estimate.announced, MeasuredText._measure
 
-    def announced(what: str, tokens: int, e: Estimate, scratch: Any) -> str:
+    def announced(e: Estimate, stage: str, tokens: int, workers: int) -> str:
         limit(int(ROOM * e.memory_bytes))
         found.update(began=time.perf_counter(), seconds=e.seconds, memory=e.memory_bytes, peak=0)
-        return announce(what, tokens, e, scratch)
+        return announce(e, stage, tokens, workers)
 
     def counted(self: MeasuredText, ffn_of: Any, batches: Any) -> None:
         passes[self.text.name] += 1
@@ -100,7 +99,7 @@ def run_stage(stage: str, folder: Path) -> None:
             found["peak"] = max(found["peak"], rss_anon())
             time.sleep(0.05)
 
-    stages._announced, MeasuredText._measure = announced, counted  # type: ignore[method-assign]
+    Estimate.announced, MeasuredText._measure = announced, counted  # type: ignore[method-assign]
     found |= {"began": time.perf_counter(), "seconds": None, "memory": None, "peak": 0}
     threading.Thread(target=watch, daemon=True).start()
     pipeline = Build(recipe=folder / "scale.toml", until=stage, heartbeat=HEARTBEAT).pipeline(LONE)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pi_runtime.artifact.buffers import gpu_prompt_block
+from pi_runtime.artifact.gpu_buffers import gpu_prompt_block
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
 from pi_runtime.cuda.executor import CudaExecutor

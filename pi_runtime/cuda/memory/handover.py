@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pi_runtime.artifact.buffers import handover_ends, handover_slots, kv_pages, pinned_buffers
+from pi_runtime.artifact.buffers import kv_pages
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.gpu_buffers import handover_ends, handover_slots, pinned_buffers
 from pi_runtime.cuda.kernels.compaction import NeuronList
 from pi_runtime.cuda.memory.devices import Device, allocate_pinned
 

@@ -9,8 +9,8 @@ from math import prod
 
 import torch
 
-from pi_runtime.artifact.buffers import weight_chunk
 from pi_runtime.artifact.footprint import GEMM_NEURONS
+from pi_runtime.artifact.gpu_buffers import weight_chunk
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import scales_name
 from pi_runtime.cuda.kernels.activations import CODES

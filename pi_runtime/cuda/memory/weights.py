@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from pi_runtime.artifact.buffers import WEIGHT_ALIGN, weight_padding
+from pi_runtime.artifact.gpu_buffers import WEIGHT_ALIGN, weight_padding
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import is_scales, scales_name
 from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix

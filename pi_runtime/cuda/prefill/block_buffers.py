@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pi_runtime.artifact.buffers import gpu_prompt_block, pinned_prompt_block
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.gpu_buffers import gpu_prompt_block, pinned_prompt_block
 from pi_runtime.cuda.memory.devices import Device, allocate, allocate_pinned
 
 

@@ -11,7 +11,7 @@ from pi_compile.cost_model.processors import CPU, GPU
 from pi_compile.placement import formulation
 from pi_compile.placement.formulation import Sizes, all_cpu
 from pi_compile.results.activation_profile import LayerWork
-from pi_runtime.artifact.buffers import (
+from pi_runtime.artifact.gpu_buffers import (
     PROMPT_TOKENS,
     gpu_workspace_bytes,
     prompt_block,

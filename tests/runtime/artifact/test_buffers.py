@@ -5,22 +5,24 @@ import pytest
 from support.synthetic import small_decoder
 
 from pi_runtime.artifact.buffers import (
-    WEIGHT_ALIGN,
     Buffer,
     cache_format,
     cpu_workspace,
-    gpu_workspace_bytes,
     kv_bytes,
     kv_cache,
     kv_page,
     rotary_tables,
-    streamed_bytes,
     table_bytes,
-    weight_chunk,
-    weight_padding,
     workspace_bytes,
 )
 from pi_runtime.artifact.footprint import GEMM_NEURONS, POSITIONS, PartBytes
+from pi_runtime.artifact.gpu_buffers import (
+    WEIGHT_ALIGN,
+    gpu_workspace_bytes,
+    streamed_bytes,
+    weight_chunk,
+    weight_padding,
+)
 from pi_runtime.artifact.sizes import PARTS, array_specs
 from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
 from pi_runtime.kernels.reference import rotary_table

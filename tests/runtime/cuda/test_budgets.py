@@ -28,15 +28,14 @@ from pi_compile.placement.formulation import Problem
 from pi_compile.placement.stage import place
 from pi_compile.results.activation_profile import LayerWork
 from pi_runtime import load
-from pi_runtime.artifact.buffers import (
+from pi_runtime.artifact.buffers import kv_bytes, table_bytes
+from pi_runtime.artifact.gpu_buffers import (
     BATCH_TOKENS,
     PROMPT_TOKENS,
     gpu_products,
     gpu_prompt_block,
     gpu_workspace,
     gpu_workspace_bytes,
-    kv_bytes,
-    table_bytes,
     weight_padding,
 )
 from pi_runtime.artifact.reader import Artifact

@@ -10,15 +10,8 @@ import pytest
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import console, load
-from pi_runtime.artifact.buffers import (
-    WEIGHT_ALIGN,
-    Buffers,
-    gpu_products,
-    gpu_prompt_block,
-    gpu_workspace,
-    kv_cache,
-    weight_chunk,
-)
+from pi_runtime.artifact.buffers import Buffers, kv_cache
+from pi_runtime.artifact.gpu_buffers import WEIGHT_ALIGN, gpu_products, gpu_prompt_block, gpu_workspace, weight_chunk
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
 from pi_runtime.commands.run import app

@@ -11,7 +11,8 @@ neuron's byte only when the neuron fires.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pi_runtime.artifact.buffers import gpu_products, gpu_prompt_block, streamed_bytes, table_bytes
+from pi_runtime.artifact.buffers import table_bytes
+from pi_runtime.artifact.gpu_buffers import gpu_products, gpu_prompt_block, streamed_bytes
 from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.execution.plan_choice import allocation
 

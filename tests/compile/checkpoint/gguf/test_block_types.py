@@ -20,7 +20,8 @@ from pi_compile.checkpoint.gguf.file import BLOCK_TYPES
 from pi_compile.errors import CheckpointError
 from pi_compile.evaluation import evaluate
 from pi_compile.pipeline.init_recipe import create_recipe
-from pi_compile.pipeline.pipeline import pack_plain, recipe_checkpoint
+from pi_compile.pipeline.packed import pack_plain
+from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
 from pi_compile.recipe import default_recipe, read_recipe
 from pi_runtime.artifact.reader import Artifact
 

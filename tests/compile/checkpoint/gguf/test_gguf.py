@@ -21,7 +21,7 @@ from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import read_text_files
 from pi_compile.packing import PackSpec, pack
 from pi_compile.pipeline.init_recipe import create_recipe
-from pi_compile.pipeline.pipeline import pack_plain
+from pi_compile.pipeline.packed import pack_plain
 from pi_compile.recipe import read_recipe
 from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.artifact.reader import Artifact

@@ -1,0 +1,69 @@
+"""The artifact as the last result of a recipe: what was packed last, and packing without a pipeline."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pi_compile.files import file_digest, write_text
+from pi_compile.pipeline import stages
+from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
+from pi_compile.pipeline.store import Store
+from pi_compile.pipeline.summary import pack_report
+from pi_compile.recipe import read_recipe
+from pi_runtime.console import Progress
+
+
+@dataclass(frozen=True)
+class PackRecord:
+    """The record of one artifact beside the stored results: the key of its inputs, and the report on it."""
+
+    store: Store
+    key: str
+
+    @property
+    def path(self) -> Path:
+        return self.store.folder / f"packed-{self.key[:16]}.json"
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """The report; None where the record cannot be read or is another's, so that it is packed again."""
+        try:
+            record = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return None
+        return dict(record["report"]) if isinstance(record, dict) and record.get("key") == self.key else None
+
+    def up_to_date(self, output: Path) -> dict[str, Any] | None:
+        """The report, if the file is still what was packed; else the record is forgotten."""
+        found = self.report
+        if found is None:
+            return None
+        if output.exists() and file_digest(output) == found["sha256"]:
+            self.store.clear("pack", self.key)  # a kill after writing left it
+            return found
+        self.path.unlink(missing_ok=True)
+        return None
+
+    def write(self, report: dict[str, Any]) -> None:
+        """Keep the report."""
+        write_text(self.path, json.dumps({"key": self.key, "report": report}))
+
+    def forget_older(self) -> None:
+        """Remove the records of what the recipe was packed to before."""
+        for older in self.store.folder.glob("packed*.json"):
+            if older != self.path:
+                older.unlink(missing_ok=True)
+
+
+def pack_plain(recipe_path: Path, output: Path, *, progress: Progress, notice: Callable[[str], None]) -> dict[str, Any]:
+    """Write an artifact without profile and predictors, and report on it. It is exact, and quick to make."""
+    recipe = read_recipe(recipe_path)
+    checkpoint, settings = recipe_checkpoint(recipe, recipe_path.resolve().parent), recipe.model_dump()
+    result = stages.pack(checkpoint, output, formats=settings["pack"], recipe=settings, progress=progress)
+    for line in (*checkpoint.notices, *result.notices):
+        notice(line)
+    if recipe.quantise.tokens:
+        notice("without profiling weights are rounded to nearest: [quantise] has no effect")
+    return pack_report(result)
