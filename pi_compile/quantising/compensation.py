@@ -33,6 +33,13 @@ _ROWS_AT_ONCE = 2048
 """Rows of a matrix that are compensated together; each has its errors to itself."""
 
 
+def importance(moment_KK: torch.Tensor) -> Array:
+    """The mean squares (K,) of the inputs, relative to their mean: what a plain error of a column costs."""
+    squares = moment_KK.diagonal()
+    relative: torch.Tensor = squares / squares.mean().clamp_min(torch.finfo(squares.dtype).tiny)
+    return relative.float().numpy()
+
+
 def inverse_factor(moment_KK: torch.Tensor) -> torch.Tensor:
     """The upper Cholesky factor U of (H + δ)⁻¹ in float32, so that UᵀU is the inverse."""
     h = moment_KK.clone()
@@ -58,16 +65,16 @@ def round_along_inputs(fmt: Format, rows_NK: Array, factor_KK: torch.Tensor) -> 
 
 def _along_inputs(fmt: Format, rows_NK: Array, factor_KK: torch.Tensor) -> tuple[Array, Array]:
     """Integers (B, M) and scales (M,) of all M blocks of a matrix, row by row."""
-    importance_K1 = np.square(1 / factor_KK.diagonal().numpy())[:, None]
+    weight_K1 = np.square(1 / factor_KK.diagonal().numpy())[:, None]
     w_KN = torch.from_numpy(np.ascontiguousarray(rows_NK.T))
     n, blocks = len(rows_NK), -(-len(w_KN) // BLOCK)
     q_KN = np.zeros((blocks * BLOCK, n), np.float32)
     scales = np.zeros((blocks, n), np.float32)
 
     def begin(first: int, w_BN: Array) -> RoundRow:
-        whole, importance = np.zeros((2, BLOCK, n), np.float32)
-        whole[: len(w_BN)], importance[: len(w_BN)] = w_BN, importance_K1[first : first + len(w_BN)]
-        _, scale = round_blocks(fmt, whole, importance)
+        whole, weight = np.zeros((2, BLOCK, n), np.float32)
+        whole[: len(w_BN)], weight[: len(w_BN)] = w_BN, weight_K1[first : first + len(w_BN)]
+        _, scale = round_blocks(fmt, whole, weight)
         scales[first // BLOCK] = scale
 
         def round_row(k: int, w_N: Array) -> Array:

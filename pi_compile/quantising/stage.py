@@ -5,6 +5,10 @@ another. The text is split into at most `PARTS` parts; a part's way through a la
 share them. Sums of parts are added in the order of the parts, and one task rounds a layer, so that the result is the
 same whoever does what.
 
+Queries, keys and values are rounded by the mean squares of their inputs alone: a softmax follows them, in which a small
+error of the key that all look at counts more than its part of the mean square. Errors of all other matrices are made
+good (`compensation`).
+
 Only formats in `CALIBRATED` are rounded so; the embedding and the head are not, because the rows of one are inputs too,
 and the other is read whole for each token and is best kept in q8.
 """
@@ -22,7 +26,7 @@ import torch
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.files import read_arrays, write_arrays, write_text
-from pi_compile.quantising.compensation import inverse_factor, round_along_inputs, round_inputs
+from pi_compile.quantising.compensation import importance, inverse_factor, round_along_inputs, round_inputs
 from pi_compile.quantising.moments import FIRST, OUT, QKV, down, neuron_ranges, second_moments, sizes
 from pi_compile.results import QuantisedWeights, Stored, read_stored, stored_entries
 from pi_compile.torch_model import (
@@ -37,7 +41,7 @@ from pi_compile.torch_model import decoder as td
 from pi_compile.workers import WorkFolder
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
-from pi_runtime.artifact.quantisation import dequantise
+from pi_runtime.artifact.quantisation import dequantise, quantise
 
 Tokens = npt.NDArray[np.integer]
 Progress = Callable[[int, int], None]
@@ -212,11 +216,12 @@ class _Run:
         values = self.checkpoint.layer_values(layer)
         found: dict[str, npt.NDArray[np.generic]] = {}
         for name, fmt in self.spec.arrays().items():
-            stored = (
-                round_along_inputs(fmt, values[name], inverse_factor(moment(name)))
-                if name != REST
-                else self._round_rest(fmt, values[name], moment)
-            )
+            if name == QKV:
+                stored = quantise(fmt, values[name], importance(moment(name)))
+            elif name == REST:
+                stored = self._round_rest(fmt, values[name], moment)
+            else:
+                stored = round_along_inputs(fmt, values[name], inverse_factor(moment(name)))
             found |= stored_entries(name, stored)
         write_arrays(self.folder / self.rounded(layer), found)
         for path in parts:
