@@ -213,7 +213,7 @@ class _Profiling:
             rows = slice(b, min(b + self.spec.batch, stop))
             part = states[rows.start - start : rows.stop - start]
             x = self.resident.embed(ids_NT[rows]) if first else torch.from_numpy(part).to(self.spec.device)
-            x, of_batch = self.run_batch(weights, x, rows.start * ids_NT.shape[1])
+            x, of_batch = self.run_batch(weights, x, rows.start * ids_NT.shape[1], group.start)
             found.append(of_batch)
             if not last:
                 part[:] = x.numpy(force=True)  # in place of those before the layers
@@ -225,9 +225,9 @@ class _Profiling:
         self._states(group.start, n).unlink(missing_ok=True)
 
     def run_batch(
-        self, weights: list[dict[str, torch.Tensor]], x: torch.Tensor, start: int
+        self, weights: list[dict[str, torch.Tensor]], x: torch.Tensor, start: int, first: int
     ) -> tuple[torch.Tensor, list[npt.NDArray[Any]]]:
-        """Push hidden states (B, T, D) through layers; the first token is token `start` of the text.
+        """Push hidden states (B, T, D) through layers from `first` on; the first token is token `start` of the text.
 
         Returns the states after them, and counts (layers, F), routed tokens (layers, X), persistence (layers, 5) and
         packed co-firing bits.
@@ -248,7 +248,7 @@ class _Profiling:
             )
             return h
 
-        *_, (x,) = td.layers(d, weights, [x], count)
+        *_, (x,) = td.layers(d, weights, [x], count, first=first)
         return x, [np.stack(arrays) for arrays in zip(*found, strict=True)]
 
     def _sample(self, fired: torch.Tensor, start: int) -> Bits:

@@ -45,7 +45,11 @@ def sizes(d: Decoder) -> dict[str, int]:
 
 
 def second_moments(
-    d: Decoder, w: td.NamedTensors, batches: Iterable[torch.Tensor], to: Callable[[torch.Tensor], torch.Tensor]
+    d: Decoder,
+    layer: int,
+    w: td.NamedTensors,
+    batches: Iterable[torch.Tensor],
+    to: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """The sums (K, K) over all tokens of batches of states (B, T, D) before a layer, in float64.
 
@@ -66,7 +70,7 @@ def second_moments(
             seen[FIRST], seen["h"] = inputs, h  # noqa: B023  called in this round
             return h
 
-        ((after,),) = td.layers(d, [w], [x], on_ffn, seen.__setitem__)
+        ((after,),) = td.layers(d, [w], [x], on_ffn, seen.__setitem__, first=layer)
         tokens = {name: values.flatten(0, 1) for name, values in seen.items()}
         add(QKV, tokens[QKV])
         add(FIRST, tokens[FIRST])

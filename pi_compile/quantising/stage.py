@@ -175,7 +175,7 @@ class _Run:
         d = self.checkpoint.decoder
         batches = list(self._before(layer, n))
         (w,) = self.resident.weights(range(layer, layer + 1))
-        sums = second_moments(d, w, batches, lambda x: x.to(self.spec.device))
+        sums = second_moments(d, layer, w, batches, lambda x: x.to(self.spec.device))
         write_arrays(self._moments(layer, n), {name: moment.numpy() for name, moment in sums.items()})
         if layer > 0 and layer + 1 < d.n_layers:
             write_arrays(self._states(layer, n), {"states": torch.cat(batches).numpy()})
@@ -194,7 +194,7 @@ class _Run:
             return
         w = self._rounded_weights(layer - 1)
         for x in batches:
-            ((after,),) = td.layers(self.checkpoint.decoder, [w], [x.to(self.spec.device)])
+            ((after,),) = td.layers(self.checkpoint.decoder, [w], [x.to(self.spec.device)], first=layer - 1)
             yield after.cpu()
 
     def _rounded_weights(self, layer: int) -> dict[str, torch.Tensor]:

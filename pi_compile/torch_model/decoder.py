@@ -69,13 +69,16 @@ def layers(
     states: Sequence[Tensor],
     on_ffn: OnFfn | None = None,
     on_input: OnInput | None = None,
+    *,
+    first: int = 0,
 ) -> Iterator[Sequence[Tensor]]:
     """Push batches of hidden states (B, T, D) through layers, all through one before the next; yields those after each.
 
-    `on_ffn` sees what goes through each FFN, and may change it; `on_input` sees what goes into attention's matrices.
+    They are the model's layers from number `first` on. `on_ffn` sees what goes through each FFN, and may change it;
+    `on_input` sees what goes into attention's matrices.
     """
     states = list(states)
-    for layer, w in enumerate(weights):
+    for layer, w in enumerate(weights, first):
         for batch, x_BTD in enumerate(states):
             residual, inputs = before_ffn(d.of_layer(layer), w, x_BTD, on_input)
             h = neurons(d, w, inputs)

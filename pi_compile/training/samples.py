@@ -172,7 +172,7 @@ class PushedText:
                     sums.add(h, h, None, w["ffn/rest"][:, -1])
                 return h
 
-            ((x,),) = td.layers(d, weights, [x], on_ffn)
+            ((x,),) = td.layers(d, weights, [x], on_ffn, first=layer)
             sums.state += float(x.square().sum())
             if self.counts or layer + 1 < d.n_layers:
                 write_arrays(self._states(layer + 1, n), {"states": x.numpy(force=True)})

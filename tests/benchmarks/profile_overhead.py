@@ -54,7 +54,7 @@ def main() -> None:
             return td.after_ffn(d, w, x, td.ffn_output(w, td.neurons(d, w, inputs)))
 
         def counting() -> np.ndarray:
-            return run.run_batch([w], td.embed(d, ends, ids), 0)[1][0][0]
+            return run.run_batch([w], td.embed(d, ends, ids), 0, 0)[1][0][0]
 
         _, inputs = td.before_ffn(d, w, td.embed(d, ends, ids))
         wanted = (td.neurons(d, w, inputs) != 0).sum((0, 1))

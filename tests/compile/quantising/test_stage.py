@@ -142,7 +142,7 @@ def test_second_moments_are_those_of_the_inputs(family: str, request: pytest.Fix
     ids = td.windows(TOKENS, 16)[:4]
     with torch.inference_mode():
         x = td.embed(d, td.embedding_weights(checkpoint, "cpu"), ids)
-        sums = second_moments(d, w, torch.split(x, 3), lambda batch: batch)
+        sums = second_moments(d, 0, w, torch.split(x, 3), lambda batch: batch)
         residual, inputs = td.before_ffn(d, w, x)
         h = td.neurons(d, w, inputs).flatten(0, 1)
         after = td.after_ffn(d, w, residual, td.ffn_output(w, td.neurons(d, w, inputs)))
