@@ -261,7 +261,7 @@ def ports(session: nox.Session) -> None:
 def mutations(session: nox.Session) -> None:
     """Plants 60 small faults, one at a time, and runs the tests of their rooms: fails where fewer than 85 % are caught.
 
-    `-- --seed N` draws the same again. Outside CI: up to an hour.
+    `-- --seed N` draws the same again, `-- --record FILE` goes on where a session ended. Outside CI: up to an hour.
     """
     install_all(session)
     session.run("python", "tests/support/mutations.py", *session.posargs)

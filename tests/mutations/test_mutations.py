@@ -1,5 +1,6 @@
 """Faults are planted where they count, and the session tells which ones tests notice."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,16 @@ def test_it_tells_what_is_not_caught(tmp_path: Path) -> None:
     assert done.stdout.endswith("1 of 2 faults were caught: 50%; wanted 85%\n")
     assert done.returncode == 1
     assert (tmp_path / "pi_runtime/room.py").read_text().count("a < b") == 1
+
+
+@pytest.mark.slow
+def test_a_session_goes_on_from_its_record(tmp_path: Path) -> None:
+    root = tree(tmp_path)
+    command = [sys.executable, str(SCRIPT), "--jobs", "1", "--within", "pi_runtime", "--record", "record.jsonl"]
+    first = subprocess.run([*command, "--seed", "1"], cwd=root, capture_output=True, text=True, check=False)
+    shutil.rmtree(root / "tests")  # what is tried now is not caught
+    again = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert again.stdout == first.stdout
+    other = subprocess.run([*command, "--seed", "2"], cwd=root, capture_output=True, text=True, check=False)
+    assert other.stdout.startswith("seed 2, 2 faults\n")
+    assert other.stdout != first.stdout.replace("seed 1", "seed 2")

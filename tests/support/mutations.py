@@ -1,14 +1,17 @@
 """Plants small faults at random places of both packages, one at a time, and runs the tests of the room: which notice?
 
 python tests/support/mutations.py [--seed N] [--count 60] [--seconds 60] [--minutes 60] [--jobs N] [--within FOLDER …]
+    [--record FILE]
 
 A fault is another operator, another bound, another constant, or a call that is dropped. Each is tried in a copy of the
-tree, whose own tests must pass. Prints the seed, each fault with what came of it, and the share that was caught.
+tree, whose own tests must pass. Prints the seed, each fault with what came of it, and the share that was caught. With a
+record, a session that ended goes on with its seed, and tries no fault again.
 """
 
 import argparse
 import ast
 import contextlib
+import json
 import os
 import random
 import re
@@ -220,30 +223,59 @@ def run_tests(
         process.wait()
 
 
+class Record:
+    """What came of the faults of one seed, as lines of JSON in a file; without a file it keeps nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = [] if path is None or not path.exists() else path.read_text().splitlines()
+        head, *found = [json.loads(line) for line in lines] or [None]
+        self.seed: int | None = head
+        self.found: dict[str, bool | None] = dict(found)
+
+    def begin(self, seed: int) -> None:
+        """Keep the seed; faults of another one are forgotten."""
+        if self.seed != seed:
+            self.seed, self.found = seed, {}
+            if self._path is not None:
+                self._path.write_text(f"{seed}\n")
+
+    def add(self, fault: str, caught: bool | None) -> None:
+        self.found[fault] = caught
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps([fault, caught]) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    parser.add_argument("--seed", type=int, help="the record's, or any")
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=60, help="of a room's tests for each fault")
     parser.add_argument("--minutes", type=float, default=60, help="after which no fault is begun")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
     parser.add_argument("--within", nargs="+", default=list(PACKAGES), help="folders or files to plant faults in")
     parser.add_argument("--tests", nargs="+", default=[], help="tests to run in place of the room's")
+    parser.add_argument("--record", type=Path, help="a file of what came of each fault, to go on from")
     a = parser.parse_args()
-    root, until = Path.cwd(), time.monotonic() + 60 * a.minutes
-    chosen = drawn(root, a.within, a.count, a.seed)
-    print(f"seed {a.seed}, {len(chosen)} faults", flush=True)
+    root, until, record = Path.cwd(), time.monotonic() + 60 * a.minutes, Record(a.record)
+    seed = next(s for s in (a.seed, record.seed, random.randrange(1 << 32)) if s is not None)
+    record.begin(seed)
+    chosen = drawn(root, a.within, a.count, seed)
+    print(f"seed {seed}, {len(chosen)} faults", flush=True)
     said = {True: "caught", False: "NOT CAUGHT", None: "NOT CAUGHT in time"}
-    found: list[bool | None] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(a.jobs) as pool:
         copies = Copies(root, Path(folder), a.jobs)
 
         def one(m: Mutation) -> None:
-            if time.monotonic() < until:
-                found.append(caught := copies.caught(m, a.tests, a.seconds))
-                print(f"{said[caught]}: {m.described(root)}", flush=True)
+            fault = m.described(root)
+            if fault not in record.found and time.monotonic() < until:
+                record.add(fault, copies.caught(m, a.tests, a.seconds))
+            if fault in record.found:
+                print(f"{said[record.found[fault]]}: {fault}", flush=True)
 
         list(pool.map(one, chosen))
+    found = list(record.found.values())
     share = found.count(True) / max(1, len(found))
     print(f"{found.count(True)} of {len(found)} faults were caught: {share:.0%}; wanted {WANTED:.0%}")
     sys.exit(share < WANTED)

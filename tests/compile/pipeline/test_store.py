@@ -131,7 +131,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of our sources that `code_digest` reads instead."""
     folder = tmp_path / "pi_compile"
     shutil.copytree(Path(pi_compile.__file__).parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(store_module.pi_compile, "__file__", str(folder / "__init__.py"))
+    monkeypatch.setitem(store_module._ROOTS, "pi_compile", folder)
     return folder
 
 
