@@ -111,6 +111,10 @@ class CudaExecutor:
         """(layers, 2): rows of `first` read and neurons kept on the GPU, for the last token that was decoded alone."""
         return self._device_rows_ML2[0] + self._implied_L2
 
+    @property
+    def draft_tokens(self) -> int:
+        return self.allocation.batch_tokens
+
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences: weights are read once for those that are decoded together."""
         # Steps are cut in order, so what decodes comes first.
@@ -142,10 +146,10 @@ class CudaExecutor:
     def _run(self, s: SequenceStep) -> SequenceResult:
         """Run one sequence that brings a prompt, or asks for the logits of all its tokens."""
         counts_L3 = None
-        if len(s.tokens) > 1 and s.select and s.logits == "last":
-            return [
-                self._decode_together([replace(s, tokens=token_1)]) for token_1 in np.split(s.tokens, len(s.tokens))
-            ][-1][0]
+        if s.select and not s.count:  # guesses, or tokens that others have run with selection
+            parts = token_blocks(len(s.tokens), self.draft_tokens)
+            found = [self._decode_together([replace(s, tokens=s.tokens[part])])[0].logits_TV for part in parts]
+            return SequenceResult(logits_TV=np.concatenate(found) if s.logits == "all" else found[-1][-1:])
         if s.logits == "all":
             logits_TV = self._all_logits(s)
             if s.count:
@@ -158,12 +162,12 @@ class CudaExecutor:
         return SequenceResult(logits_TV=self._logits_MV[:1].copy())
 
     def _decode_together(self, sequences: list[SequenceStep]) -> list[SequenceResult]:
-        """Decode a token of each of some sequences, which the GPU can hold at once."""
-        count, caches = len(sequences), [s.cache for s in sequences]
-        token_M = np.concatenate([s.tokens for s in sequences])
+        """Decode a token of each of some sequences, which the GPU can hold at once, or some of a single one."""
+        caches, token_M = [s.cache for s in sequences], np.concatenate([s.tokens for s in sequences])
+        count, each = len(token_M), len(token_M) // len(caches)
         decoding = self._schedules.get(count)
         host_ops = self.host_ops.of(count) if decoding is None else decoding.host_ops
-        self._place(host_ops, caches, token_M, 1)
+        self._place(host_ops, caches, token_M, each)
         if decoding is None:  # building it writes into the caches where these tokens will
             plan, device_ops = self.allocation.plan, self._all_device_ops.of_first(count)
             calls = build_schedule(plan, device_ops, host_ops, self.device)
@@ -171,11 +175,11 @@ class CudaExecutor:
         rows_ML2 = self._decode(decoding)
         for s in sequences:
             s.cache.append(s.tokens, s.select)
-        found = zip(self._logits_MV[:count].copy(), rows_ML2, strict=True)
-        return [SequenceResult(logits_TV=logits_V[None], rows_L2=rows_L2) for logits_V, rows_L2 in found]
+        found = zip(np.split(self._logits_MV[:count].copy(), len(caches)), rows_ML2[each - 1 :: each], strict=True)
+        return [SequenceResult(logits_TV=logits_TV, rows_L2=rows_L2) for logits_TV, rows_L2 in found]
 
     def _all_logits(self, s: SequenceStep) -> Floats:
-        """Logits of all tokens: decoded one by one with selection, else read in dense blocks."""
+        """Logits of all tokens: decoded one by one where selection is counted, else read in dense blocks."""
         tokens, cache = s.tokens, s.cache
         logits_TV = np.empty((len(tokens), self.device_ops.decoder.vocab_size), np.float32)
         if not s.select:
@@ -206,10 +210,14 @@ class CudaExecutor:
             raise
 
     def _place(self, host_ops: HostOps, caches: list[KVCache], token_M: Ints, positions: int) -> None:
-        """Let both sides go on behind these sequences: with a token of each, or with so many positions of one."""
-        words = self._pinned.token_words.first(len(caches))
-        words.id_M.numpy()[:], words.position_M.numpy()[:] = token_M, [cache.length for cache in caches]
-        self._kv_residency.acquire(caches, positions, words.table_ML.numpy())
+        """Let both sides go on behind these sequences, with as many tokens each, or so many positions of one."""
+        each = len(token_M) // len(caches)
+        words = self._pinned.token_words.first(len(token_M))
+        words.id_M.numpy()[:] = token_M
+        words.position_M.numpy()[:] = np.concatenate([cache.length + np.arange(each) for cache in caches])
+        table_ML = words.table_ML.numpy()
+        self._kv_residency.acquire(caches, positions, table_ML[::each])
+        table_ML[:] = np.repeat(table_ML[::each], each, 0)
         host_ops.move_to(caches, token_M)
 
     def _decode(self, decoding: "Decoding") -> Ints:

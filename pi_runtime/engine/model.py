@@ -110,8 +110,8 @@ class Model:
 
     def speculation(self, setting: str | int, times: StepTimes) -> Speculation:
         """The rule for drafts that a setting of `speculate` names. Raises UsageError for an impossible one."""
-        # A plan divides the work of one token; several tokens with selection would run one after the other.
-        return Speculation(setting, times, can_gain=self.plan is None, max_tokens=BLOCK_TOKENS)
+        most = self.executor.draft_tokens
+        return Speculation(setting, times, can_gain=most > 1, max_tokens=most)
 
     def new_answer(
         self,

@@ -186,7 +186,7 @@ class HostExecutor:
     allocation: Allocation | None = None
     notice: str | None = None
     disk: DiskStats | None = None
-    block_tokens = BLOCK_TOKENS
+    block_tokens = draft_tokens = BLOCK_TOKENS
     _model: CpuModel
 
     @property

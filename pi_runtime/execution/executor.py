@@ -126,6 +126,10 @@ class Executor(Protocol):
         """Most tokens of a prompt that a sequence brings to a step."""
 
     @property
+    def draft_tokens(self) -> int:
+        """Most tokens of a sequence that a step computes together with selection; 1: it runs them one by one."""
+
+    @property
     def neurons(self) -> int:
         """Neurons of all layers and experts."""
 

@@ -101,6 +101,7 @@ class StandInExecutor(HostExecutor):
     """
 
     device_name = "stand-in"
+    draft_tokens = 1
     allocation: Allocation
 
     def __init__(

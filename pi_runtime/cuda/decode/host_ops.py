@@ -59,9 +59,9 @@ class HostOps:
         return HostOps(self.model, self.layers, self.cuts, self._pinned, tokens)
 
     def move_to(self, caches: Sequence[KVCache], token_M: Ints) -> None:
-        """Go on behind what the sequences' caches hold, with these tokens."""
+        """Go on behind what the sequences' caches hold, with as many of these tokens each."""
         self.cache, self.start, self._token_M = caches[0], caches[0].length, token_M
-        self._at = positions_of([(1, cache.length, cache) for cache in caches])
+        self._at = positions_of([(len(token_M) // len(caches), cache.length, cache) for cache in caches])
 
     @property
     def x_MD(self) -> Floats:

@@ -92,6 +92,28 @@ def test_a_sequence_gets_the_same_bits_in_any_company(
         one.close()
 
 
+@pytest.mark.parametrize("name", ["cold neurons on the CPU", "attention on the CPU", "experts"])
+def test_guesses_are_checked_together(name: str, tmp_path: Path, gpu: Device) -> None:
+    """Tokens of a sequence get the bits that they get one by one, across two pages, and after some were wrong."""
+    plan, shape = CASES[name]
+    prompt, going_on, wrong = [5, *range(29)], [7, 11, 3, 8, 9], [7, 11, 2, 2]
+    with running(model(tmp_path / "a.pi", **shape), plan, gpu, context=128) as executor:
+        alone, together = executor.new_cache(), executor.new_cache()
+        for cache in (alone, together):
+            read(executor, cache, prompt)
+        wanted, _ = decoded(executor, alone, going_on)
+
+        def checked(tokens: Sequence[int]) -> np.ndarray:
+            work = SequenceStep(cache=together, tokens=np.array(tokens), select=True, logits="all")
+            return executor.step([work])[0].logits_TV
+
+        np.testing.assert_array_equal(checked(wrong)[:2], wanted[:2])
+        together.truncate(len(prompt) + 2)
+        np.testing.assert_array_equal(checked(going_on[2:]), wanted[2:])
+        assert sorted(executor._schedules) == [1, 3, 4]
+        assert executor.draft_tokens == executor.allocation.batch_tokens == 8
+
+
 @pytest.mark.parametrize("plan", [SPLIT, MIXED], ids=["cold neurons on the CPU", "layers on either side"])
 def test_sequences_whose_caches_do_not_fit_together_take_turns(plan: Plan, tmp_path: Path, gpu: Device) -> None:
     """The GPU has two pages; the sequences need four."""
