@@ -2,6 +2,7 @@
 
 import math
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from support.synthetic import stored_plan
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
 from pi_compile.errors import CheckpointError
-from pi_compile.packing import PackResult, PackSpec, pack
+from pi_compile.packing import PackResult, PackSpec, _ArrayValues, pack
 from pi_compile.pipeline.summary import pack_report
-from pi_compile.results.activation_profile import ActivationProfile
-from pi_runtime.artifact.quantisation import as_stored
+from pi_compile.results import ActivationProfile, QuantisedWeights
+from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.quantisation import as_stored, dequantise, quantise
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.sizes import PARTS, is_scales
+from pi_runtime.artifact.sizes import PARTS, ArraySpec, is_scales
 from pi_runtime.artifact.verification import verify
 
 KEEP = dict.fromkeys(PARTS, "keep")
@@ -197,6 +199,37 @@ def test_a_profile_orders_the_neurons_and_travels_inside(tmp_path: Path, fmt: st
                 ordered = values[order[n]] if name in NEURON_ARRAYS else values
                 expected = as_stored(fmt if name in ("ffn/first", "ffn/rest") else "f32", ordered)
                 np.testing.assert_array_equal(artifact.values(f"layers/{n}/{name}"), expected)
+
+
+def test_matrices_that_are_rounded_already_are_stored_as_they_are(tmp_path: Path) -> None:
+    """In the order of the profile; signs are those of the stored values, and the error is told."""
+    random_llama(tmp_path)
+    checkpoint, q4 = open_checkpoint(tmp_path), FORMATS["q4"]
+    rng = np.random.default_rng(0)
+    rounded = {
+        f"layers/{n}/{name}": quantise(
+            q4, rng.standard_normal(checkpoint.array_shapes[f"layers/{n}/{name}"], np.float32)
+        )
+        for n, name in product(range(3), ("ffn/first", "ffn/rest"))
+    }
+    quantised = QuantisedWeights(tuple(rounded), rounded.__getitem__, "")
+    counts = np.tile(np.arange(83, dtype=np.uint64), (3, 1))
+    order = np.ascontiguousarray(np.tile(np.arange(83, dtype=np.uint32)[::-1], (3, 1)))
+    profile = ActivationProfile(decoder=checkpoint.decoder, tokens=100, counts=counts, order=order, inputs="")
+    spec = {"ffn": "q4", "attention": "q4"}
+    result = pack_folder(tmp_path, tmp_path / "model.pi", spec, profile=profile, quantised=quantised)
+    verify(result.path)
+    assert result.errors["ffn"].relative > 1  # values that have nothing to do with the checkpoint's
+    assert 0.05 < result.errors["attention"].relative < 0.12
+    with Artifact.open(result.path) as artifact:
+        for name, stored in rounded.items():
+            expected = dequantise(q4, *stored, checkpoint.decoder.d_model)[::-1]
+            np.testing.assert_array_equal(artifact.values(name), expected)
+        first = artifact.values("layers/1/ffn/first")
+    values = _ArrayValues(checkpoint, profile, None, quantised, "q4")
+    (words,) = values.blocks("layers/1/predictor/signs", ArraySpec("u64", (83, -(-first.shape[1] // 64))))
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, : first.shape[1]]
+    np.testing.assert_array_equal(bits.astype(bool), first < 0)
 
 
 @pytest.mark.parametrize(("fmt", "largest"), [("f16", 65520.0), ("q4", 65520.0 * 8), ("q8", 65520.0 * 127)])

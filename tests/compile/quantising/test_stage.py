@@ -18,7 +18,9 @@ from pi_compile.errors import CorpusError, ProfileError
 from pi_compile.quantising import QuantiseSpec, estimate, memory_bytes, quantise_weights
 from pi_compile.quantising import moments as moments_module
 from pi_compile.quantising.moments import FIRST, OUT, QKV, down, neuron_ranges, second_moments, sizes
+from pi_compile.quantising.stage import _Run
 from pi_compile.results import QuantisedWeights
+from pi_compile.torch_model import ResidentLayers
 from pi_compile.torch_model import decoder as td
 from pi_compile.workers import work_folder
 from pi_runtime.artifact.formats import FORMATS
@@ -117,6 +119,25 @@ def _stopped_after(tasks: int, checkpoint: Checkpoint, work: object) -> None:
             raise KeyboardInterrupt
 
     quantise_weights(checkpoint, TOKENS, SPEC, work=work, inputs="x", progress=progress)  # type: ignore[arg-type]
+
+
+def test_the_order_of_tasks_changes_nothing(llama: Checkpoint, tmp_path: Path) -> None:
+    """Workers do tasks in any order that the needs allow, each with weights of its own."""
+    quantised(llama, tmp_path / "first")
+    folder = tmp_path / "last"
+    folder.mkdir()
+    done: set[str] = set()
+    with torch.inference_mode():
+        while True:
+            run = _Run(llama, td.windows(TOKENS, 16), SPEC, folder, ResidentLayers(llama, "cpu"))
+            ready = [name for name in run.tasks() if name not in done and done.issuperset(run.needs().get(name, ()))]
+            if not ready:
+                break
+            run.tasks()[ready[-1]]()
+            done.add(ready[-1])
+    assert len(run.parts) > 2
+    for n in run.layers:
+        assert (folder / run.rounded(n)).read_bytes() == (tmp_path / "first" / run.rounded(n)).read_bytes()
 
 
 def test_only_coarse_formats_are_rounded(llama: Checkpoint, tmp_path: Path) -> None:
