@@ -19,21 +19,23 @@ from pi_runtime.errors import DoesNotFitError
 
 CONTEXT = 64
 DISK = Disk(name="d", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 200.0], [400.0, 1000.0]])
-PREDICTED = LayerWork(rung="predicted", rank=4)
+PREDICTED, GATE = LayerWork(rung="predicted", rank=4), LayerWork(rung="gate")
 
 
 def division(plan: RowPlan) -> tuple[object, ...]:
     return plan.pinned, plan.cached, plan.first
 
 
-@pytest.mark.parametrize("layers", [(PREDICTED,) * 3, (PREDICTED, LayerWork(rung="gate"), PREDICTED)])
-@pytest.mark.parametrize(("name", "experts"), [("f16", 1), ("q8", 1), ("q8", 4)])
+@pytest.mark.parametrize(
+    ("name", "experts", "layers"),
+    [("f16", 1, (PREDICTED, GATE)), ("f32", 1, (PREDICTED, PREDICTED)), ("q8", 4, (GATE, PREDICTED))],
+)
 def test_a_plan_is_chosen_at_the_budget_that_it_was_solved_for(
     tmp_path: Path, name: str, experts: int, layers: tuple[LayerWork, ...]
 ) -> None:
-    counts = (1000 * np.random.default_rng(0).random((3, 16384)) ** 4).astype(np.int64)
+    counts = (1000 * np.random.default_rng(0).random((2, 16384)) ** 4).astype(np.int64)
     shape = {"n_experts": experts, "experts_per_token": min(experts, 2), "d_model": 256}
-    routed = None if experts == 1 else np.full((3, experts), 500)
+    routed = None if experts == 1 else np.full((2, experts), 500)
     formats = dict.fromkeys(("embedding", "attention", "ffn", "head", "predictor"), name)
     work = workload(counts, layers, context=CONTEXT, formats=formats, routed=routed, **shape)
     placements = ram_ladder(Problem.of(work, machine(gpu=None, link=None, disk=DISK)), MUCH)
