@@ -83,7 +83,7 @@ def test_a_body_of_too_many_pieces(endless: Path, serve: Serve) -> None:
 
 
 def test_pieces_of_a_body_that_is_not_read_count_too(endless: Path, serve: Serve) -> None:
-    served = serve(endless, limits=Limits(pieces=100, receive_s=300), api_keys=("a key of the server",))
+    served = serve(endless, limits=Limits(parts=100, receive_s=300), api_keys=("a key of the server",))
     with connected(served) as connection:
         connection.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\na\r\n")
         assert connection.recv(12) == b"HTTP/1.1 401"

@@ -47,7 +47,7 @@ def test_what_takes_long_of_an_answer_is_made_beside_the_loop(
     random_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: dict[str, set[int]] = {}
-    for name in ("write", "whole"):
+    for name in ("write", "response"):
 
         def seen(writer: Any, *args: Any, made: Any = getattr(CompletionWriter, name), name: str = name) -> Any:
             what = "scores" if isinstance(args[-1], PromptLogprobs) else name
@@ -61,7 +61,7 @@ def test_what_takes_long_of_an_answer_is_made_beside_the_loop(
     with served.streaming("Once", echo=True, logprobs=2, max_tokens=2) as response:
         assert "".join(part["choices"][0]["text"] for part in events(response)).startswith("Once")
     (loop,) = threads["write"]
-    assert loop not in threads["scores"] | threads["whole"]
+    assert loop not in threads["scores"] | threads["response"]
 
 
 def test_a_prediction_is_guessed(alphabet: Path, serve: Serve) -> None:
